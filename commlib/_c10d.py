@@ -1,0 +1,196 @@
+"""The verbs over a torch.distributed process group; what the gloo and legacy engines share."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from commlib._context import CommContext
+from commlib._deadline import Deadline
+from commlib._dtypes import NATIVE, Reducer, Wire
+
+Tensor = torch.Tensor
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "prod": dist.ReduceOp.PRODUCT,
+    "avg": dist.ReduceOp.AVG,
+}
+
+
+class _Then:
+    """A c10d work with a step of ours after it."""
+
+    def __init__(self, work: Any, step: Callable[[], object]) -> None:
+        self.work, self.step = work, step
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.step()
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed())
+
+
+class C10dContext(CommContext):
+    """A ring over a process group ``pg`` that is known to nobody else."""
+
+    reducer: ClassVar[Reducer] = Reducer("c10d", unsigned=False, premul=False)
+
+    def __init__(
+        self,
+        ring_id: int,
+        rank: int,
+        ranks: tuple[int, ...],
+        device: torch.device,
+        timeout: float,
+        store: dist.Store | None,
+    ) -> None:
+        """Make the ring's process group through ``store``; a ring of one rank needs neither."""
+        super().__init__(ring_id, rank, ranks, device, timeout)
+        self.pg: Any = None if store is None else self._make(store)
+
+    @abstractmethod
+    def _make(self, store: dist.Store) -> Any: ...
+
+    def _issued(self, work: Any) -> Any:
+        """Where the stream orders the result, join it now and leave nothing to wait for."""
+        if self.fences is None:
+            return work
+        work.wait()
+        return None
+
+    def _op(self, reduction: Wire) -> Any:
+        # gloo has no mean on every torch we support: sum, then divide.
+        averages = self.fences is None and reduction.op == "avg"
+        return dist.ReduceOp.SUM if averages else _OPS[reduction.op]
+
+    def _averaged(self, work: Any, target: Tensor, reduction: Wire) -> Any:
+        if self.fences is None and reduction.op == "avg":
+            return _Then(work, lambda: target.div_(self.size))
+        return self._issued(work)
+
+    def _all_reduce(self, out: Tensor, x: Tensor, reduction: Wire) -> Any:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        target = _flat(out, reduction.dtype)
+        options = c10d.AllreduceOptions()
+        options.reduceOp = self._op(reduction)
+        _same_stream(options)
+        return self._averaged(self.pg.allreduce([target], options), target, reduction)
+
+    def _all_gather(self, out: Tensor, x: Tensor) -> Any:
+        options = c10d.AllgatherOptions()
+        _same_stream(options)
+        return self._issued(self.pg._allgather_base(_bytes(out), _bytes(x), options))
+
+    def _reduce_scatter(self, out: Tensor, x: Tensor, reduction: Wire) -> Any:
+        target = _flat(out, reduction.dtype)
+        options = c10d.ReduceScatterOptions()
+        options.reduceOp = self._op(reduction)
+        _same_stream(options)
+        work = self.pg._reduce_scatter_base(target, _flat(x, reduction.dtype), options)
+        return self._averaged(work, target, reduction)
+
+    def _broadcast(self, out: Tensor, x: Tensor | None, root: int) -> Any:
+        if x is not None and out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        options = c10d.BroadcastOptions()
+        options.rootRank = root
+        _same_stream(options)
+        return self._issued(self.pg.broadcast([_bytes(out)], options))
+
+    def _reduce(self, out: Tensor | None, x: Tensor, root: int, reduction: Wire) -> Any:
+        # c10d reduces in place and may leave partial sums on the other ranks.
+        if out is None:
+            out = x.clone()
+        elif out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        target = _flat(out, reduction.dtype)
+        options = c10d.ReduceOptions()
+        options.rootRank = root
+        options.reduceOp = self._op(reduction)
+        _same_stream(options)
+        return self._averaged(self.pg.reduce([target], options), target, reduction)
+
+    def _gather(self, out: Tensor | None, x: Tensor, root: int) -> Any:
+        options = c10d.GatherOptions()
+        options.rootRank = root
+        _same_stream(options)
+        parts = [] if out is None else [list(_bytes(out).chunk(self.size))]
+        return self._issued(self.pg.gather(parts, [_bytes(x)], options))
+
+    def _scatter(self, out: Tensor, x: Tensor | None, root: int) -> Any:
+        options = c10d.ScatterOptions()
+        options.rootRank = root
+        _same_stream(options)
+        parts = [] if x is None else [list(_bytes(x).chunk(self.size))]
+        return self._issued(self.pg.scatter([_bytes(out)], parts, options))
+
+    def _all_to_all(self, out: Tensor, x: Tensor, takes: list[int], sends: list[int]) -> Any:
+        target, source = _bytes(out), _bytes(x)
+        scale = 1 if target.dtype is out.dtype else out.itemsize
+        options = c10d.AllToAllOptions()
+        _same_stream(options)
+        work = self.pg.alltoall_base(
+            target, source, [n * scale for n in takes], [n * scale for n in sends], options
+        )
+        return self._issued(work)
+
+    def _send(self, out: None, x: Tensor, peer: int) -> Any:
+        return self._issued(self.pg.send([_bytes(x)], peer, 0))
+
+    def _recv(self, out: Tensor, x: None, peer: int) -> Any:
+        return self._issued(self.pg.recv([_bytes(out)], peer, 0))
+
+    def _barrier(self, out: None, x: None) -> Any:
+        if self.fences is not None:  # an all-reduce on the stream; c10d's own blocks the host
+            return self._all_reduce(self._token, self._token, Wire(torch.int32, "max"))
+        return self.pg.barrier(c10d.BarrierOptions())
+
+    @contextmanager
+    def coalesced(self) -> Iterator[None]:
+        """On NCCL one group of launches; gloo starts each at once and blocks for none."""
+        if self.fences is None:
+            yield
+            return
+        self.pg._start_coalescing(self.device)
+        try:
+            yield
+        finally:
+            work = self.pg._end_coalescing(self.device)
+        if work is not None:
+            work.wait()
+
+    def _close(self, deadline: Deadline) -> None:
+        self._drop()
+
+    def _abort(self) -> None:
+        self._drop()
+
+    def _drop(self) -> None:
+        pg, self.pg = self.pg, None
+        if pg is not None:
+            pg.abort()
+
+
+def _same_stream(options: Any) -> None:
+    """Ask for the caller's current stream where torch knows the choice (asyncOp, torch 2.8)."""
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
+
+
+def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    flat = tensor.view(-1)
+    return flat if dtype is tensor.dtype else flat.view(dtype)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A flat view that every backend can move: as it is, or as bytes."""
+    return _flat(tensor, tensor.dtype if tensor.dtype in NATIVE else torch.uint8)

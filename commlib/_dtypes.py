@@ -1,0 +1,94 @@
+"""How each dtype travels and which reductions it allows, with the reason for each refusal."""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from commlib.errors import ArgumentError, DtypeError
+
+OPS = ("sum", "max", "min", "prod", "avg", "premul_sum")
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
+_UNSIGNED = {torch.uint32: torch.int32, torch.uint64: torch.int64}
+_COMPLEX = {
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+_BOOL_OPS = {"sum": "max", "max": "max", "prod": "min", "min": "min"}
+
+# Dtypes that every engine takes as they are; anything else that only moves goes as bytes.
+NATIVE = frozenset(_FLOATS + _INTEGERS)
+
+
+class Wire(NamedTuple):
+    """A reduction as the engine sees it: the dtype to view the tensor as, and the operation."""
+
+    dtype: torch.dtype
+    op: str
+    factor: float = 1.0
+
+
+class Reducer(NamedTuple):
+    """What an engine's own reductions cover beyond the common set."""
+
+    name: str
+    unsigned: bool
+    premul: bool
+
+
+@cache
+def _refusal(dtype: torch.dtype, op: str, reducer: Reducer) -> str | None:
+    if dtype in (torch.int16, torch.uint16):
+        return "no engine reduces 16-bit integers; cast to torch.int32"
+    if dtype.itemsize == 1 and dtype.is_floating_point:
+        return "8-bit floats can be moved but not reduced; cast to torch.bfloat16"
+    if op == "premul_sum":
+        if not reducer.premul:
+            return f"the {reducer.name} engine has no premul_sum; multiply by the factor and use op='sum'"
+        return None if dtype in _FLOATS else "premul_sum takes floating-point tensors"
+    if dtype is torch.bool:
+        return "the mean of booleans is no boolean; cast to a float" if op == "avg" else None
+    if dtype in _COMPLEX:
+        return None if op in ("sum", "avg") else f"{op} has no meaning for complex numbers in parts"
+    if op == "avg" and not dtype.is_floating_point:
+        return "the mean of integers is no integer; cast to a float or use op='sum'"
+    if dtype in _UNSIGNED and op in ("max", "min") and not reducer.unsigned:
+        return f"the {reducer.name} engine has no unsigned {op}; cast to torch.int64"
+    if dtype in _UNSIGNED or dtype in NATIVE:
+        return None
+    return "no engine reduces it; cast to torch.float32"
+
+
+@cache
+def wire(dtype: torch.dtype, op: str, reducer: Reducer, factor: float | None = None) -> Wire:
+    """Return how ``op`` over ``dtype`` is handed to an engine.
+
+    bool travels as uint8 with SUM meaning OR; complex as its real parts; uint32 and uint64 as the
+    signed integer of the same width where only sums and products are asked (two's complement).
+    Raises ``ArgumentError`` for an unknown ``op`` and ``DtypeError`` with the reason of a refusal.
+    """
+    if op not in OPS:
+        raise ArgumentError(f"op={op!r} is no reduction; expected one of {', '.join(OPS)}")
+    if (op == "premul_sum") != (factor is not None):
+        raise ArgumentError(f"op={op!r} with factor={factor!r}: factor= belongs to op='premul_sum'")
+    reason = _refusal(dtype, op, reducer)
+    if reason:
+        raise DtypeError(f"{op} of {dtype} is refused: {reason}")
+    if dtype is torch.bool:
+        return Wire(torch.uint8, _BOOL_OPS[op])
+    if dtype in _COMPLEX:
+        return Wire(_COMPLEX[dtype], op)
+    if dtype in _UNSIGNED and not reducer.unsigned:
+        return Wire(_UNSIGNED[dtype], op)
+    return Wire(dtype, op, 1.0 if factor is None else factor)
+
+
+def refusals(reducer: Reducer) -> dict[tuple[torch.dtype, str], str]:
+    """Return every refused (dtype, op) of an engine with its reason: the table behind the errors."""
+    dtypes = (*_FLOATS, *_INTEGERS, *_UNSIGNED, *_COMPLEX, torch.bool, torch.int16, torch.uint16)
+    small = (torch.float8_e4m3fn, torch.float8_e5m2)
+    found = {(d, op): _refusal(d, op, reducer) for d in dtypes + small for op in OPS}
+    return {key: reason for key, reason in found.items() if reason}

@@ -1,0 +1,263 @@
+"""The one gate that every collective passes: check, record, launch, track."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from commlib._work import OnHost, OnStream, Unlaunched, Work
+from commlib.errors import ArgumentError, CommError, DeviceError, RingError
+
+if TYPE_CHECKING:
+    from commlib._context import CommContext
+
+Launch = Callable[..., Any]
+
+
+class Call:
+    """One collective: what the user gave, and what the engine is given."""
+
+    __slots__ = ("args", "dst", "launch", "out", "place", "src", "verb", "x")
+
+    def __init__(
+        self,
+        verb: str,
+        launch: Launch,
+        args: tuple[Any, ...],
+        out: torch.Tensor | None,
+        x: torch.Tensor | None,
+        place: int | None,
+    ) -> None:
+        self.verb, self.launch, self.args, self.out, self.x = verb, launch, args, out, x
+        self.place = place
+
+    def start(self) -> Any:
+        """Stage what the engine can't take as it is, and launch on the current stream."""
+        out, src = self.out, self.x
+        dst = out
+        if out is not None and not _dense(out):
+            dst = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        if src is not None:
+            if not _dense(src):
+                src = src.resolve_conj().resolve_neg().contiguous()
+            elif dst is not None and _collide(dst, src, self.place):
+                src = src.clone()
+        self.dst, self.src = dst, src
+        return self.launch(dst, src, *self.args)
+
+    def finish(self) -> None:
+        """Put a staged result where the user wants it."""
+        if self.dst is not self.out and self.out is not None:
+            self.out.copy_(self.dst)
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def _collide(out: torch.Tensor, x: torch.Tensor, place: int | None) -> bool:
+    """Whether dense ``out`` and ``x`` share bytes in a way that the engine does not allow.
+
+    ``place`` is the in-place form: how many elements behind the start of ``out`` ``x`` may begin
+    (negative: before it); None if the operation has no such form.
+    """
+    a, b = out.data_ptr(), x.data_ptr()
+    if a >= b + x.nbytes or b >= a + out.nbytes:
+        return False
+    return place is None or b - a != place * out.itemsize
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two indices of ``tensor`` may lie at one address."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def check_tensor(ctx: "CommContext", verb: str, role: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that is no strided tensor on the ring's device."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(
+            f"{ctx.where(verb)}: {role} is {type(tensor).__name__}; expected a torch.Tensor"
+        )
+    if tensor.device != ctx.device:
+        raise DeviceError(
+            f"{ctx.where(verb)}: {role} is on {tensor.device}, the ring is on {ctx.device}; "
+            f"type {role}.to('{ctx.device}')"
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise DeviceError(
+            f"{ctx.where(verb)}: {role} is {kind}; expected a dense torch.strided tensor; "
+            f"type {role}.{'dequantize' if tensor.is_quantized else 'to_dense'}()"
+        )
+
+
+def check_out(ctx: "CommContext", verb: str, out: torch.Tensor) -> None:
+    """Refuse an output that can't be written: overlapping itself, or tracked by autograd."""
+    check_tensor(ctx, verb, "out", out)
+    if not out.is_contiguous() and overlaps_itself(out):
+        raise ArgumentError(
+            f"{ctx.where(verb)}: out of shape {tuple(out.shape)} and strides {out.stride()} "
+            f"overlaps itself, so that its values would depend on timing; type out.contiguous()"
+        )
+    if out.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(
+            f"{ctx.where(verb)}: out requires grad and would be overwritten behind autograd; "
+            f"type out.detach(), or leave out= away"
+        )
+
+
+def run(
+    ctx: "CommContext",
+    call: Call,
+    use_calc_stream: bool,
+    sync_op: bool,
+    fenced: bool,
+    result: Any,
+) -> Any:
+    """Pass one checked call: record it, launch it on its stream, track what is unfinished."""
+    with ctx.lock:
+        if ctx.fault is not None:
+            raise RingError(f"{ctx.where(call.verb)}: the ring can't be used: {ctx.fault}")
+        if not sync_op and (use_calc_stream or ctx.open_group is not None):
+            raise ArgumentError(_async_refusal(ctx, call.verb))
+        if ctx.open_group is not None:
+            return ctx.open_group.add(call, use_calc_stream, result)
+        done = launch(ctx, [call], use_calc_stream, sync_op, fenced, result)
+    return _settle(ctx, done, sync_op)
+
+
+def _settle(ctx: "CommContext", done: Any, sync_op: bool) -> Any:
+    """Block where the host is what has to wait; outside the lock, so that other calls go on."""
+    return done.wait() if sync_op and ctx.fences is None else done
+
+
+def _async_refusal(ctx: "CommContext", verb: str) -> str:
+    if ctx.open_group is not None:
+        return (
+            f"{ctx.where(verb)}: sync_op=False inside a group: the group is one operation; "
+            f"type `with comm.group(use_calc_stream=False, sync_op=False) as work:`"
+        )
+    return (
+        f"{ctx.where(verb)}: sync_op=False with use_calc_stream=True: a call on the caller's own "
+        f"stream is already ordered, so there is nothing to wait for; type use_calc_stream=False"
+    )
+
+
+def launch(
+    ctx: "CommContext",
+    calls: list[Call],
+    use_calc_stream: bool,
+    sync_op: bool,
+    fenced: bool,
+    result: Any,
+) -> Any:
+    """Launch ``calls`` as one operation; return ``result``, or a Work where one is unfinished."""
+    ctx.calls += len(calls)
+    ctx.last_verb = calls[-1].verb
+    fences = ctx.fences
+    if fences is None:
+        return Work(result, _on_host(ctx, calls))
+    if use_calc_stream:
+        _on_stream(ctx, calls)
+        return result
+    calc = torch.cuda.current_stream(ctx.device)
+    if fenced:
+        fences.comm_waits(calc)
+    with torch.cuda.stream(fences.comm):
+        _on_stream(ctx, calls)
+    if fenced and sync_op:
+        fences.calc_waits(calc)
+        return result
+    event = torch.cuda.Event()
+    event.record(fences.comm)
+    if sync_op:
+        ctx.keep_unfenced(event, calls)
+        return result
+    return Work(result, OnStream(event, calc, calls))
+
+
+def _start(ctx: "CommContext", calls: list[Call]) -> list[Any]:
+    if len(calls) == 1:
+        return [_guarded(ctx, calls[0], calls[0].start)]
+    with ctx.coalesced():
+        return [_guarded(ctx, call, call.start) for call in calls]
+
+
+def _on_stream(ctx: "CommContext", calls: list[Call]) -> None:
+    _start(ctx, calls)
+    for call in calls:
+        call.finish()
+
+
+def _on_host(ctx: "CommContext", calls: list[Call]) -> OnHost:
+    handles = _start(ctx, calls)
+
+    def await_all() -> None:
+        for call, handle in zip(calls, handles, strict=True):
+            if handle is not None:
+                _guarded(ctx, call, handle.wait)
+            call.finish()
+
+    return OnHost(handles, await_all, calls)
+
+
+def _guarded(ctx: "CommContext", call: Call, step: Callable[[], Any]) -> Any:
+    """Run one step of the library below; its failure is the ring's failure, in our words."""
+    try:
+        return step()
+    except CommError:
+        raise
+    except Exception as error:
+        raise ctx.failed(call.verb, error) from error
+
+
+class Group:
+    """Calls collected inside ``with comm.group()``, launched together when it is left."""
+
+    def __init__(self, ctx: "CommContext", use_calc_stream: bool, sync_op: bool) -> None:
+        self.ctx, self.use_calc_stream, self.sync_op = ctx, use_calc_stream, sync_op
+        self.calls: list[Call] = []
+        self.work = Work([], Unlaunched())
+
+    def add(self, call: Call, use_calc_stream: bool, result: Any) -> Any:
+        """Keep ``call`` for later; its result is valid after the group."""
+        if self.use_calc_stream and not use_calc_stream:
+            raise ArgumentError(
+                f"{self.ctx.where(call.verb)}: use_calc_stream=False inside a group on the calc "
+                f"stream; type `with comm.group(use_calc_stream=False):`"
+            )
+        self.calls.append(call)
+        self.work._result.append(result)
+        return result
+
+    def leave(self) -> None:
+        """Launch everything as one operation."""
+        if self.calls:
+            done = launch(self.ctx, self.calls, self.use_calc_stream, self.sync_op, True, None)
+            self.work._pending = done._pending if isinstance(done, Work) else None
+        else:
+            self.work._pending = None
+
+
+@contextmanager
+def group(ctx: "CommContext", use_calc_stream: bool, sync_op: bool) -> Iterator[Work]:
+    """Collect the calls of a ``with`` block; an exception inside launches none of them."""
+    if use_calc_stream and not sync_op:
+        raise ArgumentError(_async_refusal(ctx, "group"))
+    with ctx.lock:
+        if ctx.open_group is not None:
+            raise ArgumentError(f"{ctx.where('group')}: a group is open already; leave it first")
+        opened = ctx.open_group = Group(ctx, use_calc_stream, sync_op)
+        try:
+            yield opened.work
+        finally:
+            ctx.open_group = None
+        opened.leave()
+    _settle(ctx, opened.work, sync_op)

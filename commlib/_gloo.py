@@ -1,0 +1,19 @@
+"""The CPU engine: a gloo group of its own for each ring, outside torch's registry of groups."""
+
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+
+from commlib._c10d import C10dContext
+from commlib._dtypes import Reducer
+
+
+class GlooCommContext(C10dContext):
+    """A ring of CPU ranks over gloo; connects to the other members when it is created."""
+
+    engine: ClassVar[str] = "gloo"
+    reducer: ClassVar[Reducer] = Reducer("gloo", unsigned=False, premul=False)
+
+    def _make(self, store: dist.Store) -> Any:
+        return dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self.timeout))

@@ -1,0 +1,20 @@
+"""The one logger of commlib."""
+
+import logging
+
+
+class Log:
+    """The logger named ``commlib``; silent unless the program configures it."""
+
+    def __init__(self) -> None:
+        self._logger = logging.getLogger("commlib")
+        self._said: set[str] = set()
+
+    def once(self, text: str, *values: object) -> None:
+        """Log ``text`` at INFO, once a process."""
+        if text not in self._said:
+            self._said.add(text)
+            self._logger.info(text, *values)
+
+
+log = Log()

@@ -1,0 +1,338 @@
+"""The process-wide owner of every ring: it creates, finds, closes and reports them."""
+
+import atexit
+import threading
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commlib import _bootstrap, _nccl, flags
+from commlib._bootstrap import World
+from commlib._context import CommContext
+from commlib._deadline import Deadline
+from commlib._gloo import GlooCommContext
+from commlib._legacy import LegacyCommContext
+from commlib._nccl import NCCLCommContext
+from commlib._log import log
+from commlib._rollcall import RollCall, ring_key
+from commlib.errors import ArgumentError, BootstrapError, CommError, DeviceError, RingError
+
+Seconds = float | timedelta
+
+
+class CommContextManager:
+    """Owns one ``CommContext`` for each ring; ``instance()`` is the one of this process.
+
+    Creating and closing are serialised by one lock; ``get`` and ``has`` take none.
+    """
+
+    def __init__(self) -> None:
+        self._rings: dict[int, CommContext] = {}
+        self._closed: set[int] = set()
+        self._generations: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._calls: dict[dist.Store, RollCall] = {}
+        self._lock = threading.RLock()
+        self._device: torch.device | None = None
+
+    @staticmethod
+    def instance() -> "CommContextManager":
+        """Return the manager of this process; it closes its rings when the interpreter exits."""
+        return _manager
+
+    # -- create ----------------------------------------------------------------------------------
+
+    def create(
+        self,
+        ring_id: int,
+        ranks: Iterable[int],
+        *,
+        store: dist.Store | None = None,
+        device: torch.device | str | None = None,
+        timeout: Seconds | None = None,
+    ) -> CommContext:
+        """Create ring ``ring_id`` of the global ``ranks``; called by its members alone.
+
+        Blocks until every member has called it, at most ``timeout`` seconds (default: the flag
+        FLAGS_comm_timeout_s). The ring exists already with the same members: returns it. ``store``
+        carries the meeting instead of the program's own; ``device`` defaults to ``init``'s.
+        Raises ``RingError`` (not a member, other members), ``RingOrderError``, ``CommTimeout``
+        naming the missing ranks, ``BootstrapError``, ``EngineError``. A failed call changes nothing.
+        """
+        with self._lock:
+            world = _bootstrap.world()
+            members = self._members(ring_id, ranks, world)
+            if world.rank not in members:
+                raise RingError(
+                    f"creating ring {ring_id} on rank {world.rank}: the ring's ranks are "
+                    f"{list(members)}; only members create it; type commlib.new_ring(...), which "
+                    f"returns None elsewhere"
+                )
+            known = self._rings.get(ring_id)
+            if known is not None:
+                return self._same(known, members)
+            deadline = Deadline(flags.get(flags.TIMEOUT) if timeout is None else timeout)
+            where = self._place(world, device)
+            flags.freeze()
+            try:
+                context = self._build(ring_id, members, world, store, where, deadline)
+            except BaseException:
+                self._thaw_if_empty()
+                raise
+            self._rings[ring_id] = context
+            self._closed.discard(ring_id)
+            return context
+
+    def _members(self, ring_id: int, ranks: Iterable[int], world: World) -> tuple[int, ...]:
+        if isinstance(ring_id, bool) or not isinstance(ring_id, int) or ring_id < 0:
+            raise RingError(f"ring_id={ring_id!r}: expected a whole number >= 0")
+        members = tuple(int(rank) for rank in ranks)
+        wrong = [rank for rank in members if not 0 <= rank < world.size]
+        if not members or wrong or len(set(members)) != len(members):
+            raise RingError(
+                f"ring {ring_id} on rank {world.rank}: ranks={list(members)}; expected one or more "
+                f"different global ranks from 0 to {world.size - 1}"
+            )
+        return members
+
+    def _same(self, known: CommContext, members: tuple[int, ...]) -> CommContext:
+        if known.ranks == members:
+            return known
+        raise RingError(
+            f"ring {known.ring_id} exists with ranks {list(known.ranks)}; given {list(members)}. "
+            f"Choose another ring id, or close({known.ring_id}) first"
+        )
+
+    def _place(self, world: World, device: torch.device | str | None) -> torch.device:
+        """The device of a ring: as given, else as ``init`` chose, else chosen now."""
+        if device is None:
+            if self._device is None:
+                self._device = default_device(world, None)
+            return self._device
+        return checked_device(torch.device(device))
+
+    def _build(
+        self,
+        ring_id: int,
+        members: tuple[int, ...],
+        world: World,
+        store: dist.Store | None,
+        device: torch.device,
+        deadline: Deadline,
+    ) -> CommContext:
+        unified, on_gpu = bool(flags.get(flags.UNIFIED)), device.type == "cuda"
+        rank, size, limit = members.index(world.rank), len(members), deadline.seconds
+        log_engine_once(unified, on_gpu)
+        payload, room = b"", None
+        if size > 1:
+            needs_id = unified and on_gpu
+            payload, room = self._meet(
+                ring_id, members, world, store, deadline, _nccl.new_unique_id if needs_id else bytes
+            )
+        if not unified:
+            return LegacyCommContext(ring_id, rank, members, device, limit, room)
+        if not on_gpu:
+            return GlooCommContext(ring_id, rank, members, device, limit, room)
+        return NCCLCommContext(ring_id, rank, members, device, limit, payload or None, deadline)
+
+    def _meet(
+        self,
+        ring_id: int,
+        members: tuple[int, ...],
+        world: World,
+        store: dist.Store | None,
+        deadline: Deadline,
+        payload: Any,
+    ) -> tuple[bytes, dist.Store]:
+        if store is None:
+            store = _bootstrap.connect(world, deadline)
+        call = self._calls.setdefault(store, RollCall(store, world.rank))
+        attempt = (ring_id, members)
+        generation = self._generations.get(attempt, 0)
+        try:
+            met = call.meet(ring_key(*attempt, generation), ring_id, members, deadline, payload)
+        except CommError:
+            self._generations[attempt] = generation + 1  # every member got the same verdict
+            raise
+        except RuntimeError as error:
+            raise BootstrapError(
+                f"creating ring {ring_id} of ranks {list(members)} on rank {world.rank}: the "
+                f"rendezvous store can't be used ({error}); is the process that serves it alive?"
+            ) from error
+        self._generations[attempt] = generation + 1
+        return met
+
+    # -- find ------------------------------------------------------------------------------------
+
+    def get(self, ring_id: int) -> CommContext:
+        """Return the context of ``ring_id``; raises ``RingError`` listing the rings there are."""
+        try:
+            return self._rings[ring_id]
+        except (KeyError, TypeError):
+            raise self._unknown(ring_id) from None
+
+    def _unknown(self, ring_id: int) -> RingError:
+        if ring_id == 0 and not self._rings:
+            hint = "type commlib.init() first"
+        else:
+            hint = f"type commlib.new_ring({ring_id}, ranks) on its members first"
+        state = "was closed" if ring_id in self._closed else "does not exist on this rank"
+        return RingError(f"ring {ring_id!r} {state}; rings here: {self.rings()}; {hint}")
+
+    def has(self, ring_id: int) -> bool:
+        """Whether ``ring_id`` exists on this rank."""
+        return ring_id in self._rings
+
+    def rings(self) -> list[int]:
+        """Return the ids of the rings on this rank, in the order of their creation."""
+        return list(self._rings)
+
+    def report(self) -> list[dict[str, Any]]:
+        """Return one dict a ring: ids, engine, ranks, state, calls, communicator and its bytes."""
+        return [
+            {
+                "ring_id": c.ring_id,
+                "engine": c.engine,
+                "ranks": list(c.ranks),
+                "rank": c.rank,
+                "size": c.size,
+                "device": str(c.device),
+                "state": c.state,
+                "calls": c.calls,
+                "last": c.last_verb,
+                "communicator": c.has_communicator,
+                "bytes": c.communicator_bytes,
+            }
+            for c in list(self._rings.values())
+        ]
+
+    # -- close -----------------------------------------------------------------------------------
+
+    def close(self, ring_id: int | None = None, abort: bool = False) -> None:
+        """Close one ring, or all in reverse order of creation; a closed ring is no error.
+
+        Waits for what is under way, at most FLAGS_comm_close_timeout_s seconds a ring, then aborts;
+        ``abort=True`` does not wait. Raises ``RingError`` for a ring that never existed.
+        """
+        with self._lock:
+            if ring_id is not None and ring_id not in self._rings:
+                if ring_id in self._closed:
+                    return
+                raise self._unknown(ring_id)
+            chosen = [ring_id] if ring_id is not None else list(reversed(self._rings))
+            for one in chosen:
+                context = self._rings.pop(one)
+                self._closed.add(one)
+                if abort:
+                    context.abort()
+                else:
+                    context.close(Deadline(flags.get(flags.CLOSE_TIMEOUT)))
+            self._thaw_if_empty()
+
+    def _thaw_if_empty(self) -> None:
+        if not self._rings:
+            flags.thaw()
+
+    def _at_exit(self) -> None:
+        self.close()
+        self._calls.clear()
+        _bootstrap.leave(Deadline(flags.get(flags.CLOSE_TIMEOUT)))
+
+
+_manager = CommContextManager()
+atexit.register(_manager._at_exit)
+
+
+def log_engine_once(unified: bool, on_gpu: bool) -> None:
+    """Say once which engine the program runs on, and why."""
+    row = next(row for row in flags.rows() if row["name"] == flags.UNIFIED)
+    engine = ("nccl" if on_gpu else "gloo") if unified else "c10d"
+    log.once("engine %s: %s=%d (%s)", engine, flags.UNIFIED, unified, row["source"])
+
+
+def checked_device(device: torch.device) -> torch.device:
+    """Return ``device`` with its index; raises ``DeviceError`` when it is not to be had."""
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise DeviceError(f"device {device}: expected cuda or cpu")
+    count = torch.cuda.device_count()
+    index = torch.cuda.current_device() if device.index is None and count else device.index or 0
+    if index >= count:
+        raise DeviceError(f"device {device}: this process sees {count} GPUs; type device='cpu'")
+    return torch.device("cuda", index)
+
+
+def default_device(world: World, backend: str | None) -> torch.device:
+    """The device of this rank: GPU number LOCAL_RANK where every local rank has one, else the CPU."""
+    if backend not in (None, "nccl", "gloo"):
+        raise ArgumentError(f"backend={backend!r}: expected None, 'nccl' or 'gloo'")
+    count = 0 if backend == "gloo" else torch.cuda.device_count()
+    if backend == "nccl" and world.local_rank >= count:
+        raise DeviceError(
+            f"backend='nccl' on rank {world.rank}: local rank {world.local_rank} needs GPU number "
+            f"{world.local_rank}, this process sees {count}; type device='cuda:0' for a process "
+            f"that sees only its own, or backend='gloo'"
+        )
+    if world.local_size <= count:
+        return torch.device("cuda", world.local_rank)
+    return torch.device("cuda", world.local_rank) if backend == "nccl" else torch.device("cpu")
+
+
+def init(
+    backend: str | None = None,
+    *,
+    device: torch.device | str | None = None,
+    timeout: Seconds | None = None,
+) -> CommContext:
+    """Find the other ranks and return ring 0, which holds all of them.
+
+    Reads torchrun's or Paddle's environment, or joins an initialised ``torch.distributed``; without
+    any the ring has size 1. ``backend`` "nccl" (GPUs) or "gloo" (CPUs) overrides the choice by what
+    is there; ``device`` names this rank's GPU. Makes the GPU the current one. Blocks until all
+    ranks have come, at most ``timeout`` seconds. Calling it again returns the same ring.
+    Raises ``BootstrapError``, ``DeviceError``, ``CommTimeout`` naming the missing ranks.
+    """
+    manager = _manager
+    world = _bootstrap.world()
+    where = default_device(world, backend) if device is None else checked_device(torch.device(device))
+    if backend is not None and (backend == "nccl") != (where.type == "cuda"):
+        raise DeviceError(f"backend={backend!r} with device {where}: nccl runs on GPUs, gloo on CPUs")
+    known = manager._rings.get(0)
+    if known is not None and known.device != where:
+        raise RingError(f"ring 0 exists on {known.device}; given {where}; commlib.shutdown() first")
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    manager._device = where
+    return manager.create(0, range(world.size), device=where, timeout=timeout)
+
+
+def new_ring(
+    ring_id: int, ranks: Iterable[int], *, timeout: Seconds | None = None
+) -> CommContext | None:
+    """Create ring ``ring_id`` of the global ``ranks`` and return it; other ranks get None at once.
+
+    Blocks the members until all have come, at most ``timeout`` seconds. Errors as
+    ``CommContextManager.create``.
+    """
+    world, ranks = _bootstrap.world(), tuple(ranks)
+    if world.rank not in _manager._members(ring_id, ranks, world):
+        return None
+    return _manager.create(ring_id, ranks, timeout=timeout)
+
+
+def comm(ring_id: int = 0) -> CommContext:
+    """Return the context of ``ring_id``; raises ``RingError`` listing the rings there are."""
+    return _manager.get(ring_id)
+
+
+def shutdown(*, abort: bool = False) -> None:
+    """Close every ring in reverse order of creation and let the flags change again.
+
+    Waits for what is under way, at most FLAGS_comm_close_timeout_s seconds a ring; ``abort=True``
+    does not wait. Twice is harmless; ``init`` may follow.
+    """
+    _manager.close(abort=abort)
+    _manager._device = None

@@ -1,0 +1,282 @@
+"""The GPU engine: NCCL through CuPy, the only room that calls it."""
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from commlib._context import CommContext
+from commlib._deadline import Deadline
+from commlib._dtypes import Reducer, Wire
+from commlib._streams import current_raw
+from commlib.errors import CommTimeout, EngineError
+
+Tensor = torch.Tensor
+
+# ncclDataType_t and ncclRedOp_t (nccl.h); CuPy's own constants stop before the 8-bit floats.
+_BYTES = 0
+_TYPES = {
+    torch.int8: 0,
+    torch.uint8: 1,
+    torch.int32: 2,
+    torch.uint32: 3,
+    torch.int64: 4,
+    torch.uint64: 5,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+}
+_OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
+
+
+@cache
+def library() -> Any:
+    """Return ``cupy.cuda.nccl`` over the libnccl that torch has loaded.
+
+    Raises ``EngineError`` when CuPy is missing or the process holds two copies of libnccl.
+    """
+    try:
+        from cupy.cuda import nccl
+    except ImportError as error:
+        raise EngineError(
+            f"the nccl engine needs CuPy ({error}); type `pip install commlib[cuda13]` or [cuda12]"
+        ) from error
+    paths = library_paths()
+    if len(paths) != 1:
+        raise EngineError(
+            f"expected one libnccl in this process, found {len(paths)}: {paths}; two copies crash. "
+            f"Import torch before cupy, and remove the extra nvidia-nccl package or LD_PRELOAD"
+        )
+    ours, theirs = nccl.get_version(), _version_number(torch.cuda.nccl.version())
+    if ours != theirs:
+        raise EngineError(f"CuPy sees NCCL {ours}, torch {theirs}; install one NCCL for both")
+    return nccl
+
+
+def library_paths() -> list[str]:
+    """Return the files of libnccl that are mapped into this process."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({line.split()[-1] for line in maps if "libnccl.so" in line})
+
+
+def _version_number(version: tuple[int, ...]) -> int:
+    major, minor, patch = version[:3]
+    return major * 10000 + minor * 100 + patch
+
+
+def new_unique_id() -> bytes:
+    """Return a fresh ncclUniqueId (128 bytes), for the other members through the store."""
+    return bytes(library().get_unique_id())
+
+
+def _bounded(step: Callable[[], Any], deadline: Deadline, what: str) -> Any:
+    """Run a blocking NCCL call in a thread of its own and give up waiting at the deadline."""
+    outcome: list[Any] = []
+
+    def body() -> None:
+        try:
+            outcome.append((step(), None))
+        except Exception as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=body, name=f"commlib {what}", daemon=True)
+    thread.start()
+    thread.join(deadline.left())
+    if not outcome:
+        raise CommTimeout(f"{what} did not return within {deadline.seconds:g} s")
+    value, error = outcome[0]
+    if error is not None:
+        raise error
+    return value
+
+
+class NCCLCommContext(CommContext):
+    """A ring of GPU ranks over one NCCL communicator that commlib owns."""
+
+    engine: ClassVar[str] = "nccl"
+    reducer: ClassVar[Reducer] = Reducer("nccl", unsigned=True, premul=True)
+    parts_in_place: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        ring_id: int,
+        rank: int,
+        ranks: tuple[int, ...],
+        device: torch.device,
+        timeout: float,
+        unique_id: bytes | None,
+        deadline: Deadline | None,
+    ) -> None:
+        """Create the communicator of ``unique_id``, connect it, and note the memory it took.
+
+        Blocks until every member has come, at most until ``deadline``; a ring of one rank gives
+        None for both and creates nothing.
+        """
+        super().__init__(ring_id, rank, ranks, device, timeout)
+        self._comm: Any = None
+        self._index = device.index
+        self._scaled_ops: dict[tuple[torch.dtype, float], int] = {}
+        if unique_id is None or deadline is None:
+            return
+        nccl = library()
+        what = self.where("initialising NCCL")
+        torch.cuda.synchronize(device)
+        free = torch.cuda.mem_get_info(device)[0]
+
+        def initialise() -> Any:
+            torch.cuda.set_device(device)
+            return nccl.NcclCommunicator(self.size, unique_id, rank)
+
+        self._comm = _bounded(initialise, deadline, what)
+        self._connect(deadline, what)
+        self.communicator_bytes = max(0, free - torch.cuda.mem_get_info(device)[0])
+
+    def _connect(self, deadline: Deadline, what: str) -> None:
+        """Pass one token around, so that no later call (nor a capture) has to set anything up."""
+        stream = torch.cuda.current_stream(self.device)
+        self._all_reduce(self._token, self._token, Wire(torch.int32, "max"))
+        event = torch.cuda.Event()
+        event.record(stream)
+        if not deadline.poll(event.query):
+            self._abort()
+            raise CommTimeout(f"{what}: the first collective did not finish in {deadline.seconds:g} s")
+
+    def _stream(self) -> int:
+        return current_raw(self._index)
+
+    def _type(self, tensor: Tensor, wire: Wire) -> tuple[int, int]:
+        """Elements and NCCL type of ``tensor`` as the reduction sees it."""
+        if wire.dtype is tensor.dtype:
+            return tensor.numel(), _TYPES[wire.dtype]
+        return tensor.nbytes // wire.dtype.itemsize, _TYPES[wire.dtype]
+
+    def _op(self, wire: Wire) -> int:
+        if wire.op == "premul_sum":
+            return self._premul(wire)
+        return _OPS[wire.op]
+
+    def _premul(self, wire: Wire) -> int:
+        """ncclRedOpCreatePreMulSum, which CuPy lacks; one for each factor and dtype."""
+        key = (wire.dtype, wire.factor)
+        if key not in self._scaled_ops:
+            scalar = torch.tensor([wire.factor], dtype=wire.dtype)
+            op = ctypes.c_int()
+            create = ctypes.CDLL(library_paths()[0]).ncclRedOpCreatePreMulSum
+            create.argtypes = [ctypes.c_void_p, ctypes.c_void_p] + [ctypes.c_int] * 2
+            create.argtypes += [ctypes.c_void_p]
+            host_immediate = 1
+            status = create(
+                ctypes.byref(op), scalar.data_ptr(), _TYPES[wire.dtype], host_immediate, self._comm.comm
+            )
+            if status != 0:
+                raise EngineError(f"{self.where('premul_sum')}: ncclRedOpCreatePreMulSum: {status}")
+            self._scaled_ops[key] = op.value
+        return self._scaled_ops[key]
+
+    def _all_reduce(self, out: Tensor, x: Tensor, reduction: Wire) -> None:
+        count, kind = self._type(x, reduction)
+        self._comm.allReduce(
+            x.data_ptr(), out.data_ptr(), count, kind, self._op(reduction), self._stream()
+        )
+
+    def _all_gather(self, out: Tensor, x: Tensor) -> None:
+        self._comm.allGather(x.data_ptr(), out.data_ptr(), x.nbytes, _BYTES, self._stream())
+
+    def _reduce_scatter(self, out: Tensor, x: Tensor, reduction: Wire) -> None:
+        count, kind = self._type(out, reduction)
+        self._comm.reduceScatter(
+            x.data_ptr(), out.data_ptr(), count, kind, self._op(reduction), self._stream()
+        )
+
+    def _broadcast(self, out: Tensor, x: Tensor | None, root: int) -> None:
+        source = out if x is None else x
+        self._comm.broadcast(
+            source.data_ptr(), out.data_ptr(), out.nbytes, _BYTES, root, self._stream()
+        )
+
+    def _reduce(self, out: Tensor | None, x: Tensor, root: int, reduction: Wire) -> None:
+        count, kind = self._type(x, reduction)
+        target = 0 if out is None else out.data_ptr()
+        self._comm.reduce(
+            x.data_ptr(), target, count, kind, self._op(reduction), root, self._stream()
+        )
+
+    def _gather(self, out: Tensor | None, x: Tensor, root: int) -> None:
+        with self.coalesced():
+            if out is not None:
+                for peer in range(self.size):
+                    self._take(out, peer * x.nbytes, x.nbytes, peer)
+            self._give(x, 0, x.nbytes, root)
+
+    def _scatter(self, out: Tensor, x: Tensor | None, root: int) -> None:
+        with self.coalesced():
+            if x is not None:
+                for peer in range(self.size):
+                    self._give(x, peer * out.nbytes, out.nbytes, peer)
+            self._take(out, 0, out.nbytes, root)
+
+    def _all_to_all(self, out: Tensor, x: Tensor, takes: list[int], sends: list[int]) -> None:
+        item, taken, sent = out.itemsize, 0, 0
+        with self.coalesced():
+            for peer in range(self.size):
+                self._give(x, sent, sends[peer] * item, peer)
+                self._take(out, taken, takes[peer] * item, peer)
+                sent += sends[peer] * item
+                taken += takes[peer] * item
+
+    def _send(self, out: None, x: Tensor, peer: int) -> None:
+        self._give(x, 0, x.nbytes, peer)
+
+    def _recv(self, out: Tensor, x: None, peer: int) -> None:
+        self._take(out, 0, out.nbytes, peer)
+
+    def _give(self, x: Tensor, offset: int, nbytes: int, peer: int) -> None:
+        if nbytes:
+            self._comm.send(x.data_ptr() + offset, nbytes, _BYTES, peer, self._stream())
+
+    def _take(self, out: Tensor, offset: int, nbytes: int, peer: int) -> None:
+        if nbytes:
+            self._comm.recv(out.data_ptr() + offset, nbytes, _BYTES, peer, self._stream())
+
+    def _barrier(self, out: None, x: None) -> None:
+        self._all_reduce(self._token, self._token, Wire(torch.int32, "max"))
+
+    @contextmanager
+    def coalesced(self) -> Iterator[None]:
+        """Bracket launches with ncclGroupStart and ncclGroupEnd (which nest)."""
+        nccl = library()
+        nccl.groupStart()
+        try:
+            yield
+        finally:
+            nccl.groupEnd()
+
+    def errors(self) -> list[str]:
+        """Return what went wrong on this ring so far, NCCL's asynchronous errors included."""
+        found = super().errors()
+        if self._comm is not None:
+            try:
+                self._comm.check_async_error()
+            except Exception as error:
+                found.append(f"{self.where('asynchronous error')}: {error}")
+        return found
+
+    def _close(self, deadline: Deadline) -> None:
+        comm, self._comm = self._comm, None
+        if comm is None:
+            return
+        try:
+            _bounded(comm.destroy, deadline, self.where("destroying NCCL"))
+        except CommTimeout as late:
+            self._errors.append(str(late))
+
+    def _abort(self) -> None:
+        comm, self._comm = self._comm, None
+        if comm is not None:
+            _bounded(comm.abort, Deadline(10.0), self.where("aborting NCCL"))

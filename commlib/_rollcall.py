@@ -1,0 +1,182 @@
+"""The arrival roll-call: members meet in the store before anything that could block is started.
+
+Every member signs in under a key that names ring, members and generation. The first member sees
+when all have come and writes the verdict; whoever runs out of time, or sees that the members wait
+for each other in a circle, writes another. ``compare_set`` lets exactly one verdict win, so that
+all members, early or late, leave with the same answer and the same next generation.
+"""
+
+import base64
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import PrefixStore, Store
+
+from commlib._deadline import Deadline
+from commlib.errors import CommError, CommTimeout, EngineError, RingOrderError
+
+_GO = "go:"
+_LATE = "late:"
+_ORDER = "order:"
+_FAILED = "failed:"
+
+
+def ring_key(ring_id: int, ranks: tuple[int, ...], generation: int) -> str:
+    """The name of one attempt to create one ring, the same on every member."""
+    members = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    return f"ring/{ring_id}/{members}/{generation}"
+
+
+class RollCall:
+    """This rank's part in meeting other ranks over ``store``."""
+
+    def __init__(self, store: Store, me: int) -> None:
+        self.store, self.me = store, me
+        self._history: list[tuple[int, list[int]]] = []
+        self._sequence = 0
+
+    def meet(
+        self,
+        key: str,
+        ring_id: int,
+        ranks: tuple[int, ...],
+        deadline: Deadline,
+        payload: Callable[[], bytes],
+    ) -> tuple[bytes, Store]:
+        """Wait until every member of the ring has signed in.
+
+        Returns the bytes that the first member's ``payload`` made and the ring's part of the store.
+        Raises ``CommTimeout`` naming the missing ranks, or ``RingOrderError`` showing both orders.
+        """
+        room = PrefixStore(key, self.store)
+        self._history.append((ring_id, list(ranks)))
+        self._publish(waiting=key)
+        try:
+            room.set(f"here/{self.me}", "1")
+            arrived = room.add("arrived", 1)
+            verdict = self._await_verdict(room, key, ring_id, ranks, arrived, deadline, payload)
+        finally:
+            self._publish(waiting=None)
+        if not verdict.startswith(_GO):
+            self._history.pop()
+            raise self._refusal(verdict, ring_id, ranks)
+        return base64.b64decode(verdict[len(_GO) :]), PrefixStore("engine", room)
+
+    def _await_verdict(
+        self,
+        room: Store,
+        key: str,
+        ring_id: int,
+        ranks: tuple[int, ...],
+        arrived: int,
+        deadline: Deadline,
+        payload: Callable[[], bytes],
+    ) -> str:
+        first = self.me == ranks[0]
+        # Looking around costs a question a member: the larger the ring, the more seldom.
+        look_every = max(0.5, 0.02 * len(ranks))
+        next_look, seen, pause = time.monotonic() + look_every, None, 0.001
+        while not room.check(["verdict"]):
+            if first:
+                if arrived == len(ranks):
+                    return self._decide(room, self._go(payload))
+                arrived = room.add("arrived", 0)
+            if deadline.passed():
+                missing = [r for r in ranks if not room.check([f"here/{r}"])]
+                told = {"by": self.me, "missing": missing, "seconds": deadline.seconds}
+                return self._decide(room, _LATE + json.dumps(told))
+            if time.monotonic() >= next_look:
+                circle = self._circle(key, ranks)
+                if circle is not None and circle == seen:
+                    return self._break(circle)[key]
+                seen, next_look = circle, time.monotonic() + look_every
+            time.sleep(min(pause, deadline.left()))
+            pause = min(pause * 1.5, 0.05)
+        return room.get("verdict").decode()
+
+    def _go(self, payload: Callable[[], bytes]) -> str:
+        try:
+            return _GO + base64.b64encode(payload()).decode()
+        except Exception as error:  # the others must not wait for what can't come
+            return f"{_FAILED}rank {self.me}: {type(error).__name__}: {error}"
+
+    def _decide(self, room: Store, verdict: str) -> str:
+        """Offer ``verdict`` for the ring's attempt and return the one that won."""
+        winner: bytes = room.compare_set("verdict", "", verdict)  # type: ignore[assignment]
+        return winner.decode()
+
+    # -- members that wait for each other ---------------------------------------------------------
+
+    def _publish(self, waiting: str | None) -> None:
+        self._sequence += 1
+        state = {"seq": self._sequence, "waiting": waiting, "history": self._history[-8:]}
+        self.store.set(f"state/{self.me}", json.dumps(state))
+
+    def _state_of(self, rank: int) -> dict[str, Any]:
+        if not self.store.check([f"state/{rank}"]):
+            return {"seq": 0, "waiting": None, "history": []}
+        state: dict[str, Any] = json.loads(self.store.get(f"state/{rank}"))
+        return state
+
+    def _circle(self, key: str, ranks: tuple[int, ...]) -> dict[int, dict[str, Any]] | None:
+        """Follow missing member -> the ring it waits in -> its missing members, back to this ring.
+
+        Returns rank -> state along the circle, None if there is none. A circle that stands still
+        between two looks (the states carry sequence numbers) can't dissolve by itself.
+        """
+        path: dict[int, dict[str, Any]] = {}
+
+        def follow(key: str, ranks: list[int]) -> bool:
+            room = PrefixStore(key, self.store)
+            for rank in ranks:
+                if rank in path or room.check([f"here/{rank}"]):
+                    continue
+                state = self._state_of(rank)
+                if state["waiting"] is None:
+                    continue
+                path[rank] = state
+                members = state["history"][-1][1]
+                if self.me in members or follow(state["waiting"], members):
+                    return True
+                del path[rank]
+            return False
+
+        return path if follow(key, list(ranks)) else None
+
+    def _break(self, circle: dict[int, dict[str, Any]]) -> dict[str, str]:
+        """Give every ring of the circle the same refusal; return the verdict of each by key."""
+        circle = {self.me: self._state_of(self.me), **circle}
+        orders = {str(rank): state["history"] for rank, state in circle.items()}
+        text = _ORDER + json.dumps(orders)
+        keys = {state["waiting"] for state in circle.values() if state["waiting"]}
+        return {key: self._decide(PrefixStore(key, self.store), text) for key in keys}
+
+    def _refusal(
+        self, verdict: str, ring_id: int, ranks: tuple[int, ...]
+    ) -> CommError:
+        where = f"creating ring {ring_id} of ranks {list(ranks)} on rank {self.me}"
+        if verdict.startswith(_ORDER):
+            orders: dict[str, list[list[Any]]] = json.loads(verdict[len(_ORDER) :])
+            lines = "; ".join(
+                f"rank {rank} created {', then '.join(f'ring {i} {m}' for i, m in made)}"
+                for rank, made in sorted(orders.items(), key=lambda item: int(item[0]))
+            )
+            return RingOrderError(
+                f"{where}: the members wait for each other: {lines}. Every rank must create the "
+                f"rings that it shares with others in one order; type the new_ring calls in order of ring id"
+            )
+        if verdict.startswith(_FAILED):
+            return EngineError(f"{where}: {verdict[len(_FAILED) :]}")
+        told = json.loads(verdict[len(_LATE) :])
+        if self.me in told["missing"]:
+            return CommTimeout(
+                f"{where}: this rank came after rank {told['by']} had given up waiting "
+                f"({told['seconds']:g} s) for ranks {told['missing']}; raise timeout= there, or call again on all members"
+            )
+        return CommTimeout(
+            f"{where}: ranks {told['missing']} did not come within {told['seconds']:g} s (rank "
+            f"{told['by']} waited); start them, or raise timeout= or FLAGS_comm_timeout_s"
+        )

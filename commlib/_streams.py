@@ -1,0 +1,55 @@
+"""Which stream a call runs on, the fences between streams, and one issue lock a device."""
+
+import threading
+from collections import defaultdict
+
+import torch
+
+# NCCL wants the collectives of one device issued by one thread at a time, over all communicators.
+_issue_locks: defaultdict[torch.device, threading.RLock] = defaultdict(threading.RLock)
+
+# The raw handle without building a Stream object: 0.1 µs against 0.7. Private, hence the probe.
+_current_raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def issue_lock(device: torch.device) -> threading.RLock:
+    """Return the lock under which collectives of ``device`` are launched."""
+    return _issue_locks[device]
+
+
+def current_raw(index: int) -> int:
+    """Return the handle of torch's current stream on CUDA device ``index``."""
+    if _current_raw is not None:
+        return int(_current_raw(index))
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+def capturing() -> bool:
+    """Whether the caller's current CUDA stream is being captured into a graph."""
+    return torch.cuda.is_available() and bool(torch.cuda.is_current_stream_capturing())
+
+
+class Fences:
+    """The comm stream of one ring and the events that order it with the caller's stream.
+
+    One event a direction, recorded and waited for in one step under the issue lock, so that
+    reusing it is safe.
+    """
+
+    __slots__ = ("_comm_event", "_compute_event", "comm")
+
+    def __init__(self, device: torch.device) -> None:
+        high = torch.cuda.Stream.priority_range()[1]
+        self.comm = torch.cuda.Stream(device, priority=high)
+        self._compute_event = torch.cuda.Event()
+        self._comm_event = torch.cuda.Event()
+
+    def comm_waits(self, calc: torch.cuda.Stream) -> None:
+        """Order the comm stream behind what ``calc`` holds now; the host does not block."""
+        self._compute_event.record(calc)
+        self.comm.wait_event(self._compute_event)
+
+    def calc_waits(self, calc: torch.cuda.Stream) -> None:
+        """Order ``calc`` behind what the comm stream holds now; the host does not block."""
+        self._comm_event.record(self.comm)
+        calc.wait_event(self._comm_event)

@@ -1,0 +1,82 @@
+"""Every error that commlib raises, under one root.
+
+CommError(RuntimeError)
+├── FlagError(ValueError)             a flag's name, text or moment is wrong
+├── BootstrapError                    no usable rendezvous: environment, store, port
+├── RingError(LookupError)            unknown ring, not a member, id taken, closed or failed ring
+│   └── RingOrderError                members create their rings in different orders
+├── ArgumentError(ValueError)         a call refused on this rank before anything was launched
+│   ├── DtypeError(TypeError)
+│   ├── ShapeError
+│   ├── DeviceError
+│   └── PeerError                     a root or peer outside the ring, or the rank itself
+├── CommTimeout(TimeoutError)         a deadline passed; the text names who is late
+└── EngineError                       NCCL, gloo or torch.distributed reported a failure
+"""
+
+__all__ = [
+    "ArgumentError",
+    "BootstrapError",
+    "CommError",
+    "CommTimeout",
+    "DeviceError",
+    "DtypeError",
+    "EngineError",
+    "FlagError",
+    "PeerError",
+    "RingError",
+    "RingOrderError",
+    "ShapeError",
+]
+
+
+class CommError(RuntimeError):
+    """The root of every error raised by commlib."""
+
+
+class FlagError(CommError, ValueError):
+    """A flag has an unknown name or text, or was changed after it was frozen."""
+
+
+class BootstrapError(CommError):
+    """The ranks can't find each other: environment, store or port is unusable."""
+
+
+class RingError(CommError, LookupError):
+    """The ring does not exist, has other members, does not hold this rank, or is closed or failed."""
+
+    __str__ = RuntimeError.__str__
+
+
+class RingOrderError(RingError):
+    """Members of two rings create them in different orders."""
+
+
+class ArgumentError(CommError, ValueError):
+    """A call was refused on this rank before anything was launched."""
+
+
+class DtypeError(ArgumentError, TypeError):
+    """The engine can't carry or reduce this dtype; the text says why and what to cast to."""
+
+
+class ShapeError(ArgumentError):
+    """An element count or dimension does not fit the collective."""
+
+
+class DeviceError(ArgumentError):
+    """A tensor lies on another device than its ring, or has an unsupported layout."""
+
+
+class PeerError(ArgumentError):
+    """A root or peer is not a position in the ring, or is the calling rank itself."""
+
+
+class CommTimeout(CommError, TimeoutError):
+    """A deadline passed; the text names the ranks that are late."""
+
+    __str__ = RuntimeError.__str__
+
+
+class EngineError(CommError):
+    """The library below (NCCL, gloo, torch.distributed) reported a failure."""

@@ -1,0 +1,182 @@
+"""Every flag of commlib: one row each, one parser, one place that reads them."""
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from commlib.errors import FlagError
+
+__all__ = ["Flag", "get", "override", "rows", "set", "table"]
+
+UNIFIED = "FLAGS_dynamic_static_unified_comm"
+TIMEOUT = "FLAGS_comm_timeout_s"
+CLOSE_TIMEOUT = "FLAGS_comm_close_timeout_s"
+
+_TRUE = ("1", "true", "on", "yes")
+_FALSE = ("0", "false", "off", "no")
+
+
+def _boolean(name: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).strip().lower()
+    if text not in _TRUE + _FALSE:
+        raise FlagError(
+            f"{name}={value!r} is not a boolean: expected one of {'/'.join(_TRUE)} or "
+            f"{'/'.join(_FALSE)} in any case; type `export {name}=1` or `export {name}=0`"
+        )
+    return text in _TRUE
+
+
+def _seconds(name: str, value: object) -> float:
+    try:
+        number = float(str(value))
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise FlagError(
+            f"{name}={value!r} is not a duration: expected a finite number of seconds above 0; "
+            f"type for example `export {name}=600`"
+        )
+    return number
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One row: what a flag is called, how its text is read, and what it is for."""
+
+    name: str
+    kind: str
+    parse: Callable[[str, object], Any]
+    default: Any
+    sentence: str
+    freezes: bool = False
+
+
+_FLAGS = {
+    flag.name: flag
+    for flag in (
+        Flag(
+            UNIFIED,
+            "bool",
+            _boolean,
+            False,
+            "one CommContextManager owns the communicators (1) or torch.distributed groups do (0)",
+            freezes=True,
+        ),
+        Flag(TIMEOUT, "seconds", _seconds, 600.0, "deadline of creating a ring and of a CPU wait"),
+        Flag(CLOSE_TIMEOUT, "seconds", _seconds, 10.0, "deadline of closing one communicator"),
+    )
+}
+_set_values: dict[str, Any] = {}
+_frozen: dict[str, Any] = {}
+
+
+def _row(name: str) -> Flag:
+    if name not in _FLAGS:
+        raise FlagError(f"there is no flag {name!r}; flags here: {', '.join(sorted(_FLAGS))}")
+    return _FLAGS[name]
+
+
+def _current(flag: Flag) -> tuple[Any, str]:
+    if flag.name in _set_values:
+        return _set_values[flag.name], "set"
+    if flag.name in os.environ:
+        return flag.parse(flag.name, os.environ[flag.name]), "environment"
+    return flag.default, "default"
+
+
+def get(name: str) -> Any:
+    """Return the value of flag ``name``: set > environment > default; frozen values stay.
+
+    Raises ``FlagError`` for an unknown name or an environment text that can't be read.
+    """
+    flag = _row(name)
+    return _frozen[name] if name in _frozen else _current(flag)[0]
+
+
+def set(name: str, value: object) -> None:
+    """Set flag ``name`` for this process, over the environment.
+
+    Raises ``FlagError`` for an unknown name, an unreadable value, or a change of a frozen flag.
+    """
+    flag = _row(name)
+    parsed = flag.parse(name, value)
+    _refuse_change(name, parsed)
+    _set_values[name] = parsed
+
+
+def _refuse_change(name: str, value: object) -> None:
+    if name in _frozen and _frozen[name] != value:
+        raise FlagError(
+            f"{name} was frozen at {_frozen[name]!r} when the first communicator was created; "
+            f"given {value!r}. Set it before commlib.init(), or call commlib.shutdown() first"
+        )
+
+
+@contextmanager
+def override(name: str, value: object) -> Iterator[None]:
+    """Hold flag ``name`` at ``value`` inside a ``with`` block, then put back what was set."""
+    _row(name)
+    had, before = name in _set_values, _set_values.get(name)
+    set(name, value)
+    try:
+        yield
+    finally:
+        if had:
+            _set_values[name] = before
+        else:
+            _set_values.pop(name, None)
+
+
+def freeze() -> None:
+    """Fix the flags that choose the engine; called before each communicator is created.
+
+    Raises ``FlagError`` when a frozen flag was changed in the environment since.
+    """
+    for flag in _FLAGS.values():
+        if flag.freezes:
+            value = _current(flag)[0]
+            _refuse_change(flag.name, value)
+            _frozen[flag.name] = value
+
+
+def thaw() -> None:
+    """Let frozen flags change again; called when no communicator is left."""
+    _frozen.clear()
+
+
+def rows() -> list[dict[str, Any]]:
+    """Return one dict a flag: name, type, default, value, source, frozen, sentence."""
+    return [
+        {
+            "name": flag.name,
+            "type": flag.kind,
+            "default": flag.default,
+            "value": get(flag.name),
+            "source": _current(flag)[1],
+            "frozen": flag.name in _frozen,
+            "sentence": flag.sentence,
+        }
+        for flag in _FLAGS.values()
+    ]
+
+
+def table() -> str:
+    """Print every flag with type, default, value and source; return the same text."""
+    columns = ("name", "type", "default", "value", "source")
+    cells = [columns, *(tuple(str(row[c]) for c in columns) for row in rows())]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    text = "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    )
+    print(text)
+    return text
+
+
+for _flag in _FLAGS.values():  # unreadable text is an error at import, not at the first collective
+    _current(_flag)

@@ -1,0 +1,1 @@
+"""Old dialects over commlib: one module a dialect, one statement a call."""

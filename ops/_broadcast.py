@@ -1,0 +1,59 @@
+"""broadcast: every rank ends with the root's tensor."""
+
+from typing import Any
+
+import torch
+
+from commlib._manager import comm
+from commlib.ops._library import deliver, register, registered, save
+
+
+def broadcast(
+    x: torch.Tensor,
+    ring_id: int = 0,
+    *,
+    root: int = 0,
+    out: torch.Tensor | None = None,
+    use_calc_stream: bool = True,
+    sync_op: bool = True,
+    fenced: bool = True,
+) -> Any:
+    """Return, on every rank, the ``x`` of position ``root``; ``out=x`` works in place.
+
+    ``x``: any shape and dtype, the same on every rank; elsewhere than on root only its shape and
+    dtype count. Gradient: the sum of all gradients on root, zeros elsewhere. Streams and errors as
+    ``all_reduce``; ``PeerError`` for a root outside the ring.
+    """
+    if registered(x):
+        return deliver(_twin(x, ring_id, root, use_calc_stream), out, sync_op)
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return comm(ring_id).broadcast(
+        out, x, root=root, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
+    )
+
+
+def _run(x: torch.Tensor, ring_id: int, root: int, use_calc_stream: bool) -> Any:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return comm(ring_id).broadcast(out, x, root=root, use_calc_stream=use_calc_stream)
+
+
+def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    ring_id, root, use_calc_stream = ctx.kept
+    total = torch.ops.commlib.reduce(grad, ring_id, root, "sum", use_calc_stream)
+    if comm(ring_id).rank != root:
+        total = torch.zeros_like(total)
+    return total, None, None, None
+
+
+_twin = register(
+    "broadcast(Tensor x, int ring_id, int root, bool use_calc_stream) -> Tensor",
+    _run,
+    _fake,
+    setup=save(1, 2, 3),
+    backward=_backward,
+)

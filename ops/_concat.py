@@ -1,0 +1,51 @@
+"""concat: every rank ends with the shards of all ranks side by side on the last axis."""
+
+from typing import Any
+
+import torch
+
+from commlib._manager import comm
+from commlib.errors import ShapeError
+from commlib.ops._library import register, save
+
+
+def concat(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True) -> torch.Tensor:
+    """Return, on every rank, the ``x`` of rank 0, 1, … concatenated along the last axis.
+
+    ``x``: [..., n] of any dtype, the same shape on every rank; the result is [..., n * size].
+    Gradient: the own part of the last axis (every rank computes the same loss), as ``split``.
+    Streams and errors as ``all_reduce``; ``ShapeError`` for a 0-D ``x``.
+    """
+    whole: torch.Tensor = _twin(x, ring_id, use_calc_stream)
+    return whole
+
+
+def _run(x: torch.Tensor, ring_id: int, use_calc_stream: bool) -> torch.Tensor:
+    context = comm(ring_id)
+    if x.dim() == 0:
+        raise ShapeError(f"{context.where('concat')}: x is 0-D; expected a last axis")
+    parts = x.new_empty((context.size, *x.shape))
+    context.all_gather(parts, x, use_calc_stream=use_calc_stream)
+    return parts.movedim(0, -2).reshape(_shape(x, context.size))
+
+
+def _shape(x: torch.Tensor, size: int) -> tuple[int, ...]:
+    return (*x.shape[:-1], x.shape[-1] * size)
+
+
+def _fake(x: torch.Tensor, ring_id: int, use_calc_stream: bool) -> torch.Tensor:
+    return x.new_empty(_shape(x, comm(ring_id).size))
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    ring_id, use_calc_stream = ctx.kept
+    return torch.ops.commlib.split(grad, ring_id, use_calc_stream), None, None
+
+
+_twin = register(
+    "concat(Tensor x, int ring_id, bool use_calc_stream) -> Tensor",
+    _run,
+    _fake,
+    setup=save(1, 2),
+    backward=_backward,
+)

@@ -1,0 +1,67 @@
+"""reduce_scatter: rank r ends with the r-th part of the reduction over all ranks."""
+
+from typing import Any
+
+import torch
+
+from commlib._manager import comm
+from commlib.errors import ArgumentError
+from commlib.ops._library import deliver, register, registered, rows_of, save
+
+
+def reduce_scatter(
+    x: torch.Tensor,
+    ring_id: int = 0,
+    *,
+    op: str = "sum",
+    out: torch.Tensor | None = None,
+    use_calc_stream: bool = True,
+    sync_op: bool = True,
+    fenced: bool = True,
+) -> Any:
+    """Return, on rank r, the r-th part along dim 0 of the reduction of ``x`` over the ring.
+
+    ``x``: [n, …] with n divisible by the ring's size; the result is [n / size, …]. ``op`` and
+    dtypes as ``all_reduce`` (without premul_sum). Gradient (sum, avg): all_gather. Streams and
+    errors as ``all_reduce``; ``ShapeError`` when n does not divide.
+    """
+    if registered(x):
+        return deliver(_twin(x, ring_id, op, use_calc_stream), out, sync_op)
+    context = comm(ring_id)
+    if out is None:
+        out = _new(x, ring_id)
+    return context.reduce_scatter(
+        out, x, op=op, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
+    )
+
+
+def _new(x: torch.Tensor, ring_id: int) -> torch.Tensor:
+    context = comm(ring_id)
+    return x.new_empty(rows_of(context.where("reduce_scatter"), x, context.size))
+
+
+def _run(x: torch.Tensor, ring_id: int, op: str, use_calc_stream: bool) -> Any:
+    return comm(ring_id).reduce_scatter(
+        _new(x, ring_id), x, op=op, use_calc_stream=use_calc_stream
+    )
+
+
+def _fake(x: torch.Tensor, ring_id: int, op: str, use_calc_stream: bool) -> torch.Tensor:
+    return _new(x, ring_id)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    ring_id, op, use_calc_stream = ctx.kept
+    if op not in ("sum", "avg"):
+        raise ArgumentError(f"reduce_scatter with op={op!r} has no gradient; type x.detach()")
+    whole = torch.ops.commlib.all_gather(grad, ring_id, use_calc_stream)
+    return whole / comm(ring_id).size if op == "avg" else whole, None, None, None
+
+
+_twin = register(
+    "reduce_scatter(Tensor x, int ring_id, str op, bool use_calc_stream) -> Tensor",
+    _run,
+    _fake,
+    setup=save(1, 2, 3),
+    backward=_backward,
+)

@@ -1,0 +1,1 @@
+"""The tests; a package, so that every spawned rank can import them."""

@@ -1,0 +1,233 @@
+"""Live ranks: processes that stay up and run one function after another, all of them at once."""
+
+import faulthandler
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import pytest
+
+UNIFIED = {"unified": "1", "legacy": "0"}
+START_S = 120  # importing torch in several processes on a busy machine
+GRACE_S = 3  # what a rank still gets once another rank has failed: it is likely stuck
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where ranks run: the engine, the kind of device and the GPUs they see."""
+
+    engine: str = "unified"
+    device: str = "cpu"
+    gpus: tuple[str, ...] = ()
+
+    def environment(self, port: int, rank: int, size: int) -> dict[str, str]:
+        """Return what torchrun would give this rank, with the flag of the engine."""
+        return {
+            "FLAGS_dynamic_static_unified_comm": UNIFIED[self.engine],
+            "FLAGS_comm_timeout_s": "30",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(size),
+            "CUDA_VISIBLE_DEVICES": ",".join(self.gpus),
+        }
+
+
+class Ranks:
+    """Processes of one ring 0; ``ranks(fn, *args)`` runs ``fn(comm, *args)`` on every one.
+
+    They start at the first call. A failure shows every rank's traceback and ends them, for what is
+    left of a broken pair would make the next test fail too; the next call starts fresh ones.
+    """
+
+    def __init__(self, size: int = 2, place: Place | None = None) -> None:
+        self.size, self.place = size, place or Place()
+        self.members: list[_Member] = []
+
+    def __call__(self, fn: Callable[..., None], *args: object, deadline: float = 60) -> None:
+        if not self.alive():
+            self._start()
+        self._run(fn, args, deadline)
+
+    def _start(self) -> None:
+        from torch.distributed import TCPStore
+
+        self.kill()
+        # A store of their own, on a port that the system chose: nothing to race for.
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.members = [self._spawn(rank) for rank in range(self.size)]
+        self._run(_arrive, (), START_S)
+
+    def _spawn(self, rank: int) -> "_Member":
+        spawn = mp.get_context("spawn")
+        jobs, their_jobs = spawn.Pipe()
+        where, their_where = spawn.Pipe(duplex=False)
+        environment = self.place.environment(self.store.port, rank, self.size)
+        process = spawn.Process(
+            target=_worker,
+            name=f"rank {rank} ({self.place.engine}, {self.place.device})",
+            args=(their_jobs, their_where, environment),
+            daemon=True,
+        )
+        process.start()
+        their_jobs.close()  # so that the end of the process is the end of the pipe
+        their_where.close()
+        return _Member(process, jobs, where)
+
+    def _run(self, fn: Callable[..., None], args: tuple[object, ...], deadline: float) -> None:
+        job = ForkingPickler.dumps((fn, args))
+        for member in self.members:
+            member.jobs.send_bytes(job)
+        reports = self._collect(deadline)
+        if any(reports[member.name] is not None for member in self.members):
+            self.kill()
+            told = (f"{name}: {text or 'finished'}" for name, text in sorted(reports.items()))
+            pytest.fail("\n".join(told), pytrace=False)
+
+    def _collect(self, deadline: float) -> dict[str, str | None]:
+        """Return each rank's traceback, or None where it finished."""
+        reports: dict[str, str | None] = {}
+        begin = time.monotonic()
+        end = begin + deadline
+        waiting = {member.jobs: member for member in self.members}
+        while waiting and (left := end - time.monotonic()) > 0:
+            for pipe in wait(list(waiting), left):
+                assert isinstance(pipe, Connection)
+                member = waiting.pop(pipe)
+                reports[member.name] = report = member.report()
+                if report is not None:
+                    end = min(end, time.monotonic() + GRACE_S)
+        spent = time.monotonic() - begin
+        for member in waiting.values():
+            reports[member.name] = f"still inside after {spent:.0f} s:\n{member.whereabouts()}"
+        return reports
+
+    def alive(self) -> bool:
+        """Whether every process is there."""
+        return bool(self.members) and all(member.process.is_alive() for member in self.members)
+
+    def kill(self) -> None:
+        """End the processes at once."""
+        for member in self.members:
+            member.process.kill()
+            member.process.join()
+        self.members = []
+
+    def stop(self) -> None:
+        """Let live processes shut down; raise when one of them does not end well."""
+        if not self.alive():
+            return
+        for member in self.members:
+            member.jobs.send_bytes(b"")
+        for member in self.members:
+            member.process.join(20)
+        codes = {member.name: member.process.exitcode for member in self.members}
+        self.kill()
+        if set(codes.values()) != {0}:
+            raise RuntimeError(f"exit codes {codes}; expected 0 from every rank (None: no exit)")
+
+
+@dataclass(frozen=True)
+class _Member:
+    """One rank as its parent sees it."""
+
+    process: Any
+    jobs: "Connection[bytes, Any]"
+    where: "Connection[Any, Any]"
+
+    @property
+    def name(self) -> str:
+        return str(self.process.name)
+
+    def report(self) -> str | None:
+        """Return what the rank says of its job: a traceback, or None for success."""
+        try:
+            said = self.jobs.recv()
+        except (EOFError, ConnectionError):
+            self.process.join(5)
+            return f"died with exit code {self.process.exitcode}"
+        return said if said is None else str(said)
+
+    def whereabouts(self) -> str:
+        """Return the stack of every thread, also of one that is stuck inside a library."""
+        os.kill(self.process.pid, signal.SIGUSR1)
+        text = b""
+        while self.where.poll(0.5):
+            chunk = os.read(self.where.fileno(), 65536)
+            if not chunk:
+                break
+            text += chunk
+        return text.decode(errors="replace")
+
+
+def _worker(
+    jobs: "Connection[Any, bytes]", where: "Connection[Any, Any]", environment: dict[str, str]
+) -> None:
+    faulthandler.register(signal.SIGUSR1, file=where.fileno(), all_threads=True)
+    os.environ.update(environment)
+    while job := _next(jobs):
+        jobs.send(_outcome(job))
+    import commlib
+
+    commlib.shutdown()
+
+
+def _next(jobs: "Connection[Any, bytes]") -> bytes:
+    try:
+        return jobs.recv_bytes()
+    except EOFError:  # the parent is gone
+        os._exit(1)
+
+
+def _outcome(job: bytes) -> str | None:
+    """Run one job, then meet at a barrier: a test that leaves the ranks out of step fails itself."""
+    import commlib  # only now: the environment must come first
+
+    try:
+        fn, args = pickle.loads(job)
+        manager = commlib.CommContextManager.instance()
+        fn(commlib.comm() if manager.has(0) else _init(), *args)
+        if manager.has(0):
+            commlib.comm().barrier()
+    except BaseException:  # the parent must hear of every failure
+        return traceback.format_exc()
+    return None
+
+
+def _init() -> Any:
+    import torch
+
+    import commlib
+
+    torch.set_num_threads(1)
+    return commlib.init()
+
+
+def _arrive(comm: Any) -> None:
+    """Come up; the barrier behind every job proves that the others did."""
+
+
+@contextmanager
+def fresh(size: int, place: Place | None = None) -> Iterator[Ranks]:
+    """Give ``size`` ranks of their own to a test that needs more than two, or that breaks them."""
+    ranks = Ranks(size, place)
+    try:
+        yield ranks
+        ranks.stop()
+    finally:
+        ranks.kill()
+
+
+World = Callable[[int], AbstractContextManager[Ranks]]

@@ -1,0 +1,70 @@
+"""The fixtures ``ranks`` and ``world``: live ranks on every engine and device of this machine."""
+
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests._ranks import UNIFIED, Place, Ranks, World, fresh
+
+# NVML counts the GPUs: no CUDA context is made in the parent.
+GPUS = torch.cuda.device_count()
+
+
+def _gpus() -> tuple[str, ...]:
+    """Return the two GPUs of this xdist worker; more workers than pairs share."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(GPUS)))
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = 2 * (worker % (GPUS // 2))
+    return tuple(visible.split(",")[first : first + 2])
+
+
+def _places() -> Iterator[Any]:
+    for engine in UNIFIED:
+        yield pytest.param(Place(engine), id=engine)
+    if GPUS >= 2:
+        for engine in UNIFIED:
+            place = Place(engine, "gpu", _gpus())
+            yield pytest.param(place, id=f"{engine}-gpu", marks=pytest.mark.gpu)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Name the marker of the cases that need two GPUs."""
+    config.addinivalue_line("markers", "gpu: runs on a pair of GPUs")
+
+
+def pytest_report_header() -> str:
+    """Say which devices the ranks of this run use."""
+    also = "and on pairs of GPUs" if GPUS >= 2 else "only: no gpu cases without two GPUs"
+    return f"commlib: {GPUS} GPUs; ranks run on the CPU {also}"
+
+
+@pytest.fixture(scope="session")
+def _pairs() -> Iterator[dict[Place, Ranks]]:
+    """The live pairs of this process: one an engine and device, from its first use to the end."""
+    pairs: dict[Place, Ranks] = {}
+    yield pairs
+    for pair in pairs.values():
+        pair.stop()
+
+
+@pytest.fixture(params=_places())
+def ranks(request: pytest.FixtureRequest, _pairs: dict[Place, Ranks]) -> Ranks:
+    """``ranks(fn, *args, deadline=60)`` runs ``fn(comm, *args)`` on two live ranks."""
+    return _pairs.setdefault(request.param, Ranks(2, request.param))
+
+
+@pytest.fixture(params=UNIFIED)
+def cpu_ranks(request: pytest.FixtureRequest, _pairs: dict[Place, Ranks]) -> Ranks:
+    """The same on the CPU alone, where the host itself waits for a collective."""
+    place = Place(request.param)
+    return _pairs.setdefault(place, Ranks(2, place))
+
+
+@pytest.fixture(params=UNIFIED)
+def world(request: pytest.FixtureRequest) -> World:
+    """``with world(3) as ranks:`` starts that many CPU ranks for one test."""
+    return functools.partial(fresh, place=Place(request.param))

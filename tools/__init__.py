@@ -1,0 +1,1 @@
+"""The entrance for people: `commlib demo`, `commlib doctor`, `commlib bench`."""

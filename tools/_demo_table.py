@@ -1,0 +1,64 @@
+"""The demo's table: what every run gave, next to its time, communicators and memory."""
+
+from collections.abc import Callable, Mapping
+
+from rich.table import Table
+from rich.text import Text
+
+from commlib.tools._demo_compare import COMPILER_TOLERANCE, REFERENCE, Cell, Row
+from commlib.tools._demo_runs import Mode, Report
+
+MEBIBYTE = 2**20
+
+
+def table(rows: list[Row], reports: Mapping[Mode, Report]) -> Table:
+    """Return the one table of the demo: a column a run, the first one is the reference."""
+    first = next(iter(reports.values()))
+    shown = Table(title=f"{first['ranks']} ranks on {first['device']}", caption=_caption())
+    shown.add_column("result")
+    for mode, report in reports.items():
+        how = "compiled" if mode.compiled else "eager"
+        shown.add_column(f"flag {mode.flag}\n{report['engine']}, {how}", justify="right")
+    for row in rows:
+        if row.cells:
+            shown.add_row(row.name, *(_text(row.cells[mode.label], mode) for mode in reports))
+    shown.add_section()
+    for name, show in COSTS.items():
+        shown.add_row(name, *(show(report) for report in reports.values()))
+    return shown
+
+
+def _text(cell: Cell, mode: Mode) -> Text:
+    """Return a cell's words: green where it holds, red where it breaks the promise."""
+    if mode == REFERENCE and cell.good:
+        return Text("as formula" if cell.against == "the formula" else "reference")
+    if cell.equal:
+        return Text("bits equal", style="green")
+    differs = "not comparable" if cell.difference is None else f"differs {cell.difference:.1e}"
+    return Text(differs, style="yellow" if cell.good else "bold red")
+
+
+def _caption() -> str:
+    return (
+        f"Collectives are held against {REFERENCE.label}. Training: flag on against flag off in "
+        f"the same mode, compiled against eager up to {COMPILER_TOLERANCE:g}, since the compiler "
+        "fuses arithmetic."
+    )
+
+
+def _communicators(report: Report) -> str:
+    live = [row for row in report["communicators"] if row["communicator"]]
+    return f"{len(live)} ({_mebibytes(sum(row['bytes'] or 0 for row in live))})"
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / MEBIBYTE:.1f} MiB"
+
+
+COSTS: dict[str, Callable[[Report], str]] = {
+    "time per step, median": lambda report: f"{report['step_s'] * 1e3:.1f} ms",
+    "first step": lambda report: f"{report['first_step_s']:.2f} s",
+    "whole run": lambda report: f"{report['seconds']:.1f} s",
+    "communicators of rank 0": _communicators,
+    "memory, start to first use": lambda report: _mebibytes(report["memory_bytes"]),
+}
