@@ -36,7 +36,15 @@ def world() -> World:
     if "PADDLE_TRAINER_ID" in env or "PADDLE_TRAINERS_NUM" in env:
         return _paddle()
     if dist.is_initialized():
-        return World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), None, False, "commlib")
+        return World(
+            dist.get_rank(),
+            dist.get_world_size(),
+            dist.get_rank(),
+            dist.get_world_size(),
+            None,
+            False,
+            "commlib",
+        )
     return World(0, 1, 0, 1, None, False, "commlib")
 
 
@@ -51,7 +59,13 @@ def _torchrun() -> World:
     here = _number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else size
     return _checked(
         World(
-            rank, size, local, here, (host, port), rank == 0 and not agent, f"commlib/{run}/{restart}"
+            rank,
+            size,
+            local,
+            here,
+            (host, port),
+            rank == 0 and not agent,
+            f"commlib/{run}/{restart}",
         )
     )
 

@@ -63,7 +63,8 @@ class C10dContext(CommContext):
         """Where the stream orders the result, join it now and leave nothing to wait for."""
         if self.fences is None:
             return work
-        work.wait()
+        if work is not None:  # torch gives no work for what it issued on the caller's own stream
+            work.wait()
         return None
 
     def _op(self, reduction: Wire) -> Any:

@@ -9,19 +9,21 @@ from typing import Any, ClassVar
 import torch
 
 from commlib import _gate
+from commlib._checks import (
+    check_out,
+    check_pair,
+    check_peer,
+    check_position,
+    check_tensor,
+    counts,
+    misfit,
+)
 from commlib._deadline import Deadline
 from commlib._dtypes import Reducer, Wire, wire
-from commlib._gate import Call, check_out, check_tensor
+from commlib._gate import Call
 from commlib._streams import Fences, issue_lock
 from commlib._work import Work
-from commlib.errors import (
-    ArgumentError,
-    CommTimeout,
-    DtypeError,
-    EngineError,
-    PeerError,
-    ShapeError,
-)
+from commlib.errors import ArgumentError, CommTimeout, EngineError, ShapeError
 
 Tensor = torch.Tensor
 
@@ -56,6 +58,7 @@ class CommContext(ABC):
         self.open_group: _gate.Group | None = None
         self.communicator_bytes = 0
         self._errors: list[str] = []
+        self._reductions: dict[tuple[torch.dtype, str, float | None], Any] = {}
         self._unfenced: deque[tuple[torch.cuda.Event, list[Call]]] = deque()
         self._token = torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -159,12 +162,15 @@ class CommContext(ABC):
         fenced: bool = True,
     ) -> Any:
         """Fill ``out`` on every rank with the reduction of ``x`` over all ranks (any shape)."""
-        self._check_pair("all_reduce", out, x)
-        if out.numel() != x.numel():
-            raise self._misfit("all_reduce", out, x.numel(), "as many elements as x")
-        args = (self._wire("all_reduce", x, op, factor),)
-        call = Call("all_reduce", self._pick(self._all_reduce, x), args, out, x, 0)
-        return _gate.run(self, call, use_calc_stream, sync_op, fenced, out)
+        check_pair(self, "all_reduce", out, x)
+        count = x.numel()
+        if out.numel() != count:
+            raise misfit(self, "all_reduce", out, count, "as many elements as x")
+        args = (self._reduction("all_reduce", x, op, factor),)
+        launch = self._pick(self._all_reduce, count)
+        return _gate.run(
+            self, "all_reduce", launch, args, out, x, 0, out, use_calc_stream, sync_op, fenced
+        )
 
     def all_gather(
         self,
@@ -176,12 +182,15 @@ class CommContext(ABC):
         fenced: bool = True,
     ) -> Any:
         """Fill ``out`` on every rank with the ``x`` of rank 0, 1, … one after the other."""
-        self._check_pair("all_gather", out, x)
-        if out.numel() != x.numel() * self.size:
-            raise self._misfit("all_gather", out, x.numel() * self.size, "size * x.numel()")
-        place = self.rank * x.numel() if self.parts_in_place else None
-        call = Call("all_gather", self._pick(self._all_gather, x), (), out, x, place)
-        return _gate.run(self, call, use_calc_stream, sync_op, fenced, out)
+        check_pair(self, "all_gather", out, x)
+        count = x.numel()
+        if out.numel() != count * self.size:
+            raise misfit(self, "all_gather", out, count * self.size, "size * x.numel()")
+        place = self.rank * count if self.parts_in_place else None
+        launch = self._pick(self._all_gather, count)
+        return _gate.run(
+            self, "all_gather", launch, (), out, x, place, out, use_calc_stream, sync_op, fenced
+        )
 
     def reduce_scatter(
         self,
@@ -194,13 +203,26 @@ class CommContext(ABC):
         fenced: bool = True,
     ) -> Any:
         """Fill ``out`` of rank r with the r-th part of the reduction of ``x`` over all ranks."""
-        self._check_pair("reduce_scatter", out, x)
-        if out.numel() * self.size != x.numel():
-            raise self._misfit("reduce_scatter", out, x.numel() / self.size, "x.numel() / size")
-        args = (self._wire("reduce_scatter", x, op),)
-        place = -self.rank * out.numel() if self.parts_in_place else None
-        call = Call("reduce_scatter", self._pick(self._reduce_scatter, x), args, out, x, place)
-        return _gate.run(self, call, use_calc_stream, sync_op, fenced, out)
+        check_pair(self, "reduce_scatter", out, x)
+        count = out.numel()
+        if count * self.size != x.numel():
+            raise misfit(self, "reduce_scatter", out, x.numel() / self.size, "x.numel() / size")
+        args = (self._reduction("reduce_scatter", x, op),)
+        place = -self.rank * count if self.parts_in_place else None
+        launch = self._pick(self._reduce_scatter, count)
+        return _gate.run(
+            self,
+            "reduce_scatter",
+            launch,
+            args,
+            out,
+            x,
+            place,
+            out,
+            use_calc_stream,
+            sync_op,
+            fenced,
+        )
 
     def broadcast(
         self,
@@ -213,16 +235,23 @@ class CommContext(ABC):
         fenced: bool = True,
     ) -> Any:
         """Fill ``out`` on every rank with ``x`` of ``root``; elsewhere ``x`` is not read."""
-        self._check_position("broadcast", "root", root)
-        if self.rank != root:
-            x = None
-            check_out(self, "broadcast", out)
-        else:
-            self._check_pair("broadcast", out, x)
-            if out.numel() != x.numel():  # type: ignore[union-attr]  # checked above
-                raise self._misfit("broadcast", out, x.numel(), "as many elements as x")  # type: ignore[union-attr]
-        call = Call("broadcast", self._pick(self._broadcast, out), (root,), out, x, 0)
-        return _gate.run(self, call, use_calc_stream, sync_op, fenced, out)
+        source = self._from_root("broadcast", root, out, x)
+        if source is not None and out.numel() != source.numel():
+            raise misfit(self, "broadcast", out, source.numel(), "as many elements as x")
+        launch = self._pick(self._broadcast, out.numel())
+        return _gate.run(
+            self,
+            "broadcast",
+            launch,
+            (root,),
+            out,
+            source,
+            0,
+            out,
+            use_calc_stream,
+            sync_op,
+            fenced,
+        )
 
     def reduce(
         self,
@@ -236,13 +265,14 @@ class CommContext(ABC):
         fenced: bool = True,
     ) -> Any:
         """Fill ``out`` of ``root`` with the reduction of ``x``; ``out`` elsewhere is not touched."""
-        self._check_position("reduce", "root", root)
         target = self._at_root("reduce", root, out, x)
         if target is not None and target.numel() != x.numel():
-            raise self._misfit("reduce", target, x.numel(), "as many elements as x")
-        args = (root, self._wire("reduce", x, op))
-        call = Call("reduce", self._pick(self._reduce, x), args, target, x, 0)
-        return _gate.run(self, call, use_calc_stream, sync_op, fenced, out)
+            raise misfit(self, "reduce", target, x.numel(), "as many elements as x")
+        args = (root, self._reduction("reduce", x, op))
+        launch = self._pick(self._reduce, x.numel())
+        return _gate.run(
+            self, "reduce", launch, args, target, x, 0, out, use_calc_stream, sync_op, fenced
+        )
 
     def gather(
         self,
@@ -255,12 +285,13 @@ class CommContext(ABC):
         fenced: bool = True,
     ) -> Any:
         """Fill ``out`` of ``root`` with every rank's ``x`` in turn; elsewhere it is not touched."""
-        self._check_position("gather", "root", root)
         target = self._at_root("gather", root, out, x)
         if target is not None and target.numel() != x.numel() * self.size:
-            raise self._misfit("gather", target, x.numel() * self.size, "size * x.numel()")
-        call = Call("gather", self._pick(self._gather, x), (root,), target, x, None)
-        return _gate.run(self, call, use_calc_stream, sync_op, fenced, out)
+            raise misfit(self, "gather", target, x.numel() * self.size, "size * x.numel()")
+        launch = self._pick(self._gather, x.numel())
+        return _gate.run(
+            self, "gather", launch, (root,), target, x, None, out, use_calc_stream, sync_op, fenced
+        )
 
     def scatter(
         self,
@@ -273,16 +304,23 @@ class CommContext(ABC):
         fenced: bool = True,
     ) -> Any:
         """Fill ``out`` of rank r with the r-th part of ``x`` of ``root``; elsewhere x is not read."""
-        self._check_position("scatter", "root", root)
-        if self.rank != root:
-            x = None
-            check_out(self, "scatter", out)
-        else:
-            self._check_pair("scatter", out, x)
-            if out.numel() * self.size != x.numel():  # type: ignore[union-attr]  # checked above
-                raise self._misfit("scatter", out, x.numel() / self.size, "x.numel() / size")  # type: ignore[union-attr]
-        call = Call("scatter", self._pick(self._scatter, out), (root,), out, x, None)
-        return _gate.run(self, call, use_calc_stream, sync_op, fenced, out)
+        source = self._from_root("scatter", root, out, x)
+        if source is not None and out.numel() * self.size != source.numel():
+            raise misfit(self, "scatter", out, source.numel() / self.size, "x.numel() / size")
+        launch = self._pick(self._scatter, out.numel())
+        return _gate.run(
+            self,
+            "scatter",
+            launch,
+            (root,),
+            out,
+            source,
+            None,
+            out,
+            use_calc_stream,
+            sync_op,
+            fenced,
+        )
 
     def all_to_all(
         self,
@@ -299,19 +337,30 @@ class CommContext(ABC):
 
         Parts are rows along dim 0: equal ones, or ``in_splits`` / ``out_splits`` rows a rank.
         """
-        self._check_pair("all_to_all", out, x)
-        sends = self._counts("all_to_all", "in_splits", x, in_splits)
-        takes = self._counts("all_to_all", "out_splits", out, out_splits)
+        check_pair(self, "all_to_all", out, x)
+        sends = counts(self, "all_to_all", "in_splits", x, in_splits)
+        takes = counts(self, "all_to_all", "out_splits", out, out_splits)
         if sends[self.rank] != takes[self.rank]:
             raise ShapeError(
                 f"{self.where('all_to_all')}: this rank sends itself {sends[self.rank]} elements "
                 f"but expects {takes[self.rank]}; make in_splits[{self.rank}] and "
                 f"out_splits[{self.rank}] name the same rows"
             )
-        # Every rank takes part, however few rows are its own: parts may be empty on one rank only.
-        launch = self._alone if self.size == 1 else self._all_to_all
-        call = Call("all_to_all", launch, (takes, sends), out, x, None)
-        return _gate.run(self, call, use_calc_stream, sync_op, fenced, out)
+        # Every rank takes part, however few rows are its own: others may have some to exchange.
+        launch = self._pick(self._all_to_all, 1)
+        return _gate.run(
+            self,
+            "all_to_all",
+            launch,
+            (takes, sends),
+            out,
+            x,
+            None,
+            out,
+            use_calc_stream,
+            sync_op,
+            fenced,
+        )
 
     def send(
         self,
@@ -323,10 +372,12 @@ class CommContext(ABC):
         fenced: bool = True,
     ) -> Any:
         """Send ``x`` to rank ``peer``, which must call ``recv`` with as many bytes."""
-        self._check_peer("send", peer)
+        check_peer(self, "send", peer)
         check_tensor(self, "send", "x", x)
-        call = Call("send", self._pick(self._send, x), (peer,), None, x, None)
-        return _gate.run(self, call, use_calc_stream, sync_op, fenced, None)
+        launch = self._pick(self._send, x.numel())
+        return _gate.run(
+            self, "send", launch, (peer,), None, x, None, None, use_calc_stream, sync_op, fenced
+        )
 
     def recv(
         self,
@@ -338,18 +389,21 @@ class CommContext(ABC):
         fenced: bool = True,
     ) -> Any:
         """Fill ``out`` with what rank ``peer`` sends."""
-        self._check_peer("recv", peer)
+        check_peer(self, "recv", peer)
         check_out(self, "recv", out)
-        call = Call("recv", self._pick(self._recv, out), (peer,), out, None, None)
-        return _gate.run(self, call, use_calc_stream, sync_op, fenced, out)
+        launch = self._pick(self._recv, out.numel())
+        return _gate.run(
+            self, "recv", launch, (peer,), out, None, None, out, use_calc_stream, sync_op, fenced
+        )
 
     def barrier(
         self, *, use_calc_stream: bool = True, sync_op: bool = True, fenced: bool = True
     ) -> Any:
         """Hold this rank's stream (GPU) or host (CPU) until every rank has come here."""
-        launch = self._alone if self.size == 1 else self._barrier
-        call = Call("barrier", launch, (), None, None, None)
-        return _gate.run(self, call, use_calc_stream, sync_op, fenced, None)
+        launch = self._pick(self._barrier, 1)
+        return _gate.run(
+            self, "barrier", launch, (), None, None, None, None, use_calc_stream, sync_op, fenced
+        )
 
     def group(
         self, *, use_calc_stream: bool = True, sync_op: bool = True
@@ -362,90 +416,57 @@ class CommContext(ABC):
         """
         return _gate.group(self, use_calc_stream, sync_op)
 
-    # -- checks that depend on the ring ----------------------------------------------------------
+    # -- the way into the engine -----------------------------------------------------------------
 
-    def _check_pair(self, verb: str, out: Tensor, x: Tensor | None) -> None:
-        check_out(self, verb, out)
-        check_tensor(self, verb, "x", x)  # type: ignore[arg-type]  # None is refused there
-        if out.dtype is not x.dtype:  # type: ignore[union-attr]
-            raise self._mixed(verb, out, x)  # type: ignore[arg-type]
+    def _reduction(self, verb: str, x: Tensor, op: str, factor: float | None = None) -> Any:
+        """The reduction in the engine's own terms, resolved once for each dtype and op."""
+        key = (x.dtype, op, factor)
+        known = self._reductions.get(key)
+        if known is None:
+            try:
+                reduction = wire(x.dtype, op, self.reducer, factor)
+            except ArgumentError as error:
+                raise type(error)(f"{self.where(verb)}: {error}") from None
+            known = reduction if self.size == 1 else self._resolve(x.dtype, reduction)
+            self._reductions[key] = known
+        return known
 
-    def _mixed(self, verb: str, out: Tensor, x: Tensor) -> ArgumentError:
-        return DtypeError(
-            f"{self.where(verb)}: out is {out.dtype} and x is {x.dtype}; expected one dtype; "
-            f"type x.to({out.dtype})"
-        )
+    def _resolve(self, dtype: torch.dtype, reduction: Wire) -> Any:
+        """The engine's form of ``reduction`` over ``dtype``; what its launches are given."""
+        return reduction
+
+    def _pick(self, launch: Any, count: int) -> Any:
+        """The engine's launch, or a local one where no bytes have to move between ranks."""
+        if count and self.size > 1:
+            return launch
+        return self._alone if self.size == 1 else self._nothing
 
     def _at_root(self, verb: str, root: int, out: Tensor | None, x: Tensor) -> Tensor | None:
+        """The output where it counts; ranks other than ``root`` do not touch theirs."""
+        check_position(self, verb, "root", root)
         if self.rank != root:
             check_tensor(self, verb, "x", x)
             return None
-        self._check_pair(verb, out, x)  # type: ignore[arg-type]  # None is refused there
+        check_pair(self, verb, out, x)  # type: ignore[arg-type]  # None is refused there
         return out
 
-    def _misfit(self, verb: str, out: Tensor, expected: float, rule: str) -> ShapeError:
-        return ShapeError(
-            f"{self.where(verb)}: out of shape {tuple(out.shape)} has {out.numel()} elements; "
-            f"expected {expected:g} ({rule})"
-        )
-
-    def _check_position(self, verb: str, role: str, position: int) -> None:
-        if isinstance(position, bool) or not isinstance(position, int):
-            raise PeerError(f"{self.where(verb)}: {role}={position!r} is no int")
-        if not 0 <= position < self.size:
-            raise PeerError(
-                f"{self.where(verb)}: {role}={position} is outside the ring; expected a position "
-                f"from 0 to {self.size - 1} (the ring's ranks are {list(self.ranks)})"
-            )
-
-    def _check_peer(self, verb: str, peer: int) -> None:
-        self._check_position(verb, "peer", peer)
-        if peer == self.rank:
-            raise PeerError(
-                f"{self.where(verb)}: peer={peer} is this rank itself; expected another position; "
-                f"type out.copy_(x) for a local copy"
-            )
-
-    def _counts(
-        self, verb: str, role: str, tensor: Tensor, splits: Iterable[int] | None
-    ) -> list[int]:
-        """Elements a peer, from rows a peer along dim 0."""
-        rows = tensor.shape[0] if tensor.dim() else 1
-        if splits is None:
-            if rows % self.size:
-                raise ShapeError(
-                    f"{self.where(verb)}: dim 0 of shape {tuple(tensor.shape)} does not divide by "
-                    f"the ring's size {self.size}; pad it or give {role}="
-                )
-            return [tensor.numel() // self.size] * self.size
-        counts = [int(count) for count in splits]
-        if len(counts) != self.size or min(counts) < 0 or sum(counts) != rows:
-            raise ShapeError(
-                f"{self.where(verb)}: {role}={counts}; expected {self.size} counts >= 0 that add "
-                f"up to the {rows} rows of shape {tuple(tensor.shape)}, they add up to {sum(counts)}"
-            )
-        row = tensor.numel() // rows if rows else 0
-        return [count * row for count in counts]
-
-    def _wire(self, verb: str, x: Tensor, op: str, factor: float | None = None) -> Wire:
-        try:
-            return wire(x.dtype, op, self.reducer, factor)
-        except ArgumentError as error:
-            raise type(error)(f"{self.where(verb)}: {error}") from None
-
-    def _pick(self, launch: Any, tensor: Tensor) -> Any:
-        """The engine's launch, or a local one where no bytes have to move between ranks."""
-        if self.size == 1:
-            return self._alone
-        return launch if tensor.numel() else self._nothing
+    def _from_root(self, verb: str, root: int, out: Tensor, x: Tensor | None) -> Tensor | None:
+        """The input where it counts; ranks other than ``root`` do not read theirs."""
+        check_position(self, verb, "root", root)
+        if self.rank != root:
+            check_out(self, verb, out)
+            return None
+        check_pair(self, verb, out, x)  # type: ignore[arg-type]  # None is refused there
+        return x
 
     def _alone(self, out: Tensor | None, x: Tensor | None, *args: Any) -> None:
         """A ring of one rank: every collective is the identity."""
-        if out is not None and x is not None:
-            if out.data_ptr() != x.data_ptr():
-                out.view(-1).copy_(x.view(-1))
-            if args and isinstance(args[-1], Wire) and args[-1].factor != 1.0:
-                out.mul_(args[-1].factor)
+        if out is None or x is None:
+            return
+        if out.data_ptr() != x.data_ptr():
+            out.view(-1).copy_(x.view(-1))
+        if args and isinstance(args[-1], Wire) and args[-1].factor != 1.0:
+            out.mul_(args[-1].factor)
 
     def _nothing(self, out: Tensor | None, x: Tensor | None, *args: Any) -> None:
         """Empty tensors: there is nothing to move, on any rank."""
@@ -454,19 +475,19 @@ class CommContext(ABC):
     #    stream orders the result, else an object with wait() and is_completed() -----------------
 
     @abstractmethod
-    def _all_reduce(self, out: Tensor, x: Tensor, reduction: Wire) -> Any: ...
+    def _all_reduce(self, out: Tensor, x: Tensor, reduction: Any) -> Any: ...
 
     @abstractmethod
     def _all_gather(self, out: Tensor, x: Tensor) -> Any: ...
 
     @abstractmethod
-    def _reduce_scatter(self, out: Tensor, x: Tensor, reduction: Wire) -> Any: ...
+    def _reduce_scatter(self, out: Tensor, x: Tensor, reduction: Any) -> Any: ...
 
     @abstractmethod
     def _broadcast(self, out: Tensor, x: Tensor | None, root: int) -> Any: ...
 
     @abstractmethod
-    def _reduce(self, out: Tensor | None, x: Tensor, root: int, reduction: Wire) -> Any: ...
+    def _reduce(self, out: Tensor | None, x: Tensor, root: int, reduction: Any) -> Any: ...
 
     @abstractmethod
     def _gather(self, out: Tensor | None, x: Tensor, root: int) -> Any: ...

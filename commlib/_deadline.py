@@ -17,9 +17,7 @@ class Deadline:
         if isinstance(seconds, timedelta):
             seconds = seconds.total_seconds()
         if not 0 < seconds < math.inf:
-            raise ArgumentError(
-                f"timeout={seconds!r}: expected a finite number of seconds above 0"
-            )
+            raise ArgumentError(f"timeout={seconds!r}: expected a finite number of seconds above 0")
         self.seconds = float(seconds)
         self._end = time.monotonic() + self.seconds
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from commlib._work import OnHost, OnStream, Unlaunched, Work
-from commlib.errors import ArgumentError, CommError, DeviceError, RingError
+from commlib.errors import ArgumentError, CommError, RingError
 
 if TYPE_CHECKING:
     from commlib._context import CommContext
@@ -56,6 +56,17 @@ def _dense(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
+def _as_they_are(out: torch.Tensor | None, x: torch.Tensor | None, place: int | None) -> bool:
+    """Whether an engine can take both tensors without staging."""
+    if out is x:
+        return out is None or (place == 0 and _dense(out))
+    return (
+        (out is None or _dense(out))
+        and (x is None or _dense(x))
+        and (out is None or x is None or not _collide(out, x, place))
+    )
+
+
 def _collide(out: torch.Tensor, x: torch.Tensor, place: int | None) -> bool:
     """Whether dense ``out`` and ``x`` share bytes in a way that the engine does not allow.
 
@@ -68,65 +79,40 @@ def _collide(out: torch.Tensor, x: torch.Tensor, place: int | None) -> bool:
     return place is None or b - a != place * out.itemsize
 
 
-def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two indices of ``tensor`` may lie at one address."""
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += stride * (size - 1)
-    return False
-
-
-def check_tensor(ctx: "CommContext", verb: str, role: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor that is no strided tensor on the ring's device."""
-    if not isinstance(tensor, torch.Tensor):
-        raise ArgumentError(
-            f"{ctx.where(verb)}: {role} is {type(tensor).__name__}; expected a torch.Tensor"
-        )
-    if tensor.device != ctx.device:
-        raise DeviceError(
-            f"{ctx.where(verb)}: {role} is on {tensor.device}, the ring is on {ctx.device}; "
-            f"type {role}.to('{ctx.device}')"
-        )
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
-        raise DeviceError(
-            f"{ctx.where(verb)}: {role} is {kind}; expected a dense torch.strided tensor; "
-            f"type {role}.{'dequantize' if tensor.is_quantized else 'to_dense'}()"
-        )
-
-
-def check_out(ctx: "CommContext", verb: str, out: torch.Tensor) -> None:
-    """Refuse an output that can't be written: overlapping itself, or tracked by autograd."""
-    check_tensor(ctx, verb, "out", out)
-    if not out.is_contiguous() and overlaps_itself(out):
-        raise ArgumentError(
-            f"{ctx.where(verb)}: out of shape {tuple(out.shape)} and strides {out.stride()} "
-            f"overlaps itself, so that its values would depend on timing; type out.contiguous()"
-        )
-    if out.requires_grad and torch.is_grad_enabled():
-        raise ArgumentError(
-            f"{ctx.where(verb)}: out requires grad and would be overwritten behind autograd; "
-            f"type out.detach(), or leave out= away"
-        )
-
-
 def run(
     ctx: "CommContext",
-    call: Call,
+    verb: str,
+    launcher: Launch,
+    args: tuple[Any, ...],
+    out: torch.Tensor | None,
+    x: torch.Tensor | None,
+    place: int | None,
+    result: Any,
     use_calc_stream: bool,
     sync_op: bool,
     fenced: bool,
-    result: Any,
 ) -> Any:
     """Pass one checked call: record it, launch it on its stream, track what is unfinished."""
     with ctx.lock:
         if ctx.fault is not None:
-            raise RingError(f"{ctx.where(call.verb)}: the ring can't be used: {ctx.fault}")
+            raise RingError(f"{ctx.where(verb)}: the ring can't be used: {ctx.fault}")
+        if (
+            use_calc_stream
+            and sync_op
+            and ctx.fences is not None
+            and ctx.open_group is None
+            and _as_they_are(out, x, place)
+        ):  # the common case on a GPU: nothing to stage, nothing to track
+            ctx.calls += 1
+            ctx.last_verb = verb
+            try:
+                launcher(out, x, *args)
+            except Exception as error:
+                raise ctx.failed(verb, error) from error
+            return result
         if not sync_op and (use_calc_stream or ctx.open_group is not None):
-            raise ArgumentError(_async_refusal(ctx, call.verb))
+            raise ArgumentError(_async_refusal(ctx, verb))
+        call = Call(verb, launcher, args, out, x, place)
         if ctx.open_group is not None:
             return ctx.open_group.add(call, use_calc_stream, result)
         done = launch(ctx, [call], use_calc_stream, sync_op, fenced, result)

@@ -17,7 +17,7 @@ from commlib._gloo import GlooCommContext
 from commlib._legacy import LegacyCommContext
 from commlib._nccl import NCCLCommContext
 from commlib._log import log
-from commlib._rollcall import RollCall, ring_key
+from commlib._rollcall import RollCall
 from commlib.errors import ArgumentError, BootstrapError, CommError, DeviceError, RingError
 
 Seconds = float | timedelta
@@ -32,7 +32,6 @@ class CommContextManager:
     def __init__(self) -> None:
         self._rings: dict[int, CommContext] = {}
         self._closed: set[int] = set()
-        self._generations: dict[tuple[int, tuple[int, ...]], int] = {}
         self._calls: dict[dist.Store, RollCall] = {}
         self._lock = threading.RLock()
         self._device: torch.device | None = None
@@ -149,20 +148,15 @@ class CommContextManager:
         if store is None:
             store = _bootstrap.connect(world, deadline)
         call = self._calls.setdefault(store, RollCall(store, world.rank))
-        attempt = (ring_id, members)
-        generation = self._generations.get(attempt, 0)
         try:
-            met = call.meet(ring_key(*attempt, generation), ring_id, members, deadline, payload)
+            return call.meet(ring_id, members, deadline, payload)
         except CommError:
-            self._generations[attempt] = generation + 1  # every member got the same verdict
             raise
         except RuntimeError as error:
             raise BootstrapError(
                 f"creating ring {ring_id} of ranks {list(members)} on rank {world.rank}: the "
                 f"rendezvous store can't be used ({error}); is the process that serves it alive?"
             ) from error
-        self._generations[attempt] = generation + 1
-        return met
 
     # -- find ------------------------------------------------------------------------------------
 
@@ -297,9 +291,13 @@ def init(
     """
     manager = _manager
     world = _bootstrap.world()
-    where = default_device(world, backend) if device is None else checked_device(torch.device(device))
+    where = (
+        default_device(world, backend) if device is None else checked_device(torch.device(device))
+    )
     if backend is not None and (backend == "nccl") != (where.type == "cuda"):
-        raise DeviceError(f"backend={backend!r} with device {where}: nccl runs on GPUs, gloo on CPUs")
+        raise DeviceError(
+            f"backend={backend!r} with device {where}: nccl runs on GPUs, gloo on CPUs"
+        )
     known = manager._rings.get(0)
     if known is not None and known.device != where:
         raise RingError(f"ring 0 exists on {known.device}; given {where}; commlib.shutdown() first")

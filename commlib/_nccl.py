@@ -121,7 +121,6 @@ class NCCLCommContext(CommContext):
         super().__init__(ring_id, rank, ranks, device, timeout)
         self._comm: Any = None
         self._index = device.index
-        self._scaled_ops: dict[tuple[torch.dtype, float], int] = {}
         if unique_id is None or deadline is None:
             return
         nccl = library()
@@ -140,72 +139,62 @@ class NCCLCommContext(CommContext):
     def _connect(self, deadline: Deadline, what: str) -> None:
         """Pass one token around, so that no later call (nor a capture) has to set anything up."""
         stream = torch.cuda.current_stream(self.device)
-        self._all_reduce(self._token, self._token, Wire(torch.int32, "max"))
+        self._barrier(None, None)
         event = torch.cuda.Event()
         event.record(stream)
         if not deadline.poll(event.query):
             self._abort()
-            raise CommTimeout(f"{what}: the first collective did not finish in {deadline.seconds:g} s")
-
-    def _stream(self) -> int:
-        return current_raw(self._index)
-
-    def _type(self, tensor: Tensor, wire: Wire) -> tuple[int, int]:
-        """Elements and NCCL type of ``tensor`` as the reduction sees it."""
-        if wire.dtype is tensor.dtype:
-            return tensor.numel(), _TYPES[wire.dtype]
-        return tensor.nbytes // wire.dtype.itemsize, _TYPES[wire.dtype]
-
-    def _op(self, wire: Wire) -> int:
-        if wire.op == "premul_sum":
-            return self._premul(wire)
-        return _OPS[wire.op]
-
-    def _premul(self, wire: Wire) -> int:
-        """ncclRedOpCreatePreMulSum, which CuPy lacks; one for each factor and dtype."""
-        key = (wire.dtype, wire.factor)
-        if key not in self._scaled_ops:
-            scalar = torch.tensor([wire.factor], dtype=wire.dtype)
-            op = ctypes.c_int()
-            create = ctypes.CDLL(library_paths()[0]).ncclRedOpCreatePreMulSum
-            create.argtypes = [ctypes.c_void_p, ctypes.c_void_p] + [ctypes.c_int] * 2
-            create.argtypes += [ctypes.c_void_p]
-            host_immediate = 1
-            status = create(
-                ctypes.byref(op), scalar.data_ptr(), _TYPES[wire.dtype], host_immediate, self._comm.comm
+            raise CommTimeout(
+                f"{what}: the first collective did not finish in {deadline.seconds:g} s"
             )
-            if status != 0:
-                raise EngineError(f"{self.where('premul_sum')}: ncclRedOpCreatePreMulSum: {status}")
-            self._scaled_ops[key] = op.value
-        return self._scaled_ops[key]
 
-    def _all_reduce(self, out: Tensor, x: Tensor, reduction: Wire) -> None:
-        count, kind = self._type(x, reduction)
+    def _resolve(self, dtype: torch.dtype, reduction: Wire) -> tuple[int, int, int]:
+        """Elements of the reduction for each element of the tensor, NCCL type and operation."""
+        premul = reduction.op == "premul_sum"
+        op = self._premul(reduction) if premul else _OPS[reduction.op]
+        return dtype.itemsize // reduction.dtype.itemsize, _TYPES[reduction.dtype], op
+
+    def _premul(self, reduction: Wire) -> int:
+        """ncclRedOpCreatePreMulSum, which CuPy lacks."""
+        scalar = torch.tensor([reduction.factor], dtype=reduction.dtype)
+        op, host_immediate = ctypes.c_int(), 1
+        create = ctypes.CDLL(library_paths()[0]).ncclRedOpCreatePreMulSum
+        create.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int] * 2 + [ctypes.c_void_p]
+        kind, handle = _TYPES[reduction.dtype], self._comm.comm
+        status = create(ctypes.byref(op), scalar.data_ptr(), kind, host_immediate, handle)
+        if status != 0:
+            raise EngineError(f"{self.where('premul_sum')}: ncclRedOpCreatePreMulSum: {status}")
+        return op.value
+
+    def _all_reduce(self, out: Tensor, x: Tensor, reduction: tuple[int, int, int]) -> None:
+        parts, kind, op = reduction
         self._comm.allReduce(
-            x.data_ptr(), out.data_ptr(), count, kind, self._op(reduction), self._stream()
+            x.data_ptr(), out.data_ptr(), x.numel() * parts, kind, op, current_raw(self._index)
         )
 
     def _all_gather(self, out: Tensor, x: Tensor) -> None:
-        self._comm.allGather(x.data_ptr(), out.data_ptr(), x.nbytes, _BYTES, self._stream())
+        self._comm.allGather(
+            x.data_ptr(), out.data_ptr(), x.nbytes, _BYTES, current_raw(self._index)
+        )
 
-    def _reduce_scatter(self, out: Tensor, x: Tensor, reduction: Wire) -> None:
-        count, kind = self._type(out, reduction)
+    def _reduce_scatter(self, out: Tensor, x: Tensor, reduction: tuple[int, int, int]) -> None:
+        parts, kind, op = reduction
         self._comm.reduceScatter(
-            x.data_ptr(), out.data_ptr(), count, kind, self._op(reduction), self._stream()
+            x.data_ptr(), out.data_ptr(), out.numel() * parts, kind, op, current_raw(self._index)
         )
 
     def _broadcast(self, out: Tensor, x: Tensor | None, root: int) -> None:
         source = out if x is None else x
         self._comm.broadcast(
-            source.data_ptr(), out.data_ptr(), out.nbytes, _BYTES, root, self._stream()
+            source.data_ptr(), out.data_ptr(), out.nbytes, _BYTES, root, current_raw(self._index)
         )
 
-    def _reduce(self, out: Tensor | None, x: Tensor, root: int, reduction: Wire) -> None:
-        count, kind = self._type(x, reduction)
-        target = 0 if out is None else out.data_ptr()
-        self._comm.reduce(
-            x.data_ptr(), target, count, kind, self._op(reduction), root, self._stream()
-        )
+    def _reduce(
+        self, out: Tensor | None, x: Tensor, root: int, reduction: tuple[int, int, int]
+    ) -> None:
+        parts, kind, op = reduction
+        target, stream = 0 if out is None else out.data_ptr(), current_raw(self._index)
+        self._comm.reduce(x.data_ptr(), target, x.numel() * parts, kind, op, root, stream)
 
     def _gather(self, out: Tensor | None, x: Tensor, root: int) -> None:
         with self.coalesced():
@@ -238,14 +227,14 @@ class NCCLCommContext(CommContext):
 
     def _give(self, x: Tensor, offset: int, nbytes: int, peer: int) -> None:
         if nbytes:
-            self._comm.send(x.data_ptr() + offset, nbytes, _BYTES, peer, self._stream())
+            self._comm.send(x.data_ptr() + offset, nbytes, _BYTES, peer, current_raw(self._index))
 
     def _take(self, out: Tensor, offset: int, nbytes: int, peer: int) -> None:
         if nbytes:
-            self._comm.recv(out.data_ptr() + offset, nbytes, _BYTES, peer, self._stream())
+            self._comm.recv(out.data_ptr() + offset, nbytes, _BYTES, peer, current_raw(self._index))
 
     def _barrier(self, out: None, x: None) -> None:
-        self._all_reduce(self._token, self._token, Wire(torch.int32, "max"))
+        self._all_reduce(self._token, self._token, (1, _TYPES[torch.int32], _OPS["max"]))
 
     @contextmanager
     def coalesced(self) -> Iterator[None]:

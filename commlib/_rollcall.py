@@ -3,7 +3,8 @@
 Every member signs in under a key that names ring, members and generation. The first member sees
 when all have come and writes the verdict; whoever runs out of time, or sees that the members wait
 for each other in a circle, writes another. ``compare_set`` lets exactly one verdict win, so that
-all members, early or late, leave with the same answer and the same next generation.
+all who wait leave with the same answer. A verdict ends its generation: the next call on any member,
+also on one that came too late for it, begins the next one, so that a retry always meets.
 """
 
 import base64
@@ -37,10 +38,10 @@ class RollCall:
         self.store, self.me = store, me
         self._history: list[tuple[int, list[int]]] = []
         self._sequence = 0
+        self._generations: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def meet(
         self,
-        key: str,
         ring_id: int,
         ranks: tuple[int, ...],
         deadline: Deadline,
@@ -51,13 +52,9 @@ class RollCall:
         Returns the bytes that the first member's ``payload`` made and the ring's part of the store.
         Raises ``CommTimeout`` naming the missing ranks, or ``RingOrderError`` showing both orders.
         """
-        room = PrefixStore(key, self.store)
         self._history.append((ring_id, list(ranks)))
-        self._publish(waiting=key)
         try:
-            room.set(f"here/{self.me}", "1")
-            arrived = room.add("arrived", 1)
-            verdict = self._await_verdict(room, key, ring_id, ranks, arrived, deadline, payload)
+            verdict, room = self._attend(ring_id, ranks, deadline, payload)
         finally:
             self._publish(waiting=None)
         if not verdict.startswith(_GO):
@@ -65,22 +62,42 @@ class RollCall:
             raise self._refusal(verdict, ring_id, ranks)
         return base64.b64decode(verdict[len(_GO) :]), PrefixStore("engine", room)
 
+    def _attend(
+        self,
+        ring_id: int,
+        ranks: tuple[int, ...],
+        deadline: Deadline,
+        payload: Callable[[], bytes],
+    ) -> tuple[str, Store]:
+        """Sign in to the ring's first generation without a verdict and wait for one."""
+        while True:
+            generation = self._generations.get((ring_id, ranks), 0)
+            key = ring_key(ring_id, ranks, generation)
+            room = PrefixStore(key, self.store)
+            self._generations[ring_id, ranks] = generation + 1
+            if room.check(["verdict"]):
+                continue
+            self._publish(waiting=key)
+            room.set(f"here/{self.me}", "1")
+            arrived = room.add("arrived", 1)
+            if room.check(["verdict"]) and not room.get("verdict").decode().startswith(_GO):
+                continue  # the others gave up while this rank was signing in
+            return self._await_verdict(room, key, ranks, arrived, deadline, payload), room
+
     def _await_verdict(
         self,
         room: Store,
         key: str,
-        ring_id: int,
         ranks: tuple[int, ...],
         arrived: int,
         deadline: Deadline,
         payload: Callable[[], bytes],
     ) -> str:
-        first = self.me == ranks[0]
         # Looking around costs a question a member: the larger the ring, the more seldom.
         look_every = max(0.5, 0.02 * len(ranks))
         next_look, seen, pause = time.monotonic() + look_every, None, 0.001
         while not room.check(["verdict"]):
-            if first:
+            if self.me == ranks[0]:
                 if arrived == len(ranks):
                     return self._decide(room, self._go(payload))
                 arrived = room.add("arrived", 0)
@@ -154,9 +171,7 @@ class RollCall:
         keys = {state["waiting"] for state in circle.values() if state["waiting"]}
         return {key: self._decide(PrefixStore(key, self.store), text) for key in keys}
 
-    def _refusal(
-        self, verdict: str, ring_id: int, ranks: tuple[int, ...]
-    ) -> CommError:
+    def _refusal(self, verdict: str, ring_id: int, ranks: tuple[int, ...]) -> CommError:
         where = f"creating ring {ring_id} of ranks {list(ranks)} on rank {self.me}"
         if verdict.startswith(_ORDER):
             orders: dict[str, list[list[Any]]] = json.loads(verdict[len(_ORDER) :])
@@ -171,11 +186,6 @@ class RollCall:
         if verdict.startswith(_FAILED):
             return EngineError(f"{where}: {verdict[len(_FAILED) :]}")
         told = json.loads(verdict[len(_LATE) :])
-        if self.me in told["missing"]:
-            return CommTimeout(
-                f"{where}: this rank came after rank {told['by']} had given up waiting "
-                f"({told['seconds']:g} s) for ranks {told['missing']}; raise timeout= there, or call again on all members"
-            )
         return CommTimeout(
             f"{where}: ranks {told['missing']} did not come within {told['seconds']:g} s (rank "
             f"{told['by']} waited); start them, or raise timeout= or FLAGS_comm_timeout_s"

@@ -57,7 +57,9 @@ class Unlaunched:
 
     def join(self) -> None:
         """Refuse: nothing has been launched."""
-        raise ArgumentError("wait() inside its own group: leave the `with comm.group()` block first")
+        raise ArgumentError(
+            "wait() inside its own group: leave the `with comm.group()` block first"
+        )
 
     def done(self) -> bool:
         """Report that nothing has finished."""

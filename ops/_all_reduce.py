@@ -56,9 +56,7 @@ def _run(
     use_calc_stream: bool,
 ) -> Any:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return comm(ring_id).all_reduce(
-        out, x, op=op, factor=factor, use_calc_stream=use_calc_stream
-    )
+    return comm(ring_id).all_reduce(out, x, op=op, factor=factor, use_calc_stream=use_calc_stream)
 
 
 def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch._higher_order_ops import effects
+from torch.compiler import is_compiling
 
 from commlib._work import Work
 from commlib.errors import ArgumentError, ShapeError
@@ -41,11 +42,12 @@ def register(
 
 def registered(x: torch.Tensor) -> bool:
     """Whether a call has to go through the registered twin: it is traced, or wants a gradient."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return True
-    if not isinstance(x, torch.Tensor):
-        raise ArgumentError(f"given {type(x).__name__}; expected a torch.Tensor")
-    return x.requires_grad and torch.is_grad_enabled()
+    try:
+        return x.requires_grad and torch.is_grad_enabled()
+    except AttributeError:
+        raise ArgumentError(f"given {type(x).__name__}; expected a torch.Tensor") from None
 
 
 def deliver(result: torch.Tensor, out: torch.Tensor | None, sync_op: bool) -> Any:

@@ -41,9 +41,7 @@ def _new(x: torch.Tensor, ring_id: int) -> torch.Tensor:
 
 
 def _run(x: torch.Tensor, ring_id: int, op: str, use_calc_stream: bool) -> Any:
-    return comm(ring_id).reduce_scatter(
-        _new(x, ring_id), x, op=op, use_calc_stream=use_calc_stream
-    )
+    return comm(ring_id).reduce_scatter(_new(x, ring_id), x, op=op, use_calc_stream=use_calc_stream)
 
 
 def _fake(x: torch.Tensor, ring_id: int, op: str, use_calc_stream: bool) -> torch.Tensor:

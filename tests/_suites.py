@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import commlib
-from commlib.errors import ArgumentError, DeviceError, DtypeError, RingError, ShapeError
+from commlib.errors import ArgumentError, DeviceError, DtypeError, PeerError, RingError, ShapeError
 from tests._check import (
     MOVABLE,
     STRIDED,
@@ -281,6 +281,8 @@ def refusals(comm: Any, op: Operator) -> None:
     if x.device.type == "cpu":
         with refused(DeviceError, "quantized"):
             op(torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8))
+    if op.adjoint is not None:
+        _refused_with_gradient(op, x.to("meta"), x, want)
     if op.divides:
         rows = x.shape[0] + 1
         with refused(ShapeError, rows, comm.size):
@@ -289,6 +291,20 @@ def refusals(comm: Any, op: Operator) -> None:
         _refused_outputs(op, x, want)
     same(calls(comm), before, "calls launched by refused ones")
     close(op(x), want, "after refusals")
+
+
+def _refused_with_gradient(
+    op: Operator, meta: torch.Tensor, x: torch.Tensor, want: torch.Tensor
+) -> None:
+    """Wanting a gradient takes another way down, which must refuse as much as the plain one."""
+    with refused(DeviceError, "meta", x.device):
+        op(meta.requires_grad_())
+    with refused(ShapeError, "(1,)"):
+        op(x.clone().requires_grad_(), out=x.new_empty(1))
+    with refused(DtypeError, "int16"):
+        op(x.clone().requires_grad_(), out=torch.empty_like(want, dtype=torch.int16))
+    with refused(ArgumentError, "use_calc_stream=False"):
+        op(x.clone().requires_grad_(), sync_op=False)
 
 
 def _refused_outputs(op: Operator, x: torch.Tensor, want: torch.Tensor) -> None:
@@ -326,6 +342,17 @@ def gradients(comm: Any, op: Operator) -> None:
                 close(x.grad, want, f"gradient {layout} {name}")  # type: ignore[arg-type]
     with torch.no_grad():
         same(op(x).requires_grad, False, "requires_grad under no_grad")
+
+
+def wrong_roots(comm: Any, op: Operator) -> None:
+    """A root outside the ring is refused with both numbers; the default root is 0."""
+    x, _ = op.example(comm)
+    before = calls(comm)
+    for root in (-1, comm.size, True, 0.0, None):
+        with refused(PeerError, f"root={root!r}"):
+            op.call(x, root=root)
+    same(calls(comm), before, "calls launched by refused ones")
+    close(op.call(x), op.call(x, root=0), "default root")
 
 
 SUITES = (

@@ -3,57 +3,33 @@
 import functools
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from commlib import ops
 from commlib.errors import ArgumentError, DtypeError
-from tests._check import (
-    COMPLEX,
-    FLOATS,
-    INTEGERS,
-    UNSIGNED,
-    Array,
-    close,
-    refused,
-    same,
-    sample,
-)
+from tests._check import FP8, SHORT, close, refused, rounded, same, sample, wide
+from tests._formulas import AVERAGED, REAL, SUMMED, largest, mean, product, smallest, total
 from tests._ranks import Ranks
-from tests._suites import MODES, SUITES, Operator, compile_whole, values
+from tests._suites import MODES, SUITES, Operator, calls, compiled, gradients, values
 
-
-def total(inputs: list[Array], rank: int) -> Array:
-    """Add up; for booleans NumPy's addition is OR."""
-    return functools.reduce(np.add, inputs)
-
-
-def largest(inputs: list[Array], rank: int) -> Array:
-    return functools.reduce(np.maximum, inputs)
-
-
-def smallest(inputs: list[Array], rank: int) -> Array:
-    return functools.reduce(np.minimum, inputs)
-
-
-def product(inputs: list[Array], rank: int) -> Array:
-    return functools.reduce(np.multiply, inputs)
-
-
-def mean(inputs: list[Array], rank: int) -> Array:
-    return np.asarray(total(inputs, rank) / np.asarray(len(inputs)).astype(inputs[0].real.dtype))
-
-
-REAL = (*FLOATS, *INTEGERS)
 reduction = functools.partial(Operator, ops.all_reduce, reduces=True, in_place=True)
-SUM = reduction(total, adjoint=total, dtypes=(*REAL, *UNSIGNED, *COMPLEX, torch.bool))
+SUM = reduction(total, adjoint=total, dtypes=SUMMED)
 OTHERS = {
     "max": reduction(largest, keywords={"op": "max"}, dtypes=(*REAL, torch.bool)),
     "min": reduction(smallest, keywords={"op": "min"}, dtypes=(*REAL, torch.bool)),
-    "prod": reduction(product, keywords={"op": "prod"}, dtypes=(*REAL, *UNSIGNED, torch.bool)),
-    "avg": reduction(mean, keywords={"op": "avg"}, adjoint=mean, dtypes=(*FLOATS, *COMPLEX)),
+    "prod": reduction(product, keywords={"op": "prod"}, dtypes=(*REAL, torch.bool)),
+    "avg": reduction(mean, keywords={"op": "avg"}, adjoint=mean, dtypes=AVERAGED),
 }
+# (operation, dtype, a word of the reason)
+REFUSED = [
+    *(("sum", dtype, "torch.int32") for dtype in SHORT),
+    *((op, dtype, "torch.bfloat16") for dtype in FP8 for op in ("sum", "max")),
+    ("avg", torch.int64, "op='sum'"),
+    ("avg", torch.bool, "float"),
+    ("max", torch.complex64, "complex"),
+    ("prod", torch.complex64, "complex"),
+]
 
 
 @pytest.mark.parametrize("suite", SUITES)
@@ -62,10 +38,117 @@ def test_sum(ranks: Ranks, suite: Any) -> None:
 
 
 @pytest.mark.parametrize("op", OTHERS)
-def test_values(ranks: Ranks, op: str) -> None:
+def test_reductions(ranks: Ranks, op: str) -> None:
     ranks(values, OTHERS[op])
 
 
-@pytest.mark.parametrize("suite", [s for s in SUITES if s.__name__ in ("compiled", "gradients")])
+@pytest.mark.parametrize("suite", [compiled, gradients])
 def test_avg(ranks: Ranks, suite: Any) -> None:
     ranks(suite, OTHERS["avg"])
+
+
+def refuse_dtypes(comm: Any) -> None:
+    before = calls(comm)
+    for op, dtype, word in REFUSED:
+        x = sample(comm.rank, (4,), dtype).to(comm.device)
+        with refused(DtypeError, op, dtype, word, "ring 0", f"rank {comm.rank}"):
+            ops.all_reduce(x, op=op)
+    x = sample(comm.rank, (4,), torch.float32).to(comm.device)
+    with refused(ArgumentError, "mean", "avg"):
+        ops.all_reduce(x, op="mean")
+    with refused(ArgumentError, "factor=2.0", "premul_sum"):
+        ops.all_reduce(x, factor=2.0)
+    with refused(ArgumentError, "factor=None", "premul_sum"):
+        ops.all_reduce(x, op="premul_sum")
+    same(calls(comm), before, "calls launched by refused ones")
+
+
+def test_refused_reductions(ranks: Ranks) -> None:
+    ranks(refuse_dtypes)
+
+
+def scaled_sum(comm: Any) -> None:
+    """NCCL multiplies before it adds; gloo and torch's groups say what to type instead."""
+    mine, other = (sample(rank, (5, 3), torch.float32) for rank in (comm.rank, 1 - comm.rank))
+    if comm.engine == "nccl":
+        given = ops.all_reduce(mine.to(comm.device), op="premul_sum", factor=0.5)
+        close(given, wide(mine) * 0.5 + wide(other) * 0.5, "premul_sum")
+    else:
+        with refused(DtypeError, "premul_sum", "op='sum'"):
+            ops.all_reduce(mine.to(comm.device), op="premul_sum", factor=0.5)
+
+
+def test_premul_sum(ranks: Ranks) -> None:
+    ranks(scaled_sum)
+
+
+def unsigned_extremes(comm: Any) -> None:
+    """Compared as signed numbers the largest would come out smallest: exact, or refused."""
+    for dtype in (torch.uint32, torch.uint64):
+        both = [sample(rank, (64,), dtype) for rank in range(2)]
+        for op, formula in (("max", largest), ("min", smallest), ("prod", product)):
+            x = both[comm.rank].to(comm.device)
+            if op != "prod" and comm.engine != "nccl":
+                with refused(DtypeError, op, "torch.int64"):
+                    ops.all_reduce(x, op=op)
+            else:
+                close(ops.all_reduce(x, op=op), formula([wide(x) for x in both], 0), f"{dtype} {op}")
+
+
+def test_unsigned(ranks: Ranks) -> None:
+    ranks(unsigned_extremes)
+
+
+def large(comm: Any) -> None:
+    """More elements than any library moves in one piece, an odd number of them."""
+    for dtype in (torch.float32, torch.bfloat16):
+        both = [sample(rank, (3_000_001,), dtype) for rank in range(2)]
+        for mode in MODES.values():
+            close(SUM(both[comm.rank].to(comm.device), **mode), total([wide(x) for x in both], 0))
+
+
+def test_large(ranks: Ranks) -> None:
+    ranks(large)
+
+
+def as_it_is(comm: Any) -> None:
+    """backward="identity": the loss is computed by every rank, so its gradient is not summed."""
+    x = sample(comm.rank, (3,), torch.float64).to(comm.device).requires_grad_()
+    weights = sample(7, (3,), torch.float64).to(comm.device)
+    before = calls(comm)
+    ops.all_reduce(x, backward="identity").backward(weights)
+    close(x.grad, wide(weights), "gradient")  # type: ignore[arg-type]
+    same(calls(comm) - before, 1, "collectives of forward and backward")
+    with refused(ArgumentError, "no gradient", "max"):
+        ops.all_reduce(x, op="max").sum().backward()
+    with refused(ArgumentError, "mean", "identity"):
+        ops.all_reduce(x, backward="mean").sum().backward()
+
+
+def test_backward_identity(ranks: Ranks) -> None:
+    ranks(as_it_is)
+
+
+def checked(comm: Any) -> None:
+    """Both ranks perturb the same element; the map is symmetric, so gradcheck applies."""
+    x = sample(comm.rank, (2, 3), torch.float64).to(comm.device).requires_grad_()
+    for op in ("sum", "avg"):
+        call = functools.partial(ops.all_reduce, op=op)
+        same(torch.autograd.gradcheck(call, x), True, f"gradcheck of {op}")
+
+
+def test_gradcheck(ranks: Ranks) -> None:
+    ranks(checked)
+
+
+def written_into(comm: Any) -> None:
+    """With out= an input that wants a gradient still gets it."""
+    x = sample(comm.rank, (3,), torch.float64).to(comm.device).requires_grad_()
+    out = torch.zeros(3, dtype=torch.float64, device=comm.device)
+    ops.all_reduce(x, out=out).sum().backward()
+    close(out, total([wide(sample(rank, (3,), torch.float64)) for rank in range(2)], 0), "out")
+    close(x.grad, rounded(wide(x) * 0 + 2, torch.float64), "gradient")  # type: ignore[arg-type]
+
+
+def test_out_with_gradient(ranks: Ranks) -> None:
+    ranks(written_into)

@@ -5,6 +5,9 @@ import importlib.util
 import io
 import json
 import math
+import shutil
+import subprocess
+import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import commlib
 from commlib.tools._demo_compare import compare
 from commlib.tools._demo_runs import MODES, PROGRAM, Launch, LaunchError, Mode, Report
 from commlib.tools._demo_truth import FORMULAS
@@ -120,7 +124,7 @@ def test_a_last_bit_between_the_engines_is_a_failure(reports: Reports, mode: Mod
 
     (failure,) = failures(reports)
 
-    assert failure.startswith(f"training: loss, {mode.label} against flag off, ")
+    assert failure.startswith(f"loss, {mode.label} against flag off, ")
 
 
 def test_the_compiler_may_change_last_bits(reports: Reports) -> None:
@@ -153,7 +157,7 @@ def test_a_mismatch_is_exit_code_1(
     assert conclude(reports, "gloo", str(written)) == 1
 
     shown = capsys.readouterr().out
-    assert "differs" in shown and "1 mismatches" in shown and "expected" in shown
+    assert "apart" in shown and "1 mismatches" in shown and "expected" in shown
     document = json.loads(written.read_text())
     assert document["agree"] is False
     (row,) = (row for row in document["rows"] if row["name"] == "c_allgather")
@@ -165,6 +169,18 @@ def test_ranks_that_the_program_cannot_use(ranks: int, capsys: pytest.CaptureFix
     assert run_demo(ranks) == 2
 
     assert "--nproc 2, 4 or 8" in capsys.readouterr().err
+
+
+def test_an_installed_package_has_no_examples(tmp_path: Path) -> None:
+    shutil.copytree(Path(commlib.__file__).parent, tmp_path / "commlib")
+    start = "import sys; from commlib.tools.demo import run_demo; sys.exit(run_demo())"
+
+    ended = subprocess.run(
+        [sys.executable, "-c", start], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+
+    assert ended.returncode == 2
+    assert "from a checkout: `pip install -e .[tools]`" in ended.stderr
 
 
 def test_a_failed_run_shows_what_its_ranks_said(

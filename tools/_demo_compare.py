@@ -11,6 +11,7 @@ from commlib.tools._demo_runs import MODES, Mode, Report
 from commlib.tools._demo_truth import FORMULAS
 
 REFERENCE = MODES[0]
+FORMULA = "the formula"
 
 # A fusing compiler contracts a*b+c and reorders sums inside a kernel: single precision then differs
 # in the last bits (6e-8 of a value near 1), and each training step carries that on.
@@ -76,7 +77,7 @@ def _operator(name: str, reports: Reports) -> Row:
     for mode, report in reports.items():
         if mode == REFERENCE:
             found, other = base, FORMULAS[name](_record(report, "input"))
-            row.add(mode, found, other, _cell("the formula", found, other))
+            row.add(mode, found, other, _cell(FORMULA, found, other))
         else:
             found, other = _record(report, name), base
             row.add(mode, found, other, _cell(REFERENCE.label, found, other))
@@ -85,7 +86,7 @@ def _operator(name: str, reports: Reports) -> Row:
 
 def _series(name: str, reports: Reports) -> Row:
     """Hold flag on against flag off in the same mode, and compiled against eager with flag off."""
-    row = Row(f"training: {name}")
+    row = Row(name)
     for mode, report in reports.items():
         other = Mode(unified=False, compiled=mode.compiled and mode.unified)
         limit = COMPILER_TOLERANCE if mode.compiled != other.compiled else 0.0

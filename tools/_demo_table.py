@@ -2,27 +2,37 @@
 
 from collections.abc import Callable, Mapping
 
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from commlib.tools._demo_compare import COMPILER_TOLERANCE, REFERENCE, Cell, Row
+from commlib.tools._demo_compare import COMPILER_TOLERANCE, FORMULA, REFERENCE, Cell, Row
 from commlib.tools._demo_runs import Mode, Report
 
 MEBIBYTE = 2**20
+CAPTION = (
+    f"Collectives are held against {REFERENCE.label}. Training: flag on against flag off in the "
+    f"same mode, compiled against eager up to {COMPILER_TOLERANCE:g}, since the compiler fuses "
+    "arithmetic. Costs are those of rank 0."
+)
 
 
 def table(rows: list[Row], reports: Mapping[Mode, Report]) -> Table:
     """Return the one table of the demo: a column a run, the first one is the reference."""
-    first = next(iter(reports.values()))
-    shown = Table(title=f"{first['ranks']} ranks on {first['device']}", caption=_caption())
-    shown.add_column("result")
+    first = reports[REFERENCE]
+    shown = Table(
+        title=f"{first['ranks']} ranks on {first['device']}", caption=CAPTION, box=box.SIMPLE_HEAD
+    )
+    shown.add_column("result", no_wrap=True)
     for mode, report in reports.items():
         how = "compiled" if mode.compiled else "eager"
-        shown.add_column(f"flag {mode.flag}\n{report['engine']}, {how}", justify="right")
-    for row in rows:
-        if row.cells:
-            shown.add_row(row.name, *(_text(row.cells[mode.label], mode) for mode in reports))
-    shown.add_section()
+        shown.add_column(f"flag {mode.flag}\n{report['engine']}\n{how}", justify="right")
+    series = first["training"]
+    for part in ([r for r in rows if r.name not in series], [r for r in rows if r.name in series]):
+        for row in part:
+            if row.cells:
+                shown.add_row(row.name, *(_text(row.cells[mode.label], mode) for mode in reports))
+        shown.add_section()
     for name, show in COSTS.items():
         shown.add_row(name, *(show(report) for report in reports.values()))
     return shown
@@ -31,24 +41,17 @@ def table(rows: list[Row], reports: Mapping[Mode, Report]) -> Table:
 def _text(cell: Cell, mode: Mode) -> Text:
     """Return a cell's words: green where it holds, red where it breaks the promise."""
     if mode == REFERENCE and cell.good:
-        return Text("as formula" if cell.against == "the formula" else "reference")
+        return Text("as formula" if cell.against == FORMULA else "reference")
     if cell.equal:
         return Text("bits equal", style="green")
-    differs = "not comparable" if cell.difference is None else f"differs {cell.difference:.1e}"
-    return Text(differs, style="yellow" if cell.good else "bold red")
-
-
-def _caption() -> str:
-    return (
-        f"Collectives are held against {REFERENCE.label}. Training: flag on against flag off in "
-        f"the same mode, compiled against eager up to {COMPILER_TOLERANCE:g}, since the compiler "
-        "fuses arithmetic."
-    )
+    apart = "incomparable" if cell.difference is None else f"{cell.difference:.1e} apart"
+    return Text(apart, style="yellow" if cell.good else "bold red")
 
 
 def _communicators(report: Report) -> str:
     live = [row for row in report["communicators"] if row["communicator"]]
-    return f"{len(live)} ({_mebibytes(sum(row['bytes'] or 0 for row in live))})"
+    size = sum(row["bytes"] or 0 for row in live)
+    return f"{len(live)} ({_mebibytes(size)})" if size else str(len(live))
 
 
 def _mebibytes(count: int) -> str:
@@ -56,9 +59,9 @@ def _mebibytes(count: int) -> str:
 
 
 COSTS: dict[str, Callable[[Report], str]] = {
-    "time per step, median": lambda report: f"{report['step_s'] * 1e3:.1f} ms",
+    "step, median": lambda report: f"{report['step_s'] * 1e3:.1f} ms",
     "first step": lambda report: f"{report['first_step_s']:.2f} s",
     "whole run": lambda report: f"{report['seconds']:.1f} s",
-    "communicators of rank 0": _communicators,
-    "memory, start to first use": lambda report: _mebibytes(report["memory_bytes"]),
+    "communicators": _communicators,
+    "memory of first use": lambda report: _mebibytes(report["memory_bytes"]),
 }

@@ -31,14 +31,14 @@ def run_demo(nproc: int = 2, json_path: str | None = None, *, steps: int = STEPS
     progress = Console(stderr=True)
     refusal = _refusal(nproc)
     if refusal:
-        progress.print(refusal, style="red", highlight=False)
+        _say(progress, refusal, "red")
         return 2
     backend, why = _backend(nproc)
-    progress.print(f"{nproc} ranks, {backend}: {why}", highlight=False)
+    _say(progress, f"{nproc} ranks, {backend}: {why}")
     try:
         reports = _run_all(progress, nproc, backend, steps)
     except LaunchError as error:
-        progress.print(str(error), style="red", markup=False, highlight=False)
+        _say(progress, str(error), "red")
         return 1
     return conclude(reports, backend, json_path)
 
@@ -50,11 +50,16 @@ def conclude(reports: Mapping[Mode, Report], backend: str, json_path: str | None
     failures = [failure for row in rows for failure in row.failures]
     console.print(_demo_table.table(rows, reports))
     for failure in failures:
-        console.print(failure, style="red", markup=False, highlight=False)
-    console.print(f"{len(failures)} mismatches" if failures else "all results agree")
+        _say(console, failure, "red")
+    _say(console, f"{len(failures)} mismatches" if failures else "all results agree")
     if json_path:
         Path(json_path).write_text(json.dumps(_document(rows, reports, backend), indent=1))
     return 1 if failures else 0
+
+
+def _say(console: Console, text: str, style: str | None = None) -> None:
+    """Print ``text`` as it is: unwrapped, and [brackets] are no markup."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _refusal(nproc: int) -> str | None:
@@ -88,7 +93,7 @@ def _run_all(progress: Console, nproc: int, backend: str, steps: int) -> dict[Mo
             name = f"{number} of {len(MODES)}: {mode.label}"
             with progress.status(name):
                 reports[mode] = launch.run(mode)
-            progress.print(f"{name}, {reports[mode]['seconds']:.1f} s", highlight=False)
+            _say(progress, f"{name}, {reports[mode]['seconds']:.1f} s")
     return reports
 
 

@@ -1,0 +1,52 @@
+# The same commands everywhere; CI runs `make check` and `make test`.
+#   make VENV= test         use the current interpreter as it is and install nothing
+#   make test ARGS="-k all_reduce"      more arguments for pytest, the demo or the benchmarks
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+# Each test worker keeps pairs of ranks alive beside itself.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, max(2, (os.cpu_count() or 2) // 2)))')
+
+ifeq ($(strip $(VENV)),)
+READY :=
+RUN := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
+else
+READY := $(VENV)/.ready
+RUN := $(VENV)/bin/python
+endif
+
+.PHONY: demo test check format bench doctor setup clean
+
+demo: setup
+	@$(RUN) -m commlib.tools.cli demo $(ARGS)
+
+test: setup
+	@$(RUN) -m pytest -n $(WORKERS) $(ARGS)
+
+check: setup
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: setup
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+bench: setup
+	@$(RUN) -m commlib.tools.cli bench $(ARGS)
+
+doctor: setup
+	@$(RUN) -m commlib.tools.cli doctor
+
+setup: $(READY)
+	@:
+
+ifneq ($(READY),)
+$(READY): setup.cfg pyproject.toml constraints.txt tools/bootstrap_env.py
+	@$(PYTHON) -I tools/bootstrap_env.py $(VENV)
+	@touch $@
+endif
+
+clean:
+	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,138 @@
+"""What a call is refused for on its own rank, before anything is launched."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from commlib.errors import ArgumentError, DeviceError, DtypeError, PeerError, ShapeError
+
+if TYPE_CHECKING:
+    from commlib._context import CommContext
+
+Tensor = torch.Tensor
+
+_STRIDED = torch.strided
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two indices of ``tensor`` may lie at one address."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def check_tensor(ctx: "CommContext", verb: str, role: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that is no strided tensor on the ring's device."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(
+            f"{ctx.where(verb)}: {role} is {type(tensor).__name__}; expected a torch.Tensor"
+        )
+    if tensor.device != ctx.device:
+        raise DeviceError(
+            f"{ctx.where(verb)}: {role} is on {tensor.device}, the ring is on {ctx.device}; "
+            f"type {role}.to('{ctx.device}')"
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise DeviceError(
+            f"{ctx.where(verb)}: {role} is {kind}; expected a dense torch.strided tensor; "
+            f"type {role}.{'dequantize' if tensor.is_quantized else 'to_dense'}()"
+        )
+
+
+def check_out(ctx: "CommContext", verb: str, out: torch.Tensor) -> None:
+    """Refuse an output that can't be written: overlapping itself, or tracked by autograd."""
+    check_tensor(ctx, verb, "out", out)
+    if not out.is_contiguous() and overlaps_itself(out):
+        raise ArgumentError(
+            f"{ctx.where(verb)}: out of shape {tuple(out.shape)} and strides {out.stride()} "
+            f"overlaps itself, so that its values would depend on timing; type out.contiguous()"
+        )
+    if out.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(
+            f"{ctx.where(verb)}: out requires grad and would be overwritten behind autograd; "
+            f"type out.detach(), or leave out= away"
+        )
+
+
+def check_pair(ctx: "CommContext", verb: str, out: Tensor, x: Tensor) -> None:
+    """Refuse what ``check_tensor`` and ``check_out`` refuse, and two dtypes."""
+    if _plain(out, ctx.device) and (out is x or _plain(x, ctx.device)) and out.dtype is x.dtype:
+        return
+    check_tensor(ctx, verb, "x", x)
+    check_out(ctx, verb, out)
+    if out.dtype is not x.dtype:
+        raise DtypeError(
+            f"{ctx.where(verb)}: out is {out.dtype} and x is {x.dtype}; expected one dtype; "
+            f"type x.to({out.dtype})"
+        )
+
+
+def _plain(tensor: Tensor, device: torch.device) -> bool:
+    """Whether no check below can fail: the common case, in as few look-ups as possible."""
+    try:
+        return (
+            tensor.device == device
+            and tensor.layout is _STRIDED
+            and not tensor.requires_grad
+            and not tensor.is_quantized
+            and tensor.is_contiguous()
+        )
+    except AttributeError:  # no tensor at all
+        return False
+
+
+def misfit(ctx: "CommContext", verb: str, out: Tensor, expected: float, rule: str) -> ShapeError:
+    """The error of an output with the wrong number of elements."""
+    return ShapeError(
+        f"{ctx.where(verb)}: out of shape {tuple(out.shape)} has {out.numel()} elements; "
+        f"expected {expected:g} ({rule})"
+    )
+
+
+def check_position(ctx: "CommContext", verb: str, role: str, position: int) -> None:
+    """Refuse a root or peer that is no position in the ring."""
+    if isinstance(position, bool) or not isinstance(position, int):
+        raise PeerError(f"{ctx.where(verb)}: {role}={position!r}; expected an int")
+    if not 0 <= position < ctx.size:
+        raise PeerError(
+            f"{ctx.where(verb)}: {role}={position} is outside the ring; expected a position "
+            f"from 0 to {ctx.size - 1} (the ring's ranks are {list(ctx.ranks)})"
+        )
+
+
+def check_peer(ctx: "CommContext", verb: str, peer: int) -> None:
+    """Refuse a peer outside the ring, and this rank itself."""
+    check_position(ctx, verb, "peer", peer)
+    if peer == ctx.rank:
+        raise PeerError(
+            f"{ctx.where(verb)}: peer={peer} is this rank itself; expected another position; "
+            f"type out.copy_(x) for a local copy"
+        )
+
+
+def counts(
+    ctx: "CommContext", verb: str, role: str, tensor: Tensor, splits: Iterable[int] | None
+) -> list[int]:
+    """Return the elements for each peer, from the rows for each peer along dim 0."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if splits is None:
+        if rows % ctx.size:
+            raise ShapeError(
+                f"{ctx.where(verb)}: dim 0 of shape {tuple(tensor.shape)} does not divide by "
+                f"the ring's size {ctx.size}; pad it or give {role}="
+            )
+        return [tensor.numel() // ctx.size] * ctx.size
+    given = [int(count) for count in splits]
+    if len(given) != ctx.size or min(given) < 0 or sum(given) != rows:
+        raise ShapeError(
+            f"{ctx.where(verb)}: {role}={given}; expected {ctx.size} counts >= 0 that add "
+            f"up to the {rows} rows of shape {tuple(tensor.shape)}, they add up to {sum(given)}"
+        )
+    row = tensor.numel() // rows if rows else 0
+    return [count * row for count in given]

@@ -1,0 +1,79 @@
+"""The legacy operators of Paddle: their names, argument orders, defaults, shape rules and errors.
+
+Every function is one statement over ``commlib.ops`` behind the checks of the legacy operator, so
+both engines, eager and compiled code give the same bits. ``docs/traps.md`` lists where upstream
+contradicts itself and what was decided here.
+
+Streams. ``use_calc_stream=True`` runs on the caller's current stream. ``use_calc_stream=False``,
+the legacy default of most operators, is the raw form: the call is put on the ring's comm stream and
+no event ties it to the current stream, neither before nor after. The program orders them with
+``c_sync_calc_stream`` or ``c_wait_compute`` before, and ``c_sync_comm_stream`` or ``c_wait_comm``
+behind. Calls that carry a gradient, calls under ``torch.compile`` and everything on a CPU are
+ordered anyway.
+
+Gradients. Only operators with a gradient in Paddle have one: ``mp_allreduce_sum``, ``c_identity``,
+``c_concat``, ``c_split``, ``c_embedding``. The others cut it, as upstream does; their namesakes in
+``commlib.ops`` differentiate.
+
+Empty tensors are allowed everywhere; nothing is launched for them. ``nranks`` is the size of the
+ring wherever it is an argument, on both engines.
+"""
+
+from commlib.compat.paddle._moves import alltoall, c_allgather, c_broadcast, c_scatter
+from commlib.compat.paddle._point_to_point import recv_v2, send_v2
+from commlib.compat.paddle._reductions import (
+    c_allreduce_max,
+    c_allreduce_min,
+    c_allreduce_prod,
+    c_allreduce_sum,
+    c_reduce_max,
+    c_reduce_min,
+    c_reduce_prod,
+    c_reduce_sum,
+    c_reducescatter,
+)
+from commlib.compat.paddle._rings import c_comm_init, c_gen_nccl_id
+from commlib.compat.paddle._streams import (
+    barrier,
+    c_sync_calc_stream,
+    c_sync_comm_stream,
+    c_wait_comm,
+    c_wait_compute,
+)
+from commlib.compat.paddle._tensor_parallel import (
+    c_concat,
+    c_embedding,
+    c_identity,
+    c_split,
+    mp_allreduce_sum,
+)
+
+__all__ = [
+    "alltoall",
+    "barrier",
+    "c_allgather",
+    "c_allreduce_max",
+    "c_allreduce_min",
+    "c_allreduce_prod",
+    "c_allreduce_sum",
+    "c_broadcast",
+    "c_comm_init",
+    "c_concat",
+    "c_embedding",
+    "c_gen_nccl_id",
+    "c_identity",
+    "c_reduce_max",
+    "c_reduce_min",
+    "c_reduce_prod",
+    "c_reduce_sum",
+    "c_reducescatter",
+    "c_scatter",
+    "c_split",
+    "c_sync_calc_stream",
+    "c_sync_comm_stream",
+    "c_wait_comm",
+    "c_wait_compute",
+    "mp_allreduce_sum",
+    "recv_v2",
+    "send_v2",
+]

@@ -1,0 +1,46 @@
+"""ops.all_gather: every rank gets all ranks' tensors one after the other."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from commlib import ops
+from tests._check import MOVABLE, bits, close, from_bits, sample
+from tests._formulas import joined, own_part_of_total
+from tests._ranks import Ranks
+from tests._suites import MODES, SUITES, Operator
+
+GATHER = Operator(ops.all_gather, joined, adjoint=own_part_of_total)
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_suite(ranks: Ranks, suite: Any) -> None:
+    ranks(suite, GATHER)
+
+
+def own_place(comm: Any) -> None:
+    """The input may be this rank's own part of the output."""
+    for dtype in MOVABLE:
+        both = [sample(rank, (3, 5), dtype) for rank in range(2)]
+        for name, mode in MODES.items():
+            out = torch.empty(6, 5, dtype=dtype, device=comm.device)
+            mine = out[3 * comm.rank : 3 * comm.rank + 3].copy_(both[comm.rank])
+            given = GATHER(mine, out=out, **mode)
+            close(given, from_bits(joined([bits(x) for x in both], 0), dtype), f"{dtype} {name}")
+
+
+def test_input_inside_output(ranks: Ranks) -> None:
+    ranks(own_place)
+
+
+def scalars(comm: Any) -> None:
+    x = torch.tensor(float(comm.rank + 1), device=comm.device, requires_grad=True)
+    gathered = ops.all_gather(x)
+    close(gathered, torch.tensor([1.0, 2.0]), "0-D inputs")
+    (gathered * torch.tensor([3.0, 5.0], device=comm.device)).sum().backward()
+    close(x.grad, torch.tensor([6.0, 10.0][comm.rank]), "gradient")  # type: ignore[arg-type]
+
+
+def test_scalars(ranks: Ranks) -> None:
+    ranks(scalars)

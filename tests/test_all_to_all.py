@@ -1,0 +1,129 @@
+"""ops.all_to_all: rank r gets the r-th part of every rank's tensor."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from commlib import ops
+from commlib.errors import ShapeError
+from tests._check import Array, bits, close, from_bits, refused, same, sample, wide
+from tests._formulas import parts_for_rank
+from tests._ranks import Ranks, World
+from tests._suites import MODES, SUITES, Operator, calls, compile_whole
+
+EXCHANGE = Operator(ops.all_to_all, parts_for_rank, adjoint=parts_for_rank, divides=True)
+Counts = list[list[int]]  # counts[i][j] rows go from rank i to rank j
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_suite(ranks: Ranks, suite: Any) -> None:
+    ranks(suite, EXCHANGE)
+
+
+def column(counts: Counts, rank: int) -> list[int]:
+    return [row[rank] for row in counts]
+
+
+def sent_to(rank: int, arrays: list[Array], counts: Counts) -> list[Array]:
+    """Return what every rank has for ``rank``, by the definition of the splits."""
+    starts = [sum(row[:rank]) for row in counts]
+    return [x[a : a + row[rank]] for x, a, row in zip(arrays, starts, counts, strict=True)]
+
+
+def joined_rows(parts: list[Array], like: Array) -> Array:
+    return np.concatenate([like[:0], *parts])
+
+
+def split_values(comm: Any, counts: Counts) -> None:
+    """Values, gradients and the way back, for any rows from any rank to any other."""
+    splits = {"in_splits": counts[comm.rank], "out_splits": column(counts, comm.rank)}
+    for dtype in (torch.float64, torch.bool, torch.complex128, torch.float8_e5m2):
+        every = [sample(r, (sum(row), 3), dtype) for r, row in enumerate(counts)]
+        arrays = [bits(x) for x in every]
+        want = from_bits(joined_rows(sent_to(comm.rank, arrays, counts), arrays[0]), dtype)
+        for mode in MODES.values():
+            close(EXCHANGE(every[comm.rank].to(comm.device), **splits, **mode), want, counts)
+    there = sample(comm.rank, (sum(counts[comm.rank]), 3), torch.float64).to(comm.device)
+    out = ops.all_to_all(there.requires_grad_(), **splits)
+    out.backward(out.detach())
+    close(there.grad, there, "what came, sent back")  # type: ignore[arg-type]
+
+
+row_counts = st.integers(0, 5)
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],  # a shrink step would cost a fresh pair
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(counts=st.lists(st.lists(row_counts, min_size=2, max_size=2), min_size=2, max_size=2))
+def test_any_splits(ranks: Ranks, counts: Counts) -> None:
+    ranks(split_values, counts)
+
+
+def test_splits_on_three_ranks(world: World) -> None:
+    with world(3) as ranks:
+        ranks(split_values, [[2, 0, 1], [0, 0, 4], [3, 1, 0]])
+        ranks(split_values, [[0, 0, 0], [0, 0, 0], [0, 7, 0]])
+
+
+def one_side(comm: Any) -> None:
+    """Splits on one side alone: the other side is equal parts, also for the gradient."""
+    counts = [[1, 1], [3, 3]]
+    x = sample(comm.rank, (sum(counts[comm.rank]), 2), torch.float64).to(comm.device)
+    arrays = [wide(sample(r, (sum(row), 2), torch.float64)) for r, row in enumerate(counts)]
+    want = joined_rows(sent_to(comm.rank, arrays, counts), arrays[0])
+    # Rank 0 takes 1 + 3 rows, its own and its peer's: out_splits says so, in_splits is the default.
+    out = ops.all_to_all(x.requires_grad_(), out_splits=column(counts, comm.rank))
+    close(out, want, "out_splits alone")
+    out.backward(out.detach())
+    close(x.grad, x, "gradient of out_splits alone")  # type: ignore[arg-type]
+
+
+def test_splits_on_one_side(ranks: Ranks) -> None:
+    ranks(one_side)
+
+
+def wrong_splits(comm: Any) -> None:
+    x = torch.zeros(4, 3, device=comm.device)
+    before = calls(comm)
+    even = [2, 2]
+    with refused(ShapeError, "in_splits=[1, 2]", "4 rows", "add up to 3"):
+        ops.all_to_all(x, in_splits=[1, 2], out_splits=even)
+    with refused(ShapeError, "in_splits=[5, -1]"):
+        ops.all_to_all(x, in_splits=[5, -1], out_splits=even)
+    with refused(ShapeError, "in_splits=[4]", "expected 2 counts"):
+        ops.all_to_all(x, in_splits=[4], out_splits=even)
+    with refused(ShapeError, "out_splits=[2, 2]", "5 rows"):
+        ops.all_to_all(x, in_splits=even, out_splits=even, out=x.new_empty(5, 3))
+    itself = [3, 1] if comm.rank == 0 else [1, 3]
+    with refused(ShapeError, "itself", 6, 9):
+        ops.all_to_all(x, in_splits=even, out_splits=itself)
+    with refused(ShapeError, "(3, 3)", "size 2"):
+        ops.all_to_all(x[:3])
+    same(calls(comm), before, "calls launched by refused ones")
+
+
+def test_wrong_splits(ranks: Ranks) -> None:
+    ranks(wrong_splits)
+
+
+def compiled_splits(comm: Any) -> None:
+    """One graph for any number of rows: splits and shapes may change between calls."""
+    graph = compile_whole(ops.all_to_all, dynamic=True)
+    for counts in ([[2, 1], [0, 3]], [[4, 2], [1, 1]], [[3, 5], [2, 6]]):
+        x = sample(comm.rank, (sum(counts[comm.rank]), 3), torch.float64).to(comm.device)
+        splits = {"in_splits": counts[comm.rank], "out_splits": column(counts, comm.rank)}
+        close(graph(x, **splits), ops.all_to_all(x, **splits), counts)
+
+
+def test_compiled_splits(ranks: Ranks) -> None:
+    ranks(compiled_splits)

@@ -1,0 +1,210 @@
+"""Wrong calls of every kind: our error, with the numbers in it, and a pair that still works."""
+
+import os
+from typing import Any
+
+import torch
+
+import commlib
+from commlib import ops
+from commlib.errors import (
+    ArgumentError,
+    DeviceError,
+    DtypeError,
+    FlagError,
+    RingError,
+    ShapeError,
+)
+from tests._check import close, refused, same
+from tests._ranks import Ranks, World
+from tests._suites import calls
+
+UNARY = (
+    ops.all_gather,
+    ops.all_reduce,
+    ops.all_to_all,
+    ops.broadcast,
+    ops.concat,
+    ops.gather,
+    ops.identity,
+    ops.reduce,
+    ops.reduce_scatter,
+    ops.scatter,
+    ops.split,
+)
+manager = commlib.CommContextManager.instance
+
+
+def every_operator(comm: Any) -> None:
+    """One rank makes a wrong call; it alone hears of it, and the other rank never waits."""
+    x = torch.ones(4, 4, device=comm.device)
+    before = calls(comm)
+    if comm.rank == 1:
+        for call in UNARY:
+            for ring_id in (99, -1, "0", None, 0.5):
+                with refused(RingError, f"ring {ring_id!r}", "rings here: [0]", "new_ring"):
+                    call(x, ring_id)
+            for wrong in ([1.0], None, 3, x.cpu().numpy()):
+                with refused(ArgumentError, type(wrong).__name__):
+                    call(wrong)
+            with refused(TypeError):
+                call(x, 0, None)  # everything behind ring_id goes by keyword
+    same(calls(comm), before, "calls launched by refused ones")
+
+
+def test_wrong_on_one_rank(ranks: Ranks) -> None:
+    ranks(every_operator)
+
+
+def no_operator(comm: Any) -> None:
+    with refused(AttributeError, "all_reduced"):
+        _ = ops.all_reduced
+    with refused(AttributeError, "all_reduced"):
+        _ = torch.ops.commlib.all_reduced
+    with refused(ArgumentError, "op='SUM'", "sum"):
+        ops.all_reduce(torch.ones(2, device=comm.device), op="SUM")
+
+
+def test_unknown_names(ranks: Ranks) -> None:
+    ranks(no_operator)
+
+
+def verbs(comm: Any) -> None:
+    """The verbs of a ring refuse by themselves; ``out`` comes first."""
+    x, before = torch.ones(4, 3, device=comm.device), calls(comm)
+    half, twice = torch.ones(2, 3, device=comm.device), torch.ones(8, 3, device=comm.device)
+    for out, verb, more, expected in (
+        (half, comm.all_reduce, {}, 12),
+        (x, comm.all_gather, {}, 24),
+        (x, comm.reduce_scatter, {}, 6),
+        (half, comm.broadcast, {"root": comm.rank}, 12),
+        (half, comm.reduce, {"root": comm.rank}, 12),
+        (x, comm.gather, {"root": comm.rank}, 24),
+        (x, comm.scatter, {"root": comm.rank}, 6),
+    ):
+        where = (f"{verb.__name__} on ring 0", f"rank {comm.rank} of 2")
+        with refused(ShapeError, *where, tuple(out.shape), f"expected {expected}"):
+            verb(out, x, **more)
+        with refused(DtypeError, *where, "float32", "float64"):
+            verb(twice.double(), x, **more)
+        with refused(ArgumentError, *where, "requires grad", "detach"):
+            verb(torch.ones(4, requires_grad=True, device=comm.device), x, **more)
+        with refused(ArgumentError, "NoneType"):
+            verb(None, x, **more)
+    same(calls(comm), before, "calls launched by refused ones")
+
+
+def test_verbs(ranks: Ranks) -> None:
+    ranks(verbs)
+
+
+def other_devices(comm: Any) -> None:
+    x = torch.ones(2, device=comm.device)
+    with refused(DeviceError, "meta", comm.device, f".to('{comm.device}')"):
+        comm.all_reduce(x.to("meta"), x)
+    if comm.device.type == "cuda":
+        other = torch.ones(2, device=f"cuda:{1 - comm.rank}")
+        for wrong in (x.cpu(), other):
+            with refused(DeviceError, wrong.device, comm.device):
+                ops.all_reduce(wrong)
+
+
+def test_other_devices(ranks: Ranks) -> None:
+    ranks(other_devices)
+
+
+def rings(comm: Any) -> None:
+    """Ring ids and members: reused, doubled, outside; all refused at once on every rank."""
+    with refused(RingError, "ring 0", "[0, 1]", f"[{comm.rank}]"):
+        commlib.new_ring(0, [comm.rank])
+    same(commlib.new_ring(31, [1 - comm.rank]), None, "not a member")
+    with refused(RingError, "ring 31", "rings here: [0]"):
+        commlib.comm(31)
+    with refused(RingError, f"rank {comm.rank}", f"[{1 - comm.rank}]", "new_ring"):
+        manager().create(31, [1 - comm.rank])
+    for ranks in ([], [0, 0], [0, 2], [-1, 0], [0, 1, 1]):
+        with refused(RingError, "ring 32", ranks, "0 to 1"):
+            commlib.new_ring(32, ranks)
+    for ring_id in (-1, True, "3", None):
+        with refused(RingError, f"ring_id={ring_id!r}"):
+            commlib.new_ring(ring_id, [0, 1])
+    for timeout in (0, -1, float("inf"), float("nan")):
+        with refused(ArgumentError, f"timeout={timeout!r}"):
+            commlib.new_ring(33, [0, 1], timeout=timeout)
+    same(manager().rings(), [0], "rings afterwards")
+
+    own = commlib.new_ring(34, [comm.rank])
+    assert own is not None
+    x = torch.ones(3, device=comm.device)
+    close(ops.all_reduce(x, 34), x, "a ring of this rank alone")
+    with refused(RingError, "ring 34 exists", f"[{comm.rank}]", "close(34)"):
+        commlib.new_ring(34, [0, 1])
+    manager().close(34)
+    with refused(RingError, "ring 34 was closed"):
+        ops.all_reduce(x, 34)
+    with refused(RingError, "closed"):
+        own.all_reduce(x, x)
+
+
+def test_rings(ranks: Ranks) -> None:
+    ranks(rings)
+
+
+def flag_later(comm: Any) -> None:
+    """The engine is chosen once: a flag that changes later is refused, one that repeats is not."""
+    name = "FLAGS_dynamic_static_unified_comm"
+    now = commlib.flags.get(name)
+    commlib.flags.set(name, now)
+    with refused(FlagError, name, repr(now), repr(not now), "shutdown"):
+        commlib.flags.set(name, not now)
+    with refused(FlagError, name, "frozen"), commlib.flags.override(name, not now):
+        pass
+    with refused(FlagError, "no flag 'FLAGS_nothing'", name):
+        commlib.flags.get("FLAGS_nothing")
+    with refused(FlagError, name, "'maybe'", "true"):
+        commlib.flags.set(name, "maybe")
+    same(commlib.flags.get(name), now, "the flag afterwards")
+
+
+def test_flag_changed_after_start(ranks: Ranks) -> None:
+    ranks(flag_later)
+
+
+def environment_later(comm: Any) -> None:
+    """Changed in the environment it is refused when the next communicator would be created."""
+    name = "FLAGS_dynamic_static_unified_comm"
+    before = os.environ[name]
+    os.environ[name] = "0" if before == "1" else "1"
+    try:
+        with refused(FlagError, name, "frozen"):
+            commlib.new_ring(35, [0, 1])
+    finally:
+        os.environ[name] = before
+    same(commlib.new_ring(35, [0, 1]) is not None, True, "the flag put back")
+    manager().close(35)
+
+
+def test_environment_changed_after_start(ranks: Ranks) -> None:
+    ranks(environment_later)
+
+
+def nothing_created(comm: Any) -> None:
+    """Without a ring the error says how to get one; afterwards everything starts again."""
+    commlib.shutdown()
+    commlib.shutdown()
+    with refused(RingError, "ring 0", "commlib.init()"):
+        ops.all_reduce(torch.ones(2))
+    with refused(ArgumentError, "mpi", "nccl", "gloo"):
+        commlib.init("mpi")
+    with refused(DeviceError, "meta"):
+        commlib.init(device="meta")
+    with refused(DeviceError, "cuda:7", "cpu"):
+        commlib.init(device="cuda:7")
+    commlib.flags.set("FLAGS_dynamic_static_unified_comm", True)
+    same(commlib.init().engine, "gloo", "engine after the flag was set")
+    close(ops.all_reduce(torch.ones(2)), torch.full((2,), 2.0), "after it all")
+
+
+def test_before_init(world: World) -> None:
+    with world(2) as ranks:
+        ranks(nothing_created)

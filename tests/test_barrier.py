@@ -1,0 +1,71 @@
+"""ops.barrier: no rank goes on before every rank has come."""
+
+import time
+from typing import Any
+
+import torch
+
+import commlib
+from commlib import ops
+from commlib.errors import ArgumentError, RingError
+from tests._check import refused, same, settle
+from tests._ranks import Ranks, World
+from tests._suites import ABSENT_RING, MODES, calls, compile_whole
+
+LATE_S = 0.3
+
+
+def held(comm: Any) -> None:
+    """The early ranks wait for the late one, whichever it is, in every mode and compiled."""
+    ways = {name: lambda m=mode: ops.barrier(**m) for name, mode in MODES.items()}
+    ways["compiled"] = compile_whole(lambda: ops.barrier())
+    for name, wait_for_all in ways.items():
+        for late in range(comm.size):
+            _pass(comm, wait_for_all)
+            if comm.rank == late:
+                time.sleep(LATE_S)
+            begin = time.monotonic()
+            _pass(comm, wait_for_all)
+            held_s = time.monotonic() - begin
+            if comm.rank != late and held_s < LATE_S / 2:
+                raise AssertionError(f"rank {comm.rank}, {name}: held for {held_s:.3f} s only")
+
+
+def _pass(comm: Any, wait_for_all: Any) -> None:
+    given = wait_for_all()
+    if isinstance(given, commlib.Work):
+        same(given.wait(), None, "result of the Work")
+    else:
+        same(given, None, "result")
+    settle(comm)
+
+
+def test_holds(ranks: Ranks) -> None:
+    ranks(held)
+
+
+def test_holds_three(world: World) -> None:
+    with world(3) as ranks:
+        ranks(held)
+
+
+def counted(comm: Any) -> None:
+    """A barrier is a collective: refused ones launch nothing, compiled ones are not dropped."""
+    before = calls(comm)
+    with refused(RingError, ABSENT_RING):
+        ops.barrier(ABSENT_RING)
+    with refused(ArgumentError, "use_calc_stream=False"):
+        ops.barrier(sync_op=False)
+    same(calls(comm), before, "calls launched by refused ones")
+
+    def three(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            ops.barrier()
+        return x + 1
+
+    compile_whole(three)(torch.zeros(2, device=comm.device))
+    same(calls(comm) - before, 3, "barriers of a compiled function")
+
+
+def test_counted(ranks: Ranks) -> None:
+    ranks(counted)

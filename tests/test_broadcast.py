@@ -1,0 +1,31 @@
+"""ops.broadcast: every rank gets the root's tensor."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from commlib import ops
+from tests._check import close
+from tests._formulas import ROOT, from_root, total_or_zeros
+from tests._ranks import Ranks
+from tests._suites import SUITES, Operator, wrong_roots
+
+BROADCAST = Operator(
+    ops.broadcast, from_root, adjoint=total_or_zeros, keywords={"root": ROOT}, in_place=True
+)
+
+
+@pytest.mark.parametrize("suite", [*SUITES, wrong_roots])
+def test_suite(ranks: Ranks, suite: Any) -> None:
+    ranks(suite, BROADCAST)
+
+
+def from_rank_0(comm: Any) -> None:
+    x = torch.full((3,), comm.rank + 5.0, device=comm.device)
+    close(ops.broadcast(x), torch.full((3,), 5.0), "the default root is 0")
+    close(x, torch.full((3,), comm.rank + 5.0), "input afterwards")
+
+
+def test_default_root(ranks: Ranks) -> None:
+    ranks(from_rank_0)

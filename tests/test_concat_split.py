@@ -1,0 +1,65 @@
+"""ops.concat and ops.split: shards of the last axis put together, and taken apart."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from commlib import ops
+from commlib.errors import DeviceError, RingError, ShapeError
+from tests._check import Shape, close, refused, same, sample
+from tests._formulas import own_columns, side_by_side
+from tests._ranks import Ranks
+from tests._suites import ABSENT_RING, Operator, calls, compiled, gradients, lazy_bits, values
+
+
+class LastAxis(Operator):
+    """An operator on the last axis, which has even length and is there."""
+
+    def shapes(self, size: int) -> list[Shape]:
+        return [(5, 2 * size), (size,), (0,), (0, 3 * size), (3, 0), (2, 3, size)]
+
+
+# The gradient of concat is the own part: every rank computes the same loss.
+CONCAT = LastAxis(ops.concat, side_by_side, adjoint=own_columns, modes=("calc", "comm"))
+SPLIT = LastAxis(ops.split, own_columns, adjoint=side_by_side, modes=("calc", "comm"))
+
+
+@pytest.mark.parametrize("op", [CONCAT, SPLIT], ids=["concat", "split"])
+@pytest.mark.parametrize("suite", [values, lazy_bits, compiled, gradients])
+def test_suite(ranks: Ranks, suite: Any, op: Operator) -> None:
+    ranks(suite, op)
+
+
+def inverse(comm: Any) -> None:
+    """Each undoes the other, values and gradients."""
+    x = sample(5, (3, 4), torch.float64).to(comm.device).requires_grad_()
+    back = ops.concat(ops.split(x))
+    close(back, x, "concat of split")
+    weights = sample(6, (3, 4), torch.float64).to(comm.device)
+    back.backward(weights)
+    close(x.grad, weights, "gradient")  # type: ignore[arg-type]
+
+
+def test_inverse(ranks: Ranks) -> None:
+    ranks(inverse)
+
+
+def refuse(comm: Any) -> None:
+    x = torch.zeros(2, 3, device=comm.device)
+    before = calls(comm)
+    with refused(ShapeError, "(2, 3)", "size 2", f"rank {comm.rank}"):
+        ops.split(x)
+    for call in (ops.concat, ops.split):
+        with refused(ShapeError, call.__name__):
+            call(torch.zeros((), device=comm.device))
+        with refused(RingError, ABSENT_RING):
+            call(x, ABSENT_RING)
+    with refused(DeviceError, "meta"):
+        ops.concat(x.to("meta"))
+    same(calls(comm), before, "calls launched by refused ones")
+    same(ops.split(x[:, :2]).is_contiguous(), True, "split is dense")
+
+
+def test_refusals(ranks: Ranks) -> None:
+    ranks(refuse)

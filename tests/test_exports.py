@@ -1,0 +1,77 @@
+"""The public names: these and no others, each documented, every operator called the same way."""
+
+import inspect
+
+import pytest
+
+import commlib
+from commlib import errors, flags, ops
+
+PUBLIC = [
+    "CommContext",
+    "CommContextManager",
+    "Work",
+    "comm",
+    "errors",
+    "flags",
+    "init",
+    "new_ring",
+    "ops",
+    "shutdown",
+]
+CLASSES = (commlib.CommContext, commlib.CommContextManager, commlib.Work)
+MODULES = (commlib, errors, flags, ops)
+RINGLESS = {"vocab_parallel_embedding"}  # looks up its own rows: no communication
+VERBS = [name for name in ops.__all__ if hasattr(commlib.CommContext, name)]
+
+
+def test_public_names() -> None:
+    assert commlib.__all__ == PUBLIC
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_all_is_sorted(module: object) -> None:
+    assert module.__all__ == sorted(module.__all__)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_every_public_name_is_documented(module: object) -> None:
+    names = module.__all__  # type: ignore[attr-defined]
+    bare = [name for name in names if not inspect.getdoc(getattr(module, name))]
+    assert not bare
+
+
+@pytest.mark.parametrize("public", CLASSES)
+def test_every_public_method_is_documented(public: type) -> None:
+    members = {n: m for n, m in vars(public).items() if callable(m) or isinstance(m, property)}
+    bare = [n for n, m in members.items() if not n.startswith("_") and not m.__doc__]
+    assert not bare
+
+
+@pytest.mark.parametrize("name", ops.__all__)
+def test_operators_sit_in_files_of_their_name(name: str) -> None:
+    assert getattr(ops, name).__module__ == f"commlib.ops._{name}"
+
+
+@pytest.mark.parametrize("name", sorted(set(ops.__all__) - RINGLESS))
+def test_operators_take_the_ring_last_and_the_rest_by_keyword(name: str) -> None:
+    parameters = dict(inspect.signature(getattr(ops, name)).parameters)
+    ring = parameters.pop("ring_id")
+    positional = [p for p in parameters.values() if p.kind is not p.KEYWORD_ONLY]
+
+    assert ring.default == 0
+    assert ring.kind is ring.POSITIONAL_OR_KEYWORD
+    assert len(positional) == (0 if name == "barrier" else 1)
+    assert parameters["use_calc_stream"].default is True
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_verbs_can_return_a_work(name: str) -> None:
+    sync_op = inspect.signature(getattr(ops, name)).parameters["sync_op"]
+    assert sync_op.kind is sync_op.KEYWORD_ONLY
+    assert sync_op.default is True
+
+
+def test_every_error_has_the_one_root() -> None:
+    strangers = [n for n in errors.__all__ if not issubclass(getattr(errors, n), errors.CommError)]
+    assert not strangers

@@ -1,0 +1,63 @@
+"""ops.identity: a copy whose gradient is summed over the ring."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from commlib import ops
+from commlib.errors import RingError
+from tests._check import close, refused, same
+from tests._formulas import own, total
+from tests._ranks import Ranks
+from tests._suites import ABSENT_RING, Operator, calls, compiled, gradients, lazy_bits, values
+
+IDENTITY = Operator(ops.identity, own, adjoint=total, modes=("calc", "comm"))
+
+
+@pytest.mark.parametrize("suite", [values, lazy_bits, compiled, gradients])
+def test_suite(ranks: Ranks, suite: Any) -> None:
+    ranks(suite, IDENTITY)
+
+
+def copied(comm: Any) -> None:
+    """A fresh, dense tensor, without communication forward."""
+    x = torch.arange(6.0, device=comm.device).view(2, 3).t()
+    before = calls(comm)
+    given = ops.identity(x)
+    same(calls(comm), before, "collectives of the forward")
+    same(given.is_contiguous(), True, "dense")
+    given.zero_()
+    close(x, torch.arange(6.0).view(2, 3).t(), "input after writing to the copy")
+    with refused(RingError, ABSENT_RING):
+        ops.identity(x, ABSENT_RING)
+
+
+def test_copy(ranks: Ranks) -> None:
+    ranks(copied)
+
+
+def column_parallel(comm: Any) -> None:
+    """Identity, shard, all_reduce: output and gradients of the whole layer on every rank.
+
+    Integers in floats, so that the order of the sums does not count.
+    """
+    whole = torch.arange(12.0, dtype=torch.float64, device=comm.device).view(3, 4)
+    x = torch.arange(6.0, dtype=torch.float64, device=comm.device).view(2, 3)
+    tall = whole.t() + 1
+    first, second = whole.chunk(2, 1)[comm.rank], tall.chunk(2, 0)[comm.rank]
+    leaf = x.clone().requires_grad_()
+    hidden = ops.identity(leaf) @ first
+    out = ops.all_reduce(hidden @ second, backward="identity")
+    out.sum().backward()
+
+    reference = x.clone().requires_grad_()
+    want = functools.reduce(torch.matmul, (reference, whole, tall))
+    want.sum().backward()
+    close(out, want.detach(), "output")
+    close(leaf.grad, reference.grad, "gradient")  # type: ignore[arg-type]
+
+
+def test_tensor_parallel_pair(ranks: Ranks) -> None:
+    ranks(column_parallel)

@@ -1,0 +1,108 @@
+"""The build of the house: imports point down, two rooms read the environment, links are links."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LINKS = ("ops", "compat", "tools")
+LAYERS = (  # lowest first: a module imports from lines above its own, or from its own room
+    "commlib.errors",
+    "commlib.flags",
+    "commlib._log",
+    "commlib._dtypes",
+    "commlib._deadline",
+    "commlib._streams",
+    "commlib._work",
+    "commlib._checks",
+    "commlib._gate",
+    "commlib._context",
+    "commlib._c10d",
+    "commlib._gloo",
+    "commlib._legacy",
+    "commlib._nccl",
+    "commlib._rollcall",
+    "commlib._bootstrap",
+    "commlib._manager",
+    "commlib.ops",
+    "commlib",
+    "commlib.compat",
+    "commlib.tools",
+)
+READS_ENVIRONMENT = {"commlib.flags", "commlib._bootstrap"}
+
+
+def _files() -> dict[str, Path]:
+    """Return every source file of the package by the name it is imported with."""
+    files = {}
+    for path in (p for room in ("commlib", *LINKS) for p in (ROOT / room).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts[0] == "commlib" and len(parts) > 1 and parts[1] in LINKS:
+            continue  # the same file through its link
+        parts = parts if parts[0] == "commlib" else ("commlib", *parts)
+        files[".".join(part for part in parts if part != "__init__")] = path
+    return files
+
+
+FILES = _files()
+
+
+def layer(module: str) -> str:
+    """Return the line of LAYERS that ``module`` belongs to."""
+    if module in LAYERS:
+        return module
+    above = module.rpartition(".")[0]
+    if above in ("", "commlib"):
+        pytest.fail(f"{module} has no line in LAYERS; give it one above all that import it")
+    return layer(above)
+
+
+def run_time_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Walk everything but the branches that only a type checker sees."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from run_time_nodes(child)
+
+
+def imports(path: Path) -> set[str]:
+    """Return the modules of commlib that ``path`` imports anything from."""
+    found: set[str] = set()
+    for node in run_time_nodes(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: {ast.unparse(node)}; type `from commlib.... import`"
+            base = node.module or ""
+            deep = {f"{base}.{alias.name}" for alias in node.names}
+            found |= {name if name in FILES else base for name in deep}
+    return {name for name in found if name.split(".")[0] == "commlib"}
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports_point_down(module: str) -> None:
+    here = LAYERS.index(layer(module))
+    up = {name for name in imports(FILES[module]) if LAYERS.index(layer(name)) > here}
+    assert not up, f"{module} imports {sorted(up)}, which sit above it"
+
+
+def test_no_import_goes_round() -> None:
+    TopologicalSorter({module: imports(path) for module, path in FILES.items()}).prepare()
+
+
+@pytest.mark.parametrize("module", [m for m in FILES if not m.startswith("commlib.tools")])
+def test_only_two_rooms_read_the_environment(module: str) -> None:
+    """Tools start programs and hand the environment on; all else asks flags or the bootstrap."""
+    text = FILES[module].read_text()
+    reads = "os.environ" in text or "getenv" in text or "import environ" in text
+    assert module in READS_ENVIRONMENT or not reads
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_links(name: str) -> None:
+    """A copy in place of the link would go stale without a word."""
+    assert (ROOT / "commlib" / name).readlink() == Path("..", name)

@@ -1,0 +1,186 @@
+"""Rings: who may create them, how members meet, what a missing or confused member leads to."""
+
+import threading
+import time
+from typing import Any
+
+import torch
+
+import commlib
+from commlib import ops
+from commlib.errors import CommTimeout, RingError, RingOrderError
+from tests._check import close, refused, same
+from tests._ranks import Ranks, World
+
+manager = commlib.CommContextManager.instance()
+
+
+def gathered(ring: Any) -> list[int]:
+    """The global ranks that answer on ``ring``, in its order."""
+    mine = torch.tensor([commlib.comm().rank], device=ring.device)
+    return ops.all_gather(mine, ring.ring_id).tolist()  # type: ignore[no-any-return]
+
+
+def twice(comm: Any) -> None:
+    ring = commlib.new_ring(5, [1, 0])
+    assert ring is not None
+    same((ring.rank, ring.size, ring.ranks), (1 - comm.rank, 2, (1, 0)), "position in the ring")
+    same(gathered(ring), [1, 0], "order of the ring")
+    same(commlib.new_ring(5, (1, 0)) is ring, True, "same members give the same context")
+    with refused(RingError, "ring 5 exists with ranks [1, 0]", "[0, 1]"):
+        commlib.new_ring(5, [0, 1])
+    same(manager.rings(), [0, 5], "rings in order of creation")
+    manager.close(5)
+    manager.close(5)
+    with refused(RingError, "ring 5 was closed", "rings here: [0]", "commlib.new_ring(5"):
+        commlib.comm(5)
+    with refused(RingError, "closed", "ring 5"):
+        ring.all_reduce(torch.ones(1, device=comm.device), torch.ones(1, device=comm.device))
+    again = commlib.new_ring(5, [1, 0])
+    same(gathered(again), [1, 0], "created again")
+    manager.close(5)
+
+
+def test_same_members_give_the_same_ring(ranks: Ranks) -> None:
+    ranks(twice)
+
+
+def bad_members(comm: Any) -> None:
+    for ring_id, members in ((6, [0, 0]), (6, [0, 2]), (6, []), (6, [-1, 0]), (-1, [0, 1])):
+        with refused(RingError, str(ring_id)):
+            commlib.new_ring(ring_id, members)
+    with refused(RingError, "ring 9 does not exist", "rings here: [0]"):
+        commlib.comm(9)
+    with refused(RingError, f"on rank {comm.rank}", "only members"):
+        manager.create(6, [1 - comm.rank])
+    same(manager.rings(), [0], "nothing was created")
+
+
+def test_bad_members(ranks: Ranks) -> None:
+    ranks(bad_members)
+
+
+def subgroups(comm: Any) -> None:
+    """Rings inside rings, two disjoint ones at once, and ranks that take no part."""
+    begin = time.monotonic()
+    pair = commlib.new_ring(1, [0, 1] if comm.rank < 2 else [2, 3])
+    assert pair is not None
+    same(gathered(pair), [0, 1] if comm.rank < 2 else [2, 3], "disjoint rings of one id")
+    alone = commlib.new_ring(10 + comm.rank, [comm.rank])
+    assert alone is not None
+    x = torch.arange(3.0)
+    close(ops.all_reduce(x, alone.ring_id), x, "a ring of one is the identity")
+    row = next(row for row in manager.report() if row["ring_id"] == alone.ring_id)
+    same((row["communicator"], row["size"]), (False, 1), "no communicator for one rank")
+    odd = commlib.new_ring(2, [3, 1])
+    same(odd is None, comm.rank in (0, 2), "only members get a context")
+    if odd is not None:
+        same(gathered(odd), [3, 1], "a ring across two others")
+    with refused(RingError, "ring 2") if odd is None else refused(RingError, "ring 3"):
+        commlib.comm(2 if odd is None else 3)
+    assert time.monotonic() - begin < 30
+    manager.close(1)
+
+
+def test_subgroups(world: World) -> None:
+    with world(4) as ranks:
+        ranks(subgroups)
+
+
+def missing(comm: Any) -> None:
+    """Rank 2 comes too late: the others name it, and their next attempt meets it."""
+    if comm.rank == 2:
+        time.sleep(3)
+    else:
+        begin = time.monotonic()
+        with refused(CommTimeout, "ring 4", "ranks [2]", "1.5 s", "FLAGS_comm_timeout_s"):
+            commlib.new_ring(4, [0, 1, 2], timeout=1.5)
+        assert 1.4 < time.monotonic() - begin < 3
+        same(manager.has(4), False, "a failed creation leaves nothing")
+    same(gathered(commlib.new_ring(4, [0, 1, 2])), [0, 1, 2], "the next attempt")
+
+
+def crossed(comm: Any) -> None:
+    """Members that create two rings in different orders see both orders at once."""
+    if comm.rank < 2:
+        begin = time.monotonic()
+        first = 6 + comm.rank
+        texts = ("rank 0 created", "rank 1 created", "ring 6 [0, 1]", "ring 7 [0, 1]")
+        with refused(RingOrderError, *texts):
+            commlib.new_ring(first, [0, 1], timeout=60)
+        assert time.monotonic() - begin < 20
+        for ring_id in (6, 7):
+            same(gathered(commlib.new_ring(ring_id, [0, 1])), [0, 1], "in one order")
+
+
+def circle(comm: Any) -> None:
+    """The same over three rings: each rank waits for the next one."""
+    rings = {0: (20, [0, 1]), 1: (21, [1, 2]), 2: (22, [0, 2])}
+    ring_id, members = rings[comm.rank]
+    with refused(RingOrderError, "ring 20", "ring 21", "ring 22"):
+        commlib.new_ring(ring_id, members, timeout=60)
+    for ring_id, members in rings.values():
+        ring = commlib.new_ring(ring_id, members)
+        same(ring is not None, comm.rank in members, f"ring {ring_id} in one order")
+
+
+def test_members_that_do_not_meet(world: World) -> None:
+    with world(3) as ranks:
+        for job in (missing, crossed, circle):
+            ranks(job)
+
+
+def threads(comm: Any) -> None:
+    """Many threads ask for one ring at once: one is made, all get it."""
+    got: list[Any] = []
+    asking = [
+        threading.Thread(target=lambda: got.append(commlib.new_ring(8, [0, 1]))) for _ in range(8)
+    ]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join(30)
+    same([ring is got[0] for ring in got], [True] * 8, "one context for all threads")
+    same(gathered(got[0]), [0, 1], "and it works")
+    manager.close(8)
+
+
+def test_threads(ranks: Ranks) -> None:
+    ranks(threads)
+
+
+def restarted(comm: Any) -> None:
+    """Everything closed, twice, then a new start; the flag may change in between."""
+    engine = comm.engine
+    commlib.shutdown()
+    commlib.shutdown()
+    same(manager.rings(), [], "no ring is left")
+    with refused(RingError, "commlib.init()"):
+        commlib.comm()
+    unified = commlib.flags.get("FLAGS_dynamic_static_unified_comm")
+    with commlib.flags.override("FLAGS_dynamic_static_unified_comm", not unified):
+        other = commlib.init()
+        same(other.engine == engine, False, "the other engine")
+        same(gathered(other), [0, 1], "works")
+        commlib.shutdown()
+    same(commlib.init().engine, engine, "and back")
+
+
+def test_shutdown_and_init(world: World) -> None:
+    with world(2) as ranks:
+        ranks(restarted)
+
+
+def aborted(comm: Any) -> None:
+    ring = commlib.new_ring(9, [0, 1])
+    assert ring is not None
+    ring.abort()
+    with refused(RingError, "ring 9", "aborted"):
+        ops.all_reduce(torch.ones(2, device=comm.device), 9)
+    manager.close(9)
+    same(gathered(commlib.new_ring(9, [0, 1])), [0, 1], "created again")
+    manager.close(9, abort=True)
+
+
+def test_abort(ranks: Ranks) -> None:
+    ranks(aborted)

@@ -1,0 +1,68 @@
+"""ops.reduce: the root gets the reduction, the others keep what they had."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from commlib import ops
+from commlib.errors import DtypeError
+from tests._check import Array, refused
+from tests._formulas import (
+    AVERAGED,
+    REAL,
+    ROOT,
+    SUMMED,
+    largest,
+    mean,
+    product,
+    smallest,
+    total,
+)
+from tests._ranks import Ranks
+from tests._suites import SUITES, Operator, values, wrong_roots
+
+
+def at_root(formula: Any, inputs: list[Array], rank: int) -> Array:
+    return formula(inputs, rank) if rank == ROOT else inputs[rank]  # type: ignore[no-any-return]
+
+
+def reduction(formula: Any, dtypes: tuple[torch.dtype, ...], op: str = "sum") -> Operator:
+    return Operator(
+        ops.reduce,
+        functools.partial(at_root, formula),
+        keywords={"root": ROOT, "op": op},
+        dtypes=dtypes,
+        reduces=True,
+        in_place=True,
+        only_root=True,
+    )
+
+
+OTHERS = {
+    "max": reduction(largest, (*REAL, torch.bool), "max"),
+    "min": reduction(smallest, (*REAL, torch.bool), "min"),
+    "prod": reduction(product, (*REAL, torch.bool), "prod"),
+    "avg": reduction(mean, AVERAGED, "avg"),
+}
+
+
+@pytest.mark.parametrize("suite", [*SUITES, wrong_roots])
+def test_sum(ranks: Ranks, suite: Any) -> None:
+    ranks(suite, reduction(total, SUMMED))
+
+
+@pytest.mark.parametrize("op", OTHERS)
+def test_reductions(ranks: Ranks, op: str) -> None:
+    ranks(values, OTHERS[op])
+
+
+def refuse(comm: Any) -> None:
+    """Every rank refuses what can't be reduced, not the root alone."""
+    with refused(DtypeError, "uint16", "torch.int32"):
+        ops.reduce(torch.zeros(4, dtype=torch.uint16, device=comm.device))
+
+
+def test_refused_dtype(ranks: Ranks) -> None:
+    ranks(refuse)

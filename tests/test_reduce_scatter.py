@@ -1,0 +1,90 @@
+"""ops.reduce_scatter: rank r gets the r-th part of the reduction."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from commlib import ops
+from commlib.errors import ArgumentError, DtypeError
+from tests._check import Array, close, refused, sample, wide
+from tests._formulas import (
+    AVERAGED,
+    REAL,
+    SUMMED,
+    joined,
+    largest,
+    mean,
+    own_part_of_total,
+    part,
+    product,
+    smallest,
+)
+from tests._ranks import Ranks
+from tests._suites import MODES, SUITES, Operator, compiled, gradients, values
+
+
+def own_part(formula: Any, inputs: list[Array], rank: int) -> Array:
+    return part(formula(inputs, rank), rank, len(inputs))
+
+
+def shared_gradient(weights: list[Array], rank: int) -> Array:
+    return joined(weights, rank) / len(weights)
+
+
+scatter = functools.partial(Operator, ops.reduce_scatter, reduces=True, divides=True)
+SUM = scatter(own_part_of_total, adjoint=joined, dtypes=SUMMED)
+OTHERS = {
+    op: scatter(functools.partial(own_part, formula), keywords={"op": op}, dtypes=dtypes, **more)
+    for op, formula, dtypes, more in (
+        ("max", largest, (*REAL, torch.bool), {}),
+        ("min", smallest, (*REAL, torch.bool), {}),
+        ("prod", product, (*REAL, torch.bool), {}),
+        ("avg", mean, AVERAGED, {"adjoint": shared_gradient}),
+    )
+}
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_sum(ranks: Ranks, suite: Any) -> None:
+    ranks(suite, SUM)
+
+
+@pytest.mark.parametrize("op", OTHERS)
+def test_reductions(ranks: Ranks, op: str) -> None:
+    ranks(values, OTHERS[op])
+
+
+@pytest.mark.parametrize("suite", [compiled, gradients])
+def test_avg(ranks: Ranks, suite: Any) -> None:
+    ranks(suite, OTHERS["avg"])
+
+
+def own_place(comm: Any) -> None:
+    """The output may be this rank's own part of the input."""
+    for dtype in SUM.dtypes:
+        both = [sample(rank, (6, 5), dtype) for rank in range(2)]
+        want = own_part_of_total([wide(x) for x in both], comm.rank)
+        for name, mode in MODES.items():
+            x = both[comm.rank].to(comm.device, copy=True)
+            out = x[3 * comm.rank : 3 * comm.rank + 3]
+            close(SUM(x, out=out, **mode), want, f"{dtype} {name}")
+
+
+def test_output_inside_input(ranks: Ranks) -> None:
+    ranks(own_place)
+
+
+def refuse(comm: Any) -> None:
+    x = torch.zeros(4, device=comm.device)
+    with refused(DtypeError, "int16", "torch.int32"):
+        ops.reduce_scatter(x.short())
+    with refused(ArgumentError, "mean", "avg"):
+        ops.reduce_scatter(x, op="mean")
+    with refused(ArgumentError, "no gradient", "max"):
+        ops.reduce_scatter(x.requires_grad_(), op="max").sum().backward()
+
+
+def test_refused_reductions(ranks: Ranks) -> None:
+    ranks(refuse)

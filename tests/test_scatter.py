@@ -1,0 +1,17 @@
+"""ops.scatter: rank r gets the r-th part of the root's tensor."""
+
+from typing import Any
+
+import pytest
+
+from commlib import ops
+from tests._formulas import ROOT, own_part_from_root
+from tests._ranks import Ranks
+from tests._suites import SUITES, Operator, wrong_roots
+
+SCATTER = Operator(ops.scatter, own_part_from_root, keywords={"root": ROOT}, divides=True)
+
+
+@pytest.mark.parametrize("suite", [*SUITES, wrong_roots])
+def test_suite(ranks: Ranks, suite: Any) -> None:
+    ranks(suite, SCATTER)

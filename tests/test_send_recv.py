@@ -1,0 +1,154 @@
+"""ops.send and ops.recv: one rank hands a tensor to another."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import commlib
+from commlib import ops
+from commlib.errors import ArgumentError, DeviceError, PeerError, RingError
+from tests._check import Framed, close, refused, same, sample, settle, until
+from tests._formulas import of_the_other
+from tests._ranks import Ranks
+from tests._suites import (
+    ABSENT_RING,
+    MODES,
+    Operator,
+    calls,
+    compile_whole,
+    compiled,
+    compiled_out,
+    layouts,
+    lazy_bits,
+    raw,
+    values,
+    waiting,
+)
+
+
+def exchange(x: torch.Tensor, ring_id: int = 0, *, out: Any = None, **mode: Any) -> Any:
+    """Send to the other rank and receive from it, rank 0 first sending, rank 1 first receiving."""
+    rank = commlib.comm(ring_id).rank
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if rank == 0:
+        sent = ops.send(x, ring_id, peer=1, **mode)
+        came = ops.recv(out, ring_id, peer=1, **mode)
+    else:
+        came = ops.recv(out, ring_id, peer=0, **mode)
+        sent = ops.send(x, ring_id, peer=0, **mode)
+    if sent is not None:
+        sent.wait()
+    return came
+
+
+EXCHANGE = Operator(exchange, of_the_other)
+
+
+@pytest.mark.parametrize(
+    "suite", [values, layouts, lazy_bits, waiting, raw, compiled, compiled_out]
+)
+def test_exchange(ranks: Ranks, suite: Any) -> None:
+    ranks(suite, EXCHANGE)
+
+
+def many(comm: Any) -> None:
+    """Messages between two ranks arrive in the order in which they were sent."""
+    for mode in MODES.values():
+        sizes, works = range(1, 20), []
+        outs = [torch.zeros(n, device=comm.device) for n in sizes]
+        for n, out in zip(sizes, outs, strict=True):
+            if comm.rank == 0:
+                works.append(ops.send(torch.full((n,), n, device=comm.device) * 1.5, peer=1, **mode))
+            else:
+                works.append(ops.recv(out, peer=0, **mode))
+        for work in works:
+            if isinstance(work, commlib.Work):
+                work.wait()
+        for n, out in zip(sizes, outs, strict=True):
+            close(out, torch.full((n,), n * 1.5 * comm.rank), f"message {n}")
+
+
+def test_order(ranks: Ranks) -> None:
+    ranks(many)
+
+
+def other_shape(comm: Any) -> None:
+    """Bytes count, not shapes: a matrix may arrive as a strided vector."""
+    frame = Framed((6,), torch.int16, comm.device, "stepped")
+    if comm.rank == 0:
+        ops.send(torch.arange(6, dtype=torch.int16, device=comm.device).view(2, 3), peer=1)
+    else:
+        ops.recv(frame.view, peer=0)
+        close(frame.view, torch.arange(6, dtype=torch.int16))
+        frame.intact()
+
+
+def test_other_shape(ranks: Ranks) -> None:
+    ranks(other_shape)
+
+
+def not_done_before(comm: Any) -> None:
+    """A receive under way is not done before its send; the send itself needs no second wait."""
+    out = torch.zeros(3, device=comm.device)
+    if comm.rank == 1:
+        work = ops.recv(out, peer=0, **MODES["async"])
+        same(work.done(), False, "done() before the send")
+    comm.barrier()
+    settle(comm)
+    if comm.rank == 0:
+        same(ops.send(torch.ones(3, device=comm.device), peer=1), None, "result of send")
+    else:
+        close(work.wait(), torch.ones(3))
+        until(work.done, "done() after wait()")
+
+
+def test_done(cpu_ranks: Ranks) -> None:
+    cpu_ranks(not_done_before)
+
+
+def refuse(comm: Any) -> None:
+    x = torch.zeros(4, device=comm.device)
+    before = calls(comm)
+    for call in (ops.send, ops.recv):
+        for peer in (-1, comm.size, True, None, "1"):
+            with refused(PeerError, f"peer={peer!r}"):
+                call(x, peer=peer)
+        with refused(PeerError, f"peer={comm.rank}", "itself"):
+            call(x, peer=comm.rank)
+        other = 1 - comm.rank
+        with refused(RingError, ABSENT_RING):
+            call(x, ABSENT_RING, peer=other)
+        with refused(ArgumentError, "use_calc_stream=False"):
+            call(x, peer=other, sync_op=False)
+        with refused(DeviceError, "meta"):
+            call(x.to("meta"), peer=other)
+        with refused(DeviceError, "sparse"):
+            call(x.to_sparse(), peer=other)
+        with refused(ArgumentError, "list"):
+            call([1.0], peer=other)
+    with refused(ArgumentError, "overlaps itself"):
+        ops.recv(x[:1].expand(4), peer=other)
+    with refused(ArgumentError, "requires grad"):
+        ops.recv(x.clone().requires_grad_(), peer=other)
+    same(calls(comm), before, "calls launched by refused ones")
+
+
+def test_refusals(ranks: Ranks) -> None:
+    ranks(refuse)
+
+
+def compiled_alone(comm: Any) -> None:
+    """A graph that only sends and one that only receives keep their calls."""
+    x = sample(0, (5,), torch.float32).to(comm.device)
+    if comm.rank == 0:
+        compile_whole(lambda x: ops.send(x, peer=1))(x)
+    else:
+        out = torch.zeros(5, device=comm.device)
+        compile_whole(lambda out: ops.recv(out, peer=0))(out)
+        close(out, x)
+
+
+def test_compiled_alone(ranks: Ranks) -> None:
+    ranks(compiled_alone)

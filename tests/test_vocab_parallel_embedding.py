@@ -1,0 +1,120 @@
+"""ops.vocab_parallel_embedding: rows of the own shard of a table, zeros for the other ids."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from commlib import ops
+from commlib.errors import ArgumentError, DtypeError, ShapeError
+from tests._check import Array, bits, close, from_bits, refused, sample
+from tests._ranks import Ranks
+from tests._suites import compile_whole
+
+ROWS, DIM = 6, 3
+
+
+def rows_of_shard(ids: Array, table: Array, start: int) -> Array:
+    """Out[..., :] = W[id - start] where start <= id < start + rows, else 0."""
+    inside = (ids >= start) & (ids < start + ROWS)
+    found = table[np.where(inside, ids, start)]
+    found[~inside] = 0
+    return found
+
+
+def ids_on(comm: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Draw ids of the whole vocabulary, the same on every rank."""
+    drawn = np.random.default_rng(4).integers(0, ROWS * comm.size, shape)
+    return torch.from_numpy(np.asarray(drawn)).to(dtype).to(comm.device)
+
+
+def shard_values(comm: Any) -> None:
+    """The own rows' bits, for ids of any shape; the sum over the ranks is the whole lookup."""
+    start = comm.rank * ROWS
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        whole = sample(0, (ROWS * comm.size, DIM), dtype)
+        shard = whole[start : start + ROWS].to(comm.device)
+        for kind in (torch.int32, torch.int64):
+            for shape in ((4, 7), (1,), (), (0,), (0, 2)):
+                ids = ids_on(comm, kind, shape)
+                want = from_bits(rows_of_shard(ids.cpu().numpy(), bits(whole), start), dtype)
+                given = ops.vocab_parallel_embedding(ids, shard, start)
+                close(given, want, f"{dtype} {kind} {shape}")
+                complete = from_bits(bits(whole)[ids.cpu().numpy()], dtype)
+                close(ops.all_reduce(given), complete, f"sum of {dtype} {kind} {shape}")
+
+
+def test_values(ranks: Ranks) -> None:
+    ranks(shard_values)
+
+
+def compiled_values(comm: Any) -> None:
+    """One graph for any number of ids gives eager's bits."""
+    start = comm.rank * ROWS
+    graph = compile_whole(ops.vocab_parallel_embedding, dynamic=True)
+    shard = sample(comm.rank, (ROWS, DIM), torch.float32).to(comm.device)
+    for shape in ((4, 7), (9, 2), (3, 3)):
+        ids = ids_on(comm, torch.int64, shape)
+        want = ops.vocab_parallel_embedding(ids, shard, start)
+        close(graph(ids, shard, start), want, shape)
+
+
+def test_compiled(ranks: Ranks) -> None:
+    ranks(compiled_values)
+
+
+def scattered(comm: Any) -> None:
+    """The gradient is a scatter-add into the own rows.
+
+    Weights are small integers, so that the order in which repeated ids are added does not count.
+    """
+    start = comm.rank * ROWS
+    table = sample(0, (ROWS * comm.size, DIM), torch.float64)
+    ids = ids_on(comm, torch.int64, (5, 8))
+    weights = torch.arange(5.0 * 8 * DIM, dtype=torch.float64).view(5, 8, DIM)
+    want = np.zeros((ROWS * comm.size, DIM))
+    np.add.at(want, ids.cpu().numpy(), weights.numpy())
+    for call in (ops.vocab_parallel_embedding, compile_whole(ops.vocab_parallel_embedding)):
+        shard = table[start : start + ROWS].to(comm.device).requires_grad_()
+        call(ids, shard, start).backward(weights.to(comm.device))
+        close(shard.grad, want[start : start + ROWS], "gradient")  # type: ignore[arg-type]
+
+
+def test_gradient(ranks: Ranks) -> None:
+    ranks(scattered)
+
+
+def strided(comm: Any) -> None:
+    """Transposed ids and a transposed, stepped table count with their values."""
+    table = sample(1, (DIM, 2 * ROWS), torch.float32).to(comm.device)
+    ids = ids_on(comm, torch.int64, (4, 7))
+    for shard in (table.t()[::2], table[:, :ROWS].t()):
+        want = ops.vocab_parallel_embedding(ids.t().contiguous(), shard.contiguous(), ROWS)
+        close(ops.vocab_parallel_embedding(ids.t(), shard, ROWS), want)
+
+
+def test_strided(ranks: Ranks) -> None:
+    ranks(strided)
+
+
+def refuse(comm: Any) -> None:
+    lookup = ops.vocab_parallel_embedding
+    ids = torch.tensor([0, 3, 12], device=comm.device)
+    weight = torch.zeros(ROWS, DIM, device=comm.device)
+    with refused(ArgumentError, "start_index=-1"):
+        lookup(ids, weight, -1)
+    with refused(ArgumentError, "0 to 12", "0 to 11"):
+        lookup(ids, weight, vocab_size=12)
+    with refused(ArgumentError, "-1 to 12"):
+        lookup(torch.tensor([-1, 12], device=comm.device), weight, vocab_size=13)
+    with refused(DtypeError, "float32", "long"):
+        lookup(ids.float(), weight)
+    for shape in ((ROWS,), (0, DIM), (ROWS, 0), (1, ROWS, DIM)):
+        with refused(ShapeError, shape, "[rows, dim]"):
+            lookup(ids, torch.zeros(shape, device=comm.device))
+    close(lookup(ids, weight, vocab_size=13), torch.zeros(3, DIM), "ids at the bounds")
+    close(lookup(ids - 5, weight), torch.zeros(3, DIM), "unchecked ids below 0 give zeros")
+
+
+def test_refusals(ranks: Ranks) -> None:
+    ranks(refuse)

@@ -1,0 +1,137 @@
+"""Work: what it means to wait, how often and from where, and what a missed deadline says."""
+
+import threading
+import time
+from typing import Any
+
+import torch
+
+import commlib
+from commlib import ops
+from commlib.errors import CommTimeout, RingError
+from tests._check import close, refused, same, sample, settle, until, wide
+from tests._formulas import total
+from tests._ranks import Ranks, World
+
+ASYNC = {"use_calc_stream": False, "sync_op": False}
+
+
+def finished(comm: Any) -> None:
+    """A Work of nothing is done; its result is what it was given."""
+    x = torch.ones(3)
+    work = commlib.Work(x)
+    same((work.done(), work.wait() is x, work.result is x), (True, True, True), "finished Work")
+
+
+def many_threads(comm: Any) -> None:
+    """Any number of threads may wait at once; every one sees the finished result."""
+    every = [sample(rank, (100_001,), torch.float32) for rank in range(2)]
+    want = torch.from_numpy(total([wide(x) for x in every], 0))
+    if comm.rank == 1:
+        time.sleep(0.2)  # so that the threads of rank 0 all wait
+    out = torch.zeros(100_001, device=comm.device)
+    work = ops.all_reduce(every[comm.rank].to(comm.device), out=out, **ASYNC)
+    wrong: list[str] = []
+
+    def wait() -> None:
+        try:
+            same(work.wait() is out, True, "result")
+            seen = out.clone()
+            settle(comm)
+            close(seen, want, "seen by a thread")
+        except BaseException as error:  # a thread's error would be lost
+            wrong.append(repr(error))
+
+    threads = [threading.Thread(target=wait) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    same(wrong, [], "errors of threads")
+    same([thread.is_alive() for thread in threads], [False] * 8, "threads still waiting")
+
+
+def done_in_time(comm: Any) -> None:
+    """done() is False while the other rank has not come, and turns True without a wait()."""
+    x = torch.full((5,), comm.rank + 1.0, device=comm.device)
+    if comm.rank == 0:
+        work = ops.all_reduce(x, **ASYNC)
+        same(work.done(), False, "done() before the other rank comes")
+    _tell(comm)
+    if comm.rank == 1:
+        work = ops.all_reduce(x, **ASYNC)
+    until(work.done, "done() by itself")
+    close(work.result, torch.full((5,), 3.0), "result without wait()")
+    close(work.wait(), torch.full((5,), 3.0), "result")
+
+
+def _tell(comm: Any) -> None:
+    """Let rank 1 go on after rank 0, on a ring of its own: ring 0 has a call under way."""
+    side = commlib.new_ring(21, range(comm.size))
+    assert side is not None
+    side.barrier()
+    commlib.CommContextManager.instance().close(21)
+
+
+def order(comm: Any) -> None:
+    """Waiting out of order, and not at all, changes no result and no later call."""
+    xs = [torch.full((n,), comm.rank + n, device=comm.device) for n in range(1, 9)]
+    works = [ops.all_reduce(x, **ASYNC) for x in xs]
+    for n in (8, 2, 5):
+        close(works[n - 1].wait(), torch.full((n,), 2 * n + 1), f"work {n}")
+    close(ops.all_reduce(xs[2]), torch.full((3,), 7), "a call behind unfinished ones")
+    works.clear()
+    close(ops.all_reduce(xs[3]), torch.full((4,), 9), "a call behind dropped ones")
+
+
+def test_finished(ranks: Ranks) -> None:
+    ranks(finished)
+
+
+def test_many_threads(ranks: Ranks) -> None:
+    ranks(many_threads)
+
+
+def test_done_by_itself(cpu_ranks: Ranks) -> None:
+    cpu_ranks(done_in_time)
+
+
+def test_order(ranks: Ranks) -> None:
+    ranks(order)
+
+
+def missed(comm: Any) -> None:
+    """A call that the other rank never makes ends at the ring's deadline, the same at every wait.
+
+    The ring is unusable then and says what to do; closed and created again it works, and no other
+    ring has noticed.
+    """
+    manager = commlib.CommContextManager.instance()
+    ring = commlib.new_ring(22, range(comm.size), timeout=1)
+    assert ring is not None
+    x = torch.ones(3)
+    if comm.rank == 0:
+        begin = time.monotonic()
+        work = ops.all_reduce(x, 22, **ASYNC)
+        for _ in range(2):
+            with refused(CommTimeout, "ring 22", "rank 0", "1 s"):
+                work.wait()
+        spent = time.monotonic() - begin
+        if not 0.5 < spent < 10:
+            raise AssertionError(f"waited {spent:.1f} s for a deadline of 1 s")
+        with refused(RingError, "ring 22", "create it again"):
+            ops.all_reduce(x, 22)
+        same(len(ring.errors()) > 0, True, "errors() tells of it")
+    else:
+        time.sleep(2)
+    manager.close(22, abort=True)
+    comm.barrier()
+    again = commlib.new_ring(22, range(comm.size))
+    assert again is not None
+    close(ops.all_reduce(x, 22), torch.full((3,), 2.0), "the ring created again")
+    manager.close(22)
+
+
+def test_missed_deadline(world: World) -> None:
+    with world(2) as ranks:
+        ranks(missed)

@@ -1,0 +1,43 @@
+"""The command `commlib`: one sub-command a tool, each imported only when it is asked for."""
+
+import click
+
+
+@click.group()
+def main() -> None:
+    """One set of communicators for eager, compiled and captured PyTorch code."""
+
+
+@main.command()
+@click.option("--nproc", default=2, show_default=True, help="Ranks to start on this machine.")
+@click.option("--json", "json_path", type=click.Path(), help="Also write every result to a file.")
+@click.pass_context
+def demo(ctx: click.Context, nproc: int, json_path: str | None) -> None:
+    """Run one legacy program on both engines, eager and compiled, and compare the bits."""
+    from commlib.tools.demo import run_demo
+
+    ctx.exit(run_demo(nproc, json_path))
+
+
+@main.command()
+@click.pass_context
+def doctor(ctx: click.Context) -> None:
+    """Show versions, libraries, GPUs, flags and rendezvous; paste it into a bug report."""
+    from commlib.tools.doctor import run_doctor
+
+    ctx.exit(run_doctor())
+
+
+@main.command()
+@click.argument("names", nargs=-1)
+@click.option("--out", type=click.Path(), help="Write the dated table to a file.")
+@click.pass_context
+def bench(ctx: click.Context, names: tuple[str, ...], out: str | None) -> None:
+    """Time the benchmarks NAMES (all without any) against their named peers."""
+    from commlib.tools.bench import run_bench
+
+    ctx.exit(run_bench(names, out))
+
+
+if __name__ == "__main__":
+    main(prog_name="commlib")
