@@ -154,7 +154,8 @@ def flag_later(comm: Any) -> None:
     """The engine is chosen once: a flag that changes later is refused, one that repeats is not."""
     name = "FLAGS_dynamic_static_unified_comm"
     now = commlib.flags.get(name)
-    commlib.flags.set(name, now)
+    with commlib.flags.override(name, now):
+        same(commlib.flags.get(name), now, "the flag set to what it is")
     with refused(FlagError, name, repr(now), repr(not now), "shutdown"):
         commlib.flags.set(name, not now)
     with refused(FlagError, name, "frozen"), commlib.flags.override(name, not now):

@@ -81,17 +81,15 @@ class Launch:
     def _environment(self, mode: Mode) -> dict[str, str]:
         root = str(Path(commlib.__file__).resolve().parent.parent)
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        # Made anew: an older cache may hold the backward of an operator that changed since.
-        ours = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor")}
-        if sys.platform == "linux":
-            ours["GLOO_SOCKET_IFNAME"] = "lo"
-        return {
-            **ours,
-            **os.environ,
+        ours = {
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(paths),
+            # Trace every graph anew: this cache does not see that an operator's backward changed.
+            "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
             flags.UNIFIED: str(int(mode.unified)),
         }
+        loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+        return {**loopback, **os.environ, **ours}
 
     def _execute(self, command: list[str], environment: dict[str, str], place: Path) -> int | None:
         """Return the exit code, or None when the deadline passed."""

@@ -1,0 +1,111 @@
+"""Finding the other ranks: the environments, and each way in which they can be wrong."""
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+import commlib
+from commlib import _bootstrap
+from commlib.errors import ArgumentError, BootstrapError, CommTimeout, DeviceError
+from tests._programs import RENDEZVOUS
+
+LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"}
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in RENDEZVOUS:
+        monkeypatch.delenv(name, raising=False)
+    yield
+    commlib.shutdown()
+    _bootstrap._open.clear()
+
+
+def set_all(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_without_any_environment_the_ring_has_one_rank() -> None:
+    ring = commlib.init("gloo")
+    assert (ring.rank, ring.size, ring.ranks) == (0, 1, (0,))
+    assert commlib.init("gloo") is ring
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE is not set.*torchrun"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x': expected a whole number"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+            "rank 2 with world size 2",
+        ),
+        ({"PADDLE_TRAINER_ID": "0", "PADDLE_TRAINERS_NUM": "2"}, "PADDLE_MASTER=None.*host:port"),
+    ],
+)
+def test_half_an_environment(
+    monkeypatch: pytest.MonkeyPatch, values: dict[str, str], words: str
+) -> None:
+    set_all(monkeypatch, **values)
+    with pytest.raises(BootstrapError, match=words):
+        commlib.init("gloo")
+
+
+def test_port_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        set_all(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_PORT=str(port), **LOOPBACK)
+        with pytest.raises(BootstrapError, match=rf"serve the store at 127\.0\.0\.1:{port}.*taken"):
+            commlib.init("gloo", timeout=3)
+
+
+def test_nobody_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    set_all(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_PORT=str(port), **LOOPBACK)
+    with pytest.raises(BootstrapError, match=rf"rank 1 of 2 can't reach .*:{port} within 2 s"):
+        commlib.init("gloo", timeout=2)
+
+
+def test_one_rank_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    set_all(monkeypatch, RANK="0", WORLD_SIZE="3", MASTER_PORT=str(port), **LOOPBACK)
+    with pytest.raises(CommTimeout, match=r"ranks \[1, 2\] did not come within 1 s"):
+        commlib.init("gloo", timeout=1)
+    assert commlib.CommContextManager.instance().rings() == []
+
+
+def test_paddle_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(
+        monkeypatch,
+        PADDLE_TRAINER_ID="1",
+        PADDLE_TRAINERS_NUM="4",
+        PADDLE_TRAINER_ENDPOINTS="127.0.0.1:6170,127.0.0.1:6171",
+    )
+    world = _bootstrap.world()
+    assert (world.rank, world.size, world.address) == (1, 4, ("127.0.0.1", 6170))
+    monkeypatch.setenv("PADDLE_MASTER", "127.0.0.2:99")
+    assert _bootstrap.world().address == ("127.0.0.2", 99)
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ArgumentError, match="backend='mpi'.*nccl.*gloo"):
+        commlib.init("mpi")
+    with pytest.raises(DeviceError, match="backend='nccl' with device cpu"):
+        commlib.init("nccl", device="cpu")
+    with pytest.raises(DeviceError, match="device cuda:99.*this process sees"):
+        commlib.init(device="cuda:99")
+    with pytest.raises(DeviceError, match="device meta"):
+        commlib.init(device="meta")
+    for timeout in (0, -1, float("inf")):
+        with pytest.raises(ArgumentError, match="finite number of seconds"):
+            commlib.init("gloo", timeout=timeout)
+    assert commlib.CommContextManager.instance().rings() == []

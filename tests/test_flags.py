@@ -1,0 +1,124 @@
+"""Flags: one parser, values frozen with the first communicator, one table."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+import commlib
+from commlib import flags
+from commlib.errors import FlagError
+from tests._programs import run
+
+NAME = "FLAGS_dynamic_static_unified_comm"
+
+
+@pytest.fixture(autouse=True)
+def _untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(NAME, raising=False)
+    yield
+    commlib.shutdown()
+
+
+@pytest.mark.parametrize("text", ["1", "true", "TRUE", "True", "on", "On", "yes", " yes "])
+def test_true(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(NAME, text)
+    assert flags.get(NAME) is True
+
+
+@pytest.mark.parametrize("text", ["0", "false", "FALSE", "off", "no", "NO"])
+def test_false(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(NAME, text)
+    assert flags.get(NAME) is False
+
+
+@pytest.mark.parametrize("text", ["2", "", "maybe", "truee", "1.0"])
+def test_unknown_text(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(NAME, text)
+    with pytest.raises(FlagError, match=f"{NAME}={text!r}.*export {NAME}=1"):
+        flags.get(NAME)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "ten"])
+def test_unknown_duration(text: str) -> None:
+    with pytest.raises(FlagError, match="finite number of seconds"):
+        flags.set("FLAGS_comm_timeout_s", text)
+    assert flags.get("FLAGS_comm_timeout_s") == 600.0
+
+
+def test_unknown_text_is_an_error_at_import() -> None:
+    code, _, err = run("-c", "import commlib", **{NAME: "perhaps"})
+    assert code == 1
+    assert "FlagError" in err
+    assert "'perhaps'" in err
+
+
+def test_unknown_name() -> None:
+    for call in (lambda: flags.get("FLAGS_x"), lambda: flags.set("FLAGS_x", 1)):
+        with pytest.raises(FlagError, match=f"no flag 'FLAGS_x'.*{NAME}"):
+            call()
+
+
+def test_set_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NAME, "0")
+    with flags.override(NAME, "on"):
+        assert flags.get(NAME) is True
+        with flags.override(NAME, False):
+            assert flags.get(NAME) is False
+        assert flags.get(NAME) is True
+    assert flags.get(NAME) is False
+
+
+def test_frozen_with_the_first_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    with flags.override(NAME, True):
+        commlib.init("gloo")
+        flags.set(NAME, "yes")  # the same value is no change
+        with pytest.raises(FlagError, match=r"frozen at True.*given False.*shutdown"):
+            flags.set(NAME, False)
+        commlib.shutdown()
+    flags.set(NAME, False)
+    assert commlib.init("gloo").engine == "c10d"
+    monkeypatch.setenv("FLAGS_comm_timeout_s", "5")  # durations are not frozen
+    assert flags.get("FLAGS_comm_timeout_s") == 5.0
+    commlib.shutdown()
+    flags._set_values.clear()
+
+
+def test_changed_in_the_environment_after_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    commlib.init("gloo")
+    monkeypatch.setenv(NAME, "1")
+    with pytest.raises(FlagError, match=r"frozen at False.*given True"):
+        commlib.new_ring(3, [0])
+    assert not commlib.CommContextManager.instance().has(3)
+
+
+def test_a_failed_start_freezes_nothing() -> None:
+    assert os.environ.get("RANK") is None
+    with pytest.raises(commlib.errors.RingError):
+        commlib.new_ring(0, [0, 1])
+    flags.set(NAME, True)
+    flags.set(NAME, False)
+    flags._set_values.clear()
+
+
+def test_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FLAGS_comm_timeout_s", "7")
+    with flags.override(NAME, 1):
+        text = flags.table()
+    assert capsys.readouterr().out == text + "\n"
+    lines = {line.split()[0]: line.split()[1:] for line in text.splitlines()}
+    assert lines["name"] == ["type", "default", "value", "source"]
+    assert lines[NAME] == ["bool", "False", "True", "set"]
+    assert lines["FLAGS_comm_timeout_s"] == ["seconds", "600.0", "7.0", "environment"]
+    assert lines["FLAGS_comm_close_timeout_s"] == ["seconds", "10.0", "10.0", "default"]
+
+
+def test_one_log_line_names_the_engine() -> None:
+    program = (
+        "import logging, commlib\n"
+        "logging.basicConfig(level=logging.INFO, format='%(name)s: %(message)s')\n"
+        "commlib.init('gloo'); commlib.new_ring(1, [0])\n"
+    )
+    code, out, err = run("-c", program, **{NAME: "on"})
+    assert (code, out) == (0, "")
+    assert err == f"commlib: engine gloo: {NAME}=1 (environment)\n"
