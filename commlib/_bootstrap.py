@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
@@ -72,13 +72,12 @@ def _torchrun() -> World:
 
 def _paddle() -> World:
     rank, size = _number("PADDLE_TRAINER_ID"), _number("PADDLE_TRAINERS_NUM")
-    endpoints = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "")
-    master = os.environ.get("PADDLE_MASTER") or endpoints.split(",")[0]
+    master = os.environ.get("PADDLE_MASTER") or paddle_endpoints()[0]
     host, _, port = master.rpartition(":")
     if not host or not port.isdigit():
         raise BootstrapError(
             f"PADDLE_MASTER={os.environ.get('PADDLE_MASTER')!r} and PADDLE_TRAINER_ENDPOINTS="
-            f"{endpoints!r} name no host:port; type for example `export PADDLE_MASTER=127.0.0.1:6170`"
+            f"{','.join(paddle_endpoints())!r} name no host:port; type `export PADDLE_MASTER=127.0.0.1:6170`"
         )
     local = _number("PADDLE_LOCAL_RANK") if "PADDLE_LOCAL_RANK" in os.environ else rank
     if "FLAGS_selected_gpus" in os.environ:
@@ -86,6 +85,11 @@ def _paddle() -> World:
     return _checked(
         World(rank, size, local, local + 1, (host, int(port)), rank == 0, "commlib/paddle")
     )
+
+
+def paddle_endpoints() -> list[str]:
+    """Return the host:port of every rank in PADDLE_TRAINER_ENDPOINTS; [""] when it is not set."""
+    return os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
 
 
 def _text(name: str) -> str:
@@ -155,6 +159,10 @@ def _tcp_store(world: World, host: str, port: int, deadline: Deadline) -> dist.S
         ) from error
 
 
+def _all_left(room: dist.Store, size: int) -> bool:
+    return room.add("left", 0) >= size
+
+
 def leave(deadline: Deadline) -> None:
     """Say goodbye at exit; the rank that serves the store stays until all have, or the deadline."""
     if not _open:
@@ -168,4 +176,4 @@ def leave(deadline: Deadline) -> None:
         except RuntimeError:
             continue  # the server has gone first; there is nobody to tell
         if here.hosts_store and left < here.size:
-            deadline.poll(lambda room=room: room.add("left", 0) >= here.size)
+            deadline.poll(partial(_all_left, room, here.size))

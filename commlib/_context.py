@@ -1,4 +1,4 @@
-"""A ring of ranks as its caller sees it: who is in it, which streams it has, one verb a collective."""
+"""A ring of ranks as its caller sees it: its members, its streams, one verb a collective."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -35,7 +35,7 @@ class CommContext(ABC):
     With ``use_calc_stream=True`` a verb runs on the caller's current stream. With False it runs on
     the ring's comm stream, which first waits for the current stream; with ``sync_op=True`` the
     current stream then waits for it, with ``sync_op=False`` a ``Work`` is returned. The host never
-    blocks on a GPU; on a CPU a verb blocks for at most ``timeout`` seconds unless ``sync_op=False``.
+    blocks on a GPU; on a CPU a verb blocks, at most ``timeout`` seconds, unless ``sync_op=False``.
     ``fenced=False`` leaves both waits to the program (the legacy comm-stream form).
     Strided tensors are staged, so that nothing outside a view is read or written.
     """
@@ -264,7 +264,7 @@ class CommContext(ABC):
         sync_op: bool = True,
         fenced: bool = True,
     ) -> Any:
-        """Fill ``out`` of ``root`` with the reduction of ``x``; ``out`` elsewhere is not touched."""
+        """Fill ``out`` of ``root`` with the reduction of ``x``; elsewhere it is not touched."""
         target = self._at_root("reduce", root, out, x)
         if target is not None and target.numel() != x.numel():
             raise misfit(self, "reduce", target, x.numel(), "as many elements as x")
@@ -303,7 +303,7 @@ class CommContext(ABC):
         sync_op: bool = True,
         fenced: bool = True,
     ) -> Any:
-        """Fill ``out`` of rank r with the r-th part of ``x`` of ``root``; elsewhere x is not read."""
+        """Fill ``out`` of rank r with part r of ``x`` of ``root``; elsewhere x is not read."""
         source = self._from_root("scatter", root, out, x)
         if source is not None and out.numel() * self.size != source.numel():
             raise misfit(self, "scatter", out, source.numel() / self.size, "x.numel() / size")
@@ -468,8 +468,10 @@ class CommContext(ABC):
         if args and isinstance(args[-1], Wire) and args[-1].factor != 1.0:
             out.mul_(args[-1].factor)
 
-    def _nothing(self, out: Tensor | None, x: Tensor | None, *args: Any) -> None:
+    @staticmethod
+    def _nothing(out: Tensor | None, x: Tensor | None, *args: Any) -> None:
         """Empty tensors: there is nothing to move, on any rank."""
+        return
 
     # -- what an engine implements: dense tensors, on the current stream; returns None where the
     #    stream orders the result, else an object with wait() and is_completed() -----------------

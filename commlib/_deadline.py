@@ -11,9 +11,9 @@ from commlib.errors import ArgumentError
 class Deadline:
     """A moment ``seconds`` from now on the monotonic clock."""
 
-    __slots__ = ("seconds", "_end")
+    __slots__ = ("_end", "seconds")
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float | timedelta) -> None:
         if isinstance(seconds, timedelta):
             seconds = seconds.total_seconds()
         if not 0 < seconds < math.inf:

@@ -47,12 +47,12 @@ def _refusal(dtype: torch.dtype, op: str, reducer: Reducer) -> str | None:
         return "8-bit floats can be moved but not reduced; cast to torch.bfloat16"
     if op == "premul_sum":
         if not reducer.premul:
-            return f"the {reducer.name} engine has no premul_sum; multiply by the factor and use op='sum'"
+            return f"the {reducer.name} engine has none; multiply by the factor and use op='sum'"
         return None if dtype in _FLOATS else "premul_sum takes floating-point tensors"
     if dtype is torch.bool:
         return "the mean of booleans is no boolean; cast to a float" if op == "avg" else None
     if dtype in _COMPLEX:
-        return None if op in ("sum", "avg") else f"{op} has no meaning for complex numbers in parts"
+        return None if op in ("sum", "avg") else f"{op} of complex numbers is not done in parts"
     if op == "avg" and not dtype.is_floating_point:
         return "the mean of integers is no integer; cast to a float or use op='sum'"
     if dtype in _UNSIGNED and op in ("max", "min") and not reducer.unsigned:
@@ -87,7 +87,7 @@ def wire(dtype: torch.dtype, op: str, reducer: Reducer, factor: float | None = N
 
 
 def refusals(reducer: Reducer) -> dict[tuple[torch.dtype, str], str]:
-    """Return every refused (dtype, op) of an engine with its reason: the table behind the errors."""
+    """Return every refused (dtype, op) of an engine with its reason."""
     dtypes = (*_FLOATS, *_INTEGERS, *_UNSIGNED, *_COMPLEX, torch.bool, torch.int16, torch.uint16)
     small = (torch.float8_e4m3fn, torch.float8_e5m2)
     found = {(d, op): _refusal(d, op, reducer) for d in dtypes + small for op in OPS}

@@ -48,7 +48,7 @@ class Call:
 
     def finish(self) -> None:
         """Put a staged result where the user wants it."""
-        if self.dst is not self.out and self.out is not None:
+        if self.out is not None and self.dst is not None and self.dst is not self.out:
             self.out.copy_(self.dst)
 
 
@@ -93,6 +93,8 @@ def run(
     fenced: bool,
 ) -> Any:
     """Pass one checked call: record it, launch it on its stream, track what is unfinished."""
+    if x is not None and x.requires_grad:
+        x = x.detach()  # gradients go through the registered operators, never through here
     with ctx.lock:
         if ctx.fault is not None:
             raise RingError(f"{ctx.where(verb)}: the ring can't be used: {ctx.fault}")

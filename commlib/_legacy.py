@@ -34,7 +34,6 @@ class LegacyCommContext(C10dContext):
             kind = dist.ProcessGroup.BackendType.GLOO
         group._set_default_backend(kind)
         group._register_backend(self.device, kind, backend)
-        group._set_group_name(f"commlib_ring_{self.ring_id}")
         return group
 
     def _issued(self, work: Any) -> Any:

@@ -15,8 +15,8 @@ from commlib._context import CommContext
 from commlib._deadline import Deadline
 from commlib._gloo import GlooCommContext
 from commlib._legacy import LegacyCommContext
-from commlib._nccl import NCCLCommContext
 from commlib._log import log
+from commlib._nccl import NCCLCommContext
 from commlib._rollcall import RollCall
 from commlib.errors import ArgumentError, BootstrapError, CommError, DeviceError, RingError
 
@@ -58,7 +58,7 @@ class CommContextManager:
         FLAGS_comm_timeout_s). The ring exists already with the same members: returns it. ``store``
         carries the meeting instead of the program's own; ``device`` defaults to ``init``'s.
         Raises ``RingError`` (not a member, other members), ``RingOrderError``, ``CommTimeout``
-        naming the missing ranks, ``BootstrapError``, ``EngineError``. A failed call changes nothing.
+        naming the missing ranks, ``BootstrapError``, ``EngineError``; then nothing has changed.
         """
         with self._lock:
             world = _bootstrap.world()
@@ -260,7 +260,7 @@ def checked_device(device: torch.device) -> torch.device:
 
 
 def default_device(world: World, backend: str | None) -> torch.device:
-    """The device of this rank: GPU number LOCAL_RANK where every local rank has one, else the CPU."""
+    """The device of this rank: GPU LOCAL_RANK where every local rank has one, else the CPU."""
     if backend not in (None, "nccl", "gloo"):
         raise ArgumentError(f"backend={backend!r}: expected None, 'nccl' or 'gloo'")
     count = 0 if backend == "gloo" else torch.cuda.device_count()

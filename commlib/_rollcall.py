@@ -122,7 +122,7 @@ class RollCall:
 
     def _decide(self, room: Store, verdict: str) -> str:
         """Offer ``verdict`` for the ring's attempt and return the one that won."""
-        winner: bytes = room.compare_set("verdict", "", verdict)  # type: ignore[assignment]
+        winner: bytes = room.compare_set("verdict", "", verdict)
         return winner.decode()
 
     # -- members that wait for each other ---------------------------------------------------------
@@ -181,7 +181,8 @@ class RollCall:
             )
             return RingOrderError(
                 f"{where}: the members wait for each other: {lines}. Every rank must create the "
-                f"rings that it shares with others in one order; type the new_ring calls in order of ring id"
+                f"rings that it shares with others in one order; type the new_ring calls in "
+                f"order of ring id"
             )
         if verdict.startswith(_FAILED):
             return EngineError(f"{where}: {verdict[len(_FAILED) :]}")

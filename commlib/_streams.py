@@ -41,8 +41,8 @@ class Fences:
     __slots__ = ("_comm_event", "_compute_event", "comm")
 
     def __init__(self, device: torch.device) -> None:
-        high = torch.cuda.Stream.priority_range()[1]
-        self.comm = torch.cuda.Stream(device, priority=high)
+        highest = torch.cuda.Stream.priority_range()[1]  # type: ignore[call-arg]  # static
+        self.comm = torch.cuda.Stream(device, priority=highest)
         self._compute_event = torch.cuda.Event()
         self._comm_event = torch.cuda.Event()
 

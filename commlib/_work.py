@@ -67,7 +67,7 @@ class Unlaunched:
 
 
 class OnHost:
-    """Works of a CPU engine: ``await_`` blocks with a deadline, ``finish`` puts results in place."""
+    """Works of a CPU engine; ``await_`` blocks with a deadline and puts results in place."""
 
     def __init__(self, handles: Sequence[Any], await_: Callable[[], None], keep: object) -> None:
         self._handles = handles

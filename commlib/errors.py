@@ -43,7 +43,7 @@ class BootstrapError(CommError):
 
 
 class RingError(CommError, LookupError):
-    """The ring does not exist, has other members, does not hold this rank, or is closed or failed."""
+    """The ring is unknown here, has other members or not this rank, or is closed or failed."""
 
     __str__ = RuntimeError.__str__
 

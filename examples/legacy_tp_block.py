@@ -122,8 +122,8 @@ def loss_of(w: Mapping[str, Tensor], ids: Tensor, after: Tensor, rank: int, size
 def squares(w: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Tensor:
     """Return the sum of the squared gradients of all ranks, shared weights counted once."""
     parts = {name: (g * g).sum() for name, g in grads.items()}
-    sharded = sum(parts[n] for n in w if WEIGHTS[n][1] != "whole")
-    shared = sum(parts[n] for n in w if WEIGHTS[n][1] == "whole")
+    shared = torch.stack([parts[n] for n in w if WEIGHTS[n][1] == "whole"]).sum()
+    sharded = torch.stack([parts[n] for n in w if WEIGHTS[n][1] != "whole"]).sum()
     return paddle.c_allreduce_sum(sharded, use_calc_stream=True) + shared
 
 
@@ -222,7 +222,7 @@ def train(
         began = time.perf_counter()
         values = step(loss_function, w, *inputs, rank, size)
         for column, value in zip(series.values(), values, strict=True):
-            column.append(value.item().hex())  # item() waits for the device
+            column.append(float(value).hex())  # float() waits for the device
         seconds.append(time.perf_counter() - began)
     return series, seconds
 
@@ -251,10 +251,10 @@ def options() -> argparse.Namespace:
 
 def start(backend: str | None) -> tuple[commlib.CommContext, int]:
     """Open ring 0; return it with the memory that was in use before."""
-    torch.use_deterministic_algorithms(True)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device, each_has_one = torch.device("cpu"), int(os.environ["LOCAL_WORLD_SIZE"])
     if backend != "gloo" and torch.cuda.device_count() >= each_has_one:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)  # a CPU rank has one thread: one order
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.zeros(1, device=device)  # the CUDA context is no part of a communicator's memory
     before = memory_in_use(device)

@@ -29,7 +29,7 @@ def all_reduce(
     reduction of the gradients, or with ``backward="identity"`` the gradient as it is (tensor
     parallel loss that every rank computes). Runs on the caller's current stream; with
     ``use_calc_stream=False`` on the ring's, and with ``sync_op=False`` too returns a ``Work``.
-    Raises ``RingError``, ``DtypeError``, ``ShapeError``, ``DeviceError`` before anything is launched.
+    Raises ``RingError``, ``DtypeError``, ``ShapeError``, ``DeviceError`` before any launch.
     """
     if registered(x):
         result = _twin(x, ring_id, op, factor, backward, use_calc_stream)

@@ -40,5 +40,6 @@ def _check(ids: torch.Tensor, weight: torch.Tensor, start_index: int, vocab_size
     low, high = (int(bound) for bound in ids.aminmax())
     if low < 0 or high >= vocab_size:
         raise ArgumentError(
-            f"vocab_parallel_embedding: ids run from {low} to {high}; expected 0 to {vocab_size - 1}"
+            f"vocab_parallel_embedding: ids run from {low} to {high}; expected 0 to "
+            f"{vocab_size - 1}"
         )

@@ -42,6 +42,8 @@ class Place:
             "LOCAL_RANK": str(rank),
             "LOCAL_WORLD_SIZE": str(size),
             "CUDA_VISIBLE_DEVICES": ",".join(self.gpus),
+            "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of helper processes a rank
         }
 
 

@@ -13,8 +13,8 @@ MEBIBYTE = 2**20
 CAPTION = (
     f"Collectives are held against {REFERENCE.label}. Training: flag on against flag off in the "
     f"same mode, compiled against eager up to {COMPILER_TOLERANCE:g}, since the compiler fuses "
-    "arithmetic. Costs are those of rank 0; a compiled first step compiles or finds code in torch's "
-    "cache."
+    "arithmetic. Costs are those of rank 0; a compiled first step compiles, or finds its code in "
+    "torch's cache."
 )
 
 
