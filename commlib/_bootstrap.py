@@ -72,12 +72,13 @@ def _torchrun() -> World:
 
 def _paddle() -> World:
     rank, size = _number("PADDLE_TRAINER_ID"), _number("PADDLE_TRAINERS_NUM")
-    master = os.environ.get("PADDLE_MASTER") or paddle_endpoints()[0]
+    master = os.environ.get("PADDLE_MASTER") or (paddle_endpoints() or [""])[0]
     host, _, port = master.rpartition(":")
     if not host or not port.isdigit():
         raise BootstrapError(
             f"PADDLE_MASTER={os.environ.get('PADDLE_MASTER')!r} and PADDLE_TRAINER_ENDPOINTS="
-            f"{','.join(paddle_endpoints())!r} name no host:port; type `export PADDLE_MASTER=127.0.0.1:6170`"
+            f"{','.join(paddle_endpoints())!r} name no host:port; type "
+            f"`export PADDLE_MASTER=127.0.0.1:6170`"
         )
     local = _number("PADDLE_LOCAL_RANK") if "PADDLE_LOCAL_RANK" in os.environ else rank
     if "FLAGS_selected_gpus" in os.environ:
@@ -88,8 +89,9 @@ def _paddle() -> World:
 
 
 def paddle_endpoints() -> list[str]:
-    """Return the host:port of every rank in PADDLE_TRAINER_ENDPOINTS; [""] when it is not set."""
-    return os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
+    """Return the host:port of every rank in PADDLE_TRAINER_ENDPOINTS; [] when it is not set."""
+    text = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "")
+    return [one.strip() for one in text.split(",") if one.strip()]
 
 
 def _text(name: str) -> str:

@@ -146,7 +146,8 @@ class CommContext(ABC):
 
     def release_unfenced(self) -> None:
         """Let go of the tensors of unfenced calls; for a program that has just synced them."""
-        self._unfenced.clear()
+        with self.lock:
+            self._unfenced.clear()
 
     # -- verbs -----------------------------------------------------------------------------------
 
@@ -235,9 +236,7 @@ class CommContext(ABC):
         fenced: bool = True,
     ) -> Any:
         """Fill ``out`` on every rank with ``x`` of ``root``; elsewhere ``x`` is not read."""
-        source = self._from_root("broadcast", root, out, x)
-        if source is not None and out.numel() != source.numel():
-            raise misfit(self, "broadcast", out, source.numel(), "as many elements as x")
+        source = self._from_root("broadcast", root, out, x, 1)
         launch = self._pick(self._broadcast, out.numel())
         return _gate.run(
             self,
@@ -304,9 +303,7 @@ class CommContext(ABC):
         fenced: bool = True,
     ) -> Any:
         """Fill ``out`` of rank r with part r of ``x`` of ``root``; elsewhere x is not read."""
-        source = self._from_root("scatter", root, out, x)
-        if source is not None and out.numel() * self.size != source.numel():
-            raise misfit(self, "scatter", out, source.numel() / self.size, "x.numel() / size")
+        source = self._from_root("scatter", root, out, x, self.size)
         launch = self._pick(self._scatter, out.numel())
         return _gate.run(
             self,
@@ -450,14 +447,22 @@ class CommContext(ABC):
         check_pair(self, verb, out, x)  # type: ignore[arg-type]  # None is refused there
         return out
 
-    def _from_root(self, verb: str, root: int, out: Tensor, x: Tensor | None) -> Tensor | None:
-        """The input where it counts; ranks other than ``root`` do not read theirs."""
+    def _from_root(
+        self, verb: str, root: int, out: Tensor, x: Tensor | None, parts: int
+    ) -> Tensor | None:
+        """The input where it counts, ``parts`` times the size of ``out``.
+
+        Ranks other than ``root`` do not read theirs; if they give one, it must fit all the same.
+        """
         check_position(self, verb, "root", root)
-        if self.rank != root:
+        if x is None and self.rank != root:
             check_out(self, verb, out)
             return None
         check_pair(self, verb, out, x)  # type: ignore[arg-type]  # None is refused there
-        return x
+        count = x.numel()  # type: ignore[union-attr]
+        if out.numel() * parts != count:
+            raise misfit(self, verb, out, count / parts, f"x.numel() / {parts}")
+        return x if self.rank == root else None
 
     def _alone(self, out: Tensor | None, x: Tensor | None, *args: Any) -> None:
         """A ring of one rank: every collective is the identity."""

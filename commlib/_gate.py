@@ -156,6 +156,8 @@ def launch(
         _on_stream(ctx, calls)
         return result
     calc = torch.cuda.current_stream(ctx.device)
+    # Without a fence the comm stream would run outside a capture, once, and never at a replay.
+    fenced = fenced or torch.cuda.is_current_stream_capturing()
     if fenced:
         fences.comm_waits(calc)
     with torch.cuda.stream(fences.comm):

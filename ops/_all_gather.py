@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from commlib._manager import comm
-from commlib.ops._library import deliver, register, registered, rows, save
+from commlib.ops._library import checked, deliver, register, registered, rows, save
 
 
 def all_gather(
@@ -22,9 +22,9 @@ def all_gather(
     ``x``: [n, …] of any dtype, the same shape on every rank; the result is [n * size, …], for a
     0-D ``x`` [size]. Gradient: reduce_scatter (sum). Streams and errors as ``all_reduce``.
     """
-    if registered(x):
+    if registered("all_gather", x, ring_id, out, use_calc_stream, sync_op):
         return deliver(_twin(x, ring_id, use_calc_stream), out, sync_op)
-    context = comm(ring_id)
+    context = comm(ring_id) if out is not None else checked("all_gather", x, ring_id)
     if out is None:
         out = _new(x, context.size)
     return context.all_gather(

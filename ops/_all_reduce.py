@@ -6,7 +6,7 @@ import torch
 
 from commlib._manager import comm
 from commlib.errors import ArgumentError
-from commlib.ops._library import deliver, register, registered, save
+from commlib.ops._library import checked, deliver, like, register, registered, save
 
 
 def all_reduce(
@@ -31,12 +31,13 @@ def all_reduce(
     ``use_calc_stream=False`` on the ring's, and with ``sync_op=False`` too returns a ``Work``.
     Raises ``RingError``, ``DtypeError``, ``ShapeError``, ``DeviceError`` before any launch.
     """
-    if registered(x):
+    if registered("all_reduce", x, ring_id, out, use_calc_stream, sync_op):
         result = _twin(x, ring_id, op, factor, backward, use_calc_stream)
         return deliver(result, out, sync_op)
+    context = comm(ring_id) if out is not None else checked("all_reduce", x, ring_id)
     if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return comm(ring_id).all_reduce(
+        out = like(x)
+    return context.all_reduce(
         out,
         x,
         op=op,
@@ -55,12 +56,12 @@ def _run(
     backward: str,
     use_calc_stream: bool,
 ) -> Any:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = like(x)
     return comm(ring_id).all_reduce(out, x, op=op, factor=factor, use_calc_stream=use_calc_stream)
 
 
 def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return like(x)
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

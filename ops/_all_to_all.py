@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from commlib._manager import comm
-from commlib.ops._library import deliver, register, registered, rows, save
+from commlib.ops._library import checked, deliver, register, registered, rows
 
 
 def all_to_all(
@@ -27,12 +27,13 @@ def all_to_all(
     (rank j's ``in_splits[r]``); the result is [sum(out_splits), …]. Gradient: the way back.
     Streams and errors as ``all_reduce``; ``ShapeError`` for splits that do not add up.
     """
-    if registered(x):
+    if registered("all_to_all", x, ring_id, out, use_calc_stream, sync_op):
         result = _twin(x, ring_id, _list(out_splits), _list(in_splits), use_calc_stream)
         return deliver(result, out, sync_op)
+    context = comm(ring_id) if out is not None else checked("all_to_all", x, ring_id)
     if out is None:
-        out = _new(x, out_splits, in_splits)
-    return comm(ring_id).all_to_all(
+        out = _new(x, out_splits)
+    return context.all_to_all(
         out,
         x,
         out_splits=out_splits,
@@ -47,9 +48,7 @@ def _list(splits: Sequence[int] | None) -> list[int] | None:
     return None if splits is None else list(splits)
 
 
-def _new(
-    x: torch.Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None
-) -> torch.Tensor:
+def _new(x: torch.Tensor, out_splits: Sequence[int] | None) -> torch.Tensor:
     count, rest = rows(x)
     return x.new_empty((count if out_splits is None else sum(out_splits), *rest))
 
@@ -62,7 +61,7 @@ def _run(
     use_calc_stream: bool,
 ) -> Any:
     return comm(ring_id).all_to_all(
-        _new(x, out_splits, in_splits),
+        _new(x, out_splits),
         x,
         out_splits=out_splits,
         in_splits=in_splits,
@@ -77,13 +76,23 @@ def _fake(
     in_splits: list[int] | None,
     use_calc_stream: bool,
 ) -> torch.Tensor:
-    return _new(x, out_splits, in_splits)
+    return _new(x, out_splits)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+    """Keep the way back: what came goes out again, and the result has the rows of ``x``."""
+    x, ring_id, out_splits, in_splits, use_calc_stream = inputs
+    if in_splits is None and out_splits is not None:
+        size = comm(ring_id).size
+        in_splits = [rows(x)[0] // size] * size
+    ctx.kept = ring_id, out_splits, in_splits, use_calc_stream
+    ctx.scalar = x.dim() == 0
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     ring_id, out_splits, in_splits, use_calc_stream = ctx.kept
     back = _twin(grad, ring_id, in_splits, out_splits, use_calc_stream)
-    return back, None, None, None, None
+    return back.view(()) if ctx.scalar else back, None, None, None, None
 
 
 _twin = register(
@@ -91,6 +100,6 @@ _twin = register(
     " bool use_calc_stream) -> Tensor",
     _run,
     _fake,
-    setup=save(1, 2, 3, 4),
+    setup=_setup,
     backward=_backward,
 )

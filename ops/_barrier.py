@@ -2,11 +2,9 @@
 
 from typing import Any
 
-import torch
-
 from commlib._manager import comm
 from commlib._work import Work
-from commlib.ops._library import register
+from commlib.ops._library import register, traced
 
 
 def barrier(ring_id: int = 0, *, use_calc_stream: bool = True, sync_op: bool = True) -> Any:
@@ -16,7 +14,7 @@ def barrier(ring_id: int = 0, *, use_calc_stream: bool = True, sync_op: bool = T
     host goes on; ``torch.cuda.current_stream().synchronize()`` holds the host too. Returns None, or
     a ``Work`` with ``sync_op=False``.
     """
-    if torch.compiler.is_compiling():
+    if traced("barrier", use_calc_stream, sync_op):
         _twin(ring_id, use_calc_stream)
         return None if sync_op else Work(None)
     return comm(ring_id).barrier(use_calc_stream=use_calc_stream, sync_op=sync_op)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from commlib._manager import comm
-from commlib.ops._library import deliver, register, registered, save
+from commlib.ops._library import checked, deliver, like, register, registered, save
 
 
 def broadcast(
@@ -24,22 +24,23 @@ def broadcast(
     dtype count. Gradient: the sum of all gradients on root, zeros elsewhere. Streams and errors as
     ``all_reduce``; ``PeerError`` for a root outside the ring.
     """
-    if registered(x):
+    if registered("broadcast", x, ring_id, out, use_calc_stream, sync_op):
         return deliver(_twin(x, ring_id, root, use_calc_stream), out, sync_op)
+    context = comm(ring_id) if out is not None else checked("broadcast", x, ring_id)
     if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return comm(ring_id).broadcast(
+        out = like(x)
+    return context.broadcast(
         out, x, root=root, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
 
 
 def _run(x: torch.Tensor, ring_id: int, root: int, use_calc_stream: bool) -> Any:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = like(x)
     return comm(ring_id).broadcast(out, x, root=root, use_calc_stream=use_calc_stream)
 
 
 def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return like(x)
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -6,7 +6,7 @@ import torch
 
 from commlib._manager import comm
 from commlib.errors import ShapeError
-from commlib.ops._library import register, save
+from commlib.ops._library import checked, register, save
 
 
 def concat(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True) -> torch.Tensor:
@@ -16,6 +16,8 @@ def concat(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True) -
     Gradient: the own part of the last axis (every rank computes the same loss), as ``split``.
     Streams and errors as ``all_reduce``; ``ShapeError`` for a 0-D ``x``.
     """
+    if not torch.compiler.is_compiling():
+        checked("concat", x, ring_id)
     whole: torch.Tensor = _twin(x, ring_id, use_calc_stream)
     return whole
 

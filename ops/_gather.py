@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from commlib._manager import comm
-from commlib.ops._library import deliver, register, rows
+from commlib.ops._library import checked, deliver, register, rows, traced
 
 
 def gather(
@@ -24,12 +24,13 @@ def gather(
     [0, …]. ``out`` is not written elsewhere than on root. No gradient. Streams and errors as
     ``all_reduce``.
     """
-    if torch.compiler.is_compiling():
+    if traced("gather", use_calc_stream, sync_op):
         result = _twin(x.detach(), ring_id, root, use_calc_stream)
         return deliver(result, out if comm(ring_id).rank == root else None, sync_op)
+    context = comm(ring_id) if out is not None else checked("gather", x, ring_id)
     if out is None:
         out = _new(x, ring_id, root)
-    return comm(ring_id).gather(
+    return context.gather(
         out, x, root=root, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
 

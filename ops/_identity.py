@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from commlib._manager import comm
-from commlib.ops._library import register, save
+from commlib.ops._library import checked, like, register, save
 
 
 def identity(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True) -> torch.Tensor:
@@ -14,6 +14,8 @@ def identity(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True)
     ``x``: any shape and dtype. It stands before a column-parallel layer. No communication forward;
     the backward runs on the stream that ``use_calc_stream`` chooses. Raises ``RingError``.
     """
+    if not torch.compiler.is_compiling():
+        checked("identity", x, ring_id)
     copied: torch.Tensor = _twin(x, ring_id, use_calc_stream)
     return copied
 
@@ -25,7 +27,7 @@ def _run(x: torch.Tensor, ring_id: int, use_calc_stream: bool) -> torch.Tensor:
 
 def _fake(x: torch.Tensor, ring_id: int, use_calc_stream: bool) -> torch.Tensor:
     comm(ring_id)
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return like(x)
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -7,8 +7,11 @@ import torch
 from torch._higher_order_ops import effects
 from torch.compiler import is_compiling
 
+from commlib._checks import check_tensor
+from commlib._context import CommContext
+from commlib._manager import comm
 from commlib._work import Work
-from commlib.errors import ArgumentError, ShapeError
+from commlib.errors import ArgumentError, DtypeError, ShapeError
 
 _library = torch.library.Library("commlib", "DEF")
 
@@ -40,24 +43,65 @@ def register(
     return overload
 
 
-def registered(x: torch.Tensor) -> bool:
+def traced(verb: str, use_calc_stream: bool, sync_op: bool) -> bool:
+    """Whether a call is being traced by torch.compile; refuses what an eager call refuses."""
+    if not is_compiling():
+        return False
+    _check_async(verb, use_calc_stream, sync_op)
+    return True
+
+
+def registered(
+    verb: str,
+    x: torch.Tensor,
+    ring_id: int,
+    out: torch.Tensor | None,
+    use_calc_stream: bool,
+    sync_op: bool,
+) -> bool:
     """Whether a call has to go through the registered twin: it is traced, or wants a gradient."""
-    if is_compiling():
+    if traced(verb, use_calc_stream, sync_op):
         return True
-    try:
-        return x.requires_grad and torch.is_grad_enabled()
-    except AttributeError:
-        raise ArgumentError(f"given {type(x).__name__}; expected a torch.Tensor") from None
+    if not (getattr(x, "requires_grad", False) and torch.is_grad_enabled()):
+        return False
+    context = checked(verb, x, ring_id)  # the dispatcher would answer for other devices by itself
+    _check_async(verb, use_calc_stream, sync_op)
+    if out is not None:
+        raise ArgumentError(
+            f"{context.where(verb)}: out= of shape {tuple(out.shape)} and {out.dtype} with an x "
+            f"that requires grad: no gradient can flow through out; type x.detach(), or leave "
+            f"out= away"
+        )
+    return True
+
+
+def _check_async(verb: str, use_calc_stream: bool, sync_op: bool) -> None:
+    if use_calc_stream and not sync_op:
+        raise ArgumentError(
+            f"{verb}: sync_op=False with use_calc_stream=True: a call on the caller's own stream "
+            f"is already ordered, so there is nothing to wait for; type use_calc_stream=False"
+        )
+
+
+def checked(verb: str, x: torch.Tensor, ring_id: int) -> CommContext:
+    """Return the ring of an eager call once ``x`` is known to be a dense tensor on its device."""
+    context = comm(ring_id)
+    check_tensor(context, verb, "x", x)
+    return context
+
+
+def like(x: torch.Tensor) -> torch.Tensor:
+    """Return a new dense tensor of the shape of ``x``."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def deliver(result: torch.Tensor, out: torch.Tensor | None, sync_op: bool) -> Any:
     """Hand out what a registered twin returned as the eager call would: in ``out``, or as Work."""
     if out is not None:
-        if out.numel() != result.numel() or out.dtype != result.dtype:
-            raise ShapeError(
-                f"out of shape {tuple(out.shape)} and {out.dtype}; expected {tuple(result.shape)} "
-                f"and {result.dtype}"
-            )
+        if out.dtype != result.dtype:
+            raise DtypeError(f"out is {out.dtype}; expected {result.dtype}, the dtype of x")
+        if out.numel() != result.numel():
+            raise ShapeError(f"out has shape {tuple(out.shape)}; expected {tuple(result.shape)}")
         result = out.copy_(result.view(out.shape))
     return result if sync_op else Work(result)
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from commlib._manager import comm
-from commlib.ops._library import deliver, register
+from commlib.ops._library import deliver, like, register, traced
 
 
 def recv(
@@ -23,22 +23,22 @@ def recv(
     returns a ``Work`` whose ``result`` is ``out``. No gradient. Streams as ``all_reduce``. Raises
     ``PeerError`` for a peer outside the ring or the rank itself.
     """
-    if torch.compiler.is_compiling():
+    if traced("recv", use_calc_stream, sync_op):
         return deliver(_twin(out.detach(), ring_id, peer, use_calc_stream), out, sync_op)
     return comm(ring_id).recv(
         out, peer=peer, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
 
 
-def _run(like: torch.Tensor, ring_id: int, peer: int, use_calc_stream: bool) -> Any:
-    out = torch.empty_like(like, memory_format=torch.contiguous_format)
+def _run(shape: torch.Tensor, ring_id: int, peer: int, use_calc_stream: bool) -> Any:
+    out = like(shape)
     return comm(ring_id).recv(out, peer=peer, use_calc_stream=use_calc_stream)
 
 
-def _fake(like: torch.Tensor, *rest: object) -> torch.Tensor:
-    return torch.empty_like(like, memory_format=torch.contiguous_format)
+def _fake(shape: torch.Tensor, *rest: object) -> torch.Tensor:
+    return like(shape)
 
 
 _twin = register(
-    "recv(Tensor like, int ring_id, int peer, bool use_calc_stream) -> Tensor", _run, _fake
+    "recv(Tensor shape, int ring_id, int peer, bool use_calc_stream) -> Tensor", _run, _fake
 )

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from commlib._manager import comm
-from commlib.ops._library import deliver, register
+from commlib.ops._library import checked, deliver, like, register, traced
 
 
 def reduce(
@@ -24,10 +24,10 @@ def reduce(
     ``x``: any shape; ``op`` and dtypes as ``all_reduce`` (without premul_sum). With ``out``, ranks
     other than root do not write to it. No gradient. Streams and errors as ``all_reduce``.
     """
-    if torch.compiler.is_compiling():
+    if traced("reduce", use_calc_stream, sync_op):
         result = _twin(x.detach(), ring_id, root, op, use_calc_stream)
         return deliver(result, out if comm(ring_id).rank == root else None, sync_op)
-    context = comm(ring_id)
+    context = comm(ring_id) if out is not None else checked("reduce", x, ring_id)
     if out is None:
         out = _new(x, context.rank == root)
     return context.reduce(
@@ -43,7 +43,7 @@ def reduce(
 
 def _new(x: torch.Tensor, at_root: bool) -> torch.Tensor:
     if at_root:
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
+        return like(x)
     return x.detach().clone(memory_format=torch.contiguous_format)
 
 
@@ -54,7 +54,7 @@ def _run(x: torch.Tensor, ring_id: int, root: int, op: str, use_calc_stream: boo
 
 
 def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return like(x)
 
 
 _twin = register(

@@ -6,7 +6,7 @@ import torch
 
 from commlib._manager import comm
 from commlib.errors import ArgumentError
-from commlib.ops._library import deliver, register, registered, rows_of, save
+from commlib.ops._library import checked, deliver, register, registered, rows_of, save
 
 
 def reduce_scatter(
@@ -25,9 +25,9 @@ def reduce_scatter(
     dtypes as ``all_reduce`` (without premul_sum). Gradient (sum, avg): all_gather. Streams and
     errors as ``all_reduce``; ``ShapeError`` when n does not divide.
     """
-    if registered(x):
+    if registered("reduce_scatter", x, ring_id, out, use_calc_stream, sync_op):
         return deliver(_twin(x, ring_id, op, use_calc_stream), out, sync_op)
-    context = comm(ring_id)
+    context = comm(ring_id) if out is not None else checked("reduce_scatter", x, ring_id)
     if out is None:
         out = _new(x, ring_id)
     return context.reduce_scatter(

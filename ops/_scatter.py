@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from commlib._manager import comm
-from commlib.ops._library import deliver, register, rows_of
+from commlib.ops._library import checked, deliver, register, rows_of, traced
 
 
 def scatter(
@@ -24,11 +24,12 @@ def scatter(
     elsewhere than on root only shape and dtype count. The result is [n / size, …]. No gradient.
     Streams and errors as ``all_reduce``; ``ShapeError`` when n does not divide.
     """
-    if torch.compiler.is_compiling():
+    if traced("scatter", use_calc_stream, sync_op):
         return deliver(_twin(x.detach(), ring_id, root, use_calc_stream), out, sync_op)
+    context = comm(ring_id) if out is not None else checked("scatter", x, ring_id)
     if out is None:
         out = _new(x, ring_id)
-    return comm(ring_id).scatter(
+    return context.scatter(
         out, x, root=root, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
 

@@ -6,7 +6,7 @@ import torch
 
 from commlib._manager import comm
 from commlib._work import Work
-from commlib.ops._library import register
+from commlib.ops._library import register, traced
 
 
 def send(
@@ -25,7 +25,7 @@ def send(
     for a peer outside the ring or the rank itself. Several sends and receives between the same
     ranks belong into ``with comm.group():``.
     """
-    if torch.compiler.is_compiling():
+    if traced("send", use_calc_stream, sync_op):
         _twin(x.detach(), ring_id, peer, use_calc_stream)
         return None if sync_op else Work(None)
     return comm(ring_id).send(

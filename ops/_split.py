@@ -6,7 +6,7 @@ import torch
 
 from commlib._manager import comm
 from commlib.errors import ShapeError
-from commlib.ops._library import register, save
+from commlib.ops._library import checked, register, save
 
 
 def split(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True) -> torch.Tensor:
@@ -16,6 +16,8 @@ def split(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True) ->
     No communication forward. Gradient: ``concat`` of all ranks' gradients along the last axis, on
     the stream that ``use_calc_stream`` chooses. Raises ``RingError``, ``ShapeError``.
     """
+    if not torch.compiler.is_compiling():
+        checked("split", x, ring_id)
     part: torch.Tensor = _twin(x, ring_id, use_calc_stream)
     return part
 

@@ -60,7 +60,6 @@ def own_part_from_root(inputs: list[Array], rank: int) -> Array:
     return part(inputs[ROOT], rank, len(inputs))
 
 
-
 def total_or_zeros(inputs: list[Array], rank: int) -> Array:
     return total(inputs, rank) if rank == ROOT else np.zeros_like(inputs[rank])
 

@@ -1,6 +1,7 @@
 """Live ranks: processes that stay up and run one function after another, all of them at once."""
 
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -184,6 +185,7 @@ def _worker(
     import commlib
 
     commlib.shutdown()
+    gc.freeze()  # else the interpreter walks all that torch.compile left, a second a rank
 
 
 def _next(jobs: "Connection[Any, bytes]") -> bytes:
@@ -194,7 +196,7 @@ def _next(jobs: "Connection[Any, bytes]") -> bytes:
 
 
 def _outcome(job: bytes) -> str | None:
-    """Run one job, then meet at a barrier: a test that leaves the ranks out of step fails itself."""
+    """Run one job, then meet: a test that leaves the ranks out of step fails itself."""
     import commlib  # only now: the environment must come first
 
     try:

@@ -2,125 +2,33 @@
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 
-import commlib
-from commlib.errors import ArgumentError, DeviceError, DtypeError, PeerError, RingError, ShapeError
+from commlib.errors import (
+    ArgumentError,
+    DeviceError,
+    DtypeError,
+    PeerError,
+    RingError,
+    ShapeError,
+)
 from tests._check import (
-    MOVABLE,
     STRIDED,
-    Array,
     Framed,
-    Shape,
     bits,
     close,
-    from_bits,
-    laid_out,
     refused,
-    rounded,
     same,
     sample,
     settle,
     until,
     wide,
-    with_specials,
 )
-
-MODES: dict[str, dict[str, bool]] = {
-    "calc": {"use_calc_stream": True},
-    "comm": {"use_calc_stream": False},
-    "async": {"use_calc_stream": False, "sync_op": False},
-}
-FEW = (
-    torch.float32,
-    torch.bfloat16,
-    torch.int64,
-    torch.bool,
-    torch.complex64,
-    torch.float8_e4m3fn,
-)
-ABSENT_RING = 77
-
-
-@dataclass(frozen=True)
-class Operator:
-    """One operator as the suites see it: how it is called and what it means.
-
-    ``formula(inputs, rank)`` gives the result on ``rank`` from every rank's input. An operator
-    that only moves values is fed bit patterns, one that ``reduces`` is fed numbers.
-    ``adjoint(weights, rank)`` gives the gradient of ``rank``'s input from every rank's weights.
-    """
-
-    call: Callable[..., Any]
-    formula: Callable[[list[Array], int], Array]
-    adjoint: Callable[[list[Array], int], Array] | None = None
-    keywords: Mapping[str, Any] = field(default_factory=dict)
-    dtypes: tuple[torch.dtype, ...] = MOVABLE
-    reduces: bool = False
-    modes: tuple[str, ...] = tuple(MODES)
-    divides: bool = False  # dim 0 of x divides by the ring's size
-    in_place: bool = False  # out=x is allowed
-    only_root: bool = False  # out= is written on keywords["root"] alone
-
-    def __call__(self, x: Any, ring_id: int = 0, **more: Any) -> Any:
-        """Call the operator and wait for a Work."""
-        result = self.call(x, ring_id, **self.keywords, **more)
-        return result.wait() if isinstance(result, commlib.Work) else result
-
-    def start(self, x: torch.Tensor, **more: Any) -> commlib.Work:
-        """Start the operator and return its Work."""
-        work = self.call(x, **self.keywords, **MODES["async"], **more)
-        same(type(work), commlib.Work, "result with sync_op=False")
-        return work  # type: ignore[no-any-return]  # checked
-
-    def ways(self) -> dict[str, dict[str, bool]]:
-        """Return the modes this operator has."""
-        return {name: MODES[name] for name in self.modes}
-
-    def writes(self, comm: Any) -> bool:
-        """Whether this rank's out= is written."""
-        return not self.only_root or bool(comm.rank == self.keywords["root"])
-
-    def shapes(self, size: int) -> list[Shape]:
-        """Return shapes with empty, single and odd dimensions; 0-D where it has a meaning."""
-        plain: list[Shape] = [(6, 5), (1,), (7,), (0,), (0, 3), (3, 0), (2, 3, 4)]
-        return [(n * size, *rest) for n, *rest in plain] if self.divides else [*plain, ()]
-
-    def few(self) -> list[torch.dtype]:
-        """Return one dtype of each kind."""
-        return [dtype for dtype in FEW if dtype in self.dtypes]
-
-    def inputs(self, comm: Any, shape: Shape, dtype: torch.dtype, **how: Any) -> list[torch.Tensor]:
-        """Return every rank's input, on this rank's device."""
-        layout, seed = how.get("layout", "contiguous"), how.get("seed", 0)
-        drawn = [sample(rank, shape, dtype, seed) for rank in range(comm.size)]
-        if not self.reduces:
-            drawn = [with_specials(x) for x in drawn]
-        return [laid_out(x, layout, comm.device) for x in drawn]
-
-    def expected(self, comm: Any, inputs: list[torch.Tensor]) -> torch.Tensor:
-        """Return the formula's result on this rank."""
-        encode, decode = (wide, rounded) if self.reduces else (bits, from_bits)
-        return decode(self.formula([encode(x) for x in inputs], comm.rank), inputs[0].dtype)
-
-    def shape(self, size: int) -> Shape:
-        """Return a shape for one plain call."""
-        return self.shapes(size)[0]
-
-    def example(self, comm: Any, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's input and expected result for one plain call."""
-        inputs = self.inputs(comm, self.shape(comm.size), how.pop("dtype", self.dtypes[0]), **how)
-        return inputs[comm.rank], self.expected(comm, inputs)
-
-
-def calls(comm: Any) -> int:
-    """Return how many collectives were launched on the ring so far."""
-    rows = commlib.CommContextManager.instance().report()
-    return next(int(row["calls"]) for row in rows if row["ring_id"] == comm.ring_id)
+from tests._operator import ABSENT_RING, MODES, Operator, calls, compile_whole
 
 
 def values(comm: Any, op: Operator) -> None:
@@ -244,12 +152,6 @@ def compiled(comm: Any, op: Operator) -> None:
         close(given, want, "compiled")
 
 
-def compile_whole(body: Callable[..., Any], **how: Any) -> Any:
-    """Compile ``body`` as one graph, without code generation unless ``how`` names a backend."""
-    torch._dynamo.reset()
-    return torch.compile(body, fullgraph=True, **{"backend": "aot_eager", **how})
-
-
 def compiled_out(comm: Any, op: Operator) -> None:
     """Compiled with out=, strided too, the values land in the given tensor and nowhere else."""
     x, want = op.example(comm)
@@ -282,7 +184,7 @@ def refusals(comm: Any, op: Operator) -> None:
         with refused(DeviceError, "quantized"):
             op(torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8))
     if op.adjoint is not None:
-        _refused_with_gradient(op, x.to("meta"), x, want)
+        _refused_with_gradient(op, x, want)
     if op.divides:
         rows = x.shape[0] + 1
         with refused(ShapeError, rows, comm.size):
@@ -293,16 +195,14 @@ def refusals(comm: Any, op: Operator) -> None:
     close(op(x), want, "after refusals")
 
 
-def _refused_with_gradient(
-    op: Operator, meta: torch.Tensor, x: torch.Tensor, want: torch.Tensor
-) -> None:
+def _refused_with_gradient(op: Operator, x: torch.Tensor, want: torch.Tensor) -> None:
     """Wanting a gradient takes another way down, which must refuse as much as the plain one."""
     with refused(DeviceError, "meta", x.device):
-        op(meta.requires_grad_())
-    with refused(ShapeError, "(1,)"):
-        op(x.clone().requires_grad_(), out=x.new_empty(1))
-    with refused(DtypeError, "int16"):
-        op(x.clone().requires_grad_(), out=torch.empty_like(want, dtype=torch.int16))
+        op(x.to("meta").requires_grad_())
+    with refused(RingError, ABSENT_RING):
+        op(x.clone().requires_grad_(), ABSENT_RING)
+    with refused(ArgumentError, "out", "detach", tuple(want.shape)):
+        op(x.clone().requires_grad_(), out=torch.empty_like(want, device=x.device))
     with refused(ArgumentError, "use_calc_stream=False"):
         op(x.clone().requires_grad_(), sync_op=False)
 
@@ -339,7 +239,7 @@ def gradients(comm: Any, op: Operator) -> None:
                 x = inputs[comm.rank].detach().requires_grad_()
                 call(x).backward(weights[comm.rank].to(comm.device))
                 want = op.adjoint([wide(w) for w in weights], comm.rank)
-                close(x.grad, want, f"gradient {layout} {name}")  # type: ignore[arg-type]
+                close(x.grad, want, f"gradient {layout} {name}")
     with torch.no_grad():
         same(op(x).requires_grad, False, "requires_grad under no_grad")
 
@@ -367,3 +267,15 @@ SUITES = (
     refusals,
     gradients,
 )
+
+
+def cases(op: Operator, *more: Callable[..., None], **others: Operator) -> list[Any]:
+    """Return (suite, operator) for pytest: every suite on ``op``, the values of its variants.
+
+    Variants with a gradient are also compiled and differentiated.
+    """
+    pairs = [("", suite, op) for suite in (*SUITES, *more)]
+    for name, other in others.items():
+        suites = (values, compiled, gradients) if other.adjoint else (values,)
+        pairs += [(f"{name}-", suite, other) for suite in suites]
+    return [pytest.param(suite, op, id=name + suite.__name__) for name, suite, op in pairs]

@@ -1,8 +1,8 @@
-"""The fixtures ``ranks`` and ``world``: live ranks on every engine and device of this machine."""
+"""The fixtures that give tests live ranks on every engine and device of this machine."""
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -43,25 +43,30 @@ def pytest_report_header() -> str:
 
 
 @pytest.fixture(scope="session")
-def _pairs() -> Iterator[dict[Place, Ranks]]:
-    """The live pairs of this process: one an engine and device, from its first use to the end."""
-    pairs: dict[Place, Ranks] = {}
-    yield pairs
-    for pair in pairs.values():
-        pair.stop()
+def _live() -> Iterator[Callable[[int, Place], Ranks]]:
+    """The live ranks of this process, from their first use to the end of the session."""
+    live: dict[tuple[int, Place], Ranks] = {}
+    yield lambda size, place: live.setdefault((size, place), Ranks(size, place))
+    for ranks in live.values():
+        ranks.stop()
 
 
 @pytest.fixture(params=_places())
-def ranks(request: pytest.FixtureRequest, _pairs: dict[Place, Ranks]) -> Ranks:
+def ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
     """``ranks(fn, *args, deadline=60)`` runs ``fn(comm, *args)`` on two live ranks."""
-    return _pairs.setdefault(request.param, Ranks(2, request.param))
+    return _live(2, request.param)
 
 
 @pytest.fixture(params=UNIFIED)
-def cpu_ranks(request: pytest.FixtureRequest, _pairs: dict[Place, Ranks]) -> Ranks:
+def cpu_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
     """The same on the CPU alone, where the host itself waits for a collective."""
-    place = Place(request.param)
-    return _pairs.setdefault(place, Ranks(2, place))
+    return _live(2, Place(request.param))
+
+
+@pytest.fixture(params=UNIFIED)
+def trio(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
+    """The same with three ranks on the CPU."""
+    return _live(3, Place(request.param))
 
 
 @pytest.fixture(params=UNIFIED)

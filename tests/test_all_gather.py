@@ -8,15 +8,16 @@ import torch
 from commlib import ops
 from tests._check import MOVABLE, bits, close, from_bits, sample
 from tests._formulas import joined, own_part_of_total
+from tests._operator import MODES, Operator
 from tests._ranks import Ranks
-from tests._suites import MODES, SUITES, Operator
+from tests._suites import cases
 
 GATHER = Operator(ops.all_gather, joined, adjoint=own_part_of_total)
 
 
-@pytest.mark.parametrize("suite", SUITES)
-def test_suite(ranks: Ranks, suite: Any) -> None:
-    ranks(suite, GATHER)
+@pytest.mark.parametrize(("suite", "op"), cases(GATHER))
+def test_suite(ranks: Ranks, suite: Any, op: Operator) -> None:
+    ranks(suite, op)
 
 
 def own_place(comm: Any) -> None:
@@ -39,7 +40,7 @@ def scalars(comm: Any) -> None:
     gathered = ops.all_gather(x)
     close(gathered, torch.tensor([1.0, 2.0]), "0-D inputs")
     (gathered * torch.tensor([3.0, 5.0], device=comm.device)).sum().backward()
-    close(x.grad, torch.tensor([6.0, 10.0][comm.rank]), "gradient")  # type: ignore[arg-type]
+    close(x.grad, torch.tensor([6.0, 10.0][comm.rank]), "gradient")
 
 
 def test_scalars(ranks: Ranks) -> None:

@@ -8,10 +8,11 @@ import torch
 
 from commlib import ops
 from commlib.errors import ArgumentError, DtypeError
-from tests._check import FP8, SHORT, close, refused, rounded, same, sample, wide
+from tests._check import FP8, SHORT, close, refused, same, sample, wide
 from tests._formulas import AVERAGED, REAL, SUMMED, largest, mean, product, smallest, total
+from tests._operator import MODES, Operator, calls
 from tests._ranks import Ranks
-from tests._suites import MODES, SUITES, Operator, calls, compiled, gradients, values
+from tests._suites import cases
 
 reduction = functools.partial(Operator, ops.all_reduce, reduces=True, in_place=True)
 SUM = reduction(total, adjoint=total, dtypes=SUMMED)
@@ -32,19 +33,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("suite", SUITES)
-def test_sum(ranks: Ranks, suite: Any) -> None:
-    ranks(suite, SUM)
-
-
-@pytest.mark.parametrize("op", OTHERS)
-def test_reductions(ranks: Ranks, op: str) -> None:
-    ranks(values, OTHERS[op])
-
-
-@pytest.mark.parametrize("suite", [compiled, gradients])
-def test_avg(ranks: Ranks, suite: Any) -> None:
-    ranks(suite, OTHERS["avg"])
+@pytest.mark.parametrize(("suite", "op"), cases(SUM, **OTHERS))
+def test_suite(ranks: Ranks, suite: Any, op: Operator) -> None:
+    ranks(suite, op)
 
 
 def refuse_dtypes(comm: Any) -> None:
@@ -92,7 +83,8 @@ def unsigned_extremes(comm: Any) -> None:
                 with refused(DtypeError, op, "torch.int64"):
                     ops.all_reduce(x, op=op)
             else:
-                close(ops.all_reduce(x, op=op), formula([wide(x) for x in both], 0), f"{dtype} {op}")
+                want = formula([wide(x) for x in both], 0)
+                close(ops.all_reduce(x, op=op), want, f"{dtype} {op}")
 
 
 def test_unsigned(ranks: Ranks) -> None:
@@ -117,7 +109,7 @@ def as_it_is(comm: Any) -> None:
     weights = sample(7, (3,), torch.float64).to(comm.device)
     before = calls(comm)
     ops.all_reduce(x, backward="identity").backward(weights)
-    close(x.grad, wide(weights), "gradient")  # type: ignore[arg-type]
+    close(x.grad, wide(weights), "gradient")
     same(calls(comm) - before, 1, "collectives of forward and backward")
     with refused(ArgumentError, "no gradient", "max"):
         ops.all_reduce(x, op="max").sum().backward()
@@ -139,16 +131,3 @@ def checked(comm: Any) -> None:
 
 def test_gradcheck(ranks: Ranks) -> None:
     ranks(checked)
-
-
-def written_into(comm: Any) -> None:
-    """With out= an input that wants a gradient still gets it."""
-    x = sample(comm.rank, (3,), torch.float64).to(comm.device).requires_grad_()
-    out = torch.zeros(3, dtype=torch.float64, device=comm.device)
-    ops.all_reduce(x, out=out).sum().backward()
-    close(out, total([wide(sample(rank, (3,), torch.float64)) for rank in range(2)], 0), "out")
-    close(x.grad, rounded(wide(x) * 0 + 2, torch.float64), "gradient")  # type: ignore[arg-type]
-
-
-def test_out_with_gradient(ranks: Ranks) -> None:
-    ranks(written_into)

@@ -12,16 +12,17 @@ from commlib import ops
 from commlib.errors import ShapeError
 from tests._check import Array, bits, close, from_bits, refused, same, sample, wide
 from tests._formulas import parts_for_rank
-from tests._ranks import Ranks, World
-from tests._suites import MODES, SUITES, Operator, calls, compile_whole
+from tests._operator import MODES, Operator, calls, compile_whole
+from tests._ranks import Ranks
+from tests._suites import cases
 
 EXCHANGE = Operator(ops.all_to_all, parts_for_rank, adjoint=parts_for_rank, divides=True)
 Counts = list[list[int]]  # counts[i][j] rows go from rank i to rank j
 
 
-@pytest.mark.parametrize("suite", SUITES)
-def test_suite(ranks: Ranks, suite: Any) -> None:
-    ranks(suite, EXCHANGE)
+@pytest.mark.parametrize(("suite", "op"), cases(EXCHANGE))
+def test_suite(ranks: Ranks, suite: Any, op: Operator) -> None:
+    ranks(suite, op)
 
 
 def column(counts: Counts, rank: int) -> list[int]:
@@ -50,7 +51,7 @@ def split_values(comm: Any, counts: Counts) -> None:
     there = sample(comm.rank, (sum(counts[comm.rank]), 3), torch.float64).to(comm.device)
     out = ops.all_to_all(there.requires_grad_(), **splits)
     out.backward(out.detach())
-    close(there.grad, there, "what came, sent back")  # type: ignore[arg-type]
+    close(there.grad, there, "what came, sent back")
 
 
 row_counts = st.integers(0, 5)
@@ -69,10 +70,9 @@ def test_any_splits(ranks: Ranks, counts: Counts) -> None:
     ranks(split_values, counts)
 
 
-def test_splits_on_three_ranks(world: World) -> None:
-    with world(3) as ranks:
-        ranks(split_values, [[2, 0, 1], [0, 0, 4], [3, 1, 0]])
-        ranks(split_values, [[0, 0, 0], [0, 0, 0], [0, 7, 0]])
+def test_splits_on_three_ranks(trio: Ranks) -> None:
+    trio(split_values, [[2, 0, 1], [0, 0, 4], [3, 1, 0]])
+    trio(split_values, [[0, 0, 0], [0, 0, 0], [0, 7, 0]])
 
 
 def one_side(comm: Any) -> None:
@@ -85,7 +85,7 @@ def one_side(comm: Any) -> None:
     out = ops.all_to_all(x.requires_grad_(), out_splits=column(counts, comm.rank))
     close(out, want, "out_splits alone")
     out.backward(out.detach())
-    close(x.grad, x, "gradient of out_splits alone")  # type: ignore[arg-type]
+    close(x.grad, x, "gradient of out_splits alone")
 
 
 def test_splits_on_one_side(ranks: Ranks) -> None:

@@ -8,17 +8,18 @@ import torch
 from commlib import ops
 from tests._check import close
 from tests._formulas import ROOT, from_root, total_or_zeros
+from tests._operator import Operator
 from tests._ranks import Ranks
-from tests._suites import SUITES, Operator, wrong_roots
+from tests._suites import cases, wrong_roots
 
 BROADCAST = Operator(
     ops.broadcast, from_root, adjoint=total_or_zeros, keywords={"root": ROOT}, in_place=True
 )
 
 
-@pytest.mark.parametrize("suite", [*SUITES, wrong_roots])
-def test_suite(ranks: Ranks, suite: Any) -> None:
-    ranks(suite, BROADCAST)
+@pytest.mark.parametrize(("suite", "op"), cases(BROADCAST, wrong_roots))
+def test_suite(ranks: Ranks, suite: Any, op: Operator) -> None:
+    ranks(suite, op)
 
 
 def from_rank_0(comm: Any) -> None:

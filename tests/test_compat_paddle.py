@@ -51,8 +51,8 @@ from tests._formulas import (
     smallest,
     total,
 )
+from tests._operator import ABSENT_RING, calls, compile_whole
 from tests._ranks import Ranks, World
-from tests._suites import ABSENT_RING, calls, compile_whole
 
 Tensor = torch.Tensor
 COMPILE_S = 240
@@ -376,6 +376,8 @@ def wrong_calls(comm: Any) -> list[tuple[Callable[[], Any], type[Exception], tup
         (lambda: paddle.c_split(x, -1, 2), ArgumentError, ("rank=-1",)),
         (lambda: paddle.c_broadcast(x, root=-1), PeerError, ("root=-1", "0 to 1", *here)),
         (lambda: paddle.c_broadcast(x, root=2), PeerError, ("root=2", *here)),
+        (lambda: paddle.c_broadcast(x, root=None), PeerError, ("root=None",)),
+        (lambda: paddle.c_broadcast(x, root=True), PeerError, ("root=True",)),
         (lambda: paddle.c_reduce_sum(x, root_id=-1), PeerError, ("root_id=-1", *here)),
         (lambda: paddle.c_reduce_max(x, root_id=2), PeerError, ("root_id=2", "c_reduce_max")),
         (lambda: paddle.c_scatter(x, root=-1, nranks=2), PeerError, ("root=-1", *here)),
@@ -698,6 +700,7 @@ def test_compiled(ranks: Ranks) -> None:
 def compiled_refusals(comm: Any) -> None:
     """A wrong call inside a compiled function is told as in eager code, before it runs."""
     x, other = torch.ones(4, 4, device=comm.device), 1 - comm.rank
+    inside = ("dynamic_shape=True inside compiled code",)
     before = calls(comm)
     for call, words in (
         (lambda x: paddle.c_allgather(x, nranks=3), ("nranks=3", "type nranks=2")),
@@ -705,8 +708,8 @@ def compiled_refusals(comm: Any) -> None:
         (lambda x: paddle.c_allreduce_sum(x, ABSENT_RING), (ABSENT_RING, "rings here")),
         (lambda x: paddle.c_reducescatter(x[:3], nranks=2), ("does not divide",)),
         (lambda x: paddle.recv_v2((), 5, other), ("out_shape=()",)),
-        (lambda x: paddle.recv_v2((), 5, other, dynamic_shape=True), ("compiled code",)),
-        (lambda x: paddle.send_v2(x, 0, other, dynamic_shape=True), ("compiled code",)),
+        (lambda x: paddle.recv_v2((), 5, other, dynamic_shape=True), inside),
+        (lambda x: paddle.send_v2(x, 0, other, dynamic_shape=True), inside),
     ):
         with refused(RuntimeError, *words):
             compile_whole(call)(x)

@@ -9,8 +9,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from commlib import ops
 from tests._check import bits, close, same, sample
+from tests._operator import calls, compile_whole
 from tests._ranks import Ranks
-from tests._suites import calls, compile_whole
+
 
 def chain(x: torch.Tensor) -> torch.Tensor:
     """Every differentiable operator after the other; only exact arithmetic between them.
@@ -41,7 +42,7 @@ def forward_and_backward(comm: Any, backend: str, dtypes: tuple[torch.dtype, ...
             results.append((out.detach(), x.grad, calls(comm) - before))
         for out, grad, count in results[1:]:
             close(out, results[0][0], f"result {dtype}")
-            close(grad, results[0][1], f"gradient {dtype}")  # type: ignore[arg-type]
+            close(grad, results[0][1], f"gradient {dtype}")
             same(count, results[0][2], "collectives of forward and backward")
 
 
@@ -121,7 +122,7 @@ def test_sends_and_receives(ranks: Ranks) -> None:
 def sizes(comm: Any) -> None:
     """Sizes may change: at most one graph for a first size and one for all others."""
     for call in (chain, unused):
-        counter = CompileCounterWithBackend("aot_eager")  # type: ignore[no-untyped-call]
+        counter = CompileCounterWithBackend("aot_eager")
         compiled = compile_whole(call, backend=counter)
         for rows in (4, 6, 10, 16, 22):
             x = sample(comm.rank, (rows, 6), torch.float64).to(comm.device)
@@ -185,7 +186,7 @@ def test_wrong_call(ranks: Ranks) -> None:
 
 
 def registrations(comm: Any) -> None:
-    """torch's own checks of a registered operator: schema, fake against real, autograd."""
+    """Run torch's own checks of a registered operator: schema, fake against real, autograd."""
     x = sample(comm.rank, (4, 6), torch.float64).to(comm.device)
     registered = torch.ops.commlib
     rows: list[tuple[Any, tuple[Any, ...]]] = [

@@ -196,6 +196,15 @@ def test_a_failed_run_shows_what_its_ranks_said(
     assert "--- rank 0" in said and "FLAGS_comm_timeout_s='soon'" in said
 
 
+def test_a_run_past_its_deadline_shows_where_its_ranks_are(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError) as caught:
+        Launch(RANKS, "gloo", steps=2, folder=tmp_path, deadline=0.001).run(OFF)
+
+    said = str(caught.value)
+    assert "flag off, eager: exit code" in said
+    assert "Timeout (0:00:00.001000)!" in said and "legacy_tp_block.py" in said
+
+
 def program() -> ModuleType:
     spec = importlib.util.spec_from_file_location("legacy_tp_block", PROGRAM)
     assert spec and spec.loader

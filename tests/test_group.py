@@ -7,10 +7,14 @@ import torch
 from commlib.errors import ArgumentError
 from tests._check import Framed, close, refused, same, sample, until, wide
 from tests._formulas import joined, total
-from tests._ranks import Ranks, World
-from tests._suites import calls
+from tests._operator import calls
+from tests._ranks import Ranks
 
-BOTH = ({}, {"use_calc_stream": False}, {"use_calc_stream": False, "sync_op": False})
+BOTH: tuple[dict[str, bool], ...] = (
+    {},
+    {"use_calc_stream": False},
+    {"use_calc_stream": False, "sync_op": False},
+)
 LARGE = 1_000_003
 
 
@@ -22,9 +26,9 @@ def crossing(comm: Any) -> None:
         outs = {rank: torch.empty_like(mine) for rank in others}
         with comm.group(**mode) as work:
             for rank in others:
-                comm.send(mine, peer=rank, use_calc_stream=False if mode else True)
+                comm.send(mine, peer=rank, use_calc_stream=not mode)
             for rank, out in outs.items():
-                comm.recv(out, peer=rank, use_calc_stream=False if mode else True)
+                comm.recv(out, peer=rank, use_calc_stream=not mode)
         work.wait()
         for rank, out in outs.items():
             close(out, sample(rank, (LARGE,), torch.float32), f"from {rank}, {mode}")
@@ -34,9 +38,8 @@ def test_crossing_sends(ranks: Ranks) -> None:
     ranks(crossing)
 
 
-def test_crossing_sends_of_three(world: World) -> None:
-    with world(3) as ranks:
-        ranks(crossing)
+def test_crossing_sends_of_three(trio: Ranks) -> None:
+    trio(crossing)
 
 
 def mixed(comm: Any) -> None:

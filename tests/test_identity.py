@@ -10,8 +10,9 @@ from commlib import ops
 from commlib.errors import RingError
 from tests._check import close, refused, same
 from tests._formulas import own, total
+from tests._operator import ABSENT_RING, Operator, calls
 from tests._ranks import Ranks
-from tests._suites import ABSENT_RING, Operator, calls, compiled, gradients, lazy_bits, values
+from tests._suites import compiled, gradients, lazy_bits, values
 
 IDENTITY = Operator(ops.identity, own, adjoint=total, modes=("calc", "comm"))
 
@@ -56,7 +57,7 @@ def column_parallel(comm: Any) -> None:
     want = functools.reduce(torch.matmul, (reference, whole, tall))
     want.sum().backward()
     close(out, want.detach(), "output")
-    close(leaf.grad, reference.grad, "gradient")  # type: ignore[arg-type]
+    close(leaf.grad, reference.grad, "gradient")
 
 
 def test_tensor_parallel_pair(ranks: Ranks) -> None:

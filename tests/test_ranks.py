@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests._ranks import Ranks, World, fresh
+from tests._ranks import Ranks, fresh
 
 
 def nothing(comm: Any) -> None:
@@ -98,8 +98,3 @@ def test_a_function_that_cannot_travel_breaks_nothing(ranks: Ranks) -> None:
         ranks(lambda comm: None)
 
     ranks(nothing)
-
-
-def test_three_ranks(world: World) -> None:
-    with world(3) as ranks:
-        ranks(nothing)

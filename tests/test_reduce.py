@@ -20,12 +20,13 @@ from tests._formulas import (
     smallest,
     total,
 )
+from tests._operator import Operator
 from tests._ranks import Ranks
-from tests._suites import SUITES, Operator, values, wrong_roots
+from tests._suites import cases, wrong_roots
 
 
 def at_root(formula: Any, inputs: list[Array], rank: int) -> Array:
-    return formula(inputs, rank) if rank == ROOT else inputs[rank]  # type: ignore[no-any-return]
+    return formula(inputs, rank) if rank == ROOT else inputs[rank]
 
 
 def reduction(formula: Any, dtypes: tuple[torch.dtype, ...], op: str = "sum") -> Operator:
@@ -40,6 +41,7 @@ def reduction(formula: Any, dtypes: tuple[torch.dtype, ...], op: str = "sum") ->
     )
 
 
+SUM = reduction(total, SUMMED)
 OTHERS = {
     "max": reduction(largest, (*REAL, torch.bool), "max"),
     "min": reduction(smallest, (*REAL, torch.bool), "min"),
@@ -48,14 +50,9 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("suite", [*SUITES, wrong_roots])
-def test_sum(ranks: Ranks, suite: Any) -> None:
-    ranks(suite, reduction(total, SUMMED))
-
-
-@pytest.mark.parametrize("op", OTHERS)
-def test_reductions(ranks: Ranks, op: str) -> None:
-    ranks(values, OTHERS[op])
+@pytest.mark.parametrize(("suite", "op"), cases(SUM, wrong_roots, **OTHERS))
+def test_suite(ranks: Ranks, suite: Any, op: Operator) -> None:
+    ranks(suite, op)
 
 
 def refuse(comm: Any) -> None:

@@ -21,8 +21,9 @@ from tests._formulas import (
     product,
     smallest,
 )
+from tests._operator import MODES, Operator
 from tests._ranks import Ranks
-from tests._suites import MODES, SUITES, Operator, compiled, gradients, values
+from tests._suites import cases
 
 
 def own_part(formula: Any, inputs: list[Array], rank: int) -> Array:
@@ -46,19 +47,9 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("suite", SUITES)
-def test_sum(ranks: Ranks, suite: Any) -> None:
-    ranks(suite, SUM)
-
-
-@pytest.mark.parametrize("op", OTHERS)
-def test_reductions(ranks: Ranks, op: str) -> None:
-    ranks(values, OTHERS[op])
-
-
-@pytest.mark.parametrize("suite", [compiled, gradients])
-def test_avg(ranks: Ranks, suite: Any) -> None:
-    ranks(suite, OTHERS["avg"])
+@pytest.mark.parametrize(("suite", "op"), cases(SUM, **OTHERS))
+def test_suite(ranks: Ranks, suite: Any, op: Operator) -> None:
+    ranks(suite, op)
 
 
 def own_place(comm: Any) -> None:

@@ -17,8 +17,8 @@ from tests._formulas import (
     side_by_side,
     total,
 )
+from tests._operator import MODES, Operator
 from tests._ranks import World
-from tests._suites import MODES, Operator
 
 OPERATORS = (
     Operator(ops.all_reduce, total, reduces=True, dtypes=SUMMED),

@@ -6,12 +6,13 @@ import pytest
 
 from commlib import ops
 from tests._formulas import ROOT, own_part_from_root
+from tests._operator import Operator
 from tests._ranks import Ranks
-from tests._suites import SUITES, Operator, wrong_roots
+from tests._suites import cases, wrong_roots
 
 SCATTER = Operator(ops.scatter, own_part_from_root, keywords={"root": ROOT}, divides=True)
 
 
-@pytest.mark.parametrize("suite", [*SUITES, wrong_roots])
-def test_suite(ranks: Ranks, suite: Any) -> None:
-    ranks(suite, SCATTER)
+@pytest.mark.parametrize(("suite", "op"), cases(SCATTER, wrong_roots))
+def test_suite(ranks: Ranks, suite: Any, op: Operator) -> None:
+    ranks(suite, op)

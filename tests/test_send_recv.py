@@ -10,21 +10,9 @@ from commlib import ops
 from commlib.errors import ArgumentError, DeviceError, PeerError, RingError
 from tests._check import Framed, close, refused, same, sample, settle, until
 from tests._formulas import of_the_other
+from tests._operator import ABSENT_RING, MODES, Operator, calls, compile_whole
 from tests._ranks import Ranks
-from tests._suites import (
-    ABSENT_RING,
-    MODES,
-    Operator,
-    calls,
-    compile_whole,
-    compiled,
-    compiled_out,
-    layouts,
-    lazy_bits,
-    raw,
-    values,
-    waiting,
-)
+from tests._suites import compiled, compiled_out, layouts, lazy_bits, raw, values, waiting
 
 
 def exchange(x: torch.Tensor, ring_id: int = 0, *, out: Any = None, **mode: Any) -> Any:
@@ -60,7 +48,8 @@ def many(comm: Any) -> None:
         outs = [torch.zeros(n, device=comm.device) for n in sizes]
         for n, out in zip(sizes, outs, strict=True):
             if comm.rank == 0:
-                works.append(ops.send(torch.full((n,), n, device=comm.device) * 1.5, peer=1, **mode))
+                x = torch.full((n,), n * 1.5, device=comm.device)
+                works.append(ops.send(x, peer=1, **mode))
             else:
                 works.append(ops.recv(out, peer=0, **mode))
         for work in works:

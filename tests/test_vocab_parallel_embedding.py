@@ -8,8 +8,8 @@ import torch
 from commlib import ops
 from commlib.errors import ArgumentError, DtypeError, ShapeError
 from tests._check import Array, bits, close, from_bits, refused, sample
+from tests._operator import compile_whole
 from tests._ranks import Ranks
-from tests._suites import compile_whole
 
 ROWS, DIM = 6, 3
 
@@ -77,7 +77,7 @@ def scattered(comm: Any) -> None:
     for call in (ops.vocab_parallel_embedding, compile_whole(ops.vocab_parallel_embedding)):
         shard = table[start : start + ROWS].to(comm.device).requires_grad_()
         call(ids, shard, start).backward(weights.to(comm.device))
-        close(shard.grad, want[start : start + ROWS], "gradient")  # type: ignore[arg-type]
+        close(shard.grad, want[start : start + ROWS], "gradient")
 
 
 def test_gradient(ranks: Ranks) -> None:

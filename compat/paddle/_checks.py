@@ -41,9 +41,9 @@ def placed(name: str, ring_id: int, nranks: int, rank: int) -> CommContext:
 
 def position(name: str, context: CommContext, role: str, given: int) -> int:
     """Return a root or peer that is a position in the ring; raises ``PeerError`` for another."""
-    if not 0 <= given < context.size:
+    if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given < context.size:
         raise PeerError(
-            f"{context.where(name)}: {role}={given}; expected a position in the ring, 0 to "
+            f"{context.where(name)}: {role}={given!r}; expected a position in the ring, 0 to "
             f"{context.size - 1} (its global ranks are {list(context.ranks)}); type {role}=0"
         )
     return given

@@ -1,6 +1,5 @@
 """The legacy bring-up of a ring: c_gen_nccl_id and c_comm_init."""
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 
 from commlib import _bootstrap
 from commlib._context import CommContext
-from commlib._manager import CommContextManager
+from commlib._manager import CommContextManager, checked_device
 from commlib.errors import ArgumentError, PeerError, RingError
 
 _ENDPOINTS = "PADDLE_TRAINER_ENDPOINTS"
@@ -52,8 +51,8 @@ def c_comm_init(
     Without one of both the members are the global ranks 0 to nranks - 1. ``device_id`` is the GPU
     to use, which becomes the current one, -1 for the program's; on a CPU it has no meaning. ``x``,
     the id that ``c_gen_nccl_id`` wrote upstream, is not read. A ring of one rank is allowed. Raises
-    ``ArgumentError``, ``PeerError``, ``RingError`` when the ring exists with other members, and
-    what ``CommContextManager.create`` raises. Source: operator ``c_comm_init``.
+    ``ArgumentError``, ``PeerError``, ``DeviceError``, ``RingError`` when the ring exists with other
+    members, and what ``CommContextManager.create`` raises. Source: operator ``c_comm_init``.
     """
     _checked_ring("c_comm_init", ring_id)
     if nranks < 1 or not 0 <= rank < nranks:
@@ -87,7 +86,7 @@ def _members(ring_id: int, nranks: int, endpoints: str) -> tuple[int, ...]:
             f"c_comm_init: {len(named)} endpoints {named} with nranks={nranks} for ring {ring_id}; "
             f"expected one a rank, joined by commas"
         )
-    known = [one.strip() for one in os.environ.get(_ENDPOINTS, "").split(",") if one.strip()]
+    known = _bootstrap.paddle_endpoints()
     if not named or not known:
         return tuple(range(nranks))
     strange = [one for one in named if one not in known]
@@ -105,4 +104,4 @@ def _device(device_id: int) -> torch.device | None:
     on_cpu = manager.has(0) and manager.get(0).device.type == "cpu"
     if device_id < 0 or on_cpu or not torch.cuda.is_available():
         return None
-    return torch.device("cuda", device_id)
+    return checked_device(torch.device("cuda", device_id))
