@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +13,7 @@ from torch._C import _distributed_c10d as c10d
 from commlib._context import CommContext
 from commlib._deadline import Deadline
 from commlib._dtypes import NATIVE, Reducer, Wire
+from commlib._rollcall import Meeting
 
 Tensor = torch.Tensor
 
@@ -43,21 +45,13 @@ class C10dContext(CommContext):
 
     reducer: ClassVar[Reducer] = Reducer("c10d", unsigned=False, premul=False)
 
-    def __init__(
-        self,
-        ring_id: int,
-        rank: int,
-        ranks: tuple[int, ...],
-        device: torch.device,
-        timeout: float,
-        store: dist.Store | None,
-    ) -> None:
-        """Make the ring's process group through ``store``; a ring of one rank needs neither."""
-        super().__init__(ring_id, rank, ranks, device, timeout)
-        self.pg: Any = None if store is None else self._make(store)
+    pg: Any = None
+
+    def _connect(self, meeting: Meeting, deadline: Deadline) -> None:
+        self.pg = self._make(meeting.store, timedelta(seconds=self.timeout))
 
     @abstractmethod
-    def _make(self, store: dist.Store) -> Any: ...
+    def _make(self, store: dist.Store, wait: timedelta) -> Any: ...
 
     def _issued(self, work: Any) -> Any:
         """Where the stream orders the result, join it now and leave nothing to wait for."""

@@ -21,6 +21,7 @@ from commlib._checks import (
 from commlib._deadline import Deadline
 from commlib._dtypes import Reducer, Wire, wire
 from commlib._gate import Call
+from commlib._rollcall import Meeting
 from commlib._streams import Fences, issue_lock
 from commlib._work import Work
 from commlib.errors import ArgumentError, CommTimeout, EngineError, ShapeError
@@ -46,10 +47,21 @@ class CommContext(ABC):
     parts_in_place: ClassVar[bool] = False
 
     def __init__(
-        self, ring_id: int, rank: int, ranks: tuple[int, ...], device: torch.device, timeout: float
+        self,
+        ring_id: int,
+        rank: int,
+        ranks: tuple[int, ...],
+        device: torch.device,
+        deadline: Deadline,
+        meeting: Meeting | None,
     ) -> None:
+        """Set the engine up with the other members of ``meeting``, at most until ``deadline``.
+
+        ``meeting`` is None for a ring of one rank, which needs no communicator. The length of the
+        deadline is also that of every later wait on a CPU.
+        """
         self.ring_id, self.rank, self.size, self.ranks = ring_id, rank, len(ranks), ranks
-        self.device, self.timeout = device, timeout
+        self.device, self.timeout = device, deadline.seconds
         self.fences = Fences(device) if device.type == "cuda" else None
         self.lock = issue_lock(device)
         self.calls = 0
@@ -61,6 +73,13 @@ class CommContext(ABC):
         self._reductions: dict[tuple[torch.dtype, str, float | None], Any] = {}
         self._unfenced: deque[tuple[torch.cuda.Event, list[Call]]] = deque()
         self._token = torch.zeros(1, dtype=torch.int32, device=device)
+        if meeting is not None:
+            self._connect(meeting, deadline)
+
+    @staticmethod
+    def credentials() -> bytes:
+        """What the first member hands to the others when they meet."""
+        return b""
 
     def __repr__(self) -> str:
         return (
@@ -513,6 +532,9 @@ class CommContext(ABC):
 
     @abstractmethod
     def _barrier(self, out: None, x: None) -> Any: ...
+
+    @abstractmethod
+    def _connect(self, meeting: Meeting, deadline: Deadline) -> None: ...
 
     @contextmanager
     def coalesced(self) -> Iterator[None]:

@@ -15,5 +15,5 @@ class GlooCommContext(C10dContext):
     engine: ClassVar[str] = "gloo"
     reducer: ClassVar[Reducer] = Reducer("gloo", unsigned=False, premul=False)
 
-    def _make(self, store: dist.Store) -> Any:
-        return dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self.timeout))
+    def _make(self, store: dist.Store, wait: timedelta) -> Any:
+        return dist.ProcessGroupGloo(store, self.rank, self.size, wait)

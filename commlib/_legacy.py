@@ -19,8 +19,7 @@ class LegacyCommContext(C10dContext):
     engine: ClassVar[str] = "c10d"
     _free_before: int | None = None
 
-    def _make(self, store: dist.Store) -> Any:
-        wait = timedelta(seconds=self.timeout)
+    def _make(self, store: dist.Store, wait: timedelta) -> Any:
         group = dist.ProcessGroup(store, self.rank, self.size)
         backend: Any
         if self.device.type == "cuda":

@@ -2,14 +2,15 @@
 
 import atexit
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from commlib import _bootstrap, _nccl, flags
+from commlib import _bootstrap, flags
 from commlib._bootstrap import World
 from commlib._context import CommContext
 from commlib._deadline import Deadline
@@ -17,7 +18,7 @@ from commlib._gloo import GlooCommContext
 from commlib._legacy import LegacyCommContext
 from commlib._log import log
 from commlib._nccl import NCCLCommContext
-from commlib._rollcall import RollCall
+from commlib._rollcall import Meeting, RollCall
 from commlib.errors import ArgumentError, BootstrapError, CommError, DeviceError, RingError
 
 Seconds = float | timedelta
@@ -122,41 +123,25 @@ class CommContextManager:
         deadline: Deadline,
     ) -> CommContext:
         unified, on_gpu = bool(flags.get(flags.UNIFIED)), device.type == "cuda"
-        rank, size, limit = members.index(world.rank), len(members), deadline.seconds
         log_engine_once(unified, on_gpu)
-        payload, room = b"", None
-        if size > 1:
-            needs_id = unified and on_gpu
-            payload, room = self._meet(
-                ring_id, members, world, store, deadline, _nccl.new_unique_id if needs_id else bytes
-            )
-        if not unified:
-            return LegacyCommContext(ring_id, rank, members, device, limit, room)
-        if not on_gpu:
-            return GlooCommContext(ring_id, rank, members, device, limit, room)
-        return NCCLCommContext(ring_id, rank, members, device, limit, payload or None, deadline)
-
-    def _meet(
-        self,
-        ring_id: int,
-        members: tuple[int, ...],
-        world: World,
-        store: dist.Store | None,
-        deadline: Deadline,
-        payload: Any,
-    ) -> tuple[bytes, dist.Store]:
-        if store is None:
-            store = _bootstrap.connect(world, deadline)
-        call = self._calls.setdefault(store, RollCall(store, world.rank))
+        engine = _ENGINES[unified, on_gpu]
+        build = partial(engine, ring_id, members.index(world.rank), members, device, deadline)
+        if len(members) == 1:
+            return build(None)
         try:
-            return call.meet(ring_id, members, deadline, payload)
-        except CommError:
-            raise
-        except RuntimeError as error:
+            call = self._roll_call(world, store, deadline)
+            meeting = call.meet(ring_id, members, deadline, engine.credentials)
+            return _set_up(build, meeting, deadline)
+        except dist.DistError as error:
             raise BootstrapError(
                 f"creating ring {ring_id} of ranks {list(members)} on rank {world.rank}: the "
                 f"rendezvous store can't be used ({error}); is the process that serves it alive?"
             ) from error
+
+    def _roll_call(self, world: World, store: dist.Store | None, deadline: Deadline) -> RollCall:
+        if store is None:
+            store = _bootstrap.connect(world, deadline)
+        return self._calls.setdefault(store, RollCall(store, world.rank))
 
     # -- find ------------------------------------------------------------------------------------
 
@@ -235,6 +220,31 @@ class CommContextManager:
         _bootstrap.leave(Deadline(flags.get(flags.CLOSE_TIMEOUT)))
 
 
+def _set_up(
+    build: Callable[[Meeting], CommContext], meeting: Meeting, deadline: Deadline
+) -> CommContext:
+    """Build the engine's context; it stands on every member or on none."""
+    context, error = None, None
+    try:
+        context = build(meeting)
+    except Exception as caught:  # the other members must hear of it, whatever it is
+        error = caught
+    try:
+        meeting.finish(error, deadline)
+    except CommError:
+        if context is not None:
+            context.abort()
+        raise
+    assert context is not None  # finish() raises on every member if one has failed
+    return context
+
+
+_ENGINES: dict[tuple[bool, bool], type[CommContext]] = {
+    (True, True): NCCLCommContext,
+    (True, False): GlooCommContext,
+    (False, True): LegacyCommContext,
+    (False, False): LegacyCommContext,
+}
 _manager = CommContextManager()
 atexit.register(_manager._at_exit)
 

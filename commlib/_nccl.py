@@ -13,6 +13,7 @@ import torch
 from commlib._context import CommContext
 from commlib._deadline import Deadline
 from commlib._dtypes import Reducer, Wire
+from commlib._rollcall import Meeting
 from commlib._streams import current_raw
 from commlib.errors import CommTimeout, EngineError
 
@@ -70,11 +71,6 @@ def _version_number(version: tuple[int, ...]) -> int:
     return major * 10000 + minor * 100 + patch
 
 
-def new_unique_id() -> bytes:
-    """Return a fresh ncclUniqueId (128 bytes), for the other members through the store."""
-    return bytes(library().get_unique_id())
-
-
 def _bounded(step: Callable[[], Any], deadline: Deadline, what: str) -> Any:
     """Run a blocking NCCL call in a thread of its own and give up waiting at the deadline."""
     outcome: list[Any] = []
@@ -103,50 +99,36 @@ class NCCLCommContext(CommContext):
     reducer: ClassVar[Reducer] = Reducer("nccl", unsigned=True, premul=True)
     parts_in_place: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        ring_id: int,
-        rank: int,
-        ranks: tuple[int, ...],
-        device: torch.device,
-        timeout: float,
-        unique_id: bytes | None,
-        deadline: Deadline | None,
-    ) -> None:
-        """Create the communicator of ``unique_id``, connect it, and note the memory it took.
+    _comm: Any = None
+    _index: int
 
-        Blocks until every member has come, at most until ``deadline``; a ring of one rank gives
-        None for both and creates nothing.
-        """
-        super().__init__(ring_id, rank, ranks, device, timeout)
-        self._comm: Any = None
+    @staticmethod
+    def credentials() -> bytes:
+        """Return a fresh ncclUniqueId (128 bytes)."""
+        return bytes(library().get_unique_id())
+
+    def _connect(self, meeting: Meeting, deadline: Deadline) -> None:
+        nccl, device, what = library(), self.device, self.where("initialising NCCL")
         self._index = device.index
-        if unique_id is None or deadline is None:
-            return
-        nccl = library()
-        what = self.where("initialising NCCL")
         torch.cuda.synchronize(device)
         free = torch.cuda.mem_get_info(device)[0]
 
         def initialise() -> Any:
             torch.cuda.set_device(device)
-            return nccl.NcclCommunicator(self.size, unique_id, rank)
+            return nccl.NcclCommunicator(self.size, meeting.payload, self.rank)
 
         self._comm = _bounded(initialise, deadline, what)
-        self._connect(deadline, what)
+        self._first_collective(deadline, what)
         self.communicator_bytes = max(0, free - torch.cuda.mem_get_info(device)[0])
 
-    def _connect(self, deadline: Deadline, what: str) -> None:
+    def _first_collective(self, deadline: Deadline, what: str) -> None:
         """Pass one token around, so that no later call (nor a capture) has to set anything up."""
-        stream = torch.cuda.current_stream(self.device)
         self._barrier(None, None)
         event = torch.cuda.Event()
-        event.record(stream)
+        event.record(torch.cuda.current_stream(self.device))
         if not deadline.poll(event.query):
             self._abort()
-            raise CommTimeout(
-                f"{what}: the first collective did not finish in {deadline.seconds:g} s"
-            )
+            raise CommTimeout(f"{what}: the first collective took over {deadline.seconds:g} s")
 
     def _resolve(self, dtype: torch.dtype, reduction: Wire) -> tuple[int, int, int]:
         """Elements of the reduction for each element of the tensor, NCCL type and operation."""
@@ -169,7 +151,12 @@ class NCCLCommContext(CommContext):
     def _all_reduce(self, out: Tensor, x: Tensor, reduction: tuple[int, int, int]) -> None:
         parts, kind, op = reduction
         self._comm.allReduce(
-            x.data_ptr(), out.data_ptr(), x.numel() * parts, kind, op, current_raw(self._index)
+            x.data_ptr(),
+            out.data_ptr(),
+            x.numel() * parts,
+            kind,
+            op,
+            current_raw(self._index),
         )
 
     def _all_gather(self, out: Tensor, x: Tensor) -> None:
@@ -180,13 +167,23 @@ class NCCLCommContext(CommContext):
     def _reduce_scatter(self, out: Tensor, x: Tensor, reduction: tuple[int, int, int]) -> None:
         parts, kind, op = reduction
         self._comm.reduceScatter(
-            x.data_ptr(), out.data_ptr(), out.numel() * parts, kind, op, current_raw(self._index)
+            x.data_ptr(),
+            out.data_ptr(),
+            out.numel() * parts,
+            kind,
+            op,
+            current_raw(self._index),
         )
 
     def _broadcast(self, out: Tensor, x: Tensor | None, root: int) -> None:
         source = out if x is None else x
         self._comm.broadcast(
-            source.data_ptr(), out.data_ptr(), out.nbytes, _BYTES, root, current_raw(self._index)
+            source.data_ptr(),
+            out.data_ptr(),
+            out.nbytes,
+            _BYTES,
+            root,
+            current_raw(self._index),
         )
 
     def _reduce(

@@ -5,6 +5,9 @@ when all have come and writes the verdict; whoever runs out of time, or sees tha
 for each other in a circle, writes another. ``compare_set`` lets exactly one verdict win, so that
 all who wait leave with the same answer. A verdict ends its generation: the next call on any member,
 also on one that came too late for it, begins the next one, so that a retry always meets.
+
+Behind the engine's own set-up the members meet once more: a ring exists on all of them or on none,
+and nobody closes it while another is still connecting.
 """
 
 import base64
@@ -46,10 +49,9 @@ class RollCall:
         ranks: tuple[int, ...],
         deadline: Deadline,
         payload: Callable[[], bytes],
-    ) -> tuple[bytes, Store]:
-        """Wait until every member of the ring has signed in.
+    ) -> "Meeting":
+        """Wait until every member of the ring has signed in; ``payload`` runs on the first member.
 
-        Returns the bytes that the first member's ``payload`` made and the ring's part of the store.
         Raises ``CommTimeout`` naming the missing ranks, or ``RingOrderError`` showing both orders.
         """
         self._history.append((ring_id, list(ranks)))
@@ -57,10 +59,11 @@ class RollCall:
             verdict, room = self._attend(ring_id, ranks, deadline, payload)
         finally:
             self._publish(waiting=None)
+        where = f"creating ring {ring_id} of ranks {list(ranks)} on rank {self.me}"
         if not verdict.startswith(_GO):
             self._history.pop()
-            raise self._refusal(verdict, ring_id, ranks)
-        return base64.b64decode(verdict[len(_GO) :]), PrefixStore("engine", room)
+            raise _refusal(verdict, where)
+        return Meeting(self.me, ranks, where, base64.b64decode(verdict[len(_GO) :]), room)
 
     def _attend(
         self,
@@ -99,12 +102,10 @@ class RollCall:
         while not room.check(["verdict"]):
             if self.me == ranks[0]:
                 if arrived == len(ranks):
-                    return self._decide(room, self._go(payload))
+                    return _decide(room, "verdict", self._go(payload))
                 arrived = room.add("arrived", 0)
             if deadline.passed():
-                missing = [r for r in ranks if not room.check([f"here/{r}"])]
-                told = {"by": self.me, "missing": missing, "seconds": deadline.seconds}
-                return self._decide(room, _LATE + json.dumps(told))
+                return _decide(room, "verdict", _late(room, "here", self.me, ranks, deadline))
             if time.monotonic() >= next_look:
                 circle = self._circle(key, ranks)
                 if circle is not None and circle == seen:
@@ -119,11 +120,6 @@ class RollCall:
             return _GO + base64.b64encode(payload()).decode()
         except Exception as error:  # the others must not wait for what can't come
             return f"{_FAILED}rank {self.me}: {type(error).__name__}: {error}"
-
-    def _decide(self, room: Store, verdict: str) -> str:
-        """Offer ``verdict`` for the ring's attempt and return the one that won."""
-        winner: bytes = room.compare_set("verdict", "", verdict)
-        return winner.decode()
 
     # -- members that wait for each other ---------------------------------------------------------
 
@@ -169,25 +165,65 @@ class RollCall:
         orders = {str(rank): state["history"] for rank, state in circle.items()}
         text = _ORDER + json.dumps(orders)
         keys = {state["waiting"] for state in circle.values() if state["waiting"]}
-        return {key: self._decide(PrefixStore(key, self.store), text) for key in keys}
+        return {key: _decide(PrefixStore(key, self.store), "verdict", text) for key in keys}
 
-    def _refusal(self, verdict: str, ring_id: int, ranks: tuple[int, ...]) -> CommError:
-        where = f"creating ring {ring_id} of ranks {list(ranks)} on rank {self.me}"
-        if verdict.startswith(_ORDER):
-            orders: dict[str, list[list[Any]]] = json.loads(verdict[len(_ORDER) :])
-            lines = "; ".join(
-                f"rank {rank} created {', then '.join(f'ring {i} {m}' for i, m in made)}"
-                for rank, made in sorted(orders.items(), key=lambda item: int(item[0]))
-            )
-            return RingOrderError(
-                f"{where}: the members wait for each other: {lines}. Every rank must create the "
-                f"rings that it shares with others in one order; type the new_ring calls in "
-                f"order of ring id"
-            )
-        if verdict.startswith(_FAILED):
-            return EngineError(f"{where}: {verdict[len(_FAILED) :]}")
-        told = json.loads(verdict[len(_LATE) :])
-        return CommTimeout(
-            f"{where}: ranks {told['missing']} did not come within {told['seconds']:g} s (rank "
-            f"{told['by']} waited); start them, or raise timeout= or FLAGS_comm_timeout_s"
+
+class Meeting:
+    """Members that have found each other and are setting their engine up."""
+
+    def __init__(
+        self, me: int, ranks: tuple[int, ...], where: str, payload: bytes, room: Store
+    ) -> None:
+        self.me, self.ranks, self.where, self.payload = me, ranks, where, payload
+        self.store = PrefixStore("engine", room)
+        self._room = room
+
+    def finish(self, error: Exception | None, deadline: Deadline) -> None:
+        """Say how this rank's set-up went and wait for the others.
+
+        Raises ``EngineError`` when it failed on any member, ``CommTimeout`` naming those that did
+        not come through.
+        """
+        room = self._room
+        if error is not None:
+            _decide(room, "built", f"{_FAILED}rank {self.me}: {type(error).__name__}: {error}")
+        else:
+            room.set(f"ready/{self.me}", "1")
+            if room.add("ready", 1) == len(self.ranks):
+                _decide(room, "built", _GO)
+        if not deadline.poll(lambda: room.check(["built"]), longest_sleep=0.05):
+            _decide(room, "built", _late(room, "ready", self.me, self.ranks, deadline))
+        verdict = room.get("built").decode()
+        if not verdict.startswith(_GO):
+            raise _refusal(verdict, self.where) from error
+
+
+def _decide(room: Store, name: str, verdict: str) -> str:
+    """Offer ``verdict`` under ``name`` and return the one that won."""
+    winner: bytes = room.compare_set(name, "", verdict)
+    return winner.decode()
+
+
+def _late(room: Store, sign: str, me: int, ranks: tuple[int, ...], deadline: Deadline) -> str:
+    missing = [rank for rank in ranks if not room.check([f"{sign}/{rank}"])]
+    return _LATE + json.dumps({"by": me, "missing": missing, "seconds": deadline.seconds})
+
+
+def _refusal(verdict: str, where: str) -> CommError:
+    if verdict.startswith(_FAILED):
+        return EngineError(f"{where}: {verdict[len(_FAILED) :]}")
+    if verdict.startswith(_ORDER):
+        orders: dict[str, list[list[Any]]] = json.loads(verdict[len(_ORDER) :])
+        lines = "; ".join(
+            f"rank {rank} created {', then '.join(f'ring {i} {m}' for i, m in made)}"
+            for rank, made in sorted(orders.items(), key=lambda item: int(item[0]))
         )
+        return RingOrderError(
+            f"{where}: the members wait for each other: {lines}. Every rank must create the rings "
+            f"that it shares with others in one order; type the new_ring calls in order of ring id"
+        )
+    told = json.loads(verdict[len(_LATE) :])
+    return CommTimeout(
+        f"{where}: ranks {told['missing']} did not come within {told['seconds']:g} s (rank "
+        f"{told['by']} waited); start them, or raise timeout= or FLAGS_comm_timeout_s"
+    )
