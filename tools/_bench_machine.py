@@ -1,0 +1,47 @@
+"""The machine of a benchmark: what has to be known to judge its figures, and to repeat them."""
+
+import os
+import platform
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from commlib.tools.doctor import _gpus, _versions
+
+Fact = tuple[str, str]
+
+
+def facts() -> tuple[Fact, ...]:
+    """Return date, CPU, GPUs, load and versions; nothing that names the host or its folders."""
+    return tuple(_facts())
+
+
+def _facts() -> Iterator[Fact]:
+    yield "date", time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    yield "CPU", _cpu()
+    yield "cores", str(os.cpu_count())
+    yield "load at the start", f"{os.getloadavg()[0]:.1f} of the last minute"
+    names = Counter(name for _, name, *_ in _gpus())
+    yield "GPUs", ", ".join(f"{count} x {name}" for name, count in names.items()) or "none"
+    yield "system", f"{platform.system()} {platform.machine()}"
+    yield from ((what, version) for what, version in _versions() if version != "no driver")
+
+
+def _cpu() -> str:
+    """Return the processor's model; Python knows it on few systems."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, "") or platform.processor() or platform.machine()
+
+
+def gpu_refusal(nproc: int) -> str | None:
+    """Say what a benchmark with one GPU a rank lacks here, and what to type."""
+    if nproc < 2:
+        return f"{nproc} ranks: expected 2 or more; type --nproc 2"
+    if torch.cuda.device_count() < nproc:
+        return f"{nproc} ranks need {nproc} GPUs; this machine shows {torch.cuda.device_count()}"
+    return None

@@ -1,0 +1,120 @@
+"""The report of one benchmark: a table on the screen, and the same in a dated Markdown file."""
+
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from commlib.tools._bench_machine import Fact
+from commlib.tools._bench_rounds import HIGHEST, LOWEST, Samples, Spread, ratio, spread
+
+Row = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one benchmark found: a caption that says what was done, a table, and findings."""
+
+    name: str
+    caption: str
+    columns: Row
+    rows: tuple[Row, ...]
+    findings: tuple[str, ...]
+    settings: dict[str, int]
+
+    @property
+    def command(self) -> str:
+        """What to type for the same run."""
+        options = (part for name, value in self.settings.items() for part in (f"--{name}", value))
+        return shlex.join(["commlib", "bench", self.name, *map(str, options)])
+
+
+def number(value: float) -> str:
+    """Write ``value`` with three or more digits that count."""
+    places = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+    return f"{value:.{places}f}"
+
+
+def timing_columns(unit: str, bases: Sequence[str], *heads: str) -> Row:
+    """Return the head of a table whose rows ``timing_rows`` gives."""
+    ends = f"p{LOWEST}..p{HIGHEST}"
+    ratios = (f"ratio to {base} ({ends})" for base in bases)
+    return (*heads, "call", f"median {unit}", ends, f"over {bases[0]}, {unit}", *ratios)
+
+
+def timing_rows(
+    samples: Samples, bases: Sequence[str], per_second: float, *heads: str
+) -> Iterator[Row]:
+    """Yield one row a peer: its time, what it takes over the first base, its ratio to each."""
+    least = spread(samples[bases[0]]).middle
+    for name, values in samples.items():
+        time = Spread(*(end * per_second for end in spread(values)))
+        over = number(time.middle - least * per_second)
+        yield (
+            *(*heads, name, number(time.middle), _range(time), over),
+            *(with_range(ratio(values, samples[base])) for base in bases),
+        )
+
+
+def _range(value: Spread) -> str:
+    return f"{number(value.low)}..{number(value.high)}"
+
+
+def with_range(value: Spread) -> str:
+    """Write a median with its spread behind it."""
+    return f"{number(value.middle)} ({_range(value)})"
+
+
+def target(what: str, measured: float, limit: float, unit: str = "") -> str:
+    """Return the finding that ``measured`` stays within ``limit``, or that it does not."""
+    met = "met" if measured <= limit else "missed"
+    return f"{met}: {what}: {number(measured)}{unit}, target at most {limit:g}{unit}"
+
+
+def show(console: Console, report: Report) -> None:
+    """Print the table of ``report`` and its findings."""
+    shown = Table(
+        *map(Text, report.columns),
+        title=report.name,
+        caption=Text(report.caption),
+        box=box.SIMPLE_HEAD,
+    )
+    for row in report.rows:
+        shown.add_row(*map(Text, row))
+    console.print(shown)
+    for finding in report.findings:
+        console.print(finding, markup=False, highlight=False, soft_wrap=True)
+
+
+def write(folder: Path, report: Report, facts: Sequence[Fact]) -> Path:
+    """Write ``report`` with the machine's ``facts``, the date first; return the new file.
+
+    A second run on one day gets a number and replaces nothing.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"{dict(facts)['date'][:10]}-{report.name}"
+    path, count = folder / f"{stem}.md", 1
+    while path.exists():
+        count += 1
+        path = folder / f"{stem}-{count}.md"
+    path.write_text(_markdown(report, facts))
+    return path
+
+
+def _markdown(report: Report, facts: Sequence[Fact]) -> str:
+    run = [("command", f"`{report.command}`"), *facts]
+    parts = [f"# {report.name}", report.caption, "## Run", *_grid(("what", "value"), run)]
+    parts += ["## Result", *_grid(report.columns, report.rows)]
+    parts += ["## Findings", "\n".join(f"- {finding}" for finding in report.findings)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _grid(columns: Row, rows: Iterable[Row]) -> Iterator[str]:
+    lines = [columns, ("---",) * len(columns), *rows]
+    cells = (" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines)
+    yield "\n".join(f"| {line} |" for line in cells)
