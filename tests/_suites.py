@@ -103,6 +103,12 @@ def waiting(comm: Any, op: Operator) -> None:
     close(work.result, want, "waited for twice")
     until(work.done, "done after wait()")
 
+    x, want = op.example(comm)
+    strided = Framed(tuple(want.shape), want.dtype, comm.device, "stepped").view
+    work = op.start(x, out=strided)
+    work.wait().zero_()
+    close(work.wait(), torch.zeros_like(want), "what the program wrote between two waits")
+
     examples = [op.example(comm, seed=seed) for seed in range(5)]
     works = [op.start(x) for x, _ in examples]
     for work, (_, want) in reversed(list(zip(works, examples, strict=True))):

@@ -46,9 +46,7 @@ def report(found: Samples, settings: dict[str, int]) -> Report:
         columns=timing_columns("µs", bases),
         rows=tuple(timing_rows(found, bases, 1e6)),
         findings=(
-            target(
-                f"{IN_PLACE} over {BARE}", middle[IN_PLACE] - middle[BARE], OVER_BARE_US, " µs"
-            ),
+            target(f"{IN_PLACE} over {BARE}", middle[IN_PLACE] - middle[BARE], OVER_BARE_US, " µs"),
             target(f"{IN_PLACE} / {DIST}", ratio(found[IN_PLACE], found[DIST]).middle, OF_DIST),
             *(f"{name} over {BARE}: {number(middle[name] - middle[BARE])} µs" for name in rest),
         ),

@@ -5,6 +5,7 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -44,4 +45,6 @@ def gpu_refusal(nproc: int) -> str | None:
         return f"{nproc} ranks: expected 2 or more; type --nproc 2"
     if torch.cuda.device_count() < nproc:
         return f"{nproc} ranks need {nproc} GPUs; this machine shows {torch.cuda.device_count()}"
+    if find_spec("cupy") is None:
+        return "CuPy is not installed; type `pip install commlib[cuda13]` or [cuda12]"
     return None

@@ -78,12 +78,9 @@ def target(what: str, measured: float, limit: float, unit: str = "") -> str:
 
 def show(console: Console, report: Report) -> None:
     """Print the table of ``report`` and its findings."""
-    shown = Table(
-        *map(Text, report.columns),
-        title=report.name,
-        caption=Text(report.caption),
-        box=box.SIMPLE_HEAD,
-    )
+    shown = Table(title=report.name, caption=Text(report.caption), box=box.SIMPLE_HEAD)
+    for column in report.columns:
+        shown.add_column(Text(column))
     for row in report.rows:
         shown.add_row(*map(Text, row))
     console.print(shown)

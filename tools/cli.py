@@ -30,13 +30,17 @@ def doctor(ctx: click.Context) -> None:
 
 @main.command()
 @click.argument("names", nargs=-1)
-@click.option("--out", type=click.Path(), help="Write the dated table to a file.")
+@click.option("--nproc", default=2, show_default=True, help="Ranks to start on this machine.")
+@click.option("--rounds", type=int, help="Rounds of each benchmark.  [default: its own number]")
+@click.option("--out", type=click.Path(file_okay=False), help="Folder for dated Markdown files.")
 @click.pass_context
-def bench(ctx: click.Context, names: tuple[str, ...], out: str | None) -> None:
-    """Time the benchmarks NAMES (all without any) against their named peers."""
+def bench(
+    ctx: click.Context, names: tuple[str, ...], nproc: int, rounds: int | None, out: str | None
+) -> None:
+    """Time the benchmarks NAMES against their named peers: host, gloo, import, memory, or all."""
     from commlib.tools.bench import run_bench
 
-    ctx.exit(run_bench(names, out))
+    ctx.exit(run_bench(names, out, nproc=nproc, rounds=rounds))
 
 
 if __name__ == "__main__":

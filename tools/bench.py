@@ -1,0 +1,88 @@
+"""`commlib bench`: each speed claim against its named peers, in one run on this machine."""
+
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+
+from commlib.tools import _bench_gloo, _bench_host, _bench_import, _bench_memory
+from commlib.tools._bench_machine import facts
+from commlib.tools._bench_report import Report, show, write
+from commlib.tools._demo_runs import LaunchError
+
+
+class Benchmark(Protocol):
+    """What a module needs to be a benchmark."""
+
+    ROUNDS: int
+
+    def refusal(self, nproc: int, /) -> str | None:
+        """Say why it can't run here and what to type; None when it can."""
+
+    def run(self, nproc: int, rounds: int) -> Report:
+        """Measure and return the report; raises ``LaunchError``."""
+
+
+BENCHMARKS: Mapping[str, Benchmark] = {
+    "host": _bench_host,
+    "gloo": _bench_gloo,
+    "import": _bench_import,
+    "memory": _bench_memory,
+}
+
+
+def run_bench(
+    names: tuple[str, ...], out: str | None, *, nproc: int = 2, rounds: int | None = None
+) -> int:
+    """Run the benchmarks ``names``, or all that this machine can, and show a table of each.
+
+    ``out`` is a folder for one dated Markdown file each; ``rounds`` replaces each benchmark's own
+    number. Returns 0; 1 when a run fails; 2 when a name is unknown or one named can't run here.
+    """
+    progress = Console(stderr=True)
+    refusal = _refusal(names, nproc, rounds)
+    if refusal:
+        _say(progress, refusal, "red")
+        return 2
+    codes = [_one(progress, name, out, nproc, rounds) for name in names or BENCHMARKS]
+    return max(codes)
+
+
+def _refusal(names: tuple[str, ...], nproc: int, rounds: int | None) -> str | None:
+    """Say what of the request can't be done, before any of it is."""
+    if rounds is not None and rounds < 1:
+        return f"{rounds} rounds: expected 1 or more; type --rounds 10, or leave it away"
+    for name in names:
+        if name not in BENCHMARKS:
+            return f"there is no benchmark {name!r}; benchmarks here: {', '.join(BENCHMARKS)}"
+        refusal = BENCHMARKS[name].refusal(nproc)
+        if refusal:
+            return f"{name} can't run here: {refusal}"
+    return None
+
+
+def _one(progress: Console, name: str, out: str | None, nproc: int, rounds: int | None) -> int:
+    """Run one benchmark and show it; return its exit code."""
+    benchmark = BENCHMARKS[name]
+    refusal = benchmark.refusal(nproc)
+    if refusal:
+        _say(progress, f"{name} is left out: {refusal}")
+        return 0
+    machine = facts()
+    try:
+        with progress.status(f"{name}, {rounds or benchmark.ROUNDS} rounds"):
+            report = benchmark.run(nproc, rounds or benchmark.ROUNDS)
+    except (LaunchError, subprocess.TimeoutExpired) as error:
+        _say(progress, f"{name} failed: {error}", "red")
+        return 1
+    show(Console(), report)
+    if out:
+        _say(progress, f"written: {write(Path(out), report, machine)}")
+    return 0
+
+
+def _say(console: Console, text: str, style: str | None = None) -> None:
+    """Print ``text`` as it is: unwrapped, and [brackets] are no markup."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
