@@ -60,10 +60,13 @@ def check_out(ctx: "CommContext", verb: str, out: torch.Tensor) -> None:
         )
 
 
-def check_pair(ctx: "CommContext", verb: str, out: Tensor, x: Tensor) -> None:
-    """Refuse what ``check_tensor`` and ``check_out`` refuse, and two dtypes."""
+def check_pair(ctx: "CommContext", verb: str, out: Tensor, x: Tensor) -> bool:
+    """Refuse what ``check_tensor`` and ``check_out`` refuse, and two dtypes.
+
+    Returns True if both are known to be dense, False if that is still to be found out.
+    """
     if _plain(out, ctx.device) and (out is x or _plain(x, ctx.device)) and out.dtype is x.dtype:
-        return
+        return True
     check_tensor(ctx, verb, "x", x)
     check_out(ctx, verb, out)
     if out.dtype is not x.dtype:
@@ -71,6 +74,12 @@ def check_pair(ctx: "CommContext", verb: str, out: Tensor, x: Tensor) -> None:
             f"{ctx.where(verb)}: out is {out.dtype} and x is {x.dtype}; expected one dtype; "
             f"type x.to({out.dtype})"
         )
+    return False
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the bytes from ``data_ptr()`` on are the values in order (lazy bits resolved)."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def _plain(tensor: Tensor, device: torch.device) -> bool:
@@ -81,7 +90,7 @@ def _plain(tensor: Tensor, device: torch.device) -> bool:
             and tensor.layout is _STRIDED
             and not tensor.requires_grad
             and not tensor.is_quantized
-            and tensor.is_contiguous()
+            and is_dense(tensor)
         )
     except AttributeError:  # no tensor at all
         return False

@@ -158,9 +158,8 @@ class CommContext(ABC):
 
     def keep_unfenced(self, event: torch.cuda.Event, calls: list[Call]) -> None:
         """Hold the tensors of an unfenced call until it has finished or the program has synced."""
-        if not torch.cuda.is_current_stream_capturing():
-            while self._unfenced and self._unfenced[0][0].query():
-                self._unfenced.popleft()
+        while self._unfenced and self._unfenced[0][0].query():
+            self._unfenced.popleft()
         self._unfenced.append((event, calls))
 
     def release_unfenced(self) -> None:
@@ -182,14 +181,25 @@ class CommContext(ABC):
         fenced: bool = True,
     ) -> Any:
         """Fill ``out`` on every rank with the reduction of ``x`` over all ranks (any shape)."""
-        check_pair(self, "all_reduce", out, x)
+        dense = check_pair(self, "all_reduce", out, x)
         count = x.numel()
         if out.numel() != count:
             raise misfit(self, "all_reduce", out, count, "as many elements as x")
         args = (self._reduction("all_reduce", x, op, factor),)
         launch = self._pick(self._all_reduce, count)
         return _gate.run(
-            self, "all_reduce", launch, args, out, x, 0, out, use_calc_stream, sync_op, fenced
+            self,
+            "all_reduce",
+            launch,
+            args,
+            out,
+            x,
+            0,
+            dense,
+            out,
+            use_calc_stream,
+            sync_op,
+            fenced,
         )
 
     def all_gather(
@@ -202,14 +212,25 @@ class CommContext(ABC):
         fenced: bool = True,
     ) -> Any:
         """Fill ``out`` on every rank with the ``x`` of rank 0, 1, … one after the other."""
-        check_pair(self, "all_gather", out, x)
+        dense = check_pair(self, "all_gather", out, x)
         count = x.numel()
         if out.numel() != count * self.size:
             raise misfit(self, "all_gather", out, count * self.size, "size * x.numel()")
         place = self.rank * count if self.parts_in_place else None
         launch = self._pick(self._all_gather, count)
         return _gate.run(
-            self, "all_gather", launch, (), out, x, place, out, use_calc_stream, sync_op, fenced
+            self,
+            "all_gather",
+            launch,
+            (),
+            out,
+            x,
+            place,
+            dense,
+            out,
+            use_calc_stream,
+            sync_op,
+            fenced,
         )
 
     def reduce_scatter(
@@ -223,7 +244,7 @@ class CommContext(ABC):
         fenced: bool = True,
     ) -> Any:
         """Fill ``out`` of rank r with the r-th part of the reduction of ``x`` over all ranks."""
-        check_pair(self, "reduce_scatter", out, x)
+        dense = check_pair(self, "reduce_scatter", out, x)
         count = out.numel()
         if count * self.size != x.numel():
             raise misfit(self, "reduce_scatter", out, x.numel() / self.size, "x.numel() / size")
@@ -238,6 +259,7 @@ class CommContext(ABC):
             out,
             x,
             place,
+            dense,
             out,
             use_calc_stream,
             sync_op,
@@ -265,6 +287,7 @@ class CommContext(ABC):
             out,
             source,
             0,
+            False,
             out,
             use_calc_stream,
             sync_op,
@@ -289,7 +312,7 @@ class CommContext(ABC):
         args = (root, self._reduction("reduce", x, op))
         launch = self._pick(self._reduce, x.numel())
         return _gate.run(
-            self, "reduce", launch, args, target, x, 0, out, use_calc_stream, sync_op, fenced
+            self, "reduce", launch, args, target, x, 0, False, out, use_calc_stream, sync_op, fenced
         )
 
     def gather(
@@ -308,7 +331,18 @@ class CommContext(ABC):
             raise misfit(self, "gather", target, x.numel() * self.size, "size * x.numel()")
         launch = self._pick(self._gather, x.numel())
         return _gate.run(
-            self, "gather", launch, (root,), target, x, None, out, use_calc_stream, sync_op, fenced
+            self,
+            "gather",
+            launch,
+            (root,),
+            target,
+            x,
+            None,
+            False,
+            out,
+            use_calc_stream,
+            sync_op,
+            fenced,
         )
 
     def scatter(
@@ -332,6 +366,7 @@ class CommContext(ABC):
             out,
             source,
             None,
+            False,
             out,
             use_calc_stream,
             sync_op,
@@ -353,7 +388,7 @@ class CommContext(ABC):
 
         Parts are rows along dim 0: equal ones, or ``in_splits`` / ``out_splits`` rows a rank.
         """
-        check_pair(self, "all_to_all", out, x)
+        dense = check_pair(self, "all_to_all", out, x)
         sends = counts(self, "all_to_all", "in_splits", x, in_splits)
         takes = counts(self, "all_to_all", "out_splits", out, out_splits)
         if sends[self.rank] != takes[self.rank]:
@@ -372,6 +407,7 @@ class CommContext(ABC):
             out,
             x,
             None,
+            dense,
             out,
             use_calc_stream,
             sync_op,
@@ -392,7 +428,18 @@ class CommContext(ABC):
         check_tensor(self, "send", "x", x)
         launch = self._pick(self._send, x.numel())
         return _gate.run(
-            self, "send", launch, (peer,), None, x, None, None, use_calc_stream, sync_op, fenced
+            self,
+            "send",
+            launch,
+            (peer,),
+            None,
+            x,
+            None,
+            False,
+            None,
+            use_calc_stream,
+            sync_op,
+            fenced,
         )
 
     def recv(
@@ -409,7 +456,18 @@ class CommContext(ABC):
         check_out(self, "recv", out)
         launch = self._pick(self._recv, out.numel())
         return _gate.run(
-            self, "recv", launch, (peer,), out, None, None, out, use_calc_stream, sync_op, fenced
+            self,
+            "recv",
+            launch,
+            (peer,),
+            out,
+            None,
+            None,
+            False,
+            out,
+            use_calc_stream,
+            sync_op,
+            fenced,
         )
 
     def barrier(
@@ -418,7 +476,18 @@ class CommContext(ABC):
         """Hold this rank's stream (GPU) or host (CPU) until every rank has come here."""
         launch = self._pick(self._barrier, 1)
         return _gate.run(
-            self, "barrier", launch, (), None, None, None, None, use_calc_stream, sync_op, fenced
+            self,
+            "barrier",
+            launch,
+            (),
+            None,
+            None,
+            None,
+            False,
+            None,
+            use_calc_stream,
+            sync_op,
+            fenced,
         )
 
     def group(

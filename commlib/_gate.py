@@ -5,7 +5,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import increment_version
 
+from commlib._checks import is_dense
 from commlib._work import OnHost, OnStream, Unlaunched, Work
 from commlib.errors import ArgumentError, CommError, RingError
 
@@ -36,10 +38,10 @@ class Call:
         """Stage what the engine can't take as it is, and launch on the current stream."""
         out, src = self.out, self.x
         dst = out
-        if out is not None and not _dense(out):
+        if out is not None and not is_dense(out):
             dst = torch.empty(out.shape, dtype=out.dtype, device=out.device)
         if src is not None:
-            if not _dense(src):
+            if not is_dense(src):
                 src = src.resolve_conj().resolve_neg().contiguous()
             elif dst is not None and _collide(dst, src, self.place):
                 src = src.clone()
@@ -47,24 +49,31 @@ class Call:
         return self.launch(dst, src, *self.args)
 
     def finish(self) -> None:
-        """Put a staged result where the user wants it."""
-        if self.out is not None and self.dst is not None and self.dst is not self.out:
+        """Put a staged result where the user wants it, and let autograd know of the write."""
+        if self.out is None or self.dst is None:
+            return
+        if self.dst is self.out:
+            _written(self.out)
+        else:
             self.out.copy_(self.dst)
 
 
-def _dense(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+def _written(out: torch.Tensor) -> None:
+    """Let autograd know that saved values may be gone; inference tensors are never saved."""
+    if not out.is_inference():
+        increment_version(out)
 
 
 def _as_they_are(out: torch.Tensor | None, x: torch.Tensor | None, place: int | None) -> bool:
     """Whether an engine can take both tensors without staging."""
+    return (out is None or is_dense(out)) and (x is None or is_dense(x)) and _apart(out, x, place)
+
+
+def _apart(out: torch.Tensor | None, x: torch.Tensor | None, place: int | None) -> bool:
+    """Whether dense tensors share no bytes, or in the way that the engine allows."""
     if out is x:
-        return out is None or (place == 0 and _dense(out))
-    return (
-        (out is None or _dense(out))
-        and (x is None or _dense(x))
-        and (out is None or x is None or not _collide(out, x, place))
-    )
+        return out is None or place == 0
+    return out is None or x is None or not _collide(out, x, place)
 
 
 def _collide(out: torch.Tensor, x: torch.Tensor, place: int | None) -> bool:
@@ -87,6 +96,7 @@ def run(
     out: torch.Tensor | None,
     x: torch.Tensor | None,
     place: int | None,
+    dense: bool,
     result: Any,
     use_calc_stream: bool,
     sync_op: bool,
@@ -103,7 +113,7 @@ def run(
             and sync_op
             and ctx.fences is not None
             and ctx.open_group is None
-            and _as_they_are(out, x, place)
+            and (_apart(out, x, place) if dense else _as_they_are(out, x, place))
         ):  # the common case on a GPU: nothing to stage, nothing to track
             ctx.calls += 1
             ctx.last_verb = verb
@@ -111,6 +121,8 @@ def run(
                 launcher(out, x, *args)
             except Exception as error:
                 raise ctx.failed(verb, error) from error
+            if out is not None:
+                _written(out)
             return result
         if not sync_op and (use_calc_stream or ctx.open_group is not None):
             raise ArgumentError(_async_refusal(ctx, verb))

@@ -1,5 +1,6 @@
 """A collective under way, and what waiting for it means on a host and on a stream."""
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -117,4 +118,5 @@ class OnStream:
             self._keep = None
 
     def __del__(self) -> None:
-        self._release()
+        if not sys.is_finalizing():  # at the end of the process the memory is not reused
+            self._release()

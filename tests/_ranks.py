@@ -1,11 +1,13 @@
 """Live ranks: processes that stay up and run one function after another, all of them at once."""
 
 import faulthandler
+import functools
 import gc
 import multiprocessing as mp
 import os
 import pickle
 import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -45,7 +47,18 @@ class Place:
             "CUDA_VISIBLE_DEVICES": ",".join(self.gpus),
             "OMP_NUM_THREADS": "1",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of helper processes a rank
+            "TORCHINDUCTOR_CACHE_DIR": _compile_cache().name,
         }
+
+
+@functools.cache
+def _compile_cache() -> tempfile.TemporaryDirectory[str]:
+    """Keep compiled code for this run alone.
+
+    A graph that an earlier run cached, when an operator was registered otherwise, would be used
+    again: how operators are ordered is no part of the cache's key.
+    """
+    return tempfile.TemporaryDirectory(prefix="commlib-tests-")
 
 
 class Ranks:

@@ -135,3 +135,28 @@ def missed(comm: Any) -> None:
 def test_missed_deadline(world: World) -> None:
     with world(2) as ranks:
         ranks(missed)
+
+
+def written(comm: Any) -> None:
+    """A write into ``out`` counts for autograd, and inference tensors are as good as others."""
+    saved = torch.ones(3, device=comm.device)
+    x = torch.ones(3, device=comm.device, requires_grad=True)
+    product = x * saved
+    for mode in ({}, {"use_calc_stream": False}):
+        before = saved._version
+        ops.broadcast(saved, out=saved, **mode)
+        same(saved._version > before, True, f"version after a write, {mode}")
+    try:
+        product.sum().backward()
+    except RuntimeError as error:
+        same("modified by an inplace operation" in str(error), True, str(error))
+    else:
+        raise AssertionError("a gradient was computed from overwritten values")
+    with torch.inference_mode():
+        y = torch.full((3,), 2.0, device=comm.device)
+        close(ops.all_reduce(y, out=y), [4.0] * 3, "in inference mode")
+        close(ops.all_gather(y), [4.0] * 6, "in inference mode")
+
+
+def test_writes_are_known_to_autograd(ranks: Ranks) -> None:
+    ranks(written)

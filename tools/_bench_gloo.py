@@ -10,7 +10,7 @@ from commlib.tools._bench_report import Report, target, timing_columns, timing_r
 from commlib.tools._bench_rounds import Samples, race, ratio
 
 ROUNDS = 40
-SIZES = {"4 B": (1, 50), "64 KiB": (2**14, 50), "4 MiB": (2**20, 10)}  # floats, calls a round
+SIZES = {"4 B": (1, 200), "64 KiB": (2**14, 50), "4 MiB": (2**20, 10)}  # floats, calls a round
 IN_PLACE, FRESH = "ops.all_reduce(x, out=x)", "ops.all_reduce(x)"
 DIST, DIST_CLONE = "dist.all_reduce(x)", "dist.all_reduce(x.clone())"
 PEER = {IN_PLACE: DIST, FRESH: DIST_CLONE}  # each against the one that does the same work
@@ -39,9 +39,11 @@ def report(sizes: dict[str, Samples], settings: dict[str, int]) -> Report:
     return Report(
         name="gloo",
         caption=CAPTION,
-        columns=timing_columns("µs", bases, "size"),
+        columns=timing_columns("µs", bases, "size", over=DIST),
         rows=tuple(
-            row for size, found in sizes.items() for row in timing_rows(found, bases, 1e6, size)
+            row
+            for size, found in sizes.items()
+            for row in timing_rows(found, bases, 1e6, size, over=DIST)
         ),
         findings=tuple(
             target(f"{size}, {name} / {peer}", ratio(found[name], found[peer]).middle, LIMIT)

@@ -9,7 +9,7 @@ from commlib import ops
 from commlib.tools._bench_launch import launch
 from commlib.tools._bench_machine import gpu_refusal
 from commlib.tools._bench_pair import ring_and_group
-from commlib.tools._bench_report import Report, number, target, timing_columns, timing_rows
+from commlib.tools._bench_report import Report, target, timing_columns, timing_rows
 from commlib.tools._bench_rounds import Samples, race, ratio, spread
 
 ROUNDS = 100
@@ -39,16 +39,14 @@ def report(found: Samples, settings: dict[str, int]) -> Report:
     """Turn the samples into a table and findings."""
     bases = (BARE, DIST)
     middle = {name: spread(values).middle * 1e6 for name, values in found.items()}
-    rest = (name for name in (FRESH, VERB, COMM_STREAM))
     return Report(
         name="host",
         caption=CAPTION,
-        columns=timing_columns("µs", bases),
-        rows=tuple(timing_rows(found, bases, 1e6)),
+        columns=timing_columns("µs", bases, over=BARE),
+        rows=tuple(timing_rows(found, bases, 1e6, over=BARE)),
         findings=(
             target(f"{IN_PLACE} over {BARE}", middle[IN_PLACE] - middle[BARE], OVER_BARE_US, " µs"),
             target(f"{IN_PLACE} / {DIST}", ratio(found[IN_PLACE], found[DIST]).middle, OF_DIST),
-            *(f"{name} over {BARE}: {number(middle[name] - middle[BARE])} µs" for name in rest),
         ),
         settings=settings,
     )

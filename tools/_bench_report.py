@@ -40,24 +40,25 @@ def number(value: float) -> str:
     return f"{value:.{places}f}"
 
 
-def timing_columns(unit: str, bases: Sequence[str], *heads: str) -> Row:
+def timing_columns(unit: str, bases: Sequence[str], *heads: str, over: str | None = None) -> Row:
     """Return the head of a table whose rows ``timing_rows`` gives."""
     ends = f"p{LOWEST}..p{HIGHEST}"
+    more = () if over is None else (f"over {over}, {unit}",)
     ratios = (f"ratio to {base} ({ends})" for base in bases)
-    return (*heads, "call", f"median {unit}", ends, f"over {bases[0]}, {unit}", *ratios)
+    return (*heads, "call", f"median {unit}", ends, *more, *ratios)
 
 
 def timing_rows(
-    samples: Samples, bases: Sequence[str], per_second: float, *heads: str
+    samples: Samples, bases: Sequence[str], per_second: float, *heads: str, over: str | None = None
 ) -> Iterator[Row]:
-    """Yield one row a peer: its time, what it takes over the first base, its ratio to each."""
-    least = spread(samples[bases[0]]).middle
+    """Yield one row a peer: its time, what it takes more than ``over``, its ratio to each base."""
     for name, values in samples.items():
         time = Spread(*(end * per_second for end in spread(values)))
-        over = number(time.middle - least * per_second)
+        more = () if over is None else (spread(samples[over]).middle * per_second,)
         yield (
-            *(*heads, name, number(time.middle), _range(time), over),
-            *(with_range(ratio(values, samples[base])) for base in bases),
+            *(*heads, name, number(time.middle), _range(time)),
+            *(number(time.middle - least) for least in more),
+            *(_with_range(ratio(values, samples[base])) for base in bases),
         )
 
 
@@ -65,7 +66,7 @@ def _range(value: Spread) -> str:
     return f"{number(value.low)}..{number(value.high)}"
 
 
-def with_range(value: Spread) -> str:
+def _with_range(value: Spread) -> str:
     """Write a median with its spread behind it."""
     return f"{number(value.middle)} ({_range(value)})"
 
@@ -73,7 +74,7 @@ def with_range(value: Spread) -> str:
 def target(what: str, measured: float, limit: float, unit: str = "") -> str:
     """Return the finding that ``measured`` stays within ``limit``, or that it does not."""
     met = "met" if measured <= limit else "missed"
-    return f"{met}: {what}: {number(measured)}{unit}, target at most {limit:g}{unit}"
+    return f"{met}: {what}: {number(measured)}{unit}, target at most {number(limit)}{unit}"
 
 
 def show(console: Console, report: Report) -> None:

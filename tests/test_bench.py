@@ -1,0 +1,266 @@
+"""`commlib bench`: its statistics, its files, its refusals, and every benchmark in a tiny form."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from commlib.tools import _bench_gloo, _bench_host, _bench_import, _bench_memory
+from commlib.tools._bench_launch import launch
+from commlib.tools._bench_report import Report, number, target, write
+from commlib.tools._bench_rounds import WARM_ROUNDS, race, ratio, spread, turns
+from commlib.tools._demo_runs import LaunchError
+from commlib.tools.bench import BENCHMARKS, run_bench
+
+SETTINGS = {"nproc": 2, "rounds": 2}
+FACTS = (("date", "2026-01-02T03:04:05Z"), ("CPU", "some | model"))
+HOST = (
+    *("bare CuPy", "dist.all_reduce(x)", "comm.all_reduce(out, x)", "ops.all_reduce(x)"),
+    *("ops.all_reduce(x, out=x)", "ops.all_reduce(x, out=x, use_calc_stream=False)"),
+)
+GLOO = (
+    *("ops.all_reduce(x, out=x)", "dist.all_reduce(x)"),
+    *("ops.all_reduce(x)", "dist.all_reduce(x.clone())"),
+)
+MEMORY = {
+    "flag on": (
+        *("CUDA context, one tensor", "commlib.init(): ring 0", "first ops.all_reduce(x)"),
+        *("new_ring(1, all ranks), first call", "new_ring(2, [0]): one rank"),
+        "first dist.all_reduce(x)",
+    ),
+    "flag off": (
+        *("CUDA context, one tensor", "commlib.init(): ring 0", "first ops.all_reduce(x)"),
+        *("new_ring(1, all ranks), first call", "new_ring(2, [0]): one rank"),
+    ),
+    "torch.distributed": (
+        *("CUDA context, one tensor", "first dist.all_reduce(x)"),
+        "dist.new_group(), first call",
+    ),
+}
+PEERS = {
+    "host": set(HOST),
+    "gloo": {f"{size} | {call}" for size in ("4 B", "64 KiB", "4 MiB") for call in GLOO},
+    "import": {"import torch", "import torch, commlib", "import commlib behind torch"},
+    "memory": {f"{program} | {step}" for program, steps in MEMORY.items() for step in steps},
+}
+
+
+def check(path: Path, name: str) -> None:
+    """Check that ``path`` holds a whole report: caption, machine, every peer, findings."""
+    text = path.read_text()
+    heads = [line for line in text.splitlines() if line.startswith("#")]
+    assert heads == [f"# {name}", "## Run", "## Result", "## Findings"]
+    run, result = text.split("## Run")[1].split("## Findings")[0].split("## Result")
+    assert f"| command | `commlib bench {name} --" in run
+    for fact in ("date", "CPU", "cores", "GPUs", "load at the start", "python", "torch"):
+        assert re.search(rf"^\| {fact} \| [^|]+ \|$", run, re.MULTILINE), fact
+    rows = [line.strip("| ") for line in result.strip().splitlines()]
+    assert len({row.count(" | ") for row in rows}) == 1
+    heads_of_rows = PEERS[name]
+    assert len(rows) == 2 + len(heads_of_rows)
+    for peer in heads_of_rows:
+        assert sum(row.startswith(f"{peer} | ") for row in rows) == 1, peer
+    assert text.split("## Findings")[1].count("\n- ") >= 1
+
+
+def test_all_that_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_bench((), str(tmp_path), rounds=2) == 0
+
+    said = capsys.readouterr()
+    for name, benchmark in BENCHMARKS.items():
+        written = list(tmp_path.glob(f"????-??-??-{name}.md"))
+        if benchmark.refusal(2):
+            assert not written and f"{name} is left out: 2 ranks need 2 GPUs" in said.err
+        else:
+            check(written[0], name)
+            assert "arget" in said.out or name == "memory"
+
+
+@pytest.mark.parametrize("name", ["host", "memory"])
+def test_asked_for_more_gpus_than_there_are(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpus = torch.cuda.device_count()
+
+    assert run_bench(("import", name), str(tmp_path), nproc=gpus + 2) == 2
+
+    assert f"{name} can't run here: {gpus + 2} ranks need" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "said"),
+    [
+        (("nix",), {}, "no benchmark 'nix'; benchmarks here: host, gloo, import, memory"),
+        (("gloo",), {"nproc": 1}, "type --nproc 2"),
+        (("host",), {"nproc": 1}, "type --nproc 2"),
+        (("gloo",), {"rounds": 0}, "type --rounds 10"),
+    ],
+)
+def test_refusals(
+    names: tuple[str, ...], options: dict[str, int], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_bench(names, None, **options) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_failed_run_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLAGS_comm_timeout_s", "soon")
+    with pytest.raises(LaunchError, match=r"gloo: exit code 1(?s:.*)FLAGS_comm_timeout_s='soon'"):
+        launch("gloo", 2, rounds=1)
+
+    assert run_bench(("import",), None, rounds=1) == 1
+    assert "import failed: import torch, commlib: exit code 1" in capsys.readouterr().err
+
+
+# -- what the GPU benchmarks make of their figures, on any machine -------------------------------
+
+
+def host_samples() -> dict[str, list[float]]:
+    """Two rounds in which everything takes 6 µs, but the peer 10 and the bare call 4."""
+    times = dict.fromkeys(HOST, 6e-6) | {"bare CuPy": 4e-6, "dist.all_reduce(x)": 1e-5}
+    return {name: [time, time] for name, time in times.items()}
+
+
+def test_host_report() -> None:
+    report = _bench_host.report(host_samples(), SETTINGS)
+
+    assert {row[0] for row in report.rows} == PEERS["host"]
+    assert report.command == "commlib bench host --nproc 2 --rounds 2"
+    row = next(row for row in report.rows if row[0] == "ops.all_reduce(x, out=x)")
+    ratios = ("1.50 (1.50..1.50)", "0.60 (0.60..0.60)")
+    assert row[1:] == ("6.00", "6.00..6.00", "2.00", *ratios)
+    over, against = report.findings[:2]
+    assert over == "met: ops.all_reduce(x, out=x) over bare CuPy: 2.00 µs, target at most 3.00 µs"
+    assert against.startswith("met: ") and against.endswith(": 0.60, target at most 0.65")
+
+
+def test_a_missed_target_says_so() -> None:
+    slow = host_samples() | {"ops.all_reduce(x, out=x)": [8e-6, 8e-6]}
+
+    over, against = _bench_host.report(slow, SETTINGS).findings[:2]
+
+    assert over.startswith("missed: ") and against.startswith("missed: ")
+
+
+def memory_runs(*, beside: bool = False) -> dict[str, list[list[dict[str, Any]]]]:
+    """Two runs of each program; a step takes 0 MiB in the first run and 2 MiB in the second."""
+    engine = {"flag on": ["nccl"], "flag off": ["c10d"], "torch.distributed": []}
+    return {
+        program: [
+            [
+                {
+                    "step": step,
+                    "taken": number * 2**21,
+                    "process": None if program == "flag off" else 2**30,
+                    "communicators": engine[program],
+                    "initialised": beside or "dist" in step,
+                }
+                for step in steps
+            ]
+            for number in range(2)
+        ]
+        for program, steps in MEMORY.items()
+    }
+
+
+def test_memory_report() -> None:
+    report = _bench_memory.report(memory_runs(), SETTINGS)
+
+    assert [row[:2] for row in report.rows] == [
+        (p, s) for p, steps in MEMORY.items() for s in steps
+    ]
+    by_name = {row[:2]: row[2:] for row in report.rows}
+    figures = ("1.00", "0.00..2.00")
+    assert by_name["flag on", "commlib.init(): ring 0"] == (*figures, "1024", "nccl", "no")
+    off = (*figures, "not available", "c10d", "no")
+    assert by_name["flag off", "commlib.init(): ring 0"] == off
+    assert by_name["torch.distributed", "first dist.all_reduce(x)"][-2:] == ("none", "yes")
+    none, alone = report.findings
+    assert none.endswith("initialised: no; engines of all communicators: nccl")
+    assert alone.endswith("one rank: at most 2097152 bytes")
+
+
+def test_a_group_beside_the_rings_is_told() -> None:
+    report = _bench_memory.report(memory_runs(beside=True), SETTINGS)
+
+    assert "torch.distributed initialised: yes" in report.findings[0]
+
+
+def test_import_report_tells_what_was_opened() -> None:
+    one = {"whole": 0.5, "behind": 0.1, "sockets": 0, "cuda": 0}
+    runs = {"import torch": [one, one], "import torch, commlib": [one, one | {"sockets": 3}]}
+
+    late, torch_alone, both = _bench_import.report(runs, {"rounds": 2}).findings
+
+    assert late.startswith("missed: ") and "100 ms, target at most 60.0 ms" in late
+    assert torch_alone == "import torch: 0 CUDA contexts, 0 sockets open"
+    assert both == "import torch, commlib: 0 CUDA contexts, 3 sockets open"
+
+
+def test_gloo_report_compares_like_with_like() -> None:
+    times = dict(zip(GLOO, (1.0, 2.0, 9.0, 3.0), strict=True))
+    sizes = {"4 B": {name: [time] for name, time in times.items()}}
+
+    in_place, fresh = _bench_gloo.report(sizes, SETTINGS).findings
+
+    assert in_place.startswith("met: 4 B, ops.all_reduce(x, out=x) / dist.all_reduce(x): 0.50")
+    assert fresh.startswith("missed: 4 B, ops.all_reduce(x) / dist.all_reduce(x.clone()): 3.00")
+
+
+# -- statistics and files ------------------------------------------------------------------------
+
+
+def test_a_race_takes_turns_and_leaves_warm_rounds_out() -> None:
+    order: list[str] = []
+    settled: list[int] = []
+    peers = {name: (lambda name=name: order.append(name)) for name in "abc"}
+
+    found = race(peers, rounds=4, calls=3, settle=lambda: settled.append(len(order)))
+
+    assert {name: len(values) for name, values in found.items()} == dict.fromkeys("abc", 4)
+    assert all(value >= 0 for values in found.values() for value in values)
+    assert len(order) == 3 * (WARM_ROUNDS + 4) * (1 + 3)
+    assert settled[:4] == [1, 4, 5, 8]  # behind the untimed call, and behind the timed ones
+
+
+def test_turns() -> None:
+    orders = [turns("abc", number) for number in range(6)]
+
+    assert ["".join(order) for order in orders] == ["abc", "cba", "bca", "acb", "cab", "bac"]
+
+
+def test_a_ratio_is_of_medians_with_the_spread_of_rounds() -> None:
+    assert spread([1.0, 2.0, 9.0]).middle == 2.0
+    assert spread([5.0]) == (5.0, 5.0, 5.0)
+
+    one = ratio([2.0, 4.0, 12.0], [1.0, 2.0, 3.0])
+
+    assert one.middle == 2.0
+    assert one.low == pytest.approx(2.0) and one.high == pytest.approx(3.6)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0, "0.00"), (1.234, "1.23"), (-45.67, "-45.7"), (1234.5, "1234")]
+)
+def test_numbers(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_a_target_is_met_at_its_limit() -> None:
+    assert target("x", 3.0, 3.0, " ms") == "met: x: 3.00 ms, target at most 3.00 ms"
+
+
+def test_a_second_file_of_a_day_replaces_nothing(tmp_path: Path) -> None:
+    report = Report("gloo", "What.", ("call", "a | b"), (("x", "1"),), ("met",), {"rounds": 1})
+
+    names = [write(tmp_path / "new", report, FACTS).name for _ in range(2)]
+
+    assert names == ["2026-01-02-gloo.md", "2026-01-02-gloo-2.md"]
+    text = (tmp_path / "new" / names[1]).read_text()
+    assert "| CPU | some \\| model |" in text and "| call | a \\| b |" in text
+    assert "`commlib bench gloo --rounds 1`" in text
