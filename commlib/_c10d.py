@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,15 @@ _OPS = {
     "prod": dist.ReduceOp.PRODUCT,
     "avg": dist.ReduceOp.AVG,
 }
+
+
+class _Plan(NamedTuple):
+    """A reduction in c10d's terms; the options of the most frequent call are made once."""
+
+    dtype: torch.dtype
+    op: Any
+    divides: bool
+    all_reduce: Any
 
 
 class _Then:
@@ -61,37 +70,38 @@ class C10dContext(CommContext):
             work.wait()
         return None
 
-    def _op(self, reduction: Wire) -> Any:
+    def _resolve(self, dtype: torch.dtype, reduction: Wire) -> "_Plan":
         # gloo has no mean on every torch we support: sum, then divide.
-        averages = self.fences is None and reduction.op == "avg"
-        return dist.ReduceOp.SUM if averages else _OPS[reduction.op]
+        divides = self.fences is None and reduction.op == "avg"
+        op = dist.ReduceOp.SUM if divides else _OPS[reduction.op]
+        options = c10d.AllreduceOptions()
+        options.reduceOp = op  # type: ignore[assignment]  # torch names two types for one
+        _same_stream(options)
+        return _Plan(reduction.dtype, op, divides, options)
 
-    def _averaged(self, work: Any, target: Tensor, reduction: Wire) -> Any:
-        if self.fences is None and reduction.op == "avg":
+    def _reduced(self, work: Any, target: Tensor, plan: "_Plan") -> Any:
+        if plan.divides:
             return _Then(work, lambda: target.div_(self.size))
         return self._issued(work)
 
-    def _all_reduce(self, out: Tensor, x: Tensor, reduction: Wire) -> Any:
-        if out.data_ptr() != x.data_ptr():
+    def _all_reduce(self, out: Tensor, x: Tensor, plan: "_Plan") -> Any:
+        if out is not x and out.data_ptr() != x.data_ptr():
             out.copy_(x)
-        target = _flat(out, reduction.dtype)
-        options = c10d.AllreduceOptions()
-        options.reduceOp = self._op(reduction)
-        _same_stream(options)
-        return self._averaged(self.pg.allreduce([target], options), target, reduction)
+        target = out if plan.dtype is out.dtype else _flat(out, plan.dtype)
+        return self._reduced(self.pg.allreduce([target], plan.all_reduce), target, plan)
 
     def _all_gather(self, out: Tensor, x: Tensor) -> Any:
         options = c10d.AllgatherOptions()
         _same_stream(options)
         return self._issued(self.pg._allgather_base(_bytes(out), _bytes(x), options))
 
-    def _reduce_scatter(self, out: Tensor, x: Tensor, reduction: Wire) -> Any:
-        target = _flat(out, reduction.dtype)
+    def _reduce_scatter(self, out: Tensor, x: Tensor, plan: "_Plan") -> Any:
+        target = _flat(out, plan.dtype)
         options = c10d.ReduceScatterOptions()
-        options.reduceOp = self._op(reduction)
+        options.reduceOp = plan.op
         _same_stream(options)
-        work = self.pg._reduce_scatter_base(target, _flat(x, reduction.dtype), options)
-        return self._averaged(work, target, reduction)
+        work = self.pg._reduce_scatter_base(target, _flat(x, plan.dtype), options)
+        return self._reduced(work, target, plan)
 
     def _broadcast(self, out: Tensor, x: Tensor | None, root: int) -> Any:
         if x is not None and out.data_ptr() != x.data_ptr():
@@ -101,18 +111,18 @@ class C10dContext(CommContext):
         _same_stream(options)
         return self._issued(self.pg.broadcast([_bytes(out)], options))
 
-    def _reduce(self, out: Tensor | None, x: Tensor, root: int, reduction: Wire) -> Any:
+    def _reduce(self, out: Tensor | None, x: Tensor, root: int, plan: "_Plan") -> Any:
         # c10d reduces in place and may leave partial sums on the other ranks.
         if out is None:
             out = x.clone()
         elif out.data_ptr() != x.data_ptr():
             out.copy_(x)
-        target = _flat(out, reduction.dtype)
+        target = _flat(out, plan.dtype)
         options = c10d.ReduceOptions()
         options.rootRank = root
-        options.reduceOp = self._op(reduction)
+        options.reduceOp = plan.op
         _same_stream(options)
-        return self._averaged(self.pg.reduce([target], options), target, reduction)
+        return self._reduced(self.pg.reduce([target], options), target, plan)
 
     def _gather(self, out: Tensor | None, x: Tensor, root: int) -> Any:
         options = c10d.GatherOptions()
@@ -146,7 +156,8 @@ class C10dContext(CommContext):
 
     def _barrier(self, out: None, x: None) -> Any:
         if self.fences is not None:  # an all-reduce on the stream; c10d's own blocks the host
-            return self._all_reduce(self._token, self._token, Wire(torch.int32, "max"))
+            plan = self._resolve(torch.int32, Wire(torch.int32, "max"))
+            return self._all_reduce(self._token, self._token, plan)
         return self.pg.barrier(c10d.BarrierOptions())
 
     @contextmanager

@@ -63,7 +63,7 @@ def check_out(ctx: "CommContext", verb: str, out: torch.Tensor) -> None:
 def check_pair(ctx: "CommContext", verb: str, out: Tensor, x: Tensor) -> bool:
     """Refuse what ``check_tensor`` and ``check_out`` refuse, and two dtypes.
 
-    Returns True if both are known to be dense, False if that is still to be found out.
+    Returns True if both are known to be dense and to want no gradient, False if that is open.
     """
     if _plain(out, ctx.device) and (out is x or _plain(x, ctx.device)) and out.dtype is x.dtype:
         return True
@@ -90,7 +90,9 @@ def _plain(tensor: Tensor, device: torch.device) -> bool:
             and tensor.layout is _STRIDED
             and not tensor.requires_grad
             and not tensor.is_quantized
-            and is_dense(tensor)
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+            and not tensor.is_conj()
         )
     except AttributeError:  # no tensor at all
         return False

@@ -183,9 +183,10 @@ class CommContext(ABC):
         """Fill ``out`` on every rank with the reduction of ``x`` over all ranks (any shape)."""
         dense = check_pair(self, "all_reduce", out, x)
         count = x.numel()
-        if out.numel() != count:
+        if out is not x and out.numel() != count:
             raise misfit(self, "all_reduce", out, count, "as many elements as x")
-        args = (self._reduction("all_reduce", x, op, factor),)
+        known = self._reductions.get((x.dtype, op, factor))
+        args = (known or self._reduction("all_reduce", x, op, factor),)
         launch = self._pick(self._all_reduce, count)
         return _gate.run(
             self,

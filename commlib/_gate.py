@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import increment_version
+from torch.autograd import graph
 
 from commlib._checks import is_dense
 from commlib._work import OnHost, OnStream, Unlaunched, Work
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from commlib._context import CommContext
 
 Launch = Callable[..., Any]
+
+# torch's public function wraps this one; it is asked at every call, hence the shorter way.
+_increment_version = getattr(torch._C, "_increment_version", graph.increment_version)
 
 
 class Call:
@@ -61,7 +64,7 @@ class Call:
 def _written(out: torch.Tensor) -> None:
     """Let autograd know that saved values may be gone; inference tensors are never saved."""
     if not out.is_inference():
-        increment_version(out)
+        _increment_version((out,))
 
 
 def _as_they_are(out: torch.Tensor | None, x: torch.Tensor | None, place: int | None) -> bool:
@@ -103,34 +106,57 @@ def run(
     fenced: bool,
 ) -> Any:
     """Pass one checked call: record it, launch it on its stream, track what is unfinished."""
-    if x is not None and x.requires_grad:
+    if not dense and x is not None and x.requires_grad:
         x = x.detach()  # gradients go through the registered operators, never through here
+    if not (
+        sync_op
+        and (use_calc_stream or ctx.fences is None)
+        and ctx.open_group is None
+        and (_apart(out, x, place) if dense else _as_they_are(out, x, place))
+    ):
+        call = Call(verb, launcher, args, out, x, place)
+        return _tracked(ctx, call, result, use_calc_stream, sync_op, fenced)
+    # The common case: nothing to stage, no fence, nothing to track behind the call.
     with ctx.lock:
         if ctx.fault is not None:
-            raise RingError(f"{ctx.where(verb)}: the ring can't be used: {ctx.fault}")
-        if (
-            use_calc_stream
-            and sync_op
-            and ctx.fences is not None
-            and ctx.open_group is None
-            and (_apart(out, x, place) if dense else _as_they_are(out, x, place))
-        ):  # the common case on a GPU: nothing to stage, nothing to track
-            ctx.calls += 1
-            ctx.last_verb = verb
-            try:
-                launcher(out, x, *args)
-            except Exception as error:
-                raise ctx.failed(verb, error) from error
-            if out is not None:
-                _written(out)
-            return result
+            raise _unusable(ctx, verb)
+        ctx.calls += 1
+        ctx.last_verb = verb
+        try:
+            handle = launcher(out, x, *args)
+        except Exception as error:
+            raise ctx.failed(verb, error) from error
+    if handle is not None:  # a CPU: the host waits, outside the lock, so that other calls go on
+        try:
+            handle.wait()
+        except Exception as error:
+            raise ctx.failed(verb, error) from error
+    if out is not None:
+        _written(out)
+    return result
+
+
+def _tracked(
+    ctx: "CommContext",
+    call: Call,
+    result: Any,
+    use_calc_stream: bool,
+    sync_op: bool,
+    fenced: bool,
+) -> Any:
+    with ctx.lock:
+        if ctx.fault is not None:
+            raise _unusable(ctx, call.verb)
         if not sync_op and (use_calc_stream or ctx.open_group is not None):
-            raise ArgumentError(_async_refusal(ctx, verb))
-        call = Call(verb, launcher, args, out, x, place)
+            raise ArgumentError(_async_refusal(ctx, call.verb))
         if ctx.open_group is not None:
             return ctx.open_group.add(call, use_calc_stream, result)
         done = launch(ctx, [call], use_calc_stream, sync_op, fenced, result)
     return _settle(ctx, done, sync_op)
+
+
+def _unusable(ctx: "CommContext", verb: str) -> RingError:
+    return RingError(f"{ctx.where(verb)}: the ring can't be used: {ctx.fault}")
 
 
 def _settle(ctx: "CommContext", done: Any, sync_op: bool) -> Any:

@@ -49,7 +49,10 @@ class Work:
         return self._result
 
     def done(self) -> bool:
-        """Whether the collective has finished; never blocks."""
+        """Whether the collective has finished; never blocks.
+
+        gloo does not tell of a receive before somebody waits for it: False until then.
+        """
         return self._pending is None or self._pending.done()
 
 

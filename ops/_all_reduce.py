@@ -32,6 +32,7 @@ def all_reduce(
     Raises ``RingError``, ``DtypeError``, ``ShapeError``, ``DeviceError`` before any launch.
     """
     if registered("all_reduce", x, ring_id, out, use_calc_stream, sync_op):
+        _check_backward(backward)
         result = _twin(x, ring_id, op, factor, backward, use_calc_stream)
         return deliver(result, out, sync_op)
     context = comm(ring_id) if out is not None else checked("all_reduce", x, ring_id)
@@ -46,6 +47,11 @@ def all_reduce(
         sync_op=sync_op,
         fenced=fenced,
     )
+
+
+def _check_backward(backward: str) -> None:
+    if backward not in ("all_reduce", "identity"):
+        raise ArgumentError(f"backward={backward!r}: expected 'all_reduce' or 'identity'")
 
 
 def _run(
@@ -66,8 +72,6 @@ def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     ring_id, op, factor, backward, use_calc_stream = ctx.kept
-    if backward not in ("all_reduce", "identity"):
-        raise ArgumentError(f"backward={backward!r}: expected 'all_reduce' or 'identity'")
     if op in ("max", "min", "prod"):
         raise ArgumentError(f"all_reduce with op={op!r} has no gradient; type x.detach()")
     if backward == "all_reduce":

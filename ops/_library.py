@@ -60,8 +60,8 @@ def registered(
     sync_op: bool,
 ) -> bool:
     """Whether a call has to go through the registered twin: it is traced, or wants a gradient."""
-    if traced(verb, use_calc_stream, sync_op):
-        return True
+    if is_compiling():
+        return traced(verb, use_calc_stream, sync_op)
     if not (getattr(x, "requires_grad", False) and torch.is_grad_enabled()):
         return False
     context = checked(verb, x, ring_id)  # the dispatcher would answer for other devices by itself

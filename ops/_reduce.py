@@ -26,7 +26,9 @@ def reduce(
     """
     if traced("reduce", use_calc_stream, sync_op):
         result = _twin(x.detach(), ring_id, root, op, use_calc_stream)
-        return deliver(result, out if comm(ring_id).rank == root else None, sync_op)
+        if out is not None and comm(ring_id).rank != root:
+            result, out = out, None
+        return deliver(result, out, sync_op)
     context = comm(ring_id) if out is not None else checked("reduce", x, ring_id)
     if out is None:
         out = _new(x, context.rank == root)

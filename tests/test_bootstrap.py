@@ -97,11 +97,11 @@ def test_paddle_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(ArgumentError, match="backend='mpi'.*nccl.*gloo"):
+    with pytest.raises(ArgumentError, match=r"backend='mpi'.*nccl.*gloo"):
         commlib.init("mpi")
-    with pytest.raises(DeviceError, match="backend='nccl' with device cpu"):
+    with pytest.raises(DeviceError, match=r"backend='nccl' with device cpu"):
         commlib.init("nccl", device="cpu")
-    with pytest.raises(DeviceError, match="device cuda:99.*this process sees"):
+    with pytest.raises(DeviceError, match=r"device cuda:99.*this process sees"):
         commlib.init(device="cuda:99")
     with pytest.raises(DeviceError, match="device meta"):
         commlib.init(device="meta")

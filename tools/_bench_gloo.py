@@ -9,8 +9,8 @@ from commlib.tools._bench_pair import ring_and_group
 from commlib.tools._bench_report import Report, target, timing_columns, timing_rows
 from commlib.tools._bench_rounds import Samples, race, ratio
 
-ROUNDS = 40
-SIZES = {"4 B": (1, 200), "64 KiB": (2**14, 50), "4 MiB": (2**20, 10)}  # floats, calls a round
+ROUNDS = 100
+SIZES = {"4 B": (1, 100), "64 KiB": (2**14, 30), "4 MiB": (2**20, 5)}  # floats, calls a round
 IN_PLACE, FRESH = "ops.all_reduce(x, out=x)", "ops.all_reduce(x)"
 DIST, DIST_CLONE = "dist.all_reduce(x)", "dist.all_reduce(x.clone())"
 PEER = {IN_PLACE: DIST, FRESH: DIST_CLONE}  # each against the one that does the same work

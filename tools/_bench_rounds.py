@@ -47,11 +47,14 @@ def race(
     collection; ``settle`` runs before and behind them. Ranks take the same turns.
     """
     found: dict[str, list[float]] = {name: [] for name in peers}
+    gc.collect()
+    gc.freeze()  # else each collection walks all of torch
     for number in range(-WARM_ROUNDS, rounds):
         for name in turns(list(peers), number):
             value = _turn(peers[name], calls, settle or _nothing)
             if number >= 0:
                 found[name].append(value)
+    gc.unfreeze()
     return found
 
 
@@ -63,9 +66,9 @@ def turns(names: Sequence[str], number: int) -> list[str]:
 
 
 def _turn(call: Callable[[], object], calls: int, settle: Callable[[], object]) -> float:
+    gc.collect()
     call()
     settle()
-    gc.collect()
     gc.disable()
     try:
         stamps = [perf_counter_ns()]
