@@ -1,14 +1,11 @@
 """What a call is refused for on its own rank, before anything is launched."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 
+from commlib._ring import Ring
 from commlib.errors import ArgumentError, DeviceError, DtypeError, PeerError, ShapeError
-
-if TYPE_CHECKING:
-    from commlib._context import CommContext
 
 Tensor = torch.Tensor
 
@@ -26,7 +23,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def check_tensor(ctx: "CommContext", verb: str, role: str, tensor: torch.Tensor) -> None:
+def check_tensor(ctx: Ring, verb: str, role: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor that is no strided tensor on the ring's device."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(
@@ -45,7 +42,7 @@ def check_tensor(ctx: "CommContext", verb: str, role: str, tensor: torch.Tensor)
         )
 
 
-def check_out(ctx: "CommContext", verb: str, out: torch.Tensor) -> None:
+def check_out(ctx: Ring, verb: str, out: torch.Tensor) -> None:
     """Refuse an output that can't be written: overlapping itself, or tracked by autograd."""
     check_tensor(ctx, verb, "out", out)
     if not out.is_contiguous() and overlaps_itself(out):
@@ -60,7 +57,7 @@ def check_out(ctx: "CommContext", verb: str, out: torch.Tensor) -> None:
         )
 
 
-def check_pair(ctx: "CommContext", verb: str, out: Tensor, x: Tensor) -> bool:
+def check_pair(ctx: Ring, verb: str, out: Tensor, x: Tensor) -> bool:
     """Refuse what ``check_tensor`` and ``check_out`` refuse, and two dtypes.
 
     Returns True if both are known to be dense and to want no gradient, False if that is open.
@@ -98,7 +95,7 @@ def _plain(tensor: Tensor, device: torch.device) -> bool:
         return False
 
 
-def misfit(ctx: "CommContext", verb: str, out: Tensor, expected: float, rule: str) -> ShapeError:
+def misfit(ctx: Ring, verb: str, out: Tensor, expected: float, rule: str) -> ShapeError:
     """The error of an output with the wrong number of elements."""
     return ShapeError(
         f"{ctx.where(verb)}: out of shape {tuple(out.shape)} has {out.numel()} elements; "
@@ -106,7 +103,7 @@ def misfit(ctx: "CommContext", verb: str, out: Tensor, expected: float, rule: st
     )
 
 
-def check_position(ctx: "CommContext", verb: str, role: str, position: int) -> None:
+def check_position(ctx: Ring, verb: str, role: str, position: int) -> None:
     """Refuse a root or peer that is no position in the ring."""
     if isinstance(position, bool) or not isinstance(position, int):
         raise PeerError(f"{ctx.where(verb)}: {role}={position!r}; expected an int")
@@ -117,7 +114,7 @@ def check_position(ctx: "CommContext", verb: str, role: str, position: int) -> N
         )
 
 
-def check_peer(ctx: "CommContext", verb: str, peer: int) -> None:
+def check_peer(ctx: Ring, verb: str, peer: int) -> None:
     """Refuse a peer outside the ring, and this rank itself."""
     check_position(ctx, verb, "peer", peer)
     if peer == ctx.rank:
@@ -128,7 +125,7 @@ def check_peer(ctx: "CommContext", verb: str, peer: int) -> None:
 
 
 def counts(
-    ctx: "CommContext", verb: str, role: str, tensor: Tensor, splits: Iterable[int] | None
+    ctx: Ring, verb: str, role: str, tensor: Tensor, splits: Iterable[int] | None
 ) -> list[int]:
     """Return the elements for each peer, from the rows for each peer along dim 0."""
     rows = tensor.shape[0] if tensor.dim() else 1

@@ -1,9 +1,8 @@
-"""A ring of ranks as its caller sees it: its members, its streams, one verb a collective."""
+"""A ring of ranks as its caller sees it: one verb a collective."""
 
-from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from abc import abstractmethod
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -18,18 +17,15 @@ from commlib._checks import (
     counts,
     misfit,
 )
-from commlib._deadline import Deadline
 from commlib._dtypes import Reducer, Wire, wire
-from commlib._gate import Call
-from commlib._rollcall import Meeting
-from commlib._streams import Fences, issue_lock
+from commlib._ring import Ring
 from commlib._work import Work
-from commlib.errors import ArgumentError, CommTimeout, EngineError, ShapeError
+from commlib.errors import ArgumentError, ShapeError
 
 Tensor = torch.Tensor
 
 
-class CommContext(ABC):
+class CommContext(Ring):
     """One ring: rank, size, ranks, device and streams, and the collectives over it.
 
     Verbs take the output first, then the input, and positions in the ring as peers and roots.
@@ -41,131 +37,14 @@ class CommContext(ABC):
     Strided tensors are staged, so that nothing outside a view is read or written.
     """
 
-    engine: ClassVar[str]
     reducer: ClassVar[Reducer]
     # Whether the engine takes x inside out (all_gather) and out inside x (reduce_scatter).
     parts_in_place: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        ring_id: int,
-        rank: int,
-        ranks: tuple[int, ...],
-        device: torch.device,
-        deadline: Deadline,
-        meeting: Meeting | None,
-    ) -> None:
-        """Set the engine up with the other members of ``meeting``, at most until ``deadline``.
-
-        ``meeting`` is None for a ring of one rank, which needs no communicator. The length of the
-        deadline is also that of every later wait on a CPU.
-        """
-        self.ring_id, self.rank, self.size, self.ranks = ring_id, rank, len(ranks), ranks
-        self.device, self.timeout = device, deadline.seconds
-        self.fences = Fences(device) if device.type == "cuda" else None
-        self.lock = issue_lock(device)
-        self.calls = 0
-        self.last_verb: str | None = None
-        self.fault: str | None = None
-        self.open_group: _gate.Group | None = None
-        self.communicator_bytes = 0
-        self._errors: list[str] = []
+    def __init__(self, *place: Any) -> None:
+        """Take the place in the ring that ``Ring`` describes."""
         self._reductions: dict[tuple[torch.dtype, str, float | None], Any] = {}
-        self._unfenced: deque[tuple[torch.cuda.Event, list[Call]]] = deque()
-        self._token = torch.zeros(1, dtype=torch.int32, device=device)
-        if meeting is not None:
-            self._connect(meeting, deadline)
-
-    @staticmethod
-    def credentials() -> bytes:
-        """What the first member hands to the others when they meet."""
-        return b""
-
-    def __repr__(self) -> str:
-        return (
-            f"<{type(self).__name__} ring {self.ring_id}: rank {self.rank} of {self.size} "
-            f"{list(self.ranks)} on {self.device}, engine {self.engine}, {self.state}>"
-        )
-
-    # -- who and where ---------------------------------------------------------------------------
-
-    @property
-    def state(self) -> str:
-        """``ready``, or why the ring can't be used."""
-        return "ready" if self.fault is None else self.fault
-
-    @property
-    def stream(self) -> torch.cuda.Stream | None:
-        """The ring's own high-priority comm stream; None on a CPU."""
-        return None if self.fences is None else self.fences.comm
-
-    @property
-    def has_communicator(self) -> bool:
-        """Whether the engine holds a communicator; a ring of one rank never has one."""
-        return self.size > 1 and self.fault is None
-
-    def stream_for(self, use_calc_stream: bool) -> torch.cuda.Stream | None:
-        """Return the stream a verb runs on: the caller's current one, or the ring's own."""
-        if self.fences is None:
-            return None
-        return torch.cuda.current_stream(self.device) if use_calc_stream else self.fences.comm
-
-    def where(self, verb: str) -> str:
-        """Begin an error text: which verb on which ring and rank."""
-        return f"{verb} on ring {self.ring_id} (rank {self.rank} of {self.size}, {self.engine})"
-
-    # -- failure ---------------------------------------------------------------------------------
-
-    def errors(self) -> list[str]:
-        """Return what went wrong on this ring so far, oldest first; empty if nothing did."""
-        return list(self._errors)
-
-    def failed(self, verb: str, error: Exception) -> EngineError | CommTimeout:
-        """Mark the ring as failed by ``error`` of the library below and return what to raise."""
-        text = f"{self.where(verb)}: {type(error).__name__}: {error}"
-        late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
-        self._errors.append(text)
-        self.fault = self.fault or f"failed in {verb}; close it and create it again"
-        if late:
-            return CommTimeout(f"{text}. The deadline was {self.timeout:g} s; ranks {self.ranks}")
-        return EngineError(text)
-
-    def abort(self) -> None:
-        """Give the communicator up at once, with whatever is under way; the ring is closed then."""
-        with self.lock:
-            self.fault = "aborted; create it again"
-            self._unfenced.clear()
-            self._abort()
-
-    def close(self, deadline: Deadline) -> None:
-        """Finish what is under way and free the communicator, at most until ``deadline``."""
-        if self.fault is not None:
-            self.abort()
-            return
-        self.fault = "closed; create it again"
-        if self.fences is not None:
-            event = torch.cuda.Event()
-            self.fences.comm_waits(torch.cuda.current_stream(self.device))
-            event.record(self.fences.comm)
-            if not deadline.poll(event.query):
-                self._errors.append(f"{self.where('close')}: calls were still running; aborted")
-                self.abort()
-                return
-        self._unfenced.clear()
-        self._close(deadline)
-
-    # -- raw legacy form -------------------------------------------------------------------------
-
-    def keep_unfenced(self, event: torch.cuda.Event, calls: list[Call]) -> None:
-        """Hold the tensors of an unfenced call until it has finished or the program has synced."""
-        while self._unfenced and self._unfenced[0][0].query():
-            self._unfenced.popleft()
-        self._unfenced.append((event, calls))
-
-    def release_unfenced(self) -> None:
-        """Let go of the tensors of unfenced calls; for a program that has just synced them."""
-        with self.lock:
-            self._unfenced.clear()
+        super().__init__(*place)
 
     # -- verbs -----------------------------------------------------------------------------------
 
@@ -188,20 +67,8 @@ class CommContext(ABC):
         known = self._reductions.get((x.dtype, op, factor))
         args = (known or self._reduction("all_reduce", x, op, factor),)
         launch = self._pick(self._all_reduce, count)
-        return _gate.run(
-            self,
-            "all_reduce",
-            launch,
-            args,
-            out,
-            x,
-            0,
-            dense,
-            out,
-            use_calc_stream,
-            sync_op,
-            fenced,
-        )
+        how = use_calc_stream, sync_op, fenced
+        return _gate.run(self, "all_reduce", launch, args, out, x, 0, dense, out, how)
 
     def all_gather(
         self,
@@ -219,20 +86,8 @@ class CommContext(ABC):
             raise misfit(self, "all_gather", out, count * self.size, "size * x.numel()")
         place = self.rank * count if self.parts_in_place else None
         launch = self._pick(self._all_gather, count)
-        return _gate.run(
-            self,
-            "all_gather",
-            launch,
-            (),
-            out,
-            x,
-            place,
-            dense,
-            out,
-            use_calc_stream,
-            sync_op,
-            fenced,
-        )
+        how = use_calc_stream, sync_op, fenced
+        return _gate.run(self, "all_gather", launch, (), out, x, place, dense, out, how)
 
     def reduce_scatter(
         self,
@@ -252,20 +107,8 @@ class CommContext(ABC):
         args = (self._reduction("reduce_scatter", x, op),)
         place = -self.rank * count if self.parts_in_place else None
         launch = self._pick(self._reduce_scatter, count)
-        return _gate.run(
-            self,
-            "reduce_scatter",
-            launch,
-            args,
-            out,
-            x,
-            place,
-            dense,
-            out,
-            use_calc_stream,
-            sync_op,
-            fenced,
-        )
+        how = use_calc_stream, sync_op, fenced
+        return _gate.run(self, "reduce_scatter", launch, args, out, x, place, dense, out, how)
 
     def broadcast(
         self,
@@ -280,20 +123,8 @@ class CommContext(ABC):
         """Fill ``out`` on every rank with ``x`` of ``root``; elsewhere ``x`` is not read."""
         source = self._from_root("broadcast", root, out, x, 1)
         launch = self._pick(self._broadcast, out.numel())
-        return _gate.run(
-            self,
-            "broadcast",
-            launch,
-            (root,),
-            out,
-            source,
-            0,
-            False,
-            out,
-            use_calc_stream,
-            sync_op,
-            fenced,
-        )
+        how = use_calc_stream, sync_op, fenced
+        return _gate.run(self, "broadcast", launch, (root,), out, source, 0, False, out, how)
 
     def reduce(
         self,
@@ -312,9 +143,8 @@ class CommContext(ABC):
             raise misfit(self, "reduce", target, x.numel(), "as many elements as x")
         args = (root, self._reduction("reduce", x, op))
         launch = self._pick(self._reduce, x.numel())
-        return _gate.run(
-            self, "reduce", launch, args, target, x, 0, False, out, use_calc_stream, sync_op, fenced
-        )
+        how = use_calc_stream, sync_op, fenced
+        return _gate.run(self, "reduce", launch, args, target, x, 0, False, out, how)
 
     def gather(
         self,
@@ -331,20 +161,8 @@ class CommContext(ABC):
         if target is not None and target.numel() != x.numel() * self.size:
             raise misfit(self, "gather", target, x.numel() * self.size, "size * x.numel()")
         launch = self._pick(self._gather, x.numel())
-        return _gate.run(
-            self,
-            "gather",
-            launch,
-            (root,),
-            target,
-            x,
-            None,
-            False,
-            out,
-            use_calc_stream,
-            sync_op,
-            fenced,
-        )
+        how = use_calc_stream, sync_op, fenced
+        return _gate.run(self, "gather", launch, (root,), target, x, None, False, out, how)
 
     def scatter(
         self,
@@ -359,20 +177,8 @@ class CommContext(ABC):
         """Fill ``out`` of rank r with part r of ``x`` of ``root``; elsewhere x is not read."""
         source = self._from_root("scatter", root, out, x, self.size)
         launch = self._pick(self._scatter, out.numel())
-        return _gate.run(
-            self,
-            "scatter",
-            launch,
-            (root,),
-            out,
-            source,
-            None,
-            False,
-            out,
-            use_calc_stream,
-            sync_op,
-            fenced,
-        )
+        how = use_calc_stream, sync_op, fenced
+        return _gate.run(self, "scatter", launch, (root,), out, source, None, False, out, how)
 
     def all_to_all(
         self,
@@ -400,20 +206,8 @@ class CommContext(ABC):
             )
         # Every rank takes part, however few rows are its own: others may have some to exchange.
         launch = self._pick(self._all_to_all, 1)
-        return _gate.run(
-            self,
-            "all_to_all",
-            launch,
-            (takes, sends),
-            out,
-            x,
-            None,
-            dense,
-            out,
-            use_calc_stream,
-            sync_op,
-            fenced,
-        )
+        how = use_calc_stream, sync_op, fenced
+        return _gate.run(self, "all_to_all", launch, (takes, sends), out, x, None, dense, out, how)
 
     def send(
         self,
@@ -428,20 +222,8 @@ class CommContext(ABC):
         check_peer(self, "send", peer)
         check_tensor(self, "send", "x", x)
         launch = self._pick(self._send, x.numel())
-        return _gate.run(
-            self,
-            "send",
-            launch,
-            (peer,),
-            None,
-            x,
-            None,
-            False,
-            None,
-            use_calc_stream,
-            sync_op,
-            fenced,
-        )
+        how = use_calc_stream, sync_op, fenced
+        return _gate.run(self, "send", launch, (peer,), None, x, None, False, None, how)
 
     def recv(
         self,
@@ -456,40 +238,16 @@ class CommContext(ABC):
         check_peer(self, "recv", peer)
         check_out(self, "recv", out)
         launch = self._pick(self._recv, out.numel())
-        return _gate.run(
-            self,
-            "recv",
-            launch,
-            (peer,),
-            out,
-            None,
-            None,
-            False,
-            out,
-            use_calc_stream,
-            sync_op,
-            fenced,
-        )
+        how = use_calc_stream, sync_op, fenced
+        return _gate.run(self, "recv", launch, (peer,), out, None, None, False, out, how)
 
     def barrier(
         self, *, use_calc_stream: bool = True, sync_op: bool = True, fenced: bool = True
     ) -> Any:
         """Hold this rank's stream (GPU) or host (CPU) until every rank has come here."""
         launch = self._pick(self._barrier, 1)
-        return _gate.run(
-            self,
-            "barrier",
-            launch,
-            (),
-            None,
-            None,
-            None,
-            False,
-            None,
-            use_calc_stream,
-            sync_op,
-            fenced,
-        )
+        how = use_calc_stream, sync_op, fenced
+        return _gate.run(self, "barrier", launch, (), None, None, None, False, None, how)
 
     def group(
         self, *, use_calc_stream: bool = True, sync_op: bool = True
@@ -602,17 +360,3 @@ class CommContext(ABC):
 
     @abstractmethod
     def _barrier(self, out: None, x: None) -> Any: ...
-
-    @abstractmethod
-    def _connect(self, meeting: Meeting, deadline: Deadline) -> None: ...
-
-    @contextmanager
-    def coalesced(self) -> Iterator[None]:
-        """Bracket several launches so that the engine starts them as one."""
-        yield
-
-    @abstractmethod
-    def _close(self, deadline: Deadline) -> None: ...
-
-    @abstractmethod
-    def _abort(self) -> None: ...

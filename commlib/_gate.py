@@ -2,19 +2,18 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd import graph
 
 from commlib._checks import is_dense
+from commlib._ring import Ring
 from commlib._work import OnHost, OnStream, Unlaunched, Work
 from commlib.errors import ArgumentError, CommError, RingError
 
-if TYPE_CHECKING:
-    from commlib._context import CommContext
-
 Launch = Callable[..., Any]
+How = tuple[bool, bool, bool]  # use_calc_stream, sync_op, fenced
 
 # torch's public function wraps this one; it is asked at every call, hence the shorter way.
 _increment_version = getattr(torch._C, "_increment_version", graph.increment_version)
@@ -92,7 +91,7 @@ def _collide(out: torch.Tensor, x: torch.Tensor, place: int | None) -> bool:
 
 
 def run(
-    ctx: "CommContext",
+    ctx: Ring,
     verb: str,
     launcher: Launch,
     args: tuple[Any, ...],
@@ -101,21 +100,24 @@ def run(
     place: int | None,
     dense: bool,
     result: Any,
-    use_calc_stream: bool,
-    sync_op: bool,
-    fenced: bool,
+    how: How,
 ) -> Any:
     """Pass one checked call: record it, launch it on its stream, track what is unfinished."""
+    use_calc_stream, sync_op, _ = how
     if not dense and x is not None and x.requires_grad:
         x = x.detach()  # gradients go through the registered operators, never through here
     if not (
         sync_op
         and (use_calc_stream or ctx.fences is None)
         and ctx.open_group is None
-        and (_apart(out, x, place) if dense else _as_they_are(out, x, place))
+        and (
+            ((out is x and place == 0) or _apart(out, x, place))
+            if dense
+            else _as_they_are(out, x, place)
+        )
     ):
         call = Call(verb, launcher, args, out, x, place)
-        return _tracked(ctx, call, result, use_calc_stream, sync_op, fenced)
+        return _tracked(ctx, call, result, how)
     # The common case: nothing to stage, no fence, nothing to track behind the call.
     with ctx.lock:
         if ctx.fault is not None:
@@ -136,14 +138,8 @@ def run(
     return result
 
 
-def _tracked(
-    ctx: "CommContext",
-    call: Call,
-    result: Any,
-    use_calc_stream: bool,
-    sync_op: bool,
-    fenced: bool,
-) -> Any:
+def _tracked(ctx: Ring, call: Call, result: Any, how: How) -> Any:
+    use_calc_stream, sync_op, _ = how
     with ctx.lock:
         if ctx.fault is not None:
             raise _unusable(ctx, call.verb)
@@ -151,20 +147,20 @@ def _tracked(
             raise ArgumentError(_async_refusal(ctx, call.verb))
         if ctx.open_group is not None:
             return ctx.open_group.add(call, use_calc_stream, result)
-        done = launch(ctx, [call], use_calc_stream, sync_op, fenced, result)
+        done = launch(ctx, [call], result, how)
     return _settle(ctx, done, sync_op)
 
 
-def _unusable(ctx: "CommContext", verb: str) -> RingError:
+def _unusable(ctx: Ring, verb: str) -> RingError:
     return RingError(f"{ctx.where(verb)}: the ring can't be used: {ctx.fault}")
 
 
-def _settle(ctx: "CommContext", done: Any, sync_op: bool) -> Any:
+def _settle(ctx: Ring, done: Any, sync_op: bool) -> Any:
     """Block where the host is what has to wait; outside the lock, so that other calls go on."""
     return done.wait() if sync_op and ctx.fences is None else done
 
 
-def _async_refusal(ctx: "CommContext", verb: str) -> str:
+def _async_refusal(ctx: Ring, verb: str) -> str:
     if ctx.open_group is not None:
         return (
             f"{ctx.where(verb)}: sync_op=False inside a group: the group is one operation; "
@@ -176,15 +172,9 @@ def _async_refusal(ctx: "CommContext", verb: str) -> str:
     )
 
 
-def launch(
-    ctx: "CommContext",
-    calls: list[Call],
-    use_calc_stream: bool,
-    sync_op: bool,
-    fenced: bool,
-    result: Any,
-) -> Any:
+def launch(ctx: Ring, calls: list[Call], result: Any, how: How) -> Any:
     """Launch ``calls`` as one operation; return ``result``, or a Work where one is unfinished."""
+    use_calc_stream, sync_op, fenced = how
     ctx.calls += len(calls)
     ctx.last_verb = calls[-1].verb
     fences = ctx.fences
@@ -211,20 +201,20 @@ def launch(
     return Work(result, OnStream(event, calc, calls))
 
 
-def _start(ctx: "CommContext", calls: list[Call]) -> list[Any]:
+def _start(ctx: Ring, calls: list[Call]) -> list[Any]:
     if len(calls) == 1:
         return [_guarded(ctx, calls[0], calls[0].start)]
     with ctx.coalesced():
         return [_guarded(ctx, call, call.start) for call in calls]
 
 
-def _on_stream(ctx: "CommContext", calls: list[Call]) -> None:
+def _on_stream(ctx: Ring, calls: list[Call]) -> None:
     _start(ctx, calls)
     for call in calls:
         call.finish()
 
 
-def _on_host(ctx: "CommContext", calls: list[Call]) -> OnHost:
+def _on_host(ctx: Ring, calls: list[Call]) -> OnHost:
     handles = _start(ctx, calls)
 
     def await_all() -> None:
@@ -236,7 +226,7 @@ def _on_host(ctx: "CommContext", calls: list[Call]) -> OnHost:
     return OnHost(handles, await_all, calls)
 
 
-def _guarded(ctx: "CommContext", call: Call, step: Callable[[], Any]) -> Any:
+def _guarded(ctx: Ring, call: Call, step: Callable[[], Any]) -> Any:
     """Run one step of the library below; its failure is the ring's failure, in our words."""
     try:
         return step()
@@ -249,7 +239,7 @@ def _guarded(ctx: "CommContext", call: Call, step: Callable[[], Any]) -> Any:
 class Group:
     """Calls collected inside ``with comm.group()``, launched together when it is left."""
 
-    def __init__(self, ctx: "CommContext", use_calc_stream: bool, sync_op: bool) -> None:
+    def __init__(self, ctx: Ring, use_calc_stream: bool, sync_op: bool) -> None:
         self.ctx, self.use_calc_stream, self.sync_op = ctx, use_calc_stream, sync_op
         self.calls: list[Call] = []
         self.work = Work([], Unlaunched())
@@ -268,14 +258,15 @@ class Group:
     def leave(self) -> None:
         """Launch everything as one operation."""
         if self.calls:
-            done = launch(self.ctx, self.calls, self.use_calc_stream, self.sync_op, True, None)
+            how = self.use_calc_stream, self.sync_op, True
+            done = launch(self.ctx, self.calls, None, how)
             self.work._pending = done._pending if isinstance(done, Work) else None
         else:
             self.work._pending = None
 
 
 @contextmanager
-def group(ctx: "CommContext", use_calc_stream: bool, sync_op: bool) -> Iterator[Work]:
+def group(ctx: Ring, use_calc_stream: bool, sync_op: bool) -> Iterator[Work]:
     """Collect the calls of a ``with`` block; an exception inside launches none of them."""
     if use_calc_stream and not sync_op:
         raise ArgumentError(_async_refusal(ctx, "group"))

@@ -19,6 +19,11 @@ class LegacyCommContext(C10dContext):
     engine: ClassVar[str] = "c10d"
     _free_before: int | None = None
 
+    @property
+    def has_communicator(self) -> bool:
+        """Whether torch has made the group's communicator; on GPUs the first call does."""
+        return super().has_communicator and self._free_before is None
+
     def _make(self, store: dist.Store, wait: timedelta) -> Any:
         group = dist.ProcessGroup(store, self.rank, self.size)
         backend: Any

@@ -246,6 +246,7 @@ _ENGINES: dict[tuple[bool, bool], type[CommContext]] = {
     (False, False): LegacyCommContext,
 }
 _manager = CommContextManager()
+_rings = _manager._rings  # looked up at every call
 atexit.register(_manager._at_exit)
 
 
@@ -333,7 +334,10 @@ def new_ring(
 
 def comm(ring_id: int = 0) -> CommContext:
     """Return the context of ``ring_id``; raises ``RingError`` listing the rings there are."""
-    return _manager.get(ring_id)
+    try:
+        return _rings[ring_id]
+    except (KeyError, TypeError):
+        return _manager.get(ring_id)  # which says what is wrong
 
 
 def shutdown(*, abort: bool = False) -> None:

@@ -18,6 +18,7 @@ LAYERS = (  # lowest first: a module imports from lines above its own, or from i
     "commlib._rollcall",
     "commlib._streams",
     "commlib._work",
+    "commlib._ring",
     "commlib._checks",
     "commlib._gate",
     "commlib._context",
