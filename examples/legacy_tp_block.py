@@ -241,7 +241,8 @@ def record(result: Tensor, size: int) -> dict[str, Any]:
 def options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--compile", action="store_true", help="put torch.compile over the program")
+    compiler = {"nargs": "?", "const": "inductor", "metavar": "COMPILER"}
+    parser.add_argument("--compile", **compiler, help="put torch.compile over the program")
     parser.add_argument("--backend", choices=("nccl", "gloo"), help="default: nccl on GPUs")
     parser.add_argument("--steps", type=int, default=6, help="training steps (default: 6)")
     parser.add_argument("--deadline", type=float, default=600, help="seconds a rank may take")
@@ -271,7 +272,9 @@ def main() -> None:
     taken = memory_in_use(device) - before
 
     def built(function: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.compile(function, fullgraph=True) if chosen.compile else function
+        if chosen.compile is None:
+            return function
+        return torch.compile(function, fullgraph=True, backend=chosen.compile)
 
     x = known_input(rank, size, device)
     results = {"input": x, **built(collectives)(x, rank, size), "barrier": meet(rank, device)}
@@ -280,7 +283,7 @@ def main() -> None:
         "ranks": size,
         "engine": context.engine,
         "device": device.type,
-        "compiled": chosen.compile,
+        "compiled": chosen.compile is not None,
         "operators": {name: record(result, size) for name, result in results.items()},
         "training": training,
         "first_step_s": seconds[0],

@@ -54,6 +54,7 @@ class Launch:
     steps: int
     folder: Path
     deadline: float = RANK_DEADLINE_S
+    compiler: str = "inductor"
 
     def run(self, mode: Mode) -> Report:
         """Run the program in ``mode``; return what its rank 0 reports, and the run's seconds.
@@ -77,7 +78,7 @@ class Launch:
         launcher += ["--redirects", "3", "--log-dir", str(place / "logs")]
         program = [str(PROGRAM), "--backend", self.backend, "--steps", str(self.steps)]
         program += ["--deadline", str(self.deadline), "--json", str(place / "results.json")]
-        return launcher + program + ["--compile"] * mode.compiled
+        return launcher + program + ["--compile", self.compiler] * mode.compiled
 
     def _environment(self, mode: Mode) -> dict[str, str]:
         root = str(Path(commlib.__file__).resolve().parent.parent)

@@ -21,11 +21,18 @@ HEADS = 8  # of the program's attention: they are split over the ranks
 STEPS = 6
 
 
-def run_demo(nproc: int = 2, json_path: str | None = None, *, steps: int = STEPS) -> int:
+def run_demo(
+    nproc: int = 2,
+    json_path: str | None = None,
+    *,
+    steps: int = STEPS,
+    compiler: str = "inductor",
+) -> int:
     """Run the example in four modes on ``nproc`` ranks of this machine and show one table.
 
     Ranks use NCCL when there are at least ``nproc`` GPUs, else the CPU and gloo. ``json_path``
-    also writes the table, every raw result and the reports of the runs. Returns 0 when all
+    also writes the table, every raw result and the reports of the runs. ``compiler`` is the backend
+    of torch.compile. Returns 0 when all
     results agree, 1 when one does not or a run fails, 2 when the demo can't start.
     """
     progress = Console(stderr=True)
@@ -36,7 +43,7 @@ def run_demo(nproc: int = 2, json_path: str | None = None, *, steps: int = STEPS
     backend, why = _backend(nproc)
     _say(progress, f"{nproc} ranks, {backend}: {why}")
     try:
-        reports = _run_all(progress, nproc, backend, steps)
+        reports = _run_all(progress, nproc, backend, steps, compiler)
     except LaunchError as error:
         _say(progress, str(error), "red")
         return 1
@@ -84,11 +91,13 @@ def _backend(nproc: int) -> tuple[str, str]:
     return "nccl", f"one of {gpus} GPUs a rank"
 
 
-def _run_all(progress: Console, nproc: int, backend: str, steps: int) -> dict[Mode, Report]:
+def _run_all(
+    progress: Console, nproc: int, backend: str, steps: int, compiler: str
+) -> dict[Mode, Report]:
     """Run every mode, one after the other, with a line of progress for each."""
     reports = {}
     with tempfile.TemporaryDirectory(prefix="commlib-demo-") as folder:
-        launch = Launch(nproc, backend, steps, Path(folder))
+        launch = Launch(nproc, backend, steps, Path(folder), compiler=compiler)
         for number, mode in enumerate(MODES, 1):
             name = f"{number} of {len(MODES)}: {mode.label}"
             with progress.status(name):
