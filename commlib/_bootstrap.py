@@ -82,7 +82,10 @@ def _paddle() -> World:
         )
     local = _number("PADDLE_LOCAL_RANK") if "PADDLE_LOCAL_RANK" in os.environ else rank
     if "FLAGS_selected_gpus" in os.environ:
-        local = int(os.environ["FLAGS_selected_gpus"].split(",")[0])
+        first = os.environ["FLAGS_selected_gpus"].split(",")[0]
+        if not first.isdigit():
+            raise BootstrapError(f"FLAGS_selected_gpus={first!r}: expected numbers of GPUs")
+        local = int(first)
     return _checked(
         World(rank, size, local, local + 1, (host, int(port)), rank == 0, "commlib/paddle")
     )

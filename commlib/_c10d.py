@@ -81,7 +81,7 @@ class C10dContext(CommContext):
 
     def _reduced(self, work: Any, target: Tensor, plan: "_Plan") -> Any:
         if plan.divides:
-            return _Then(work, lambda: target.div_(self.size))
+            return _Then(work, lambda: _divide(target, self.size))
         return self._issued(work)
 
     def _all_reduce(self, out: Tensor, x: Tensor, plan: "_Plan") -> Any:
@@ -184,6 +184,12 @@ class C10dContext(CommContext):
         pg, self.pg = self.pg, None
         if pg is not None:
             pg.abort()
+
+
+def _divide(target: Tensor, size: int) -> None:
+    # Whoever waits may do so in another grad or inference mode than the caller's.
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        target.div_(size)
 
 
 def _same_stream(options: Any) -> None:

@@ -56,8 +56,9 @@ class Call:
             return
         if self.dst is self.out:
             _written(self.out)
-        else:
-            self.out.copy_(self.dst)
+        else:  # whoever waits may do so in another grad or inference mode than the caller's
+            with torch.inference_mode(self.out.is_inference()), torch.no_grad():
+                self.out.copy_(self.dst)
 
 
 def _written(out: torch.Tensor) -> None:
@@ -204,8 +205,13 @@ def launch(ctx: Ring, calls: list[Call], result: Any, how: How) -> Any:
 def _start(ctx: Ring, calls: list[Call]) -> list[Any]:
     if len(calls) == 1:
         return [_guarded(ctx, calls[0], calls[0].start)]
-    with ctx.coalesced():
-        return [_guarded(ctx, call, call.start) for call in calls]
+    try:
+        with ctx.coalesced():
+            return [_guarded(ctx, call, call.start) for call in calls]
+    except CommError:
+        raise
+    except Exception as error:  # an engine may tell of a failure only at the end of the group
+        raise ctx.failed(calls[-1].verb, error) from error
 
 
 def _on_stream(ctx: Ring, calls: list[Call]) -> None:
@@ -221,7 +227,7 @@ def _on_host(ctx: Ring, calls: list[Call]) -> OnHost:
         for call, handle in zip(calls, handles, strict=True):
             if handle is not None:
                 _guarded(ctx, call, handle.wait)
-            call.finish()
+            _guarded(ctx, call, call.finish)
 
     return OnHost(handles, await_all, calls)
 

@@ -33,7 +33,7 @@ class CommContextManager:
     def __init__(self) -> None:
         self._rings: dict[int, CommContext] = {}
         self._closed: set[int] = set()
-        self._calls: dict[dist.Store, RollCall] = {}
+        self._calls: dict[Any, RollCall] = {}
         self._lock = threading.RLock()
         self._device: torch.device | None = None
 
@@ -139,9 +139,11 @@ class CommContextManager:
             ) from error
 
     def _roll_call(self, world: World, store: dist.Store | None, deadline: Deadline) -> RollCall:
-        if store is None:
-            store = _bootstrap.connect(world, deadline)
-        return self._calls.setdefault(store, RollCall(store, world.rank))
+        key = (world.address, world.prefix) if store is None else store
+        if key not in self._calls:
+            found = _bootstrap.connect(world, deadline) if store is None else store
+            self._calls[key] = RollCall(found, world.rank)
+        return self._calls[key]
 
     # -- find ------------------------------------------------------------------------------------
 
@@ -201,23 +203,34 @@ class CommContextManager:
                     return
                 raise self._unknown(ring_id)
             chosen = [ring_id] if ring_id is not None else list(reversed(self._rings))
-            for one in chosen:
-                context = self._rings.pop(one)
-                self._closed.add(one)
-                if abort:
-                    context.abort()
-                else:
-                    context.close(Deadline(flags.get(flags.CLOSE_TIMEOUT)))
+            errors = [error for one in chosen if (error := self._close_one(one, abort))]
             self._thaw_if_empty()
+            if errors:
+                raise errors[0]
+
+    def _close_one(self, ring_id: int, abort: bool) -> Exception | None:
+        """Close one ring; what goes wrong must not keep the others open."""
+        context = self._rings.pop(ring_id)
+        self._closed.add(ring_id)
+        try:
+            if abort:
+                context.abort()
+            else:
+                context.close(Deadline(flags.get(flags.CLOSE_TIMEOUT)))
+        except Exception as error:
+            return error
+        return None
 
     def _thaw_if_empty(self) -> None:
         if not self._rings:
             flags.thaw()
 
     def _at_exit(self) -> None:
-        self.close()
-        self._calls.clear()
-        _bootstrap.leave(Deadline(flags.get(flags.CLOSE_TIMEOUT)))
+        try:
+            self.close()
+        finally:
+            self._calls.clear()
+            _bootstrap.leave(Deadline(flags.get(flags.CLOSE_TIMEOUT)))
 
 
 def _set_up(
@@ -314,8 +327,9 @@ def init(
         raise RingError(f"ring 0 exists on {known.device}; given {where}; commlib.shutdown() first")
     if where.type == "cuda":
         torch.cuda.set_device(where)
+    ring = manager.create(0, range(world.size), device=where, timeout=timeout)
     manager._device = where
-    return manager.create(0, range(world.size), device=where, timeout=timeout)
+    return ring
 
 
 def new_ring(

@@ -109,8 +109,8 @@ class Ring(ABC):
         """Give the communicator up at once, with whatever is under way; the ring is closed then."""
         with self.lock:
             self.fault = "aborted; create it again"
+            self._abort()  # first: until then the collectives may still use the tensors
             self._unfenced.clear()
-            self._abort()
 
     def close(self, deadline: Deadline) -> None:
         """Finish what is under way and free the communicator, at most until ``deadline``."""

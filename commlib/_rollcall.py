@@ -77,15 +77,18 @@ class RollCall:
             generation = self._generations.get((ring_id, ranks), 0)
             key = ring_key(ring_id, ranks, generation)
             room = PrefixStore(key, self.store)
-            self._generations[ring_id, ranks] = generation + 1
             if room.check(["verdict"]):
+                self._generations[ring_id, ranks] = generation + 1
                 continue
             self._publish(waiting=key)
+            new = not room.check([f"here/{self.me}"])  # an interrupted call has signed in already
             room.set(f"here/{self.me}", "1")
-            arrived = room.add("arrived", 1)
+            arrived = room.add("arrived", int(new))
             if room.check(["verdict"]) and not room.get("verdict").decode().startswith(_GO):
                 continue  # the others gave up while this rank was signing in
-            return self._await_verdict(room, key, ranks, arrived, deadline, payload), room
+            verdict = self._await_verdict(room, key, ranks, arrived, deadline, payload)
+            self._generations[ring_id, ranks] = generation + 1
+            return verdict, room
 
     def _await_verdict(
         self,

@@ -160,3 +160,22 @@ def written(comm: Any) -> None:
 
 def test_writes_are_known_to_autograd(ranks: Ranks) -> None:
     ranks(written)
+
+
+def other_modes(comm: Any) -> None:
+    """Waiting in another grad or inference mode than the caller's changes nothing."""
+    leaf = torch.full((4,), 2.0 * (comm.rank + 1), device=comm.device, requires_grad=True)
+    with torch.no_grad():
+        work = comm.all_reduce(leaf, leaf.detach(), op="avg", **ASYNC)
+    work.wait()
+    close(leaf, [3.0] * 4, "a leaf, waited for with gradients on")
+    with torch.inference_mode():
+        strided = torch.zeros(4, 2, device=comm.device)[:, 0]
+        ones = torch.ones(4, device=comm.device)
+        work = comm.all_reduce(strided, ones, **ASYNC)
+    close(work.wait(), [2.0] * 4, "inference tensors, waited for outside")
+    same(comm.state, "ready", "the ring afterwards")
+
+
+def test_waiting_in_another_mode(ranks: Ranks) -> None:
+    ranks(other_modes)
