@@ -86,9 +86,16 @@ def _paddle() -> World:
         if not first.isdigit():
             raise BootstrapError(f"FLAGS_selected_gpus={first!r}: expected numbers of GPUs")
         local = int(first)
-    return _checked(
-        World(rank, size, local, local + 1, (host, int(port)), rank == 0, "commlib/paddle")
-    )
+    here = max(local + 1, _paddle_neighbours(rank))
+    return _checked(World(rank, size, local, here, (host, int(port)), rank == 0, "commlib/paddle"))
+
+
+def _paddle_neighbours(rank: int) -> int:
+    """How many ranks run on this one's host, as far as the environment tells."""
+    if "PADDLE_LOCAL_SIZE" in os.environ:
+        return _number("PADDLE_LOCAL_SIZE")
+    hosts = [endpoint.rpartition(":")[0] for endpoint in paddle_endpoints()]
+    return hosts.count(hosts[rank]) if rank < len(hosts) else 1
 
 
 def paddle_endpoints() -> list[str]:

@@ -13,6 +13,7 @@ from torch._C import _distributed_c10d as c10d
 from commlib._context import CommContext
 from commlib._deadline import Deadline
 from commlib._dtypes import NATIVE, Reducer, Wire
+from commlib._ring import ABORT_S
 from commlib._rollcall import Meeting
 
 Tensor = torch.Tensor
@@ -174,16 +175,14 @@ class C10dContext(CommContext):
         if work is not None:
             work.wait()
 
+    def _host_group(self) -> Any:
+        return super()._host_group() if self.fences is not None else self.pg
+
     def _close(self, deadline: Deadline) -> None:
-        self._drop()
+        self._release("pg", deadline)
 
     def _abort(self) -> None:
-        self._drop()
-
-    def _drop(self) -> None:
-        pg, self.pg = self.pg, None
-        if pg is not None:
-            pg.abort()
+        self._release("pg", Deadline(ABORT_S))
 
 
 def _divide(target: Tensor, size: int) -> None:

@@ -43,7 +43,7 @@ class CommContext(Ring):
 
     def __init__(self, *place: Any) -> None:
         """Take the place in the ring that ``Ring`` describes."""
-        self._reductions: dict[tuple[torch.dtype, str, float | None], Any] = {}
+        self._reductions: dict[tuple[torch.dtype, str], Any] = {}
         super().__init__(*place)
 
     # -- verbs -----------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ class CommContext(Ring):
         count = x.numel()
         if out is not x and out.numel() != count:
             raise misfit(self, "all_reduce", out, count, "as many elements as x")
-        known = self._reductions.get((x.dtype, op, factor))
+        known = self._reductions.get((x.dtype, op)) if factor is None else None
         args = (known or self._reduction("all_reduce", x, op, factor),)
         launch = self._pick(self._all_reduce, count)
         how = use_calc_stream, sync_op, fenced
@@ -264,16 +264,17 @@ class CommContext(Ring):
 
     def _reduction(self, verb: str, x: Tensor, op: str, factor: float | None = None) -> Any:
         """The reduction in the engine's own terms, resolved once for each dtype and op."""
-        key = (x.dtype, op, factor)
-        known = self._reductions.get(key)
-        if known is None:
-            try:
-                reduction = wire(x.dtype, op, self.reducer, factor)
-            except ArgumentError as error:
-                raise type(error)(f"{self.where(verb)}: {error}") from None
-            known = reduction if self.size == 1 else self._resolve(x.dtype, reduction)
-            self._reductions[key] = known
-        return known
+        known = None if factor is not None else self._reductions.get((x.dtype, op))
+        if known is not None:
+            return known
+        try:
+            reduction = wire(x.dtype, op, self.reducer, factor)
+        except ArgumentError as error:
+            raise type(error)(f"{self.where(verb)}: {error}") from None
+        resolved = reduction if self.size == 1 else self._resolve(x.dtype, reduction)
+        if factor is None:  # factors are without number, so they are not kept
+            self._reductions[x.dtype, op] = resolved
+        return resolved
 
     def _resolve(self, dtype: torch.dtype, reduction: Wire) -> Any:
         """The engine's form of ``reduction`` over ``dtype``; what its launches are given."""

@@ -1,11 +1,13 @@
 """One moment by which something must have happened."""
 
 import math
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
-from commlib.errors import ArgumentError
+from commlib.errors import ArgumentError, CommTimeout
 
 
 class Deadline:
@@ -42,3 +44,28 @@ class Deadline:
             time.sleep(min(pause, longest_sleep, self.left()))
             pause *= 2
         return True
+
+
+def bounded(step: Callable[[], Any], deadline: Deadline, what: str) -> Any:
+    """Run a step that may block in a thread of its own and give up waiting at the deadline.
+
+    Returns what ``step`` returns and raises what it raises; ``CommTimeout`` when it is late. The
+    thread is left to itself then: nothing can end it.
+    """
+    outcome: list[Any] = []
+
+    def body() -> None:
+        try:
+            outcome.append((step(), None))
+        except Exception as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=body, name=f"commlib {what}", daemon=True)
+    thread.start()
+    thread.join(deadline.left())
+    if not outcome:
+        raise CommTimeout(f"{what} did not return within {deadline.seconds:g} s")
+    value, error = outcome[0]
+    if error is not None:
+        raise error
+    return value

@@ -62,7 +62,6 @@ def _refusal(dtype: torch.dtype, op: str, reducer: Reducer) -> str | None:
     return "no engine reduces it; cast to torch.float32"
 
 
-@cache
 def wire(dtype: torch.dtype, op: str, reducer: Reducer, factor: float | None = None) -> Wire:
     """Return how ``op`` over ``dtype`` is handed to an engine.
 

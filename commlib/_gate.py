@@ -10,7 +10,7 @@ from torch.autograd import graph
 from commlib._checks import is_dense
 from commlib._ring import Ring
 from commlib._work import OnHost, OnStream, Unlaunched, Work
-from commlib.errors import ArgumentError, CommError, RingError
+from commlib.errors import ArgumentError, CommError
 
 Launch = Callable[..., Any]
 How = tuple[bool, bool, bool]  # use_calc_stream, sync_op, fenced
@@ -122,7 +122,7 @@ def run(
     # The common case: nothing to stage, no fence, nothing to track behind the call.
     with ctx.lock:
         if ctx.fault is not None:
-            raise _unusable(ctx, verb)
+            raise ctx.unusable(verb)
         ctx.calls += 1
         ctx.last_verb = verb
         try:
@@ -143,17 +143,13 @@ def _tracked(ctx: Ring, call: Call, result: Any, how: How) -> Any:
     use_calc_stream, sync_op, _ = how
     with ctx.lock:
         if ctx.fault is not None:
-            raise _unusable(ctx, call.verb)
+            raise ctx.unusable(call.verb)
         if not sync_op and (use_calc_stream or ctx.open_group is not None):
             raise ArgumentError(_async_refusal(ctx, call.verb))
         if ctx.open_group is not None:
             return ctx.open_group.add(call, use_calc_stream, result)
         done = launch(ctx, [call], result, how)
     return _settle(ctx, done, sync_op)
-
-
-def _unusable(ctx: Ring, verb: str) -> RingError:
-    return RingError(f"{ctx.where(verb)}: the ring can't be used: {ctx.fault}")
 
 
 def _settle(ctx: Ring, done: Any, sync_op: bool) -> Any:
@@ -248,7 +244,8 @@ class Group:
     def __init__(self, ctx: Ring, use_calc_stream: bool, sync_op: bool) -> None:
         self.ctx, self.use_calc_stream, self.sync_op = ctx, use_calc_stream, sync_op
         self.calls: list[Call] = []
-        self.work = Work([], Unlaunched())
+        inside = "wait() inside its own group: leave the `with comm.group()` block first"
+        self.work = Work([], Unlaunched(inside))
 
     def add(self, call: Call, use_calc_stream: bool, result: Any) -> Any:
         """Keep ``call`` for later; its result is valid after the group."""
@@ -282,6 +279,10 @@ def group(ctx: Ring, use_calc_stream: bool, sync_op: bool) -> Iterator[Work]:
         opened = ctx.open_group = Group(ctx, use_calc_stream, sync_op)
         try:
             yield opened.work
+        except BaseException:
+            none = f"{ctx.where('group')}: an exception left the group; none of it was launched"
+            opened.work._pending = Unlaunched(none)
+            raise
         finally:
             ctx.open_group = None
         opened.leave()

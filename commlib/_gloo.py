@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
+from commlib import _host_group
 from commlib._c10d import C10dContext
 from commlib._dtypes import Reducer
 
@@ -16,4 +17,4 @@ class GlooCommContext(C10dContext):
     reducer: ClassVar[Reducer] = Reducer("gloo", unsigned=False, premul=False)
 
     def _make(self, store: dist.Store, wait: timedelta) -> Any:
-        return dist.ProcessGroupGloo(store, self.rank, self.size, wait)
+        return _host_group.connect(store, self.rank, self.size, wait)

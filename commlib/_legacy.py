@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from commlib import _host_group
 from commlib._c10d import C10dContext
 
 
@@ -34,7 +35,7 @@ class LegacyCommContext(C10dContext):
             kind = dist.ProcessGroup.BackendType.NCCL
             self._free_before = torch.cuda.mem_get_info(self.device)[0]
         else:
-            backend = dist.ProcessGroupGloo(store, self.rank, self.size, wait)
+            backend = _host_group.connect(store, self.rank, self.size, wait)
             kind = dist.ProcessGroup.BackendType.GLOO
         group._set_default_backend(kind)
         group._register_backend(self.device, kind, backend)

@@ -130,7 +130,8 @@ class CommContextManager:
             return build(None)
         try:
             call = self._roll_call(world, store, deadline)
-            meeting = call.meet(ring_id, members, deadline, engine.credentials)
+            kind = f"{engine.engine} ({device.type})"
+            meeting = call.meet(ring_id, members, deadline, kind, engine.credentials)
             return _set_up(build, meeting, deadline)
         except dist.DistError as error:
             raise BootstrapError(

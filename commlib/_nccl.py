@@ -1,8 +1,7 @@
 """The GPU engine: NCCL through CuPy, the only room that calls it."""
 
 import ctypes
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any, ClassVar
 import torch
 
 from commlib._context import CommContext
-from commlib._deadline import Deadline
+from commlib._deadline import Deadline, bounded
 from commlib._dtypes import Reducer, Wire
+from commlib._ring import ABORT_S
 from commlib._rollcall import Meeting
 from commlib._streams import current_raw
 from commlib.errors import CommTimeout, EngineError
@@ -60,6 +60,16 @@ def library() -> Any:
     return nccl
 
 
+@cache
+def _raw() -> ctypes.CDLL:
+    """The functions of the same libnccl that CuPy does not bind."""
+    nccl = ctypes.CDLL(library_paths()[0])
+    pointers, number = ctypes.c_void_p, ctypes.c_int
+    nccl.ncclRedOpCreatePreMulSum.argtypes = [pointers, pointers, number, number, pointers]
+    nccl.ncclRedOpDestroy.argtypes = [number, pointers]
+    return nccl
+
+
 def library_paths() -> list[str]:
     """Return the files of libnccl that are mapped into this process."""
     maps = Path("/proc/self/maps").read_text().splitlines()
@@ -69,27 +79,6 @@ def library_paths() -> list[str]:
 def _version_number(version: tuple[int, ...]) -> int:
     major, minor, patch = version[:3]
     return major * 10000 + minor * 100 + patch
-
-
-def _bounded(step: Callable[[], Any], deadline: Deadline, what: str) -> Any:
-    """Run a blocking NCCL call in a thread of its own and give up waiting at the deadline."""
-    outcome: list[Any] = []
-
-    def body() -> None:
-        try:
-            outcome.append((step(), None))
-        except Exception as error:
-            outcome.append((None, error))
-
-    thread = threading.Thread(target=body, name=f"commlib {what}", daemon=True)
-    thread.start()
-    thread.join(deadline.left())
-    if not outcome:
-        raise CommTimeout(f"{what} did not return within {deadline.seconds:g} s")
-    value, error = outcome[0]
-    if error is not None:
-        raise error
-    return value
 
 
 class NCCLCommContext(CommContext):
@@ -117,7 +106,7 @@ class NCCLCommContext(CommContext):
             torch.cuda.set_device(device)
             return nccl.NcclCommunicator(self.size, meeting.payload, self.rank)
 
-        self._comm = _bounded(initialise, deadline, what)
+        self._comm = bounded(initialise, deadline, what)
         self._first_collective(deadline, what)
         self.communicator_bytes = max(0, free - torch.cuda.mem_get_info(device)[0])
 
@@ -130,25 +119,34 @@ class NCCLCommContext(CommContext):
             self._abort()
             raise CommTimeout(f"{what}: the first collective took over {deadline.seconds:g} s")
 
-    def _resolve(self, dtype: torch.dtype, reduction: Wire) -> tuple[int, int, int]:
+    def _resolve(self, dtype: torch.dtype, reduction: Wire) -> Any:
         """Elements of the reduction for each element of the tensor, NCCL type and operation."""
-        premul = reduction.op == "premul_sum"
-        op = self._premul(reduction) if premul else _OPS[reduction.op]
-        return dtype.itemsize // reduction.dtype.itemsize, _TYPES[reduction.dtype], op
+        if reduction.op == "premul_sum":
+            return reduction
+        parts = dtype.itemsize // reduction.dtype.itemsize
+        return parts, _TYPES[reduction.dtype], _OPS[reduction.op]
 
-    def _premul(self, reduction: Wire) -> int:
-        """ncclRedOpCreatePreMulSum, which CuPy lacks."""
-        scalar = torch.tensor([reduction.factor], dtype=reduction.dtype)
-        op, host_immediate = ctypes.c_int(), 1
-        create = ctypes.CDLL(library_paths()[0]).ncclRedOpCreatePreMulSum
-        create.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int] * 2 + [ctypes.c_void_p]
-        kind, handle = _TYPES[reduction.dtype], self._comm.comm
-        status = create(ctypes.byref(op), scalar.data_ptr(), kind, host_immediate, handle)
+    @contextmanager
+    def _premul(self, reduction: Wire) -> Iterator[tuple[int, int, int]]:
+        """ncclRedOpCreatePreMulSum, which CuPy lacks; NCCL lets go of it when the call returns."""
+        nccl, handle = _raw(), self._comm.comm
+        scalar = torch.tensor([reduction.factor], dtype=reduction.dtype, device="cpu")
+        op, host_immediate, kind = ctypes.c_int(), 1, _TYPES[reduction.dtype]
+        status = nccl.ncclRedOpCreatePreMulSum(
+            ctypes.byref(op), scalar.data_ptr(), kind, host_immediate, handle
+        )
         if status != 0:
             raise EngineError(f"{self.where('premul_sum')}: ncclRedOpCreatePreMulSum: {status}")
-        return op.value
+        try:
+            yield 1, kind, op.value
+        finally:
+            nccl.ncclRedOpDestroy(op, handle)
 
-    def _all_reduce(self, out: Tensor, x: Tensor, reduction: tuple[int, int, int]) -> None:
+    def _all_reduce(self, out: Tensor, x: Tensor, reduction: Any) -> None:
+        if isinstance(reduction, Wire):
+            with self._premul(reduction) as made:
+                self._all_reduce(out, x, made)
+            return
         parts, kind, op = reduction
         self._comm.allReduce(
             x.data_ptr(),
@@ -257,12 +255,9 @@ class NCCLCommContext(CommContext):
         comm, self._comm = self._comm, None
         if comm is None:
             return
-        try:
-            _bounded(comm.destroy, deadline, self.where("destroying NCCL"))
-        except CommTimeout as late:
-            self._errors.append(str(late))
+        self._in_time(comm.destroy, deadline, "destroying NCCL")
 
     def _abort(self) -> None:
         comm, self._comm = self._comm, None
         if comm is not None:
-            _bounded(comm.abort, Deadline(10.0), self.where("aborting NCCL"))
+            self._in_time(comm.abort, Deadline(ABORT_S), "aborting NCCL")

@@ -1,20 +1,28 @@
 """Who is in a ring, which streams it has, and how it fails and ends."""
 
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch.distributed import PrefixStore
 
-from commlib._deadline import Deadline
+from commlib import _host_group
+from commlib._deadline import Deadline, bounded
 from commlib._rollcall import Meeting
 from commlib._streams import Fences, issue_lock
-from commlib.errors import CommTimeout, EngineError
+from commlib.errors import CommTimeout, EngineError, RingError
 
 if TYPE_CHECKING:
     from commlib._gate import Call, Group
+
+# How long giving up may take: the library below is told to stop, and is not waited for any longer.
+ABORT_S = 5.0
 
 
 class Ring(ABC):
@@ -46,6 +54,7 @@ class Ring(ABC):
         self.open_group: Group | None = None
         self.communicator_bytes = 0
         self._errors: list[str] = []
+        self._meeting, self._hosts, self._exchanging = meeting, None, threading.Lock()
         self._unfenced: deque[tuple[torch.cuda.Event, list[Call]]] = deque()
         self._token = torch.zeros(1, dtype=torch.int32, device=device)
         if meeting is not None:
@@ -105,12 +114,19 @@ class Ring(ABC):
             return CommTimeout(f"{text}. The deadline was {self.timeout:g} s; ranks {self.ranks}")
         return EngineError(text)
 
+    def unusable(self, verb: str) -> RingError:
+        """The error of a call on a ring that has failed or is closed."""
+        return RingError(f"{self.where(verb)}: the ring can't be used: {self.fault}")
+
     def abort(self) -> None:
-        """Give the communicator up at once, with whatever is under way; the ring is closed then."""
-        with self.lock:
-            self.fault = "aborted; create it again"
-            self._abort()  # first: until then the collectives may still use the tensors
-            self._unfenced.clear()
+        """Give the communicator up at once, with whatever is under way; the ring is closed then.
+
+        From any thread, also while another one is stuck in a call: no lock is taken.
+        """
+        self.fault = "aborted; create it again"
+        self._abort()
+        self._unfenced = deque()  # only now: until then the collectives may still use the tensors
+        self._release("_hosts", Deadline(ABORT_S))
 
     def close(self, deadline: Deadline) -> None:
         """Finish what is under way and free the communicator, at most until ``deadline``."""
@@ -118,24 +134,70 @@ class Ring(ABC):
             self.abort()
             return
         self.fault = "closed; create it again"
-        if self.fences is not None:
-            event = torch.cuda.Event()
-            self.fences.comm_waits(torch.cuda.current_stream(self.device))
-            event.record(self.fences.comm)
-            if not deadline.poll(event.query):
-                self._errors.append(f"{self.where('close')}: calls were still running; aborted")
-                self.abort()
-                return
-        self._unfenced.clear()
+        if self.fences is not None and not self._in_time(self._drain, deadline, "draining"):
+            self.abort()
+            return
+        self._unfenced = deque()
         self._close(deadline)
+        self._release("_hosts", deadline)
+
+    def _drain(self) -> None:
+        """Wait for every stream of the device: any of them may hold calls of this ring."""
+        torch.cuda.synchronize(self.device)
+
+    def _in_time(self, step: Callable[[], Any], deadline: Deadline, what: str) -> bool:
+        """Take one step of the ring's end; what goes wrong with it is noted, not raised."""
+        try:
+            bounded(step, deadline, self.where(what))
+        except Exception as error:
+            self._errors.append(str(error))
+            return False
+        return True
+
+    def _release(self, name: str, deadline: Deadline) -> None:
+        """Give up the process group that the attribute ``name`` holds, if any."""
+        group = [getattr(self, name)]
+        setattr(self, name, None)
+        if group[0] is not None:
+            self._in_time(partial(_host_group.release, group), deadline, f"releasing {name}")
+
+    # -- numbers between hosts -------------------------------------------------------------------
+
+    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+        """Return every rank's whole numbers (int64), in rank order; lengths may differ.
+
+        For what the ranks must agree on before anything is launched: shapes, counts, options. It
+        goes from host to host over TCP (gloo), touches no GPU and is allowed during a capture.
+        Every member must call it; the first call on a GPU ring connects the hosts. Blocks the host
+        at most ``timeout`` seconds. Raises ``RingError``, ``CommTimeout``, ``EngineError``.
+        """
+        with self._exchanging:
+            if self.fault is not None:
+                raise self.unusable("exchange")
+            if self.size == 1:
+                return [list(values)]
+            try:
+                return _host_group.all_gather(self._host_group(), self.rank, self.size, values)
+            except Exception as error:
+                raise self.failed("exchange", error) from error
+
+    def _host_group(self) -> Any:
+        """The gloo group that ``exchange`` uses."""
+        if self._hosts is None:
+            assert self._meeting is not None  # only a ring of one rank has none
+            store = PrefixStore("hosts", self._meeting.store)
+            wait = timedelta(seconds=self.timeout)
+            self._hosts = _host_group.connect(store, self.rank, self.size, wait)
+        return self._hosts
 
     # -- raw legacy form -------------------------------------------------------------------------
 
     def keep_unfenced(self, event: torch.cuda.Event, calls: "list[Call]") -> None:
         """Hold the tensors of an unfenced call until it has finished or the program has synced."""
-        while self._unfenced and self._unfenced[0][0].query():
-            self._unfenced.popleft()
-        self._unfenced.append((event, calls))
+        kept = self._unfenced
+        while kept and kept[0][0].query():
+            kept.popleft()
+        kept.append((event, calls))
 
     def release_unfenced(self) -> None:
         """Let go of the tensors of unfenced calls; for a program that has just synced them."""

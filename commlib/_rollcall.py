@@ -48,15 +48,17 @@ class RollCall:
         ring_id: int,
         ranks: tuple[int, ...],
         deadline: Deadline,
+        engine: str,
         payload: Callable[[], bytes],
     ) -> "Meeting":
         """Wait until every member of the ring has signed in; ``payload`` runs on the first member.
 
-        Raises ``CommTimeout`` naming the missing ranks, or ``RingOrderError`` showing both orders.
+        Raises ``CommTimeout`` naming the missing ranks, ``RingOrderError`` showing both orders, or
+        ``EngineError`` when the members come with different engines.
         """
         self._history.append((ring_id, list(ranks)))
         try:
-            verdict, room = self._attend(ring_id, ranks, deadline, payload)
+            verdict, room = self._attend(ring_id, ranks, deadline, engine, payload)
         finally:
             self._publish(waiting=None)
         where = f"creating ring {ring_id} of ranks {list(ranks)} on rank {self.me}"
@@ -70,6 +72,7 @@ class RollCall:
         ring_id: int,
         ranks: tuple[int, ...],
         deadline: Deadline,
+        engine: str,
         payload: Callable[[], bytes],
     ) -> tuple[str, Store]:
         """Sign in to the ring's first generation without a verdict and wait for one."""
@@ -82,7 +85,7 @@ class RollCall:
                 continue
             self._publish(waiting=key)
             new = not room.check([f"here/{self.me}"])  # an interrupted call has signed in already
-            room.set(f"here/{self.me}", "1")
+            room.set(f"here/{self.me}", engine)
             arrived = room.add("arrived", int(new))
             if room.check(["verdict"]) and not room.get("verdict").decode().startswith(_GO):
                 continue  # the others gave up while this rank was signing in
@@ -105,7 +108,7 @@ class RollCall:
         while not room.check(["verdict"]):
             if self.me == ranks[0]:
                 if arrived == len(ranks):
-                    return _decide(room, "verdict", self._go(payload))
+                    return _decide(room, "verdict", self._go(room, ranks, payload))
                 arrived = room.add("arrived", 0)
             if deadline.passed():
                 return _decide(room, "verdict", _late(room, "here", self.me, ranks, deadline))
@@ -118,7 +121,14 @@ class RollCall:
             pause = min(pause * 1.5, 0.05)
         return room.get("verdict").decode()
 
-    def _go(self, payload: Callable[[], bytes]) -> str:
+    def _go(self, room: Store, ranks: tuple[int, ...], payload: Callable[[], bytes]) -> str:
+        engines = _engines(room, ranks)
+        if len(engines) > 1:
+            differ = "; ".join(f"ranks {who} on {engine}" for engine, who in engines.items())
+            return (
+                f"{_FAILED}the members come with different engines: {differ}. Give every rank the "
+                f"same FLAGS_dynamic_static_unified_comm and the same kind of device"
+            )
         try:
             return _GO + base64.b64encode(payload()).decode()
         except Exception as error:  # the others must not wait for what can't come
@@ -199,6 +209,14 @@ class Meeting:
         verdict = room.get("built").decode()
         if not verdict.startswith(_GO):
             raise _refusal(verdict, self.where) from error
+
+
+def _engines(room: Store, ranks: tuple[int, ...]) -> dict[str, list[int]]:
+    """Return which members signed in with which engine."""
+    engines: dict[str, list[int]] = {}
+    for rank, engine in zip(ranks, room.multi_get([f"here/{r}" for r in ranks]), strict=True):
+        engines.setdefault(engine.decode(), []).append(rank)
+    return engines
 
 
 def _decide(room: Store, name: str, verdict: str) -> str:

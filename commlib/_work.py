@@ -57,13 +57,14 @@ class Work:
 
 
 class Unlaunched:
-    """A group that has not been left yet."""
+    """A group that has not been left yet, or that an exception has left."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
 
     def join(self) -> None:
         """Refuse: nothing has been launched."""
-        raise ArgumentError(
-            "wait() inside its own group: leave the `with comm.group()` block first"
-        )
+        raise ArgumentError(self._why)
 
     def done(self) -> bool:
         """Report that nothing has finished."""

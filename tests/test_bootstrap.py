@@ -92,6 +92,9 @@ def test_paddle_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     world = _bootstrap.world()
     assert (world.rank, world.size, world.address) == (1, 4, ("127.0.0.1", 6170))
+    assert (world.local_rank, world.local_size) == (1, 2)  # two endpoints of this rank's host
+    monkeypatch.setenv("PADDLE_LOCAL_SIZE", "4")
+    assert _bootstrap.world().local_size == 4
     monkeypatch.setenv("PADDLE_MASTER", "127.0.0.2:99")
     assert _bootstrap.world().address == ("127.0.0.2", 99)
 

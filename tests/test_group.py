@@ -96,3 +96,18 @@ def nothing_launched(comm: Any) -> None:
 
 def test_nothing_launched(ranks: Ranks) -> None:
     ranks(nothing_launched)
+
+
+def left_by_an_exception(comm: Any) -> None:
+    """The Work of a group that was never launched says so."""
+    x, before = torch.ones(3, device=comm.device), calls(comm)
+    with refused(ZeroDivisionError), comm.group(use_calc_stream=False, sync_op=False) as work:
+        comm.all_reduce(x, x, use_calc_stream=False)
+        raise ZeroDivisionError
+    with refused(ArgumentError, "an exception left the group"):
+        work.wait()
+    same((work.done(), calls(comm)), (False, before), "done, calls")
+
+
+def test_left_by_an_exception(ranks: Ranks) -> None:
+    ranks(left_by_an_exception)

@@ -8,7 +8,7 @@ import torch
 
 import commlib
 from commlib import ops
-from commlib.errors import CommTimeout, RingError, RingOrderError
+from commlib.errors import CommTimeout, EngineError, RingError, RingOrderError
 from tests._check import close, refused, same
 from tests._ranks import Ranks, World
 
@@ -184,3 +184,61 @@ def aborted(comm: Any) -> None:
 
 def test_abort(ranks: Ranks) -> None:
     ranks(aborted)
+
+
+def stuck(comm: Any) -> None:
+    """A call that never ends holds neither close() nor abort() longer than their deadlines."""
+    if comm.device.type == "cuda":
+        return  # there a pending call holds the stream, not the host
+    for ring_id, abort in ((50, False), (51, True)):
+        ring = commlib.new_ring(ring_id, [0, 1], timeout=30)
+        assert ring is not None
+        begin = time.monotonic()
+        if comm.rank == 0:
+            x = torch.ones(2)
+            work = ring.all_reduce(x, x, use_calc_stream=False, sync_op=False)
+            with commlib.flags.override("FLAGS_comm_close_timeout_s", 1):
+                manager.close(ring_id, abort=abort)
+            assert "did not return within" in ring.errors()[-1], ring.errors()
+            assert time.monotonic() - begin < 10
+            del work
+        comm.barrier()
+        manager.close(ring_id)
+
+
+def test_close_with_a_call_that_never_ends(ranks: Ranks) -> None:
+    ranks(stuck)
+
+
+def aborted_meanwhile(comm: Any) -> None:
+    """abort() takes no lock: a thread that is stuck in a call, holding it, can be helped."""
+    ring = commlib.new_ring(52, [0, 1])
+    assert ring is not None
+    with ring.lock:
+        thread = threading.Thread(target=ring.abort)
+        thread.start()
+        thread.join(20)
+        same(thread.is_alive(), False, "abort() waits for the lock")
+    with refused(RingError, "aborted"):
+        ring.barrier()
+    manager.close(52)
+
+
+def test_abort_beside_a_stuck_call(ranks: Ranks) -> None:
+    ranks(aborted_meanwhile)
+
+
+def engines(comm: Any) -> None:
+    """Members that come with different engines are told so at once, by name."""
+    commlib.shutdown()
+    begin = time.monotonic()
+    with commlib.flags.override("FLAGS_dynamic_static_unified_comm", comm.rank == 0):
+        with refused(EngineError, "ranks [0] on gloo (cpu)", "ranks [1] on c10d (cpu)"):
+            commlib.init(device="cpu", timeout=60)
+        assert time.monotonic() - begin < 20
+    same(gathered(commlib.init(device="cpu")), [0, 1], "with one engine")
+
+
+def test_different_engines(world: World) -> None:
+    with world(2) as ranks:
+        ranks(engines)

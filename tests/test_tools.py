@@ -34,6 +34,7 @@ def test_doctor_shows_the_machine() -> None:
         "numpy",
         "rendezvous",
         "complaints: 0",
+        "no engine reduces 16-bit integers",
         *(r["name"] for r in flags.rows()),
     ):
         assert text in done.stdout

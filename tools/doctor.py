@@ -11,6 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from commlib import _bootstrap, _nccl, flags
+from commlib._dtypes import refusals
+from commlib._gloo import GlooCommContext
+from commlib._legacy import LegacyCommContext
 from commlib.errors import CommError
 
 Row = tuple[str, ...]
@@ -39,6 +42,7 @@ def run_doctor() -> int:
         ("peer access", ("from", "reaches"), _peers()),
         ("flags", ("name", "type", "default", "value", "source"), _flags()),
         ("rendezvous", ("what", "value"), _rendezvous()),
+        ("reductions refused", ("engines", "dtypes", "operations", "reason"), _refused()),
     ):
         _show(console, title, columns, list(rows))
     for complaint in complaints:
@@ -158,3 +162,15 @@ def _rendezvous() -> Iterator[Row]:
     yield "local rank", str(world.local_rank)
     place = world.address
     yield "store", f"{place[0]}:{place[1]}" if place else "none: one rank alone"
+
+
+def _refused() -> Iterator[Row]:
+    """One row a reason: which reductions of which dtypes an engine does not take."""
+    found: dict[str, tuple[dict[str, None], ...]] = {}  # dicts keep the order, sets do not
+    for engine in (_nccl.NCCLCommContext, GlooCommContext, LegacyCommContext):
+        for (dtype, op), reason in refusals(engine.reducer).items():
+            names = engine.engine, str(dtype).removeprefix("torch."), op
+            for known, name in zip(found.setdefault(reason, ({}, {}, {})), names, strict=True):
+                known[name] = None
+    for reason, columns in found.items():
+        yield (*(", ".join(column) for column in columns), reason)

@@ -1,0 +1,85 @@
+"""CommContext.exchange: whole numbers from every rank to every rank, host to host."""
+
+from typing import Any
+
+import torch
+
+import commlib
+from commlib.errors import CommTimeout, EngineError, RingError
+from tests._check import refused, same
+from tests._operator import calls
+from tests._ranks import Ranks
+
+EXTREMES = [0, -1, 2**63 - 1, -(2**63)]
+
+
+def numbers(comm: Any) -> None:
+    """Any lengths, also unequal ones, around the number that fits into one message."""
+    before = calls(comm)
+    same(comm.exchange([]), [[]] * comm.size, "nothing")
+    same(comm.exchange(EXTREMES), [EXTREMES] * comm.size, "the whole range of 64 bits")
+    for longest in (1, 62, 63, 64, 65, 1000):
+        every = [list(range(rank, rank + longest - rank)) for rank in range(comm.size)]
+        same(comm.exchange(every[comm.rank]), every, f"lengths from {longest} down")
+    same(calls(comm), before, "no collective on the ring")
+    ring = commlib.new_ring(40 + comm.rank, [comm.rank])
+    assert ring is not None
+    same(ring.exchange([comm.rank]), [[comm.rank]], "a ring of one")
+    commlib.CommContextManager.instance().close(40 + comm.rank)
+
+
+def test_numbers(ranks: Ranks) -> None:
+    ranks(numbers)
+
+
+def test_numbers_of_three(trio: Ranks) -> None:
+    trio(numbers)
+
+
+def after_close(comm: Any) -> None:
+    ring = commlib.new_ring(41, [0, 1])
+    assert ring is not None
+    ring.exchange([1])
+    commlib.CommContextManager.instance().close(41)
+    with refused(RingError, "exchange on ring 41", "closed"):
+        ring.exchange([1])
+    again = commlib.new_ring(41, [1, 0])
+    assert again is not None
+    same(again.exchange([comm.rank]), [[1], [0]], "order of the ring")
+    commlib.CommContextManager.instance().close(41)
+
+
+def test_after_close(ranks: Ranks) -> None:
+    ranks(after_close)
+
+
+def alone(comm: Any) -> None:
+    """A rank that does not come is an error within the ring's timeout, and the ring has failed."""
+    ring = commlib.new_ring(42, [0, 1], timeout=3)
+    assert ring is not None
+    if comm.rank == 0:
+        with refused((CommTimeout, EngineError), "exchange on ring 42 (rank 0 of 2"):
+            ring.exchange([1])
+        with refused(RingError, "failed in exchange"):
+            ring.exchange([1])
+    comm.exchange([])
+    commlib.CommContextManager.instance().close(42)
+
+
+def test_a_rank_that_does_not_come(ranks: Ranks) -> None:
+    ranks(alone)
+
+
+def captured(comm: Any) -> None:
+    """A capture on this thread goes on: an exchange touches no stream."""
+    if comm.device.type != "cuda":
+        return
+    x, graph = torch.zeros(1, device=comm.device), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        x += comm.exchange([1, comm.rank])[1][1]
+    graph.replay()
+    same(x.item(), 1.0, "the number of rank 1")
+
+
+def test_during_a_capture(ranks: Ranks) -> None:
+    ranks(captured)
