@@ -11,7 +11,7 @@ from commlib.tools import _bench_gloo, _bench_host, _bench_import, _bench_memory
 from commlib.tools._bench_launch import launch
 from commlib.tools._bench_report import Report, number, target, write
 from commlib.tools._bench_rounds import WARM_ROUNDS, race, ratio, spread, turns
-from commlib.tools._demo_runs import LaunchError
+from commlib.tools._launch import LaunchError
 from commlib.tools.bench import BENCHMARKS, run_bench
 
 SETTINGS = {"nproc": 2, "rounds": 2}

@@ -20,8 +20,9 @@ import torch.nn.functional as F
 
 import commlib
 from commlib.tools._demo_compare import compare
-from commlib.tools._demo_runs import MODES, PROGRAM, Launch, LaunchError, Mode, Report
+from commlib.tools._demo_runs import MODES, PROGRAM, Launch, Mode, Report
 from commlib.tools._demo_truth import FORMULAS
+from commlib.tools._launch import LaunchError
 from commlib.tools.demo import conclude, run_demo
 
 RANKS = 2

@@ -6,10 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from commlib.tools._bench_launch import environment
 from commlib.tools._bench_report import Report, target, timing_columns, timing_rows
 from commlib.tools._bench_rounds import spread, turns
-from commlib.tools._demo_runs import LaunchError
+from commlib.tools._launch import LaunchError, environment
 
 ROUNDS = 20
 DEADLINE_S = 120
@@ -83,7 +82,7 @@ def _interpreter(statement: str) -> Run:
     command = [sys.executable, "-c", PROGRAM, statement]
     done = subprocess.run(
         command,
-        env=environment(),
+        env=environment(unified=True),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -10,7 +10,7 @@ from rich.console import Console
 from commlib.tools import _bench_gloo, _bench_host, _bench_import, _bench_memory
 from commlib.tools._bench_machine import facts
 from commlib.tools._bench_report import Report, show, write
-from commlib.tools._demo_runs import LaunchError
+from commlib.tools._launch import LaunchError
 
 
 class Benchmark(Protocol):

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from commlib.tools import _demo_table
 from commlib.tools._demo_compare import Row, compare
-from commlib.tools._demo_runs import MODES, PROGRAM, Launch, LaunchError, Mode, Report
+from commlib.tools._demo_runs import MODES, PROGRAM, Launch, Mode, Report
+from commlib.tools._launch import LaunchError
 
 HEADS = 8  # of the program's attention: they are split over the ranks
 STEPS = 6

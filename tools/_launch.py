@@ -1,0 +1,97 @@
+"""One launch of ranks on this machine, through torch's elastic launcher over loopback."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import commlib
+from commlib import flags
+
+MARGIN_S = 60  # for the imports before a rank's own deadline, and the launcher's end behind it
+TAIL_LINES = 20
+
+
+class LaunchError(RuntimeError):
+    """Ranks ended without results; the text holds what they said last."""
+
+
+def launch(
+    label: str,
+    program: Sequence[str],
+    ranks: int,
+    environment: dict[str, str],
+    place: Path,
+    deadline: float,
+) -> None:
+    """Run ``program`` (a script or ``-m module``, with arguments) on ``ranks`` ranks to its end.
+
+    Logs go into the folder ``place``. Raises ``LaunchError``, which begins with ``label``, when a
+    rank fails or none has ended ``deadline`` and a margin later.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks)]
+    command += ["--redirects", "3", "--log-dir", str(place / "logs"), *program]
+    code = _execute(command, environment, place / "launcher.log", deadline + MARGIN_S)
+    if code != 0:
+        ended = "still running at the deadline" if code is None else f"exit code {code}"
+        raise LaunchError(f"{label}: {ended}\n{_last_words(place)}")
+
+
+def environment(unified: bool, **more: str) -> dict[str, str]:
+    """Return the environment of a rank: this commlib, one thread, loopback, the flag."""
+    root = str(Path(commlib.__file__).resolve().parent.parent)
+    ours = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+        flags.UNIFIED: str(int(unified)),
+    }
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    return {**loopback, **os.environ, **ours, **more}
+
+
+def _execute(
+    command: list[str], environment: dict[str, str], log: Path, seconds: float
+) -> int | None:
+    """Return the exit code, or None when it took longer than ``seconds``."""
+    with log.open("w") as said:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _end(process)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Let the launcher end its ranks, also when the user presses Ctrl-C."""
+    process.terminate()
+    try:
+        process.wait(40)  # the launcher itself gives its ranks 30 s
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _last_words(place: Path) -> str:
+    """Return the end of every rank's stderr, or of the launcher's where no rank began."""
+    logs = sorted(place.glob("logs/**/stderr.log"))
+    spoken = [log for log in logs if log.stat().st_size] or [place / "launcher.log"]
+    return "\n".join(_tail(log) for log in spoken)
+
+
+def _tail(log: Path) -> str:
+    who = f"rank {log.parent.name}" if log.name == "stderr.log" else "launcher"
+    lines = log.read_text(errors="replace").splitlines()
+    # A rank past its deadline prints the innermost call first; any other failure prints it last.
+    stacks = [number for number, line in enumerate(lines) if line.startswith("Timeout (")]
+    first = stacks[-1] if stacks else max(0, len(lines) - TAIL_LINES)
+    return "\n".join([f"--- {who}, last lines:", *lines[first : first + TAIL_LINES]])
