@@ -19,7 +19,8 @@ from commlib._checks import (
 )
 from commlib._dtypes import Reducer, Wire, wire
 from commlib._ring import Ring
-from commlib._work import Work
+from commlib._routes import Routes
+from commlib._work import All, Work
 from commlib.errors import ArgumentError, ShapeError
 
 Tensor = torch.Tensor
@@ -209,6 +210,30 @@ class CommContext(Ring):
         how = use_calc_stream, sync_op, fenced
         return _gate.run(self, "all_to_all", launch, (takes, sends), out, x, None, dense, out, how)
 
+    def exchange_rows(
+        self,
+        out: Tensor,
+        x: Tensor,
+        routes: Routes,
+        *,
+        use_calc_stream: bool = True,
+        sync_op: bool = True,
+        fenced: bool = True,
+    ) -> Any:
+        """Fill the 2-D ``out`` with rows of every rank's 2-D ``x``, each where ``routes`` says.
+
+        Every member calls it with the routes that belong together; nothing checks that here. On
+        GPUs of one host the first call sets a channel up and blocks the host for it.
+        """
+        dense = check_pair(self, "exchange_rows", out, x)
+        # Every rank takes part in what any rank does.
+        launch = self._own_rows
+        if routes.most * x.shape[1]:
+            launch = self._exchange_rows
+            self._prepare_rows()
+        how = use_calc_stream, sync_op, fenced
+        return _gate.run(self, "exchange_rows", launch, (routes,), out, x, None, dense, out, how)
+
     def send(
         self,
         x: Tensor,
@@ -326,6 +351,29 @@ class CommContext(Ring):
         """Empty tensors: there is nothing to move, on any rank."""
         return
 
+    def _prepare_rows(self) -> None:
+        """Set up what ``exchange_rows`` needs; called outside the issue lock."""
+
+    def _own_rows(self, out: Tensor, x: Tensor, routes: Routes) -> None:
+        """Copy the rows that this rank has for itself."""
+        for s in routes.sends[routes.sends["peer"] == self.rank]:
+            if s["rows"]:
+                _rows(out, s, "target").copy_(_rows(x, s, "start"))
+
+    def _exchange_rows(self, out: Tensor, x: Tensor, routes: Routes) -> Any:
+        """One group of sends and receives, a pair for each segment."""
+        under_way = []
+        with self.coalesced():
+            for s in routes.sends:
+                if s["peer"] != self.rank and s["rows"]:
+                    under_way.append(self._send(None, _rows(x, s, "start"), int(s["peer"])))
+            for t in routes.takes:
+                if t["peer"] != self.rank and t["rows"]:
+                    under_way.append(self._recv(_rows(out, t, "target"), None, int(t["peer"])))
+        self._own_rows(out, x, routes)
+        handles = [handle for handle in under_way if handle is not None]
+        return All(handles) if handles else None
+
     # -- what an engine implements: dense tensors, on the current stream; returns None where the
     #    stream orders the result, else an object with wait() and is_completed() -----------------
 
@@ -361,3 +409,7 @@ class CommContext(Ring):
 
     @abstractmethod
     def _barrier(self, out: None, x: None) -> Any: ...
+
+
+def _rows(x: Tensor, segment: Any, first: str) -> Tensor:
+    return x.narrow(0, int(segment[first]), int(segment["rows"]))

@@ -12,9 +12,12 @@ import torch
 from commlib._context import CommContext
 from commlib._deadline import Deadline, bounded
 from commlib._dtypes import Reducer, Wire
+from commlib._log import log
 from commlib._ring import ABORT_S
 from commlib._rollcall import Meeting
+from commlib._routes import Routes
 from commlib._streams import current_raw
+from commlib.channel.rows import RowChannel, open_channel
 from commlib.errors import CommTimeout, EngineError
 
 Tensor = torch.Tensor
@@ -89,6 +92,7 @@ class NCCLCommContext(CommContext):
     parts_in_place: ClassVar[bool] = True
 
     _comm: Any = None
+    _rows: RowChannel | str | None = None  # why there is none, or None while that is open
     _index: int
 
     @staticmethod
@@ -214,6 +218,18 @@ class NCCLCommContext(CommContext):
                 sent += sends[peer] * item
                 taken += takes[peer] * item
 
+    def _prepare_rows(self) -> None:
+        """Decide, together with the other members, what carries rows: a channel, or NCCL."""
+        if self._rows is None:
+            self._rows = open_channel(self)
+            if isinstance(self._rows, str):
+                log.once("rows of ring %d go through NCCL: %s", self.ring_id, self._rows)
+
+    def _exchange_rows(self, out: Tensor, x: Tensor, routes: Routes) -> Any:
+        if isinstance(self._rows, RowChannel) and self._rows.takes(routes):
+            return self._rows.exchange(out, x, routes)
+        return super()._exchange_rows(out, x, routes)
+
     def _send(self, out: None, x: Tensor, peer: int) -> None:
         self._give(x, 0, x.nbytes, peer)
 
@@ -253,11 +269,15 @@ class NCCLCommContext(CommContext):
 
     def _close(self, deadline: Deadline) -> None:
         comm, self._comm = self._comm, None
+        rows, self._rows = self._rows, None
+        if isinstance(rows, RowChannel):
+            self._in_time(rows.close, deadline, "closing the channel")
         if comm is None:
             return
         self._in_time(comm.destroy, deadline, "destroying NCCL")
 
     def _abort(self) -> None:
         comm, self._comm = self._comm, None
+        self._rows = None  # kernels that still run may use its memory: it stays mapped
         if comm is not None:
             self._in_time(comm.abort, Deadline(ABORT_S), "aborting NCCL")

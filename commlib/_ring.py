@@ -184,11 +184,15 @@ class Ring(ABC):
     def _host_group(self) -> Any:
         """The gloo group that ``exchange`` uses."""
         if self._hosts is None:
-            assert self._meeting is not None  # only a ring of one rank has none
-            store = PrefixStore("hosts", self._meeting.store)
+            store = self.store("hosts")
             wait = timedelta(seconds=self.timeout)
             self._hosts = _host_group.connect(store, self.rank, self.size, wait)
         return self._hosts
+
+    def store(self, name: str) -> PrefixStore:
+        """The part ``name`` of the store of this ring's members."""
+        assert self._meeting is not None  # only a ring of one rank has none
+        return PrefixStore(name, self._meeting.store)
 
     # -- raw legacy form -------------------------------------------------------------------------
 

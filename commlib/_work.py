@@ -71,6 +71,22 @@ class Unlaunched:
         return False
 
 
+class All:
+    """Several works of an engine as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for each."""
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether each has finished."""
+        return all(work.is_completed() for work in self._works)
+
+
 class OnHost:
     """Works of a CPU engine; ``await_`` blocks with a deadline and puts results in place."""
 

@@ -14,6 +14,7 @@ __all__ = ["Flag", "get", "override", "rows", "set", "table"]
 UNIFIED = "FLAGS_dynamic_static_unified_comm"
 TIMEOUT = "FLAGS_comm_timeout_s"
 CLOSE_TIMEOUT = "FLAGS_comm_close_timeout_s"
+CHANNEL = "FLAGS_comm_channel_mib"
 
 _TRUE = ("1", "true", "on", "yes")
 _FALSE = ("0", "false", "off", "no")
@@ -44,6 +45,16 @@ def _seconds(name: str, value: object) -> float:
     return number
 
 
+def _mebibytes(name: str, value: object) -> int:
+    text = str(value).strip()
+    if not text.isdecimal() or int(text) > 2048:
+        raise FlagError(
+            f"{name}={value!r} is no size: expected a whole number of MiB up to 2048, 0 for none; type "
+            f"for example `export {name}=128`"
+        )
+    return int(text)
+
+
 @dataclass(frozen=True)
 class Flag:
     """One row: what a flag is called, how its text is read, and what it is for."""
@@ -69,6 +80,13 @@ _FLAGS = {
         ),
         Flag(TIMEOUT, "seconds", _seconds, 600.0, "deadline of creating a ring and of a CPU wait"),
         Flag(CLOSE_TIMEOUT, "seconds", _seconds, 10.0, "deadline of closing one communicator"),
+        Flag(
+            CHANNEL,
+            "MiB",
+            _mebibytes,
+            128,
+            "GPU memory through which the ranks of one host exchange rows; 0: NCCL does it",
+        ),
     )
 }
 _set_values: dict[str, Any] = {}

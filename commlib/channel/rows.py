@@ -1,0 +1,130 @@
+"""Rows from every rank straight to their places on every other, through peer memory."""
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from commlib import flags
+from commlib._log import log
+from commlib._ring import Ring
+from commlib._routes import SEGMENT, Routes
+from commlib.channel import driver
+from commlib.channel.memory import CAPTURING, PeerMemory, share
+from commlib.errors import CommTimeout, EngineError
+
+RANKS = 16  # as in rows.cu
+_CONTROL, _FLAGS = 4096, 1 << 16  # bytes of control words, then of flags, before the halves
+_SMALL, _LARGE, _BORDER = 1 << 14, 1 << 17, 1 << 22  # bytes of a chunk; from which total on
+
+
+class _Call(ctypes.Structure):
+    """What the kernel is given, before the segments."""
+
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("base", ctypes.c_void_p * RANKS),
+        ("error", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("half", "window", "first", "row")),
+        ("limit_ns", ctypes.c_uint64),
+        *((name, ctypes.c_int) for name in ("rank", "size", "chunk", "sends", "takes", "flags")),
+    ]
+
+
+def _block(most: int) -> type[ctypes.Structure]:
+    """The whole of what the kernel for up to ``most`` segments is given."""
+    room = ctypes.c_byte * (most * SEGMENT.itemsize)
+    return type("_Block", (_Call,), {"_fields_": [("send", room), ("take", room)]})
+
+
+_BLOCKS = {most: _block(most) for most in (32, 256)}  # segments each way; the fewer the faster
+
+
+class RowChannel:
+    """The workspace of one ring: one call at a time, in stream order."""
+
+    def __init__(self, ring: Ring, memory: PeerMemory, functions: dict[int, int]) -> None:
+        self._ring, self._memory, self._functions = ring, memory, functions
+        self._error = driver.HostWord()
+        self._window = (memory.nbytes - _CONTROL - _FLAGS) // 2
+        multiprocessors = torch.cuda.get_device_properties(ring.device).multi_processor_count
+        self._blocks = 2 * multiprocessors  # all of them fit on the device at once
+        self._stream, self._event = 0, torch.cuda.Event()
+
+    def takes(self, routes: Routes) -> bool:
+        """Whether the call fits; the same on all ranks, for it asks for nothing else."""
+        return len(routes.sends) <= max(_BLOCKS)
+
+    def exchange(self, out: torch.Tensor, x: torch.Tensor, routes: Routes) -> None:
+        """Launch the exchange on the current stream; rows are those of dim 0 of 2-D tensors."""
+        self.check()
+        most = next(most for most in _BLOCKS if len(routes.sends) <= most)
+        call = self._call(_BLOCKS[most](), out, x, routes)
+        with self._in_order() as stream:
+            for first in range(0, routes.most * call.row, self._window):
+                call.first = first
+                driver.launch(self._functions[most], self._blocks, stream, call)
+
+    def _call(self, call: Any, out: torch.Tensor, x: torch.Tensor, routes: Routes) -> Any:
+        ring = self._ring
+        call.x, call.out, call.error = x.data_ptr(), out.data_ptr(), self._error.address
+        call.base[: ring.size] = self._memory.bases
+        call.half, call.window, call.flags = _CONTROL + _FLAGS, self._window, _CONTROL
+        call.row, call.limit_ns = x.shape[1] * x.itemsize, int(ring.timeout * 1e9)
+        call.chunk = _LARGE if routes.most * call.row >= _BORDER else _SMALL
+        call.rank, call.size = ring.rank, ring.size
+        for name, segments in (("send", routes.sends), ("take", routes.takes)):
+            setattr(call, f"{name}s", len(segments))
+            ctypes.memmove(getattr(call, name), segments.tobytes(), segments.nbytes)
+        return call
+
+    @contextmanager
+    def _in_order(self) -> Iterator[int]:
+        """Put calls from several streams one behind the other; a captured one stands in a graph."""
+        current = torch.cuda.current_stream(self._ring.device)
+        if torch.cuda.is_current_stream_capturing():
+            yield current.cuda_stream
+            return
+        if self._stream not in (0, current.cuda_stream):
+            current.wait_event(self._event)
+        yield current.cuda_stream
+        self._event.record(current)
+        self._stream = current.cuda_stream
+
+    def check(self) -> None:
+        """Raise ``CommTimeout`` naming the peer that an earlier call has given up."""
+        record = self._error.value
+        if record:
+            peer, number = record >> 32 & 0x7FFFFFFF, record & 0xFFFFFFFF
+            raise CommTimeout(
+                f"rank {self._ring.ranks[peer]} did not come to exchange number {number} of this "
+                f"ring within {self._ring.timeout:g} s"
+            )
+
+    def close(self) -> None:
+        """Free the workspace once every rank has let go of it."""
+        self._memory.close()
+
+
+def open_channel(ring: Ring) -> RowChannel | str | None:
+    """Set a channel up; every member calls it. Returns why not, or None to ask again later."""
+    room, functions = flags.get(flags.CHANNEL) << 20, {}
+    if ring.size > RANKS:
+        return f"more than {RANKS} ranks"
+    try:
+        for most in _BLOCKS:
+            functions[most] = driver.kernel(
+                "rows.cu", "exchange_rows", ring.device.index, f"-DSEGMENTS={most}"
+            )
+    except EngineError as error:  # the others must hear of it, in the exchange that follows
+        log.once("this rank has no channel: %s", error)
+    sizes = {row[0] for row in ring.exchange([room if len(functions) == len(_BLOCKS) else 0])}
+    if len(sizes) > 1 or 0 in sizes:
+        return f"{flags.CHANNEL} is 0 or differs between ranks, or a rank can't compile kernels"
+    memory = share(ring, _CONTROL + _FLAGS + room)
+    if isinstance(memory, str):
+        return None if memory == CAPTURING else memory
+    return RowChannel(ring, memory, functions)
