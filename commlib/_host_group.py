@@ -1,13 +1,17 @@
 """A gloo group of a ring's hosts: whole numbers from every rank to every rank, and its end."""
 
+import hashlib
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-_BLOCK = 64  # numbers in the first message: the length, and as many values as fit
+from commlib._mailbox import MOST, Rounds
+
 _TAG = 1  # the group of a CPU ring carries the ring's own sends too, with tag 0
 
 
@@ -25,30 +29,34 @@ def release(group: list[Any]) -> None:
     group.clear()
 
 
-def all_gather(group: Any, rank: int, size: int, values: Sequence[int]) -> list[list[int]]:
+def all_gather(rounds: Rounds, values: Sequence[int]) -> list[list[int]]:
     """Return every rank's whole numbers, in rank order; lengths may differ.
 
-    One message a rank for up to 63 numbers, two for more. Blocks at most the group's timeout.
+    One round for up to 509 numbers, and one more for each 510 behind them.
     """
-    longest = _BLOCK - 1
-    first = _gathered(group, rank, size, [len(values), *values[:longest]], _BLOCK)
+    first = rounds([len(values), *values[: MOST - 1]])
     lengths = [row[0] for row in first]
     rows = [row[1:] for row in first]
-    if max(lengths) > longest:
-        more = _gathered(group, rank, size, list(values[longest:]), max(lengths) - longest)
+    for start in range(MOST - 1, max(lengths), MOST):
+        more = rounds(list(values[start : start + MOST]))
         rows = [row + rest for row, rest in zip(rows, more, strict=True)]
-    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    return rows
 
 
-def _gathered(group: Any, rank: int, size: int, values: list[int], width: int) -> list[list[int]]:
+def gloo_round(group: Any, rank: int, size: int, values: list[int]) -> list[list[int]]:
     """Everybody sends to everybody: one hop, where gloo's all-gather takes ``size`` of them."""
-    every = torch.zeros((size, width), dtype=torch.int64, device="cpu")
-    every[rank, : len(values)] = torch.tensor(values, dtype=torch.int64, device="cpu")
+    every = torch.zeros((size, 1 + MOST), dtype=torch.int64, device="cpu")
+    every[rank, : 1 + len(values)] = torch.tensor([len(values), *values], device="cpu")
     rows = every.unbind()
     peers = [peer for peer in range(size) if peer != rank]
     under_way = [group.recv([rows[peer]], peer, _TAG) for peer in peers]
     under_way += [group.send([rows[rank]], peer, _TAG) for peer in peers]
     for work in under_way:
         work.wait()
-    numbers: list[list[int]] = every.tolist()
-    return numbers
+    return [row[1 : 1 + row[0]] for row in every.tolist()]
+
+
+def host_number() -> int:
+    """A number that two processes share if they run on one host."""
+    name = Path("/proc/sys/kernel/random/boot_id").read_text() + socket.gethostname()
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")

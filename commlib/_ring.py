@@ -14,6 +14,7 @@ from torch.distributed import PrefixStore
 
 from commlib import _host_group
 from commlib._deadline import Deadline, bounded
+from commlib._mailbox import Mailbox, Rounds, open_mailbox
 from commlib._rollcall import Meeting
 from commlib._streams import Fences, issue_lock
 from commlib.errors import CommTimeout, EngineError, RingError
@@ -55,6 +56,8 @@ class Ring(ABC):
         self.communicator_bytes = 0
         self._errors: list[str] = []
         self._meeting, self._hosts, self._exchanging = meeting, None, threading.Lock()
+        self._rounds: Rounds | None = None
+        self._mailbox: Mailbox | None = None
         self._unfenced: deque[tuple[torch.cuda.Event, list[Call]]] = deque()
         self._token = torch.zeros(1, dtype=torch.int32, device=device)
         if meeting is not None:
@@ -108,6 +111,7 @@ class Ring(ABC):
         """Mark the ring as failed by ``error`` of the library below and return what to raise."""
         text = f"{self.where(verb)}: {type(error).__name__}: {error}"
         late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        late = late or isinstance(error, CommTimeout)
         self._errors.append(text)
         self.fault = self.fault or f"failed in {verb}; close it and create it again"
         if late:
@@ -127,6 +131,7 @@ class Ring(ABC):
         self._abort()
         self._unfenced = deque()  # only now: until then the collectives may still use the tensors
         self._release("_hosts", Deadline(ABORT_S))
+        self._close_mailbox()
 
     def close(self, deadline: Deadline) -> None:
         """Finish what is under way and free the communicator, at most until ``deadline``."""
@@ -140,6 +145,13 @@ class Ring(ABC):
         self._unfenced = deque()
         self._close(deadline)
         self._release("_hosts", deadline)
+        self._close_mailbox()
+
+    def _close_mailbox(self) -> None:
+        mailbox, self._mailbox, self._rounds = self._mailbox, None, None
+        if mailbox is not None and self._exchanging.acquire(timeout=ABORT_S):
+            mailbox.close()
+            self._exchanging.release()
 
     def _drain(self) -> None:
         """Wait for every stream of the device: any of them may hold calls of this ring."""
@@ -167,9 +179,10 @@ class Ring(ABC):
         """Return every rank's whole numbers (int64), in rank order; lengths may differ.
 
         For what the ranks must agree on before anything is launched: shapes, counts, options. It
-        goes from host to host over TCP (gloo), touches no GPU and is allowed during a capture.
-        Every member must call it; the first call on a GPU ring connects the hosts. Blocks the host
-        at most ``timeout`` seconds. Raises ``RingError``, ``CommTimeout``, ``EngineError``.
+        goes through shared memory on one host and over TCP (gloo) between several, touches no GPU
+        and is allowed during a capture. Every member must call it; the first call sets it up. It
+        blocks the host at most ``timeout`` seconds. Raises ``RingError``, ``CommTimeout`` naming
+        the positions that do not come, ``EngineError``.
         """
         with self._exchanging:
             if self.fault is not None:
@@ -177,9 +190,17 @@ class Ring(ABC):
             if self.size == 1:
                 return [list(values)]
             try:
-                return _host_group.all_gather(self._host_group(), self.rank, self.size, values)
+                self._rounds = self._rounds or self._open_rounds()
+                return _host_group.all_gather(self._rounds, values)
             except Exception as error:
                 raise self.failed("exchange", error) from error
+
+    def _open_rounds(self) -> Rounds:
+        """Shared memory on one host, gloo between several."""
+        by_gloo = partial(_host_group.gloo_round, self._host_group(), self.rank, self.size)
+        place = self.rank, self.size, _host_group.host_number(), self.timeout
+        self._mailbox = open_mailbox(by_gloo, *place)
+        return self._mailbox or by_gloo
 
     def _host_group(self) -> Any:
         """The gloo group that ``exchange`` uses."""

@@ -49,8 +49,8 @@ def _mebibytes(name: str, value: object) -> int:
     text = str(value).strip()
     if not text.isdecimal() or int(text) > 2048:
         raise FlagError(
-            f"{name}={value!r} is no size: expected a whole number of MiB up to 2048, 0 for none; type "
-            f"for example `export {name}=128`"
+            f"{name}={value!r} is no size: expected a whole number of MiB up to 2048, 0 for none; "
+            f"type for example `export {name}=128`"
         )
     return int(text)
 

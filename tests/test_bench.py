@@ -44,6 +44,19 @@ PEERS = {
     "gloo": {f"{size} | {call}" for size in ("4 B", "64 KiB", "4 MiB") for call in GLOO},
     "import": {"import torch", "import torch, commlib", "import commlib behind torch"},
     "memory": {f"{program} | {step}" for program, steps in MEMORY.items() for step in steps},
+    "cross-entropy": {"ops.softmax_with_cross_entropy", "composition"},
+    "experts": {
+        "global_scatter + global_gather",
+        "the same, FLAGS_comm_channel_mib=0",
+        "a group of sends and receives an expert",
+        "all_to_all_single, packed",
+    },
+    "class-center": {
+        "ops.class_center_sample",
+        "ops.class_center_sample, padded",
+        "legacy algorithm",
+        "torch.sort alone",
+    },
 }
 
 
@@ -93,7 +106,7 @@ def test_asked_for_more_gpus_than_there_are(
 @pytest.mark.parametrize(
     ("names", "options", "said"),
     [
-        (("nix",), {}, "no benchmark 'nix'; benchmarks here: host, gloo, import, memory"),
+        (("nix",), {}, "no benchmark 'nix'; benchmarks here: host, gloo, import, memory, "),
         (("gloo",), {"nproc": 1}, "type --nproc 2"),
         (("host",), {"nproc": 1}, "type --nproc 2"),
         (("gloo",), {"rounds": 0}, "type --rounds 10"),

@@ -18,7 +18,7 @@ def numbers(comm: Any) -> None:
     before = calls(comm)
     same(comm.exchange([]), [[]] * comm.size, "nothing")
     same(comm.exchange(EXTREMES), [EXTREMES] * comm.size, "the whole range of 64 bits")
-    for longest in (1, 62, 63, 64, 65, 1000):
+    for longest in (1, 508, 509, 510, 1019, 1020, 5000):
         every = [list(range(rank, rank + longest - rank)) for rank in range(comm.size)]
         same(comm.exchange(every[comm.rank]), every, f"lengths from {longest} down")
     same(calls(comm), before, "no collective on the ring")
@@ -83,3 +83,43 @@ def captured(comm: Any) -> None:
 
 def test_during_a_capture(ranks: Ranks) -> None:
     ranks(captured)
+
+
+def by_gloo(comm: Any) -> None:
+    """Ranks that can't share memory use gloo, all of them alike."""
+    from commlib import _mailbox
+
+    for whose in (0, 1):
+        folder = _mailbox._FOLDER
+        if comm.rank == whose:
+            _mailbox._FOLDER = folder / "absent"
+        ring = commlib.new_ring(43, [0, 1])
+        assert ring is not None
+        for longest in (3, 600):
+            every = [list(range(rank, longest)) for rank in range(2)]
+            same(ring.exchange(every[comm.rank]), every, f"without shared memory on rank {whose}")
+        same(ring._mailbox, None, "the mailbox")
+        _mailbox._FOLDER = folder
+        commlib.CommContextManager.instance().close(43)
+
+
+def test_without_shared_memory(ranks: Ranks) -> None:
+    ranks(by_gloo)
+
+
+def left(comm: Any) -> None:
+    """Who has closed the ring is named at once, long before the deadline."""
+    ring = commlib.new_ring(44, [0, 1], timeout=60)
+    assert ring is not None
+    ring.exchange([])
+    if comm.rank == 1:
+        commlib.CommContextManager.instance().close(44)
+    else:
+        with refused(EngineError, "exchange on ring 44", "positions [1]"):
+            ring.exchange([1])
+    comm.exchange([])
+    commlib.CommContextManager.instance().close(44)
+
+
+def test_a_rank_that_has_closed_the_ring(ranks: Ranks) -> None:
+    ranks(left)

@@ -46,6 +46,13 @@ def test_unknown_duration(text: str) -> None:
     assert flags.get("FLAGS_comm_timeout_s") == 600.0
 
 
+@pytest.mark.parametrize("text", ["-1", "1.5", "", "much", "4096"])
+def test_unknown_size(text: str) -> None:
+    with pytest.raises(FlagError, match="MiB up to 2048"):
+        flags.set("FLAGS_comm_channel_mib", text)
+    assert flags.get("FLAGS_comm_channel_mib") == 128
+
+
 def test_unknown_text_is_an_error_at_import() -> None:
     code, _, err = run("-c", "import commlib", **{NAME: "perhaps"})
     assert code == 1

@@ -3,11 +3,19 @@
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 
-from commlib.tools import _bench_gloo, _bench_host, _bench_import, _bench_memory
+from commlib.tools import (
+    _bench_class_center,
+    _bench_cross_entropy,
+    _bench_experts,
+    _bench_gloo,
+    _bench_host,
+    _bench_import,
+    _bench_memory,
+)
 from commlib.tools._bench_machine import facts
 from commlib.tools._bench_report import Report, show, write
 from commlib.tools._launch import LaunchError
@@ -30,40 +38,67 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "gloo": _bench_gloo,
     "import": _bench_import,
     "memory": _bench_memory,
+    "cross-entropy": _bench_cross_entropy,
+    "experts": _bench_experts,
+    "class-center": _bench_class_center,
 }
 
 
 def run_bench(
-    names: tuple[str, ...], out: str | None, *, nproc: int = 2, rounds: int | None = None
+    names: tuple[str, ...],
+    out: str | None,
+    *,
+    nproc: int = 2,
+    rounds: int | None = None,
+    **sizes: Any,
 ) -> int:
     """Run the benchmarks ``names``, or all that this machine can, and show a table of each.
 
     ``out`` is a folder for one dated Markdown file each; ``rounds`` replaces each benchmark's own
-    number. Returns 0; 1 when a run fails; 2 when a name is unknown or one named can't run here.
+    number, and ``sizes`` the usual ones of a benchmark whose ``SIZES`` names them; None is the
+    usual. Returns 0; 1 when a run fails; 2 when a name is unknown or one named can't run here.
     """
     progress = Console(stderr=True)
-    refusal = _refusal(names, nproc, rounds)
+    given = {name: value for name, value in sizes.items() if value is not None}
+    refusal = _refusal(names, nproc, rounds, given)
     if refusal:
         _say(progress, refusal, "red")
         return 2
-    codes = [_one(progress, name, out, nproc, rounds) for name in names or BENCHMARKS]
+    codes = [_one(progress, name, out, nproc, rounds, given) for name in names or BENCHMARKS]
     return max(codes)
 
 
-def _refusal(names: tuple[str, ...], nproc: int, rounds: int | None) -> str | None:
+def _refusal(
+    names: tuple[str, ...], nproc: int, rounds: int | None, sizes: dict[str, Any]
+) -> str | None:
     """Say what of the request can't be done, before any of it is."""
     if rounds is not None and rounds < 1:
         return f"{rounds} rounds: expected 1 or more; type --rounds 10, or leave it away"
     for name in names:
         if name not in BENCHMARKS:
             return f"there is no benchmark {name!r}; benchmarks here: {', '.join(BENCHMARKS)}"
+        unknown = sorted(set(sizes) - _sizes(name))
+        if unknown:
+            return f"{name} has no size {unknown[0]!r}; leave --{unknown[0]} away"
         refusal = BENCHMARKS[name].refusal(nproc)
         if refusal:
             return f"{name} can't run here: {refusal}"
     return None
 
 
-def _one(progress: Console, name: str, out: str | None, nproc: int, rounds: int | None) -> int:
+def _sizes(name: str) -> set[str]:
+    """Return the sizes that a benchmark can be told; most have none."""
+    return set(getattr(BENCHMARKS[name], "SIZES", ()))
+
+
+def _one(
+    progress: Console,
+    name: str,
+    out: str | None,
+    nproc: int,
+    rounds: int | None,
+    sizes: dict[str, Any],
+) -> int:
     """Run one benchmark and show it; return its exit code."""
     benchmark = BENCHMARKS[name]
     refusal = benchmark.refusal(nproc)
@@ -71,9 +106,11 @@ def _one(progress: Console, name: str, out: str | None, nproc: int, rounds: int 
         _say(progress, f"{name} is left out: {refusal}")
         return 0
     machine = facts()
+    run: Any = benchmark.run
+    own = {size: value for size, value in sizes.items() if size in _sizes(name)}
     try:
         with progress.status(f"{name}, {rounds or benchmark.ROUNDS} rounds"):
-            report = benchmark.run(nproc, rounds or benchmark.ROUNDS)
+            report = run(nproc, rounds or benchmark.ROUNDS, **own)
     except (LaunchError, subprocess.TimeoutExpired) as error:
         _say(progress, f"{name} failed: {error}", "red")
         return 1

@@ -33,14 +33,36 @@ def doctor(ctx: click.Context) -> None:
 @click.option("--nproc", default=2, show_default=True, help="Ranks to start on this machine.")
 @click.option("--rounds", type=int, help="Rounds of each benchmark.  [default: its own number]")
 @click.option("--out", type=click.Path(file_okay=False), help="Folder for dated Markdown files.")
+@click.option(
+    "--rows",
+    type=click.IntRange(1),
+    help="Rows of cross-entropy and experts, labels of class-center.",
+)
+@click.option("--width", type=click.IntRange(1), help="Elements of a row of experts.")
+@click.option("--experts", type=click.IntRange(1), help="Experts of all ranks together.")
+@click.option("--classes", type=click.IntRange(1), help="Classes of all ranks together.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float64", "float32", "float16", "bfloat16"]),
+    help="Dtype of the logits of cross-entropy.",
+)
 @click.pass_context
 def bench(
-    ctx: click.Context, names: tuple[str, ...], nproc: int, rounds: int | None, out: str | None
+    ctx: click.Context,
+    /,
+    names: tuple[str, ...],
+    nproc: int,
+    rounds: int | None,
+    out: str | None,
+    **sizes: int | str | None,
 ) -> None:
-    """Time the benchmarks NAMES against their named peers: host, gloo, import, memory, or all."""
+    """Time the benchmarks NAMES against their named peers, or all of them.
+
+    They are host, gloo, import, memory, cross-entropy, experts and class-center.
+    """
     from commlib.tools.bench import run_bench
 
-    ctx.exit(run_bench(names, out, nproc=nproc, rounds=rounds))
+    ctx.exit(run_bench(names, out, nproc=nproc, rounds=rounds, **sizes))
 
 
 if __name__ == "__main__":

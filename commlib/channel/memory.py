@@ -1,15 +1,13 @@
 """One block of memory of every rank of a ring, mapped into all of them."""
 
 import ctypes
-import hashlib
 import secrets
-import socket
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from commlib._deadline import Deadline
+from commlib._host_group import host_number
 from commlib._ring import Ring
 from commlib._streams import capturing
 
@@ -59,7 +57,7 @@ def share(ring: Ring, nbytes: int) -> PeerMemory | str:
     peer access, no memory left, or a capture under way. Every pair of ranks has then proved that
     what one writes the other reads. Blocks the host at most the ring's timeout a step.
     """
-    facts = ring.exchange([_host(), capturing()])
+    facts = ring.exchange([host_number(), capturing()])
     if any(busy for _, busy in facts):
         return CAPTURING
     if len({host for host, _ in facts}) > 1:
@@ -103,12 +101,6 @@ def _runtime() -> Any:
     from cupy.cuda import runtime
 
     return runtime
-
-
-def _host() -> int:
-    """A number that two processes share if they run on one host."""
-    name = Path("/proc/sys/kernel/random/boot_id").read_text() + socket.gethostname()
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
 
 
 def _allocate(nbytes: int) -> tuple[int, list[int]]:

@@ -12,14 +12,26 @@ behind. Calls that carry a gradient, calls under ``torch.compile`` and everythin
 ordered anyway.
 
 Gradients. Only operators with a gradient in Paddle have one: ``mp_allreduce_sum``, ``c_identity``,
-``c_concat``, ``c_split``, ``c_embedding``. The others cut it, as upstream does; their namesakes in
-``commlib.ops`` differentiate.
+``c_concat``, ``c_split``, ``c_embedding``, ``global_scatter``, ``global_gather``, ``data_norm``,
+``c_softmax_with_cross_entropy``, ``margin_cross_entropy``. The others cut it, as upstream does;
+their namesakes in ``commlib.ops`` differentiate.
 
 Empty tensors are allowed everywhere; nothing is launched for them. ``nranks`` is the size of the
 ring wherever it is an argument, on both engines.
 """
 
+from commlib.compat.paddle._data_norm import data_norm
+from commlib.compat.paddle._experts import global_gather, global_scatter
+from commlib.compat.paddle._losses import c_softmax_with_cross_entropy, margin_cross_entropy
+from commlib.compat.paddle._moe import (
+    assign_pos,
+    limit_by_capacity,
+    number_count,
+    prune_gate_by_capacity,
+    random_routing,
+)
 from commlib.compat.paddle._moves import alltoall, c_allgather, c_broadcast, c_scatter
+from commlib.compat.paddle._partial import partial_allgather, partial_recv, partial_send
 from commlib.compat.paddle._point_to_point import recv_v2, send_v2
 from commlib.compat.paddle._reductions import (
     c_allreduce_max,
@@ -33,6 +45,7 @@ from commlib.compat.paddle._reductions import (
     c_reducescatter,
 )
 from commlib.compat.paddle._rings import c_comm_init, c_gen_nccl_id
+from commlib.compat.paddle._sampling import class_center_sample
 from commlib.compat.paddle._streams import (
     barrier,
     c_sync_calc_stream,
@@ -50,6 +63,7 @@ from commlib.compat.paddle._tensor_parallel import (
 
 __all__ = [
     "alltoall",
+    "assign_pos",
     "barrier",
     "c_allgather",
     "c_allreduce_max",
@@ -68,12 +82,25 @@ __all__ = [
     "c_reduce_sum",
     "c_reducescatter",
     "c_scatter",
+    "c_softmax_with_cross_entropy",
     "c_split",
     "c_sync_calc_stream",
     "c_sync_comm_stream",
     "c_wait_comm",
     "c_wait_compute",
+    "class_center_sample",
+    "data_norm",
+    "global_gather",
+    "global_scatter",
+    "limit_by_capacity",
+    "margin_cross_entropy",
     "mp_allreduce_sum",
+    "number_count",
+    "partial_allgather",
+    "partial_recv",
+    "partial_send",
+    "prune_gate_by_capacity",
+    "random_routing",
     "recv_v2",
     "send_v2",
 ]

@@ -71,33 +71,51 @@ def recv_v2(
     position("recv_v2", context, "peer", peer)
     if dynamic_shape:
         shape = _recv_shape(context, peer, use_calc_stream)
+        out = _empty("recv_v2", context, shape, dtype, device)
     else:
-        shape = _shape(context, out_shape)
-    where = context.device if device is None else device
-    out = torch.empty(shape, dtype=_dtype(context, dtype), device=where)
+        out = new_tensor("recv_v2", context, out_shape, dtype, device)
     got: torch.Tensor = ops.recv(
         out, ring_id, peer=peer, use_calc_stream=use_calc_stream, fenced=use_calc_stream
     )
     return got
 
 
-def _shape(context: CommContext, out_shape: Sequence[int]) -> tuple[int, ...]:
+def new_tensor(
+    name: str,
+    context: CommContext,
+    out_shape: Sequence[int],
+    dtype: torch.dtype | int | str,
+    device: torch.device | str | None,
+) -> torch.Tensor:
+    """Return an empty tensor to receive into, from the arguments of a legacy operator."""
     shape = tuple(out_shape)
     if not shape or any(dim < 1 for dim in shape):
+        also = ", or dynamic_shape=True on both" if name == "recv_v2" else ""
         raise ShapeError(
-            f"{context.where('recv_v2')}: out_shape={shape}; expected one dim or more, each 1 or "
-            f"above; type out_shape=[...] as the peer's x.shape, or dynamic_shape=True on both"
+            f"{context.where(name)}: out_shape={shape}; expected one dim or more, each 1 or "
+            f"above; type out_shape=[...] as the peer's x.shape{also}"
         )
-    return shape
+    return _empty(name, context, shape, dtype, device)
 
 
-def _dtype(context: CommContext, dtype: torch.dtype | int | str) -> torch.dtype:
+def _empty(
+    name: str,
+    context: CommContext,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | int | str,
+    device: torch.device | str | None,
+) -> torch.Tensor:
+    where = context.device if device is None else device
+    return torch.empty(shape, dtype=_dtype(name, context, dtype), device=where)
+
+
+def _dtype(name: str, context: CommContext, dtype: torch.dtype | int | str) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
     found = _NAMES.get(dtype) if isinstance(dtype, str) else _CODES.get(dtype)
     if found is None:
         raise DtypeError(
-            f"{context.where('recv_v2')}: dtype={dtype!r}; expected a torch dtype, one of the "
+            f"{context.where(name)}: dtype={dtype!r}; expected a torch dtype, one of the "
             f"names {', '.join(_NAMES)}, or one of the codes {', '.join(map(str, _CODES))}; type "
             f"dtype=torch.float32"
         )

@@ -1,0 +1,140 @@
+"""Train a mixture-of-experts layer whose experts are spread over all ranks.
+
+Every rank has its own tokens and its own experts. A top-2 gate chooses two experts a token, a
+capacity drops what an expert has no room for, global_scatter brings the tokens to their experts and
+global_gather the results back. Each rank then trains the same model again by itself, with all
+tokens and all experts on a ring of one rank, and compares the losses:
+
+    torchrun --standalone --nproc-per-node 2 examples/moe_layer.py
+
+The number of ranks must divide the 8 experts. Both runs work in float64; they add the same numbers
+in another order, so losses may differ by rounding: by 1e-12 of their value at most. Exit code 1 if
+they differ by more.
+"""
+
+import argparse
+import math
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import commlib
+from commlib import ops
+
+TOKENS, WIDTH, HIDDEN, EXPERTS, CAPACITY = 48, 16, 32, 8, 14  # TOKENS of all ranks; per expert
+LEARNING_RATE, TOLERANCE = 0.5, 1e-12
+
+
+@dataclass
+class Layer:
+    """The gate, which every rank has, and this rank's experts; ``ring_id`` joins the ranks."""
+
+    ring_id: int
+    gate: Tensor  # [WIDTH, EXPERTS]
+    up: Tensor  # [own experts, WIDTH, HIDDEN]
+    down: Tensor  # [own experts, HIDDEN, WIDTH]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """All weights."""
+        return [self.gate, self.up, self.down]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return, for each token of ``x``, the weighted outputs of the experts that it reached."""
+        value, chosen = (x @ self.gate).softmax(1).topk(2, dim=1)
+        local_count, global_count, order = self.plan(chosen.flatten())
+        there = ops.global_scatter(x[order // 2], local_count, global_count, self.ring_id)
+        back = ops.global_gather(
+            self.experts(there, global_count), local_count, global_count, self.ring_id
+        )
+        weighted = back * value.flatten()[order].unsqueeze(1)
+        return torch.zeros_like(x).index_add(0, order // 2, weighted)
+
+    def plan(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the counts of both directions, and the choices in the order of their experts.
+
+        An expert with too many tokens takes those of the lower ranks first.
+        """
+        ring, own = commlib.comm(self.ring_id), len(self.up)
+        asked = ops.all_to_all(ops.number_count(chosen, EXPERTS), self.ring_id)
+        capacity = torch.full((own,), CAPACITY, device=chosen.device)
+        global_count = ops.limit_by_capacity(asked, capacity, ring.size)
+        local_count = ops.all_to_all(global_count, self.ring_id)
+        kept = ops.prune_gate_by_capacity(chosen, local_count, own, ring.size)
+        return local_count, global_count, ops.assign_pos(kept, local_count.cumsum(0))
+
+    def experts(self, rows: Tensor, global_count: Tensor) -> Tensor:
+        """Run each expert on its rows, which stand by expert, then by the rank they came from."""
+        lengths = global_count.view(-1, len(self.up)).sum(0).tolist()
+        parts = zip(rows.split(lengths), self.up, self.down, strict=True)
+        return torch.cat([torch.relu(part @ up) @ down for part, up, down in parts])
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    """Return the same numbers on every rank, of a size that keeps activations near 1."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64) / math.sqrt(shape[-2])
+
+
+def part(whole: Tensor, ring_id: int) -> Tensor:
+    """Return this rank's share of the rows of ``whole``, on its device."""
+    ring = commlib.comm(ring_id)
+    return whole.chunk(ring.size)[ring.rank].to(ring.device)
+
+
+def train(ring_id: int, steps: int) -> list[float]:
+    """Train over a ring and return the loss of every step, which is that of all its ranks."""
+    gate = drawn(WIDTH, EXPERTS, seed=1).to(commlib.comm(ring_id).device)
+    up, down = drawn(EXPERTS, WIDTH, HIDDEN, seed=2), drawn(EXPERTS, HIDDEN, WIDTH, seed=3)
+    layer = Layer(ring_id, gate, part(up, ring_id), part(down, ring_id))
+    for weight in layer.parameters:
+        weight.requires_grad_()
+    x = part(drawn(TOKENS, WIDTH, seed=4) * math.sqrt(TOKENS), ring_id)
+    target = part(drawn(TOKENS, WIDTH, seed=5) * math.sqrt(TOKENS), ring_id)
+    return [step(layer, x, target) for _ in range(steps)]
+
+
+def step(layer: Layer, x: Tensor, target: Tensor) -> float:
+    """Make one step of gradient descent and return the loss before it."""
+    own = (layer(x) - target).square().sum() / (TOKENS * WIDTH)
+    loss = ops.all_reduce(own, layer.ring_id, backward="identity")
+    grads = torch.autograd.grad(loss, layer.parameters)
+    # An expert has seen the tokens of all ranks; the gate only those of this one.
+    gate = ops.all_reduce(grads[0], layer.ring_id)
+    with torch.no_grad():
+        for weight, grad in zip(layer.parameters, (gate, *grads[1:]), strict=True):
+            weight -= LEARNING_RATE * grad
+    return float(loss)
+
+
+def compare(steps: int) -> list[tuple[float, float]]:
+    """Return the losses of all ranks together and of one process, step by step."""
+    rank = commlib.comm().rank
+    alone = commlib.new_ring(1 + rank, [rank])
+    assert alone is not None  # every rank is the one member of its own
+    pairs = list(zip(train(0, steps), train(alone.ring_id, steps), strict=True))
+    commlib.CommContextManager.instance().close(alone.ring_id)
+    return pairs
+
+
+def main() -> int:
+    """Run the comparison and print it on rank 0; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=10, help="steps of training (10)")
+    steps = parser.parse_args().steps
+    ring = commlib.init()
+    pairs = compare(steps)
+    apart = max(abs(ours - one) / abs(one) for ours, one in pairs)
+    if ring.rank == 0:
+        print(f"step   loss of {ring.size} ranks   loss of one process")
+        for number, (ours, one) in enumerate(pairs):
+            print(f"{number:4}   {ours:15.12f}   {one:19.12f}")
+        print(f"largest difference: {apart:.1e} of the loss; allowed {TOLERANCE:.0e}")
+    commlib.shutdown()
+    return int(apart > TOLERANCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""partial_recv: fill one of the equal slices of a tensor with what another rank sends."""
+
+from typing import Any
+
+import torch
+
+from commlib._checks import check_out
+from commlib._work import Work
+from commlib.errors import ArgumentError
+from commlib.ops._library import checked
+from commlib.ops._recv import recv
+from commlib.ops._slices import bounds
+
+
+def partial_recv(
+    out: torch.Tensor,
+    ring_id: int = 0,
+    *,
+    peer: int,
+    num: int = 1,
+    id: int = 0,
+    use_calc_stream: bool = True,
+    sync_op: bool = True,
+    fenced: bool = True,
+) -> Any:
+    """Fill slice ``id`` of ``num`` of the flattened ``out`` with what ``peer`` sends; return it.
+
+    ``out``: any shape and dtype, its number of elements divisible by ``num``; the other slices keep
+    their values: ``partial_all_gather`` over another ring completes them. A strided ``out`` is
+    filled through a copy of the slice, always fenced, and not with ``sync_op=False``. No gradient.
+    Streams as ``recv``. Raises ``ArgumentError`` for a slice that there is not, ``ShapeError``,
+    ``PeerError``. Source: operator ``partial_recv``.
+    """
+    traced = torch.compiler.is_compiling()
+    context = None if traced else checked("partial_recv", out, ring_id)
+    if context is not None:
+        check_out(context, "partial_recv", out)
+    first, last = bounds("partial_recv", out, ring_id, num, id)
+    how = {"use_calc_stream": use_calc_stream, "sync_op": sync_op}
+    if out.is_contiguous():
+        part = out.detach().view(-1)[first:last]
+        done = recv(part, ring_id, peer=peer, fenced=fenced, **how)
+        return out if sync_op else _Whole(done, out)
+    if not sync_op:
+        raise ArgumentError(
+            f"partial_recv on ring {ring_id}: sync_op=False with an out of strides {out.stride()}: "
+            f"nobody would put the slice in place; type out.contiguous(), or sync_op=True"
+        )
+    part = recv(out.new_empty(last - first), ring_id, peer=peer, **how)
+    places = torch.arange(first, last, device=out.device)
+    out.detach()[torch.unravel_index(places, out.shape)] = part
+    return out
+
+
+class _Whole(Work):
+    """The work of a slice, whose result is the whole tensor."""
+
+    __slots__ = ("_part",)
+
+    def __init__(self, part: Work, out: torch.Tensor) -> None:
+        super().__init__(out, part._pending)
+        self._part = part

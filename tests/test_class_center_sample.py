@@ -1,0 +1,488 @@
+"""ops.class_center_sample: the classes of a batch and others, and the labels in their order."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise, permutations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+import commlib
+from commlib import ops
+from commlib.errors import ArgumentError, DeviceError, DtypeError, RingError, ShapeError
+from commlib.ops._class_batch import Batch
+from commlib.ops._permutation import permuted
+from tests._check import Array, close, laid_out, refused, rounded, same
+from tests._operator import ABSENT_RING, calls, compile_whole
+from tests._ranks import Ranks, fresh
+
+CPU = torch.device("cpu")
+KINDS = (torch.int32, torch.int64)
+sample_of = ops.class_center_sample
+
+
+def positives(label: Array, sizes: Sequence[int]) -> list[Array]:
+    """Return each rank's classes of the batch, ascending, counted from its first class."""
+    edges = np.cumsum([0, *sizes])
+    known = [label[(label >= a) & (label < b)] for a, b in pairwise(edges)]
+    return [np.unique(own) - first for own, first in zip(known, edges, strict=False)]
+
+
+def expected(label: Array, sizes: Sequence[int], samples: int) -> tuple[Array, list[Array]]:
+    """Return the remapped labels, -1 for what is no class, and each rank's classes of the batch."""
+    of_rank = positives(label, sizes)
+    place: dict[int, int] = {}
+    begin = first = 0
+    for own, size in zip(of_rank, sizes, strict=True):
+        place |= {first + int(c): begin + i for i, c in enumerate(own)}
+        begin, first = begin + max(samples, len(own)), first + size
+    return np.array([place.get(int(one), -1) for one in label]), of_rank
+
+
+def labels(count: int, total: int, kind: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Return ids of the whole class axis, the same on every rank."""
+    return rounded(np.random.default_rng([seed, count, total]).integers(0, total, count), kind)
+
+
+def check(
+    comm: Any, label: torch.Tensor, sizes: Sequence[int], samples: int, **how: Any
+) -> torch.Tensor:
+    """Compare one call with the reference; return its sample without padding."""
+    sizes = [sizes[rank % len(sizes)] for rank in range(comm.size)]
+    want, of_rank = expected(label.cpu().numpy(), sizes, samples)
+    own, size = of_rank[comm.rank], sizes[comm.rank]
+    remapped, sampled = sample_of(label, size, samples, comm.ring_id, **how)
+    what = f"{label.dtype} {sizes} {samples} {how}"
+    close(remapped, want, f"remapped {what}")
+    same((sampled.dtype, sampled.device), (label.dtype, label.device), what)
+    count = max(samples, len(own))
+    if how.get("padded"):
+        same(len(sampled), max(samples, min(len(label), size)), f"padded length {what}")
+        same(set(sampled[count:].tolist()) <= {-1}, True, f"padding {what}")
+        sampled = sampled[:count]
+    chosen = sampled.tolist()
+    same(len(chosen), count, f"count {what}")
+    same(chosen[: len(own)], own.tolist(), f"classes of the batch {what}")
+    same(len(set(chosen)), count, f"distinct {what}")
+    same(min(chosen) >= 0 and max(chosen) < size, True, f"range {what}")
+    return sampled
+
+
+CASES = [  # classes of each rank in turn, samples, labels
+    ([20], 6, 10),
+    ([10], 6, 20),
+    ([1], 1, 1),
+    ([7, 12, 9], 7, 40),
+    ([5, 64, 33], 1, 3),
+    ([2, 1, 5], 1, 9),
+    ([3000, 2500], 700, 1025),
+]
+
+
+def values(comm: Any, cases: list[tuple[list[int], int, int]]) -> None:
+    """Both dtypes, even and uneven shards, few and many labels; a seed fixes the draw."""
+    for sizes, samples, count in cases:
+        total = sum(sizes[rank % len(sizes)] for rank in range(comm.size))
+        for kind in KINDS:
+            label = labels(count, total, kind).to(comm.device)
+            first = check(comm, label, sizes, samples, seed=3)
+            for how in ({"padded": True}, {"use_calc_stream": False}):
+                close(check(comm, label, sizes, samples, seed=3, **how), first, how)
+            check(comm, label, sizes, samples)
+            check(comm, label, sizes, samples, padded=True)
+            stepped = laid_out(label, "stepped", comm.device)
+            close(check(comm, stepped, sizes, samples, seed=3), first, "strided label")
+            same_class = label[:1].expand(len(label))
+            check(comm, same_class, sizes, samples, seed=2**62)
+
+
+def test_values(ranks: Ranks) -> None:
+    ranks(values, [*CASES, ([50_000], 20_000, 2500)])
+
+
+def test_three_ranks(trio: Ranks) -> None:
+    trio(values, CASES)
+
+
+def test_four_ranks() -> None:
+    with fresh(4) as ranks:
+        ranks(values, CASES[3:5])
+
+
+def vector(comm: Any) -> None:
+    """The check vector of the legacy operator, on one rank."""
+    ring = commlib.new_ring(50 + comm.rank, [comm.rank])
+    assert ring is not None
+    for kind in KINDS:
+        label = torch.tensor([17, 10, 5, 18, 8, 8, 19, 14, 10, 14], dtype=kind).to(comm.device)
+        remapped, sampled = sample_of(label, 20, 6, ring.ring_id)
+        same(remapped.tolist(), [4, 2, 0, 5, 1, 1, 6, 3, 2, 3], "remapped")
+        same(sampled.tolist(), [5, 8, 10, 14, 17, 18, 19], "sampled")
+        check(ring, label, [20], 12)
+    with refused(ArgumentError, "label 20 on rank 0", "the 20 classes"):
+        sample_of(label + 1, 20, 6, ring.ring_id)
+
+
+def test_one_rank(ranks: Ranks) -> None:
+    ranks(vector)
+
+
+def counts(comm: Any) -> None:
+    """Each rank's count is its own: 2 and 9 classes of the batch with 6 samples give 6 and 9."""
+    label = torch.tensor([3, 1, *range(20, 29)], device=comm.device)
+    remapped, sampled = sample_of(label, 20, 6)
+    same(len(sampled), (6, 9)[comm.rank], "count")
+    same(remapped.tolist(), [1, 0, *range(6, 15)], "remapped")
+
+
+def test_counts_of_each_rank(ranks: Ranks) -> None:
+    ranks(counts)
+
+
+def other_ring(comm: Any) -> None:
+    """The ring that is asked counts, its ranks in any order: not ring 0."""
+    ring = commlib.new_ring(60, [2, 0])
+    if ring is None:
+        return
+    label = torch.tensor([0, 3, 11, 3])
+    check(ring, label, [4, 8], 3)
+    remapped, sampled = sample_of(label, (4, 8)[ring.rank], 3, 60)
+    same(remapped.tolist(), [0, 1, 3, 1], "remapped")
+    same(sampled[: 2 - ring.rank].tolist(), ([0, 3], [7])[ring.rank], "classes of the batch")
+
+
+def test_another_ring(trio: Ranks) -> None:
+    trio(other_ring)
+
+
+def no_class(comm: Any) -> None:
+    """With padding a label that is no class is -1, and no positive."""
+    label = torch.tensor([-1, 5, 99, 2, 5, -(2**40), 12, 2**40], device=comm.device)
+    check(comm, label, [8, 7], 4, padded=True)
+
+
+def test_no_class_with_padding(ranks: Ranks) -> None:
+    ranks(no_class)
+
+
+# -- the draw ------------------------------------------------------------------------------------
+
+
+def seeds(comm: Any) -> None:
+    """The generator or a seed decides; each rank draws for itself; a CPU draws alike."""
+    label = torch.arange(0, 2000, 100, device=comm.device)
+
+    def draw(seed: int | None = None) -> list[int]:
+        drawn: list[int] = sample_of(label, 1000, 300, seed=seed)[1].tolist()
+        return drawn
+
+    torch.manual_seed(5)
+    first, second = draw(), draw()
+    torch.manual_seed(5)
+    same([draw(), draw()], [first, second], "the generator's seed again")
+    same(first == second, False, "another draw")
+    same(draw(0) == draw(1), False, "another seed")
+    on_cpu = Batch(label.cpu()).sampled([0, 1000, 2000], comm.rank, 300, 8)[1]
+    same(draw(8), on_cpu.tolist(), "a seed on a CPU")
+    # Seed 7 of rank 1 is seed 8 of rank 0: alike where their classes of the batch are.
+    every = ops.all_gather(torch.tensor(draw(8 - comm.rank), device=comm.device)).view(2, -1)
+    close(every[0], every[1], "seed plus rank")
+
+
+def test_seeds(ranks: Ranks) -> None:
+    ranks(seeds)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    size=st.integers(1, 400) | st.sampled_from([2**16, 2**20 + 7, 2**31 - 1]),
+    seed=st.integers(0, 2**63 - 1),
+    data=st.data(),
+)
+def test_images_are_distinct(size: int, seed: int, data: Any) -> None:
+    count = data.draw(st.integers(0, min(size, 500)))
+
+    images = permuted(seed, count, size, CPU)
+
+    assert len(images.unique()) == count
+    assert all(0 <= image < size for image in images.tolist())
+    assert sorted(permuted(seed, min(size, 500), size, CPU).tolist()[:count]) == sorted(
+        images.tolist()
+    )
+
+
+def test_the_largest_size_uses_all_of_it() -> None:
+    images = permuted(11, 4000, 2**31 - 1, CPU)
+
+    middles = np.histogram(images.numpy(), bins=8, range=(0, 2**31 - 1))[0]
+    assert middles.min() > 400 and middles.max() < 600
+
+
+def chi_square(found: Counter[Any], cells: Sequence[Any]) -> float:
+    """Return how many deviations the cells are from equal frequencies."""
+    mean = found.total() / len(cells)
+    square = sum((found[cell] - mean) ** 2 / mean for cell in cells)
+    return float((square - len(cells) + 1) / (2 * (len(cells) - 1)) ** 0.5)
+
+
+@pytest.mark.parametrize("size", [2, 5, 6])
+def test_every_pair_is_as_likely(size: int) -> None:
+    drawn = [permuted(seed, 2, size, CPU).tolist() for seed in range(2000)]
+
+    found = Counter(map(tuple, drawn))
+
+    assert abs(chi_square(found, list(permutations(range(size), 2)))) < 4
+
+
+def test_every_class_is_as_likely() -> None:
+    size, count = 900, 90
+    drawn = np.concatenate([permuted(seed, count, size, CPU).numpy() for seed in range(1000)])
+    found = Counter(drawn.tolist())
+
+    # A seed draws no class twice, which makes the frequencies a tenth more even.
+    assert abs(chi_square(found, range(size)) + 0.1 * (size / 2) ** 0.5) < 4
+
+
+def test_pairs_of_many_classes_are_as_likely() -> None:
+    """How often neighbours come together: as often as any two."""
+    size, count, seeds_ = 400, 40, 1500
+    chosen = np.zeros((seeds_, size))
+    for seed in range(seeds_):
+        chosen[seed, permuted(seed, count, size, CPU).numpy()] = 1
+    together = chosen.T @ chosen / seeds_
+    wanted = count * (count - 1) / (size * (size - 1))
+    deviation = (wanted / seeds_) ** 0.5
+    for step in (1, 2, 20, 21):  # 20 is the side of the square that numbers of this size fill
+        near = (np.diagonal(together, step) - wanted) / deviation
+        assert abs(near.mean()) < 4 / len(near) ** 0.5
+        assert 0.8 < near.std() < 1.25
+
+
+# -- compiled ------------------------------------------------------------------------------------
+
+
+def compiled(comm: Any, backend: str) -> None:
+    """One graph, with and without a seed and padding, gives eager's bits; sizes may change."""
+    ways: list[dict[str, Any]] = [{}, {"seed": 4}, {"padded": True}, {"padded": True, "seed": 4}]
+    if backend == "inductor":
+        ways = ways[:3:2]
+    arguments = [(how, samples) for samples in (3, 8) for how in ways]
+
+    def body(label: torch.Tensor) -> list[torch.Tensor]:
+        found = [sample_of(label, 9, samples, **how) for how, samples in arguments]
+        return [x * 2 + 1 for pair in found for x in pair]
+
+    graph = compile_whole(body, backend=backend)
+    for count in (5, 12, 30) if backend == "aot_eager" else (12,):
+        for kind in KINDS if backend == "aot_eager" else KINDS[:1]:
+            label = labels(count, 9 * comm.size, kind, count).to(comm.device)
+            torch.manual_seed(count)
+            wants = body(label)
+            torch.manual_seed(count)
+            for given_, want in zip(graph(label), wants, strict=True):
+                close(given_, want, f"{count} {kind}")
+
+
+def test_compiled(ranks: Ranks) -> None:
+    ranks(compiled, "aot_eager")
+
+
+def test_compiled_with_generated_code(ranks: Ranks) -> None:
+    ranks(compiled, "inductor", deadline=240)
+
+
+def registration(comm: Any) -> None:
+    """Run torch's own checks: schema, fake against real, autograd, tracing with any sizes."""
+    label = labels(12, 10 * comm.size, torch.int64).to(comm.device)
+    operator = torch.ops.commlib.class_center_sample.default
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for checked in (False, True):
+        arguments = label, 10, 3, 0, 4, checked, True
+        outcome = torch.library.opcheck(operator, arguments, test_utils=checks)
+        same(set(outcome.values()), {"SUCCESS"}, f"checked={checked}")
+    cut = torch.ops.commlib.class_center_sample_cut.default
+    outcome = torch.library.opcheck(cut, (label, torch.tensor([3])), test_utils=checks)
+    same(set(outcome.values()), {"SUCCESS"}, "cut")
+
+
+def test_registration(ranks: Ranks) -> None:
+    ranks(registration)
+
+
+# -- any batch -----------------------------------------------------------------------------------
+
+
+@st.composite
+def batch(draw: st.DrawFn) -> tuple[list[int], int, list[int], int]:
+    """Classes of two ranks, samples, labels, a seed."""
+    sizes = draw(st.lists(st.integers(1, 40), min_size=2, max_size=2))
+    label = draw(st.lists(st.integers(0, sum(sizes) - 1), min_size=1, max_size=60))
+    return sizes, draw(st.integers(1, min(sizes))), label, draw(st.integers(0, 2**62))
+
+
+def any_batches(comm: Any, batches: list[tuple[list[int], int, list[int], int]]) -> None:
+    for sizes, samples, ids, seed in batches:
+        label = torch.tensor(ids, device=comm.device)
+        drawn = check(comm, label, sizes, samples, seed=seed)
+        close(check(comm, label.int(), sizes, samples, seed=seed, padded=True), drawn.int())
+        edges = [0, sizes[0], sum(sizes)]
+        whole = Batch(label.cpu()).sampled(edges, comm.rank, samples, seed)[1]
+        close(drawn, whole[: len(drawn)], "as on a CPU")
+
+
+@settings(
+    max_examples=8,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],  # a shrink step would cost a fresh pair
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(batches=st.lists(batch(), min_size=8, max_size=8))
+def test_any_batches(ranks: Ranks, batches: Any) -> None:
+    ranks(any_batches, batches)
+
+
+# -- on GPUs -------------------------------------------------------------------------------------
+
+
+def captured(comm: Any) -> None:
+    """A capture, replayed with new labels, equals eager; without a seed each replay draws anew."""
+    if comm.device.type != "cuda":
+        return
+    for kind in KINDS:
+        for sizes, samples in (([700, 900], 60), ([70, 50], 3)):
+            label = torch.zeros(300, dtype=kind, device=comm.device)
+            size = sizes[comm.rank]
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                fixed = sample_of(label, size, samples, seed=6, padded=True)
+                drawn = sample_of(label, size, samples, padded=True)
+                with refused(ArgumentError, "type padded=True"):
+                    sample_of(label, size, samples)
+            for seed in range(3):
+                label.copy_(labels(300, sum(sizes), kind, seed))
+                torch.manual_seed(seed)
+                graph.replay()
+                want = sample_of(label, size, samples, seed=6, padded=True)
+                for got, wanted in zip(fixed, want, strict=True):
+                    close(got, wanted, f"{kind} {sizes} seed")
+                close(drawn[0], want[0], "remapped without a seed")
+                first = drawn[1].clone()
+                torch.manual_seed(seed)
+                close(sample_of(label, size, samples, padded=True)[1], first, "the generator")
+                graph.replay()
+                if int((first >= 0).sum()) == samples and samples > 3:
+                    same(torch.equal(first, drawn[1]), False, "a replay draws anew")
+
+
+def test_captured(ranks: Ranks) -> None:
+    ranks(captured, deadline=120)
+
+
+def other_device(comm: Any) -> None:
+    """The ring's GPU need not be the current one."""
+    if comm.device.type != "cuda":
+        return
+    label = labels(50, 200, torch.int64).to(comm.device)
+    want = sample_of(label, 100, 30, seed=1)
+    with torch.cuda.device(1 - comm.device.index):
+        for got, wanted in zip(sample_of(label, 100, 30, seed=1), want, strict=True):
+            close(got, wanted)
+
+
+def test_another_current_device(ranks: Ranks) -> None:
+    ranks(other_device)
+
+
+# -- bad input -----------------------------------------------------------------------------------
+
+
+def bad_on_one(comm: Any) -> None:
+    """A number or label that is wrong on one rank is the same error, naming it, on every rank."""
+    label = labels(6, 20, torch.int64).to(comm.device)
+    odd = comm.rank == 1
+    for classes in (0, -3):
+        with refused(ArgumentError, f"num_classes={classes} on rank 1"):
+            sample_of(label, classes if odd else 10, 2)
+    for samples in (0, -1, 11):
+        with refused(ArgumentError, f"num_samples={samples} on rank 1", "num_classes=10"):
+            sample_of(label, 10, samples if odd else 2)
+    with refused(ArgumentError, "num_samples of rank 0, 1, …: [2, 3]"):
+        sample_of(label, 10, 2 + odd)
+    with refused(ShapeError, "label is empty on rank 1"):
+        sample_of(label[:0] if odd else label, 10, 2)
+    with refused(ShapeError, "N of rank 0, 1, …: [6, 5]"):
+        sample_of(label[: 6 - odd], 10, 2)
+    for value in (-1, 20, 2**40, -(2**63)):
+        wrong = label.clone()
+        wrong[3 * odd] = value if odd else wrong[0]
+        for call in (sample_of, compile_whole(sample_of)):
+            with refused(ArgumentError, f"label {value} on rank 1", "20 classes", "0 to 19"):
+                call(wrong, 10, 2)
+    swapped = label.clone()
+    swapped[0], swapped[1] = (0, 19) if odd else (19, 0)  # the same labels in another order
+    with refused(ArgumentError, "label of ranks [1] differs from that of rank 0", "all_gather"):
+        sample_of(swapped, 10, 2)
+    for refused_there in (label.float(), label.view(2, 3), label.to("meta"), [1, 2]):
+        with refused(ArgumentError, "label" if odd else "ranks [1] are refused there"):
+            sample_of(refused_there if odd else label, 10, 2)
+    x = torch.zeros(6, 10, device=comm.device)
+    with refused(ArgumentError, f"ranks [{1 - comm.rank}]", "another operator"):
+        ops.softmax_with_cross_entropy(x, label) if odd else sample_of(label, 10, 2)
+    check(comm, label, [10], 2)
+
+
+def test_wrong_on_one_rank(ranks: Ranks) -> None:
+    ranks(bad_on_one)
+
+
+def test_wrong_on_one_of_three(trio: Ranks) -> None:
+    trio(unequal_of_three)
+
+
+def unequal_of_three(comm: Any) -> None:
+    label = labels(6, 30, torch.int32)
+    label[5] = 7 if comm.rank == 2 else 8
+    with refused(ArgumentError, "ranks [2] differs from that of rank 0"):
+        sample_of(label, 10, 2)
+
+
+def refusals(comm: Any) -> None:
+    """A wrong call is one of our errors with what to type; nothing is launched."""
+    label = labels(6, 20, torch.int64).to(comm.device)
+    before = calls(comm)
+    state = torch.get_rng_state()
+    with refused(RingError, ABSENT_RING):
+        sample_of(label, 10, 2, ABSENT_RING)
+    with refused(DtypeError, "float32", "label.long()"):
+        sample_of(label.float(), 10, 2)
+    for wrong in (label.view(2, 3), label[0]):
+        with refused(ShapeError, tuple(wrong.shape), "label.flatten()"):
+            sample_of(wrong, 10, 2)
+    with refused(DeviceError, "meta", comm.device):
+        sample_of(label.to("meta"), 10, 2)
+    with refused(ArgumentError, "label is list"):
+        sample_of([1, 2], 10, 2)
+    for number in (True, 2.0, None, "2"):
+        with refused(ArgumentError, f"num_classes={number!r}"):
+            sample_of(label, number, 2)
+        with refused(ArgumentError, f"num_samples={number!r}"):
+            sample_of(label, 10, number)
+    with refused(ArgumentError, "num_classes=2147483648", "2**31 - 1"):
+        sample_of(label, 2**31, 2)
+    for seed in (-1, 2**62 + 1, 0.5, True, "1"):
+        with refused(ArgumentError, f"seed={seed!r}"):
+            sample_of(label, 10, 2, seed=seed)
+    with refused(ShapeError, "empty on rank 0"):
+        sample_of(label[:0], 10, 2)
+    same(calls(comm), before, "calls launched by refused ones")
+    same(torch.equal(torch.get_rng_state(), state), True, "the generator is left alone")
+
+
+def test_refusals(ranks: Ranks) -> None:
+    ranks(refusals)

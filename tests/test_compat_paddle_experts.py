@@ -1,0 +1,35 @@
+"""The legacy global_scatter and global_gather: argument order, defaults, streams, errors."""
+
+from typing import Any
+
+import torch
+
+from commlib.compat import paddle
+from commlib.errors import DtypeError, RingError
+from tests._check import close, refused, sample
+from tests._ranks import Ranks
+
+
+def legacy(comm: Any) -> None:
+    """On both streams; every rank has one row for each of 2 * size experts."""
+    x = sample(comm.rank, (2 * comm.size, 3), torch.float64).to(comm.device).requires_grad_()
+    counts = torch.ones(2 * comm.size, dtype=torch.int64)
+    every = [sample(rank, (2 * comm.size, 3), torch.float64) for rank in range(comm.size)]
+    first = 2 * comm.rank
+    want = torch.stack([rows[first + k] for k in range(2) for rows in every])
+    for stream in (False, True):
+        there = paddle.global_scatter(x, counts, counts, 0, stream)
+        close(there.detach(), want, f"scattered, use_calc_stream={stream}")
+        back = paddle.global_gather(there, counts, counts, ring_id=0, use_calc_stream=stream)
+        close(back.detach(), x.detach(), f"gathered, use_calc_stream={stream}")
+    back.sum().backward()
+    close(x.grad, torch.ones_like(every[0]), "gradient")
+    for call in (paddle.global_scatter, paddle.global_gather):
+        with refused(RingError, "ring_id=-1"):
+            call(x, counts, counts, -1)
+        with refused(DtypeError, "global_count is torch.int32", "long()"):
+            call(x, counts, counts.int())
+
+
+def test_legacy_names(ranks: Ranks) -> None:
+    ranks(legacy)

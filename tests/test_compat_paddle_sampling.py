@@ -1,0 +1,95 @@
+"""compat.paddle: the legacy sampling of class centres."""
+
+import inspect
+from typing import Any
+
+import torch
+
+import commlib
+from commlib import ops
+from commlib.compat import paddle
+from commlib.errors import ArgumentError, DtypeError, RingError
+from tests._check import close, refused, same
+from tests._operator import ABSENT_RING, calls, compile_whole
+from tests._ranks import Ranks
+
+NEEDED = inspect.Parameter.empty
+SIGNATURE = [
+    *(("label", NEEDED), ("num_classes", NEEDED), ("num_samples", NEEDED)),
+    *(("ring_id", 0), ("rank", 0), ("nranks", 1), ("fix_seed", False), ("seed", 0)),
+]
+IDS = [17, 10, 5, 18, 8, 8, 19, 14, 10, 14]
+
+
+def test_arguments() -> None:
+    parameters = inspect.signature(paddle.class_center_sample).parameters.values()
+
+    assert [(p.name, p.default) for p in parameters] == SIGNATURE
+    assert "``class_center_sample``" in str(inspect.getdoc(paddle.class_center_sample))
+
+
+def values(comm: Any) -> None:
+    """The operator below; a seed counts with fix_seed alone; the legacy defaults: one rank."""
+    label = torch.tensor(IDS, device=comm.device)
+    place = {"rank": comm.rank, "nranks": comm.size}
+
+    def both(**how: Any) -> list[torch.Tensor]:
+        return list(paddle.class_center_sample(label, 10, 6, 0, **place, **how))
+
+    for given, want in (
+        (both(fix_seed=True, seed=9), ops.class_center_sample(label, 10, 6, seed=9)),
+        (both(fix_seed=True), ops.class_center_sample(label, 10, 6, seed=0)),
+    ):
+        for a, b in zip(given, want, strict=True):
+            close(a, b, "with a seed")
+    torch.manual_seed(1)
+    drawn = [both(seed=9), both(seed=9)]
+    torch.manual_seed(1)
+    for one in drawn:
+        for a, b in zip(one, ops.class_center_sample(label, 10, 6), strict=True):
+            close(a, b, "without a seed")
+    ring = commlib.new_ring(80 + comm.rank, [comm.rank])
+    assert ring is not None
+    remapped, sampled = paddle.class_center_sample(label, 20, 6, ring.ring_id)
+    same(remapped.tolist(), [4, 2, 0, 5, 1, 1, 6, 3, 2, 3], "remapped")
+    same(sampled.tolist(), [5, 8, 10, 14, 17, 18, 19], "sampled")
+
+
+def test_values(ranks: Ranks) -> None:
+    ranks(values)
+
+
+def compiled(comm: Any) -> None:
+    label = torch.tensor(IDS, device=comm.device)
+
+    def body(label: torch.Tensor) -> Any:
+        return paddle.class_center_sample(label, 10, 4, 0, comm.rank, 2, True, 3)
+
+    for given, want in zip(compile_whole(body)(label), body(label), strict=True):
+        close(given, want, "compiled")
+
+
+def test_compiled(ranks: Ranks) -> None:
+    ranks(compiled)
+
+
+def refusals(comm: Any) -> None:
+    """A wrong rank or size, and what the operator refuses, is an error before any launch."""
+    label = torch.tensor(IDS, device=comm.device)
+    before = calls(comm)
+    for ring_id in (-1, ABSENT_RING):
+        with refused(RingError, ring_id):
+            paddle.class_center_sample(label, 10, 6, ring_id)
+    with refused(ArgumentError, "nranks=1", "type nranks=2"):
+        paddle.class_center_sample(label, 10, 6)
+    with refused(ArgumentError, "rank=5", f"type rank={comm.rank}"):
+        paddle.class_center_sample(label, 10, 6, 0, 5, 2)
+    with refused(ArgumentError, "num_samples=11", "num_classes=10"):
+        paddle.class_center_sample(label, 10, 11, 0, comm.rank, 2)
+    with refused(DtypeError, "float32"):
+        paddle.class_center_sample(label.float(), 10, 6, 0, comm.rank, 2)
+    same(calls(comm), before, "calls launched by refused ones")
+
+
+def test_refusals(ranks: Ranks) -> None:
+    ranks(refusals)

@@ -1,0 +1,262 @@
+"""ops.partial_send, partial_recv and partial_all_gather: equal slices of flattened tensors."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import commlib
+from commlib import ops
+from commlib.compat import paddle
+from commlib.errors import ArgumentError, PeerError, RingError, ShapeError
+from tests._check import (
+    STRIDED,
+    Array,
+    Framed,
+    bits,
+    close,
+    from_bits,
+    laid_out,
+    refused,
+    same,
+    sample,
+)
+from tests._operator import ABSENT_RING, MODES, Operator, calls, compile_whole
+from tests._ranks import Ranks, World
+from tests._suites import compiled, compiled_out, layouts, lazy_bits, raw, values, waiting
+
+DTYPES = (torch.float64, torch.bfloat16, torch.float8_e5m2, torch.bool, torch.complex128)
+
+
+def own_slices(inputs: list[Array], rank: int) -> Array:
+    """Slice r of the flattened result is rank r's."""
+    shape, size = inputs[0].shape, len(inputs)
+    flat = [x.reshape(-1) for x in inputs]
+    part = flat[0].size // size
+    whole = flat[0].copy()
+    for r, x in enumerate(flat):
+        whole[r * part : (r + 1) * part] = x[r * part : (r + 1) * part]
+    return whole.reshape(shape)
+
+
+GATHER = Operator(ops.partial_all_gather, own_slices, divides=True, in_place=True)
+
+
+@pytest.mark.parametrize(
+    "suite", [values, layouts, lazy_bits, waiting, raw, compiled, compiled_out]
+)
+def test_gather(ranks: Ranks, suite: Any) -> None:
+    ranks(suite, GATHER)
+
+
+def in_place(comm: Any) -> None:
+    """The normal use: a tensor of which this rank has its own slice is completed where it lies."""
+    for layout in STRIDED:
+        every = [sample(r, (2 * comm.size, 3), torch.float64) for r in range(comm.size)]
+        want = from_bits(own_slices([bits(x) for x in every], comm.rank), torch.float64)
+        for mode in MODES.values():
+            frame = Framed(tuple(want.shape), torch.float64, comm.device, layout)
+            x = frame.view.copy_(every[comm.rank])
+            given = ops.partial_all_gather(x, out=x, **mode)
+            given = given.wait() if isinstance(given, commlib.Work) else given
+            same(given.data_ptr(), x.data_ptr(), "address")
+            close(x, want, f"{layout} {mode}")
+            frame.intact(layout)
+
+
+def test_gather_in_place(ranks: Ranks) -> None:
+    ranks(in_place)
+
+
+def test_gather_in_place_on_three(trio: Ranks) -> None:
+    trio(in_place)
+
+
+def handed(comm: Any, num: int, dtype: torch.dtype, layout: str, **mode: bool) -> None:
+    """Rank 0 sends slice after slice; rank 1 puts each in its place and touches nothing else."""
+    shape = (num, 3)
+    x, old = sample(0, shape, dtype), sample(1, shape, dtype)
+    for id in range(num):
+        if comm.rank == 0:
+            done = ops.partial_send(
+                laid_out(x, layout, comm.device), peer=1, num=num, id=id, **mode
+            )
+            same(done is None, mode.get("sync_op", True), "what partial_send returns")
+        else:
+            frame = Framed(shape, dtype, comm.device, layout)
+            done = ops.partial_recv(frame.view.copy_(old), peer=0, num=num, id=id, **mode)
+            given = done.wait() if isinstance(done, commlib.Work) else done
+            same(given is frame.view, True, "returns out")
+            want = old.clone()
+            want[id] = x[id]
+            close(given, want, f"slice {id} of {num} {layout} {mode}")
+            frame.intact(f"slice {id}")
+        if isinstance(done, commlib.Work):
+            done.wait()
+
+
+def slices(comm: Any) -> None:
+    for dtype in DTYPES:
+        for mode in MODES.values():
+            handed(comm, 4, dtype, "contiguous", **mode)
+    for layout in ("transposed", "stepped"):
+        handed(comm, 3, torch.float32, layout)
+        handed(comm, 1, torch.float32, layout, use_calc_stream=False)
+
+
+def test_slices(ranks: Ranks) -> None:
+    ranks(slices)
+
+
+def compiled_slices(comm: Any) -> None:
+    x = sample(0, (4, 3), torch.float32).to(comm.device)
+    if comm.rank == 0:
+        compile_whole(lambda x: ops.partial_send(x * 2, peer=1, num=4, id=2))(x)
+    else:
+        out = torch.zeros(4, 3, device=comm.device)
+        compile_whole(lambda out: ops.partial_recv(out, peer=0, num=4, id=2) + 0)(out)
+        close(out, torch.cat([torch.zeros(2, 3), x[2:3].cpu() * 2, torch.zeros(1, 3)]), "compiled")
+
+
+def test_compiled_slices(ranks: Ranks) -> None:
+    ranks(compiled_slices)
+
+
+def pipeline(comm: Any, legacy: bool) -> None:
+    """Two stages of two tensor-parallel ranks: each pair moves half, the stage completes it.
+
+    Ranks 0 and 1 hold one activation; rank r sends its half to rank r + 2 over their pair ring,
+    and ranks 2 and 3 complete theirs over their own.
+    """
+    stage, part = divmod(comm.rank, 2)
+    pair, mates = commlib.new_ring(10 + part, [part, part + 2]), commlib.new_ring(20, [2, 3])
+    assert pair is not None
+    x = sample(7, (6, 5), torch.float32).to(comm.device)
+    how = {"use_calc_stream": True, "num": 2, "id": part}
+    if stage == 0:
+        send = paddle.partial_send if legacy else ops.partial_send
+        send(x, pair.ring_id, peer=1, **how)
+        return
+    assert mates is not None
+    if legacy:
+        got = paddle.partial_recv([6, 5], torch.float32, peer=0, ring_id=pair.ring_id, **how)
+        paddle.partial_allgather(got, nranks=2, rank=part, ring_id=20, use_calc_stream=True)
+    else:
+        got = ops.partial_recv(torch.zeros_like(x), pair.ring_id, peer=0, **how)
+        ops.partial_all_gather(got, 20, out=got)
+    close(got, x, f"the activation on rank {comm.rank}")
+
+
+def pipelines(comm: Any) -> None:
+    for legacy in (False, True):
+        pipeline(comm, legacy)
+
+
+def test_a_pipeline(world: World) -> None:
+    with world(4) as ranks:
+        ranks(pipelines)
+
+
+def many(comm: Any) -> None:
+    """Element counts of 64 bits: the slice lies beyond what 32 bits can number."""
+    if comm.device.type != "cuda":
+        return
+    count = 2**31 + 2**10
+    half = count // 2
+    x = torch.zeros(count, dtype=torch.uint8, device=comm.device)
+    x[half:] = 1 + comm.rank
+    if comm.rank == 0:
+        ops.partial_send(x, peer=1, num=2, id=1)
+    else:
+        ops.partial_recv(x, peer=0, num=2, id=1)
+        same((int(x[:half].max()), int(x[half:].min()), int(x[half:].max())), (0, 1, 1), "halves")
+    x.fill_(5 + comm.rank)
+    ops.partial_all_gather(x, out=x)
+    same((int(x[0]), int(x[half - 1]), int(x[half]), int(x[-1])), (5, 5, 6, 6), "gathered")
+
+
+def test_many_elements(ranks: Ranks) -> None:
+    ranks(many)
+
+
+def captured(comm: Any) -> None:
+    if comm.device.type != "cuda":
+        return
+    x, out = (torch.zeros(6, 4, device=comm.device) for _ in range(2))
+    ops.partial_all_gather(x)
+
+    def step() -> torch.Tensor:
+        out.zero_()
+        if comm.rank == 0:
+            ops.partial_send(x, peer=1, num=3, id=1)
+        else:
+            ops.partial_recv(out, peer=0, num=3, id=1)
+        whole: torch.Tensor = ops.partial_all_gather(out + x)
+        return whole
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        given = step()
+    for seed in range(3):
+        x.copy_(sample(comm.rank, (6, 4), torch.float32, seed))
+        graph.replay()
+        close(given.clone(), step(), f"replay {seed}")
+
+
+def test_captured(ranks: Ranks) -> None:
+    ranks(captured)
+
+
+def refusals(comm: Any) -> None:
+    x, before, other = torch.zeros(6, 2, device=comm.device), calls(comm), 1 - comm.rank
+    for call in (ops.partial_send, ops.partial_recv):
+        for num in (0, -1, 1.5, True):
+            with refused(ArgumentError, f"num={num!r}"):
+                call(x, peer=other, num=num)
+        for id in (-1, 3, None):
+            with refused(ArgumentError, f"id={id!r}"):
+                call(x, peer=other, num=3, id=id)
+        with refused(ShapeError, "(6, 2)", "num=5"):
+            call(x, peer=other, num=5)
+        with refused(PeerError, "peer=7"):
+            call(x, peer=7, num=2)
+        with refused(PeerError, "itself"):
+            call(x, peer=comm.rank, num=2)
+        with refused(RingError, ABSENT_RING):
+            call(x, ABSENT_RING, peer=other, num=2)
+        with refused(ArgumentError, "list"):
+            call([1.0], peer=other)
+    with refused(ArgumentError, "overlaps itself"):
+        ops.partial_recv(x[:1].expand(6, 2), peer=other, num=2)
+    with refused(ArgumentError, "sync_op=False", "contiguous()"):
+        ops.partial_recv(x.t(), peer=other, num=2, use_calc_stream=False, sync_op=False)
+    with refused(ShapeError, "(3, 1)", "num=2"):
+        ops.partial_all_gather(x[:3, :1])
+    with refused(RingError, ABSENT_RING):
+        ops.partial_all_gather(x, ABSENT_RING)
+    same(calls(comm), before, "calls launched by refused ones")
+
+
+def test_refusals(ranks: Ranks) -> None:
+    ranks(refusals)
+
+
+def legacy_errors(comm: Any) -> None:
+    x, before = torch.zeros(6, 2, device=comm.device), calls(comm)
+    for nranks, rank in ((3, comm.rank), (2, 1 - comm.rank)):
+        with refused(ArgumentError, "partial_allgather"):
+            paddle.partial_allgather(x, nranks, rank)
+    with refused(RingError, "ring_id=-1"):
+        paddle.partial_send(x, -1)
+    with refused(PeerError, "peer=2"):
+        paddle.partial_send(x, peer=2)
+    with refused(ShapeError, "partial_recv", "out_shape=()"):
+        paddle.partial_recv(peer=1 - comm.rank)
+    with refused(ShapeError, "out_shape=(2, 0)"):
+        paddle.partial_recv([2, 0], peer=1 - comm.rank)
+    same(calls(comm), before, "calls launched by refused ones")
+
+
+def test_legacy_errors(ranks: Ranks) -> None:
+    ranks(legacy_errors)
