@@ -49,7 +49,10 @@ def data_norm(
     here, dS = 1, mean of x, mean of (x - mean)^2 + ``epsilon``, all 0 for N = 0; all three or, if
     it fails, none. With ``sync_stats`` the dS of all ranks are added: one exchange between the
     hosts in a forward with gradient, one all-reduce in its backward, on every rank. Nothing is
-    updated without a backward: x, or a summary (its ``.grad`` stays None), must require grad.
+    updated without a backward: x, or a summary (its ``.grad`` stays None), must require grad; in
+    compiled code x must, and a summary may not.
+    Compiled code can't run two forwards before the first one's backward: torch then refuses the
+    second backward with a ``RuntimeError``, and its update does not happen.
     ``behaviour="cpu"``: summaries are only read; dS = N, sum of x, sum of (x - mean)^2 + N *
     ``epsilon`` arrive in the ``.grad`` of those that require grad, whatever the gradient of the
     result is. With ``scale_w`` and ``bias``, both [C], the result is (x - mean) * scale * scale_w +
@@ -67,6 +70,7 @@ def data_norm(
     trains = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
     call: Any = _run
     if torch.compiler.is_compiling():
+        _check_traced(behaviour, tensors[1:4])
         call = _twin
     elif trains:  # the dispatcher would answer for other devices by itself
         _check(comm(ring_id), tensors, slot_dim)
@@ -75,6 +79,15 @@ def data_norm(
     how = sync_stats, behaviour == "gpu", trains, use_calc_stream
     y, means, scales, _ = call(*tensors, ring_id, *numbers, *how)
     return (y, means.detach(), scales.detach()) if return_moments else y
+
+
+def _check_traced(behaviour: str, summaries: Sequence[Tensor]) -> None:
+    """Refuse what not every torch can trace: a backward that writes to what wants a gradient."""
+    if behaviour == "gpu" and any(summary.requires_grad for summary in summaries):
+        raise ArgumentError(
+            f"{VERB}: compiled with behaviour='gpu', a summary requires grad, but its .grad stays "
+            f"None; type batch_size.requires_grad_(False), and so for the other two"
+        )
 
 
 def _check_options(

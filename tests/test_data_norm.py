@@ -301,6 +301,8 @@ def ways(comm: Any, backend: str, dtype: torch.dtype, cases: list[Any]) -> None:
             for calc in streams:
                 how: dict[str, Any] = {"use_calc_stream": calc, "sync_stats": sync}
                 leaf, *given = leaves(comm, rows(comm.rank, (5, 6), dtype), *summaries(6, dtype))
+                if kind[0] == "gpu":  # compiled, what is updated may not want a gradient
+                    given = [t.detach() for t in given]
                 before = calls(comm)
                 for _ in range(2):
                     y = call(leaf, given, **how, **keywords(given, kind))
@@ -321,6 +323,17 @@ def test_streams_and_compiled(ranks: Ranks) -> None:
 
 def test_generated_code(ranks: Ranks) -> None:
     ranks(ways, "inductor", torch.float32, [(KINDS[0], True, (True,))], deadline=240)
+
+
+def compiled_refusal(comm: Any) -> None:
+    """Not every torch can trace the update of a summary that wants a gradient."""
+    leaf, *given = leaves(comm, rows(0, (4, 3), torch.float64), *summaries(3, torch.float64)[:3])
+    with refused(Exception, "requires_grad_(False)"):  # some torch wraps errors of traced code
+        compile_whole(ops.data_norm)(leaf, *given)
+
+
+def test_compiled_refusal(cpu_ranks: Ranks) -> None:
+    cpu_ranks(compiled_refusal)
 
 
 def compiled_sizes(comm: Any) -> None:
