@@ -15,7 +15,7 @@ SETTINGS = {"nproc": 2, "rounds": 2, "rows": 9, "classes": 60}
 
 @pytest.mark.parametrize("nproc", ["1", "3"])
 def test_small(nproc: str, tmp_path: Path) -> None:
-    sizes = ["--rows", "40", "--classes", "100", "--rounds", "2"]
+    sizes = ["--rows", "5", "--classes", "100", "--rounds", "2"]
 
     done = CliRunner().invoke(
         main, ["bench", "class-center", "--nproc", nproc, *sizes, "--out", str(tmp_path)]
@@ -24,8 +24,8 @@ def test_small(nproc: str, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     (file,) = tmp_path.iterdir()
     text = file.read_text()
-    assert f"40 int64 labels, 100 classes over {nproc} ranks" in text
-    assert f"`commlib bench class-center --nproc {nproc} --rounds 2 --rows 40 --classes" in text
+    assert f"5 int64 labels, 100 classes over {nproc} ranks" in text
+    assert f"`commlib bench class-center --nproc {nproc} --rounds 2 --rows 5 --classes" in text
     assert "remapped labels of all calls are equal" in text
     for call in (OURS, f"{OURS}, padded", LEGACY, SORT):
         assert text.count(f"| {call} |") == 1

@@ -215,6 +215,18 @@ def test_images_are_distinct(size: int, seed: int, data: Any) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("seed", "size", "images"),
+    [
+        (0, 6, [5, 1, 2, 3, 0, 4]),
+        (7, 1000, [159, 380, 279, 514, 726, 636]),
+        (2**62 + 1, 2**31 - 1, [132944047, 616127463, 1228263427, 1080927216, 192078989]),
+    ],
+)
+def test_a_seed_draws_the_same_in_every_version(seed: int, size: int, images: list[int]) -> None:
+    assert permuted(seed, len(images), size, CPU).tolist() == images
+
+
 def test_the_largest_size_uses_all_of_it() -> None:
     images = permuted(11, 4000, 2**31 - 1, CPU)
 
