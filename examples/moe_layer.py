@@ -106,7 +106,7 @@ def step(layer: Layer, x: Tensor, target: Tensor) -> float:
     with torch.no_grad():
         for weight, grad in zip(layer.parameters, (gate, *grads[1:]), strict=True):
             weight -= LEARNING_RATE * grad
-    return float(loss)
+    return float(loss.detach())
 
 
 def compare(steps: int) -> list[tuple[float, float]]:

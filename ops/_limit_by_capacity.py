@@ -24,7 +24,7 @@ def limit_by_capacity(
             f"limit_by_capacity: expert_count has {expert_count.shape[0]} entries; expected "
             f"n_worker={n_worker} times the {capacity.shape[0]} of capacity"
         )
-    asked = expert_count.view(n_worker, -1)
+    asked = expert_count.view(n_worker, capacity.shape[0])
     served_before = asked.cumsum(0) - asked
     room = (capacity.clamp(min=0) - served_before).clamp(min=0)
-    return torch.minimum(asked, room.to(asked.dtype)).reshape(-1)
+    return torch.minimum(asked, room).to(asked.dtype).reshape(-1)

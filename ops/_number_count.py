@@ -12,13 +12,9 @@ def number_count(numbers: torch.Tensor, upper_range: int) -> torch.Tensor:
     token) do not count. No communication, no host synchronisation. Raises ``ArgumentError``.
     Source: operator ``number_count``.
     """
-    check_ids("number_count", "numbers", numbers, numbers.dim() if _is_tensor(numbers) else 1)
+    check_ids("number_count", "numbers", numbers, None)
     check_number("number_count", "upper_range", upper_range, 1)
     flat = numbers.reshape(-1).long()
     known = (flat >= 0) & (flat < upper_range)
     counts = torch.zeros(upper_range, dtype=torch.int64, device=numbers.device)
     return counts.index_add_(0, flat.masked_fill(~known, 0), known.long())
-
-
-def _is_tensor(given: object) -> bool:
-    return isinstance(given, torch.Tensor)

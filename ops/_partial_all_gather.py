@@ -6,7 +6,7 @@ import torch
 
 from commlib._manager import comm
 from commlib.ops._library import checked, deliver, like, register, traced
-from commlib.ops._slices import bounds
+from commlib.ops._slices import bounds, joined, pieces
 
 
 def partial_all_gather(
@@ -22,31 +22,32 @@ def partial_all_gather(
 
     ``x``: any shape and dtype, the same on every rank, its number of elements divisible by the
     ring's size. ``out=x`` completes a tensor in place of which ``partial_recv`` has filled the own
-    slice. With ``sync_op=False`` returns a ``Work``. No gradient. Streams as ``all_gather``. Raises
+    slice. Of a strided ``x`` the own slice alone is copied, and such a call is always fenced. With
+    ``sync_op=False`` returns a ``Work``. No gradient. Streams as ``all_gather``. Raises
     ``ShapeError``, ``DtypeError``, ``RingError``. Source: operator ``partial_allgather``.
     """
     if traced("partial_all_gather", use_calc_stream, sync_op):
         return deliver(_twin(x.detach(), ring_id, use_calc_stream), out, sync_op)
     context = checked("partial_all_gather", x, ring_id)
-    part = _own(x.detach(), ring_id)
+    parts = _own(x.detach(), ring_id)
     return context.all_gather(
         like(x) if out is None else out,
-        part,
+        joined(parts),
         use_calc_stream=use_calc_stream,
         sync_op=sync_op,
-        fenced=fenced,
+        fenced=fenced or len(parts) > 1,  # the copy of several is made on the current stream
     )
 
 
-def _own(x: torch.Tensor, ring_id: int) -> torch.Tensor:
+def _own(x: torch.Tensor, ring_id: int) -> list[torch.Tensor]:
     context = comm(ring_id)
     first, last = bounds("partial_all_gather", x, ring_id, context.size, context.rank)
-    return x.reshape(-1)[first:last]
+    return pieces(x, first, last)
 
 
 def _run(x: torch.Tensor, ring_id: int, use_calc_stream: bool) -> Any:
-    part = _own(x, ring_id)
-    return comm(ring_id).all_gather(like(x), part, use_calc_stream=use_calc_stream)
+    own = joined(_own(x, ring_id))
+    return comm(ring_id).all_gather(like(x), own, use_calc_stream=use_calc_stream)
 
 
 def _fake(x: torch.Tensor, ring_id: int, use_calc_stream: bool) -> torch.Tensor:

@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
-from commlib._checks import check_out
+from commlib._checks import check_out, check_peer
 from commlib._work import Work
 from commlib.errors import ArgumentError
 from commlib.ops._library import checked
 from commlib.ops._recv import recv
-from commlib.ops._slices import bounds
+from commlib.ops._slices import bounds, fill, pieces
 
 
 def partial_recv(
@@ -26,29 +26,31 @@ def partial_recv(
     """Fill slice ``id`` of ``num`` of the flattened ``out`` with what ``peer`` sends; return it.
 
     ``out``: any shape and dtype, its number of elements divisible by ``num``; the other slices keep
-    their values: ``partial_all_gather`` over another ring completes them. A strided ``out`` is
-    filled through a copy of the slice, always fenced, and not with ``sync_op=False``. No gradient.
+    their values: ``partial_all_gather`` over another ring completes them. A slice that the strides
+    tear into pieces is filled through a copy of the slice, always fenced, and neither with
+    ``sync_op=False`` nor in ``comm.group()``. No gradient.
     Streams as ``recv``. Raises ``ArgumentError`` for a slice that there is not, ``ShapeError``,
     ``PeerError``. Source: operator ``partial_recv``.
     """
-    traced = torch.compiler.is_compiling()
-    context = None if traced else checked("partial_recv", out, ring_id)
+    context = None if torch.compiler.is_compiling() else checked("partial_recv", out, ring_id)
     if context is not None:
+        check_peer(context, "partial_recv", peer)
         check_out(context, "partial_recv", out)
     first, last = bounds("partial_recv", out, ring_id, num, id)
+    parts = pieces(out.detach(), first, last)
     how = {"use_calc_stream": use_calc_stream, "sync_op": sync_op}
-    if out.is_contiguous():
-        part = out.detach().view(-1)[first:last]
-        done = recv(part, ring_id, peer=peer, fenced=fenced, **how)
+    if len(parts) == 1:
+        done = recv(parts[0], ring_id, peer=peer, fenced=fenced, **how)
         return out if sync_op else _Whole(done, out)
-    if not sync_op:
+    in_group = context is not None and context.open_group is not None
+    if in_group or not sync_op:
+        form = "a call inside comm.group()" if in_group else "sync_op=False"
         raise ArgumentError(
-            f"partial_recv on ring {ring_id}: sync_op=False with an out of strides {out.stride()}: "
-            f"nobody would put the slice in place; type out.contiguous(), or sync_op=True"
+            f"partial_recv on ring {ring_id}: {form} with an out of strides {out.stride()}: nobody "
+            f"would put the slice in place; type out.contiguous(), or call it by itself with "
+            f"sync_op=True"
         )
-    part = recv(out.new_empty(last - first), ring_id, peer=peer, **how)
-    places = torch.arange(first, last, device=out.device)
-    out.detach()[torch.unravel_index(places, out.shape)] = part
+    fill(parts, recv(out.new_empty(last - first), ring_id, peer=peer, **how))
     return out
 
 

@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 
+from commlib._checks import check_peer
 from commlib.ops._library import checked
 from commlib.ops._send import send
-from commlib.ops._slices import bounds
+from commlib.ops._slices import bounds, joined, pieces
 
 
 def partial_send(
@@ -20,19 +21,22 @@ def partial_send(
     sync_op: bool = True,
     fenced: bool = True,
 ) -> Any:
-    """Send slice ``id`` of ``num`` of the flattened ``x`` to ``peer``, which calls ``partial_recv``.
+    """Send slice ``id`` of ``num`` of the flattened ``x`` to ``peer``, who calls ``partial_recv``.
 
-    ``x``: any shape and dtype, its number of elements divisible by ``num``. Of a strided ``x`` the
-    slice is copied first, always fenced. Returns None, or a ``Work`` with ``sync_op=False``. No
-    gradient. Streams as ``send``. Raises ``ArgumentError`` for a slice that there is not,
-    ``ShapeError``, ``PeerError``. Source: operator ``partial_send``.
+    ``x``: any shape and dtype, its number of elements divisible by ``num``. A slice that the
+    strides tear into pieces is copied first, always fenced. Returns None, or a ``Work`` with
+    ``sync_op=False``. No gradient. Streams as ``send``. Raises ``ArgumentError`` for a slice that
+    there is not, ``ShapeError``, ``PeerError``. Source: operator ``partial_send``.
     """
     if not torch.compiler.is_compiling():
-        checked("partial_send", x, ring_id)
+        check_peer(checked("partial_send", x, ring_id), "partial_send", peer)
     first, last = bounds("partial_send", x, ring_id, num, id)
-    how = {"use_calc_stream": use_calc_stream, "sync_op": sync_op}
-    if x.is_contiguous():
-        part = x.detach().view(-1)[first:last]
-        return send(part, ring_id, peer=peer, fenced=fenced, **how)
-    places = torch.arange(first, last, device=x.device)
-    return send(x.detach()[torch.unravel_index(places, x.shape)], ring_id, peer=peer, **how)
+    parts = pieces(x.detach(), first, last)
+    return send(
+        joined(parts),
+        ring_id,
+        peer=peer,
+        use_calc_stream=use_calc_stream,
+        sync_op=sync_op,
+        fenced=fenced or len(parts) > 1,
+    )

@@ -3,7 +3,7 @@
 import torch
 
 from commlib.errors import ShapeError
-from commlib.ops._expert_ids import check_ids
+from commlib.ops._expert_ids import check_ids, check_tensor
 
 
 def random_routing(
@@ -16,6 +16,8 @@ def random_routing(
     ``DtypeError``. Source: operator ``random_routing``.
     """
     check_ids("random_routing", "topk_idx", topk_idx, 2)
+    check_tensor("random_routing", "topk_value", topk_value)
+    check_tensor("random_routing", "prob", prob)
     rows = topk_idx.shape[0]
     shapes = tuple(topk_idx.shape), tuple(topk_value.shape), tuple(prob.shape)
     if shapes != ((rows, 2), (rows, 2), (rows,)):

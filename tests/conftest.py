@@ -57,6 +57,12 @@ def ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) 
     return _live(2, request.param)
 
 
+@pytest.fixture(params=[place for place in _places() if "legacy" not in place.id])
+def unified_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
+    """The same on one engine, for what takes long and knows no engine: generated code."""
+    return _live(2, request.param)
+
+
 @pytest.fixture(params=UNIFIED)
 def cpu_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
     """The same on the CPU alone, where the host itself waits for a collective."""

@@ -13,7 +13,7 @@ OURS, PEER = "ops.softmax_with_cross_entropy", "composition"
 SETTINGS = {"nproc": 2, "rounds": 2, "rows": 4, "classes": 6, "dtype": "float32"}
 
 
-@pytest.mark.parametrize(("nproc", "dtype"), [("1", "float16"), ("3", "float32")])
+@pytest.mark.parametrize(("nproc", "dtype"), [("1", "float16")])
 def test_small(nproc: str, dtype: str, tmp_path: Path) -> None:
     sizes = ["--rows", "5", "--classes", "31", "--dtype", dtype, "--rounds", "2"]
 

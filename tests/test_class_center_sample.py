@@ -221,10 +221,17 @@ def test_images_are_distinct(size: int, seed: int, data: Any) -> None:
         (0, 6, [5, 1, 2, 3, 0, 4]),
         (7, 1000, [159, 380, 279, 514, 726, 636]),
         (2**62 + 1, 2**31 - 1, [132944047, 616127463, 1228263427, 1080927216, 192078989]),
+        (4884, 2**31 - 1, [78767279, 140257891, 1971168886]),  # a key and a half pass 2**32
     ],
 )
 def test_a_seed_draws_the_same_in_every_version(seed: int, size: int, images: list[int]) -> None:
     assert permuted(seed, len(images), size, CPU).tolist() == images
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 10, 13])  # 7, 10: walks of two steps
+def test_a_whole_draw_is_every_class(size: int) -> None:
+    for seed in range(40):
+        assert sorted(permuted(seed, size, size, CPU).tolist()) == list(range(size))
 
 
 def test_the_largest_size_uses_all_of_it() -> None:
@@ -303,8 +310,8 @@ def test_compiled(ranks: Ranks) -> None:
     ranks(compiled, "aot_eager")
 
 
-def test_compiled_with_generated_code(ranks: Ranks) -> None:
-    ranks(compiled, "inductor", deadline=240)
+def test_compiled_with_generated_code(unified_ranks: Ranks) -> None:
+    unified_ranks(compiled, "inductor", deadline=240)
 
 
 def registration(comm: Any) -> None:

@@ -173,7 +173,12 @@ SIGNATURES: dict[str, list[tuple[str, Any]]] = {
         ("n_expert", NEEDED),
         ("n_worker", NEEDED),
     ],
-    "random_routing": [("topk_idx", NEEDED), ("topk_value", NEEDED), ("prob", NEEDED)],
+    "random_routing": [
+        ("topk_idx", NEEDED),
+        ("topk_value", NEEDED),
+        ("prob", NEEDED),
+        ("topk", 2),
+    ],
     "recv_v2": [
         ("out_shape", ()),
         ("dtype", torch.float32),

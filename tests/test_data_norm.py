@@ -321,8 +321,8 @@ def test_streams_and_compiled(ranks: Ranks) -> None:
     ranks(ways, "aot_eager", torch.float64, cases, deadline=120)
 
 
-def test_generated_code(ranks: Ranks) -> None:
-    ranks(ways, "inductor", torch.float32, [(KINDS[0], True, (True,))], deadline=240)
+def test_generated_code(unified_ranks: Ranks) -> None:
+    unified_ranks(ways, "inductor", torch.float32, [(KINDS[0], True, (True,))], deadline=240)
 
 
 def compiled_refusal(comm: Any) -> None:

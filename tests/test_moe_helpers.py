@@ -11,22 +11,44 @@ from hypothesis import strategies as st
 from commlib import ops
 from commlib.compat import paddle
 from commlib.errors import ArgumentError, DtypeError, ShapeError
-from tests._check import close
+from tests._check import close, refused
 from tests._operator import compile_whole
 from tests._ranks import Ranks
 
-NAMES = (
-    "assign_pos",
-    "limit_by_capacity",
-    "number_count",
-    "prune_gate_by_capacity",
-    "random_routing",
-)
 
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["assign_pos", "limit_by_capacity", "prune_gate_by_capacity"])
 def test_legacy_names_are_the_same_functions(name: str) -> None:
     assert getattr(paddle, name) is getattr(ops, name)
+
+
+def test_other_legacy_names() -> None:
+    """Counts come in the dtype of the ids; an argument knows one value."""
+    ids, value, prob = gate_inputs("cpu", 4)
+    for dtype in (torch.int32, torch.int64):
+        counts = paddle.number_count(ids.to(dtype), 3)
+        assert counts.dtype is dtype
+        assert torch.equal(counts.long(), ops.number_count(ids, 3))
+    routed = ops.random_routing(ids, value, prob)
+    assert torch.equal(paddle.random_routing(ids, value, prob, 2), routed)
+    with pytest.raises(ArgumentError, match="topk=3"):
+        paddle.random_routing(ids, value, prob, topk=3)
+
+
+def test_the_documented_vector() -> None:
+    """Upstream's own example; ids come as [tokens, choices]."""
+    ids = torch.tensor([[0, 2], [0, 2]])
+    counts = ops.number_count(ids, 6)
+    assert counts.tolist() == [2, 0, 2, 0, 0, 0]
+    assert ops.assign_pos(ids, counts.cumsum(0)).tolist() == [2, 0, 3, 1]
+    one_each = torch.tensor([1, 0, 1, 0, 0, 0])
+    assert ops.prune_gate_by_capacity(ids, one_each, 6, 1).tolist() == [[0, 2], [-1, -1]]
+
+
+def test_large_numbers() -> None:
+    """A capacity of 64 bits leaves counts of 32 bits alone."""
+    counts = torch.tensor([5, 5], dtype=torch.int32)
+    limited = ops.limit_by_capacity(counts, torch.tensor([2**33, 3]), 1)
+    assert (limited.tolist(), limited.dtype) == ([5, 3], torch.int32)
 
 
 tokens = st.lists(st.integers(-2, 5), max_size=40)
@@ -40,7 +62,8 @@ def test_counting_and_ordering(ids: list[int], experts: int, int32: bool) -> Non
     assert counts.dtype is torch.int64
     assert counts.tolist() == [ids.count(expert) for expert in range(experts)]
     order = ops.assign_pos(x, counts.cumsum(0))
-    want = [at for expert in range(experts) for at, one in enumerate(ids) if one == expert]
+    places = list(enumerate(ids))[::-1]
+    want = [at for expert in range(experts) for at, one in places if one == expert]
     assert order.tolist() == want
     assert ops.assign_pos(x, counts.cumsum(0), total=len(want)).tolist() == want
 
@@ -120,6 +143,44 @@ def test_compiled_and_captured(ranks: Ranks) -> None:
     ranks(compiled_and_captured)
 
 
+def unknown_total(comm: Any) -> None:
+    """The number of positions is known at run time alone: one graph for any; counts anywhere."""
+    graph = compile_whole(lambda ids, counts: ops.assign_pos(ids, counts) * 2)
+    for seed in range(3):
+        ids = gate_inputs(str(comm.device), seed)[0]
+        ids[: 4 * seed] = -1
+        cum_count = ops.number_count(ids, 4).cumsum(0)
+        want = ops.assign_pos(ids, cum_count, total=2 * len(ids) - 8 * seed)
+        close(ops.assign_pos(ids, cum_count), want, "counts on the device")
+        close(ops.assign_pos(ids, cum_count.cpu()), want, "counts on the CPU")
+        close(graph(ids, cum_count), want * 2, "compiled")
+    torch.library.opcheck(torch.ops.commlib.assign_pos.default, (ids, cum_count))
+
+
+def test_unknown_total(ranks: Ranks) -> None:
+    ranks(unknown_total)
+
+
+def captured_total(comm: Any) -> None:
+    """A capture reads counts on the CPU; on the GPU it can't, and says what to type."""
+    if comm.device.type != "cuda":
+        return
+    ids = gate_inputs(str(comm.device), 1)[0]
+    cum_count = ops.number_count(ids, 4).cumsum(0)
+    on_cpu, want = cum_count.cpu(), ops.assign_pos(ids, cum_count)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = ops.assign_pos(ids, on_cpu)
+        with refused(ArgumentError, "a capture", "total="):
+            ops.assign_pos(ids, cum_count)
+    graph.replay()
+    close(out, want, "captured")
+
+
+def test_captured_total(ranks: Ranks) -> None:
+    ranks(captured_total)
+
+
 def test_refusals() -> None:
     ids = torch.tensor([0, 1])
     with pytest.raises(DtypeError, match=r"numbers is torch.float32; type numbers.long\(\)"):
@@ -130,6 +191,12 @@ def test_refusals() -> None:
         ops.number_count([1], 2)
     with pytest.raises(ShapeError, match="cum_count has shape"):
         ops.assign_pos(ids, ids.view(1, 2))
+    with pytest.raises(ArgumentError, match=r"cum_count\[1\] is 3; 2 ids of x are 0 to 1"):
+        ops.assign_pos(ids, torch.tensor([1, 3]))
+    values, draws = torch.zeros(1, 2), torch.zeros(1)
+    for value, prob in (([1.0], draws), (values, [1.0])):
+        with pytest.raises(ArgumentError, match=r"list; expected a torch\.Tensor"):
+            ops.random_routing(ids.view(1, 2), value, prob)
     with pytest.raises(ArgumentError, match="total=-1"):
         ops.assign_pos(ids, ids, total=-1)
     with pytest.raises(ShapeError, match="2 entries; expected n_worker=3"):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from commlib import ops
 from examples import moe_layer
 from tests._check import same
 from tests._programs import start
@@ -9,12 +10,20 @@ from tests._ranks import Ranks, World
 
 
 def trained(comm: Any) -> None:
-    """The same losses, step by step; they fall, and the capacity has dropped tokens."""
+    """The same losses, step by step, and they fall."""
     pairs = moe_layer.compare(6)
     for number, (ours, one) in enumerate(pairs):
         apart = abs(ours - one) / one
         same(apart <= moe_layer.TOLERANCE, True, f"step {number}: {ours!r} against {one!r}")
     same(pairs[-1][0] < pairs[0][0], True, f"the loss falls: {pairs}")
+
+
+def test_the_capacity_drops_tokens() -> None:
+    """Else the layer would be compared without the part that ranks have to agree on."""
+    x = moe_layer.drawn(moe_layer.TOKENS, moe_layer.WIDTH, seed=4)
+    gate = moe_layer.drawn(moe_layer.WIDTH, moe_layer.EXPERTS, seed=1)
+    chosen = (x @ gate).topk(2, dim=1).indices
+    assert ops.number_count(chosen, moe_layer.EXPERTS).max() > moe_layer.CAPACITY
 
 
 def test_trains_as_one_process(ranks: Ranks) -> None:
@@ -40,3 +49,4 @@ def test_the_program() -> None:
     assert process.returncode == 0, err
     assert "step   loss of 2 ranks   loss of one process" in out
     assert "largest difference" in out
+    assert "Warning" not in err

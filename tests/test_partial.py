@@ -4,11 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import commlib
 from commlib import ops
 from commlib.compat import paddle
 from commlib.errors import ArgumentError, PeerError, RingError, ShapeError
+from commlib.ops._slices import fill, joined, pieces
 from tests._check import (
     STRIDED,
     Array,
@@ -24,6 +27,30 @@ from tests._check import (
 from tests._operator import ABSENT_RING, MODES, Operator, calls, compile_whole
 from tests._ranks import Ranks, World
 from tests._suites import compiled, compiled_out, layouts, lazy_bits, raw, values, waiting
+
+lengths = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(shape=lengths, data=st.data())
+def test_pieces(shape: list[int], data: Any) -> None:
+    """Any run of elements of any strides: views that hold it in order, and nothing else."""
+    order = data.draw(st.permutations(range(len(shape))))
+    step = data.draw(st.integers(1, 2))
+    buffer = torch.zeros([n * step for n in shape])
+    x = buffer[tuple(slice(None, None, step) for _ in shape)].permute(order)
+    count = x.numel()
+    x.copy_(torch.arange(1.0, count + 1).view(x.shape))
+    first = data.draw(st.integers(0, count))
+    last = data.draw(st.integers(first, count))
+    found = pieces(x, first, last)
+    assert len(found) <= max(1, 2 * x.dim() - 1)
+    assert joined(found).reshape(-1).tolist() == list(range(first + 1, last + 1))
+    fill(found, torch.full((last - first,), -1.0))
+    want = [-1.0 if first < n <= last else float(n) for n in range(1, count + 1)]
+    assert x.reshape(-1).tolist() == want
+    assert int((buffer != 0).sum()) == count
+
 
 DTYPES = (torch.float64, torch.bfloat16, torch.float8_e5m2, torch.bool, torch.complex128)
 
@@ -106,6 +133,79 @@ def slices(comm: Any) -> None:
 
 def test_slices(ranks: Ranks) -> None:
     ranks(slices)
+
+
+def torn(comm: Any) -> None:
+    """A slice in several pieces, on either side or both, in every form that can have one."""
+    want = sample(0, (5, 4, 3), torch.float32)
+    old = sample(1, (5, 4, 3), torch.float32)
+    kept = old.view(-1).clone()
+    kept[20:40] = want.view(-1)[20:40]
+    for mine, theirs in (("transposed", "contiguous"), ("contiguous", "transposed"), (STRIDED[1:])):
+        for mode in MODES.values():
+            if comm.rank == 0:
+                sent = ops.partial_send(
+                    laid_out(want, mine, comm.device), peer=1, num=3, id=1, **mode
+                )
+                if isinstance(sent, commlib.Work):
+                    sent.wait()
+                continue
+            frame = Framed((5, 4, 3), torch.float32, comm.device, theirs)
+            frame.view.copy_(old)
+            alone = {**mode, "sync_op": True} if theirs != "contiguous" else mode
+            got = ops.partial_recv(frame.view, peer=0, num=3, id=1, **alone)
+            got = got.wait() if isinstance(got, commlib.Work) else got
+            close(got, kept.view(5, 4, 3), f"{mine} to {theirs} {mode}")
+            frame.intact(theirs)
+
+
+def test_torn_slices(ranks: Ranks) -> None:
+    ranks(torn)
+
+
+def grouped(comm: Any) -> None:
+    """Slices of one group; one in pieces would be put in place before it came, so it is refused."""
+    x, out = sample(comm.rank, (4, 3), torch.float32).to(comm.device), torch.zeros(4, 3)
+    out, peer = out.to(comm.device), 1 - comm.rank
+    with comm.group():
+        for id in range(4):
+            ops.partial_send(x.t().contiguous().t(), peer=peer, num=4, id=id)
+            ops.partial_recv(out, peer=peer, num=4, id=id)
+    close(out, sample(peer, (4, 3), torch.float32), "four slices both ways")
+    before = calls(comm)
+    with refused(ArgumentError, "comm.group()", "contiguous()"), comm.group():
+        ops.partial_recv(out.view(3, 4).t(), peer=peer, num=3, id=1)
+    same(calls(comm), before, "calls launched by a refused one")
+
+
+def test_in_a_group(ranks: Ranks) -> None:
+    ranks(grouped)
+
+
+def registered(comm: Any) -> None:
+    twin = torch.ops.commlib.partial_all_gather.default
+    for shape in ((4, 3), (2,), (0, 2)):
+        torch.library.opcheck(twin, (sample(0, shape, torch.float32).to(comm.device), 0, True))
+
+
+def test_opcheck(ranks: Ranks) -> None:
+    ranks(registered)
+
+
+def compiled_torn(comm: Any) -> None:
+    whole = sample(0, (4, 3), torch.float32).to(comm.device)
+    if comm.rank == 0:
+        compile_whole(lambda x: ops.partial_send(x.t(), peer=1, num=2, id=1))(whole)
+    else:
+        out = torch.zeros(4, 3, device=comm.device).t()
+        compile_whole(lambda out: ops.partial_recv(out, peer=0, num=2, id=1))(out)
+        want = whole.t().reshape(-1).cpu()
+        want[:6] = 0
+        close(out, want.view(3, 4), "compiled, in pieces")
+
+
+def test_compiled_torn_slices(ranks: Ranks) -> None:
+    ranks(compiled_torn)
 
 
 def compiled_slices(comm: Any) -> None:
@@ -219,7 +319,7 @@ def refusals(comm: Any) -> None:
                 call(x, peer=other, num=3, id=id)
         with refused(ShapeError, "(6, 2)", "num=5"):
             call(x, peer=other, num=5)
-        with refused(PeerError, "peer=7"):
+        with refused(PeerError, f"{call.__name__} on ring 0", "peer=7"):
             call(x, peer=7, num=2)
         with refused(PeerError, "itself"):
             call(x, peer=comm.rank, num=2)
@@ -230,7 +330,7 @@ def refusals(comm: Any) -> None:
     with refused(ArgumentError, "overlaps itself"):
         ops.partial_recv(x[:1].expand(6, 2), peer=other, num=2)
     with refused(ArgumentError, "sync_op=False", "contiguous()"):
-        ops.partial_recv(x.t(), peer=other, num=2, use_calc_stream=False, sync_op=False)
+        ops.partial_recv(x.t(), peer=other, num=3, id=1, use_calc_stream=False, sync_op=False)
     with refused(ShapeError, "(3, 1)", "num=2"):
         ops.partial_all_gather(x[:3, :1])
     with refused(RingError, ABSENT_RING):

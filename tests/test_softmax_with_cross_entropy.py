@@ -243,8 +243,8 @@ def generated(comm: Any) -> None:
     close(x.grad, other.grad, "gradient in generated code")
 
 
-def test_generated_code(ranks: Ranks) -> None:
-    ranks(generated, deadline=240)
+def test_generated_code(unified_ranks: Ranks) -> None:
+    unified_ranks(generated, deadline=240)
 
 
 def derivative(comm: Any) -> None:
