@@ -68,7 +68,8 @@ def margin_cross_entropy(
 def _numbers(given: tuple[Any, ...]) -> tuple[float, ...]:
     """Return margins and scale as floats; raises ``ArgumentError`` for what gives NaN."""
     for name, value in zip(NAMES, given, strict=True):
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
+        # compared, not math.isfinite: that can't be traced once a number varies between calls
+        if not isinstance(value, (int, float)) or not -math.inf < value < math.inf:
             raise ArgumentError(f"{VERB}: {name}={value!r}; expected a finite number")
     if given[3] <= 0:
         raise ArgumentError(f"{VERB}: scale={given[3]!r}; expected a number above 0")

@@ -80,9 +80,11 @@ def _opened(statement: str, runs: Sequence[Run]) -> str:
 
 def _interpreter(statement: str) -> Run:
     command = [sys.executable, "-c", PROGRAM, statement]
+    keeping = environment(unified=True)
+    keeping.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its byte code
     done = subprocess.run(
         command,
-        env=environment(unified=True),
+        env=keeping,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
