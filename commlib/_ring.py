@@ -128,6 +128,7 @@ class Ring(ABC):
         From any thread, also while another one is stuck in a call: no lock is taken.
         """
         self.fault = "aborted; create it again"
+        self._rounds = None  # it may hold the process group that is given up next
         self._abort()
         self._unfenced = deque()  # only now: until then the collectives may still use the tensors
         self._release("_hosts", Deadline(ABORT_S))
@@ -143,12 +144,13 @@ class Ring(ABC):
             self.abort()
             return
         self._unfenced = deque()
+        self._rounds = None  # it may hold the process group that is given up next
         self._close(deadline)
         self._release("_hosts", deadline)
         self._close_mailbox()
 
     def _close_mailbox(self) -> None:
-        mailbox, self._mailbox, self._rounds = self._mailbox, None, None
+        mailbox, self._mailbox = self._mailbox, None
         if mailbox is not None and self._exchanging.acquire(timeout=ABORT_S):
             mailbox.close()
             self._exchanging.release()
