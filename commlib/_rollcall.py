@@ -115,11 +115,15 @@ class RollCall:
             if time.monotonic() >= next_look:
                 circle = self._circle(key, ranks)
                 if circle is not None and circle == seen:
-                    return self._break(circle)[key]
+                    self._break(circle)
+                    break
                 seen, next_look = circle, time.monotonic() + look_every
             time.sleep(min(pause, deadline.left()))
             pause = min(pause * 1.5, 0.05)
-        return room.get("verdict").decode()
+        verdict: str = room.get("verdict").decode()
+        if verdict.startswith(_ORDER):
+            self._spread(verdict)
+        return verdict
 
     def _go(self, room: Store, ranks: tuple[int, ...], payload: Callable[[], bytes]) -> str:
         engines = _engines(room, ranks)
@@ -172,13 +176,23 @@ class RollCall:
 
         return path if follow(key, list(ranks)) else None
 
-    def _break(self, circle: dict[int, dict[str, Any]]) -> dict[str, str]:
-        """Give every ring of the circle the same refusal; return the verdict of each by key."""
-        circle = {self.me: self._state_of(self.me), **circle}
-        orders = {str(rank): state["history"] for rank, state in circle.items()}
-        text = _ORDER + json.dumps(orders)
-        keys = {state["waiting"] for state in circle.values() if state["waiting"]}
-        return {key: _decide(PrefixStore(key, self.store), "verdict", text) for key in keys}
+    def _break(self, circle: dict[int, dict[str, Any]]) -> None:
+        """Give every ring of the circle the same refusal."""
+        states = [(self.me, self._state_of(self.me)), *circle.items()]
+        told = {
+            "orders": {rank: state["history"] for rank, state in states},
+            "keys": sorted({state["waiting"] for _, state in states if state["waiting"]}),
+        }
+        self._spread(_ORDER + json.dumps(told))
+
+    def _spread(self, verdict: str) -> None:
+        """See to it that every ring of a broken circle has its verdict.
+
+        Whoever reads the verdict does so before it leaves: else it could go on to another ring of
+        the circle that is not told yet, and be taken for the member that this ring waits for.
+        """
+        for key in json.loads(verdict[len(_ORDER) :])["keys"]:
+            _decide(PrefixStore(key, self.store), "verdict", verdict)
 
 
 class Meeting:
@@ -234,7 +248,7 @@ def _refusal(verdict: str, where: str) -> CommError:
     if verdict.startswith(_FAILED):
         return EngineError(f"{where}: {verdict[len(_FAILED) :]}")
     if verdict.startswith(_ORDER):
-        orders: dict[str, list[list[Any]]] = json.loads(verdict[len(_ORDER) :])
+        orders: dict[str, list[list[Any]]] = json.loads(verdict[len(_ORDER) :])["orders"]
         lines = "; ".join(
             f"rank {rank} created {', then '.join(f'ring {i} {m}' for i, m in made)}"
             for rank, made in sorted(orders.items(), key=lambda item: int(item[0]))

@@ -1,1 +1,1 @@
-"""The tests; a package, so that every spawned rank can import them."""
+"""The tests; a package, so that every rank can import them."""

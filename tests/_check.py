@@ -98,7 +98,7 @@ def close(
 ) -> None:
     """Raise unless dtype, shape and bits are equal (``atol`` > 0: values within it).
 
-    Spawned ranks do not get pytest's rewritten ``assert``, so this says rank, dtype and place.
+    Ranks do not get pytest's rewritten ``assert``, so this says rank, dtype and place.
     """
     if not isinstance(expected, torch.Tensor):
         expected = rounded(expected, actual.dtype)

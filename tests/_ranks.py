@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -20,8 +21,15 @@ from typing import Any
 import pytest
 
 UNIFIED = {"unified": "1", "legacy": "0"}
-START_S = 120  # importing torch in several processes on a busy machine
+START_S = 120  # connecting several processes on a busy machine
 GRACE_S = 3  # what a rank still gets once another rank has failed: it is likely stuck
+# What every rank needs and what takes long to load; none of it may start CUDA or threads.
+LOADED = ["torch", "torch._inductor.compile_fx", "torch.distributed", "hypothesis", "pytest"]
+LOADING = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of helper processes a rank
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # Inductor asks for GPUs while it is loaded
+}
 
 
 @dataclass(frozen=True)
@@ -45,8 +53,6 @@ class Place:
             "LOCAL_RANK": str(rank),
             "LOCAL_WORLD_SIZE": str(size),
             "CUDA_VISIBLE_DEVICES": ",".join(self.gpus),
-            "OMP_NUM_THREADS": "1",
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of helper processes a rank
             "TORCHINDUCTOR_CACHE_DIR": _compile_cache().name,
         }
 
@@ -59,6 +65,18 @@ def _compile_cache() -> tempfile.TemporaryDirectory[str]:
     again: how operators are ordered is no part of the cache's key.
     """
     return tempfile.TemporaryDirectory(prefix="commlib-tests-")
+
+
+@functools.cache
+def _nursery() -> Any:
+    """Return what ranks are forked from: a process that has loaded ``LOADED`` once for all."""
+    forks = mp.get_context("forkserver")
+    forks.set_forkserver_preload(LOADED)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in LOADING.items():
+            patch.setenv(name, value)
+        forkserver.ensure_running()
+    return forks
 
 
 class Ranks:
@@ -87,11 +105,11 @@ class Ranks:
         self._run(_arrive, (), START_S)
 
     def _spawn(self, rank: int) -> "_Member":
-        spawn = mp.get_context("spawn")
-        jobs, their_jobs = spawn.Pipe()
-        where, their_where = spawn.Pipe(duplex=False)
+        nursery = _nursery()
+        jobs, their_jobs = nursery.Pipe()
+        where, their_where = nursery.Pipe(duplex=False)
         environment = self.place.environment(self.store.port, rank, self.size)
-        process = spawn.Process(
+        process = nursery.Process(
             target=_worker,
             name=f"rank {rank} ({self.place.engine}, {self.place.device})",
             args=(their_jobs, their_where, environment),

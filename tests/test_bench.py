@@ -79,7 +79,7 @@ def check(path: Path, name: str) -> None:
 
 
 def test_all_that_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_bench((), str(tmp_path), rounds=2) == 0
+    assert run_bench((), str(tmp_path), rounds=1) == 0
 
     said = capsys.readouterr()
     for name, benchmark in BENCHMARKS.items():

@@ -95,7 +95,7 @@ def missing(comm: Any) -> None:
         begin = time.monotonic()
         with refused(CommTimeout, "ring 4", "ranks [2]", "1.5 s", "FLAGS_comm_timeout_s"):
             commlib.new_ring(4, [0, 1, 2], timeout=1.5)
-        assert 1.4 < time.monotonic() - begin < 3
+        assert 1.4 < time.monotonic() - begin < 20
         same(manager.has(4), False, "a failed creation leaves nothing")
     same(gathered(commlib.new_ring(4, [0, 1, 2])), [0, 1, 2], "the next attempt")
 
