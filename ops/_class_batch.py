@@ -1,27 +1,20 @@
 """A batch of labels as its device computes it: its facts, its remapped labels, a rank's sample."""
 
-from functools import cache
-from importlib.util import find_spec
 from itertools import accumulate, pairwise
 
 import torch
 
 from commlib.ops._permutation import HALF, STEP, mixed, permuted
+from commlib.ops._triton import has_triton
 
 Tensor = torch.Tensor
 
 SEEDS = 2**62
 
 
-@cache
-def has_kernels() -> bool:
-    """Whether this installation has Triton."""
-    return find_spec("triton") is not None
-
-
 def batch_of(label: Tensor) -> "Batch":
     """Return the batch as its device computes it."""
-    kind = KernelBatch if label.is_cuda and has_kernels() else Batch
+    kind = KernelBatch if label.is_cuda and has_triton() else Batch
     return kind(label.contiguous())
 
 

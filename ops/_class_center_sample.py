@@ -1,8 +1,6 @@
 """class_center_sample: the classes that a batch of labels trains, and its labels in their order."""
 
-import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import accumulate
 
 import torch
@@ -10,15 +8,16 @@ import torch
 from commlib._checks import check_tensor
 from commlib._context import CommContext
 from commlib._manager import comm
-from commlib.errors import ArgumentError, CommError, DtypeError, ShapeError
+from commlib.errors import ArgumentError, DtypeError, ShapeError
 from commlib.ops import _permutation
-from commlib.ops._class_batch import SEEDS, batch_of, has_kernels, length_of
+from commlib.ops._agreement import Fact, agree, told
+from commlib.ops._class_batch import SEEDS, batch_of, length_of
 from commlib.ops._library import like, register, traced
+from commlib.ops._triton import has_triton
 
 Tensor = torch.Tensor
 
 VERB = "class_center_sample"
-CODE = zlib.crc32(VERB.encode())
 LABELS = (torch.int32, torch.int64)
 
 
@@ -47,9 +46,10 @@ def class_center_sample(
     labels are then not checked: one that is no class becomes -1 and is no positive.
     No gradient. Everything runs on the current stream, nothing is sent between devices, hence
     ``use_calc_stream`` changes nothing; one exchange between the hosts, and without ``padded`` a
-    GPU call waits for its labels. Raises on every rank ``ShapeError`` for an empty label or
-    another N, ``ArgumentError`` for numbers or labels out of range, or labels that differ between
-    ranks; ``DtypeError``, ``DeviceError``, ``RingError``.
+    GPU call waits for its labels. Raises ``ShapeError`` for an empty label or another N,
+    ``ArgumentError`` for numbers or labels out of range, or labels that differ between ranks;
+    ``DtypeError``, ``DeviceError``; on every rank, an ``ArgumentError`` where another one is
+    wrong. ``RingError``.
     Source: operator ``class_center_sample``, the intended rule of its counts.
     """
     call: Callable[..., tuple[Tensor, Tensor, Tensor]] = _run
@@ -74,25 +74,20 @@ def _run(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the remapped labels, the sample with -1 behind it, and [1]: how many are sampled."""
     context = comm(ring_id)
-    try:
+    with told(context, VERB):
         _check(context, label, num_classes, num_samples, seed, checked)
-    except ArgumentError:
-        with suppress(CommError):  # the other ranks are told; what is wrong here counts more
-            context.exchange([CODE])
-        raise
     batch = batch_of(label)
-    mine = [CODE, label.numel(), num_classes, num_samples]
-    facts = batch.facts() if checked and len(label) else []
-    bounds = _agreed(context, context.exchange([*mine, *facts]))
+    facts = [Fact("N", len(label), ShapeError), Fact("num_samples", num_samples)]
+    own = [num_classes, *(batch.facts() if checked else [])]
+    every = agree(context, VERB, facts, own)
+    bounds = [0, *accumulate(row[0] for row in every)]
+    _compare(context, {rank: row[1:] for rank, row in enumerate(every) if row[1:]}, bounds[-1])
     return batch.sampled(bounds, context.rank, num_samples, seed)
 
 
 def _cut(sampled: Tensor, kept: Tensor) -> Tensor:
     """Return what is sampled, without the rest; waits for a GPU."""
     return sampled[: int(kept)]
-
-
-# -- what the ranks must agree on ----------------------------------------------------------------
 
 
 def _check(
@@ -103,7 +98,7 @@ def _check(
     seed: object,
     checked: bool,
 ) -> None:
-    """Refuse what can't even be told to the other ranks, or to none but this one."""
+    """Refuse what is wrong on this rank alone."""
     check_tensor(context, VERB, "label", label)
     where = context.where(VERB)
     if label.dtype not in LABELS:
@@ -114,11 +109,14 @@ def _check(
         raise ShapeError(
             f"{where}: label has shape {tuple(label.shape)}; expected [N]; type label.flatten()"
         )
+    if not len(label):
+        raise ShapeError(f"{where}: label is empty; expected 1 or more ids")
+    most = _permutation.LARGEST
     for name, value in (("num_classes", num_classes), ("num_samples", num_samples)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ArgumentError(f"{where}: {name}={value!r}; expected an int")
-        if abs(value) > _permutation.LARGEST:
-            raise ArgumentError(f"{where}: {name}={value}; expected at most 2**31 - 1")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+            limit = "2**31 - 1" if name == "num_classes" else f"num_classes={most}"
+            raise ArgumentError(f"{where}: {name}={value!r}; expected an int from 1 to {limit}")
+        most = value
     if seed is not None and (
         isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= SEEDS
     ):
@@ -130,52 +128,24 @@ def _check(
             f"{where}: a CUDA graph can't hold a result whose size depends on the labels; "
             f"type padded=True"
         )
-    if not has_kernels():
+    if not has_triton():
         raise ArgumentError(f"{where}: a CUDA graph needs Triton; type pip install triton")
 
 
-def _agreed(context: CommContext, every: Sequence[Sequence[int]]) -> list[int]:
-    """Return the first class of each rank, and their total behind it; raises on every rank.
+def _compare(context: CommContext, labels: dict[int, Sequence[int]], total: int) -> None:
+    """Refuse labels that are no classes, and batches that differ.
 
-    A row is the operator, and then N, classes, samples, and without ``padded`` digest, least and
-    greatest label; nothing behind the operator where a rank's own arguments are refused.
+    ``labels``: digest, least and greatest label of each rank that has checked its own.
     """
     where = context.where(VERB)
-    strangers = [rank for rank, row in enumerate(every) if row[:1] != [CODE]]
-    if strangers:
-        raise ArgumentError(
-            f"{where}: ranks {strangers} of the ring are in another operator; every rank must "
-            f"call the same operators in the same order"
-        )
-    refused = [rank for rank, row in enumerate(every) if len(row) == 1]
-    if refused:
-        raise ArgumentError(f"{where}: the arguments of ranks {refused} are refused there")
-    for rank, (_, count, classes, samples, *_) in enumerate(every):
-        if not count:
-            raise ShapeError(f"{where}: label is empty on rank {rank}; expected 1 or more ids")
-        if classes <= 0:
-            raise ArgumentError(f"{where}: num_classes={classes} on rank {rank}; expected above 0")
-        if not 0 < samples <= classes:
-            raise ArgumentError(
-                f"{where}: num_samples={samples} on rank {rank}; expected 1 to its "
-                f"num_classes={classes}"
-            )
-    _same(where, "N", [row[1] for row in every], ShapeError)
-    _same(where, "num_samples", [row[3] for row in every], ArgumentError)
-    bounds = [0, *accumulate(row[2] for row in every)]
-    _agreed_labels(where, {rank: row[4:] for rank, row in enumerate(every) if row[4:]}, bounds[-1])
-    return bounds
-
-
-def _agreed_labels(where: str, told: dict[int, Sequence[int]], total: int) -> None:
-    for rank, (_, *ends) in told.items():
+    for rank, (_, *ends) in labels.items():
         outside = [label for label in ends if not 0 <= label < total]
         if outside:
             raise ArgumentError(
                 f"{where}: label {outside[0]} on rank {rank} is outside the {total} classes; "
                 f"expected 0 to {total - 1}"
             )
-    digests = {rank: tuple(facts) for rank, facts in told.items()}
+    digests = {rank: tuple(facts) for rank, facts in labels.items()}
     if len(set(digests.values())) > 1:
         first = next(iter(digests))
         others = [rank for rank, facts in digests.items() if facts != digests[first]]
@@ -183,11 +153,6 @@ def _agreed_labels(where: str, told: dict[int, Sequence[int]], total: int) -> No
             f"{where}: label of ranks {others} differs from that of rank {first}; give each rank "
             f"the labels of the whole batch: ops.all_gather(label)"
         )
-
-
-def _same(where: str, what: str, values: list[int], error: type[ArgumentError]) -> None:
-    if len(set(values)) > 1:
-        raise error(f"{where}: {what} of rank 0, 1, …: {values}; expected the same on every rank")
 
 
 # -- registered ----------------------------------------------------------------------------------

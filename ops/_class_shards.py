@@ -1,25 +1,34 @@
 """A class axis in shards: what the ranks agree on, and the one gather that joins their rows."""
 
 import math
-import struct
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from commlib._checks import check_tensor
 from commlib._context import CommContext
+from commlib._manager import comm
 from commlib.errors import ArgumentError, DtypeError, ShapeError
+from commlib.ops._agreement import Fact, agree, by_rank, told
+from commlib.ops._library import traced
 from commlib.ops._row_statistics import on_kernels, statistics
 from commlib.ops._rows import IGNORED, Rows, accumulates_in, shift_of
 
 Tensor = torch.Tensor
-Fact = tuple[str, object, type[ArgumentError]]  # what, this rank's, the error when ranks differ
 
 LOGITS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 LABELS = (torch.int32, torch.int64)
+
+
+def by_twin(verb: str, logits: Tensor, label: Tensor, ring_id: int, use_calc_stream: bool) -> bool:
+    """Whether a call has to go through the registered twin: it is traced, or wants a gradient."""
+    if traced(verb, use_calc_stream, True):
+        return True
+    context = comm(ring_id)
+    with told(context, verb):  # the dispatcher would answer for other devices by itself
+        check_inputs(context, verb, logits, label)
+    return logits.requires_grad and torch.is_grad_enabled()
 
 
 def check_inputs(context: CommContext, verb: str, logits: Tensor, label: Tensor) -> None:
@@ -122,7 +131,7 @@ class Shards:
         labels, parts = (of_all[:, ..., row].tolist() for of_all in mail.by_row(every))
         where = self.context.where(self.verb)
         if any(one != labels[0] for one in labels):
-            told = _by_rank([one if len(one) > 1 else one[0] for one in labels])
+            told = by_rank([one if len(one) > 1 else one[0] for one in labels])
             return (
                 f"{where}: label of row {row}: {told}; expected the same on every rank; "
                 f"give each the labels of the whole batch"
@@ -177,69 +186,23 @@ class _Mail:
         return labels.movedim(1, 2), parts
 
 
-def agree(
+def shards_of(
     context: CommContext,
     verb: str,
     rows: Tensor,
     ids: int,
-    options: Sequence[tuple[str, Any]],
+    options: Sequence[tuple[str, int | float]],
     ignore_index: int | None = None,
 ) -> Shards:
     """Return the shards of all ranks; raises on every rank when they call differently.
 
     ``rows``: [rows, classes]; classes may differ. One exchange between the hosts, nothing launched.
     """
-    facts: list[Fact] = [
-        ("rows of logits", rows.shape[0], ShapeError),
-        ("the dtype of logits", rows.dtype, DtypeError),
-        ("ids a row of label", ids, ShapeError),
-        *((name, value, ArgumentError) for name, value in options),
+    facts = [
+        Fact("rows of logits", rows.shape[0], ShapeError),
+        Fact("the dtype of logits", rows.dtype, DtypeError),
+        Fact("ids a row of label", ids, ShapeError),
+        *(Fact(name, value) for name, value in options),
     ]
-    mine = [zlib.crc32(verb.encode()), rows.shape[1], *(_code(value) for _, value, _ in facts)]
-    every = context.exchange(mine)
-    strangers = [rank for rank, row in enumerate(every) if row[:1] != mine[:1]]
-    if strangers:
-        raise ArgumentError(
-            f"{context.where(verb)}: ranks {strangers} of the ring are in another operator; every "
-            f"rank must call the same operators in the same order"
-        )
-    for place, (what, value, error) in enumerate(facts, 2):
-        codes = [row[place] for row in every]
-        if len(set(codes)) > 1:
-            told = _by_rank([_decoded(code, value) for code in codes])
-            raise error(f"{context.where(verb)}: {what}: {told}; expected the same on every rank")
-    sizes = [row[1] for row in every]
+    sizes = [classes for (classes,) in agree(context, verb, facts, [rows.shape[1]])]
     return Shards(context, verb, sum(sizes[: context.rank]), sum(sizes), ignore_index)
-
-
-def _code(value: object) -> int:
-    """Return a whole number that stands for ``value``."""
-    if isinstance(value, torch.dtype):
-        return LOGITS.index(value)
-    if isinstance(value, float):
-        return int(struct.unpack("<q", struct.pack("<d", value))[0])
-    assert isinstance(value, int)
-    return value
-
-
-def _decoded(code: int, like: object) -> object:
-    """Return the value of another rank, of the kind of ``like``."""
-    if isinstance(like, torch.dtype):
-        return LOGITS[code]
-    return struct.unpack("<d", struct.pack("<q", code))[0] if isinstance(like, float) else code
-
-
-def _by_rank(values: Sequence[object]) -> str:
-    """Write who has what: ``5 on ranks [0, 2], 6 on ranks [1]``."""
-    return ", ".join(_shares(values))
-
-
-def _shares(values: Sequence[object]) -> Iterator[str]:
-    for place, value in enumerate(values):
-        if value not in values[:place]:
-            yield f"{value} on ranks {[r for r, other in enumerate(values) if other == value]}"
-
-
-def no_second_derivative(ctx: Any, *grads: Tensor) -> None:
-    """Refuse a gradient of the gradient, which would otherwise be cut without a word."""
-    raise ArgumentError("the gradient of a cross entropy over sharded classes has no gradient")

@@ -1,8 +1,6 @@
 """data_norm: normalise columns by summaries of everything seen, and fold this batch into them."""
 
 import math
-import struct
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +10,8 @@ from commlib._checks import check_tensor, overlaps_itself
 from commlib._context import CommContext
 from commlib._manager import comm
 from commlib.errors import ArgumentError, DtypeError, ShapeError
-from commlib.ops._library import like, register
+from commlib.ops._agreement import Fact, agree, told
+from commlib.ops._library import like, once, register
 
 Tensor = torch.Tensor
 
@@ -73,7 +72,9 @@ def data_norm(
         _check_traced(behaviour, tensors[1:4])
         call = _twin
     elif trains:  # the dispatcher would answer for other devices by itself
-        _check(comm(ring_id), tensors, slot_dim)
+        context = comm(ring_id)
+        with told(context, VERB, awaited=sync_stats):
+            _check(context, tensors, slot_dim)
         call = _twin
     numbers = float(epsilon), slot_dim, float(summary_decay_rate)
     how = sync_stats, behaviour == "gpu", trains, use_calc_stream
@@ -175,43 +176,6 @@ def _check_writable(context: CommContext, summaries: Sequence[Tensor]) -> None:
         )
 
 
-def _agree(context: CommContext, x: Tensor, epsilon: float, decay: float) -> None:
-    """Raise on every rank where ranks call differently; one exchange between the hosts."""
-    facts: list[tuple[str, Any, type[ArgumentError]]] = [
-        ("columns of x", x.shape[1], ShapeError),
-        ("the dtype of x", DTYPES.index(x.dtype), DtypeError),
-        ("epsilon", epsilon, ArgumentError),
-        ("summary_decay_rate", decay, ArgumentError),
-    ]
-    mine = [zlib.crc32(VERB.encode()), *(_code(value) for _, value, _ in facts)]
-    every = context.exchange(mine)
-    where = context.where(VERB)
-    strangers = [rank for rank, row in enumerate(every) if row[:1] != mine[:1]]
-    if strangers:
-        raise ArgumentError(
-            f"{where}: ranks {strangers} of the ring are in another operator; every rank must "
-            f"call the same operators in the same order"
-        )
-    for place, (what, value, error) in enumerate(facts, 1):
-        values = [_decoded(row[place], value) for row in every]
-        if any(other != values[0] for other in values):
-            told = [DTYPES[row[place]] for row in every] if error is DtypeError else values
-            given = ", ".join(f"{one} on rank {rank}" for rank, one in enumerate(told))
-            raise error(f"{where}: {what}: {given}; expected the same on every rank")
-
-
-def _code(value: float) -> int:
-    """Return a whole number that stands for ``value``."""
-    if isinstance(value, int):
-        return value
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-def _decoded(code: int, like: float) -> float:
-    """Return the value of another rank, of the kind of ``like``."""
-    return code if isinstance(like, int) else float(struct.unpack("<d", struct.pack("<q", code))[0])
-
-
 def _run(
     x: Tensor,
     size: Tensor,
@@ -230,11 +194,15 @@ def _run(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the result, mean and scale, and the batch's own summaries where a backward may ask."""
     context = comm(ring_id)
-    _check(context, (x, size, total, square, scale_w, bias), slot_dim)
-    if trains and updates:
-        _check_writable(context, (size, total, square))
-        if sync_stats:
-            _agree(context, x, epsilon, decay)
+    synced = trains and updates and sync_stats
+    with told(context, VERB, awaited=synced):
+        _check(context, (x, size, total, square, scale_w, bias), slot_dim)
+        if trains and updates:
+            _check_writable(context, (size, total, square))
+    if synced:
+        numbers = Fact("epsilon", epsilon), Fact("summary_decay_rate", decay)
+        columns = Fact("columns of x", x.shape[1], ShapeError)
+        agree(context, VERB, [columns, Fact("the dtype of x", x.dtype, DtypeError), *numbers])
     x, means, scales = x.detach(), total.detach() / size.detach(), (size / square).detach().sqrt_()
     y = (x - means).mul_(scales)
     if scale_w is not None and bias is not None:
@@ -336,16 +304,12 @@ def _grad_fake(
     return like(x), like(scales), like(scales)
 
 
-def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
-    raise ArgumentError("the gradient of data_norm with scale_w and bias has no gradient")
-
-
 _grad_twin = register(
     f"{VERB}_grad(Tensor grad, Tensor scales, Tensor x, Tensor means, Tensor scale_w,"
     f" int slot_dim) -> (Tensor, Tensor, Tensor)",
     _grad_run,
     _grad_fake,
-    backward=_no_second_derivative,
+    backward=once(VERB),
     ordered=False,
 )
 _update_twin = register(

@@ -1,7 +1,5 @@
 """How many rows go from every rank to every expert: told by all, checked by all, then trusted."""
 
-import zlib
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,8 @@ from commlib._context import CommContext
 from commlib._manager import comm
 from commlib._routes import routes
 from commlib._streams import capturing
-from commlib.errors import ArgumentError, CommError, DeviceError, DtypeError, ShapeError
+from commlib.errors import ArgumentError, DeviceError, DtypeError, ShapeError
+from commlib.ops._agreement import Fact, agree, told
 from commlib.ops._library import register
 
 Table = np.ndarray[Any, Any]
@@ -34,16 +33,17 @@ def agreed(
     Raises ``ArgumentError`` (or a kind of it) on every rank, naming those that disagree.
     """
     context, verb = comm(ring_id), VERBS[back]
-    try:
-        told = _told(context, verb, x, local_count, global_count, back)
-    except CommError:
-        with suppress(CommError):  # the other ranks are told; what is wrong here counts more
-            context.exchange([])
-        raise
-    return torch.from_numpy(_compared(context, verb, context.exchange(told)))
+    with told(context, verb):
+        own = _checked(context, verb, x, local_count, global_count, back)
+    facts = [
+        Fact("width of x", x.shape[1], ShapeError),
+        Fact("dtype of x", x.dtype, DtypeError),
+        Fact("number of counts", len(own), ShapeError),
+    ]
+    return torch.from_numpy(_compared(context, verb, agree(context, verb, facts, own)))
 
 
-def _told(
+def _checked(
     context: CommContext,
     verb: str,
     x: torch.Tensor,
@@ -51,7 +51,7 @@ def _told(
     global_count: torch.Tensor,
     back: bool,
 ) -> list[int]:
-    """Check this rank's own arguments and return what the others are told of them."""
+    """Check this rank's own arguments and return its counts, the local ones first."""
     where = context.where(verb)
     check_tensor(context, verb, "x", x)
     if x.dim() != 2:
@@ -74,7 +74,7 @@ def _told(
             f"{where}: {role} adds up to {total} rows; x has shape {tuple(x.shape)}; expected one "
             f"count for each of its {len(x)} rows"
         )
-    return [x.shape[1], zlib.crc32(str(x.dtype).encode()), *both[0], *both[1]]
+    return [*both[0], *both[1]]
 
 
 def _check_counts(context: CommContext, where: str, role: str, counts: torch.Tensor) -> None:
@@ -98,32 +98,19 @@ def _check_counts(context: CommContext, where: str, role: str, counts: torch.Ten
         )
 
 
-def _compared(context: CommContext, verb: str, told: list[list[int]]) -> Table:
+def _compared(context: CommContext, verb: str, every: list[list[int]]) -> Table:
     """Return the table that all ranks agree on."""
-    where = context.where(verb)
-    refused = [rank for rank, numbers in enumerate(told) if not numbers]
-    if refused:
-        raise ArgumentError(f"{where}: ranks {refused} refused their own call; they say why")
-    for at, what in ((0, "width of x"), (1, "dtype of x (as a checksum)")):
-        _same(where, what, [numbers[at] for numbers in told])
-    _same(where, "number of counts", [len(numbers) - 2 for numbers in told])
-    counts = np.array(told, np.int64)[:, 2:].reshape(context.size, 2, context.size, -1)
+    counts = np.array(every, np.int64).reshape(context.size, 2, context.size, -1)
     sent, expected = counts[:, 0], counts[:, 1].transpose(1, 0, 2)
     if not (sent == expected).all():
         a, b, k = np.argwhere(sent != expected)[0]
         raise ArgumentError(
-            f"{where}: rank {a} has {sent[a, b, k]} rows for expert {k} of rank {b} "
+            f"{context.where(verb)}: rank {a} has {sent[a, b, k]} rows for expert {k} of rank {b} "
             f"(local_count[{k + b * sent.shape[2]}]), but rank {b} expects {expected[a, b, k]} "
             f"(global_count[{k + a * sent.shape[2]}]); exchange the counts first: type "
             f"global_count = ops.all_to_all(local_count, {context.ring_id})"
         )
     return np.ascontiguousarray(sent)
-
-
-def _same(where: str, what: str, given: list[int]) -> None:
-    if len(set(given)) > 1:
-        told = ", ".join(f"rank {rank} {value}" for rank, value in enumerate(given))
-        raise ArgumentError(f"{where}: the {what} differs between ranks: {told}")
 
 
 def _fake(

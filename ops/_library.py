@@ -115,6 +115,15 @@ def save(*places: int) -> Callable[..., None]:
     return setup
 
 
+def once(verb: str) -> Callable[..., None]:
+    """Return the backward of a gradient that has none, for it would be cut without a word."""
+
+    def refuse(ctx: Any, *grads: object) -> None:
+        raise ArgumentError(f"the gradient of {verb} has no gradient")
+
+    return refuse
+
+
 def rows(x: torch.Tensor) -> tuple[int, tuple[int, ...]]:
     """Return dim 0 and the rest of the shape; a 0-D tensor counts as one row."""
     return (x.shape[0], tuple(x.shape[1:])) if x.dim() else (1, ())

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from commlib._checks import check_tensor
 from commlib._context import CommContext
 from commlib._manager import comm
 from commlib.errors import ArgumentError, ShapeError
-from commlib.ops._class_shards import agree, check_inputs, no_second_derivative
-from commlib.ops._library import like, register, registered
+from commlib.ops._agreement import told
+from commlib.ops._class_shards import by_twin, check_inputs, shards_of
+from commlib.ops._library import like, once, register
 from commlib.ops._row_statistics import gradient, softmax, targets
 from commlib.ops._rows import Rows, accumulates_in
 
@@ -56,9 +56,7 @@ def margin_cross_entropy(
     if reduction not in (*REDUCTIONS, None):
         raise ArgumentError(f"{VERB}: reduction={reduction!r}; expected one of {REDUCTIONS}, None")
     call: Any = _run
-    if registered(VERB, logits, ring_id, None, use_calc_stream, True):
-        if not torch.compiler.is_compiling():
-            check_tensor(comm(ring_id), VERB, "label", label)
+    if by_twin(VERB, logits, label, ring_id, use_calc_stream):
         call = _twin
     how = *numbers, return_softmax, reduction or "none", use_calc_stream
     loss, whole, *_ = call(logits, label, ring_id, *how)
@@ -99,11 +97,12 @@ def _run(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the loss, the softmax or nothing of it, and what the backward needs."""
     context = comm(ring_id)
-    _check(context, logits, label)
+    with told(context, VERB):
+        _check(context, logits, label)
     x, margins = logits.detach(), (margin1, margin2, margin3)
     # Adding 0 makes one number of both zeros.
     options = [(n, v + 0.0) for n, v in zip(NAMES, (*margins, scale), strict=True)]
-    shards = agree(context, VERB, x, 1, options)
+    shards = shards_of(context, VERB, x, 1, options)
     labels = label.reshape(-1, 1).long()
     rows = Rows(x, shards.columns(labels), scale)
     cosines = targets(rows)[:, 0]
@@ -201,7 +200,7 @@ _grad_twin = register(
     f" float margin2, float margin3, float scale, bool mean) -> Tensor",
     _grad_run,
     _grad_fake,
-    backward=no_second_derivative,
+    backward=once(VERB),
     ordered=False,
 )
 _twin = register(

@@ -4,13 +4,12 @@ On a GPU Triton kernels stream over the shard; on a CPU, in float64 and where Tr
 torch operators do it a block of rows at a time, so that no temporary grows with the shard.
 """
 
-import functools
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 import torch
 
 from commlib.ops._rows import IGNORED, Rows, accumulates_in, shift_of
+from commlib.ops._triton import has_triton
 
 Tensor = torch.Tensor
 
@@ -19,12 +18,7 @@ CPU_BLOCK, GPU_BLOCK = 2**18, 2**24  # elements of a temporary
 
 def on_kernels(x: Tensor) -> bool:
     """Whether the Triton kernels take ``x``."""
-    return x.is_cuda and x.dtype is not torch.float64 and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return x.is_cuda and x.dtype is not torch.float64 and has_triton()
 
 
 def statistics(rows: Rows, out: Tensor) -> None:

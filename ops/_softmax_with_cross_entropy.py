@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from commlib._checks import check_tensor
 from commlib._context import CommContext
 from commlib._manager import comm
 from commlib.errors import ArgumentError, ShapeError
-from commlib.ops._class_shards import agree, check_inputs, flattened, no_second_derivative
-from commlib.ops._library import like, register, registered
+from commlib.ops._agreement import told
+from commlib.ops._class_shards import by_twin, check_inputs, flattened, shards_of
+from commlib.ops._library import like, once, register
 from commlib.ops._row_statistics import gradient, softmax
 from commlib.ops._rows import Rows, accumulates_in
 
@@ -46,9 +46,7 @@ def softmax_with_cross_entropy(
     """
     _check_ignore_index(ignore_index)
     call: Any = _run
-    if registered(VERB, logits, ring_id, None, use_calc_stream, True):
-        if not torch.compiler.is_compiling():
-            check_tensor(comm(ring_id), VERB, "label", label)
+    if by_twin(VERB, logits, label, ring_id, use_calc_stream):
         call = _twin
     loss, whole, *_ = call(logits, label, ring_id, ignore_index, return_softmax, use_calc_stream)
     return (loss, whole.detach()) if return_softmax else loss
@@ -85,8 +83,10 @@ def _run(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the loss, the softmax or nothing of it, and what the backward needs."""
     context = comm(ring_id)
-    ids, x = _ids(context, logits, label), flattened(logits)
-    shards = agree(context, VERB, x, ids, [("ignore_index", ignore_index)], ignore_index)
+    with told(context, VERB):
+        ids = _ids(context, logits, label)
+    x = flattened(logits)
+    shards = shards_of(context, VERB, x, ids, [("ignore_index", ignore_index)], ignore_index)
     labels = label.reshape(len(x), ids).long()
     rows = Rows(x, shards.columns(labels))
     loss, stats = shards.joined(rows, labels, None, use_calc_stream)
@@ -133,7 +133,7 @@ _grad_twin = register(
     f"{VERB}_grad(Tensor grad, Tensor logits, Tensor stats, Tensor columns) -> Tensor",
     _grad_run,
     _grad_fake,
-    backward=no_second_derivative,
+    backward=once(VERB),
     ordered=False,
 )
 _twin = register(

@@ -118,3 +118,9 @@ def compile_whole(body: Callable[..., Any], **how: Any) -> Any:
     """Compile ``body`` as one graph, without code generation unless ``how`` names a backend."""
     torch._dynamo.reset()
     return torch.compile(body, fullgraph=True, **{"backend": "aot_eager", **how})
+
+
+def well_registered(operator: Any, arguments: tuple[Any, ...]) -> None:
+    """Run torch's own checks of a registered operator: schema, fake against real, autograd."""
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(operator, arguments, test_utils=checks)

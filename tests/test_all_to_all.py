@@ -5,12 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from commlib import ops
 from commlib.errors import ShapeError
 from tests._check import Array, bits, close, from_bits, refused, same, sample, wide
+from tests._examples import examples
 from tests._formulas import parts_for_rank
 from tests._operator import MODES, Operator, calls, compile_whole
 from tests._ranks import Ranks
@@ -57,14 +58,7 @@ def split_values(comm: Any, counts: Counts) -> None:
 row_counts = st.integers(0, 5)
 
 
-@settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.explicit, Phase.generate],  # a shrink step would cost a fresh pair
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@examples(40)
 @given(counts=st.lists(st.lists(row_counts, min_size=2, max_size=2), min_size=2, max_size=2))
 def test_any_splits(ranks: Ranks, counts: Counts) -> None:
     ranks(split_values, counts)

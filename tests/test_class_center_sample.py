@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import commlib
@@ -17,7 +17,8 @@ from commlib.errors import ArgumentError, DeviceError, DtypeError, RingError, Sh
 from commlib.ops._class_batch import Batch
 from commlib.ops._permutation import permuted
 from tests._check import Array, close, laid_out, refused, rounded, same
-from tests._operator import ABSENT_RING, calls, compile_whole
+from tests._examples import examples
+from tests._operator import ABSENT_RING, calls, compile_whole, well_registered
 from tests._ranks import Ranks, fresh
 
 CPU = torch.device("cpu")
@@ -197,7 +198,7 @@ def test_seeds(ranks: Ranks) -> None:
     ranks(seeds)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@examples(60)
 @given(
     size=st.integers(1, 400) | st.sampled_from([2**16, 2**20 + 7, 2**31 - 1]),
     seed=st.integers(0, 2**63 - 1),
@@ -318,14 +319,11 @@ def registration(comm: Any) -> None:
     """Run torch's own checks: schema, fake against real, autograd, tracing with any sizes."""
     label = labels(12, 10 * comm.size, torch.int64).to(comm.device)
     operator = torch.ops.commlib.class_center_sample.default
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     for checked in (False, True):
         arguments = label, 10, 3, 0, 4, checked, True
-        outcome = torch.library.opcheck(operator, arguments, test_utils=checks)
-        same(set(outcome.values()), {"SUCCESS"}, f"checked={checked}")
+        well_registered(operator, arguments)
     cut = torch.ops.commlib.class_center_sample_cut.default
-    outcome = torch.library.opcheck(cut, (label, torch.tensor([3])), test_utils=checks)
-    same(set(outcome.values()), {"SUCCESS"}, "cut")
+    well_registered(cut, (label, torch.tensor([3])))
 
 
 def test_registration(ranks: Ranks) -> None:
@@ -353,14 +351,7 @@ def any_batches(comm: Any, batches: list[tuple[list[int], int, list[int], int]])
         close(drawn, whole[: len(drawn)], "as on a CPU")
 
 
-@settings(
-    max_examples=8,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.explicit, Phase.generate],  # a shrink step would cost a fresh pair
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@examples(8)
 @given(batches=st.lists(batch(), min_size=8, max_size=8))
 def test_any_batches(ranks: Ranks, batches: Any) -> None:
     ranks(any_batches, batches)
@@ -422,20 +413,16 @@ def test_another_current_device(ranks: Ranks) -> None:
 
 
 def bad_on_one(comm: Any) -> None:
-    """A number or label that is wrong on one rank is the same error, naming it, on every rank."""
+    """What is wrong on one rank, or differs, is an error on every rank that names who is wrong."""
     label = labels(6, 20, torch.int64).to(comm.device)
     odd = comm.rank == 1
-    for classes in (0, -3):
-        with refused(ArgumentError, f"num_classes={classes} on rank 1"):
+    for classes in (0, -3, 1):
+        name = "num_classes" if classes < 1 else "num_samples"
+        with refused(ArgumentError, name if odd else "ranks [1] are refused there"):
             sample_of(label, classes if odd else 10, 2)
-    for samples in (0, -1, 11):
-        with refused(ArgumentError, f"num_samples={samples} on rank 1", "num_classes=10"):
-            sample_of(label, 10, samples if odd else 2)
-    with refused(ArgumentError, "num_samples of rank 0, 1, …: [2, 3]"):
+    with refused(ArgumentError, "num_samples: 2 on ranks [0], 3 on ranks [1]"):
         sample_of(label, 10, 2 + odd)
-    with refused(ShapeError, "label is empty on rank 1"):
-        sample_of(label[:0] if odd else label, 10, 2)
-    with refused(ShapeError, "N of rank 0, 1, …: [6, 5]"):
+    with refused(ShapeError, "N: 6 on ranks [0], 5 on ranks [1]"):
         sample_of(label[: 6 - odd], 10, 2)
     for value in (-1, 20, 2**40, -(2**63)):
         wrong = label.clone()
@@ -447,7 +434,7 @@ def bad_on_one(comm: Any) -> None:
     swapped[0], swapped[1] = (0, 19) if odd else (19, 0)  # the same labels in another order
     with refused(ArgumentError, "label of ranks [1] differs from that of rank 0", "all_gather"):
         sample_of(swapped, 10, 2)
-    for refused_there in (label.float(), label.view(2, 3), label.to("meta"), [1, 2]):
+    for refused_there in (label.float(), label.view(2, 3), label[:0], label.to("meta"), [1, 2]):
         with refused(ArgumentError, "label" if odd else "ranks [1] are refused there"):
             sample_of(refused_there if odd else label, 10, 2)
     x = torch.zeros(6, 10, device=comm.device)
@@ -497,7 +484,13 @@ def refusals(comm: Any) -> None:
     for seed in (-1, 2**62 + 1, 0.5, True, "1"):
         with refused(ArgumentError, f"seed={seed!r}"):
             sample_of(label, 10, 2, seed=seed)
-    with refused(ShapeError, "empty on rank 0"):
+    for classes in (0, -3):
+        with refused(ArgumentError, f"num_classes={classes}", "from 1 to 2**31 - 1"):
+            sample_of(label, classes, 2)
+    for samples in (0, -1, 11):
+        with refused(ArgumentError, f"num_samples={samples}", "from 1 to num_classes=10"):
+            sample_of(label, 10, samples)
+    with refused(ShapeError, "label is empty"):
         sample_of(label[:0], 10, 2)
     same(calls(comm), before, "calls launched by refused ones")
     same(torch.equal(torch.get_rng_state(), state), True, "the generator is left alone")

@@ -6,14 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import commlib
 from commlib import ops
 from commlib.errors import ArgumentError, CommError, DeviceError, DtypeError, RingError, ShapeError
 from tests._check import Array, close, refused, same, sample, wide
-from tests._operator import ABSENT_RING, calls, compile_whole
+from tests._examples import examples
+from tests._operator import ABSENT_RING, calls, compile_whole, well_registered
 from tests._ranks import Ranks
 
 Tensors = list[torch.Tensor]
@@ -442,32 +443,21 @@ def test_gradcheck(ranks: Ranks) -> None:
 
 def registration(comm: Any) -> None:
     """Run torch's own checks of a registered operator: schema, fake against real, autograd."""
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     named = torch.ops.commlib
     for dtype in DTYPES:
         for behaviour, slot_dim, shifts in KINDS[:: len(KINDS) // 4]:
             leaf, *given = leaves(comm, rows(0, (4, 6), dtype), *summaries(6, dtype))
-            if not shifts:
-                given[3:] = [None, None]  # type: ignore[list-item]
+            columns = given if shifts else [*given[:3], None, None]
             gpu = behaviour == "gpu"
             for trains in (True, False):
                 how = (0, EPSILON, slot_dim, 0.5, gpu, gpu, trains, True)
                 checked = leaf if trains else leaf.detach()
-                rest = [g if trains or g is None else g.detach() for g in given]
-                outcome = torch.library.opcheck(
-                    named.data_norm.default, (checked, *rest, *how), test_utils=checks
-                )
-                same(set(outcome.values()), {"SUCCESS"}, (behaviour, slot_dim, shifts, trains))
+                rest = [g if trains or g is None else g.detach() for g in columns]
+                well_registered(named.data_norm.default, (checked, *rest, *how))
     x, *given = (t.detach().to(comm.device) for t in (leaf, *summaries(6, dtype)))
-    outcome = torch.library.opcheck(
-        named.data_norm_grad.default, (x, given[0], x, *given[1:3], 2), test_utils=checks
-    )
-    same(set(outcome.values()), {"SUCCESS"}, "data_norm_grad")
+    well_registered(named.data_norm_grad.default, (x, given[0], x, *given[1:3], 2))
     batch = torch.stack(given[:3])
-    outcome = torch.library.opcheck(
-        named.data_norm_update.default, (batch, *given[:3], 0, 0.5, True, True), test_utils=checks
-    )
-    same(set(outcome.values()), {"SUCCESS"}, "data_norm_update")
+    well_registered(named.data_norm_update.default, (batch, *given[:3], 0, 0.5, True, True))
 
 
 def test_registration(ranks: Ranks) -> None:
@@ -487,14 +477,7 @@ SIZES = st.tuples(
 )
 
 
-@settings(
-    max_examples=5,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.explicit, Phase.generate],  # a shrink step would cost a fresh pair
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@examples(5)
 @given(cases=st.lists(SIZES, min_size=8, max_size=8))
 def test_any_batches(ranks: Ranks, cases: Any) -> None:
     ranks(any_batches, cases)
@@ -553,14 +536,20 @@ def unequal(comm: Any) -> None:
         ops.data_norm(leaf, *given, sync_stats=True, **how)
         return given
 
-    with refused(ShapeError, "columns of x: 4 on rank 0, 5 on rank 1", "ring 0"):
+    with refused(ShapeError, "columns of x: 4 on ranks [0], 5 on ranks [1]", "ring 0"):
         call(5 if odd else 4)
-    with refused(DtypeError, "torch.float32 on rank 0, torch.float64 on rank 1"):
+    with refused(DtypeError, "torch.float32 on ranks [0], torch.float64 on ranks [1]"):
         call(dtype=torch.float64 if odd else torch.float32)
-    with refused(ArgumentError, "epsilon: 0.0 on rank 0, 0.001 on rank 1"):
+    with refused(ArgumentError, "epsilon: 0.0 on ranks [0], 0.001 on ranks [1]"):
         call(epsilon=1e-3 if odd else 0)
-    with refused(ArgumentError, "summary_decay_rate: 0.5 on rank 0, 1.5 on rank 1"):
+    with refused(ArgumentError, "summary_decay_rate: 0.5 on ranks [0], 1.5 on ranks [1]"):
         call(summary_decay_rate=0.5 + odd)
+    with refused(ArgumentError, "x is torch.float16" if odd else "ranks [1] are refused there"):
+        call(dtype=torch.float16 if odd else torch.float32)
+    leaf, *given = leaves(comm, rows(0, (3, 4), torch.float32), *summaries(4, torch.float32)[:3])
+    one = given if not odd else [given[0]] * 3
+    with refused(ArgumentError, "one memory" if odd else "ranks [1] are refused there"):
+        ops.data_norm(leaf, *one, sync_stats=True)
     same(calls(comm), before, "calls launched by refused ones")
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import commlib
@@ -13,7 +13,8 @@ from commlib import ops
 from commlib.errors import ArgumentError, DeviceError, DtypeError, RingError, ShapeError
 from tests._check import FLOATS, Array, close, refused, same, wide
 from tests._class_shards import NEAR, drawn, exponentials, labels, near, own
-from tests._operator import ABSENT_RING, calls, compile_whole
+from tests._examples import examples
+from tests._operator import ABSENT_RING, calls, compile_whole, well_registered
 from tests._ranks import Ranks
 
 loss_of = ops.margin_cross_entropy
@@ -215,7 +216,8 @@ def derivative(comm: Any) -> None:
 
     def loss(x: torch.Tensor, how: dict[str, Any]) -> torch.Tensor:
         shard = ops.identity(x)[:, own(sizes, comm.rank)]
-        return loss_of(shard, label, scale=4.0, **how)  # type: ignore[no-any-return]
+        each: torch.Tensor = loss_of(shard, label, scale=4.0, **how)
+        return each
 
     for margins in KINDS:
         for reduction in ("mean", None) if margins == ARCFACE else ("sum",):
@@ -233,7 +235,6 @@ def test_gradcheck(ranks: Ranks) -> None:
 
 def registration(comm: Any) -> None:
     """Run torch's own checks of a registered operator: schema, fake against real, autograd."""
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     registered = torch.ops.commlib.margin_cross_entropy.default
     backward = torch.ops.commlib.margin_cross_entropy_grad.default
     label = labels((4, 1), 6, torch.int32).to(comm.device)
@@ -242,12 +243,10 @@ def registration(comm: Any) -> None:
             x = drawn((4, 3), dtype, reach=0.9).to(comm.device).requires_grad_()
             numbers = (1.1, 0.3, 0.1, 8.0)
             given = (x, label, 0, *numbers, not mean, "mean" if mean else "none", True)
-            outcome = torch.library.opcheck(registered, given, test_utils=checks)
-            same(set(outcome.values()), {"SUCCESS"}, registered)
+            well_registered(registered, given)
             loss, _, *saved = registered(*given)
             given = (torch.ones_like(loss), x.detach(), *saved, *numbers, mean)
-            outcome = torch.library.opcheck(backward, given, test_utils=checks)
-            same(set(outcome.values()), {"SUCCESS"}, backward)
+            well_registered(backward, given)
 
 
 def test_registration(ranks: Ranks) -> None:
@@ -270,14 +269,7 @@ def head(draw: st.DrawFn) -> tuple[list[int], list[int], Margins, float]:
     return sizes, rows, margins, draw(st.sampled_from((0.1, 1.0, 30.0)))
 
 
-@settings(
-    max_examples=6,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.explicit, Phase.generate],  # a shrink step would cost a fresh pair
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@examples(6)
 @given(heads=st.lists(head(), min_size=8, max_size=8))
 def test_any_margins(ranks: Ranks, heads: Any) -> None:
     ranks(any_margins, heads)
@@ -381,6 +373,10 @@ def unequal(comm: Any) -> None:
     for name in (*NUMBERS, "scale"):
         with refused(ArgumentError, f"{name}: 0.25 on ranks [0], 1.25 on ranks [1]"):
             loss_of(x, label, **{name: 0.25 + odd})
+    for logits in (x, x.clone().requires_grad_()):
+        for wrong in (label[:3], label.float(), label.to("meta"), None):
+            with refused(ArgumentError, "label" if odd else "ranks [1] are refused there"):
+                loss_of(logits, wrong if odd else label)
     same(calls(comm), before, "calls launched by refused ones")
     zero = -0.0 if odd else 0.0
     same(bool(loss_of(x, label, margin3=zero).isfinite()), True, "two zeros are one number")

@@ -5,13 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from commlib import ops
 from commlib.compat import paddle
 from commlib.errors import ArgumentError, DtypeError, ShapeError
 from tests._check import close, refused
+from tests._examples import examples
 from tests._operator import compile_whole
 from tests._ranks import Ranks
 
@@ -54,7 +55,7 @@ def test_large_numbers() -> None:
 tokens = st.lists(st.integers(-2, 5), max_size=40)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@examples(60)
 @given(ids=tokens, experts=st.integers(1, 5), int32=st.booleans())
 def test_counting_and_ordering(ids: list[int], experts: int, int32: bool) -> None:
     x = torch.tensor(ids, dtype=torch.int32 if int32 else torch.int64)
@@ -68,7 +69,7 @@ def test_counting_and_ordering(ids: list[int], experts: int, int32: bool) -> Non
     assert ops.assign_pos(x, counts.cumsum(0), total=len(want)).tolist() == want
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@examples(60)
 @given(
     counts=st.lists(st.integers(0, 6), min_size=6, max_size=6),
     room=st.lists(st.integers(0, 9), min_size=2, max_size=2),
@@ -83,7 +84,7 @@ def test_capacity(counts: list[int], room: list[int]) -> None:
     assert limited.tolist() == want
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@examples(60)
 @given(ids=tokens, counts=st.lists(st.integers(0, 4), min_size=4, max_size=4))
 def test_pruning(ids: list[int], counts: list[int]) -> None:
     gate, left, want = torch.tensor(ids, dtype=torch.int64), list(counts), []

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import commlib
@@ -24,6 +24,7 @@ from tests._check import (
     same,
     sample,
 )
+from tests._examples import examples
 from tests._operator import ABSENT_RING, MODES, Operator, calls, compile_whole
 from tests._ranks import Ranks, World
 from tests._suites import compiled, compiled_out, layouts, lazy_bits, raw, values, waiting
@@ -31,7 +32,7 @@ from tests._suites import compiled, compiled_out, layouts, lazy_bits, raw, value
 lengths = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@examples(150)
 @given(shape=lengths, data=st.data())
 def test_pieces(shape: list[int], data: Any) -> None:
     """Any run of elements of any strides: views that hold it in order, and nothing else."""

@@ -52,7 +52,8 @@ class RowChannel:
         self._window = (memory.nbytes - _CONTROL - _FLAGS) // 2
         multiprocessors = torch.cuda.get_device_properties(ring.device).multi_processor_count
         self._blocks = 2 * multiprocessors  # all of them fit on the device at once
-        self._stream, self._event = 0, torch.cuda.Event()
+        self._stream: int | None = None  # of the last call; 0 is the default stream
+        self._event = torch.cuda.Event()
 
     def takes(self, routes: Routes) -> bool:
         """Whether the call fits; the same on all ranks, for it asks for nothing else."""
@@ -88,7 +89,7 @@ class RowChannel:
         if torch.cuda.is_current_stream_capturing():
             yield current.cuda_stream
             return
-        if self._stream not in (0, current.cuda_stream):
+        if self._stream not in (None, current.cuda_stream):
             current.wait_event(self._event)
         yield current.cuda_stream
         self._event.record(current)
