@@ -107,6 +107,7 @@ def streams(comm: Any) -> None:
     want, way = arrived(comm.rank, counts, every), routes(counts, comm.rank, back=False)
     x = every[comm.rank].to(comm.device)
     out, side = torch.zeros(want.shape, device=comm.device), torch.cuda.Stream(comm.device)
+    here = torch.cuda.default_stream(comm.device)
     comm.exchange_rows(out, x, way)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -119,10 +120,12 @@ def streams(comm: Any) -> None:
             graph.replay()
             torch.cuda.synchronize(comm.device)
         else:
-            with torch.cuda.stream(side if turn % 3 == 1 else torch.cuda.current_stream()):
-                comm.exchange_rows(out, x, way)
+            first, then = (side, here) if turn % 3 == 1 else (here, side)
             other = torch.empty_like(out)
-            close(comm.exchange_rows(other, x, way), want, "behind another stream")
+            with torch.cuda.stream(first):
+                comm.exchange_rows(out, x, way)
+            with torch.cuda.stream(then):
+                close(comm.exchange_rows(other, x, way), want, "behind another stream")
         torch.cuda.synchronize(comm.device)
         close(out, want, f"turn {turn}")
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 
 from commlib import CommContext, ops
 from commlib.tools._bench_launch import launch
-from commlib.tools._bench_pair import ring_and_group
+from commlib.tools._bench_pair import backend_for, ring_and_group, settler
 from commlib.tools._bench_report import Report, target, timing_columns, timing_rows
 from commlib.tools._bench_rounds import race, ratio
 
@@ -42,12 +41,11 @@ def run(nproc: int, rounds: int, rows: int | None = None, classes: int | None = 
 
     ``rows``: labels; ``classes``: of all ranks, what does not divide is left away.
     """
-    on_gpus = torch.cuda.device_count() >= nproc and find_spec("cupy") is not None
-    usual = ON_GPUS if on_gpus else ON_CPUS
+    backend = backend_for(nproc)
+    usual = ON_GPUS if backend == "nccl" else ON_CPUS
     settings: dict[str, Any] = {"rows": rows or usual[0], "classes": classes or usual[1] * nproc}
-    backend = "nccl" if on_gpus else "gloo"
     found = launch("class_center", nproc, backend=backend, rounds=rounds, **settings)
-    place = "GPUs" if on_gpus else "CPUs"
+    place = "GPUs" if backend == "nccl" else "CPUs"
     return report(found, {"nproc": nproc, "rounds": rounds, **settings}, place)
 
 
@@ -83,15 +81,10 @@ def measure(backend: str, rounds: int, rows: int, classes: int) -> dict[str, Any
             LEGACY: partial(_legacy, ring, label, size, samples),
             SORT: partial(torch.sort, keys, stable=True),
         }
-        settle = torch.cuda.synchronize if ring.device.type == "cuda" else _nothing
         remapped = [work[name]()[0] for name in (LEGACY, OURS, PADDED)]
         equal = all(torch.equal(one, remapped[0]) for one in remapped)
-        calls = {name: partial(_settled, call, settle) for name, call in work.items()}
+        calls = {name: partial(_settled, call, settler(ring)) for name, call in work.items()}
         return {"times": race(calls, rounds=rounds, calls=CALLS), "equal": equal}
-
-
-def _nothing() -> None:
-    """CPU calls have finished when they return."""
 
 
 def _settled(call: Callable[[], Any], settle: Callable[[], object]) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 
 from commlib import ops
 from commlib.tools._bench_launch import launch
-from commlib.tools._bench_pair import ring_and_group
+from commlib.tools._bench_pair import backend_for, ring_and_group, settler
 from commlib.tools._bench_report import Report, number, target, timing_columns, timing_rows
 from commlib.tools._bench_rounds import Samples, race, ratio, spread
 
@@ -48,11 +47,10 @@ def run(
 
     ``classes`` are those of all ranks together; what does not divide is left away.
     """
-    on_gpus = torch.cuda.device_count() >= nproc and find_spec("cupy") is not None
-    usual = ON_GPUS if on_gpus else ON_CPUS
+    backend = backend_for(nproc)
+    usual = ON_GPUS if backend == "nccl" else ON_CPUS
     settings: dict[str, Any] = {"rows": rows or usual[0], "classes": classes or usual[1]}
     settings |= {"dtype": dtype or usual[2]}
-    backend = "nccl" if on_gpus else "gloo"
     found = launch("cross_entropy", nproc, backend=backend, rounds=rounds, **settings)
     return report(found, {"nproc": nproc, "rounds": rounds, **settings})
 
@@ -98,7 +96,7 @@ def measure(backend: str, rounds: int, rows: int, classes: int, dtype: str) -> d
             PEER: partial(_composed, start=ring.rank * width),
         }
         on_gpu = ring.device.type == "cuda"
-        settle = torch.cuda.synchronize if on_gpu else _nothing
+        settle = settler(ring)
         calls = {name: _Step(loss, x, label, settle) for name, loss in losses.items()}
         apart = _apart(*(call() for call in calls.values()))
         times = race(calls, rounds=rounds, calls=CALLS)
@@ -129,10 +127,6 @@ class _Step:
         (grad,) = torch.autograd.grad(loss, self.x, self.ones)
         self.settle()
         return loss, grad
-
-
-def _nothing() -> None:
-    """CPU calls have finished when they return."""
 
 
 def _apart(ours: tuple[torch.Tensor, ...], peers: tuple[torch.Tensor, ...]) -> float:

@@ -1,7 +1,6 @@
 """Benchmark `experts`: rows to the experts of all ranks and back, against an all-to-all."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 import commlib
 from commlib import CommContext, flags, ops
 from commlib.tools._bench_launch import launch
-from commlib.tools._bench_pair import ring_and_group
+from commlib.tools._bench_pair import backend_for, ring_and_group, settler
 from commlib.tools._bench_report import Report, number, target, timing_columns, timing_rows
 from commlib.tools._bench_rounds import Samples, race, ratio
 
@@ -47,13 +46,12 @@ def run(
 
     ``experts`` are those of all ranks together.
     """
-    on_gpus = torch.cuda.device_count() >= nproc and find_spec("cupy") is not None
-    usual = ON_GPUS if on_gpus else ON_CPUS
+    backend = backend_for(nproc)
+    usual = ON_GPUS if backend == "nccl" else ON_CPUS
     settings: dict[str, Any] = {"rows": rows or usual[0], "width": width or usual[1]}
     settings["experts"] = experts or usual[2]
-    backend = "nccl" if on_gpus else "gloo"
     found = launch("experts", nproc, backend=backend, rounds=rounds, **settings)
-    return report(found, {"nproc": nproc, "rounds": rounds, **settings}, on_gpus)
+    return report(found, {"nproc": nproc, "rounds": rounds, **settings}, backend == "nccl")
 
 
 def report(found: Samples, settings: dict[str, int], on_gpus: bool) -> Report:
@@ -85,8 +83,7 @@ def measure(
         for name, pair in pairs.items():
             if not torch.equal(pair(), work.x):
                 raise AssertionError(f"{name}: other rows came back")
-        settle = torch.cuda.synchronize if ring.device.type == "cuda" else _nothing
-        bursts = {name: _burst(pair, settle) for name, pair in pairs.items()}
+        bursts = {name: _burst(pair, settler(ring)) for name, pair in pairs.items()}
         found = race(bursts, rounds=rounds, calls=1)
         return {name: [value / BURST for value in values] for name, values in found.items()}
 
@@ -98,10 +95,6 @@ def _burst(pair: Callable[[], Any], settle: Callable[[], Any]) -> Callable[[], N
         settle()
 
     return burst
-
-
-def _nothing() -> None:
-    """CPU calls have finished when they return."""
 
 
 class _Work:

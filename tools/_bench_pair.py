@@ -1,15 +1,28 @@
 """Ring 0 next to a torch.distributed group of the same ranks, in the same processes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.util import find_spec
 
+import torch
 import torch.distributed as dist
 
 import commlib
 from commlib import CommContext
 
 TIMEOUT = timedelta(seconds=60)
+
+
+def backend_for(nproc: int) -> str:
+    """Return "nccl" where ``nproc`` ranks have a GPU each and CuPy is there, else "gloo"."""
+    on_gpus = torch.cuda.device_count() >= nproc and find_spec("cupy") is not None
+    return "nccl" if on_gpus else "gloo"
+
+
+def settler(ring: CommContext) -> Callable[[], object]:
+    """Return what waits until the calls of a ring have finished; on a CPU they have."""
+    return torch.cuda.synchronize if ring.device.type == "cuda" else lambda: None
 
 
 @contextmanager
