@@ -194,7 +194,8 @@ class CommContext(Ring):
     ) -> Any:
         """Send the j-th part of ``x`` to rank j and fill ``out`` with what comes, in rank order.
 
-        Parts are rows along dim 0: equal ones, or ``in_splits`` / ``out_splits`` rows a rank.
+        Parts are rows along dim 0: equal ones, or ``in_splits`` / ``out_splits`` rows a rank. All
+        members give splits or none does.
         """
         dense = check_pair(self, "all_to_all", out, x)
         sends = counts(self, "all_to_all", "in_splits", x, in_splits)
@@ -205,8 +206,11 @@ class CommContext(Ring):
                 f"but expects {takes[self.rank]}; make in_splits[{self.rank}] and "
                 f"out_splits[{self.rank}] name the same rows"
             )
-        # Every rank takes part, however few rows are its own: others may have some to exchange.
-        launch = self._pick(self._all_to_all, 1)
+        # With splits every rank takes part, however few rows are its own: others may have some.
+        equal = in_splits is None and out_splits is None
+        launch = self._pick(
+            self._equal_parts if equal else self._all_to_all, x.numel() if equal else 1
+        )
         how = use_calc_stream, sync_op, fenced
         return _gate.run(self, "all_to_all", launch, (takes, sends), out, x, None, dense, out, how)
 
@@ -284,6 +288,14 @@ class CommContext(Ring):
         exception inside the block launches nothing.
         """
         return _gate.group(self, use_calc_stream, sync_op)
+
+    def explain(self, nbytes: int, dtype: torch.dtype, op: str = "sum") -> str:
+        """Say what carries an ``all_reduce`` of ``nbytes`` bytes of ``dtype`` here, and why.
+
+        Raises ``DtypeError`` for what is refused.
+        """
+        reduction = wire(dtype, op, self.reducer)
+        return f"{self.engine}: its own {reduction.op} of {reduction.dtype}, at any size"
 
     # -- the way into the engine -----------------------------------------------------------------
 
@@ -400,6 +412,10 @@ class CommContext(Ring):
 
     @abstractmethod
     def _all_to_all(self, out: Tensor, x: Tensor, takes: list[int], sends: list[int]) -> Any: ...
+
+    def _equal_parts(self, out: Tensor, x: Tensor, takes: list[int], sends: list[int]) -> Any:
+        """Do an all_to_all that no member has given splits to."""
+        return self._all_to_all(out, x, takes, sends)
 
     @abstractmethod
     def _send(self, out: None, x: Tensor, peer: int) -> Any: ...

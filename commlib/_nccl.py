@@ -5,19 +5,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from commlib._context import CommContext
 from commlib._deadline import Deadline, bounded
-from commlib._dtypes import Reducer, Wire
+from commlib._dtypes import Reducer, Wire, wire
 from commlib._log import log
 from commlib._ring import ABORT_S
 from commlib._rollcall import Meeting
 from commlib._routes import Routes
 from commlib._streams import current_raw
 from commlib.channel.rows import RowChannel, open_channel
+from commlib.custom_allreduce import choose
+from commlib.custom_allreduce.push import PushChannel, Pushed, open_push
 from commlib.errors import CommTimeout, EngineError
 
 Tensor = torch.Tensor
@@ -37,6 +39,16 @@ _TYPES = {
     torch.bfloat16: 9,
 }
 _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
+
+
+class _Reduction(NamedTuple):
+    """How NCCL is asked for a reduction, and what may carry it instead."""
+
+    parts: int  # elements of the reduction for each element of the tensor
+    kind: int
+    op: int
+    all_reduce: Pushed | None = None
+    reduce_scatter: Pushed | None = None
 
 
 @cache
@@ -93,6 +105,9 @@ class NCCLCommContext(CommContext):
 
     _comm: Any = None
     _rows: RowChannel | str | None = None  # why there is none, or None while that is open
+    _push: PushChannel | str = "a ring of one rank"  # or why there is none
+    _gathered: Pushed | None = None
+    _parted: Pushed | None = None
     _index: int
 
     @staticmethod
@@ -113,6 +128,12 @@ class NCCLCommContext(CommContext):
         self._comm = bounded(initialise, deadline, what)
         self._first_collective(deadline, what)
         self.communicator_bytes = max(0, free - torch.cuda.mem_get_info(device)[0])
+        self._push = open_push(self)
+        if isinstance(self._push, PushChannel):
+            self._gathered = self._push.movement("all_gather")
+            self._parted = self._push.movement("all_to_all")
+        else:
+            log.once("ring %d has no push kernels: %s", self.ring_id, self._push)
 
     def _first_collective(self, deadline: Deadline, what: str) -> None:
         """Pass one token around, so that no later call (nor a capture) has to set anything up."""
@@ -124,14 +145,18 @@ class NCCLCommContext(CommContext):
             raise CommTimeout(f"{what}: the first collective took over {deadline.seconds:g} s")
 
     def _resolve(self, dtype: torch.dtype, reduction: Wire) -> Any:
-        """Elements of the reduction for each element of the tensor, NCCL type and operation."""
         if reduction.op == "premul_sum":
             return reduction
         parts = dtype.itemsize // reduction.dtype.itemsize
-        return parts, _TYPES[reduction.dtype], _OPS[reduction.op]
+        found = _Reduction(parts, _TYPES[reduction.dtype], _OPS[reduction.op])
+        if isinstance(self._push, str):
+            return found
+        whole = self._push.reduction("all_reduce", reduction.dtype, reduction.op)
+        part = self._push.reduction("reduce_scatter", reduction.dtype, reduction.op)
+        return found._replace(all_reduce=whole, reduce_scatter=part)
 
     @contextmanager
-    def _premul(self, reduction: Wire) -> Iterator[tuple[int, int, int]]:
+    def _premul(self, reduction: Wire) -> Iterator[_Reduction]:
         """ncclRedOpCreatePreMulSum, which CuPy lacks; NCCL lets go of it when the call returns."""
         nccl, handle = _raw(), self._comm.comm
         scalar = torch.tensor([reduction.factor], dtype=reduction.dtype, device="cpu")
@@ -142,7 +167,7 @@ class NCCLCommContext(CommContext):
         if status != 0:
             raise EngineError(f"{self.where('premul_sum')}: ncclRedOpCreatePreMulSum: {status}")
         try:
-            yield 1, kind, op.value
+            yield _Reduction(1, kind, op.value)
         finally:
             nccl.ncclRedOpDestroy(op, handle)
 
@@ -151,7 +176,9 @@ class NCCLCommContext(CommContext):
             with self._premul(reduction) as made:
                 self._all_reduce(out, x, made)
             return
-        parts, kind, op = reduction
+        parts, kind, op, pushed, _ = reduction
+        if pushed is not None and pushed(out, x, x.nbytes):
+            return
         self._comm.allReduce(
             x.data_ptr(),
             out.data_ptr(),
@@ -162,12 +189,16 @@ class NCCLCommContext(CommContext):
         )
 
     def _all_gather(self, out: Tensor, x: Tensor) -> None:
+        if self._gathered is not None and self._gathered(out, x, x.nbytes):
+            return
         self._comm.allGather(
             x.data_ptr(), out.data_ptr(), x.nbytes, _BYTES, current_raw(self._index)
         )
 
-    def _reduce_scatter(self, out: Tensor, x: Tensor, reduction: tuple[int, int, int]) -> None:
-        parts, kind, op = reduction
+    def _reduce_scatter(self, out: Tensor, x: Tensor, reduction: _Reduction) -> None:
+        parts, kind, op, _, pushed = reduction
+        if pushed is not None and pushed(out, x, out.nbytes):
+            return
         self._comm.reduceScatter(
             x.data_ptr(),
             out.data_ptr(),
@@ -188,10 +219,8 @@ class NCCLCommContext(CommContext):
             current_raw(self._index),
         )
 
-    def _reduce(
-        self, out: Tensor | None, x: Tensor, root: int, reduction: tuple[int, int, int]
-    ) -> None:
-        parts, kind, op = reduction
+    def _reduce(self, out: Tensor | None, x: Tensor, root: int, reduction: _Reduction) -> None:
+        parts, kind, op, *_ = reduction
         target, stream = 0 if out is None else out.data_ptr(), current_raw(self._index)
         self._comm.reduce(x.data_ptr(), target, x.numel() * parts, kind, op, root, stream)
 
@@ -217,6 +246,10 @@ class NCCLCommContext(CommContext):
                 self._take(out, taken, takes[peer] * item, peer)
                 sent += sends[peer] * item
                 taken += takes[peer] * item
+
+    def _equal_parts(self, out: Tensor, x: Tensor, takes: list[int], sends: list[int]) -> None:
+        if self._parted is None or not self._parted(out, x, takes[0] * x.itemsize):
+            self._all_to_all(out, x, takes, sends)
 
     def _prepare_rows(self) -> None:
         """Decide, together with the other members, what carries rows: a channel, or NCCL."""
@@ -245,7 +278,8 @@ class NCCLCommContext(CommContext):
             self._comm.recv(out.data_ptr() + offset, nbytes, _BYTES, peer, current_raw(self._index))
 
     def _barrier(self, out: None, x: None) -> None:
-        self._all_reduce(self._token, self._token, (1, _TYPES[torch.int32], _OPS["max"]))
+        reduction = _Reduction(1, _TYPES[torch.int32], _OPS["max"])
+        self._all_reduce(self._token, self._token, reduction)
 
     @contextmanager
     def coalesced(self) -> Iterator[None]:
@@ -267,17 +301,39 @@ class NCCLCommContext(CommContext):
                 found.append(f"{self.where('asynchronous error')}: {error}")
         return found
 
+    def explain(self, nbytes: int, dtype: torch.dtype, op: str = "sum") -> str:
+        """Say what carries an ``all_reduce`` of ``nbytes`` bytes of ``dtype`` here, and why."""
+        reduction = wire(dtype, op, self.reducer)
+        if isinstance(self._push, str):
+            return f"NCCL: {self._push}"
+        reason = choose.refusal(reduction.dtype, reduction.op)
+        if reason:
+            return f"NCCL: {reason}"
+        row = choose.choose("all_reduce", nbytes, self.size)
+        if row is None:
+            return f"NCCL: the table leaves {nbytes} bytes over {self.size} ranks to it"
+        return (
+            f"{row.kernel} push: the table's row for up to {row.most} bytes over {self.size} "
+            f"ranks, {row.threads} threads a block and at most {row.blocks} blocks"
+        )
+
+    def _channels(self) -> list[PushChannel | RowChannel]:
+        held = (self._push, self._rows)
+        return [one for one in held if isinstance(one, PushChannel | RowChannel)]
+
     def _close(self, deadline: Deadline) -> None:
         comm, self._comm = self._comm, None
-        rows, self._rows = self._rows, None
-        if isinstance(rows, RowChannel):
-            self._in_time(rows.close, deadline, "closing the channel")
+        channels = self._channels()
+        self._push = self._rows = "closed"
+        for channel in channels:
+            self._in_time(channel.close, deadline, "closing a channel")
         if comm is None:
             return
         self._in_time(comm.destroy, deadline, "destroying NCCL")
 
     def _abort(self) -> None:
         comm, self._comm = self._comm, None
-        self._rows = None  # kernels that still run may use its memory: it stays mapped
+        # Kernels that still run may use the channels' memory: it stays mapped.
+        self._push = self._rows = "aborted"
         if comm is not None:
             self._in_time(comm.abort, Deadline(ABORT_S), "aborting NCCL")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch.distributed import PrefixStore
@@ -17,13 +17,33 @@ from commlib._deadline import Deadline, bounded
 from commlib._mailbox import Mailbox, Rounds, open_mailbox
 from commlib._rollcall import Meeting
 from commlib._streams import Fences, issue_lock
-from commlib.errors import CommTimeout, EngineError, RingError
+from commlib.errors import (
+    CommError,
+    CommTimeout,
+    EngineError,
+    PeerTimeout,
+    RingError,
+    StreamError,
+)
 
 if TYPE_CHECKING:
     from commlib._gate import Call, Group
 
 # How long giving up may take: the library below is told to stop, and is not waited for any longer.
 ABORT_S = 5.0
+
+
+class Channel(Protocol):
+    """Memory that the ranks of a ring share, and kernels that work in it."""
+
+    def check(self) -> None:
+        """Raise what a kernel has reported; never blocks."""
+
+    def reset(self) -> None:
+        """Begin anew, when no kernel of any rank runs."""
+
+    def close(self) -> None:
+        """Free the memory once every rank has let go of it."""
 
 
 class Ring(ABC):
@@ -55,6 +75,7 @@ class Ring(ABC):
         self.open_group: Group | None = None
         self.communicator_bytes = 0
         self._errors: list[str] = []
+        self._repairable = False  # whether reset() may clear the fault
         self._meeting, self._hosts, self._exchanging = meeting, None, threading.Lock()
         self._rounds: Rounds | None = None
         self._mailbox: Mailbox | None = None
@@ -107,12 +128,18 @@ class Ring(ABC):
         """Return what went wrong on this ring so far, oldest first; empty if nothing did."""
         return list(self._errors)
 
-    def failed(self, verb: str, error: Exception) -> EngineError | CommTimeout:
+    def failed(self, verb: str, error: Exception) -> CommError:
         """Mark the ring as failed by ``error`` of the library below and return what to raise."""
         text = f"{self.where(verb)}: {type(error).__name__}: {error}"
+        if isinstance(error, PeerTimeout | StreamError):
+            self._errors.append(text)
+            self._repairable = self._repairable or self.fault is None
+            self.fault = self.fault or f"a kernel gave up in {verb}; every member types reset()"
+            return type(error)(text)
         late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         late = late or isinstance(error, CommTimeout)
         self._errors.append(text)
+        self._repairable = False
         self.fault = self.fault or f"failed in {verb}; close it and create it again"
         if late:
             return CommTimeout(f"{text}. The deadline was {self.timeout:g} s; ranks {self.ranks}")
@@ -121,6 +148,43 @@ class Ring(ABC):
     def unusable(self, verb: str) -> RingError:
         """The error of a call on a ring that has failed or is closed."""
         return RingError(f"{self.where(verb)}: the ring can't be used: {self.fault}")
+
+    def check(self) -> None:
+        """Raise what kernels of this ring have reported so far; never blocks.
+
+        Every call does it too; behind the replay of a graph only this does. Raises ``PeerTimeout``
+        naming the rank that did not come, ``StreamError``, ``RingError`` of a ring that has failed.
+        """
+        with self.lock:
+            if self.fault is not None:
+                raise self.unusable("check")
+            try:
+                for channel in self._channels():
+                    channel.check()
+            except CommError as error:
+                raise self.failed("check", error) from error
+
+    def reset(self) -> None:
+        """Make the ring usable again after ``PeerTimeout`` or ``StreamError``.
+
+        Every member calls it, also one that has seen no error; graphs stay valid. Blocks the host
+        until all have come and their device is idle, at most ``timeout`` seconds a step. Raises
+        ``CommTimeout`` naming the positions that do not come, ``RingError`` for other failures.
+        """
+        with self.lock:
+            if self.fault is not None and not self._repairable:
+                raise self.unusable("reset")
+            self.fault = None
+            if self.fences is not None:
+                try:
+                    bounded(self._drain, Deadline(self.timeout), self.where("reset"))
+                except CommTimeout as error:
+                    raise self.failed("reset", error) from error
+            self.exchange([])  # nobody's kernels run any more
+            for channel in self._channels():
+                channel.reset()
+            self.exchange([])
+            self._repairable = False
 
     def abort(self) -> None:
         """Give the communicator up at once, with whatever is under way; the ring is closed then.
@@ -240,6 +304,10 @@ class Ring(ABC):
     def coalesced(self) -> Iterator[None]:
         """Bracket several launches so that the engine starts them as one."""
         yield
+
+    def _channels(self) -> Sequence["Channel"]:
+        """What the engine's own kernels work in."""
+        return ()
 
     @abstractmethod
     def _close(self, deadline: Deadline) -> None: ...

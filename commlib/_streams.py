@@ -31,6 +31,17 @@ def capturing() -> bool:
     return torch.cuda.is_available() and bool(torch.cuda.is_current_stream_capturing())
 
 
+def capture_of(stream: int) -> int:
+    """Return the number of the capture that a stream (its handle) is part of, 0 if of none."""
+    if stream == 0:  # the default stream can't be captured, and must not be asked in a capture
+        return 0
+    from cuda.bindings import driver
+
+    status, state, number = driver.cuStreamGetCaptureInfo(stream)[:3]
+    active = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
+    return int(number) if int(status) == 0 and state == active else 0
+
+
 class Fences:
     """The comm stream of one ring and the events that order it with the caller's stream.
 

@@ -11,6 +11,8 @@ CommError(RuntimeError)
 │   ├── DeviceError
 │   └── PeerError                     a root or peer outside the ring, or the rank itself
 ├── CommTimeout(TimeoutError)         a deadline passed; the text names who is late
+│   └── PeerTimeout                   a kernel gave a peer up; comm.reset() repairs the ring
+├── StreamError                       two streams used one ring's kernels at the same time
 └── EngineError                       NCCL, gloo or torch.distributed reported a failure
 """
 
@@ -24,9 +26,11 @@ __all__ = [
     "EngineError",
     "FlagError",
     "PeerError",
+    "PeerTimeout",
     "RingError",
     "RingOrderError",
     "ShapeError",
+    "StreamError",
 ]
 
 
@@ -76,6 +80,14 @@ class CommTimeout(CommError, TimeoutError):
     """A deadline passed; the text names the ranks that are late."""
 
     __str__ = RuntimeError.__str__
+
+
+class PeerTimeout(CommTimeout):
+    """A kernel that waited for a peer gave it up; the context stays usable."""
+
+
+class StreamError(CommError):
+    """Two calls of one ring ran at the same time on two streams of one rank."""
 
 
 class EngineError(CommError):

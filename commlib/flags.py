@@ -15,6 +15,7 @@ UNIFIED = "FLAGS_dynamic_static_unified_comm"
 TIMEOUT = "FLAGS_comm_timeout_s"
 CLOSE_TIMEOUT = "FLAGS_comm_close_timeout_s"
 CHANNEL = "FLAGS_comm_channel_mib"
+CUSTOM_ALLREDUCE = "FLAGS_custom_allreduce"
 
 _TRUE = ("1", "true", "on", "yes")
 _FALSE = ("0", "false", "off", "no")
@@ -86,6 +87,13 @@ _FLAGS = {
             _mebibytes,
             128,
             "GPU memory through which the ranks of one host exchange rows; 0: NCCL does it",
+        ),
+        Flag(
+            CUSTOM_ALLREDUCE,
+            "bool",
+            _boolean,
+            True,
+            "kernels that push into the peers' memory carry what they do faster (1), or none (0)",
         ),
     )
 }

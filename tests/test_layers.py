@@ -23,6 +23,7 @@ LAYERS = (  # lowest first: a module imports from lines above its own, or from i
     "commlib._routes",
     "commlib._ring",
     "commlib.channel",
+    "commlib.custom_allreduce",
     "commlib._checks",
     "commlib._gate",
     "commlib._context",

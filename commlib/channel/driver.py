@@ -1,13 +1,21 @@
-"""CUDA C++ of this package, compiled at first use and launched through the driver."""
+"""CUDA C++ of this package, compiled at first use, kept on disk and launched through the driver."""
 
 import ctypes
+import hashlib
+import os
+import secrets
+import stat
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from commlib._log import log
 from commlib.errors import EngineError
 
-_THREADS = 512
+_DIGEST = hashlib.sha256().digest_size
 
 
 @cache
@@ -17,33 +25,173 @@ def _driver() -> Any:
     return driver
 
 
-@cache
-def kernel(file: str, name: str, device: int, *options: str) -> int:
-    """Return function ``name`` of ``file`` for a device; what NVRTC makes of it is kept on disk.
+# -- compiling -------------------------------------------------------------------------------------
 
-    Raises ``EngineError`` when CuPy, cuda-bindings or the compiler is missing.
+
+def sources(file: Path) -> dict[str, bytes]:
+    """Return the text of ``file`` and of the headers beside it, by name, ``file`` first."""
+    headers = sorted(file.parent.glob("*.cuh"))
+    return {path.name: path.read_bytes() for path in (file, *headers)}
+
+
+def binary(file: Path, architecture: str, options: Sequence[str] = ()) -> bytes:
+    """Return the machine code of ``file`` for an architecture like "sm_90".
+
+    What NVRTC makes is kept in ``folder()``. Raises ``EngineError`` with the compiler's words, or
+    when cuda-bindings or NVRTC is missing.
     """
-    source = (Path(__file__).parent / file).read_text()
     try:
-        import cupy
+        from cuda.bindings import nvrtc
 
-        _driver()
-        with cupy.cuda.Device(device):
-            module = cupy.RawModule(code=source, options=("--std=c++17", *options))
-            return int(module.get_function(name).kernel.ptr)
-    except Exception as error:
-        raise EngineError(f"compiling {file}: {type(error).__name__}: {error}") from error
+        version = str(nvrtc.nvrtcVersion()[1:])
+    except Exception as error:  # ImportError, or what the loader says of a missing library
+        raise EngineError(
+            f"compiling {file.name} needs cuda-bindings and NVRTC ({error}); "
+            f"type `pip install commlib[cuda13]` or [cuda12]"
+        ) from error
+    texts = sources(file)
+    words = (architecture, version, *options, *texts)
+    key = hashlib.sha256(b"\0".join([*(word.encode() for word in words), *texts.values()]))
+    place = folder()
+    kept = None if place is None else place / f"{file.stem}-{key.hexdigest()[:32]}.cubin"
+    found = None if kept is None else _read(kept)
+    if found is None:
+        found = _compile(nvrtc, texts, [f"--gpu-architecture={architecture}", *options])
+        if kept is not None:
+            _write(kept, found)
+    return found
 
 
-def launch(function: int, blocks: int, stream: int, arguments: ctypes.Structure) -> None:
-    """Launch ``function``, whose one parameter is ``arguments`` by value; never blocks."""
-    place = ctypes.c_void_p(ctypes.addressof(arguments))
-    grid, block, shared, extra = (blocks, 1, 1), (_THREADS, 1, 1), 0, 0
-    (status,) = _driver().cuLaunchKernel(
-        function, *grid, *block, shared, stream, ctypes.addressof(place), extra
-    )
+def folder() -> Path | None:
+    """Return where machine code is kept: a folder that this user alone may write, or None."""
+    try:
+        place = Path.home() / ".cache" / "commlib" / "kernels"
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = place.stat()
+    except (OSError, RuntimeError) as error:
+        log.once("compiled kernels are not kept: %s", error)
+        return None
+    if state.st_uid != os.getuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        log.once("compiled kernels are not kept: others may write to %s; type chmod 700", place)
+        return None
+    return place
+
+
+def _read(path: Path) -> bytes | None:
+    """Return what was kept, unless it is not whole."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    digest, code = data[:_DIGEST], data[_DIGEST:]
+    return code if hashlib.sha256(code).digest() == digest else None
+
+
+def _write(path: Path, code: bytes) -> None:
+    """Put the file there in one step: other ranks write and read the same one."""
+    part = path.with_name(f".{secrets.token_hex(8)}")
+    try:
+        part.write_bytes(hashlib.sha256(code).digest() + code)
+        part.replace(path)
+    except OSError as error:
+        log.once("compiled kernels are not kept: %s", error)
+
+
+def _compile(nvrtc: Any, texts: dict[str, bytes], options: Sequence[str]) -> bytes:
+    (name, source), *headers = texts.items()
+    texts_of, names = [text for _, text in headers], [name.encode() for name, _ in headers]
+    status, program = nvrtc.nvrtcCreateProgram(source, name.encode(), len(headers), texts_of, names)
+    _succeed("nvrtcCreateProgram", status)
+    try:
+        words = [option.encode() for option in ("--std=c++17", *options)]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(words), words)
+        if int(status) != 0:
+            raise EngineError(f"compiling {name}: {status}\n{_text(nvrtc, program)}")
+        _, size = nvrtc.nvrtcGetCUBINSize(program)
+        code = bytearray(size)
+        _succeed("nvrtcGetCUBIN", *nvrtc.nvrtcGetCUBIN(program, code))
+        return bytes(code)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _text(nvrtc: Any, program: Any) -> str:
+    _, size = nvrtc.nvrtcGetProgramLogSize(program)
+    text = bytearray(size)
+    nvrtc.nvrtcGetProgramLog(program, text)
+    return text.decode(errors="replace").rstrip("\0")
+
+
+def _succeed(what: str, status: Any) -> None:
     if int(status) != 0:
-        raise EngineError(f"cuLaunchKernel: {status}")
+        raise EngineError(f"{what}: {status}")
+
+
+# -- loading and launching -------------------------------------------------------------------------
+
+
+@cache
+def module(file: Path, device: int, *options: str) -> Any:
+    """Return ``file``, compiled and loaded on a device; nothing of it is loaded later.
+
+    Raises ``EngineError``.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    code = binary(file, f"sm_{major}{minor}", options)
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device).query()  # makes the device's context the current one
+        status, loaded = _driver().cuModuleLoadData(code)
+        _succeed(f"loading {file.name}", status)
+        return loaded
+
+
+def function(modules: Sequence[Any], name: str, device: int) -> Any:
+    """Return function ``name`` of one of ``modules``, ready to be launched in a capture too."""
+    driver = _driver()
+    with torch.cuda.device(device):
+        found_in = (driver.cuModuleGetFunction(module, name.encode()) for module in modules)
+        status, found = next((found for found in found_in if int(found[0]) == 0), (name, None))
+        if found is None:
+            raise EngineError(f"no kernel is called {status}")
+        if hasattr(driver, "cuFuncLoad"):
+            _succeed(f"cuFuncLoad {name}", *driver.cuFuncLoad(found))
+    return found
+
+
+class Launch:
+    """One kernel, its grid and its one argument, which it is given by value; ready to go."""
+
+    __slots__ = ("_config", "_function", "_keep", "_launch", "_parameters")
+
+    def __init__(self, function: Any, blocks: int, threads: int, argument: ctypes.Structure):
+        driver = _driver()
+        place = ctypes.c_void_p(ctypes.addressof(argument))
+        self._function, self._launch = function, driver.cuLaunchKernelEx
+        self._config, self._keep = _config(driver, blocks, threads), (argument, place)
+        self._parameters = ctypes.addressof(place)
+
+    def __call__(self, stream: int) -> None:
+        """Launch on a stream with what the argument holds now; never blocks."""
+        self._config.hStream = stream
+        (status,) = self._launch(self._config, self._function, self._parameters, 0)
+        if status:
+            raise EngineError(f"cuLaunchKernelEx: {status}")
+
+
+def _config(driver: Any, blocks: int, threads: int) -> Any:
+    """A launch that may begin before its predecessor on the stream has ended.
+
+    Kernels that are launched so wait for that end themselves (griddepcontrol.wait); on devices
+    that don't know it the attribute changes nothing.
+    """
+    early = driver.CUlaunchAttribute()
+    early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    early.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.attrs, config.numAttrs = [early], 1
+    return config
 
 
 class HostWord:
@@ -61,3 +209,7 @@ class HostWord:
     def value(self) -> int:
         """What stands there now."""
         return self._word.value
+
+    def clear(self) -> None:
+        """Put the zero back."""
+        self._word.value = 0

@@ -17,9 +17,17 @@ _WORD = 8  # bytes of a token
 class PeerMemory:
     """``bases[r]`` is where rank r's ``nbytes`` zeroed bytes lie in this process."""
 
-    def __init__(self, ring: Ring, bases: list[int], nbytes: int) -> None:
+    def __init__(self, ring: Ring, bases: list[int], nbytes: int, name: str) -> None:
         self.bases, self.nbytes, self._ring = bases, nbytes, ring
-        self._store = ring.store("channel")
+        self._store = ring.store(name)
+
+    def zero(self) -> None:
+        """Put zeros into this rank's memory; blocks the host until they are there."""
+        _zero(self.bases[self._ring.rank], self.nbytes)
+
+    def put(self, offset: int, data: bytes) -> None:
+        """Write ``data`` into this rank's memory; blocks the host until it is there."""
+        _put(self.bases[self._ring.rank] + offset, data)
 
     def close(self) -> None:
         """Unmap the peers' memory, and free the own once every peer has unmapped it.
@@ -50,8 +58,10 @@ def _free_closed() -> None:
             _runtime().free(memory.bases[memory._ring.rank])
 
 
-def share(ring: Ring, nbytes: int) -> PeerMemory | str:
+def share(ring: Ring, nbytes: int, name: str) -> PeerMemory | str:
     """Allocate ``nbytes`` on every rank and map them everywhere; every member calls it.
+
+    ``name`` tells the memories of one ring apart.
 
     Returns the reason, the same on every rank, when one of them can't: ranks on several hosts, no
     peer access, no memory left, or a capture under way. Every pair of ranks has then proved that
@@ -64,13 +74,13 @@ def share(ring: Ring, nbytes: int) -> PeerMemory | str:
         return "the ranks are on several hosts"
     with torch.cuda.device(ring.device):
         _free_closed()
-        return _mapped(ring, nbytes)
+        return _mapped(ring, nbytes, name)
 
 
 CAPTURING = "a rank is capturing a graph; a call before the capture sets the channel up"
 
 
-def _mapped(ring: Ring, nbytes: int) -> PeerMemory | str:
+def _mapped(ring: Ring, nbytes: int, name: str) -> PeerMemory | str:
     own, problem = 0, ""
     handle: list[int] = []
     try:
@@ -89,7 +99,7 @@ def _mapped(ring: Ring, nbytes: int) -> PeerMemory | str:
             problem = f"{type(error).__name__}: {error}"
     good = _agree(ring, all(bases)) and _agree(ring, _proved(ring, bases))
     if good:
-        return PeerMemory(ring, bases, nbytes)
+        return PeerMemory(ring, bases, nbytes, name)
     _unmap(bases, ring.rank)
     ring.exchange([])  # nobody has it mapped any more
     if own:
@@ -105,13 +115,16 @@ def _runtime() -> Any:
 
 def _allocate(nbytes: int) -> tuple[int, list[int]]:
     """Return zeroed memory and its handle; torch's allocator could move or unmap its own."""
-    runtime = _runtime()
-    own = runtime.malloc(nbytes)
-    runtime.memset(own, 0, nbytes)
-    runtime.deviceSynchronize()
-    handle = runtime.ipcGetMemHandle(own)
+    own = _runtime().malloc(nbytes)
+    _zero(own, nbytes)
+    handle = _runtime().ipcGetMemHandle(own)
     words = (handle[at : at + _WORD] for at in range(0, len(handle), _WORD))
     return own, [int.from_bytes(word, "little", signed=True) for word in words]
+
+
+def _zero(address: int, nbytes: int) -> None:
+    _runtime().memset(address, 0, nbytes)
+    _runtime().deviceSynchronize()
 
 
 def _open(handle: list[int]) -> int:

@@ -136,6 +136,9 @@ extern "C" __global__ void __launch_bounds__(512, 2) exchange_rows(const __grid_
     __shared__ u32 epoch;
     __shared__ int go;
     Control* mine = control(call, call.rank);
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");  // it may be started early
+#endif
     if (threadIdx.x == 0) {
         epoch = peek(&mine->epoch) + 1;
         go = peek(&mine->aborted) != kAborted;

@@ -1,8 +1,7 @@
 """Rows from every rank straight to their places on every other, through peer memory."""
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +12,11 @@ from commlib._ring import Ring
 from commlib._routes import SEGMENT, Routes
 from commlib.channel import driver
 from commlib.channel.memory import CAPTURING, PeerMemory, share
-from commlib.errors import CommTimeout, EngineError
+from commlib.channel.order import StreamOrder
+from commlib.errors import EngineError, PeerTimeout
 
-RANKS = 16  # as in rows.cu
+RANKS, _THREADS = 16, 512  # as in rows.cu
+KERNEL = Path(__file__).with_name("rows.cu")
 _CONTROL, _FLAGS = 4096, 1 << 16  # bytes of control words, then of flags, before the halves
 _SMALL, _LARGE, _BORDER = 1 << 14, 1 << 17, 1 << 22  # bytes of a chunk; from which total on
 
@@ -46,14 +47,17 @@ _BLOCKS = {most: _block(most) for most in (32, 256)}  # segments each way; the f
 class RowChannel:
     """The workspace of one ring: one call at a time, in stream order."""
 
-    def __init__(self, ring: Ring, memory: PeerMemory, functions: dict[int, int]) -> None:
-        self._ring, self._memory, self._functions = ring, memory, functions
-        self._error = driver.HostWord()
+    def __init__(self, ring: Ring, memory: PeerMemory, functions: dict[int, Any]) -> None:
+        self._ring, self._memory = ring, memory
+        self._error, self._order = driver.HostWord(), StreamOrder(ring.device)
         self._window = (memory.nbytes - _CONTROL - _FLAGS) // 2
         multiprocessors = torch.cuda.get_device_properties(ring.device).multi_processor_count
-        self._blocks = 2 * multiprocessors  # all of them fit on the device at once
-        self._stream: int | None = None  # of the last call; 0 is the default stream
-        self._event = torch.cuda.Event()
+        grid = 2 * multiprocessors, _THREADS  # all of them fit on the device at once
+        self._calls = {most: _BLOCKS[most]() for most in functions}
+        self._launches = {
+            most: driver.Launch(found, *grid, self._calls[most])
+            for most, found in functions.items()
+        }
 
     def takes(self, routes: Routes) -> bool:
         """Whether the call fits; the same on all ranks, for it asks for nothing else."""
@@ -63,14 +67,14 @@ class RowChannel:
         """Launch the exchange on the current stream; rows are those of dim 0 of 2-D tensors."""
         self.check()
         most = next(most for most in _BLOCKS if len(routes.sends) <= most)
-        call = self._call(_BLOCKS[most](), out, x, routes)
-        with self._in_order() as stream:
-            for first in range(0, routes.most * call.row, self._window):
-                call.first = first
-                driver.launch(self._functions[most], self._blocks, stream, call)
+        call = self._call(most, out, x, routes)
+        stream = self._order.turn()
+        for first in range(0, routes.most * call.row, self._window):
+            call.first = first
+            self._launches[most](stream)
 
-    def _call(self, call: Any, out: torch.Tensor, x: torch.Tensor, routes: Routes) -> Any:
-        ring = self._ring
+    def _call(self, most: int, out: torch.Tensor, x: torch.Tensor, routes: Routes) -> Any:
+        ring, call = self._ring, self._calls[most]
         call.x, call.out, call.error = x.data_ptr(), out.data_ptr(), self._error.address
         call.base[: ring.size] = self._memory.bases
         call.half, call.window, call.flags = _CONTROL + _FLAGS, self._window, _CONTROL
@@ -82,28 +86,20 @@ class RowChannel:
             ctypes.memmove(getattr(call, name), segments.tobytes(), segments.nbytes)
         return call
 
-    @contextmanager
-    def _in_order(self) -> Iterator[int]:
-        """Put calls from several streams one behind the other; a captured one stands in a graph."""
-        current = torch.cuda.current_stream(self._ring.device)
-        if torch.cuda.is_current_stream_capturing():
-            yield current.cuda_stream
-            return
-        if self._stream not in (None, current.cuda_stream):
-            current.wait_event(self._event)
-        yield current.cuda_stream
-        self._event.record(current)
-        self._stream = current.cuda_stream
-
     def check(self) -> None:
-        """Raise ``CommTimeout`` naming the peer that an earlier call has given up."""
+        """Raise ``PeerTimeout`` naming the peer that an earlier call has given up."""
         record = self._error.value
         if record:
             peer, number = record >> 32 & 0x7FFFFFFF, record & 0xFFFFFFFF
-            raise CommTimeout(
+            raise PeerTimeout(
                 f"rank {self._ring.ranks[peer]} did not come to exchange number {number} of this "
-                f"ring within {self._ring.timeout:g} s"
+                f"ring within {self._ring.timeout:g} s; type comm.reset() on every member"
             )
+
+    def reset(self) -> None:
+        """Begin anew; between two exchanges, when no kernel of any rank runs any more."""
+        self._memory.zero()
+        self._error.clear()
 
     def close(self) -> None:
         """Free the workspace once every rank has let go of it."""
@@ -117,15 +113,14 @@ def open_channel(ring: Ring) -> RowChannel | str | None:
         return f"more than {RANKS} ranks"
     try:
         for most in _BLOCKS:
-            functions[most] = driver.kernel(
-                "rows.cu", "exchange_rows", ring.device.index, f"-DSEGMENTS={most}"
-            )
+            module = driver.module(KERNEL, ring.device.index, f"-DSEGMENTS={most}")
+            functions[most] = driver.function([module], "exchange_rows", ring.device.index)
     except EngineError as error:  # the others must hear of it, in the exchange that follows
         log.once("this rank has no channel: %s", error)
     sizes = {row[0] for row in ring.exchange([room if len(functions) == len(_BLOCKS) else 0])}
     if len(sizes) > 1 or 0 in sizes:
         return f"{flags.CHANNEL} is 0 or differs between ranks, or a rank can't compile kernels"
-    memory = share(ring, _CONTROL + _FLAGS + room)
+    memory = share(ring, _CONTROL + _FLAGS + room, "rows")
     if isinstance(memory, str):
         return None if memory == CAPTURING else memory
     return RowChannel(ring, memory, functions)

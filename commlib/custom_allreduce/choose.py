@@ -1,0 +1,78 @@
+"""Which kernel carries a call: a pure function of verb, bytes, ranks, dtype and operation."""
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+TABLE = Path(__file__).with_name("table.json")
+SIZES = range(2, 9)  # members of a ring that the kernels serve
+FLOATS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+OPS = {"sum": "sum", "avg": "sum", "max": "max", "min": "min"}
+VECTOR = 16  # bytes that a thread moves at a time
+
+
+class Row(NamedTuple):
+    """One row of the table: calls of up to ``most`` bytes run ``kernel`` on at most ``blocks``.
+
+    ``most`` counts the tensor of an all_reduce, one rank's part of any other verb. Kernel "nccl"
+    leaves the call to NCCL.
+    """
+
+    most: int
+    kernel: str
+    threads: int
+    blocks: int
+
+
+@cache
+def table() -> dict[str, dict[int, tuple[Row, ...]]]:
+    """Return the rows of each verb and number of ranks, smallest first."""
+    read = json.loads(TABLE.read_text())
+    return {
+        verb: {int(size): tuple(Row(*row) for row in rows) for size, rows in sizes.items()}
+        for verb, sizes in read["verbs"].items()
+    }
+
+
+def write(path: Path, verbs: dict[str, dict[int, Sequence[Row]]]) -> None:
+    """Write a table, one row a line."""
+    lines = []
+    for verb, sizes in verbs.items():
+        rows_of = []
+        for size, rows in sizes.items():
+            rows_of.append(f'      "{size}": [\n        ' + ",\n        ".join(map(_line, rows)))
+        lines.append(f'    "{verb}": {{\n' + "\n      ],\n".join(rows_of) + "\n      ]\n    }")
+    columns = json.dumps(Row._fields)
+    path.write_text(
+        f'{{\n  "columns": {columns},\n  "verbs": {{\n' + ",\n".join(lines) + "\n  }\n}\n"
+    )
+
+
+def _line(row: Row) -> str:
+    return json.dumps(list(row))
+
+
+def choose(verb: str, nbytes: int, size: int) -> Row | None:
+    """Return the row for ``nbytes`` in a ring of ``size``, or None: NCCL does it."""
+    for row in table()[verb].get(size, ()):
+        if nbytes <= row.most:
+            return None if row.kernel == "nccl" else row
+    return None
+
+
+def refusal(dtype: torch.dtype, op: str) -> str | None:
+    """Return why the kernels don't reduce ``dtype`` by ``op``."""
+    if dtype not in FLOATS:
+        return f"{dtype} leaves no bit pattern free that says that data has not come yet"
+    if op not in OPS:
+        return f"there is no kernel for {op}"
+    return None
+
+
+def blocks(row: Row, vectors: int) -> int:
+    """Return how many blocks share ``vectors``: one vector a thread while there are enough."""
+    return max(1, min(row.blocks, -(-vectors // row.threads)))

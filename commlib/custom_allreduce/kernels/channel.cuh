@@ -1,0 +1,208 @@
+// The channel as a kernel sees it: one piece of memory a rank, mapped on all of them.
+//
+// Behind the control words lie two halves that take turns: call e uses half e & 1. Every word of a
+// half is zero while nothing is in it. A rank pushes non-zero words into its peers' halves; whoever
+// finds a word of its own half not zero has it, whole, and puts the zero back once it has read it.
+// So nothing else says that data is ready, and no barrier, fence or registration is needed.
+//
+// Two halves are enough because every call makes every rank wait for something from every other
+// rank: one that has finished call e + 1 knows that all have finished call e, and with the end of
+// their kernels all zeros of call e are in place. The layout of a half is therefore each call's own.
+
+#pragma once
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+constexpr int kRanks = RANKS;  // members of the ring, given at compilation
+constexpr int kMost = 8;
+constexpr int kThreads = 512;  // the most in a block: what a vector of each rank takes of registers
+constexpr u32 kPolls = 1024;  // between two looks at the clock
+
+enum Reason : u32 { kLate = 1, kTwoAtOnce = 2 };
+
+struct Call {  // as in push.py
+    const char* x;
+    char* out;
+    i64 items;           // elements of the tensor, or of one rank's part
+    char* base[kMost];   // every rank's memory, as this rank sees it
+    u64* error;          // in host memory: 0, or the first fault
+    i64 half;            // bytes of a half; the first begins behind the control words
+    int rank;
+    u32 tag;             // tells calls of different streams apart, never 0
+    u32 verb;            // what the error text calls this
+    int option;          // of the verb: divide the sum by the ranks; send each peer its own part
+};
+
+constexpr i64 kControl = 4096;
+
+struct Control {
+    u32 epoch;     // number of the call that comes next; read with what follows in one load
+    u32 arrived;   // blocks of the present call that have read it
+    u64 fault;     // 0, or why no call does anything any more
+    u32 busy;      // tag of the call that is running
+    u32 unused;
+    u64 limit_ns;  // how long to wait for a peer; a replayed graph reads it too
+};
+
+struct State {
+    u32 epoch;
+    u64 fault;
+};
+
+__device__ inline Control* control(const Call& call, int rank) {
+    return reinterpret_cast<Control*>(call.base[rank]);
+}
+
+// -- memory that other GPUs write to or read from ------------------------------------------------
+
+__device__ inline uint4 peek(const uint4* place) {
+    uint4 v;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(place) : "memory");
+    return v;
+}
+
+__device__ inline void poke(uint4* place, uint4 v) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                 ::"l"(place), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+__device__ inline u64 peek(const u64* place) {
+    u64 v;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(place) : "memory");
+    return v;
+}
+
+__device__ inline void poke(u64* place, u64 v) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(place), "l"(v) : "memory");
+}
+
+__device__ inline u64 now() {
+    u64 value;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
+    return value;
+}
+
+// -- the order of kernels --------------------------------------------------------------------------
+
+// Started early, as a programmatic dependent: nothing but arguments may be read before this.
+__device__ inline void await_predecessor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Comes last: whoever starts now finds the next epoch and all that this block has written. Told
+// earlier, a foreign kernel that does not wait could let our next call overtake this one.
+__device__ inline void release_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// -- faults ----------------------------------------------------------------------------------------
+
+// Bits of a fault: reason 61..63, verb 53..60, peer 45..52, what 0..31 (epoch, or both tags).
+__device__ inline u64 fault(u32 reason, const Call& call, int peer, u32 what) {
+    return u64(reason) << 61 | u64(call.verb) << 53 | u64(peer) << 45 | what;
+}
+
+__device__ inline void report(const Call& call, u64 what) {
+    atomicCAS_system(call.error, 0ull, what);
+}
+
+// Every rank hears of the first fault; a rank that comes later finds it and leaves at once.
+__device__ __noinline__ void raise(const Call& call, u64 what) {
+    report(call, what);
+#pragma unroll
+    for (int rank = 0; rank < kRanks; ++rank) poke(&control(call, rank)->fault, what);
+}
+
+// Asked now and then by a thread that waits for `peer`; `begin` is 0 at first.
+__device__ __noinline__ bool given_up(const Call& call, u64& begin, int peer, u32 epoch) {
+    const Control* mine = control(call, call.rank);
+    const u64 known = peek(&mine->fault);
+    if (known) {
+        report(call, known);
+        return true;
+    }
+    if (!begin) begin = now();
+    if (now() - begin < peek(&mine->limit_ns)) return false;
+    raise(call, fault(kLate, call, peer, epoch));
+    return true;
+}
+
+// -- one call --------------------------------------------------------------------------------------
+
+__device__ inline State enter(const Call& call) {
+    const uint4 v = peek(reinterpret_cast<const uint4*>(control(call, call.rank)));
+    return {v.x, u64(v.w) << 32 | v.z};
+}
+
+// Parity goes on alternating where the number wraps: 0 comes behind 2^32 - 1.
+__device__ inline char* half(const Call& call, int rank, u32 epoch) {
+    return call.base[rank] + kControl + (epoch & 1) * call.half;
+}
+
+__device__ inline uint4* slot(const Call& call, int at, u32 epoch, i64 index) {
+    return reinterpret_cast<uint4*>(half(call, at, epoch)) + index;
+}
+
+constexpr u32 kAll = (1u << kRanks) - 1;
+__device__ inline u32 others(const Call& call) { return kAll & ~(1u << call.rank); }
+
+// Waits until the vectors at `from[r]`, of all ranks r in `wanted`, have come, and puts the zeros
+// back. All loads are under way at a time: what counts is the last arrival, not their number.
+template <class Complete>
+__device__ inline bool take(const Call& call, u32 epoch, u32 wanted, uint4* const (&from)[kRanks],
+                            uint4 (&to)[kRanks], Complete complete) {
+    u64 begin = 0;
+    for (u32 polls = 1;; ++polls) {
+        int missing = -1;
+#pragma unroll
+        for (int r = 0; r < kRanks; ++r)
+            if (wanted >> r & 1) to[r] = peek(from[r]);
+#pragma unroll
+        for (int r = 0; r < kRanks; ++r)
+            if ((wanted >> r & 1) && !complete(to[r])) missing = r;
+        if (missing < 0) break;
+        if (polls % kPolls == 0 && given_up(call, begin, missing, epoch)) return false;
+    }
+#pragma unroll
+    for (int r = 0; r < kRanks; ++r)
+        if (wanted >> r & 1) *from[r] = make_uint4(0, 0, 0, 0);
+    return true;
+}
+
+struct Ticket {
+    u32 arrived, other;
+};
+
+// Called by all threads of a block behind their pushes, while the data is under way. All threads
+// have read the epoch then; the block that comes last moves it on.
+__device__ inline Ticket arrive(const Call& call) {
+    Ticket ticket = {0, 0};
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        Control* mine = control(call, call.rank);
+        if (blockIdx.x == 0) ticket.other = atomicExch(&mine->busy, call.tag);
+        if (gridDim.x > 1) ticket.arrived = atomicAdd(&mine->arrived, 1);
+    }
+    return ticket;
+}
+
+__device__ inline void advance(const Call& call, const Ticket& ticket, u32 epoch) {
+    if (threadIdx.x != 0) return;
+    Control* mine = control(call, call.rank);
+    if (ticket.other) raise(call, fault(kTwoAtOnce, call, call.rank, ticket.other << 16 | call.tag));
+    if (ticket.arrived != gridDim.x - 1) return;
+    mine->arrived = 0;
+    mine->epoch = epoch + 1;
+}
+
+__device__ inline void leave(const Call& call) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) control(call, call.rank)->busy = 0;
+    release_dependents();
+}

@@ -1,0 +1,164 @@
+// Vectors of 16 bytes: as they lie in tensors, as they travel, and as numbers.
+
+#pragma once
+#include "channel.cuh"
+
+enum Operation : int { kSum, kMax, kMin };
+
+struct Bfloat16 {
+    typedef unsigned short Bits;
+};
+struct Float16 {
+    typedef unsigned short Bits;
+};
+struct Float32 {
+    typedef u32 Bits;
+};
+
+template <class T>
+constexpr int kItems = 16 / sizeof(typename T::Bits);
+
+// -- numbers ---------------------------------------------------------------------------------------
+
+__device__ inline void unpack(Bfloat16, u32 word, float* to) {
+    to[0] = __uint_as_float(word << 16);
+    to[1] = __uint_as_float(word & 0xffff0000u);
+}
+
+__device__ inline void unpack(Float16, u32 word, float* to) {
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
+        : "=f"(to[0]), "=f"(to[1]) : "r"(word));
+}
+
+__device__ inline void unpack(Float32, u32 word, float* to) { to[0] = __uint_as_float(word); }
+
+// A zero comes out as +0, whatever was rounded to it: multiplied by 1, +0 added.
+__device__ inline u32 pack(Bfloat16, const float* from) {
+    u32 word;
+    asm("{.reg .b32 w; cvt.rn.bf16x2.f32 w, %2, %1; fma.rn.bf16x2 %0, w, %3, %4;}"
+        : "=r"(word) : "f"(from[0]), "f"(from[1]), "r"(0x3f803f80), "r"(0));
+    return word;
+}
+
+__device__ inline u32 pack(Float16, const float* from) {
+    u32 word;
+    asm("{.reg .b32 w; cvt.rn.f16x2.f32 w, %2, %1; fma.rn.f16x2 %0, w, %3, %4;}"
+        : "=r"(word) : "f"(from[0]), "f"(from[1]), "r"(0x3c003c00), "r"(0));
+    return word;
+}
+
+__device__ inline u32 pack(Float32, const float* from) {
+    return __float_as_uint(__fadd_rn(from[0], 0.0f));
+}
+
+template <class T>
+__device__ inline void unpack(const uint4& v, float (&to)[kItems<T>]) {
+    constexpr int n = kItems<T> / 4;
+    unpack(T(), v.x, to);
+    unpack(T(), v.y, to + n);
+    unpack(T(), v.z, to + 2 * n);
+    unpack(T(), v.w, to + 3 * n);
+}
+
+template <class T>
+__device__ inline uint4 pack(const float (&from)[kItems<T>]) {
+    constexpr int n = kItems<T> / 4;
+    return make_uint4(pack(T(), from), pack(T(), from + n), pack(T(), from + 2 * n),
+                      pack(T(), from + 3 * n));
+}
+
+template <int Op>
+__device__ inline float combine(float a, float b) {
+    float c;
+    if (Op == kSum) return __fadd_rn(a, b);
+    if (Op == kMax) asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    if (Op == kMin) asm("min.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+}
+
+// The reduction of all ranks' vectors in float32 and in rank order, so with the same bits on all of
+// them. A sum begins with +0: that a rank sees its own +0 and its peers' as -0 makes no difference.
+template <class T, int Op>
+__device__ inline void reduce(const uint4 (&v)[kRanks], bool mean, float (&to)[kItems<T>]) {
+    unpack<T>(v[0], to);
+    if (Op == kSum)
+        for (float& item : to) item = __fadd_rn(0.0f, item);
+#pragma unroll
+    for (int rank = 1; rank < kRanks; ++rank) {
+        float next[kItems<T>];
+        unpack<T>(v[rank], next);
+#pragma unroll
+        for (int k = 0; k < kItems<T>; ++k) to[k] = combine<Op>(to[k], next[k]);
+    }
+    if (Op == kSum && mean)
+        for (float& item : to) item = __fdiv_rn(item, kRanks);
+}
+
+// -- on the way --------------------------------------------------------------------------------------
+
+// A word that is zero travels as that of fp32's -0; two 16-bit numbers as +0 and -0.
+__device__ inline u32 masked(u32 word) { return word ? word : 0x80000000u; }
+__device__ inline uint4 masked(const uint4& v) {
+    return make_uint4(masked(v.x), masked(v.y), masked(v.z), masked(v.w));
+}
+
+// The way back, for reduced values, in which no zero is negative.
+__device__ inline u32 unmasked(u32 word) { return word == 0x80000000u ? 0 : word; }
+__device__ inline uint4 unmasked(const uint4& v) {
+    return make_uint4(unmasked(v.x), unmasked(v.y), unmasked(v.z), unmasked(v.w));
+}
+
+__device__ inline bool every_word(const uint4& v) { return v.x && v.y && v.z && v.w; }
+
+// -- in tensors of any length and alignment ----------------------------------------------------------
+
+template <class T>
+struct View {  // of one tensor, in vectors; the last may be short, and is filled up with zeros
+    typedef typename T::Bits Bits;
+    Bits* items;
+    i64 count;
+    bool aligned;
+
+    __device__ View(const void* at, i64 count)
+        : items(static_cast<Bits*>(const_cast<void*>(at))),
+          count(count),
+          aligned(reinterpret_cast<u64>(at) % 16 == 0) {}
+
+    __device__ i64 vectors() const { return (count + kItems<T> - 1) / kItems<T>; }
+    __device__ bool whole(i64 i) const { return aligned && (i + 1) * kItems<T> <= count; }
+
+    __device__ uint4 get(i64 i) const {
+        if (whole(i)) return reinterpret_cast<const uint4*>(items)[i];
+        union {
+            uint4 v;
+            Bits item[kItems<T>];
+        } u;
+        u.v = make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (int k = 0; k < kItems<T>; ++k) {
+            if (i * kItems<T> + k < count) u.item[k] = items[i * kItems<T> + k];
+        }
+        return u.v;
+    }
+
+    __device__ void put(i64 i, const uint4& v) const {
+        if (whole(i)) {
+            reinterpret_cast<uint4*>(items)[i] = v;
+            return;
+        }
+        union {
+            uint4 v;
+            Bits item[kItems<T>];
+        } u;
+        u.v = v;
+#pragma unroll
+        for (int k = 0; k < kItems<T>; ++k) {
+            if (i * kItems<T> + k < count) items[i * kItems<T> + k] = u.item[k];
+        }
+    }
+};
+
+constexpr u32 kNotANumber = 0xffffffffu;  // in all three formats
+__device__ inline uint4 not_numbers() {
+    return make_uint4(kNotANumber, kNotANumber, kNotANumber, kNotANumber);
+}

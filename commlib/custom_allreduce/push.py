@@ -1,0 +1,226 @@
+"""The push kernels of one ring: the channel they share, and one call behind the other."""
+
+import ctypes
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from commlib import flags
+from commlib._log import log
+from commlib._ring import Ring
+from commlib.channel import driver
+from commlib.channel.memory import PeerMemory, share
+from commlib.channel.order import StreamOrder
+from commlib.custom_allreduce import choose
+from commlib.custom_allreduce.choose import FLOATS, OPS, VECTOR, Row
+from commlib.errors import EngineError, PeerTimeout, StreamError
+
+RANKS = 8  # as in channel.cuh
+WINDOW = 16 << 20  # bytes of an all_reduce that one launch does; larger ones take several
+KERNELS = Path(__file__).parent / "kernels"
+FILES = ("all_reduce.cu", "packets.cu")
+VERBS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+
+_CONTROL, _LIMIT = 4096, 24  # bytes of control words; where limit_ns stands among them
+_LATE, _TWO_AT_ONCE = 1, 2  # as in channel.cuh
+_PLANS = 4096  # sizes that are remembered
+
+
+class Call(ctypes.Structure):
+    """What a kernel is given; as in channel.cuh."""
+
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("items", ctypes.c_int64),
+        ("base", ctypes.c_void_p * RANKS),
+        ("error", ctypes.c_void_p),
+        ("half", ctypes.c_int64),
+        ("rank", ctypes.c_int),
+        ("tag", ctypes.c_uint32),
+        ("verb", ctypes.c_uint32),
+        ("option", ctypes.c_int),
+    ]
+
+
+class Step(NamedTuple):
+    """One launch of a call, ``offset`` bytes into its tensors."""
+
+    call: Call
+    launch: driver.Launch
+    offset: int
+
+
+class PushChannel:
+    """Memory that the ranks of a ring share, and the kernels that work in it, in stream order."""
+
+    def __init__(self, ring: Ring, memory: PeerMemory, modules: Sequence[Any]) -> None:
+        self._ring, self._memory, self._modules = ring, memory, modules
+        self._device, self._error = ring.device.index, driver.HostWord()
+        self._order = StreamOrder(ring.device)
+        self._half = (memory.nbytes - _CONTROL) // 2
+        self._set_limit()
+
+    # -- making calls ------------------------------------------------------------------------------
+
+    def reduction(self, verb: str, dtype: torch.dtype, op: str) -> "Pushed | None":
+        """Return what reduces ``dtype`` by ``op``, or None where there is no such kernel."""
+        if choose.refusal(dtype, op):
+            return None
+        suffix, mean = f"_{FLOATS[dtype]}_{OPS[op]}", op == "avg"
+        return Pushed(self, verb, suffix, dtype.itemsize, VECTOR, int(mean))
+
+    def movement(self, verb: str) -> "Pushed":
+        """Return what moves the bytes of equal parts; those of all_to_all differ by receiver."""
+        return Pushed(self, verb, "", 1, VECTOR // 2, int(verb == "all_to_all"))
+
+    def steps(self, moved: "Pushed", nbytes: int) -> tuple[Step, ...]:
+        """Return the launches of a call of ``nbytes``, none where NCCL is to do it."""
+        row = choose.choose(moved.verb, nbytes, self._ring.size)
+        if row is None:
+            return ()
+        return tuple(
+            self._step(moved, row, offset, min(WINDOW, nbytes - offset))
+            for offset in range(0, nbytes, WINDOW)
+        )
+
+    def _step(self, moved: "Pushed", row: Row, offset: int, nbytes: int) -> Step:
+        vectors = -(-nbytes // moved.vector)
+        if row.kernel == "two_shot":
+            vectors = -(-vectors // self._ring.size)
+        call = self.call(moved.verb, nbytes // moved.itemsize, moved.option)
+        grid = choose.blocks(row, vectors), row.threads
+        return Step(call, self.prepare(row.kernel + moved.suffix, grid, call), offset)
+
+    def call(self, verb: str, items: int, option: int) -> Call:
+        """Return the argument of a kernel, but for what changes with every call."""
+        ring = self._ring
+        call = Call(items=items, rank=ring.rank, verb=VERBS.index(verb), option=option)
+        call.base[: ring.size] = self._memory.bases
+        call.error, call.half = self._error.address, self._half
+        return call
+
+    def prepare(
+        self, name: str, grid: tuple[int, int], argument: ctypes.Structure
+    ) -> driver.Launch:
+        """Return a launch of kernel ``name`` on (blocks, threads)."""
+        found = driver.function(self._modules, name, self._device)
+        return driver.Launch(found, *grid, argument)
+
+    # -- launching ---------------------------------------------------------------------------------
+
+    def turn(self) -> tuple[int, int]:
+        """Return the current stream and its number, behind the last call.
+
+        Raises ``PeerTimeout`` or ``StreamError`` when an earlier call has reported a fault.
+        """
+        if self._error.value:
+            self.check()
+        return self._order.turn(), self._order.tag
+
+    # -- faults ------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise what a kernel has reported: ``PeerTimeout`` or ``StreamError``."""
+        record = self._error.value
+        if not record:
+            return
+        reason, verb = record >> 61, VERBS[record >> 53 & 0xFF]
+        peer, what = record >> 45 & 0xFF, record & 0xFFFFFFFF
+        ring, repair = self._ring, "type comm.reset() on every member"
+        if reason == _TWO_AT_ONCE:
+            pair = [self._order.stream_of(tag) for tag in (what >> 16, what & 0xFFFF)]
+            raise StreamError(
+                f"rank {ring.ranks[peer]} ran two calls of ring {ring.ring_id} at the same time, "
+                f"one in {verb}: on its streams {pair[0]} and {pair[1]} (a graph counts as the "
+                f"stream it was captured on; handles as rank {ring.ranks[ring.rank]} numbers "
+                f"them). Order the streams with an event or give each its own ring; then {repair}"
+            )
+        raise PeerTimeout(
+            f"rank {ring.ranks[peer]} did not come to {verb}, call number {what} of ring "
+            f"{ring.ring_id}, within {ring.timeout:g} s. Results since then are NaN; {repair}"
+        )
+
+    def reset(self) -> None:
+        """Begin anew; between two exchanges, when no kernel of any rank runs any more."""
+        self._memory.zero()
+        self._set_limit()
+        self._error.clear()
+
+    def _set_limit(self) -> None:
+        """Write the deadline where a replayed graph reads it too."""
+        self._memory.put(_LIMIT, int(self._ring.timeout * 1e9).to_bytes(8, "little"))
+
+    def close(self) -> None:
+        """Free the memory once every rank has let go of it."""
+        self._memory.close()
+
+
+class Pushed:
+    """One verb over one kind of data: a launch for each size that the kernels take."""
+
+    __slots__ = ("_channel", "_steps", "itemsize", "option", "suffix", "vector", "verb")
+
+    def __init__(
+        self, channel: PushChannel, verb: str, suffix: str, itemsize: int, vector: int, option: int
+    ) -> None:
+        self.verb, self.suffix, self.itemsize, self.option = verb, suffix, itemsize, option
+        self.vector = vector  # bytes of a tensor that a thread takes at a time
+        self._channel = channel
+        self._steps: dict[int, tuple[Step, ...]] = {}
+
+    def __call__(self, out: torch.Tensor, x: torch.Tensor, nbytes: int) -> bool:
+        """Launch on the current stream; False, and nothing done, where NCCL is to do it."""
+        steps = self._steps.get(nbytes)
+        if steps is None:
+            if len(self._steps) >= _PLANS:
+                self._steps.clear()
+            steps = self._steps[nbytes] = self._channel.steps(self, nbytes)
+        if not steps:
+            return False
+        stream, tag = self._channel.turn()
+        source, target = x.data_ptr(), out.data_ptr()
+        for call, launch, offset in steps:
+            call.x, call.out, call.tag = source + offset, target + offset, tag
+            launch(stream)
+        return True
+
+
+def open_push(ring: Ring) -> PushChannel | str:
+    """Set the channel of a ring up; every member calls it. Returns why there is none.
+
+    Blocks the host at most the ring's timeout a step; compiles the kernels where nobody has yet.
+    """
+    if ring.size not in choose.SIZES:
+        return f"{ring.size} ranks: the kernels serve {choose.SIZES[0]} to {choose.SIZES[-1]}"
+    problem, modules = "", []
+    if not flags.get(flags.CUSTOM_ALLREDUCE):
+        problem = f"{flags.CUSTOM_ALLREDUCE}=0"
+    else:
+        try:
+            modules = [_module(ring, file) for file in FILES]
+        except EngineError as error:  # the others must hear of it, in the exchange that follows
+            log.once("this rank has no push kernels: %s", error)
+            problem = "a rank can't compile the kernels"
+    versions = {row[0] for row in ring.exchange([0 if problem else version()])}
+    if problem or 0 in versions:
+        return problem or f"{flags.CUSTOM_ALLREDUCE}=0 on another rank, or it can't compile"
+    if len(versions) > 1:
+        return "ranks have different tables or kernels; install the same commlib everywhere"
+    memory = share(ring, _CONTROL + 4 * WINDOW, "push")
+    return memory if isinstance(memory, str) else PushChannel(ring, memory, modules)
+
+
+def _module(ring: Ring, file: str) -> Any:
+    return driver.module(KERNELS / file, ring.device.index, f"-DRANKS={ring.size}")
+
+
+def version() -> int:
+    """Return a number that is the same where kernels and table are the same, never 0."""
+    texts = [choose.TABLE.read_bytes()]
+    texts += [path.read_bytes() for path in sorted(KERNELS.iterdir())]
+    digest = hashlib.sha256(b"\0".join(texts)).digest()
+    return int.from_bytes(digest[:7], "little") + 1
