@@ -20,7 +20,7 @@ from commlib._checks import (
 from commlib._dtypes import Reducer, Wire, wire
 from commlib._ring import Ring
 from commlib._routes import Routes
-from commlib._work import All, Work
+from commlib._work import All, Pending, Work
 from commlib.errors import ArgumentError, ShapeError
 
 Tensor = torch.Tensor
@@ -70,6 +70,26 @@ class CommContext(Ring):
         launch = self._pick(self._all_reduce, count)
         how = use_calc_stream, sync_op, fenced
         return _gate.run(self, "all_reduce", launch, args, out, x, 0, dense, out, how)
+
+    def all_reduce_begin(self, out: Tensor, x: Tensor, *, op: str = "sum") -> Work:
+        """Begin an ``all_reduce`` on the caller's current stream; ``wait()`` of the Work ends it.
+
+        What the program launches between the two runs while the data is under way. ``x`` must not
+        change before, ``out`` is filled behind ``wait()``, which the host does not block in. No
+        other collective of this ring comes between. With the push kernels both halves are launches
+        of their own, in a capture too; anything else runs on the ring's comm stream meanwhile.
+        """
+        dense = check_pair(self, "all_reduce", out, x)
+        if out.numel() != x.numel():
+            raise misfit(self, "all_reduce", out, x.numel(), "as many elements as x")
+        reduction = self._reduction("all_reduce", x, op)
+        if dense and self.size > 1 and x.numel() and self.open_group is None:
+            begin = _gate.begin(self, "all_reduce", self._begin, out, x, reduction)
+            if begin is not None:
+                return begin
+        work = self.all_reduce(out, x, op=op, use_calc_stream=False, sync_op=False)
+        assert isinstance(work, Work)
+        return work
 
     def all_gather(
         self,
@@ -409,6 +429,10 @@ class CommContext(Ring):
 
     @abstractmethod
     def _scatter(self, out: Tensor, x: Tensor | None, root: int) -> Any: ...
+
+    def _begin(self, out: Tensor, x: Tensor, reduction: Any) -> Pending | None:
+        """Launch the first half of an all_reduce, or nothing where it has no halves."""
+        return None
 
     @abstractmethod
     def _all_to_all(self, out: Tensor, x: Tensor, takes: list[int], sends: list[int]) -> Any: ...

@@ -9,8 +9,8 @@ from torch.autograd import graph
 
 from commlib._checks import is_dense
 from commlib._ring import Ring
-from commlib._work import OnHost, OnStream, Unlaunched, Work
-from commlib.errors import ArgumentError, CommError
+from commlib._work import OnHost, OnStream, Pending, Unlaunched, Work
+from commlib.errors import ArgumentError, CommError, PeerTimeout, StreamError
 
 Launch = Callable[..., Any]
 How = tuple[bool, bool, bool]  # use_calc_stream, sync_op, fenced
@@ -139,6 +139,32 @@ def run(
     return result
 
 
+def begin(
+    ctx: Ring,
+    verb: str,
+    launcher: Callable[..., Pending | None],
+    out: torch.Tensor,
+    x: torch.Tensor,
+    *args: Any,
+) -> Work | None:
+    """Launch the first half of a checked call; None, and nothing done, where it has no halves."""
+    if not _apart(out, x, 0):
+        return None
+    with ctx.lock:
+        if ctx.fault is not None:
+            raise ctx.unusable(verb)
+        try:
+            pending = launcher(out, x.detach(), *args)
+        except Exception as error:
+            raise ctx.failed(verb, error) from error
+        if pending is None:
+            return None
+        ctx.calls += 1
+        ctx.last_verb = verb
+    _written(out)
+    return Work(out, pending)
+
+
 def _tracked(ctx: Ring, call: Call, result: Any, how: How) -> Any:
     use_calc_stream, sync_op, _ = how
     with ctx.lock:
@@ -232,6 +258,8 @@ def _guarded(ctx: Ring, call: Call, step: Callable[[], Any]) -> Any:
     """Run one step of the library below; its failure is the ring's failure, in our words."""
     try:
         return step()
+    except (PeerTimeout, StreamError) as error:
+        raise ctx.failed(call.verb, error) from error
     except CommError:
         raise
     except Exception as error:

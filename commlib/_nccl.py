@@ -20,6 +20,7 @@ from commlib._streams import current_raw
 from commlib.channel.rows import RowChannel, open_channel
 from commlib.custom_allreduce import choose
 from commlib.custom_allreduce.push import PushChannel, Pushed, open_push
+from commlib.custom_allreduce.split import Split
 from commlib.errors import CommTimeout, EngineError
 
 Tensor = torch.Tensor
@@ -187,6 +188,14 @@ class NCCLCommContext(CommContext):
             op,
             current_raw(self._index),
         )
+
+    def _begin(self, out: Tensor, x: Tensor, reduction: Any) -> Split | None:
+        pushed = reduction.all_reduce if isinstance(reduction, _Reduction) else None
+        halves = None if pushed is None else pushed.split(x.nbytes)
+        if halves is None or isinstance(self._push, str):
+            return None
+        self._push.open(halves[0], out, x)
+        return Split(self._push, halves[1], self.lock, out, x)
 
     def _all_gather(self, out: Tensor, x: Tensor) -> None:
         if self._gathered is not None and self._gathered(out, x, x.nbytes):

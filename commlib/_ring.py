@@ -18,6 +18,7 @@ from commlib._mailbox import Mailbox, Rounds, open_mailbox
 from commlib._rollcall import Meeting
 from commlib._streams import Fences, issue_lock
 from commlib.errors import (
+    ArgumentError,
     CommError,
     CommTimeout,
     EngineError,
@@ -129,13 +130,16 @@ class Ring(ABC):
         return list(self._errors)
 
     def failed(self, verb: str, error: Exception) -> CommError:
-        """Mark the ring as failed by ``error`` of the library below and return what to raise."""
-        text = f"{self.where(verb)}: {type(error).__name__}: {error}"
+        """Mark the ring as failed by ``error`` of what is below and return what to raise."""
         if isinstance(error, PeerTimeout | StreamError):
+            text = f"{self.where(verb)}: {error}"
             self._errors.append(text)
             self._repairable = self._repairable or self.fault is None
             self.fault = self.fault or f"a kernel gave up in {verb}; every member types reset()"
             return type(error)(text)
+        if isinstance(error, ArgumentError):
+            return error  # nothing was launched
+        text = f"{self.where(verb)}: {type(error).__name__}: {error}"
         late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         late = late or isinstance(error, CommTimeout)
         self._errors.append(text)

@@ -31,6 +31,11 @@ def _places() -> Iterator[Any]:
             yield pytest.param(place, id=f"{engine}-gpu", marks=pytest.mark.gpu)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the long form of the mixed calls be asked for: --mixed-calls 1000000."""
+    parser.addoption("--mixed-calls", type=int, default=1500, help="calls of the mixed tests")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Name the marker of the cases that need two GPUs."""
     config.addinivalue_line("markers", "gpu: runs on a pair of GPUs")
@@ -73,6 +78,25 @@ def cpu_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Rank
 def trio(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
     """The same with three ranks on the CPU."""
     return _live(3, Place(request.param))
+
+
+def _crowds() -> Iterator[Any]:
+    """More than two ranks: on as many GPUs as there are, else three on the CPU."""
+    if GPUS < 3:
+        yield pytest.param((3, Place()), id="3")
+    for size in range(3, min(GPUS, 8) + 1):
+        gpus = tuple(
+            (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1,2,3,4,5,6,7").split(",")[:size]
+        )
+        yield pytest.param(
+            (size, Place("unified", "gpu", gpus)), id=f"{size}-gpu", marks=pytest.mark.gpu
+        )
+
+
+@pytest.fixture(params=_crowds())
+def crowd(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
+    """The same on one engine with three and more ranks."""
+    return _live(*request.param)
 
 
 @pytest.fixture(params=UNIFIED)

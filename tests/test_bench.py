@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from commlib import ops
 from commlib.tools import _bench_gloo, _bench_host, _bench_import, _bench_memory
 from commlib.tools._bench_launch import launch
 from commlib.tools._bench_report import Report, number, target, write
@@ -39,6 +40,31 @@ MEMORY = {
         "dist.new_group(), first call",
     ),
 }
+SUMS = ("ring.all_reduce(out, x)", "NCCL", "symm_mem one-shot", "symm_mem two-shot")
+ALLREDUCE = {
+    **{
+        f"graph | {size}": SUMS
+        for size in (
+            *("1 KiB", "4 KiB", "16 KiB", "64 KiB", "128 KiB", "256 KiB", "512 KiB"),
+            *("1 MiB", "4 MiB", "16 MiB"),
+        )
+    },
+    "graph | 64 MiB": (*SUMS[:2], SUMS[3]),
+    **{
+        f"eager | {size}": (
+            *("ops.all_reduce(x, out=x)", "ring.all_reduce(out, x)", "dist.all_reduce(x)"),
+            "symm_mem.one_shot_all_reduce(x)",
+        )
+        for size in ("1 KiB", "64 KiB")
+    },
+    **{
+        f"fused | {tokens} x 8192": (
+            "ops.all_reduce_residual_norm",
+            *(f"{way} + compiled norm" for way in SUMS[1:]),
+        )
+        for tokens in ((1, 8, 32, 128) if hasattr(ops, "all_reduce_residual_norm") else ())
+    },
+}
 PEERS = {
     "host": set(HOST),
     "gloo": {f"{size} | {call}" for size in ("4 B", "64 KiB", "4 MiB") for call in GLOO},
@@ -57,6 +83,7 @@ PEERS = {
         "legacy algorithm",
         "torch.sort alone",
     },
+    "allreduce": {f"{point} | {call}" for point, calls in ALLREDUCE.items() for call in calls},
 }
 
 
@@ -88,10 +115,11 @@ def test_all_that_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
             assert not written and f"{name} is left out: 2 ranks need 2 GPUs" in said.err
         else:
             check(written[0], name)
+            assert written[0].with_suffix(".png").exists() == (name == "allreduce")
             assert "arget" in said.out or name == "memory"
 
 
-@pytest.mark.parametrize("name", ["host", "memory"])
+@pytest.mark.parametrize("name", ["host", "memory", "allreduce"])
 def test_asked_for_more_gpus_than_there_are(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,6 +137,7 @@ def test_asked_for_more_gpus_than_there_are(
         (("nix",), {}, "no benchmark 'nix'; benchmarks here: host, gloo, import, memory, "),
         (("gloo",), {"nproc": 1}, "type --nproc 2"),
         (("host",), {"nproc": 1}, "type --nproc 2"),
+        (("allreduce",), {"nproc": 1}, "type --nproc 2"),
         (("gloo",), {"rounds": 0}, "type --rounds 10"),
     ],
 )

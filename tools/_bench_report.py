@@ -1,7 +1,7 @@
 """The report of one benchmark: a table on the screen, and the same in a dated Markdown file."""
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,10 @@ Row = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Report:
-    """What one benchmark found: a caption that says what was done, a table, and findings."""
+    """What one benchmark found: a caption that says what was done, a table, and findings.
+
+    ``plot`` draws the same into a PNG file.
+    """
 
     name: str
     caption: str
@@ -26,6 +29,7 @@ class Report:
     rows: tuple[Row, ...]
     findings: tuple[str, ...]
     settings: dict[str, int]
+    plot: Callable[[Path], None] | None = None
 
     @property
     def command(self) -> str:
@@ -92,7 +96,8 @@ def show(console: Console, report: Report) -> None:
 def write(folder: Path, report: Report, facts: Sequence[Fact]) -> Path:
     """Write ``report`` with the machine's ``facts``, the date first; return the new file.
 
-    A second run on one day gets a number and replaces nothing.
+    A plot comes beside it under the same name. A second run on one day gets a number and replaces
+    nothing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{dict(facts)['date'][:10]}-{report.name}"
@@ -100,15 +105,19 @@ def write(folder: Path, report: Report, facts: Sequence[Fact]) -> Path:
     while path.exists():
         count += 1
         path = folder / f"{stem}-{count}.md"
-    path.write_text(_markdown(report, facts))
+    picture = path.with_suffix(".png")
+    path.write_text(_markdown(report, facts, picture.name))
+    if report.plot is not None:
+        report.plot(picture)
     return path
 
 
-def _markdown(report: Report, facts: Sequence[Fact]) -> str:
+def _markdown(report: Report, facts: Sequence[Fact], picture: str) -> str:
     run = [("command", f"`{report.command}`"), *facts]
     parts = [f"# {report.name}", report.caption, "## Run", *_grid(("what", "value"), run)]
     parts += ["## Result", *_grid(report.columns, report.rows)]
     parts += ["## Findings", "\n".join(f"- {finding}" for finding in report.findings)]
+    parts += [] if report.plot is None else [f"![{report.name}]({picture})"]
     return "\n\n".join(parts) + "\n"
 
 

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from time import perf_counter_ns
 from typing import NamedTuple
@@ -46,12 +47,20 @@ def race(
     A peer's turn is one call that is not timed, then ``calls`` back to back without garbage
     collection; ``settle`` runs before and behind them. Ranks take the same turns.
     """
-    found: dict[str, list[float]] = {name: [] for name in peers}
+    settle = settle or _nothing
+    return interleave(
+        {name: partial(_turn, call, calls, settle) for name, call in peers.items()}, rounds=rounds
+    )
+
+
+def interleave(meters: Mapping[str, Callable[[], float]], *, rounds: int) -> dict[str, list[float]]:
+    """Return what the meter of each peer says, one value a round; the first rounds are left out."""
+    found: dict[str, list[float]] = {name: [] for name in meters}
     gc.collect()
     gc.freeze()  # else each collection walks all of torch
     for number in range(-WARM_ROUNDS, rounds):
-        for name in turns(list(peers), number):
-            value = _turn(peers[name], calls, settle or _nothing)
+        for name in turns(list(meters), number):
+            value = meters[name]()
             if number >= 0:
                 found[name].append(value)
     gc.unfreeze()

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from commlib.tools import (
+    _bench_allreduce,
     _bench_class_center,
     _bench_cross_entropy,
     _bench_experts,
@@ -41,6 +42,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "cross-entropy": _bench_cross_entropy,
     "experts": _bench_experts,
     "class-center": _bench_class_center,
+    "allreduce": _bench_allreduce,
 }
 
 

@@ -58,7 +58,7 @@ def bench(
 ) -> None:
     """Time the benchmarks NAMES against their named peers, or all of them.
 
-    They are host, gloo, import, memory, cross-entropy, experts and class-center.
+    They are host, gloo, import, memory, cross-entropy, experts, class-center and allreduce.
     """
     from commlib.tools.bench import run_bench
 

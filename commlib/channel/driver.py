@@ -161,7 +161,7 @@ def function(modules: Sequence[Any], name: str, device: int) -> Any:
 class Launch:
     """One kernel, its grid and its one argument, which it is given by value; ready to go."""
 
-    __slots__ = ("_config", "_function", "_keep", "_launch", "_parameters")
+    __slots__ = ("_config", "_function", "_keep", "_launch", "_parameters", "_stream")
 
     def __init__(self, function: Any, blocks: int, threads: int, argument: ctypes.Structure):
         driver = _driver()
@@ -169,10 +169,12 @@ class Launch:
         self._function, self._launch = function, driver.cuLaunchKernelEx
         self._config, self._keep = _config(driver, blocks, threads), (argument, place)
         self._parameters = ctypes.addressof(place)
+        self._stream: int | None = None
 
     def __call__(self, stream: int) -> None:
         """Launch on a stream with what the argument holds now; never blocks."""
-        self._config.hStream = stream
+        if stream != self._stream:
+            self._config.hStream = self._stream = stream
         (status,) = self._launch(self._config, self._function, self._parameters, 0)
         if status:
             raise EngineError(f"cuLaunchKernelEx: {status}")
@@ -202,14 +204,5 @@ class HostWord:
 
         self._memory = cupy.cuda.alloc_pinned_memory(8)
         self.address = int(self._memory.ptr)
-        self._word = ctypes.c_uint64.from_address(self.address)
-        self._word.value = 0
-
-    @property
-    def value(self) -> int:
-        """What stands there now."""
-        return self._word.value
-
-    def clear(self) -> None:
-        """Put the zero back."""
-        self._word.value = 0
+        self.word = ctypes.c_uint64.from_address(self.address)  # its value stands there now
+        self.word.value = 0

@@ -12,23 +12,24 @@ class StreamOrder:
     replayed beside other calls is for the program to order.
     """
 
-    __slots__ = ("_device", "_last", "_tags", "tag")
+    __slots__ = ("_device", "_tags", "last", "tag")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._last: int | None = None  # a handle; 0 is the default stream
+        self.last: int | None = None  # a handle; 0 is the default stream
         self._tags: dict[int, int] = {}
         self.tag = 0  # number of the last call's stream, from 1 on
 
     def turn(self) -> int:
         """Return the handle of the current stream, ordered behind the last call."""
         stream = current_raw(self._device.index)
-        if stream != self._last:
-            self._change_to(stream)
+        if stream != self.last:
+            self.change_to(stream)
         return stream
 
-    def _change_to(self, stream: int) -> None:
-        last, self._last = self._last, stream
+    def change_to(self, stream: int) -> None:
+        """Order the current stream, which this handle names, behind the last call."""
+        last, self.last = self.last, stream
         self.tag = self._tags.setdefault(stream, len(self._tags) + 1)
         if last is not None and capture_of(last) == capture_of(stream):
             event = torch.cuda.ExternalStream(last, self._device).record_event()

@@ -88,7 +88,7 @@ class RowChannel:
 
     def check(self) -> None:
         """Raise ``PeerTimeout`` naming the peer that an earlier call has given up."""
-        record = self._error.value
+        record = self._error.word.value
         if record:
             peer, number = record >> 32 & 0x7FFFFFFF, record & 0xFFFFFFFF
             raise PeerTimeout(
@@ -99,7 +99,7 @@ class RowChannel:
     def reset(self) -> None:
         """Begin anew; between two exchanges, when no kernel of any rank runs any more."""
         self._memory.zero()
-        self._error.clear()
+        self._error.word.value = 0
 
     def close(self) -> None:
         """Free the workspace once every rank has let go of it."""

@@ -73,6 +73,16 @@ def refusal(dtype: torch.dtype, op: str) -> str | None:
     return None
 
 
+def room(kernel: str, half: int, size: int) -> int:
+    """Return the bytes of a call (as in ``Row.most``) that fit into ``half`` bytes of the channel.
+
+    A slot a rank holds all of it, or, for two hops, two rounds of slots a slice each; packets take
+    twice what they carry. Rounding to whole vectors in each slot is left room for.
+    """
+    slots = 2 if kernel.startswith("two_shot") else 2 * size if kernel == "packets" else size
+    return (half - 2 * size * VECTOR) // slots // VECTOR * VECTOR
+
+
 def blocks(row: Row, vectors: int) -> int:
     """Return how many blocks share ``vectors``: one vector a thread while there are enough."""
     return max(1, min(row.blocks, -(-vectors // row.threads)))

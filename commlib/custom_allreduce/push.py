@@ -11,21 +11,23 @@ import torch
 from commlib import flags
 from commlib._log import log
 from commlib._ring import Ring
+from commlib._streams import current_raw
 from commlib.channel import driver
 from commlib.channel.memory import PeerMemory, share
 from commlib.channel.order import StreamOrder
 from commlib.custom_allreduce import choose
 from commlib.custom_allreduce.choose import FLOATS, OPS, VECTOR, Row
-from commlib.errors import EngineError, PeerTimeout, StreamError
+from commlib.errors import ArgumentError, EngineError, PeerTimeout, StreamError
 
 RANKS = 8  # as in channel.cuh
 WINDOW = 16 << 20  # bytes of an all_reduce that one launch does; larger ones take several
 KERNELS = Path(__file__).parent / "kernels"
-FILES = ("all_reduce.cu", "packets.cu")
+FILES = ("all_reduce.cu", "split.cu", "packets.cu")
 VERBS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 
 _CONTROL, _LIMIT = 4096, 24  # bytes of control words; where limit_ns stands among them
 _LATE, _TWO_AT_ONCE = 1, 2  # as in channel.cuh
+_SPARE = 4096  # bytes of a half beside two windows: slots begin at whole vectors
 _PLANS = 4096  # sizes that are remembered
 
 
@@ -60,7 +62,8 @@ class PushChannel:
     def __init__(self, ring: Ring, memory: PeerMemory, modules: Sequence[Any]) -> None:
         self._ring, self._memory, self._modules = ring, memory, modules
         self._device, self._error = ring.device.index, driver.HostWord()
-        self._order = StreamOrder(ring.device)
+        self._word = self._error.word
+        self._order, self._open = StreamOrder(ring.device), False
         self._half = (memory.nbytes - _CONTROL) // 2
         self._set_limit()
 
@@ -79,17 +82,25 @@ class PushChannel:
 
     def steps(self, moved: "Pushed", nbytes: int) -> tuple[Step, ...]:
         """Return the launches of a call of ``nbytes``, none where NCCL is to do it."""
-        row = choose.choose(moved.verb, nbytes, self._ring.size)
+        row = self.row(moved, nbytes)
         if row is None:
             return ()
+        window = min(choose.room(row.kernel, self._half, self._ring.size), WINDOW)
+        if moved.verb != "all_reduce" and nbytes > window:
+            return ()  # parts can't be cut
         return tuple(
-            self._step(moved, row, offset, min(WINDOW, nbytes - offset))
-            for offset in range(0, nbytes, WINDOW)
+            self.step(moved, row, offset, min(window, nbytes - offset))
+            for offset in range(0, nbytes, window)
         )
 
-    def _step(self, moved: "Pushed", row: Row, offset: int, nbytes: int) -> Step:
+    def row(self, moved: "Pushed", nbytes: int) -> Row | None:
+        """Return the row of the table for a call of ``nbytes``."""
+        return choose.choose(moved.verb, nbytes, self._ring.size)
+
+    def step(self, moved: "Pushed", row: Row, offset: int, nbytes: int) -> Step:
+        """Return the launch that ``row`` describes for ``nbytes`` of a call, from ``offset`` on."""
         vectors = -(-nbytes // moved.vector)
-        if row.kernel == "two_shot":
+        if row.kernel.startswith("two_shot"):
             vectors = -(-vectors // self._ring.size)
         call = self.call(moved.verb, nbytes // moved.itemsize, moved.option)
         grid = choose.blocks(row, vectors), row.threads
@@ -115,17 +126,49 @@ class PushChannel:
     def turn(self) -> tuple[int, int]:
         """Return the current stream and its number, behind the last call.
 
-        Raises ``PeerTimeout`` or ``StreamError`` when an earlier call has reported a fault.
+        Raises ``PeerTimeout`` or ``StreamError`` when an earlier call has reported a fault, and
+        ``ArgumentError`` between the halves of a split one.
         """
-        if self._error.value:
-            self.check()
-        return self._order.turn(), self._order.tag
+        order = self._order
+        if self._word.value or self._open:
+            self._refuse()
+        stream = current_raw(self._device)  # not order.turn(): every call passes here
+        if stream != order.last:
+            order.change_to(stream)
+        return stream, order.tag
+
+    def _refuse(self) -> None:
+        self.check()
+        raise ArgumentError(
+            f"a split all_reduce of ring {self._ring.ring_id} is open on rank "
+            f"{self._ring.rank}: one call at a time; wait() for its Work first"
+        )
+
+    def launch(self, steps: Sequence[Step], out: torch.Tensor, x: torch.Tensor) -> None:
+        """Launch ``steps`` on the current stream, behind the last call; never blocks."""
+        stream, tag = self.turn()
+        source, target = x.data_ptr(), out.data_ptr()
+        for call, launch, offset in steps:
+            call.x, call.out, call.tag = source + offset, target + offset, tag
+            launch(stream)
+
+    # -- in two halves -----------------------------------------------------------------------------
+
+    def open(self, begin: Step, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Launch the first half of a call; no other call may come before the second."""
+        self.launch((begin,), out, x)
+        self._open = True
+
+    def finish(self, end: Step, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Launch the second half."""
+        self._open = False
+        self.launch((end,), out, x)
 
     # -- faults ------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise what a kernel has reported: ``PeerTimeout`` or ``StreamError``."""
-        record = self._error.value
+        record = self._word.value
         if not record:
             return
         reason, verb = record >> 61, VERBS[record >> 53 & 0xFF]
@@ -148,7 +191,8 @@ class PushChannel:
         """Begin anew; between two exchanges, when no kernel of any rank runs any more."""
         self._memory.zero()
         self._set_limit()
-        self._error.clear()
+        self._word.value = 0
+        self._open = False
 
     def _set_limit(self) -> None:
         """Write the deadline where a replayed graph reads it too."""
@@ -162,7 +206,7 @@ class PushChannel:
 class Pushed:
     """One verb over one kind of data: a launch for each size that the kernels take."""
 
-    __slots__ = ("_channel", "_steps", "itemsize", "option", "suffix", "vector", "verb")
+    __slots__ = ("_channel", "_halves", "_steps", "itemsize", "option", "suffix", "vector", "verb")
 
     def __init__(
         self, channel: PushChannel, verb: str, suffix: str, itemsize: int, vector: int, option: int
@@ -171,6 +215,7 @@ class Pushed:
         self.vector = vector  # bytes of a tensor that a thread takes at a time
         self._channel = channel
         self._steps: dict[int, tuple[Step, ...]] = {}
+        self._halves: dict[int, tuple[Step, Step]] = {}
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor, nbytes: int) -> bool:
         """Launch on the current stream; False, and nothing done, where NCCL is to do it."""
@@ -181,12 +226,25 @@ class Pushed:
             steps = self._steps[nbytes] = self._channel.steps(self, nbytes)
         if not steps:
             return False
-        stream, tag = self._channel.turn()
-        source, target = x.data_ptr(), out.data_ptr()
-        for call, launch, offset in steps:
-            call.x, call.out, call.tag = source + offset, target + offset, tag
-            launch(stream)
+        self._channel.launch(steps, out, x)
         return True
+
+    def split(self, nbytes: int) -> tuple[Step, Step] | None:
+        """Return the two halves of a call of ``nbytes``, or None where it has none."""
+        whole = self._channel.row(self, nbytes)
+        if whole is None or not self.suffix.endswith("_sum"):
+            return None
+        if len(self._channel.steps(self, nbytes)) > 1:
+            return None
+        known = self._halves.get(nbytes)
+        if known is None:
+            first, second = (
+                whole._replace(kernel=f"{whole.kernel}_{name}") for name in ("begin", "end")
+            )
+            step = self._channel.step
+            known = step(self, first, 0, nbytes), step(self, second, 0, nbytes)
+            self._halves[nbytes] = known
+        return known
 
 
 def open_push(ring: Ring) -> PushChannel | str:
@@ -210,7 +268,7 @@ def open_push(ring: Ring) -> PushChannel | str:
         return problem or f"{flags.CUSTOM_ALLREDUCE}=0 on another rank, or it can't compile"
     if len(versions) > 1:
         return "ranks have different tables or kernels; install the same commlib everywhere"
-    memory = share(ring, _CONTROL + 4 * WINDOW, "push")
+    memory = share(ring, _CONTROL + 2 * (2 * WINDOW + _SPARE), "push")
     return memory if isinstance(memory, str) else PushChannel(ring, memory, modules)
 
 

@@ -1,0 +1,220 @@
+"""`commlib bench allreduce`: what it makes of its figures, its checks and its plot, anywhere."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matplotlib import image
+
+from commlib.tools import _bench_allreduce
+from commlib.tools._bench_allreduce import multicast
+from commlib.tools._bench_allreduce_norm import exact_norm, normalised
+from commlib.tools._bench_allreduce_peers import Near, Way, check, exact_sum
+from commlib.tools._bench_plot import size_label
+from commlib.tools._bench_report import Report, write
+
+FACTS = (("date", "2026-01-02T03:04:05Z"), ("CPU", "some model"))
+OURS, NCCL = "ring.all_reduce(out, x)", "NCCL"
+ONE_SHOT, TWO_SHOT = "symm_mem one-shot", "symm_mem two-shot"
+EAGER, DIST = "ops.all_reduce(x, out=x)", "dist.all_reduce(x)"
+SYMM, FUSED = "symm_mem.one_shot_all_reduce(x)", "ops.all_reduce_residual_norm"
+NCCL_NORM, ONE_SHOT_NORM = f"{NCCL} + compiled norm", f"{ONE_SHOT} + compiled norm"
+SMALL = ("1 KiB", "4 KiB", "16 KiB", "64 KiB")
+MIDDLE = ("128 KiB", "256 KiB", "512 KiB", "1 MiB")
+LARGE = ("4 MiB", "16 MiB", "64 MiB")
+
+Times = dict[str, list[float]]
+
+
+def samples(microseconds: Mapping[str, float]) -> Times:
+    """Two rounds in which each call takes the same time."""
+    return {name: [time / 1e6] * 2 for name, time in microseconds.items()}
+
+
+def sized(sizes: tuple[str, ...], microseconds: Mapping[str, float]) -> dict[str, Times]:
+    return {size: samples(microseconds) for size in sizes}
+
+
+def found(**changes: dict[str, Any]) -> dict[str, Any]:
+    """Samples in which we take 0.4 of the best peer: one-shot, then two-shot, then NCCL."""
+    whole: dict[str, dict[str, Any]] = {
+        "graph": {
+            **sized(SMALL, {OURS: 2, NCCL: 12, ONE_SHOT: 5, TWO_SHOT: 8}),
+            **sized(MIDDLE, {OURS: 4, NCCL: 20, ONE_SHOT: 30, TWO_SHOT: 10}),
+            **sized(LARGE, {OURS: 40, NCCL: 100, TWO_SHOT: 110}),
+        },
+        "eager": sized(("1 KiB", "64 KiB"), {EAGER: 5, OURS: 3, DIST: 40, SYMM: 10}),
+        "fused": sized(("1 x 8192", "8 x 8192"), {FUSED: 4, NCCL_NORM: 20, ONE_SHOT_NORM: 8}),
+        "carriers": dict.fromkeys((*SMALL, *MIDDLE), "push") | dict.fromkeys(LARGE, "nccl"),
+    }
+    return whole | {kind: whole[kind] | change for kind, change in changes.items()}
+
+
+def report(found: dict[str, Any], nproc: int = 2) -> Report:
+    return _bench_allreduce.report(found, {"nproc": nproc, "rounds": 2}, "Multicast?")
+
+
+# -- table and findings --------------------------------------------------------------------------
+
+
+def test_rows() -> None:
+    made = report(found())
+
+    assert made.columns[:3] == ("kind", "size", "call")
+    assert {len(row) for row in made.rows} == {len(made.columns)}
+    by_name = {row[:3]: row[3:] for row in made.rows}
+    assert len(by_name) == len(made.rows) == 4 * 8 + 3 * 3 + 4 * 2 + 3 * 2
+    ours = ("2.00", "2.00..2.00", "0.40 (0.40..0.40)")
+    assert by_name["graph", "4 KiB", OURS] == ours
+    assert by_name["graph", "64 MiB", TWO_SHOT][-1] == "1.10 (1.10..1.10)"
+    assert by_name["eager", "64 KiB", EAGER][-1] == "0.50 (0.50..0.50)"
+    assert by_name["fused", "8 x 8192", FUSED][-1] == "0.50 (0.50..0.50)"
+    assert "over 2 GPUs" in made.caption and made.caption.endswith("Multicast?")
+    assert made.command == "commlib bench allreduce --nproc 2 --rounds 2"
+
+
+@pytest.mark.parametrize(
+    ("nproc", "limits"),
+    [(2, (0.42, 0.55, 0.85)), (4, (0.50, 0.65, 0.90)), (8, (0.48, 0.70, 0.92))],
+)
+def test_targets_of_each_number_of_gpus(nproc: int, limits: tuple[float, ...]) -> None:
+    classes = report(found(), nproc).findings[:3]
+
+    spans = ("1 KiB..64 KiB", "128 KiB..1 MiB", "4 MiB..64 MiB")
+    for finding, span, limit in zip(classes, spans, limits, strict=True):
+        assert finding.startswith(f"met: graph, {span}, {OURS} / the best peer, at worst (")
+        assert finding.endswith(f": 0.40, target at most {limit:.2f}")
+    for finding, peer in zip(classes, (ONE_SHOT, TWO_SHOT, NCCL), strict=True):
+        assert f", {peer})" in finding
+
+
+def test_no_target_for_other_numbers() -> None:
+    classes = report(found(), 3).findings[:3]
+
+    assert all(finding.endswith("0.40; no target on 3 GPUs") for finding in classes)
+    assert not any(finding.startswith(("met", "missed")) for finding in classes)
+
+
+def test_one_bad_size_misses_the_target_of_its_class() -> None:
+    slow = {"16 KiB": samples({OURS: 6, NCCL: 7, ONE_SHOT: 9, TWO_SHOT: 8})}
+
+    first, second, _ = report(found(graph=slow)).findings[:3]
+
+    assert first.startswith("missed: ") and f"at worst (16 KiB, {NCCL}): 0.86" in first
+    assert second.startswith("met: ")
+
+
+def test_eager_findings() -> None:
+    slow = {"64 KiB": samples({EAGER: 8, OURS: 3, DIST: 32, SYMM: 20})}
+
+    host, symmetric, distributed = report(found(eager=slow)).findings[3:6]
+
+    assert host == f"missed: eager, {EAGER}, at worst: 8.00 µs, target at most 7.00 µs"
+    assert symmetric.startswith("met: ") and f"{SYMM}, at worst (1 KiB): 0.50" in symmetric
+    assert distributed.startswith("missed: ") and "at worst (64 KiB): 0.25" in distributed
+
+
+def test_norm_findings() -> None:
+    slow = {"8 x 8192": samples({FUSED: 9, NCCL_NORM: 10, ONE_SHOT_NORM: 12})}
+
+    assert report(found()).findings[6].startswith(f"met: fused, {FUSED} / the best peer, at worst")
+    missed = report(found(fused=slow)).findings[6]
+    assert missed.endswith(f"at worst (8 x 8192, {NCCL_NORM}): 0.90, target at most 0.55")
+    assert missed.startswith("missed: ")
+    absent = report(found() | {"fused": {}})
+    assert absent.findings[6] == f"fused: this commlib has no {FUSED}"
+    assert "fused" not in {row[0] for row in absent.rows}
+
+
+def test_what_carries_is_said_once() -> None:
+    assert report(found()).findings[7:] == (
+        "ring 0, 1 KiB..1 MiB: push",
+        "ring 0, 4 MiB..64 MiB: nccl",
+    )
+    alone = report(found(carriers={"64 MiB": "a ring of its own"})).findings[-1]
+    assert alone == "ring 0, 64 MiB: a ring of its own"
+
+
+def test_multicast_is_said() -> None:
+    off = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    on = {"NCCL_NVLS_ENABLE": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "0"}
+
+    assert multicast(off).endswith(
+        "is off by NCCL_NVLS_ENABLE=0, TORCH_SYMM_MEM_DISABLE_MULTICAST=1."
+    )
+    for left in ({}, on):
+        assert multicast(left) == "NVLink multicast is left to NCCL and torch."
+
+
+# -- plot ----------------------------------------------------------------------------------------
+
+
+def test_the_plot_lies_beside_the_table(tmp_path: Path) -> None:
+    made = report(found())
+
+    files = [write(tmp_path, made, FACTS) for _ in range(2)]
+
+    assert [file.name for file in files] == [
+        "2026-01-02-allreduce.md",
+        "2026-01-02-allreduce-2.md",
+    ]
+    for file in files:
+        picture = file.with_suffix(".png")
+        assert file.read_text().endswith(f"\n\n![allreduce]({picture.name})\n")
+        height, width, _ = image.imread(picture).shape
+        assert width > height > 400
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "label"), [(4, "4 B"), (1024, "1 KiB"), (1536, "1536 B"), (2**26, "64 MiB")]
+)
+def test_sizes_are_named(nbytes: int, label: str) -> None:
+    assert size_label(nbytes) == label
+
+
+# -- what is right -------------------------------------------------------------------------------
+
+
+def drawn(*shape: int, parts: int = 1) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape).bfloat16() for _ in range(parts)]
+
+
+def test_a_rounded_sum_is_right_and_a_part_of_it_is_not() -> None:
+    parts = drawn(4096, parts=8)
+    rounded = torch.zeros_like(parts[0])
+    for part in parts:
+        rounded += part
+
+    near = exact_sum(parts)
+
+    assert near.holds(rounded)
+    assert not near.holds(rounded - parts[3])
+    assert not near.holds(rounded.masked_fill(torch.arange(4096) == 7, torch.nan))
+
+
+def test_a_norm_of_the_sum_is_right_and_one_without_the_residual_is_not() -> None:
+    *parts, residual, noise = drawn(4, 256, parts=4)
+    weight = 1 + 0.1 * noise[0]
+    added = sum(parts, torch.zeros_like(residual))
+
+    nears = exact_norm(exact_sum(parts), residual, weight)
+
+    right = normalised(added, residual, weight)
+    wrong = normalised(added, torch.zeros_like(residual), weight)
+    assert [near.holds(one) for near, one in zip(nears, right, strict=True)] == [True, True]
+    assert [near.holds(one) for near, one in zip(nears, wrong, strict=True)] == [False, False]
+
+
+def test_a_wrong_way_is_named() -> None:
+    def twice(x: torch.Tensor) -> tuple[Near]:
+        return (Near(2 * x.double(), torch.zeros_like(x, dtype=torch.float64)),)
+
+    x = torch.zeros(5)
+    ways = {"right": Way(x, lambda: x.mul_(2)), "wrong": Way(x, lambda: (x + 1,))}
+
+    check({"right": ways["right"]}, twice)
+    with pytest.raises(AssertionError, match=r"wrong: wrong result for \(5,\)"):
+        check(ways, twice)

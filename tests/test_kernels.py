@@ -1,0 +1,160 @@
+"""The CUDA sources compile for every ring they serve, and are kept where nobody else may write."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commlib.channel import driver, rows
+from commlib.custom_allreduce import choose, push
+from commlib.errors import EngineError
+from tests._examples import examples
+
+HALF = 2 * push.WINDOW + 4096  # bytes
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of its own, so that nothing is found compiled."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def names() -> Iterator[tuple[str, str]]:
+    """Yield the file and the name of every kernel that the table may ask for."""
+    kinds = [f"{dtype}_{op}" for dtype in choose.FLOATS.values() for op in ("sum", "max", "min")]
+    for algorithm, kind in itertools.product(("one_shot", "two_shot", "scatter"), kinds):
+        yield "all_reduce.cu", f"{algorithm}_{kind}"
+    for algorithm, dtype in itertools.product(("one_shot", "two_shot"), choose.FLOATS.values()):
+        yield "split.cu", f"{algorithm}_begin_{dtype}_sum"
+        yield "split.cu", f"{algorithm}_end_{dtype}_sum"
+    yield "packets.cu", "packets"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "size"), [("sm_90", 2), ("sm_90", 3), ("sm_80", 2), ("sm_100", 2)]
+)
+def test_push_kernels_compile(home: Path, architecture: str, size: int) -> None:
+    for file in push.FILES:
+        code = driver.binary(push.KERNELS / file, architecture, (f"-DRANKS={size}",))
+        missing = [name for of, name in names() if of == file and name.encode() not in code]
+        assert not missing
+
+
+@pytest.mark.parametrize("file", ["split.cu", "packets.cu"])
+def test_push_kernels_compile_for_the_largest_ring(home: Path, file: str) -> None:
+    assert driver.binary(push.KERNELS / file, "sm_90", ("-DRANKS=8",))
+
+
+def test_row_kernel_compiles(home: Path) -> None:
+    assert b"exchange_rows" in driver.binary(rows.KERNEL, "sm_90", ("-DSEGMENTS=32",))
+
+
+def test_a_wrong_source_is_told(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "wrong.cu").write_text("__global__ void f() { undeclared(); }")
+    with pytest.raises(EngineError, match="undeclared"):
+        driver.binary(tmp_path / "wrong.cu", "sm_90")
+
+
+def test_what_is_compiled_is_kept(home: Path) -> None:
+    source = home / "some.cu"
+    source.write_text('extern "C" __global__ void some() {}')
+    first = driver.binary(source, "sm_90")
+    (kept,) = (home / ".cache/commlib/kernels").iterdir()
+    assert kept.read_bytes().endswith(first)
+    assert kept.parent.stat().st_mode & 0o777 == 0o700
+    kept.write_bytes(kept.read_bytes()[:-1])  # torn
+    assert driver.binary(source, "sm_90") == first
+    assert kept.read_bytes().endswith(first)
+    (home / "more.cuh").write_text("// a header beside it is part of it")
+    assert driver.binary(source, "sm_90", ("-DOTHER",))
+    assert len(list(kept.parent.iterdir())) == 2
+
+
+def test_a_folder_that_others_may_write_is_not_used(home: Path) -> None:
+    place = home / ".cache/commlib/kernels"
+    place.mkdir(parents=True)
+    place.chmod(0o770)
+    assert driver.folder() is None
+    source = home / "some.cu"
+    source.write_text('extern "C" __global__ void some() {}')
+    assert driver.binary(source, "sm_90")
+    assert not list(place.iterdir())
+    place.chmod(0o700)
+    assert driver.folder() == place
+
+
+def test_no_home_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    assert driver.folder() is None
+
+
+# -- the choice ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", push.VERBS)
+@pytest.mark.parametrize("size", choose.SIZES)
+def test_table(verb: str, size: int) -> None:
+    """Rows ascend, name kernels that there are, and every ring the kernels serve has some."""
+    found = choose.table()[verb][size]
+    assert [row.most for row in found] == sorted({row.most for row in found})
+    algorithms = {name.split("_float")[0].split("_bfloat")[0] for _, name in names()}
+    for row in found:
+        assert row.kernel in algorithms | {"nccl"} or row.kernel.startswith("norm")
+        assert row.threads % 32 == 0
+        assert 0 < row.threads <= 512
+        assert row.blocks > 0
+
+
+@given(
+    verb=st.sampled_from(push.VERBS),
+    nbytes=st.integers(1, 1 << 33),
+    size=st.integers(2, 20),
+)
+@examples(200)
+def test_choice_is_pure(verb: str, nbytes: int, size: int) -> None:
+    """The same at every call, the first row that holds the bytes, and NCCL beyond the last."""
+    found = choose.choose(verb, nbytes, size)
+    assert found == choose.choose(verb, nbytes, size)
+    rows_of = choose.table()[verb].get(size, ())
+    holding = [row for row in rows_of if row.most >= nbytes]
+    assert found == (holding[0] if holding and holding[0].kernel != "nccl" else None)
+
+
+@given(
+    kernel=st.sampled_from(["one_shot", "two_shot", "scatter", "packets"]),
+    size=st.sampled_from(choose.SIZES),
+    below=st.integers(0, 4096),
+)
+@examples(200)
+def test_calls_fit_into_the_channel(kernel: str, size: int, below: int) -> None:
+    """The last slot of the largest call ends inside the half, however it is rounded."""
+    nbytes = max(1, choose.room(kernel, HALF, size) - below)
+    vectors = -(-nbytes // (8 if kernel == "packets" else 16))
+    slots = 2 * size * -(-vectors // size) if kernel == "two_shot" else size * vectors
+    assert slots * 16 <= HALF
+
+
+def test_a_written_table_is_the_same(tmp_path: Path) -> None:
+    choose.write(tmp_path / "table.json", choose.table())
+    assert (tmp_path / "table.json").read_text() == choose.TABLE.read_text()
+
+
+def test_what_is_left_to_nccl() -> None:
+    assert choose.refusal(torch.bfloat16, "avg") is None
+    assert "int32" in str(choose.refusal(torch.int32, "sum"))
+    assert "prod" in str(choose.refusal(torch.float32, "prod"))
+
+
+def test_version_follows_what_it_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = push.version()
+    assert before == push.version() != 0
+    other = tmp_path / "table.json"
+    other.write_text(choose.TABLE.read_text() + "\n")
+    monkeypatch.setattr(choose, "TABLE", other)
+    assert push.version() != before
