@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 UNIFIED = {"unified": "1", "legacy": "0"}
+_KILLED = f"died with exit code {-signal.SIGKILL}"
 START_S = 120  # connecting several processes on a busy machine
 GRACE_S = 3  # what a rank still gets once another rank has failed: it is likely stuck
 # What every rank needs and what takes long to load; none of it may start CUDA or threads.
@@ -90,10 +91,19 @@ class Ranks:
         self.size, self.place = size, place or Place()
         self.members: list[_Member] = []
 
-    def __call__(self, fn: Callable[..., None], *args: object, deadline: float = 60) -> None:
+    def __call__(
+        self,
+        fn: Callable[..., None],
+        *args: object,
+        deadline: float = 60,
+        lost: frozenset[int] = frozenset(),
+    ) -> None:
+        """Run ``fn`` on every rank; those in ``lost`` must die of SIGKILL in it."""
         if not self.alive():
             self._start()
-        self._run(fn, args, deadline)
+        self._run(fn, args, deadline, lost)
+        if lost:
+            self.kill()
 
     def _start(self) -> None:
         from torch.distributed import TCPStore
@@ -120,17 +130,24 @@ class Ranks:
         their_where.close()
         return _Member(process, jobs, where)
 
-    def _run(self, fn: Callable[..., None], args: tuple[object, ...], deadline: float) -> None:
+    def _run(
+        self,
+        fn: Callable[..., None],
+        args: tuple[object, ...],
+        deadline: float,
+        lost: frozenset[int] = frozenset(),
+    ) -> None:
         job = ForkingPickler.dumps((fn, args))
         for member in self.members:
             member.jobs.send_bytes(job)
-        reports = self._collect(deadline)
-        if any(reports[member.name] is not None for member in self.members):
+        reports = self._collect(deadline, frozenset(self.members[rank].name for rank in lost))
+        wanted = {self.members[rank].name: _KILLED for rank in lost}
+        if any(reports[member.name] != wanted.get(member.name) for member in self.members):
             self.kill()
             told = (f"{name}: {text or 'finished'}" for name, text in sorted(reports.items()))
             pytest.fail("\n".join(told), pytrace=False)
 
-    def _collect(self, deadline: float) -> dict[str, str | None]:
+    def _collect(self, deadline: float, lost: frozenset[str]) -> dict[str, str | None]:
         """Return each rank's traceback, or None where it finished."""
         reports: dict[str, str | None] = {}
         begin = time.monotonic()
@@ -141,7 +158,7 @@ class Ranks:
                 assert isinstance(pipe, Connection)
                 member = waiting.pop(pipe)
                 reports[member.name] = report = member.report()
-                if report is not None:
+                if report is not None and member.name not in lost:
                     end = min(end, time.monotonic() + GRACE_S)
         spent = time.monotonic() - begin
         for member in waiting.values():

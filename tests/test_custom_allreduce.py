@@ -5,7 +5,9 @@ returns at once elsewhere.
 """
 
 import contextlib
+import os
 import random
+import signal
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -16,9 +18,17 @@ import torch
 
 import commlib
 from commlib import ops
-from commlib.errors import ArgumentError, PeerTimeout, RingError, StreamError
+from commlib.errors import (
+    ArgumentError,
+    CommTimeout,
+    EngineError,
+    PeerTimeout,
+    RingError,
+    StreamError,
+)
 from tests._check import bits, close, refused, rounded, same, settle, wide
 from tests._operator import calls
+from tests._programs import run
 from tests._ranks import Ranks
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -389,6 +399,13 @@ def late(comm: Any, how: str) -> None:
                     graph.replay()
             torch.cuda.synchronize()
             same(bool(out.isnan().all()), True, "results are NaN")
+        gathered = torch.zeros(comm.size * 5, dtype=torch.int64, device=comm.device)
+        if comm.rank != comm.size - 1 and how == "graph":
+            ring._push._word.value, kept = 0, ring._push._word.value  # launched all the same
+            ring.all_gather(gathered, gathered[:5])
+            torch.cuda.synchronize()
+            same(gathered.unique().tolist(), [-1], "what moved")
+            same(ring._push._word.value, kept, "the same fault")
         comm.exchange([])
         if comm.rank == comm.size - 1 and how != "eager":
             graph.replay()  # too late
@@ -418,6 +435,47 @@ def test_a_peer_that_does_not_come(unified_ranks: Ranks, how: str) -> None:
 
 def test_a_peer_that_does_not_come_of_more(crowd: Ranks) -> None:
     crowd(late, "graph")
+
+
+def killed(comm: Any) -> None:
+    """A peer whose process is gone is named within the deadline; the ring can't be repaired."""
+    with another(comm, 86, timeout=LATE_S) as ring:
+        x = torch.ones(1000, device=comm.device)
+        ring.all_reduce(x, x)
+        ring.barrier()
+        settle(comm)
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with refused((PeerTimeout, RingError, CommTimeout, EngineError)):
+            ring.all_reduce(x, x)
+            settle(comm)
+            ring.check()
+        if on_gpu(comm):
+            same("rank 1 did not come to all_reduce" in ring.errors()[0], True, ring.errors())
+            same(bool(x.isnan().all()), True, "results are NaN")
+            same(float(torch.ones(5, device=comm.device).sum()), 5.0, "the device still works")
+            with refused(CommTimeout):
+                ring.reset()
+    commlib.shutdown(abort=True)
+
+
+def test_a_killed_peer(unified_ranks: Ranks) -> None:
+    unified_ranks(killed, lost=frozenset([1]), deadline=90)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("allocator", ["expandable_segments:True", "backend:cudaMallocAsync"])
+def test_allocators(allocator: str) -> None:
+    """User memory is never shared, so no setting of torch's allocator matters."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    code, out, err = run(
+        *launcher,
+        "tests/_allocators.py",
+        PYTORCH_CUDA_ALLOC_CONF=allocator,
+        FLAGS_dynamic_static_unified_comm="1",
+    )
+    assert code == 0, err
+    assert "right" in out
 
 
 def whole_ring(comm: Any) -> None:

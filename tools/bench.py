@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
+from commlib.custom_allreduce import choose
 from commlib.tools import (
     _bench_allreduce,
     _bench_class_center,
@@ -16,6 +17,7 @@ from commlib.tools import (
     _bench_host,
     _bench_import,
     _bench_memory,
+    _bench_tune,
 )
 from commlib.tools._bench_machine import facts
 from commlib.tools._bench_report import Report, show, write
@@ -68,6 +70,31 @@ def run_bench(
         return 2
     codes = [_one(progress, name, out, nproc, rounds, given) for name in names or BENCHMARKS]
     return max(codes)
+
+
+def run_tune(nproc: int, path: Path = choose.TABLE) -> int:
+    """Write the rows of ``nproc`` ranks into the table of kernels at ``path`` and show them.
+
+    Returns 0; 1 when the run fails; 2 when it can't be done here.
+    """
+    progress = Console(stderr=True)
+    refusal = _bench_tune.refusal(nproc)
+    if refusal:
+        _say(progress, f"the table can't be measured here: {refusal}", "red")
+        return 2
+    try:
+        with progress.status("measuring the kernels"):
+            found = _bench_tune.tune(nproc, path)
+    except (LaunchError, subprocess.TimeoutExpired) as error:
+        _say(progress, f"measuring failed: {error}", "red")
+        return 1
+    for verb, rows in found.items():
+        for row in rows:
+            _say(
+                progress, f"{verb}, {nproc} ranks, up to {row.most}: {', '.join(map(str, row[1:]))}"
+            )
+    _say(progress, f"written: {path}")
+    return 0
 
 
 def _refusal(

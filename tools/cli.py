@@ -34,6 +34,11 @@ def doctor(ctx: click.Context) -> None:
 @click.option("--rounds", type=int, help="Rounds of each benchmark.  [default: its own number]")
 @click.option("--out", type=click.Path(file_okay=False), help="Folder for dated Markdown files.")
 @click.option(
+    "--tune",
+    is_flag=True,
+    help="Measure which all-reduce kernel is fastest here and write commlib's table anew.",
+)
+@click.option(
     "--rows",
     type=click.IntRange(1),
     help="Rows of cross-entropy and experts, labels of class-center.",
@@ -54,14 +59,17 @@ def bench(
     nproc: int,
     rounds: int | None,
     out: str | None,
+    tune: bool,
     **sizes: int | str | None,
 ) -> None:
     """Time the benchmarks NAMES against their named peers, or all of them.
 
     They are host, gloo, import, memory, cross-entropy, experts, class-center and allreduce.
     """
-    from commlib.tools.bench import run_bench
+    from commlib.tools.bench import run_bench, run_tune
 
+    if tune:
+        ctx.exit(run_tune(nproc))
     ctx.exit(run_bench(names, out, nproc=nproc, rounds=rounds, **sizes))
 
 

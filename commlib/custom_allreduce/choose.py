@@ -1,7 +1,7 @@
 """Which kernel carries a call: a pure function of verb, bytes, ranks, dtype and operation."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -38,7 +38,7 @@ def table() -> dict[str, dict[int, tuple[Row, ...]]]:
     }
 
 
-def write(path: Path, verbs: dict[str, dict[int, Sequence[Row]]]) -> None:
+def write(path: Path, verbs: Mapping[str, Mapping[int, Sequence[Row]]]) -> None:
     """Write a table, one row a line."""
     lines = []
     for verb, sizes in verbs.items():

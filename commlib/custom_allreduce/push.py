@@ -83,15 +83,21 @@ class PushChannel:
     def steps(self, moved: "Pushed", nbytes: int) -> tuple[Step, ...]:
         """Return the launches of a call of ``nbytes``, none where NCCL is to do it."""
         row = self.row(moved, nbytes)
-        if row is None:
-            return ()
-        window = min(choose.room(row.kernel, self._half, self._ring.size), WINDOW)
+        return () if row is None else self.steps_of(moved, row, nbytes)
+
+    def steps_of(self, moved: "Pushed", row: Row, nbytes: int) -> tuple[Step, ...]:
+        """Return the launches of a call of ``nbytes`` as ``row`` describes them."""
+        window = self.window(row.kernel)
         if moved.verb != "all_reduce" and nbytes > window:
             return ()  # parts can't be cut
         return tuple(
             self.step(moved, row, offset, min(window, nbytes - offset))
             for offset in range(0, nbytes, window)
         )
+
+    def window(self, kernel: str) -> int:
+        """Return the bytes that one launch of ``kernel`` can do."""
+        return min(choose.room(kernel, self._half, self._ring.size), WINDOW)
 
     def row(self, moved: "Pushed", nbytes: int) -> Row | None:
         """Return the row of the table for a call of ``nbytes``."""
@@ -184,7 +190,7 @@ class PushChannel:
             )
         raise PeerTimeout(
             f"rank {ring.ranks[peer]} did not come to {verb}, call number {what} of ring "
-            f"{ring.ring_id}, within {ring.timeout:g} s. Results since then are NaN; {repair}"
+            f"{ring.ring_id}, within {ring.timeout:g} s. Results since then are NaN (of whole numbers -1); {repair}"
         )
 
     def reset(self) -> None:

@@ -51,10 +51,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             poke(slot(call, peer, epoch, call.rank * pieces + i), make_uint4(v.x, kFlag, v.y, kFlag));
         }
     };
+    const auto spoil = [&](i64 i) {  // all bits set: NaN, -1 or 255
+        for (int r = 0; r < kRanks; ++r) wanted(r).put(i, make_uint2(~0u, ~0u));
+    };
     await_predecessor();
     const State state = enter(call);
     if (state.fault) {
         report(call, state.fault);
+        for (i64 i = first; i < pieces; i += step) spoil(i);
         return;
     }
     if (first < pieces) push(state.epoch, first);
@@ -69,7 +73,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         for (int r = 0; r < kRanks; ++r) {
             from[r] = slot(call, call.rank, state.epoch, r * pieces + i);
         }
-        if (!take(call, state.epoch, others(call), from, v, flagged)) break;
+        if (!take(call, state.epoch, others(call), from, v, flagged)) {
+            spoil(i);
+            continue;
+        }
 #pragma unroll
         for (int r = 0; r < kRanks; ++r) {
             if (r != call.rank) wanted(r).put(i, make_uint2(v[r].x, v[r].z));

@@ -1,0 +1,142 @@
+"""`commlib bench --tune`: measure which kernel is fastest here, and write commlib's table.
+
+Each rank times every candidate in a graph; the slowest rank counts, so all ranks see one answer.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import commlib
+from commlib import CommContext, flags
+from commlib.custom_allreduce import choose
+from commlib.custom_allreduce.choose import Row
+from commlib.custom_allreduce.push import PushChannel, Pushed
+from commlib.tools._bench_graph import Captured
+from commlib.tools._bench_launch import launch
+from commlib.tools._bench_machine import gpu_refusal
+from commlib.tools._bench_rounds import spread
+
+DTYPE = torch.bfloat16
+SIZES = tuple(2**power for power in (11, 14, 16, 17, 18, 19, 20, 21, 23, 26))
+PARTS = tuple(2**power for power in (12, 16, 17, 18, 19, 20, 21))
+THREADS, BLOCKS = (64, 128, 256, 512), (264, 528)
+REDUCTIONS = {"all_reduce": ("one_shot", "two_shot"), "reduce_scatter": ("scatter",)}
+MOVEMENTS = {"all_gather": ("packets",), "all_to_all": ("packets",)}
+ROUNDS = 3
+WORTH = 0.97  # a row of its own has to be faster by that much than the one before it
+
+refusal = gpu_refusal
+
+
+def tune(nproc: int, path: Path) -> dict[str, tuple[Row, ...]]:
+    """Measure on ``nproc`` GPUs and write their rows into the table at ``path``; others stay.
+
+    Returns the rows by verb. Raises ``LaunchError``.
+    """
+    found = launch("tune", nproc, rounds=ROUNDS)
+    rows = {verb: tuple(Row(*row) for row in given) for verb, given in found.items()}
+    verbs = {verb: dict(sizes) for verb, sizes in choose.table().items()}
+    for verb, measured in rows.items():
+        verbs[verb][nproc] = measured
+    choose.write(path, verbs)
+    return rows
+
+
+def measure(rounds: int) -> dict[str, list[Row]]:
+    """Return the rows of each verb for the ring of all ranks."""
+    with flags.override(flags.CUSTOM_ALLREDUCE, True):
+        ring = commlib.init("nccl")
+    channel = getattr(ring, "_push", None)
+    if not isinstance(channel, PushChannel):
+        raise RuntimeError(f"no push kernels here: {channel}")
+    dist.init_process_group("nccl")
+    try:
+        bench = _Bench(ring, channel, rounds)
+        return {
+            **{verb: bench.rows(verb, kernels, SIZES) for verb, kernels in _whole()},
+            **{verb: bench.rows(verb, kernels, PARTS) for verb, kernels in _by_part()},
+        }
+    finally:
+        dist.destroy_process_group()
+        commlib.shutdown()
+
+
+def _whole() -> Iterator[tuple[str, tuple[str, ...]]]:
+    yield "all_reduce", REDUCTIONS["all_reduce"]
+
+
+def _by_part() -> Iterator[tuple[str, tuple[str, ...]]]:
+    yield "reduce_scatter", REDUCTIONS["reduce_scatter"]
+    yield from MOVEMENTS.items()
+
+
+class _Bench:
+    """The ring, its channel, and tensors as large as any call needs."""
+
+    def __init__(self, ring: CommContext, channel: PushChannel, rounds: int) -> None:
+        self.ring, self.channel, self.rounds = ring, channel, rounds
+        most = max(SIZES[-1], PARTS[-1] * ring.size) // DTYPE.itemsize
+        self.x = torch.randn(most, device=ring.device).to(DTYPE)
+        self.out = torch.empty_like(self.x)
+
+    def rows(self, verb: str, kernels: Sequence[str], sizes: Iterable[int]) -> list[Row]:
+        """Return the fastest row up to each size, and NCCL from where that is faster."""
+        found: list[Row] = []
+        for nbytes in sizes:
+            times = {
+                row: self._time(self._pushed(verb, row))
+                for row in self._able(verb, kernels, nbytes)
+            }
+            ours = min(times, key=times.__getitem__, default=None)
+            if ours is None or self._time(self._by_nccl(verb, nbytes)) < times[ours]:
+                break
+            kept = found and times.get(found[-1]._replace(most=nbytes))
+            if kept and kept * WORTH <= times[ours]:
+                found[-1] = found[-1]._replace(most=nbytes)
+            else:
+                found.append(ours)
+        return found
+
+    def _able(self, verb: str, kernels: Sequence[str], nbytes: int) -> Iterator[Row]:
+        """Yield the candidates; a part, which can't be cut, has to fit into the channel."""
+        for kernel in kernels:
+            whole = verb == "all_reduce"
+            if whole or nbytes <= self.channel.window(kernel):
+                for threads in THREADS:
+                    caps = BLOCKS if nbytes // choose.VECTOR > threads * BLOCKS[0] else BLOCKS[:1]
+                    yield from (Row(nbytes, kernel, threads, blocks) for blocks in caps)
+
+    def _pushed(self, verb: str, row: Row) -> Callable[[], object]:
+        moved = self._moved(verb)
+        steps = self.channel.steps_of(moved, row, row.most)
+        return partial(self.channel.launch, steps, self.out, self.x)
+
+    def _moved(self, verb: str) -> Pushed:
+        if verb in MOVEMENTS:
+            return self.channel.movement(verb)
+        found = self.channel.reduction(verb, DTYPE, "sum")
+        assert found is not None  # bfloat16 sums are what the kernels are for
+        return found
+
+    def _by_nccl(self, verb: str, nbytes: int) -> Callable[[], object]:
+        items = nbytes // DTYPE.itemsize
+        part, whole = self.x[:items], self.out[: items * self.ring.size]
+        return {
+            "all_reduce": lambda: dist.all_reduce(part),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+            "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
+            "all_to_all": lambda: dist.all_to_all_single(whole, self.x[: len(whole)]),
+        }[verb]
+
+    def _time(self, call: Callable[[], Any]) -> float:
+        """Return the seconds of a call in a graph, the median of some turns."""
+        call()
+        graph = Captured(self.ring, self.x[:1], call)
+        taken = spread([graph.turn() for _ in range(self.rounds)]).middle
+        graph.close()
+        return taken
