@@ -22,8 +22,8 @@ from commlib.errors import ArgumentError, EngineError, PeerTimeout, StreamError
 RANKS = 8  # as in channel.cuh
 WINDOW = 16 << 20  # bytes of an all_reduce that one launch does; larger ones take several
 KERNELS = Path(__file__).parent / "kernels"
-FILES = ("all_reduce.cu", "split.cu", "packets.cu")
-VERBS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+FILES = ("all_reduce.cu", "split.cu", "packets.cu", "norm.cu")
+VERBS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "all_reduce_residual_norm")
 
 _CONTROL, _LIMIT = 4096, 24  # bytes of control words; where limit_ns stands among them
 _LATE, _TWO_AT_ONCE = 1, 2  # as in channel.cuh
@@ -190,7 +190,8 @@ class PushChannel:
             )
         raise PeerTimeout(
             f"rank {ring.ranks[peer]} did not come to {verb}, call number {what} of ring "
-            f"{ring.ring_id}, within {ring.timeout:g} s. Results since then are NaN (of whole numbers -1); {repair}"
+            f"{ring.ring_id}, within {ring.timeout:g} s. Results since then are NaN (of whole "
+            f"numbers -1); {repair}"
         )
 
     def reset(self) -> None:

@@ -32,7 +32,7 @@ __device__ inline void two_shot(const Call& call) {
     await_predecessor();
     const State state = enter(call);
     work.epoch = state.epoch;
-    if (state.fault) return refuse(call, state, work.out);
+    if (state.fault) return refuse(call, state, work);
     if (first < work.slice) work.scatter(first);
     const Ticket ticket = arrive(call);
     advance(call, ticket, state.epoch);

@@ -120,8 +120,10 @@ __device__ __noinline__ void raise(const Call& call, u64 what) {
     for (int rank = 0; rank < kRanks; ++rank) poke(&control(call, rank)->fault, what);
 }
 
-// Asked now and then by a thread that waits for `peer`; `begin` is 0 at first.
-__device__ __noinline__ bool given_up(const Call& call, u64& begin, int peer, u32 epoch) {
+// Asked now and then by a thread that waits for `peer`; `begin` is 0 at first. A second hop has
+// twice the time: its owner may itself be waiting for the rank that is missing, and knows which.
+__device__ __noinline__ bool given_up(const Call& call, u64& begin, int peer, u32 epoch,
+                                      int hop = 1) {
     const Control* mine = control(call, call.rank);
     const u64 known = peek(&mine->fault);
     if (known) {
@@ -129,7 +131,7 @@ __device__ __noinline__ bool given_up(const Call& call, u64& begin, int peer, u3
         return true;
     }
     if (!begin) begin = now();
-    if (now() - begin < peek(&mine->limit_ns)) return false;
+    if (now() - begin < hop * peek(&mine->limit_ns)) return false;
     raise(call, fault(kLate, call, peer, epoch));
     return true;
 }
@@ -157,7 +159,7 @@ __device__ inline u32 others(const Call& call) { return kAll & ~(1u << call.rank
 // back. All loads are under way at a time: what counts is the last arrival, not their number.
 template <class Complete>
 __device__ inline bool take(const Call& call, u32 epoch, u32 wanted, uint4* const (&from)[kRanks],
-                            uint4 (&to)[kRanks], Complete complete) {
+                            uint4 (&to)[kRanks], Complete complete, int hop = 1) {
     u64 begin = 0;
     for (u32 polls = 1;; ++polls) {
         int missing = -1;
@@ -168,7 +170,7 @@ __device__ inline bool take(const Call& call, u32 epoch, u32 wanted, uint4* cons
         for (int r = 0; r < kRanks; ++r)
             if ((wanted >> r & 1) && !complete(to[r])) missing = r;
         if (missing < 0) break;
-        if (polls % kPolls == 0 && given_up(call, begin, missing, epoch)) return false;
+        if (polls % kPolls == 0 && given_up(call, begin, missing, epoch, hop)) return false;
     }
 #pragma unroll
     for (int r = 0; r < kRanks; ++r)
@@ -203,6 +205,7 @@ __device__ inline void advance(const Call& call, const Ticket& ticket, u32 epoch
 }
 
 __device__ inline void leave(const Call& call) {
+    __syncthreads();  // the first thread of a block that releases does so for all of it
     if (blockIdx.x == 0 && threadIdx.x == 0) control(call, call.rank)->busy = 0;
     release_dependents();
 }

@@ -117,7 +117,7 @@ struct TwoShot {
             from[r] = gathered(call.rank, r, i);
             if (r != call.rank && holds(r, i)) wanted |= 1u << r;
         }
-        const bool good = take(call, epoch, wanted, from, v, every_word);
+        const bool good = take(call, epoch, wanted, from, v, every_word, 2);
 #pragma unroll
         for (int r = 0; r < kRanks; ++r) {
             if (wanted >> r & 1) out.put(r * slice + i, good ? unmasked(v[r]) : not_numbers());
@@ -130,9 +130,20 @@ struct TwoShot {
 __device__ inline i64 first_vector() { return i64(blockIdx.x) * blockDim.x + threadIdx.x; }
 __device__ inline i64 stride() { return i64(gridDim.x) * blockDim.x; }
 
-// After a fault: says so on this rank too, and leaves nothing that could be taken for a result.
+// After a fault: says so on this rank too, and leaves nothing that could be taken for a result: each
+// thread spoils what it would have written, for others may not have seen the fault.
 template <class T>
 __device__ inline void refuse(const Call& call, const State& state, const View<T>& out) {
     report(call, state.fault);
     for (i64 i = first_vector(); i < out.vectors(); i += stride()) out.put(i, not_numbers());
+}
+
+template <class T>
+__device__ inline void refuse(const Call& call, const State& state, const TwoShot<T>& work) {
+    report(call, state.fault);
+    for (i64 i = first_vector(); i < work.slice; i += stride()) {
+        for (int r = 0; r < kRanks; ++r) {
+            if (work.holds(r, i)) work.out.put(r * work.slice + i, not_numbers());
+        }
+    }
 }

@@ -48,7 +48,7 @@ __device__ inline void two_shot_end(const Call& call) {
     await_predecessor();
     const State state = enter(call);
     work.epoch = state.epoch;
-    if (state.fault) return refuse(call, state, work.out);
+    if (state.fault) return refuse(call, state, work);
     const Ticket ticket = arrive(call);
     advance(call, ticket, state.epoch);
     for (i64 i = first_vector(); i < work.slice + stride(); i += stride()) {
