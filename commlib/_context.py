@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -22,6 +22,9 @@ from commlib._ring import Ring
 from commlib._routes import Routes
 from commlib._work import All, Pending, Work
 from commlib.errors import ArgumentError, ShapeError
+
+if TYPE_CHECKING:
+    from commlib.custom_allreduce.norm import Norm
 
 Tensor = torch.Tensor
 
@@ -90,6 +93,23 @@ class CommContext(Ring):
         work = self.all_reduce(out, x, op=op, use_calc_stream=False, sync_op=False)
         assert isinstance(work, Work)
         return work
+
+    def all_reduce_norm(
+        self, x: Tensor, norm: "Norm", *, use_calc_stream: bool = True
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return what ``ops.all_reduce_residual_norm`` does, by one kernel over all ranks.
+
+        None, and nothing launched, where this ring has no kernel for such rows; all ranks decide
+        alike. ``x`` and what ``norm`` holds are dense, checked, and want no gradient.
+        """
+        fused = self._fused(x, norm) if self.size > 1 and x.numel() else None
+        if fused is None:
+            return None
+        y, total = norm.outputs(x)
+        (launch, steps), how = fused, (use_calc_stream, True, True)
+        args, verb = (total, norm, steps), "all_reduce_residual_norm"
+        _gate.run(self, verb, launch, args, y, x, None, True, y, how)
+        return y, total
 
     def all_gather(
         self,
@@ -429,6 +449,10 @@ class CommContext(Ring):
 
     @abstractmethod
     def _scatter(self, out: Tensor, x: Tensor | None, root: int) -> Any: ...
+
+    def _fused(self, x: Tensor, norm: "Norm") -> tuple[Any, Any] | None:
+        """What launches ``all_reduce_norm``, and its plan; None where there is no kernel."""
+        return None
 
     def _begin(self, out: Tensor, x: Tensor, reduction: Any) -> Pending | None:
         """Launch the first half of an all_reduce, or nothing where it has no halves."""

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd import graph
+from torch.utils._python_dispatch import _disable_current_modes
 
 from commlib._checks import is_dense
 from commlib._ring import Ring
@@ -17,6 +19,47 @@ How = tuple[bool, bool, bool]  # use_calc_stream, sync_op, fenced
 
 # torch's public function wraps this one; it is asked at every call, hence the shorter way.
 _increment_version = getattr(torch._C, "_increment_version", graph.increment_version)
+
+
+class Seen(NamedTuple):
+    """A call as an observer is told of it before its launch; ``again()`` makes it once more."""
+
+    ring: Ring
+    verb: str
+    out: torch.Tensor | None
+    x: torch.Tensor | None
+    args: tuple[Any, ...]
+    again: Callable[[], Any]
+
+
+class Observer(Protocol):
+    """Whoever has to know of every call while it looks on: a graph that is being captured."""
+
+    def before(self, call: Seen) -> None:
+        """Note a call; an exception keeps it from being launched."""
+
+
+observers: list[Observer] = []
+
+
+@contextmanager
+def _watched(seen: Seen) -> Iterator[None]:
+    """Tell all observers of a call; what it does inside is its own business, not theirs."""
+    for observer in observers:
+        observer.before(seen)
+    with unwatched():
+        yield
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Let nobody look on: no observer, and no mode of torch that a recording uses."""
+    before, observers[:] = list(observers), []
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        observers[:] = before
 
 
 class Call:
@@ -56,9 +99,11 @@ class Call:
             return
         if self.dst is self.out:
             _written(self.out)
-        else:  # whoever waits may do so in another grad or inference mode than the caller's
-            with torch.inference_mode(self.out.is_inference()), torch.no_grad():
-                self.out.copy_(self.dst)
+            return
+        # Whoever waits may do so in another grad or inference mode than the caller's.
+        inference = torch.inference_mode(self.out.is_inference())
+        with unwatched(), inference, torch.no_grad():
+            self.out.copy_(self.dst)
 
 
 def _written(out: torch.Tensor) -> None:
@@ -107,6 +152,10 @@ def run(
     use_calc_stream, sync_op, _ = how
     if not dense and x is not None and x.requires_grad:
         x = x.detach()  # gradients go through the registered operators, never through here
+    if observers and ctx.open_group is None:
+        again = partial(run, ctx, verb, launcher, args, out, x, place, dense, result, how)
+        with _watched(Seen(ctx, verb, out, x, args, partial(_finished, again))):
+            return again()
     if not (
         sync_op
         and (use_calc_stream or ctx.fences is None)
@@ -139,6 +188,16 @@ def run(
     return result
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _finished(call: Callable[[], Any]) -> Any:
+    """Make a call, and wait for it if it has been handed out as a Work."""
+    done = call()
+    return done.wait() if isinstance(done, Work) else done
+
+
 def begin(
     ctx: Ring,
     verb: str,
@@ -148,8 +207,12 @@ def begin(
     *args: Any,
 ) -> Work | None:
     """Launch the first half of a checked call; None, and nothing done, where it has no halves."""
-    if not _apart(out, x, 0):
+    if not _apart(out, x, 0) or (observers and ctx.fences is None):
         return None
+    if observers:
+        again = partial(begin, ctx, verb, launcher, out, x, *args)
+        with _watched(Seen(ctx, verb, out, x, args, partial(_finished, again))):
+            return again()
     with ctx.lock:
         if ctx.fault is not None:
             raise ctx.unusable(verb)
@@ -286,11 +349,22 @@ class Group:
         self.work._result.append(result)
         return result
 
+    def _watched(self, how: How) -> Any:
+        """Launch while observers look on, who are told of every call; the first makes all again."""
+        again = partial(launch, self.ctx, self.calls, None, how)
+        for call in self.calls:
+            redo = partial(_finished, again) if call is self.calls[0] else _nothing
+            seen = Seen(self.ctx, call.verb, call.out, call.x, call.args, redo)
+            for observer in observers:
+                observer.before(seen)
+        with unwatched():
+            return again()
+
     def leave(self) -> None:
         """Launch everything as one operation."""
         if self.calls:
             how = self.use_calc_stream, self.sync_op, True
-            done = launch(self.ctx, self.calls, None, how)
+            done = self._watched(how) if observers else launch(self.ctx, self.calls, None, how)
             self.work._pending = done._pending if isinstance(done, Work) else None
         else:
             self.work._pending = None

@@ -19,6 +19,7 @@ from commlib._routes import Routes
 from commlib._streams import current_raw
 from commlib.channel.rows import RowChannel, open_channel
 from commlib.custom_allreduce import choose
+from commlib.custom_allreduce.norm import Norm, PushedNorm
 from commlib.custom_allreduce.push import PushChannel, Pushed, open_push
 from commlib.custom_allreduce.split import Split
 from commlib.errors import CommTimeout, EngineError
@@ -109,6 +110,7 @@ class NCCLCommContext(CommContext):
     _push: PushChannel | str = "a ring of one rank"  # or why there is none
     _gathered: Pushed | None = None
     _parted: Pushed | None = None
+    _normed: PushedNorm | None = None
     _index: int
 
     @staticmethod
@@ -133,6 +135,7 @@ class NCCLCommContext(CommContext):
         if isinstance(self._push, PushChannel):
             self._gathered = self._push.movement("all_gather")
             self._parted = self._push.movement("all_to_all")
+            self._normed = PushedNorm(self._push, self.size, device)
         else:
             log.once("ring %d has no push kernels: %s", self.ring_id, self._push)
 
@@ -188,6 +191,12 @@ class NCCLCommContext(CommContext):
             op,
             current_raw(self._index),
         )
+
+    def _fused(self, x: Tensor, norm: Norm) -> tuple[Any, Any] | None:
+        if self._normed is None or isinstance(self._push, str):
+            return None
+        steps = self._normed.steps(x, norm)
+        return (self._normed.launch, steps) if steps else None
 
     def _begin(self, out: Tensor, x: Tensor, reduction: Any) -> Split | None:
         pushed = reduction.all_reduce if isinstance(reduction, _Reduction) else None

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from weakref import WeakSet
 
 import torch
 from torch.distributed import PrefixStore
@@ -75,6 +76,7 @@ class Ring(ABC):
         self.fault: str | None = None
         self.open_group: Group | None = None
         self.communicator_bytes = 0
+        self.graphs: WeakSet[Any] = WeakSet()  # whatever has captured calls of this ring
         self._errors: list[str] = []
         self._repairable = False  # whether reset() may clear the fault
         self._meeting, self._hosts, self._exchanging = meeting, None, threading.Lock()
@@ -196,6 +198,7 @@ class Ring(ABC):
         From any thread, also while another one is stuck in a call: no lock is taken.
         """
         self.fault = "aborted; create it again"
+        self._release_graphs()
         self._rounds = None  # it may hold the process group that is given up next
         self._abort()
         self._unfenced = deque()  # only now: until then the collectives may still use the tensors
@@ -208,6 +211,7 @@ class Ring(ABC):
             self.abort()
             return
         self.fault = "closed; create it again"
+        self._release_graphs()
         if self.fences is not None and not self._in_time(self._drain, deadline, "draining"):
             self.abort()
             return
@@ -222,6 +226,11 @@ class Ring(ABC):
         if mailbox is not None and self._exchanging.acquire(timeout=ABORT_S):
             mailbox.close()
             self._exchanging.release()
+
+    def _release_graphs(self) -> None:
+        """Let graphs go that hold calls of this ring: NCCL ends no communicator before them."""
+        for graph in list(self.graphs):
+            graph.reset()
 
     def _drain(self) -> None:
         """Wait for every stream of the device: any of them may hold calls of this ring."""

@@ -13,6 +13,7 @@ CommError(RuntimeError)
 ├── CommTimeout(TimeoutError)         a deadline passed; the text names who is late
 │   └── PeerTimeout                   a kernel gave a peer up; comm.reset() repairs the ring
 ├── StreamError                       two streams used one ring's kernels at the same time
+├── GraphError                        a function can't be captured, or a graph was used wrongly
 └── EngineError                       NCCL, gloo or torch.distributed reported a failure
 """
 
@@ -25,6 +26,7 @@ __all__ = [
     "DtypeError",
     "EngineError",
     "FlagError",
+    "GraphError",
     "PeerError",
     "PeerTimeout",
     "RingError",
@@ -88,6 +90,25 @@ class PeerTimeout(CommTimeout):
 
 class StreamError(CommError):
     """Two calls of one ring ran at the same time on two streams of one rank."""
+
+
+class GraphError(CommError):
+    """A function can't be captured, or ranks capture different things.
+
+    ``op`` and ``where`` name the operator and the user's line, ``hint`` says what to do; each may
+    be None.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        op: str | None = None,
+        where: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(text)
+        self.op, self.where, self.hint = op, where, hint
 
 
 class EngineError(CommError):

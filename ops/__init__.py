@@ -2,6 +2,7 @@
 
 from commlib.ops._all_gather import all_gather
 from commlib.ops._all_reduce import all_reduce
+from commlib.ops._all_reduce_residual_norm import all_reduce_residual_norm
 from commlib.ops._all_to_all import all_to_all
 from commlib.ops._assign_pos import assign_pos
 from commlib.ops._barrier import barrier
@@ -33,6 +34,7 @@ from commlib.ops._vocab_parallel_embedding import vocab_parallel_embedding
 __all__ = [
     "all_gather",
     "all_reduce",
+    "all_reduce_residual_norm",
     "all_to_all",
     "assign_pos",
     "barrier",

@@ -31,6 +31,7 @@ RINGLESS = {  # local: no communication
 }
 # How many tensors an operator takes in front of the ring, where it is not one.
 TENSORS = {
+    "all_reduce_residual_norm": 3,
     "barrier": 0,
     "class_center_sample": 3,
     "data_norm": 4,

@@ -35,19 +35,19 @@ def names() -> Iterator[tuple[str, str]]:
     yield "packets.cu", "packets"
 
 
+@pytest.mark.parametrize("file", push.FILES)
+def test_push_kernels_compile(home: Path, file: str) -> None:
+    code = driver.binary(push.KERNELS / file, "sm_90", ("-DRANKS=2",))
+    missing = [name for of, name in names() if of == file and name.encode() not in code]
+    assert not missing
+
+
 @pytest.mark.parametrize(
-    ("architecture", "size"), [("sm_90", 2), ("sm_90", 3), ("sm_80", 2), ("sm_100", 2)]
+    ("file", "architecture", "size"),
+    [("split.cu", "sm_80", 3), ("packets.cu", "sm_100", 5), ("split.cu", "sm_90", 8)],
 )
-def test_push_kernels_compile(home: Path, architecture: str, size: int) -> None:
-    for file in push.FILES:
-        code = driver.binary(push.KERNELS / file, architecture, (f"-DRANKS={size}",))
-        missing = [name for of, name in names() if of == file and name.encode() not in code]
-        assert not missing
-
-
-@pytest.mark.parametrize("file", ["split.cu", "packets.cu"])
-def test_push_kernels_compile_for_the_largest_ring(home: Path, file: str) -> None:
-    assert driver.binary(push.KERNELS / file, "sm_90", ("-DRANKS=8",))
+def test_other_devices_and_rings(home: Path, file: str, architecture: str, size: int) -> None:
+    assert driver.binary(push.KERNELS / file, architecture, (f"-DRANKS={size}",))
 
 
 def test_row_kernel_compiles(home: Path) -> None:

@@ -33,6 +33,7 @@ LAYERS = (  # lowest first: a module imports from lines above its own, or from i
     "commlib._nccl",
     "commlib._bootstrap",
     "commlib._manager",
+    "commlib.graph",
     "commlib.ops",
     "commlib",
     "commlib.compat",

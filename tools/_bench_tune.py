@@ -24,7 +24,7 @@ from commlib.tools._bench_rounds import spread
 DTYPE = torch.bfloat16
 SIZES = tuple(2**power for power in (11, 14, 16, 17, 18, 19, 20, 21, 23, 26))
 PARTS = tuple(2**power for power in (12, 16, 17, 18, 19, 20, 21))
-THREADS, BLOCKS = (64, 128, 256, 512), (264, 528)
+THREADS, BLOCKS = (64, 128, 256, 512), (264, 2112)
 REDUCTIONS = {"all_reduce": ("one_shot", "two_shot"), "reduce_scatter": ("scatter",)}
 MOVEMENTS = {"all_gather": ("packets",), "all_to_all": ("packets",)}
 ROUNDS = 3

@@ -10,10 +10,9 @@ template <class T, int Op>
 __device__ inline bool reduced(const Call& call, u32 epoch, uint4* const (&from)[kRanks],
                                const uint4& own, uint4& result) {
     uint4 v[kRanks];
-    if (!take(call, epoch, others(call), from, v, every_word)) return false;
 #pragma unroll
-    for (int r = 0; r < kRanks; ++r)
-        if (r == call.rank) v[r] = own;
+    for (int r = 0; r < kRanks; ++r) v[r] = own;  // one stays; by its index it would go to memory
+    if (!take(call, epoch, others(call), from, v, every_word)) return false;
     float total[kItems<T>];
     reduce<T, Op>(v, call.option, total);
     result = pack<T>(total);

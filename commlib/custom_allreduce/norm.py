@@ -1,0 +1,153 @@
+"""all_reduce, a residual and a norm in one kernel: which rows it takes, and its launches."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from commlib.channel import driver
+from commlib.custom_allreduce import choose
+from commlib.custom_allreduce.choose import FLOATS, VECTOR
+from commlib.custom_allreduce.push import Call, PushChannel
+
+Tensor = torch.Tensor
+
+VERB = "all_reduce_residual_norm"
+FLOAT8 = torch.float8_e4m3fn
+WARP, THREADS, HELD = (
+    32,
+    512,
+    4,
+)  # the most in a block, and the most vectors a thread; as in norm.cu
+WIDEST = THREADS * HELD  # vectors of a row
+_PLANS = 4096  # shapes that are remembered
+
+
+class Norm(NamedTuple):
+    """What is added to rows and how they are normalised, but for the rows themselves.
+
+    ``residual`` has their shape, ``weight`` and both biases have one row's, ``scale`` one float32:
+    dense tensors on the ring's device. With a ``scale`` the result has 8 bits.
+    """
+
+    residual: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    linear_bias: Tensor | None
+    scale: Tensor | None
+    layer: bool
+    eps: float
+
+    def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return new tensors for the rows that are normalised, and for those before."""
+        total = torch.empty_like(x)
+        return torch.empty_like(x, dtype=x.dtype if self.scale is None else FLOAT8), total
+
+
+class NormCall(ctypes.Structure):
+    """What a kernel is given; as in norm.cu."""
+
+    _fields_ = [
+        ("call", Call),
+        ("residual", ctypes.c_void_p),
+        ("linear_bias", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("total", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+        ("rows", ctypes.c_int),
+        ("width", ctypes.c_int),
+        ("layer", ctypes.c_int),
+    ]
+
+
+class Step(NamedTuple):
+    """One launch of a call, from its row ``first`` on."""
+
+    norm: NormCall
+    call: Call  # that of ``norm``
+    launch: driver.Launch
+    first: int
+
+
+class PushedNorm:
+    """The fused kernels of one channel: launches for each kind of rows that they take."""
+
+    def __init__(self, channel: PushChannel, size: int, device: torch.device) -> None:
+        self._channel, self._size = channel, size
+        self._float8 = torch.cuda.get_device_capability(device) >= (8, 9)
+        self._steps: dict[tuple[int, int, torch.dtype], tuple[Step, ...]] = {}
+
+    def steps(self, x: Tensor, norm: Norm) -> tuple[Step, ...]:
+        """Return the launches for ``x``, which is not empty; none where there is no kernel."""
+        if norm.scale is not None and not self._float8:
+            return ()
+        key = x.shape[-1], x.numel(), x.dtype
+        steps = self._steps.get(key)
+        if steps is None:
+            if len(self._steps) >= _PLANS:
+                self._steps.clear()
+            steps = self._steps[key] = self._plan(*key)
+        return steps
+
+    def _plan(self, items: int, numel: int, dtype: torch.dtype) -> tuple[Step, ...]:
+        width, rest = divmod(items * dtype.itemsize, VECTOR)
+        row = choose.choose(VERB, numel * dtype.itemsize, self._size)
+        if row is None or rest or width > WIDEST:
+            return ()
+        held, threads = block(width, row.threads)
+        name, rows = f"{row.kernel}_{FLOATS[dtype]}_{held}", numel // items
+        call = self._channel.call(VERB, items, 0)
+        most = call.half // (slots(row.kernel, width, self._size) * VECTOR)
+        steps = []
+        for first in range(0, rows, most):
+            norm = NormCall(call=call, rows=min(most, rows - first), width=width)
+            grid = min(norm.rows, row.blocks), threads
+            launch = self._channel.prepare(name, grid, norm)
+            steps.append(Step(norm, norm.call, launch, first))
+        return tuple(steps)
+
+    def launch(
+        self, y: Tensor, x: Tensor, total: Tensor, norm: Norm, steps: Sequence[Step]
+    ) -> None:
+        """Launch ``steps`` on the current stream, behind the last call; never blocks."""
+        stream, tag = self._channel.turn()
+        x, residual, weight = aligned(x), aligned(norm.residual), aligned(norm.weight)
+        bias = None if norm.bias is None else aligned(norm.bias)
+        linear_bias = None if norm.linear_bias is None else aligned(norm.linear_bias)
+        row, out_row = (x.shape[-1] * each.itemsize for each in (x, y))
+        for argument, call, launch, first in steps:
+            offset = first * row
+            call.x, call.out = x.data_ptr() + offset, y.data_ptr() + first * out_row
+            call.tag = tag
+            argument.residual = residual.data_ptr() + offset
+            argument.total = total.data_ptr() + offset
+            argument.weight = weight.data_ptr()
+            argument.bias = None if bias is None else bias.data_ptr()
+            argument.linear_bias = None if linear_bias is None else linear_bias.data_ptr()
+            argument.scale = None if norm.scale is None else norm.scale.data_ptr()
+            argument.layer, argument.eps = norm.layer, norm.eps
+            launch(stream)
+
+
+def block(width: int, wanted: int) -> tuple[int, int]:
+    """Return how many vectors a thread has of ``width`` in a row, and how many threads there are.
+
+    About ``wanted`` threads, more where a thread would have too many vectors.
+    """
+    held = next((n for n in (1, 2) if n * wanted >= width), HELD)
+    return held, -(-width // (held * WARP)) * WARP
+
+
+def slots(kernel: str, width: int, size: int) -> int:
+    """Return the vectors of the channel that one row takes: one from each rank, or two a slice."""
+    if kernel == "norm_one_shot":
+        return size * width
+    return 2 * size * -(-width // size)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return dense ``x`` where a whole vector can be read at its begin."""
+    return x if x.data_ptr() % VECTOR == 0 else x.clone()

@@ -1,0 +1,636 @@
+"""ops.all_reduce_residual_norm: a sum over the ranks, a residual, and the norm of the rows.
+
+On GPUs the same programs run the fused kernels and, for rows that these do not take, the
+composition; what only hardware shows returns at once elsewhere.
+"""
+
+import contextlib
+import ctypes
+import itertools
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import commlib
+from commlib import ops
+from commlib.custom_allreduce import choose, push
+from commlib.custom_allreduce import norm as fused
+from commlib.errors import (
+    ArgumentError,
+    DeviceError,
+    DtypeError,
+    PeerTimeout,
+    RingError,
+    ShapeError,
+)
+from commlib.ops import _all_reduce_residual_norm as room
+from tests._check import Array, Shape, bits, close, refused, rounded, same, sample, settle, wide
+from tests._class_shards import near
+from tests._operator import ABSENT_RING, calls, compile_whole, well_registered
+from tests._ranks import Ranks
+
+norm_of = ops.all_reduce_residual_norm
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FLOAT8 = torch.float8_e4m3fn
+# Half a step of the dtype, and what float32 leaves of values around 1 before that rounding.
+NEAR = {
+    torch.float32: (4e-6, 1e-5),
+    torch.float16: (2**-11 + 4e-6, 1e-5),
+    torch.bfloat16: (2**-8 + 4e-6, 1e-5),
+    FLOAT8: (2**-4 + 4e-6, 2**-10 + 1e-5),
+}
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"linear_bias": True},
+    {"norm": "layer"},
+    {"norm": "layer", "bias": True, "linear_bias": True, "eps": 1e-3},
+    {"scale": 0.05},
+    {"norm": "layer", "bias": True, "scale": 2.0},
+]
+LATE_S = 2.0  # deadline of a ring whose peer does not come
+
+
+class Case:
+    """The tensors of one call on every rank, and what they must give."""
+
+    def __init__(
+        self, comm: Any, shape: Shape, dtype: torch.dtype, kind: dict[str, Any], seed: int = 0
+    ) -> None:
+        self.comm, self.dtype, self.kind = comm, dtype, kind
+        row, place = shape[-1:], comm.device
+        self.inputs = [sample(rank, shape, dtype, seed) for rank in range(comm.size)]
+        self.x = self.inputs[comm.rank].to(place)
+        self.residual = sample(20, shape, dtype, seed).to(place)
+        self.weight = sample(21, row, dtype, seed).to(place)
+        self.how: dict[str, Any] = {}
+        for number, name in enumerate(("bias", "linear_bias")):
+            if kind.get(name):
+                self.how[name] = sample(22 + number, row, dtype, seed).to(place)
+        if "scale" in kind:
+            self.how["scale"] = torch.full((1,), kind["scale"], device=place)
+            self.how["out_dtype"] = FLOAT8
+        self.how |= {name: kind[name] for name in ("norm", "eps") if name in kind}
+        self.what = f"{dtype} {shape} {kind}"
+
+    def call(self, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        y, total = norm_of(self.x, self.residual, self.weight, **self.how, **more)
+        return y, total
+
+    def composed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what all_reduce and torch operators give."""
+        names = "bias", "linear_bias", "scale"
+        layer, eps = self.kind.get("norm") == "layer", self.kind.get("eps", 1e-6)
+        given = (self.how.get(name) for name in names)
+        norm = fused.Norm(self.residual, self.weight, *given, layer, eps)
+        return room.composed(self.comm, self.x, norm, True)
+
+    def total(self) -> torch.Tensor:
+        """Return the rows before the norm, from the sum that all_reduce gives."""
+        total: torch.Tensor = ops.all_reduce(self.x).float()
+        if "linear_bias" in self.how:
+            total = total + self.how["linear_bias"].float()
+        return (total + self.residual.float()).to(self.dtype)
+
+    def check(self, y: torch.Tensor, total: torch.Tensor) -> None:
+        """Raise unless both are right; ``total`` to the bit."""
+        close(total, self.total(), f"{self.what}: before the norm")
+        same(y.dtype, FLOAT8 if "scale" in self.kind else self.dtype, f"{self.what}: dtype")
+        given = y.float() if y.dtype is FLOAT8 else y
+        near(given, self.formula(wide(total)), f"{self.what}: y", *NEAR[y.dtype])
+
+    def formula(self, total: Array) -> Array:
+        """Return y in float64."""
+        rows = total.astype("f8")
+        if self.kind.get("norm") == "layer":
+            rows = rows - rows.mean(-1, keepdims=True)
+        variance = (rows**2).mean(-1, keepdims=True)
+        y: Array = rows / np.sqrt(variance + self.kind.get("eps", 1e-6)) * wide(self.weight)
+        if "bias" in self.how:
+            y = y + wide(self.how["bias"])
+        if "scale" in self.how:
+            y = np.clip(y / wide(self.how["scale"]).astype("f8"), -448, 448)
+        return y
+
+
+def on_gpu(comm: Any) -> bool:
+    return bool(comm.device.type == "cuda")
+
+
+def kernel_for(comm: Any, x: torch.Tensor) -> bool:
+    """Whether the fused kernel takes ``x``."""
+    norm = fused.Norm(x, x, None, None, None, False, 0.0)
+    return bool(x.numel()) and comm._fused(x, norm) is not None
+
+
+def equal_everywhere(comm: Any, what: str, *tensors: torch.Tensor) -> None:
+    """Raise unless all ranks hold the same bits."""
+    found = comm.exchange([zlib.crc32(bits(x).tobytes()) for x in tensors])
+    same(found, [found[0]] * comm.size, f"{what}: digests of the bits on each rank")
+
+
+def checked(comm: Any, shape: Shape, dtype: torch.dtype, kind: dict[str, Any]) -> None:
+    case = Case(comm, shape, dtype, kind, seed=len(shape))
+    before = calls(comm)
+    y, total = case.call()
+    same(calls(comm) - before, 1, f"{case.what}: collectives")
+    case.check(y, total)
+    close(case.x, case.inputs[comm.rank], f"{case.what}: x afterwards")
+    equal_everywhere(comm, case.what, y, total)
+
+
+# Lengths of rows: parts of a vector, whole ones, one to four a thread, and more than a block has.
+LENGTHS = (1, 8, 64, 136, 1000, 1001, 8192)
+LONG = (4096, 12_296, 16_384, 20_000)
+
+
+def values(comm: Any, lengths: tuple[int, ...], leads: list[Shape]) -> None:
+    """Every dtype and kind, for rows of every length."""
+    for dtype, items in itertools.product(DTYPES, lengths):
+        for number, lead in enumerate(leads):
+            kinds = KINDS if items <= 1001 else KINDS[number % 6 :: 6]
+            for kind in kinds:
+                checked(comm, (*lead, items), dtype, kind)
+
+
+def test_values(ranks: Ranks) -> None:
+    ranks(values, LENGTHS, [(1,), (2,), (3,), (5,), (2, 2)], deadline=240)
+
+
+def test_long_rows(unified_ranks: Ranks) -> None:
+    unified_ranks(values, LONG, [(1,), (3,), (), (2,), (5,), (1, 2, 2)], deadline=240)
+
+
+def test_values_of_more_ranks(crowd: Ranks) -> None:
+    crowd(values, (8, 24, 136, 1001, 8192), [(1,), (3,), (5,)], deadline=240)
+
+
+def exact_sum(comm: Any) -> None:
+    """The rows before the norm by NumPy alone: two ranks' sum has one rounding on every engine."""
+    for dtype in DTYPES:
+        case = Case(comm, (3, 136), dtype, {"linear_bias": True})
+        one, other = (wide(x) for x in case.inputs)
+        added = wide(rounded(one + other, dtype)) + wide(case.how["linear_bias"])
+        close(case.call()[1], added + wide(case.residual), f"{dtype}")
+
+
+def test_sum_of_two(ranks: Ranks) -> None:
+    ranks(exact_sum)
+
+
+def empty(comm: Any) -> None:
+    """No rows, or rows without values: empty results, one call like any other."""
+    for dtype, shape in itertools.product(DTYPES, [(0, 64), (2, 0, 8), (0,), (3, 0)]):
+        for kind in KINDS[3:5]:
+            case = Case(comm, shape, dtype, kind)
+            y, total = case.call()
+            wanted = FLOAT8 if "scale" in kind else dtype
+            same((tuple(y.shape), y.dtype), (shape, wanted), case.what)
+            same((tuple(total.shape), total.dtype), (shape, dtype), case.what)
+
+
+def test_empty(ranks: Ranks) -> None:
+    ranks(empty)
+
+
+def specials(comm: Any) -> None:
+    """NaN and infinity give what the formula makes of them; a row of zeros is 0, or the bias."""
+    for dtype, kind in itertools.product(DTYPES, KINDS):
+        case = Case(comm, (4, 64), dtype, kind)
+        case.x[1, 5], case.residual[2, 7] = torch.nan, torch.inf
+        case.x[3], case.residual[3] = -0.0, 0.0
+        y, total = case.call()
+        y = y.float() if y.dtype is FLOAT8 else y
+        with np.errstate(invalid="ignore"):
+            want = case.formula(wide(total))
+        near(y, want, case.what, *NEAR[FLOAT8 if "scale" in kind else dtype])
+        same(bool(y[1].isnan().all()), True, f"{case.what}: the row with a NaN")
+        same(bool(y[2, 7].isnan()), True, f"{case.what}: the infinity")
+        same(int(y[[0, 3]].isnan().sum()), 0, f"{case.what}: NaNs in other rows")
+        if not kind.get("linear_bias"):
+            same(int(total[3].count_nonzero()), 0, f"{case.what}: zeros before the norm")
+
+
+def test_specials(ranks: Ranks) -> None:
+    ranks(specials)
+
+
+def saturated(comm: Any) -> None:
+    """What is too large for 8 bits becomes the largest; a scale that changes counts."""
+    for dtype in DTYPES:
+        case = Case(comm, (2, 64), dtype, {"scale": 1e-5})
+        y = case.call()[0].float()
+        signs = np.sign(case.formula(wide(case.total())))
+        large = np.abs(case.formula(wide(case.total()))) >= 448
+        same(bool(large.mean() > 0.9), True, "values beyond")
+        same(bool((wide(y)[large] == 448 * signs[large]).all()), True, f"{dtype}: saturated")
+        case.how["scale"].fill_(1.0)
+        case.check(*case.call())
+
+
+def test_eight_bits(ranks: Ranks) -> None:
+    ranks(saturated)
+
+
+def strided(comm: Any) -> None:
+    """Tensors of any strides and at any address count with their values."""
+    for dtype, items in itertools.product(DTYPES, (136, 1001)):
+        case = Case(comm, (3, items), dtype, KINDS[3])
+        want = case.call()
+        plain = case.x, case.residual, case.weight
+
+        def shifted(x: torch.Tensor) -> torch.Tensor:
+            flat = x.new_empty(x.numel() + 1)
+            return flat[1:].view(x.shape).copy_(x)
+
+        def stepped(x: torch.Tensor) -> torch.Tensor:
+            return torch.stack([x, x], -1)[..., 0]
+
+        def turned(x: torch.Tensor) -> torch.Tensor:
+            return x.t().contiguous().t()
+
+        for layout in (shifted, stepped, turned):
+            case.x, case.residual, case.weight = map(layout, plain)
+            case.how |= {name: layout(case.how[name]) for name in ("bias", "linear_bias")}
+            for given, wanted in zip(case.call(), want, strict=True):
+                close(given, wanted, f"{case.what} {layout.__name__}")
+        case.x, case.residual, case.weight = plain
+        case.residual = case.residual[:1].expand(3, items)
+        case.check(*case.call())
+
+
+def test_strided(ranks: Ranks) -> None:
+    ranks(strided)
+
+
+def streams(comm: Any) -> None:
+    """On the ring's stream too, in a new dtype or not, while the results are used at once."""
+    for kind in (KINDS[0], KINDS[5]):
+        case = Case(comm, (4, 256), torch.bfloat16, kind)
+        for given, want in zip(case.call(use_calc_stream=False), case.call(), strict=True):
+            close(given, want, case.what)
+
+
+def test_streams(ranks: Ranks) -> None:
+    ranks(streams)
+
+
+# -- compiled --------------------------------------------------------------------------------------
+
+
+def compiled(comm: Any, backend: str, kinds: list[dict[str, Any]]) -> None:
+    """Compiled as one graph: eager's bits, each call once, also where nobody uses the result."""
+    for dtype, kind in itertools.product((torch.float32, torch.bfloat16), kinds):
+        case = Case(comm, (3, 136), dtype, kind)
+
+        def layers(x: torch.Tensor, case: Case = case) -> tuple[torch.Tensor, ...]:
+            norm_of(x, case.residual, case.weight, **case.how)  # not used
+            y, total = norm_of(x, case.residual, case.weight, **case.how)
+            return y, *norm_of(x, total, case.weight, use_calc_stream=False)
+
+        before = calls(comm)
+        want = layers(case.x)
+        launched = calls(comm) - before
+        graph = compile_whole(layers, backend=backend)
+        for turn in range(2):
+            before = calls(comm)
+            given = graph(case.x)
+            same(calls(comm) - before, launched, f"{case.what}: collectives of turn {turn}")
+            for one, other in zip(given, want, strict=True):
+                close(one, other, f"{case.what} {backend}")
+
+
+def test_compiled(ranks: Ranks) -> None:
+    ranks(compiled, "aot_eager", KINDS, deadline=120)
+
+
+def test_generated_code(unified_ranks: Ranks) -> None:
+    unified_ranks(compiled, "inductor", KINDS[3:5], deadline=240)
+
+
+def compiled_sizes(comm: Any) -> None:
+    """One graph for any number and length of rows."""
+    graph = compile_whole(norm_of, dynamic=True)
+    for shape in ((2, 64), (5, 136), (3, 1001), (7, 8)):
+        case = Case(comm, shape, torch.bfloat16, KINDS[0])
+        for given, want in zip(graph(case.x, case.residual, case.weight), case.call(), strict=True):
+            close(given, want, case.what)
+
+
+def test_compiled_sizes(ranks: Ranks) -> None:
+    ranks(compiled_sizes, deadline=120)
+
+
+def registered(comm: Any) -> None:
+    operator = torch.ops.commlib.all_reduce_residual_norm.default
+    for kind in KINDS:
+        case = Case(comm, (2, 64), torch.bfloat16, kind)
+        others = (case.how.get(name) for name in ("bias", "linear_bias", "scale"))
+        layer = kind.get("norm") == "layer"
+        given = case.x, case.residual, case.weight, *others, 0, layer, 1e-6, True
+        well_registered(operator, given)
+
+
+def test_registered(ranks: Ranks) -> None:
+    ranks(registered)
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+def refusals(comm: Any) -> None:
+    """A wrong call is one of our errors with the numbers in it; nothing is launched by it."""
+    x, row = torch.ones(4, 24, device=comm.device), torch.ones(24, device=comm.device)
+    scale = row[:1]
+    before = calls(comm)
+    with refused(RingError, ABSENT_RING):
+        norm_of(x, x, row, ABSENT_RING)
+    with refused(ArgumentError, "x is list"):
+        norm_of([1.0], x, row)
+    for name, tensors in (("residual", (x, None, row)), ("weight", (x, x, None))):
+        with refused(ArgumentError, f"{name} is NoneType", "ring 0", f"rank {comm.rank}"):
+            norm_of(*tensors)
+    for kind in (torch.float64, torch.int64, FLOAT8):
+        with refused(DtypeError, f"x is {kind}", "bfloat16"):
+            norm_of(x.to(kind), x.to(kind), row.to(kind))
+    with refused(ShapeError, "0-D"):
+        norm_of(x[0, 0], x[0, 0], row)
+    for wrong in (x[:3], x[0], x.view(2, 2, 24)):
+        with refused(ShapeError, "residual", tuple(wrong.shape), "(4, 24)"):
+            norm_of(x, wrong, row)
+    for name in ("weight", "bias", "linear_bias"):
+        given: dict[str, Any] = {"weight": row, "norm": "layer"}
+        for wrong in (row[:23], x):
+            with refused(ShapeError, name, tuple(wrong.shape), "(24,)"):
+                norm_of(x, x, **(given | {name: wrong}))
+        with refused(DtypeError, f"{name} is torch.float16", "torch.float32", f"{name}.to("):
+            norm_of(x, x, **(given | {name: row.half()}))
+        with refused(DeviceError, f"{name} is on meta", comm.device):
+            norm_of(x, x, **(given | {name: row.to("meta")}))
+    with refused(DtypeError, "residual is torch.bfloat16"):
+        norm_of(x, x.bfloat16(), row)
+    with refused(DeviceError, "sparse"):
+        norm_of(x.to_sparse(), x, row)
+    with refused(ArgumentError, "norm='batch'", "'rms' or 'layer'"):
+        norm_of(x, x, row, norm="batch")
+    with refused(ArgumentError, "bias with norm='rms'", "linear_bias"):
+        norm_of(x, x, row, bias=row)
+    for eps in (-1e-6, float("nan"), float("inf"), None, "0", True):
+        with refused(ArgumentError, f"eps={eps!r}", "eps=1e-6"):
+            norm_of(x, x, row, eps=eps)
+    with refused(DtypeError, "out_dtype=torch.bfloat16", "torch.float8_e4m3fn", "torch.float32"):
+        norm_of(x, x, row, out_dtype=torch.bfloat16)
+    with refused(ArgumentError, "without scale=", "scale="):
+        norm_of(x, x, row, out_dtype=FLOAT8)
+    with refused(ArgumentError, "with scale=", "out_dtype=None"):
+        norm_of(x, x, row, scale=scale)
+    for number, error in (
+        (scale.double(), DtypeError),
+        (row[:2], ShapeError),
+        (1.0, ArgumentError),
+        (scale.to("meta"), DeviceError),
+    ):
+        with refused(error, "scale"):
+            norm_of(x, x, row, scale=number, out_dtype=FLOAT8)
+    with comm.group(), refused(ArgumentError, "comm.group()"):
+        norm_of(x, x, row)
+    same(calls(comm), before, "calls launched by refused ones")
+    y, total = norm_of(x, x, row, out_dtype=x.dtype)
+    same((set(total.view(-1).tolist()), y.dtype), ({comm.size + 1.0}, x.dtype), "after refusals")
+
+
+def test_refusals(ranks: Ranks) -> None:
+    ranks(refusals)
+
+
+def gradients(comm: Any) -> None:
+    """There is none, and a call that seems to want one says so; under no_grad it is a call."""
+    x, row = torch.ones(4, 24, device=comm.device), torch.ones(24, device=comm.device)
+    before = calls(comm)
+    for number in range(3):
+        given = [x, x.clone(), row]
+        given[number] = given[number].clone().requires_grad_()
+        with refused(ArgumentError, "no gradient", "no_grad", ".detach()"):
+            norm_of(*given)
+        with refused(Exception, "no gradient"):  # some torch wraps errors of traced code
+            compile_whole(norm_of)(*given)
+        same(calls(comm), before, "calls launched by refused ones")
+        with torch.no_grad():
+            y, total = norm_of(*given)
+        with torch.inference_mode():
+            norm_of(*given)
+        same((y.requires_grad, total.requires_grad), (False, False), "results")
+        before += 2
+
+
+def test_gradients(ranks: Ranks) -> None:
+    ranks(gradients)
+
+
+# -- rings -----------------------------------------------------------------------------------------
+
+
+def alone(comm: Any) -> None:
+    """A ring of one rank: the norm of x and residual."""
+    ring = commlib.new_ring(50 + comm.rank, [comm.rank])
+    assert ring is not None
+    for kind in KINDS:
+        case = Case(comm, (3, 136), torch.bfloat16, kind)
+        y, total = case.call(ring_id=ring.ring_id)
+        want = case.x.float()
+        if "linear_bias" in case.how:
+            want = want + case.how["linear_bias"].float()
+        close(total, (want + case.residual.float()).to(case.dtype), f"{case.what}: before")
+        given = y.float() if y.dtype is FLOAT8 else y
+        near(given, case.formula(wide(total)), f"{case.what}: y", *NEAR[y.dtype])
+
+
+def test_one_rank(ranks: Ranks) -> None:
+    ranks(alone)
+
+
+# -- the kernels -----------------------------------------------------------------------------------
+
+
+def taken(comm: Any) -> None:
+    """Which rows the kernels take: whole vectors, up to what a block holds."""
+    if not on_gpu(comm):
+        return
+    for dtype, items, want in (
+        (torch.bfloat16, 8, True),
+        (torch.bfloat16, 12, False),
+        (torch.float32, 12, True),
+        (torch.bfloat16, 16_384, True),
+        (torch.bfloat16, 16_392, False),
+        (torch.float32, 8192, True),
+        (torch.float32, 8196, False),
+    ):
+        x = torch.ones(2, items, dtype=dtype, device=comm.device)
+        same(kernel_for(comm, x), want, f"{items} x {dtype}")
+
+
+def test_which_rows_are_taken(unified_ranks: Ranks) -> None:
+    unified_ranks(taken)
+
+
+def borders(comm: Any, items: int, counts: list[int]) -> None:
+    """Any number of rows, on both sides of every border: the composition's rows, and its y."""
+    if not on_gpu(comm):
+        return
+    for count, dtype in itertools.product(counts, (torch.bfloat16, torch.float32)):
+        for kind in (KINDS[3], KINDS[4]):
+            case = Case(comm, (count, items), dtype, kind)
+            same(kernel_for(comm, case.x), True, case.what)
+            (y, total), (want, want_total) = case.call(), case.composed()
+            close(total, want_total, f"{case.what}: before the norm")
+            rtol, atol = (2 * each for each in NEAR[y.dtype])
+            apart = (y.float() - want.float()).abs() > atol + rtol * want.float().abs()
+            same(int(apart.sum()), 0, f"{case.what}: values of y apart")
+            equal_everywhere(comm, case.what, y, total)
+
+
+@pytest.mark.parametrize(
+    ("items", "counts"),
+    [
+        (8192, [2, 4, 5, 16, 17, 32, 33, 131, 132, 133, 256, 257, 1025, 2600]),
+        (8184, [3, 300]),
+        (64, [133, 1000, 2049, 40_000]),
+        (8, [5, 5000]),
+    ],
+)
+def test_borders(unified_ranks: Ranks, items: int, counts: list[int]) -> None:
+    unified_ranks(borders, items, counts, deadline=400)
+
+
+def test_borders_of_more_ranks(crowd: Ranks) -> None:
+    crowd(borders, 4096, [1, 7, 8, 9, 32, 33, 64, 65, 300, 2600], deadline=400)
+    crowd(borders, 8, [1, 4097, 40_000], deadline=400)
+
+
+def mixed(comm: Any) -> None:
+    """Between other calls of the ring, while one rank is late: the halves go on taking turns."""
+    case = Case(comm, (40, 512), torch.bfloat16, KINDS[3])
+    small = Case(comm, (1, 64), torch.float32, KINDS[0])
+    wants = [(each, *each.call()) for each in (case, small)]
+    for turn in range(200 if on_gpu(comm) else 10):
+        if on_gpu(comm) and turn % 5 == comm.rank:
+            torch.cuda._sleep(50_000)
+        each, y, total = wants[turn % 3 % 2]
+        given = each.call(use_calc_stream=turn % 7 != 3)
+        ops.all_reduce(each.x)
+        for one, other in zip(given, (y, total), strict=True):
+            close(one, other, f"turn {turn}")
+    settle(comm)
+
+
+def test_between_other_calls(unified_ranks: Ranks) -> None:
+    unified_ranks(mixed, deadline=120)
+
+
+def test_between_other_calls_of_more_ranks(crowd: Ranks) -> None:
+    crowd(mixed, deadline=120)
+
+
+def captured(comm: Any) -> None:
+    """A capture, the first call of its kind, is replayed with new inputs: eager's bits."""
+    if not on_gpu(comm):
+        return
+    for (dtype, shape), kind in itertools.product(
+        ((torch.bfloat16, (3, 2048)), (torch.float32, (70, 1024)), (torch.float16, (2, 1001))),
+        KINDS[3:],
+    ):
+        case = Case(comm, shape, dtype, kind, seed=9)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            y, total = case.call()
+            more = norm_of(case.x, total, case.weight, use_calc_stream=False)
+        for seed in range(3):
+            other = Case(comm, shape, dtype, kind, seed)
+            for name in ("x", "residual", "weight"):
+                getattr(case, name).copy_(getattr(other, name))
+            for name in {"bias", "linear_bias", "scale"} & case.how.keys():
+                case.how[name].copy_(other.how[name])
+            if "scale" in case.how:
+                case.how["scale"].mul_(seed + 1)
+            graph.replay()
+            want = case.call()
+            for given, wanted in zip(
+                (y, total, *more),
+                (*want, *norm_of(case.x, want[1], case.weight)),
+                strict=True,
+            ):
+                close(given, wanted, f"{case.what} replay {seed}")
+
+
+def test_captured(ranks: Ranks) -> None:
+    ranks(captured)
+
+
+def late(comm: Any, rows: int, kind: dict[str, Any]) -> None:
+    """A peer that does not come is named on every rank, results are NaN; reset() repairs."""
+    if not on_gpu(comm):
+        return
+    ring = commlib.new_ring(87, range(comm.size), timeout=LATE_S)
+    assert ring is not None
+    case = Case(comm, (rows, 2048), torch.bfloat16, kind)
+    want = case.call(ring_id=87)
+    torch.cuda.synchronize()
+    ring.exchange([])
+    if comm.rank:
+        y, total = case.call(ring_id=87)
+        torch.cuda.synchronize()
+        same(bool(y.float().isnan().all() and total.isnan().all()), True, "results are NaN")
+        if y.dtype is FLOAT8:
+            same(set(y.view(torch.uint8).view(-1).tolist()), {0x7F}, "bytes")
+    comm.exchange([])
+    if comm.rank == 0:
+        with contextlib.suppress(PeerTimeout):
+            case.call(ring_id=87)
+        torch.cuda.synchronize()
+    with refused(RingError if ring.fault else PeerTimeout, "reset()"):
+        ring.check()
+    named = any("rank 0 did not come to all_reduce_residual_norm" in e for e in ring.errors())
+    same(named, True, f"errors {ring.errors()}")
+    ring.reset()
+    for given, wanted in zip(case.call(ring_id=87), want, strict=True):
+        close(given, wanted, "after reset")
+    torch.cuda.synchronize()
+    ring.check()
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[5]], ids=["rms", "layer-float8"])
+@pytest.mark.parametrize("rows", [1, 300, 2000])
+def test_a_peer_that_does_not_come(unified_ranks: Ranks, rows: int, kind: dict[str, Any]) -> None:
+    unified_ranks(late, rows, kind)
+
+
+# -- what the host decides -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wanted", [32, 128, 256, 512])
+def test_a_block_holds_a_row(wanted: int) -> None:
+    for width in range(1, fused.WIDEST + 1):
+        held, threads = fused.block(width, wanted)
+        assert held in (1, 2, 4)
+        assert threads % 32 == 0
+        assert 0 < threads <= fused.THREADS
+        assert held * threads >= width > held * (threads - 32)
+
+
+@pytest.mark.parametrize("size", choose.SIZES)
+def test_a_row_fits_into_the_channel(size: int) -> None:
+    for row in choose.table()[fused.VERB][size]:
+        for width in (1, size - 1, size, size + 1, fused.WIDEST):
+            slots = fused.slots(row.kernel, width, size)
+            assert slots >= (size if row.kernel == "norm_one_shot" else 2) * width
+            assert slots * 16 <= 2 * push.WINDOW
+
+
+def test_arguments_lie_as_the_kernel_sees_them() -> None:
+    call, norm = ctypes.sizeof(push.Call), fused.NormCall
+    assert call == 120
+    assert norm.residual.offset == call
+    assert norm.eps.offset == call + 6 * 8
+    assert ctypes.sizeof(norm) == call + 6 * 8 + 4 * 4
