@@ -1,0 +1,8 @@
+"""Any callable as a graph that is replayed: collectives inside, nothing silently wrong."""
+
+from commlib.errors import GraphError
+from commlib.graph.capture import Graphed, capture
+from commlib.graph.pieces import eager
+from commlib.graph.report import report
+
+__all__ = ["GraphError", "Graphed", "capture", "eager", "report"]

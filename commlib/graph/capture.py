@@ -1,0 +1,296 @@
+"""`capture`: a function whose calls are replayed from graphs, one a key."""
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, TypedDict, overload
+
+import torch
+from torch.utils._pytree import tree_leaves
+from typing_extensions import Unpack
+
+from commlib._log import log
+from commlib.errors import CommError, GraphError
+from commlib.graph import pool
+from commlib.graph.engine import Engine, HostEngine
+from commlib.graph.entry import Entry
+from commlib.graph.ledger import Collective, Ledger
+from commlib.graph.ledger import default_generator as _default
+from commlib.graph.outputs import leads_back
+from commlib.graph.pieces import Pieces, Warming, making
+from commlib.graph.signature import Arguments, arguments, bare
+from commlib.graph.slots import Slot, Slots, leaf, parameters
+from commlib.graph.vote import vote
+
+everything: "weakref.WeakSet[Graphed]" = weakref.WeakSet()
+
+
+class Options(TypedDict, total=False):
+    """What ``capture`` is told beside the function."""
+
+    key: Callable[..., Any] | None
+    warmup: int
+    first: str
+    outputs: str
+    on_fail: str
+
+
+@overload
+def capture(fn: Callable[..., Any], **options: Unpack[Options]) -> "Graphed": ...
+
+
+@overload
+def capture(
+    fn: None = None, **options: Unpack[Options]
+) -> Callable[[Callable[..., Any]], "Graphed"]: ...
+
+
+def capture(fn: Callable[..., Any] | None = None, **options: Unpack[Options]) -> Any:
+    """Return ``fn`` as a ``Graphed``: each kind of call is captured once, then replayed.
+
+    ``fn``: a function or module whose arguments and results are any pytree; ``@capture`` and
+    ``@capture(...)`` work too. Where gradients flow, a forward and a backward graph are joined by
+    one autograd node, as many pairs as there are forwards still to go back; no second derivatives.
+    Calls are told apart by structure, by shape, dtype, device, strides and ``requires_grad`` of
+    tensors, by the value of all else, by torch's modes, a module's training flag, and
+    ``key(*args, **kwargs)``. ``warmup`` (2) runs come first; their writes and random numbers are
+    undone, so that the first call counts once. ``first="warmup"`` lets the last of them be the
+    call instead ("once"): no memory for the undoing. ``outputs="borrow"``: memory of the graph,
+    and reading it after the next replay raises;
+    "copy": fresh tensors. ``on_fail="eager"`` runs a call that can't be captured eagerly, and
+    ``report()`` says why. Collectives of commlib stand in the graph; every member of their rings
+    captures the same ones, or all of them raise. Raises ``GraphError``.
+    """
+    if fn is None:
+        return functools.partial(capture, **options)
+    return Graphed(fn, **options)
+
+
+class Graphed:
+    """A captured function; call it as the function. ``reset()`` lets go of its graphs."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        key: Callable[..., Any] | None = None,
+        warmup: int = 2,
+        first: str = "once",
+        outputs: str = "borrow",
+        on_fail: str = "raise",
+    ) -> None:
+        _one_of("first", first, "once", "warmup")
+        _one_of("outputs", outputs, "borrow", "copy")
+        _one_of("on_fail", on_fail, "raise", "eager")
+        if warmup < 1:
+            raise GraphError(f"warmup={warmup}: expected 1 or more runs before the capture")
+        functools.update_wrapper(self, fn, updated=())
+        self.fn, self._key, self._warmup, self._first = fn, key, warmup, first
+        self._copy, self._on_fail = outputs == "copy", on_fail
+        self.entries: dict[Any, Entry | Slots] = {}
+        self.eager: dict[Any, str] = {}  # calls that stay eager, and why
+        self._module = fn if isinstance(fn, torch.nn.Module) else None
+        everything.add(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Replay the call's graph on the current stream, or capture it first."""
+        if making() is not None:
+            return self.fn(*args, **kwargs)  # part of a larger capture
+        call = self._arguments(args, kwargs)
+        entry = self.entries.get(call.key)
+        if entry is not None:
+            return entry.run(call, sys._getframe(1))
+        if call.key in self.eager:
+            return self.fn(*args, **kwargs)
+        try:
+            return self._first_call(call, sys._getframe(1))
+        except GraphError as error:
+            if self._on_fail == "raise":
+                raise
+            self.eager[call.key] = str(error)
+            log.once("a call of %s stays eager: %s", self.name, error)
+            return self.fn(*args, **kwargs)
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return str(getattr(self.fn, "__qualname__", type(self.fn).__qualname__))
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        own = (
+            None if self._module is None else self._module.training,
+            None if self._key is None else self._key(*args, **kwargs),
+        )
+        return arguments(args, kwargs, own) if args or kwargs else bare(own)
+
+    # -- the first call of a kind ------------------------------------------------------------------
+
+    def _first_call(self, call: Arguments, caller: FrameType) -> Any:
+        device = self._device(call)
+        engine: Engine = pool.engine(device.index) if device.type == "cuda" else HostEngine()
+        warm = _WarmUp(self.fn, call, engine, device)
+        result = warm.run(self._warmup, keep_last=self._first == "warmup")
+
+        make = functools.partial(_captured, engine, warm)
+        how: dict[str, Any] = {"copy": self._copy, "own": device.type == "cpu"}
+        entry: Entry | Slots
+        if warm.differentiable:
+            build = functools.partial(Slot, self.fn, make=make, parameters=warm.parameters, **how)
+            entry = Slots(build, call)
+        else:
+            entry = Entry(self.fn, call, make, **how)
+        if self._first == "warmup" and any(part.pieces.broken for part in entry.parts):
+            entry.release()
+            raise GraphError(
+                'first="warmup" of a function with eager parts: they have run in the capture too; '
+                'type first="once"'
+            )
+        self.entries[call.key] = entry
+        for ring in warm.rings:
+            ring.graphs.add(self)
+        if self._first == "warmup":
+            return result
+        return entry.first(call, caller)
+
+    def _device(self, call: Arguments) -> torch.device:
+        tensors = [*call.tensors]
+        if self._module is not None:
+            tensors += [*self._module.parameters(), *self._module.buffers()]
+        for tensor in tensors:
+            if tensor.device.type == "cuda":
+                return tensor.device
+        if tensors or not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def reset(self) -> None:
+        """Let go of every graph; the next calls capture again."""
+        for entry in self.entries.values():
+            entry.release()
+        self.entries.clear()
+        self.eager.clear()
+
+
+class _WarmUp:
+    """The runs of a function before its capture, and what they have shown."""
+
+    def __init__(
+        self, fn: Callable[..., Any], call: Arguments, engine: Engine, device: torch.device
+    ) -> None:
+        self._fn, self._call, self._engine, self._device = fn, call, engine, device
+        self.collectives: list[Collective] = []
+        self.generators: list[torch.Generator] = []
+        self.rings: list[Any] = []
+        self.differentiable = False
+        self.parameters: list[torch.Tensor] = []
+        self._texts: dict[str, list[str]] = {}  # by part: its collectives in words
+
+    def run(self, times: int, *, keep_last: bool) -> Any:
+        """Run and undo, but for the last run if it is to stay; returns its result."""
+        result, names = None, None
+        for turn in range(times):
+            stays = keep_last and turn == times - 1
+            ledger = Ledger(self._device)
+            if stays:
+                ledger.without_saving()
+            result = self._once(ledger, undo=not stays)
+            if names is not None and names != ledger.names and turn == times - 1:
+                self._unsteady(names, ledger.names)
+            names = ledger.names
+        return result
+
+    def _once(self, ledger: Ledger, *, undo: bool) -> Any:
+        grad = torch.is_grad_enabled()
+        inputs = [leaf(x) if grad and undo else x for x in self._call.tensors]
+        args, kwargs = self._call.rebuilt(inputs)
+        problem: BaseException | None = None
+        result = None
+        with self._engine.warming(), Warming():
+            try:
+                with ledger:
+                    result = self._fn(*args, **kwargs)
+                    if undo:
+                        self._go_back(result, inputs, ledger)
+            except Exception as error:
+                problem = error
+            if undo or problem is not None:
+                result = None
+                ledger.restore()
+        self.rings, self.collectives = ledger.rings, ledger.collectives
+        self.generators = [
+            generator
+            for generator, _ in ledger.generators.values()
+            if generator.device.type == "cuda" and generator is not _default(generator.device)
+        ]
+        said = None if problem is None else f"{type(problem).__name__}: {problem}"
+        try:
+            vote(self.rings, self.collectives, said)
+        except GraphError as told:
+            if problem is None:
+                raise
+            raise told from problem
+        if problem is not None:
+            raise problem
+        return result
+
+    def _go_back(self, result: Any, inputs: Sequence[torch.Tensor], ledger: Ledger) -> None:
+        """Run the backward too, where there is one."""
+        outs = [x for x in tree_leaves(result) if leads_back(x)]
+        self.differentiable = bool(outs)
+        if outs:
+            self.parameters = parameters(ledger, inputs)
+            wanted = [x for x in (*inputs, *self.parameters) if x.requires_grad]
+            ones = [torch.ones_like(x) for x in outs]
+            torch.autograd.grad(outs, wanted, ones, allow_unused=True)
+
+    def same_as_before(self, part: str, pieces: Pieces) -> bool:
+        """Whether a part is captured with the collectives that it had the first time."""
+        texts = list(map(str, pieces.collectives))
+        return self._texts.setdefault(part, texts) == texts
+
+    def _unsteady(self, before: list[str], after: list[str]) -> None:
+        shortest = min(len(before), len(after))
+        first = next((i for i in range(shortest) if before[i] != after[i]), shortest)
+        was, now = (names[first] if first < len(names) else "nothing" for names in (before, after))
+        raise GraphError(
+            f"two runs of the function differ: operator number {first} was {was}, then {now}; a "
+            f"graph would repeat one of them. More warmup= runs may settle it"
+        )
+
+
+def _captured(
+    engine: Engine, warm: _WarmUp, fn: Callable[[], Any], *, again: bool, part: str
+) -> tuple[Pieces, Any]:
+    """Capture ``fn``; every member of its rings succeeds, or all of them raise.
+
+    ``again``: this rank captures ``part`` another time, the same, and no other rank is asked.
+    """
+    pieces = Pieces(engine, warm.generators)
+    problem: BaseException | None = None
+    result = None
+    try:
+        result = pieces.make(fn)
+    except Exception as error:
+        problem = error
+    said = None if problem is None else f"{type(problem).__name__}: {problem}"
+    try:
+        if not again:
+            vote(warm.rings, pieces.collectives, said)
+        if problem is None and not warm.same_as_before(part, pieces):
+            raise GraphError("captured again, the function makes other collectives than before")
+    except CommError as told:
+        pieces.release()
+        if problem is None:
+            raise
+        raise told from problem
+    if problem is not None:
+        if isinstance(problem, GraphError):
+            raise problem
+        raise GraphError(f"capturing failed: {said}") from problem
+    return pieces, result
+
+
+def _one_of(name: str, given: str, *allowed: str) -> None:
+    if given not in allowed:
+        raise GraphError(f"{name}={given!r}: expected {' or '.join(map(repr, allowed))}")

@@ -1,0 +1,93 @@
+"""What holds a captured stretch of work: on a CPU its steps, run again into the same memory."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from commlib.graph.ledger import Ledger, Step
+
+
+class Recording(Protocol):
+    """A stretch of captured work."""
+
+    nodes: int
+
+    def replay(self) -> None:
+        """Do it again, in the memory that it was captured in; on the current stream of a GPU."""
+
+    def release(self) -> None:
+        """Let go of it; it is not replayed any more."""
+
+
+class Engine(Protocol):
+    """Captures on one kind of device."""
+
+    def warming(self) -> Any:
+        """Return the context in which a function runs before its capture."""
+
+    def begin(self, generators: Sequence[torch.Generator] = ()) -> Ledger:
+        """Begin a stretch; returns what watches it, already entered."""
+
+    def end(self) -> Recording:
+        """End the stretch; nothing of it counts as done until it is replayed."""
+
+    def fail(self) -> None:
+        """Give up the stretch that an exception has left, and repair what that breaks."""
+
+
+class HostRecording:
+    """The steps of a stretch, with their tensors."""
+
+    def __init__(self, steps: list[Step]) -> None:
+        self._steps, self.nodes = steps, len(steps)
+
+    def replay(self) -> None:
+        """Run every operator again on the recorded tensors; blocks as eager code does."""
+        with torch.no_grad():
+            for call, args, kwargs, made in self._steps:
+                found = call(*args, **kwargs)
+                if made:
+                    leaves = [x for x in tree_leaves(found) if isinstance(x, torch.Tensor)]
+                    for position, tensor in made:
+                        tensor.copy_(leaves[position])
+
+    def release(self) -> None:
+        """Drop the tensors."""
+        self._steps = []
+
+
+class HostEngine:
+    """Records on a CPU: the same stale addresses and baked branches as a graph on a GPU."""
+
+    def __init__(self) -> None:
+        self._ledger: Ledger | None = None
+
+    @contextmanager
+    def warming(self) -> Iterator[None]:
+        """Run where the caller is."""
+        yield
+
+    def begin(self, generators: Sequence[torch.Generator] = ()) -> Ledger:
+        """Watch what runs, and keep its steps."""
+        self._ledger = Ledger(torch.device("cpu"), keep=True)
+        return self._ledger.__enter__()
+
+    def end(self) -> HostRecording:
+        """Undo what the recorded run wrote, as a capture on a GPU would have written nothing."""
+        ledger = self._left()
+        return HostRecording(ledger.steps)
+
+    def fail(self) -> None:
+        """Undo what it wrote so far."""
+        if self._ledger is not None:
+            self._left()
+
+    def _left(self) -> Ledger:
+        ledger, self._ledger = self._ledger, None
+        assert ledger is not None
+        ledger.__exit__(None, None, None)
+        ledger.restore()
+        return ledger

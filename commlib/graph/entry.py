@@ -1,0 +1,156 @@
+"""One captured key: its graphs, the tensors they read, and how a call uses them."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from commlib.errors import GraphError
+from commlib.graph.outputs import Join, Outputs, leads_back
+from commlib.graph.pieces import Pieces
+from commlib.graph.signature import Arguments
+
+Tensors = list[torch.Tensor]
+
+
+class Entry:
+    """A captured call without gradients.
+
+    The graph reads the first caller's tensors where they lie. One that comes from somewhere else
+    gets memory of the graph's own, once, by capturing again; from then on it is copied there.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        call: Arguments,
+        make: Callable[..., tuple[Pieces, Any]],
+        *,
+        copy: bool,
+        own: bool,
+    ) -> None:
+        self._fn, self._make, self._copy = fn, make, copy
+        self._own: dict[int, torch.Tensor] = {}  # by position: memory of the graph's own
+        if own:
+            self._make_room(call, range(len(call.tensors)))
+        self.replays = self.bytes_copied = 0
+        self.pieces: Pieces
+        self._capture(call, again=False)
+
+    def _capture(self, call: Arguments, *, again: bool) -> None:
+        given = [self._own.get(i, tensor) for i, tensor in enumerate(call.tensors)]
+        inputs = self._inputs(given)
+        args, kwargs = call.rebuilt(inputs)
+        began = time.perf_counter()
+        pieces, result = self._make(lambda: self._fn(*args, **kwargs), again=again, part="forward")
+        self.pieces, self._given = pieces, given
+        self._pointers = [tensor.data_ptr() for tensor in given]
+        written = {key for ledger in pieces.ledgers for key in ledger.saved}
+        self._back = [i for i, own in self._own.items() if own.untyped_storage()._cdata in written]
+        self.externals = [
+            tensor for ledger in pieces.ledgers for tensor in ledger.externals.values()
+        ]
+        outside = {x.untyped_storage()._cdata for ledger in pieces.ledgers
+                   for x in _outside(ledger.externals.values(), pieces)}  # fmt: skip
+        self.outputs = Outputs(result, inputs, outside, copy=self._copy)
+        self._behind(result, inputs, again=again)
+        self.capture_seconds = time.perf_counter() - began
+
+    def _inputs(self, given: Tensors) -> Tensors:
+        """Return the tensors that the function is captured with."""
+        return given
+
+    def _behind(self, result: Any, inputs: Tensors, *, again: bool) -> None:
+        """Capture what belongs to the function beside itself."""
+        if any(map(leads_back, tree_leaves(result))):
+            raise GraphError(
+                "an output requires grad, but no run before the capture has gone back; type "
+                "warmup=2, or call the function under torch.no_grad()"
+            )
+
+    @property
+    def parts(self) -> list["Entry"]:
+        """The entry as one of a report."""
+        return [self]
+
+    def first(self, call: Arguments, caller: FrameType) -> Any:
+        """Do what the capture itself has not done, and return the outputs."""
+        self.replays += 1
+        for part in self.pieces.parts[-1:] if self.pieces.broken else self.pieces.parts:
+            part.replay()
+        return self._outcome(call.tensors, caller)
+
+    def run(self, call: Arguments, caller: FrameType) -> Any:
+        """Replay on the tensors of ``call`` and return the outputs; the host does not block."""
+        tensors = call.tensors
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        self.bytes_copied = 0
+        if pointers != self._pointers:
+            self._place(call, pointers, caller)
+        if self.outputs.lends:
+            self.outputs.expire(place(caller))
+        self.replays += 1
+        self.pieces.replay()
+        return self._outcome(tensors, caller)
+
+    def _outcome(self, tensors: Sequence[torch.Tensor], caller: FrameType) -> Any:
+        for i in self._back:
+            with torch.no_grad():
+                tensors[i].copy_(self._own[i])
+        return self.outputs.give(tensors, place(caller), self._join(tensors))
+
+    def _join(self, tensors: Sequence[torch.Tensor]) -> Join | None:
+        """Return what ties outputs to the gradients of the caller's tensors."""
+        return None
+
+    def _place(self, call: Arguments, pointers: Sequence[int], caller: FrameType) -> None:
+        """Copy what lies elsewhere to where the graph reads it.
+
+        What is copied may be an output of the last replay, so that one expires behind this.
+        """
+        moved = [i for i, at in enumerate(pointers) if at != self._pointers[i]]
+        fresh = [i for i in moved if i not in self._own]
+        known = [i for i in moved if i in self._own]
+        if known:
+            with torch.no_grad():
+                torch._foreach_copy_(
+                    [self._own[i] for i in known], [call.tensors[i] for i in known]
+                )
+        self.bytes_copied = sum(call.tensors[i].nbytes for i in moved)
+        if fresh:
+            self._make_room(call, fresh)
+            self.outputs.expire(place(caller))
+            self.pieces.release()
+            self._capture(call, again=True)
+
+    def _make_room(self, call: Arguments, positions: Iterable[int]) -> None:
+        """Give the graph its own copies of some arguments; equal ones share one."""
+        shared: dict[int, torch.Tensor] = {}
+        for i in positions:
+            tensor = call.tensors[i]
+            self._own[i] = shared.setdefault(tensor.data_ptr(), _copy_of(tensor))
+
+    def release(self) -> None:
+        """Let go of the graphs; what was returned can't be read any more."""
+        self.outputs.expire("the release of the graph")
+        self.pieces.release()
+
+
+def place(caller: FrameType) -> str:
+    """Return file and line of whoever called a captured function."""
+    return f"{caller.f_code.co_filename}:{caller.f_lineno}"
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the same strides; what is repeated in the original is not."""
+    own = tensor.detach().clone()
+    return own.requires_grad_(tensor.requires_grad)
+
+
+def _outside(tensors: Any, pieces: Pieces) -> Tensors:
+    """Return those that no piece of the capture has made itself."""
+    made = {key for ledger in pieces.ledgers for key in ledger.made}
+    return [x for x in tensors if x.untyped_storage()._cdata not in made]

@@ -1,0 +1,274 @@
+"""What one run of a function touches: tensors from outside, writes, random numbers, collectives."""
+
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from commlib import _gate
+from commlib._ring import Ring
+from commlib.errors import GraphError
+
+_aten = torch.ops.aten
+_SYNCS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_COPIES = {_aten._to_copy.default, _aten.copy_.default}
+_INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default}
+_REMEDY = {
+    "_local_scalar_dense": "keep the value in a tensor (torch.where, clamp), or read it outside",
+    "nonzero": "use a mask and torch.where, which keep the shape",
+}
+
+
+_BY_OUTPUT = ("scatter", "broadcast")  # the input is the root's alone
+_OWN_ITEMS = ("all_to_all", "exchange_rows", "send", "recv")  # differ between ranks
+PEER_TO_PEER = ("send", "recv")  # the other ranks do not make them
+
+
+class Step(NamedTuple):
+    """One operator, with the very tensors that it took and gave."""
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made: tuple[tuple[int, torch.Tensor], ...]  # outputs with memory of their own, by position
+
+
+class Collective(NamedTuple):
+    """One call of a ring's verb, in the terms that all ranks must share."""
+
+    ring: Ring
+    verb: str
+    dtype: str
+    items: int
+    rest: str  # reduction, root or peer
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.verb} of {self.items} x {self.dtype}{self.rest} on ring {self.ring.ring_id}"
+
+
+class Ledger(TorchDispatchMode):
+    """Records a run; ``with Ledger(device) as seen: fn()``.
+
+    Refuses what can't stand in a graph before it runs: ``GraphError`` with operator and line. With
+    ``keep=True`` every step stays, with its tensors, to be run again. Before the first write to a
+    tensor from outside its memory is copied: ``restore()`` puts it back.
+    """
+
+    def __init__(self, device: torch.device, *, keep: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device, self.keep = device, keep
+        self.names: list[str] = []  # operators, in order
+        self.steps: list[Step] = []
+        self.collectives: list[Collective] = []
+        self.externals: dict[int, torch.Tensor] = {}  # by memory
+        self.saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage | None]] = {}
+        self.generators: dict[int, tuple[torch.Generator, torch.Tensor | None]] = {}
+        self.made: dict[int, StorageWeakRef] = {}
+        self._nested = False
+        self._save = True
+
+    # -- watching ----------------------------------------------------------------------------------
+
+    def __enter__(self) -> "Ledger":
+        _gate.observers.append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        _gate.observers.remove(self)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = list(_tensors((args, kwargs)))
+        self._refuse(func, args, kwargs, tensors)
+        for tensor in tensors:
+            self._know(tensor)
+        for tensor in _written(func, args, kwargs):
+            self._before_write(tensor)
+        self._note_random(func, tensors, kwargs)
+        with self._inside():
+            result = func(*args, **kwargs)
+        made = tuple((i, t) for i, t in enumerate(_tensors(result)) if self._new(t, tensors))
+        for _, tensor in made:
+            memory = tensor.untyped_storage()
+            self.made[memory._cdata] = StorageWeakRef(memory)
+        self.names.append(str(func))
+        if self.keep:
+            self.steps.append(Step(func, args, kwargs, made))
+        return result
+
+    def before(self, call: _gate.Seen) -> None:
+        """Note a collective; the gate says so before it launches."""
+        for known in _tensors((call.x, call.out, call.args)):
+            self._know(known)
+        if call.out is not None:
+            self._before_write(call.out)
+        tensor = call.out if call.x is None or call.verb in _BY_OUTPUT else call.x
+        dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
+        items = 0 if tensor is None or call.verb in _OWN_ITEMS else tensor.numel()
+        rest = "".join(f", {part}" for part in _shared(call.args))
+        found = Collective(call.ring, call.verb, dtype, items, rest, user_line())
+        self.collectives.append(found)
+        if self.keep and not self._nested:
+            self.steps.append(Step(call.again, (), {}, ()))
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """While an operator runs, a collective inside it is no step of its own."""
+        before, self._nested = self._nested, True
+        try:
+            yield
+        finally:
+            self._nested = before
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def _know(self, tensor: torch.Tensor) -> None:
+        key = tensor.untyped_storage()._cdata
+        if key not in self.made and key not in self.externals:
+            self.externals[key] = tensor
+
+    def _new(self, tensor: torch.Tensor, given: Iterable[torch.Tensor]) -> bool:
+        key = tensor.untyped_storage()._cdata
+        return all(key != other.untyped_storage()._cdata for other in given)
+
+    def _before_write(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self.made or storage._cdata in self.saved:
+            return
+        self.saved[storage._cdata] = storage, storage.clone() if self._save else None
+
+    def without_saving(self) -> "Ledger":
+        """Note writes but copy nothing: what this run does is to stay."""
+        self._save = False
+        return self
+
+    def restore(self) -> None:
+        """Put back what memory from outside, and generators, held before the run."""
+        for storage, content in self.saved.values():
+            if content is not None:
+                storage.copy_(content, non_blocking=True)
+        self.saved = {key: (storage, None) for key, (storage, _) in self.saved.items()}
+        for generator, state in self.generators.values():
+            if state is not None:
+                generator.set_state(state)
+
+    @property
+    def rings(self) -> list[Ring]:
+        """The rings of the collectives, by number."""
+        found = {call.ring.ring_id: call.ring for call in self.collectives}
+        return [found[number] for number in sorted(found)]
+
+    # -- refusing ----------------------------------------------------------------------------------
+
+    def _note_random(self, func: Any, tensors: Sequence[torch.Tensor], kwargs: Any) -> None:
+        """Know the generator of an operator that draws numbers, and its state before."""
+        generator = kwargs.get("generator")
+        if generator is None and torch.Tag.nondeterministic_seeded in func.tags:
+            generator = default_generator(kwargs.get("device") or self.device)
+        if isinstance(generator, torch.Generator) and id(generator) not in self.generators:
+            state = generator.get_state() if self._save else None
+            self.generators[id(generator)] = generator, state
+
+    def _refuse(
+        self, func: Any, args: Sequence[Any], kwargs: Any, tensors: Sequence[torch.Tensor]
+    ) -> None:
+        why = self._sync(func, args, kwargs, tensors)
+        if why:
+            name = func.name().removeprefix("aten::").partition(".")[0]
+            hint = _REMEDY.get(name, "do it outside, or mark the part with commlib.graph.eager")
+            raise GraphError(
+                f"{name} can't stand in a graph: {why}; at {user_line()}; {hint}",
+                op=name,
+                where=user_line(),
+                hint=hint,
+            )
+
+    def _sync(
+        self, func: Any, args: Sequence[Any], kwargs: Any, tensors: Sequence[torch.Tensor]
+    ) -> str | None:
+        """Say why an operator waits for the GPU, or would if there were one."""
+        if any(tag in func.tags for tag in _SYNCS):
+            return "the host needs a value that the replay has not computed yet"
+        if func in _INDEXED:
+            masks = (i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8))
+            if any(True for _ in masks):
+                return "the shape of an index by a mask depends on its values"
+        if func in _COPIES:
+            return self._copy(func, args, kwargs)
+        return None
+
+    def _copy(self, func: Any, args: Sequence[Any], kwargs: Any) -> str | None:
+        """Say why a copy between the host and the GPU can't be replayed."""
+        if func is _aten.copy_.default:
+            source, target = args[1].device, args[0].device
+        else:
+            source, target = args[0].device, kwargs.get("device") or args[0].device
+        if self.device.type == "cpu" or source.type == target.type:
+            return None
+        host = args[1] if func is _aten.copy_.default else args[0]
+        if source.type == "cpu" and host.is_pinned():
+            return None
+        return f"it copies from {source} to {target}, and the host waits for it"
+
+
+def default_generator(device: Any) -> torch.Generator:
+    """Return torch's own generator of a device."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an operator writes to, by its schema."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        yield from _tensors(value)
+
+
+def _shared(args: Sequence[Any]) -> Iterator[str]:
+    """Yield what of a call's arguments all ranks have in common: root, reduction."""
+    for arg in args:
+        if isinstance(arg, int):
+            yield str(arg)
+        elif hasattr(arg, "op"):
+            yield f"op {arg.op}"
+
+
+_OURS = (str(Path(__file__).parent.parent), str(Path(torch.__file__ or "").parent))
+
+
+def user_line() -> str:
+    """Return file and line of the innermost frame that is neither torch's nor commlib's."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((*_OURS, "<")):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return traceback.format_stack(limit=1)[0].strip()

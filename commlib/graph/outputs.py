@@ -1,0 +1,164 @@
+"""What a captured function returns: the same memory at every replay, lent until the next."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+
+class Argument(NamedTuple):
+    """The caller's own tensor, handed back."""
+
+    position: int
+
+
+class View(NamedTuple):
+    """A view of one of the caller's tensors."""
+
+    position: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Lent(NamedTuple):
+    """Memory of the graph, to be overwritten by its next replay."""
+
+    tensor: torch.Tensor
+
+
+class Plain(NamedTuple):
+    """Anything else: no tensor, or one that lives outside."""
+
+    value: Any
+
+
+Output = Argument | View | Lent | Plain
+Join = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+class Outputs:
+    """The outputs of one captured call, and what of them the program still holds."""
+
+    def __init__(
+        self,
+        result: Any,
+        given: Sequence[torch.Tensor],
+        outside: Any,
+        *,
+        copy: bool,
+    ) -> None:
+        leaves, self._spec = tree_flatten(result)
+        self._copy = copy
+        self._kinds = [_kind(leaf, given, outside) for leaf in leaves]
+        self._lent = [i for i, kind in enumerate(self._kinds) if isinstance(kind, Lent)]
+        self._out: list[_Loan] = []
+        self.lends = any(isinstance(kind, Lent) for kind in self._kinds)
+
+    def expire(self, where: str) -> None:
+        """Make what is still held of the last replay raise when it is read."""
+        for loan in self._out:
+            loan.end(where)
+        self._out.clear()
+
+    def give(self, given: Sequence[torch.Tensor], where: str, join: Join | None = None) -> Any:
+        """Return the outputs of the replay that was just launched.
+
+        ``join`` gets those that the graph has made and returns them with their gradients.
+        """
+        leaves = [self._one(kind, given, where) for kind in self._kinds]
+        if join is not None:
+            joined = join([leaves[i] for i in self._lent])
+            for i, leaf in zip(self._lent, joined, strict=True):
+                leaves[i] = leaf
+        return tree_unflatten(leaves, self._spec)
+
+    def made(self, result: Any) -> list[torch.Tensor]:
+        """Return those leaves of ``result`` that ``join`` will be given."""
+        leaves = tree_leaves(result)
+        return [leaves[i] for i in self._lent]
+
+    def _one(self, kind: Output, given: Sequence[torch.Tensor], where: str) -> Any:
+        if isinstance(kind, Plain):
+            return kind.value
+        if isinstance(kind, Argument):
+            return given[kind.position]
+        if isinstance(kind, View):
+            return given[kind.position].as_strided(*kind[1:])
+        if self._copy:
+            return kind.tensor.clone()
+        alias = _alias(kind.tensor)
+        if _SPOIL is None:
+            alias = alias.as_subclass(_Watched)
+        self._out.append(_Loan(alias, where))
+        return alias
+
+
+def leads_back(tensor: Any) -> bool:
+    """Whether gradients flow through an output."""
+    return isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.grad_fn is not None
+
+
+def _kind(leaf: Any, given: Sequence[torch.Tensor], outside: Any) -> Output:
+    if not isinstance(leaf, torch.Tensor):
+        return Plain(leaf)
+    key = leaf.untyped_storage()._cdata
+    for position, tensor in enumerate(given):
+        if leaf is tensor:
+            return Argument(position)
+        if key == tensor.untyped_storage()._cdata:
+            return View(position, leaf.size(), leaf.stride(), int(leaf.storage_offset()))
+    return Plain(leaf) if key in outside else Lent(leaf.detach())
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the same memory whose storage is its own and owns nothing."""
+    source = tensor.untyped_storage()
+    storage = torch._C._construct_storage_from_data_pointer(
+        source.data_ptr(), source.device, source.nbytes()
+    )
+    place = tensor.storage_offset(), tensor.size(), tensor.stride()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *place)
+
+
+# Makes whoever reads a piece of memory raise; builds of torch without CUDA lack it.
+_SPOIL = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+
+
+class _Watched(torch.Tensor):
+    """An output where torch can't guard memory: it knows itself that it was overwritten."""
+
+    overwritten: str | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, _Watched) and leaf.overwritten is not None:
+                raise RuntimeError(leaf.overwritten)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class _Loan:
+    """One output that the program has been given."""
+
+    def __init__(self, tensor: torch.Tensor, where: str) -> None:
+        self._tensor, self._where = weakref.ref(tensor), where
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+
+    def end(self, where: str) -> None:
+        """Let reading it raise from now on, also through its views."""
+        text = (
+            f"this output of a graph, returned at {self._where}, was overwritten by the call at "
+            f'{where}; read it before, clone it, or capture with outputs="copy"'
+        )
+        tensor = self._tensor()
+        if _SPOIL is not None and not self._storage.expired():
+            _SPOIL(self._storage.cdata, text)
+        elif isinstance(tensor, _Watched):
+            tensor.overwritten = text

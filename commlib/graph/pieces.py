@@ -1,0 +1,131 @@
+"""A captured call in pieces: graphs, and the parts between them that must stay outside."""
+
+import functools
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from commlib import _gate
+from commlib.graph.engine import Engine, Recording
+from commlib.graph.ledger import Collective, Ledger
+
+F = TypeVar("F", bound=Callable[..., Any])
+_making = threading.local()
+
+
+def making() -> "Pieces | AbstractContextManager[Any] | None":
+    """Return what this thread is warming up or capturing, if anything."""
+    return getattr(_making, "now", None)
+
+
+class Outside:
+    """An eager part: called at every replay, its tensors copied to where the graph reads them."""
+
+    nodes = 0
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
+        self._call = functools.partial(fn, *args, **kwargs)
+        with torch.no_grad():
+            self.result = self._call()
+        self._tensors = [x for x in tree_leaves(self.result) if isinstance(x, torch.Tensor)]
+
+    def replay(self) -> None:
+        """Call it again."""
+        with torch.no_grad():
+            found = [x for x in tree_leaves(self._call()) if isinstance(x, torch.Tensor)]
+            for kept, new in zip(self._tensors, found, strict=True):
+                if kept is not new:
+                    kept.copy_(new)
+
+    def release(self) -> None:
+        """Keep nothing."""
+        self._tensors = []
+
+
+class Pieces:
+    """What one capture is made of, in order."""
+
+    def __init__(self, engine: Engine, generators: list[torch.Generator]) -> None:
+        self._engine, self._generators = engine, generators
+        self.parts: list[Recording] = []
+        self.ledgers: list[Ledger] = []
+        self.broken = False  # whether parts lie outside, so that the capture has already run
+
+    def make(self, fn: Callable[[], Any]) -> Any:
+        """Capture ``fn`` and return its result; an exception leaves nothing captured."""
+        before, _making.now = making(), self
+        self._open()
+        try:
+            result = fn()
+            self.parts.append(self._engine.end())
+        except BaseException:
+            self._engine.fail()
+            self.release()
+            raise
+        finally:
+            _making.now = before
+        return result
+
+    def _open(self) -> None:
+        self.ledgers.append(self._engine.begin(self._generators))
+
+    def leave(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """End a graph, let it run, call ``fn`` outside, and begin the next."""
+        self.parts.append(self._engine.end())
+        self.parts[-1].replay()
+        part = Outside(fn, args, kwargs)
+        self.parts.append(part)
+        self.broken = True
+        self._open()
+        return part.result
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """Every collective of the graphs, in order."""
+        return [call for ledger in self.ledgers for call in ledger.collectives]
+
+    def replay(self) -> None:
+        """Run all of it on the current stream; the host waits for eager parts only."""
+        for part in self.parts:
+            part.replay()
+
+    def release(self) -> None:
+        """Let go of every graph."""
+        for part in self.parts:
+            part.release()
+        self.parts = []
+
+
+class Warming:
+    """Marks this thread as running a function before its capture."""
+
+    def __enter__(self) -> None:
+        self._before, _making.now = making(), self
+
+    def __exit__(self, *_: object) -> None:
+        _making.now = self._before
+
+
+def eager(fn: F) -> F:
+    """Mark a function that must stay outside any graph; usable as a decorator.
+
+    A capture that meets it is made in pieces: it ends there, the function runs eagerly (it may
+    read values on the host, and branch), and a new graph begins behind it. Its tensors must keep
+    their shapes; no gradient flows through it. Outside a capture it changes nothing.
+    """
+
+    @functools.wraps(fn)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        now = making()
+        if isinstance(now, Pieces):
+            return now.leave(fn, args, kwargs)
+        if now is None:
+            return fn(*args, **kwargs)
+        with _gate.unwatched():
+            return fn(*args, **kwargs)
+
+    return outside  # type: ignore[return-value]  # the same signature

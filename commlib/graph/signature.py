@@ -1,0 +1,85 @@
+"""What tells one call of a captured function from another: a hashable key."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from commlib.errors import GraphError
+
+_DEVICES = ("cuda", "cpu")
+_NOTHING = tree_flatten(((), {}))[1]
+
+
+class Arguments(NamedTuple):
+    """The arguments of one call: tensors, and the key of all that is no tensor's content."""
+
+    tensors: list[torch.Tensor]
+    key: tuple[Any, ...]
+    leaves: list[Any]
+    spec: TreeSpec
+
+    def rebuilt(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return args and kwargs with other tensors in the places of these."""
+        others = iter(tensors)
+        leaves = [next(others) if isinstance(x, torch.Tensor) else x for x in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+
+def arguments(args: tuple[Any, ...], kwargs: dict[str, Any], own: tuple[Any, ...]) -> Arguments:
+    """Flatten a call and build its key; ``own`` is what the function adds to it.
+
+    Raises ``GraphError`` for an argument that is neither a tensor nor hashable.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    tensors: list[torch.Tensor] = []
+    parts: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
+            parts.append(_of_tensor(leaf))
+        else:
+            parts.append((type(leaf), leaf))
+    key = (spec, *parts, _shared(tensors), *modes(), *own)
+    try:
+        hash(key)
+    except TypeError as error:
+        raise GraphError(
+            f"an argument can't be part of a graph's key ({error}); pass tensors and hashable "
+            f"values, or give key= a function that stands for it"
+        ) from error
+    return Arguments(tensors, key, leaves, spec)
+
+
+def bare(own: tuple[Any, ...]) -> Arguments:
+    """Return the call without any argument, in as few steps as can be."""
+    return Arguments([], (*modes(), *own), [], _NOTHING)
+
+
+def modes() -> tuple[Any, ...]:
+    """What of torch's modes changes what a function does."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *(
+            torch.get_autocast_dtype(device)
+            for device in _DEVICES
+            if torch.is_autocast_enabled(device)
+        ),
+    )
+
+
+def _of_tensor(x: torch.Tensor) -> tuple[Any, ...]:
+    return (x.shape, x.dtype, x.device, x.stride() if x.layout is torch.strided else x.layout,
+            x.requires_grad)  # fmt: skip
+
+
+def _shared(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Which of the tensors begin where an earlier one does: the graph has them as one."""
+    if len(tensors) < 2:
+        return ()
+    first: dict[int, int] = {}
+    places = [first.setdefault(x.data_ptr(), i) for i, x in enumerate(tensors)]
+    return () if len(first) == len(tensors) else tuple(places)

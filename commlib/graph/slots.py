@@ -1,0 +1,176 @@
+"""A captured call with gradients: a forward and a backward graph a slot, joined by one node."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from commlib.errors import GraphError
+from commlib.graph.entry import Entry, Tensors
+from commlib.graph.ledger import Ledger
+from commlib.graph.outputs import Join
+from commlib.graph.pieces import Pieces
+from commlib.graph.signature import Arguments
+
+
+class Slots:
+    """All slots of one kind of call: as many as there are forwards still to go back."""
+
+    def __init__(self, build: Callable[..., "Slot"], call: Arguments) -> None:
+        self._build = build
+        self.slots = [build(call, later=False)]
+
+    def first(self, call: Arguments, caller: FrameType) -> Any:
+        """Do what the capture itself has not done, and return the outputs."""
+        return self.slots[0].first(call, caller)
+
+    def run(self, call: Arguments, caller: FrameType) -> Any:
+        """Replay the forward of a free slot; the gradients of its outputs lead to its backward."""
+        for slot in self.slots:
+            if slot.free:
+                return slot.run(call, caller)
+        self.slots.append(self._build(call, later=True))
+        return self.slots[-1].first(call, caller)
+
+    @property
+    def parts(self) -> list[Entry]:
+        """The slots as entries of a report."""
+        return list(self.slots)
+
+    def release(self) -> None:
+        """Let go of every graph."""
+        for slot in self.slots:
+            slot.release()
+
+
+class _Lease:
+    """Held by the autograd node of one forward: its slot is free when it is gone."""
+
+
+class Slot(Entry):
+    """One forward graph, its backward graph, and the memory between them."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        call: Arguments,
+        make: Callable[..., tuple[Pieces, Any]],
+        parameters: Sequence[torch.Tensor],
+        *,
+        copy: bool,
+        own: bool,
+        later: bool,
+    ) -> None:
+        self._parameters, self._later = list(parameters), later
+        self._lease: weakref.ref[_Lease] | None = None
+        self._backward: Pieces | None = None
+        super().__init__(fn, call, make, copy=copy, own=own)
+
+    @property
+    def free(self) -> bool:
+        """Whether no node waits for its backward."""
+        return self._lease is None or self._lease() is None
+
+    # -- capturing ---------------------------------------------------------------------------------
+
+    def _capture(self, call: Arguments, *, again: bool) -> None:
+        super()._capture(call, again=again or self._later)
+
+    def _inputs(self, given: Tensors) -> Tensors:
+        """Leaves over the same memory: the backward ends there, not in the caller's past."""
+        return [leaf(tensor) for tensor in given]
+
+    def _behind(self, result: Any, inputs: Tensors, *, again: bool) -> None:
+        made = self.outputs.made(result)
+        self._leads = [tensor.requires_grad for tensor in made]
+        outs = [tensor for tensor in made if tensor.requires_grad]
+        wanted = [tensor for tensor in (*inputs, *self._parameters) if tensor.requires_grad]
+        self._given_grads = [torch.zeros_like(tensor) for tensor in outs]
+        self._kept = result  # and with it what the forward has saved for the backward
+        self._release_backward()
+        self._backward, grads = self._make(
+            lambda: torch.autograd.grad(
+                outs, wanted, self._given_grads, retain_graph=True, allow_unused=True
+            ),
+            again=again,
+            part="backward",
+        )
+        found = iter(grads)
+        self._grads = [
+            next(found) if tensor.requires_grad else None for tensor in (*inputs, *self._parameters)
+        ]
+
+    # -- replaying ---------------------------------------------------------------------------------
+
+    def _join(self, tensors: Sequence[torch.Tensor]) -> Join:
+        lease = _Lease()
+        self._lease = weakref.ref(lease)
+
+        def join(lent: list[torch.Tensor]) -> Any:
+            return _Node.apply(self, lease, lent, *tensors, *self._parameters)  # type: ignore[no-untyped-call]
+
+        return join
+
+    def not_differentiable(self, lent: Sequence[torch.Tensor]) -> Tensors:
+        """Return the outputs that no gradient comes back through."""
+        return [tensor for tensor, leads in zip(lent, self._leads, strict=True) if not leads]
+
+    def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Replay the backward with the gradients of the outputs; returns fresh tensors."""
+        if self._backward is None:
+            raise GraphError("the graph of this backward was released before it ran")
+        coming = [grad for grad, leads in zip(grads, self._leads, strict=True) if leads]
+        with torch.no_grad():
+            for kept, grad in zip(self._given_grads, coming, strict=True):
+                if grad is None:
+                    kept.zero_()
+                else:
+                    kept.copy_(grad)
+            self._backward.replay()
+            return [None if grad is None else grad.clone() for grad in self._grads]
+
+    def release(self) -> None:
+        """Let go of both graphs."""
+        super().release()
+        self._release_backward()
+
+    def _release_backward(self) -> None:
+        if self._backward is not None:
+            self._backward.release()
+            self._backward = None
+
+
+class _Node(torch.autograd.Function):
+    """The one autograd node of a captured forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, slot: Slot, lease: _Lease, lent: list[torch.Tensor], *_: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.slot, ctx.lease = slot, lease
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*slot.not_differentiable(lent))
+        return tuple(lent)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        return None, None, None, *ctx.slot.backward(grads)
+
+
+def leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a leaf over the memory of a tensor that wants a gradient, else the tensor."""
+    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
+
+
+def parameters(ledger: Ledger, inputs: Sequence[torch.Tensor]) -> Tensors:
+    """Return the leaves from outside that a run has read and that want a gradient."""
+    given = {tensor.untyped_storage()._cdata for tensor in inputs}
+    return [
+        tensor
+        for key, tensor in ledger.externals.items()
+        if key not in given and tensor.is_leaf and tensor.requires_grad
+    ]

@@ -1,0 +1,60 @@
+"""All ranks capture the same collectives in the same order, or none captures."""
+
+import hashlib
+from collections.abc import Sequence
+
+from commlib._ring import Ring
+from commlib.errors import GraphError
+from commlib.graph.ledger import PEER_TO_PEER, Collective
+
+_WORD = 7  # bytes of text in a number: it stays below 2**63
+
+
+def vote(rings: Sequence[Ring], collectives: Sequence[Collective], problem: str | None) -> None:
+    """Compare what this rank has seen with the other members of each ring; every one calls it.
+
+    Blocks the host, at most each ring's timeout. Raises ``GraphError`` on all members when one has
+    a ``problem``, or where their lists of collectives part.
+    """
+    for ring in rings:
+        own = [c for c in collectives if c.ring is ring and c.verb not in PEER_TO_PEER]
+        marks = [_number(str(call)) for call in own]
+        rows = ring.exchange([int(problem is not None), *marks])
+        if any(row[0] for row in rows):
+            said = _told(ring, problem or "")
+            bad = [f"rank {ring.ranks[r]}: {said[r]}" for r, row in enumerate(rows) if row[0]]
+            raise GraphError(f"no rank of ring {ring.ring_id} captures: {'; '.join(bad)}")
+        if any(row != rows[0] for row in rows):
+            _part(ring, own, [row[1:] for row in rows])
+
+
+def _part(ring: Ring, own: Sequence[Collective], lists: Sequence[list[int]]) -> None:
+    """Name the first call in which the ranks' lists differ."""
+    shortest = min(map(len, lists))
+    first = next(
+        (i for i in range(shortest) if len({row[i] for row in lists}) > 1),
+        shortest,
+    )
+    mine = f"{own[first]} at {own[first].where}" if first < len(own) else "no further call"
+    said = _told(ring, mine)
+    calls = "; ".join(f"rank {ring.ranks[r]}: {text}" for r, text in enumerate(said))
+    raise GraphError(
+        f"the ranks of ring {ring.ring_id} capture different collectives; number {first} is {calls}"
+    )
+
+
+def _told(ring: Ring, text: str) -> list[str]:
+    """Return every member's text."""
+    data = text.encode()[:2000]
+    words = [int.from_bytes(data[i : i + _WORD], "little") for i in range(0, len(data), _WORD)]
+    rows = ring.exchange([len(data), *words])
+    return [
+        b"".join(word.to_bytes(_WORD, "little") for word in row[1:])[: row[0]].decode(
+            errors="replace"
+        )
+        for row in rows
+    ]
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:_WORD], "little")

@@ -1,0 +1,524 @@
+"""graph.capture: the same results as eager code, and nothing silently wrong.
+
+Every function runs in ranks on the CPU, whose engine re-runs the recorded operators into the
+recorded memory, and on GPUs, where the same calls are CUDA graphs.
+"""
+
+import functools
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+import commlib
+from commlib import graph, ops
+from commlib.errors import CommError
+from commlib.graph import GraphError
+from tests._check import close, refused, same, settle
+from tests._ranks import Ranks
+
+
+def on_gpu(comm: Any) -> bool:
+    return bool(comm.device.type == "cuda")
+
+
+def arguments(comm: Any) -> None:
+    """Any tree of arguments and results; shapes and plain values make kinds of calls."""
+
+    @graph.capture(outputs="copy")
+    def f(x: torch.Tensor, more: Any = None, *, scale: float = 1.0) -> Any:
+        y = x * scale
+        return {"y": y, "n": (y.sum(), "label", 3), "more": [t + 1 for t in more or []]}
+
+    for turn in range(3):
+        for shape in ((3,), (2, 2)):
+            for scale in (1.0, 0.5):
+                x = torch.full(shape, turn + 1.0, device=comm.device)
+                given = f(x, more=[x, x * 2], scale=scale)
+                close(given["y"], x * scale)
+                close(given["more"][1], x * 2 + 1)
+                same(
+                    (given["n"][0].item(), *given["n"][1:]), (float((x * scale).sum()), "label", 3)
+                )
+    same(len(f.entries), 4, "kinds of calls")
+    with torch.inference_mode():
+        close(f(torch.ones(3, device=comm.device))["y"], torch.ones(3))
+    same(len(f.entries), 5, "with inference mode")
+    with refused(GraphError, "unhashable", "key="):
+        f(torch.ones(3, device=comm.device), scale={"a"})
+
+
+def test_arguments(unified_ranks: Ranks) -> None:
+    unified_ranks(arguments)
+
+
+def counts_once(comm: Any, first: str) -> None:
+    """What accumulates has counted once behind the first call, and once a call from then on."""
+    low = [torch.full((4,), float(i), device=comm.device) for i in range(3)]
+    high = [torch.zeros(4, device=comm.device) for _ in low]
+
+    def accumulate() -> None:
+        for h, lo in zip(high, low, strict=True):
+            h.add_(lo)
+            lo.add_(1)
+
+    step = graph.capture(accumulate, first=first)
+    for turn in range(1, 5):
+        step()
+        for i, (h, lo) in enumerate(zip(high, low, strict=True)):
+            same(lo.tolist(), [float(i + turn)] * 4, f"turn {turn}")
+            same(h.tolist(), [float(sum(range(i, i + turn)))] * 4, f"turn {turn}")
+
+
+@pytest.mark.parametrize("first", ["once", "warmup"])
+def test_the_first_call_counts_once(unified_ranks: Ranks, first: str) -> None:
+    unified_ranks(counts_once, first)
+
+
+def same_names(comm: Any) -> None:
+    """Two functions of one name, and two instances of one module, are captured apart."""
+
+    def made(value: float) -> Any:
+        state = torch.zeros(2, device=comm.device)
+
+        @graph.capture(outputs="copy")
+        def update() -> torch.Tensor:
+            return state.add_(value)
+
+        return update
+
+    one, other = made(1.0), made(10.0)
+    for turn in range(1, 4):
+        same((one().tolist(), other().tolist()), ([turn * 1.0] * 2, [turn * 10.0] * 2))
+
+
+def test_functions_of_one_name(unified_ranks: Ranks) -> None:
+    unified_ranks(same_names)
+
+
+def addresses(comm: Any) -> None:
+    """Tensors at new addresses count with their values; unchanged ones are not copied."""
+    f = graph.capture(lambda x, y: x * 2 + y, outputs="copy")
+    x, y = torch.ones(5, device=comm.device), torch.ones(5, device=comm.device)
+    for turn in range(3):
+        x.fill_(turn)
+        close(f(x, y), x * 2 + y)
+    if on_gpu(comm):
+        same([row["bytes_copied"] for row in graph.report(f)], [0], "bytes of the last replay")
+    for turn in range(4):
+        other = torch.full((5,), float(turn), device=comm.device)
+        close(f(other, y), other * 2 + y, f"elsewhere, turn {turn}")
+        close(other, torch.full((5,), float(turn)), "the caller's own")
+        close(x, torch.full((5,), 2.0), "the first caller's")
+    if on_gpu(comm):
+        same([row["bytes_copied"] for row in graph.report(f)], [20], "bytes of the last replay")
+    close(f(x, x), x * 2 + x, "one tensor twice")
+
+
+def test_addresses(unified_ranks: Ranks) -> None:
+    unified_ranks(addresses)
+
+
+def written_arguments(comm: Any) -> None:
+    """An argument that is written to is the caller's, wherever it lies."""
+    f = graph.capture(lambda x: x.mul_(3))
+    for turn in range(4):
+        x = torch.full((3,), turn + 1.0, device=comm.device)
+        given = f(x)
+        same(given is x, True, "returns its argument")
+        same(x.tolist(), [3 * (turn + 1.0)] * 3)
+
+
+def test_written_arguments(unified_ranks: Ranks) -> None:
+    unified_ranks(written_arguments)
+
+
+def borrowed(comm: Any) -> None:
+    """Reading an output behind the next replay raises, with both lines; its views too."""
+    f = graph.capture(lambda x: x + 1)
+    x = torch.zeros(3, device=comm.device)
+    first = f(x)
+    close(first, torch.ones(3))
+    second = f(first)  # its own output: read before it is overwritten
+    close(second, torch.full((3,), 2.0))
+    with refused(RuntimeError, "overwritten", "test_graph.py", "clone"):
+        print(first + 1)
+    kept = f(x).clone()
+    f(x)
+    close(kept, torch.ones(3))
+
+
+def test_borrowed_outputs(unified_ranks: Ranks) -> None:
+    unified_ranks(borrowed)
+
+
+def externals(comm: Any) -> None:
+    """Tensors of closures live as long as the graph that reads them."""
+
+    def made() -> Any:
+        secret = torch.arange(4.0, device=comm.device)
+        return graph.capture(lambda: secret * 2, outputs="copy"), weakref.ref(secret)
+
+    f, alive = made()
+    f()
+    f.fn = None
+    del f.__wrapped__
+    gc.collect()
+    same(alive() is not None, True, "held by the graph")
+    junk = [torch.full((4,), 7.0, device=comm.device) for _ in range(20)]
+    (entry,) = f.entries.values()
+    entry.pieces.replay()
+    close(f(), torch.arange(4.0) * 2)
+    f.reset()
+    del entry, junk
+    gc.collect()
+    same(alive(), None, "freed with it")
+
+
+def test_externals_stay_alive(unified_ranks: Ranks) -> None:
+    unified_ranks(externals)
+
+
+SYNCS = {
+    "item": lambda x: x.sum().item(),
+    "branch": lambda x: x if x.sum() > 0 else -x,
+    "nonzero": lambda x: x.nonzero(),
+    "mask": lambda x: x[x > 0],
+    "unique": lambda x: x.unique(),
+    "equal": lambda x: torch.equal(x, x),
+}
+
+
+def refuses(comm: Any, what: str) -> None:
+    """What waits for a value is refused with its name and line, and the process stays whole."""
+    x = torch.ones(4, device=comm.device)
+    f = graph.capture(SYNCS[what])
+    with refused(GraphError, "can't stand in a graph", "test_graph.py"):
+        f(x)
+    whole(comm)
+    rows = graph.report(f)
+    same(rows, [], "nothing was captured")
+    fall = graph.capture(SYNCS[what], on_fail="eager")
+    fall(x)
+    fall(x)
+    same("can't stand" in graph.report(fall)[0]["eager"], True, "why it stays eager")
+
+
+@pytest.mark.parametrize("what", SYNCS)
+def test_host_syncs(unified_ranks: Ranks, what: str) -> None:
+    unified_ranks(refuses, what)
+
+
+def whole(comm: Any) -> None:
+    """Memory, random numbers, streams and captures work as in a fresh process."""
+    if on_gpu(comm):
+        same(torch.cuda.current_stream(), torch.cuda.default_stream(), "the current stream")
+        torch.cuda.empty_cache()
+    torch.nn.functional.dropout(torch.ones(8, device=comm.device))
+    f = graph.capture(lambda x: torch.nn.functional.dropout(x) + 1, outputs="copy")
+    x = torch.ones(64, device=comm.device)
+    torch.manual_seed(3)
+    drawn = [f(x).tolist() for _ in range(4)]
+    torch.manual_seed(3)
+    wanted = [(torch.nn.functional.dropout(x) + 1).tolist() for _ in range(4)]
+    same(drawn, wanted, "random numbers")
+    weight = torch.ones(3, device=comm.device, requires_grad=True)
+    (weight * 2).sum().backward()
+    close(weight.grad, torch.full((3,), 2.0))
+
+
+def breaks_in_capture(comm: Any) -> None:
+    """An exception in the capture itself, where warm-up went well, leaves nothing behind."""
+    calls_made = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        calls_made.append(1)
+        y = x * 2
+        if len(calls_made) == 3:
+            if on_gpu(comm):
+                torch.cuda.synchronize()  # what the driver itself refuses, and ends the capture for
+            raise ValueError("third run")
+        return y
+
+    g = graph.capture(f)
+    with refused(GraphError, "capturing failed"):
+        g(torch.ones(3, device=comm.device))
+    whole(comm)
+    close(g(torch.ones(3, device=comm.device)), torch.full((3,), 2.0), "captured at last")
+
+
+def test_a_capture_that_breaks(unified_ranks: Ranks) -> None:
+    unified_ranks(breaks_in_capture)
+
+
+def random_numbers(comm: Any) -> None:
+    """Replays draw new numbers: those of eager code with the same seed, the first call included."""
+    own = torch.Generator(device=comm.device)
+
+    def draw(x: torch.Tensor) -> torch.Tensor:
+        mask = torch.empty_like(x).bernoulli_(0.5, generator=own)
+        return torch.nn.functional.dropout(x) + mask + torch.rand_like(x)
+
+    x = torch.ones(50, device=comm.device)
+    results = []
+    for call in (draw, graph.capture(draw, outputs="copy")):
+        torch.manual_seed(7)
+        own.manual_seed(9)
+        results.append([call(x).tolist() for _ in range(5)])
+    same(results[1], results[0], "drawn")
+    same(len({tuple(row) for row in results[1]}), 5, "different draws")
+
+
+def test_random_numbers(unified_ranks: Ranks) -> None:
+    unified_ranks(random_numbers)
+
+
+def pieces(comm: Any) -> None:
+    """An eager part stands between two graphs: it reads values, and branches each time."""
+    seen = []
+
+    @graph.eager
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.sum().item())
+        return x + (10 if seen[-1] > 0 else -10)
+
+    @graph.capture(outputs="copy")
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return look(x * 2) * 3
+
+    for turn, sign in enumerate((1.0, -1.0, 1.0, -1.0)):
+        x = torch.full((2,), sign * (turn + 1), device=comm.device)
+        close(f(x), (x * 2 + 10 * sign) * 3, f"turn {turn}")
+    same(graph.report(f)[0]["pieces"], 2, "graphs")
+    same(seen[-1], -16.0, "what it has seen")
+    close(look(torch.ones(2, device=comm.device)), torch.full((2,), 11.0), "outside a capture")
+
+
+def test_pieces(unified_ranks: Ranks) -> None:
+    unified_ranks(pieces)
+
+
+def collectives(comm: Any) -> None:
+    """Every verb in a graph, on the calc and the comm stream, gives eager's bits."""
+
+    def f(x: torch.Tensor) -> list[torch.Tensor]:
+        work = ops.all_gather(x, use_calc_stream=False, sync_op=False)
+        y = ops.all_reduce(x * 2)
+        z = ops.all_reduce(y, op="max", use_calc_stream=False)
+        part = ops.reduce_scatter(torch.cat([y] * comm.size))
+        swapped = ops.all_to_all(torch.cat([x] * comm.size))
+        root = ops.broadcast(y * (comm.rank + 1), root=1)
+        with comm.group():
+            comm.send(x, peer=1 - comm.rank)
+            other = comm.recv(torch.empty_like(x), peer=1 - comm.rank)
+        return [y, z, part, swapped, root, other, work.wait()]
+
+    g = graph.capture(f, outputs="copy")
+    for turn in range(4):
+        x = torch.arange(6.0, device=comm.device) + turn + comm.rank
+        for one, want in zip(g(x), f(x), strict=True):
+            close(one, want, f"turn {turn}")
+    (row,) = graph.report(g)
+    same([text.split()[0] for text in row["collectives"]],
+         ["all_gather", "all_reduce", "all_reduce", "reduce_scatter", "all_to_all", "broadcast",
+          "send", "recv"])  # fmt: skip
+
+
+def test_collectives(unified_ranks: Ranks) -> None:
+    unified_ranks(collectives)
+
+
+def different(comm: Any) -> None:
+    """Ranks that capture different collectives are told so, each with its first one."""
+
+    def f(x: torch.Tensor) -> Any:
+        y = ops.all_reduce(x)
+        return ops.all_reduce(y, op="max" if comm.rank else "sum")
+
+    g = graph.capture(f)
+    if on_gpu(comm):
+        with refused(GraphError, "different collectives", "number 1", "rank 0", "rank 1"):
+            g(torch.ones(3, device=comm.device))
+        settle(comm)
+    h = graph.capture(lambda x: ops.all_reduce(x), outputs="copy")
+    for turn in range(3):
+        x = torch.full((3,), float(turn), device=comm.device)
+        close(h(x), x * comm.size, "the next capture")
+
+
+def test_different_collectives(unified_ranks: Ranks) -> None:
+    unified_ranks(different)
+
+
+def one_fails(comm: Any) -> None:
+    """An exception on one rank in the capture is an error on all of them; the next one works."""
+    runs = []
+
+    def f(x: torch.Tensor) -> Any:
+        runs.append(1)
+        y = ops.all_reduce(x)
+        if comm.rank == 1 and len(runs) == 3:
+            raise ValueError("rank 1 alone")
+        return y * 2
+
+    g = graph.capture(f, outputs="copy")
+    x = torch.ones(3, device=comm.device)
+    with refused(GraphError, "rank 1: ValueError: rank 1 alone"):
+        g(x)
+    whole(comm)
+    for _ in range(3):
+        close(g(x), torch.full((3,), 2.0 * comm.size), "captured at last")
+
+
+def test_one_rank_fails(unified_ranks: Ranks) -> None:
+    unified_ranks(one_fails)
+
+
+def teardown(comm: Any) -> None:
+    """A ring lets go of its graphs before its communicator; a call behind that is refused."""
+    ring = commlib.new_ring(90, range(comm.size))
+    assert ring is not None
+    g = graph.capture(lambda x: ring.all_reduce(torch.empty_like(x), x))
+    x = torch.ones(4, device=comm.device)
+    held = g(x)
+    close(held, torch.full((4,), float(comm.size)))
+    commlib.CommContextManager.instance().close(90)
+    same(len(g.entries), 0, "graphs left")
+    with refused(RuntimeError, "release"):
+        print(held + 1)
+    with refused(CommError, "closed"):
+        g(x)
+
+
+def test_teardown(unified_ranks: Ranks) -> None:
+    unified_ranks(teardown)
+
+
+def nested(comm: Any) -> None:
+    """A captured function inside another one is part of its graph; a module is captured too."""
+    inner = graph.capture(lambda x: x + 1)
+    outer = graph.capture(lambda x: inner(x) * 2, outputs="copy")
+    x = torch.ones(2, device=comm.device)
+    for turn in range(3):
+        close(outer(x + turn), (x + turn + 1) * 2)
+    same(len(inner.entries), 0, "graphs of the inner one")
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout(0.5)).to(comm.device)
+    g = graph.capture(module, outputs="copy")
+    with torch.no_grad():
+        for training in (False, True, False):
+            module.train(training)
+            batch = torch.ones(4, 3, device=comm.device)
+            torch.manual_seed(1)
+            given = g(batch)
+            torch.manual_seed(1)
+            close(given, module(batch), f"training {training}")
+    same(len(g.entries), 2, "training and not")
+
+
+def gradients(comm: Any, flights: int) -> None:
+    """Several outputs, unused and integer ones, and several forwards before their backwards."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.spare = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> Any:
+            y = ops.all_reduce(torch.tanh(self.inner(x))) * scale
+            return {"y": y, "n": (y > 0).sum(), "x": x * 3}
+
+    def train(call: Any, module: Any) -> list[Any]:
+        found = []
+        for turn in range(3):
+            inputs = [
+                torch.linspace(turn, i + 1, 12, device=comm.device).view(3, 4).requires_grad_()
+                for i in range(flights)
+            ]
+            outs = [call(x * 1, scale=0.5) for x in inputs]
+            for i in random_order(flights, turn):
+                (outs[i]["y"].sum() + (outs[i]["x"] ** 2).sum()).backward()
+            found += [x.grad for x in inputs]
+            found.append(module.inner.weight.grad.clone())
+            found.append(outs[-1]["n"].clone())
+            del outs  # and with it the nodes: their slots are free
+            same(module.spare.weight.grad, None, "gradient of what is not used")
+        return found
+
+    torch.manual_seed(5)
+    module = Layer().to(comm.device)
+    plain = train(module, module)
+    module.zero_grad(set_to_none=True)
+    captured = graph.capture(module)
+    for turn, (one, want) in enumerate(zip(train(captured, module), plain, strict=True)):
+        close(one, want, f"tensor {turn}")
+    (slots,) = captured.entries.values()
+    same(len(slots.parts), flights, "slots")
+    same({row["replays"] for row in graph.report(captured)}, {3}, "replays of each slot")
+
+
+def random_order(count: int, turn: int) -> list[int]:
+    order = list(range(count))
+    return order[turn % count :] + order[: turn % count]
+
+
+@pytest.mark.parametrize("flights", [1, 3])
+def test_gradients(unified_ranks: Ranks, flights: int) -> None:
+    unified_ranks(gradients, flights)
+
+
+def kept_gradients(comm: Any) -> None:
+    """Gradients that the program keeps are not overwritten by the next backward."""
+    weight = torch.ones(3, device=comm.device, requires_grad=True)
+    f = graph.capture(lambda x: weight * x)
+    kept: list[Any] = []
+    for turn in range(4):
+        x = torch.full((3,), turn + 1.0, device=comm.device)
+        weight.grad = None
+        f(x).sum().backward()
+        kept.append(weight.grad)
+    for turn, grad in enumerate(kept):
+        close(grad, torch.full((3,), turn + 1.0), f"turn {turn}")
+    weight.grad = None
+    for _ in range(3):
+        f(torch.ones(3, device=comm.device)).sum().backward()
+    close(weight.grad, torch.full((3,), 3.0), "accumulated")
+
+
+def test_kept_gradients(unified_ranks: Ranks) -> None:
+    unified_ranks(kept_gradients)
+
+
+def test_nested_and_modules(unified_ranks: Ranks) -> None:
+    unified_ranks(nested)
+
+
+def unsteady(comm: Any) -> None:
+    """A function that does something else at each run is refused, naming the first difference."""
+    runs = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return x + 1 if len(runs) % 2 else x * 2
+
+    with refused(GraphError, "differ", "number 0", "aten.add.Tensor", "aten.mul.Tensor"):
+        graph.capture(f)(torch.ones(2, device=comm.device))
+
+
+def test_unsteady_functions(unified_ranks: Ranks) -> None:
+    unified_ranks(unsteady)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"first": "twice"}, "once"),
+        ({"outputs": "clone"}, "copy"),
+        ({"on_fail": "ignore"}, "eager"),
+        ({"warmup": 0}, "1 or more"),
+    ],
+)
+def test_wrong_options(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(GraphError, match=words):
+        functools.partial(graph.capture, **wrong)(lambda: None)
