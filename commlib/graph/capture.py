@@ -128,7 +128,7 @@ class Graphed:
 
     def _first_call(self, call: Arguments, caller: FrameType) -> Any:
         device = self._device(call)
-        engine: Engine = pool.engine(device.index) if device.type == "cuda" else HostEngine()
+        engine = engine_for(device)
         warm = _WarmUp(self.fn, call, engine, device)
         result = warm.run(self._warmup, keep_last=self._first == "warmup")
 
@@ -170,6 +170,13 @@ class Graphed:
             entry.release()
         self.entries.clear()
         self.eager.clear()
+
+
+def engine_for(device: torch.device) -> Engine:
+    """Return what captures on a device."""
+    if device.type == "cpu":
+        return HostEngine()
+    return pool.engine(torch.cuda.current_device() if device.index is None else device.index)
 
 
 class _WarmUp:

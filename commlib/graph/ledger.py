@@ -21,8 +21,9 @@ _aten = torch.ops.aten
 _SYNCS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _COPIES = {_aten._to_copy.default, _aten.copy_.default}
 _INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default}
+_CALLED = {"_local_scalar_dense": "item"}  # what the user has typed
 _REMEDY = {
-    "_local_scalar_dense": "keep the value in a tensor (torch.where, clamp), or read it outside",
+    "item": "keep the value in a tensor (torch.where, clamp), or read it outside",
     "nonzero": "use a mask and torch.where, which keep the shape",
 }
 
@@ -193,6 +194,7 @@ class Ledger(TorchDispatchMode):
         why = self._sync(func, args, kwargs, tensors)
         if why:
             name = func.name().removeprefix("aten::").partition(".")[0]
+            name = _CALLED.get(name, name)
             hint = _REMEDY.get(name, "do it outside, or mark the part with commlib.graph.eager")
             raise GraphError(
                 f"{name} can't stand in a graph: {why}; at {user_line()}; {hint}",

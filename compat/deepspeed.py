@@ -1,0 +1,113 @@
+"""DeepSpeed's graph helpers over ``commlib.graph``: the same calls, kept apart and in one pool.
+
+``graph_process`` runs a function and replays it from then on. A function is told apart by its code,
+by what its closure and ``self`` are, and by its arguments, not by its name; other tensors, norms or
+list lengths are captured anew or copied, never ignored. ``graph_clear`` lets go of all.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+
+from commlib.errors import GraphError
+from commlib.graph import Graphed, capture
+from commlib.graph.capture import engine_for
+from commlib.graph.engine import Recording
+
+_captured: dict[Any, Graphed] = {}
+
+
+def graph_process(
+    replay_first_step: bool, func: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call ``func``; the first call of a kind captures it, later ones replay.
+
+    ``replay_first_step=False``: the run before the capture is the first call; True: that run is
+    undone and the graph's first replay is the call. The sums are the same either way. Returns what
+    ``func`` returns, valid until its next call. Raises ``GraphError``.
+    """
+    return _graphed(func, "once" if replay_first_step else "warmup")(*args, **kwargs)
+
+
+def graph_clear() -> None:
+    """Let go of every graph that ``graph_process`` has made."""
+    for graphed in _captured.values():
+        graphed.reset()
+    _captured.clear()
+
+
+def _graphed(func: Callable[..., Any], first: str) -> Graphed:
+    owner = getattr(func, "__self__", None)
+    plain = getattr(func, "__func__", func)
+    cells = tuple(id(cell.cell_contents) for cell in plain.__closure__ or ())
+    key = plain.__code__, id(owner), cells, plain.__defaults__, first
+    if key not in _captured:
+        held = func if owner is None else _Weakly(func)
+        _captured[key] = capture(held, first=first)
+        if owner is not None:  # which may be gone before its name is used again
+            weakref.finalize(owner, _forget, key)
+    return _captured[key]
+
+
+def _forget(key: Any) -> None:
+    graphed = _captured.pop(key, None)
+    if graphed is not None:
+        graphed.reset()
+
+
+class _Weakly:
+    """A bound method that does not keep its object alive."""
+
+    def __init__(self, method: Any) -> None:
+        self._method = weakref.WeakMethod(method)
+        self.__qualname__ = method.__qualname__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        method = self._method()
+        assert isinstance(method, MethodType)  # its object makes the call
+        return method(*args, **kwargs)
+
+
+class Graph:
+    """An empty graph, until ``capture_to_graph`` fills it."""
+
+    recording: Recording | None = None
+
+    def reset(self) -> None:
+        """Let go of what was captured."""
+        if self.recording is not None:
+            self.recording.release()
+            self.recording = None
+
+
+def create_graph() -> Graph:
+    """Return a graph for ``capture_to_graph``."""
+    return Graph()
+
+
+@contextmanager
+def capture_to_graph(graph: Graph, pool: object = None, stream: object = None) -> Iterator[None]:
+    """Capture the work of a ``with`` block into ``graph``; none of it is done before a replay.
+
+    ``pool`` and ``stream`` are accepted and not needed: all graphs share one of each.
+    """
+    engine = engine_for(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    graph.reset()
+    engine.begin()
+    try:
+        yield
+        graph.recording = engine.end()
+    except BaseException:
+        engine.fail()
+        raise
+
+
+def replay_graph(graph: Graph) -> None:
+    """Do the captured work on the current stream. Raises ``GraphError`` for an empty graph."""
+    if graph.recording is None:
+        raise GraphError("replay_graph of an empty graph; fill it with capture_to_graph first")
+    graph.recording.replay()

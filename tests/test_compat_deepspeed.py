@@ -1,0 +1,93 @@
+"""commlib.compat.deepspeed: DeepSpeed's graph helpers without their defects."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from commlib.compat import deepspeed
+from commlib.errors import GraphError
+from tests._check import close, refused, same
+from tests._ranks import Ranks
+
+
+class Engine:
+    """Low-precision gradients added to float32 ones, as in an optimizer."""
+
+    def __init__(self, device: torch.device, value: float) -> None:
+        self.low = [torch.full((3,), value, device=device) for _ in range(3)]
+        self.high = [torch.zeros(3, device=device) for _ in self.low]
+
+    def update_hp_grads(self) -> None:
+        for high, low in zip(self.high, self.low, strict=True):
+            high.add_(low)
+
+
+def engines(comm: Any, replay_first_step: bool) -> None:
+    """Two engines with one function of one name stay apart, and each call counts once."""
+    both = Engine(comm.device, 1.0), Engine(comm.device, 10.0)
+    for turn in range(1, 6):
+        for engine in both:
+            deepspeed.graph_process(replay_first_step, engine.update_hp_grads)
+        same([e.high[2].tolist() for e in both], [[turn * 1.0] * 3, [turn * 10.0] * 3], turn)
+    gone = weakref.ref(both[0])
+    before = len(deepspeed._captured)
+    del both, engine
+    gc.collect()
+    same(gone(), None, "the engine is not kept")
+    same(len(deepspeed._captured), before - 2, "nor are its graphs")
+
+
+@pytest.mark.parametrize("replay_first_step", [False, True])
+def test_engines(unified_ranks: Ranks, replay_first_step: bool) -> None:
+    unified_ranks(engines, replay_first_step)
+
+
+def norms(comm: Any) -> None:
+    """Arguments count: other tensors, another norm, another length."""
+
+    def norm_of(tensors: list[torch.Tensor], kind: float) -> Any:
+        def norm_tensors(tensors: list[torch.Tensor], kind: float) -> torch.Tensor:
+            return torch.stack([t.norm(kind) ** kind for t in tensors]).sum() ** (1 / kind)
+
+        return deepspeed.graph_process(True, norm_tensors, tensors, kind)
+
+    for kind in (2.0, 1.0):
+        for length in (2, 4):
+            for turn in range(3):
+                tensors = [
+                    torch.full((4,), turn + i + 1.0, device=comm.device) for i in range(length)
+                ]
+                close(norm_of(tensors, kind), torch.cat(tensors).norm(kind), atol=1e-5)
+    same(len(deepspeed._captured), 1, "functions")
+    deepspeed.graph_clear()
+    same(len(deepspeed._captured), 0, "behind graph_clear")
+
+
+def test_norms(unified_ranks: Ranks) -> None:
+    unified_ranks(norms)
+
+
+def accelerator(comm: Any) -> None:
+    """create_graph, capture_to_graph, replay_graph: nothing counts before a replay."""
+    x, y = torch.ones(3, device=comm.device), torch.zeros(3, device=comm.device)
+    graph = deepspeed.create_graph()
+    with refused(GraphError, "empty"):
+        deepspeed.replay_graph(graph)
+    (x * 2).add_(1)  # warm
+    with deepspeed.capture_to_graph(graph):
+        y.add_(x * 2)
+    close(y, torch.zeros(3), "behind the capture")
+    for turn in range(1, 4):
+        deepspeed.replay_graph(graph)
+        close(y, torch.full((3,), 2.0 * turn), f"replay {turn}")
+    with refused(GraphError, "item"), deepspeed.capture_to_graph(graph):
+        y.sum().item()
+    with refused(GraphError, "empty"):
+        deepspeed.replay_graph(graph)
+
+
+def test_accelerator(unified_ranks: Ranks) -> None:
+    unified_ranks(accelerator)

@@ -1,0 +1,31 @@
+"""examples/optimizer_graph.py: a captured optimizer step trains to the same losses, bit for bit."""
+
+from typing import Any
+
+from examples import optimizer_graph
+from tests._check import same
+from tests._programs import start
+from tests._ranks import Ranks
+
+
+def trained(comm: Any) -> None:
+    pairs = optimizer_graph.compare(4)
+    for number, (eager, captured) in enumerate(pairs):
+        same(captured, eager, f"loss of backward {number}")
+    same(pairs[-1][0] < pairs[0][0], True, f"the loss falls: {pairs}")
+
+
+def test_trains_as_eager(unified_ranks: Ranks) -> None:
+    unified_ranks(trained, deadline=120)
+
+
+def test_the_program() -> None:
+    """As its first lines say, through the launcher."""
+    process = start(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("examples/optimizer_graph.py", "--steps", "3"),
+        FLAGS_dynamic_static_unified_comm="1",
+    )
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "bit for bit the same" in out
