@@ -154,6 +154,35 @@ def test_borrowed_outputs(unified_ranks: Ranks) -> None:
     unified_ranks(borrowed)
 
 
+def shared_memory(comm: Any) -> None:
+    """Graphs share memory for what they only need while they run, in any order, on any stream."""
+    total = torch.zeros((), device=comm.device)
+    x = torch.ones(1000, device=comm.device)
+
+    @graph.capture
+    def early() -> None:
+        parts = [x * i for i in range(6)]
+        total.add_(torch.stack(parts).sum())
+
+    early()
+    late = graph.capture(lambda y: y * 2 + 1)
+    given = late(x)
+    for _ in range(3):
+        early()
+    close(given, torch.full((1000,), 3.0), "an output behind the replay of another graph")
+    if on_gpu(comm):
+        one, other = torch.cuda.Stream(), torch.cuda.Stream()
+        for turn in range(20):
+            with torch.cuda.stream(one if turn % 2 else other):
+                early()
+        torch.cuda.synchronize()
+        close(total, torch.full((), 24 * 15000.0), "replays on two streams")
+
+
+def test_shared_memory(unified_ranks: Ranks) -> None:
+    unified_ranks(shared_memory)
+
+
 def externals(comm: Any) -> None:
     """Tensors of closures live as long as the graph that reads them."""
 

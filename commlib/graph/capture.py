@@ -13,8 +13,8 @@ from typing_extensions import Unpack
 
 from commlib._log import log
 from commlib.errors import CommError, GraphError
-from commlib.graph import pool
-from commlib.graph.engine import Engine, HostEngine
+from commlib.graph import pool as pools
+from commlib.graph.engine import Engine, HostEngine, Pool
 from commlib.graph.entry import Entry
 from commlib.graph.ledger import Collective, Ledger
 from commlib.graph.ledger import default_generator as _default
@@ -136,10 +136,10 @@ class Graphed:
         how: dict[str, Any] = {"copy": self._copy, "own": device.type == "cpu"}
         entry: Entry | Slots
         if warm.differentiable:
-            build = functools.partial(Slot, self.fn, make=make, parameters=warm.parameters, **how)
-            entry = Slots(build, call)
+            more: dict[str, Any] = {"make": make, "engine": engine, "parameters": warm.parameters}
+            entry = Slots(functools.partial(Slot, self.fn, **more, **how), call)
         else:
-            entry = Entry(self.fn, call, make, **how)
+            entry = Entry(self.fn, call, make, warm.rooms(), **how)
         if self._first == "warmup" and any(part.pieces.broken for part in entry.parts):
             entry.release()
             raise GraphError(
@@ -176,7 +176,7 @@ def engine_for(device: torch.device) -> Engine:
     """Return what captures on a device."""
     if device.type == "cpu":
         return HostEngine()
-    return pool.engine(torch.cuda.current_device() if device.index is None else device.index)
+    return pools.engine(torch.cuda.current_device() if device.index is None else device.index)
 
 
 class _WarmUp:
@@ -191,6 +191,7 @@ class _WarmUp:
         self.rings: list[Any] = []
         self.differentiable = False
         self.parameters: list[torch.Tensor] = []
+        self._outputs: list[torch.Tensor | None] = []
         self._texts: dict[str, list[str]] = {}  # by part: its collectives in words
 
     def run(self, times: int, *, keep_last: bool) -> Any:
@@ -219,6 +220,7 @@ class _WarmUp:
                     result = self._fn(*args, **kwargs)
                     if undo:
                         self._go_back(result, inputs, ledger)
+                self._note_outputs(result, ledger)
             except Exception as error:
                 problem = error
             if undo or problem is not None:
@@ -251,6 +253,24 @@ class _WarmUp:
             ones = [torch.ones_like(x) for x in outs]
             torch.autograd.grad(outs, wanted, ones, allow_unused=True)
 
+    def _note_outputs(self, result: Any, ledger: Ledger) -> None:
+        """Know what the result is made of, and which of it the function has made."""
+        self._outputs = [
+            torch.empty_like(x, device="meta")
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata in ledger.made
+            else None
+            for x in tree_leaves(result)
+        ]
+
+    def rooms(self) -> list[torch.Tensor | None]:
+        """Return memory outside the pool for each leaf of the result that the function makes."""
+        return [
+            None if x is None else torch.empty_strided(
+                x.shape, x.stride(), dtype=x.dtype, device=self._device
+            )
+            for x in self._outputs
+        ]  # fmt: skip
+
     def same_as_before(self, part: str, pieces: Pieces) -> bool:
         """Whether a part is captured with the collectives that it had the first time."""
         texts = list(map(str, pieces.collectives))
@@ -267,13 +287,19 @@ class _WarmUp:
 
 
 def _captured(
-    engine: Engine, warm: _WarmUp, fn: Callable[[], Any], *, again: bool, part: str
+    engine: Engine,
+    warm: _WarmUp,
+    fn: Callable[[], Any],
+    *,
+    again: bool,
+    part: str,
+    pool: Pool | None = None,
 ) -> tuple[Pieces, Any]:
     """Capture ``fn``; every member of its rings succeeds, or all of them raise.
 
     ``again``: this rank captures ``part`` another time, the same, and no other rank is asked.
     """
-    pieces = Pieces(engine, warm.generators)
+    pieces = Pieces(engine, warm.generators, pool)
     problem: BaseException | None = None
     result = None
     try:

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from commlib.graph.ledger import Ledger, Step
+
+Pool: TypeAlias = Any  # torch's handle of a private pool
 
 
 class Recording(Protocol):
@@ -28,11 +30,20 @@ class Engine(Protocol):
     def warming(self) -> Any:
         """Return the context in which a function runs before its capture."""
 
-    def begin(self, generators: Sequence[torch.Generator] = ()) -> Ledger:
-        """Begin a stretch; returns what watches it, already entered."""
+    def begin(self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None) -> Ledger:
+        """Begin a stretch; returns what watches it, already entered.
+
+        ``pool``: memory of its own, as ``own_pool`` gives it, in place of what all graphs share.
+        """
 
     def end(self) -> Recording:
         """End the stretch; nothing of it counts as done until it is replayed."""
+
+    def own_pool(self) -> Pool | None:
+        """Return memory for graphs that keep something from one replay to the next."""
+
+    def turn(self) -> None:
+        """Order the current stream behind the last replay: graphs share their memory."""
 
     def fail(self) -> None:
         """Give up the stretch that an exception has left, and repair what that breaks."""
@@ -70,7 +81,7 @@ class HostEngine:
         """Run where the caller is."""
         yield
 
-    def begin(self, generators: Sequence[torch.Generator] = ()) -> Ledger:
+    def begin(self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None) -> Ledger:
         """Watch what runs, and keep its steps."""
         self._ledger = Ledger(torch.device("cpu"), keep=True)
         return self._ledger.__enter__()
@@ -79,6 +90,12 @@ class HostEngine:
         """Undo what the recorded run wrote, as a capture on a GPU would have written nothing."""
         ledger = self._left()
         return HostRecording(ledger.steps)
+
+    def own_pool(self) -> None:
+        """Every step has memory of its own."""
+
+    def turn(self) -> None:
+        """There are no streams."""
 
     def fail(self) -> None:
         """Undo what it wrote so far."""

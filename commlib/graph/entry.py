@@ -6,7 +6,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from commlib.errors import GraphError
 from commlib.graph.outputs import Join, Outputs, leads_back
@@ -28,10 +28,13 @@ class Entry:
         fn: Callable[..., Any],
         call: Arguments,
         make: Callable[..., tuple[Pieces, Any]],
+        rooms: Sequence[torch.Tensor | None],
         *,
         copy: bool,
         own: bool,
     ) -> None:
+        """``rooms``: for each leaf of the result, where it is to lie if the graph makes it."""
+        self._rooms = rooms
         self._fn, self._make, self._copy = fn, make, copy
         self._own: dict[int, torch.Tensor] = {}  # by position: memory of the graph's own
         if own:
@@ -45,7 +48,9 @@ class Entry:
         inputs = self._inputs(given)
         args, kwargs = call.rebuilt(inputs)
         began = time.perf_counter()
-        pieces, result = self._make(lambda: self._fn(*args, **kwargs), again=again, part="forward")
+        pieces, result = self._make(
+            lambda: self._kept(self._fn(*args, **kwargs)), again=again, part="forward"
+        )
         self.pieces, self._given = pieces, given
         self._pointers = [tensor.data_ptr() for tensor in given]
         written = {key for ledger in pieces.ledgers for key in ledger.saved}
@@ -53,11 +58,24 @@ class Entry:
         self.externals = [
             tensor for ledger in pieces.ledgers for tensor in ledger.externals.values()
         ]
-        outside = {x.untyped_storage()._cdata for ledger in pieces.ledgers
-                   for x in _outside(ledger.externals.values(), pieces)}  # fmt: skip
-        self.outputs = Outputs(result, inputs, outside, copy=self._copy)
+        self.outputs = Outputs(result, inputs, self._is_own, copy=self._copy)
         self._behind(result, inputs, again=again)
         self.capture_seconds = time.perf_counter() - began
+
+    def _kept(self, result: Any) -> Any:
+        """Bring what is returned to where no other graph's replay writes."""
+        if self._copy:  # cloned behind each replay
+            return result
+        leaves, spec = tree_flatten(result)
+        for i, room in enumerate(self._rooms):
+            if room is not None:
+                leaves[i] = room.copy_(leaves[i].detach())
+        return tree_unflatten(leaves, spec)
+
+    def _is_own(self, tensor: torch.Tensor) -> bool:
+        if any(tensor is room for room in self._rooms):
+            return True
+        return self.pieces.has_made(tensor)
 
     def _inputs(self, given: Tensors) -> Tensors:
         """Return the tensors that the function is captured with."""
@@ -79,12 +97,14 @@ class Entry:
     def first(self, call: Arguments, caller: FrameType) -> Any:
         """Do what the capture itself has not done, and return the outputs."""
         self.replays += 1
+        self.pieces.turn()
         for part in self.pieces.parts[-1:] if self.pieces.broken else self.pieces.parts:
             part.replay()
         return self._outcome(call.tensors, caller)
 
     def run(self, call: Arguments, caller: FrameType) -> Any:
         """Replay on the tensors of ``call`` and return the outputs; the host does not block."""
+        self.pieces.turn()
         tensors = call.tensors
         pointers = [tensor.data_ptr() for tensor in tensors]
         self.bytes_copied = 0
@@ -148,9 +168,3 @@ def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of the same strides; what is repeated in the original is not."""
     own = tensor.detach().clone()
     return own.requires_grad_(tensor.requires_grad)
-
-
-def _outside(tensors: Any, pieces: Pieces) -> Tensors:
-    """Return those that no piece of the capture has made itself."""
-    made = {key for ledger in pieces.ledgers for key in ledger.made}
-    return [x for x in tensors if x.untyped_storage()._cdata not in made]

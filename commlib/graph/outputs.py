@@ -47,13 +47,14 @@ class Outputs:
         self,
         result: Any,
         given: Sequence[torch.Tensor],
-        outside: Any,
+        own: Callable[[torch.Tensor], bool],
         *,
         copy: bool,
     ) -> None:
+        """``own`` says whether a tensor's memory is the graph's."""
         leaves, self._spec = tree_flatten(result)
         self._copy = copy
-        self._kinds = [_kind(leaf, given, outside) for leaf in leaves]
+        self._kinds = [_kind(leaf, given, own) for leaf in leaves]
         self._lent = [i for i, kind in enumerate(self._kinds) if isinstance(kind, Lent)]
         self._out: list[_Loan] = []
         self.lends = any(isinstance(kind, Lent) for kind in self._kinds)
@@ -102,7 +103,7 @@ def leads_back(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.grad_fn is not None
 
 
-def _kind(leaf: Any, given: Sequence[torch.Tensor], outside: Any) -> Output:
+def _kind(leaf: Any, given: Sequence[torch.Tensor], own: Callable[[torch.Tensor], bool]) -> Output:
     if not isinstance(leaf, torch.Tensor):
         return Plain(leaf)
     key = leaf.untyped_storage()._cdata
@@ -111,7 +112,7 @@ def _kind(leaf: Any, given: Sequence[torch.Tensor], outside: Any) -> Output:
             return Argument(position)
         if key == tensor.untyped_storage()._cdata:
             return View(position, leaf.size(), leaf.stride(), int(leaf.storage_offset()))
-    return Plain(leaf) if key in outside else Lent(leaf.detach())
+    return Lent(leaf.detach()) if own(leaf) else Plain(leaf)
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from commlib import _gate
-from commlib.graph.engine import Engine, Recording
+from commlib.graph.engine import Engine, Pool, Recording
 from commlib.graph.ledger import Collective, Ledger
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -49,8 +49,11 @@ class Outside:
 class Pieces:
     """What one capture is made of, in order."""
 
-    def __init__(self, engine: Engine, generators: list[torch.Generator]) -> None:
-        self._engine, self._generators = engine, generators
+    def __init__(
+        self, engine: Engine, generators: list[torch.Generator], pool: Pool | None
+    ) -> None:
+        self._engine, self._generators, self._pool = engine, generators, pool
+        self.turn = engine.turn
         self.parts: list[Recording] = []
         self.ledgers: list[Ledger] = []
         self.broken = False  # whether parts lie outside, so that the capture has already run
@@ -71,7 +74,7 @@ class Pieces:
         return result
 
     def _open(self) -> None:
-        self.ledgers.append(self._engine.begin(self._generators))
+        self.ledgers.append(self._engine.begin(self._generators, self._pool))
 
     def leave(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """End a graph, let it run, call ``fn`` outside, and begin the next."""
@@ -82,6 +85,11 @@ class Pieces:
         self.broken = True
         self._open()
         return part.result
+
+    def has_made(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of a tensor is the graphs' own."""
+        key = tensor.untyped_storage()._cdata
+        return any(key in ledger.made for ledger in self.ledgers)
 
     @property
     def collectives(self) -> list[Collective]:

@@ -11,7 +11,9 @@ from pathlib import Path
 import torch
 
 from commlib._streams import capture_of
+from commlib.channel.order import StreamOrder
 from commlib.errors import GraphError
+from commlib.graph.engine import Pool
 from commlib.graph.ledger import Ledger
 
 _capturing = threading.RLock()  # torch captures one graph at a time
@@ -43,6 +45,7 @@ class CudaEngine:
         self._ledger: Ledger | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._scope: ExitStack | None = None
+        self._order = StreamOrder(device)
         self._random: torch.Tensor | None = None  # state of the default generator before a capture
         with torch.cuda.device(device):
             self.stream = torch.cuda.Stream(device)
@@ -84,7 +87,19 @@ class CudaEngine:
 
     # -- a capture ---------------------------------------------------------------------------------
 
-    def begin(self, generators: Sequence[torch.Generator] = ()) -> Ledger:
+    def own_pool(self) -> Pool:
+        """Return a pool for graphs that keep something from one replay to the next.
+
+        In the shared one a graph's memory may be another's that was captured before it: what it
+        leaves there is gone when that one is replayed.
+        """
+        return torch.cuda.graph_pool_handle()
+
+    def turn(self) -> None:
+        """Order the current stream behind the last replay: graphs share their memory."""
+        self._order.turn()
+
+    def begin(self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None) -> Ledger:
         """Begin a capture on the capture stream; garbage collection waits until its end.
 
         ``generators`` are those that it draws from beside torch's own.
@@ -101,7 +116,8 @@ class CudaEngine:
             self._graph.register_generator_state(generator)
         self._random = torch.cuda.default_generators[self.device.index].get_state()
         try:
-            self._graph.capture_begin(self.pool, capture_error_mode="thread_local")
+            self._now = self.pool if pool is None else pool
+            self._graph.capture_begin(self._now, capture_error_mode="thread_local")
         except BaseException:
             scope.close()
             raise
@@ -163,7 +179,7 @@ class CudaEngine:
         index = self.device.index
         for step in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
             with suppress(RuntimeError):  # newer torch has done it
-                getattr(torch._C, step)(index, self.pool)
+                getattr(torch._C, step)(index, self._now)
         _clear_error()
         generator, state = torch.cuda.default_generators[index], self._random
         self._renew()  # a capture that ends well frees the generators

@@ -1,5 +1,6 @@
 """A captured call with gradients: a forward and a backward graph a slot, joined by one node."""
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -9,6 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from commlib.errors import GraphError
+from commlib.graph.engine import Engine
 from commlib.graph.entry import Entry, Tensors
 from commlib.graph.ledger import Ledger
 from commlib.graph.outputs import Join
@@ -58,6 +60,7 @@ class Slot(Entry):
         fn: Callable[..., Any],
         call: Arguments,
         make: Callable[..., tuple[Pieces, Any]],
+        engine: Engine,
         parameters: Sequence[torch.Tensor],
         *,
         copy: bool,
@@ -67,7 +70,9 @@ class Slot(Entry):
         self._parameters, self._later = list(parameters), later
         self._lease: weakref.ref[_Lease] | None = None
         self._backward: Pieces | None = None
-        super().__init__(fn, call, make, copy=copy, own=own)
+        # What lies between forward and backward is in a pool of their own.
+        made = functools.partial(make, pool=engine.own_pool())
+        super().__init__(fn, call, made, (), copy=copy, own=own)
 
     @property
     def free(self) -> bool:
@@ -89,7 +94,7 @@ class Slot(Entry):
         outs = [tensor for tensor in made if tensor.requires_grad]
         wanted = [tensor for tensor in (*inputs, *self._parameters) if tensor.requires_grad]
         self._given_grads = [torch.zeros_like(tensor) for tensor in outs]
-        self._kept = result  # and with it what the forward has saved for the backward
+        self._saved = result  # and with it what the forward has saved for the backward
         self._release_backward()
         self._backward, grads = self._make(
             lambda: torch.autograd.grad(
@@ -123,6 +128,7 @@ class Slot(Entry):
         if self._backward is None:
             raise GraphError("the graph of this backward was released before it ran")
         coming = [grad for grad, leads in zip(grads, self._leads, strict=True) if leads]
+        self._backward.turn()
         with torch.no_grad():
             for kept, grad in zip(self._given_grads, coming, strict=True):
                 if grad is None:
