@@ -497,6 +497,33 @@ def test_gradients(unified_ranks: Ranks, flights: int) -> None:
     unified_ranks(gradients, flights)
 
 
+def no_grad_yet(comm: Any) -> None:
+    """A backward inside the function needs gradients that have memory already."""
+
+    class Step(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> None:
+            (self.weight * x).sum().backward()
+
+    module = Step().to(comm.device)
+    x = torch.ones(3, device=comm.device)
+    f = graph.capture(module)
+    with refused(GraphError, "weight", "None", "set_to_none=False"):
+        f(x)
+    same(module.weight.grad, None, "grad behind the refusal")
+    module.weight.grad = torch.zeros_like(module.weight)
+    for turn in range(1, 4):
+        f(x)
+        close(module.weight.grad, torch.full((3,), float(turn)), f"turn {turn}")
+
+
+def test_grad_is_none_at_first(unified_ranks: Ranks) -> None:
+    unified_ranks(no_grad_yet)
+
+
 def kept_gradients(comm: Any) -> None:
     """Gradients that the program keeps are not overwritten by the next backward."""
     weight = torch.ones(3, device=comm.device, requires_grad=True)

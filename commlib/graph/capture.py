@@ -192,6 +192,8 @@ class _WarmUp:
         self.differentiable = False
         self.parameters: list[torch.Tensor] = []
         self._outputs: list[torch.Tensor | None] = []
+        module = fn if isinstance(fn, torch.nn.Module) else None
+        self._named = {} if module is None else dict(module.named_parameters())
         self._texts: dict[str, list[str]] = {}  # by part: its collectives in words
 
     def run(self, times: int, *, keep_last: bool) -> Any:
@@ -220,6 +222,7 @@ class _WarmUp:
                     result = self._fn(*args, **kwargs)
                     if undo:
                         self._go_back(result, inputs, ledger)
+                self._check_grads(ledger)
                 self._note_outputs(result, ledger)
             except Exception as error:
                 problem = error
@@ -252,6 +255,17 @@ class _WarmUp:
             wanted = [x for x in (*inputs, *self.parameters) if x.requires_grad]
             ones = [torch.ones_like(x) for x in outs]
             torch.autograd.grad(outs, wanted, ones, allow_unused=True)
+
+    def _check_grads(self, ledger: Ledger) -> None:
+        """Refuse gradients that the first run makes: the graph would know no address for them."""
+        new = ledger.new_grads()
+        if new:
+            names = {id(p): name for name, p in self._named.items()}
+            told = [names.get(id(p), f"a leaf of shape {tuple(p.shape)}") for p in new[:5]]
+            raise GraphError(
+                f"grad of {', '.join(told)} was None before the first call and is written in it; "
+                f"give it memory first: zero_grad(set_to_none=False) behind one eager backward"
+            )
 
     def _note_outputs(self, result: Any, ledger: Ledger) -> None:
         """Know what the result is made of, and which of it the function has made."""

@@ -74,6 +74,7 @@ class Ledger(TorchDispatchMode):
         self.saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage | None]] = {}
         self.generators: dict[int, tuple[torch.Generator, torch.Tensor | None]] = {}
         self.made: dict[int, StorageWeakRef] = {}
+        self._without_grad: list[torch.Tensor] = []
         self._nested = False
         self._save = True
 
@@ -145,6 +146,8 @@ class Ledger(TorchDispatchMode):
         key = tensor.untyped_storage()._cdata
         if key not in self.made and key not in self.externals:
             self.externals[key] = tensor
+            if tensor.is_leaf and tensor.requires_grad and tensor.grad is None:
+                self._without_grad.append(tensor)
 
     def _new(self, tensor: torch.Tensor, given: Iterable[torch.Tensor]) -> bool:
         key = tensor.untyped_storage()._cdata
@@ -161,12 +164,18 @@ class Ledger(TorchDispatchMode):
         self._save = False
         return self
 
+    def new_grads(self) -> list[torch.Tensor]:
+        """Return the leaves whose ``grad`` was None before the run and is not now."""
+        return [tensor for tensor in self._without_grad if tensor.grad is not None]
+
     def restore(self) -> None:
         """Put back what memory from outside, and generators, held before the run."""
         for storage, content in self.saved.values():
             if content is not None:
                 storage.copy_(content, non_blocking=True)
         self.saved = {key: (storage, None) for key, (storage, _) in self.saved.items()}
+        for tensor in self.new_grads():
+            tensor.grad = None
         for generator, state in self.generators.values():
             if state is not None:
                 generator.set_state(state)

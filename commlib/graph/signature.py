@@ -1,6 +1,6 @@
 """What tells one call of a captured function from another: a hashable key."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,14 @@ class Arguments(NamedTuple):
         leaves = [next(others) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.spec)
         return args, kwargs
+
+
+def _ask_each() -> bool:
+    return any(map(torch.is_autocast_enabled, _DEVICES))
+
+
+# One question in place of one a device, where torch has it: it is asked at every call.
+_any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", _ask_each)
 
 
 def arguments(args: tuple[Any, ...], kwargs: dict[str, Any], own: tuple[Any, ...]) -> Arguments:
@@ -60,15 +68,11 @@ def bare(own: tuple[Any, ...]) -> Arguments:
 
 def modes() -> tuple[Any, ...]:
     """What of torch's modes changes what a function does."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        *(
-            torch.get_autocast_dtype(device)
-            for device in _DEVICES
-            if torch.is_autocast_enabled(device)
-        ),
-    )
+    grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    if not _any_autocast():
+        return grad
+    on = (device for device in _DEVICES if torch.is_autocast_enabled(device))
+    return (*grad, *((device, torch.get_autocast_dtype(device)) for device in on))
 
 
 def _of_tensor(x: torch.Tensor) -> tuple[Any, ...]:
