@@ -43,6 +43,9 @@ _TYPES = {
 _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 
 
+_aborted: list[PushChannel | RowChannel] = []  # whose kernels may still run
+
+
 class _Reduction(NamedTuple):
     """How NCCL is asked for a reduction, and what may carry it instead."""
 
@@ -135,7 +138,7 @@ class NCCLCommContext(CommContext):
         if isinstance(self._push, PushChannel):
             self._gathered = self._push.movement("all_gather")
             self._parted = self._push.movement("all_to_all")
-            self._normed = PushedNorm(self._push, self.size, device)
+            self._normed = PushedNorm(self._push, self)
         else:
             log.once("ring %d has no push kernels: %s", self.ring_id, self._push)
 
@@ -200,11 +203,10 @@ class NCCLCommContext(CommContext):
 
     def _begin(self, out: Tensor, x: Tensor, reduction: Any) -> Split | None:
         pushed = reduction.all_reduce if isinstance(reduction, _Reduction) else None
-        halves = None if pushed is None else pushed.split(x.nbytes)
-        if halves is None or isinstance(self._push, str):
+        halves = () if pushed is None else pushed.split(x.nbytes)
+        if not halves or isinstance(self._push, str):
             return None
-        self._push.open(halves[0], out, x)
-        return Split(self._push, halves[1], self.lock, out, x)
+        return Split(self, self._push, halves, out, x)
 
     def _all_gather(self, out: Tensor, x: Tensor) -> None:
         if self._gathered is not None and self._gathered(out, x, x.nbytes):
@@ -351,7 +353,8 @@ class NCCLCommContext(CommContext):
 
     def _abort(self) -> None:
         comm, self._comm = self._comm, None
-        # Kernels that still run may use the channels' memory: it stays mapped.
+        # Kernels that still run may use the channels' memory: it stays mapped, on the host too.
+        _aborted.extend(self._channels())
         self._push = self._rows = "aborted"
         if comm is not None:
             self._in_time(comm.abort, Deadline(ABORT_S), "aborting NCCL")

@@ -182,15 +182,22 @@ class Ring(ABC):
                 raise self.unusable("reset")
             self.fault = None
             if self.fences is not None:
-                try:
-                    bounded(self._drain, Deadline(self.timeout), self.where("reset"))
-                except CommTimeout as error:
-                    raise self.failed("reset", error) from error
+                self._reset_step(self._bounded_drain)
             self.exchange([])  # nobody's kernels run any more
             for channel in self._channels():
-                channel.reset()
+                self._reset_step(channel.reset)
             self.exchange([])
             self._repairable = False
+
+    def _bounded_drain(self) -> None:
+        bounded(self._drain, Deadline(self.timeout), self.where("reset"))
+
+    def _reset_step(self, step: Callable[[], None]) -> None:
+        """Take a step of reset(); the ring can't be repaired any more where it goes wrong."""
+        try:
+            step()
+        except Exception as error:
+            raise self.failed("reset", error) from error
 
     def abort(self) -> None:
         """Give the communicator up at once, with whatever is under way; the ring is closed then.

@@ -44,8 +44,9 @@ def all_reduce_residual_norm(
     With ``out_dtype=torch.float8_e4m3fn`` y is that of y / ``scale``, to the nearest, values beyond
     ±448 become ±448; ``scale``: one float32 on the device, read when the call runs.
     One kernel where the ring has push kernels, rows are multiples of 16 bytes up to 32 KiB, and its
-    table says so; else all_reduce and torch operators. z has the same bits in both, and on all
-    ranks; y may differ in its last bit, for the mean over a row is added up in another order.
+    table says so; else all_reduce and torch operators. z has the same bits on all ranks, and in
+    both as long as push kernels do the all_reduce; y may differ in its last bit, for the mean over
+    a row is added up in another order.
     No gradient: a tensor that requires grad is refused. Results are new tensors. Runs on the
     caller's stream, the sum on the ring's with ``use_calc_stream=False``; not in ``comm.group()``.
     Raises ``RingError``, ``DtypeError``, ``ShapeError``, ``DeviceError``, ``ArgumentError`` before

@@ -123,7 +123,7 @@ def test_values_of_more_ranks(crowd: Ranks) -> None:
 
 
 def every_length(comm: Any) -> None:
-    """Every odd number of bytes up to 64 KiB, moved; the same lengths of floats, reduced."""
+    """Every odd number of bytes up to 600, and some up to 64 KiB, moved."""
     if not on_gpu(comm):
         return
     for nbytes in [*range(1, 600, 2), *range(601, 65536, 997)]:
@@ -345,6 +345,31 @@ def forked(comm: Any) -> None:
 
 def test_forked_streams(unified_ranks: Ranks) -> None:
     unified_ranks(forked)
+
+
+def two_rings(comm: Any) -> None:
+    """Two rings whose calls each fill the GPU, on two streams that the ranks come to unevenly."""
+    if not on_gpu(comm):
+        return
+    with another(comm, 87, timeout=20) as one, another(comm, 88, timeout=20) as other:
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        x = torch.ones(8_000_000, dtype=torch.bfloat16, device=comm.device)
+        outs = [torch.zeros_like(x) for _ in streams]
+        torch.cuda.synchronize()
+        for turn in range(10):
+            for ring, stream, out in zip((one, other), streams, outs, strict=True):
+                with torch.cuda.stream(stream):
+                    if (stream is streams[turn % 2]) == (comm.rank == 0):
+                        torch.cuda._sleep(2_000_000)
+                    ring.all_reduce(out, x)
+        torch.cuda.synchronize()
+        for ring, out in zip((one, other), outs, strict=True):
+            ring.check()
+            same(out.unique().tolist(), [float(comm.size)], "sums")
+
+
+def test_two_rings_at_once(unified_ranks: Ranks) -> None:
+    unified_ranks(two_rings)
 
 
 def at_once(comm: Any) -> None:

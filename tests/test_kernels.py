@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlib.channel import driver, rows
-from commlib.custom_allreduce import choose, push
+from commlib.custom_allreduce import choose, norm, push
 from commlib.errors import EngineError
 from tests._examples import examples
 
-HALF = 2 * push.WINDOW + 4096  # bytes
+HALF = 2 * push.WINDOW + push._SPARE  # bytes
+HELD = (1, 2, norm.HELD)  # vectors of a thread
 
 
 @pytest.fixture
@@ -33,6 +34,9 @@ def names() -> Iterator[tuple[str, str]]:
         yield "split.cu", f"{algorithm}_begin_{dtype}_sum"
         yield "split.cu", f"{algorithm}_end_{dtype}_sum"
     yield "packets.cu", "packets"
+    norms = itertools.product(("norm_one_shot", "norm_two_shot"), choose.FLOATS.values(), HELD)
+    for algorithm, dtype, held in norms:
+        yield "norm.cu", f"{algorithm}_{dtype}_{held}"
 
 
 @pytest.mark.parametrize("file", push.FILES)
@@ -103,9 +107,10 @@ def test_table(verb: str, size: int) -> None:
     """Rows ascend, name kernels that there are, and every ring the kernels serve has some."""
     found = choose.table()[verb][size]
     assert [row.most for row in found] == sorted({row.most for row in found})
-    algorithms = {name.split("_float")[0].split("_bfloat")[0] for _, name in names()}
+    kinds = {"all_reduce": ("one_shot", "two_shot"), "reduce_scatter": ("scatter",)}
+    kinds |= {norm.VERB: ("norm_one_shot", "norm_two_shot")}
     for row in found:
-        assert row.kernel in algorithms | {"nccl"} or row.kernel.startswith("norm")
+        assert row.kernel in (*kinds.get(verb, ("packets",)), "nccl")
         assert row.threads % 32 == 0
         assert 0 < row.threads <= 512
         assert row.blocks > 0
@@ -140,6 +145,23 @@ def test_calls_fit_into_the_channel(kernel: str, size: int, below: int) -> None:
     assert slots * 16 <= HALF
 
 
+@pytest.mark.parametrize("size", choose.SIZES)
+@pytest.mark.parametrize("threads", [32, 64, 256, norm.THREADS])
+def test_rows_fit_into_a_block_and_the_channel(size: int, threads: int) -> None:
+    """Each thread's vectors cover the row, there is a kernel for them, and a row has its slots."""
+    for width in range(1, norm.WIDEST + 1):
+        held, block = norm.block(width, threads)
+        assert held in HELD
+        assert block * held >= width
+        assert block % norm.WARP == 0
+        assert block <= norm.THREADS
+        for kernel, copies in (("norm_one_shot", size), ("norm_two_shot", 2)):
+            slots = norm.slots(kernel, width, size)
+            assert copies * width <= slots
+            # One launch takes as many rows as fit; indices in the kernels have 32 bits.
+            assert 0 < HALF // (slots * choose.VECTOR) * width < 2**31
+
+
 def test_a_written_table_is_the_same(tmp_path: Path) -> None:
     choose.write(tmp_path / "table.json", choose.table())
     assert (tmp_path / "table.json").read_text() == choose.TABLE.read_text()
@@ -151,10 +173,8 @@ def test_what_is_left_to_nccl() -> None:
     assert "prod" in str(choose.refusal(torch.float32, "prod"))
 
 
-def test_version_follows_what_it_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_version_follows_what_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     before = push.version()
     assert before == push.version() != 0
-    other = tmp_path / "table.json"
-    other.write_text(choose.TABLE.read_text() + "\n")
-    monkeypatch.setattr(choose, "TABLE", other)
+    monkeypatch.setattr(choose, "text", lambda: choose.TABLE.read_text() + "\n")
     assert push.version() != before

@@ -5,7 +5,8 @@ import hashlib
 import os
 import secrets
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,7 @@ def module(file: Path, device: int, *options: str) -> Any:
 def function(modules: Sequence[Any], name: str, device: int) -> Any:
     """Return function ``name`` of one of ``modules``, ready to be launched in a capture too."""
     driver = _driver()
-    with torch.cuda.device(device):
+    with _current(device):
         found_in = (driver.cuModuleGetFunction(module, name.encode()) for module in modules)
         status, found = next((found for found in found_in if int(found[0]) == 0), (name, None))
         if found is None:
@@ -158,13 +159,36 @@ def function(modules: Sequence[Any], name: str, device: int) -> Any:
     return found
 
 
+@cache
+def _context(device: int) -> Any:
+    """The context of a device that all libraries of this process share."""
+    status, context = _driver().cuDevicePrimaryCtxRetain(device)
+    _succeed("cuDevicePrimaryCtxRetain", status)
+    return context
+
+
+@contextmanager
+def _current(device: int) -> Iterator[None]:
+    """Make a device's context the thread's current one; a new thread has none."""
+    _succeed("cuCtxPushCurrent", *_driver().cuCtxPushCurrent(_context(device)))
+    try:
+        yield
+    finally:
+        _driver().cuCtxPopCurrent()
+
+
+_ELSEWHERE = (201, 400)  # CUDA_ERROR_INVALID_CONTEXT, _HANDLE: the current context is another one
+
+
 class Launch:
     """One kernel, its grid and its one argument, which it is given by value; ready to go."""
 
-    __slots__ = ("_config", "_function", "_keep", "_launch", "_parameters", "_stream")
+    __slots__ = ("_config", "_device", "_function", "_keep", "_launch", "_parameters", "_stream")
 
-    def __init__(self, function: Any, blocks: int, threads: int, argument: ctypes.Structure):
-        driver = _driver()
+    def __init__(
+        self, function: Any, device: int, blocks: int, threads: int, argument: ctypes.Structure
+    ) -> None:
+        driver, self._device = _driver(), device
         place = ctypes.c_void_p(ctypes.addressof(argument))
         self._function, self._launch = function, driver.cuLaunchKernelEx
         self._config, self._keep = _config(driver, blocks, threads), (argument, place)
@@ -177,7 +201,14 @@ class Launch:
             self._config.hStream = self._stream = stream
         (status,) = self._launch(self._config, self._function, self._parameters, 0)
         if status:
-            raise EngineError(f"cuLaunchKernelEx: {status}")
+            self._retry(status)
+
+    def _retry(self, status: Any) -> None:
+        """Launch once more where a thread is new, or works on another device."""
+        if int(status) in _ELSEWHERE:
+            with _current(self._device):
+                (status,) = self._launch(self._config, self._function, self._parameters, 0)
+        _succeed("cuLaunchKernelEx", status)
 
 
 def _config(driver: Any, blocks: int, threads: int) -> Any:

@@ -23,11 +23,13 @@ class PeerMemory:
 
     def zero(self) -> None:
         """Put zeros into this rank's memory; blocks the host until they are there."""
-        _zero(self.bases[self._ring.rank], self.nbytes)
+        with torch.cuda.device(self._ring.device):
+            _zero(self.bases[self._ring.rank], self.nbytes)
 
     def put(self, offset: int, data: bytes) -> None:
         """Write ``data`` into this rank's memory; blocks the host until it is there."""
-        _put(self.bases[self._ring.rank] + offset, data)
+        with torch.cuda.device(self._ring.device):
+            _put(self.bases[self._ring.rank] + offset, data)
 
     def close(self) -> None:
         """Unmap the peers' memory, and free the own once every peer has unmapped it.
@@ -53,7 +55,11 @@ _closed: list[PeerMemory] = []  # whose peers may still have them mapped
 
 def _free_closed() -> None:
     for memory in list(_closed):
-        if memory._alone():
+        try:
+            alone = memory._alone()
+        except Exception:  # its store may be gone, and with it whoever could tell
+            continue
+        if alone:
             _closed.remove(memory)
             _runtime().free(memory.bases[memory._ring.rank])
 
@@ -116,8 +122,12 @@ def _runtime() -> Any:
 def _allocate(nbytes: int) -> tuple[int, list[int]]:
     """Return zeroed memory and its handle; torch's allocator could move or unmap its own."""
     own = _runtime().malloc(nbytes)
-    _zero(own, nbytes)
-    handle = _runtime().ipcGetMemHandle(own)
+    try:
+        _zero(own, nbytes)
+        handle = _runtime().ipcGetMemHandle(own)
+    except Exception:
+        _runtime().free(own)
+        raise
     words = (handle[at : at + _WORD] for at in range(0, len(handle), _WORD))
     return own, [int.from_bytes(word, "little", signed=True) for word in words]
 

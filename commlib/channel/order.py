@@ -1,8 +1,20 @@
-"""The calls of one channel, one behind the other, whatever streams they come from."""
+"""Calls that share something, one behind the other, whatever streams they come from."""
+
+from functools import cache
 
 import torch
 
 from commlib._streams import capture_of, current_raw
+
+
+@cache
+def pushes(device: torch.device) -> "StreamOrder":
+    """Return the order of all push kernels of a device, those of every ring.
+
+    A large one fills the GPU until its peers come. Two rings that ran at the same time could each
+    hold one rank's GPU and wait for the other's; in the order of the program they can't.
+    """
+    return StreamOrder(device)
 
 
 class StreamOrder:
@@ -12,11 +24,15 @@ class StreamOrder:
     replayed beside other calls is for the program to order.
     """
 
-    __slots__ = ("_device", "_tags", "last", "tag")
+    __slots__ = ("_captured", "_device", "_eager", "_tags", "last", "tag")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.last: int | None = None  # a handle; 0 is the default stream
+        # Stream of the last call, a handle; 0 is the default stream. None behind a captured call:
+        # whether a stream is captured is asked where it changes, so the next call has to ask.
+        self.last: int | None = None
+        self._eager: int | None = None  # stream of the last call outside captures
+        self._captured: tuple[int, int | None] = 0, None  # a capture, and its last call's stream
         self._tags: dict[int, int] = {}
         self.tag = 0  # number of the last call's stream, from 1 on
 
@@ -29,11 +45,22 @@ class StreamOrder:
 
     def change_to(self, stream: int) -> None:
         """Order the current stream, which this handle names, behind the last call."""
-        last, self.last = self.last, stream
+        here, there = capture_of(stream), 0 if self.last is None else capture_of(self.last)
+        if there:  # its capture has begun since, and may hold calls that came the short way
+            self._captured = there, self.last
+        if here:
+            number, behind = self._captured
+            behind = behind if number == here else None
+            self._captured, self.last = (here, stream), None
+        else:
+            behind, self._eager, self.last = self._eager, stream, stream
         self.tag = self._tags.setdefault(stream, len(self._tags) + 1)
-        if last is not None and capture_of(last) == capture_of(stream):
-            event = torch.cuda.ExternalStream(last, self._device).record_event()
-            torch.cuda.current_stream(self._device).wait_event(event)
+        if behind is not None and behind != stream and capture_of(behind) == here:
+            self._fence(behind)
+
+    def _fence(self, behind: int) -> None:
+        event = torch.cuda.ExternalStream(behind, self._device).record_event()
+        torch.cuda.current_stream(self._device).wait_event(event)
 
     def stream_of(self, tag: int) -> str:
         """Return the handle of the stream with a number, for people."""

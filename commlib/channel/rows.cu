@@ -12,7 +12,6 @@ typedef long long i64;
 constexpr int kRanks = 16;
 constexpr int kSegments = SEGMENTS;  // given at compilation: the call's block is as small as can be
 constexpr int kVectors = 4;
-constexpr u32 kAborted = 1;
 
 struct Segment {  // as in _routes.py, in rows
     i64 start, target, place, rows;
@@ -39,7 +38,7 @@ struct Control {
     u32 begun[64];   // [r]: the last call that rank r has begun
     u32 epoch;       // the last call that this rank has finished
     u32 arrived;     // blocks that have finished the present one
-    u32 aborted;
+    u32 aborted;     // 0, or 1 + the peer that was given up, here or elsewhere
 };
 
 __device__ inline u32 peek(const u32* word) {
@@ -64,17 +63,25 @@ __device__ inline Control* control(const Call& call, int rank) {
     return reinterpret_cast<Control*>(call.base[rank]);
 }
 
+// The host keeps the first report; bit 63 tells one of peer 0 from none.
+__device__ inline void report(const Call& call, u32 peer, u32 epoch) {
+    atomicCAS_system(call.error, 0ull, (1ull << 63) | (static_cast<u64>(peer) << 32) | epoch);
+}
+
 // One thread waits until *word has reached `epoch`; false when it is given up.
 __device__ bool reached(const Call& call, const u32* word, u32 epoch, int peer) {
     const u64 end = now() + call.limit_ns;
     Control* mine = control(call, call.rank);
     for (u32 polls = 0; static_cast<int>(peek(word) - epoch) < 0; ++polls) {
         if ((polls & 1023) != 1023) continue;
-        if (peek(&mine->aborted) == kAborted) return false;
+        const u32 known = peek(&mine->aborted);
+        if (known) {
+            report(call, known - 1, epoch);
+            return false;
+        }
         if (now() < end) continue;
-        const u64 what = (1ull << 63) | (static_cast<u64>(peer) << 32) | epoch;
-        atomicCAS_system(call.error, 0ull, what);
-        for (int rank = 0; rank < call.size; ++rank) poke(&control(call, rank)->aborted, kAborted);
+        report(call, peer, epoch);
+        for (int rank = 0; rank < call.size; ++rank) poke(&control(call, rank)->aborted, peer + 1);
         return false;
     }
     fence();
@@ -141,7 +148,9 @@ extern "C" __global__ void __launch_bounds__(512, 2) exchange_rows(const __grid_
 #endif
     if (threadIdx.x == 0) {
         epoch = peek(&mine->epoch) + 1;
-        go = peek(&mine->aborted) != kAborted;
+        const u32 known = peek(&mine->aborted);
+        if (known) report(call, known - 1, epoch);
+        go = !known;
     }
     __syncthreads();
     bool alive = go;  // the same in all threads of a block, always

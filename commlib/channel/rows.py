@@ -12,8 +12,8 @@ from commlib._ring import Ring
 from commlib._routes import SEGMENT, Routes
 from commlib.channel import driver
 from commlib.channel.memory import CAPTURING, PeerMemory, share
-from commlib.channel.order import StreamOrder
-from commlib.errors import EngineError, PeerTimeout
+from commlib.channel.order import pushes
+from commlib.errors import PeerTimeout
 
 RANKS, _THREADS = 16, 512  # as in rows.cu
 KERNEL = Path(__file__).with_name("rows.cu")
@@ -49,13 +49,13 @@ class RowChannel:
 
     def __init__(self, ring: Ring, memory: PeerMemory, functions: dict[int, Any]) -> None:
         self._ring, self._memory = ring, memory
-        self._error, self._order = driver.HostWord(), StreamOrder(ring.device)
+        self._error, self._order = driver.HostWord(), pushes(ring.device)
         self._window = (memory.nbytes - _CONTROL - _FLAGS) // 2
         multiprocessors = torch.cuda.get_device_properties(ring.device).multi_processor_count
         grid = 2 * multiprocessors, _THREADS  # all of them fit on the device at once
         self._calls = {most: _BLOCKS[most]() for most in functions}
         self._launches = {
-            most: driver.Launch(found, *grid, self._calls[most])
+            most: driver.Launch(found, ring.device.index, *grid, self._calls[most])
             for most, found in functions.items()
         }
 
@@ -115,7 +115,7 @@ def open_channel(ring: Ring) -> RowChannel | str | None:
         for most in _BLOCKS:
             module = driver.module(KERNEL, ring.device.index, f"-DSEGMENTS={most}")
             functions[most] = driver.function([module], "exchange_rows", ring.device.index)
-    except EngineError as error:  # the others must hear of it, in the exchange that follows
+    except Exception as error:  # whatever it is, the others must hear of it, in the exchange
         log.once("this rank has no channel: %s", error)
     sizes = {row[0] for row in ring.exchange([room if len(functions) == len(_BLOCKS) else 0])}
     if len(sizes) > 1 or 0 in sizes:

@@ -29,9 +29,15 @@ class Row(NamedTuple):
 
 
 @cache
+def text() -> str:
+    """Return the table's file as it was when it was first asked for; calls follow that."""
+    return TABLE.read_text()
+
+
+@cache
 def table() -> dict[str, dict[int, tuple[Row, ...]]]:
     """Return the rows of each verb and number of ranks, smallest first."""
-    read = json.loads(TABLE.read_text())
+    read = json.loads(text())
     return {
         verb: {int(size): tuple(Row(*row) for row in rows) for size, rows in sizes.items()}
         for verb, sizes in read["verbs"].items()

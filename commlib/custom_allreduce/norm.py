@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from commlib._ring import Ring
 from commlib.channel import driver
 from commlib.custom_allreduce import choose
 from commlib.custom_allreduce.choose import FLOATS, VECTOR
@@ -15,11 +16,8 @@ Tensor = torch.Tensor
 
 VERB = "all_reduce_residual_norm"
 FLOAT8 = torch.float8_e4m3fn
-WARP, THREADS, HELD = (
-    32,
-    512,
-    4,
-)  # the most in a block, and the most vectors a thread; as in norm.cu
+WARP = 32
+THREADS, HELD = 512, 4  # the most in a block, and the most vectors a thread; as in norm.cu
 WIDEST = THREADS * HELD  # vectors of a row
 _PLANS = 4096  # shapes that are remembered
 
@@ -75,9 +73,11 @@ class Step(NamedTuple):
 class PushedNorm:
     """The fused kernels of one channel: launches for each kind of rows that they take."""
 
-    def __init__(self, channel: PushChannel, size: int, device: torch.device) -> None:
-        self._channel, self._size = channel, size
-        self._float8 = torch.cuda.get_device_capability(device) >= (8, 9)
+    def __init__(self, channel: PushChannel, ring: Ring) -> None:
+        """Every member calls it: they decide alike, also where their devices differ."""
+        self._channel, self._size = channel, ring.size
+        able = torch.cuda.get_device_capability(ring.device) >= (8, 9)
+        self._float8 = all(row == [1] for row in ring.exchange([int(able)]))
         self._steps: dict[tuple[int, int, torch.dtype], tuple[Step, ...]] = {}
 
     def steps(self, x: Tensor, norm: Norm) -> tuple[Step, ...]:

@@ -14,10 +14,10 @@ from commlib._ring import Ring
 from commlib._streams import current_raw
 from commlib.channel import driver
 from commlib.channel.memory import PeerMemory, share
-from commlib.channel.order import StreamOrder
+from commlib.channel.order import pushes
 from commlib.custom_allreduce import choose
 from commlib.custom_allreduce.choose import FLOATS, OPS, VECTOR, Row
-from commlib.errors import ArgumentError, EngineError, PeerTimeout, StreamError
+from commlib.errors import ArgumentError, PeerTimeout, StreamError
 
 RANKS = 8  # as in channel.cuh
 WINDOW = 16 << 20  # bytes of an all_reduce that one launch does; larger ones take several
@@ -63,7 +63,8 @@ class PushChannel:
         self._ring, self._memory, self._modules = ring, memory, modules
         self._device, self._error = ring.device.index, driver.HostWord()
         self._word = self._error.word
-        self._order, self._open = StreamOrder(ring.device), False
+        self._order = pushes(ring.device)
+        self._open = self._opened = 0  # number of the split call that is open, or 0; and the last
         self._half = (memory.nbytes - _CONTROL) // 2
         self._set_limit()
 
@@ -125,7 +126,7 @@ class PushChannel:
     ) -> driver.Launch:
         """Return a launch of kernel ``name`` on (blocks, threads)."""
         found = driver.function(self._modules, name, self._device)
-        return driver.Launch(found, *grid, argument)
+        return driver.Launch(found, self._device, *grid, argument)
 
     # -- launching ---------------------------------------------------------------------------------
 
@@ -147,7 +148,8 @@ class PushChannel:
         self.check()
         raise ArgumentError(
             f"a split all_reduce of ring {self._ring.ring_id} is open on rank "
-            f"{self._ring.rank}: one call at a time; wait() for its Work first"
+            f"{self._ring.rank}: one call at a time; wait() for its Work first, or type "
+            f"comm.reset() on every member where that is lost"
         )
 
     def launch(self, steps: Sequence[Step], out: torch.Tensor, x: torch.Tensor) -> None:
@@ -160,14 +162,24 @@ class PushChannel:
 
     # -- in two halves -----------------------------------------------------------------------------
 
-    def open(self, begin: Step, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Launch the first half of a call; no other call may come before the second."""
-        self.launch((begin,), out, x)
-        self._open = True
+    def open(self, begin: Step, out: torch.Tensor, x: torch.Tensor) -> int:
+        """Launch the first half of a call; no other call may come before the second.
 
-    def finish(self, end: Step, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Launch the second half."""
-        self._open = False
+        Returns the number that ``finish`` is given.
+        """
+        self.launch((begin,), out, x)
+        self._opened += 1
+        self._open = self._opened
+        return self._open
+
+    def finish(self, number: int, end: Step, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Launch the second half. Raises ``ArgumentError`` when a reset has come between."""
+        if number != self._open:
+            raise ArgumentError(
+                f"the split all_reduce of ring {self._ring.ring_id} that this Work is about was "
+                f"given up by reset(); begin it again"
+            )
+        self._open = 0
         self.launch((end,), out, x)
 
     # -- faults ------------------------------------------------------------------------------------
@@ -199,7 +211,7 @@ class PushChannel:
         self._memory.zero()
         self._set_limit()
         self._word.value = 0
-        self._open = False
+        self._open = 0
 
     def _set_limit(self) -> None:
         """Write the deadline where a replayed graph reads it too."""
@@ -222,7 +234,7 @@ class Pushed:
         self.vector = vector  # bytes of a tensor that a thread takes at a time
         self._channel = channel
         self._steps: dict[int, tuple[Step, ...]] = {}
-        self._halves: dict[int, tuple[Step, Step]] = {}
+        self._halves: dict[int, tuple[Step, ...]] = {}
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor, nbytes: int) -> bool:
         """Launch on the current stream; False, and nothing done, where NCCL is to do it."""
@@ -236,22 +248,24 @@ class Pushed:
         self._channel.launch(steps, out, x)
         return True
 
-    def split(self, nbytes: int) -> tuple[Step, Step] | None:
-        """Return the two halves of a call of ``nbytes``, or None where it has none."""
-        whole = self._channel.row(self, nbytes)
+    def split(self, nbytes: int) -> tuple[Step, ...]:
+        """Return the two halves of a call of ``nbytes``, none where it is not cut in two."""
+        halves = self._halves.get(nbytes)
+        if halves is None:
+            if len(self._halves) >= _PLANS:
+                self._halves.clear()
+            halves = self._halves[nbytes] = self._split(nbytes)
+        return halves
+
+    def _split(self, nbytes: int) -> tuple[Step, ...]:
+        channel = self._channel
+        whole = channel.row(self, nbytes)
         if whole is None or not self.suffix.endswith("_sum"):
-            return None
-        if len(self._channel.steps(self, nbytes)) > 1:
-            return None
-        known = self._halves.get(nbytes)
-        if known is None:
-            first, second = (
-                whole._replace(kernel=f"{whole.kernel}_{name}") for name in ("begin", "end")
-            )
-            step = self._channel.step
-            known = step(self, first, 0, nbytes), step(self, second, 0, nbytes)
-            self._halves[nbytes] = known
-        return known
+            return ()
+        if nbytes > channel.window(whole.kernel):
+            return ()  # several launches
+        rows = (whole._replace(kernel=f"{whole.kernel}_{half}") for half in ("begin", "end"))
+        return tuple(channel.step(self, row, 0, nbytes) for row in rows)
 
 
 def open_push(ring: Ring) -> PushChannel | str:
@@ -267,7 +281,7 @@ def open_push(ring: Ring) -> PushChannel | str:
     else:
         try:
             modules = [_module(ring, file) for file in FILES]
-        except EngineError as error:  # the others must hear of it, in the exchange that follows
+        except Exception as error:  # whatever it is, the others must hear of it, in the exchange
             log.once("this rank has no push kernels: %s", error)
             problem = "a rank can't compile the kernels"
     versions = {row[0] for row in ring.exchange([0 if problem else version()])}
@@ -285,7 +299,7 @@ def _module(ring: Ring, file: str) -> Any:
 
 def version() -> int:
     """Return a number that is the same where kernels and table are the same, never 0."""
-    texts = [choose.TABLE.read_bytes()]
+    texts = [choose.text().encode()]
     texts += [path.read_bytes() for path in sorted(KERNELS.iterdir())]
     digest = hashlib.sha256(b"\0".join(texts)).digest()
     return int.from_bytes(digest[:7], "little") + 1

@@ -1,9 +1,9 @@
 """An all_reduce in two halves, with other work of the stream between them."""
 
-import threading
-
 import torch
 
+from commlib._ring import Ring
+from commlib._streams import capture_of
 from commlib.custom_allreduce.push import PushChannel, Step
 
 
@@ -11,23 +11,51 @@ class Split:
     """The second half of one call: launched by the first ``join``, on the joiner's stream."""
 
     def __init__(
-        self, channel: PushChannel, end: Step, lock: threading.RLock, *tensors: torch.Tensor
+        self,
+        ring: Ring,
+        channel: PushChannel,
+        halves: tuple[Step, ...],
+        out: torch.Tensor,
+        x: torch.Tensor,
     ) -> None:
-        self._channel, self._lock, self._tensors = channel, lock, tensors
-        self._end: Step | None = end
-        self._event: torch.cuda.Event | None = None
+        """Launch the first half on the current stream."""
+        self._ring, self._channel = ring, channel
+        self._tensors: tuple[torch.Tensor, ...] = out, x
+        begin, self._end = halves
+        self._origin = torch.cuda.current_stream(ring.device)
+        self._number = channel.open(begin, out, x)
+        self._event: torch.cuda.Event | None = None  # behind the second half
+        self._capture = 0  # which one that is part of
 
     def join(self) -> None:
-        """Launch what waits for the peers and reduces; the host does not block."""
-        with self._lock:
-            if self._end is None:
-                return
-            end, self._end = self._end, None
-            self._channel.finish(end, *self._tensors)
-            if not torch.cuda.is_current_stream_capturing():
-                self._event = torch.cuda.Event()
-                self._event.record()
+        """Launch what waits for the peers and reduces; the host does not block.
+
+        Whoever joins later is ordered behind it. Raises what a call of the ring raises, and again
+        at every join: there is no result then.
+        """
+        with self._ring.lock:
+            stream = torch.cuda.current_stream(self._ring.device)
+            if self._event is None:
+                self._finish(stream)
+            elif capture_of(stream.cuda_stream) == self._capture:
+                stream.wait_event(self._event)
+
+    def _finish(self, stream: torch.cuda.Stream) -> None:
+        ring, event = self._ring, torch.cuda.Event()
+        if ring.fault is not None:  # the channel may be gone
+            raise ring.unusable("all_reduce")
+        try:
+            self._channel.finish(self._number, self._end, *self._tensors)
+        except Exception as error:
+            raise ring.failed("all_reduce", error) from error
+        event.record(stream)
+        self._capture = capture_of(stream.cuda_stream)
+        origin = self._origin
+        if origin != stream and capture_of(origin.cuda_stream) == self._capture:
+            origin.wait_event(event)  # the allocator reuses tensors in the order of their stream
+        self._event, self._tensors = event, ()
 
     def done(self) -> bool:
         """Whether the result is there: never before somebody has waited."""
-        return self._end is None and (self._event is None or self._event.query())
+        event = self._event
+        return event is not None and (self._capture != 0 or event.query())

@@ -1,0 +1,354 @@
+"""The host's side of the push kernels, without a GPU: order, halves of a call, launches, faults."""
+
+import ctypes
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from commlib._deadline import Deadline
+from commlib._ring import Ring as WholeRing
+from commlib.channel import driver, memory, order, rows
+from commlib.custom_allreduce import push, split
+from commlib.custom_allreduce.choose import Row
+from commlib.errors import ArgumentError, EngineError, PeerTimeout, RingError
+
+A, B, C, S = 1, 2, 3, 4  # handles of streams
+
+
+# -- order between streams -------------------------------------------------------------------------
+
+
+class Order(order.StreamOrder):
+    """One that notes its fences, and is told which streams are captured."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(torch.device("cpu"))
+        self.captures: dict[int, int] = {}
+        self.fences: list[int] = []
+        monkeypatch.setattr(order, "capture_of", lambda stream: self.captures.get(stream, 0))
+
+    def _fence(self, behind: int) -> None:
+        self.fences.append(behind)
+
+    def call(self, stream: int) -> list[int]:
+        """Return what a call on a stream is put behind."""
+        self.fences.clear()
+        if stream != self.last:
+            self.change_to(stream)
+        return list(self.fences)
+
+
+@pytest.fixture
+def ordered(monkeypatch: pytest.MonkeyPatch) -> Order:
+    return Order(monkeypatch)
+
+
+def test_a_call_comes_behind_the_last_one(ordered: Order) -> None:
+    assert [ordered.call(s) for s in (A, A, B, A)] == [[], [], [A], [B]]
+    assert ordered.tag == 1
+
+
+def test_a_capture_is_ordered_by_itself(ordered: Order) -> None:
+    ordered.call(A)
+    ordered.captures = {C: 7, S: 7}
+    assert [ordered.call(s) for s in (C, S, S, C)] == [[], [C], [], [S]]
+
+
+@pytest.mark.parametrize("then", [B, C])
+def test_a_capture_does_not_hide_the_call_before_it(ordered: Order, then: int) -> None:
+    ordered.call(A)
+    ordered.captures = {C: 7}
+    ordered.call(C)
+    ordered.captures = {}
+    assert ordered.call(then) == [A]
+
+
+def test_a_stream_that_goes_on_in_a_capture(ordered: Order) -> None:
+    ordered.call(A)
+    ordered.captures = {A: 7, S: 7}
+    assert ordered.call(A) == []  # the short way
+    assert ordered.call(S) == [A]
+
+
+def test_a_call_beside_a_capture(ordered: Order) -> None:
+    """Another thread's: nothing of a capture may be waited for outside it."""
+    ordered.call(A)
+    ordered.captures = {A: 7}
+    assert [ordered.call(s) for s in (A, B)] == [[], []]
+    ordered.captures = {C: 8, S: 8}
+    assert [ordered.call(s) for s in (C, B, S)] == [[], [], [C]]
+
+
+# -- launches from any thread ----------------------------------------------------------------------
+
+
+class Driver:
+    """A driver whose current context may be the wrong one."""
+
+    class CUlaunchAttributeID:
+        CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+
+    CUlaunchAttribute = CUlaunchConfig = staticmethod(
+        lambda: SimpleNamespace(value=SimpleNamespace())
+    )
+
+    def __init__(self, failure: int) -> None:
+        self.failure, self.contexts, self.launches = failure, [0], 0
+
+    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[int, int]:
+        return 0, device + 100
+
+    def cuCtxPushCurrent(self, context: int) -> tuple[int]:
+        self.contexts.append(context)
+        return (0,)
+
+    def cuCtxPopCurrent(self) -> tuple[int, int]:
+        return 0, self.contexts.pop()
+
+    def cuLaunchKernelEx(self, *given: Any) -> tuple[int]:
+        self.launches += 1
+        return (0 if self.contexts[-1] == 101 else self.failure,)
+
+
+@pytest.mark.parametrize(("failure", "launches"), [(0, 1), (201, 2), (400, 2), (700, 1)])
+def test_a_launch_finds_its_device(
+    monkeypatch: pytest.MonkeyPatch, failure: int, launches: int
+) -> None:
+    fake = Driver(failure)
+    monkeypatch.setattr(driver, "_driver", lambda: fake)
+    driver._context.cache_clear()
+    launch = driver.Launch("kernel", 1, 1, 32, push.Call())
+    if failure == 700:
+        with pytest.raises(EngineError, match="700"):
+            launch(5)
+    else:
+        launch(5)
+    driver._context.cache_clear()
+    assert (fake.launches, fake.contexts) == (launches, [0])
+
+
+# -- the halves of a call --------------------------------------------------------------------------
+
+
+class Stream:
+    """One that notes what it waits for."""
+
+    def __init__(self, cuda_stream: int) -> None:
+        self.cuda_stream, self.waits = cuda_stream, 0
+
+    def wait_event(self, event: Any) -> None:
+        self.waits += 1
+
+
+class Ring:
+    """As much of a ring as the halves need."""
+
+    ring_id, rank, ranks, size, timeout = 3, 0, (0, 1), 2, 1.0
+    device = torch.device("cuda", 0)
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.fault: str | None = None
+
+    def unusable(self, verb: str) -> RingError:
+        return RingError(f"{verb}: {self.fault}")
+
+    def failed(self, verb: str, error: Exception) -> Exception:
+        if not isinstance(error, ArgumentError):
+            self.fault = f"failed in {verb}"
+        return error
+
+
+class Halves:
+    """A ring, its channel, and how often each half has been launched."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ring, self.streams = Ring(), [Stream(A), Stream(B)]
+        self.launched: list[str] = []
+        self.current = self.streams[0]
+        event = SimpleNamespace(record=lambda stream: None, query=lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+        monkeypatch.setattr(split, "capture_of", lambda stream: 0)
+        monkeypatch.setattr(
+            driver, "HostWord", lambda: SimpleNamespace(word=ctypes.c_uint64(), address=0)
+        )
+        ring: Any = self.ring
+        shared: Any = SimpleNamespace(nbytes=4096, put=lambda *given: None, zero=lambda: None)
+        self.channel = push.PushChannel(ring, shared, [])
+        monkeypatch.setattr(self.channel, "launch", lambda steps, *given: self._launch(*steps))
+
+    def _launch(self, step: Any) -> None:
+        self.channel.check()
+        self.launched.append(step)
+
+    def begin(self) -> split.Split:
+        """Launch a first half."""
+        ring: Any = self.ring
+        x, steps = torch.zeros(1), tuple[Any, ...](("begin", "end"))
+        return split.Split(ring, self.channel, steps, x, x)
+
+
+@pytest.fixture
+def halves(monkeypatch: pytest.MonkeyPatch) -> Halves:
+    return Halves(monkeypatch)
+
+
+def test_waiting_twice_launches_once(halves: Halves) -> None:
+    work = halves.begin()
+    assert not work.done()
+    work.join()
+    work.join()
+    assert halves.launched == ["begin", "end"]
+    assert work.done()
+
+
+def test_streams_of_waiters(halves: Halves) -> None:
+    """The stream that the tensors come from, and whoever waits later, are behind the end."""
+    work = halves.begin()
+    halves.current = halves.streams[1]
+    work.join()
+    assert [stream.waits for stream in halves.streams] == [1, 0]
+    halves.current = halves.streams[0]
+    work.join()
+    assert [stream.waits for stream in halves.streams] == [2, 0]
+
+
+def test_waiting_on_a_ring_that_is_closed(halves: Halves) -> None:
+    """Its memory is no longer mapped: the kernel must not run."""
+    work = halves.begin()
+    halves.ring.fault = "closed"
+    for _ in range(2):
+        with pytest.raises(RingError, match="closed"):
+            work.join()
+    assert halves.launched == ["begin"]
+    assert not work.done()
+
+
+def test_a_fault_is_raised_at_every_wait(halves: Halves) -> None:
+    work = halves.begin()
+    halves.channel._word.value = 1 << 61  # late: rank 0
+    with pytest.raises(PeerTimeout, match="rank 0"):
+        work.join()
+    assert halves.ring.fault == "failed in all_reduce"
+    with pytest.raises(RingError, match="failed"):
+        work.join()
+
+
+def test_halves_that_a_reset_separates(halves: Halves) -> None:
+    """The old second half must not take what the new first half has pushed."""
+    old = halves.begin()
+    halves.channel.reset()
+    new = halves.begin()
+    with pytest.raises(ArgumentError, match="reset"):
+        old.join()
+    new.join()
+    assert halves.launched == ["begin", "begin", "end"]
+
+
+def test_halves_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    channel: Any = SimpleNamespace(
+        row=lambda moved, nbytes: Row(100, "one_shot", 32, 1) if nbytes <= 100 else None,
+        window=lambda kernel: 50,
+        step=lambda moved, row, offset, nbytes: made.append(row.kernel),
+    )
+    moved = push.Pushed(channel, "all_reduce", "_float32_sum", 4, 16, 0)
+    assert len(moved.split(48)) == len(moved.split(48)) == 2
+    assert made == ["one_shot_begin", "one_shot_end"]
+    assert moved.split(52) == ()  # more than one launch does
+    assert moved.split(104) == ()
+    assert push.Pushed(channel, "all_reduce", "_float32_max", 4, 16, 0).split(48) == ()
+
+
+# -- what goes wrong on one rank -------------------------------------------------------------------
+
+
+class Lonely(Ring):
+    """A ring whose other rank says what this one says."""
+
+    def exchange(self, values: list[int]) -> list[list[int]]:
+        """Note what the other ranks are told."""
+        self.told = values
+        return [values] * 2
+
+
+@pytest.mark.parametrize("error", [EngineError("no compiler"), RuntimeError("of another kind")])
+@pytest.mark.parametrize("opened", [push.open_push, rows.open_channel])
+def test_the_others_hear_of_any_failure(
+    monkeypatch: pytest.MonkeyPatch, opened: Any, error: Exception
+) -> None:
+    def fail(*given: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(driver, "module", fail)
+    ring = Lonely()
+    assert "compile" in opened(ring)
+    assert ring.told == [0]
+
+
+class Broken(WholeRing):
+    """A ring of one rank whose channel can't be reset."""
+
+    engine = "test"
+
+    def _channels(self) -> Any:
+        return [Unresettable()]
+
+    def _connect(self, *given: Any) -> None: ...
+
+    def _close(self, *given: Any) -> None: ...
+
+    def _abort(self) -> None: ...
+
+
+class Unresettable:
+    """A channel on a device that is lost."""
+
+    def reset(self) -> None:
+        """Fail."""
+        raise RuntimeError("no device")
+
+
+def test_a_reset_that_fails_leaves_no_ring_that_looks_whole() -> None:
+    ring = Broken(7, 0, (0,), torch.device("cpu"), Deadline(1), None)
+    ring.failed("all_reduce", PeerTimeout("rank 1 did not come"))
+    with pytest.raises(EngineError, match="no device"):
+        ring.reset()
+    with pytest.raises(RingError, match="failed"):
+        ring.reset()
+
+
+def test_a_store_that_is_gone_keeps_nobody_from_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone() -> bool:
+        raise RuntimeError("connection closed")
+
+    freed: list[int] = []
+    monkeypatch.setattr(memory, "_runtime", lambda: SimpleNamespace(free=freed.append))
+    places = [SimpleNamespace(_alone=alone, _ring=Ring(), bases=[at]) for at, alone in
+              ((1, gone), (2, lambda: True), (3, lambda: False))]  # fmt: skip
+    monkeypatch.setattr(memory, "_closed", list(places))
+    memory._free_closed()
+    assert freed == [2]
+    assert memory._closed == [places[0], places[2]]
+
+
+def test_memory_without_a_handle_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: int) -> bytes:
+        raise RuntimeError("no handle")
+
+    freed: list[int] = []
+    runtime = SimpleNamespace(
+        malloc=lambda nbytes: 9,
+        memset=lambda *given: None,
+        deviceSynchronize=lambda: None,
+        ipcGetMemHandle=refuse,
+        free=freed.append,
+    )
+    monkeypatch.setattr(memory, "_runtime", lambda: runtime)
+    with pytest.raises(RuntimeError, match="no handle"):
+        memory._allocate(64)
+    assert freed == [9]
