@@ -64,26 +64,16 @@ class CudaEngine:
 
     @contextmanager
     def warming(self) -> Iterator[None]:
-        """Run on the capture stream, with memory of the pool: it is there for the capture then."""
+        """Run on the capture stream, with memory of its own.
+
+        What the function keeps from here, such as an optimizer's state, must not lie in the pool:
+        a graph that was captured before may write there.
+        """
         here = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(here)
-        with _capturing, torch.cuda.stream(self.stream), self._from_pool():
+        with _capturing, torch.cuda.stream(self.stream):
             yield
         here.wait_stream(self.stream)
-
-    @contextmanager
-    def _from_pool(self) -> Iterator[None]:
-        begin = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
-        if begin is None:
-            yield
-            return
-        index = self.device.index
-        begin(index, self.pool)
-        try:
-            yield
-        finally:
-            torch._C._cuda_endAllocateToPool(index, self.pool)
-            torch._C._cuda_releasePool(index, self.pool)
 
     # -- a capture ---------------------------------------------------------------------------------
 
