@@ -7,6 +7,7 @@ recorded memory, and on GPUs, where the same calls are CUDA graphs.
 import functools
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -423,6 +424,52 @@ def teardown(comm: Any) -> None:
 
 def test_teardown(unified_ranks: Ranks) -> None:
     unified_ranks(teardown)
+
+
+def exchanged(comm: Any) -> None:
+    """check() names a parameter that was replaced, or whose memory was."""
+    module = torch.nn.Linear(3, 3).to(comm.device)
+    f = graph.capture(module, outputs="copy")
+    x = torch.ones(2, 3, device=comm.device)
+    with torch.no_grad():
+        f(x)
+        f.check()
+        module.weight.copy_(torch.eye(3, device=comm.device))
+        f.check()
+        close(f(x), module(x), "written in place")
+        module.weight.data = torch.zeros_like(module.weight)
+        with refused(GraphError, "weight", "copy_", "reset()"):
+            f.check()
+        f.reset()
+        close(f(x), module(x), "captured again")
+        module.bias = torch.nn.Parameter(torch.ones_like(module.bias))
+        with refused(GraphError, "bias"):
+            f.check()
+
+
+def test_check(unified_ranks: Ranks) -> None:
+    unified_ranks(exchanged)
+
+
+def reported(comm: Any, folder: str) -> None:
+    """The table and the page name every call, its collectives, and why one stayed eager."""
+    one = graph.capture(lambda x: ops.all_reduce(x), outputs="copy")
+    two = graph.capture(lambda x: x.sum().item(), on_fail="eager")
+    x = torch.ones(3, device=comm.device)
+    for call in (one, one, two):
+        call(x)
+    same([row["replays"] for row in graph.report(one)], [2], "replays")
+    file = Path(folder) / f"graphs-{comm.rank}.html"
+    text = str(graph.report(html=file))
+    for word in ("function", "nodes", "item can't stand in a graph"):
+        same(word in text, True, f"{word} in the table")
+    page = file.read_text()
+    for word in ("<table>", "all_reduce of 3 x float32", "item can&#x27;t stand in a graph"):
+        same(word in page, True, f"{word} in the page")
+
+
+def test_report(unified_ranks: Ranks, tmp_path: Path) -> None:
+    unified_ranks(reported, str(tmp_path))
 
 
 def nested(comm: Any) -> None:

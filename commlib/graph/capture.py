@@ -91,6 +91,7 @@ class Graphed:
         self.entries: dict[Any, Entry | Slots] = {}
         self.eager: dict[Any, str] = {}  # calls that stay eager, and why
         self._module = fn if isinstance(fn, torch.nn.Module) else None
+        self._at_capture: dict[str, torch.Tensor] = {}
         everything.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -147,6 +148,7 @@ class Graphed:
                 'type first="once"'
             )
         self.entries[call.key] = entry
+        self._at_capture = _named(self._module)
         for ring in warm.rings:
             ring.graphs.add(self)
         if self._first == "warmup":
@@ -164,6 +166,24 @@ class Graphed:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
+    def check(self) -> None:
+        """Raise ``GraphError`` when something that the graphs use was exchanged behind them.
+
+        That is a tensor that has other memory now (``p.data = ...``), or a parameter or buffer of a
+        captured module that is another tensor than at the capture. It takes some 50 ns a tensor, so
+        the program asks: behind loading weights, or once a step while looking for a bug.
+        """
+        now = _named(self._module)
+        gone = [name for name, x in self._at_capture.items() if now.get(name) is not x]
+        for entry in (part for one in self.entries.values() for part in one.parts):
+            names = {id(x): name for name, x in self._at_capture.items()}
+            gone += [names.get(id(x), f"a {tuple(x.shape)} tensor") for x in entry.moved()]
+        if gone:
+            raise GraphError(
+                f"{self.name}: {', '.join(gone[:5])} is not where the graph reads it any more; "
+                f"write into the old memory (copy_), or type reset() to capture again"
+            )
+
     def reset(self) -> None:
         """Let go of every graph; the next calls capture again."""
         for entry in self.entries.values():
@@ -179,6 +199,12 @@ def engine_for(device: torch.device) -> Engine:
     return pools.engine(torch.cuda.current_device() if device.index is None else device.index)
 
 
+def _named(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
+    if module is None:
+        return {}
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
 class _WarmUp:
     """The runs of a function before its capture, and what they have shown."""
 
@@ -192,8 +218,7 @@ class _WarmUp:
         self.differentiable = False
         self.parameters: list[torch.Tensor] = []
         self._outputs: list[torch.Tensor | None] = []
-        module = fn if isinstance(fn, torch.nn.Module) else None
-        self._named = {} if module is None else dict(module.named_parameters())
+        self._named = _named(fn if isinstance(fn, torch.nn.Module) else None)
         self._texts: dict[str, list[str]] = {}  # by part: its collectives in words
 
     def run(self, times: int, *, keep_last: bool) -> Any:

@@ -59,6 +59,7 @@ class Entry:
             tensor for ledger in pieces.ledgers for tensor in ledger.externals.values()
         ]
         self.outputs = Outputs(result, inputs, self._is_own, copy=self._copy)
+        self._places = [(tensor, tensor.data_ptr()) for tensor in self.externals]
         self._behind(result, inputs, again=again)
         self.capture_seconds = time.perf_counter() - began
 
@@ -145,6 +146,10 @@ class Entry:
             self.outputs.expire(place(caller))
             self.pieces.release()
             self._capture(call, again=True)
+
+    def moved(self) -> list[torch.Tensor]:
+        """Return the tensors from outside that do not lie any more where the graph reads them."""
+        return [tensor for tensor, at in self._places if tensor.data_ptr() != at]
 
     def _make_room(self, call: Arguments, positions: Iterable[int]) -> None:
         """Give the graph its own copies of some arguments; equal ones share one."""

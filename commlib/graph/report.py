@@ -1,42 +1,105 @@
-"""What has been captured, what it costs, and what stayed eager and why."""
+"""What has been captured, what it costs, and what stayed eager and why: rows, a table, a page."""
 
+import html as escape
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from commlib.graph.capture import Graphed, everything
 from commlib.graph.entry import Entry
 
+_COLUMNS = {  # column of the table -> key of a row
+    "function": "function",
+    "graphs": "pieces",
+    "nodes": "nodes",
+    "replays": "replays",
+    "bytes copied": "bytes_copied",
+    "capture s": "capture_seconds",
+    "collectives": "collectives",
+    "eager because": "eager",
+}
 
-def report(graphed: Graphed | None = None) -> list[dict[str, Any]]:
-    """Return one dict a captured call, of ``graphed`` or of all there are.
 
-    ``function``, ``key``, ``nodes`` (of its graphs), ``pieces`` (graphs), ``replays``,
-    ``bytes_copied`` (by the last replay that copied), ``capture_seconds``, ``collectives`` (in
-    order), and ``eager``: why it stayed eager, or None.
+class Report(list[dict[str, Any]]):
+    """The rows, one a captured call; ``print`` shows a table."""
+
+    def __str__(self) -> str:
+        lines = [tuple(_COLUMNS), *(_cells(row) for row in self)]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS))]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in lines
+        )
+
+    def page(self) -> str:
+        """Return an HTML page with the table, and the key and collectives of each call."""
+        head = "".join(f"<th>{escape.escape(name)}</th>" for name in _COLUMNS)
+        body = "".join(map(_html, self))
+        style = "body{font:14px sans-serif}td,th{padding:2px 10px;text-align:left}"
+        return (
+            f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>Graphs</title>'
+            f"<style>{style}</style></head><body><h1>Graphs</h1>"
+            f"<table><tr>{head}</tr>{body}</table></body></html>\n"
+        )
+
+
+def report(graphed: Graphed | None = None, *, html: str | Path | None = None) -> Report:
+    """Return one row a captured call, of ``graphed`` or of all; ``print`` it for a table.
+
+    A row is a dict: ``function``, ``key``, ``nodes`` (of all its graphs), ``pieces`` (graphs),
+    ``replays``, ``bytes_copied`` (by the last replay), ``capture_seconds``, ``collectives`` (in
+    order), and ``eager``: why the call stayed eager, or None. ``html`` names a file to write the
+    same to as a page.
     """
-    rows = []
-    for one in [graphed] if graphed is not None else sorted(everything, key=lambda g: g.name):
-        for key, entry in _parts(one):
-            pieces = entry.pieces
-            rows.append(
-                {
-                    "function": one.name,
-                    "key": key,
-                    "nodes": sum(part.nodes for part in pieces.parts),
-                    "pieces": len(pieces.ledgers),
-                    "replays": entry.replays,
-                    "bytes_copied": entry.bytes_copied,
-                    "capture_seconds": entry.capture_seconds,
-                    "collectives": [str(call) for call in pieces.collectives],
-                    "eager": None,
-                }
-            )
-        for key, why in one.eager.items():
-            rows.append({"function": one.name, "key": key, "eager": why})
+    chosen = [graphed] if graphed is not None else sorted(everything, key=lambda one: one.name)
+    rows = Report(row for one in chosen for row in (*_captured(one), *_eager(one)))
+    if html is not None:
+        Path(html).write_text(rows.page())
     return rows
 
 
-def _parts(graphed: Graphed) -> Iterator[tuple[Any, Entry]]:
-    for key, entry in graphed.entries.items():
+def _captured(one: Graphed) -> Iterator[dict[str, Any]]:
+    for key, entry in _parts(one):
+        pieces = entry.pieces
+        yield {
+            "function": one.name,
+            "key": key,
+            "nodes": sum(part.nodes for part in pieces.parts),
+            "pieces": len(pieces.ledgers),
+            "replays": entry.replays,
+            "bytes_copied": entry.bytes_copied,
+            "capture_seconds": entry.capture_seconds,
+            "collectives": [str(call) for call in pieces.collectives],
+            "eager": None,
+        }
+
+
+def _parts(one: Graphed) -> Iterator[tuple[Any, Entry]]:
+    for key, entry in one.entries.items():
         for part in entry.parts:
             yield key, part
+
+
+def _eager(one: Graphed) -> Iterator[dict[str, Any]]:
+    for key, why in one.eager.items():
+        yield {"function": one.name, "key": key, "eager": why}
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(_cell(row.get(name)) for name in _COLUMNS.values())
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        return str(len(value))
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _html(row: dict[str, Any]) -> str:
+    cells = "".join(f"<td>{escape.escape(cell)}</td>" for cell in _cells(row))
+    calls = "".join(f"<li>{escape.escape(call)}</li>" for call in row.get("collectives", []))
+    key = escape.escape(repr(row["key"]))
+    more = f"<details><summary>key and collectives</summary><p>{key}</p><ol>{calls}</ol></details>"
+    return f'<tr>{cells}</tr><tr><td colspan="{len(_COLUMNS)}">{more}</td></tr>'
