@@ -18,6 +18,7 @@ from commlib import graph, ops
 from commlib.errors import CommError
 from commlib.graph import GraphError
 from tests._check import close, refused, same, settle
+from tests._programs import run
 from tests._ranks import Ranks
 
 
@@ -360,6 +361,45 @@ def test_collectives(unified_ranks: Ranks) -> None:
     unified_ranks(collectives)
 
 
+def streams(comm: Any) -> None:
+    """Forks join by themselves; work on a stream outside the capture is refused with its line."""
+    x = torch.ones(4, device=comm.device)
+
+    def forgotten(x: torch.Tensor) -> Any:
+        ops.all_reduce(x, use_calc_stream=False, sync_op=False)  # nobody waits
+        return x + 1
+
+    f = graph.capture(forgotten, outputs="copy")
+    for turn in range(3):
+        close(f(x + turn), x + turn + 1)
+    settle(comm)
+    if not on_gpu(comm):
+        return
+    side, total = torch.cuda.Stream(), torch.zeros(4, device=comm.device)
+
+    def elsewhere(joined: bool) -> None:
+        here = torch.cuda.current_stream()
+        if joined:
+            side.wait_stream(here)
+        with torch.cuda.stream(side):
+            total.add_(1)
+        if joined:
+            here.wait_stream(side)
+
+    g = graph.capture(elsewhere)
+    with refused(GraphError, "add_", "no part of the capture", "test_graph.py", "wait_stream"):
+        g(False)
+    whole(comm)
+    total.zero_()
+    for turn in range(1, 4):
+        g(True)
+        same(total.tolist(), [float(turn)] * 4, "on a stream of the capture")
+
+
+def test_streams(unified_ranks: Ranks) -> None:
+    unified_ranks(streams)
+
+
 def different(comm: Any) -> None:
     """Ranks that capture different collectives are told so, each with its first one."""
 
@@ -611,6 +651,20 @@ def unsteady(comm: Any) -> None:
 
 def test_unsteady_functions(unified_ranks: Ranks) -> None:
     unified_ranks(unsteady)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("before", ["nothing", "ring", "manager"])
+def test_the_end_of_a_process(before: str) -> None:
+    """Graphs go before their communicators, whoever ends first: no hang, no word."""
+    code, out, err = run(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("-m", "tests._graph_exit", before),
+        FLAGS_dynamic_static_unified_comm="1",
+    )
+    assert code == 0, err
+    assert out == "used\n"
+    assert "Error" not in err
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class Ledger(TorchDispatchMode):
         self.generators: dict[int, tuple[torch.Generator, torch.Tensor | None]] = {}
         self.made: dict[int, StorageWeakRef] = {}
         self._without_grad: list[torch.Tensor] = []
-        self._nested = False
+        self._nested = self._capturing = False
         self._save = True
 
     # -- watching ----------------------------------------------------------------------------------
@@ -102,12 +102,15 @@ class Ledger(TorchDispatchMode):
         self._refuse(func, args, kwargs, tensors)
         for tensor in tensors:
             self._know(tensor)
-        for tensor in _written(func, args, kwargs):
+        written = list(_written(func, args, kwargs))
+        for tensor in written:
             self._before_write(tensor)
         self._note_random(func, tensors, kwargs)
         with self._inside():
             result = func(*args, **kwargs)
         made = tuple((i, t) for i, t in enumerate(_tensors(result)) if self._new(t, tensors))
+        if self._capturing and (made or written):
+            self._check_stream(func, made, written)
         for _, tensor in made:
             memory = tensor.untyped_storage()
             self.made[memory._cdata] = StorageWeakRef(memory)
@@ -158,6 +161,28 @@ class Ledger(TorchDispatchMode):
         if storage._cdata in self.made or storage._cdata in self.saved:
             return
         self.saved[storage._cdata] = storage, storage.clone() if self._save else None
+
+    def in_capture(self) -> "Ledger":
+        """Note writes but copy nothing, and refuse what runs on a stream outside the capture."""
+        self._capturing = True
+        return self.without_saving()
+
+    def _check_stream(
+        self, func: Any, made: Sequence[tuple[int, torch.Tensor]], written: Sequence[torch.Tensor]
+    ) -> None:
+        """Refuse work on a stream outside the capture: it would run once, and never again."""
+        touched = (*(tensor for _, tensor in made), *written)
+        on_gpu = any(tensor.is_cuda for tensor in touched)
+        if on_gpu and not torch.cuda.is_current_stream_capturing():
+            name, where = func.name().removeprefix("aten::"), user_line()
+            hint = "let it wait for the current stream first: stream.wait_stream(...)"
+            raise GraphError(
+                f"{name} ran on a stream that is no part of the capture, so no replay would repeat "
+                f"it; at {where}; {hint}",
+                op=name,
+                where=where,
+                hint=hint,
+            )
 
     def without_saving(self) -> "Ledger":
         """Note writes but copy nothing: what this run does is to stay."""

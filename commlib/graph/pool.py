@@ -101,7 +101,7 @@ class CudaEngine:
         scope.enter_context(_no_collection())
         scope.enter_context(torch.cuda.stream(self.stream))
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
-        self._ledger = Ledger(self.device).without_saving()
+        self._ledger = Ledger(self.device).in_capture()
         for generator in generators:
             self._graph.register_generator_state(generator)
         self._random = torch.cuda.default_generators[self.device.index].get_state()
