@@ -11,7 +11,7 @@ import commlib
 def main() -> None:
     comm = commlib.init()
     x = torch.ones(20_000_000, dtype=torch.bfloat16, device=comm.device)  # several segments
-    out = torch.empty_like(x)
+    out = torch.zeros_like(x)
 
     def step() -> None:
         comm.all_reduce(out, x)

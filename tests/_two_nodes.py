@@ -25,7 +25,7 @@ def main() -> None:
     other = 1 - across.rank
     with across.group():
         ops.send(x, 1, peer=other)
-        got = ops.recv(torch.empty_like(x), 1, peer=other)
+        got = ops.recv(torch.zeros_like(x), 1, peer=other)
     torch.testing.assert_close(got, x - world.rank + across.ranks[other])
     with open(os.environ["TWO_NODES_OUT"] + str(world.rank), "w") as out:
         out.write(f"rank {world.rank} of {world.size} on node {node}: ring 1 spans nodes {nodes}")

@@ -25,7 +25,7 @@ def own_place(comm: Any) -> None:
     for dtype in MOVABLE:
         both = [sample(rank, (3, 5), dtype) for rank in range(2)]
         for name, mode in MODES.items():
-            out = torch.empty(6, 5, dtype=dtype, device=comm.device)
+            out = torch.zeros(6, 5, dtype=dtype, device=comm.device)
             mine = out[3 * comm.rank : 3 * comm.rank + 3].copy_(both[comm.rank])
             given = GATHER(mine, out=out, **mode)
             close(given, from_bits(joined([bits(x) for x in both], 0), dtype), f"{dtype} {name}")

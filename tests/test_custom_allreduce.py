@@ -148,7 +148,7 @@ def movements(comm: Any, part: int) -> None:
         ]
         x = every[comm.rank].to(comm.device)
         pieces = [t.view(comm.size, part) for t in every]
-        out = torch.empty(comm.size * part, dtype=dtype, device=comm.device)
+        out = torch.zeros(comm.size * part, dtype=dtype, device=comm.device)
         want = torch.cat([p[comm.rank] for p in pieces])
         close(comm.all_to_all(out, x), want, f"all_to_all {part} {dtype}")
         close(comm.all_gather(out, x[:part]), torch.cat([t[:part] for t in every]), "all_gather")
@@ -185,8 +185,8 @@ class Script:
             for r in range(comm.size)
         ]
         self.x = self.inputs[comm.rank].to(comm.device)
-        self.out = torch.empty(most, dtype=torch.bfloat16, device=comm.device)
-        self.gathered = torch.empty(comm.size << 12, dtype=torch.bfloat16, device=comm.device)
+        self.out = torch.zeros(most, dtype=torch.bfloat16, device=comm.device)
+        self.gathered = torch.zeros(comm.size << 12, dtype=torch.bfloat16, device=comm.device)
         self.total = reduced(self.inputs, "sum").to(comm.device)
 
     def call(self, check: bool) -> None:
@@ -255,7 +255,7 @@ def test_call_numbers_wrap(unified_ranks: Ranks) -> None:
 
 def captured(comm: Any, items: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
     x = torch.zeros(items, dtype=torch.bfloat16, device=comm.device)
-    out, graph = torch.empty_like(x), torch.cuda.CUDAGraph()
+    out, graph = torch.zeros_like(x), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         comm.all_reduce(out, x)
         comm.all_reduce(out, x, op="max", use_calc_stream=False)
@@ -297,7 +297,7 @@ def recapture(comm: Any) -> None:
     for turn in range(1000):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            out = comm.all_reduce(torch.empty_like(x), x)
+            out = comm.all_reduce(torch.zeros_like(x), x)
         if turn % 100 == 99:
             graph.replay()
             same(set(out.tolist()), {float(comm.size)}, f"capture {turn}")
@@ -345,6 +345,29 @@ def forked(comm: Any) -> None:
 
 def test_forked_streams(unified_ranks: Ranks) -> None:
     unified_ranks(forked)
+
+
+def behind(comm: Any) -> None:
+    """A call waits for all that the stream of the call before it holds, the default one too."""
+    if not on_gpu(comm):
+        return
+    default, one, other = torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()
+    x, out = torch.zeros(64, device=comm.device), torch.zeros(64, device=comm.device)
+    pairs = ((default, one), (one, default), (one, other), (default, other))
+    for turn, (before, after) in enumerate(pairs, 1):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(before):
+            comm.all_reduce(torch.zeros_like(x), x)
+            torch.cuda._sleep(100_000_000)
+            x.fill_(turn)
+        with torch.cuda.stream(after):
+            comm.all_reduce(out, x)
+        torch.cuda.synchronize()
+        same(set(out.tolist()), {float(comm.size * turn)}, (before, after))
+
+
+def test_a_call_on_another_stream_waits(unified_ranks: Ranks) -> None:
+    unified_ranks(behind)
 
 
 def two_rings(comm: Any) -> None:
@@ -399,7 +422,7 @@ def at_once(comm: Any) -> None:
             ring.all_reduce(x, x)
         ring.reset()
         graph.replay()
-        same(set(ring.all_reduce(torch.empty_like(x), torch.ones_like(x)).tolist()),
+        same(set(ring.all_reduce(torch.zeros_like(x), torch.ones_like(x)).tolist()),
              {float(comm.size)}, "after reset")  # fmt: skip
 
 
@@ -549,11 +572,11 @@ def split_wrongly(comm: Any) -> None:
     if not on_gpu(comm):
         return
     x = torch.ones(100, device=comm.device)
-    work = comm.all_reduce_begin(torch.empty_like(x), x)
+    work = comm.all_reduce_begin(torch.zeros_like(x), x)
     with refused(ArgumentError, "split all_reduce", "wait()"):
         comm.all_reduce(x, x)
     same(set(work.wait().tolist()), {float(comm.size)}, "the split one")
-    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(x)
+    graph, out = torch.cuda.CUDAGraph(), torch.zeros_like(x)
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         half = comm.all_reduce_begin(out, x)
         y = x * 2

@@ -35,10 +35,10 @@ def check(comm: Any, counts: Counts, width: int, dtype: torch.dtype, **mode: boo
     every = [sample(r, (int(counts[r].sum()), width), dtype) for r in range(comm.size)]
     want = arrived(comm.rank, counts, every)
     x, way = every[comm.rank].to(comm.device), routes(counts, comm.rank, back=False)
-    out = torch.empty(want.shape, dtype=dtype, device=comm.device)
+    out = torch.zeros(want.shape, dtype=dtype, device=comm.device)
     result = comm.exchange_rows(out, x, way, **mode)
     close(result.wait() if isinstance(result, commlib.Work) else result, want, (counts, mode))
-    back = torch.empty_like(x)
+    back = torch.zeros_like(x)
     result = comm.exchange_rows(back, out, routes(counts, comm.rank, back=True), **mode)
     close(result.wait() if isinstance(result, commlib.Work) else result, x, ("back", counts, mode))
 
@@ -121,7 +121,7 @@ def streams(comm: Any) -> None:
             torch.cuda.synchronize(comm.device)
         else:
             first, then = (side, here) if turn % 3 == 1 else (here, side)
-            other = torch.empty_like(out)
+            other = torch.zeros_like(out)
             with torch.cuda.stream(first):
                 comm.exchange_rows(out, x, way)
             with torch.cuda.stream(then):

@@ -289,7 +289,7 @@ def random_numbers(comm: Any) -> None:
     own = torch.Generator(device=comm.device)
 
     def draw(x: torch.Tensor) -> torch.Tensor:
-        mask = torch.empty_like(x).bernoulli_(0.5, generator=own)
+        mask = torch.zeros_like(x).bernoulli_(0.5, generator=own)
         return torch.nn.functional.dropout(x) + mask + torch.rand_like(x)
 
     x = torch.ones(50, device=comm.device)
@@ -343,7 +343,7 @@ def collectives(comm: Any) -> None:
         root = ops.broadcast(y * (comm.rank + 1), root=1)
         with comm.group():
             comm.send(x, peer=1 - comm.rank)
-            other = comm.recv(torch.empty_like(x), peer=1 - comm.rank)
+            other = comm.recv(torch.zeros_like(x), peer=1 - comm.rank)
         return [y, z, part, swapped, root, other, work.wait()]
 
     g = graph.capture(f, outputs="copy")
@@ -450,7 +450,7 @@ def teardown(comm: Any) -> None:
     """A ring lets go of its graphs before its communicator; a call behind that is refused."""
     ring = commlib.new_ring(90, range(comm.size))
     assert ring is not None
-    g = graph.capture(lambda x: ring.all_reduce(torch.empty_like(x), x))
+    g = graph.capture(lambda x: ring.all_reduce(torch.zeros_like(x), x))
     x = torch.ones(4, device=comm.device)
     held = g(x)
     close(held, torch.full((4,), float(comm.size)))

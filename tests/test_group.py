@@ -23,7 +23,7 @@ def crossing(comm: Any) -> None:
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     mine = sample(comm.rank, (LARGE,), torch.float32).to(comm.device)
     for mode in BOTH:
-        outs = {rank: torch.empty_like(mine) for rank in others}
+        outs = {rank: torch.zeros_like(mine) for rank in others}
         with comm.group(**mode) as work:
             for rank in others:
                 comm.send(mine, peer=rank, use_calc_stream=not mode)
@@ -48,7 +48,7 @@ def mixed(comm: Any) -> None:
     x, arrays = every[comm.rank].to(comm.device), [wide(x) for x in every]
     for mode in BOTH:
         frame = Framed((6, 4), torch.float64, comm.device, "stepped")
-        summed, cast = torch.empty_like(x), torch.empty_like(x)
+        summed, cast = torch.zeros_like(x), torch.zeros_like(x)
         before = calls(comm)
         with comm.group(**mode) as work:
             how = {"use_calc_stream": not mode}
@@ -74,7 +74,7 @@ def nothing_launched(comm: Any) -> None:
     x = torch.ones(4, device=comm.device)
     before = calls(comm)
     with refused(ZeroDivisionError), comm.group():
-        comm.all_reduce(torch.empty_like(x), x)
+        comm.all_reduce(torch.zeros_like(x), x)
         _ = 1 / 0
     with refused(ArgumentError, "open already"), comm.group(), comm.group():
         pass
@@ -85,12 +85,12 @@ def nothing_launched(comm: Any) -> None:
         with refused(ArgumentError, "leave"):
             work.wait()
         with refused(ArgumentError, "group(use_calc_stream=False)"):
-            comm.all_reduce(torch.empty_like(x), x, use_calc_stream=False)
+            comm.all_reduce(torch.zeros_like(x), x, use_calc_stream=False)
         with refused(ArgumentError, "inside a group"):
-            comm.all_reduce(torch.empty_like(x), x, use_calc_stream=False, sync_op=False)
+            comm.all_reduce(torch.zeros_like(x), x, use_calc_stream=False, sync_op=False)
     same((work.wait(), work.done()), ([], True), "an empty group")
     same(calls(comm), before, "calls launched")
-    out = torch.empty_like(x)
+    out = torch.zeros_like(x)
     close(comm.all_reduce(out, x), torch.full((4,), 2.0), "after it all")
 
 

@@ -87,7 +87,7 @@ def around(ring: Any) -> None:
     if ring.size == 1:
         return
     x = torch.full((5,), float(ring.rank))
-    out = torch.empty(5)
+    out = torch.zeros(5)
     with ring.group():
         ring.send(x, peer=(ring.rank + 1) % ring.size)
         ring.recv(out, peer=(ring.rank - 1) % ring.size)

@@ -19,7 +19,7 @@ def exchange(x: torch.Tensor, ring_id: int = 0, *, out: Any = None, **mode: Any)
     """Send to the other rank and receive from it, rank 0 first sending, rank 1 first receiving."""
     rank = commlib.comm(ring_id).rank
     if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     if rank == 0:
         sent = ops.send(x, ring_id, peer=1, **mode)
         came = ops.recv(out, ring_id, peer=1, **mode)

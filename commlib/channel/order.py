@@ -59,8 +59,10 @@ class StreamOrder:
             self._fence(behind)
 
     def _fence(self, behind: int) -> None:
-        event = torch.cuda.ExternalStream(behind, self._device).record_event()
-        torch.cuda.current_stream(self._device).wait_event(event)
+        # torch takes the default stream's handle, 0, for "give me a new stream".
+        default = torch.cuda.default_stream(self._device)
+        last = torch.cuda.ExternalStream(behind, self._device) if behind else default
+        torch.cuda.current_stream(self._device).wait_event(last.record_event())
 
     def stream_of(self, tag: int) -> str:
         """Return the handle of the stream with a number, for people."""
