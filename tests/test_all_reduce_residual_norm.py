@@ -50,7 +50,7 @@ KINDS: list[dict[str, Any]] = [
     {"scale": 0.05},
     {"norm": "layer", "bias": True, "scale": 2.0},
 ]
-LATE_S = 2.0  # deadline of a ring whose peer does not come
+LATE_S = 5.0  # deadline of a ring whose peer does not come; creating it has to fit too
 
 
 class Case:
@@ -607,16 +607,6 @@ def test_a_peer_that_does_not_come(unified_ranks: Ranks, rows: int, kind: dict[s
 
 
 # -- what the host decides -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("wanted", [32, 128, 256, 512])
-def test_a_block_holds_a_row(wanted: int) -> None:
-    for width in range(1, fused.WIDEST + 1):
-        held, threads = fused.block(width, wanted)
-        assert held in (1, 2, 4)
-        assert threads % 32 == 0
-        assert 0 < threads <= fused.THREADS
-        assert held * threads >= width > held * (threads - 32)
 
 
 @pytest.mark.parametrize("size", choose.SIZES)

@@ -146,15 +146,17 @@ def test_calls_fit_into_the_channel(kernel: str, size: int, below: int) -> None:
 
 
 @pytest.mark.parametrize("size", choose.SIZES)
-@pytest.mark.parametrize("threads", [32, 64, 256, norm.THREADS])
-def test_rows_fit_into_a_block_and_the_channel(size: int, threads: int) -> None:
+@pytest.mark.parametrize("most", [1, norm.TEAM])
+@pytest.mark.parametrize("threads", [32, 64, 256, norm.THREADS, 2 * norm.THREADS])
+def test_rows_fit_into_blocks_and_the_channel(size: int, most: int, threads: int) -> None:
     """Each thread's vectors cover the row, there is a kernel for them, and a row has its slots."""
     for width in range(1, norm.WIDEST + 1):
-        held, block = norm.block(width, threads)
+        held, block, team = norm.block(width, threads, most)
         assert held in HELD
-        assert block * held >= width
+        assert team in {2**power for power in range(4) if 2**power <= most}
+        assert width <= block * held * team < width + norm.WARP * held * team
         assert block % norm.WARP == 0
-        assert block <= norm.THREADS
+        assert 0 < block <= norm.THREADS
         for kernel, copies in (("norm_one_shot", size), ("norm_two_shot", 2)):
             slots = norm.slots(kernel, width, size)
             assert copies * width <= slots

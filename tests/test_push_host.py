@@ -120,7 +120,7 @@ def test_a_launch_finds_its_device(
     fake = Driver(failure)
     monkeypatch.setattr(driver, "_driver", lambda: fake)
     driver._context.cache_clear()
-    launch = driver.Launch("kernel", 1, 1, 32, push.Call())
+    launch = driver.Launch("kernel", 1, driver.Grid(1, 32), push.Call())
     if failure == 700:
         with pytest.raises(EngineError, match="700"):
             launch(5)

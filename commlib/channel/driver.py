@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -180,18 +180,24 @@ def _current(device: int) -> Iterator[None]:
 _ELSEWHERE = (201, 400)  # CUDA_ERROR_INVALID_CONTEXT, _HANDLE: the current context is another one
 
 
+class Grid(NamedTuple):
+    """Blocks of a launch, threads of each, and how many blocks each cluster of them has."""
+
+    blocks: int
+    threads: int
+    cluster: int = 1
+
+
 class Launch:
     """One kernel, its grid and its one argument, which it is given by value; ready to go."""
 
     __slots__ = ("_config", "_device", "_function", "_keep", "_launch", "_parameters", "_stream")
 
-    def __init__(
-        self, function: Any, device: int, blocks: int, threads: int, argument: ctypes.Structure
-    ) -> None:
+    def __init__(self, function: Any, device: int, grid: Grid, argument: ctypes.Structure) -> None:
         driver, self._device = _driver(), device
         place = ctypes.c_void_p(ctypes.addressof(argument))
         self._function, self._launch = function, driver.cuLaunchKernelEx
-        self._config, self._keep = _config(driver, blocks, threads), (argument, place)
+        self._config, self._keep = _config(driver, grid), (argument, place)
         self._parameters = ctypes.addressof(place)
         self._stream: int | None = None
 
@@ -211,7 +217,7 @@ class Launch:
         _succeed("cuLaunchKernelEx", status)
 
 
-def _config(driver: Any, blocks: int, threads: int) -> Any:
+def _config(driver: Any, grid: Grid) -> Any:
     """A launch that may begin before its predecessor on the stream has ended.
 
     Kernels that are launched so wait for that end themselves (griddepcontrol.wait); on devices
@@ -221,9 +227,16 @@ def _config(driver: Any, blocks: int, threads: int) -> Any:
     early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     early.value.programmaticStreamSerializationAllowed = 1
     config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.attrs, config.numAttrs = [early], 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid.blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = grid.threads, 1, 1
+    config.attrs = [early]
+    if grid.cluster > 1:
+        cluster = driver.CUlaunchAttribute()
+        cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size = cluster.value.clusterDim
+        size.x, size.y, size.z = grid.cluster, 1, 1
+        config.attrs = [early, cluster]
+    config.numAttrs = len(config.attrs)
     return config
 
 

@@ -52,10 +52,10 @@ class RowChannel:
         self._error, self._order = driver.HostWord(), pushes(ring.device)
         self._window = (memory.nbytes - _CONTROL - _FLAGS) // 2
         multiprocessors = torch.cuda.get_device_properties(ring.device).multi_processor_count
-        grid = 2 * multiprocessors, _THREADS  # all of them fit on the device at once
+        grid = driver.Grid(2 * multiprocessors, _THREADS)  # all of them fit on the device at once
         self._calls = {most: _BLOCKS[most]() for most in functions}
         self._launches = {
-            most: driver.Launch(found, ring.device.index, *grid, self._calls[most])
+            most: driver.Launch(found, ring.device.index, grid, self._calls[most])
             for most, found in functions.items()
         }
 

@@ -18,6 +18,7 @@ VERB = "all_reduce_residual_norm"
 FLOAT8 = torch.float8_e4m3fn
 WARP = 32
 THREADS, HELD = 512, 4  # the most in a block, and the most vectors a thread; as in norm.cu
+TEAM, SHARE = 8, 128  # the most blocks that share a row, as in norm.cu; threads of each, if it may
 WIDEST = THREADS * HELD  # vectors of a row
 _PLANS = 4096  # shapes that are remembered
 
@@ -76,8 +77,10 @@ class PushedNorm:
     def __init__(self, channel: PushChannel, ring: Ring) -> None:
         """Every member calls it: they decide alike, also where their devices differ."""
         self._channel, self._size = channel, ring.size
-        able = torch.cuda.get_device_capability(ring.device) >= (8, 9)
-        self._float8 = all(row == [1] for row in ring.exchange([int(able)]))
+        capability = torch.cuda.get_device_capability(ring.device)
+        able = [int(capability >= (8, 9)), int(capability >= (9, 0))]
+        common = [min(column) for column in zip(*ring.exchange(able), strict=True)]
+        self._float8, self._team = bool(common[0]), TEAM if common[1] else 1
         self._steps: dict[tuple[int, int, torch.dtype], tuple[Step, ...]] = {}
 
     def steps(self, x: Tensor, norm: Norm) -> tuple[Step, ...]:
@@ -97,14 +100,14 @@ class PushedNorm:
         row = choose.choose(VERB, numel * dtype.itemsize, self._size)
         if row is None or rest or width > WIDEST:
             return ()
-        held, threads = block(width, row.threads)
+        held, threads, team = block(width, row.threads, self._team)
         name, rows = f"{row.kernel}_{FLOATS[dtype]}_{held}", numel // items
         call = self._channel.call(VERB, items, 0)
         most = call.half // (slots(row.kernel, width, self._size) * VECTOR)
         steps = []
         for first in range(0, rows, most):
             norm = NormCall(call=call, rows=min(most, rows - first), width=width)
-            grid = min(norm.rows, row.blocks), threads
+            grid = driver.Grid(min(norm.rows, max(1, row.blocks // team)) * team, threads, team)
             launch = self._channel.prepare(name, grid, norm)
             steps.append(Step(norm, norm.call, launch, first))
         return tuple(steps)
@@ -132,13 +135,18 @@ class PushedNorm:
             launch(stream)
 
 
-def block(width: int, wanted: int) -> tuple[int, int]:
-    """Return how many vectors a thread has of ``width`` in a row, and how many threads there are.
+def block(width: int, wanted: int, most: int) -> tuple[int, int, int]:
+    """Return how ``width`` vectors of a row are shared: vectors a thread, threads, blocks.
 
-    About ``wanted`` threads, more where a thread would have too many vectors.
+    About ``wanted`` threads in all, more where one would have too many vectors, in up to ``most``
+    blocks.
     """
+    wanted = min(wanted, most * THREADS)
     held = next((n for n in (1, 2) if n * wanted >= width), HELD)
-    return held, -(-width // (held * WARP)) * WARP
+    team = 1
+    while team < most and held * SHARE * team < width:
+        team *= 2
+    return held, -(-width // (held * team * WARP)) * WARP, team
 
 
 def slots(kernel: str, width: int, size: int) -> int:

@@ -110,7 +110,7 @@ class PushChannel:
         if row.kernel.startswith("two_shot"):
             vectors = -(-vectors // self._ring.size)
         call = self.call(moved.verb, nbytes // moved.itemsize, moved.option)
-        grid = choose.blocks(row, vectors), row.threads
+        grid = driver.Grid(choose.blocks(row, vectors), row.threads)
         return Step(call, self.prepare(row.kernel + moved.suffix, grid, call), offset)
 
     def call(self, verb: str, items: int, option: int) -> Call:
@@ -121,12 +121,10 @@ class PushChannel:
         call.error, call.half = self._error.address, self._half
         return call
 
-    def prepare(
-        self, name: str, grid: tuple[int, int], argument: ctypes.Structure
-    ) -> driver.Launch:
-        """Return a launch of kernel ``name`` on (blocks, threads)."""
+    def prepare(self, name: str, grid: driver.Grid, argument: ctypes.Structure) -> driver.Launch:
+        """Return a launch of kernel ``name``."""
         found = driver.function(self._modules, name, self._device)
-        return driver.Launch(found, self._device, *grid, argument)
+        return driver.Launch(found, self._device, grid, argument)
 
     # -- launching ---------------------------------------------------------------------------------
 

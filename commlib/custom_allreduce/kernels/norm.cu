@@ -1,6 +1,7 @@
 // all_reduce of rows, a bias and a residual added to the sum, and the norm of that, in one kernel.
 //
-// A block does a row at a time, and a thread the same vectors of it in every step. The rows before
+// A block, or a cluster of them, does a row at a time, and a thread the same vectors of it in every
+// step. The rows before
 // the norm have the same bits on all ranks, and every rank normalises all of them: what it adds up
 // for that it has itself, in an order that the launch fixes. So no sums travel, and all ranks end
 // with the same bits.
@@ -54,11 +55,56 @@ __device__ inline bool take_all(const Call& call, u32 epoch, u32 wanted, Place p
     return true;
 }
 
-// The sum over the threads of a block, with the same bits on all of them. All threads call it; the
-// next one may come at once, for two buffers take turns.
-struct BlockSum {
-    float (&parts)[2][kWarps];
+// The blocks that share a row: a cluster of the launch, or one block by itself.
+struct Team {
+    u32 rank, size, first, step;  // of this block; its first row, and from one to the next
+
+    __device__ Team() : rank(0), size(1), first(blockIdx.x), step(gridDim.x) {
+#if __CUDA_ARCH__ >= 900
+        asm("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
+        asm("mov.u32 %0, %cluster_nctarank;" : "=r"(size));
+        asm("mov.u32 %0, %clusterid.x;" : "=r"(first));
+        asm("mov.u32 %0, %nclusterid.x;" : "=r"(step));
+#endif
+    }
+
+    // Says that this block has come here, with all that it has written; all threads call both.
+    __device__ void arrive() const {
+#if __CUDA_ARCH__ >= 900
+        if (size > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+    }
+    __device__ void wait() const {
+#if __CUDA_ARCH__ >= 900
+        if (size > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+    }
+
+    // Writes to the same shared variable of another block, which `peer` numbers.
+    __device__ void tell(u32 peer, float* place, float value) const {
+#if __CUDA_ARCH__ >= 900
+        const u32 mine = static_cast<u32>(__cvta_generic_to_shared(place));
+        asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
+                     "st.shared::cluster.f32 [there], %2;}"
+                     ::"r"(mine), "r"(peer), "f"(value) : "memory");
+#endif
+    }
+};
+
+constexpr int kTeam = 8;  // the most blocks in a team; as in norm.py
+
+struct Parts {  // two buffers take turns
+    float warps[2][kWarps];
+    float blocks[2][kTeam];
+};
+
+// The sum over the threads of a team, with the same bits on all of them. All threads call it, and
+// have called team.arrive() once before.
+struct RowSum {
+    const Team& team;
+    Parts& parts;
     int turn = 0;
+    bool begun = false;
 
     __device__ static float over_warp(float value, int lanes) {
         for (int apart = lanes / 2; apart; apart /= 2) {
@@ -68,14 +114,25 @@ struct BlockSum {
     }
 
     __device__ float operator()(float value) {
-        const int lane = threadIdx.x % 32;
+        const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
         value = over_warp(value, 32);
-        if (lane == 0) parts[turn][threadIdx.x / 32] = value;
+        if (lane == 0) parts.warps[turn][threadIdx.x / 32] = value;
         __syncthreads();
         const int warp = lane % kWarps;
-        value = warp < blockDim.x / 32 ? parts[turn][warp] : 0.0f;
+        value = over_warp(warp < warps ? parts.warps[turn][warp] : 0.0f, kWarps);
+        if (team.size > 1) value = over_team(value);
         turn ^= 1;
-        return over_warp(value, kWarps);
+        return value;
+    }
+
+    __device__ float over_team(float value) {
+        if (!begun) team.wait();  // all blocks are there to be written to
+        begun = true;
+        if (threadIdx.x < team.size) team.tell(threadIdx.x, &parts.blocks[turn][team.rank], value);
+        team.arrive();
+        team.wait();
+        const int block = threadIdx.x % kTeam;
+        return over_warp(block < team.size ? parts.blocks[turn][block] : 0.0f, kTeam);
     }
 };
 
@@ -103,14 +160,17 @@ template <class T, int V>
 struct Rows {
     const NormCall& norm;
     const Call& call;
-    BlockSum sum;
+    const Team team;
+    RowSum sum;
     u32 epoch;
-    bool good = true;  // no peer has been given up
+    bool good;  // no peer has been given up
 
-    __device__ Rows(const NormCall& norm, float (&parts)[2][kWarps])
-        : norm(norm), call(norm.call), sum{parts} {}
+    __device__ Rows(const NormCall& norm, Parts& parts)
+        : norm(norm), call(norm.call), sum{team, parts} {}
 
-    __device__ int column(int j) const { return j * blockDim.x + threadIdx.x; }
+    __device__ int column(int j) const {
+        return (j * team.size + team.rank) * blockDim.x + threadIdx.x;
+    }
     __device__ bool holds(int j) const { return column(j) < norm.width; }
     __device__ int place(int row, int j) const { return row * norm.width + column(j); }
 
@@ -233,18 +293,15 @@ struct Rows {
         }
     }
 
-    // After a fault: says so on this rank too, and leaves nothing that could be taken for a result.
-    __device__ void refuse(const State& state) const {
+    // Behind the first pushes, which `state` has allowed or not. After a fault a block goes on
+    // without its peers, for its team counts on it, and no result is a number.
+    __device__ void begin(const State& state) {
+        good = !__syncthreads_or(state.fault != 0);
+        team.arrive();
         if (state.fault) report(call, state.fault);
-        float none[kItems<T>];
-        for (float& item : none) item = __uint_as_float(kNotANumber);
-        for (int row = blockIdx.x; row < norm.rows; row += gridDim.x) {
-            for (int j = 0; j < V; ++j) {
-                if (!holds(j)) continue;
-                keep(row, j, not_numbers());
-                put(row, j, none);
-            }
-        }
+        if (!good) return;
+        const Ticket ticket = ::arrive(call);
+        advance(call, ticket, epoch);
     }
 };
 
@@ -309,20 +366,18 @@ struct OneHop : Rows<T, V> {
 
 template <class T, int V>
 __device__ inline void norm_one_shot(const NormCall& norm) {
-    __shared__ float parts[2][kWarps];
+    __shared__ Parts parts;
     OneHop<T, V> work(norm, parts);
-    const int first = blockIdx.x, step = gridDim.x;
+    const int first = work.team.first, step = work.team.step;
     await_predecessor();
     Mine<V> own;
     work.get(norm.call.x, first, own);
     const State state = enter(norm.call);
     work.epoch = state.epoch;
     if (!state.fault) work.push(first, own);
-    if (__syncthreads_or(state.fault != 0)) return work.refuse(state);
-    const Ticket ticket = arrive(norm.call);
-    advance(norm.call, ticket, state.epoch);
+    work.begin(state);
     for (int row = first; row < norm.rows; row += step) {
-        if (row + step < norm.rows) {  // on its way while this one is waited for
+        if (work.good && row + step < norm.rows) {  // on its way while this one is waited for
             work.get(norm.call.x, row + step, own);
             work.push(row + step, own);
         }
@@ -340,7 +395,7 @@ struct TwoHops : Rows<T, V> {
     using Base::call, Base::norm, Base::epoch, Base::good, Base::holds, Base::column;
     const int slice;
 
-    __device__ TwoHops(const NormCall& norm, float (&parts)[2][kWarps])
+    __device__ TwoHops(const NormCall& norm, Parts& parts)
         : Base(norm, parts), slice((norm.width + kRanks - 1) / kRanks) {}
 
     __device__ int owner(int j) const { return column(j) / slice; }
@@ -415,21 +470,19 @@ struct TwoHops : Rows<T, V> {
 
 template <class T, int V>
 __device__ inline void norm_two_shot(const NormCall& norm) {
-    __shared__ float parts[2][kWarps];
+    __shared__ Parts parts;
     TwoHops<T, V> work(norm, parts);
-    const int first = blockIdx.x, step = gridDim.x;
+    const int first = work.team.first, step = work.team.step;
     await_predecessor();
     Mine<V> own;
     work.get(norm.call.x, first, own);
     const State state = enter(norm.call);
     work.epoch = state.epoch;
     if (!state.fault) work.scatter(first, own);
-    if (__syncthreads_or(state.fault != 0)) return work.refuse(state);
-    const Ticket ticket = arrive(norm.call);
-    advance(norm.call, ticket, state.epoch);
+    work.begin(state);
     // The three steps of one row lie a turn apart, so that all of them go on at a time.
     for (int row = first; row < norm.rows + 2 * step; row += step) {
-        if (row > first && row < norm.rows) {
+        if (work.good && row > first && row < norm.rows) {
             work.get(norm.call.x, row, own);
             work.scatter(row, own);
         }
