@@ -18,8 +18,8 @@ VECTOR = 16  # bytes that a thread moves at a time
 class Row(NamedTuple):
     """One row of the table: calls of up to ``most`` bytes run ``kernel`` on at most ``blocks``.
 
-    ``most`` counts the tensor of an all_reduce, one rank's part of any other verb. Kernel "nccl"
-    leaves the call to NCCL.
+    ``most`` counts the tensor of an all_reduce, one rank's part of any other verb; ``threads`` are
+    those of a block, or of one row that is normalised. Kernel "nccl" leaves the call to NCCL.
     """
 
     most: int

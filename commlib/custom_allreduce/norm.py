@@ -18,7 +18,7 @@ VERB = "all_reduce_residual_norm"
 FLOAT8 = torch.float8_e4m3fn
 WARP = 32
 THREADS, HELD = 512, 4  # the most in a block, and the most vectors a thread; as in norm.cu
-TEAM, SHARE = 8, 128  # the most blocks that share a row, as in norm.cu; threads of each, if it may
+TEAM, SHARE = 8, 128  # the most blocks that share a row, as in norm.cu; threads of each
 WIDEST = THREADS * HELD  # vectors of a row
 _PLANS = 4096  # shapes that are remembered
 
@@ -138,13 +138,13 @@ class PushedNorm:
 def block(width: int, wanted: int, most: int) -> tuple[int, int, int]:
     """Return how ``width`` vectors of a row are shared: vectors a thread, threads, blocks.
 
-    About ``wanted`` threads in all, more where one would have too many vectors, in up to ``most``
-    blocks.
+    About ``wanted`` threads in all, more where one would have too many vectors: one block, or where
+    they don't fit into it, up to ``most`` small ones.
     """
     wanted = min(wanted, most * THREADS)
     held = next((n for n in (1, 2) if n * wanted >= width), HELD)
     team = 1
-    while team < most and held * SHARE * team < width:
+    while wanted > THREADS and team < most and held * SHARE * team < width:
         team *= 2
     return held, -(-width // (held * team * WARP)) * WARP, team
 
