@@ -18,6 +18,7 @@ import torch
 
 import commlib
 from commlib import ops
+from commlib.custom_allreduce import push
 from commlib.errors import (
     ArgumentError,
     CommTimeout,
@@ -368,6 +369,23 @@ def behind(comm: Any) -> None:
 
 def test_a_call_on_another_stream_waits(unified_ranks: Ranks) -> None:
     unified_ranks(behind)
+
+
+def uncompiled(comm: Any) -> None:
+    """Where one rank can't compile the kernels, all ranks use NCCL, and say why."""
+    if not on_gpu(comm):
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        if comm.rank:
+            patch.setattr(push, "FILES", ("missing.cu",))
+        with another(comm, 89) as ring:
+            same("can't compile" in ring.explain(1024, torch.bfloat16), True, "explain")
+            x = torch.ones(8, device=comm.device)
+            same(set(ring.all_reduce(x, x).tolist()), {float(comm.size)}, "sum")
+
+
+def test_a_rank_that_cannot_compile(unified_ranks: Ranks) -> None:
+    unified_ranks(uncompiled)
 
 
 def two_rings(comm: Any) -> None:

@@ -273,22 +273,24 @@ def open_push(ring: Ring) -> PushChannel | str:
     """
     if ring.size not in choose.SIZES:
         return f"{ring.size} ranks: the kernels serve {choose.SIZES[0]} to {choose.SIZES[-1]}"
-    problem, modules = "", []
-    if not flags.get(flags.CUSTOM_ALLREDUCE):
-        problem = f"{flags.CUSTOM_ALLREDUCE}=0"
-    else:
-        try:
-            modules = [_module(ring, file) for file in FILES]
-        except Exception as error:  # whatever it is, the others must hear of it, in the exchange
-            log.once("this rank has no push kernels: %s", error)
-            problem = "a rank can't compile the kernels"
-    versions = {row[0] for row in ring.exchange([0 if problem else version()])}
-    if problem or 0 in versions:
-        return problem or f"{flags.CUSTOM_ALLREDUCE}=0 on another rank, or it can't compile"
+    on = flags.get(flags.CUSTOM_ALLREDUCE)
+    versions = {row[0] for row in ring.exchange([version() if on else 0])}
+    if 0 in versions:
+        return f"{flags.CUSTOM_ALLREDUCE}=0" + (" on another rank" if on else "")
     if len(versions) > 1:
         return "ranks have different tables or kernels; install the same commlib everywhere"
     memory = share(ring, _CONTROL + 2 * (2 * WINDOW + _SPARE), "push")
-    return memory if isinstance(memory, str) else PushChannel(ring, memory, modules)
+    if isinstance(memory, str):
+        return memory
+    modules = []
+    try:
+        modules = [_module(ring, file) for file in FILES]
+    except Exception as error:  # whatever it is, the others must hear of it, in the exchange
+        log.once("this rank has no push kernels: %s", error)
+    if any(row == [0] for row in ring.exchange([len(modules)])):
+        memory.close()
+        return "a rank can't compile the kernels"
+    return PushChannel(ring, memory, modules)
 
 
 def _module(ring: Ring, file: str) -> Any:
