@@ -1,13 +1,17 @@
 """The one gate that every collective passes: check, record, launch, track."""
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd import graph
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from commlib._checks import is_dense
 from commlib._ring import Ring
@@ -33,33 +37,52 @@ class Seen(NamedTuple):
 
 
 class Observer(Protocol):
-    """Whoever has to know of every call while it looks on: a graph that is being captured."""
+    """A mode of torch that has to know of every call under it: a graph that is being captured."""
 
     def before(self, call: Seen) -> None:
         """Note a call; an exception keeps it from being launched."""
 
 
-observers: list[Observer] = []
+observers: list[Observer] = []  # of all threads: empty, there is nothing to ask at a call
+_inside = threading.local()
+
+
+def looking_on() -> list[Observer]:
+    """Return the observers of what this thread does; a backward's threads have their caller's."""
+    here = (*_get_current_dispatch_mode_stack(), *getattr(_inside, "observers", ()))
+    return [observer for observer in observers if any(observer is mode for mode in here)]
 
 
 @contextmanager
-def _watched(seen: Seen) -> Iterator[None]:
-    """Tell all observers of a call; what it does inside is its own business, not theirs."""
-    for observer in observers:
-        observer.before(seen)
-    with unwatched():
+def still_watched(observer: Observer) -> Iterator[None]:
+    """Let an observer look on inside an operator that it handles, where torch has taken it off."""
+    before = getattr(_inside, "observers", ())
+    _inside.observers = (*before, observer)
+    try:
         yield
+    finally:
+        _inside.observers = before
 
 
 @contextmanager
 def unwatched() -> Iterator[None]:
     """Let nobody look on: no observer, and no mode of torch that a recording uses."""
-    before, observers[:] = list(observers), []
+    before, _inside.observers = getattr(_inside, "observers", ()), ()
     try:
         with _disable_current_modes():
             yield
     finally:
-        observers[:] = before
+        _inside.observers = before
+
+
+@contextmanager
+def _watched(calls: Iterable[Seen]) -> Iterator[None]:
+    """Tell all observers of calls; what these do inside is their own business, not theirs."""
+    for seen in calls:
+        for observer in looking_on():
+            observer.before(seen)
+    with unwatched():
+        yield
 
 
 class Call:
@@ -152,9 +175,9 @@ def run(
     use_calc_stream, sync_op, _ = how
     if not dense and x is not None and x.requires_grad:
         x = x.detach()  # gradients go through the registered operators, never through here
-    if observers and ctx.open_group is None:
+    if observers and ctx.open_group is None and looking_on():
         again = partial(run, ctx, verb, launcher, args, out, x, place, dense, result, how)
-        with _watched(Seen(ctx, verb, out, x, args, partial(_finished, again))):
+        with _watched([Seen(ctx, verb, out, x, args, partial(_finished, again))]):
             return again()
     if not (
         sync_op
@@ -207,11 +230,12 @@ def begin(
     *args: Any,
 ) -> Work | None:
     """Launch the first half of a checked call; None, and nothing done, where it has no halves."""
-    if not _apart(out, x, 0) or (observers and ctx.fences is None):
+    watched = observers and looking_on()
+    if not _apart(out, x, 0) or (watched and ctx.fences is None):
         return None
-    if observers:
+    if watched:
         again = partial(begin, ctx, verb, launcher, out, x, *args)
-        with _watched(Seen(ctx, verb, out, x, args, partial(_finished, again))):
+        with _watched([Seen(ctx, verb, out, x, args, partial(_finished, again))]):
             return again()
     with ctx.lock:
         if ctx.fault is not None:
@@ -349,22 +373,22 @@ class Group:
         self.work._result.append(result)
         return result
 
-    def _watched(self, how: How) -> Any:
-        """Launch while observers look on, who are told of every call; the first makes all again."""
-        again = partial(launch, self.ctx, self.calls, None, how)
+    def _seen(self, again: Callable[[], Any]) -> Iterator[Seen]:
+        """Yield the calls as observers are told of them; the first makes all of them again."""
         for call in self.calls:
             redo = partial(_finished, again) if call is self.calls[0] else _nothing
-            seen = Seen(self.ctx, call.verb, call.out, call.x, call.args, redo)
-            for observer in observers:
-                observer.before(seen)
-        with unwatched():
-            return again()
+            yield Seen(self.ctx, call.verb, call.out, call.x, call.args, redo)
 
     def leave(self) -> None:
         """Launch everything as one operation."""
         if self.calls:
             how = self.use_calc_stream, self.sync_op, True
-            done = self._watched(how) if observers else launch(self.ctx, self.calls, None, how)
+            start = partial(launch, self.ctx, self.calls, None, how)
+            if observers and looking_on():
+                with _watched(self._seen(start)):
+                    done = start()
+            else:
+                done = start()
             self.work._pending = done._pending if isinstance(done, Work) else None
         else:
             self.work._pending = None

@@ -6,6 +6,7 @@ recorded memory, and on GPUs, where the same calls are CUDA graphs.
 
 import functools
 import gc
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -267,10 +268,10 @@ def breaks_in_capture(comm: Any) -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         calls_made.append(1)
         y = x * 2
-        if len(calls_made) == 3:
+        if len(calls_made) == 4:  # behind two runs that are watched, and one that is not
             if on_gpu(comm):
                 torch.cuda.synchronize()  # what the driver itself refuses, and ends the capture for
-            raise ValueError("third run")
+            raise ValueError("the capture's run")
         return y
 
     g = graph.capture(f)
@@ -498,7 +499,10 @@ def reported(comm: Any, folder: str) -> None:
     x = torch.ones(3, device=comm.device)
     for call in (one, one, two):
         call(x)
-    same([row["replays"] for row in graph.report(one)], [2], "replays")
+    (row,) = graph.report(one)
+    same(row["replays"], 2, "replays")
+    same(row["eager_us"] > 0 and row["launch_us"] > 0, True, f"times {row}")
+    same(row["pool_bytes"] > 0, True, "bytes")
     file = Path(folder) / f"graphs-{comm.rank}.html"
     text = str(graph.report(html=file))
     for word in ("function", "nodes", "item can't stand in a graph"):
@@ -510,6 +514,123 @@ def reported(comm: Any, folder: str) -> None:
 
 def test_report(unified_ranks: Ranks, tmp_path: Path) -> None:
     unified_ranks(reported, str(tmp_path))
+
+
+def lazy_state(comm: Any) -> None:
+    """What a function makes for itself at first and goes on from would be a run ahead: refused."""
+    state: list[torch.Tensor] = []
+
+    def momentum(x: torch.Tensor) -> torch.Tensor:
+        if not state:
+            state.append(x.clone())
+        else:
+            state[0].mul_(0.5).add_(x)
+        return state[0] + 0
+
+    x = torch.ones(3, device=comm.device)
+    for options in ({}, {"warmup": 1}, {"on_fail": "eager"}, {"warmup": 3, "first": "warmup"}):
+        state.clear()
+        with refused(GraphError, "makes in its first run", "12 bytes", "once eagerly"):
+            graph.capture(momentum, **options)(x)
+    want = [torch.full((3,), value) for value in (1.0, 1.5, 1.75)]
+    state.clear()
+    g = graph.capture(momentum, outputs="copy", first="warmup", warmup=1)
+    for value in want[:1]:
+        close(g(x), value, "its run counts")
+    state.clear()
+    close(momentum(x), want[0])
+    g = graph.capture(momentum, outputs="copy")
+    for value in want[1:]:
+        close(g(x), value, "made before")
+
+
+def test_lazily_made_state(unified_ranks: Ranks) -> None:
+    unified_ranks(lazy_state)
+
+
+def agreeing(comm: Any) -> None:
+    """With agree= keys are compared before anything runs; where one rank has none, all capture."""
+    g = graph.capture(lambda x, n: x * n, agree=0, outputs="copy")
+    x = torch.ones(2, device=comm.device)
+    for turn in range(2):
+        close(g(x, 3), x * 3, f"turn {turn}")
+    if comm.rank == 0:
+        g.reset()
+    close(g(x, 3), x * 3, "captured on all ranks")
+    same(graph.report(g)[0]["replays"], 1, "replays of the new graph")
+    with refused(GraphError, "different keys", "rank 0", "rank 1"):
+        g(x, comm.rank)
+    close(g(x, 3), x * 3, "behind the refusal")
+
+
+def test_agree(unified_ranks: Ranks) -> None:
+    unified_ranks(agreeing)
+
+
+def lost(comm: Any) -> None:
+    """A graph that could not be captured again is dropped: the next call captures anew."""
+    broken: list[int] = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        if broken:
+            raise ValueError("broken")
+        return x + 1
+
+    x = torch.ones(3, device=comm.device)
+    once, careful = (graph.capture(f, outputs="copy", on_fail=how) for how in ("raise", "eager"))
+    for g in (once, careful):
+        close(g(x), x + 1)
+    moved = torch.zeros(3, device=comm.device)
+    if on_gpu(comm):  # on a CPU arguments are copied from the first call on
+        broken.append(1)
+        with refused(GraphError, "broken"):
+            once(moved)
+        with refused(ValueError, "broken"):
+            careful(moved)
+        broken.clear()
+    for g in (once, careful):
+        close(g(moved), moved + 1, "again")
+        close(g(x), x + 1, "and again")
+
+
+def test_a_recapture_that_breaks(unified_ranks: Ranks) -> None:
+    unified_ranks(lost)
+
+
+def beside(comm: Any) -> None:
+    """What another thread exchanges while a graph is captured is no part of the graph."""
+    ring = commlib.new_ring(71, range(comm.size))
+    assert ring is not None
+    x, y = torch.ones(3, device=comm.device), torch.ones(3, device=comm.device)
+    ring.all_reduce(y, y)
+    seen: list[float] = []
+
+    def other() -> None:
+        one, every = torch.ones(3, device=comm.device), torch.zeros(3 * comm.size)
+        seen.append(float(ring.all_gather(every.to(comm.device), one).sum()))
+
+    def on_a_side_stream() -> None:
+        with torch.cuda.stream(torch.cuda.Stream(comm.device)):
+            other()
+
+    def f() -> torch.Tensor:
+        result = ops.all_reduce(x)
+        thread = threading.Thread(target=on_a_side_stream if on_gpu(comm) else other)
+        thread.start()
+        thread.join()
+        return result
+
+    g = graph.capture(f, outputs="copy")
+    for _ in range(2):
+        close(g(), x * comm.size)
+    (row,) = graph.report(g)
+    same(row["collectives"], ["all_reduce of 3 x float32, op sum on ring 0"], "collectives")
+    same(seen, [3.0 * comm.size] * 4, "the other's, in three runs and the capture")
+    commlib.CommContextManager.instance().close(71)
+
+
+def test_another_thread(unified_ranks: Ranks) -> None:
+    unified_ranks(beside)
 
 
 def nested(comm: Any) -> None:

@@ -3,26 +3,24 @@
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypedDict, overload
 
 import torch
-from torch.utils._pytree import tree_leaves
 from typing_extensions import Unpack
 
 from commlib._log import log
+from commlib._manager import CommContextManager
 from commlib.errors import CommError, GraphError
 from commlib.graph import pool as pools
 from commlib.graph.engine import Engine, HostEngine, Pool
 from commlib.graph.entry import Entry
-from commlib.graph.ledger import Collective, Ledger
-from commlib.graph.ledger import default_generator as _default
-from commlib.graph.outputs import leads_back
-from commlib.graph.pieces import Pieces, Warming, making
+from commlib.graph.pieces import Pieces, making
 from commlib.graph.signature import Arguments, arguments, bare
-from commlib.graph.slots import Slot, Slots, leaf, parameters
-from commlib.graph.vote import vote
+from commlib.graph.slots import Slot, Slots
+from commlib.graph.vote import same_key, vote
+from commlib.graph.warmup import Advanced, WarmUp, named
 
 everything: "weakref.WeakSet[Graphed]" = weakref.WeakSet()
 
@@ -34,6 +32,7 @@ class Options(TypedDict, total=False):
     warmup: int
     first: str
     outputs: str
+    agree: int | None
     on_fail: str
 
 
@@ -58,10 +57,11 @@ def capture(fn: Callable[..., Any] | None = None, **options: Unpack[Options]) ->
     ``key(*args, **kwargs)``. ``warmup`` (2) runs come first; their writes and random numbers are
     undone, so that the first call counts once. ``first="warmup"`` lets the last of them be the
     call instead ("once"): no memory for the undoing. ``outputs="borrow"``: memory of the graph,
-    and reading it after the next replay raises;
-    "copy": fresh tensors. ``on_fail="eager"`` runs a call that can't be captured eagerly, and
-    ``report()`` says why. Collectives of commlib stand in the graph; every member of their rings
-    captures the same ones, or all of them raise. Raises ``GraphError``.
+    and reading it after the next replay raises; "copy": fresh tensors. ``on_fail="eager"`` runs a
+    call that can't be captured eagerly, and ``report()`` says why. Collectives of commlib stand in
+    the graph; every member of their rings captures the same ones, or all of them raise. ``agree``
+    names a ring whose ranks compare their keys at every call, which blocks the host: where keys
+    come from a rank's own data. Raises ``GraphError``.
     """
     if fn is None:
         return functools.partial(capture, **options)
@@ -78,6 +78,7 @@ class Graphed:
         warmup: int = 2,
         first: str = "once",
         outputs: str = "borrow",
+        agree: int | None = None,
         on_fail: str = "raise",
     ) -> None:
         _one_of("first", first, "once", "warmup")
@@ -87,7 +88,7 @@ class Graphed:
             raise GraphError(f"warmup={warmup}: expected 1 or more runs before the capture")
         functools.update_wrapper(self, fn, updated=())
         self.fn, self._key, self._warmup, self._first = fn, key, warmup, first
-        self._copy, self._on_fail = outputs == "copy", on_fail
+        self._copy, self._agree, self._on_fail = outputs == "copy", agree, on_fail
         self.entries: dict[Any, Entry | Slots] = {}
         self.eager: dict[Any, str] = {}  # calls that stay eager, and why
         self._module = fn if isinstance(fn, torch.nn.Module) else None
@@ -99,19 +100,34 @@ class Graphed:
         if making() is not None:
             return self.fn(*args, **kwargs)  # part of a larger capture
         call = self._arguments(args, kwargs)
+        if self._agree is not None:
+            self._agree_on(call.key, self._agree)
         entry = self.entries.get(call.key)
-        if entry is not None:
-            return entry.run(call, sys._getframe(1))
-        if call.key in self.eager:
+        if entry is None and call.key in self.eager:
             return self.fn(*args, **kwargs)
         try:
+            if entry is not None:
+                return entry.run(call, sys._getframe(1))
             return self._first_call(call, sys._getframe(1))
         except GraphError as error:
-            if self._on_fail == "raise":
+            if entry is not None and not entry.drop_lost():
+                raise  # the call is wrong, not the capture
+            if entry is None or not entry.parts:
+                self.entries.pop(call.key, None)
+            if self._on_fail == "raise" or isinstance(error.__cause__ or error, Advanced):
                 raise
             self.eager[call.key] = str(error)
             log.once("a call of %s stays eager: %s", self.name, error)
-            return self.fn(*args, **kwargs)
+        return self.fn(*args, **kwargs)
+
+    def _agree_on(self, key: Any, ring_id: int) -> None:
+        """Compare keys with the other ranks; where one has no graph, all capture."""
+        known = key in self.entries or key in self.eager
+        if not same_key(CommContextManager.instance().get(ring_id), key, known) and known:
+            self.eager.pop(key, None)
+            entry = self.entries.pop(key, None)
+            if entry is not None:
+                entry.release()
 
     @property
     def name(self) -> str:
@@ -130,11 +146,15 @@ class Graphed:
     def _first_call(self, call: Arguments, caller: FrameType) -> Any:
         device = self._device(call)
         engine = engine_for(device)
-        warm = _WarmUp(self.fn, call, engine, device)
+        warm = WarmUp(self.fn, call, engine, device)
         result = warm.run(self._warmup, keep_last=self._first == "warmup")
 
         make = functools.partial(_captured, engine, warm)
-        how: dict[str, Any] = {"copy": self._copy, "own": device.type == "cpu"}
+        how: dict[str, Any] = {
+            "copy": self._copy,
+            "own": device.type == "cpu",
+            "eager_seconds": warm.eager_seconds,
+        }
         entry: Entry | Slots
         if warm.differentiable:
             more: dict[str, Any] = {"make": make, "engine": engine, "parameters": warm.parameters}
@@ -148,7 +168,7 @@ class Graphed:
                 'type first="once"'
             )
         self.entries[call.key] = entry
-        self._at_capture = _named(self._module)
+        self._at_capture = named(self._module)
         for ring in warm.rings:
             ring.graphs.add(self)
         if self._first == "warmup":
@@ -173,7 +193,7 @@ class Graphed:
         captured module that is another tensor than at the capture. It takes some 50 ns a tensor, so
         the program asks: behind loading weights, or once a step while looking for a bug.
         """
-        now = _named(self._module)
+        now = named(self._module)
         gone = [name for name, x in self._at_capture.items() if now.get(name) is not x]
         for entry in (part for one in self.entries.values() for part in one.parts):
             names = {id(x): name for name, x in self._at_capture.items()}
@@ -199,135 +219,9 @@ def engine_for(device: torch.device) -> Engine:
     return pools.engine(torch.cuda.current_device() if device.index is None else device.index)
 
 
-def _named(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
-    if module is None:
-        return {}
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-class _WarmUp:
-    """The runs of a function before its capture, and what they have shown."""
-
-    def __init__(
-        self, fn: Callable[..., Any], call: Arguments, engine: Engine, device: torch.device
-    ) -> None:
-        self._fn, self._call, self._engine, self._device = fn, call, engine, device
-        self.collectives: list[Collective] = []
-        self.generators: list[torch.Generator] = []
-        self.rings: list[Any] = []
-        self.differentiable = False
-        self.parameters: list[torch.Tensor] = []
-        self._outputs: list[torch.Tensor | None] = []
-        self._named = _named(fn if isinstance(fn, torch.nn.Module) else None)
-        self._texts: dict[str, list[str]] = {}  # by part: its collectives in words
-
-    def run(self, times: int, *, keep_last: bool) -> Any:
-        """Run and undo, but for the last run if it is to stay; returns its result."""
-        result, names = None, None
-        for turn in range(times):
-            stays = keep_last and turn == times - 1
-            ledger = Ledger(self._device)
-            if stays:
-                ledger.without_saving()
-            result = self._once(ledger, undo=not stays)
-            if names is not None and names != ledger.names and turn == times - 1:
-                self._unsteady(names, ledger.names)
-            names = ledger.names
-        return result
-
-    def _once(self, ledger: Ledger, *, undo: bool) -> Any:
-        grad = torch.is_grad_enabled()
-        inputs = [leaf(x) if grad and undo else x for x in self._call.tensors]
-        args, kwargs = self._call.rebuilt(inputs)
-        problem: BaseException | None = None
-        result = None
-        with self._engine.warming(), Warming():
-            try:
-                with ledger:
-                    result = self._fn(*args, **kwargs)
-                    if undo:
-                        self._go_back(result, inputs, ledger)
-                self._check_grads(ledger)
-                self._note_outputs(result, ledger)
-            except Exception as error:
-                problem = error
-            if undo or problem is not None:
-                result = None
-                ledger.restore()
-        self.rings, self.collectives = ledger.rings, ledger.collectives
-        self.generators = [
-            generator
-            for generator, _ in ledger.generators.values()
-            if generator.device.type == "cuda" and generator is not _default(generator.device)
-        ]
-        said = None if problem is None else f"{type(problem).__name__}: {problem}"
-        try:
-            vote(self.rings, self.collectives, said)
-        except GraphError as told:
-            if problem is None:
-                raise
-            raise told from problem
-        if problem is not None:
-            raise problem
-        return result
-
-    def _go_back(self, result: Any, inputs: Sequence[torch.Tensor], ledger: Ledger) -> None:
-        """Run the backward too, where there is one."""
-        outs = [x for x in tree_leaves(result) if leads_back(x)]
-        self.differentiable = bool(outs)
-        if outs:
-            self.parameters = parameters(ledger, inputs)
-            wanted = [x for x in (*inputs, *self.parameters) if x.requires_grad]
-            ones = [torch.ones_like(x) for x in outs]
-            torch.autograd.grad(outs, wanted, ones, allow_unused=True)
-
-    def _check_grads(self, ledger: Ledger) -> None:
-        """Refuse gradients that the first run makes: the graph would know no address for them."""
-        new = ledger.new_grads()
-        if new:
-            names = {id(p): name for name, p in self._named.items()}
-            told = [names.get(id(p), f"a leaf of shape {tuple(p.shape)}") for p in new[:5]]
-            raise GraphError(
-                f"grad of {', '.join(told)} was None before the first call and is written in it; "
-                f"give it memory first: zero_grad(set_to_none=False) behind one eager backward"
-            )
-
-    def _note_outputs(self, result: Any, ledger: Ledger) -> None:
-        """Know what the result is made of, and which of it the function has made."""
-        self._outputs = [
-            torch.empty_like(x, device="meta")
-            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata in ledger.made
-            else None
-            for x in tree_leaves(result)
-        ]
-
-    def rooms(self) -> list[torch.Tensor | None]:
-        """Return memory outside the pool for each leaf of the result that the function makes."""
-        return [
-            None if x is None else torch.empty_strided(
-                x.shape, x.stride(), dtype=x.dtype, device=self._device
-            )
-            for x in self._outputs
-        ]  # fmt: skip
-
-    def same_as_before(self, part: str, pieces: Pieces) -> bool:
-        """Whether a part is captured with the collectives that it had the first time."""
-        texts = list(map(str, pieces.collectives))
-        return self._texts.setdefault(part, texts) == texts
-
-    def _unsteady(self, before: list[str], after: list[str]) -> None:
-        shortest = min(len(before), len(after))
-        first = next((i for i in range(shortest) if before[i] != after[i]), shortest)
-        was, now = (names[first] if first < len(names) else "nothing" for names in (before, after))
-        raise GraphError(
-            f"two runs of the function differ: operator number {first} was {was}, then {now}; a "
-            f"graph would repeat one of them. More warmup= runs may settle it"
-        )
-
-
 def _captured(
     engine: Engine,
-    warm: _WarmUp,
+    warm: WarmUp,
     fn: Callable[[], Any],
     *,
     again: bool,
@@ -343,6 +237,8 @@ def _captured(
     result = None
     try:
         result = pieces.make(fn)
+        for ledger in pieces.ledgers:
+            warm.check_state(ledger)
     except Exception as error:
         problem = error
     said = None if problem is None else f"{type(problem).__name__}: {problem}"
@@ -357,6 +253,7 @@ def _captured(
             raise
         raise told from problem
     if problem is not None:
+        pieces.release()
         if isinstance(problem, GraphError):
             raise problem
         raise GraphError(f"capturing failed: {said}") from problem

@@ -13,9 +13,10 @@ Pool: TypeAlias = Any  # torch's handle of a private pool
 
 
 class Recording(Protocol):
-    """A stretch of captured work."""
+    """A stretch of captured work: its steps, and the bytes that its memory has grown by."""
 
     nodes: int
+    nbytes: int
 
     def replay(self) -> None:
         """Do it again, in the memory that it was captured in; on the current stream of a GPU."""
@@ -54,6 +55,8 @@ class HostRecording:
 
     def __init__(self, steps: list[Step]) -> None:
         self._steps, self.nodes = steps, len(steps)
+        made = (tensor.untyped_storage() for step in steps for _, tensor in step.made)
+        self.nbytes = sum({memory._cdata: memory.nbytes() for memory in made}.values())
 
     def replay(self) -> None:
         """Run every operator again on the recorded tensors; blocks as eager code does."""

@@ -32,6 +32,7 @@ class Entry:
         *,
         copy: bool,
         own: bool,
+        eager_seconds: float | None,
     ) -> None:
         """``rooms``: for each leaf of the result, where it is to lie if the graph makes it."""
         self._rooms = rooms
@@ -40,6 +41,9 @@ class Entry:
         if own:
             self._make_room(call, range(len(call.tensors)))
         self.replays = self.bytes_copied = 0
+        self.eager_seconds = eager_seconds  # host time of the function itself
+        self.launch_seconds: float | None = None  # that of one of the replays
+        self.lost = False  # it was to be captured again, and could not
         self.pieces: Pieces
         self._capture(call, again=False)
 
@@ -93,7 +97,16 @@ class Entry:
     @property
     def parts(self) -> list["Entry"]:
         """The entry as one of a report."""
-        return [self]
+        return [] if self.lost else [self]
+
+    @property
+    def graphs(self) -> list[Pieces]:
+        """All that it replays."""
+        return [self.pieces]
+
+    def drop_lost(self) -> bool:
+        """Whether it has lost its graphs."""
+        return self.lost
 
     def first(self, call: Arguments, caller: FrameType) -> Any:
         """Do what the capture itself has not done, and return the outputs."""
@@ -114,7 +127,12 @@ class Entry:
         if self.outputs.lends:
             self.outputs.expire(place(caller))
         self.replays += 1
-        self.pieces.replay()
+        if self.replays & (self.replays - 1):
+            self.pieces.replay()
+        else:  # every now and then: the clock takes its time too
+            began = time.perf_counter()
+            self.pieces.replay()
+            self.launch_seconds = time.perf_counter() - began
         return self._outcome(tensors, caller)
 
     def _outcome(self, tensors: Sequence[torch.Tensor], caller: FrameType) -> Any:
@@ -144,8 +162,10 @@ class Entry:
         if fresh:
             self._make_room(call, fresh)
             self.outputs.expire(place(caller))
+            self.lost = True
             self.pieces.release()
             self._capture(call, again=True)
+            self.lost = False
 
     def moved(self) -> list[torch.Tensor]:
         """Return the tensors from outside that do not lie any more where the graph reads them."""

@@ -139,7 +139,8 @@ class Ledger(TorchDispatchMode):
         """While an operator runs, a collective inside it is no step of its own."""
         before, self._nested = self._nested, True
         try:
-            yield
+            with _gate.still_watched(self):
+                yield
         finally:
             self._nested = before
 
@@ -188,6 +189,10 @@ class Ledger(TorchDispatchMode):
         """Note writes but copy nothing: what this run does is to stay."""
         self._save = False
         return self
+
+    def save_again(self) -> None:
+        """Take once more what ``restore()`` puts back, for a run that is not watched."""
+        self.saved = {key: (memory, memory.clone()) for key, (memory, _) in self.saved.items()}
 
     def new_grads(self) -> list[torch.Tensor]:
         """Return the leaves whose ``grad`` was None before the run and is not now."""
@@ -293,7 +298,7 @@ def _shared(args: Sequence[Any]) -> Iterator[str]:
         if isinstance(arg, int):
             yield str(arg)
         elif hasattr(arg, "op"):
-            yield f"op {arg.op}"
+            yield f"op {str(arg.op).rpartition('.')[2].lower()}"
 
 
 _OURS = (str(Path(__file__).parent.parent), str(Path(torch.__file__ or "").parent))

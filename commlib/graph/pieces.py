@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from commlib import _gate
+from commlib.errors import GraphError
 from commlib.graph.engine import Engine, Pool, Recording
 from commlib.graph.ledger import Collective, Ledger
 
@@ -25,7 +26,7 @@ def making() -> "Pieces | AbstractContextManager[Any] | None":
 class Outside:
     """An eager part: called at every replay, its tensors copied to where the graph reads them."""
 
-    nodes = 0
+    nodes = nbytes = 0
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
         self._call = functools.partial(fn, *args, **kwargs)
@@ -102,10 +103,14 @@ class Pieces:
             part.replay()
 
     def release(self) -> None:
-        """Let go of every graph."""
+        """Let go of every graph; a replay raises from then on."""
         for part in self.parts:
             part.release()
-        self.parts = []
+        self.parts, self.replay = [], _gone  # type: ignore[method-assign]  # no test at a replay
+
+
+def _gone() -> None:
+    raise GraphError("this graph was let go of and can't be replayed")
 
 
 class Warming:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -22,13 +23,25 @@ _capturing = threading.RLock()  # torch captures one graph at a time
 class CudaRecording:
     """One CUDA graph."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, nodes: int) -> None:
-        self._graph, self.nodes = graph, nodes
+    def __init__(self, graph: torch.cuda.CUDAGraph, nodes: int, nbytes: int) -> None:
+        self._graph, self.nodes, self.nbytes = graph, nodes, nbytes
         self.replay = graph.replay  # on the current stream; never blocks
 
     def release(self) -> None:
         """Destroy the graph; communicators that it uses must still be there."""
         self._graph.reset()
+
+
+class _Capture(NamedTuple):
+    """A capture under way."""
+
+    graph: torch.cuda.CUDAGraph
+    pool: Pool
+    held: int  # bytes in the pool before
+    random: torch.Tensor  # state of torch's own generator before
+    ledger: Ledger
+    watching: ExitStack  # the ledger's
+    scope: ExitStack  # streams and locks
 
 
 @cache
@@ -42,11 +55,8 @@ class CudaEngine:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._ledger: Ledger | None = None
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._scope: ExitStack | None = None
+        self._now: _Capture | None = None
         self._order = StreamOrder(device)
-        self._random: torch.Tensor | None = None  # state of the default generator before a capture
         with torch.cuda.device(device):
             self.stream = torch.cuda.Stream(device)
             self._renew()
@@ -94,44 +104,38 @@ class CudaEngine:
 
         ``generators`` are those that it draws from beside torch's own.
         """
-        torch.cuda.synchronize(self.device)
-        gc.collect()  # a graph that dies in mid capture would break it
-        scope = ExitStack()
-        scope.enter_context(_capturing)
-        scope.enter_context(_no_collection())
-        scope.enter_context(torch.cuda.stream(self.stream))
-        self._graph = torch.cuda.CUDAGraph(keep_graph=True)
-        self._ledger = Ledger(self.device).in_capture()
-        for generator in generators:
-            self._graph.register_generator_state(generator)
-        self._random = torch.cuda.default_generators[self.device.index].get_state()
-        try:
-            self._now = self.pool if pool is None else pool
-            self._graph.capture_begin(self._now, capture_error_mode="thread_local")
-        except BaseException:
-            scope.close()
-            raise
-        self._scope = scope
-        return self._ledger.__enter__()
+        with ExitStack() as scope:
+            scope.enter_context(_capturing)
+            scope.enter_context(_no_collection())
+            scope.enter_context(torch.cuda.stream(self.stream))
+            torch.cuda.synchronize(self.device)
+            graph, own = torch.cuda.CUDAGraph(keep_graph=True), self.pool if pool is None else pool
+            for generator in generators:
+                graph.register_generator_state(generator)
+            random = torch.cuda.default_generators[self.device.index].get_state()
+            held = _held(own)
+            graph.capture_begin(own, capture_error_mode="thread_local")
+            ledger, watching = Ledger(self.device).in_capture(), ExitStack()
+            self._now = _Capture(graph, own, held, random, ledger, watching, scope.pop_all())
+        return watching.enter_context(ledger)
 
     def end(self) -> CudaRecording:
         """End the capture. Raises ``GraphError`` for one that holds nothing."""
-        graph = self._graph
-        assert graph is not None and self._ledger is not None and self._scope is not None
-        self._ledger.__exit__(None, None, None)
-        self._join(self._ledger)
-        graph.capture_end()
-        names, collectives = self._ledger.names, self._ledger.collectives
+        now = self._now
+        assert now is not None
+        now.watching.close()
+        self._join(now.ledger)
+        now.graph.capture_end()
         self._leave()
-        nodes = _nodes(graph)
-        if nodes == 0 and (names or collectives):
+        nodes, names = _nodes(now.graph), now.ledger.names
+        if nodes == 0 and (names or now.ledger.collectives):
             raise GraphError(
                 f"the graph is empty though {len(names)} operators ran: they went to a stream that "
                 f"is no part of the capture; launch on the current stream, or on one that waits "
                 f"for it"
             )
-        graph.instantiate()
-        return CudaRecording(graph, nodes)
+        now.graph.instantiate()
+        return CudaRecording(now.graph, nodes, _held(now.pool) - now.held)
 
     def _join(self, ledger: Ledger) -> None:
         """Let the capture wait for the comm streams that it has forked to."""
@@ -142,9 +146,9 @@ class CudaEngine:
                 fences.calc_waits(self.stream)
 
     def _leave(self) -> None:
-        scope, self._scope, self._graph, self._ledger = self._scope, None, None, None
-        if scope is not None:
-            scope.close()
+        if self._now is not None:
+            now, self._now = self._now, None
+            now.scope.close()
 
     def fail(self) -> None:
         """Give up a capture that an exception has left, so that the process is as before it.
@@ -152,29 +156,27 @@ class CudaEngine:
         Torch up to 2.13 leaves the allocator, the generators and the current stream in the capture
         when it ends with an error.
         """
-        if self._ledger is not None:
-            self._ledger.__exit__(None, None, None)
-        graph = self._graph
+        now = self._now
+        if now is None:
+            return
+        now.watching.close()
         try:
-            if graph is not None:
-                graph.capture_end()
-                graph.reset()
+            now.graph.capture_end()
+            now.graph.reset()
         except RuntimeError:
-            self._repair()
+            self._repair(now)
         finally:
             self._leave()
 
-    def _repair(self) -> None:
+    def _repair(self, now: "_Capture") -> None:
         """Do what ``capture_end`` has left out; the pool is not used again."""
         index = self.device.index
         for step in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
             with suppress(RuntimeError):  # newer torch has done it
-                getattr(torch._C, step)(index, self._now)
+                getattr(torch._C, step)(index, now.pool)
         _clear_error()
-        generator, state = torch.cuda.default_generators[index], self._random
         self._renew()  # a capture that ends well frees the generators
-        if state is not None:
-            generator.set_state(state)
+        torch.cuda.default_generators[index].set_state(now.random)
 
 
 @contextmanager
@@ -182,11 +184,17 @@ def _no_collection() -> Iterator[None]:
     """Hold garbage collection off: it could destroy a graph, which no capture survives."""
     enabled = gc.isenabled()
     gc.disable()
+    gc.collect()
     try:
         yield
     finally:
         if enabled:
             gc.enable()
+
+
+def _held(pool: Pool) -> int:
+    """Return the bytes that a pool has taken from the GPU."""
+    return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(pool))
 
 
 def _nodes(graph: torch.cuda.CUDAGraph) -> int:

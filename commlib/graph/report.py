@@ -14,7 +14,10 @@ _COLUMNS = {  # column of the table -> key of a row
     "nodes": "nodes",
     "replays": "replays",
     "bytes copied": "bytes_copied",
+    "pool bytes": "pool_bytes",
     "capture s": "capture_seconds",
+    "launch µs": "launch_us",
+    "eager µs": "eager_us",
     "collectives": "collectives",
     "eager because": "eager",
 }
@@ -47,9 +50,11 @@ def report(graphed: Graphed | None = None, *, html: str | Path | None = None) ->
     """Return one row a captured call, of ``graphed`` or of all; ``print`` it for a table.
 
     A row is a dict: ``function``, ``key``, ``nodes`` (of all its graphs), ``pieces`` (graphs),
-    ``replays``, ``bytes_copied`` (by the last replay), ``capture_seconds``, ``collectives`` (in
-    order), and ``eager``: why the call stayed eager, or None. ``html`` names a file to write the
-    same to as a page.
+    ``replays``, ``bytes_copied`` (by the last replay), ``pool_bytes`` (by which the capture has
+    made the memory of graphs grow), ``capture_seconds``, ``launch_us`` (host time of one replay),
+    ``eager_us`` (that of the function and its backward, before the capture; None behind fewer
+    than two warm-up runs), ``collectives`` (in order), and ``eager``: why the call stayed eager,
+    or None. ``html`` names a file to write the same to as a page.
     """
     chosen = [graphed] if graphed is not None else sorted(everything, key=lambda one: one.name)
     rows = Report(row for one in chosen for row in (*_captured(one), *_eager(one)))
@@ -60,18 +65,26 @@ def report(graphed: Graphed | None = None, *, html: str | Path | None = None) ->
 
 def _captured(one: Graphed) -> Iterator[dict[str, Any]]:
     for key, entry in _parts(one):
-        pieces = entry.pieces
+        graphs = entry.graphs
+        parts = [part for pieces in graphs for part in pieces.parts]
         yield {
             "function": one.name,
             "key": key,
-            "nodes": sum(part.nodes for part in pieces.parts),
-            "pieces": len(pieces.ledgers),
+            "nodes": sum(part.nodes for part in parts),
+            "pieces": sum(len(pieces.ledgers) for pieces in graphs),
             "replays": entry.replays,
             "bytes_copied": entry.bytes_copied,
+            "pool_bytes": sum(part.nbytes for part in parts),
             "capture_seconds": entry.capture_seconds,
-            "collectives": [str(call) for call in pieces.collectives],
+            "launch_us": _microseconds(entry.launch_seconds),
+            "eager_us": _microseconds(entry.eager_seconds),
+            "collectives": [str(call) for pieces in graphs for call in pieces.collectives],
             "eager": None,
         }
+
+
+def _microseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e6
 
 
 def _parts(one: Graphed) -> Iterator[tuple[Any, Entry]]:

@@ -42,6 +42,13 @@ class Slots:
         """The slots as entries of a report."""
         return list(self.slots)
 
+    def drop_lost(self) -> bool:
+        """Drop slots that have lost their graphs, and say whether there was one."""
+        kept = [slot for slot in self.slots if not slot.lost]
+        lost = len(kept) < len(self.slots)
+        self.slots = kept
+        return lost
+
     def release(self) -> None:
         """Let go of every graph."""
         for slot in self.slots:
@@ -65,6 +72,7 @@ class Slot(Entry):
         *,
         copy: bool,
         own: bool,
+        eager_seconds: float | None,
         later: bool,
     ) -> None:
         self._parameters, self._later = list(parameters), later
@@ -72,7 +80,12 @@ class Slot(Entry):
         self._backward: Pieces | None = None
         # What lies between forward and backward is in a pool of their own.
         made = functools.partial(make, pool=engine.own_pool())
-        super().__init__(fn, call, made, (), copy=copy, own=own)
+        super().__init__(fn, call, made, (), copy=copy, own=own, eager_seconds=eager_seconds)
+
+    @property
+    def graphs(self) -> list[Pieces]:
+        """The forward, and its backward."""
+        return [self.pieces, *([] if self._backward is None else [self._backward])]
 
     @property
     def free(self) -> bool:

@@ -1,12 +1,15 @@
 """All ranks capture the same collectives in the same order, or none captures."""
 
 import hashlib
+import re
 from collections.abc import Sequence
 
 from commlib._ring import Ring
 from commlib.errors import GraphError
 from commlib.graph.ledger import PEER_TO_PEER, Collective
 
+# What differs between ranks in the text of equal keys: the number of a device, an address.
+_PLACE = re.compile(r", index=\d+| at 0x[0-9a-f]+")
 _WORD = 7  # bytes of text in a number: it stays below 2**63
 
 
@@ -26,6 +29,22 @@ def vote(rings: Sequence[Ring], collectives: Sequence[Collective], problem: str 
             raise GraphError(f"no rank of ring {ring.ring_id} captures: {'; '.join(bad)}")
         if any(row != rows[0] for row in rows):
             _part(ring, own, [row[1:] for row in rows])
+
+
+def same_key(ring: Ring, key: object, known: bool) -> bool:
+    """Whether every member has a graph for the key that all of them call with; each one calls it.
+
+    Blocks the host, at most the ring's timeout. Raises ``GraphError`` on all of them where the keys
+    differ in more than the number of a device.
+    """
+    text = _PLACE.sub("", repr(key))
+    rows = ring.exchange([int(known), _number(text)])
+    if any(row[1] != rows[0][1] for row in rows):
+        keys = "; ".join(
+            f"rank {ring.ranks[r]}: {said}" for r, said in enumerate(_told(ring, text))
+        )
+        raise GraphError(f"the ranks of ring {ring.ring_id} call with different keys: {keys}")
+    return all(row[0] for row in rows)
 
 
 def _part(ring: Ring, own: Sequence[Collective], lists: Sequence[list[int]]) -> None:

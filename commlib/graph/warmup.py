@@ -1,0 +1,190 @@
+"""The runs of a function before its capture: what they show, and how they are undone."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from commlib.errors import GraphError
+from commlib.graph.engine import Engine
+from commlib.graph.ledger import Collective, Ledger, default_generator
+from commlib.graph.outputs import leads_back
+from commlib.graph.pieces import Pieces, Warming
+from commlib.graph.signature import Arguments
+from commlib.graph.slots import leaf, parameters
+from commlib.graph.vote import vote
+
+
+def named(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a module by name."""
+    if module is None:
+        return {}
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+class Advanced(GraphError):
+    """State of the function's own has counted a run that was to be undone."""
+
+
+class WarmUp:
+    """The runs of a function before its capture, and what they have shown."""
+
+    def __init__(
+        self, fn: Callable[..., Any], call: Arguments, engine: Engine, device: torch.device
+    ) -> None:
+        self._fn, self._call, self._engine, self._device = fn, call, engine, device
+        self.collectives: list[Collective] = []
+        self.generators: list[torch.Generator] = []
+        self.rings: list[Any] = []
+        self.differentiable = False
+        self.parameters: list[torch.Tensor] = []
+        self._outputs: list[torch.Tensor | None] = []
+        self._named = named(fn if isinstance(fn, torch.nn.Module) else None)
+        self._texts: dict[str, list[str]] = {}  # by part: its collectives in words
+        self._made: dict[int, StorageWeakRef] = {}
+        self.eager_seconds: float | None = None  # host time of a run that nobody watched
+
+    def run(self, times: int, *, keep_last: bool) -> Any:
+        """Run and undo, but for the last run if it is to stay; returns its result.
+
+        Behind two or more that are undone comes one that nobody watches: it tells the eager time.
+        """
+        result, names = None, None
+        for turn in range(times):
+            stays = keep_last and turn == times - 1
+            ledger = Ledger(self._device)
+            if stays:
+                ledger.without_saving()
+            result = self._once(ledger, undo=not stays)
+            if names is not None and names != ledger.names and turn == times - 1:
+                self._unsteady(names, ledger.names)
+            names = ledger.names
+        if times > 1 and not keep_last:
+            ledger.save_again()
+            self._once(ledger, undo=True, watched=False)
+        return result
+
+    def _once(self, ledger: Ledger, *, undo: bool, watched: bool = True) -> Any:
+        """Run once; every member of the rings in ``ledger`` comes through, or all of them raise."""
+        result, problem = None, None
+        with self._engine.warming(), Warming():
+            try:
+                result = self._run(ledger, undo=undo, watched=watched)
+            except Exception as error:
+                problem = error
+            if undo or problem is not None:
+                result = None
+                ledger.restore()
+        self.rings, self.collectives = ledger.rings, ledger.collectives
+        self.generators = [
+            generator
+            for generator, _ in ledger.generators.values()
+            if generator.device.type == "cuda"
+            and generator is not default_generator(generator.device)
+        ]
+        said = None if problem is None else f"{type(problem).__name__}: {problem}"
+        try:
+            vote(self.rings, self.collectives, said)
+        except GraphError as told:
+            if problem is None:
+                raise
+            raise told from problem
+        if problem is not None:
+            raise problem
+        return result
+
+    def _run(self, ledger: Ledger, *, undo: bool, watched: bool) -> Any:
+        grad = torch.is_grad_enabled()
+        inputs = [leaf(x) if grad and undo else x for x in self._call.tensors]
+        args, kwargs = self._call.rebuilt(inputs)
+        with ledger if watched else nullcontext():
+            began = time.perf_counter()
+            result = self._fn(*args, **kwargs)
+            if undo:
+                self._go_back(result, inputs, ledger)
+            seconds = time.perf_counter() - began
+        if watched:
+            self._check_grads(ledger)
+            self.check_state(ledger)
+            self._note_outputs(result, ledger)
+            if undo:
+                self._made.update(ledger.made)
+        else:
+            self.eager_seconds = seconds
+        return result
+
+    def _go_back(self, result: Any, inputs: Sequence[torch.Tensor], ledger: Ledger) -> None:
+        """Run the backward too, where there is one."""
+        outs = [x for x in tree_leaves(result) if leads_back(x)]
+        self.differentiable = bool(outs)
+        if outs:
+            self.parameters = parameters(ledger, inputs)
+            wanted = [x for x in (*inputs, *self.parameters) if x.requires_grad]
+            ones = [torch.ones_like(x) for x in outs]
+            torch.autograd.grad(outs, wanted, ones, allow_unused=True)
+
+    def _check_grads(self, ledger: Ledger) -> None:
+        """Refuse gradients that the first run makes: the graph would know no address for them."""
+        new = ledger.new_grads()
+        if new:
+            names = {id(p): name for name, p in self._named.items()}
+            told = [names.get(id(p), f"a leaf of shape {tuple(p.shape)}") for p in new[:5]]
+            raise GraphError(
+                f"grad of {', '.join(told)} was None before the first call and is written in it; "
+                f"give it memory first: zero_grad(set_to_none=False) behind one eager backward"
+            )
+
+    def check_state(self, ledger: Ledger) -> None:
+        """Refuse to go on from state that a run has made and the next one has written.
+
+        It is one run ahead, and what it was before that run is not known.
+        """
+        written = [
+            memory
+            for key, (memory, _) in ledger.saved.items()
+            if key in self._made and not self._made[key].expired()
+        ]
+        if written:
+            sizes = ", ".join(f"{memory.nbytes()} bytes" for memory in written[:5])
+            raise Advanced(
+                f"{len(written)} tensors ({sizes}) that the function makes in its first run and "
+                f"writes in the next, such as an optimizer's state, have counted a run before the "
+                f"capture; make them anew, and call the function once eagerly before you capture "
+                f'it, or type first="warmup", warmup=1'
+            )
+
+    def _note_outputs(self, result: Any, ledger: Ledger) -> None:
+        """Know what the result is made of, and which of it the function has made."""
+        self._outputs = [
+            torch.empty_like(x, device="meta")
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata in ledger.made
+            else None
+            for x in tree_leaves(result)
+        ]
+
+    def rooms(self) -> list[torch.Tensor | None]:
+        """Return memory outside the pool for each leaf of the result that the function makes."""
+        return [
+            None if x is None else torch.empty_strided(
+                x.shape, x.stride(), dtype=x.dtype, device=self._device
+            )
+            for x in self._outputs
+        ]  # fmt: skip
+
+    def same_as_before(self, part: str, pieces: Pieces) -> bool:
+        """Whether a part is captured with the collectives that it had the first time."""
+        texts = list(map(str, pieces.collectives))
+        return self._texts.setdefault(part, texts) == texts
+
+    def _unsteady(self, before: list[str], after: list[str]) -> None:
+        shortest = min(len(before), len(after))
+        first = next((i for i in range(shortest) if before[i] != after[i]), shortest)
+        was, now = (names[first] if first < len(names) else "nothing" for names in (before, after))
+        raise GraphError(
+            f"two runs of the function differ: operator number {first} was {was}, then {now}; a "
+            f"graph would repeat one of them. More warmup= runs may settle it"
+        )
