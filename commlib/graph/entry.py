@@ -139,7 +139,8 @@ class Entry:
         for i in self._back:
             with torch.no_grad():
                 tensors[i].copy_(self._own[i])
-        return self.outputs.give(tensors, place(caller), self._join(tensors))
+        where = place(caller) if self.outputs.lends else ""
+        return self.outputs.give(tensors, where, self._join(tensors))
 
     def _join(self, tensors: Sequence[torch.Tensor]) -> Join | None:
         """Return what ties outputs to the gradients of the caller's tensors."""

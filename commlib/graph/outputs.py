@@ -53,11 +53,11 @@ class Outputs:
     ) -> None:
         """``own`` says whether a tensor's memory is the graph's."""
         leaves, self._spec = tree_flatten(result)
-        self._copy = copy
+        self._copy, self._alone = copy, len(leaves) == 1 and leaves[0] is result
         self._kinds = [_kind(leaf, given, own) for leaf in leaves]
         self._lent = [i for i, kind in enumerate(self._kinds) if isinstance(kind, Lent)]
         self._out: list[_Loan] = []
-        self.lends = any(isinstance(kind, Lent) for kind in self._kinds)
+        self.lends = bool(self._lent)
 
     def expire(self, where: str) -> None:
         """Make what is still held of the last replay raise when it is read."""
@@ -75,7 +75,7 @@ class Outputs:
             joined = join([leaves[i] for i in self._lent])
             for i, leaf in zip(self._lent, joined, strict=True):
                 leaves[i] = leaf
-        return tree_unflatten(leaves, self._spec)
+        return leaves[0] if self._alone else tree_unflatten(leaves, self._spec)
 
     def made(self, result: Any) -> list[torch.Tensor]:
         """Return those leaves of ``result`` that ``join`` will be given."""
@@ -92,9 +92,10 @@ class Outputs:
         if self._copy:
             return kind.tensor.clone()
         alias = _alias(kind.tensor)
+        storage = StorageWeakRef(alias.untyped_storage())
         if _SPOIL is None:
-            alias = alias.as_subclass(_Watched)
-        self._out.append(_Loan(alias, where))
+            alias = alias.as_subclass(Watched)
+        self._out.append(_Loan(alias, storage, where))
         return alias
 
 
@@ -129,7 +130,7 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 _SPOIL = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 
 
-class _Watched(torch.Tensor):
+class Watched(torch.Tensor):
     """An output where torch can't guard memory: it knows itself that it was overwritten."""
 
     overwritten: str | None = None
@@ -139,7 +140,7 @@ class _Watched(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, _Watched) and leaf.overwritten is not None:
+            if isinstance(leaf, Watched) and leaf.overwritten is not None:
                 raise RuntimeError(leaf.overwritten)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -148,9 +149,8 @@ class _Watched(torch.Tensor):
 class _Loan:
     """One output that the program has been given."""
 
-    def __init__(self, tensor: torch.Tensor, where: str) -> None:
-        self._tensor, self._where = weakref.ref(tensor), where
-        self._storage = StorageWeakRef(tensor.untyped_storage())
+    def __init__(self, tensor: torch.Tensor, storage: StorageWeakRef, where: str) -> None:
+        self._tensor, self._storage, self._where = weakref.ref(tensor), storage, where
 
     def end(self, where: str) -> None:
         """Let reading it raise from now on, also through its views."""
@@ -161,5 +161,5 @@ class _Loan:
         tensor = self._tensor()
         if _SPOIL is not None and not self._storage.expired():
             _SPOIL(self._storage.cdata, text)
-        elif isinstance(tensor, _Watched):
+        elif isinstance(tensor, Watched):
             tensor.overwritten = text
