@@ -65,6 +65,14 @@ ALLREDUCE = {
         for tokens in ((1, 8, 32, 128) if hasattr(ops, "all_reduce_residual_norm") else ())
     },
 }
+BY_HAND = ("graph.capture", "CUDAGraph by hand")
+CAPTURE = {
+    "sequence | host time, µs": (*BY_HAND, "eager"),
+    "sequence | wall time, µs": (*BY_HAND, "eager"),
+    "module | wall time, µs": ("graph.capture", "make_graphed_callables", "eager"),
+    "tiny | host time, µs": (*BY_HAND, "eager"),
+    "memory | reserved, MiB": BY_HAND,
+}
 PEERS = {
     "host": set(HOST),
     "gloo": {f"{size} | {call}" for size in ("4 B", "64 KiB", "4 MiB") for call in GLOO},
@@ -84,6 +92,7 @@ PEERS = {
         "torch.sort alone",
     },
     "allreduce": {f"{point} | {call}" for point, calls in ALLREDUCE.items() for call in calls},
+    "capture": {f"{point} | {call}" for point, calls in CAPTURE.items() for call in calls},
 }
 
 
@@ -119,7 +128,7 @@ def test_all_that_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
             assert "arget" in said.out or name == "memory"
 
 
-@pytest.mark.parametrize("name", ["host", "memory", "allreduce"])
+@pytest.mark.parametrize("name", ["host", "memory", "allreduce", "capture"])
 def test_asked_for_more_gpus_than_there_are(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +147,7 @@ def test_asked_for_more_gpus_than_there_are(
         (("gloo",), {"nproc": 1}, "type --nproc 2"),
         (("host",), {"nproc": 1}, "type --nproc 2"),
         (("allreduce",), {"nproc": 1}, "type --nproc 2"),
+        (("capture",), {"nproc": 0}, "0 ranks: expected 1 or more; type --nproc 2"),
         (("gloo",), {"rounds": 0}, "type --rounds 10"),
     ],
 )

@@ -516,6 +516,43 @@ def test_report(unified_ranks: Ranks, tmp_path: Path) -> None:
     unified_ranks(reported, str(tmp_path))
 
 
+class _Past(torch.autograd.Function):
+    """A step that holds something as long as its output's history lives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        ctx.token = token
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * 3, None
+
+
+def histories(comm: Any) -> None:
+    """A gradient to a tensor that is no argument is refused; what led to arguments is let go."""
+    weight = torch.ones(3, device=comm.device, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    hidden = weight * 2
+    g = graph.capture(lambda x: x * hidden, outputs="copy")
+    x = torch.ones(3, device=comm.device, requires_grad=True)
+    with refused(GraphError, "(3,) tensor", "is not given", "argument"):
+        g(x)
+    detached = graph.capture(lambda x: x * hidden.detach(), outputs="copy")
+    close(detached(x), hidden.detach())
+    double = graph.capture(lambda x: x * 2, outputs="copy")
+    token = torch.zeros(1)
+    past, kept = _Past.apply(weight, token), weakref.ref(token)  # type: ignore[no-untyped-call]
+    double(past)
+    del past, token
+    gc.collect()
+    same(kept() is None, True, "the history of an argument is gone")
+
+
+def test_what_came_before(unified_ranks: Ranks) -> None:
+    unified_ranks(histories)
+
+
 def lazy_state(comm: Any) -> None:
     """What a function makes for itself at first and goes on from would be a run ahead: refused."""
     state: list[torch.Tensor] = []

@@ -39,10 +39,10 @@ def _cpu() -> str:
     return next(models, "") or platform.processor() or platform.machine()
 
 
-def gpu_refusal(nproc: int) -> str | None:
+def gpu_refusal(nproc: int, least: int = 2) -> str | None:
     """Say what a benchmark with one GPU a rank lacks here, and what to type."""
-    if nproc < 2:
-        return f"{nproc} ranks: expected 2 or more; type --nproc 2"
+    if nproc < least:
+        return f"{nproc} ranks: expected {least} or more; type --nproc 2"
     if torch.cuda.device_count() < nproc:
         return f"{nproc} ranks need {nproc} GPUs; this machine shows {torch.cuda.device_count()}"
     if find_spec("cupy") is None:

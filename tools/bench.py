@@ -10,6 +10,7 @@ from rich.console import Console
 from commlib.custom_allreduce import choose
 from commlib.tools import (
     _bench_allreduce,
+    _bench_capture,
     _bench_class_center,
     _bench_cross_entropy,
     _bench_experts,
@@ -45,6 +46,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "experts": _bench_experts,
     "class-center": _bench_class_center,
     "allreduce": _bench_allreduce,
+    "capture": _bench_capture,
 }
 
 

@@ -146,8 +146,8 @@ class Graphed:
     def _first_call(self, call: Arguments, caller: FrameType) -> Any:
         device = self._device(call)
         engine = engine_for(device)
-        warm = WarmUp(self.fn, call, engine, device)
-        result = warm.run(self._warmup, keep_last=self._first == "warmup")
+        warm = WarmUp(self.fn, engine, device)
+        result = warm.run(call, self._warmup, keep_last=self._first == "warmup")
 
         make = functools.partial(_captured, engine, warm)
         how: dict[str, Any] = {

@@ -55,7 +55,7 @@ class Entry:
         pieces, result = self._make(
             lambda: self._kept(self._fn(*args, **kwargs)), again=again, part="forward"
         )
-        self.pieces, self._given = pieces, given
+        self.pieces, self._given = pieces, [tensor.detach() for tensor in given]  # kept alive
         self._pointers = [tensor.data_ptr() for tensor in given]
         written = {key for ledger in pieces.ledgers for key in ledger.saved}
         self._back = [i for i, own in self._own.items() if own.untyped_storage()._cdata in written]

@@ -74,6 +74,7 @@ class Ledger(TorchDispatchMode):
         self.saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage | None]] = {}
         self.generators: dict[int, tuple[torch.Generator, torch.Tensor | None]] = {}
         self.made: dict[int, StorageWeakRef] = {}
+        self.computed: list[torch.Tensor] = []  # those from outside that autograd has made
         self._without_grad: list[torch.Tensor] = []
         self._nested = self._capturing = False
         self._save = True
@@ -149,7 +150,12 @@ class Ledger(TorchDispatchMode):
     def _know(self, tensor: torch.Tensor) -> None:
         key = tensor.untyped_storage()._cdata
         if key not in self.made and key not in self.externals:
-            self.externals[key] = tensor
+            if tensor.grad_fn is None:
+                self.externals[key] = tensor
+            else:  # its memory is what counts, not what it was computed from
+                self.externals[key] = tensor.detach()
+                if self._save:
+                    self.computed.append(tensor)
             if tensor.is_leaf and tensor.requires_grad and tensor.grad is None:
                 self._without_grad.append(tensor)
 

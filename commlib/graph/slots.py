@@ -149,7 +149,12 @@ class Slot(Entry):
                 else:
                     kept.copy_(grad)
             self._backward.replay()
-            return [None if grad is None else grad.clone() for grad in self._grads]
+            made = [grad for grad in self._grads if grad is not None]
+            fresh = [torch.empty_like(grad) for grad in made]
+            if made:
+                torch._foreach_copy_(fresh, made)
+        found = iter(fresh)
+        return [None if grad is None else next(found) for grad in self._grads]
 
     def release(self) -> None:
         """Let go of both graphs."""

@@ -33,10 +33,8 @@ class Advanced(GraphError):
 class WarmUp:
     """The runs of a function before its capture, and what they have shown."""
 
-    def __init__(
-        self, fn: Callable[..., Any], call: Arguments, engine: Engine, device: torch.device
-    ) -> None:
-        self._fn, self._call, self._engine, self._device = fn, call, engine, device
+    def __init__(self, fn: Callable[..., Any], engine: Engine, device: torch.device) -> None:
+        self._fn, self._engine, self._device = fn, engine, device
         self.collectives: list[Collective] = []
         self.generators: list[torch.Generator] = []
         self.rings: list[Any] = []
@@ -48,8 +46,8 @@ class WarmUp:
         self._made: dict[int, StorageWeakRef] = {}
         self.eager_seconds: float | None = None  # host time of a run that nobody watched
 
-    def run(self, times: int, *, keep_last: bool) -> Any:
-        """Run and undo, but for the last run if it is to stay; returns its result.
+    def run(self, call: Arguments, times: int, *, keep_last: bool) -> Any:
+        """Run ``call`` and undo, but for the last run if it is to stay; returns its result.
 
         Behind two or more that are undone comes one that nobody watches: it tells the eager time.
         """
@@ -59,21 +57,21 @@ class WarmUp:
             ledger = Ledger(self._device)
             if stays:
                 ledger.without_saving()
-            result = self._once(ledger, undo=not stays)
+            result = self._once(call, ledger, undo=not stays)
             if names is not None and names != ledger.names and turn == times - 1:
                 self._unsteady(names, ledger.names)
             names = ledger.names
         if times > 1 and not keep_last:
             ledger.save_again()
-            self._once(ledger, undo=True, watched=False)
+            self._once(call, ledger, undo=True, watched=False)
         return result
 
-    def _once(self, ledger: Ledger, *, undo: bool, watched: bool = True) -> Any:
+    def _once(self, call: Arguments, ledger: Ledger, *, undo: bool, watched: bool = True) -> Any:
         """Run once; every member of the rings in ``ledger`` comes through, or all of them raise."""
         result, problem = None, None
         with self._engine.warming(), Warming():
             try:
-                result = self._run(ledger, undo=undo, watched=watched)
+                result = self._run(call, ledger, undo=undo, watched=watched)
             except Exception as error:
                 problem = error
             if undo or problem is not None:
@@ -97,10 +95,10 @@ class WarmUp:
             raise problem
         return result
 
-    def _run(self, ledger: Ledger, *, undo: bool, watched: bool) -> Any:
+    def _run(self, call: Arguments, ledger: Ledger, *, undo: bool, watched: bool) -> Any:
         grad = torch.is_grad_enabled()
-        inputs = [leaf(x) if grad and undo else x for x in self._call.tensors]
-        args, kwargs = self._call.rebuilt(inputs)
+        inputs = [leaf(x) if grad and undo else x for x in call.tensors]
+        args, kwargs = call.rebuilt(inputs)
         with ledger if watched else nullcontext():
             began = time.perf_counter()
             result = self._fn(*args, **kwargs)
@@ -125,7 +123,13 @@ class WarmUp:
             self.parameters = parameters(ledger, inputs)
             wanted = [x for x in (*inputs, *self.parameters) if x.requires_grad]
             ones = [torch.ones_like(x) for x in outs]
-            torch.autograd.grad(outs, wanted, ones, allow_unused=True)
+            found = torch.autograd.grad(outs, (*wanted, *ledger.computed), ones, allow_unused=True)
+            for tensor, grad in zip(ledger.computed, found[len(wanted) :], strict=True):
+                if grad is not None:
+                    raise GraphError(
+                        f"a {tuple(tensor.shape)} tensor that the function reads, but is not "
+                        f"given, wants a gradient: pass it as an argument, or detach it"
+                    )
 
     def _check_grads(self, ledger: Ledger) -> None:
         """Refuse gradients that the first run makes: the graph would know no address for them."""
