@@ -78,11 +78,31 @@ def unwatched() -> Iterator[None]:
 @contextmanager
 def _watched(calls: Iterable[Seen]) -> Iterator[None]:
     """Tell all observers of calls; what these do inside is their own business, not theirs."""
-    for seen in calls:
-        for observer in looking_on():
-            observer.before(seen)
+    here = looking_on()
     with unwatched():
+        for seen in calls:
+            for observer in here:
+                observer.before(seen)
         yield
+
+
+@contextmanager
+def unwaited() -> Iterator[list[Work]]:
+    """Keep the works that this thread's calls begin, for whoever has to wait for all of them."""
+    before = getattr(_inside, "works", None)
+    works: list[Work] = []
+    _inside.works = works
+    try:
+        yield works
+    finally:
+        _inside.works = before
+
+
+def _begun(work: Work) -> Work:
+    works = getattr(_inside, "works", None)
+    if works is not None:
+        works.append(work)
+    return work
 
 
 class Call:
@@ -289,7 +309,7 @@ def launch(ctx: Ring, calls: list[Call], result: Any, how: How) -> Any:
     ctx.last_verb = calls[-1].verb
     fences = ctx.fences
     if fences is None:
-        return Work(result, _on_host(ctx, calls))
+        return _begun(Work(result, _on_host(ctx, calls)))
     if use_calc_stream:
         _on_stream(ctx, calls)
         return result
@@ -305,10 +325,11 @@ def launch(ctx: Ring, calls: list[Call], result: Any, how: How) -> Any:
         return result
     event = torch.cuda.Event()
     event.record(fences.comm)
+    work = _begun(Work(result, OnStream(event, calc, calls)))
     if sync_op:
         ctx.keep_unfenced(event, calls)
         return result
-    return Work(result, OnStream(event, calc, calls))
+    return work
 
 
 def _start(ctx: Ring, calls: list[Call]) -> list[Any]:

@@ -55,6 +55,9 @@ class _Reduction(NamedTuple):
     all_reduce: Pushed | None = None
     reduce_scatter: Pushed | None = None
 
+    def __str__(self) -> str:
+        return next(name for name, number in _OPS.items() if number == self.op)
+
 
 @cache
 def library() -> Any:

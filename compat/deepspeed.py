@@ -17,8 +17,12 @@ from commlib.errors import GraphError
 from commlib.graph import Graphed, capture
 from commlib.graph.capture import engine_for
 from commlib.graph.engine import Recording
+from commlib.graph.signature import value
+
+_VALUES = (bool, int, float, str, type(None))
 
 _captured: dict[Any, Graphed] = {}
+_contents: dict[Any, list[Any]] = {}  # of closures: alive, so that nothing else has their ids
 
 
 def graph_process(
@@ -38,22 +42,25 @@ def graph_clear() -> None:
     for graphed in _captured.values():
         graphed.reset()
     _captured.clear()
+    _contents.clear()
 
 
 def _graphed(func: Callable[..., Any], first: str) -> Graphed:
     owner = getattr(func, "__self__", None)
     plain = getattr(func, "__func__", func)
-    cells = tuple(id(cell.cell_contents) for cell in plain.__closure__ or ())
+    contents = [cell.cell_contents for cell in plain.__closure__ or ()]
+    cells = tuple(value(x) if isinstance(x, _VALUES) else id(x) for x in contents)
     key = plain.__code__, id(owner), cells, plain.__defaults__, first
     if key not in _captured:
         held = func if owner is None else _Weakly(func)
-        _captured[key] = capture(held, first=first)
+        _captured[key], _contents[key] = capture(held, first=first), contents
         if owner is not None:  # which may be gone before its name is used again
             weakref.finalize(owner, _forget, key)
     return _captured[key]
 
 
 def _forget(key: Any) -> None:
+    _contents.pop(key, None)
     graphed = _captured.pop(key, None)
     if graphed is not None:
         graphed.reset()

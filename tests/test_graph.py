@@ -502,7 +502,8 @@ def reported(comm: Any, folder: str) -> None:
     (row,) = graph.report(one)
     same(row["replays"], 2, "replays")
     same(row["eager_us"] > 0 and row["launch_us"] > 0, True, f"times {row}")
-    same(row["pool_bytes"] > 0, True, "bytes")
+    # On a GPU three numbers may fit into what the pool holds already.
+    same(row["pool_bytes"] >= 0 if on_gpu(comm) else row["pool_bytes"] > 0, True, f"{row}")
     file = Path(folder) / f"graphs-{comm.rank}.html"
     text = str(graph.report(html=file))
     for word in ("function", "nodes", "item can't stand in a graph"):
@@ -651,7 +652,7 @@ def beside(comm: Any) -> None:
             other()
 
     def f() -> torch.Tensor:
-        result = ops.all_reduce(x)
+        result: torch.Tensor = ops.all_reduce(x)
         thread = threading.Thread(target=on_a_side_stream if on_gpu(comm) else other)
         thread.start()
         thread.join()

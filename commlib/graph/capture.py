@@ -92,6 +92,7 @@ class Graphed:
         self.entries: dict[Any, Entry | Slots] = {}
         self.eager: dict[Any, str] = {}  # calls that stay eager, and why
         self._module = fn if isinstance(fn, torch.nn.Module) else None
+        self._parts = [] if self._module is None else list(self._module.modules())
         self._at_capture: dict[str, torch.Tensor] = {}
         everything.add(self)
 
@@ -136,7 +137,7 @@ class Graphed:
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         own = (
-            None if self._module is None else self._module.training,
+            None if self._module is None else tuple(part.training for part in self._parts),
             None if self._key is None else self._key(*args, **kwargs),
         )
         return arguments(args, kwargs, own) if args or kwargs else bare(own)
@@ -219,6 +220,14 @@ def engine_for(device: torch.device) -> Engine:
     return pools.engine(torch.cuda.current_device() if device.index is None else device.index)
 
 
+_HINTS = {  # what the driver says, and what that means here
+    "legacy stream depend on a capturing": (
+        "; an autograd node that an eager forward has made on the default stream is still held: "
+        "let go of that forward's outputs first, or run it on another stream"
+    ),
+}
+
+
 def _captured(
     engine: Engine,
     warm: WarmUp,
@@ -239,14 +248,13 @@ def _captured(
         result = pieces.make(fn)
         for ledger in pieces.ledgers:
             warm.check_state(ledger)
+        warm.compare(part, pieces)
     except Exception as error:
         problem = error
     said = None if problem is None else f"{type(problem).__name__}: {problem}"
     try:
         if not again:
             vote(warm.rings, pieces.collectives, said)
-        if problem is None and not warm.same_as_before(part, pieces):
-            raise GraphError("captured again, the function makes other collectives than before")
     except CommError as told:
         pieces.release()
         if problem is None:
@@ -256,7 +264,8 @@ def _captured(
         pieces.release()
         if isinstance(problem, GraphError):
             raise problem
-        raise GraphError(f"capturing failed: {said}") from problem
+        why = next((hint for words, hint in _HINTS.items() if words in str(said)), "")
+        raise GraphError(f"capturing failed: {said}{why}") from problem
     return pieces, result
 
 

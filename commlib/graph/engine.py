@@ -1,12 +1,14 @@
 """What holds a captured stretch of work: on a CPU its steps, run again into the same memory."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from commlib import _gate
+from commlib._work import Work
 from commlib.graph.ledger import Ledger, Step
 
 Pool: TypeAlias = Any  # torch's handle of a private pool
@@ -78,6 +80,8 @@ class HostEngine:
 
     def __init__(self) -> None:
         self._ledger: Ledger | None = None
+        self._works: list[Work] = []
+        self._scope = ExitStack()
 
     @contextmanager
     def warming(self) -> Iterator[None]:
@@ -86,8 +90,9 @@ class HostEngine:
 
     def begin(self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None) -> Ledger:
         """Watch what runs, and keep its steps."""
+        self._works = self._scope.enter_context(_gate.unwaited())
         self._ledger = Ledger(torch.device("cpu"), keep=True)
-        return self._ledger.__enter__()
+        return self._scope.enter_context(self._ledger)
 
     def end(self) -> HostRecording:
         """Undo what the recorded run wrote, as a capture on a GPU would have written nothing."""
@@ -108,6 +113,10 @@ class HostEngine:
     def _left(self) -> Ledger:
         ledger, self._ledger = self._ledger, None
         assert ledger is not None
-        ledger.__exit__(None, None, None)
-        ledger.restore()
+        self._scope.close()
+        try:
+            for work in self._works:
+                work.wait()
+        finally:
+            ledger.restore()
         return ledger

@@ -125,7 +125,7 @@ class Entry:
         if pointers != self._pointers:
             self._place(call, pointers, caller)
         if self.outputs.lends:
-            self.outputs.expire(place(caller))
+            self.outputs.expire(f"the call at {place(caller)}")
         self.replays += 1
         if self.replays & (self.replays - 1):
             self.pieces.replay()
@@ -162,7 +162,7 @@ class Entry:
         self.bytes_copied = sum(call.tensors[i].nbytes for i in moved)
         if fresh:
             self._make_room(call, fresh)
-            self.outputs.expire(place(caller))
+            self.outputs.expire(f"the call at {place(caller)}")
             self.lost = True
             self.pieces.release()
             self._capture(call, again=True)

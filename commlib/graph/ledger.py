@@ -1,6 +1,8 @@
 """What one run of a function touches: tensors from outside, writes, random numbers, collectives."""
 
+import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +23,13 @@ _aten = torch.ops.aten
 _SYNCS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _COPIES = {_aten._to_copy.default, _aten.copy_.default}
 _INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default}
+_NO_KERNEL = {
+    _aten.empty.memory_format,
+    _aten.empty_strided.default,
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+}
 _CALLED = {"_local_scalar_dense": "item"}  # what the user has typed
 _REMEDY = {
     "item": "keep the value in a tensor (torch.where, clamp), or read it outside",
@@ -68,6 +77,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.keep = device, keep
         self.names: list[str] = []  # operators, in order
+        self.launches = 0  # those that compute something, as views and new memory don't
         self.steps: list[Step] = []
         self.collectives: list[Collective] = []
         self.externals: dict[int, torch.Tensor] = {}  # by memory
@@ -115,7 +125,10 @@ class Ledger(TorchDispatchMode):
         for _, tensor in made:
             memory = tensor.untyped_storage()
             self.made[memory._cdata] = StorageWeakRef(memory)
-        self.names.append(str(func))
+        if func is not _aten.detach.default:  # torch makes some more where a result is held
+            self.names.append(str(func))
+        if func not in _NO_KERNEL and any(t.numel() for t in (*(t for _, t in made), *written)):
+            self.launches += 1
         if self.keep:
             self.steps.append(Step(func, args, kwargs, made))
         return result
@@ -304,18 +317,20 @@ def _shared(args: Sequence[Any]) -> Iterator[str]:
         if isinstance(arg, int):
             yield str(arg)
         elif hasattr(arg, "op"):
-            yield f"op {str(arg.op).rpartition('.')[2].lower()}"
+            named = arg if isinstance(arg.op, int) else arg.op
+            yield f"op {str(named).rpartition('.')[2].lower()}"
 
 
 _OURS = (str(Path(__file__).parent.parent), str(Path(torch.__file__ or "").parent))
+_STANDARD = sysconfig.get_path("stdlib")
 
 
 def user_line() -> str:
-    """Return file and line of the innermost frame that is neither torch's nor commlib's."""
+    """Return file and line of the innermost frame that is no library's: torch's, ours, Python's."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((*_OURS, "<")):
+        if not file.startswith((*_OURS, "<")) and os.path.dirname(file) != _STANDARD:
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return traceback.format_stack(limit=1)[0].strip()

@@ -65,6 +65,9 @@ class Outputs:
             loan.end(where)
         self._out.clear()
 
+    def __del__(self) -> None:
+        self.expire("the end of its graph")
+
     def give(self, given: Sequence[torch.Tensor], where: str, join: Join | None = None) -> Any:
         """Return the outputs of the replay that was just launched.
 
@@ -155,8 +158,8 @@ class _Loan:
     def end(self, where: str) -> None:
         """Let reading it raise from now on, also through its views."""
         text = (
-            f"this output of a graph, returned at {self._where}, was overwritten by the call at "
-            f'{where}; read it before, clone it, or capture with outputs="copy"'
+            f"this output of a graph, returned at {self._where}, was overwritten by {where}; "
+            f'read it before, clone it, or capture with outputs="copy"'
         )
         tensor = self._tensor()
         if _SPOIL is not None and not self._storage.expired():

@@ -2,8 +2,8 @@
 
 import functools
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +21,17 @@ _making = threading.local()
 def making() -> "Pieces | AbstractContextManager[Any] | None":
     """Return what this thread is warming up or capturing, if anything."""
     return getattr(_making, "now", None)
+
+
+@contextmanager
+def fresh_casts() -> Iterator[None]:
+    """Keep autocast from reusing its casts of weights: a graph would go on reading an old one."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 class Outside:
@@ -64,7 +75,8 @@ class Pieces:
         before, _making.now = making(), self
         self._open()
         try:
-            result = fn()
+            with fresh_casts():
+                result = fn()
             self.parts.append(self._engine.end())
         except BaseException:
             self._engine.fail()

@@ -18,6 +18,8 @@ from commlib.graph.engine import Pool
 from commlib.graph.ledger import Ledger
 
 _capturing = threading.RLock()  # torch captures one graph at a time
+_under_way: "list[CudaEngine]" = []  # the engine that captures now
+_late: list[torch.cuda.CUDAGraph] = []  # graphs to be destroyed behind that
 
 
 class CudaRecording:
@@ -29,7 +31,14 @@ class CudaRecording:
 
     def release(self) -> None:
         """Destroy the graph; communicators that it uses must still be there."""
-        self._graph.reset()
+        if _under_way:
+            _late.append(self._graph)
+        else:
+            self._graph.reset()
+
+    def __del__(self) -> None:
+        if _under_way:  # no capture survives that a graph is destroyed beside it
+            _late.append(self._graph)
 
 
 class _Capture(NamedTuple):
@@ -113,8 +122,10 @@ class CudaEngine:
             for generator in generators:
                 graph.register_generator_state(generator)
             random = torch.cuda.default_generators[self.device.index].get_state()
+            scope.enter_context(_no_stale_streams())
             held = _held(own)
             graph.capture_begin(own, capture_error_mode="thread_local")
+            _under_way.append(self)
             ledger, watching = Ledger(self.device).in_capture(), ExitStack()
             self._now = _Capture(graph, own, held, random, ledger, watching, scope.pop_all())
         return watching.enter_context(ledger)
@@ -127,10 +138,10 @@ class CudaEngine:
         self._join(now.ledger)
         now.graph.capture_end()
         self._leave()
-        nodes, names = _nodes(now.graph), now.ledger.names
-        if nodes == 0 and (names or now.ledger.collectives):
+        nodes, launches = _nodes(now.graph), now.ledger.launches
+        if nodes == 0 and (launches or now.ledger.collectives):
             raise GraphError(
-                f"the graph is empty though {len(names)} operators ran: they went to a stream that "
+                f"the graph is empty though {launches} operators ran: they went to a stream that "
                 f"is no part of the capture; launch on the current stream, or on one that waits "
                 f"for it"
             )
@@ -148,6 +159,9 @@ class CudaEngine:
     def _leave(self) -> None:
         if self._now is not None:
             now, self._now = self._now, None
+            _under_way.remove(self)
+            while _late:
+                _late.pop().reset()
             now.scope.close()
 
     def fail(self) -> None:
@@ -190,6 +204,19 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def _no_stale_streams() -> Iterator[None]:
+    """Let autograd nodes that an eager forward made go on in the capture, where torch can."""
+    override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
+    if override is not None:
+        override(True)
+    try:
+        yield
+    finally:
+        if override is not None:
+            override(False)
 
 
 def _held(pool: Pool) -> int:

@@ -53,7 +53,7 @@ def arguments(args: tuple[Any, ...], kwargs: dict[str, Any], own: tuple[Any, ...
             tensors.append(leaf)
             parts.append(_of_tensor(leaf))
         else:
-            parts.append((type(leaf), leaf))
+            parts.append(value(leaf))
     key = (shape, *parts, _shared(tensors), *modes(), *own)
     try:
         hash(key)
@@ -92,9 +92,15 @@ def modes() -> tuple[Any, ...]:
     return (*grad, *((device, torch.get_autocast_dtype(device)) for device in on))
 
 
+def value(x: Any) -> tuple[Any, ...]:
+    """Return what tells a plain value from another; 0.0 equals -0.0, and NaN not even itself."""
+    return type(x), x.hex() if isinstance(x, float) else x
+
+
 def _of_tensor(x: torch.Tensor) -> tuple[Any, ...]:
+    wants = x.requires_grad and (2 if x.is_leaf and x.grad is None else 1)
     return (x.shape, x.dtype, x.device, x.stride() if x.layout is torch.strided else x.layout,
-            x.requires_grad)  # fmt: skip
+            wants)  # fmt: skip
 
 
 def _shared(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:

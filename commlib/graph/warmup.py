@@ -9,11 +9,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from commlib import _gate
 from commlib.errors import GraphError
 from commlib.graph.engine import Engine
 from commlib.graph.ledger import Collective, Ledger, default_generator
 from commlib.graph.outputs import leads_back
-from commlib.graph.pieces import Pieces, Warming
+from commlib.graph.pieces import Pieces, Warming, fresh_casts
 from commlib.graph.signature import Arguments
 from commlib.graph.slots import leaf, parameters
 from commlib.graph.vote import vote
@@ -43,6 +44,9 @@ class WarmUp:
         self._outputs: list[torch.Tensor | None] = []
         self._named = named(fn if isinstance(fn, torch.nn.Module) else None)
         self._texts: dict[str, list[str]] = {}  # by part: its collectives in words
+        self._settled = True  # whether the capture has to be as the last run
+        self._names: list[str] = []  # operators of the function itself, and its collectives
+        self._calls: list[str] = []
         self._made: dict[int, StorageWeakRef] = {}
         self.eager_seconds: float | None = None  # host time of a run that nobody watched
 
@@ -52,14 +56,15 @@ class WarmUp:
         Behind two or more that are undone comes one that nobody watches: it tells the eager time.
         """
         result, names = None, None
+        self._settled = times > 1 or not keep_last  # a run that stays may be the one that sets up
         for turn in range(times):
             stays = keep_last and turn == times - 1
             ledger = Ledger(self._device)
             if stays:
                 ledger.without_saving()
             result = self._once(call, ledger, undo=not stays)
-            if names is not None and names != ledger.names and turn == times - 1:
-                self._unsteady(names, ledger.names)
+            if names is not None and turn == times - 1:
+                _same("two runs of the function differ", names, ledger.names)
             names = ledger.names
         if times > 1 and not keep_last:
             ledger.save_again()
@@ -69,9 +74,11 @@ class WarmUp:
     def _once(self, call: Arguments, ledger: Ledger, *, undo: bool, watched: bool = True) -> Any:
         """Run once; every member of the rings in ``ledger`` comes through, or all of them raise."""
         result, problem = None, None
-        with self._engine.warming(), Warming():
+        with self._engine.warming(), Warming(), _gate.unwaited() as works:
             try:
                 result = self._run(call, ledger, undo=undo, watched=watched)
+                for work in works:  # a collective that nobody waits for writes behind the undoing
+                    work.wait()
             except Exception as error:
                 problem = error
             if undo or problem is not None:
@@ -99,9 +106,11 @@ class WarmUp:
         grad = torch.is_grad_enabled()
         inputs = [leaf(x) if grad and undo else x for x in call.tensors]
         args, kwargs = call.rebuilt(inputs)
-        with ledger if watched else nullcontext():
+        with ledger if watched else nullcontext(), fresh_casts():
             began = time.perf_counter()
             result = self._fn(*args, **kwargs)
+            if watched:
+                self._names, self._calls = list(ledger.names), list(map(str, ledger.collectives))
             if undo:
                 self._go_back(result, inputs, ledger)
             seconds = time.perf_counter() - began
@@ -179,16 +188,27 @@ class WarmUp:
             for x in self._outputs
         ]  # fmt: skip
 
-    def same_as_before(self, part: str, pieces: Pieces) -> bool:
-        """Whether a part is captured with the collectives that it had the first time."""
-        texts = list(map(str, pieces.collectives))
-        return self._texts.setdefault(part, texts) == texts
+    def compare(self, part: str, pieces: Pieces) -> None:
+        """Refuse a capture that has done something else than the run before it, or than the last.
 
-    def _unsteady(self, before: list[str], after: list[str]) -> None:
-        shortest = min(len(before), len(after))
-        first = next((i for i in range(shortest) if before[i] != after[i]), shortest)
-        was, now = (names[first] if first < len(names) else "nothing" for names in (before, after))
-        raise GraphError(
-            f"two runs of the function differ: operator number {first} was {was}, then {now}; a "
-            f"graph would repeat one of them. More warmup= runs may settle it"
-        )
+        Such as a function that asks whether it is being captured.
+        """
+        texts = list(map(str, pieces.collectives))
+        if part == "forward" and self._settled:
+            names = [name for ledger in pieces.ledgers for name in ledger.names]
+            what = "the run before the capture and the capture differ"
+            _same(what, self._names, names[: len(self._names)])
+            _same(what, self._calls, texts)
+        _same("two captures of the function differ", self._texts.setdefault(part, texts), texts)
+
+
+def _same(what: str, before: list[str], after: list[str]) -> None:
+    if before == after:
+        return
+    shortest = min(len(before), len(after))
+    first = next((i for i in range(shortest) if before[i] != after[i]), shortest)
+    was, now = (names[first] if first < len(names) else "nothing" for names in (before, after))
+    raise GraphError(
+        f"{what}: call number {first} was {was}, then {now}; a graph would repeat one of them. "
+        f"More warmup= runs may settle it"
+    )
