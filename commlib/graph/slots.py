@@ -109,16 +109,22 @@ class Slot(Entry):
         self._given_grads = [torch.zeros_like(tensor) for tensor in outs]
         self._saved = result  # and with it what the forward has saved for the backward
         self._release_backward()
-        self._backward, grads = self._make(
-            lambda: torch.autograd.grad(
-                outs, wanted, self._given_grads, retain_graph=True, allow_unused=True
+        self._backward, packed = self._make(
+            lambda: _packed(
+                torch.autograd.grad(
+                    outs, wanted, self._given_grads, retain_graph=True, allow_unused=True
+                )
             ),
             again=again,
             part="backward",
         )
-        found = iter(grads)
-        self._grads = [
-            next(found) if tensor.requires_grad else None for tensor in (*inputs, *self._parameters)
+        places = [
+            i for i, tensor in enumerate((*inputs, *self._parameters)) if tensor.requires_grad
+        ]
+        self._gradients = len(inputs) + len(self._parameters)
+        self._packs = [
+            (flat, [places[i] for i in group], [wanted[i].detach() for i in group])
+            for flat, group in packed
         ]
 
     # -- replaying ---------------------------------------------------------------------------------
@@ -142,19 +148,17 @@ class Slot(Entry):
             raise GraphError("the graph of this backward was released before it ran")
         coming = [grad for grad, leads in zip(grads, self._leads, strict=True) if leads]
         self._backward.turn()
-        with torch.no_grad():
-            for kept, grad in zip(self._given_grads, coming, strict=True):
-                if grad is None:
-                    kept.zero_()
-                else:
-                    kept.copy_(grad)
-            self._backward.replay()
-            made = [grad for grad in self._grads if grad is not None]
-            fresh = [torch.empty_like(grad) for grad in made]
-            if made:
-                torch._foreach_copy_(fresh, made)
-        found = iter(fresh)
-        return [None if grad is None else next(found) for grad in self._grads]
+        for kept, grad in zip(self._given_grads, coming, strict=True):
+            if grad is None:
+                kept.zero_()
+            else:
+                kept.copy_(grad)
+        self._backward.replay()
+        found: list[torch.Tensor | None] = [None] * self._gradients
+        for flat, places, like in self._packs:
+            for i, grad in zip(places, _unflatten(flat.clone(), like), strict=True):
+                found[i] = grad
+        return found
 
     def release(self) -> None:
         """Let go of both graphs."""
@@ -180,9 +184,34 @@ class _Node(torch.autograd.Function):
         return tuple(lent)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            return _refusing_more(ctx, *grads)
         return None, None, None, *ctx.slot.backward(grads)
+
+
+@once_differentiable
+def _refusing_more(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+    return None, None, None, *ctx.slot.backward(grads)
+
+
+def _packed(grads: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor, list[int]]]:
+    """Return gradients as one flat tensor a dtype, and which of them lie in it, in order.
+
+    What a replay leaves is handed out as copies: of one tensor instead of many.
+    """
+    groups: dict[torch.dtype, list[int]] = {}
+    for i, grad in enumerate(grads):
+        if grad is not None:
+            groups.setdefault(grad.dtype, []).append(i)
+    return [
+        (torch.cat([grad.reshape(-1) for i in group if (grad := grads[i]) is not None]), group)
+        for group in groups.values()
+    ]
+
+
+# Views of a flat tensor, by one call.
+_unflatten: Callable[..., Sequence[torch.Tensor]] = torch._utils._unflatten_dense_tensors
 
 
 def leaf(tensor: torch.Tensor) -> torch.Tensor:
