@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from commlib import _gate
+from commlib import _gate, _group
 from commlib._checks import (
     check_out,
     check_pair,
@@ -327,7 +327,7 @@ class CommContext(Ring):
         after the block (with ``sync_op=False``: after ``wait()`` of the yielded ``Work``). An
         exception inside the block launches nothing.
         """
-        return _gate.group(self, use_calc_stream, sync_op)
+        return _group.group(self, use_calc_stream, sync_op)
 
     def explain(self, nbytes: int, dtype: torch.dtype, op: str = "sum") -> str:
         """Say what carries an ``all_reduce`` of ``nbytes`` bytes of ``dtype`` here, and why.

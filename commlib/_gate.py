@@ -1,21 +1,16 @@
 """The one gate that every collective passes: check, record, launch, track."""
 
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch.autograd import graph
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
 
 from commlib._checks import is_dense
+from commlib._observers import Seen, begun, looking_on, observers, unwatched, watched
 from commlib._ring import Ring
-from commlib._work import OnHost, OnStream, Pending, Unlaunched, Work
+from commlib._work import OnHost, OnStream, Pending, Work
 from commlib.errors import ArgumentError, CommError, PeerTimeout, StreamError
 
 Launch = Callable[..., Any]
@@ -23,86 +18,6 @@ How = tuple[bool, bool, bool]  # use_calc_stream, sync_op, fenced
 
 # torch's public function wraps this one; it is asked at every call, hence the shorter way.
 _increment_version = getattr(torch._C, "_increment_version", graph.increment_version)
-
-
-class Seen(NamedTuple):
-    """A call as an observer is told of it before its launch; ``again()`` makes it once more."""
-
-    ring: Ring
-    verb: str
-    out: torch.Tensor | None
-    x: torch.Tensor | None
-    args: tuple[Any, ...]
-    again: Callable[[], Any]
-
-
-class Observer(Protocol):
-    """A mode of torch that has to know of every call under it: a graph that is being captured."""
-
-    def before(self, call: Seen) -> None:
-        """Note a call; an exception keeps it from being launched."""
-
-
-observers: list[Observer] = []  # of all threads: empty, there is nothing to ask at a call
-_inside = threading.local()
-
-
-def looking_on() -> list[Observer]:
-    """Return the observers of what this thread does; a backward's threads have their caller's."""
-    here = (*_get_current_dispatch_mode_stack(), *getattr(_inside, "observers", ()))
-    return [observer for observer in observers if any(observer is mode for mode in here)]
-
-
-@contextmanager
-def still_watched(observer: Observer) -> Iterator[None]:
-    """Let an observer look on inside an operator that it handles, where torch has taken it off."""
-    before = getattr(_inside, "observers", ())
-    _inside.observers = (*before, observer)
-    try:
-        yield
-    finally:
-        _inside.observers = before
-
-
-@contextmanager
-def unwatched() -> Iterator[None]:
-    """Let nobody look on: no observer, and no mode of torch that a recording uses."""
-    before, _inside.observers = getattr(_inside, "observers", ()), ()
-    try:
-        with _disable_current_modes():
-            yield
-    finally:
-        _inside.observers = before
-
-
-@contextmanager
-def _watched(calls: Iterable[Seen]) -> Iterator[None]:
-    """Tell all observers of calls; what these do inside is their own business, not theirs."""
-    here = looking_on()
-    with unwatched():
-        for seen in calls:
-            for observer in here:
-                observer.before(seen)
-        yield
-
-
-@contextmanager
-def unwaited() -> Iterator[list[Work]]:
-    """Keep the works that this thread's calls begin, for whoever has to wait for all of them."""
-    before = getattr(_inside, "works", None)
-    works: list[Work] = []
-    _inside.works = works
-    try:
-        yield works
-    finally:
-        _inside.works = before
-
-
-def _begun(work: Work) -> Work:
-    works = getattr(_inside, "works", None)
-    if works is not None:
-        works.append(work)
-    return work
 
 
 class Call:
@@ -197,7 +112,7 @@ def run(
         x = x.detach()  # gradients go through the registered operators, never through here
     if observers and ctx.open_group is None and looking_on():
         again = partial(run, ctx, verb, launcher, args, out, x, place, dense, result, how)
-        with _watched([Seen(ctx, verb, out, x, args, partial(_finished, again))]):
+        with watched([Seen(ctx, verb, out, x, args, partial(finished, again))]):
             return again()
     if not (
         sync_op
@@ -231,11 +146,7 @@ def run(
     return result
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
-def _finished(call: Callable[[], Any]) -> Any:
+def finished(call: Callable[[], Any]) -> Any:
     """Make a call, and wait for it if it has been handed out as a Work."""
     done = call()
     return done.wait() if isinstance(done, Work) else done
@@ -250,12 +161,12 @@ def begin(
     *args: Any,
 ) -> Work | None:
     """Launch the first half of a checked call; None, and nothing done, where it has no halves."""
-    watched = observers and looking_on()
-    if not _apart(out, x, 0) or (watched and ctx.fences is None):
+    here = observers and looking_on()
+    if not _apart(out, x, 0) or (here and ctx.fences is None):
         return None
-    if watched:
+    if here:
         again = partial(begin, ctx, verb, launcher, out, x, *args)
-        with _watched([Seen(ctx, verb, out, x, args, partial(_finished, again))]):
+        with watched([Seen(ctx, verb, out, x, args, partial(finished, again))]):
             return again()
     with ctx.lock:
         if ctx.fault is not None:
@@ -278,19 +189,19 @@ def _tracked(ctx: Ring, call: Call, result: Any, how: How) -> Any:
         if ctx.fault is not None:
             raise ctx.unusable(call.verb)
         if not sync_op and (use_calc_stream or ctx.open_group is not None):
-            raise ArgumentError(_async_refusal(ctx, call.verb))
+            raise ArgumentError(async_refusal(ctx, call.verb))
         if ctx.open_group is not None:
             return ctx.open_group.add(call, use_calc_stream, result)
         done = launch(ctx, [call], result, how)
-    return _settle(ctx, done, sync_op)
+    return settle(ctx, done, sync_op)
 
 
-def _settle(ctx: Ring, done: Any, sync_op: bool) -> Any:
+def settle(ctx: Ring, done: Any, sync_op: bool) -> Any:
     """Block where the host is what has to wait; outside the lock, so that other calls go on."""
     return done.wait() if sync_op and ctx.fences is None else done
 
 
-def _async_refusal(ctx: Ring, verb: str) -> str:
+def async_refusal(ctx: Ring, verb: str) -> str:
     if ctx.open_group is not None:
         return (
             f"{ctx.where(verb)}: sync_op=False inside a group: the group is one operation; "
@@ -309,7 +220,7 @@ def launch(ctx: Ring, calls: list[Call], result: Any, how: How) -> Any:
     ctx.last_verb = calls[-1].verb
     fences = ctx.fences
     if fences is None:
-        return _begun(Work(result, _on_host(ctx, calls)))
+        return begun(Work(result, _on_host(ctx, calls)))
     if use_calc_stream:
         _on_stream(ctx, calls)
         return result
@@ -325,7 +236,7 @@ def launch(ctx: Ring, calls: list[Call], result: Any, how: How) -> Any:
         return result
     event = torch.cuda.Event()
     event.record(fences.comm)
-    work = _begun(Work(result, OnStream(event, calc, calls)))
+    work = begun(Work(result, OnStream(event, calc, calls)))
     if sync_op:
         ctx.keep_unfenced(event, calls)
         return result
@@ -372,65 +283,3 @@ def _guarded(ctx: Ring, call: Call, step: Callable[[], Any]) -> Any:
         raise
     except Exception as error:
         raise ctx.failed(call.verb, error) from error
-
-
-class Group:
-    """Calls collected inside ``with comm.group()``, launched together when it is left."""
-
-    def __init__(self, ctx: Ring, use_calc_stream: bool, sync_op: bool) -> None:
-        self.ctx, self.use_calc_stream, self.sync_op = ctx, use_calc_stream, sync_op
-        self.calls: list[Call] = []
-        inside = "wait() inside its own group: leave the `with comm.group()` block first"
-        self.work = Work([], Unlaunched(inside))
-
-    def add(self, call: Call, use_calc_stream: bool, result: Any) -> Any:
-        """Keep ``call`` for later; its result is valid after the group."""
-        if self.use_calc_stream and not use_calc_stream:
-            raise ArgumentError(
-                f"{self.ctx.where(call.verb)}: use_calc_stream=False inside a group on the calc "
-                f"stream; type `with comm.group(use_calc_stream=False):`"
-            )
-        self.calls.append(call)
-        self.work._result.append(result)
-        return result
-
-    def _seen(self, again: Callable[[], Any]) -> Iterator[Seen]:
-        """Yield the calls as observers are told of them; the first makes all of them again."""
-        for call in self.calls:
-            redo = partial(_finished, again) if call is self.calls[0] else _nothing
-            yield Seen(self.ctx, call.verb, call.out, call.x, call.args, redo)
-
-    def leave(self) -> None:
-        """Launch everything as one operation."""
-        if self.calls:
-            how = self.use_calc_stream, self.sync_op, True
-            start = partial(launch, self.ctx, self.calls, None, how)
-            if observers and looking_on():
-                with _watched(self._seen(start)):
-                    done = start()
-            else:
-                done = start()
-            self.work._pending = done._pending if isinstance(done, Work) else None
-        else:
-            self.work._pending = None
-
-
-@contextmanager
-def group(ctx: Ring, use_calc_stream: bool, sync_op: bool) -> Iterator[Work]:
-    """Collect the calls of a ``with`` block; an exception inside launches none of them."""
-    if use_calc_stream and not sync_op:
-        raise ArgumentError(_async_refusal(ctx, "group"))
-    with ctx.lock:
-        if ctx.open_group is not None:
-            raise ArgumentError(f"{ctx.where('group')}: a group is open already; leave it first")
-        opened = ctx.open_group = Group(ctx, use_calc_stream, sync_op)
-        try:
-            yield opened.work
-        except BaseException:
-            none = f"{ctx.where('group')}: an exception left the group; none of it was launched"
-            opened.work._pending = Unlaunched(none)
-            raise
-        finally:
-            ctx.open_group = None
-        opened.leave()
-    _settle(ctx, opened.work, sync_op)

@@ -29,7 +29,8 @@ from commlib.errors import (
 )
 
 if TYPE_CHECKING:
-    from commlib._gate import Call, Group
+    from commlib._gate import Call
+    from commlib._group import Group
 
 # How long giving up may take: the library below is told to stop, and is not waited for any longer.
 ABORT_S = 5.0

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch.utils._pytree import tree_leaves
 
-from commlib import _gate
+from commlib import _observers
 from commlib._work import Work
 from commlib.graph.ledger import Ledger, Step
 
@@ -90,7 +90,7 @@ class HostEngine:
 
     def begin(self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None) -> Ledger:
         """Watch what runs, and keep its steps."""
-        self._works = self._scope.enter_context(_gate.unwaited())
+        self._works = self._scope.enter_context(_observers.unwaited())
         self._ledger = Ledger(torch.device("cpu"), keep=True)
         return self._scope.enter_context(self._ledger)
 

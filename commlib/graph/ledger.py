@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from commlib import _gate
+from commlib import _observers
 from commlib._ring import Ring
 from commlib.errors import GraphError
 
@@ -92,7 +92,7 @@ class Ledger(TorchDispatchMode):
     # -- watching ----------------------------------------------------------------------------------
 
     def __enter__(self) -> "Ledger":
-        _gate.observers.append(self)
+        _observers.observers.append(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -103,7 +103,7 @@ class Ledger(TorchDispatchMode):
         trace: TracebackType | None,
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        _gate.observers.remove(self)
+        _observers.observers.remove(self)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -133,7 +133,7 @@ class Ledger(TorchDispatchMode):
             self.steps.append(Step(func, args, kwargs, made))
         return result
 
-    def before(self, call: _gate.Seen) -> None:
+    def before(self, call: _observers.Seen) -> None:
         """Note a collective; the gate says so before it launches."""
         for known in _tensors((call.x, call.out, call.args)):
             self._know(known)
@@ -153,7 +153,7 @@ class Ledger(TorchDispatchMode):
         """While an operator runs, a collective inside it is no step of its own."""
         before, self._nested = self._nested, True
         try:
-            with _gate.still_watched(self):
+            with _observers.still_watched(self):
                 yield
         finally:
             self._nested = before

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
-from commlib import _gate
+from commlib import _observers
 from commlib.errors import GraphError
 from commlib.graph.engine import Engine, Pool, Recording
 from commlib.graph.ledger import Collective, Ledger
@@ -150,7 +150,7 @@ def eager(fn: F) -> F:
             return now.leave(fn, args, kwargs)
         if now is None:
             return fn(*args, **kwargs)
-        with _gate.unwatched():
+        with _observers.unwatched():
             return fn(*args, **kwargs)
 
     return outside  # type: ignore[return-value]  # the same signature

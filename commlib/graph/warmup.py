@@ -9,7 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from commlib import _gate
+from commlib import _observers
 from commlib.errors import GraphError
 from commlib.graph.engine import Engine
 from commlib.graph.ledger import Collective, Ledger, default_generator
@@ -74,7 +74,7 @@ class WarmUp:
     def _once(self, call: Arguments, ledger: Ledger, *, undo: bool, watched: bool = True) -> Any:
         """Run once; every member of the rings in ``ledger`` comes through, or all of them raise."""
         result, problem = None, None
-        with self._engine.warming(), Warming(), _gate.unwaited() as works:
+        with self._engine.warming(), Warming(), _observers.unwaited() as works:
             try:
                 result = self._run(call, ledger, undo=undo, watched=watched)
                 for work in works:  # a collective that nobody waits for writes behind the undoing
