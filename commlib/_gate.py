@@ -180,7 +180,7 @@ def begin(
         ctx.calls += 1
         ctx.last_verb = verb
     _written(out)
-    return Work(out, pending)
+    return begun(Work(out, pending))
 
 
 def _tracked(ctx: Ring, call: Call, result: Any, how: How) -> Any:

@@ -49,14 +49,12 @@ _aborted: list[PushChannel | RowChannel] = []  # whose kernels may still run
 class _Reduction(NamedTuple):
     """How NCCL is asked for a reduction, and what may carry it instead."""
 
+    name: str
     parts: int  # elements of the reduction for each element of the tensor
     kind: int
     op: int
     all_reduce: Pushed | None = None
     reduce_scatter: Pushed | None = None
-
-    def __str__(self) -> str:
-        return next(name for name, number in _OPS.items() if number == self.op)
 
 
 @cache
@@ -158,7 +156,7 @@ class NCCLCommContext(CommContext):
         if reduction.op == "premul_sum":
             return reduction
         parts = dtype.itemsize // reduction.dtype.itemsize
-        found = _Reduction(parts, _TYPES[reduction.dtype], _OPS[reduction.op])
+        found = _Reduction(reduction.op, parts, _TYPES[reduction.dtype], _OPS[reduction.op])
         if isinstance(self._push, str):
             return found
         whole = self._push.reduction("all_reduce", reduction.dtype, reduction.op)
@@ -177,7 +175,7 @@ class NCCLCommContext(CommContext):
         if status != 0:
             raise EngineError(f"{self.where('premul_sum')}: ncclRedOpCreatePreMulSum: {status}")
         try:
-            yield _Reduction(1, kind, op.value)
+            yield _Reduction(reduction.op, 1, kind, op.value)
         finally:
             nccl.ncclRedOpDestroy(op, handle)
 
@@ -186,7 +184,7 @@ class NCCLCommContext(CommContext):
             with self._premul(reduction) as made:
                 self._all_reduce(out, x, made)
             return
-        parts, kind, op, pushed, _ = reduction
+        _, parts, kind, op, pushed, _ = reduction
         if pushed is not None and pushed(out, x, x.nbytes):
             return
         self._comm.allReduce(
@@ -219,7 +217,7 @@ class NCCLCommContext(CommContext):
         )
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, reduction: _Reduction) -> None:
-        parts, kind, op, _, pushed = reduction
+        _, parts, kind, op, _, pushed = reduction
         if pushed is not None and pushed(out, x, out.nbytes):
             return
         self._comm.reduceScatter(
@@ -301,7 +299,7 @@ class NCCLCommContext(CommContext):
             self._comm.recv(out.data_ptr() + offset, nbytes, _BYTES, peer, current_raw(self._index))
 
     def _barrier(self, out: None, x: None) -> None:
-        reduction = _Reduction(1, _TYPES[torch.int32], _OPS["max"])
+        reduction = _Reduction("max", 1, _TYPES[torch.int32], _OPS["max"])
         self._all_reduce(self._token, self._token, reduction)
 
     @contextmanager

@@ -1,18 +1,42 @@
 """Who looks on while collectives are made: a graph that is being captured, or the run before it."""
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import _disable_current_modes
 
 from commlib._ring import Ring
 from commlib._work import Work
+
+
+class Inherited:
+    """A value of a thread, None at first, that the threads of its backward have too."""
+
+    def __init__(self, name: str) -> None:
+        self._name = f"commlib.{name}"
+
+    def get(self) -> Any:
+        """Return the value here."""
+        return torch._C._get_obj_in_tls(self._name) if _known(self._name) else None
+
+    def set(self, value: Any) -> None:
+        """Change it here."""
+        torch._C._stash_obj_in_tls(self._name, value)
+
+    @contextmanager
+    def being(self, value: Any) -> Iterator[None]:
+        """Change it inside a ``with`` block."""
+        before = self.get()
+        self.set(value)
+        try:
+            yield
+        finally:
+            self.set(before)
+
+
+_known: Callable[[str], bool] = torch._C._is_key_in_tls
 
 
 class Seen(NamedTuple):
@@ -27,42 +51,37 @@ class Seen(NamedTuple):
 
 
 class Observer(Protocol):
-    """A mode of torch that has to know of every call under it: a graph that is being captured."""
+    """Whoever has to know of every call while it looks on: a graph that is being captured."""
 
     def before(self, call: Seen) -> None:
         """Note a call; an exception keeps it from being launched."""
 
 
 observers: list[Observer] = []  # of all threads: empty, there is nothing to ask at a call
-_inside = threading.local()
+_here, _works = Inherited("observers"), Inherited("works")
 
 
-def looking_on() -> list[Observer]:
-    """Return the observers of what this thread does; a backward's threads have their caller's."""
-    here = (*_get_current_dispatch_mode_stack(), *getattr(_inside, "observers", ()))
-    return [observer for observer in observers if any(observer is mode for mode in here)]
+def looking_on() -> tuple[Observer, ...]:
+    """Return the observers of what this thread does."""
+    return _here.get() or ()
 
 
 @contextmanager
-def still_watched(observer: Observer) -> Iterator[None]:
-    """Let an observer look on inside an operator that it handles, where torch has taken it off."""
-    before = getattr(_inside, "observers", ())
-    _inside.observers = (*before, observer)
+def watching(observer: Observer) -> Iterator[None]:
+    """Let an observer look on at this thread, and at its backwards."""
+    observers.append(observer)
     try:
-        yield
+        with _here.being((*looking_on(), observer)):
+            yield
     finally:
-        _inside.observers = before
+        observers.remove(observer)
 
 
 @contextmanager
 def unwatched() -> Iterator[None]:
     """Let nobody look on: no observer, and no mode of torch that a recording uses."""
-    before, _inside.observers = getattr(_inside, "observers", ()), ()
-    try:
-        with _disable_current_modes():
-            yield
-    finally:
-        _inside.observers = before
+    with _here.being(()), _disable_current_modes():
+        yield
 
 
 @contextmanager
@@ -78,19 +97,15 @@ def watched(calls: Iterable[Seen]) -> Iterator[None]:
 
 @contextmanager
 def unwaited() -> Iterator[list[Work]]:
-    """Keep the works that this thread's calls begin, for whoever has to wait for all of them."""
-    before = getattr(_inside, "works", None)
+    """Keep the works that calls begin, for whoever has to wait for all of them."""
     works: list[Work] = []
-    _inside.works = works
-    try:
+    with _works.being(works):
         yield works
-    finally:
-        _inside.works = before
 
 
 def begun(work: Work) -> Work:
     """Note a work for whoever has to wait for all; returns it."""
-    works = getattr(_inside, "works", None)
+    works = _works.get()
     if works is not None:
         works.append(work)
     return work

@@ -16,7 +16,7 @@ import torch
 from commlib.errors import GraphError
 from commlib.graph import Graphed, capture
 from commlib.graph.capture import engine_for
-from commlib.graph.engine import Recording
+from commlib.graph.pieces import Pieces
 from commlib.graph.signature import value
 
 _VALUES = (bool, int, float, str, type(None))
@@ -48,9 +48,11 @@ def graph_clear() -> None:
 def _graphed(func: Callable[..., Any], first: str) -> Graphed:
     owner = getattr(func, "__self__", None)
     plain = getattr(func, "__func__", func)
+    named = tuple((plain.__kwdefaults__ or {}).items())
     contents = [cell.cell_contents for cell in plain.__closure__ or ()]
-    cells = tuple(value(x) if isinstance(x, _VALUES) else id(x) for x in contents)
-    key = plain.__code__, id(owner), cells, plain.__defaults__, first
+    contents += [*(plain.__defaults__ or ()), *(default for _, default in named)]
+    parts = tuple(value(x) if isinstance(x, _VALUES) else id(x) for x in contents)
+    key = plain.__code__, id(owner), parts, first
     if key not in _captured:
         held = func if owner is None else _Weakly(func)
         _captured[key], _contents[key] = capture(held, first=first), contents
@@ -82,13 +84,13 @@ class _Weakly:
 class Graph:
     """An empty graph, until ``capture_to_graph`` fills it."""
 
-    recording: Recording | None = None
+    pieces: Pieces | None = None
 
     def reset(self) -> None:
-        """Let go of what was captured."""
-        if self.recording is not None:
-            self.recording.release()
-            self.recording = None
+        """Let go of what was captured; rings that it uses do so before they close."""
+        if self.pieces is not None:
+            self.pieces.release()
+            self.pieces = None
 
 
 def create_graph() -> Graph:
@@ -100,21 +102,23 @@ def create_graph() -> Graph:
 def capture_to_graph(graph: Graph, pool: object = None, stream: object = None) -> Iterator[None]:
     """Capture the work of a ``with`` block into ``graph``; none of it is done before a replay.
 
-    ``pool`` and ``stream`` are accepted and not needed: all graphs share one of each.
+    ``pool`` and ``stream`` are accepted and not needed: a graph has memory of its own, and all are
+    captured on one stream.
     """
     engine = engine_for(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     graph.reset()
-    engine.begin()
-    try:
+    pieces = Pieces(engine, [], engine.own_pool())
+    with pieces.being_made():
         yield
-        graph.recording = engine.end()
-    except BaseException:
-        engine.fail()
-        raise
+    graph.pieces = pieces
+    for call in pieces.collectives:
+        call.ring.graphs.add(graph)
 
 
 def replay_graph(graph: Graph) -> None:
     """Do the captured work on the current stream. Raises ``GraphError`` for an empty graph."""
-    if graph.recording is None:
+    if graph.pieces is None:
         raise GraphError("replay_graph of an empty graph; fill it with capture_to_graph first")
-    graph.recording.replay()
+    with graph.pieces.lock:
+        graph.pieces.turn()
+        graph.pieces.replay()

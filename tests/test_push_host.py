@@ -285,9 +285,13 @@ def test_the_others_hear_of_any_failure(
         raise error
 
     monkeypatch.setattr(driver, "module", fail)
+    closed: list[bool] = []
+    memory = SimpleNamespace(close=lambda: closed.append(True))
+    monkeypatch.setattr(push, "share", lambda *given: memory)
     ring = Lonely()
     assert "compile" in opened(ring)
     assert ring.told == [0]
+    assert closed == [True] * (opened is push.open_push)
 
 
 class Broken(WholeRing):

@@ -229,14 +229,14 @@ def _config(driver: Any, grid: Grid) -> Any:
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid.blocks, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = grid.threads, 1, 1
-    config.attrs = [early]
+    attributes = [early]
     if grid.cluster > 1:
         cluster = driver.CUlaunchAttribute()
         cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         size = cluster.value.clusterDim
         size.x, size.y, size.z = grid.cluster, 1, 1
-        config.attrs = [early, cluster]
-    config.numAttrs = len(config.attrs)
+        attributes.append(cluster)
+    config.attrs, config.numAttrs = attributes, len(attributes)
     return config
 
 

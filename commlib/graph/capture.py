@@ -19,8 +19,8 @@ from commlib.graph.entry import Entry
 from commlib.graph.pieces import Pieces, making
 from commlib.graph.signature import Arguments, arguments, bare
 from commlib.graph.slots import Slot, Slots
-from commlib.graph.vote import same_key, vote
-from commlib.graph.warmup import Advanced, WarmUp, named
+from commlib.graph.vote import AlreadyRun, same_key, settle
+from commlib.graph.warmup import WarmUp, named
 
 everything: "weakref.WeakSet[Graphed]" = weakref.WeakSet()
 
@@ -54,14 +54,14 @@ def capture(fn: Callable[..., Any] | None = None, **options: Unpack[Options]) ->
     one autograd node, as many pairs as there are forwards still to go back; no second derivatives.
     Calls are told apart by structure, by shape, dtype, device, strides and ``requires_grad`` of
     tensors, by the value of all else, by torch's modes, a module's training flag, and
-    ``key(*args, **kwargs)``. ``warmup`` (2) runs come first; their writes and random numbers are
-    undone, so that the first call counts once. ``first="warmup"`` lets the last of them be the
-    call instead ("once"): no memory for the undoing. ``outputs="borrow"``: memory of the graph,
-    and reading it after the next replay raises; "copy": fresh tensors. ``on_fail="eager"`` runs a
-    call that can't be captured eagerly, and ``report()`` says why. Collectives of commlib stand in
-    the graph; every member of their rings captures the same ones, or all of them raise. ``agree``
-    names a ring whose ranks compare their keys at every call, which blocks the host: where keys
-    come from a rank's own data. Raises ``GraphError``.
+    ``key(*args, **kwargs)``. ``warmup`` (2) runs come first, and one that is timed; their writes
+    and random numbers are undone, so that the first call counts once. ``first="warmup"`` lets the
+    last of them be the call instead ("once"): no memory for the undoing. ``outputs="borrow"``:
+    memory of the graph, and reading it after the next replay raises; "copy": fresh tensors.
+    ``on_fail="eager"`` runs a call that can't be captured eagerly, and ``report()`` says why.
+    Collectives of commlib stand in the graph; every member of their rings captures the same ones,
+    or all of them raise. ``agree`` names a ring whose ranks compare their keys at every call, which
+    blocks the host: where keys come from a rank's own data. Raises ``GraphError``.
     """
     if fn is None:
         return functools.partial(capture, **options)
@@ -115,11 +115,15 @@ class Graphed:
                 raise  # the call is wrong, not the capture
             if entry is None or not entry.parts:
                 self.entries.pop(call.key, None)
-            if self._on_fail == "raise" or isinstance(error.__cause__ or error, Advanced):
-                raise
-            self.eager[call.key] = str(error)
-            log.once("a call of %s stays eager: %s", self.name, error)
+            self._stay_eager(call.key, error)
         return self.fn(*args, **kwargs)
+
+    def _stay_eager(self, key: Any, error: GraphError) -> None:
+        """Have calls of this key run eagerly, unless the error is to be raised."""
+        if self._on_fail == "raise" or isinstance(error, AlreadyRun):
+            raise error
+        self.eager[key] = str(error)
+        log.once("a call of %s stays eager: %s", self.name, error)
 
     def _agree_on(self, key: Any, ring_id: int) -> None:
         """Compare keys with the other ranks; where one has no graph, all capture."""
@@ -147,34 +151,35 @@ class Graphed:
     def _first_call(self, call: Arguments, caller: FrameType) -> Any:
         device = self._device(call)
         engine = engine_for(device)
-        warm = WarmUp(self.fn, engine, device)
-        result = warm.run(call, self._warmup, keep_last=self._first == "warmup")
+        keeps_last = self._first == "warmup"
+        warm = WarmUp(self.fn, engine, device, keeps_last=keeps_last)
+        result = warm.run(call, self._warmup)
+        try:
+            entry = self._entry(call, engine, warm, device)
+        except GraphError as error:
+            if not keeps_last:
+                raise
+            self._stay_eager(call.key, error)  # and the call has been made
+            return result
+        self.entries[call.key] = entry
+        self._at_capture = named(self._module)
+        for ring in warm.rings:
+            ring.graphs.add(self)
+        return result if keeps_last else entry.first(call, caller)
 
+    def _entry(
+        self, call: Arguments, engine: Engine, warm: WarmUp, device: torch.device
+    ) -> Entry | Slots:
         make = functools.partial(_captured, engine, warm)
         how: dict[str, Any] = {
             "copy": self._copy,
             "own": device.type == "cpu",
             "eager_seconds": warm.eager_seconds,
         }
-        entry: Entry | Slots
-        if warm.differentiable:
-            more: dict[str, Any] = {"make": make, "engine": engine, "parameters": warm.parameters}
-            entry = Slots(functools.partial(Slot, self.fn, **more, **how), call)
-        else:
-            entry = Entry(self.fn, call, make, warm.rooms(), **how)
-        if self._first == "warmup" and any(part.pieces.broken for part in entry.parts):
-            entry.release()
-            raise GraphError(
-                'first="warmup" of a function with eager parts: they have run in the capture too; '
-                'type first="once"'
-            )
-        self.entries[call.key] = entry
-        self._at_capture = named(self._module)
-        for ring in warm.rings:
-            ring.graphs.add(self)
-        if self._first == "warmup":
-            return result
-        return entry.first(call, caller)
+        if not warm.differentiable:
+            return Entry(self.fn, call, make, warm.rooms(), **how)
+        more: dict[str, Any] = {"make": make, "engine": engine, "parameters": warm.parameters}
+        return Slots(functools.partial(Slot, self.fn, **more, **how), call)
 
     def _device(self, call: Arguments) -> torch.device:
         tensors = [*call.tensors]
@@ -242,7 +247,7 @@ def _captured(
     ``again``: this rank captures ``part`` another time, the same, and no other rank is asked.
     """
     pieces = Pieces(engine, warm.generators, pool)
-    problem: BaseException | None = None
+    problem: Exception | None = None
     result = None
     try:
         result = pieces.make(fn)
@@ -250,23 +255,28 @@ def _captured(
             warm.check_state(ledger)
         warm.compare(part, pieces)
     except Exception as error:
-        problem = error
-    said = None if problem is None else f"{type(problem).__name__}: {problem}"
+        problem = _as_ours(error, pieces)
     try:
-        if not again:
-            vote(warm.rings, pieces.collectives, said)
-    except CommError as told:
+        settle([] if again else warm.rings, pieces.collectives, problem)
+    except CommError:
         pieces.release()
-        if problem is None:
-            raise
-        raise told from problem
-    if problem is not None:
-        pieces.release()
-        if isinstance(problem, GraphError):
-            raise problem
-        why = next((hint for words, hint in _HINTS.items() if words in str(said)), "")
-        raise GraphError(f"capturing failed: {said}{why}") from problem
+        raise
     return pieces, result
+
+
+def _as_ours(error: Exception, pieces: Pieces) -> GraphError:
+    """Return what is raised where a capture has failed with an error."""
+    if pieces.broken:
+        found: GraphError = AlreadyRun(f"capturing failed behind an eager part, when work of the "
+                                       f"call had been done: {error}")  # fmt: skip
+    elif isinstance(error, GraphError):
+        return error
+    else:
+        text = f"{type(error).__name__}: {error}"
+        why = next((hint for words, hint in _HINTS.items() if words in text), "")
+        found = GraphError(f"capturing failed: {text}{why}")
+    found.__cause__ = error
+    return found
 
 
 def _one_of(name: str, given: str, *allowed: str) -> None:

@@ -1,5 +1,6 @@
 """What holds a captured stretch of work: on a CPU its steps, run again into the same memory."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, TypeAlias
@@ -28,7 +29,9 @@ class Recording(Protocol):
 
 
 class Engine(Protocol):
-    """Captures on one kind of device."""
+    """Captures on one kind of device; ``lock`` is held while something is replayed."""
+
+    lock: threading.RLock
 
     def warming(self) -> Any:
         """Return the context in which a function runs before its capture."""
@@ -79,6 +82,7 @@ class HostEngine:
     """Records on a CPU: the same stale addresses and baked branches as a graph on a GPU."""
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         self._ledger: Ledger | None = None
         self._works: list[Work] = []
         self._scope = ExitStack()

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from commlib.errors import GraphError
 from commlib.graph.outputs import Join, Outputs, leads_back
-from commlib.graph.pieces import Pieces
+from commlib.graph.pieces import Pieces, making
 from commlib.graph.signature import Arguments
 
 Tensors = list[torch.Tensor]
@@ -52,13 +52,18 @@ class Entry:
         inputs = self._inputs(given)
         args, kwargs = call.rebuilt(inputs)
         began = time.perf_counter()
-        pieces, result = self._make(
-            lambda: self._kept(self._fn(*args, **kwargs)), again=again, part="forward"
-        )
+
+        def function() -> Any:
+            result = self._fn(*args, **kwargs)
+            self._is_captured()
+            return self._kept(result)
+
+        pieces, result = self._make(function, again=again, part="forward")
         self.pieces, self._given = pieces, [tensor.detach() for tensor in given]  # kept alive
         self._pointers = [tensor.data_ptr() for tensor in given]
         written = {key for ledger in pieces.ledgers for key in ledger.saved}
         self._back = [i for i, own in self._own.items() if own.untyped_storage()._cdata in written]
+        self._refuse_overlaps(call.tensors)
         self.externals = [
             tensor for ledger in pieces.ledgers for tensor in ledger.externals.values()
         ]
@@ -66,6 +71,12 @@ class Entry:
         self._places = [(tensor, tensor.data_ptr()) for tensor in self.externals]
         self._behind(result, inputs, again=again)
         self.capture_seconds = time.perf_counter() - began
+
+    def _is_captured(self) -> None:
+        """Tell the capture that what follows is no work of the function."""
+        now = making()
+        assert isinstance(now, Pieces)
+        now.own = sum(len(ledger.names) for ledger in now.ledgers)
 
     def _kept(self, result: Any) -> Any:
         """Bring what is returned to where no other graph's replay writes."""
@@ -110,30 +121,32 @@ class Entry:
 
     def first(self, call: Arguments, caller: FrameType) -> Any:
         """Do what the capture itself has not done, and return the outputs."""
-        self.replays += 1
-        self.pieces.turn()
-        for part in self.pieces.parts[-1:] if self.pieces.broken else self.pieces.parts:
-            part.replay()
-        return self._outcome(call.tensors, caller)
+        with self.pieces.lock:
+            self.replays += 1
+            self.pieces.turn()
+            for part in self.pieces.parts[-1:] if self.pieces.broken else self.pieces.parts:
+                part.replay()
+            return self._outcome(call.tensors, caller)
 
     def run(self, call: Arguments, caller: FrameType) -> Any:
         """Replay on the tensors of ``call`` and return the outputs; the host does not block."""
-        self.pieces.turn()
         tensors = call.tensors
         pointers = [tensor.data_ptr() for tensor in tensors]
-        self.bytes_copied = 0
-        if pointers != self._pointers:
-            self._place(call, pointers, caller)
-        if self.outputs.lends:
-            self.outputs.expire(f"the call at {place(caller)}")
-        self.replays += 1
-        if self.replays & (self.replays - 1):
-            self.pieces.replay()
-        else:  # every now and then: the clock takes its time too
-            began = time.perf_counter()
-            self.pieces.replay()
-            self.launch_seconds = time.perf_counter() - began
-        return self._outcome(tensors, caller)
+        with self.pieces.lock:
+            self.pieces.turn()
+            self.bytes_copied = 0
+            if pointers != self._pointers and self._place(call, pointers, caller):
+                return self.first(call, caller)
+            if self.outputs.lends:
+                self.outputs.expire(f"the call at {place(caller)}")
+            self.replays += 1
+            if self.replays & (self.replays - 1):
+                self.pieces.replay()
+            else:  # every now and then: the clock takes its time too
+                began = time.perf_counter()
+                self.pieces.replay()
+                self.launch_seconds = time.perf_counter() - began
+            return self._outcome(tensors, caller)
 
     def _outcome(self, tensors: Sequence[torch.Tensor], caller: FrameType) -> Any:
         for i in self._back:
@@ -146,11 +159,12 @@ class Entry:
         """Return what ties outputs to the gradients of the caller's tensors."""
         return None
 
-    def _place(self, call: Arguments, pointers: Sequence[int], caller: FrameType) -> None:
-        """Copy what lies elsewhere to where the graph reads it.
+    def _place(self, call: Arguments, pointers: Sequence[int], caller: FrameType) -> bool:
+        """Copy what lies elsewhere to where the graph reads it; says whether it captured again.
 
         What is copied may be an output of the last replay, so that one expires behind this.
         """
+        self._refuse_overlaps(call.tensors)
         moved = [i for i, at in enumerate(pointers) if at != self._pointers[i]]
         fresh = [i for i in moved if i not in self._own]
         known = [i for i in moved if i in self._own]
@@ -167,17 +181,29 @@ class Entry:
             self.pieces.release()
             self._capture(call, again=True)
             self.lost = False
+        return bool(fresh)
+
+    def _refuse_overlaps(self, tensors: Tensors) -> None:
+        """Refuse a written argument that shares memory with another: each has its own copy here."""
+        for i in self._back:
+            for other in (j for j, tensor in enumerate(tensors) if _overlap(tensors[i], tensor)):
+                if self._own.get(other) is not self._own[i]:
+                    raise GraphError(
+                        f"tensors {i} and {other} of the arguments overlap, and the function "
+                        f"writes the first; give it one of them, and slice inside"
+                    )
 
     def moved(self) -> list[torch.Tensor]:
         """Return the tensors from outside that do not lie any more where the graph reads them."""
         return [tensor for tensor, at in self._places if tensor.data_ptr() != at]
 
     def _make_room(self, call: Arguments, positions: Iterable[int]) -> None:
-        """Give the graph its own copies of some arguments; equal ones share one."""
-        shared: dict[int, torch.Tensor] = {}
+        """Give the graph its own copies of some arguments; the same ones share one."""
+        shared: dict[Any, torch.Tensor] = {}
         for i in positions:
             tensor = call.tensors[i]
-            self._own[i] = shared.setdefault(tensor.data_ptr(), _copy_of(tensor))
+            layout = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+            self._own[i] = shared.setdefault(layout, _copy_of(tensor))
 
     def release(self) -> None:
         """Let go of the graphs; what was returned can't be read any more."""
@@ -188,6 +214,20 @@ class Entry:
 def place(caller: FrameType) -> str:
     """Return file and line of whoever called a captured function."""
     return f"{caller.f_code.co_filename}:{caller.f_lineno}"
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the memory between the first and the last element of two tensors meets."""
+    (begin, end), (start, stop) = _span(one), _span(other)
+    return begin < stop and start < end
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    if not tensor.numel():
+        return 0, 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -84,15 +84,17 @@ class Ledger(TorchDispatchMode):
         self.saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage | None]] = {}
         self.generators: dict[int, tuple[torch.Generator, torch.Tensor | None]] = {}
         self.made: dict[int, StorageWeakRef] = {}
+        self.leaves: dict[int, torch.Tensor] = {}  # those from outside that want a gradient, by id
         self.computed: list[torch.Tensor] = []  # those from outside that autograd has made
         self._without_grad: list[torch.Tensor] = []
+        self._scope = ExitStack()
         self._nested = self._capturing = False
         self._save = True
 
     # -- watching ----------------------------------------------------------------------------------
 
     def __enter__(self) -> "Ledger":
-        _observers.observers.append(self)
+        self._scope.enter_context(_observers.watching(self))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -103,7 +105,7 @@ class Ledger(TorchDispatchMode):
         trace: TracebackType | None,
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        _observers.observers.remove(self)
+        self._scope.close()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -153,8 +155,7 @@ class Ledger(TorchDispatchMode):
         """While an operator runs, a collective inside it is no step of its own."""
         before, self._nested = self._nested, True
         try:
-            with _observers.still_watched(self):
-                yield
+            yield
         finally:
             self._nested = before
 
@@ -162,14 +163,23 @@ class Ledger(TorchDispatchMode):
 
     def _know(self, tensor: torch.Tensor) -> None:
         key = tensor.untyped_storage()._cdata
-        if key not in self.made and key not in self.externals:
+        if key in self.made:
+            return
+        if tensor.is_leaf and tensor.requires_grad:
+            self._know_leaf(tensor)
+        if key not in self.externals:
             if tensor.grad_fn is None:
                 self.externals[key] = tensor
             else:  # its memory is what counts, not what it was computed from
                 self.externals[key] = tensor.detach()
                 if self._save:
                     self.computed.append(tensor)
-            if tensor.is_leaf and tensor.requires_grad and tensor.grad is None:
+
+    def _know_leaf(self, tensor: torch.Tensor) -> None:
+        """Several leaves may lie in one memory, as in flat buffers."""
+        if id(tensor) not in self.leaves:
+            self.leaves[id(tensor)] = tensor
+            if tensor.grad is None:
                 self._without_grad.append(tensor)
 
     def _new(self, tensor: torch.Tensor, given: Iterable[torch.Tensor]) -> bool:
@@ -317,8 +327,7 @@ def _shared(args: Sequence[Any]) -> Iterator[str]:
         if isinstance(arg, int):
             yield str(arg)
         elif hasattr(arg, "op"):
-            named = arg if isinstance(arg.op, int) else arg.op
-            yield f"op {str(named).rpartition('.')[2].lower()}"
+            yield f"op {getattr(arg, 'name', None) or str(arg.op).rpartition('.')[2].lower()}"
 
 
 _OURS = (str(Path(__file__).parent.parent), str(Path(torch.__file__ or "").parent))

@@ -1,9 +1,8 @@
 """A captured call in pieces: graphs, and the parts between them that must stay outside."""
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -15,12 +14,13 @@ from commlib.graph.engine import Engine, Pool, Recording
 from commlib.graph.ledger import Collective, Ledger
 
 F = TypeVar("F", bound=Callable[..., Any])
-_making = threading.local()
+_making = _observers.Inherited("making")
 
 
-def making() -> "Pieces | AbstractContextManager[Any] | None":
+def making() -> "Pieces | Warming | None":
     """Return what this thread is warming up or capturing, if anything."""
-    return getattr(_making, "now", None)
+    found: Pieces | Warming | None = _making.get()
+    return found
 
 
 @contextmanager
@@ -28,9 +28,11 @@ def fresh_casts() -> Iterator[None]:
     """Keep autocast from reusing its casts of weights: a graph would go on reading an old one."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
+    torch.clear_autocast_cache()  # @torch.autocast(...) turns it on again inside
     try:
         yield
     finally:
+        torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(before)
 
 
@@ -65,26 +67,30 @@ class Pieces:
         self, engine: Engine, generators: list[torch.Generator], pool: Pool | None
     ) -> None:
         self._engine, self._generators, self._pool = engine, generators, pool
-        self.turn = engine.turn
+        self.turn, self.lock = engine.turn, engine.lock  # held from one to the end of a replay
         self.parts: list[Recording] = []
         self.ledgers: list[Ledger] = []
+        self.own = 0  # operators of the function itself; copies of its outputs follow
         self.broken = False  # whether parts lie outside, so that the capture has already run
 
     def make(self, fn: Callable[[], Any]) -> Any:
         """Capture ``fn`` and return its result; an exception leaves nothing captured."""
-        before, _making.now = making(), self
-        self._open()
-        try:
-            with fresh_casts():
-                result = fn()
-            self.parts.append(self._engine.end())
-        except BaseException:
-            self._engine.fail()
-            self.release()
-            raise
-        finally:
-            _making.now = before
-        return result
+        with self.being_made():
+            return fn()
+
+    @contextmanager
+    def being_made(self) -> Iterator[None]:
+        """Capture what runs inside a ``with`` block."""
+        with _making.being(self):
+            try:
+                self._open()
+                with fresh_casts():
+                    yield
+                self.parts.append(self._engine.end())
+            except BaseException:
+                self._engine.fail()
+                self.release()
+                raise
 
     def _open(self) -> None:
         self.ledgers.append(self._engine.begin(self._generators, self._pool))
@@ -92,10 +98,12 @@ class Pieces:
     def leave(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """End a graph, let it run, call ``fn`` outside, and begin the next."""
         self.parts.append(self._engine.end())
-        self.parts[-1].replay()
+        self.broken = True
+        with self.lock:
+            self.turn()
+            self.parts[-1].replay()
         part = Outside(fn, args, kwargs)
         self.parts.append(part)
-        self.broken = True
         self._open()
         return part.result
 
@@ -126,13 +134,16 @@ def _gone() -> None:
 
 
 class Warming:
-    """Marks this thread as running a function before its capture."""
+    """A run of a function before its capture."""
 
-    def __enter__(self) -> None:
-        self._before, _making.now = making(), self
+    def __init__(self) -> None:
+        self.broken = False  # whether it has met an eager part
 
-    def __exit__(self, *_: object) -> None:
-        _making.now = self._before
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Mark this thread as making the run, inside a ``with`` block."""
+        with _making.being(self):
+            yield
 
 
 def eager(fn: F) -> F:
@@ -150,6 +161,7 @@ def eager(fn: F) -> F:
             return now.leave(fn, args, kwargs)
         if now is None:
             return fn(*args, **kwargs)
+        now.broken = True
         with _observers.unwatched():
             return fn(*args, **kwargs)
 

@@ -64,6 +64,7 @@ class CudaEngine:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.lock = threading.RLock()
         self._now: _Capture | None = None
         self._order = StreamOrder(device)
         with torch.cuda.device(device):
@@ -89,10 +90,16 @@ class CudaEngine:
         a graph that was captured before may write there.
         """
         here = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(here)
-        with _capturing, torch.cuda.stream(self.stream):
-            yield
-        here.wait_stream(self.stream)
+        if capture_of(here.cuda_stream):
+            raise GraphError(
+                "the first call of a captured function stands in another capture; call it once "
+                "before that"
+            )
+        with _capturing:
+            self.stream.wait_stream(here)
+            with torch.cuda.stream(self.stream):
+                yield
+            here.wait_stream(self.stream)
 
     # -- a capture ---------------------------------------------------------------------------------
 
@@ -160,9 +167,11 @@ class CudaEngine:
         if self._now is not None:
             now, self._now = self._now, None
             _under_way.remove(self)
-            while _late:
-                _late.pop().reset()
-            now.scope.close()
+            try:
+                while _late:
+                    _late.pop().reset()
+            finally:
+                now.scope.close()
 
     def fail(self) -> None:
         """Give up a capture that an exception has left, so that the process is as before it.

@@ -93,7 +93,7 @@ def modes() -> tuple[Any, ...]:
 
 
 def value(x: Any) -> tuple[Any, ...]:
-    """Return what tells a plain value from another; 0.0 equals -0.0, and NaN not even itself."""
+    """Return what tells a plain value from another, floats by their bits."""
     return type(x), x.hex() if isinstance(x, float) else x
 
 

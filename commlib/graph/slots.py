@@ -24,6 +24,7 @@ class Slots:
     def __init__(self, build: Callable[..., "Slot"], call: Arguments) -> None:
         self._build = build
         self.slots = [build(call, later=False)]
+        self._lock = self.slots[0].pieces.lock
 
     def first(self, call: Arguments, caller: FrameType) -> Any:
         """Do what the capture itself has not done, and return the outputs."""
@@ -31,11 +32,12 @@ class Slots:
 
     def run(self, call: Arguments, caller: FrameType) -> Any:
         """Replay the forward of a free slot; the gradients of its outputs lead to its backward."""
-        for slot in self.slots:
-            if slot.free:
-                return slot.run(call, caller)
-        self.slots.append(self._build(call, later=True))
-        return self.slots[-1].first(call, caller)
+        with self._lock:
+            for slot in self.slots:
+                if slot.free:
+                    return slot.run(call, caller)
+            self.slots.append(self._build(call, later=True))
+            return self.slots[-1].first(call, caller)
 
     @property
     def parts(self) -> list[Entry]:
@@ -109,22 +111,16 @@ class Slot(Entry):
         self._given_grads = [torch.zeros_like(tensor) for tensor in outs]
         self._saved = result  # and with it what the forward has saved for the backward
         self._release_backward()
-        self._backward, packed = self._make(
-            lambda: _packed(
-                torch.autograd.grad(
-                    outs, wanted, self._given_grads, retain_graph=True, allow_unused=True
-                )
+        self._backward, grads = self._make(
+            lambda: torch.autograd.grad(
+                outs, wanted, self._given_grads, retain_graph=True, allow_unused=True
             ),
             again=again,
             part="backward",
         )
-        places = [
-            i for i, tensor in enumerate((*inputs, *self._parameters)) if tensor.requires_grad
-        ]
-        self._gradients = len(inputs) + len(self._parameters)
-        self._packs = [
-            (flat, [places[i] for i in group], [wanted[i].detach() for i in group])
-            for flat, group in packed
+        found = iter(grads)
+        self._grads = [
+            next(found) if tensor.requires_grad else None for tensor in (*inputs, *self._parameters)
         ]
 
     # -- replaying ---------------------------------------------------------------------------------
@@ -147,18 +143,20 @@ class Slot(Entry):
         if self._backward is None:
             raise GraphError("the graph of this backward was released before it ran")
         coming = [grad for grad, leads in zip(grads, self._leads, strict=True) if leads]
-        self._backward.turn()
-        for kept, grad in zip(self._given_grads, coming, strict=True):
-            if grad is None:
-                kept.zero_()
-            else:
-                kept.copy_(grad)
-        self._backward.replay()
-        found: list[torch.Tensor | None] = [None] * self._gradients
-        for flat, places, like in self._packs:
-            for i, grad in zip(places, _unflatten(flat.clone(), like), strict=True):
-                found[i] = grad
-        return found
+        made = [grad for grad in self._grads if grad is not None]
+        fresh = [torch.empty_like(grad) for grad in made]
+        with self._backward.lock:
+            self._backward.turn()
+            for kept, grad in zip(self._given_grads, coming, strict=True):
+                if grad is None:
+                    kept.zero_()
+                else:
+                    kept.copy_(grad)
+            self._backward.replay()
+            if made:
+                torch._foreach_copy_(fresh, made)
+        found = iter(fresh)
+        return [None if grad is None else next(found) for grad in self._grads]
 
     def release(self) -> None:
         """Let go of both graphs."""
@@ -195,35 +193,12 @@ def _refusing_more(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
     return None, None, None, *ctx.slot.backward(grads)
 
 
-def _packed(grads: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor, list[int]]]:
-    """Return gradients as one flat tensor a dtype, and which of them lie in it, in order.
-
-    What a replay leaves is handed out as copies: of one tensor instead of many.
-    """
-    groups: dict[torch.dtype, list[int]] = {}
-    for i, grad in enumerate(grads):
-        if grad is not None:
-            groups.setdefault(grad.dtype, []).append(i)
-    return [
-        (torch.cat([grad.reshape(-1) for i in group if (grad := grads[i]) is not None]), group)
-        for group in groups.values()
-    ]
-
-
-# Views of a flat tensor, by one call.
-_unflatten: Callable[..., Sequence[torch.Tensor]] = torch._utils._unflatten_dense_tensors
-
-
 def leaf(tensor: torch.Tensor) -> torch.Tensor:
     """Return a leaf over the memory of a tensor that wants a gradient, else the tensor."""
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
 def parameters(ledger: Ledger, inputs: Sequence[torch.Tensor]) -> Tensors:
-    """Return the leaves from outside that a run has read and that want a gradient."""
-    given = {tensor.untyped_storage()._cdata for tensor in inputs}
-    return [
-        tensor
-        for key, tensor in ledger.externals.items()
-        if key not in given and tensor.is_leaf and tensor.requires_grad
-    ]
+    """Return the leaves that a run has read beside its inputs and that want a gradient."""
+    given = {id(tensor) for tensor in inputs}
+    return [tensor for tensor in ledger.leaves.values() if id(tensor) not in given]

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 
 from commlib._ring import Ring
-from commlib.errors import GraphError
+from commlib.errors import CommError, GraphError
 from commlib.graph.ledger import PEER_TO_PEER, Collective
 
 # What differs between ranks in the text of equal keys: the number of a device, an address.
@@ -13,20 +13,42 @@ _PLACE = re.compile(r", index=\d+| at 0x[0-9a-f]+")
 _WORD = 7  # bytes of text in a number: it stays below 2**63
 
 
-def vote(rings: Sequence[Ring], collectives: Sequence[Collective], problem: str | None) -> None:
+class AlreadyRun(GraphError):
+    """A call that fails behind work that has counted: eager code would count it again."""
+
+
+def settle(
+    rings: Sequence[Ring], collectives: Sequence[Collective], problem: Exception | None
+) -> None:
+    """Vote, then raise what this rank has run into, or another one."""
+    try:
+        vote(rings, collectives, problem)
+    except CommError as told:
+        if problem is None:
+            raise
+        raise told from problem
+    if problem is not None:
+        raise problem
+
+
+def vote(
+    rings: Sequence[Ring], collectives: Sequence[Collective], problem: Exception | None
+) -> None:
     """Compare what this rank has seen with the other members of each ring; every one calls it.
 
     Blocks the host, at most each ring's timeout. Raises ``GraphError`` on all members when one has
     a ``problem``, or where their lists of collectives part.
     """
+    status = 0 if problem is None else 2 if isinstance(problem, AlreadyRun) else 1
     for ring in rings:
         own = [c for c in collectives if c.ring is ring and c.verb not in PEER_TO_PEER]
         marks = [_number(str(call)) for call in own]
-        rows = ring.exchange([int(problem is not None), *marks])
+        rows = ring.exchange([status, *marks])
         if any(row[0] for row in rows):
-            said = _told(ring, problem or "")
+            said = _told(ring, "" if problem is None else f"{type(problem).__name__}: {problem}")
             bad = [f"rank {ring.ranks[r]}: {said[r]}" for r, row in enumerate(rows) if row[0]]
-            raise GraphError(f"no rank of ring {ring.ring_id} captures: {'; '.join(bad)}")
+            kind = AlreadyRun if any(row[0] == 2 for row in rows) else GraphError
+            raise kind(f"no rank of ring {ring.ring_id} captures: {'; '.join(bad)}")
         if any(row != rows[0] for row in rows):
             _part(ring, own, [row[1:] for row in rows])
 
@@ -37,7 +59,7 @@ def same_key(ring: Ring, key: object, known: bool) -> bool:
     Blocks the host, at most the ring's timeout. Raises ``GraphError`` on all of them where the keys
     differ in more than the number of a device.
     """
-    text = _PLACE.sub("", repr(key))
+    text = _PLACE.sub("", repr(_ordered(key)))
     rows = ring.exchange([int(known), _number(text)])
     if any(row[1] != rows[0][1] for row in rows):
         keys = "; ".join(
@@ -45,6 +67,13 @@ def same_key(ring: Ring, key: object, known: bool) -> bool:
         )
         raise GraphError(f"the ranks of ring {ring.ring_id} call with different keys: {keys}")
     return all(row[0] for row in rows)
+
+
+def _ordered(key: object) -> object:
+    """Return a key whose sets are in an order that does not depend on the process."""
+    if isinstance(key, tuple):
+        return tuple(map(_ordered, key))
+    return sorted(map(repr, key)) if isinstance(key, frozenset) else key
 
 
 def _part(ring: Ring, own: Sequence[Collective], lists: Sequence[list[int]]) -> None:

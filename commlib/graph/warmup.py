@@ -10,14 +10,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from commlib import _observers
-from commlib.errors import GraphError
+from commlib.errors import CommError, GraphError
 from commlib.graph.engine import Engine
 from commlib.graph.ledger import Collective, Ledger, default_generator
 from commlib.graph.outputs import leads_back
 from commlib.graph.pieces import Pieces, Warming, fresh_casts
 from commlib.graph.signature import Arguments
 from commlib.graph.slots import leaf, parameters
-from commlib.graph.vote import vote
+from commlib.graph.vote import AlreadyRun, settle
 
 
 def named(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
@@ -27,15 +27,14 @@ def named(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-class Advanced(GraphError):
-    """State of the function's own has counted a run that was to be undone."""
-
-
 class WarmUp:
     """The runs of a function before its capture, and what they have shown."""
 
-    def __init__(self, fn: Callable[..., Any], engine: Engine, device: torch.device) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], engine: Engine, device: torch.device, *, keeps_last: bool
+    ) -> None:
         self._fn, self._engine, self._device = fn, engine, device
+        self._keeps_last = keeps_last
         self.collectives: list[Collective] = []
         self.generators: list[torch.Generator] = []
         self.rings: list[Any] = []
@@ -50,37 +49,57 @@ class WarmUp:
         self._made: dict[int, StorageWeakRef] = {}
         self.eager_seconds: float | None = None  # host time of a run that nobody watched
 
-    def run(self, call: Arguments, times: int, *, keep_last: bool) -> Any:
+    def run(self, call: Arguments, times: int) -> Any:
         """Run ``call`` and undo, but for the last run if it is to stay; returns its result.
 
         Behind two or more that are undone comes one that nobody watches: it tells the eager time.
         """
-        result, names = None, None
-        self._settled = times > 1 or not keep_last  # a run that stays may be the one that sets up
+        result = None
+        self._settled = (
+            times > 1 or not self._keeps_last
+        )  # a run that stays may be the one that sets up
         for turn in range(times):
-            stays = keep_last and turn == times - 1
-            ledger = Ledger(self._device)
+            ledger, stays = Ledger(self._device), self._keeps_last and turn == times - 1
             if stays:
                 ledger.without_saving()
-            result = self._once(call, ledger, undo=not stays)
-            if names is not None and turn == times - 1:
-                _same("two runs of the function differ", names, ledger.names)
-            names = ledger.names
-        if times > 1 and not keep_last:
-            ledger.save_again()
+            result = self._once(call, ledger, undo=not stays, as_before=0 < turn == times - 1)
+        if times > 1 and not self._keeps_last:
             self._once(call, ledger, undo=True, watched=False)
         return result
 
-    def _once(self, call: Arguments, ledger: Ledger, *, undo: bool, watched: bool = True) -> Any:
+    def _once(
+        self,
+        call: Arguments,
+        ledger: Ledger,
+        *,
+        undo: bool,
+        as_before: bool = False,
+        watched: bool = True,
+    ) -> Any:
         """Run once; every member of the rings in ``ledger`` comes through, or all of them raise."""
-        result, problem = None, None
-        with self._engine.warming(), Warming(), _observers.unwaited() as works:
+        result, problem, run = None, None, Warming()
+        with self._engine.warming(), run.under_way(), _observers.unwaited() as works:
             try:
+                if not watched:
+                    ledger.save_again()
+                before = self._names
                 result = self._run(call, ledger, undo=undo, watched=watched)
-                for work in works:  # a collective that nobody waits for writes behind the undoing
-                    work.wait()
+                if as_before:
+                    same("two runs of the function differ", before, self._names)
+                if self._keeps_last and run.broken:
+                    raise GraphError(
+                        'first="warmup" of a function with eager parts, which would run in the '
+                        'capture too; type first="once"'
+                    )
             except Exception as error:
                 problem = error
+            for work in works:  # one that nobody waits for would write behind the undoing
+                try:
+                    work.wait()
+                except CommError as error:
+                    problem = problem or error
+            if problem is not None and not undo:
+                problem = _counted(problem)
             if undo or problem is not None:
                 result = None
                 ledger.restore()
@@ -91,15 +110,7 @@ class WarmUp:
             if generator.device.type == "cuda"
             and generator is not default_generator(generator.device)
         ]
-        said = None if problem is None else f"{type(problem).__name__}: {problem}"
-        try:
-            vote(self.rings, self.collectives, said)
-        except GraphError as told:
-            if problem is None:
-                raise
-            raise told from problem
-        if problem is not None:
-            raise problem
+        settle(self.rings, self.collectives, problem)
         return result
 
     def _run(self, call: Arguments, ledger: Ledger, *, undo: bool, watched: bool) -> Any:
@@ -163,7 +174,7 @@ class WarmUp:
         ]
         if written:
             sizes = ", ".join(f"{memory.nbytes()} bytes" for memory in written[:5])
-            raise Advanced(
+            raise AlreadyRun(
                 f"{len(written)} tensors ({sizes}) that the function makes in its first run and "
                 f"writes in the next, such as an optimizer's state, have counted a run before the "
                 f"capture; make them anew, and call the function once eagerly before you capture "
@@ -197,12 +208,20 @@ class WarmUp:
         if part == "forward" and self._settled:
             names = [name for ledger in pieces.ledgers for name in ledger.names]
             what = "the run before the capture and the capture differ"
-            _same(what, self._names, names[: len(self._names)])
-            _same(what, self._calls, texts)
-        _same("two captures of the function differ", self._texts.setdefault(part, texts), texts)
+            same(what, self._names, names[: pieces.own])
+            same(what, self._calls, texts)
+        same("two captures of the function differ", self._texts.setdefault(part, texts), texts)
 
 
-def _same(what: str, before: list[str], after: list[str]) -> None:
+def _counted(problem: Exception) -> AlreadyRun:
+    """Say that the run that was to be the call has failed on its way."""
+    found = AlreadyRun(f"the run that was to be the call failed: {problem}")
+    found.__cause__ = problem
+    return found
+
+
+def same(what: str, before: list[str], after: list[str]) -> None:
+    """Raise ``GraphError`` naming the first of the calls in which two lists differ."""
     if before == after:
         return
     shortest = min(len(before), len(after))

@@ -1,10 +1,9 @@
 // all_reduce of rows, a bias and a residual added to the sum, and the norm of that, in one kernel.
 //
 // A block, or a cluster of them, does a row at a time, and a thread the same vectors of it in every
-// step. The rows before
-// the norm have the same bits on all ranks, and every rank normalises all of them: what it adds up
-// for that it has itself, in an order that the launch fixes. So no sums travel, and all ranks end
-// with the same bits.
+// step. The rows before the norm have the same bits on all ranks, and every rank normalises all of
+// them: what it adds up for that it has itself, in an order that the launch fixes. So no sums
+// travel, and all ranks end with the same bits.
 
 #include "values.cuh"
 
