@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 
 from commlib._log import log
 from commlib._manager import CommContextManager
+from commlib._streams import capturing
 from commlib.errors import CommError, GraphError
 from commlib.graph import pool as pools
 from commlib.graph.engine import Engine, HostEngine, Pool
@@ -149,6 +150,10 @@ class Graphed:
     # -- the first call of a kind ------------------------------------------------------------------
 
     def _first_call(self, call: Arguments, caller: FrameType) -> Any:
+        if capturing():
+            raise GraphError(
+                f"the first call of {self.name} stands in another capture; call it once before that"
+            )
         device = self._device(call)
         engine = engine_for(device)
         keeps_last = self._first == "warmup"

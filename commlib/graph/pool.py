@@ -90,11 +90,6 @@ class CudaEngine:
         a graph that was captured before may write there.
         """
         here = torch.cuda.current_stream(self.device)
-        if capture_of(here.cuda_stream):
-            raise GraphError(
-                "the first call of a captured function stands in another capture; call it once "
-                "before that"
-            )
         with _capturing:
             self.stream.wait_stream(here)
             with torch.cuda.stream(self.stream):

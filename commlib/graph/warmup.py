@@ -55,9 +55,8 @@ class WarmUp:
         Behind two or more that are undone comes one that nobody watches: it tells the eager time.
         """
         result = None
-        self._settled = (
-            times > 1 or not self._keeps_last
-        )  # a run that stays may be the one that sets up
+        # A run that stays may be the one that sets things up.
+        self._settled = times > 1 or not self._keeps_last
         for turn in range(times):
             ledger, stays = Ledger(self._device), self._keeps_last and turn == times - 1
             if stays:

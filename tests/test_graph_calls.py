@@ -1,0 +1,310 @@
+"""graph.capture: calls that fail count once or not at all; odd arguments are taken or refused."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import commlib
+from commlib import graph
+from commlib.compat import deepspeed
+from commlib.errors import CommError
+from commlib.graph import GraphError
+from tests._check import close, refused, same, settle
+from tests._ranks import Ranks
+
+
+def on_gpu(comm: Any) -> bool:
+    return bool(comm.device.type == "cuda")
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+
+def overlapping(comm: Any) -> None:
+    """Tensors of one begin and of empty memory are told apart; a written overlap is refused."""
+    x = torch.arange(6.0, device=comm.device)
+    both = graph.capture(lambda a, b: b.sum() + a.sum(), outputs="copy")
+    for turn in range(3):
+        y = x + turn  # at another place
+        close(both(y[:2], y), y[:2].sum() + y.sum(), f"turn {turn}")
+    shapes = graph.capture(lambda a, b: torch.zeros(b.shape[1]) + b.sum(0).cpu(), outputs="copy")
+    if not on_gpu(comm):
+        same(shapes(torch.empty(0, 3), torch.empty(0, 5)).shape, (5,), "empty")
+
+    @graph.capture(outputs="copy")
+    def written(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a.add_(1)
+        return b * 1
+
+    zeros, more = torch.zeros(6, device=comm.device), torch.zeros(6, device=comm.device)
+    if on_gpu(comm):  # the graph works where the tensors lie, as the function does
+        close(written(zeros[:4], zeros[2:]), torch.tensor([1.0, 1.0, 0.0, 0.0]))
+        close(zeros, torch.tensor([1.0] * 4 + [0.0] * 2))
+    with refused(GraphError, "overlap", "writes the first"):
+        written(more[:4], more[2:])
+    close(more, torch.zeros(6), "nothing has changed")
+
+
+def test_overlapping_arguments(unified_ranks: Ranks) -> None:
+    unified_ranks(overlapping)
+
+
+def flat(comm: Any) -> None:
+    """Parameters that lie in one memory each get their gradient, beside an argument there too."""
+    memory = torch.arange(12.0, device=comm.device)
+    one, two = (torch.nn.Parameter(memory[i : i + 4]) for i in (0, 4))
+    third = memory[8:].clone().requires_grad_()
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return (x * one * two).sum()
+
+    for x in (third, memory[8:].detach().requires_grad_()):
+        found = []
+        for call in (product, graph.capture(product)):
+            one.grad = two.grad = x.grad = None
+            call(x).backward()
+            found.append([one.grad, two.grad, x.grad])
+        for want, given in zip(*found, strict=True):
+            close(given, want)
+
+
+def test_parameters_in_one_memory(unified_ranks: Ranks) -> None:
+    unified_ranks(flat)
+
+
+def gradients(comm: Any) -> None:
+    """Each gradient has memory and a version of its own."""
+    module = torch.nn.Linear(100, 100).to(comm.device)
+    x = torch.ones(1, 100, device=comm.device, requires_grad=True)
+    weight, bias, of_x = torch.autograd.grad(
+        graph.capture(module)(x).sum(), (module.weight, module.bias, x)
+    )
+    same(of_x.untyped_storage().nbytes(), of_x.nbytes, "memory that is kept")
+    own = torch.ones(100, device=comm.device, requires_grad=True)
+    loss = (bias * own).sum()
+    weight.mul_(0.5)
+    loss.backward()
+    close(own.grad, bias)
+
+
+def test_gradients_are_apart(unified_ranks: Ranks) -> None:
+    unified_ranks(gradients)
+
+
+def defaults(comm: Any) -> None:
+    """Functions of one code with other defaults are told apart, by value and type."""
+    x = torch.ones(1, device=comm.device, dtype=torch.int64)
+
+    def named(scale: Any) -> Any:
+        def f(x: torch.Tensor, *, scale: Any = scale) -> torch.Tensor:
+            return x * scale  # type: ignore[no-any-return]
+
+        return f
+
+    def plain(scale: Any) -> Any:
+        def f(x: torch.Tensor, scale: Any = scale, more: Any = [1]) -> torch.Tensor:  # noqa: B006
+            return x * scale  # type: ignore[no-any-return]
+
+        return f
+
+    for make in (named, plain):
+        for scale in (2, 3, 1, 1.0, True):
+            given = deepspeed.graph_process(True, make(scale), x)
+            same(given.tolist(), [scale], f"{scale}")
+            same(given.dtype, (x * scale).dtype, f"type of {scale}")
+    deepspeed.graph_clear()
+
+
+def test_deepspeed_defaults(unified_ranks: Ranks) -> None:
+    unified_ranks(defaults)
+
+
+# -- calls that fail -------------------------------------------------------------------------------
+
+
+class Sum:
+    """A function that adds up, maybe through an eager part, and in one of its runs is another."""
+
+    def __init__(self, comm: Any, odd: int | None, *, broken: bool) -> None:
+        self.total = torch.zeros(1, device=comm.device)
+        self._odd, self._broken, self._runs = odd, broken, 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self._runs += 1
+        self.total.add_(x)
+        y = _outside(x) if self._broken else x
+        return y * 2 + 1 if self._runs == self._odd else y * 2
+
+
+@graph.eager
+def _outside(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+def counted(comm: Any) -> None:
+    """A call that stays eager counts once; one that has counted in part raises all the same."""
+    x = torch.ones(1, device=comm.device)
+    for first, odd, broken in (("warmup", None, True), ("warmup", 3, False), ("once", 4, False)):
+        f = Sum(comm, odd, broken=broken)
+        g = graph.capture(f, first=first, on_fail="eager")
+        for turn in range(1, 4):
+            close(g(x), x * 2, f"{first}, turn {turn}")
+            close(f.total, x * turn, f"{first}, {odd}, {broken}, turn {turn}")
+        same(len(g.eager), 1, "calls that stay eager")
+    with refused(GraphError, "behind an eager part", "had been done"):
+        graph.capture(Sum(comm, 4, broken=True), on_fail="eager")(x)
+
+
+def test_failures_count_once(unified_ranks: Ranks) -> None:
+    unified_ranks(counted)
+
+
+def moved(comm: Any) -> None:
+    """A function with an eager part that is captured again counts once too."""
+    f = Sum(comm, None, broken=True)
+    g = graph.capture(f, outputs="copy")
+    places = [torch.ones(1, device=comm.device) for _ in range(4)]
+    for turn, x in enumerate(places, 1):
+        close(g(x), x * 2)
+        close(f.total, x * turn, f"turn {turn}")
+
+
+def test_moved_arguments_of_pieces(unified_ranks: Ranks) -> None:
+    unified_ranks(moved)
+
+
+def unwaited(comm: Any) -> None:
+    """A collective that a failing run has begun ends before its writes are undone."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        work = comm.all_reduce(x, x, use_calc_stream=False, sync_op=False)
+        x.sum().item()
+        return work.wait()  # type: ignore[no-any-return]
+
+    for turn in range(3):
+        x = torch.ones(1_000_000, device=comm.device)
+        graph.capture(f, on_fail="eager")(x)
+        settle(comm)
+        same(x.unique().tolist(), [float(comm.size)], f"turn {turn}")
+
+
+def test_collectives_of_a_failing_run(unified_ranks: Ranks) -> None:
+    unified_ranks(unwaited)
+
+
+def one_rank(comm: Any, how: str) -> None:
+    """What one rank finds out about its runs, all ranks raise."""
+    state: list[torch.Tensor] = []
+    runs = []
+
+    def differs(x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        y = x + 0 if comm.rank == 0 and len(runs) == 1 else x
+        return comm.all_reduce(torch.zeros_like(x), y)  # type: ignore[no-any-return]
+
+    def advances(x: torch.Tensor) -> torch.Tensor:
+        if comm.rank == 0 and state:
+            state[0].add_(1)
+        elif comm.rank == 0:
+            state.append(torch.zeros(1, device=comm.device))
+        return comm.all_reduce(torch.zeros_like(x), x)  # type: ignore[no-any-return]
+
+    x = torch.ones(4, device=comm.device)
+    f, words = {"differs": (differs, "differ"), "advances": (advances, "first run")}[how]
+    with refused(GraphError, "rank 0", words):
+        graph.capture(f, on_fail="raise" if how == "differs" else "eager")(x)
+    close(comm.all_reduce(torch.zeros_like(x), x), x * comm.size, "the ring works")
+
+
+@pytest.mark.parametrize("how", ["differs", "advances"])
+def test_one_rank_tells_the_others(unified_ranks: Ranks, how: str) -> None:
+    unified_ranks(one_rank, how)
+
+
+def alone(comm: Any) -> None:
+    """A rank whose function fails says so, also where its peer does not come to hear of it."""
+    ring = commlib.new_ring(72, range(comm.size), timeout=5)
+    assert ring is not None
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = ring.all_reduce(torch.zeros_like(x), x)
+        raise ValueError("the real reason")
+        return y
+
+    x = torch.ones(4, device=comm.device)
+    if comm.rank:
+        ring.all_reduce(torch.zeros_like(x), x)
+    else:
+        with pytest.raises(CommError) as found:
+            graph.capture(f)(x)
+        same("the real reason" in str(found.value.__cause__), True, f"{found.value!r}")
+    comm.exchange([])
+    commlib.CommContextManager.instance().close(72, abort=True)
+
+
+def test_the_first_problem_is_kept(unified_ranks: Ranks) -> None:
+    unified_ranks(alone)
+
+
+def stays_usable(comm: Any) -> None:
+    """A capture that can't begin leaves the thread as it was: the next one captures."""
+    if not on_gpu(comm):
+        return
+    x = torch.ones(3, device=comm.device)
+    g = graph.capture(lambda x: x * 2, outputs="copy")
+    foreign, out = torch.cuda.CUDAGraph(), torch.zeros(3, device=comm.device)
+    with torch.cuda.graph(foreign, capture_error_mode="thread_local"):
+        with refused(GraphError, "another capture", "before"):
+            g(x)
+        out.add_(1)
+    foreign.replay()
+    close(out, torch.ones(3), "the foreign graph")
+    for _ in range(2):
+        close(g(x), x * 2)
+    same(len(g.entries), 1, "captured")
+
+
+def test_inside_a_foreign_capture(unified_ranks: Ranks) -> None:
+    unified_ranks(stays_usable)
+
+
+# -- threads and keys ------------------------------------------------------------------------------
+
+
+def threads(comm: Any) -> None:
+    """Two threads that call one captured function each get their own result."""
+    g = graph.capture(lambda x: x * 2, outputs="copy")
+    wrong: list[float] = []
+
+    def call(base: float) -> None:
+        for turn in range(100):
+            x = torch.full((1000,), base + turn, device=comm.device)
+            found = g(x).unique().tolist()
+            if found != [2 * (base + turn)]:
+                wrong.append(found[0])
+
+    call(0.0)
+    workers = [threading.Thread(target=call, args=(base,)) for base in (1000.0, 2000.0)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    same(wrong, [], "results of the other thread")
+
+
+def test_threads_share_a_function(unified_ranks: Ranks) -> None:
+    unified_ranks(threads)
+
+
+def sets(comm: Any) -> None:
+    """A set in a key is the same on ranks whose hashes differ."""
+    g = graph.capture(lambda x, names: x * len(names), agree=0, outputs="copy")
+    x = torch.ones(2, device=comm.device)
+    for _ in range(2):
+        close(g(x, frozenset({"a", "b", "c", "d", "e"})), x * 5)
+
+
+def test_sets_as_keys(unified_ranks: Ranks) -> None:
+    unified_ranks(sets)
