@@ -1,42 +1,18 @@
 """Who looks on while collectives are made: a graph that is being captured, or the run before it."""
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from commlib._ring import Ring
 from commlib._work import Work
-
-
-class Inherited:
-    """A value of a thread, None at first, that the threads of its backward have too."""
-
-    def __init__(self, name: str) -> None:
-        self._name = f"commlib.{name}"
-
-    def get(self) -> Any:
-        """Return the value here."""
-        return torch._C._get_obj_in_tls(self._name) if _known(self._name) else None
-
-    def set(self, value: Any) -> None:
-        """Change it here."""
-        torch._C._stash_obj_in_tls(self._name, value)
-
-    @contextmanager
-    def being(self, value: Any) -> Iterator[None]:
-        """Change it inside a ``with`` block."""
-        before = self.get()
-        self.set(value)
-        try:
-            yield
-        finally:
-            self.set(before)
-
-
-_known: Callable[[str], bool] = torch._C._is_key_in_tls
 
 
 class Seen(NamedTuple):
@@ -51,36 +27,33 @@ class Seen(NamedTuple):
 
 
 class Observer(Protocol):
-    """Whoever has to know of every call while it looks on: a graph that is being captured."""
+    """A mode of torch that has to know of every call under it: a graph that is being captured."""
 
     def before(self, call: Seen) -> None:
         """Note a call; an exception keeps it from being launched."""
 
 
 observers: list[Observer] = []  # of all threads: empty, there is nothing to ask at a call
-_here, _works = Inherited("observers"), Inherited("works")
+_inside = threading.local()
 
 
 def looking_on() -> tuple[Observer, ...]:
-    """Return the observers of what this thread does."""
-    return _here.get() or ()
+    """Return the observers of what this thread does; a backward's threads have their caller's."""
+    here = (*_get_current_dispatch_mode_stack(), *getattr(_inside, "observers", ()))
+    return tuple(observer for observer in observers if any(observer is mode for mode in here))
 
 
 @contextmanager
-def watching(observer: Observer) -> Iterator[None]:
-    """Let an observer look on at this thread, and at its backwards."""
-    observers.append(observer)
-    try:
-        with _here.being((*looking_on(), observer)):
-            yield
-    finally:
-        observers.remove(observer)
+def still_watched(observer: Observer) -> Iterator[None]:
+    """Let an observer look on inside an operator that it handles, where torch has taken it off."""
+    with _being(observers=(*getattr(_inside, "observers", ()), observer)):
+        yield
 
 
 @contextmanager
 def unwatched() -> Iterator[None]:
     """Let nobody look on: no observer, and no mode of torch that a recording uses."""
-    with _here.being(()), _disable_current_modes():
+    with _being(observers=()), _disable_current_modes():
         yield
 
 
@@ -97,15 +70,27 @@ def watched(calls: Iterable[Seen]) -> Iterator[None]:
 
 @contextmanager
 def unwaited() -> Iterator[list[Work]]:
-    """Keep the works that calls begin, for whoever has to wait for all of them."""
+    """Keep the works that this thread's calls begin, for whoever has to wait for all of them."""
     works: list[Work] = []
-    with _works.being(works):
+    with _being(works=works):
         yield works
 
 
 def begun(work: Work) -> Work:
     """Note a work for whoever has to wait for all; returns it."""
-    works = _works.get()
+    works = getattr(_inside, "works", None)
     if works is not None:
         works.append(work)
     return work
+
+
+@contextmanager
+def _being(**values: Any) -> Iterator[None]:
+    """Change values of this thread inside a ``with`` block."""
+    before = dict(_inside.__dict__)
+    _inside.__dict__.update(values)
+    try:
+        yield
+    finally:
+        _inside.__dict__.clear()
+        _inside.__dict__.update(before)

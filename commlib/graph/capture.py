@@ -17,7 +17,7 @@ from commlib.errors import CommError, GraphError
 from commlib.graph import pool as pools
 from commlib.graph.engine import Engine, HostEngine, Pool
 from commlib.graph.entry import Entry
-from commlib.graph.pieces import Pieces, making
+from commlib.graph.pieces import Pieces, inside
 from commlib.graph.signature import Arguments, arguments, bare
 from commlib.graph.slots import Slot, Slots
 from commlib.graph.vote import AlreadyRun, same_key, settle
@@ -99,7 +99,7 @@ class Graphed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the call's graph on the current stream, or capture it first."""
-        if making() is not None:
+        if inside():
             return self.fn(*args, **kwargs)  # part of a larger capture
         call = self._arguments(args, kwargs)
         if self._agree is not None:

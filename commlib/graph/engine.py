@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from commlib import _observers
+from commlib._ring import Ring
 from commlib._work import Work
 from commlib.graph.ledger import Ledger, Step
 
@@ -44,6 +45,9 @@ class Engine(Protocol):
 
     def end(self) -> Recording:
         """End the stretch; nothing of it counts as done until it is replayed."""
+
+    def join(self, rings: Sequence[Ring]) -> None:
+        """Order the current stream behind the comm streams of rings."""
 
     def own_pool(self) -> Pool | None:
         """Return memory for graphs that keep something from one replay to the next."""
@@ -102,6 +106,9 @@ class HostEngine:
         """Undo what the recorded run wrote, as a capture on a GPU would have written nothing."""
         ledger = self._left()
         return HostRecording(ledger.steps)
+
+    def join(self, rings: Sequence[Ring]) -> None:
+        """There are no streams."""
 
     def own_pool(self) -> None:
         """Every step has memory of its own."""

@@ -5,7 +5,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -87,14 +87,13 @@ class Ledger(TorchDispatchMode):
         self.leaves: dict[int, torch.Tensor] = {}  # those from outside that want a gradient, by id
         self.computed: list[torch.Tensor] = []  # those from outside that autograd has made
         self._without_grad: list[torch.Tensor] = []
-        self._scope = ExitStack()
         self._nested = self._capturing = False
         self._save = True
 
     # -- watching ----------------------------------------------------------------------------------
 
     def __enter__(self) -> "Ledger":
-        self._scope.enter_context(_observers.watching(self))
+        _observers.observers.append(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -105,7 +104,7 @@ class Ledger(TorchDispatchMode):
         trace: TracebackType | None,
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        self._scope.close()
+        _observers.observers.remove(self)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -155,7 +154,8 @@ class Ledger(TorchDispatchMode):
         """While an operator runs, a collective inside it is no step of its own."""
         before, self._nested = self._nested, True
         try:
-            yield
+            with _observers.still_watched(self):
+                yield
         finally:
             self._nested = before
 

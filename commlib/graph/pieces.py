@@ -1,6 +1,7 @@
 """A captured call in pieces: graphs, and the parts between them that must stay outside."""
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -14,13 +15,27 @@ from commlib.graph.engine import Engine, Pool, Recording
 from commlib.graph.ledger import Collective, Ledger
 
 F = TypeVar("F", bound=Callable[..., Any])
-_making = _observers.Inherited("making")
+_making = threading.local()
 
 
 def making() -> "Pieces | Warming | None":
     """Return what this thread is warming up or capturing, if anything."""
-    found: Pieces | Warming | None = _making.get()
+    found: Pieces | Warming | None = getattr(_making, "now", None)
     return found
+
+
+def inside() -> bool:
+    """Whether this thread works for a warm-up or a capture, as a backward's threads do."""
+    return making() is not None or bool(_observers.observers and _observers.looking_on())
+
+
+@contextmanager
+def _now(what: "Pieces | Warming") -> Iterator[None]:
+    before, _making.now = making(), what
+    try:
+        yield
+    finally:
+        _making.now = before
 
 
 @contextmanager
@@ -81,7 +96,7 @@ class Pieces:
     @contextmanager
     def being_made(self) -> Iterator[None]:
         """Capture what runs inside a ``with`` block."""
-        with _making.being(self):
+        with _now(self):
             try:
                 self._open()
                 with fresh_casts():
@@ -142,7 +157,7 @@ class Warming:
     @contextmanager
     def under_way(self) -> Iterator[None]:
         """Mark this thread as making the run, inside a ``with`` block."""
-        with _making.being(self):
+        with _now(self):
             yield
 
 
@@ -160,6 +175,8 @@ def eager(fn: F) -> F:
         if isinstance(now, Pieces):
             return now.leave(fn, args, kwargs)
         if now is None:
+            if inside():
+                raise GraphError(f"{fn.__qualname__} is an eager part, and runs in a backward")
             return fn(*args, **kwargs)
         now.broken = True
         with _observers.unwatched():

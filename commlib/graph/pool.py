@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from commlib._ring import Ring
 from commlib._streams import capture_of
 from commlib.channel.order import StreamOrder
 from commlib.errors import GraphError
@@ -137,7 +138,7 @@ class CudaEngine:
         now = self._now
         assert now is not None
         now.watching.close()
-        self._join(now.ledger)
+        self.join(now.ledger.rings)
         now.graph.capture_end()
         self._leave()
         nodes, launches = _nodes(now.graph), now.ledger.launches
@@ -150,13 +151,15 @@ class CudaEngine:
         now.graph.instantiate()
         return CudaRecording(now.graph, nodes, _held(now.pool) - now.held)
 
-    def _join(self, ledger: Ledger) -> None:
-        """Let the capture wait for the comm streams that it has forked to."""
-        own = capture_of(self.stream.cuda_stream)
-        for ring in ledger.rings:
+    def join(self, rings: Sequence[Ring]) -> None:
+        """Order the current stream behind the comm streams of rings; those of its own capture."""
+        here = torch.cuda.current_stream(self.device)
+        own = capture_of(here.cuda_stream)
+        for ring in rings:
             fences = ring.fences
             if fences is not None and capture_of(fences.comm.cuda_stream) == own:
-                fences.calc_waits(self.stream)
+                with ring.lock:
+                    fences.calc_waits(here)
 
     def _leave(self) -> None:
         if self._now is not None:

@@ -77,7 +77,9 @@ class WarmUp:
     ) -> Any:
         """Run once; every member of the rings in ``ledger`` comes through, or all of them raise."""
         result, problem, run = None, None, Warming()
-        with self._engine.warming(), run.under_way(), _observers.unwaited() as works:
+        # Where a run that nobody watches takes the time, it is on the caller's own stream.
+        place = self._engine.warming() if watched else nullcontext()
+        with place, run.under_way(), _observers.unwaited() as works:
             try:
                 if not watched:
                     ledger.save_again()
@@ -97,6 +99,7 @@ class WarmUp:
                     work.wait()
                 except CommError as error:
                     problem = problem or error
+            self._engine.join(ledger.rings)
             if problem is not None and not undo:
                 problem = _counted(problem)
             if undo or problem is not None:
