@@ -1,16 +1,19 @@
 """graph.capture: calls that fail count once or not at all; odd arguments are taken or refused."""
 
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import commlib
 from commlib import graph
 from commlib.compat import deepspeed
 from commlib.errors import CommError
 from commlib.graph import GraphError
+from commlib.graph.ledger import Ledger
+from commlib.graph.pieces import Warming, inside
 from tests._check import close, refused, same, settle
 from tests._ranks import Ranks
 
@@ -268,6 +271,67 @@ def stays_usable(comm: Any) -> None:
 
 def test_inside_a_foreign_capture(unified_ranks: Ranks) -> None:
     unified_ranks(stays_usable)
+
+
+def recomputed(comm: Any) -> None:
+    """A captured function that a backward calls again is part of the graph, in any thread."""
+    inner = graph.capture(lambda x: x * 2)
+    names: list[str] = []
+
+    def again(x: torch.Tensor) -> torch.Tensor:
+        names.append(threading.current_thread().name)
+        return inner(x).sin()  # type: ignore[no-any-return]
+
+    g = graph.capture(lambda x: checkpoint(again, x, use_reentrant=False), outputs="copy")
+    for turn in range(3):
+        x = torch.full((3,), turn + 1.0, device=comm.device, requires_grad=True)
+        y = g(x)
+        close(y, (x * 2).sin())
+        y.sum().backward()
+        close(x.grad, 2 * (x * 2).cos())
+    same(len(inner.entries), 0, "graphs of the inner one")
+    same(len(set(names)), 2 if on_gpu(comm) else 1, f"threads {set(names)}")
+
+
+def test_calls_from_a_backward(unified_ranks: Ranks) -> None:
+    unified_ranks(recomputed)
+
+
+class _Deep(torch.autograd.Function):
+    """A backward that goes back again; torch goes on in another thread where that is 60 deep."""
+
+    seen: ClassVar[list[tuple[str, bool]]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, depth: int) -> torch.Tensor:
+        ctx.depth = depth
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if ctx.depth:
+            with torch.enable_grad():
+                x = torch.ones(1, requires_grad=True)
+                _Deep.apply(x, ctx.depth - 1).backward()  # type: ignore[no-untyped-call]
+        else:
+            _Deep.seen.append((threading.current_thread().name, inside()))
+        return grad * 2, None
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_threads_of_a_backward(watched: bool) -> None:
+    """They work for the run before a capture that has begun them, and for nobody behind it."""
+    _Deep.seen.clear()
+
+    def back() -> None:
+        _Deep.apply(torch.ones(1, requires_grad=True), 65).backward()  # type: ignore[no-untyped-call]
+
+    with Ledger(torch.device("cpu")) if watched else Warming().under_way():
+        back()
+    back()
+    (there, during), (_, behind) = _Deep.seen
+    assert there != threading.current_thread().name
+    assert (during, behind) == (True, False)
 
 
 # -- threads and keys ------------------------------------------------------------------------------

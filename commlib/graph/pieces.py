@@ -16,6 +16,7 @@ from commlib.graph.ledger import Collective, Ledger
 
 F = TypeVar("F", bound=Callable[..., Any])
 _making = threading.local()
+_runs: "list[Warming]" = []  # before a capture, under way in any thread
 
 
 def making() -> "Pieces | Warming | None":
@@ -25,8 +26,13 @@ def making() -> "Pieces | Warming | None":
 
 
 def inside() -> bool:
-    """Whether this thread works for a warm-up or a capture, as a backward's threads do."""
-    return making() is not None or bool(_observers.observers and _observers.looking_on())
+    """Whether this thread works for a warm-up or a capture, as a backward's threads do.
+
+    These have the mode of whatever watches; where nothing does, they are known by not being ours.
+    """
+    if making() is not None or (_observers.observers and _observers.looking_on()):
+        return True
+    return bool(_runs) and isinstance(threading.current_thread(), threading._DummyThread)
 
 
 @contextmanager
@@ -157,8 +163,12 @@ class Warming:
     @contextmanager
     def under_way(self) -> Iterator[None]:
         """Mark this thread as making the run, inside a ``with`` block."""
-        with _now(self):
-            yield
+        _runs.append(self)
+        try:
+            with _now(self):
+                yield
+        finally:
+            _runs.remove(self)
 
 
 def eager(fn: F) -> F:

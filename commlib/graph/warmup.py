@@ -77,9 +77,7 @@ class WarmUp:
     ) -> Any:
         """Run once; every member of the rings in ``ledger`` comes through, or all of them raise."""
         result, problem, run = None, None, Warming()
-        # Where a run that nobody watches takes the time, it is on the caller's own stream.
-        place = self._engine.warming() if watched else nullcontext()
-        with place, run.under_way(), _observers.unwaited() as works:
+        with self._engine.warming(), run.under_way(), _observers.unwaited() as works:
             try:
                 if not watched:
                     ledger.save_again()
