@@ -179,20 +179,20 @@ class NCCLCommContext(CommContext):
         finally:
             nccl.ncclRedOpDestroy(op, handle)
 
-    def _all_reduce(self, out: Tensor, x: Tensor, reduction: Any) -> None:
+    def _all_reduce(self, out: Tensor, x: Tensor, reduction: "_Reduction | Wire") -> None:
         if isinstance(reduction, Wire):
             with self._premul(reduction) as made:
                 self._all_reduce(out, x, made)
             return
-        _, parts, kind, op, pushed, _ = reduction
+        pushed = reduction.all_reduce
         if pushed is not None and pushed(out, x, x.nbytes):
             return
         self._comm.allReduce(
             x.data_ptr(),
             out.data_ptr(),
-            x.numel() * parts,
-            kind,
-            op,
+            x.numel() * reduction.parts,
+            reduction.kind,
+            reduction.op,
             current_raw(self._index),
         )
 
@@ -217,15 +217,15 @@ class NCCLCommContext(CommContext):
         )
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, reduction: _Reduction) -> None:
-        _, parts, kind, op, _, pushed = reduction
+        pushed = reduction.reduce_scatter
         if pushed is not None and pushed(out, x, out.nbytes):
             return
         self._comm.reduceScatter(
             x.data_ptr(),
             out.data_ptr(),
-            out.numel() * parts,
-            kind,
-            op,
+            out.numel() * reduction.parts,
+            reduction.kind,
+            reduction.op,
             current_raw(self._index),
         )
 
@@ -241,9 +241,9 @@ class NCCLCommContext(CommContext):
         )
 
     def _reduce(self, out: Tensor | None, x: Tensor, root: int, reduction: _Reduction) -> None:
-        parts, kind, op, *_ = reduction
         target, stream = 0 if out is None else out.data_ptr(), current_raw(self._index)
-        self._comm.reduce(x.data_ptr(), target, x.numel() * parts, kind, op, root, stream)
+        count = x.numel() * reduction.parts
+        self._comm.reduce(x.data_ptr(), target, count, reduction.kind, reduction.op, root, stream)
 
     def _gather(self, out: Tensor | None, x: Tensor, root: int) -> None:
         with self.coalesced():

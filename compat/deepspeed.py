@@ -16,7 +16,7 @@ import torch
 from commlib.errors import GraphError
 from commlib.graph import Graphed, capture
 from commlib.graph.capture import engine_for
-from commlib.graph.pieces import Pieces
+from commlib.graph.pieces import Pieces, inside
 from commlib.graph.signature import value
 
 _VALUES = (bool, int, float, str, type(None))
@@ -105,6 +105,8 @@ def capture_to_graph(graph: Graph, pool: object = None, stream: object = None) -
     ``pool`` and ``stream`` are accepted and not needed: a graph has memory of its own, and all are
     captured on one stream.
     """
+    if inside():
+        raise GraphError("capture_to_graph inside a function that is captured itself")
     engine = engine_for(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     graph.reset()
     pieces = Pieces(engine, [], engine.own_pool())

@@ -3,8 +3,11 @@
 import threading
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import commlib
@@ -13,8 +16,10 @@ from commlib.compat import deepspeed
 from commlib.errors import CommError
 from commlib.graph import GraphError
 from commlib.graph.ledger import Ledger
+from commlib.graph.overlap import overlap
 from commlib.graph.pieces import Warming, inside
 from tests._check import close, refused, same, settle
+from tests._examples import examples
 from tests._ranks import Ranks
 
 
@@ -41,6 +46,15 @@ def overlapping(comm: Any) -> None:
         a.add_(1)
         return b * 1
 
+    @graph.capture(outputs="copy")
+    def columns(a: torch.Tensor, b: torch.Tensor) -> None:
+        a.add_(1)
+        b.add_(2)
+
+    for _ in range(2):
+        table = torch.zeros(3, 5, device=comm.device)
+        columns(table[:, :2], table[:, 2:4])
+        close(table, torch.tensor([[1.0, 1.0, 2.0, 2.0, 0.0]] * 3), "columns do not meet")
     zeros, more = torch.zeros(6, device=comm.device), torch.zeros(6, device=comm.device)
     if on_gpu(comm):  # the graph works where the tensors lie, as the function does
         close(written(zeros[:4], zeros[2:]), torch.tensor([1.0, 1.0, 0.0, 0.0]))
@@ -52,6 +66,85 @@ def overlapping(comm: Any) -> None:
 
 def test_overlapping_arguments(unified_ranks: Ranks) -> None:
     unified_ranks(overlapping)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "meet"),
+    [
+        (np.s_[0:4], np.s_[2:6], True),
+        (np.s_[0:4], np.s_[4:8], False),
+        (np.s_[0:8:2], np.s_[1:8:2], False),
+        (np.s_[0:8:2], np.s_[2:8:2], True),
+        (np.s_[0:8:2], np.s_[1:8:3], True),  # they meet, and strides differ
+        (np.s_[0:0], np.s_[0:8], False),
+    ],
+)
+def test_overlaps_of_one_dimension(one: Any, other: Any, meet: bool) -> None:
+    x = torch.zeros(8)
+    assert overlap(x[one], x[other]) is meet
+    assert overlap(x[other], x[one]) is meet
+
+
+@given(st.tuples(*[st.tuples(st.integers(0, 3), st.integers(0, 4)) for _ in range(6)]))
+@examples(300)
+def test_no_overlap_is_overlooked(bounds: Any) -> None:
+    """Slices of one tensor that share an element are told to, in three dimensions."""
+    x, slices = np.arange(4 * 4 * 4).reshape(4, 4, 4), [slice(a, b) for a, b in bounds]
+    tensor = torch.from_numpy(x)
+    one, other = tuple(slices[:3]), tuple(slices[3:])
+    if np.intersect1d(x[one], x[other]).size:
+        assert overlap(tensor[one], tensor[other])
+
+
+def with_and_without(comm: Any) -> None:
+    """A tensor that is given with and without its gradient keeps it."""
+    g = graph.capture(lambda a, b: (a * b).sum())
+    for turn in range(3):
+        x = torch.full((3,), turn + 1.0, device=comm.device, requires_grad=True)
+        g(x.detach(), x).backward()
+        close(x.grad, x)
+
+
+def test_one_tensor_twice(unified_ranks: Ranks) -> None:
+    unified_ranks(with_and_without)
+
+
+def partly(comm: Any) -> None:
+    """An argument that is written where it lies, and one that has its own copy, may not overlap."""
+
+    @graph.capture(outputs="copy")
+    def written(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a.add_(1)
+        return b * 1
+
+    x, y, z = (torch.full((5,), turn, device=comm.device) for turn in (1.0, 2.0, 3.0))
+    close(written(x[:3], y[:3]), torch.full((3,), 2.0))
+    close(written(x[:3], z[:3]), torch.full((3,), 3.0))
+    with refused(GraphError, "overlap"):
+        written(x[:3], x[2:])
+    close(x, torch.tensor([3.0, 3.0, 3.0, 1.0, 1.0]), "nothing has changed")
+
+
+def test_overlap_with_a_copy(unified_ranks: Ranks) -> None:
+    unified_ranks(partly)
+
+
+def inner_leaves(comm: Any) -> None:
+    """Leaves that the function makes for itself are its own business."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x.detach().requires_grad_()
+        y.sum().backward()
+        assert y.grad is not None
+        return y.grad * 1
+
+    g = graph.capture(f, outputs="copy")
+    for turn in range(2):
+        close(g(torch.full((3,), float(turn), device=comm.device)), torch.ones(3))
+
+
+def test_leaves_of_the_function(unified_ranks: Ranks) -> None:
+    unified_ranks(inner_leaves)
 
 
 def flat(comm: Any) -> None:
@@ -69,8 +162,8 @@ def flat(comm: Any) -> None:
             one.grad = two.grad = x.grad = None
             call(x).backward()
             found.append([one.grad, two.grad, x.grad])
-        for want, given in zip(*found, strict=True):
-            close(given, want)
+        for want, got in zip(*found, strict=True):
+            close(got, want)
 
 
 def test_parameters_in_one_memory(unified_ranks: Ranks) -> None:
@@ -156,12 +249,62 @@ def counted(comm: Any) -> None:
             close(g(x), x * 2, f"{first}, turn {turn}")
             close(f.total, x * turn, f"{first}, {odd}, {broken}, turn {turn}")
         same(len(g.eager), 1, "calls that stay eager")
-    with refused(GraphError, "behind an eager part", "had been done"):
+    with refused(GraphError, "work of the call had been done"):
         graph.capture(Sum(comm, 4, broken=True), on_fail="eager")(x)
 
 
 def test_failures_count_once(unified_ranks: Ranks) -> None:
     unified_ranks(counted)
+
+
+def one_flight_more(comm: Any) -> None:
+    """A further slot that can't be captured is no wrong call: with on_fail="eager" it goes on."""
+    weight = torch.ones(3, device=comm.device, requires_grad=True)
+    broken: list[int] = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        if broken:
+            broken.pop()
+            raise ValueError("broken")
+        return x * weight
+
+    x = torch.full((3,), 2.0, device=comm.device)
+    for how in ("eager", "raise"):
+        g = graph.capture(f, on_fail=how, outputs="copy")
+        flights = [g(x)]
+        broken.append(1)
+        if how == "raise":
+            with refused(GraphError, "broken"):
+                g(x)
+        flights += [g(x), g(x)]
+        for flight in flights:
+            (found,) = torch.autograd.grad(flight.sum(), weight)
+            close(found, x)
+
+
+def test_a_slot_that_breaks(unified_ranks: Ranks) -> None:
+    unified_ranks(one_flight_more)
+
+
+def replayed_between(comm: Any) -> None:
+    """An eager part may call and go back through other captured functions, at replays too."""
+    inner = graph.capture(lambda x: (x * x).sum())
+
+    @graph.eager
+    def part(x: torch.Tensor) -> torch.Tensor:
+        y = x.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            (found,) = torch.autograd.grad(inner(y), y)
+        return found
+
+    g = graph.capture(lambda x: part(x + 1) * 3, outputs="copy")
+    for turn in range(4):
+        x = torch.full((3,), float(turn), device=comm.device)
+        close(g(x), 6 * (x + 1), f"turn {turn}")
+
+
+def test_replays_in_an_eager_part(unified_ranks: Ranks) -> None:
+    unified_ranks(replayed_between)
 
 
 def moved(comm: Any) -> None:
@@ -224,6 +367,40 @@ def one_rank(comm: Any, how: str) -> None:
 @pytest.mark.parametrize("how", ["differs", "advances"])
 def test_one_rank_tells_the_others(unified_ranks: Ranks, how: str) -> None:
     unified_ranks(one_rank, how)
+
+
+def kept_runs(comm: Any) -> None:
+    """Where the run that was the call differs between ranks, none makes it again."""
+    op, x = ("sum", "max")[comm.rank], torch.ones(3, device=comm.device)
+    g = graph.capture(
+        lambda x: comm.all_reduce(x, x, op=op), first="warmup", warmup=1, on_fail="eager"
+    )
+    with refused(GraphError, "different collectives"):
+        g(x)
+
+
+def test_runs_that_count_are_not_repeated(unified_ranks: Ranks) -> None:
+    unified_ranks(kept_runs)
+
+
+def one_overlaps(comm: Any) -> None:
+    """Arguments that overlap on one rank alone are refused on all."""
+    memory = torch.zeros(6, device=comm.device)
+    shift = 1 if comm.rank == 0 else 3
+
+    @graph.capture(outputs="copy")
+    def f(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a.add_(1)
+        return comm.all_reduce(torch.zeros_like(b), b)  # type: ignore[no-any-return]
+
+    if on_gpu(comm):  # the first call works where they lie
+        return
+    with refused(GraphError, "rank 0", "overlap"):
+        f(memory[:3], memory[shift : shift + 3])
+
+
+def test_overlap_on_one_rank(unified_ranks: Ranks) -> None:
+    unified_ranks(one_overlaps)
 
 
 def alone(comm: Any) -> None:

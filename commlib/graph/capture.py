@@ -12,12 +12,11 @@ from typing_extensions import Unpack
 
 from commlib._log import log
 from commlib._manager import CommContextManager
-from commlib._streams import capturing
 from commlib.errors import CommError, GraphError
 from commlib.graph import pool as pools
 from commlib.graph.engine import Engine, HostEngine, Pool
 from commlib.graph.entry import Entry
-from commlib.graph.pieces import Pieces, inside
+from commlib.graph.pieces import Pieces, inside, refuse_foreign
 from commlib.graph.signature import Arguments, arguments, bare
 from commlib.graph.slots import Slot, Slots
 from commlib.graph.vote import AlreadyRun, same_key, settle
@@ -150,10 +149,7 @@ class Graphed:
     # -- the first call of a kind ------------------------------------------------------------------
 
     def _first_call(self, call: Arguments, caller: FrameType) -> Any:
-        if capturing():
-            raise GraphError(
-                f"the first call of {self.name} stands in another capture; call it once before that"
-            )
+        refuse_foreign()
         device = self._device(call)
         engine = engine_for(device)
         keeps_last = self._first == "warmup"
@@ -251,6 +247,8 @@ def _captured(
 
     ``again``: this rank captures ``part`` another time, the same, and no other rank is asked.
     """
+    if pool is None and warm.broken:  # what runs outside may replay other graphs
+        pool = engine.own_pool()
     pieces = Pieces(engine, warm.generators, pool)
     problem: Exception | None = None
     result = None
@@ -260,26 +258,23 @@ def _captured(
             warm.check_state(ledger)
         warm.compare(part, pieces)
     except Exception as error:
-        problem = _as_ours(error, pieces)
+        problem = _as_ours(error)
     try:
-        settle([] if again else warm.rings, pieces.collectives, problem)
+        rings = [] if again else warm.rings
+        settle(rings, pieces.collectives, problem, counted=pieces.broken)
     except CommError:
         pieces.release()
         raise
     return pieces, result
 
 
-def _as_ours(error: Exception, pieces: Pieces) -> GraphError:
+def _as_ours(error: Exception) -> GraphError:
     """Return what is raised where a capture has failed with an error."""
-    if pieces.broken:
-        found: GraphError = AlreadyRun(f"capturing failed behind an eager part, when work of the "
-                                       f"call had been done: {error}")  # fmt: skip
-    elif isinstance(error, GraphError):
+    if isinstance(error, GraphError):
         return error
-    else:
-        text = f"{type(error).__name__}: {error}"
-        why = next((hint for words, hint in _HINTS.items() if words in text), "")
-        found = GraphError(f"capturing failed: {text}{why}")
+    text = f"{type(error).__name__}: {error}"
+    why = next((hint for words, hint in _HINTS.items() if words in text), "")
+    found = GraphError(f"capturing failed: {text}{why}")
     found.__cause__ = error
     return found
 

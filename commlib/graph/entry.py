@@ -10,8 +10,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from commlib.errors import GraphError
 from commlib.graph.outputs import Join, Outputs, leads_back
-from commlib.graph.pieces import Pieces, making
-from commlib.graph.signature import Arguments
+from commlib.graph.overlap import overlap
+from commlib.graph.pieces import Pieces, making, refuse_foreign
+from commlib.graph.signature import Arguments, of_tensor
 
 Tensors = list[torch.Tensor]
 
@@ -43,6 +44,7 @@ class Entry:
         self.replays = self.bytes_copied = 0
         self.eager_seconds = eager_seconds  # host time of the function itself
         self.launch_seconds: float | None = None  # that of one of the replays
+        self._written: list[int] = []  # arguments that the function writes to
         self.lost = False  # it was to be captured again, and could not
         self.pieces: Pieces
         self._capture(call, again=False)
@@ -55,15 +57,13 @@ class Entry:
 
         def function() -> Any:
             result = self._fn(*args, **kwargs)
-            self._is_captured()
+            self._note(given)
+            self._refuse_overlaps(call.tensors)
             return self._kept(result)
 
         pieces, result = self._make(function, again=again, part="forward")
         self.pieces, self._given = pieces, [tensor.detach() for tensor in given]  # kept alive
         self._pointers = [tensor.data_ptr() for tensor in given]
-        written = {key for ledger in pieces.ledgers for key in ledger.saved}
-        self._back = [i for i, own in self._own.items() if own.untyped_storage()._cdata in written]
-        self._refuse_overlaps(call.tensors)
         self.externals = [
             tensor for ledger in pieces.ledgers for tensor in ledger.externals.values()
         ]
@@ -72,11 +72,13 @@ class Entry:
         self._behind(result, inputs, again=again)
         self.capture_seconds = time.perf_counter() - began
 
-    def _is_captured(self) -> None:
-        """Tell the capture that what follows is no work of the function."""
+    def _note(self, given: Tensors) -> None:
+        """Know what the capture has done so far: what follows is no work of the function."""
         now = making()
         assert isinstance(now, Pieces)
         now.own = sum(len(ledger.names) for ledger in now.ledgers)
+        written = {key for ledger in now.ledgers for key in ledger.saved}
+        self._written = [i for i, x in enumerate(given) if x.untyped_storage()._cdata in written]
 
     def _kept(self, result: Any) -> Any:
         """Bring what is returned to where no other graph's replay writes."""
@@ -124,8 +126,7 @@ class Entry:
         with self.pieces.lock:
             self.replays += 1
             self.pieces.turn()
-            for part in self.pieces.parts[-1:] if self.pieces.broken else self.pieces.parts:
-                part.replay()
+            self.pieces.replay_rest()
             return self._outcome(call.tensors, caller)
 
     def run(self, call: Arguments, caller: FrameType) -> Any:
@@ -149,9 +150,10 @@ class Entry:
             return self._outcome(tensors, caller)
 
     def _outcome(self, tensors: Sequence[torch.Tensor], caller: FrameType) -> Any:
-        for i in self._back:
-            with torch.no_grad():
-                tensors[i].copy_(self._own[i])
+        for i in self._written:
+            if i in self._own:
+                with torch.no_grad():
+                    tensors[i].copy_(self._own[i])
         where = place(caller) if self.outputs.lends else ""
         return self.outputs.give(tensors, where, self._join(tensors))
 
@@ -175,6 +177,7 @@ class Entry:
                 )
         self.bytes_copied = sum(call.tensors[i].nbytes for i in moved)
         if fresh:
+            refuse_foreign()
             self._make_room(call, fresh)
             self.outputs.expire(f"the call at {place(caller)}")
             self.lost = True
@@ -184,13 +187,13 @@ class Entry:
         return bool(fresh)
 
     def _refuse_overlaps(self, tensors: Tensors) -> None:
-        """Refuse a written argument that shares memory with another: each has its own copy here."""
-        for i in self._back:
-            for other in (j for j, tensor in enumerate(tensors) if _overlap(tensors[i], tensor)):
-                if self._own.get(other) is not self._own[i]:
+        """Refuse a written argument that shares memory with another, and does not in the graph."""
+        for i in self._written:
+            for j in range(len(tensors)):
+                if self._own.get(i) is not self._own.get(j) and overlap(tensors[i], tensors[j]):
                     raise GraphError(
-                        f"tensors {i} and {other} of the arguments overlap, and the function "
-                        f"writes the first; give it one of them, and slice inside"
+                        f"tensors {i} and {j} of the arguments overlap, and the function writes "
+                        f"the first; give it one of them, and slice inside"
                     )
 
     def moved(self) -> list[torch.Tensor]:
@@ -202,7 +205,7 @@ class Entry:
         shared: dict[Any, torch.Tensor] = {}
         for i in positions:
             tensor = call.tensors[i]
-            layout = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+            layout = tensor.data_ptr(), *of_tensor(tensor)
             self._own[i] = shared.setdefault(layout, _copy_of(tensor))
 
     def release(self) -> None:
@@ -214,20 +217,6 @@ class Entry:
 def place(caller: FrameType) -> str:
     """Return file and line of whoever called a captured function."""
     return f"{caller.f_code.co_filename}:{caller.f_lineno}"
-
-
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the memory between the first and the last element of two tensors meets."""
-    (begin, end), (start, stop) = _span(one), _span(other)
-    return begin < stop and start < end
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    if not tensor.numel():
-        return 0, 0
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in steps)
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ import os
 import sys
 import sysconfig
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,9 +85,9 @@ class Ledger(TorchDispatchMode):
         self.saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage | None]] = {}
         self.generators: dict[int, tuple[torch.Generator, torch.Tensor | None]] = {}
         self.made: dict[int, StorageWeakRef] = {}
-        self.leaves: dict[int, torch.Tensor] = {}  # those from outside that want a gradient, by id
+        self.leaves: dict[int, weakref.ref[torch.Tensor]] = {}  # that want a gradient, by id
         self.computed: list[torch.Tensor] = []  # those from outside that autograd has made
-        self._without_grad: list[torch.Tensor] = []
+        self._without_grad: list[weakref.ref[torch.Tensor]] = []
         self._nested = self._capturing = False
         self._save = True
 
@@ -176,11 +177,12 @@ class Ledger(TorchDispatchMode):
                     self.computed.append(tensor)
 
     def _know_leaf(self, tensor: torch.Tensor) -> None:
-        """Several leaves may lie in one memory, as in flat buffers."""
-        if id(tensor) not in self.leaves:
-            self.leaves[id(tensor)] = tensor
+        """Several leaves may lie in one memory, as in flat buffers; the function's own go again."""
+        known = self.leaves.get(id(tensor))
+        if known is None or known() is None:
+            self.leaves[id(tensor)] = reference = weakref.ref(tensor)
             if tensor.grad is None:
-                self._without_grad.append(tensor)
+                self._without_grad.append(reference)
 
     def _new(self, tensor: torch.Tensor, given: Iterable[torch.Tensor]) -> bool:
         key = tensor.untyped_storage()._cdata
@@ -225,7 +227,8 @@ class Ledger(TorchDispatchMode):
 
     def new_grads(self) -> list[torch.Tensor]:
         """Return the leaves whose ``grad`` was None before the run and is not now."""
-        return [tensor for tensor in self._without_grad if tensor.grad is not None]
+        known = (reference() for reference in self._without_grad)
+        return [tensor for tensor in known if tensor is not None and tensor.grad is not None]
 
     def restore(self) -> None:
         """Put back what memory from outside, and generators, held before the run."""

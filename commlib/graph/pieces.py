@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from commlib import _observers
+from commlib._streams import capturing
 from commlib.errors import GraphError
 from commlib.graph.engine import Engine, Pool, Recording
 from commlib.graph.ledger import Collective, Ledger
@@ -33,6 +34,12 @@ def inside() -> bool:
     if making() is not None or (_observers.observers and _observers.looking_on()):
         return True
     return bool(_runs) and isinstance(threading.current_thread(), threading._DummyThread)
+
+
+def refuse_foreign() -> None:
+    """Refuse to begin a capture inside one that is not ours."""
+    if capturing():
+        raise GraphError("a capture can't begin inside another one; make this call once before it")
 
 
 @contextmanager
@@ -102,9 +109,10 @@ class Pieces:
     @contextmanager
     def being_made(self) -> Iterator[None]:
         """Capture what runs inside a ``with`` block."""
+        refuse_foreign()
         with _now(self):
+            self._open()
             try:
-                self._open()
                 with fresh_casts():
                     yield
                 self.parts.append(self._engine.end())
@@ -119,10 +127,9 @@ class Pieces:
     def leave(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """End a graph, let it run, call ``fn`` outside, and begin the next."""
         self.parts.append(self._engine.end())
-        self.broken = True
-        with self.lock:
-            self.turn()
-            self.parts[-1].replay()
+        if not self.broken:  # an eager part may wait for another thread's replays
+            self.broken, self.lock = True, threading.RLock()
+        self._one(self.parts[-1])
         part = Outside(fn, args, kwargs)
         self.parts.append(part)
         self._open()
@@ -140,8 +147,27 @@ class Pieces:
 
     def replay(self) -> None:
         """Run all of it on the current stream; the host waits for eager parts only."""
+        if not self.broken:
+            for part in self.parts:
+                part.replay()
+            return
         for part in self.parts:
-            part.replay()
+            if isinstance(part, Outside):
+                part.replay()
+            else:
+                self._one(part)
+
+    def replay_rest(self) -> None:
+        """Run what the capture itself has not: behind an eager part, the last graph."""
+        if self.broken:
+            self._one(self.parts[-1])
+        else:
+            self.replay()
+
+    def _one(self, graph: Recording) -> None:
+        with self._engine.lock:
+            self.turn()
+            graph.replay()
 
     def release(self) -> None:
         """Let go of every graph; a replay raises from then on."""
@@ -185,7 +211,7 @@ def eager(fn: F) -> F:
         if isinstance(now, Pieces):
             return now.leave(fn, args, kwargs)
         if now is None:
-            if inside():
+            if _observers.observers and _observers.looking_on():
                 raise GraphError(f"{fn.__qualname__} is an eager part, and runs in a backward")
             return fn(*args, **kwargs)
         now.broken = True

@@ -51,7 +51,7 @@ def arguments(args: tuple[Any, ...], kwargs: dict[str, Any], own: tuple[Any, ...
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             tensors.append(leaf)
-            parts.append(_of_tensor(leaf))
+            parts.append(of_tensor(leaf))
         else:
             parts.append(value(leaf))
     key = (shape, *parts, _shared(tensors), *modes(), *own)
@@ -97,7 +97,8 @@ def value(x: Any) -> tuple[Any, ...]:
     return type(x), x.hex() if isinstance(x, float) else x
 
 
-def _of_tensor(x: torch.Tensor) -> tuple[Any, ...]:
+def of_tensor(x: torch.Tensor) -> tuple[Any, ...]:
+    """Return what tells a tensor from another, but for its content and place."""
     wants = x.requires_grad and (2 if x.is_leaf and x.grad is None else 1)
     return (x.shape, x.dtype, x.device, x.stride() if x.layout is torch.strided else x.layout,
             wants)  # fmt: skip

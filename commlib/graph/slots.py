@@ -24,6 +24,7 @@ class Slots:
     def __init__(self, build: Callable[..., "Slot"], call: Arguments) -> None:
         self._build = build
         self.slots = [build(call, later=False)]
+        self._failed = False  # whether one more could not be captured
         self._lock = self.slots[0].pieces.lock
 
     def first(self, call: Arguments, caller: FrameType) -> Any:
@@ -36,7 +37,9 @@ class Slots:
             for slot in self.slots:
                 if slot.free:
                     return slot.run(call, caller)
+            self._failed = True
             self.slots.append(self._build(call, later=True))
+            self._failed = False
             return self.slots[-1].first(call, caller)
 
     @property
@@ -45,9 +48,9 @@ class Slots:
         return list(self.slots)
 
     def drop_lost(self) -> bool:
-        """Drop slots that have lost their graphs, and say whether there was one."""
+        """Drop slots that have lost their graphs; says whether one has, or was never made."""
         kept = [slot for slot in self.slots if not slot.lost]
-        lost = len(kept) < len(self.slots)
+        lost, self._failed = self._failed or len(kept) < len(self.slots), False
         self.slots = kept
         return lost
 
@@ -201,4 +204,5 @@ def leaf(tensor: torch.Tensor) -> torch.Tensor:
 def parameters(ledger: Ledger, inputs: Sequence[torch.Tensor]) -> Tensors:
     """Return the leaves that a run has read beside its inputs and that want a gradient."""
     given = {id(tensor) for tensor in inputs}
-    return [tensor for tensor in ledger.leaves.values() if id(tensor) not in given]
+    known = (reference() for reference in ledger.leaves.values())
+    return [tensor for tensor in known if tensor is not None and id(tensor) not in given]

@@ -18,39 +18,51 @@ class AlreadyRun(GraphError):
 
 
 def settle(
-    rings: Sequence[Ring], collectives: Sequence[Collective], problem: Exception | None
+    rings: Sequence[Ring],
+    collectives: Sequence[Collective],
+    problem: Exception | None,
+    *,
+    counted: bool,
 ) -> None:
-    """Vote, then raise what this rank has run into, or another one."""
+    """Vote, then raise what this rank has run into, or another one.
+
+    ``counted``: work of the call has been done, so that it must not be made again.
+    """
     try:
-        vote(rings, collectives, problem)
+        vote(rings, collectives, problem, counted=counted)
     except CommError as told:
         if problem is None:
             raise
         raise told from problem
+    if counted and isinstance(problem, GraphError):
+        raise AlreadyRun(f"{problem}; work of the call had been done") from problem
     if problem is not None:
         raise problem
 
 
 def vote(
-    rings: Sequence[Ring], collectives: Sequence[Collective], problem: Exception | None
+    rings: Sequence[Ring],
+    collectives: Sequence[Collective],
+    problem: Exception | None,
+    *,
+    counted: bool,
 ) -> None:
     """Compare what this rank has seen with the other members of each ring; every one calls it.
 
     Blocks the host, at most each ring's timeout. Raises ``GraphError`` on all members when one has
-    a ``problem``, or where their lists of collectives part.
+    a ``problem``, or where their lists of collectives part; ``AlreadyRun`` if one has ``counted``.
     """
-    status = 0 if problem is None else 2 if isinstance(problem, AlreadyRun) else 1
+    status = 2 * (counted or isinstance(problem, AlreadyRun)) + (problem is not None)
     for ring in rings:
         own = [c for c in collectives if c.ring is ring and c.verb not in PEER_TO_PEER]
-        marks = [_number(str(call)) for call in own]
-        rows = ring.exchange([status, *marks])
-        if any(row[0] for row in rows):
+        rows = ring.exchange([status, *(_number(str(call)) for call in own)])
+        kind = AlreadyRun if any(row[0] & 2 for row in rows) else GraphError
+        if any(row[0] & 1 for row in rows):
             said = _told(ring, "" if problem is None else f"{type(problem).__name__}: {problem}")
-            bad = [f"rank {ring.ranks[r]}: {said[r]}" for r, row in enumerate(rows) if row[0]]
-            kind = AlreadyRun if any(row[0] == 2 for row in rows) else GraphError
+            bad = [f"rank {ring.ranks[r]}: {said[r]}" for r, row in enumerate(rows) if row[0] & 1]
             raise kind(f"no rank of ring {ring.ring_id} captures: {'; '.join(bad)}")
-        if any(row != rows[0] for row in rows):
-            _part(ring, own, [row[1:] for row in rows])
+        if any(row[1:] != rows[0][1:] for row in rows):
+            raise kind(_part(ring, own, [row[1:] for row in rows]))
 
 
 def same_key(ring: Ring, key: object, known: bool) -> bool:
@@ -76,8 +88,8 @@ def _ordered(key: object) -> object:
     return sorted(map(repr, key)) if isinstance(key, frozenset) else key
 
 
-def _part(ring: Ring, own: Sequence[Collective], lists: Sequence[list[int]]) -> None:
-    """Name the first call in which the ranks' lists differ."""
+def _part(ring: Ring, own: Sequence[Collective], lists: Sequence[list[int]]) -> str:
+    """Return a text that names the first call in which the ranks' lists differ."""
     shortest = min(map(len, lists))
     first = next(
         (i for i in range(shortest) if len({row[i] for row in lists}) > 1),
@@ -86,7 +98,7 @@ def _part(ring: Ring, own: Sequence[Collective], lists: Sequence[list[int]]) -> 
     mine = f"{own[first]} at {own[first].where}" if first < len(own) else "no further call"
     said = _told(ring, mine)
     calls = "; ".join(f"rank {ring.ranks[r]}: {text}" for r, text in enumerate(said))
-    raise GraphError(
+    return (
         f"the ranks of ring {ring.ring_id} capture different collectives; number {first} is {calls}"
     )
 

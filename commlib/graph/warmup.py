@@ -43,6 +43,7 @@ class WarmUp:
         self._outputs: list[torch.Tensor | None] = []
         self._named = named(fn if isinstance(fn, torch.nn.Module) else None)
         self._texts: dict[str, list[str]] = {}  # by part: its collectives in words
+        self.broken = False  # whether parts lie outside
         self._settled = True  # whether the capture has to be as the last run
         self._names: list[str] = []  # operators of the function itself, and its collectives
         self._calls: list[str] = []
@@ -98,8 +99,6 @@ class WarmUp:
                 except CommError as error:
                     problem = problem or error
             self._engine.join(ledger.rings)
-            if problem is not None and not undo:
-                problem = _counted(problem)
             if undo or problem is not None:
                 result = None
                 ledger.restore()
@@ -110,7 +109,8 @@ class WarmUp:
             if generator.device.type == "cuda"
             and generator is not default_generator(generator.device)
         ]
-        settle(self.rings, self.collectives, problem)
+        self.broken = self.broken or run.broken
+        settle(self.rings, self.collectives, problem, counted=not undo)
         return result
 
     def _run(self, call: Arguments, ledger: Ledger, *, undo: bool, watched: bool) -> Any:
@@ -211,13 +211,6 @@ class WarmUp:
             same(what, self._names, names[: pieces.own])
             same(what, self._calls, texts)
         same("two captures of the function differ", self._texts.setdefault(part, texts), texts)
-
-
-def _counted(problem: Exception) -> AlreadyRun:
-    """Say that the run that was to be the call has failed on its way."""
-    found = AlreadyRun(f"the run that was to be the call failed: {problem}")
-    found.__cause__ = problem
-    return found
 
 
 def same(what: str, before: list[str], after: list[str]) -> None:

@@ -1,0 +1,41 @@
+"""Whether two tensors have elements in one place."""
+
+import torch
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return False where no element of a strided tensor can lie where one of the other's does.
+
+    Slices of one tensor are told apart where they have its strides: columns of rows lie in each
+    other's span without meeting.
+    """
+    (begin, end), (start, stop) = _span(one), _span(other)
+    if end <= start or stop <= begin:
+        return False
+    if one.stride() != other.stride() or one.itemsize != other.itemsize:
+        return True
+    apart, rest = divmod(start - begin, one.itemsize)
+    return rest != 0 or not any(_in_columns(one, other, apart, period) for period in one.stride())
+
+
+def _in_columns(one: torch.Tensor, other: torch.Tensor, apart: int, period: int) -> bool:
+    """Whether both lie in columns of their own, of a table with ``period`` elements a row."""
+    widths = []
+    for tensor in (one, other):
+        inner = 1
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            if period and stride % period == 0:
+                continue  # from row to row
+            inner += (size - 1) * stride
+        widths.append(inner)
+    column = apart % period if period else 0
+    return widths[0] <= column and column + widths[1] <= period
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where the bytes of a tensor begin and end."""
+    if not tensor.numel():
+        return 0, 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
