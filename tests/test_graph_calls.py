@@ -16,7 +16,7 @@ from commlib.compat import deepspeed
 from commlib.errors import CommError
 from commlib.graph import GraphError
 from commlib.graph.ledger import Ledger
-from commlib.graph.overlap import overlap
+from commlib.graph.overlap import overlap, overlaps
 from commlib.graph.pieces import Warming, inside
 from tests._check import close, refused, same, settle
 from tests._examples import examples
@@ -59,7 +59,7 @@ def overlapping(comm: Any) -> None:
     if on_gpu(comm):  # the graph works where the tensors lie, as the function does
         close(written(zeros[:4], zeros[2:]), torch.tensor([1.0, 1.0, 0.0, 0.0]))
         close(zeros, torch.tensor([1.0] * 4 + [0.0] * 2))
-    with refused(GraphError, "overlap", "writes the first"):
+    with refused(GraphError, "overlap", "writes one"):
         written(more[:4], more[2:])
     close(more, torch.zeros(6), "nothing has changed")
 
@@ -94,6 +94,8 @@ def test_no_overlap_is_overlooked(bounds: Any) -> None:
     one, other = tuple(slices[:3]), tuple(slices[3:])
     if np.intersect1d(x[one], x[other]).size:
         assert overlap(tensor[one], tensor[other])
+        found = overlaps([tensor[one], torch.zeros(3), tensor[other]])
+        assert [set(pair) for pair in found] == [{0, 2}]
 
 
 def with_and_without(comm: Any) -> None:

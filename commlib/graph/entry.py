@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from commlib.errors import GraphError
 from commlib.graph.outputs import Join, Outputs, leads_back
-from commlib.graph.overlap import overlap
+from commlib.graph.overlap import overlaps
 from commlib.graph.pieces import Pieces, making, refuse_foreign
 from commlib.graph.signature import Arguments, of_tensor
 
@@ -188,13 +188,15 @@ class Entry:
 
     def _refuse_overlaps(self, tensors: Tensors) -> None:
         """Refuse a written argument that shares memory with another, and does not in the graph."""
-        for i in self._written:
-            for j in range(len(tensors)):
-                if self._own.get(i) is not self._own.get(j) and overlap(tensors[i], tensors[j]):
-                    raise GraphError(
-                        f"tensors {i} and {j} of the arguments overlap, and the function writes "
-                        f"the first; give it one of them, and slice inside"
-                    )
+        if not self._written:
+            return
+        written = set(self._written)
+        for i, j in overlaps(tensors):
+            if self._own.get(i) is not self._own.get(j) and (i in written or j in written):
+                raise GraphError(
+                    f"tensors {i} and {j} of the arguments overlap, and the function writes one; "
+                    f"give it one of them, and slice inside"
+                )
 
     def moved(self) -> list[torch.Tensor]:
         """Return the tensors from outside that do not lie any more where the graph reads them."""

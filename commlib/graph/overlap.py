@@ -1,6 +1,18 @@
 """Whether two tensors have elements in one place."""
 
+from collections.abc import Iterator, Sequence
+
 import torch
+
+
+def overlaps(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """Yield the positions of each two that overlap; most of many tensors are only sorted."""
+    spans = [_span(tensor) for tensor in tensors]
+    open_ones: list[int] = []  # that reach beyond the begin of the present one
+    for i in sorted(range(len(tensors)), key=lambda i: spans[i][0]):
+        open_ones = [j for j in open_ones if spans[j][1] > spans[i][0]]
+        yield from ((j, i) for j in open_ones if overlap(tensors[j], tensors[i]))
+        open_ones.append(i)
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -34,8 +46,9 @@ def _in_columns(one: torch.Tensor, other: torch.Tensor, apart: int, period: int)
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Return where the bytes of a tensor begin and end."""
-    if not tensor.numel():
-        return 0, 0
+    begin = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return begin, begin + tensor.nbytes
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in steps)
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+    return begin, begin + (last + 1) * tensor.itemsize
