@@ -77,6 +77,7 @@ def test_overlapping_arguments(unified_ranks: Ranks) -> None:
         (np.s_[0:8:2], np.s_[2:8:2], True),
         (np.s_[0:8:2], np.s_[1:8:3], True),  # they meet, and strides differ
         (np.s_[0:0], np.s_[0:8], False),
+        (np.s_[3:3], np.s_[0:8], False),
     ],
 )
 def test_overlaps_of_one_dimension(one: Any, other: Any, meet: bool) -> None:

@@ -22,7 +22,7 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     other's span without meeting.
     """
     (begin, end), (start, stop) = _span(one), _span(other)
-    if end <= start or stop <= begin:
+    if end <= start or stop <= begin or begin == end or start == stop:
         return False
     if one.stride() != other.stride() or one.itemsize != other.itemsize:
         return True
