@@ -8,6 +8,7 @@ import torch
 
 from commlib._deadline import Deadline
 from commlib._host_group import host_number
+from commlib._log import log
 from commlib._ring import Ring
 from commlib._streams import capturing
 
@@ -57,7 +58,8 @@ def _free_closed() -> None:
     for memory in list(_closed):
         try:
             alone = memory._alone()
-        except Exception:  # its store may be gone, and with it whoever could tell
+        except RuntimeError as error:  # its store may be gone, and with it whoever could tell
+            log.once("memory that peers may still have mapped stays taken: %s", error)
             continue
         if alone:
             _closed.remove(memory)

@@ -18,7 +18,7 @@ VERB = "all_reduce_residual_norm"
 FLOAT8 = torch.float8_e4m3fn
 WARP = 32
 THREADS, HELD = 512, 4  # the most in a block, and the most vectors a thread; as in norm.cu
-TEAM, SHARE = 8, 128  # the most blocks that share a row, as in norm.cu; threads of each
+TEAM, SHARE = 8, 128  # the most blocks that share a row, as in team.cuh; threads of each
 WIDEST = THREADS * HELD  # vectors of a row
 _PLANS = 4096  # shapes that are remembered
 

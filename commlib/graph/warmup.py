@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from commlib import _observers
-from commlib.errors import CommError, GraphError
+from commlib.errors import GraphError
 from commlib.graph.engine import Engine
 from commlib.graph.ledger import Collective, Ledger, default_generator
 from commlib.graph.outputs import leads_back
@@ -96,7 +96,7 @@ class WarmUp:
             for work in works:  # one that nobody waits for would write behind the undoing
                 try:
                     work.wait()
-                except CommError as error:
+                except Exception as error:
                     problem = problem or error
             self._engine.join(ledger.rings)
             if undo or problem is not None:

@@ -5,6 +5,7 @@
 // them: what it adds up for that it has itself, in an order that the launch fixes. So no sums
 // travel, and all ranks end with the same bits.
 
+#include "team.cuh"
 #include "values.cuh"
 
 struct NormCall {  // as in norm.py
@@ -21,7 +22,6 @@ struct NormCall {  // as in norm.py
     int layer;  // LayerNorm, else RMSNorm
 };
 
-constexpr int kWarps = kThreads / 32;
 constexpr int kUnderWay = 8;  // vectors that a thread waits for at a time; more take registers
 
 // As take, of `Count` times `Ranks` vectors from place(i, r); peer(i, r) is whom to name if one
@@ -53,87 +53,6 @@ __device__ inline bool take_all(const Call& call, u32 epoch, u32 wanted, Place p
             if (wants(i, r)) *place(i, r) = make_uint4(0, 0, 0, 0);
     return true;
 }
-
-// The blocks that share a row: a cluster of the launch, or one block by itself.
-struct Team {
-    u32 rank, size, first, step;  // of this block; its first row, and from one to the next
-
-    __device__ Team() : rank(0), size(1), first(blockIdx.x), step(gridDim.x) {
-#if __CUDA_ARCH__ >= 900
-        asm("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
-        asm("mov.u32 %0, %cluster_nctarank;" : "=r"(size));
-        asm("mov.u32 %0, %clusterid.x;" : "=r"(first));
-        asm("mov.u32 %0, %nclusterid.x;" : "=r"(step));
-#endif
-    }
-
-    // Says that this block has come here, with all that it has written; all threads call both.
-    __device__ void arrive() const {
-#if __CUDA_ARCH__ >= 900
-        if (size > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-    }
-    __device__ void wait() const {
-#if __CUDA_ARCH__ >= 900
-        if (size > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-    }
-
-    // Writes to the same shared variable of another block, which `peer` numbers.
-    __device__ void tell(u32 peer, float* place, float value) const {
-#if __CUDA_ARCH__ >= 900
-        const u32 mine = static_cast<u32>(__cvta_generic_to_shared(place));
-        asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
-                     "st.shared::cluster.f32 [there], %2;}"
-                     ::"r"(mine), "r"(peer), "f"(value) : "memory");
-#endif
-    }
-};
-
-constexpr int kTeam = 8;  // the most blocks in a team; as in norm.py
-
-struct Parts {  // two buffers take turns
-    float warps[2][kWarps];
-    float blocks[2][kTeam];
-};
-
-// The sum over the threads of a team, with the same bits on all of them. All threads call it, and
-// have called team.arrive() once before. The team is given by value: a reference to it keeps all of
-// Rows in local memory, which costs 2 us a call.
-struct RowSum {
-    Parts& parts;
-    int turn = 0;
-    bool begun = false;
-
-    __device__ static float over_warp(float value, int lanes) {
-        for (int apart = lanes / 2; apart; apart /= 2) {
-            value = __fadd_rn(value, __shfl_xor_sync(~0u, value, apart));
-        }
-        return value;
-    }
-
-    __device__ float operator()(const Team team, float value) {
-        const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
-        value = over_warp(value, 32);
-        if (lane == 0) parts.warps[turn][threadIdx.x / 32] = value;
-        __syncthreads();
-        const int warp = lane % kWarps;
-        value = over_warp(warp < warps ? parts.warps[turn][warp] : 0.0f, kWarps);
-        if (team.size > 1) value = over_team(team, value);
-        turn ^= 1;
-        return value;
-    }
-
-    __device__ float over_team(const Team team, float value) {
-        if (!begun) team.wait();  // all blocks are there to be written to
-        begun = true;
-        if (threadIdx.x < team.size) team.tell(threadIdx.x, &parts.blocks[turn][team.rank], value);
-        team.arrive();
-        team.wait();
-        const int block = threadIdx.x % kTeam;
-        return over_warp(block < team.size ? parts.blocks[turn][block] : 0.0f, kTeam);
-    }
-};
 
 // -- 8-bit floats ------------------------------------------------------------------------------------
 
@@ -304,6 +223,17 @@ struct Rows {
     }
 };
 
+// Pushes the first row as soon as it may, before anything else.
+template <class Work, int V>
+__device__ inline void start(Work& work, Mine<V>& own) {
+    await_predecessor();
+    work.get(work.call.x, work.team.first, own);
+    const State state = enter(work.call);
+    work.epoch = state.epoch;
+    if (!state.fault) work.push(work.team.first, own);
+    work.begin(state);
+}
+
 // -- one hop -----------------------------------------------------------------------------------------
 
 template <class T, int V>
@@ -368,13 +298,8 @@ __device__ inline void norm_one_shot(const NormCall& norm) {
     __shared__ Parts parts;
     OneHop<T, V> work(norm, parts);
     const int first = work.team.first, step = work.team.step;
-    await_predecessor();
     Mine<V> own;
-    work.get(norm.call.x, first, own);
-    const State state = enter(norm.call);
-    work.epoch = state.epoch;
-    if (!state.fault) work.push(first, own);
-    work.begin(state);
+    start(work, own);
     for (int row = first; row < norm.rows; row += step) {
         if (work.good && row + step < norm.rows) {  // on its way while this one is waited for
             work.get(norm.call.x, row + step, own);
@@ -405,7 +330,7 @@ struct TwoHops : Rows<T, V> {
         return slot(call, at, epoch, begin + column(j) - owner(j) * slice);
     }
 
-    __device__ void scatter(int row, const Mine<V>& own) const {
+    __device__ void push(int row, const Mine<V>& own) const {
 #pragma unroll
         for (int j = 0; j < V; ++j) {
             if (!holds(j) || owner(j) == call.rank) continue;
@@ -472,18 +397,13 @@ __device__ inline void norm_two_shot(const NormCall& norm) {
     __shared__ Parts parts;
     TwoHops<T, V> work(norm, parts);
     const int first = work.team.first, step = work.team.step;
-    await_predecessor();
     Mine<V> own;
-    work.get(norm.call.x, first, own);
-    const State state = enter(norm.call);
-    work.epoch = state.epoch;
-    if (!state.fault) work.scatter(first, own);
-    work.begin(state);
+    start(work, own);
     // The three steps of one row lie a turn apart, so that all of them go on at a time.
     for (int row = first; row < norm.rows + 2 * step; row += step) {
         if (work.good && row > first && row < norm.rows) {
             work.get(norm.call.x, row, own);
-            work.scatter(row, own);
+            work.push(row, own);
         }
         const int second = row - step, third = row - 2 * step;
         if (second >= first && second < norm.rows) work.add_and_spread(second);
