@@ -1,10 +1,8 @@
-"""The GPU engine: NCCL through CuPy, the only room that calls it."""
+"""The GPU engine: NCCL through CuPy, over the library that `_libnccl` finds."""
 
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -12,6 +10,7 @@ import torch
 from commlib._context import CommContext
 from commlib._deadline import Deadline, bounded
 from commlib._dtypes import Reducer, Wire, wire
+from commlib._libnccl import library, raw
 from commlib._log import log
 from commlib._ring import ABORT_S
 from commlib._rollcall import Meeting
@@ -55,51 +54,6 @@ class _Reduction(NamedTuple):
     op: int
     all_reduce: Pushed | None = None
     reduce_scatter: Pushed | None = None
-
-
-@cache
-def library() -> Any:
-    """Return ``cupy.cuda.nccl`` over the libnccl that torch has loaded.
-
-    Raises ``EngineError`` when CuPy is missing or the process holds two copies of libnccl.
-    """
-    try:
-        from cupy.cuda import nccl
-    except ImportError as error:
-        raise EngineError(
-            f"the nccl engine needs CuPy ({error}); type `pip install commlib[cuda13]` or [cuda12]"
-        ) from error
-    paths = library_paths()
-    if len(paths) != 1:
-        raise EngineError(
-            f"expected one libnccl in this process, found {len(paths)}: {paths}; two copies crash. "
-            f"Import torch before cupy, and remove the extra nvidia-nccl package or LD_PRELOAD"
-        )
-    ours, theirs = nccl.get_version(), _version_number(torch.cuda.nccl.version())
-    if ours != theirs:
-        raise EngineError(f"CuPy sees NCCL {ours}, torch {theirs}; install one NCCL for both")
-    return nccl
-
-
-@cache
-def _raw() -> ctypes.CDLL:
-    """The functions of the same libnccl that CuPy does not bind."""
-    nccl = ctypes.CDLL(library_paths()[0])
-    pointers, number = ctypes.c_void_p, ctypes.c_int
-    nccl.ncclRedOpCreatePreMulSum.argtypes = [pointers, pointers, number, number, pointers]
-    nccl.ncclRedOpDestroy.argtypes = [number, pointers]
-    return nccl
-
-
-def library_paths() -> list[str]:
-    """Return the files of libnccl that are mapped into this process."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return sorted({line.split()[-1] for line in maps if "libnccl.so" in line})
-
-
-def _version_number(version: tuple[int, ...]) -> int:
-    major, minor, patch = version[:3]
-    return major * 10000 + minor * 100 + patch
 
 
 class NCCLCommContext(CommContext):
@@ -166,7 +120,7 @@ class NCCLCommContext(CommContext):
     @contextmanager
     def _premul(self, reduction: Wire) -> Iterator[_Reduction]:
         """ncclRedOpCreatePreMulSum, which CuPy lacks; NCCL lets go of it when the call returns."""
-        nccl, handle = _raw(), self._comm.comm
+        nccl, handle = raw(), self._comm.comm
         scalar = torch.tensor([reduction.factor], dtype=reduction.dtype, device="cpu")
         op, host_immediate, kind = ctypes.c_int(), 1, _TYPES[reduction.dtype]
         status = nccl.ncclRedOpCreatePreMulSum(

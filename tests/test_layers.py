@@ -32,6 +32,7 @@ LAYERS = (  # lowest first: a module imports from lines above its own, or from i
     "commlib._c10d",
     "commlib._gloo",
     "commlib._legacy",
+    "commlib._libnccl",
     "commlib._nccl",
     "commlib._bootstrap",
     "commlib._manager",

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from commlib import _bootstrap, _nccl, flags
+from commlib import _bootstrap, _libnccl, _nccl, flags
 from commlib._dtypes import refusals
 from commlib._gloo import GlooCommContext
 from commlib._legacy import LegacyCommContext
@@ -65,7 +65,7 @@ def _complaints() -> Iterator[str]:
     """Say what will not work; loads the NCCL engine on the way, so that its libraries show."""
     if torch.cuda.is_available():
         try:
-            _nccl.library()
+            _libnccl.library()
         except CommError as error:
             yield f"nccl engine: {error}"
     elif _driver() is not None:
