@@ -439,7 +439,7 @@ def stays_usable(comm: Any) -> None:
     g = graph.capture(lambda x: x * 2, outputs="copy")
     foreign, out = torch.cuda.CUDAGraph(), torch.zeros(3, device=comm.device)
     with torch.cuda.graph(foreign, capture_error_mode="thread_local"):
-        with refused(GraphError, "another capture", "before"):
+        with refused(GraphError, "inside another one", "before"):
             g(x)
         out.add_(1)
     foreign.replay()

@@ -112,8 +112,8 @@ class Slot(Entry):
         outs = [tensor for tensor in made if tensor.requires_grad]
         wanted = [tensor for tensor in (*inputs, *self._parameters) if tensor.requires_grad]
         self._given_grads = [torch.zeros_like(tensor) for tensor in outs]
-        self._saved = result  # and with it what the forward has saved for the backward
         self._release_backward()
+        # Retained: a second replay of the backward needs what the forward has saved, unwritten.
         self._backward, grads = self._make(
             lambda: torch.autograd.grad(
                 outs, wanted, self._given_grads, retain_graph=True, allow_unused=True
