@@ -139,7 +139,7 @@ def test_written_arguments(unified_ranks: Ranks) -> None:
 
 
 def borrowed(comm: Any) -> None:
-    """Reading an output behind the next replay raises, with both lines; its views too."""
+    """Reading an output behind the next replay raises, with both lines."""
     f = graph.capture(lambda x: x + 1)
     x = torch.zeros(3, device=comm.device)
     first = f(x)
@@ -155,6 +155,28 @@ def borrowed(comm: Any) -> None:
 
 def test_borrowed_outputs(unified_ranks: Ranks) -> None:
     unified_ranks(borrowed)
+
+
+def lent_again(comm: Any) -> None:
+    """Only who still holds an output, or on a GPU a view of it, loses it to the next replay."""
+    f = graph.capture(lambda x: (x + 1, x * 2))
+    for turn in range(6):
+        x = torch.full((3,), float(turn), device=comm.device)
+        up, twice = f(x)
+        close(up, x + 1, f"turn {turn}")
+        close(twice, x * 2, f"turn {turn}")
+        kept = up[1:] if turn % 2 and on_gpu(comm) else up
+        del up
+        if turn % 3:  # held: refused from the next replay on, and no other output with it
+            _, twice = f(x)
+            with refused(RuntimeError, "overwritten", "test_graph.py"):
+                print(kept + 1)
+            close(twice, x * 2, f"turn {turn}, again")
+        del kept, twice
+
+
+def test_outputs_are_lent_again(unified_ranks: Ranks) -> None:
+    unified_ranks(lent_again)
 
 
 def shared_memory(comm: Any) -> None:

@@ -140,10 +140,11 @@ class Graphed:
         return str(getattr(self.fn, "__qualname__", type(self.fn).__qualname__))
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        own = (
-            None if self._module is None else tuple(part.training for part in self._parts),
-            None if self._key is None else self._key(*args, **kwargs),
-        )
+        own: tuple[Any, ...] = ()
+        if self._parts:
+            own = tuple([part.training for part in self._parts])
+        if self._key is not None:
+            own = (*own, self._key(*args, **kwargs))
         return arguments(args, kwargs, own) if args or kwargs else bare(own)
 
     # -- the first call of a kind ------------------------------------------------------------------

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 
@@ -56,14 +55,16 @@ class Outputs:
         self._copy, self._alone = copy, len(leaves) == 1 and leaves[0] is result
         self._kinds = [_kind(leaf, given, own) for leaf in leaves]
         self._lent = [i for i, kind in enumerate(self._kinds) if isinstance(kind, Lent)]
-        self._out: list[_Loan] = []
+        self._loans: dict[int, _Loan] = {}  # by position
         self.lends = bool(self._lent)
+        self._plain = self._alone and isinstance(self._kinds[0], Plain)
 
     def expire(self, where: str) -> None:
         """Make what is still held of the last replay raise when it is read."""
-        for loan in self._out:
-            loan.end(where)
-        self._out.clear()
+        for i, loan in list(self._loans.items()):
+            if loan.held:
+                loan.end(where)
+                del self._loans[i]
 
     def __del__(self) -> None:
         self.expire("the end of its graph")
@@ -73,7 +74,9 @@ class Outputs:
 
         ``join`` gets those that the graph has made and returns them with their gradients.
         """
-        leaves = [self._one(kind, given, where) for kind in self._kinds]
+        if self._plain:  # the quick way for a function that returns None
+            return self._kinds[0][0]
+        leaves = [self._one(i, given, where) for i in range(len(self._kinds))]
         if join is not None:
             joined = join([leaves[i] for i in self._lent])
             for i, leaf in zip(self._lent, joined, strict=True):
@@ -85,7 +88,8 @@ class Outputs:
         leaves = tree_leaves(result)
         return [leaves[i] for i in self._lent]
 
-    def _one(self, kind: Output, given: Sequence[torch.Tensor], where: str) -> Any:
+    def _one(self, i: int, given: Sequence[torch.Tensor], where: str) -> Any:
+        kind = self._kinds[i]
         if isinstance(kind, Plain):
             return kind.value
         if isinstance(kind, Argument):
@@ -94,12 +98,10 @@ class Outputs:
             return given[kind.position].as_strided(*kind[1:])
         if self._copy:
             return kind.tensor.clone()
-        alias = _alias(kind.tensor)
-        storage = StorageWeakRef(alias.untyped_storage())
-        if _SPOIL is None:
-            alias = alias.as_subclass(Watched)
-        self._out.append(_Loan(alias, storage, where))
-        return alias
+        loan = self._loans.get(i)
+        if loan is None:
+            loan = self._loans[i] = _Loan(kind.tensor)
+        return loan.begin(where)
 
 
 def leads_back(tensor: Any) -> bool:
@@ -149,20 +151,41 @@ class Watched(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
-class _Loan:
-    """One output that the program has been given."""
+# How many tensors share a storage; builds of torch may lack it.
+_sharers: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
-    def __init__(self, tensor: torch.Tensor, storage: StorageWeakRef, where: str) -> None:
-        self._tensor, self._storage, self._where = weakref.ref(tensor), storage, where
+
+class _Loan:
+    """One output, under a storage that is used again unless the program still holds it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._alias = _alias(tensor)
+        self._storage = self._alias.untyped_storage()._cdata
+        self._own = _sharers(self._storage) if _sharers else 0
+        self._watched: weakref.ref[Watched] | None = None
+        self._where = ""
+
+    @property
+    def held(self) -> bool:
+        """Whether the program still has the output, or a view of it."""
+        return _sharers is None or _sharers(self._storage) > self._own
+
+    def begin(self, where: str) -> torch.Tensor:
+        """Return the output, for whoever called at ``where``."""
+        self._where = where
+        given = self._alias.detach()
+        if _SPOIL is None:
+            given = given.as_subclass(Watched)
+            self._watched = weakref.ref(given)
+        return given
 
     def end(self, where: str) -> None:
-        """Let reading it raise from now on, also through its views."""
+        """Let reading it raise from now on, also through its views; it can't begin again."""
         text = (
             f"this output of a graph, returned at {self._where}, was overwritten by {where}; "
             f'read it before, clone it, or capture with outputs="copy"'
         )
-        tensor = self._tensor()
-        if _SPOIL is not None and not self._storage.expired():
-            _SPOIL(self._storage.cdata, text)
-        elif isinstance(tensor, Watched):
-            tensor.overwritten = text
+        if _SPOIL is not None:
+            _SPOIL(self._storage, text)
+        elif self._watched is not None and (watched := self._watched()) is not None:
+            watched.overwritten = text

@@ -1,8 +1,9 @@
 """What tells one call of a captured function from another: a hashable key."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -16,7 +17,8 @@ _NOTHING = tree_flatten(((), {}))[1]
 _PLAIN = {torch.Tensor, torch.nn.Parameter, Watched, bool, int, float, str, type(None)}
 
 
-class Arguments(NamedTuple):
+@dataclass(slots=True)
+class Arguments:
     """The arguments of one call: tensors, and the key of all that is no tensor's content."""
 
     tensors: list[torch.Tensor]
@@ -80,7 +82,7 @@ def _of_leaves(count: int) -> TreeSpec:
 
 def bare(own: tuple[Any, ...]) -> Arguments:
     """Return the call without any argument, in as few steps as can be."""
-    return Arguments([], (*modes(), *own), [], _NOTHING)
+    return Arguments([], modes() + own, [], _NOTHING)
 
 
 def modes() -> tuple[Any, ...]:
