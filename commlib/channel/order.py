@@ -24,7 +24,7 @@ class StreamOrder:
     replayed beside other calls is for the program to order.
     """
 
-    __slots__ = ("_captured", "_device", "_eager", "_tags", "last", "tag")
+    __slots__ = ("_captured", "_device", "_eager", "_known", "_tags", "last", "tag")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -33,6 +33,7 @@ class StreamOrder:
         self.last: int | None = None
         self._eager: int | None = None  # stream of the last call outside captures
         self._captured: tuple[int, int | None] = 0, None  # a capture, and its last call's stream
+        self._known: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
         self._tags: dict[int, int] = {}
         self.tag = 0  # number of the last call's stream, from 1 on
 
@@ -56,13 +57,18 @@ class StreamOrder:
             behind, self._eager, self.last = self._eager, stream, stream
         self.tag = self._tags.setdefault(stream, len(self._tags) + 1)
         if behind is not None and behind != stream and capture_of(behind) == here:
-            self._fence(behind)
+            last, event = self._stream(behind)
+            event.record(last)
+            self._stream(stream)[0].wait_event(event)
 
-    def _fence(self, behind: int) -> None:
-        # torch takes the default stream's handle, 0, for "give me a new stream".
-        default = torch.cuda.default_stream(self._device)
-        last = torch.cuda.ExternalStream(behind, self._device) if behind else default
-        torch.cuda.current_stream(self._device).wait_event(last.record_event())
+    def _stream(self, handle: int) -> tuple[torch.cuda.Stream, torch.cuda.Event]:
+        """Return a stream and its event, kept since programs go to and fro between two."""
+        if handle not in self._known:
+            # torch takes the default stream's handle, 0, for "give me a new stream".
+            default = torch.cuda.default_stream(self._device)
+            found = torch.cuda.ExternalStream(handle, self._device) if handle else default
+            self._known[handle] = found, torch.cuda.Event()
+        return self._known[handle]
 
     def stream_of(self, tag: int) -> str:
         """Return the handle of the stream with a number, for people."""
