@@ -157,4 +157,4 @@ if GPUS >= 2:
         (file,) = tmp_path.iterdir()
         text = file.read_text()
         assert f"`commlib bench capture --nproc {nproc} --rounds 1`" in text
-        assert text.count(" target at most ") == 5
+        assert text.count(" target at most ") == 6
