@@ -31,7 +31,7 @@ class Order(order.StreamOrder):
         self.fences: list[int] = []
         monkeypatch.setattr(order, "capture_of", lambda stream: self.captures.get(stream, 0))
 
-    def _fence(self, behind: int) -> None:
+    def _fence(self, stream: int, behind: int) -> None:
         self.fences.append(behind)
 
     def call(self, stream: int) -> list[int]:

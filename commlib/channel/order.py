@@ -57,9 +57,12 @@ class StreamOrder:
             behind, self._eager, self.last = self._eager, stream, stream
         self.tag = self._tags.setdefault(stream, len(self._tags) + 1)
         if behind is not None and behind != stream and capture_of(behind) == here:
-            last, event = self._stream(behind)
-            event.record(last)
-            self._stream(stream)[0].wait_event(event)
+            self._fence(stream, behind)
+
+    def _fence(self, stream: int, behind: int) -> None:
+        last, event = self._stream(behind)
+        event.record(last)
+        self._stream(stream)[0].wait_event(event)
 
     def _stream(self, handle: int) -> tuple[torch.cuda.Stream, torch.cuda.Event]:
         """Return a stream and its event, kept since programs go to and fro between two."""
