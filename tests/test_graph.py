@@ -8,6 +8,7 @@ import functools
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -158,25 +159,51 @@ def test_borrowed_outputs(unified_ranks: Ranks) -> None:
 
 
 def lent_again(comm: Any) -> None:
-    """Only who still holds an output, or on a GPU a view of it, loses it to the next replay."""
+    """Whoever holds an output, a view of it or its storage loses it to the next replay."""
     f = graph.capture(lambda x: (x + 1, x * 2))
-    for turn in range(6):
+    holders: list[Callable[[torch.Tensor], Any]] = [
+        lambda out: out,
+        lambda out: out[1:],
+        lambda out: out.view(1, 3).T[:2],
+        lambda out: out.detach(),
+    ]
+    if on_gpu(comm):  # nothing can make a bare storage raise on a CPU
+        holders.append(torch.Tensor.untyped_storage)
+    for turn, held in enumerate(holders * 2):
         x = torch.full((3,), float(turn), device=comm.device)
         up, twice = f(x)
-        close(up, x + 1, f"turn {turn}")
-        close(twice, x * 2, f"turn {turn}")
-        kept = up[1:] if turn % 2 and on_gpu(comm) else up
-        del up
-        if turn % 3:  # held: refused from the next replay on, and no other output with it
-            _, twice = f(x)
-            with refused(RuntimeError, "overwritten", "test_graph.py"):
-                print(kept + 1)
-            close(twice, x * 2, f"turn {turn}, again")
-        del kept, twice
+        kept, gone = held(up), held(twice)
+        del up, twice, gone
+        up, twice = f(x + 1)
+        close(up, x + 2, f"turn {turn}")
+        close(twice, x * 2 + 2, f"turn {turn}")
+        with refused(RuntimeError, "overwritten", "test_graph.py"):
+            if not isinstance(kept, torch.Tensor):
+                kept = torch.empty(0, device=comm.device).set_(kept)
+            print(kept + 1)
+        del kept
 
 
 def test_outputs_are_lent_again(unified_ranks: Ranks) -> None:
     unified_ranks(lent_again)
+
+
+def taken_away(comm: Any) -> None:
+    """An output that was moved to memory of its own is the program's, and no later one."""
+    if on_gpu(comm):
+        return
+    f = graph.capture(lambda x: x + 1)
+    for turn in range(4):
+        x = torch.full((3,), float(turn))
+        out = f(x)
+        close(out, x + 1, f"turn {turn}")
+        if turn % 2:
+            out.share_memory_()
+        del out
+
+
+def test_outputs_in_shared_memory(unified_ranks: Ranks) -> None:
+    unified_ranks(taken_away)
 
 
 def shared_memory(comm: Any) -> None:

@@ -1,9 +1,8 @@
-"""Captured forwards and their backwards: when a slot is free again, and who adds up gradients."""
+"""Captured forwards and their backwards: what comes back, and when a slot is free again."""
 
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
 from commlib import graph
@@ -11,74 +10,93 @@ from commlib.errors import GraphError
 from tests._check import close, refused, same
 from tests._ranks import Ranks
 
-GRADS = ("fresh", "accumulate")
 
-
-def twice_wide(device: torch.device) -> torch.nn.Sequential:
+def layers(device: torch.device) -> torch.nn.Sequential:
     torch.manual_seed(3)
-    layers = (torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2), torch.nn.Linear(2, 2))
-    module = torch.nn.Sequential(*layers).to(device)
-    for parameter in layers[3].parameters():
+    parts = (torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2), torch.nn.Linear(2, 2))
+    for parameter in parts[3].parameters():
         parameter.requires_grad_(False)
-    return module
+    return torch.nn.Sequential(*parts).to(device)
 
 
 def batch(turn: int, device: torch.device) -> torch.Tensor:
     return torch.linspace(-1, turn + 1, 12, device=device).view(3, 4)
 
 
+def slots(g: graph.Graphed) -> list[Any]:
+    (found,) = g.entries.values()
+    return found.parts
+
+
 def loop(comm: Any) -> None:
-    """A loop that still holds the last outputs takes one slot: its backward has freed it."""
-    module = twice_wide(comm.device)
-    g = graph.capture(module)
+    """A loop that holds its losses takes one slot: a backward has freed it for the next call."""
+    module = layers(comm.device)
+    g, losses = graph.capture(module), []
     for turn in range(4):
-        out = g(batch(turn, comm.device))
-        out.sum().backward()
-    (slots,) = g.entries.values()
-    same(len(slots.parts), 1, "slots")
-    with refused(GraphError, "second backward", "retain_graph=True"):
-        out.sum().backward()
-    loss = g(batch(1, comm.device)).sum()
-    loss.backward(retain_graph=True)
-    (weight, *_) = module.parameters()
-    assert weight.grad is not None
-    before = weight.grad.clone()
-    loss.backward()
-    want = torch.autograd.grad(module(batch(1, comm.device)).sum(), weight)[0]
-    close(weight.grad, before + want, "both backwards")
+        loss = g(batch(turn, comm.device)).sum()
+        loss.backward()
+        losses.append(loss)
+    same(len(slots(g)), 1, "slots")
+    for turn, loss in enumerate(losses):
+        close(loss, module(batch(turn, comm.device)).sum(), f"loss {turn}")
+        with refused(GraphError, "second backward", "retain_graph=True"):
+            loss.backward()
 
 
 def test_a_training_loop_has_one_slot(unified_ranks: Ranks) -> None:
     unified_ranks(loop)
 
 
-def apart(comm: Any) -> None:
-    """Two outputs go back one by one, as eagerly where their ways are apart; the slot waits."""
+def again(comm: Any) -> None:
+    """A slot waits while another backward may come: asked for by torch's means, or the way left."""
     one, two = (torch.ones(3, device=comm.device, requires_grad=True) for _ in range(2))
-    g = graph.capture(lambda x: (x * one, x * two))
     x = torch.arange(3.0, device=comm.device)
-    for turn in range(3):
+    g = graph.capture(lambda x: (x * one, x * two))
+
+    def retained() -> None:
+        loss = sum(part.sum() for part in g(x))
+        loss.backward(retain_graph=True)
+        same([slot.free for slot in slots(g)], [False], "free")
+        loss.backward()
+
+    def output_by_output() -> None:
         first, second = g(x)
-        first.sum().backward()
-        (slots,) = g.entries.values()
-        same([getattr(slot, "free", None) for slot in slots.parts], [False], "free")
-        second.sum().backward()
+        first.sum().backward(torch.tensor(2.0, device=comm.device))
+        same([slot.free for slot in slots(g)], [False], "free")
+        second.sum().backward(torch.tensor(2.0, device=comm.device))
+
+    def leaf_by_leaf() -> None:
+        loss = sum(part.sum() for part in g(x))
         for weight in (one, two):
-            close(weight.grad, x * (turn + 1), f"turn {turn}")
-        del first, second
-    same(len(graph.report(g)), 1, "slots")
+            loss.backward(inputs=[weight])
+            loss.backward(inputs=[weight])
+
+    def handed_over() -> None:
+        loss = sum(part.sum() for part in g(x))
+        for weight in (one, two):
+            (grad,) = torch.autograd.grad(loss, weight)
+            assert weight.grad is not None
+            weight.grad.add_(grad, alpha=2)
+        same([slot.free for slot in slots(g)], [False], "free")
+
+    ways: list[Callable[[], None]] = [retained, output_by_output, leaf_by_leaf, handed_over]
+    for number, way in enumerate(ways):
+        for turn in range(2):
+            way()
+            for weight in (one, two):
+                close(weight.grad, x * (4 * number + 2 * turn + 2), f"{way.__name__}, {turn}")
+            same(len(slots(g)), 1, "slots")
 
 
-def test_outputs_that_go_back_apart(unified_ranks: Ranks) -> None:
-    unified_ranks(apart)
+def test_backwards_that_may_come_again(unified_ranks: Ranks) -> None:
+    unified_ranks(again)
 
 
 def trained(call: Callable[..., torch.Tensor], module: torch.nn.Module) -> list[torch.Tensor]:
     """Return what some steps with sums of gradients lead to, and their outputs."""
-    device = next(module.parameters()).device
     found = []
     for turn in range(6):
-        x = batch(turn, device).requires_grad_(turn == 3)
+        x = batch(turn, next(module.parameters()).device).requires_grad_(turn == 3)
         out = call(x)
         found.append(out.detach().clone())
         (out**2).sum().backward()
@@ -89,70 +107,19 @@ def trained(call: Callable[..., torch.Tensor], module: torch.nn.Module) -> list[
                     if parameter.grad is not None:
                         parameter.sub_(parameter.grad, alpha=0.1)
             module.zero_grad(set_to_none=turn == 3)
-    return [
-        *found,
-        *module.parameters(),
-        *(x.grad for x in module.parameters() if x.grad is not None),
-    ]
+    return [*found, *module.parameters()]
 
 
-def adds_up(comm: Any, grads: str) -> None:
-    """Gradients that are there are added to, those that are not are made, with eager bits."""
-    module, plain = twice_wide(comm.device), twice_wide(comm.device)
-    pairs = zip(
-        trained(graph.capture(module, grads=grads), module), trained(plain, plain), strict=True
-    )
+def sums(comm: Any) -> None:
+    """Gradients are added up, made and let go of with the bits of eager code."""
+    module, plain = layers(comm.device), layers(comm.device)
+    pairs = zip(trained(graph.capture(module), module), trained(plain, plain), strict=True)
     for number, (given, want) in enumerate(pairs):
-        close(given, want, f"tensor {number}")
+        same(torch.equal(given, want), True, f"tensor {number}")
 
 
-@pytest.mark.parametrize("grads", GRADS)
-def test_sums_of_gradients(unified_ranks: Ranks, grads: str) -> None:
-    unified_ranks(adds_up, grads)
-
-
-def asked_for(comm: Any, grads: str) -> None:
-    """Nothing is added where torch would not: autograd.grad, backward(inputs=), hooks."""
-    one, two = (torch.ones(3, device=comm.device, requires_grad=True) for _ in range(2))
-    x = torch.arange(3.0, device=comm.device)
-    g = graph.capture(lambda x: x * one * two, grads=grads, outputs="copy")
-    for weight in (one, two):
-        weight.grad = torch.zeros_like(weight)
-    given = torch.autograd.grad(g(x).sum(), [two, one])
-    for found in given:
-        close(found, x, "autograd.grad")
-    close(one.grad, x * 0, "behind autograd.grad")
-    g(x).sum().backward(inputs=[two])
-    close(one.grad, x * 0, "behind backward(inputs=)")
-    close(two.grad, x, "of backward(inputs=)")
-    seen: list[torch.Tensor] = []
-
-    def doubled(grad: torch.Tensor) -> torch.Tensor:
-        seen.append(grad.clone())
-        return grad * 2
-
-    handles = [one.register_hook(doubled)]
-    handles.append(two.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone())))
-    g(x).sum().backward()
-    for handle in handles:
-        handle.remove()
-    same(len(seen), 2, "hooks that ran")
-    close(one.grad, x * 2, "behind a hook")
-    close(two.grad, x * 2, "behind a post hook")
-    for found in given:
-        close(found, x, "autograd.grad, later")
-    two.grad = one.grad  # one memory for both: no kernel may add to it twice at a time
-    g(x).sum().backward()
-    close(one.grad, x * 4, "gradients in one place")
-    wide = graph.capture(lambda x, w: x * w * one, grads=grads, outputs="copy")
-    one.grad = torch.zeros_like(one)
-    wide(x, one).sum().backward()  # the same leaf as argument and from outside
-    close(one.grad, x * 2, "a leaf given twice")
-
-
-@pytest.mark.parametrize("grads", GRADS)
-def test_what_torch_would_not_add(unified_ranks: Ranks, grads: str) -> None:
-    unified_ranks(asked_for, grads)
+def test_sums_of_gradients(unified_ranks: Ranks) -> None:
+    unified_ranks(sums)
 
 
 class _Late(torch.autograd.Function):
@@ -169,10 +136,10 @@ class _Late(torch.autograd.Function):
         return grad * 1
 
 
-def in_order(comm: Any, grads: str) -> None:
+def in_order(comm: Any) -> None:
     """The caller's stream comes behind the gradients, and the backward behind the caller's work."""
     weight = torch.ones(3, device=comm.device, requires_grad=True)
-    g = graph.capture(lambda x: _Late.apply(x * weight), grads=grads)  # type: ignore[no-untyped-call]
+    g = graph.capture(lambda x: _Late.apply(x * weight))  # type: ignore[no-untyped-call]
     x = torch.ones(3, device=comm.device)
     g(x).sum().backward()
     for stream in streams(comm.device):
@@ -199,6 +166,5 @@ def streams(device: torch.device) -> list[Any]:
     return [torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.stream(aside)]
 
 
-@pytest.mark.parametrize("grads", GRADS)
-def test_order_of_streams(unified_ranks: Ranks, grads: str) -> None:
-    unified_ranks(in_order, grads)
+def test_order_of_streams(unified_ranks: Ranks) -> None:
+    unified_ranks(in_order)

@@ -32,7 +32,6 @@ class Options(TypedDict, total=False):
     warmup: int
     first: str
     outputs: str
-    grads: str
     agree: int | None
     on_fail: str
 
@@ -52,16 +51,14 @@ def capture(fn: Callable[..., Any] | None = None, **options: Unpack[Options]) ->
 
     ``fn``: a function or module whose arguments and results are any pytree; ``@capture`` and
     ``@capture(...)`` work too. Where gradients flow, a forward and a backward graph are joined by
-    one autograd node, as many pairs as there are forwards still to go back; no second derivatives.
+    one autograd node, as many pairs as there are forwards still to go back; a backward without
+    ``retain_graph`` frees its pair, and ends its outputs at the next call; no second derivatives.
     Calls are told apart by structure, by shape, dtype, device, strides and ``requires_grad`` of
     tensors, by the value of all else, by torch's modes, a module's training flag, and
     ``key(*args, **kwargs)``. ``warmup`` (2) runs come first, and one that is timed; their writes
     and random numbers are undone, so that the first call counts once. ``first="warmup"`` lets the
     last of them be the call instead ("once"): no memory for the undoing. ``outputs="borrow"``:
     memory of the graph, and reading it after the next replay raises; "copy": fresh tensors.
-    ``grads="accumulate"`` adds to the ``grad`` of leaves that have one in one kernel, in place of
-    a fresh gradient for each ("fresh"): a leaf that is used twice in one backward is added to
-    twice, so that its last bits may differ, and hooks of its accumulating node see None.
     ``on_fail="eager"`` runs a call that can't be captured eagerly, and ``report()`` says why.
     Collectives of commlib stand in the graph; every member of their rings captures the same ones,
     or all of them raise. ``agree`` names a ring whose ranks compare their keys at every call, which
@@ -82,20 +79,17 @@ class Graphed:
         warmup: int = 2,
         first: str = "once",
         outputs: str = "borrow",
-        grads: str = "fresh",
         agree: int | None = None,
         on_fail: str = "raise",
     ) -> None:
         _one_of("first", first, "once", "warmup")
         _one_of("outputs", outputs, "borrow", "copy")
-        _one_of("grads", grads, "fresh", "accumulate")
         _one_of("on_fail", on_fail, "raise", "eager")
         if warmup < 1:
             raise GraphError(f"warmup={warmup}: expected 1 or more runs before the capture")
         functools.update_wrapper(self, fn, updated=())
         self.fn, self._key, self._warmup, self._first = fn, key, warmup, first
         self._copy, self._agree, self._on_fail = outputs == "copy", agree, on_fail
-        self._accumulate = grads == "accumulate"
         self.entries: dict[Any, Entry | Slots] = {}
         self.eager: dict[Any, str] = {}  # calls that stay eager, and why
         self._module = fn if isinstance(fn, torch.nn.Module) else None
@@ -188,7 +182,6 @@ class Graphed:
         if not warm.differentiable:
             return Entry(self.fn, call, make, warm.rooms(), **how)
         how |= {"make": make, "engine": engine, "parameters": warm.parameters}
-        how |= {"accumulate": self._accumulate}
         return Slots(functools.partial(Slot, self.fn, **how), call)
 
     def _device(self, call: Arguments) -> torch.device:

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -54,9 +54,6 @@ class Engine(Protocol):
 
     def turn(self) -> None:
         """Order the current stream behind the last replay: graphs share their memory."""
-
-    def joining(self) -> AbstractContextManager[object]:
-        """Return the context in which a forward is tied to its backward by an autograd node."""
 
     def fail(self) -> None:
         """Give up the stretch that an exception has left, and repair what that breaks."""
@@ -118,10 +115,6 @@ class HostEngine:
 
     def turn(self) -> None:
         """There are no streams."""
-
-    def joining(self) -> AbstractContextManager[object]:
-        """There are no streams."""
-        return nullcontext()
 
     def fail(self) -> None:
         """Undo what it wrote so far."""

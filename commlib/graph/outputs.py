@@ -1,11 +1,12 @@
 """What a captured function returns: the same memory at every replay, lent until the next."""
 
-import weakref
-from collections.abc import Callable, Sequence
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 
 class Argument(NamedTuple):
@@ -57,12 +58,15 @@ class Outputs:
         self._lent = [i for i, kind in enumerate(self._kinds) if isinstance(kind, Lent)]
         self._loans: dict[int, _Loan] = {}  # by position
         self.lends = bool(self._lent)
-        self._plain = self._alone and isinstance(self._kinds[0], Plain)
+        kind = self._kinds[0] if self._alone else None
+        self._only = kind if isinstance(kind, Plain) else None
 
     def expire(self, where: str) -> None:
         """Make what is still held of the last replay raise when it is read."""
         for i, loan in list(self._loans.items()):
-            if loan.held:
+            if loan.moved:
+                del self._loans[i]
+            elif loan.held:
                 loan.end(where)
                 del self._loans[i]
 
@@ -74,8 +78,8 @@ class Outputs:
 
         ``join`` gets those that the graph has made and returns them with their gradients.
         """
-        if self._plain:  # the quick way for a function that returns None
-            return self._kinds[0][0]
+        if self._only is not None:  # the quick way for a function that returns None
+            return self._only.value
         leaves = [self._one(i, given, where) for i in range(len(self._kinds))]
         if join is not None:
             joined = join([leaves[i] for i in self._lent])
@@ -138,17 +142,30 @@ _SPOIL = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 class Watched(torch.Tensor):
     """An output where torch can't guard memory: it knows itself that it was overwritten."""
 
-    overwritten: str | None = None
+    overwritten: Sequence[str] = ()  # one list for an output and its views: how it ended
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Watched) and leaf.overwritten is not None:
-                raise RuntimeError(leaf.overwritten)
+        known = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Watched)]
+        for leaf in known:
+            if leaf.overwritten:
+                raise RuntimeError(leaf.overwritten[0])
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            found = func(*args, **(kwargs or {}))
+            ends = {leaf.untyped_storage()._cdata: leaf.overwritten for leaf in known}
+            return tree_map_only(torch.Tensor, functools.partial(_as_watched, ends), found)
+
+
+def _as_watched(ends: Mapping[int, Sequence[str]], tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that knows the end of the output whose memory it shares, if of any."""
+    shared = tensor.layout is torch.strided and tensor.untyped_storage()._cdata in ends
+    if isinstance(tensor, Watched) or not shared:
+        return tensor
+    view = tensor.as_subclass(Watched)
+    view.overwritten = ends[tensor.untyped_storage()._cdata]
+    return view
 
 
 # How many tensors share a storage; builds of torch may lack it.
@@ -160,15 +177,25 @@ class _Loan:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._alias = _alias(tensor)
-        self._storage = self._alias.untyped_storage()._cdata
-        self._own = _sharers(self._storage) if _sharers else 0
-        self._watched: weakref.ref[Watched] | None = None
+        self._storage = self._alias.untyped_storage()
+        self._place = self._storage.data_ptr()
+        self._at_rest = self._holders()
+        self._ended: list[str] = []
         self._where = ""
+
+    def _holders(self) -> tuple[int, int]:
+        """Count the tensors that share the storage, and what names it in Python."""
+        return _sharers(self._storage._cdata) if _sharers else 0, sys.getrefcount(self._storage)
 
     @property
     def held(self) -> bool:
-        """Whether the program still has the output, or a view of it."""
-        return _sharers is None or _sharers(self._storage) > self._own
+        """Whether the program still has the output, a view of it, or its storage."""
+        return _sharers is None or self._holders() != self._at_rest
+
+    @property
+    def moved(self) -> bool:
+        """Whether the program has given the output memory of its own (``share_memory_``)."""
+        return self._storage.data_ptr() != self._place
 
     def begin(self, where: str) -> torch.Tensor:
         """Return the output, for whoever called at ``where``."""
@@ -176,7 +203,7 @@ class _Loan:
         given = self._alias.detach()
         if _SPOIL is None:
             given = given.as_subclass(Watched)
-            self._watched = weakref.ref(given)
+            given.overwritten = self._ended
         return given
 
     def end(self, where: str) -> None:
@@ -186,6 +213,6 @@ class _Loan:
             f'read it before, clone it, or capture with outputs="copy"'
         )
         if _SPOIL is not None:
-            _SPOIL(self._storage, text)
-        elif self._watched is not None and (watched := self._watched()) is not None:
-            watched.overwritten = text
+            _SPOIL(self._storage._cdata, text)
+        else:
+            self._ended.append(text)

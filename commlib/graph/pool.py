@@ -4,7 +4,7 @@ import ctypes
 import gc
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -110,15 +110,6 @@ class CudaEngine:
     def turn(self) -> None:
         """Order the current stream behind the last replay: graphs share their memory."""
         self._order.turn()
-
-    def joining(self) -> AbstractContextManager[object]:
-        """Return the context in which a forward is tied to its backward by an autograd node.
-
-        The node, and those that add up a leaf's gradients, take the stream that is current when
-        they are made. On the stream of captures they don't hinder one while they wait, which torch
-        up to 2.11 refuses for those of the default stream.
-        """
-        return torch.cuda.stream(self.stream)
 
     def begin(self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None) -> Ledger:
         """Begin a capture on the capture stream; garbage collection waits until its end.

@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -75,15 +75,12 @@ class Slot(Entry):
         engine: Engine,
         parameters: Sequence[torch.Tensor],
         *,
-        accumulate: bool,
         copy: bool,
         own: bool,
         eager_seconds: float | None,
         later: bool,
     ) -> None:
-        """``accumulate``: the backward itself adds to the ``grad`` of leaves."""
         self._parameters, self._later = list(parameters), later
-        self._engine, self._accumulate = engine, accumulate
         self._lease: weakref.ref[_Lease] | None = None
         self._backward: Pieces | None = None
         # What lies between forward and backward is in a pool of their own.
@@ -115,8 +112,10 @@ class Slot(Entry):
         outs = [tensor for tensor in made if tensor.requires_grad]
         wanted = [tensor for tensor in (*inputs, *self._parameters) if tensor.requires_grad]
         self._given_grads = [torch.zeros_like(tensor) for tensor in outs]
+        # With it what the forward has saved, and the nodes of parameters: these know the stream of
+        # captures, where torch up to 2.11 lets no other slot be captured beside the caller's.
+        self._saved = result
         self._release_backward()
-        # Retained: a second replay of the backward needs what the forward has saved, unwritten.
         self._backward, grads = self._make(
             lambda: torch.autograd.grad(
                 outs, wanted, self._given_grads, retain_graph=True, allow_unused=True
@@ -138,16 +137,9 @@ class Slot(Entry):
         self._lease = weakref.ref(lease)
 
         def join(lent: list[torch.Tensor]) -> Any:
-            with self._engine.joining():
-                return _Node.apply(self, lease, lent, *tensors, *self._parameters)  # type: ignore[no-untyped-call]
+            return _Node.apply(self, lease, lent, *tensors, *self._parameters)  # type: ignore[no-untyped-call]
 
         return join
-
-    def leaves(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Return, for each tensor of a call, itself where the backward may add to its ``grad``."""
-        if not self._accumulate:
-            return []
-        return [x if x.requires_grad and x.is_leaf else None for x in tensors]
 
     def all_came(self, grads: Sequence[torch.Tensor | None]) -> bool:
         """Whether a backward has come through every output that has one."""
@@ -157,18 +149,12 @@ class Slot(Entry):
         """Return the outputs that no gradient comes back through."""
         return [tensor for tensor, leads in zip(lent, self._leads, strict=True) if not leads]
 
-    def backward(
-        self, grads: Sequence[torch.Tensor | None], sums: Mapping[int, torch.Tensor]
-    ) -> list[torch.Tensor | None]:
-        """Replay the backward with the gradients of the outputs.
-
-        Returns fresh gradients; those of tensors whose place is in ``sums`` are added there.
-        """
+    def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Replay the backward with the gradients of the outputs; returns fresh tensors."""
         if self._backward is None:
             raise GraphError("the graph of this backward was released before it ran")
         coming = [grad for grad, leads in zip(grads, self._leads, strict=True) if leads]
-        fresh = {i: torch.empty_like(x) for i, x in self._grads.items() if i not in sums}
-        added = [i for i in sums if i in self._grads]
+        fresh = {i: torch.empty_like(grad) for i, grad in self._grads.items()}
         with self._backward.lock:
             self._backward.turn()
             for kept, grad in zip(self._given_grads, coming, strict=True):
@@ -178,9 +164,7 @@ class Slot(Entry):
                     kept.copy_(grad)
             self._backward.replay()
             if fresh:
-                torch._foreach_copy_([*fresh.values()], [self._grads[i] for i in fresh])
-            if added:
-                torch._foreach_add_([sums[i] for i in added], [self._grads[i] for i in added])
+                torch._foreach_copy_([*fresh.values()], [*self._grads.values()])
         return [fresh.get(i) for i in range(self._wanting)]
 
     def release(self) -> None:
@@ -199,9 +183,9 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, slot: Slot, lease: _Lease, lent: list[torch.Tensor], *tensors: torch.Tensor
+        ctx: Any, slot: Slot, lease: _Lease, lent: list[torch.Tensor], *_: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.slot, ctx.lease, ctx.leaves = slot, lease, slot.leaves(tensors)
+        ctx.slot, ctx.lease = slot, lease
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*slot.not_differentiable(lent))
         return tuple(lent)
@@ -210,56 +194,43 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():  # create_graph=True
             return _refusing_more(ctx, *grads)
-        return None, None, None, *_gone_back(ctx, grads, _sums(ctx) if ctx.leaves else {})
+        return None, None, None, *_gone_back(ctx, grads)
 
 
 @once_differentiable
 def _refusing_more(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-    return None, None, None, *_gone_back(ctx, grads, {})
+    return None, None, None, *_gone_back(ctx, grads)
 
 
-# Whether a backward runs under retain_graph=True; where torch can't tell, as if it did.
+def _gone_back(ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Replay a node's backward, and free its slot when no other can come through it."""
+    slot: Slot | None = ctx.slot
+    if slot is None:
+        raise GraphError(
+            "a second backward through one call; type retain_graph=True in the first one"
+        )
+    found = slot.backward(grads)
+    if not _retains() and slot.all_came(grads) and all(map(_runs, ctx.next_functions)):
+        ctx.slot = ctx.lease = None
+    return found
+
+
+# Whether a backward goes on to a node, and whether it keeps the graph for another one; where torch
+# can't tell, as if there were another.
+_will_run: Callable[[Any], bool] = getattr(
+    torch._C, "_will_engine_execute_node", lambda node: False
+)
 _retains: Callable[[], bool] = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
 )
 
 
-def _gone_back(
-    ctx: Any, grads: Sequence[torch.Tensor | None], sums: Mapping[int, torch.Tensor]
-) -> list[torch.Tensor | None]:
-    """Replay a node's backward, and free its slot when no other can come through it."""
-    if ctx.slot is None:
-        raise GraphError(
-            "a second backward through one call; type retain_graph=True in the first one"
-        )
-    slot: Slot = ctx.slot
-    found = slot.backward(grads, sums)
-    if slot.all_came(grads) and not _retains():
-        ctx.slot = ctx.lease = None
-    return found
-
-
-def _sums(ctx: Any) -> dict[int, torch.Tensor]:
-    """Return, by position, the ``grad`` that torch would add to now and no hook asks about."""
-    found: dict[int, torch.Tensor] = {}
-    places: set[int] = set()
-    for i, (leaf, (node, _)) in enumerate(zip(ctx.leaves, ctx.next_functions, strict=True)):
-        grad = None if leaf is None else leaf.grad
-        if grad is None or grad.layout is not torch.strided:
-            continue
-        hooked = leaf._backward_hooks or leaf._post_accumulate_grad_hooks
-        place = grad.data_ptr()
-        if not hooked and place not in places and _adds_to(node):
-            places.add(place)  # one kernel adds to all: nowhere twice
-            found[i] = grad
-    return found
-
-
-def _adds_to(node: Any) -> bool:
-    """Whether the backward under way adds to the leaf of ``node``."""
+def _runs(edge: tuple[Any, int]) -> bool:
+    """Whether the backward under way takes this way out of a node, if there is one."""
+    node, _ = edge
     try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # autograd.grad: it is handed over
+        return node is None or _will_run(node)
+    except RuntimeError:  # autograd.grad, which has asked for some leaves, maybe not for all
         return False
 
 
