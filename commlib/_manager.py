@@ -14,12 +14,13 @@ from commlib import _bootstrap, flags
 from commlib._bootstrap import World
 from commlib._context import CommContext
 from commlib._deadline import Deadline
+from commlib._devices import checked_device, default_device
 from commlib._gloo import GlooCommContext
 from commlib._legacy import LegacyCommContext
 from commlib._log import log
 from commlib._nccl import NCCLCommContext
 from commlib._rollcall import Meeting, RollCall
-from commlib.errors import ArgumentError, BootstrapError, CommError, DeviceError, RingError
+from commlib.errors import BootstrapError, CommError, DeviceError, RingError
 
 Seconds = float | timedelta
 
@@ -269,35 +270,6 @@ def log_engine_once(unified: bool, on_gpu: bool) -> None:
     row = next(row for row in flags.rows() if row["name"] == flags.UNIFIED)
     engine = ("nccl" if on_gpu else "gloo") if unified else "c10d"
     log.once("engine %s: %s=%d (%s)", engine, flags.UNIFIED, unified, row["source"])
-
-
-def checked_device(device: torch.device) -> torch.device:
-    """Return ``device`` with its index; raises ``DeviceError`` when it is not to be had."""
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.type != "cuda":
-        raise DeviceError(f"device {device}: expected cuda or cpu")
-    count = torch.cuda.device_count()
-    index = torch.cuda.current_device() if device.index is None and count else device.index or 0
-    if index >= count:
-        raise DeviceError(f"device {device}: this process sees {count} GPUs; type device='cpu'")
-    return torch.device("cuda", index)
-
-
-def default_device(world: World, backend: str | None) -> torch.device:
-    """The device of this rank: GPU LOCAL_RANK where every local rank has one, else the CPU."""
-    if backend not in (None, "nccl", "gloo"):
-        raise ArgumentError(f"backend={backend!r}: expected None, 'nccl' or 'gloo'")
-    count = 0 if backend == "gloo" else torch.cuda.device_count()
-    if backend == "nccl" and world.local_rank >= count:
-        raise DeviceError(
-            f"backend='nccl' on rank {world.rank}: local rank {world.local_rank} needs GPU number "
-            f"{world.local_rank}, this process sees {count}; type device='cuda:0' for a process "
-            f"that sees only its own, or backend='gloo'"
-        )
-    if world.local_size <= count:
-        return torch.device("cuda", world.local_rank)
-    return torch.device("cuda", world.local_rank) if backend == "nccl" else torch.device("cpu")
 
 
 def init(

@@ -45,7 +45,7 @@ class Norm(NamedTuple):
 
 
 class NormCall(ctypes.Structure):
-    """What a kernel is given; as in norm.cu."""
+    """What a kernel is given; as in row.cuh."""
 
     _fields_ = [
         ("call", Call),

@@ -1,13 +1,8 @@
 """What one run of a function touches: tensors from outside, writes, random numbers, collectives."""
 
-import os
-import sys
-import sysconfig
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -18,12 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from commlib import _observers
 from commlib._ring import Ring
-from commlib.errors import GraphError
+from commlib.graph.refuse import refuse_stray, refuse_sync, user_line
 
 _aten = torch.ops.aten
-_SYNCS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-_COPIES = {_aten._to_copy.default, _aten.copy_.default}
-_INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default}
 _NO_KERNEL = {
     _aten.empty.memory_format,
     _aten.empty_strided.default,
@@ -31,13 +23,6 @@ _NO_KERNEL = {
     _aten.new_empty.default,
     _aten.new_empty_strided.default,
 }
-_CALLED = {"_local_scalar_dense": "item"}  # what the user has typed
-_REMEDY = {
-    "item": "keep the value in a tensor (torch.where, clamp), or read it outside",
-    "nonzero": "use a mask and torch.where, which keep the shape",
-}
-
-
 _BY_OUTPUT = ("scatter", "broadcast")  # the input is the root's alone
 _OWN_ITEMS = ("all_to_all", "exchange_rows", "send", "recv")  # differ between ranks
 PEER_TO_PEER = ("send", "recv")  # the other ranks do not make them
@@ -112,7 +97,7 @@ class Ledger(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         tensors = list(_tensors((args, kwargs)))
-        self._refuse(func, args, kwargs, tensors)
+        refuse_sync(func, args, kwargs, self.device)
         for tensor in tensors:
             self._know(tensor)
         written = list(_written(func, args, kwargs))
@@ -122,8 +107,8 @@ class Ledger(TorchDispatchMode):
         with self._inside():
             result = func(*args, **kwargs)
         made = tuple((i, t) for i, t in enumerate(_tensors(result)) if self._new(t, tensors))
-        if self._capturing and (made or written):
-            self._check_stream(func, made, written)
+        if self._capturing:
+            refuse_stray(func, (*(tensor for _, tensor in made), *written))
         for _, tensor in made:
             memory = tensor.untyped_storage()
             self.made[memory._cdata] = StorageWeakRef(memory)
@@ -199,23 +184,6 @@ class Ledger(TorchDispatchMode):
         self._capturing = True
         return self.without_saving()
 
-    def _check_stream(
-        self, func: Any, made: Sequence[tuple[int, torch.Tensor]], written: Sequence[torch.Tensor]
-    ) -> None:
-        """Refuse work on a stream outside the capture: it would run once, and never again."""
-        touched = (*(tensor for _, tensor in made), *written)
-        on_gpu = any(tensor.is_cuda for tensor in touched)
-        if on_gpu and not torch.cuda.is_current_stream_capturing():
-            name, where = func.name().removeprefix("aten::"), user_line()
-            hint = "let it wait for the current stream first: stream.wait_stream(...)"
-            raise GraphError(
-                f"{name} ran on a stream that is no part of the capture, so no replay would repeat "
-                f"it; at {where}; {hint}",
-                op=name,
-                where=where,
-                hint=hint,
-            )
-
     def without_saving(self) -> "Ledger":
         """Note writes but copy nothing: what this run does is to stay."""
         self._save = False
@@ -248,8 +216,6 @@ class Ledger(TorchDispatchMode):
         found = {call.ring.ring_id: call.ring for call in self.collectives}
         return [found[number] for number in sorted(found)]
 
-    # -- refusing ----------------------------------------------------------------------------------
-
     def _note_random(self, func: Any, tensors: Sequence[torch.Tensor], kwargs: Any) -> None:
         """Know the generator of an operator that draws numbers, and its state before."""
         generator = kwargs.get("generator")
@@ -258,48 +224,6 @@ class Ledger(TorchDispatchMode):
         if isinstance(generator, torch.Generator) and id(generator) not in self.generators:
             state = generator.get_state() if self._save else None
             self.generators[id(generator)] = generator, state
-
-    def _refuse(
-        self, func: Any, args: Sequence[Any], kwargs: Any, tensors: Sequence[torch.Tensor]
-    ) -> None:
-        why = self._sync(func, args, kwargs, tensors)
-        if why:
-            name = func.name().removeprefix("aten::").partition(".")[0]
-            name = _CALLED.get(name, name)
-            hint = _REMEDY.get(name, "do it outside, or mark the part with commlib.graph.eager")
-            raise GraphError(
-                f"{name} can't stand in a graph: {why}; at {user_line()}; {hint}",
-                op=name,
-                where=user_line(),
-                hint=hint,
-            )
-
-    def _sync(
-        self, func: Any, args: Sequence[Any], kwargs: Any, tensors: Sequence[torch.Tensor]
-    ) -> str | None:
-        """Say why an operator waits for the GPU, or would if there were one."""
-        if any(tag in func.tags for tag in _SYNCS):
-            return "the host needs a value that the replay has not computed yet"
-        if func in _INDEXED:
-            masks = (i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8))
-            if any(True for _ in masks):
-                return "the shape of an index by a mask depends on its values"
-        if func in _COPIES:
-            return self._copy(func, args, kwargs)
-        return None
-
-    def _copy(self, func: Any, args: Sequence[Any], kwargs: Any) -> str | None:
-        """Say why a copy between the host and the GPU can't be replayed."""
-        if func is _aten.copy_.default:
-            source, target = args[1].device, args[0].device
-        else:
-            source, target = args[0].device, kwargs.get("device") or args[0].device
-        if self.device.type == "cpu" or source.type == target.type:
-            return None
-        host = args[1] if func is _aten.copy_.default else args[0]
-        if source.type == "cpu" and host.is_pinned():
-            return None
-        return f"it copies from {source} to {target}, and the host waits for it"
 
 
 def default_generator(device: Any) -> torch.Generator:
@@ -331,18 +255,3 @@ def _shared(args: Sequence[Any]) -> Iterator[str]:
             yield str(arg)
         elif hasattr(arg, "op"):
             yield f"op {getattr(arg, 'name', None) or str(arg.op).rpartition('.')[2].lower()}"
-
-
-_OURS = (str(Path(__file__).parent.parent), str(Path(torch.__file__ or "").parent))
-_STANDARD = sysconfig.get_path("stdlib")
-
-
-def user_line() -> str:
-    """Return file and line of the innermost frame that is no library's: torch's, ours, Python's."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((*_OURS, "<")) and os.path.dirname(file) != _STANDARD:
-            return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return traceback.format_stack(limit=1)[0].strip()

@@ -7,7 +7,8 @@ import torch
 
 from commlib import _bootstrap
 from commlib._context import CommContext
-from commlib._manager import CommContextManager, checked_device
+from commlib._devices import checked_device
+from commlib._manager import CommContextManager
 from commlib.errors import ArgumentError, PeerError, RingError
 
 _ENDPOINTS = "PADDLE_TRAINER_ENDPOINTS"
