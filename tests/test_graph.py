@@ -4,8 +4,10 @@ Every function runs in ranks on the CPU, whose engine re-runs the recorded opera
 recorded memory, and on GPUs, where the same calls are CUDA graphs.
 """
 
+import copy
 import functools
 import gc
+import io
 import threading
 import weakref
 from collections.abc import Callable
@@ -186,6 +188,57 @@ def lent_again(comm: Any) -> None:
 
 def test_outputs_are_lent_again(unified_ranks: Ranks) -> None:
     unified_ranks(lent_again)
+
+
+def ordinary(comm: Any) -> None:
+    """An output does what any tensor does, also where torch can't guard its memory."""
+    weight = torch.ones(4, device=comm.device, requires_grad=True)
+    for call in (lambda x: x * 2 + 1, lambda x: x * weight * 2 + 1):
+        f = graph.capture(call)
+        x = torch.arange(4.0, device=comm.device)
+        want = x * 2 + 1
+        for turn in range(2):
+            out = f(x)
+            same((type(out.shape), out.shape.numel(), out[1:].shape[0]), (torch.Size, 4, 3))
+            same(f"{out[1]:.1f} {out.detach().sum():.1f}", "3.0 16.0", "as text")
+            part = out.detach()[1:]
+            close(copy.deepcopy(part), want[1:], "a copy")
+            file = io.BytesIO()
+            torch.save(part, file)
+            file.seek(0)
+            close(torch.load(file, weights_only=True), want[1:], "from a file")
+            close(torch.compile(lambda y: y * 3, backend="eager", fullgraph=True)(part), part * 3)
+            close(torch.stack(part.unbind()), want[1:], "taken apart")
+            out.add_(1)
+            out[1:].mul_(2)
+            expected = torch.cat([want[:1] + 1, (want[1:] + 1) * 2])
+            close(out, expected, f"written to, turn {turn}")
+
+
+def test_outputs_are_tensors(unified_ranks: Ranks) -> None:
+    unified_ranks(ordinary)
+
+
+def kept_storage(comm: Any) -> None:
+    """An output that nobody holds any more leaves its storage to the next one."""
+    f = graph.capture(lambda x: x + 1)
+    x = torch.ones(3, device=comm.device)
+    f(x)
+    (entry,) = f.entries.values()
+    (loan,) = entry.parts[0].outputs._loans.values()
+    for held in (False, False, True):
+        out = f(x)
+        (now,) = entry.parts[0].outputs._loans.values()
+        same(now is loan, True, "the same loan")
+        kept = out if held else None
+        del out
+    f(x)
+    same([*entry.parts[0].outputs._loans.values()] == [loan], False, "behind one that is held")
+    del kept
+
+
+def test_a_storage_is_lent_again(unified_ranks: Ranks) -> None:
+    unified_ranks(kept_storage)
 
 
 def taken_away(comm: Any) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from commlib import graph
 from commlib.errors import GraphError
@@ -90,6 +91,52 @@ def again(comm: Any) -> None:
 
 def test_backwards_that_may_come_again(unified_ranks: Ranks) -> None:
     unified_ranks(again)
+
+
+def kept_losses(comm: Any) -> None:
+    """Gradients of all that a function has, asked for by autograd.grad, free the slot too."""
+    module = layers(comm.device)
+    wanted = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    g, losses = graph.capture(module), []
+    for turn in range(4):
+        losses.append(g(batch(turn, comm.device)).sum())
+        want = torch.autograd.grad(module(batch(turn, comm.device)).sum(), wanted)
+        for grad, expected in zip(torch.autograd.grad(losses[-1], wanted), want, strict=True):
+            close(grad, expected, f"turn {turn}")
+    same(len(slots(g)), 1, "slots")
+
+
+def test_gradients_that_are_handed_over(unified_ranks: Ranks) -> None:
+    unified_ranks(kept_losses)
+
+
+def checkpointed(comm: Any) -> None:
+    """A first call in a checkpoint, or where saved tensors move, captures as any other."""
+    x = batch(2, comm.device).requires_grad_()
+
+    def under_checkpoint(call: Callable[..., torch.Tensor]) -> torch.Tensor:
+        found: torch.Tensor = checkpoint(lambda x: call(x) * 2, x, use_reentrant=False)
+        return found
+
+    def with_offloading(call: Callable[..., torch.Tensor]) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return call(x) * 2
+
+    for way in (under_checkpoint, with_offloading):
+        module = layers(comm.device)
+        g = graph.capture(module)
+        for turn in range(3):
+            given, want = (
+                torch.autograd.grad(way(call).sum(), (x, next(module.parameters())))
+                for call in (g, module)
+            )
+            for one, other in zip(given, want, strict=True):
+                close(one, other, f"{way.__name__}, turn {turn}")
+        same(len(slots(g)), 1, "slots")
+
+
+def test_hooks_on_saved_tensors(unified_ranks: Ranks) -> None:
+    unified_ranks(checkpointed)
 
 
 def trained(call: Callable[..., torch.Tensor], module: torch.nn.Module) -> list[torch.Tensor]:

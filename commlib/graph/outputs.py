@@ -1,12 +1,11 @@
 """What a captured function returns: the same memory at every replay, lent until the next."""
 
-import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 
 class Argument(NamedTuple):
@@ -153,19 +152,33 @@ class Watched(torch.Tensor):
             if leaf.overwritten:
                 raise RuntimeError(leaf.overwritten[0])
         with torch._C.DisableTorchFunctionSubclass():
+            if func in _PLAINLY:
+                return func(args[0].as_subclass(torch.Tensor), *args[1:], **(kwargs or {}))
             found = func(*args, **(kwargs or {}))
-            ends = {leaf.untyped_storage()._cdata: leaf.overwritten for leaf in known}
-            return tree_map_only(torch.Tensor, functools.partial(_as_watched, ends), found)
+            if not torch.compiler.is_compiling():
+                _watch(found, known)
+            return found
 
 
-def _as_watched(ends: Mapping[int, Sequence[str]], tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that knows the end of the output whose memory it shares, if of any."""
-    shared = tensor.layout is torch.strided and tensor.untyped_storage()._cdata in ends
-    if isinstance(tensor, Watched) or not shared:
-        return tensor
-    view = tensor.as_subclass(Watched)
-    view.overwritten = ends[tensor.untyped_storage()._cdata]
-    return view
+# What makes something else of a tensor: a copy, a pickle, a text.
+_PLAINLY = {torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__, torch.Tensor.__format__}
+
+
+def _watch(found: Any, known: Sequence[Watched]) -> None:
+    """Let tensors that an operator returns share the end of the outputs whose memory they share."""
+    if type(found) not in (tuple, list):
+        found = (found,)
+    if not found or not isinstance(found[0], torch.Tensor):
+        return
+    ends = {leaf.untyped_storage()._cdata: leaf.overwritten for leaf in known}
+    for tensor in found:
+        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        if not plain or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            continue
+        end = ends.get(tensor.untyped_storage()._cdata)
+        if end is not None:
+            tensor.__class__ = Watched  # a subclass made by torch would be one more autograd node
+            tensor.overwritten = end
 
 
 # How many tensors share a storage; builds of torch may lack it.
@@ -200,10 +213,10 @@ class _Loan:
     def begin(self, where: str) -> torch.Tensor:
         """Return the output, for whoever called at ``where``."""
         self._where = where
-        given = self._alias.detach()
-        if _SPOIL is None:
-            given = given.as_subclass(Watched)
-            given.overwritten = self._ended
+        if _SPOIL is not None:
+            return self._alias.detach()
+        given = torch.Tensor._make_subclass(Watched, self._alias)  # no view: it may be written to
+        given.overwritten = self._ended
         return given
 
     def end(self, where: str) -> None:

@@ -3,7 +3,7 @@
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -51,17 +51,34 @@ def _now(what: "Pieces | Warming") -> Iterator[None]:
         _making.now = before
 
 
+# The hooks that autograd would call for what is saved now; None where there are none.
+_saved_hooks: Callable[[bool], Any] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: None
+)
+
+
 @contextmanager
-def fresh_casts() -> Iterator[None]:
-    """Keep autocast from reusing its casts of weights: a graph would go on reading an old one."""
+def apart() -> Iterator[None]:
+    """Run apart from what the caller's modes do with tensors on their way.
+
+    Autocast would reuse its casts of weights, and a graph go on reading an old one. Hooks on what
+    autograd saves (checkpoints, offloading) count and move it: no backward of theirs will need it.
+    """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     torch.clear_autocast_cache()  # @torch.autocast(...) turns it on again inside
+    hooked = _saved_hooks(True) is not None
+    hooks = torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
     try:
-        yield
+        with hooks if hooked else nullcontext():
+            yield
     finally:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(before)
+
+
+def _unchanged(x: Any) -> Any:
+    return x
 
 
 class Outside:
@@ -113,7 +130,7 @@ class Pieces:
         with _now(self):
             self._open()
             try:
-                with fresh_casts():
+                with apart():
                     yield
                 self.parts.append(self._engine.end())
             except BaseException:

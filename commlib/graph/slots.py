@@ -230,8 +230,8 @@ def _runs(edge: tuple[Any, int]) -> bool:
     node, _ = edge
     try:
         return node is None or _will_run(node)
-    except RuntimeError:  # autograd.grad, which has asked for some leaves, maybe not for all
-        return False
+    except RuntimeError:  # a leaf that autograd.grad has asked for
+        return True
 
 
 def leaf(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from commlib.errors import GraphError
 from commlib.graph.engine import Engine
 from commlib.graph.ledger import Collective, Ledger, default_generator
 from commlib.graph.outputs import leads_back
-from commlib.graph.pieces import Pieces, Warming, fresh_casts
+from commlib.graph.pieces import Pieces, Warming, apart
 from commlib.graph.signature import Arguments
 from commlib.graph.slots import leaf, parameters
 from commlib.graph.vote import AlreadyRun, settle
@@ -117,7 +117,7 @@ class WarmUp:
         grad = torch.is_grad_enabled()
         inputs = [leaf(x) if grad and undo else x for x in call.tensors]
         args, kwargs = call.rebuilt(inputs)
-        with ledger if watched else nullcontext(), fresh_casts():
+        with ledger if watched else nullcontext(), apart():
             began = time.perf_counter()
             result = self._fn(*args, **kwargs)
             if watched:
