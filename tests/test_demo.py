@@ -194,7 +194,8 @@ def test_a_failed_run_shows_what_its_ranks_said(
 
     said = str(caught.value)
     assert "flag off, eager: exit code 1" in said
-    assert "--- rank 0" in said and "FLAGS_comm_timeout_s='soon'" in said
+    # The first rank that fails ends the others, which may not have said anything yet.
+    assert "--- rank " in said and "FLAGS_comm_timeout_s='soon'" in said
 
 
 def test_a_run_past_its_deadline_shows_where_its_ranks_are(tmp_path: Path) -> None:
