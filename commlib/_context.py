@@ -16,7 +16,7 @@ from commlib._checks import (
     misfit,
 )
 from commlib._dtypes import wire
-from commlib._engine import Engine
+from commlib._engine import EngineRing
 from commlib._routes import Routes
 from commlib._work import Work
 from commlib.errors import ShapeError
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 
-class CommContext(Engine):
+class CommContext(EngineRing):
     """One ring: rank, size, ranks, device and streams, and the collectives over it.
 
     Verbs take the output first, then the input, and positions in the ring as peers and roots.

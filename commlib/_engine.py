@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 
-class Engine(Ring):
-    """A ring whose collectives something carries: NCCL, gloo, or ``torch.distributed``.
+class EngineRing(Ring):
+    """A ring whose collectives an engine carries: NCCL, gloo, or ``torch.distributed``.
 
     Launches take dense tensors and run on the current stream. They return None where the stream
     orders the result, else an object with ``wait()`` and ``is_completed()``.

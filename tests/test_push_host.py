@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from commlib import _nccl
 from commlib._deadline import Deadline
 from commlib._ring import Ring as WholeRing
 from commlib.channel import driver, memory, order, rows
@@ -293,32 +292,6 @@ def test_the_others_hear_of_any_failure(
     assert "compile" in opened(ring)
     assert ring.told == [0]
     assert closed == [True] * (opened is push.open_push)
-
-
-def test_reductions_reach_nccl_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count, type and operation of every verb that reduces; a complex number has two parts."""
-    told: dict[str, tuple[Any, ...]] = {}
-
-    def note(verb: str) -> Any:
-        return lambda *numbers: told.update({verb: numbers})
-
-    verbs = ("allReduce", "reduceScatter", "reduce")
-    ring: Any = SimpleNamespace(
-        _comm=SimpleNamespace(**{verb: note(verb) for verb in verbs}), _index=0
-    )
-    monkeypatch.setattr(_nccl, "current_raw", lambda index: 9)
-    reduction = _nccl._Reduction("sum", 2, 7, 0)
-    x, out = torch.zeros(6), torch.zeros(3)
-    kind = _nccl.NCCLCommContext
-    kind._all_reduce(ring, x, x, reduction)
-    kind._reduce_scatter(ring, out, x, reduction)
-    kind._reduce(ring, x, x, 1, reduction)
-    here, there = x.data_ptr(), out.data_ptr()
-    assert told == {
-        "allReduce": (here, here, 12, 7, 0, 9),
-        "reduceScatter": (here, there, 6, 7, 0, 9),
-        "reduce": (here, here, 12, 7, 0, 1, 9),
-    }
 
 
 class Broken(WholeRing):
