@@ -1,5 +1,6 @@
 """Captured forwards and their backwards: what comes back, and when a slot is free again."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -167,6 +168,37 @@ def sums(comm: Any) -> None:
 
 def test_sums_of_gradients(unified_ranks: Ranks) -> None:
     unified_ranks(sums)
+
+
+def beside(comm: Any) -> None:
+    """A backward in another thread is no part of what this one captures, and breaks nothing."""
+    weight = torch.ones(3, device=comm.device, requires_grad=True)
+    x = torch.arange(3.0, device=comm.device)
+    g = graph.capture(lambda x: x * weight)
+    for _ in range(2):  # the second one comes from elsewhere, and is captured again
+        g(x * 1).sum().backward()
+
+    def train() -> None:
+        aside = torch.cuda.Stream() if comm.device.type == "cuda" else None
+        with torch.cuda.stream(aside):
+            g(x * 1).sum().backward()
+            if aside is not None:
+                aside.synchronize()
+
+    def f() -> torch.Tensor:
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+        return x + 1
+
+    captured = graph.capture(f, outputs="copy")
+    for turn in range(3):
+        close(captured(), x + 1, f"turn {turn}")
+    close(weight.grad, x * 6, "behind three runs and the capture")
+
+
+def test_a_backward_beside_a_capture(unified_ranks: Ranks) -> None:
+    unified_ranks(beside)
 
 
 class _Late(torch.autograd.Function):

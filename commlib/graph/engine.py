@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -54,6 +54,9 @@ class Engine(Protocol):
 
     def turn(self) -> None:
         """Order the current stream behind the last replay: graphs share their memory."""
+
+    def waiting(self) -> AbstractContextManager[object]:
+        """Return the context to make autograd nodes in that outlive a capture."""
 
     def fail(self) -> None:
         """Give up the stretch that an exception has left, and repair what that breaks."""
@@ -115,6 +118,10 @@ class HostEngine:
 
     def turn(self) -> None:
         """There are no streams."""
+
+    def waiting(self) -> AbstractContextManager[object]:
+        """There are no streams."""
+        return nullcontext()
 
     def fail(self) -> None:
         """Undo what it wrote so far."""

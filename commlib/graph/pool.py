@@ -4,7 +4,7 @@ import ctypes
 import gc
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -69,7 +69,7 @@ class CudaEngine:
         self._now: _Capture | None = None
         self._order = StreamOrder(device)
         with torch.cuda.device(device):
-            self.stream = torch.cuda.Stream(device)
+            self.stream, self._waiting = torch.cuda.Stream(device), torch.cuda.Stream(device)
             self._renew()
 
     def _renew(self) -> None:
@@ -111,6 +111,15 @@ class CudaEngine:
         """Order the current stream behind the last replay: graphs share their memory."""
         self._order.turn()
 
+    def waiting(self) -> AbstractContextManager[object]:
+        """Return the context to make autograd nodes in that outlive a capture.
+
+        A node runs on the stream that is current when it is made. Beside nodes of the default
+        stream torch up to 2.11 captures no backward; those of the stream of captures would let a
+        backward of another thread run into whatever is being captured.
+        """
+        return torch.cuda.stream(self._waiting)
+
     def begin(self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None) -> Ledger:
         """Begin a capture on the capture stream; garbage collection waits until its end.
 
@@ -139,6 +148,8 @@ class CudaEngine:
         assert now is not None
         now.watching.close()
         self.join(now.ledger.rings)
+        if capture_of(self._waiting.cuda_stream) == capture_of(self.stream.cuda_stream):
+            self.stream.wait_stream(self._waiting)  # a backward has met nodes that wait
         now.graph.capture_end()
         self._leave()
         nodes, launches = _nodes(now.graph), now.ledger.launches

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
 from commlib.errors import GraphError
 from commlib.graph.engine import Engine
@@ -80,7 +81,7 @@ class Slot(Entry):
         eager_seconds: float | None,
         later: bool,
     ) -> None:
-        self._parameters, self._later = list(parameters), later
+        self._parameters, self._later, self._waiting = list(parameters), later, engine.waiting
         self._lease: weakref.ref[_Lease] | None = None
         self._backward: Pieces | None = None
         # What lies between forward and backward is in a pool of their own.
@@ -101,6 +102,8 @@ class Slot(Entry):
 
     def _capture(self, call: Arguments, *, again: bool) -> None:
         super()._capture(call, again=again or self._later)
+        with self._waiting():  # a leaf has the one node that is held
+            self._ends = [get_gradient_edge(leaf) for leaf in self._parameters]
 
     def _inputs(self, given: Tensors) -> Tensors:
         """Leaves over the same memory: the backward ends there, not in the caller's past."""
@@ -112,10 +115,8 @@ class Slot(Entry):
         outs = [tensor for tensor in made if tensor.requires_grad]
         wanted = [tensor for tensor in (*inputs, *self._parameters) if tensor.requires_grad]
         self._given_grads = [torch.zeros_like(tensor) for tensor in outs]
-        # With it what the forward has saved, and the nodes of parameters: these know the stream of
-        # captures, where torch up to 2.11 lets no other slot be captured beside the caller's.
-        self._saved = result
         self._release_backward()
+        # Retained: a second replay of the backward needs what the forward has saved, unwritten.
         self._backward, grads = self._make(
             lambda: torch.autograd.grad(
                 outs, wanted, self._given_grads, retain_graph=True, allow_unused=True
