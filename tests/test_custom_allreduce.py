@@ -645,8 +645,16 @@ def test_compiled(unified_ranks: Ranks, mode: str) -> None:
 
 def explained(comm: Any) -> None:
     """Says what runs, the same on every rank, and the flag turns all of it off."""
-    told = [comm.explain(n, d) for n in (1, 10**5, 10**10) for d in (torch.bfloat16, torch.int32)]
+    told = [comm.explain(n, d) for n in (4, 10**5, 10**10) for d in (torch.bfloat16, torch.int32)]
     same(len({tuple(row) for row in comm.exchange([zlib.crc32("".join(told).encode())])}), 1, told)
+    same(comm.explain(0, torch.float32), "nothing is sent: no bytes", "no bytes")
+    for wrong in (3, -2):
+        with refused(ArgumentError, f"nbytes={wrong}", "multiple of 2"):
+            comm.explain(wrong, torch.bfloat16)
+    with another(comm, 88) as ring:
+        ring.abort()
+        same("aborted" in ring.explain(4, torch.float32), True, "of a ring that has ended")
+    same("float64" in comm.explain(8, torch.float64), True, "a dtype without a kernel")
     if not on_gpu(comm):
         same({text.split(":")[0] for text in told}, {comm.engine}, told)
         return
@@ -659,6 +667,7 @@ def explained(comm: Any) -> None:
         same("FLAGS_custom_allreduce" in ring.explain(64, torch.float32), True, "explained")
         x = torch.ones(9, device=comm.device)
         same(set(ring.all_reduce(x, x).tolist()), {float(comm.size)}, "by NCCL")
+        same("FLAGS_" in ring.explain(4, torch.float32, "premul_sum"), True, "of a scaled sum")
         same(ring.all_reduce_begin(x, x).wait().unique().tolist(), [comm.size**2], "begun")
 
 

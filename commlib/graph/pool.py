@@ -11,8 +11,10 @@ from typing import NamedTuple
 
 import torch
 
+from commlib import _observers
 from commlib._ring import Ring
 from commlib._streams import capture_of
+from commlib._work import Work
 from commlib.channel.order import StreamOrder
 from commlib.errors import GraphError
 from commlib.graph.engine import Pool
@@ -49,7 +51,9 @@ class _Capture(NamedTuple):
     pool: Pool
     held: int  # bytes in the pool before
     random: torch.Tensor  # state of torch's own generator before
+    number: int  # as the driver counts captures
     ledger: Ledger
+    works: list[Work]  # that the function has begun
     watching: ExitStack  # the ledger's
     scope: ExitStack  # streams and locks
 
@@ -139,7 +143,11 @@ class CudaEngine:
             graph.capture_begin(own, capture_error_mode="thread_local")
             _under_way.append(self)
             ledger, watching = Ledger(self.device).in_capture(), ExitStack()
-            self._now = _Capture(graph, own, held, random, ledger, watching, scope.pop_all())
+            number = capture_of(self.stream.cuda_stream)
+            works = watching.enter_context(_observers.unwaited())
+            self._now = _Capture(
+                graph, own, held, random, number, ledger, works, watching, scope.pop_all()
+            )
         return watching.enter_context(ledger)
 
     def end(self) -> CudaRecording:
@@ -147,6 +155,8 @@ class CudaEngine:
         now = self._now
         assert now is not None
         now.watching.close()
+        for work in now.works:  # the second half of a split call, where nobody has asked for it
+            work.wait()
         self.join(now.ledger.rings)
         if capture_of(self._waiting.cuda_stream) == capture_of(self.stream.cuda_stream):
             self.stream.wait_stream(self._waiting)  # a backward has met nodes that wait
@@ -192,6 +202,8 @@ class CudaEngine:
         if now is None:
             return
         now.watching.close()
+        for ring in now.ledger.rings:
+            ring.abandon(now.number)
         try:
             now.graph.capture_end()
             now.graph.reset()
