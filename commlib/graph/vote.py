@@ -33,6 +33,8 @@ def settle(
     except CommError as told:
         if problem is None:
             raise
+        if any(ring.fault is not None for ring in rings) and not isinstance(told, GraphError):
+            raise GraphError(f"the ring fails in the function: {problem}") from problem
         raise told from problem
     if counted and isinstance(problem, GraphError):
         raise AlreadyRun(f"{problem}; work of the call had been done") from problem
