@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 # How long giving up may take: the library below is told to stop, and is not waited for any longer.
 ABORT_S = 5.0
 
+# How long reset() lets other work of a device go on behind a fault.
+REST_S = 10.0
+_PATIENCE = 5  # half deadlines without one
+
 _WORD = 7  # bytes that are exchanged as one number: it stays below 2**63
 
 
@@ -192,8 +196,7 @@ class Ring(ABC):
             if self.fault is not None and not self._repairable:
                 raise self.unusable("reset")
             self.fault = None
-            idle = [1] if self.fences is None else [int(self._at_rest())]
-            if any(row == [0] for row in self.exchange(idle)):
+            if not self._all_at_rest():
                 self._reset_step(self._reconnect)
                 self.exchange([])  # nobody's kernels run any more
             for channel in self._channels():
@@ -201,17 +204,42 @@ class Ring(ABC):
             self.exchange([])
             self._repairable = False
 
+    def _all_at_rest(self) -> bool:
+        """Whether every member's device becomes idle; all of them learn it.
+
+        Own kernels give up within two deadlines, and at once when one of them has: what runs on
+        behind a fault waits for a peer in a library that knows of none.
+        """
+        for _ in range(_PATIENCE):
+            rows = self.exchange([int(self._at_rest()), int(self._reported())])
+            if all(idle for idle, _ in rows):
+                return True
+            if any(reported for _, reported in rows):
+                break
+        return False
+
     def _at_rest(self) -> bool:
         """Whether the device becomes idle while the peers still wait to hear of it."""
+        most = min(self.timeout / 2, REST_S) if self._reported() else self.timeout / 2
         try:
-            bounded(self._drain, Deadline(self.timeout / 2), self.where("reset"))
+            if self.fences is not None:
+                bounded(self._drain, Deadline(most), self.where("reset"))
         except CommTimeout:
             return False
         return True
 
+    def _reported(self) -> bool:
+        """Whether a kernel has reported a fault."""
+        try:
+            for channel in self._channels():
+                channel.check()
+        except CommError:
+            return True
+        return False
+
     def _reconnect(self) -> None:
         """Give up what the device waits in, and connect again; every member does it."""
-        raise CommTimeout(f"the device is not idle after {self.timeout / 2:g} s")
+        raise CommTimeout("a device is not idle")
 
     def _reset_step(self, step: Callable[[], None]) -> None:
         """Take a step of reset(); the ring can't be repaired any more where it goes wrong."""

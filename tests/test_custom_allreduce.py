@@ -17,12 +17,14 @@ import pytest
 import torch
 
 import commlib
+import commlib.graph
 from commlib import ops
 from commlib.custom_allreduce import push
 from commlib.errors import (
     ArgumentError,
     CommTimeout,
     EngineError,
+    GraphError,
     PeerTimeout,
     RingError,
     StreamError,
@@ -499,6 +501,39 @@ def test_a_peer_that_does_not_come(unified_ranks: Ranks, how: str) -> None:
     unified_ranks(late, how)
 
 
+def with_nccl(comm: Any) -> None:
+    """Calls of NCCL that wait behind the fault for that peer end too: reset() connects anew."""
+    if not on_gpu(comm):
+        return
+    with another(comm, 87, timeout=LATE_S) as ring:
+        x, ints = torch.ones(1000, device=comm.device), torch.ones(9, device=comm.device).long()
+        held = commlib.graph.capture(lambda x: ring.all_reduce(torch.empty_like(x), x) + 1)
+        for given in (x, ints):
+            same(set(held(given).tolist()), {comm.size + 1.0}, "captured")
+        ring.barrier()
+        torch.cuda.synchronize()
+        ring.exchange([])
+        if comm.rank != comm.size - 1:
+            out = torch.empty_like(x)
+            with contextlib.suppress(PeerTimeout, RingError):
+                ring.all_reduce(out, x)
+                ring.all_reduce(ints, ints)
+                ring.barrier()
+        ring.reset()
+        ints.fill_(1)
+        for given in (x, ints):
+            same(set(held(given).tolist()), {comm.size + 1.0}, "captured again")
+            same(set(ring.all_reduce(torch.empty_like(given), given).tolist()), {comm.size},
+                 "behind reset")  # fmt: skip
+        ring.barrier()
+        torch.cuda.synchronize()
+        ring.check()
+
+
+def test_calls_of_nccl_behind_a_lost_peer(unified_ranks: Ranks) -> None:
+    unified_ranks(with_nccl)
+
+
 def test_a_peer_that_does_not_come_of_more(crowd: Ranks) -> None:
     crowd(late, "graph")
 
@@ -595,6 +630,27 @@ def split_wrongly(comm: Any) -> None:
         comm.all_reduce(x, x)
     same(set(work.wait().tolist()), {float(comm.size)}, "the split one")
     graph, out = torch.cuda.CUDAGraph(), torch.zeros_like(x)
+    work, stray = comm.all_reduce_begin(torch.zeros_like(x), x), torch.cuda.CUDAGraph()
+    with (
+        torch.cuda.graph(stray, capture_error_mode="thread_local"),
+        refused(ArgumentError, "in no graph", "wait() where it began"),
+    ):
+        work.wait()
+    same(set(work.wait().tolist()), {float(comm.size)}, "where it began")
+
+    def fails() -> None:
+        comm.all_reduce_begin(out, x)
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError("between the halves")
+
+    def forgets() -> torch.Tensor:
+        comm.all_reduce_begin(out, x)
+        return x * 2
+
+    with refused(GraphError, "between the halves"):
+        commlib.graph.capture(fails)()
+    close(commlib.graph.capture(forgets)(), x * 2, "a half that nobody waits for")
+    same(set(out.tolist()), {float(comm.size)}, "ended all the same")
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         half = comm.all_reduce_begin(out, x)
         y = x * 2

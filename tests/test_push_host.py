@@ -341,6 +341,9 @@ class Broken(WholeRing):
 class Unresettable:
     """A channel on a device that is lost."""
 
+    def check(self) -> None:
+        """Report nothing."""
+
     def reset(self) -> None:
         """Fail."""
         raise RuntimeError("no device")
