@@ -635,6 +635,7 @@ def split_wrongly(comm: Any) -> None:
         torch.cuda.graph(stray, capture_error_mode="thread_local"),
         refused(ArgumentError, "in no graph", "wait() where it began"),
     ):
+        x.add_(0)
         work.wait()
     same(set(work.wait().tolist()), {float(comm.size)}, "where it began")
 
@@ -649,8 +650,11 @@ def split_wrongly(comm: Any) -> None:
 
     with refused(GraphError, "between the halves"):
         commlib.graph.capture(fails)()
-    close(commlib.graph.capture(forgets)(), x * 2, "a half that nobody waits for")
-    same(set(out.tolist()), {float(comm.size)}, "ended all the same")
+    forgetful = commlib.graph.capture(forgets)
+    for turn in range(3):
+        x.fill_(turn)
+        close(forgetful(), x * 2, "a half that nobody waits for")
+        same(set(out.tolist()), {float(comm.size * turn)}, "ended all the same")
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         half = comm.all_reduce_begin(out, x)
         y = x * 2

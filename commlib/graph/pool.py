@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -13,7 +14,7 @@ import torch
 
 from commlib import _observers
 from commlib._ring import Ring
-from commlib._streams import capture_of
+from commlib._streams import capture_of, capturing
 from commlib._work import Work
 from commlib.channel.order import StreamOrder
 from commlib.errors import GraphError
@@ -34,14 +35,19 @@ class CudaRecording:
 
     def release(self) -> None:
         """Destroy the graph; communicators that it uses must still be there."""
-        if _under_way:
+        if _busy():
             _late.append(self._graph)
         else:
             self._graph.reset()
 
     def __del__(self) -> None:
-        if _under_way:  # no capture survives that a graph is destroyed beside it
+        if not sys.is_finalizing() and _busy():
             _late.append(self._graph)
+
+
+def _busy() -> bool:
+    """Whether something is being captured, by hand too: no capture survives a graph's end."""
+    return bool(_under_way) or capturing()
 
 
 class _Capture(NamedTuple):
@@ -134,6 +140,7 @@ class CudaEngine:
             scope.enter_context(_no_collection())
             scope.enter_context(torch.cuda.stream(self.stream))
             torch.cuda.synchronize(self.device)
+            _end_late()
             graph, own = torch.cuda.CUDAGraph(keep_graph=True), self.pool if pool is None else pool
             for generator in generators:
                 graph.register_generator_state(generator)
@@ -187,8 +194,7 @@ class CudaEngine:
             now, self._now = self._now, None
             _under_way.remove(self)
             try:
-                while _late:
-                    _late.pop().reset()
+                _end_late()
             finally:
                 now.scope.close()
 
@@ -221,6 +227,11 @@ class CudaEngine:
         _clear_error()
         self._renew()  # a capture that ends well frees the generators
         torch.cuda.default_generators[index].set_state(now.random)
+
+
+def _end_late() -> None:
+    while _late:
+        _late.pop().reset()
 
 
 @contextmanager
