@@ -15,7 +15,7 @@ READY := $(VENV)/.ready
 RUN := $(VENV)/bin/python
 endif
 
-.PHONY: demo test check format bench doctor setup clean
+.PHONY: demo test check format bench memcheck doctor setup clean
 
 demo: setup
 	@$(RUN) -m commlib.tools.cli demo $(ARGS)
@@ -34,6 +34,14 @@ format: setup
 
 bench: setup
 	@$(RUN) -m commlib.tools.cli bench $(ARGS)
+
+# Needs GPUs, and compute-sanitizer: of the CUDA toolkit, or the wheel nvidia-cuda-sanitizer-api.
+SANITIZER ?= compute-sanitizer
+RANKS ?= 2
+memcheck: setup
+	FLAGS_dynamic_static_unified_comm=1 $(SANITIZER) --tool memcheck --report-api-errors no \
+	  --target-processes all --error-exitcode 1 $(RUN) -m torch.distributed.run --standalone \
+	  --nproc-per-node $(RANKS) tests/_memcheck.py
 
 doctor: setup
 	@$(RUN) -m commlib.tools.cli doctor
