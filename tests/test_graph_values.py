@@ -79,6 +79,13 @@ def literals(comm: Any) -> None:
         return [part.clone() for _ in range(3) for part in call(torch.full((2,), 2.0))]
 
     alike(program, "literals")
+    array = np.zeros(2, np.float32)
+    with refused(GraphError, "writes to an array"):
+        graph.capture(lambda x: torch.as_tensor(np.zeros(2, np.float32)).add_(x))(torch.ones(2))
+    read = graph.capture(lambda x: x + torch.from_numpy(array))
+    for turn in range(3):
+        array += 1
+        close(read(torch.ones(2)), torch.full((2,), turn + 2.0), "an array that is read")
 
 
 # -- views -----------------------------------------------------------------------------------------
@@ -200,6 +207,7 @@ def autocast(comm: Any) -> None:
 
         found = []
         times: Any = Times.apply
+
         for fn in (outside, twice, lambda x: times(x, plain)):
             call = captured(fn)
             for _ in range(3):
@@ -208,10 +216,23 @@ def autocast(comm: Any) -> None:
                     y = call(x)
                 (y.float() * torch.linspace(0, 1, 8, device=comm.device)).sum().backward()
                 found += [y.detach().clone(), x.grad]
+            with torch.autocast(kind, dtype=torch.bfloat16):  # also behind the forward
+                x = torch.randn(4, 8).to(comm.device).requires_grad_()
+                (call(x).float() * torch.linspace(0, 1, 8, device=comm.device)).sum().backward()
+            found.append(x.grad)
             found.append(None if weight.grad is None else weight.grad.clone())
         return found
 
     alike(program, "autocast")
+    x = torch.ones(4, 8, device=comm.device)
+    table = torch.ones(1, 8, 8, device=comm.device)
+    bilinear = graph.capture(lambda x: torch.nn.functional.bilinear(x, x, table))
+    same(float(bilinear(x).sum()), 256.0, "bilinear")
+    with (
+        torch.autocast(kind, dtype=torch.bfloat16),
+        refused(GraphError, "trilinear", "autocast acts on what it calls", "einsum"),
+    ):
+        bilinear(x)
 
 
 # -- gradients -------------------------------------------------------------------------------------

@@ -62,6 +62,14 @@ class Engine(Protocol):
         """Give up the stretch that an exception has left, and repair what that breaks."""
 
 
+def _done_again(step: Step) -> Any:
+    """Run one operator, with autograd on where it was: some return more then."""
+    if not step.grad:
+        return step.call(*step.args, **step.kwargs)
+    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+        return step.call(*step.args, **step.kwargs)
+
+
 @contextmanager
 def without_autocast() -> Iterator[None]:
     """Run what no autocast of the caller's is about inside a ``with`` block."""
@@ -86,15 +94,11 @@ class HostRecording:
         What autocast and autograd have to do with them is in the steps already.
         """
         with torch.no_grad(), without_autocast():
-            for call, args, kwargs, made, grad in self._steps:
-                if grad:
-                    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
-                        found = call(*args, **kwargs)
-                else:
-                    found = call(*args, **kwargs)
-                if made:
+            for step in self._steps:
+                found = _done_again(step)
+                if step.made:
                     leaves = [x for x in tree_leaves(found) if isinstance(x, torch.Tensor)]
-                    for position, tensor in made:
+                    for position, tensor in step.made:
                         tensor.copy_(leaves[position])
 
     def release(self) -> None:

@@ -14,12 +14,20 @@ Tensors = list[torch.Tensor]
 def gradients(
     outs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of ``wanted``, as an eager backward outside any autocast has them.
+    """Return the gradients of ``wanted``, and keep the autograd graph.
 
     Hooks of leaves are left out: the backward that goes on from here to the leaves calls them.
     """
-    with without_autocast(), _without_hooks(wanted):
+    with _without_hooks(wanted):
         return torch.autograd.grad(outs, wanted, grads, retain_graph=True, allow_unused=True)
+
+
+def plain_gradients(
+    outs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients as an eager backward has them that is called outside any autocast."""
+    with without_autocast():
+        return gradients(outs, wanted, grads)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from commlib import _observers
 from commlib._ring import Ring
 from commlib.graph.refuse import (
     Values,
+    refuse_borrowed,
     refuse_reshaping,
     refuse_seeding,
     refuse_stray,
@@ -83,6 +84,7 @@ class Ledger(TorchDispatchMode):
         self._without_grad: list[weakref.ref[torch.Tensor]] = []
         self._nested = self._capturing = False
         self._save = True
+        self._borrowed: set[int] = set()  # memory of arrays that the function has made tensors of
         self._given: dict[int, weakref.ref[torch.Tensor]] = {}  # by an operator of this run, by id
         self._left: dict[int, tuple[torch.Generator, torch.Tensor]] = {}  # as last drawn from
         reading = Values() if device.type == "cpu" else nullcontext()
@@ -115,7 +117,7 @@ class Ledger(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is _aten.lift_fresh.default:
-            func = _literal(args[0])  # new at each call; what it is copied from nobody can write
+            func = self._literal(args[0])
         tensors = list(_tensors((args, kwargs)))
         refuse_sync(func, args, kwargs, self.device)
         for tensor in tensors:
@@ -125,6 +127,8 @@ class Ledger(TorchDispatchMode):
             refuse_reshaping(func)
         written = list(_written(func, args, kwargs))
         for tensor in written:
+            if tensor.untyped_storage()._cdata in self._borrowed:
+                refuse_borrowed(func)
             self._before_write(tensor)
         generator = self._note_random(func, kwargs)
         given = args, kwargs
@@ -165,6 +169,17 @@ class Ledger(TorchDispatchMode):
         self.collectives.append(found)
         if self.keep and not self._nested:
             self.steps.append(Step(call.again, (), {}, ()))
+
+    def _literal(self, x: torch.Tensor) -> Any:
+        """Return the operator that makes the tensor of ``torch.tensor([...])`` at each call.
+
+        It copies from what nobody can write to. Memory that is shared (``torch.as_tensor`` of an
+        array) may be new or not: it is read where it lies.
+        """
+        if x.untyped_storage().resizable():
+            return _aten.clone.default
+        self._borrowed.add(x.untyped_storage()._cdata)
+        return _aten.lift_fresh.default
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -324,14 +339,6 @@ def _written(func: Any, args: Sequence[Any], kwargs: Any) -> Iterator[torch.Tens
         writes = argument.alias_info is not None and argument.alias_info.is_write
         if writes or (argument.name in _STATISTICS and learns):
             yield from _tensors(values[argument.name])
-
-
-def _literal(x: torch.Tensor) -> Any:
-    """Return the operator that makes the tensor of ``torch.tensor([...])`` at each call.
-
-    Memory that is shared (``torch.from_numpy``) stays what it is: it has an owner outside.
-    """
-    return _aten.clone.default if x.untyped_storage().resizable() else _aten.lift_fresh.default
 
 
 def _shared(args: Sequence[Any]) -> Iterator[str]:

@@ -17,6 +17,7 @@ _aten = torch.ops.aten
 _SYNCS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _COPIES = {_aten._to_copy.default, _aten.copy_.default}
 _INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default}
+_RECAST = {_aten._trilinear.default}  # torch.nn.functional.bilinear
 _CALLED = {"_local_scalar_dense": "item"}  # what the user has typed
 _NEEDED = "the host needs a value that the replay has not computed yet"
 _READS = {
@@ -32,7 +33,14 @@ _REMEDY = {
 
 
 def refuse_sync(func: Any, args: Sequence[Any], kwargs: Any, device: torch.device) -> None:
-    """Raise ``GraphError`` for an operator that waits for the GPU, or would if there were one."""
+    """Raise ``GraphError`` for an operator that waits for the GPU, or would if there were one.
+
+    And for one that does something else inside a capture than outside.
+    """
+    if func in _RECAST and torch.is_autocast_enabled(device.type):
+        name = func.name().removeprefix("aten::").strip("_")
+        why = "autocast acts on what it calls, which a capture does not see"
+        raise _refusal(f"{name} can't stand in a graph: {why}", name, "use torch.einsum")
     why = _sync(func, args, kwargs, device)
     if why:
         name = func.name().removeprefix("aten::").partition(".")[0]
@@ -73,6 +81,13 @@ def refuse_reshaping(func: Any) -> None:
     name = func.name().removeprefix("aten::").partition(".")[0]
     what = f"{name} can't stand in a graph: it changes the shape of a tensor from outside"
     raise _refusal(what, name, f"use {name.rstrip('_')}, which returns another tensor")
+
+
+def refuse_borrowed(func: Any) -> None:
+    """Raise ``GraphError`` for a write to an array that the function has made a tensor of."""
+    name = func.name().removeprefix("aten::").partition(".")[0]
+    what = f"{name} can't stand in a graph: it writes to an array, which may be another next time"
+    raise _refusal(what, name, "make the tensor outside, or a new one: torch.tensor, torch.zeros")
 
 
 def refuse_seeding() -> None:

@@ -49,7 +49,7 @@ def _ask_each() -> bool:
 
 
 # One question in place of one a device, where torch has it: it is asked at every call.
-_any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", _ask_each)
+any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", _ask_each)
 
 
 def arguments(args: tuple[Any, ...], kwargs: dict[str, Any], own: tuple[Any, ...]) -> Arguments:
@@ -98,7 +98,7 @@ def bare(own: tuple[Any, ...]) -> Arguments:
 def modes() -> tuple[Any, ...]:
     """What of torch's modes changes what a function does."""
     grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
-    if not _any_autocast():
+    if not any_autocast():
         return grad
     on = (device for device in _DEVICES if torch.is_autocast_enabled(device))
     return (*grad, *((device, torch.get_autocast_dtype(device)) for device in on))

@@ -14,10 +14,10 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from commlib.errors import GraphError
 from commlib.graph.engine import Engine
 from commlib.graph.entry import Entry, Tensors
-from commlib.graph.leaves import gradients, leaf
+from commlib.graph.leaves import gradients, leaf, plain_gradients
 from commlib.graph.outputs import Join
 from commlib.graph.pieces import Pieces
-from commlib.graph.signature import Arguments
+from commlib.graph.signature import Arguments, any_autocast
 
 
 class Slots:
@@ -129,7 +129,7 @@ class Slot(Entry):
         self._release_backward()
         self._outs, self._wanted = outs, wanted  # with what the forward has saved
         self._backward, grads = self._make(
-            lambda: gradients(outs, wanted, self._given_grads), again=again, part="backward"
+            lambda: plain_gradients(outs, wanted, self._given_grads), again=again, part="backward"
         )
         self._note_reads(made, inputs)
         tensors = (*inputs, *self._parameters)
@@ -203,13 +203,14 @@ class Slot(Entry):
     def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Replay the backward with the gradients of the outputs; returns fresh tensors.
 
-        Where some do not come it is another backward, and runs eagerly over what was captured.
+        Where some do not come, or under autocast, it is another backward than the captured one: it
+        runs eagerly over what the forward has saved.
         """
         if self._backward is None:
             raise GraphError("the graph of this backward was released before it ran")
         wanted = [grad for grad, leads in zip(grads, self._leads, strict=True) if leads]
         coming = [grad for grad in wanted if grad is not None]
-        if len(coming) < len(wanted):
+        if len(coming) < len(wanted) or any_autocast():
             return self._eagerly(wanted)
         fresh = {i: torch.empty_like(grad) for i, grad in self._grads.items()}
         with self._backward.lock:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from commlib import _observers
 from commlib.errors import GraphError
 from commlib.graph.engine import Engine
-from commlib.graph.leaves import gradients, leaf, parameters, with_grads
+from commlib.graph.leaves import leaf, parameters, plain_gradients, with_grads
 from commlib.graph.ledger import Collective, Ledger, default_generator
 from commlib.graph.outputs import leads_back
 from commlib.graph.pieces import Pieces, Warming, apart
@@ -152,7 +152,7 @@ class WarmUp:
             ones = [torch.ones_like(x) for x in outs]
             if not wanted and not ledger.computed:
                 raise GraphError("an output wants a gradient, and no tensor before it does")
-            found = gradients(outs, (*wanted, *ledger.computed), ones)
+            found = plain_gradients(outs, (*wanted, *ledger.computed), ones)
             for tensor, grad in zip(ledger.computed, found[len(wanted) :], strict=True):
                 if grad is not None:
                     raise GraphError(
