@@ -8,6 +8,7 @@ import torch
 
 from commlib import _gate, _group
 from commlib._checks import (
+    check_dtype,
     check_out,
     check_pair,
     check_peer,
@@ -321,5 +322,6 @@ class CommContext(EngineRing):
 
         Raises ``DtypeError`` for what is refused.
         """
+        check_dtype(self, "explain", dtype)
         reduction = wire(dtype, op, self.reducer)
         return f"{self.engine}: its own {reduction.op} of {reduction.dtype}, at any size"
