@@ -20,7 +20,7 @@ from commlib._dtypes import wire
 from commlib._engine import EngineRing
 from commlib._routes import Routes
 from commlib._work import Work
-from commlib.errors import ShapeError
+from commlib.errors import ArgumentError, ShapeError
 
 if TYPE_CHECKING:
     from commlib.custom_allreduce.norm import Norm
@@ -320,8 +320,17 @@ class CommContext(EngineRing):
     def explain(self, nbytes: int, dtype: torch.dtype, op: str = "sum") -> str:
         """Say what carries an ``all_reduce`` of ``nbytes`` bytes of ``dtype`` here, and why.
 
-        Raises ``DtypeError`` for what is refused.
+        Raises ``DtypeError`` for what is refused, ``ArgumentError`` for part of an element.
         """
         check_dtype(self, "explain", dtype)
-        reduction = wire(dtype, op, self.reducer)
-        return f"{self.engine}: its own {reduction.op} of {reduction.dtype}, at any size"
+        reduction = wire(dtype, op, self.reducer, 1.0 if op == "premul_sum" else None)
+        if nbytes < 0 or nbytes % dtype.itemsize:
+            raise ArgumentError(
+                f"{self.where('explain')}: nbytes={nbytes}: expected a multiple of "
+                f"{dtype.itemsize}, the bytes of one {dtype}"
+            )
+        if self.fault is not None:
+            return f"nothing: the ring can't be used: {self.fault}"
+        if nbytes == 0 or self.size == 1:
+            return f"nothing is sent: {'a ring of one rank' if nbytes else 'no bytes'}"
+        return self._carrier(nbytes, reduction)

@@ -123,6 +123,10 @@ class EngineRing(Ring):
         handles = [handle for handle in under_way if handle is not None]
         return All(handles) if handles else None
 
+    def _carrier(self, nbytes: int, reduction: Wire) -> str:
+        """What carries an all_reduce of so many bytes, and why."""
+        return f"{self.engine}: its own {reduction.op} of {reduction.dtype}, at any size"
+
     # -- launches ----------------------------------------------------------------------------------
 
     @abstractmethod

@@ -9,7 +9,7 @@ import torch
 
 from commlib._context import CommContext
 from commlib._deadline import Deadline, bounded
-from commlib._dtypes import Reducer, Wire, wire
+from commlib._dtypes import Reducer, Wire
 from commlib._libnccl import library, raw
 from commlib._log import log
 from commlib._ring import ABORT_S
@@ -77,17 +77,11 @@ class NCCLCommContext(CommContext):
         return bytes(library().get_unique_id())
 
     def _connect(self, meeting: Meeting, deadline: Deadline) -> None:
-        nccl, device, what = library(), self.device, self.where("initialising NCCL")
+        device = self.device
         self._index = device.index
         torch.cuda.synchronize(device)
         free = torch.cuda.mem_get_info(device)[0]
-
-        def initialise() -> Any:
-            torch.cuda.set_device(device)
-            return nccl.NcclCommunicator(self.size, meeting.payload, self.rank)
-
-        self._comm = bounded(initialise, deadline, what)
-        self._first_collective(deadline, what)
+        self._initialise(meeting.payload, deadline)
         self.communicator_bytes = max(0, free - torch.cuda.mem_get_info(device)[0])
         self._push = open_push(self)
         if isinstance(self._push, PushChannel):
@@ -97,14 +91,41 @@ class NCCLCommContext(CommContext):
         else:
             log.once("ring %d has no push kernels: %s", self.ring_id, self._push)
 
-    def _first_collective(self, deadline: Deadline, what: str) -> None:
-        """Pass one token around, so that no later call (nor a capture) has to set anything up."""
-        self._barrier(None, None)
+    def _initialise(self, credentials: bytes, deadline: Deadline) -> None:
+        """Make the communicator, and pass one token around: no later call sets anything up."""
+        nccl, what = library(), self.where("initialising NCCL")
+
+        def initialise() -> Any:
+            torch.cuda.set_device(self.device)
+            return nccl.NcclCommunicator(self.size, credentials, self.rank)
+
+        self._comm = bounded(initialise, deadline, what)
+        self._pass_token(self._comm)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         if not deadline.poll(event.query):
             self._abort()
             raise CommTimeout(f"{what}: the first collective took over {deadline.seconds:g} s")
+
+    def _reconnect(self) -> None:
+        """Make another communicator: calls of this one wait for peers that never made them.
+
+        NCCL's kernels have no deadline, and what waits for push kernels may be launched behind a
+        fault on one rank and not on another.
+        """
+        self._release_graphs()
+        comm, self._comm = self._comm, None
+        bounded(comm.abort, Deadline(ABORT_S), self.where("aborting NCCL"))
+        bounded(self._drain, Deadline(self.timeout / 2), self.where("reset"))
+        own = self.credentials() if self.rank == 0 else b""
+        self._initialise(self.exchange_bytes(own)[0], Deadline(self.timeout))
+
+    @property
+    def _free_comm(self) -> Any:
+        """The communicator, for a call that may be launched: NCCL knows of no fault of a kernel."""
+        for channel in self._channels():
+            channel.check()
+        return self._comm
 
     def _resolve(self, dtype: torch.dtype, reduction: Wire) -> Any:
         if reduction.op == "premul_sum":
@@ -141,7 +162,7 @@ class NCCLCommContext(CommContext):
         pushed = reduction.all_reduce
         if pushed is not None and pushed(out, x, x.nbytes):
             return
-        self._comm.allReduce(
+        self._free_comm.allReduce(
             x.data_ptr(),
             out.data_ptr(),
             x.numel() * reduction.parts,
@@ -166,7 +187,7 @@ class NCCLCommContext(CommContext):
     def _all_gather(self, out: Tensor, x: Tensor) -> None:
         if self._gathered is not None and self._gathered(out, x, x.nbytes):
             return
-        self._comm.allGather(
+        self._free_comm.allGather(
             x.data_ptr(), out.data_ptr(), x.nbytes, _BYTES, current_raw(self._index)
         )
 
@@ -174,7 +195,7 @@ class NCCLCommContext(CommContext):
         pushed = reduction.reduce_scatter
         if pushed is not None and pushed(out, x, out.nbytes):
             return
-        self._comm.reduceScatter(
+        self._free_comm.reduceScatter(
             x.data_ptr(),
             out.data_ptr(),
             out.numel() * reduction.parts,
@@ -185,7 +206,7 @@ class NCCLCommContext(CommContext):
 
     def _broadcast(self, out: Tensor, x: Tensor | None, root: int) -> None:
         source = out if x is None else x
-        self._comm.broadcast(
+        self._free_comm.broadcast(
             source.data_ptr(),
             out.data_ptr(),
             out.nbytes,
@@ -197,7 +218,9 @@ class NCCLCommContext(CommContext):
     def _reduce(self, out: Tensor | None, x: Tensor, root: int, reduction: _Reduction) -> None:
         target, stream = 0 if out is None else out.data_ptr(), current_raw(self._index)
         count = x.numel() * reduction.parts
-        self._comm.reduce(x.data_ptr(), target, count, reduction.kind, reduction.op, root, stream)
+        self._free_comm.reduce(
+            x.data_ptr(), target, count, reduction.kind, reduction.op, root, stream
+        )
 
     def _gather(self, out: Tensor | None, x: Tensor, root: int) -> None:
         with self.coalesced():
@@ -246,20 +269,30 @@ class NCCLCommContext(CommContext):
 
     def _give(self, x: Tensor, offset: int, nbytes: int, peer: int) -> None:
         if nbytes:
-            self._comm.send(x.data_ptr() + offset, nbytes, _BYTES, peer, current_raw(self._index))
+            source, stream = x.data_ptr() + offset, current_raw(self._index)
+            self._free_comm.send(source, nbytes, _BYTES, peer, stream)
 
     def _take(self, out: Tensor, offset: int, nbytes: int, peer: int) -> None:
         if nbytes:
-            self._comm.recv(out.data_ptr() + offset, nbytes, _BYTES, peer, current_raw(self._index))
+            target, stream = out.data_ptr() + offset, current_raw(self._index)
+            self._free_comm.recv(target, nbytes, _BYTES, peer, stream)
 
     def _barrier(self, out: None, x: None) -> None:
-        reduction = _Reduction("max", 1, _TYPES[torch.int32], _OPS["max"])
-        self._all_reduce(self._token, self._token, reduction)
+        self._pass_token(self._free_comm)
+
+    def _pass_token(self, comm: Any) -> None:
+        token, kind, op = self._token.data_ptr(), _TYPES[torch.int32], _OPS["max"]
+        comm.allReduce(token, token, 1, kind, op, current_raw(self._index))
 
     @contextmanager
     def coalesced(self) -> Iterator[None]:
-        """Bracket launches with ncclGroupStart and ncclGroupEnd (which nest)."""
+        """Bracket launches with ncclGroupStart and ncclGroupEnd (which nest).
+
+        What would refuse a call inside does so before the first one: a group can't be taken back.
+        """
         nccl = library()
+        for channel in self._channels():
+            channel.ready()
         nccl.groupStart()
         try:
             yield
@@ -276,9 +309,7 @@ class NCCLCommContext(CommContext):
                 found.append(f"{self.where('asynchronous error')}: {error}")
         return found
 
-    def explain(self, nbytes: int, dtype: torch.dtype, op: str = "sum") -> str:
-        """Say what carries an ``all_reduce`` of ``nbytes`` bytes of ``dtype`` here, and why."""
-        reduction = wire(dtype, op, self.reducer)
+    def _carrier(self, nbytes: int, reduction: Wire) -> str:
         if isinstance(self._push, str):
             return f"NCCL: {self._push}"
         reason = choose.refusal(reduction.dtype, reduction.op)
@@ -295,6 +326,11 @@ class NCCLCommContext(CommContext):
     def _channels(self) -> list[PushChannel | RowChannel]:
         held = (self._push, self._rows)
         return [one for one in held if isinstance(one, PushChannel | RowChannel)]
+
+    def abandon(self, capture: int) -> None:
+        """Forget the first half of a split call that a capture has begun and come to nothing."""
+        if isinstance(self._push, PushChannel):
+            self._push.abandon(capture)
 
     def _close(self, deadline: Deadline) -> None:
         comm, self._comm = self._comm, None

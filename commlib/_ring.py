@@ -35,9 +35,18 @@ if TYPE_CHECKING:
 # How long giving up may take: the library below is told to stop, and is not waited for any longer.
 ABORT_S = 5.0
 
+# How long reset() lets other work of a device go on behind a fault.
+REST_S = 10.0
+_PATIENCE = 5  # half deadlines without one
+
+_WORD = 7  # bytes that are exchanged as one number: it stays below 2**63
+
 
 class Channel(Protocol):
     """Memory that the ranks of a ring share, and kernels that work in it."""
+
+    def ready(self) -> None:
+        """Raise what the next call would raise."""
 
     def check(self) -> None:
         """Raise what a kernel has reported; never blocks."""
@@ -173,8 +182,9 @@ class Ring(ABC):
     def check(self) -> None:
         """Raise what kernels of this ring have reported so far; never blocks.
 
-        Every call does it too; behind the replay of a graph only this does. Raises ``PeerTimeout``
-        naming the rank that did not come, ``StreamError``, ``RingError`` of a ring that has failed.
+        Every collective does it too; behind the replay of a graph only this does. Raises
+        ``PeerTimeout`` naming the rank that did not come, ``StreamError``, ``RingError`` of a ring
+        that has failed.
         """
         with self.lock:
             if self.fault is not None:
@@ -188,24 +198,62 @@ class Ring(ABC):
     def reset(self) -> None:
         """Make the ring usable again after ``PeerTimeout`` or ``StreamError``.
 
-        Every member calls it, also one that has seen no error; graphs stay valid. Blocks the host
-        until all have come and their device is idle, at most ``timeout`` seconds a step. Raises
-        ``CommTimeout`` naming the positions that do not come, ``RingError`` for other failures.
+        Every member calls it, also one that has seen no error. Blocks the host until all have come
+        and their device is idle, at most ``timeout`` seconds a step; a member that comes later than
+        that finds a ring that must be closed and created again. Graphs stay valid, unless calls
+        that another library carries wait on a device for a member that never made them: then that
+        library's communicator is given up for a new one, and graphs with calls of this ring go.
+        Raises ``CommTimeout`` naming the positions that do not come, ``RingError`` for other
+        failures.
         """
         with self.lock:
             if self.fault is not None and not self._repairable:
                 raise self.unusable("reset")
             self.fault = None
-            if self.fences is not None:
-                self._reset_step(self._bounded_drain)
-            self.exchange([])  # nobody's kernels run any more
+            if not self._all_at_rest():
+                self._reset_step(self._reconnect)
+                self.exchange([])  # nobody's kernels run any more
             for channel in self._channels():
                 self._reset_step(channel.reset)
             self.exchange([])
             self._repairable = False
 
-    def _bounded_drain(self) -> None:
-        bounded(self._drain, Deadline(self.timeout), self.where("reset"))
+    def _all_at_rest(self) -> bool:
+        """Whether every member's device becomes idle; all of them learn it.
+
+        Own kernels give up within two deadlines, and at once when one of them has: what runs on
+        behind a fault waits for a peer in a library that knows of none.
+        """
+        for _ in range(_PATIENCE):
+            rows = self.exchange([int(self._at_rest()), int(self._reported())])
+            if all(idle for idle, _ in rows):
+                return True
+            if any(reported for _, reported in rows):
+                break
+        return False
+
+    def _at_rest(self) -> bool:
+        """Whether the device becomes idle while the peers still wait to hear of it."""
+        most = min(self.timeout / 2, REST_S) if self._reported() else self.timeout / 2
+        try:
+            if self.fences is not None:
+                bounded(self._drain, Deadline(most), self.where("reset"))
+        except CommTimeout:
+            return False
+        return True
+
+    def _reported(self) -> bool:
+        """Whether a kernel has reported a fault."""
+        try:
+            for channel in self._channels():
+                channel.check()
+        except CommError:
+            return True
+        return False
+
+    def _reconnect(self) -> None:
+        """Give up what the device waits in, and connect again; every member does it."""
+        raise CommTimeout("a device is not idle")
 
     def _reset_step(self, step: Callable[[], None]) -> None:
         """Take a step of reset(); the ring can't be repaired any more where it goes wrong."""
@@ -296,6 +344,14 @@ class Ring(ABC):
             except Exception as error:
                 raise self.failed("exchange", error) from error
 
+    def exchange_bytes(self, data: bytes) -> list[bytes]:
+        """Return every rank's ``data``, in rank order; lengths may differ. As ``exchange``."""
+        words = (data[at : at + _WORD] for at in range(0, len(data), _WORD))
+        rows = self.exchange([len(data), *(int.from_bytes(word, "little") for word in words)])
+        return [
+            b"".join(word.to_bytes(_WORD, "little") for word in row[1:])[: row[0]] for row in rows
+        ]
+
     def _open_rounds(self) -> Rounds:
         """Shared memory on one host, gloo between several."""
         by_gloo = partial(_host_group.gloo_round, self._host_group(), self.rank, self.size)
@@ -343,6 +399,10 @@ class Ring(ABC):
     def _channels(self) -> Sequence["Channel"]:
         """What the engine's own kernels work in."""
         return ()
+
+    def abandon(self, capture: int) -> None:
+        """Forget what a capture has begun that came to nothing; by its number at the driver."""
+        return
 
     @abstractmethod
     def _close(self, deadline: Deadline) -> None: ...

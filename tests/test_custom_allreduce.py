@@ -17,12 +17,14 @@ import pytest
 import torch
 
 import commlib
+import commlib.graph
 from commlib import ops
 from commlib.custom_allreduce import push
 from commlib.errors import (
     ArgumentError,
     CommTimeout,
     EngineError,
+    GraphError,
     PeerTimeout,
     RingError,
     StreamError,
@@ -499,6 +501,39 @@ def test_a_peer_that_does_not_come(unified_ranks: Ranks, how: str) -> None:
     unified_ranks(late, how)
 
 
+def with_nccl(comm: Any) -> None:
+    """Calls of NCCL that wait behind the fault for that peer end too: reset() connects anew."""
+    if not on_gpu(comm):
+        return
+    with another(comm, 87, timeout=LATE_S) as ring:
+        x, ints = torch.ones(1000, device=comm.device), torch.ones(9, device=comm.device).long()
+        held = commlib.graph.capture(lambda x: ring.all_reduce(torch.empty_like(x), x) + 1)
+        for given in (x, ints):
+            same(set(held(given).tolist()), {comm.size + 1.0}, "captured")
+        ring.barrier()
+        torch.cuda.synchronize()
+        ring.exchange([])
+        if comm.rank != comm.size - 1:
+            out = torch.empty_like(x)
+            with contextlib.suppress(PeerTimeout, RingError):
+                ring.all_reduce(out, x)
+                ring.all_reduce(ints, ints)
+                ring.barrier()
+        ring.reset()
+        ints.fill_(1)
+        for given in (x, ints):
+            same(set(held(given).tolist()), {comm.size + 1.0}, "captured again")
+            same(set(ring.all_reduce(torch.empty_like(given), given).tolist()), {comm.size},
+                 "behind reset")  # fmt: skip
+        ring.barrier()
+        torch.cuda.synchronize()
+        ring.check()
+
+
+def test_calls_of_nccl_behind_a_lost_peer(unified_ranks: Ranks) -> None:
+    unified_ranks(with_nccl)
+
+
 def test_a_peer_that_does_not_come_of_more(crowd: Ranks) -> None:
     crowd(late, "graph")
 
@@ -595,6 +630,31 @@ def split_wrongly(comm: Any) -> None:
         comm.all_reduce(x, x)
     same(set(work.wait().tolist()), {float(comm.size)}, "the split one")
     graph, out = torch.cuda.CUDAGraph(), torch.zeros_like(x)
+    work, stray = comm.all_reduce_begin(torch.zeros_like(x), x), torch.cuda.CUDAGraph()
+    with (
+        torch.cuda.graph(stray, capture_error_mode="thread_local"),
+        refused(ArgumentError, "in no graph", "wait() where it began"),
+    ):
+        x.add_(0)
+        work.wait()
+    same(set(work.wait().tolist()), {float(comm.size)}, "where it began")
+
+    def fails() -> None:
+        comm.all_reduce_begin(out, x)
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError("between the halves")
+
+    def forgets() -> torch.Tensor:
+        comm.all_reduce_begin(out, x)
+        return x * 2
+
+    with refused(GraphError, "between the halves"):
+        commlib.graph.capture(fails)()
+    forgetful = commlib.graph.capture(forgets)
+    for turn in range(3):
+        x.fill_(turn)
+        close(forgetful(), x * 2, "a half that nobody waits for")
+        same(set(out.tolist()), {float(comm.size * turn)}, "ended all the same")
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         half = comm.all_reduce_begin(out, x)
         y = x * 2
@@ -645,8 +705,16 @@ def test_compiled(unified_ranks: Ranks, mode: str) -> None:
 
 def explained(comm: Any) -> None:
     """Says what runs, the same on every rank, and the flag turns all of it off."""
-    told = [comm.explain(n, d) for n in (1, 10**5, 10**10) for d in (torch.bfloat16, torch.int32)]
+    told = [comm.explain(n, d) for n in (4, 10**5, 10**10) for d in (torch.bfloat16, torch.int32)]
     same(len({tuple(row) for row in comm.exchange([zlib.crc32("".join(told).encode())])}), 1, told)
+    same(comm.explain(0, torch.float32), "nothing is sent: no bytes", "no bytes")
+    for wrong in (3, -2):
+        with refused(ArgumentError, f"nbytes={wrong}", "multiple of 2"):
+            comm.explain(wrong, torch.bfloat16)
+    with another(comm, 88) as ring:
+        ring.abort()
+        same("aborted" in ring.explain(4, torch.float32), True, "of a ring that has ended")
+    same("float64" in comm.explain(8, torch.float64), True, "a dtype without a kernel")
     if not on_gpu(comm):
         same({text.split(":")[0] for text in told}, {comm.engine}, told)
         return
@@ -659,6 +727,7 @@ def explained(comm: Any) -> None:
         same("FLAGS_custom_allreduce" in ring.explain(64, torch.float32), True, "explained")
         x = torch.ones(9, device=comm.device)
         same(set(ring.all_reduce(x, x).tolist()), {float(comm.size)}, "by NCCL")
+        same("FLAGS_" in ring.explain(4, torch.float32, "premul_sum"), True, "of a scaled sum")
         same(ring.all_reduce_begin(x, x).wait().unique().tolist(), [comm.size**2], "begun")
 
 

@@ -306,3 +306,30 @@ def alone(comm: Any) -> None:
 
 def test_a_ring_of_one(ranks: Ranks) -> None:
     ranks(alone)
+
+
+def ahead(comm: Any) -> None:
+    """A rank that nobody makes wait is a call ahead of its receiver, whose flags must not mix."""
+    slow, quick, target = 0, 1, 2
+    if comm.size <= target:
+        return
+    size, rows, width = comm.size, 64, 512
+
+    def counts(sender: int) -> Counts:
+        return [[[rows * (a == sender and b == target)] for b in range(size)] for a in range(size)]
+
+    for turn in range(5):
+        found = []
+        for sender in (slow, quick):
+            x = torch.full((rows if comm.rank == sender else 0, width), turn + sender / 2)
+            x = x.to(comm.device)
+            if comm.rank == slow == sender and comm.device.type == "cuda":
+                torch.cuda._sleep(100_000_000)
+            found.append(ops.global_scatter(x, **own_counts(comm, counts(sender))))
+        for sender, rows_found in zip((slow, quick), found, strict=True):
+            wanted = torch.full((rows if comm.rank == target else 0, width), turn + sender / 2)
+            close(rows_found, wanted, f"turn {turn}, from rank {sender}")
+
+
+def test_a_sender_that_is_ahead(crowd: Ranks) -> None:
+    crowd(ahead)

@@ -1,7 +1,11 @@
 """The CUDA sources compile for every ring they serve, and are kept where nobody else may write."""
 
+import hashlib
 import itertools
+import os
+import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.channel import driver, rows
+from commlib.channel import driver, memory, rows
 from commlib.custom_allreduce import choose, norm, push
 from commlib.errors import EngineError
 from tests._examples import examples
@@ -58,6 +62,12 @@ def test_row_kernel_compiles(home: Path) -> None:
     assert b"exchange_rows" in driver.binary(rows.KERNEL, "sm_90", ("-DSEGMENTS=32",))
 
 
+def test_proof_compiles(home: Path) -> None:
+    code = driver.binary(memory.PROOF, "sm_90")
+    assert b"write_tokens" in code
+    assert b"find_tokens" in code
+
+
 def test_a_wrong_source_is_told(home: Path, tmp_path: Path) -> None:
     (tmp_path / "wrong.cu").write_text("__global__ void f() { undeclared(); }")
     with pytest.raises(EngineError, match="undeclared"):
@@ -88,8 +98,46 @@ def test_a_folder_that_others_may_write_is_not_used(home: Path) -> None:
     source.write_text('extern "C" __global__ void some() {}')
     assert driver.binary(source, "sm_90")
     assert not list(place.iterdir())
-    place.chmod(0o700)
+    place.rmdir()
     assert driver.folder() == place
+
+
+def test_a_file_that_others_may_write_is_not_used(home: Path) -> None:
+    """A folder that was open for a while may hold what somebody else has put there."""
+    source = home / "some.cu"
+    source.write_text('extern "C" __global__ void some() {}')
+    code = driver.binary(source, "sm_90")
+    (kept,) = (home / ".cache/commlib/kernels").iterdir()
+    planted = hashlib.sha256(b"planted").digest() + b"planted"
+    kept.write_bytes(planted)
+    kept.chmod(0o666)
+    assert driver.binary(source, "sm_90") == code
+    (home / "elsewhere").write_bytes(planted)
+    kept.unlink()
+    kept.symlink_to(home / "elsewhere")
+    assert driver.binary(source, "sm_90") == code
+    assert not kept.is_symlink()
+
+
+def test_folders_are_private_whatever_the_umask(home: Path) -> None:
+    before = os.umask(0)
+    try:
+        place = driver.folder()
+    finally:
+        os.umask(before)
+    assert place is not None
+    assert {p.stat().st_mode & 0o777 for p in (place, place.parent, place.parent.parent)} == {0o700}
+
+
+def test_one_file_by_many(home: Path) -> None:
+    """Ranks that compile the same source at the same time all get the whole of it."""
+    source = home / "some.cu"
+    source.write_text('extern "C" __global__ void some() {}')
+    with ThreadPoolExecutor(8) as ranks:
+        found = set(ranks.map(lambda _: driver.binary(source, "sm_90"), range(24)))
+    assert len(found) == 1
+    (kept,) = (home / ".cache/commlib/kernels").iterdir()
+    assert kept.read_bytes().endswith(found.pop())
 
 
 def test_no_home_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,4 +227,20 @@ def test_version_follows_what_it_counts(monkeypatch: pytest.MonkeyPatch) -> None
     before = push.version()
     assert before == push.version() != 0
     monkeypatch.setattr(choose, "text", lambda: choose.TABLE.read_text() + "\n")
+    assert push.version() != before
+
+
+@pytest.mark.parametrize("file", ["push.py", "norm.py", "kernels/hops.cuh", "kernels/split.cu"])
+def test_version_follows_each_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    """What plans the launches is as much a part of the protocol as the kernels."""
+    package = tmp_path / "custom_allreduce"
+    shutil.copytree(push.KERNELS.parent, package)
+    monkeypatch.setattr(push, "KERNELS", package / "kernels")
+    before = push.version()
+    (package / "kernels" / "notes.txt").write_text("no part of it")
+    assert push.version() == before
+    with (package / file).open("a") as text:
+        text.write("\n")
     assert push.version() != before

@@ -172,7 +172,10 @@ class Halves:
         event = SimpleNamespace(record=lambda stream: None, query=lambda: True)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-        monkeypatch.setattr(split, "capture_of", lambda stream: 0)
+        self.capture = 0  # that all streams are part of
+        monkeypatch.setattr(push, "current_raw", lambda index: self.current.cuda_stream)
+        for module in (push, split):
+            monkeypatch.setattr(module, "capture_of", lambda stream: self.capture)
         monkeypatch.setattr(
             driver, "HostWord", lambda: SimpleNamespace(word=ctypes.c_uint64(), address=0)
         )
@@ -249,6 +252,32 @@ def test_halves_that_a_reset_separates(halves: Halves) -> None:
     assert halves.launched == ["begin", "begin", "end"]
 
 
+@pytest.mark.parametrize(("begun", "ended"), [(0, 7), (7, 0), (7, 8)])
+def test_halves_in_different_captures(halves: Halves, begun: int, ended: int) -> None:
+    """One half would run without the other; until it is put right no other call comes between."""
+    halves.capture = begun
+    work = halves.begin()
+    halves.capture = ended
+    with pytest.raises(ArgumentError, match=r"wait\(\) where it began"):
+        work.join()
+    with pytest.raises(ArgumentError, match="is open"):
+        halves.channel.ready()
+    halves.capture = begun
+    work.join()
+    assert halves.launched == ["begin", "end"]
+    halves.channel.ready()
+
+
+def test_a_half_of_a_capture_that_failed(halves: Halves) -> None:
+    halves.capture = 7
+    halves.begin()
+    halves.channel.abandon(6)
+    with pytest.raises(ArgumentError, match="is open"):
+        halves.channel.ready()
+    halves.channel.abandon(7)
+    halves.channel.ready()
+
+
 def test_halves_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     channel: Any = SimpleNamespace(
@@ -311,6 +340,9 @@ class Broken(WholeRing):
 
 class Unresettable:
     """A channel on a device that is lost."""
+
+    def check(self) -> None:
+        """Report nothing."""
 
     def reset(self) -> None:
         """Fail."""

@@ -66,22 +66,32 @@ def binary(file: Path, architecture: str, options: Sequence[str] = ()) -> bytes:
 def folder() -> Path | None:
     """Return where machine code is kept: a folder that this user alone may write, or None."""
     try:
-        place = Path.home() / ".cache" / "commlib" / "kernels"
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        place = Path.home()
+        for name in (".cache", "commlib", "kernels"):
+            place /= name
+            place.mkdir(mode=0o700, exist_ok=True)
         state = place.stat()
     except (OSError, RuntimeError) as error:
         log.once("compiled kernels are not kept: %s", error)
         return None
-    if state.st_uid != os.getuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        log.once("compiled kernels are not kept: others may write to %s; type chmod 700", place)
+    if not _private(state):
+        log.once("compiled kernels are not kept: others may write to %s; remove it", place)
         return None
     return place
 
 
+def _private(state: os.stat_result) -> bool:
+    """Whether nobody else may write there."""
+    return state.st_uid == os.getuid() and not state.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
 def _read(path: Path) -> bytes | None:
-    """Return what was kept, unless it is not whole."""
+    """Return what was kept, unless it is not whole, or others could have put it there."""
     try:
-        data = path.read_bytes()
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            if not _private(os.fstat(file.fileno())):
+                return None
+            data = file.read()
     except OSError:
         return None
     digest, code = data[:_DIGEST], data[_DIGEST:]
@@ -92,6 +102,7 @@ def _write(path: Path, code: bytes) -> None:
     """Put the file there in one step: other ranks write and read the same one."""
     part = path.with_name(f".{secrets.token_hex(8)}")
     try:
+        part.touch(mode=0o600)
         part.write_bytes(hashlib.sha256(code).digest() + code)
         part.replace(path)
     except OSError as error:

@@ -2,6 +2,7 @@
 
 import ctypes
 import secrets
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +11,12 @@ from commlib._deadline import Deadline
 from commlib._host_group import host_number
 from commlib._log import log
 from commlib._ring import Ring
-from commlib._streams import capturing
+from commlib._streams import capturing, current_raw
+from commlib.channel import driver
 
-_WORD = 8  # bytes of a token
+_RANKS, _PAGE = 16, 4096  # as in proof.cu
+PROOF = Path(__file__).with_name("proof.cu")
+_GRID = driver.Grid(64, 256)
 
 
 class PeerMemory:
@@ -90,12 +94,12 @@ CAPTURING = "a rank is capturing a graph; a call before the capture sets the cha
 
 def _mapped(ring: Ring, nbytes: int, name: str) -> PeerMemory | str:
     own, problem = 0, ""
-    handle: list[int] = []
+    handle = b""
     try:
         own, handle = _allocate(nbytes)
     except Exception as error:  # every rank has to hear of it, whatever it is
         problem = f"{type(error).__name__}: {error}"
-    handles = ring.exchange(handle)
+    handles = ring.exchange_bytes(handle)
     bases = [0] * ring.size
     bases[ring.rank] = own
     if all(handles):
@@ -105,7 +109,7 @@ def _mapped(ring: Ring, nbytes: int, name: str) -> PeerMemory | str:
                     bases[peer] = _open(theirs)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
-    good = _agree(ring, all(bases)) and _agree(ring, _proved(ring, bases))
+    good = _agree(ring, all(bases)) and _agree(ring, _proved(ring, bases, nbytes))
     if good:
         return PeerMemory(ring, bases, nbytes, name)
     _unmap(bases, ring.rank)
@@ -121,17 +125,15 @@ def _runtime() -> Any:
     return runtime
 
 
-def _allocate(nbytes: int) -> tuple[int, list[int]]:
+def _allocate(nbytes: int) -> tuple[int, bytes]:
     """Return zeroed memory and its handle; torch's allocator could move or unmap its own."""
     own = _runtime().malloc(nbytes)
     try:
         _zero(own, nbytes)
-        handle = _runtime().ipcGetMemHandle(own)
+        return own, bytes(_runtime().ipcGetMemHandle(own))
     except Exception:
         _runtime().free(own)
         raise
-    words = (handle[at : at + _WORD] for at in range(0, len(handle), _WORD))
-    return own, [int.from_bytes(word, "little", signed=True) for word in words]
 
 
 def _zero(address: int, nbytes: int) -> None:
@@ -139,9 +141,8 @@ def _zero(address: int, nbytes: int) -> None:
     _runtime().deviceSynchronize()
 
 
-def _open(handle: list[int]) -> int:
-    words = b"".join(word.to_bytes(_WORD, "little", signed=True) for word in handle)
-    return int(_runtime().ipcOpenMemHandle(words))
+def _open(handle: bytes) -> int:
+    return int(_runtime().ipcOpenMemHandle(handle))
 
 
 def _unmap(bases: list[int], rank: int) -> None:
@@ -154,29 +155,49 @@ def _agree(ring: Ring, good: bool) -> bool:
     return all(row == [1] for row in ring.exchange([int(good)]))
 
 
-def _proved(ring: Ring, bases: list[int]) -> bool:
-    """Whether a token that each rank has written to every peer's memory was read there."""
-    token = secrets.randbits(62)
-    tokens = [row[0] for row in ring.exchange([token])]
-    for base in bases:
-        _put(base + ring.rank * _WORD, token.to_bytes(_WORD, "little"))
+class _Proof(ctypes.Structure):
+    """What the kernels of a proof are given; as in proof.cu."""
+
+    _fields_ = [
+        ("base", ctypes.c_void_p * _RANKS),
+        ("token", ctypes.c_uint64 * _RANKS),
+        ("pages", ctypes.c_int64),
+        ("wrong", ctypes.c_void_p),
+        ("rank", ctypes.c_int),
+        ("size", ctypes.c_int),
+    ]
+
+
+def _proved(ring: Ring, bases: list[int], nbytes: int) -> bool:
+    """Whether tokens that a kernel of each rank has written were found by one of every peer."""
+    tokens = [row[0] for row in ring.exchange([secrets.randbits(62)])]
+    wrong = driver.HostWord()
+    proof = _Proof(pages=nbytes // _PAGE, wrong=wrong.address, rank=ring.rank, size=ring.size)
+    proof.base[: ring.size], proof.token[: ring.size] = bases, tokens
+
+    def step(name: str) -> bool:
+        """Run a kernel; where it can't, the others have to hear of it at the next exchange."""
+        try:
+            module = driver.module(PROOF, ring.device.index)
+            found = driver.function([module], name, ring.device.index)
+            driver.Launch(found, ring.device.index, _GRID, proof)(current_raw(ring.device.index))
+            _runtime().deviceSynchronize()
+        except Exception as error:
+            log.once("peers can't reach this rank's memory: %s", error)
+            return False
+        return True
+
+    written = step("write_tokens")
     ring.exchange([])
-    found = _get(bases[ring.rank], ring.size * _WORD)
+    found = step("find_tokens") and not wrong.word.value
     ring.exchange([])
-    _put(bases[ring.rank], bytes(ring.size * _WORD))
-    read = [int.from_bytes(found[at : at + _WORD], "little") for at in range(0, len(found), _WORD)]
-    return read == tokens
+    _zero(bases[ring.rank], nbytes)
+    return written and found
 
 
 def _put(address: int, data: bytes) -> None:
     host = bytearray(data)
     _copy(address, _address(host), len(host), _runtime().memcpyHostToDevice)
-
-
-def _get(address: int, count: int) -> bytes:
-    host = bytearray(count)
-    _copy(_address(host), address, count, _runtime().memcpyDeviceToHost)
-    return bytes(host)
 
 
 def _copy(to: int, source: int, count: int, kind: int) -> None:

@@ -4,6 +4,7 @@
 // and raises the chunk's flag there; the receiver copies a chunk to its output when the flag is up.
 // Flags hold the number of the call, which lives in device memory: a replayed graph counts on.
 // Before a rank pushes call e to a peer, the peer has begun call e - 1: it has emptied that half.
+// A rank that nobody makes wait may be a call ahead of its receivers, so a half has its own flags.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -28,7 +29,9 @@ struct Call {
     i64 first;           // which of those bytes this call begins with, on every receiver
     i64 row;             // bytes of a row
     u64 limit_ns;
-    int rank, size, chunk, sends, takes, flags;
+    int rank, size, chunk, sends, takes;
+    int flags;           // offset of the first half's flags; those of each take `flag_bytes`
+    int flag_bytes;
     Segment send[kSegments];
     Segment take[kSegments];
 };
@@ -68,11 +71,18 @@ __device__ inline void report(const Call& call, u32 peer, u32 epoch) {
     atomicCAS_system(call.error, 0ull, (1ull << 63) | (static_cast<u64>(peer) << 32) | epoch);
 }
 
+// No call has number 0, which flags hold before they are used. The halves go on taking turns.
+__device__ inline u32 following(u32 epoch) { return epoch == 0xFFFFFFFFu ? 2 : epoch + 1; }
+
+// How far ahead of the call that is waited for a word may be: a peer that waits for nobody may have
+// begun any number of calls more, but a flag is up for one call only.
+constexpr u32 kBegun = 0x7FFFFFFF, kRaised = 0;
+
 // One thread waits until *word has reached `epoch`; false when it is given up.
-__device__ bool reached(const Call& call, const u32* word, u32 epoch, int peer) {
+__device__ bool reached(const Call& call, const u32* word, u32 epoch, u32 ahead, int peer) {
     const u64 end = now() + call.limit_ns;
     Control* mine = control(call, call.rank);
-    for (u32 polls = 0; static_cast<int>(peek(word) - epoch) < 0; ++polls) {
+    for (u32 polls = 0; peek(word) - epoch > ahead; ++polls) {
         if ((polls & 1023) != 1023) continue;
         const u32 known = peek(&mine->aborted);
         if (known) {
@@ -127,8 +137,10 @@ __device__ inline Part part(const Call& call, const Segment& segment) {
             static_cast<int>((bytes + call.chunk - 1) / call.chunk)};
 }
 
-__device__ inline u32* flag(const Call& call, int rank, const Segment& segment, const Part& p, int c) {
-    u32* flags = reinterpret_cast<u32*>(call.base[rank] + call.flags);
+__device__ inline u32* flag(const Call& call, int rank, u32 epoch, const Segment& segment,
+                            const Part& p, int c) {
+    const int begin = call.flags + (epoch & 1) * call.flag_bytes;
+    u32* flags = reinterpret_cast<u32*>(call.base[rank] + begin);
     return flags + p.place / call.chunk + segment.slot + c;
 }
 
@@ -147,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(512, 2) exchange_rows(const __grid_
     asm volatile("griddepcontrol.wait;" ::: "memory");  // it may be started early
 #endif
     if (threadIdx.x == 0) {
-        epoch = peek(&mine->epoch) + 1;
+        epoch = following(peek(&mine->epoch));
         const u32 known = peek(&mine->aborted);
         if (known) report(call, known - 1, epoch);
         go = !known;
@@ -180,7 +192,8 @@ extern "C" __global__ void __launch_bounds__(512, 2) exchange_rows(const __grid_
             }
             if (!(ready >> segment.peer & 1)) {
                 if (threadIdx.x == 0) {
-                    go = reached(call, &mine->begun[segment.peer], epoch - 1, segment.peer);
+                    const u32* begun = &mine->begun[segment.peer];
+                    go = reached(call, begun, epoch - 1, kBegun, segment.peer);
                 }
                 __syncthreads();
                 alive = go;
@@ -192,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(512, 2) exchange_rows(const __grid_
             __syncthreads();
             if (threadIdx.x == 0) {
                 fence();
-                poke(flag(call, segment.peer, segment, p, c), epoch);
+                poke(flag(call, segment.peer, epoch, segment, p, c), epoch);
             }
         }
     }
@@ -202,7 +215,8 @@ extern "C" __global__ void __launch_bounds__(512, 2) exchange_rows(const __grid_
         const Part p = part(call, segment);
         for (int c = first_chunk(worker, workers, dealt, p.chunks); c < p.chunks; c += workers) {
             if (threadIdx.x == 0) {
-                go = reached(call, flag(call, call.rank, segment, p, c), epoch, segment.peer);
+                const u32* raised = flag(call, call.rank, epoch, segment, p, c);
+                go = reached(call, raised, epoch, kRaised, segment.peer);
             }
             __syncthreads();
             alive = go;

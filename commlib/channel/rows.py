@@ -17,7 +17,8 @@ from commlib.errors import PeerTimeout
 
 RANKS, _THREADS = 16, 512  # as in rows.cu
 KERNEL = Path(__file__).with_name("rows.cu")
-_CONTROL, _FLAGS = 4096, 1 << 16  # bytes of control words, then of flags, before the halves
+_CONTROL, _FLAGS = 4096, 1 << 16  # bytes of control words, then of each half's flags
+_HALVES = _CONTROL + 2 * _FLAGS  # where they begin
 _SMALL, _LARGE, _BORDER = 1 << 14, 1 << 17, 1 << 22  # bytes of a chunk; from which total on
 
 
@@ -31,7 +32,8 @@ class _Call(ctypes.Structure):
         ("error", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("half", "window", "first", "row")),
         ("limit_ns", ctypes.c_uint64),
-        *((name, ctypes.c_int) for name in ("rank", "size", "chunk", "sends", "takes", "flags")),
+        *((name, ctypes.c_int) for name in ("rank", "size", "chunk", "sends", "takes")),
+        *((name, ctypes.c_int) for name in ("flags", "flag_bytes")),
     ]
 
 
@@ -50,7 +52,7 @@ class RowChannel:
     def __init__(self, ring: Ring, memory: PeerMemory, functions: dict[int, Any]) -> None:
         self._ring, self._memory = ring, memory
         self._error, self._order = driver.HostWord(), pushes(ring.device)
-        self._window = (memory.nbytes - _CONTROL - _FLAGS) // 2
+        self._window = (memory.nbytes - _HALVES) // 2
         multiprocessors = torch.cuda.get_device_properties(ring.device).multi_processor_count
         grid = driver.Grid(2 * multiprocessors, _THREADS)  # all of them fit on the device at once
         self._calls = {most: _BLOCKS[most]() for most in functions}
@@ -77,7 +79,8 @@ class RowChannel:
         ring, call = self._ring, self._calls[most]
         call.x, call.out, call.error = x.data_ptr(), out.data_ptr(), self._error.address
         call.base[: ring.size] = self._memory.bases
-        call.half, call.window, call.flags = _CONTROL + _FLAGS, self._window, _CONTROL
+        call.half, call.window = _HALVES, self._window
+        call.flags, call.flag_bytes = _CONTROL, _FLAGS
         call.row, call.limit_ns = x.shape[1] * x.itemsize, int(ring.timeout * 1e9)
         call.chunk = _LARGE if routes.most * call.row >= _BORDER else _SMALL
         call.rank, call.size = ring.rank, ring.size
@@ -85,6 +88,10 @@ class RowChannel:
             setattr(call, f"{name}s", len(segments))
             ctypes.memmove(getattr(call, name), segments.tobytes(), segments.nbytes)
         return call
+
+    def ready(self) -> None:
+        """Raise what ``exchange`` would raise."""
+        self.check()
 
     def check(self) -> None:
         """Raise ``PeerTimeout`` naming the peer that an earlier call has given up."""
@@ -120,7 +127,7 @@ def open_channel(ring: Ring) -> RowChannel | str | None:
     sizes = {row[0] for row in ring.exchange([room if len(functions) == len(_BLOCKS) else 0])}
     if len(sizes) > 1 or 0 in sizes:
         return f"{flags.CHANNEL} is 0 or differs between ranks, or a rank can't compile kernels"
-    memory = share(ring, _CONTROL + _FLAGS + room, "rows")
+    memory = share(ring, _HALVES + room, "rows")
     if isinstance(memory, str):
         return None if memory == CAPTURING else memory
     return RowChannel(ring, memory, functions)

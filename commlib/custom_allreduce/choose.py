@@ -72,6 +72,8 @@ def choose(verb: str, nbytes: int, size: int) -> Row | None:
 
 def refusal(dtype: torch.dtype, op: str) -> str | None:
     """Return why the kernels don't reduce ``dtype`` by ``op``."""
+    if dtype.is_floating_point and dtype not in FLOATS:
+        return f"there is no kernel for {dtype}"
     if dtype not in FLOATS:
         return f"{dtype} leaves no bit pattern free that says that data has not come yet"
     if op not in OPS:

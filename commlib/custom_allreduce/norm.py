@@ -100,10 +100,11 @@ class PushedNorm:
         row = choose.choose(VERB, numel * dtype.itemsize, self._size)
         if row is None or rest or width > WIDEST:
             return ()
+        kernel = row.kernel if width >= self._size else "norm_one_shot"  # a slice for every rank
         held, threads, team = block(width, row.threads, self._team)
-        name, rows = f"{row.kernel}_{FLOATS[dtype]}_{held}", numel // items
+        name, rows = f"{kernel}_{FLOATS[dtype]}_{held}", numel // items
         call = self._channel.call(VERB, items, 0)
-        most = call.half // (slots(row.kernel, width, self._size) * VECTOR)
+        most = call.half // (slots(kernel, width, self._size) * VECTOR)
         steps = []
         for first in range(0, rows, most):
             norm = NormCall(call=call, rows=min(most, rows - first), width=width)

@@ -11,7 +11,7 @@ import torch
 from commlib import flags
 from commlib._log import log
 from commlib._ring import Ring
-from commlib._streams import current_raw
+from commlib._streams import capture_of, current_raw
 from commlib.channel import driver
 from commlib.channel.memory import PeerMemory, share
 from commlib.channel.order import pushes
@@ -65,6 +65,7 @@ class PushChannel:
         self._word = self._error.word
         self._order = pushes(ring.device)
         self._open = self._opened = 0  # number of the split call that is open, or 0; and the last
+        self._open_in = 0  # the capture that its first half is part of, 0 for none
         self._half = (memory.nbytes - _CONTROL) // 2
         self._set_limit()
 
@@ -167,20 +168,41 @@ class PushChannel:
         """
         self.launch((begin,), out, x)
         self._opened += 1
-        self._open = self._opened
+        self._open, self._open_in = self._opened, capture_of(current_raw(self._device))
         return self._open
 
     def finish(self, number: int, end: Step, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Launch the second half. Raises ``ArgumentError`` when a reset has come between."""
+        """Launch the second half, where the first one went.
+
+        Raises ``ArgumentError`` when a reset has come between, and in another capture: the first
+        half would run without the second, or at every replay of one the other not.
+        """
         if number != self._open:
             raise ArgumentError(
                 f"the split all_reduce of ring {self._ring.ring_id} that this Work is about was "
                 f"given up by reset(); begin it again"
             )
+        if capture_of(current_raw(self._device)) != self._open_in:
+            began = "a graph that is captured" if self._open_in else "no graph"
+            raise ArgumentError(
+                f"the split all_reduce of ring {self._ring.ring_id} on rank {self._ring.rank} "
+                f"began in {began}, and wait() is not there; wait() where it began, or type "
+                f"comm.reset() on every member where that is lost"
+            )
         self._open = 0
         self.launch((end,), out, x)
 
+    def abandon(self, capture: int) -> None:
+        """Forget the first half that a capture has recorded and came to nothing with."""
+        if self._open and self._open_in == capture:
+            self._open = 0
+
     # -- faults ------------------------------------------------------------------------------------
+
+    def ready(self) -> None:
+        """Raise what ``turn`` would raise."""
+        if self._word.value or self._open:
+            self._refuse()
 
     def check(self) -> None:
         """Raise what a kernel has reported: ``PeerTimeout`` or ``StreamError``."""
@@ -298,8 +320,12 @@ def _module(ring: Ring, file: str) -> Any:
 
 
 def version() -> int:
-    """Return a number that is the same where kernels and table are the same, never 0."""
+    """Return a number that is the same where the table, the kernels and what plans them are.
+
+    Never 0. The files are those of this package: how calls are cut is a part of the protocol.
+    """
     texts = [choose.text().encode()]
-    texts += [path.read_bytes() for path in sorted(KERNELS.iterdir())]
+    for kind in ("*.py", "kernels/*.cu", "kernels/*.cuh"):
+        texts += [path.read_bytes() for path in sorted(KERNELS.parent.glob(kind))]
     digest = hashlib.sha256(b"\0".join(texts)).digest()
     return int.from_bytes(digest[:7], "little") + 1

@@ -17,7 +17,7 @@ from commlib.graph import pool as pools
 from commlib.graph.engine import Engine, HostEngine, Pool
 from commlib.graph.entry import Entry
 from commlib.graph.pieces import Pieces, inside, refuse_foreign
-from commlib.graph.signature import Arguments, arguments, bare
+from commlib.graph.signature import Arguments, arguments, bare, value
 from commlib.graph.slots import Slot, Slots
 from commlib.graph.vote import AlreadyRun, same_key, settle
 from commlib.graph.warmup import WarmUp, named
@@ -92,8 +92,10 @@ class Graphed:
         self._copy, self._agree, self._on_fail = outputs == "copy", agree, on_fail
         self.entries: dict[Any, Entry | Slots] = {}
         self.eager: dict[Any, str] = {}  # calls that stay eager, and why
-        self._module = fn if isinstance(fn, torch.nn.Module) else None
+        owner = getattr(fn, "__self__", fn)  # of a bound method
+        self._module = owner if isinstance(owner, torch.nn.Module) else None
         self._parts = [] if self._module is None else list(self._module.modules())
+        self._weights = [] if self._module is None else list(self._module.parameters())
         self._at_capture: dict[str, torch.Tensor] = {}
         everything.add(self)
 
@@ -143,9 +145,9 @@ class Graphed:
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         own: tuple[Any, ...] = ()
         if self._parts:
-            own = tuple([part.training for part in self._parts])
+            own = (*[x.training for x in self._parts], *[x.requires_grad for x in self._weights])
         if self._key is not None:
-            own = (*own, self._key(*args, **kwargs))
+            own = (*own, value(self._key(*args, **kwargs)))
         return arguments(args, kwargs, own) if args or kwargs else bare(own)
 
     # -- the first call of a kind ------------------------------------------------------------------
@@ -258,6 +260,8 @@ def _captured(
         result = pieces.make(fn)
         for ledger in pieces.ledgers:
             warm.check_state(ledger)
+        if part == "forward" and not again:
+            warm.check_carried(pieces.ledgers)
         warm.compare(part, pieces)
     except Exception as error:
         problem = _as_ours(error)

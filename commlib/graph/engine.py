@@ -62,6 +62,16 @@ class Engine(Protocol):
         """Give up the stretch that an exception has left, and repair what that breaks."""
 
 
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Run what no autocast of the caller's is about inside a ``with`` block."""
+    with ExitStack() as off:
+        for device in ("cuda", "cpu"):
+            if torch.is_autocast_enabled(device):
+                off.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
 class HostRecording:
     """The steps of a stretch, with their tensors."""
 
@@ -71,10 +81,17 @@ class HostRecording:
         self.nbytes = sum({memory._cdata: memory.nbytes() for memory in made}.values())
 
     def replay(self) -> None:
-        """Run every operator again on the recorded tensors; blocks as eager code does."""
-        with torch.no_grad():
-            for call, args, kwargs, made in self._steps:
-                found = call(*args, **kwargs)
+        """Run every operator again on the recorded tensors; blocks as eager code does.
+
+        What autocast and autograd have to do with them is in the steps already.
+        """
+        with torch.no_grad(), without_autocast():
+            for call, args, kwargs, made, grad in self._steps:
+                if grad:
+                    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+                        found = call(*args, **kwargs)
+                else:
+                    found = call(*args, **kwargs)
                 if made:
                     leaves = [x for x in tree_leaves(found) if isinstance(x, torch.Tensor)]
                     for position, tensor in made:

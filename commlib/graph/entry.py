@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from commlib.errors import GraphError
-from commlib.graph.outputs import Join, Outputs, leads_back
+from commlib.graph.layout import copy_of, elements, is_packed
+from commlib.graph.leaves import with_grads
+from commlib.graph.outputs import Join, Outputs, leads_back, standing
 from commlib.graph.overlap import overlaps
 from commlib.graph.pieces import Pieces, making, refuse_foreign
 from commlib.graph.signature import Arguments, of_tensor
@@ -39,6 +42,8 @@ class Entry:
         self._rooms = rooms
         self._fn, self._make, self._copy = fn, make, copy
         self._own: dict[int, torch.Tensor] = {}  # by position: memory of the graph's own
+        self._targets: dict[int, torch.Tensor] = {}  # the same, to be written to
+        self._strided: set[int] = set()  # those of them that have gaps, or elements twice
         if own:
             self._make_room(call, range(len(call.tensors)))
         self.replays = self.bytes_copied = 0
@@ -51,15 +56,17 @@ class Entry:
 
     def _capture(self, call: Arguments, *, again: bool) -> None:
         given = [self._own.get(i, tensor) for i, tensor in enumerate(call.tensors)]
-        inputs = self._inputs(given)
+        inputs = with_grads(self._inputs(given), call.tensors)
         args, kwargs = call.rebuilt(inputs)
         began = time.perf_counter()
 
         def function() -> Any:
-            result = self._fn(*args, **kwargs)
+            with self._saving():
+                result = self._fn(*args, **kwargs)
             self._note(given)
+            self._refuse_grads(call.tensors)
             self._refuse_overlaps(call.tensors)
-            return self._kept(result)
+            return self._kept(result, inputs)
 
         pieces, result = self._make(function, again=again, part="forward")
         self.pieces, self._given = pieces, [tensor.detach() for tensor in given]  # kept alive
@@ -78,17 +85,25 @@ class Entry:
         assert isinstance(now, Pieces)
         now.own = sum(len(ledger.names) for ledger in now.ledgers)
         written = {key for ledger in now.ledgers for key in ledger.saved}
-        self._written = [i for i, x in enumerate(given) if x.untyped_storage()._cdata in written]
+        places = [x.untyped_storage()._cdata for x in given]
+        self._written = [i for i, key in enumerate(places) if key in written]
+        known = {key for ledger in now.ledgers for key in ledger.externals}
+        self._outside = known - set(places)  # memory that is no argument's
+        self._outside_written = self._outside & written
 
-    def _kept(self, result: Any) -> Any:
+    def _kept(self, result: Any, inputs: Tensors) -> Any:
         """Bring what is returned to where no other graph's replay writes."""
-        if self._copy:  # cloned behind each replay
-            return result
+        now = making()
+        assert isinstance(now, Pieces)
         leaves, spec = tree_flatten(result)
-        for i, room in enumerate(self._rooms):
-            if room is not None:
-                leaves[i] = room.copy_(leaves[i].detach())
-        return tree_unflatten(leaves, spec)
+        kept: dict[int, Any] = {}  # what is returned twice is one tensor
+        for i, leaf in enumerate(leaves):
+            if id(leaf) not in kept:
+                kept[id(leaf)] = found = standing(leaf, inputs, now.has_made)
+                room = self._rooms[i] if i < len(self._rooms) and not self._copy else None
+                if room is not None:  # copies are cloned behind each replay
+                    kept[id(leaf)] = room.copy_(found.detach())
+        return tree_unflatten([kept[id(leaf)] for leaf in leaves], spec)
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
         if any(tensor is room for room in self._rooms):
@@ -98,6 +113,10 @@ class Entry:
     def _inputs(self, given: Tensors) -> Tensors:
         """Return the tensors that the function is captured with."""
         return given
+
+    def _saving(self) -> AbstractContextManager[object]:
+        """Return the context that says what autograd saves while the function runs."""
+        return nullcontext()
 
     def _behind(self, result: Any, inputs: Tensors, *, again: bool) -> None:
         """Capture what belongs to the function beside itself."""
@@ -173,7 +192,8 @@ class Entry:
         if known:
             with torch.no_grad():
                 torch._foreach_copy_(
-                    [self._own[i] for i in known], [call.tensors[i] for i in known]
+                    [self._targets[i] for i in known],
+                    [self._elements(i, call.tensors[i]) for i in known],
                 )
         self.bytes_copied = sum(call.tensors[i].nbytes for i in moved)
         if fresh:
@@ -186,8 +206,26 @@ class Entry:
             self.lost = False
         return bool(fresh)
 
+    def _refuse_grads(self, tensors: Tensors) -> None:
+        """Refuse a function that reads ``grad`` of an argument: the next one's lies elsewhere."""
+        for i, tensor in enumerate(tensors):
+            grad = tensor.grad if tensor.is_leaf and tensor.requires_grad else None
+            if grad is not None and grad.untyped_storage()._cdata in self._outside:
+                raise GraphError(
+                    f"the function reads the grad of tensor {i} of its arguments, and no replay "
+                    f"would find the next one's; give it the gradient as an argument"
+                )
+
     def _refuse_overlaps(self, tensors: Tensors) -> None:
-        """Refuse a written argument that shares memory with another, and does not in the graph."""
+        """Refuse memory that is shared outside, and not in the graph, where one side is written."""
+        for i in self._own if self._outside else ():
+            key = tensors[i].untyped_storage()._cdata
+            if key in (self._outside if i in self._written else self._outside_written):
+                raise GraphError(
+                    f"tensor {i} of the arguments lies in the memory of a tensor that the function "
+                    f"uses without being given it, and it writes to one of them; give it the other "
+                    f"one too, or a copy"
+                )
         if not self._written:
             return
         written = set(self._written)
@@ -208,7 +246,14 @@ class Entry:
         for i in positions:
             tensor = call.tensors[i]
             layout = tensor.data_ptr(), *of_tensor(tensor)
-            self._own[i] = shared.setdefault(layout, _copy_of(tensor))
+            self._own[i] = shared.setdefault(layout, copy_of(tensor))
+            if not is_packed(tensor):
+                self._strided.add(i)
+            # What a replay puts there is no change of what a backward has saved of the last.
+            self._targets[i] = self._elements(i, self._own[i].data)
+
+    def _elements(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
+        return elements(tensor) if i in self._strided else tensor
 
     def release(self) -> None:
         """Let go of the graphs; what was returned can't be read any more."""
@@ -219,9 +264,3 @@ class Entry:
 def place(caller: FrameType) -> str:
     """Return file and line of whoever called a captured function."""
     return f"{caller.f_code.co_filename}:{caller.f_lineno}"
-
-
-def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the same strides; what is repeated in the original is not."""
-    own = tensor.detach().clone()
-    return own.requires_grad_(tensor.requires_grad)

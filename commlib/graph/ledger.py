@@ -2,18 +2,25 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from commlib import _observers
 from commlib._ring import Ring
-from commlib.graph.refuse import refuse_stray, refuse_sync, user_line
+from commlib.graph.refuse import (
+    Values,
+    refuse_reshaping,
+    refuse_seeding,
+    refuse_stray,
+    refuse_sync,
+    user_line,
+)
 
 _aten = torch.ops.aten
 _NO_KERNEL = {
@@ -35,6 +42,7 @@ class Step(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     made: tuple[tuple[int, torch.Tensor], ...]  # outputs with memory of their own, by position
+    grad: bool = False  # whether autograd was on: some operators return more then
 
 
 class Collective(NamedTuple):
@@ -75,12 +83,19 @@ class Ledger(TorchDispatchMode):
         self._without_grad: list[weakref.ref[torch.Tensor]] = []
         self._nested = self._capturing = False
         self._save = True
+        self._given: dict[int, weakref.ref[torch.Tensor]] = {}  # by an operator of this run, by id
+        self._left: dict[int, tuple[torch.Generator, torch.Tensor]] = {}  # as last drawn from
+        reading = Values() if device.type == "cpu" else nullcontext()
+        self._reading: AbstractContextManager[object] = reading
 
     # -- watching ----------------------------------------------------------------------------------
 
     def __enter__(self) -> "Ledger":
+        if not self._capturing:
+            self._leave(default_generator(self.device))
         _observers.observers.append(self)
         super().__enter__()  # type: ignore[no-untyped-call]
+        self._reading.__enter__()
         return self
 
     def __exit__(
@@ -89,23 +104,36 @@ class Ledger(TorchDispatchMode):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._reading.__exit__(kind, error, trace)
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         _observers.observers.remove(self)
+        if kind is None:
+            self._check_generators()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _aten.lift_fresh.default:
+            func = _literal(args[0])  # new at each call; what it is copied from nobody can write
         tensors = list(_tensors((args, kwargs)))
         refuse_sync(func, args, kwargs, self.device)
         for tensor in tensors:
             self._know(tensor)
+        reshapes = torch.Tag.inplace_view in func.tags
+        if reshapes and not self._own(args[0]):
+            refuse_reshaping(func)
         written = list(_written(func, args, kwargs))
         for tensor in written:
             self._before_write(tensor)
-        self._note_random(func, tensors, kwargs)
+        generator = self._note_random(func, kwargs)
+        given = args, kwargs
+        if self.keep:  # as they are now: the function may give them another shape later
+            given = tree_map_only(torch.Tensor, self._as_it_is, given)
         with self._inside():
             result = func(*args, **kwargs)
+        if generator is not None:
+            self._leave(generator)
         made = tuple((i, t) for i, t in enumerate(_tensors(result)) if self._new(t, tensors))
         if self._capturing:
             refuse_stray(func, (*(tensor for _, tensor in made), *written))
@@ -116,8 +144,11 @@ class Ledger(TorchDispatchMode):
             self.names.append(str(func))
         if func not in _NO_KERNEL and any(t.numel() for t in (*(t for _, t in made), *written)):
             self.launches += 1
-        if self.keep:
-            self.steps.append(Step(func, args, kwargs, made))
+        for tensor in _tensors(result):
+            self._given[id(tensor)] = weakref.ref(tensor)
+        if self.keep and not reshapes:
+            kept = tuple((i, self._as_it_is(tensor)) for i, tensor in made)
+            self.steps.append(Step(func, *given, kept, torch.is_grad_enabled()))
         return result
 
     def before(self, call: _observers.Seen) -> None:
@@ -153,13 +184,26 @@ class Ledger(TorchDispatchMode):
             return
         if tensor.is_leaf and tensor.requires_grad:
             self._know_leaf(tensor)
-        if key not in self.externals:
-            if tensor.grad_fn is None:
-                self.externals[key] = tensor
-            else:  # its memory is what counts, not what it was computed from
-                self.externals[key] = tensor.detach()
-                if self._save:
-                    self.computed.append(tensor)
+        computed = tensor.grad_fn is not None and self._save and not self._own(tensor)
+        if computed and all(tensor is not other for other in self.computed):
+            self.computed.append(tensor)
+        if key not in self.externals:  # its memory is what counts, not what it was computed from
+            self.externals[key] = tensor if tensor.grad_fn is None else tensor.detach()
+
+    def _own(self, tensor: torch.Tensor) -> bool:
+        """Whether an operator of this run has given the tensor, if only a view."""
+        known = self._given.get(id(tensor))
+        return known is not None and known() is tensor
+
+    def _as_it_is(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return another tensor over the same memory, for a replay.
+
+        Autograd is to know of writes to what lies outside, not of those to the graph's own memory:
+        that is right again when a backward reads it.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            own = tensor.untyped_storage()._cdata in self.made
+            return tensor.data if own else tensor.detach()
 
     def _know_leaf(self, tensor: torch.Tensor) -> None:
         """Several leaves may lie in one memory, as in flat buffers; the function's own go again."""
@@ -198,14 +242,22 @@ class Ledger(TorchDispatchMode):
         known = (reference() for reference in self._without_grad)
         return [tensor for tensor in known if tensor is not None and tensor.grad is not None]
 
+    def new_history(self) -> list[torch.Tensor]:
+        """Return the tensors from outside that the run has made a part of its autograd graph."""
+        written = self.saved.keys() - self.made.keys()  # an operator has written what it returns
+        return [x for key, x in self.externals.items() if key in written and x.grad_fn]
+
     def restore(self) -> None:
         """Put back what memory from outside, and generators, held before the run."""
         for storage, content in self.saved.values():
-            if content is not None:
+            # An out= that a result did not fit into has other memory now, all of it written.
+            if content is not None and content.nbytes() == storage.nbytes():
                 storage.copy_(content, non_blocking=True)
         self.saved = {key: (storage, None) for key, (storage, _) in self.saved.items()}
         for tensor in self.new_grads():
             tensor.grad = None
+        for tensor in self.new_history():
+            tensor.detach_()
         for generator, state in self.generators.values():
             if state is not None:
                 generator.set_state(state)
@@ -216,14 +268,32 @@ class Ledger(TorchDispatchMode):
         found = {call.ring.ring_id: call.ring for call in self.collectives}
         return [found[number] for number in sorted(found)]
 
-    def _note_random(self, func: Any, tensors: Sequence[torch.Tensor], kwargs: Any) -> None:
-        """Know the generator of an operator that draws numbers, and its state before."""
+    def _note_random(self, func: Any, kwargs: Any) -> torch.Generator | None:
+        """Return the generator of an operator that draws numbers, and know its state before.
+
+        None in a capture, where it has no state that could be asked.
+        """
         generator = kwargs.get("generator")
         if generator is None and torch.Tag.nondeterministic_seeded in func.tags:
             generator = default_generator(kwargs.get("device") or self.device)
-        if isinstance(generator, torch.Generator) and id(generator) not in self.generators:
+        if not isinstance(generator, torch.Generator):
+            return None
+        if not self._capturing:
+            self._check_generators()
+        if id(generator) not in self.generators:
             state = generator.get_state() if self._save else None
             self.generators[id(generator)] = generator, state
+        return None if self._capturing else generator
+
+    def _leave(self, generator: torch.Generator) -> None:
+        self._left[id(generator)] = generator, generator.get_state()
+
+    def _check_generators(self) -> None:
+        """Refuse a run that sets a generator: a graph draws on from where it is."""
+        for generator, state in self._left.values():
+            if not torch.equal(state, generator.get_state()):
+                self.generators.setdefault(id(generator), (generator, state))  # to be put back
+                refuse_seeding()
 
 
 def default_generator(device: Any) -> torch.Generator:
@@ -239,13 +309,29 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
+_STATISTICS = ("running_mean", "running_var")  # that batch norms write, and most don't say so
+
+
 def _written(func: Any, args: Sequence[Any], kwargs: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an operator writes to, by its schema."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        yield from _tensors(value)
+    """Yield the tensors that an operator writes to, by its schema and beside it."""
+    arguments = func._schema.arguments
+    values = {
+        argument.name: args[i] if i < len(args) else kwargs.get(argument.name)
+        for i, argument in enumerate(arguments)
+    }
+    learns = values.get("training", values.get("train", True))
+    for argument in arguments:
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        if writes or (argument.name in _STATISTICS and learns):
+            yield from _tensors(values[argument.name])
+
+
+def _literal(x: torch.Tensor) -> Any:
+    """Return the operator that makes the tensor of ``torch.tensor([...])`` at each call.
+
+    Memory that is shared (``torch.from_numpy``) stays what it is: it has an owner outside.
+    """
+    return _aten.clone.default if x.untyped_storage().resizable() else _aten.lift_fresh.default
 
 
 def _shared(args: Sequence[Any]) -> Iterator[str]:

@@ -1,11 +1,16 @@
 """What a captured function returns: the same memory at every replay, lent until the next."""
 
+import gc
 import sys
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from commlib.errors import GraphError
 
 
 class Argument(NamedTuple):
@@ -20,7 +25,19 @@ class View(NamedTuple):
     position: int
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int  # from that tensor's first element on
+    detached: bool
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return it of the tensor that this call was given."""
+        source = tensor.detach() if self.detached else tensor
+        return source.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+
+class Again(NamedTuple):
+    """The very tensor of an earlier place."""
+
+    place: int
 
 
 class Lent(NamedTuple):
@@ -35,7 +52,7 @@ class Plain(NamedTuple):
     value: Any
 
 
-Output = Argument | View | Lent | Plain
+Output = Argument | View | Again | Lent | Plain
 Join = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
@@ -53,8 +70,13 @@ class Outputs:
         """``own`` says whether a tensor's memory is the graph's."""
         leaves, self._spec = tree_flatten(result)
         self._copy, self._alone = copy, len(leaves) == 1 and leaves[0] is result
-        self._kinds = [_kind(leaf, given, own) for leaf in leaves]
+        self._kinds: list[Output] = []
+        for i, leaf in enumerate(leaves):
+            same = next((j for j in range(i) if leaf is leaves[j]), None)
+            lent = same is not None and isinstance(self._kinds[same], Lent)
+            self._kinds.append(Again(same) if lent else _kind(leaf, given, own))  # type: ignore[arg-type]
         self._lent = [i for i, kind in enumerate(self._kinds) if isinstance(kind, Lent)]
+        self._again = [(i, kind.place) for i, kind in enumerate(self._kinds) if type(kind) is Again]
         self._loans: dict[int, _Loan] = {}  # by position
         self.lends = bool(self._lent)
         kind = self._kinds[0] if self._alone else None
@@ -84,12 +106,19 @@ class Outputs:
             joined = join([leaves[i] for i in self._lent])
             for i, leaf in zip(self._lent, joined, strict=True):
                 leaves[i] = leaf
+        for i, place in self._again:
+            leaves[i] = leaves[place]
         return leaves[0] if self._alone else tree_unflatten(leaves, self._spec)
 
     def made(self, result: Any) -> list[torch.Tensor]:
         """Return those leaves of ``result`` that ``join`` will be given."""
         leaves = tree_leaves(result)
         return [leaves[i] for i in self._lent]
+
+    def versions(self, places: Sequence[int]) -> list[int]:
+        """Return how often what is lent in some of the places of ``made`` was written to."""
+        loans = [self._loans.get(self._lent[i]) for i in places]
+        return [-1 if loan is None else loan.version for loan in loans]
 
     def _one(self, i: int, given: Sequence[torch.Tensor], where: str) -> Any:
         kind = self._kinds[i]
@@ -98,7 +127,9 @@ class Outputs:
         if isinstance(kind, Argument):
             return given[kind.position]
         if isinstance(kind, View):
-            return given[kind.position].as_strided(*kind[1:])
+            return kind.of(given[kind.position])
+        if isinstance(kind, Again):
+            return None  # known when all are
         if self._copy:
             return kind.tensor.clone()
         loan = self._loans.get(i)
@@ -120,8 +151,75 @@ def _kind(leaf: Any, given: Sequence[torch.Tensor], own: Callable[[torch.Tensor]
         if leaf is tensor:
             return Argument(position)
         if key == tensor.untyped_storage()._cdata:
-            return View(position, leaf.size(), leaf.stride(), int(leaf.storage_offset()))
+            offset = int(leaf.storage_offset() - tensor.storage_offset())
+            detached = tensor.requires_grad and not leaf.requires_grad
+            return View(position, leaf.size(), leaf.stride(), offset, detached)
     return Lent(leaf.detach()) if own(leaf) else Plain(leaf)
+
+
+# Nodes of views that `as_strided` can stand for: each element lies in one place only.
+_VIEWS = (
+    "Alias", "AsStrided", "Diagonal", "Permute", "ReshapeAlias", "Select", "Slice", "Squeeze",
+    "Swapaxes", "T", "Transpose", "UnsafeView", "Unsqueeze", "View",
+)  # fmt: skip
+
+
+def standing(leaf: Any, given: Sequence[torch.Tensor], own: Callable[[torch.Tensor], bool]) -> Any:
+    """Return a leaf of a result in a form that each replay can hand out; in the capture.
+
+    What is no plain view of an argument becomes memory of the graph: other types over its bytes,
+    what autograd reaches by other ways. Conjugates and negatives that are still to be computed are.
+    Raises ``GraphError`` for an object that hides tensors of the graph.
+    """
+    if not isinstance(leaf, torch.Tensor):
+        if _hides(leaf, own):
+            raise GraphError(
+                f"an output is a {type(leaf).__qualname__}, in which no replay could put new "
+                f"tensors; return the tensors themselves, or register the type with "
+                f"torch.utils._pytree.register_pytree_node"
+            )
+        return leaf
+    key = leaf.untyped_storage()._cdata
+    source = next((x for x in given if x.untyped_storage()._cdata == key), None)
+    if source is None:
+        return leaf.resolve_conj().resolve_neg() if own(leaf) else leaf
+    if leaf is source or _plain_view(leaf, source):
+        return leaf
+    return leaf.resolve_conj().resolve_neg().clone()
+
+
+def _plain_view(leaf: torch.Tensor, source: torch.Tensor) -> bool:
+    same = leaf.dtype == source.dtype
+    same = same and leaf.is_conj() == source.is_conj() and leaf.is_neg() == source.is_neg()
+    node = leaf.grad_fn
+    while same and node is not None and type(node).__name__ != "AccumulateGrad":
+        name = type(node).__name__.partition("Backward")[0]
+        same = name in _VIEWS and len(node.next_functions) == 1
+        node = node.next_functions[0][0]
+    return same
+
+
+_MOST = 1000  # objects that are looked through
+
+
+def _hides(leaf: Any, own: Callable[[torch.Tensor], bool]) -> bool:
+    """Whether an object that is no tensor holds one of the graph, or a run that goes on."""
+    if isinstance(leaf, Iterator):
+        return True
+    queue, seen = [leaf], set[int]()
+    while queue and len(seen) < _MOST:
+        found = queue.pop(0)
+        if id(found) in seen or isinstance(found, type | ModuleType):
+            continue
+        seen.add(id(found))
+        if isinstance(found, torch.Tensor):
+            if own(found):
+                return True
+        elif isinstance(found, FunctionType):
+            queue += [found.__closure__, found.__defaults__]
+        else:
+            queue += gc.get_referents(found)
+    return False
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -195,6 +293,8 @@ class _Loan:
         self._at_rest = self._holders()
         self._ended: list[str] = []
         self._where = ""
+        self._given: weakref.ref[torch.Tensor] | None = None
+        self._begun = 0  # its version then
 
     def _holders(self) -> tuple[int, int]:
         """Count the tensors that share the storage, and what names it in Python."""
@@ -206,6 +306,12 @@ class _Loan:
         return _sharers is None or self._holders() != self._at_rest
 
     @property
+    def version(self) -> int:
+        """How often the output was written to, as autograd counts, from the begin on."""
+        given = None if self._given is None else self._given()
+        return 0 if given is None else given._version - self._begun
+
+    @property
     def moved(self) -> bool:
         """Whether the program has given the output memory of its own (``share_memory_``)."""
         return self._storage.data_ptr() != self._place
@@ -214,9 +320,13 @@ class _Loan:
         """Return the output, for whoever called at ``where``."""
         self._where = where
         if _SPOIL is not None:
-            return self._alias.detach()
+            return self._noted(self._alias.detach())
         given = torch.Tensor._make_subclass(Watched, self._alias)  # no view: it may be written to
         given.overwritten = self._ended
+        return self._noted(given)
+
+    def _noted(self, given: torch.Tensor) -> torch.Tensor:
+        self._given, self._begun = weakref.ref(given), given._version
         return given
 
     def end(self, where: str) -> None:

@@ -64,9 +64,7 @@ def apart() -> Iterator[None]:
     Autocast would reuse its casts of weights, and a graph go on reading an old one. Hooks on what
     autograd saves (checkpoints, offloading) count and move it: no backward of theirs will need it.
     """
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    torch.clear_autocast_cache()  # @torch.autocast(...) turns it on again inside
+    torch.clear_autocast_cache()
     hooked = _saved_hooks(True) is not None
     hooks = torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
     try:
@@ -74,7 +72,6 @@ def apart() -> Iterator[None]:
             yield
     finally:
         torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(before)
 
 
 def _unchanged(x: Any) -> Any:
@@ -87,22 +84,35 @@ class Outside:
     nodes = nbytes = 0
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
-        self._call = functools.partial(fn, *args, **kwargs)
+        self._call, self._name = functools.partial(fn, *args, **kwargs), fn.__qualname__
         with torch.no_grad():
             self.result = self._call()
-        self._tensors = [x for x in tree_leaves(self.result) if isinstance(x, torch.Tensor)]
+        self._kept = tree_leaves(self.result)
 
     def replay(self) -> None:
-        """Call it again."""
+        """Call it again. Raises ``GraphError`` where the graph can't take what it returns."""
         with torch.no_grad():
-            found = [x for x in tree_leaves(self._call()) if isinstance(x, torch.Tensor)]
-            for kept, new in zip(self._tensors, found, strict=True):
-                if kept is not new:
+            found = tree_leaves(self._call())
+            if list(map(_shape, found)) != list(map(_shape, self._kept)):
+                raise GraphError(
+                    f"{self._name}, an eager part, returns something else than at the capture, "
+                    f"where the graph has its shapes and plain values; return tensors of one shape "
+                    f"and dtype, or make the values part of key="
+                )
+            for kept, new in zip(self._kept, found, strict=True):
+                if isinstance(kept, torch.Tensor) and kept is not new:
                     kept.copy_(new)
 
     def release(self) -> None:
         """Keep nothing."""
-        self._tensors = []
+        self._kept = []
+
+
+def _shape(x: Any) -> tuple[Any, ...]:
+    """Return what a graph has fixed of what an eager part returns."""
+    if isinstance(x, torch.Tensor):
+        return x.shape, x.dtype, x.device
+    return type(x), x
 
 
 class Pieces:

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -11,8 +12,10 @@ from typing import NamedTuple
 
 import torch
 
+from commlib import _observers
 from commlib._ring import Ring
-from commlib._streams import capture_of
+from commlib._streams import capture_of, capturing
+from commlib._work import Work
 from commlib.channel.order import StreamOrder
 from commlib.errors import GraphError
 from commlib.graph.engine import Pool
@@ -32,14 +35,19 @@ class CudaRecording:
 
     def release(self) -> None:
         """Destroy the graph; communicators that it uses must still be there."""
-        if _under_way:
+        if _busy():
             _late.append(self._graph)
         else:
             self._graph.reset()
 
     def __del__(self) -> None:
-        if _under_way:  # no capture survives that a graph is destroyed beside it
+        if not sys.is_finalizing() and _busy():
             _late.append(self._graph)
+
+
+def _busy() -> bool:
+    """Whether something is being captured, by hand too: no capture survives a graph's end."""
+    return bool(_under_way) or capturing()
 
 
 class _Capture(NamedTuple):
@@ -49,7 +57,9 @@ class _Capture(NamedTuple):
     pool: Pool
     held: int  # bytes in the pool before
     random: torch.Tensor  # state of torch's own generator before
+    number: int  # as the driver counts captures
     ledger: Ledger
+    works: list[Work]  # that the function has begun
     watching: ExitStack  # the ledger's
     scope: ExitStack  # streams and locks
 
@@ -130,6 +140,7 @@ class CudaEngine:
             scope.enter_context(_no_collection())
             scope.enter_context(torch.cuda.stream(self.stream))
             torch.cuda.synchronize(self.device)
+            _end_late()
             graph, own = torch.cuda.CUDAGraph(keep_graph=True), self.pool if pool is None else pool
             for generator in generators:
                 graph.register_generator_state(generator)
@@ -139,7 +150,11 @@ class CudaEngine:
             graph.capture_begin(own, capture_error_mode="thread_local")
             _under_way.append(self)
             ledger, watching = Ledger(self.device).in_capture(), ExitStack()
-            self._now = _Capture(graph, own, held, random, ledger, watching, scope.pop_all())
+            number = capture_of(self.stream.cuda_stream)
+            works = watching.enter_context(_observers.unwaited())
+            self._now = _Capture(
+                graph, own, held, random, number, ledger, works, watching, scope.pop_all()
+            )
         return watching.enter_context(ledger)
 
     def end(self) -> CudaRecording:
@@ -147,6 +162,8 @@ class CudaEngine:
         now = self._now
         assert now is not None
         now.watching.close()
+        for work in now.works:  # the second half of a split call, where nobody has asked for it
+            work.wait()
         self.join(now.ledger.rings)
         if capture_of(self._waiting.cuda_stream) == capture_of(self.stream.cuda_stream):
             self.stream.wait_stream(self._waiting)  # a backward has met nodes that wait
@@ -177,8 +194,7 @@ class CudaEngine:
             now, self._now = self._now, None
             _under_way.remove(self)
             try:
-                while _late:
-                    _late.pop().reset()
+                _end_late()
             finally:
                 now.scope.close()
 
@@ -192,6 +208,8 @@ class CudaEngine:
         if now is None:
             return
         now.watching.close()
+        for ring in now.ledger.rings:
+            ring.abandon(now.number)
         try:
             now.graph.capture_end()
             now.graph.reset()
@@ -209,6 +227,11 @@ class CudaEngine:
         _clear_error()
         self._renew()  # a capture that ends well frees the generators
         torch.cuda.default_generators[index].set_state(now.random)
+
+
+def _end_late() -> None:
+    while _late:
+        _late.pop().reset()
 
 
 @contextmanager

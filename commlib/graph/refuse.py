@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from commlib.errors import GraphError
 
@@ -17,6 +18,13 @@ _SYNCS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _COPIES = {_aten._to_copy.default, _aten.copy_.default}
 _INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default}
 _CALLED = {"_local_scalar_dense": "item"}  # what the user has typed
+_NEEDED = "the host needs a value that the replay has not computed yet"
+_READS = {
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+    torch.Tensor.__dlpack__,
+}
 _REMEDY = {
     "item": "keep the value in a tensor (torch.where, clamp), or read it outside",
     "nonzero": "use a mask and torch.where, which keep the shape",
@@ -47,6 +55,35 @@ def refuse_stray(func: Any, touched: Iterable[torch.Tensor]) -> None:
         raise _refusal(what, name, hint)
 
 
+class Values(TorchFunctionMode):
+    """Refuses, on a CPU, what reads values past torch's operators: a graph would keep them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _READS and not _in_ours(sys._getframe(1)):
+            name = func.__name__.strip("_")
+            hint = _REMEDY.get(name, _REMEDY["item"])
+            raise _refusal(f"{name} can't stand in a graph: {_NEEDED}", name, hint)
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_reshaping(func: Any) -> None:
+    """Raise ``GraphError`` for an operator that gives a tensor from outside another shape."""
+    name = func.name().removeprefix("aten::").partition(".")[0]
+    what = f"{name} can't stand in a graph: it changes the shape of a tensor from outside"
+    raise _refusal(what, name, f"use {name.rstrip('_')}, which returns another tensor")
+
+
+def refuse_seeding() -> None:
+    """Raise ``GraphError`` for a function that sets the state of a generator it draws from."""
+    what = (
+        "the function sets a generator (manual_seed, fork_rng, a checkpoint with dropout), and a "
+        "graph only draws on"
+    )
+    raise _refusal(what, "manual_seed", "set it before the call")
+
+
 def _refusal(what: str, name: str, hint: str) -> GraphError:
     where = user_line()
     return GraphError(f"{what}; at {where}; {hint}", op=name, where=where, hint=hint)
@@ -54,8 +91,8 @@ def _refusal(what: str, name: str, hint: str) -> GraphError:
 
 def _sync(func: Any, args: Sequence[Any], kwargs: Any, device: torch.device) -> str | None:
     """Say why an operator waits for the GPU."""
-    if any(tag in func.tags for tag in _SYNCS):
-        return "the host needs a value that the replay has not computed yet"
+    if func not in _INDEXED and any(tag in func.tags for tag in _SYNCS):
+        return _NEEDED
     if func in _INDEXED:
         masks = (i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8))
         if any(True for _ in masks):
@@ -81,6 +118,11 @@ def _copy(func: Any, args: Sequence[Any], kwargs: Any, device: torch.device) -> 
 
 _OURS = (str(Path(__file__).parent.parent), str(Path(torch.__file__ or "").parent))
 _STANDARD = sysconfig.get_path("stdlib")
+
+
+def _in_ours(frame: Any) -> bool:
+    """Whether a frame is commlib's: it asks for numbers that are a part of the call."""
+    return str(frame.f_code.co_filename).startswith(_OURS[0])
 
 
 def user_line() -> str:

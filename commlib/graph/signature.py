@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -32,6 +33,15 @@ class Arguments:
         leaves = [next(others) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.spec)
         return args, kwargs
+
+    def still(
+        self, tensors: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether args and kwargs that were ``rebuilt`` with ``tensors`` hold what they held."""
+        leaves, spec = tree_flatten((args, kwargs))
+        others = iter(tensors)
+        held = [next(others) if isinstance(x, torch.Tensor) else x for x in self.leaves]
+        return spec == self.spec and all(x is y for x, y in zip(leaves, held, strict=True))
 
 
 def _ask_each() -> bool:
@@ -87,7 +97,7 @@ def bare(own: tuple[Any, ...]) -> Arguments:
 
 def modes() -> tuple[Any, ...]:
     """What of torch's modes changes what a function does."""
-    grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
     if not _any_autocast():
         return grad
     on = (device for device in _DEVICES if torch.is_autocast_enabled(device))
@@ -95,8 +105,18 @@ def modes() -> tuple[Any, ...]:
 
 
 def value(x: Any) -> tuple[Any, ...]:
-    """Return what tells a plain value from another, floats by their bits."""
-    return type(x), x.hex() if isinstance(x, float) else x
+    """Return what tells a plain value from another: numbers by type and bits, modules by modes."""
+    if isinstance(x, float):
+        return type(x), x.hex()
+    if isinstance(x, complex):
+        return type(x), x.real.hex(), x.imag.hex()
+    if isinstance(x, np.generic):
+        return type(x), x.tobytes()
+    if isinstance(x, tuple):
+        return type(x), *map(value, x)
+    if isinstance(x, torch.nn.Module):
+        return type(x), x, *(part.training for part in x.modules())
+    return type(x), x
 
 
 def of_tensor(x: torch.Tensor) -> tuple[Any, ...]:

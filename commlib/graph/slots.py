@@ -3,17 +3,18 @@
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from commlib.errors import GraphError
 from commlib.graph.engine import Engine
 from commlib.graph.entry import Entry, Tensors
-from commlib.graph.ledger import Ledger
+from commlib.graph.leaves import gradients, leaf
 from commlib.graph.outputs import Join
 from commlib.graph.pieces import Pieces
 from commlib.graph.signature import Arguments
@@ -64,6 +65,12 @@ class Slots:
 class _Lease:
     """Held by the autograd node of one forward: its slot is free when it is gone."""
 
+    __slots__ = ("__weakref__", "reads", "versions")
+
+    def __init__(self) -> None:
+        self.reads: list[torch.Tensor] = []  # that the backward needs as they were
+        self.versions: list[int] = []  # of these then
+
 
 class Slot(Entry):
     """One forward graph, its backward graph, and the memory between them."""
@@ -101,13 +108,17 @@ class Slot(Entry):
     # -- capturing ---------------------------------------------------------------------------------
 
     def _capture(self, call: Arguments, *, again: bool) -> None:
-        super()._capture(call, again=again or self._later)
         with self._waiting():  # a leaf has the one node that is held
             self._ends = [get_gradient_edge(leaf) for leaf in self._parameters]
+        super()._capture(call, again=again or self._later)
 
     def _inputs(self, given: Tensors) -> Tensors:
         """Leaves over the same memory: the backward ends there, not in the caller's past."""
         return [leaf(tensor) for tensor in given]
+
+    def _saving(self) -> AbstractContextManager[object]:
+        """Save memory, whatever is written there later: a replay of the forward comes between."""
+        return saved_tensors_hooks(lambda x: x.data, lambda x: x)
 
     def _behind(self, result: Any, inputs: Tensors, *, again: bool) -> None:
         made = self.outputs.made(result)
@@ -116,20 +127,43 @@ class Slot(Entry):
         wanted = [tensor for tensor in (*inputs, *self._parameters) if tensor.requires_grad]
         self._given_grads = [torch.zeros_like(tensor) for tensor in outs]
         self._release_backward()
-        # Retained: a second replay of the backward needs what the forward has saved, unwritten.
+        self._outs, self._wanted = outs, wanted  # with what the forward has saved
         self._backward, grads = self._make(
-            lambda: torch.autograd.grad(
-                outs, wanted, self._given_grads, retain_graph=True, allow_unused=True
-            ),
-            again=again,
-            part="backward",
+            lambda: gradients(outs, wanted, self._given_grads), again=again, part="backward"
         )
+        self._note_reads(made, inputs)
         tensors = (*inputs, *self._parameters)
         places = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
-        self._wanting = len(tensors)
+        self._tensors, self._wanting = tensors, len(tensors)
         self._grads: dict[int, torch.Tensor] = {  # by position
             i: grad for i, grad in zip(places, grads, strict=True) if grad is not None
         }
+
+    def _note_reads(self, made: Tensors, inputs: Tensors) -> None:
+        """Know what the backward reads where it lies, and nobody else may write to before it."""
+        assert self._backward is not None
+        ledgers = (*self.pieces.ledgers, *self._backward.ledgers)
+        written = {key for ledger in ledgers for key in ledger.saved}
+        read = {
+            key: tensor
+            for ledger in self._backward.ledgers
+            for key, tensor in ledger.externals.items()
+            if key not in written
+        }
+        places = [x.untyped_storage()._cdata for x in inputs]
+        self._reads_inputs = [
+            i for i, key in enumerate(places) if key in read and i not in self._own
+        ]
+        lent = [x.untyped_storage()._cdata for x in made] if not self._copy else []
+        self._reads_outputs = [i for i, key in enumerate(lent) if key in read]
+        for ledger in self.pieces.ledgers:  # the program's own tensors, whose versions count
+            read |= {key: x for key, x in ledger.externals.items() if key in read}
+        of_graph = {*places, *lent, *(x.untyped_storage()._cdata for x in self._given_grads)}
+        self._reads = [
+            tensor
+            for key, tensor in read.items()
+            if key not in of_graph and not self.pieces.has_made(tensor)
+        ]
 
     # -- replaying ---------------------------------------------------------------------------------
 
@@ -138,9 +172,25 @@ class Slot(Entry):
         self._lease = weakref.ref(lease)
 
         def join(lent: list[torch.Tensor]) -> Any:
-            return _Node.apply(self, lease, lent, *tensors, *self._parameters)  # type: ignore[no-untyped-call]
+            outs = _Node.apply(self, lease, lent, *tensors, *self._parameters)  # type: ignore[no-untyped-call]
+            lease.reads = [*self._reads, *(tensors[i] for i in self._reads_inputs)]
+            lease.versions = self._versions(lease)
+            return outs
 
         return join
+
+    def _versions(self, lease: _Lease) -> list[int]:
+        """Return how often what the backward reads was written to, as autograd counts."""
+        seen = [tensor._version for tensor in lease.reads]
+        return seen + self.outputs.versions(self._reads_outputs) if self._reads_outputs else seen
+
+    def check(self, lease: _Lease) -> None:
+        """Raise ``GraphError`` where something was written to that the backward is to read."""
+        if self._versions(lease) != lease.versions:
+            raise GraphError(
+                "a tensor that this backward needs was modified in place since its forward; "
+                "go back before that, or clone it"
+            )
 
     def all_came(self, grads: Sequence[torch.Tensor | None]) -> bool:
         """Whether a backward has come through every output that has one."""
@@ -151,22 +201,36 @@ class Slot(Entry):
         return [tensor for tensor, leads in zip(lent, self._leads, strict=True) if not leads]
 
     def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Replay the backward with the gradients of the outputs; returns fresh tensors."""
+        """Replay the backward with the gradients of the outputs; returns fresh tensors.
+
+        Where some do not come it is another backward, and runs eagerly over what was captured.
+        """
         if self._backward is None:
             raise GraphError("the graph of this backward was released before it ran")
-        coming = [grad for grad, leads in zip(grads, self._leads, strict=True) if leads]
+        wanted = [grad for grad, leads in zip(grads, self._leads, strict=True) if leads]
+        coming = [grad for grad in wanted if grad is not None]
+        if len(coming) < len(wanted):
+            return self._eagerly(wanted)
         fresh = {i: torch.empty_like(grad) for i, grad in self._grads.items()}
         with self._backward.lock:
             self._backward.turn()
             for kept, grad in zip(self._given_grads, coming, strict=True):
-                if grad is None:
-                    kept.zero_()
-                else:
-                    kept.copy_(grad)
+                kept.copy_(grad)
             self._backward.replay()
             if fresh:
                 torch._foreach_copy_([*fresh.values()], [*self._grads.values()])
         return [fresh.get(i) for i in range(self._wanting)]
+
+    def _eagerly(self, coming: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Go back from some of the outputs: what the forward has saved is where it was captured."""
+        assert self._backward is not None
+        outs = [out for out, grad in zip(self._outs, coming, strict=True) if grad is not None]
+        grads = [grad for grad in coming if grad is not None]
+        with self._backward.lock:
+            self._backward.turn()
+            found = iter(gradients(outs, self._wanted, grads))
+        wants = [tensor.requires_grad for tensor in self._tensors]
+        return [next(found) if each else None for each in wants]
 
     def release(self) -> None:
         """Let go of both graphs."""
@@ -210,6 +274,7 @@ def _gone_back(ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Ten
         raise GraphError(
             "a second backward through one call; type retain_graph=True in the first one"
         )
+    slot.check(ctx.lease)
     found = slot.backward(grads)
     if not _retains() and slot.all_came(grads) and all(map(_runs, ctx.next_functions)):
         ctx.slot = ctx.lease = None
@@ -233,15 +298,3 @@ def _runs(edge: tuple[Any, int]) -> bool:
         return node is None or _will_run(node)
     except RuntimeError:  # a leaf that autograd.grad has asked for
         return True
-
-
-def leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a leaf over the memory of a tensor that wants a gradient, else the tensor."""
-    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
-
-
-def parameters(ledger: Ledger, inputs: Sequence[torch.Tensor]) -> Tensors:
-    """Return the leaves that a run has read beside its inputs and that want a gradient."""
-    given = {id(tensor) for tensor in inputs}
-    known = (reference() for reference in ledger.leaves.values())
-    return [tensor for tensor in known if tensor is not None and id(tensor) not in given]

@@ -10,7 +10,7 @@ from commlib.graph.ledger import PEER_TO_PEER, Collective
 
 # What differs between ranks in the text of equal keys: the number of a device, an address.
 _PLACE = re.compile(r", index=\d+| at 0x[0-9a-f]+")
-_WORD = 7  # bytes of text in a number: it stays below 2**63
+_WORD = 7  # bytes of a digest in a number: it stays below 2**63
 
 
 class AlreadyRun(GraphError):
@@ -33,6 +33,8 @@ def settle(
     except CommError as told:
         if problem is None:
             raise
+        if any(ring.fault is not None for ring in rings) and not isinstance(told, GraphError):
+            raise GraphError(f"the ring fails in the function: {problem}") from problem
         raise told from problem
     if counted and isinstance(problem, GraphError):
         raise AlreadyRun(f"{problem}; work of the call had been done") from problem
@@ -105,15 +107,7 @@ def _part(ring: Ring, own: Sequence[Collective], lists: Sequence[list[int]]) -> 
 
 def _told(ring: Ring, text: str) -> list[str]:
     """Return every member's text."""
-    data = text.encode()[:2000]
-    words = [int.from_bytes(data[i : i + _WORD], "little") for i in range(0, len(data), _WORD)]
-    rows = ring.exchange([len(data), *words])
-    return [
-        b"".join(word.to_bytes(_WORD, "little") for word in row[1:])[: row[0]].decode(
-            errors="replace"
-        )
-        for row in rows
-    ]
+    return [data.decode(errors="replace") for data in ring.exchange_bytes(text.encode()[:2000])]
 
 
 def _number(text: str) -> int:

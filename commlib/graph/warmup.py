@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves
 from commlib import _observers
 from commlib.errors import GraphError
 from commlib.graph.engine import Engine
+from commlib.graph.leaves import gradients, leaf, parameters, with_grads
 from commlib.graph.ledger import Collective, Ledger, default_generator
 from commlib.graph.outputs import leads_back
 from commlib.graph.pieces import Pieces, Warming, apart
 from commlib.graph.signature import Arguments
-from commlib.graph.slots import leaf, parameters
 from commlib.graph.vote import AlreadyRun, settle
 
 
@@ -48,6 +48,7 @@ class WarmUp:
         self._names: list[str] = []  # operators of the function itself, and its collectives
         self._calls: list[str] = []
         self._made: dict[int, StorageWeakRef] = {}
+        self._carried: set[int] = set()  # of these, what the last run has read
         self.eager_seconds: float | None = None  # host time of a run that nobody watched
 
     def run(self, call: Arguments, times: int) -> Any:
@@ -115,11 +116,16 @@ class WarmUp:
 
     def _run(self, call: Arguments, ledger: Ledger, *, undo: bool, watched: bool) -> Any:
         grad = torch.is_grad_enabled()
-        inputs = [leaf(x) if grad and undo else x for x in call.tensors]
+        inputs = with_grads([leaf(x) if grad and undo else x for x in call.tensors], call.tensors)
         args, kwargs = call.rebuilt(inputs)
         with ledger if watched else nullcontext(), apart():
             began = time.perf_counter()
             result = self._fn(*args, **kwargs)
+            if not call.still(inputs, args, kwargs):
+                raise GraphError(
+                    "the function changes a list or dict that it is given, and no replay would; "
+                    "return what is new"
+                )
             if watched:
                 self._names, self._calls = list(ledger.names), list(map(str, ledger.collectives))
             if undo:
@@ -130,6 +136,7 @@ class WarmUp:
             self.check_state(ledger)
             self._note_outputs(result, ledger)
             if undo:
+                self._carried = {key for key in ledger.externals if self._lives(key)}
                 self._made.update(ledger.made)
         else:
             self.eager_seconds = seconds
@@ -143,7 +150,9 @@ class WarmUp:
             self.parameters = parameters(ledger, inputs)
             wanted = [x for x in (*inputs, *self.parameters) if x.requires_grad]
             ones = [torch.ones_like(x) for x in outs]
-            found = torch.autograd.grad(outs, (*wanted, *ledger.computed), ones, allow_unused=True)
+            if not wanted and not ledger.computed:
+                raise GraphError("an output wants a gradient, and no tensor before it does")
+            found = gradients(outs, (*wanted, *ledger.computed), ones)
             for tensor, grad in zip(ledger.computed, found[len(wanted) :], strict=True):
                 if grad is not None:
                     raise GraphError(
@@ -152,7 +161,16 @@ class WarmUp:
                     )
 
     def _check_grads(self, ledger: Ledger) -> None:
-        """Refuse gradients that the first run makes: the graph would know no address for them."""
+        """Refuse gradients that the first run makes: the graph would know no address for them.
+
+        So would no replay make what it writes outside a part of the caller's autograd graph.
+        """
+        tied = ledger.new_history()
+        if tied:
+            raise GraphError(
+                f"a {tuple(tied[0].shape)} tensor from outside is written with something that "
+                f"wants a gradient; write x.detach() into it, or return it"
+            )
         new = ledger.new_grads()
         if new:
             names = {id(p): name for name, p in self._named.items()}
@@ -167,11 +185,7 @@ class WarmUp:
 
         It is one run ahead, and what it was before that run is not known.
         """
-        written = [
-            memory
-            for key, (memory, _) in ledger.saved.items()
-            if key in self._made and not self._made[key].expired()
-        ]
+        written = [memory for key, (memory, _) in ledger.saved.items() if self._lives(key)]
         if written:
             sizes = ", ".join(f"{memory.nbytes()} bytes" for memory in written[:5])
             raise AlreadyRun(
@@ -180,6 +194,23 @@ class WarmUp:
                 f"capture; make them anew, and call the function once eagerly before you capture "
                 f'it, or type first="warmup", warmup=1'
             )
+
+    def check_carried(self, ledgers: Sequence[Ledger]) -> None:
+        """Refuse state that each run makes anew from the last one's: its name is rebound.
+
+        What one run makes for all others, such as a table, the capture reads too.
+        """
+        lost = [key for key in self._carried if not any(key in each.externals for each in ledgers)]
+        if lost:
+            raise AlreadyRun(
+                f"{len(lost)} tensors that the function makes in one run and reads in the next "
+                f"(state = state + ...) have counted the runs before the capture; put back what "
+                f"they were, and write into their memory instead (state.add_(...))"
+            )
+
+    def _lives(self, key: int) -> bool:
+        """Whether memory is still there that an earlier run has made."""
+        return key in self._made and not self._made[key].expired()
 
     def _note_outputs(self, result: Any, ledger: Ledger) -> None:
         """Know what the result is made of, and which of it the function has made."""

@@ -11,12 +11,19 @@ __device__ inline bool begin(const Call& call, u32& epoch) {
     return !state.fault;
 }
 
+// The first thread of a block that releases does so for all of it, also for those that have not even
+// read the epoch; what comes behind may move that on.
+__device__ inline void release_first_half() {
+    __syncthreads();
+    release_dependents();
+}
+
 template <class T>
 __device__ inline void one_shot_begin(const Call& call) {
     OneShot<T> work(call);
     if (!begin(call, work.epoch)) return;
     for (i64 i = first_vector(); i < work.vectors; i += stride()) work.push(i, work.x.get(i));
-    release_dependents();
+    release_first_half();
 }
 
 template <class T>
@@ -39,7 +46,7 @@ __device__ inline void two_shot_begin(const Call& call) {
     TwoShot<T> work(call);
     if (!begin(call, work.epoch)) return;
     for (i64 i = first_vector(); i < work.slice; i += stride()) work.scatter(i);
-    release_dependents();
+    release_first_half();
 }
 
 template <class T>
