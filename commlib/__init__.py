@@ -1,19 +1,35 @@
 """One set of communicators for eager, compiled and captured code, under the old call sites."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from commlib import errors, flags, ops
 from commlib._context import CommContext
 from commlib._manager import CommContextManager, comm, init, new_ring, shutdown
 from commlib._work import Work
+
+if TYPE_CHECKING:
+    from commlib import compat, graph
 
 __all__ = [
     "CommContext",
     "CommContextManager",
     "Work",
     "comm",
+    "compat",
     "errors",
     "flags",
+    "graph",
     "init",
     "new_ring",
     "ops",
     "shutdown",
 ]
+
+if not TYPE_CHECKING:  # a checker would take any name for one that is there
+
+    def __getattr__(name: str) -> Any:
+        """Import `graph` and `compat`, which `import commlib` leaves out, when they are used."""
+        if name in ("compat", "graph"):
+            return import_module(f"commlib.{name}")
+        raise AttributeError(f"module 'commlib' has no attribute {name!r}")

@@ -28,7 +28,8 @@ def world() -> World:
 
     torchrun: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. Paddle: PADDLE_TRAINER_ID,
     PADDLE_TRAINERS_NUM, and PADDLE_MASTER or PADDLE_TRAINER_ENDPOINTS. None of both: size 1.
-    Raises ``BootstrapError`` when half of an environment is there or a value can't be read.
+    Raises ``BootstrapError`` when half of an environment is there, LOCAL_RANK alone for example, or
+    a value can't be read.
     """
     env = os.environ
     if "RANK" in env or "WORLD_SIZE" in env:
@@ -45,6 +46,8 @@ def world() -> World:
             False,
             "commlib",
         )
+    if "LOCAL_RANK" in env:  # a launcher's sign; whoever took it for none would train alone
+        return _torchrun()
     return World(0, 1, 0, 1, None, False, "commlib")
 
 
@@ -109,7 +112,8 @@ def _text(name: str) -> str:
     if not value:
         raise BootstrapError(
             f"{name} is not set, but other rendezvous variables are; start the program with "
-            f"`torchrun --nproc-per-node N program.py`, or unset RANK and WORLD_SIZE to run alone"
+            f"`torchrun --nproc-per-node N program.py`, or unset RANK, WORLD_SIZE and "
+            f"LOCAL_RANK to run alone"
         )
     return value
 

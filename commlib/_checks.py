@@ -74,6 +74,14 @@ def check_pair(ctx: Ring, verb: str, out: Tensor, x: Tensor) -> bool:
     return False
 
 
+def check_dtype(ctx: Ring, verb: str, dtype: torch.dtype) -> None:
+    """Refuse what is no dtype, such as its name."""
+    if not isinstance(dtype, torch.dtype):
+        raise ArgumentError(
+            f"{ctx.where(verb)}: dtype={dtype!r}; expected a torch.dtype; type torch.float32"
+        )
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Whether the bytes from ``data_ptr()`` on are the values in order (lazy bits resolved)."""
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()

@@ -8,6 +8,7 @@ import torch
 
 from commlib import _gate, _group
 from commlib._checks import (
+    check_dtype,
     check_out,
     check_pair,
     check_peer,
@@ -321,6 +322,7 @@ class CommContext(EngineRing):
 
         Raises ``DtypeError`` for what is refused, ``ArgumentError`` for part of an element.
         """
+        check_dtype(self, "explain", dtype)
         reduction = wire(dtype, op, self.reducer, 1.0 if op == "premul_sum" else None)
         if nbytes < 0 or nbytes % dtype.itemsize:
             raise ArgumentError(

@@ -18,7 +18,11 @@ class Deadline:
     def __init__(self, seconds: float | timedelta) -> None:
         if isinstance(seconds, timedelta):
             seconds = seconds.total_seconds()
-        if not 0 < seconds < math.inf:
+        try:
+            fits = 0 < seconds < math.inf
+        except TypeError:  # no number at all
+            fits = False
+        if not fits:
             raise ArgumentError(f"timeout={seconds!r}: expected a finite number of seconds above 0")
         self.seconds = float(seconds)
         self._end = time.monotonic() + self.seconds

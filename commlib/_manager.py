@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
+from operator import index
 from typing import Any
 
 import torch
@@ -15,12 +16,13 @@ from commlib._bootstrap import World
 from commlib._context import CommContext
 from commlib._deadline import Deadline
 from commlib._devices import checked_device, default_device
+from commlib._dtypes import OPS
 from commlib._gloo import GlooCommContext
 from commlib._legacy import LegacyCommContext
 from commlib._log import log
 from commlib._nccl import NCCLCommContext
 from commlib._rollcall import Meeting, RollCall
-from commlib.errors import BootstrapError, CommError, DeviceError, RingError
+from commlib.errors import ArgumentError, BootstrapError, CommError, DeviceError, RingError
 
 Seconds = float | timedelta
 
@@ -34,6 +36,7 @@ class CommContextManager:
     def __init__(self) -> None:
         self._rings: dict[int, CommContext] = {}
         self._closed: set[int] = set()
+        self._elsewhere: dict[int, tuple[int, ...]] = {}  # rings that this rank is no member of
         self._calls: dict[Any, RollCall] = {}
         self._lock = threading.RLock()
         self._device: torch.device | None = None
@@ -59,8 +62,9 @@ class CommContextManager:
         Blocks until every member has called it, at most ``timeout`` seconds (default: the flag
         FLAGS_comm_timeout_s). The ring exists already with the same members: returns it. ``store``
         carries the meeting instead of the program's own; ``device`` defaults to ``init``'s.
-        Raises ``RingError`` (not a member, other members), ``RingOrderError``, ``CommTimeout``
-        naming the missing ranks, ``BootstrapError``, ``EngineError``; then nothing has changed.
+        Raises ``ArgumentError``, ``RingError`` (not a member, other members), ``RingOrderError``,
+        ``CommTimeout`` naming the missing ranks, ``BootstrapError``, ``EngineError``; then nothing
+        has changed.
         """
         with self._lock:
             world = _bootstrap.world()
@@ -84,12 +88,13 @@ class CommContextManager:
                 raise
             self._rings[ring_id] = context
             self._closed.discard(ring_id)
+            self._elsewhere.pop(ring_id, None)
             return context
 
     def _members(self, ring_id: int, ranks: Iterable[int], world: World) -> tuple[int, ...]:
         if isinstance(ring_id, bool) or not isinstance(ring_id, int) or ring_id < 0:
             raise RingError(f"ring_id={ring_id!r}: expected a whole number >= 0")
-        members = tuple(int(rank) for rank in ranks)
+        members = _whole_numbers(ring_id, ranks, world)
         wrong = [rank for rank in members if not 0 <= rank < world.size]
         if not members or wrong or len(set(members)) != len(members):
             raise RingError(
@@ -103,7 +108,8 @@ class CommContextManager:
             return known
         raise RingError(
             f"ring {known.ring_id} exists with ranks {list(known.ranks)}; given {list(members)}. "
-            f"Choose another ring id, or close({known.ring_id}) first"
+            f"type another ring id, or commlib.CommContextManager.instance().close("
+            f"{known.ring_id}) on its members first"
         )
 
     def _place(self, world: World, device: torch.device | str | None) -> torch.device:
@@ -157,6 +163,19 @@ class CommContextManager:
             raise self._unknown(ring_id) from None
 
     def _unknown(self, ring_id: int) -> RingError:
+        if not hasattr(ring_id, "__index__") or ring_id < 0:
+            names = isinstance(ring_id, str) and ring_id in OPS
+            hint = f"; type op={ring_id!r} for a reduction" if names else ""
+            return RingError(
+                f"ring_id={ring_id!r}: expected a whole number >= 0; rings here: {self.rings()}"
+                f"{hint}"
+            )
+        if ring_id in self._elsewhere:
+            members = list(self._elsewhere[ring_id])
+            return RingError(
+                f"this rank is no member of ring {ring_id} ({members}); rings here: "
+                f"{self.rings()}; call it on its members alone: new_ring returns None elsewhere"
+            )
         if ring_id == 0 and not self._rings:
             hint = "type commlib.init() first"
         else:
@@ -200,7 +219,9 @@ class CommContextManager:
         ``abort=True`` does not wait. Raises ``RingError`` for a ring that never existed.
         """
         with self._lock:
-            if ring_id is not None and ring_id not in self._rings:
+            if ring_id is None:
+                self._elsewhere.clear()
+            elif ring_id not in self._rings:
                 if ring_id in self._closed:
                     return
                 raise self._unknown(ring_id)
@@ -233,6 +254,16 @@ class CommContextManager:
         finally:
             self._calls.clear()
             _bootstrap.leave(Deadline(flags.get(flags.CLOSE_TIMEOUT)))
+
+
+def _whole_numbers(ring_id: int, ranks: Iterable[int], world: World) -> tuple[int, ...]:
+    try:
+        return tuple(index(rank) for rank in ranks)
+    except TypeError:
+        raise ArgumentError(
+            f"ring {ring_id} on rank {world.rank}: ranks={ranks!r}; expected whole numbers from 0 "
+            f"to {world.size - 1}; type for example commlib.new_ring({ring_id}, [0])"
+        ) from None
 
 
 def _set_up(
@@ -313,10 +344,12 @@ def new_ring(
     Blocks the members until all have come, at most ``timeout`` seconds. Errors as
     ``CommContextManager.create``.
     """
-    world, ranks = _bootstrap.world(), tuple(ranks)
-    if world.rank not in _manager._members(ring_id, ranks, world):
+    world = _bootstrap.world()
+    members = _manager._members(ring_id, ranks, world)
+    if world.rank not in members:
+        _manager._elsewhere[ring_id] = members
         return None
-    return _manager.create(ring_id, ranks, timeout=timeout)
+    return _manager.create(ring_id, members, timeout=timeout)
 
 
 def comm(ring_id: int = 0) -> CommContext:

@@ -152,14 +152,28 @@ class Ring(ABC):
         if isinstance(error, ArgumentError):
             return error  # nothing was launched
         text = f"{self.where(verb)}: {type(error).__name__}: {error}"
-        late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
-        late = late or isinstance(error, CommTimeout)
         self._errors.append(text)
         self._repairable = False
-        self.fault = self.fault or f"failed in {verb}; close it and create it again"
-        if late:
-            return CommTimeout(f"{text}. The deadline was {self.timeout:g} s; ranks {self.ranks}")
-        return EngineError(text)
+        self.fault = self.fault or f"failed in {verb}; {self._anew}"
+        if isinstance(error, CommTimeout):  # which says who is late
+            return CommTimeout(f"{text}; {self._anew}")
+        if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+            return CommTimeout(
+                f"{self.where(verb)} did not finish within {self.timeout:g} s; nothing says which "
+                f"of the ranks {list(self.ranks)} is late: look at the logs of the others; then "
+                f"{self._anew} ({type(error).__name__}: {error})"
+            )
+        return EngineError(f"{text}; {self._anew}")
+
+    @property
+    def _anew(self) -> str:
+        """End an error text: what gives the program this ring once more."""
+        if self.ring_id == 0:
+            return "type commlib.shutdown(), then commlib.init(), on every rank"
+        return (
+            f"type commlib.CommContextManager.instance().close({self.ring_id}), then "
+            f"commlib.new_ring({self.ring_id}, {list(self.ranks)}), on every member"
+        )
 
     def unusable(self, verb: str) -> RingError:
         """The error of a call on a ring that has failed or is closed."""
@@ -253,7 +267,7 @@ class Ring(ABC):
 
         From any thread, also while another one is stuck in a call: no lock is taken.
         """
-        self.fault = "aborted; create it again"
+        self.fault = f"aborted; {self._anew}"
         self._release_graphs()
         self._rounds = None  # it may hold the process group that is given up next
         self._abort()
@@ -266,7 +280,7 @@ class Ring(ABC):
         if self.fault is not None:
             self.abort()
             return
-        self.fault = "closed; create it again"
+        self.fault = f"closed; {self._anew}"
         self._release_graphs()
         if self.fences is not None and not self._in_time(self._drain, deadline, "draining"):
             self.abort()

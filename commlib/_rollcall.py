@@ -20,7 +20,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store
 
 from commlib._deadline import Deadline
-from commlib.errors import CommError, CommTimeout, EngineError, RingOrderError
+from commlib.errors import CommError, CommTimeout, EngineError, RingError, RingOrderError
 
 _GO = "go:"
 _LATE = "late:"
@@ -53,8 +53,8 @@ class RollCall:
     ) -> "Meeting":
         """Wait until every member of the ring has signed in; ``payload`` runs on the first member.
 
-        Raises ``CommTimeout`` naming the missing ranks, ``RingOrderError`` showing both orders, or
-        ``EngineError`` when the members come with different engines.
+        Raises ``CommTimeout`` naming the missing ranks, ``RingOrderError`` showing both orders,
+        ``RingError`` both lists of members, or ``EngineError`` when engines differ.
         """
         self._history.append((ring_id, list(ranks)))
         try:
@@ -111,7 +111,8 @@ class RollCall:
                     return _decide(room, "verdict", self._go(room, ranks, payload))
                 arrived = room.add("arrived", 0)
             if deadline.passed():
-                return _decide(room, "verdict", _late(room, "here", self.me, ranks, deadline))
+                late = _late(room, "here", self.me, ranks, deadline)
+                return _decide(room, "verdict", _LATE + json.dumps({**late, **self._about(late)}))
             if time.monotonic() >= next_look:
                 circle = self._circle(key, ranks)
                 if circle is not None and circle == seen:
@@ -139,6 +140,14 @@ class RollCall:
             return f"{_FAILED}rank {self.me}: {type(error).__name__}: {error}"
 
     # -- members that wait for each other ---------------------------------------------------------
+
+    def _about(self, late: dict[str, Any]) -> dict[str, Any]:
+        """Say which ring this is, and which other members the late ranks have given it."""
+        ring_id, members = self._history[-1]
+        made = {rank: dict(self._state_of(rank)["history"]) for rank in late["missing"]}
+        given = {rank: rings[ring_id] for rank, rings in made.items() if ring_id in rings}
+        others = {rank: other for rank, other in given.items() if other != members}
+        return {"ring": ring_id, "members": members, "others": others}
 
     def _publish(self, waiting: str | None) -> None:
         self._sequence += 1
@@ -219,7 +228,8 @@ class Meeting:
             if room.add("ready", 1) == len(self.ranks):
                 _decide(room, "built", _GO)
         if not deadline.poll(lambda: room.check(["built"]), longest_sleep=0.05):
-            _decide(room, "built", _late(room, "ready", self.me, self.ranks, deadline))
+            late = _late(room, "ready", self.me, self.ranks, deadline)
+            _decide(room, "built", _LATE + json.dumps(late))
         verdict = room.get("built").decode()
         if not verdict.startswith(_GO):
             raise _refusal(verdict, self.where) from error
@@ -239,26 +249,53 @@ def _decide(room: Store, name: str, verdict: str) -> str:
     return winner.decode()
 
 
-def _late(room: Store, sign: str, me: int, ranks: tuple[int, ...], deadline: Deadline) -> str:
+def _late(
+    room: Store, sign: str, me: int, ranks: tuple[int, ...], deadline: Deadline
+) -> dict[str, Any]:
     missing = [rank for rank in ranks if not room.check([f"{sign}/{rank}"])]
-    return _LATE + json.dumps({"by": me, "missing": missing, "seconds": deadline.seconds})
+    return {"by": me, "missing": missing, "seconds": deadline.seconds}
 
 
 def _refusal(verdict: str, where: str) -> CommError:
     if verdict.startswith(_FAILED):
         return EngineError(f"{where}: {verdict[len(_FAILED) :]}")
     if verdict.startswith(_ORDER):
-        orders: dict[str, list[list[Any]]] = json.loads(verdict[len(_ORDER) :])["orders"]
-        lines = "; ".join(
-            f"rank {rank} created {', then '.join(f'ring {i} {m}' for i, m in made)}"
-            for rank, made in sorted(orders.items(), key=lambda item: int(item[0]))
-        )
-        return RingOrderError(
-            f"{where}: the members wait for each other: {lines}. Every rank must create the rings "
-            f"that it shares with others in one order; type the new_ring calls in order of ring id"
-        )
+        return _crossed(json.loads(verdict[len(_ORDER) :])["orders"], where)
     told = json.loads(verdict[len(_LATE) :])
     return CommTimeout(
         f"{where}: ranks {told['missing']} did not come within {told['seconds']:g} s (rank "
-        f"{told['by']} waited); start them, or raise timeout= or FLAGS_comm_timeout_s"
+        f"{told['by']} waited); {_to_type(told)}, or raise timeout= or FLAGS_comm_timeout_s"
     )
+
+
+def _crossed(orders: dict[str, list[list[Any]]], where: str) -> RingError:
+    """The error of a circle: other orders, or other members under one ring id."""
+    ranked = sorted(orders.items(), key=lambda item: int(item[0]))
+    waiting = [(rank, *made[-1]) for rank, made in ranked]
+    ids, lists = ({str(one[at]) for one in waiting} for at in (1, 2))
+    if len(ids) == 1 and len(lists) > 1:
+        given = "; ".join(f"rank {rank} gave {members}" for rank, _, members in waiting)
+        return RingError(
+            f"{where}: its members are not the same everywhere: {given}; type the same list of "
+            f"ranks, in one order, on every rank"
+        )
+    lines = "; ".join(
+        f"rank {rank} created {', then '.join(f'ring {i} {m}' for i, m in made)}"
+        for rank, made in ranked
+    )
+    return RingOrderError(
+        f"{where}: the members wait for each other: {lines}. Every rank must create the rings "
+        f"that it shares with others in one order; type the new_ring calls in order of ring id"
+    )
+
+
+def _to_type(told: dict[str, Any]) -> str:
+    """What brings the ranks that did not come to a ring."""
+    if "ring" not in told:  # they came, and are still connecting
+        return "look at their logs"
+    ring_id, members = told["ring"], told["members"]
+    if told["others"]:
+        given = "; ".join(f"rank {rank} gave {other}" for rank, other in told["others"].items())
+        return f"{given} for ring {ring_id}: type the same list on every rank"
+    call = f"new_ring({ring_id}, {members})" if ring_id else "init()"
+    return f"start them and have them call commlib.{call}"

@@ -10,7 +10,7 @@ CommError(RuntimeError)
 │   ├── ShapeError
 │   ├── DeviceError
 │   └── PeerError                     a root or peer outside the ring, or the rank itself
-├── CommTimeout(TimeoutError)         a deadline passed; the text names who is late
+├── CommTimeout(TimeoutError)         a deadline passed; the text names who is late, if known
 │   └── PeerTimeout                   a kernel gave a peer up; comm.reset() repairs the ring
 ├── StreamError                       two streams used one ring's kernels at the same time
 ├── GraphError                        a function can't be captured, or a graph was used wrongly
@@ -79,7 +79,7 @@ class PeerError(ArgumentError):
 
 
 class CommTimeout(CommError, TimeoutError):
-    """A deadline passed; the text names the ranks that are late."""
+    """A deadline passed; the text names the ranks that are late, or says that nothing does."""
 
     __str__ = RuntimeError.__str__
 

@@ -2,9 +2,11 @@
 
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from commlib.errors import FlagError
@@ -204,5 +206,11 @@ def table() -> str:
     return text
 
 
-for _flag in _FLAGS.values():  # unreadable text is an error at import, not at the first collective
-    _current(_flag)
+def _is_command() -> bool:
+    """Whether this process is the command `commlib`, which says in a line what can't be read."""
+    return any(Path(word).name in ("commlib", "commlib.tools.cli") for word in sys.orig_argv[1:3])
+
+
+if not _is_command():
+    for _flag in _FLAGS.values():  # unreadable text is an error now, not at the first collective
+        _current(_flag)

@@ -1,1 +1,17 @@
 """Old dialects over commlib: one module a dialect, one statement a call."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from commlib.compat import deepspeed, paddle
+
+__all__ = ["deepspeed", "paddle"]
+
+if not TYPE_CHECKING:  # a checker would take any name for one that is there
+
+    def __getattr__(name: str) -> Any:
+        """Import a dialect when it is used."""
+        if name in __all__:
+            return import_module(f"commlib.compat.{name}")
+        raise AttributeError(f"module 'commlib.compat' has no attribute {name!r}")

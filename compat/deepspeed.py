@@ -19,6 +19,15 @@ from commlib.graph.capture import engine_for
 from commlib.graph.pieces import Pieces, inside
 from commlib.graph.signature import value
 
+__all__ = [
+    "Graph",
+    "capture_to_graph",
+    "create_graph",
+    "graph_clear",
+    "graph_process",
+    "replay_graph",
+]
+
 _VALUES = (bool, int, float, str, type(None))
 
 _captured: dict[Any, Graphed] = {}

@@ -132,6 +132,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=20, help="training steps (default: 20)")
     steps = parser.parse_args().steps
+    if steps < 1:
+        parser.exit(2, f"--steps {steps}: expected 1 or more\n")
     ring = commlib.init()
     alone = commlib.new_ring(1 + ring.rank, [ring.ranks[ring.rank]])
     assert alone is not None

@@ -8,8 +8,10 @@ the engine below, --compile puts torch.compile above; no line of the program dep
     export FLAGS_dynamic_static_unified_comm=1
     torchrun --standalone --nproc-per-node 2 examples/legacy_tp_block.py --json on.json --compile
 
-The number of ranks must divide the 8 attention heads and be at least 2. Results are reproducible:
-every floating-point number in the JSON is a hexadecimal float, so files compare bit by bit.
+The number of ranks must divide the 8 attention heads and be at least 2. In the JSON "operators" are
+the same bit by bit in every mode, and "training" on both engines; torch.compile may change its last
+bits. All floating-point numbers of both are hexadecimal floats, so that nothing is rounded. The
+other entries (times, memory, engine, communicators) belong to one run.
 """
 
 import argparse
@@ -247,16 +249,25 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6, help="training steps (default: 6)")
     parser.add_argument("--deadline", type=float, default=600, help="seconds a rank may take")
     parser.add_argument("--json", type=Path, help="where rank 0 writes the results")
-    return parser.parse_args()
+    chosen = parser.parse_args()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks < 2 or HEADS % ranks:
+        parser.exit(
+            2, f"{ranks} ranks for {HEADS} heads: type torchrun --nproc-per-node 2, 4 or 8\n"
+        )
+    if chosen.steps < 1:
+        parser.exit(2, f"--steps {chosen.steps}: expected 1 or more\n")
+    return chosen
 
 
 def start(backend: str | None) -> tuple[commlib.CommContext, int]:
     """Open ring 0; return it with the memory that was in use before."""
-    device, each_has_one = torch.device("cpu"), int(os.environ["LOCAL_WORLD_SIZE"])
+    device, ranks = torch.device("cpu"), os.environ["WORLD_SIZE"]
+    each_has_one = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if backend != "gloo" and torch.cuda.device_count() >= each_has_one:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)  # a CPU rank has one thread: one order
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
         torch.zeros(1, device=device)  # the CUDA context is no part of a communicator's memory
     before = memory_in_use(device)
     return commlib.init(backend, device=device), before

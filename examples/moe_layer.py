@@ -124,7 +124,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=10, help="steps of training (10)")
     steps = parser.parse_args().steps
+    if steps < 1:
+        parser.exit(2, f"--steps {steps}: expected 1 or more\n")
     ring = commlib.init()
+    if EXPERTS % ring.size:
+        parser.exit(2, f"{ring.size} ranks: expected a number that divides the {EXPERTS} experts\n")
     pairs = compare(steps)
     apart = max(abs(ours - one) / abs(one) for ours, one in pairs)
     if ring.rank == 0:

@@ -41,15 +41,28 @@ def every_operator(comm: Any) -> None:
     before = calls(comm)
     if comm.rank == 1:
         for call in UNARY:
-            for ring_id in (99, -1, "0", None, 0.5):
-                with refused(RingError, f"ring {ring_id!r}", "rings here: [0]", "new_ring"):
+            with refused(RingError, "ring 99", "rings here: [0]", "new_ring"):
+                call(x, 99)
+            for ring_id in (-1, "0", None, 0.5):
+                with refused(RingError, f"ring_id={ring_id!r}: expected", "rings here: [0]"):
                     call(x, ring_id)
+            with refused(RingError, "ring_id='max'", "type op='max' for a reduction"):
+                call(x, "max")
             for wrong in ([1.0], None, 3, x.cpu().numpy()):
                 with refused(ArgumentError, type(wrong).__name__):
                     call(wrong)
             with refused(TypeError):
                 call(x, 0, None)  # everything behind ring_id goes by keyword
     same(calls(comm), before, "calls launched by refused ones")
+
+
+def explained(comm: Any) -> None:
+    with refused(ArgumentError, "explain on ring 0", "dtype='float32'", "type torch.float32"):
+        comm.explain(1024, "float32")
+
+
+def test_explain(cpu_ranks: Ranks) -> None:
+    cpu_ranks(explained)
 
 
 def test_wrong_on_one_rank(ranks: Ranks) -> None:

@@ -6,8 +6,8 @@ import pytest
 from click.testing import CliRunner
 
 from commlib.tools import _bench_class_center
+from commlib.tools._commands import commands
 from commlib.tools.bench import run_bench
-from commlib.tools.cli import main
 
 OURS, LEGACY, SORT = "ops.class_center_sample", "legacy algorithm", "torch.sort alone"
 SETTINGS = {"nproc": 2, "rounds": 2, "rows": 9, "classes": 60}
@@ -18,7 +18,7 @@ def test_small(nproc: str, tmp_path: Path) -> None:
     sizes = ["--rows", "5", "--classes", "100", "--rounds", "2"]
 
     done = CliRunner().invoke(
-        main, ["bench", "class-center", "--nproc", nproc, *sizes, "--out", str(tmp_path)]
+        commands, ["bench", "class-center", "--nproc", nproc, *sizes, "--out", str(tmp_path)]
     )
 
     assert done.exit_code == 0, done.output

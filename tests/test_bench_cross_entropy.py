@@ -6,8 +6,8 @@ import pytest
 from click.testing import CliRunner
 
 from commlib.tools import _bench_cross_entropy
+from commlib.tools._commands import commands
 from commlib.tools.bench import run_bench
-from commlib.tools.cli import main
 
 OURS, PEER = "ops.softmax_with_cross_entropy", "composition"
 SETTINGS = {"nproc": 2, "rounds": 2, "rows": 4, "classes": 6, "dtype": "float32"}
@@ -18,7 +18,7 @@ def test_small(nproc: str, dtype: str, tmp_path: Path) -> None:
     sizes = ["--rows", "5", "--classes", "31", "--dtype", dtype, "--rounds", "2"]
 
     done = CliRunner().invoke(
-        main, ["bench", "cross-entropy", "--nproc", nproc, *sizes, "--out", str(tmp_path)]
+        commands, ["bench", "cross-entropy", "--nproc", nproc, *sizes, "--out", str(tmp_path)]
     )
 
     assert done.exit_code == 0, done.output

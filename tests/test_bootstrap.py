@@ -38,6 +38,7 @@ def test_without_any_environment_the_ring_has_one_rank() -> None:
     [
         ({"RANK": "0"}, "WORLD_SIZE is not set.*torchrun"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
+        ({"LOCAL_RANK": "1"}, "RANK is not set.*torchrun.*unset RANK, WORLD_SIZE and LOCAL_RANK"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x': expected a whole number"),
         (
             {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
@@ -93,6 +94,8 @@ def test_paddle_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     world = _bootstrap.world()
     assert (world.rank, world.size, world.address) == (1, 4, ("127.0.0.1", 6170))
     assert (world.local_rank, world.local_size) == (1, 2)  # two endpoints of this rank's host
+    monkeypatch.setenv("LOCAL_RANK", "0")  # of another launcher: Paddle's environment is whole
+    assert _bootstrap.world() == world
     monkeypatch.setenv("PADDLE_LOCAL_SIZE", "4")
     assert _bootstrap.world().local_size == 4
     monkeypatch.setenv("PADDLE_MASTER", "127.0.0.2:99")
@@ -108,7 +111,7 @@ def test_wrong_arguments() -> None:
         commlib.init(device="cuda:99")
     with pytest.raises(DeviceError, match="device meta"):
         commlib.init(device="meta")
-    for timeout in (0, -1, float("inf")):
+    for timeout in (0, -1, float("inf"), "x", [1]):
         with pytest.raises(ArgumentError, match="finite number of seconds"):
             commlib.init("gloo", timeout=timeout)
     assert commlib.CommContextManager.instance().rings() == []

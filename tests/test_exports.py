@@ -5,22 +5,26 @@ import inspect
 import pytest
 
 import commlib
-from commlib import errors, flags, ops
+from commlib import compat, errors, flags, graph, ops
+from commlib.compat import deepspeed, paddle
+from tests._programs import run
 
 PUBLIC = [
     "CommContext",
     "CommContextManager",
     "Work",
     "comm",
+    "compat",
     "errors",
     "flags",
+    "graph",
     "init",
     "new_ring",
     "ops",
     "shutdown",
 ]
 CLASSES = (commlib.CommContext, commlib.CommContextManager, commlib.Work)
-MODULES = (commlib, errors, flags, ops)
+MODULES = (commlib, compat, deepspeed, errors, flags, graph, ops, paddle)
 RINGLESS = {  # local: no communication
     "assign_pos",
     "limit_by_capacity",
@@ -45,6 +49,25 @@ VERBS = [name for name in ops.__all__ if hasattr(commlib.CommContext, name)]
 
 def test_public_names() -> None:
     assert commlib.__all__ == PUBLIC
+
+
+@pytest.mark.parametrize(
+    "name", ["graph.capture", "compat.paddle.c_broadcast", "compat.deepspeed.graph_process", "ops"]
+)
+def test_import_commlib_is_enough(name: str) -> None:
+    code, _, err = run("-c", f"import commlib; commlib.{name}")
+    assert code == 0, err
+
+
+def test_import_commlib_leaves_graphs_and_dialects_out() -> None:
+    show = "print([m for m in sys.modules if m.startswith(('commlib.graph', 'commlib.compat'))])"
+    assert run("-c", f"import sys, commlib; {show}")[1] == "[]\n"
+
+
+@pytest.mark.parametrize("module", [commlib, compat], ids=lambda module: module.__name__)
+def test_other_names_are_no_attributes(module: object) -> None:
+    with pytest.raises(AttributeError, match=r"module 'commlib.*no attribute 'nothing'"):
+        module.nothing  # type: ignore[attr-defined]  # noqa: B018
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)

@@ -114,6 +114,12 @@ def test_only_two_rooms_read_the_environment(module: str) -> None:
     assert module in READS_ENVIRONMENT or not reads
 
 
+def test_every_module_is_on_the_map() -> None:
+    rooms = {path.name for path in (ROOT / "commlib").glob("*.py")} - {"__init__.py"}
+    text = (ROOT / "README.md").read_text().split("## The map")[1]
+    assert not [name for name in rooms if f"{name}`" not in text]
+
+
 @pytest.mark.parametrize("name", LINKS)
 def test_links(name: str) -> None:
     """A copy in place of the link would go stale without a word."""

@@ -8,7 +8,7 @@ import torch
 
 import commlib
 from commlib import ops
-from commlib.errors import CommTimeout, EngineError, RingError, RingOrderError
+from commlib.errors import ArgumentError, CommTimeout, EngineError, RingError, RingOrderError
 from tests._check import close, refused, same
 from tests._ranks import Ranks, World
 
@@ -27,9 +27,15 @@ def twice(comm: Any) -> None:
     same((ring.rank, ring.size, ring.ranks), (1 - comm.rank, 2, (1, 0)), "position in the ring")
     same(gathered(ring), [1, 0], "order of the ring")
     same(commlib.new_ring(5, (1, 0)) is ring, True, "same members give the same context")
-    with refused(RingError, "ring 5 exists with ranks [1, 0]", "[0, 1]"):
+    typed = "commlib.CommContextManager.instance().close(5) on its members first"
+    with refused(RingError, "ring 5 exists with ranks [1, 0]", "[0, 1]", typed):
         commlib.new_ring(5, [0, 1])
     same(manager.rings(), [0, 5], "rings in order of creation")
+    commlib.CommContextManager.instance().close(5)
+    same(gathered(commlib.new_ring(5, [0, 1])), [0, 1], "other members, as the text says")
+    manager.close(5)
+    ring = commlib.new_ring(5, [1, 0])
+    assert ring is not None
     manager.close(5)
     manager.close(5)
     with refused(RingError, "ring 5 was closed", "rings here: [0]", "commlib.new_ring(5"):
@@ -49,6 +55,12 @@ def bad_members(comm: Any) -> None:
     for ring_id, members in ((6, [0, 0]), (6, [0, 2]), (6, []), (6, [-1, 0]), (-1, [0, 1])):
         with refused(RingError, str(ring_id)):
             commlib.new_ring(ring_id, members)
+    for wrong in (2, ["a"], [0.0, 1.7], None):
+        with refused(ArgumentError, f"ranks={wrong!r}", "whole numbers from 0 to 1", "new_ring"):
+            commlib.new_ring(6, wrong)
+    for name in ("x", -1, 1.5, [0]):
+        with refused(RingError, f"ring_id={name!r}: expected a whole number >= 0"):
+            commlib.comm(name)
     with refused(RingError, "ring 9 does not exist", "rings here: [0]"):
         commlib.comm(9)
     with refused(RingError, f"on rank {comm.rank}", "only members"):
@@ -76,8 +88,14 @@ def subgroups(comm: Any) -> None:
     same(odd is None, comm.rank in (0, 2), "only members get a context")
     if odd is not None:
         same(gathered(odd), [3, 1], "a ring across two others")
-    with refused(RingError, "ring 2") if odd is None else refused(RingError, "ring 3"):
+    with refused(RingError, *(["no member of ring 2 ([3, 1])"] if odd is None else ["ring 3"])):
         commlib.comm(2 if odd is None else 3)
+    if odd is None:
+        alone = commlib.new_ring(2, [comm.rank])
+        same(commlib.comm(2) is alone, True, "a member now")
+        manager.close(2)
+        with refused(RingError, "ring 2 was closed"):
+            commlib.comm(2)
     assert time.monotonic() - begin < 30
     manager.close(1)
 
@@ -93,7 +111,8 @@ def missing(comm: Any) -> None:
         time.sleep(3)
     else:
         begin = time.monotonic()
-        with refused(CommTimeout, "ring 4", "ranks [2]", "1.5 s", "FLAGS_comm_timeout_s"):
+        call = "have them call commlib.new_ring(4, [0, 1, 2])"
+        with refused(CommTimeout, "ring 4", "ranks [2]", "1.5 s", call, "FLAGS_comm_timeout_s"):
             commlib.new_ring(4, [0, 1, 2], timeout=1.5)
         assert 1.4 < time.monotonic() - begin < 20
         same(manager.has(4), False, "a failed creation leaves nothing")
@@ -113,6 +132,24 @@ def crossed(comm: Any) -> None:
             same(gathered(commlib.new_ring(ring_id, [0, 1])), [0, 1], "in one order")
 
 
+def other_members(comm: Any) -> None:
+    """Members that give one ring other lists of ranks see each other's."""
+    same_list = "type the same list"
+    begin = time.monotonic()
+    if comm.rank < 2:
+        given = [comm.rank, 1 - comm.rank]
+        with refused(RingError, "rank 0 gave [0, 1]; rank 1 gave [1, 0]", same_list):
+            commlib.new_ring(30, given, timeout=60)
+    assert time.monotonic() - begin < 20
+    comm.barrier()
+    if comm.rank:
+        commlib.new_ring(31, [1, 2])
+    else:
+        with refused(CommTimeout, "ranks [1]", "rank 1 gave [1, 2] for ring 31", same_list):
+            commlib.new_ring(31, [0, 1], timeout=1)
+    comm.barrier()
+
+
 def circle(comm: Any) -> None:
     """The same over three rings: each rank waits for the next one."""
     rings = {0: (20, [0, 1]), 1: (21, [1, 2]), 2: (22, [0, 2])}
@@ -126,7 +163,7 @@ def circle(comm: Any) -> None:
 
 def test_members_that_do_not_meet(world: World) -> None:
     with world(3) as ranks:
-        for job in (missing, crossed, circle):
+        for job in (missing, crossed, other_members, circle):
             ranks(job)
 
 

@@ -9,7 +9,10 @@ from tests._ranks import Ranks
 
 
 def trained(comm: Any) -> None:
-    pairs = optimizer_graph.compare(4)
+    pairs, graphs = optimizer_graph.compare(4)
+    same(
+        [line.split(":")[0].split(".")[-1] for line in graphs[-2:]], ["accumulate", "step"], graphs
+    )
     for number, (eager, captured) in enumerate(pairs):
         same(captured, eager, f"loss of backward {number}")
     same(pairs[-1][0] < pairs[0][0], True, f"the loss falls: {pairs}")
@@ -28,4 +31,6 @@ def test_the_program() -> None:
     )
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert "bit for bit the same" in out
+    *_, verdict, accumulate, step = out.splitlines()
+    assert verdict == "bit for bit the same"
+    assert "accumulate: " in accumulate and "step: " in step and step.endswith(" 3 replays")

@@ -110,31 +110,50 @@ def missed(comm: Any) -> None:
     ring = commlib.new_ring(22, range(comm.size), timeout=1)
     assert ring is not None
     x = torch.ones(3)
+    close_it = "type commlib.CommContextManager.instance().close(22), then"
+    new = "commlib.new_ring(22, [0, 1])"
+    nobody = "nothing says which of the ranks [0, 1] is late: look at the logs of the others"
     if comm.rank == 0:
         begin = time.monotonic()
         work = ops.all_reduce(x, 22, **ASYNC)
         for _ in range(2):
-            with refused(CommTimeout, "ring 22", "rank 0", "1 s"):
+            with refused(CommTimeout, "ring 22", "did not finish within 1 s", nobody, close_it):
                 work.wait()
         spent = time.monotonic() - begin
         if not 0.5 < spent < 10:
             raise AssertionError(f"waited {spent:.1f} s for a deadline of 1 s")
-        with refused(RingError, "ring 22", "create it again"):
+        with refused(RingError, "ring 22", close_it, new):
             ops.all_reduce(x, 22)
         same(len(ring.errors()) > 0, True, "errors() tells of it")
     else:
         time.sleep(2)
-    manager.close(22, abort=True)
-    comm.barrier()
+    manager.close(22)
     again = commlib.new_ring(22, range(comm.size))
     assert again is not None
     close(ops.all_reduce(x, 22), torch.full((3,), 2.0), "the ring created again")
     manager.close(22)
 
 
+def missed_on_ring_0(comm: Any) -> None:
+    """Ring 0 comes back as its error says, whoever has seen the failure."""
+    commlib.shutdown()
+    ring, x = commlib.init(timeout=2), torch.ones(3)
+    if comm.rank == 0:
+        with refused(CommTimeout, "did not finish within 2 s", "commlib.shutdown(), then"):
+            ops.all_reduce(x)
+        with refused(RingError, "ring 0", "type commlib.shutdown(), then commlib.init()"):
+            ring.barrier()
+    else:
+        time.sleep(4)
+    commlib.shutdown()
+    commlib.init()
+    close(ops.all_reduce(x), torch.full((3,), 2.0), "ring 0 once more")
+
+
 def test_missed_deadline(world: World) -> None:
     with world(2) as ranks:
         ranks(missed)
+        ranks(missed_on_ring_0)
 
 
 def written(comm: Any) -> None:

@@ -23,6 +23,7 @@ from commlib.tools import (
 from commlib.tools._bench_machine import facts
 from commlib.tools._bench_report import Report, show, write
 from commlib.tools._launch import LaunchError
+from commlib.tools._paths import folder_refusal
 
 
 class Benchmark(Protocol):
@@ -62,11 +63,12 @@ def run_bench(
 
     ``out`` is a folder for one dated Markdown file each; ``rounds`` replaces each benchmark's own
     number, and ``sizes`` the usual ones of a benchmark whose ``SIZES`` names them; None is the
-    usual. Returns 0; 1 when a run fails; 2 when a name is unknown or one named can't run here.
+    usual. Returns 0; 1 when a run fails; 2 when a name is unknown, one named can't run here, or
+    ``out`` can't be written.
     """
     progress = Console(stderr=True)
     given = {name: value for name, value in sizes.items() if value is not None}
-    refusal = _refusal(names, nproc, rounds, given)
+    refusal = _refusal(names, nproc, rounds, given) or (folder_refusal(out) if out else None)
     if refusal:
         _say(progress, refusal, "red")
         return 2

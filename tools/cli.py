@@ -1,78 +1,23 @@
-"""The command `commlib`: one sub-command a tool, each imported only when it is asked for."""
+"""The entry of the command `commlib`: it looks for its packages before it imports them."""
 
-import click
+import sys
+from importlib.util import find_spec
 
-
-@click.group()
-def main() -> None:
-    """One set of communicators for eager, compiled and captured PyTorch code."""
+PACKAGES = ("click", "rich")
 
 
-@main.command()
-@click.option("--nproc", default=2, show_default=True, help="Ranks to start on this machine.")
-@click.option("--json", "json_path", type=click.Path(), help="Also write every result to a file.")
-@click.pass_context
-def demo(ctx: click.Context, nproc: int, json_path: str | None) -> None:
-    """Run one legacy program on both engines, eager and compiled, and compare the bits."""
-    from commlib.tools.demo import run_demo
+def main() -> int:
+    """Run the command; return 2 where packages of the extra `tools` are missing."""
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        what = " and ".join(missing)
+        print(f"commlib: no {what} here; type pip install 'commlib[tools]'", file=sys.stderr)
+        return 2
+    from commlib.tools._commands import commands
 
-    ctx.exit(run_demo(nproc, json_path))
-
-
-@main.command()
-@click.pass_context
-def doctor(ctx: click.Context) -> None:
-    """Show versions, libraries, GPUs, flags and rendezvous; paste it into a bug report."""
-    from commlib.tools.doctor import run_doctor
-
-    ctx.exit(run_doctor())
-
-
-@main.command()
-@click.argument("names", nargs=-1)
-@click.option("--nproc", default=2, show_default=True, help="Ranks to start on this machine.")
-@click.option("--rounds", type=int, help="Rounds of each benchmark.  [default: its own number]")
-@click.option("--out", type=click.Path(file_okay=False), help="Folder for dated Markdown files.")
-@click.option(
-    "--tune",
-    is_flag=True,
-    help="Measure which all-reduce kernel is fastest here and write commlib's table anew.",
-)
-@click.option(
-    "--rows",
-    type=click.IntRange(1),
-    help="Rows of cross-entropy and experts, labels of class-center.",
-)
-@click.option("--width", type=click.IntRange(1), help="Elements of a row of experts.")
-@click.option("--experts", type=click.IntRange(1), help="Experts of all ranks together.")
-@click.option("--classes", type=click.IntRange(1), help="Classes of all ranks together.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["float64", "float32", "float16", "bfloat16"]),
-    help="Dtype of the logits of cross-entropy.",
-)
-@click.pass_context
-def bench(
-    ctx: click.Context,
-    /,
-    names: tuple[str, ...],
-    nproc: int,
-    rounds: int | None,
-    out: str | None,
-    tune: bool,
-    **sizes: int | str | None,
-) -> None:
-    """Time the benchmarks NAMES against their named peers, or all of them.
-
-    They are host, gloo, import, memory, cross-entropy, experts, class-center, allreduce and
-    capture.
-    """
-    from commlib.tools.bench import run_bench, run_tune
-
-    if tune:
-        ctx.exit(run_tune(nproc))
-    ctx.exit(run_bench(names, out, nproc=nproc, rounds=rounds, **sizes))
+    commands(prog_name="commlib")
+    return 0
 
 
 if __name__ == "__main__":
-    main(prog_name="commlib")
+    sys.exit(main())

@@ -17,6 +17,7 @@ from commlib.tools import _demo_table
 from commlib.tools._demo_compare import Row, compare
 from commlib.tools._demo_runs import MODES, PROGRAM, Launch, Mode, Report
 from commlib.tools._launch import LaunchError
+from commlib.tools._paths import file_refusal
 
 HEADS = 8  # of the program's attention: they are split over the ranks
 STEPS = 6
@@ -37,7 +38,7 @@ def run_demo(
     results agree, 1 when one does not or a run fails, 2 when the demo can't start.
     """
     progress = Console(stderr=True)
-    refusal = _refusal(nproc)
+    refusal = _refusal(nproc) or (file_refusal(json_path) if json_path else None)
     if refusal:
         _say(progress, refusal, "red")
         return 2

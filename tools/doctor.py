@@ -73,10 +73,11 @@ def _complaints() -> Iterator[str]:
             f"the driver supports CUDA {_driver()}, but torch {torch.__version__} can't use it; "
             f"install a torch built for that CUDA"
         )
-    try:
-        _bootstrap.world()
-    except CommError as error:
-        yield f"rendezvous: {error}"
+    for what, look in (("rendezvous", _bootstrap.world), ("flags", flags.rows)):
+        try:
+            look()
+        except CommError as error:
+            yield f"{what}: {error}"
 
 
 def _versions() -> Iterator[Row]:
@@ -148,7 +149,11 @@ def _peers() -> Iterator[Row]:
 
 
 def _flags() -> Iterator[Row]:
-    for row in flags.rows():
+    try:
+        rows = flags.rows()
+    except CommError:  # which is among the complaints
+        return
+    for row in rows:
         yield tuple(str(row[column]) for column in ("name", "type", "default", "value", "source"))
 
 
