@@ -224,15 +224,6 @@ def autocast(comm: Any) -> None:
         return found
 
     alike(program, "autocast")
-    x = torch.ones(4, 8, device=comm.device)
-    table = torch.ones(1, 8, 8, device=comm.device)
-    bilinear = graph.capture(lambda x: torch.nn.functional.bilinear(x, x, table))
-    same(float(bilinear(x).sum()), 256.0, "bilinear")
-    with (
-        torch.autocast(kind, dtype=torch.bfloat16),
-        refused(GraphError, "trilinear", "autocast acts on what it calls", "einsum"),
-    ):
-        bilinear(x)
 
 
 # -- gradients -------------------------------------------------------------------------------------

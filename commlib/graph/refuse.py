@@ -17,7 +17,6 @@ _aten = torch.ops.aten
 _SYNCS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _COPIES = {_aten._to_copy.default, _aten.copy_.default}
 _INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default}
-_RECAST = {_aten._trilinear.default}  # torch.nn.functional.bilinear
 _CALLED = {"_local_scalar_dense": "item"}  # what the user has typed
 _NEEDED = "the host needs a value that the replay has not computed yet"
 _READS = {
@@ -33,14 +32,7 @@ _REMEDY = {
 
 
 def refuse_sync(func: Any, args: Sequence[Any], kwargs: Any, device: torch.device) -> None:
-    """Raise ``GraphError`` for an operator that waits for the GPU, or would if there were one.
-
-    And for one that does something else inside a capture than outside.
-    """
-    if func in _RECAST and torch.is_autocast_enabled(device.type):
-        name = func.name().removeprefix("aten::").strip("_")
-        why = "autocast acts on what it calls, which a capture does not see"
-        raise _refusal(f"{name} can't stand in a graph: {why}", name, "use torch.einsum")
+    """Raise ``GraphError`` for an operator that waits for the GPU, or would if there were one."""
     why = _sync(func, args, kwargs, device)
     if why:
         name = func.name().removeprefix("aten::").partition(".")[0]
