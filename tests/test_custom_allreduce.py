@@ -19,7 +19,8 @@ import torch
 import commlib
 import commlib.graph
 from commlib import ops
-from commlib.custom_allreduce import push
+from commlib.channel import memory
+from commlib.custom_allreduce import choose, push
 from commlib.errors import (
     ArgumentError,
     CommTimeout,
@@ -733,3 +734,29 @@ def explained(comm: Any) -> None:
 
 def test_explain(unified_ranks: Ranks) -> None:
     unified_ranks(explained)
+
+
+def by_nccl(comm: Any) -> None:
+    """A rank with another table, or whose memory its peers can't prove, leaves all of them NCCL."""
+    if not on_gpu(comm):
+        return
+    text, proof = choose.text, memory.PROOF
+    here, x = comm.rank == 0, torch.ones(9, device=comm.device)
+    try:
+        if here:
+            choose.text = lambda: text() + "\n"  # type: ignore[assignment]
+        with another(comm, 89) as ring:
+            same("different tables or kernels" in ring.explain(64, torch.float32), True, "table")
+            same(set(ring.all_reduce(x, x * 1).tolist()), {float(comm.size)}, "by NCCL")
+        choose.text = text
+        if here:
+            memory.PROOF = proof.with_name("missing.cu")
+        with another(comm, 89) as ring:
+            same("no peer access" in ring.explain(64, torch.float32), True, "proof")
+            same(set(ring.all_reduce(x, torch.ones_like(x)).tolist()), {float(comm.size)}, "NCCL")
+    finally:
+        choose.text, memory.PROOF = text, proof
+
+
+def test_ranks_that_push_kernels_can_t_serve(unified_ranks: Ranks) -> None:
+    unified_ranks(by_nccl)

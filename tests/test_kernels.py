@@ -223,6 +223,16 @@ def test_what_is_left_to_nccl() -> None:
     assert "prod" in str(choose.refusal(torch.float32, "prod"))
 
 
+@pytest.mark.parametrize("size", choose.SIZES)
+def test_every_rank_waits_in_the_first_hop(size: int) -> None:
+    """Or knows it from one that does: two owners of slices at least."""
+    two = choose.Row(1 << 20, "norm_two_shot", 512, 264)
+    for width in range(1, 65):
+        slice_ = -(-width // size)
+        owners = -(-width // slice_)
+        assert owners >= 2 or norm.kernel_of(two, width, size) == "norm_one_shot"
+
+
 def test_version_follows_what_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     before = push.version()
     assert before == push.version() != 0

@@ -3,8 +3,9 @@
 Each rank times every candidate in a graph; the slowest rank counts, so all ranks see one answer.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 import commlib
 from commlib import CommContext, flags
-from commlib.custom_allreduce import choose
+from commlib.custom_allreduce import choose, norm
 from commlib.custom_allreduce.choose import Row
 from commlib.custom_allreduce.push import PushChannel, Pushed
 from commlib.tools._bench_graph import Captured
@@ -26,7 +27,11 @@ SIZES = tuple(2**power for power in (11, 14, 16, 17, 18, 19, 20, 21, 23, 26))
 PARTS = tuple(2**power for power in (12, 16, 17, 18, 19, 20, 21))
 THREADS, BLOCKS = (64, 128, 256, 512), (264, 2112)
 REDUCTIONS = {"all_reduce": ("one_shot", "two_shot"), "reduce_scatter": ("scatter",)}
+NORM_KERNELS = ("norm_one_shot", "norm_two_shot")
 MOVEMENTS = {"all_gather": ("packets",), "all_to_all": ("packets",)}
+NORM_ITEMS = 8192  # of a row; the tables' rows go by the bytes of all of them
+NORM_ROWS = (1, 4, 8, 16, 24, 32, 64, 128, 256, 1024)
+NORM_THREADS, NORM_BLOCKS = (512, 1024), (264, 1056)
 MOST = 2**28  # an all_reduce is cut into pieces: what is fastest at 64 MiB is so at 256
 ROUNDS = 3
 WORTH = 0.97  # a row of its own has to be faster by that much than the one before it
@@ -61,6 +66,7 @@ def measure(rounds: int) -> dict[str, list[Row]]:
         return {
             **{verb: bench.rows(verb, kernels, SIZES) for verb, kernels in _whole()},
             **{verb: bench.rows(verb, kernels, PARTS) for verb, kernels in _by_part()},
+            norm.VERB: bench.norm_rows(),
         }
     finally:
         dist.destroy_process_group()
@@ -76,6 +82,16 @@ def _by_part() -> Iterator[tuple[str, tuple[str, ...]]]:
     yield from MOVEMENTS.items()
 
 
+def _extend(found: list[Row], times: Mapping[Row, float], nbytes: int) -> None:
+    """Let the last row go on to ``nbytes``, or add the fastest one where that is worth a row."""
+    kept = found and times.get(found[-1]._replace(most=nbytes))
+    ours = min(times, key=times.__getitem__)
+    if kept and kept * WORTH <= times[ours]:
+        found[-1] = found[-1]._replace(most=nbytes)
+    else:
+        found.append(ours)
+
+
 class _Bench:
     """The ring, its channel, and tensors as large as any call needs."""
 
@@ -84,6 +100,7 @@ class _Bench:
         most = max(SIZES[-1], PARTS[-1] * ring.size) // DTYPE.itemsize
         self.x = torch.randn(most, device=ring.device).to(DTYPE)
         self.out = torch.empty_like(self.x)
+        self.norm = norm.PushedNorm(channel, ring)
 
     def rows(self, verb: str, kernels: Sequence[str], sizes: Iterable[int]) -> list[Row]:
         """Return the fastest row up to each size, and NCCL from where that is faster."""
@@ -93,17 +110,30 @@ class _Bench:
                 row: self._time(self._pushed(verb, row))
                 for row in self._able(verb, kernels, nbytes)
             }
-            ours = min(times, key=times.__getitem__, default=None)
-            if ours is None or self._time(self._by_nccl(verb, nbytes)) < times[ours]:
+            best = min(times.values(), default=None)
+            if best is None or self._time(self._by_nccl(verb, nbytes)) < best:
                 break
-            kept = found and times.get(found[-1]._replace(most=nbytes))
-            if kept and kept * WORTH <= times[ours]:
-                found[-1] = found[-1]._replace(most=nbytes)
-            else:
-                found.append(ours)
+            _extend(found, times, nbytes)
         if found and verb == "all_reduce" and found[-1].most == SIZES[-1]:
             found[-1] = found[-1]._replace(most=MOST)
         return found
+
+    def norm_rows(self) -> list[Row]:
+        """Return the fastest rows of the fused norm; what is fastest for most is so for more."""
+        found: list[Row] = []
+        for count in NORM_ROWS:
+            x = self.x[: count * NORM_ITEMS].view(count, NORM_ITEMS)
+            candidates = product(NORM_KERNELS, NORM_THREADS, NORM_BLOCKS)
+            rows = [Row(x.nbytes, *candidate) for candidate in candidates]
+            _extend(found, {row: self._time(self._normed(x, row)) for row in rows}, x.nbytes)
+        found[-1] = found[-1]._replace(most=MOST)
+        return found
+
+    def _normed(self, x: torch.Tensor, row: Row) -> Callable[[], object]:
+        weight = torch.ones(NORM_ITEMS, dtype=DTYPE, device=x.device)
+        how = norm.Norm(torch.zeros_like(x), weight, None, None, None, layer=False, eps=1e-6)
+        steps = self.norm.plan(NORM_ITEMS, x.numel(), DTYPE, row)
+        return partial(self.norm.launch, *how.outputs(x)[:1], x, torch.empty_like(x), how, steps)
 
     def _able(self, verb: str, kernels: Sequence[str], nbytes: int) -> Iterator[Row]:
         """Yield the candidates; a part, which can't be cut, has to fit into the channel."""

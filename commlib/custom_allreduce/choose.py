@@ -45,7 +45,7 @@ def table() -> dict[str, dict[int, tuple[Row, ...]]]:
 
 
 def write(path: Path, verbs: Mapping[str, Mapping[int, Sequence[Row]]]) -> None:
-    """Write a table, one row a line."""
+    """Write a table, one row a line; whoever reads it meanwhile gets the old one or the new."""
     lines = []
     for verb, sizes in verbs.items():
         rows_of = []
@@ -53,9 +53,11 @@ def write(path: Path, verbs: Mapping[str, Mapping[int, Sequence[Row]]]) -> None:
             rows_of.append(f'      "{size}": [\n        ' + ",\n        ".join(map(_line, rows)))
         lines.append(f'    "{verb}": {{\n' + "\n      ],\n".join(rows_of) + "\n      ]\n    }")
     columns = json.dumps(Row._fields)
-    path.write_text(
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(
         f'{{\n  "columns": {columns},\n  "verbs": {{\n' + ",\n".join(lines) + "\n  }\n}\n"
     )
+    part.replace(path)
 
 
 def _line(row: Row) -> str:

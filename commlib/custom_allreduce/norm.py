@@ -9,7 +9,7 @@ import torch
 from commlib._ring import Ring
 from commlib.channel import driver
 from commlib.custom_allreduce import choose
-from commlib.custom_allreduce.choose import FLOATS, VECTOR
+from commlib.custom_allreduce.choose import FLOATS, VECTOR, Row
 from commlib.custom_allreduce.push import Call, PushChannel
 
 Tensor = torch.Tensor
@@ -92,15 +92,16 @@ class PushedNorm:
         if steps is None:
             if len(self._steps) >= _PLANS:
                 self._steps.clear()
-            steps = self._steps[key] = self._plan(*key)
+            row = choose.choose(VERB, x.numel() * x.itemsize, self._size)
+            steps = self._steps[key] = () if row is None else self.plan(*key, row)
         return steps
 
-    def _plan(self, items: int, numel: int, dtype: torch.dtype) -> tuple[Step, ...]:
+    def plan(self, items: int, numel: int, dtype: torch.dtype, row: Row) -> tuple[Step, ...]:
+        """Return the launches for ``numel`` in rows of ``items`` as ``row`` describes them."""
         width, rest = divmod(items * dtype.itemsize, VECTOR)
-        row = choose.choose(VERB, numel * dtype.itemsize, self._size)
-        if row is None or rest or width > WIDEST:
+        if rest or width > WIDEST:
             return ()
-        kernel = row.kernel if width >= self._size else "norm_one_shot"  # a slice for every rank
+        kernel = kernel_of(row, width, self._size)
         held, threads, team = block(width, row.threads, self._team)
         name, rows = f"{kernel}_{FLOATS[dtype]}_{held}", numel // items
         call = self._channel.call(VERB, items, 0)
@@ -148,6 +149,15 @@ def block(width: int, wanted: int, most: int) -> tuple[int, int, int]:
     while wanted > THREADS and team < most and held * SHARE * team < width:
         team *= 2
     return held, -(-width // (held * team * WARP)) * WARP, team
+
+
+def kernel_of(row: Row, width: int, size: int) -> str:
+    """Return the kernel that does rows of ``width`` vectors where the table has ``row``.
+
+    With two hops every rank is to own a slice: who waits for nobody's in the first hop learns of a
+    lost peer in the second only, by a deadline of its own.
+    """
+    return row.kernel if width >= size else "norm_one_shot"
 
 
 def slots(kernel: str, width: int, size: int) -> int:
