@@ -40,7 +40,7 @@ SANITIZER ?= compute-sanitizer
 RANKS ?= 2
 memcheck: setup
 	FLAGS_dynamic_static_unified_comm=1 $(SANITIZER) --tool memcheck --report-api-errors no \
-	  --target-processes all --error-exitcode 1 $(RUN) -m torch.distributed.run --standalone \
+	  --target-processes all --error-exitcode 1 env $(RUN) -m torch.distributed.run --standalone \
 	  --nproc-per-node $(RANKS) tests/_memcheck.py
 
 doctor: setup
