@@ -109,8 +109,9 @@ class Ledger(TorchDispatchMode):
         self._reading.__exit__(kind, error, trace)
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         _observers.observers.remove(self)
-        if kind is None:
-            self._check_generators()
+        if kind is None and not self._capturing:
+            for generator, _ in self.generators.values():
+                self._check_generator(generator)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -294,7 +295,7 @@ class Ledger(TorchDispatchMode):
         if not isinstance(generator, torch.Generator):
             return None
         if not self._capturing:
-            self._check_generators()
+            self._check_generator(generator)
         if id(generator) not in self.generators:
             state = generator.get_state() if self._save else None
             self.generators[id(generator)] = generator, state
@@ -303,12 +304,12 @@ class Ledger(TorchDispatchMode):
     def _leave(self, generator: torch.Generator) -> None:
         self._left[id(generator)] = generator, generator.get_state()
 
-    def _check_generators(self) -> None:
-        """Refuse a run that sets a generator: a graph draws on from where it is."""
-        for generator, state in self._left.values():
-            if not torch.equal(state, generator.get_state()):
-                self.generators.setdefault(id(generator), (generator, state))  # to be put back
-                refuse_seeding()
+    def _check_generator(self, generator: torch.Generator) -> None:
+        """Refuse a run that sets a generator it draws from: a graph draws on from where it is."""
+        _, state = self._left.get(id(generator), (generator, None))
+        if state is not None and not torch.equal(state, generator.get_state()):
+            self.generators.setdefault(id(generator), (generator, state))  # to be put back
+            refuse_seeding()
 
 
 def default_generator(device: Any) -> torch.Generator:

@@ -14,6 +14,7 @@ from commlib._streams import capturing
 from commlib.errors import GraphError
 from commlib.graph.engine import Engine, Pool, Recording
 from commlib.graph.ledger import Collective, Ledger
+from commlib.graph.signature import value
 
 F = TypeVar("F", bound=Callable[..., Any])
 _making = threading.local()
@@ -108,11 +109,14 @@ class Outside:
         self._kept = []
 
 
-def _shape(x: Any) -> tuple[Any, ...]:
+_PLAIN = (bool, int, float, complex, str, type(None))  # what a program computes with
+
+
+def _shape(x: Any) -> Any:
     """Return what a graph has fixed of what an eager part returns."""
     if isinstance(x, torch.Tensor):
         return x.shape, x.dtype, x.device
-    return type(x), x
+    return value(x) if isinstance(x, _PLAIN) else type(x)
 
 
 class Pieces:
