@@ -208,7 +208,13 @@ def table() -> str:
 
 def _is_command() -> bool:
     """Whether this process is the command `commlib`, which says in a line what can't be read."""
-    return any(Path(word).name in ("commlib", "commlib.tools.cli") for word in sys.orig_argv[1:3])
+    words = sys.orig_argv
+    module = words[words.index("-m") + 1 :][:1] if "-m" in words else []
+    as_module = module == ["commlib.tools.cli"] and sys.argv[0] in ("-m", _CLI)  # found, or not yet
+    return as_module or Path(sys.argv[0]).name == "commlib"
+
+
+_CLI = str(Path(__file__).parent / "tools" / "cli.py")
 
 
 if not _is_command():

@@ -1,6 +1,7 @@
 """Captured functions against eager ones, bit for bit, where torch hides what it does."""
 
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -305,9 +306,12 @@ def tied(comm: Any) -> None:
     for fn in (lambda x: plain * x + computed * x * other, lambda x: plain * x + computed * x):
         with refused(GraphError, "wants a gradient", "detach"):
             graph.capture(fn)(x)
-    with refused(GraphError, "from outside is written", "detach"):
-        graph.capture(lambda x: outside.copy_(x * weight))(x)
-    same((outside.requires_grad, outside.tolist()), (False, [0.0, 0.0]), "as before")
+    part = torch.zeros(2, 2, device=comm.device)[0]
+    for target in (outside, part):
+        with refused(GraphError, "is written with", "detach"):
+            graph.capture(lambda x, target=target: target.copy_(x * weight))(x)
+        same(target.tolist(), [0.0, 0.0], "as before")
+    same(outside.requires_grad, False, "no part of the graph")
 
 
 def written_between(comm: Any) -> None:
@@ -331,6 +335,53 @@ def written_between(comm: Any) -> None:
         close(x.grad, torch.full((2,), turn + 1.0), f"turn {turn}")
     times(x).sum().backward()
     close(x.grad, torch.full((2,), 5.0), "the next call")
+
+
+def written_in_passing(comm: Any) -> None:
+    """Also where nobody holds what was written to; what a hook reads is as it is then."""
+    weight = torch.ones(4, device=comm.device, requires_grad=True)
+    power = graph.capture(lambda x: torch.sigmoid(x * weight))
+    with refused(GraphError, "modified in place"):
+        power(torch.ones(4, device=comm.device)).mul_(3).sum().backward()
+
+    def program(captured: Callable[..., Any]) -> list[Any]:
+        scale = torch.ones((), device=comm.device)
+        weight = torch.ones(3, device=comm.device, requires_grad=True)
+
+        def scaled(x: torch.Tensor) -> torch.Tensor:
+            y = x * weight
+            y.register_hook(lambda grad: grad * scale)
+            return y * 2
+
+        call = captured(scaled)
+        for _ in range(3):
+            y = call(torch.ones(3, device=comm.device))
+            scale.add_(1)
+            y.sum().backward()
+        return [weight.grad]
+
+    alike(program, "a hook that reads")
+
+
+def inference(comm: Any) -> None:
+    """Outputs of inference mode have no versions."""
+    for outputs in ("borrow", "copy"):
+        call = graph.capture(lambda x: x * 2, outputs=outputs)
+        with torch.inference_mode():
+            for turn in range(3):
+                x = torch.full((3,), float(turn), device=comm.device)
+                close(call(x), x * 2, f"turn {turn}, {outputs}")
+
+
+def freed(comm: Any) -> None:
+    """A captured function keeps no gradient of an argument alive."""
+    x = torch.ones(3, device=comm.device, requires_grad=True)
+    x.grad = torch.ones(3, device=comm.device)
+    call = graph.capture(lambda x: x * 2)
+    call(x).sum().backward()
+    held = weakref.ref(x.grad)
+    x.grad = None
+    same(held(), None, "the gradient")
 
 
 def own_grad(comm: Any) -> None:
@@ -377,6 +428,13 @@ def seeds(comm: Any) -> None:
         with refused(GraphError, "sets a generator"):
             graph.capture(fn)(x)
         close(torch.rand_like(x), want, "drawn behind")
+    draw: Any = graph.eager(lambda x: x + torch.rand_like(x))
+
+    def between(x: torch.Tensor) -> torch.Tensor:
+        return torch.dropout(draw(torch.dropout(x + 1, 0.5, True)), 0.5, True)
+
+    drawing = graph.capture(between, outputs="copy")
+    same(tuple(drawing(x).shape), (3,), "drawn where no operator shows it")
 
 
 def rebound(comm: Any) -> None:
@@ -401,6 +459,8 @@ def rebound(comm: Any) -> None:
 
     with refused(GraphError, "state = state +", "add_"):
         graph.capture(Counter())(torch.ones(1, device=comm.device))
+    with refused(GraphError, "state = state +"):
+        graph.capture(Counter(), first="warmup")(torch.ones(1, device=comm.device))
     call = graph.capture(Table(), warmup=3)
     for turn in range(3):
         x = torch.full((3,), float(turn), device=comm.device)
@@ -432,6 +492,10 @@ def shared(comm: Any) -> None:
             except GraphError as error:
                 same("without being given it" in str(error), True, str(error))
                 break
+    table = torch.zeros(2, 4, device=comm.device)
+    call = graph.capture(lambda x: x + table[1].add_(1), outputs="copy")
+    for turn in range(3):  # another place of the same memory
+        close(call(table[0]), torch.full((4,), turn + 1.0), f"beside, turn {turn}")
 
 
 def containers(comm: Any) -> None:
@@ -541,7 +605,7 @@ def reads(comm: Any) -> None:
 
 def eager_parts(comm: Any) -> None:
     """An eager part that returns something else than at the capture is told of."""
-    total: Any = graph.eager(lambda x: float(x.sum()))
+    total: Any = graph.eager(lambda x: sum(x.tolist()))
     pick: Any = graph.eager(lambda x: x[x > 1])
     x = torch.tensor([2.0, 3.0, 0.0], device=comm.device)
     times = graph.capture(lambda x: x * total(x), outputs="copy")
@@ -599,8 +663,8 @@ def recurrent(comm: Any) -> None:
 
 CASES = (
     batch_norms, literals, views, gradients_of_views, same_twice, autocast, hooks, some_outputs,
-    unfrozen, tied, written_between, own_grad, seeds, rebound, shared, containers, strides, objects,
-    keys, reads, eager_parts, shapes, recurrent,
+    unfrozen, tied, written_between, written_in_passing, inference, freed, own_grad, seeds,
+    rebound, shared, containers, strides, objects, keys, reads, eager_parts, shapes, recurrent,
 )  # fmt: skip
 
 

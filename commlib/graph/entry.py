@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from commlib.errors import GraphError
 from commlib.graph.layout import copy_of, elements, is_packed
-from commlib.graph.leaves import with_grads
+from commlib.graph.leaves import with_grads, without_grads
 from commlib.graph.outputs import Join, Outputs, leads_back, standing
-from commlib.graph.overlap import overlaps
+from commlib.graph.overlap import overlaps, span
 from commlib.graph.pieces import Pieces, making, refuse_foreign
 from commlib.graph.signature import Arguments, of_tensor
 
@@ -69,6 +69,7 @@ class Entry:
             return self._kept(result, inputs)
 
         pieces, result = self._make(function, again=again, part="forward")
+        without_grads(inputs, call.tensors)
         self.pieces, self._given = pieces, [tensor.detach() for tensor in given]  # kept alive
         self._pointers = [tensor.data_ptr() for tensor in given]
         self.externals = [
@@ -87,9 +88,10 @@ class Entry:
         written = {key for ledger in now.ledgers for key in ledger.saved}
         places = [x.untyped_storage()._cdata for x in given]
         self._written = [i for i, key in enumerate(places) if key in written]
-        known = {key for ledger in now.ledgers for key in ledger.externals}
-        self._outside = known - set(places)  # memory that is no argument's
-        self._outside_written = self._outside & written
+        touched = [item for ledger in now.ledgers for item in ledger.read.items()]
+        changed = [item for ledger in now.ledgers for item in ledger.wrote.items()]
+        self._outside = [(key, at) for key, at in touched if key not in places]  # no argument's
+        self._outside_written = [(key, at) for key, at in changed if key not in places]
 
     def _kept(self, result: Any, inputs: Tensors) -> Any:
         """Bring what is returned to where no other graph's replay writes."""
@@ -210,7 +212,8 @@ class Entry:
         """Refuse a function that reads ``grad`` of an argument: the next one's lies elsewhere."""
         for i, tensor in enumerate(tensors):
             grad = tensor.grad if tensor.is_leaf and tensor.requires_grad else None
-            if grad is not None and grad.untyped_storage()._cdata in self._outside:
+            key = None if grad is None else grad.untyped_storage()._cdata
+            if key is not None and any(key == known for known, _ in self._outside):
                 raise GraphError(
                     f"the function reads the grad of tensor {i} of its arguments, and no replay "
                     f"would find the next one's; give it the gradient as an argument"
@@ -219,8 +222,9 @@ class Entry:
     def _refuse_overlaps(self, tensors: Tensors) -> None:
         """Refuse memory that is shared outside, and not in the graph, where one side is written."""
         for i in self._own if self._outside else ():
-            key = tensors[i].untyped_storage()._cdata
-            if key in (self._outside if i in self._written else self._outside_written):
+            key, (begin, end) = tensors[i].untyped_storage()._cdata, span(tensors[i])
+            touched = [*self._outside_written, *(self._outside if i in self._written else ())]
+            if any(k == key and low < end and begin < high for k, (low, high) in touched):
                 raise GraphError(
                     f"tensor {i} of the arguments lies in the memory of a tensor that the function "
                     f"uses without being given it, and it writes to one of them; give it the other "

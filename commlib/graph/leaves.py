@@ -56,6 +56,13 @@ def with_grads(leaves: Tensors, tensors: Sequence[torch.Tensor]) -> Tensors:
     return leaves
 
 
+def without_grads(leaves: Tensors, tensors: Sequence[torch.Tensor]) -> None:
+    """Let go of what ``with_grads`` has given."""
+    for new, tensor in zip(leaves, tensors, strict=True):
+        if new is not tensor and new.is_leaf:
+            new.grad = None
+
+
 def parameters(ledger: Ledger, inputs: Sequence[torch.Tensor]) -> Tensors:
     """Return the leaves that a run has read beside its inputs and that want a gradient."""
     given = {id(tensor) for tensor in inputs}

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from commlib import _observers
 from commlib._ring import Ring
+from commlib.graph.overlap import Span, span
 from commlib.graph.refuse import (
     Values,
     refuse_borrowed,
@@ -60,6 +61,33 @@ class Collective(NamedTuple):
         return f"{self.verb} of {self.items} x {self.dtype}{self.rest} on ring {self.ring.ring_id}"
 
 
+class _Drawn:
+    """A generator in a run, and the states that draws have left it in."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator, self.begun = generator, generator.get_state()
+        self._seed, self._last = generator.initial_seed(), b""
+        self._states: set[bytes] = set()
+
+    def leave(self) -> None:
+        """Know the state that a draw has left."""
+        self._last = self._state()
+        self._states.add(self._last)
+
+    def was_set(self) -> bool:
+        """Whether it is elsewhere than left, and no draw that torch does not show leads there."""
+        state = self._state()
+        if state == self._last:
+            return False
+        if state in self._states or self.generator.initial_seed() != self._seed:
+            return True
+        fresh = torch.Generator(self.generator.device).manual_seed(self._seed)
+        return state == fresh.get_state().numpy().tobytes()
+
+    def _state(self) -> bytes:
+        return self.generator.get_state().numpy().tobytes()
+
+
 class Ledger(TorchDispatchMode):
     """Records a run; ``with Ledger(device) as seen: fn()``.
 
@@ -86,7 +114,9 @@ class Ledger(TorchDispatchMode):
         self._save = True
         self._borrowed: set[int] = set()  # memory of arrays that the function has made tensors of
         self._given: dict[int, weakref.ref[torch.Tensor]] = {}  # by an operator of this run, by id
-        self._left: dict[int, tuple[torch.Generator, torch.Tensor]] = {}  # as last drawn from
+        self._left: dict[int, _Drawn] = {}  # by generator
+        self.read: dict[int, Span] = {}  # addresses, by memory that is touched and not just viewed
+        self.wrote: dict[int, Span] = {}
         reading = Values() if device.type == "cpu" else nullcontext()
         self._reading: AbstractContextManager[object] = reading
 
@@ -127,7 +157,11 @@ class Ledger(TorchDispatchMode):
         if reshapes and not self._own(args[0]):
             refuse_reshaping(func)
         written = list(_written(func, args, kwargs))
+        if not _only_views(func):
+            for tensor in tensors:
+                self._touch(self.read, tensor)
         for tensor in written:
+            self._touch(self.wrote, tensor)
             if tensor.untyped_storage()._cdata in self._borrowed:
                 refuse_borrowed(func)
             self._before_write(tensor)
@@ -160,7 +194,9 @@ class Ledger(TorchDispatchMode):
         """Note a collective; the gate says so before it launches."""
         for known in _tensors((call.x, call.out, call.args)):
             self._know(known)
+            self._touch(self.read, known)
         if call.out is not None:
+            self._touch(self.wrote, call.out)
             self._before_write(call.out)
         tensor = call.out if call.x is None or call.verb in _BY_OUTPUT else call.x
         dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
@@ -205,6 +241,13 @@ class Ledger(TorchDispatchMode):
             self.computed.append(tensor)
         if key not in self.externals:  # its memory is what counts, not what it was computed from
             self.externals[key] = tensor if tensor.grad_fn is None else tensor.detach()
+
+    def _touch(self, spans: dict[int, Span], tensor: torch.Tensor) -> None:
+        key = tensor.untyped_storage()._cdata
+        if key not in self.made and tensor.numel():
+            begin, end = span(tensor)
+            low, high = spans.get(key, (begin, end))
+            spans[key] = min(low, begin), max(high, end)
 
     def _own(self, tensor: torch.Tensor) -> bool:
         """Whether an operator of this run has given the tensor, if only a view."""
@@ -270,13 +313,14 @@ class Ledger(TorchDispatchMode):
             if content is not None and content.nbytes() == storage.nbytes():
                 storage.copy_(content, non_blocking=True)
         self.saved = {key: (storage, None) for key, (storage, _) in self.saved.items()}
-        for tensor in self.new_grads():
-            tensor.grad = None
-        for tensor in self.new_history():
-            tensor.detach_()
         for generator, state in self.generators.values():
             if state is not None:
                 generator.set_state(state)
+        for tensor in self.new_grads():
+            tensor.grad = None
+        for tensor in self.new_history():
+            base = tensor._base
+            (tensor if base is None else base).detach_()
 
     @property
     def rings(self) -> list[Ring]:
@@ -302,13 +346,13 @@ class Ledger(TorchDispatchMode):
         return None if self._capturing else generator
 
     def _leave(self, generator: torch.Generator) -> None:
-        self._left[id(generator)] = generator, generator.get_state()
+        self._left.setdefault(id(generator), _Drawn(generator)).leave()
 
     def _check_generator(self, generator: torch.Generator) -> None:
         """Refuse a run that sets a generator it draws from: a graph draws on from where it is."""
-        _, state = self._left.get(id(generator), (generator, None))
-        if state is not None and not torch.equal(state, generator.get_state()):
-            self.generators.setdefault(id(generator), (generator, state))  # to be put back
+        drawn = self._left.get(id(generator))
+        if drawn is not None and drawn.was_set():
+            self.generators.setdefault(id(generator), (generator, drawn.begun))  # to be put back
             refuse_seeding()
 
 
@@ -323,6 +367,13 @@ def default_generator(device: Any) -> torch.Generator:
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _only_views(func: Any) -> bool:
+    """Whether an operator gives its input in another form, and reads none of it."""
+    aliases = [argument.alias_info for argument in func._schema.arguments]
+    returned = [each.alias_info for each in func._schema.returns]
+    return any(returned) and not any(alias is not None and alias.is_write for alias in aliases)
 
 
 _STATISTICS = ("running_mean", "running_var")  # that batch norms write, and most don't say so

@@ -2,8 +2,8 @@
 
 import gc
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
+from io import IOBase
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -204,7 +204,7 @@ _MOST = 1000  # objects that are looked through
 
 def _hides(leaf: Any, own: Callable[[torch.Tensor], bool]) -> bool:
     """Whether an object that is no tensor holds one of the graph, or a run that goes on."""
-    if isinstance(leaf, Iterator):
+    if isinstance(leaf, Iterator) and not isinstance(leaf, IOBase):
         return True
     queue, seen = [leaf], set[int]()
     while queue and len(seen) < _MOST:
@@ -293,8 +293,6 @@ class _Loan:
         self._at_rest = self._holders()
         self._ended: list[str] = []
         self._where = ""
-        self._given: weakref.ref[torch.Tensor] | None = None
-        self._begun = 0  # its version then
 
     def _holders(self) -> tuple[int, int]:
         """Count the tensors that share the storage, and what names it in Python."""
@@ -307,9 +305,8 @@ class _Loan:
 
     @property
     def version(self) -> int:
-        """How often the output was written to, as autograd counts, from the begin on."""
-        given = None if self._given is None else self._given()
-        return 0 if given is None else given._version - self._begun
+        """How often the output was written to, as autograd counts."""
+        return self._alias._version
 
     @property
     def moved(self) -> bool:
@@ -320,13 +317,9 @@ class _Loan:
         """Return the output, for whoever called at ``where``."""
         self._where = where
         if _SPOIL is not None:
-            return self._noted(self._alias.detach())
+            return self._alias.detach()
         given = torch.Tensor._make_subclass(Watched, self._alias)  # no view: it may be written to
         given.overwritten = self._ended
-        return self._noted(given)
-
-    def _noted(self, given: torch.Tensor) -> torch.Tensor:
-        self._given, self._begun = weakref.ref(given), given._version
         return given
 
     def end(self, where: str) -> None:

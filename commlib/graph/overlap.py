@@ -4,10 +4,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+Span = tuple[int, int]  # addresses of the first byte and behind the last
+
 
 def overlaps(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
     """Yield the positions of each two that overlap; most of many tensors are only sorted."""
-    spans = [_span(tensor) for tensor in tensors]
+    spans = [span(tensor) for tensor in tensors]
     open_ones: list[int] = []  # that reach beyond the begin of the present one
     for i in sorted(range(len(tensors)), key=lambda i: spans[i][0]):
         open_ones = [j for j in open_ones if spans[j][1] > spans[i][0]]
@@ -21,7 +23,7 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     Slices of one tensor are told apart where they have its strides: columns of rows lie in each
     other's span without meeting.
     """
-    (begin, end), (start, stop) = _span(one), _span(other)
+    (begin, end), (start, stop) = span(one), span(other)
     if end <= start or stop <= begin or begin == end or start == stop:
         return False
     if one.stride() != other.stride() or one.itemsize != other.itemsize:
@@ -44,7 +46,7 @@ def _in_columns(one: torch.Tensor, other: torch.Tensor, apart: int, period: int)
     return widths[0] <= column and column + widths[1] <= period
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def span(tensor: torch.Tensor) -> Span:
     """Return where the bytes of a tensor begin and end."""
     begin = tensor.data_ptr()
     if tensor.is_contiguous():

@@ -98,7 +98,7 @@ class Outside:
                 raise GraphError(
                     f"{self._name}, an eager part, returns something else than at the capture, "
                     f"where the graph has its shapes and plain values; return tensors of one shape "
-                    f"and dtype, or make the values part of key="
+                    f"and dtype, or nothing, or make the values part of key="
                 )
             for kept, new in zip(self._kept, found, strict=True):
                 if isinstance(kept, torch.Tensor) and kept is not new:

@@ -38,6 +38,7 @@ class CudaRecording:
         if _busy():
             _late.append(self._graph)
         else:
+            _end_late()
             self._graph.reset()
 
     def __del__(self) -> None:

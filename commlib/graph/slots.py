@@ -118,7 +118,13 @@ class Slot(Entry):
 
     def _saving(self) -> AbstractContextManager[object]:
         """Save memory, whatever is written there later: a replay of the forward comes between."""
-        return saved_tensors_hooks(lambda x: x.data, lambda x: x)
+        self._saved: set[int] = set()  # memory
+
+        def pack(x: torch.Tensor) -> torch.Tensor:
+            self._saved.add(x.untyped_storage()._cdata)
+            return x.data
+
+        return saved_tensors_hooks(pack, lambda x: x)
 
     def _behind(self, result: Any, inputs: Tensors, *, again: bool) -> None:
         made = self.outputs.made(result)
@@ -140,7 +146,10 @@ class Slot(Entry):
         }
 
     def _note_reads(self, made: Tensors, inputs: Tensors) -> None:
-        """Know what the backward reads where it lies, and nobody else may write to before it."""
+        """Know what the forward has saved and the backward reads: nobody may write to it between.
+
+        What a hook reads beside that is to be as it is then.
+        """
         assert self._backward is not None
         ledgers = (*self.pieces.ledgers, *self._backward.ledgers)
         written = {key for ledger in ledgers for key in ledger.saved}
@@ -148,7 +157,7 @@ class Slot(Entry):
             key: tensor
             for ledger in self._backward.ledgers
             for key, tensor in ledger.externals.items()
-            if key not in written
+            if key in self._saved and key not in written
         }
         places = [x.untyped_storage()._cdata for x in inputs]
         self._reads_inputs = [

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from commlib import _observers
 from commlib.errors import GraphError
 from commlib.graph.engine import Engine
-from commlib.graph.leaves import leaf, parameters, plain_gradients, with_grads
+from commlib.graph.leaves import leaf, parameters, plain_gradients, with_grads, without_grads
 from commlib.graph.ledger import Collective, Ledger, default_generator
 from commlib.graph.outputs import leads_back
 from commlib.graph.pieces import Pieces, Warming, apart
@@ -102,7 +102,10 @@ class WarmUp:
             self._engine.join(ledger.rings)
             if undo or problem is not None:
                 result = None
-                ledger.restore()
+                try:
+                    ledger.restore()
+                except Exception as error:  # the other ranks wait to hear of it
+                    problem = problem or error
         self.rings, self.collectives = ledger.rings, ledger.collectives
         self.generators = [
             generator
@@ -129,31 +132,34 @@ class WarmUp:
             if watched:
                 self._names, self._calls = list(ledger.names), list(map(str, ledger.collectives))
             if undo:
-                self._go_back(result, inputs, ledger)
+                self._go_back(result, inputs, ledger if watched else None)
             seconds = time.perf_counter() - began
+        without_grads(inputs, call.tensors)
         if watched:
             self._check_grads(ledger)
             self.check_state(ledger)
             self._note_outputs(result, ledger)
+            self._carried = {key for key in ledger.externals if self._lives(key)}
             if undo:
-                self._carried = {key for key in ledger.externals if self._lives(key)}
                 self._made.update(ledger.made)
         else:
             self.eager_seconds = seconds
         return result
 
-    def _go_back(self, result: Any, inputs: Sequence[torch.Tensor], ledger: Ledger) -> None:
-        """Run the backward too, where there is one."""
+    def _go_back(self, result: Any, inputs: Sequence[torch.Tensor], ledger: Ledger | None) -> None:
+        """Run the backward too, where there is one; without a ledger, to the known leaves."""
         outs = [x for x in tree_leaves(result) if leads_back(x)]
         self.differentiable = bool(outs)
         if outs:
-            self.parameters = parameters(ledger, inputs)
+            computed = [] if ledger is None else ledger.computed
+            if ledger is not None:
+                self.parameters = parameters(ledger, inputs)
             wanted = [x for x in (*inputs, *self.parameters) if x.requires_grad]
             ones = [torch.ones_like(x) for x in outs]
-            if not wanted and not ledger.computed:
+            if not wanted and not computed:
                 raise GraphError("an output wants a gradient, and no tensor before it does")
-            found = plain_gradients(outs, (*wanted, *ledger.computed), ones)
-            for tensor, grad in zip(ledger.computed, found[len(wanted) :], strict=True):
+            found = plain_gradients(outs, (*wanted, *computed), ones)
+            for tensor, grad in zip(computed, found[len(wanted) :], strict=True):
                 if grad is not None:
                     raise GraphError(
                         f"a {tuple(tensor.shape)} tensor that the function reads, but is not "
@@ -168,8 +174,8 @@ class WarmUp:
         tied = ledger.new_history()
         if tied:
             raise GraphError(
-                f"a {tuple(tied[0].shape)} tensor from outside is written with something that "
-                f"wants a gradient; write x.detach() into it, or return it"
+                f"a {tuple(tied[0].shape)} tensor that the function is given, or uses, is written "
+                f"with something that wants a gradient; write x.detach() into it, or return it"
             )
         new = ledger.new_grads()
         if new:
