@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from commlib import _observers
 from commlib._ring import Ring
+from commlib.graph.generators import Drawn, default_generator
 from commlib.graph.overlap import Span, span
 from commlib.graph.refuse import (
     Values,
@@ -61,33 +62,6 @@ class Collective(NamedTuple):
         return f"{self.verb} of {self.items} x {self.dtype}{self.rest} on ring {self.ring.ring_id}"
 
 
-class _Drawn:
-    """A generator in a run, and the states that draws have left it in."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self.generator, self.begun = generator, generator.get_state()
-        self._seed, self._last = generator.initial_seed(), b""
-        self._states: set[bytes] = set()
-
-    def leave(self) -> None:
-        """Know the state that a draw has left."""
-        self._last = self._state()
-        self._states.add(self._last)
-
-    def was_set(self) -> bool:
-        """Whether it is elsewhere than left, and no draw that torch does not show leads there."""
-        state = self._state()
-        if state == self._last:
-            return False
-        if state in self._states or self.generator.initial_seed() != self._seed:
-            return True
-        fresh = torch.Generator(self.generator.device).manual_seed(self._seed)
-        return state == fresh.get_state().numpy().tobytes()
-
-    def _state(self) -> bytes:
-        return self.generator.get_state().numpy().tobytes()
-
-
 class Ledger(TorchDispatchMode):
     """Records a run; ``with Ledger(device) as seen: fn()``.
 
@@ -114,7 +88,7 @@ class Ledger(TorchDispatchMode):
         self._save = True
         self._borrowed: set[int] = set()  # memory of arrays that the function has made tensors of
         self._given: dict[int, weakref.ref[torch.Tensor]] = {}  # by an operator of this run, by id
-        self._left: dict[int, _Drawn] = {}  # by generator
+        self._left: dict[int, Drawn] = {}  # by generator
         self.read: dict[int, Span] = {}  # addresses, by memory that is touched and not just viewed
         self.wrote: dict[int, Span] = {}
         reading = Values() if device.type == "cpu" else nullcontext()
@@ -346,7 +320,7 @@ class Ledger(TorchDispatchMode):
         return None if self._capturing else generator
 
     def _leave(self, generator: torch.Generator) -> None:
-        self._left.setdefault(id(generator), _Drawn(generator)).leave()
+        self._left.setdefault(id(generator), Drawn(generator)).leave()
 
     def _check_generator(self, generator: torch.Generator) -> None:
         """Refuse a run that sets a generator it draws from: a graph draws on from where it is."""
@@ -354,15 +328,6 @@ class Ledger(TorchDispatchMode):
         if drawn is not None and drawn.was_set():
             self.generators.setdefault(id(generator), (generator, drawn.begun))  # to be put back
             refuse_seeding()
-
-
-def default_generator(device: Any) -> torch.Generator:
-    """Return torch's own generator of a device."""
-    device = torch.device(device)
-    if device.type == "cpu":
-        return torch.default_generator
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.cuda.default_generators[index]
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

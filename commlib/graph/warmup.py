@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_leaves
 from commlib import _observers
 from commlib.errors import GraphError
 from commlib.graph.engine import Engine
+from commlib.graph.generators import default_generator
 from commlib.graph.leaves import leaf, parameters, plain_gradients, with_grads, without_grads
-from commlib.graph.ledger import Collective, Ledger, default_generator
+from commlib.graph.ledger import Collective, Ledger
 from commlib.graph.outputs import leads_back
 from commlib.graph.pieces import Pieces, Warming, apart
 from commlib.graph.signature import Arguments

@@ -1,0 +1,41 @@
+"""Generators of random numbers, and whether a run draws from them or sets them."""
+
+from typing import Any
+
+import torch
+
+
+class Drawn:
+    """A generator in a run, and the states that draws have left it in."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator, self.begun = generator, generator.get_state()
+        self._seed, self._last = generator.initial_seed(), b""
+        self._states: set[bytes] = set()
+
+    def leave(self) -> None:
+        """Know the state that a draw has left."""
+        self._last = self._state()
+        self._states.add(self._last)
+
+    def was_set(self) -> bool:
+        """Whether it is elsewhere than left, and no draw that torch does not show leads there."""
+        state = self._state()
+        if state == self._last:
+            return False
+        if state in self._states or self.generator.initial_seed() != self._seed:
+            return True
+        fresh = torch.Generator(self.generator.device).manual_seed(self._seed)
+        return state == fresh.get_state().numpy().tobytes()
+
+    def _state(self) -> bytes:
+        return self.generator.get_state().numpy().tobytes()
+
+
+def default_generator(device: Any) -> torch.Generator:
+    """Return torch's own generator of a device."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
