@@ -208,10 +208,10 @@ def table() -> str:
 
 def _is_command() -> bool:
     """Whether this process is the command `commlib`, which says in a line what can't be read."""
-    words = sys.orig_argv
+    words, program = sys.orig_argv, (sys.argv or [""])[0]
     module = words[words.index("-m") + 1 :][:1] if "-m" in words else []
-    as_module = module == ["commlib.tools.cli"] and sys.argv[0] in ("-m", _CLI)  # found, or not yet
-    return as_module or Path(sys.argv[0]).name == "commlib"
+    as_module = module == ["commlib.tools.cli"] and program in ("-m", _CLI)  # found, or not yet
+    return as_module or Path(program).name == "commlib"
 
 
 _CLI = str(Path(__file__).parent / "tools" / "cli.py")
