@@ -420,8 +420,22 @@ def seeds(comm: Any) -> None:
         with forked():
             return x + torch.rand_like(x)
 
+    own = torch.Generator(comm.device)
+
+    def again(x: torch.Tensor) -> torch.Tensor:  # as the program has just done
+        torch.manual_seed(8)
+        return x + torch.rand_like(x)
+
+    def of_its_own(x: torch.Tensor) -> torch.Tensor:
+        own.manual_seed(8)
+        return x + torch.rand(3, generator=own, device=x.device)
+
+    def made(x: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator(x.device).manual_seed(8)
+        return x + torch.rand(3, generator=generator, device=x.device)
+
     x = torch.zeros(3, device=comm.device)
-    for fn in (first, last, inside):
+    for fn in (first, last, inside, again, of_its_own, made):
         torch.manual_seed(8)
         want = torch.rand_like(x)
         torch.manual_seed(8)

@@ -11,13 +11,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from commlib.errors import GraphError
 from commlib.graph.layout import copy_of, elements, is_packed
-from commlib.graph.leaves import with_grads, without_grads
+from commlib.graph.leaves import Tensors, with_grads, without_grads
 from commlib.graph.outputs import Join, Outputs, leads_back, standing
 from commlib.graph.overlap import overlaps, span
 from commlib.graph.pieces import Pieces, making, refuse_foreign
 from commlib.graph.signature import Arguments, of_tensor
-
-Tensors = list[torch.Tensor]
 
 
 class Entry:

@@ -1,5 +1,7 @@
 """Generators of random numbers, and whether a run draws from them or sets them."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +32,19 @@ class Drawn:
 
     def _state(self) -> bytes:
         return self.generator.get_state().numpy().tobytes()
+
+
+@contextmanager
+def moved_on(generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Have them drawn from once more inside a ``with`` block: whoever sets them again shows."""
+    before = [(generator, generator.get_state()) for generator in generators]
+    for generator in generators:
+        torch.rand((), generator=generator, device=generator.device)
+    try:
+        yield
+    finally:
+        for generator, state in before:
+            generator.set_state(state)
 
 
 def default_generator(device: Any) -> torch.Generator:

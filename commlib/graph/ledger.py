@@ -39,7 +39,7 @@ PEER_TO_PEER = ("send", "recv")  # the other ranks do not make them
 
 
 class Step(NamedTuple):
-    """One operator, with the very tensors that it took and gave."""
+    """One operator, with the memory of the tensors that it took and gave, and their shapes then."""
 
     call: Callable[..., Any]
     args: tuple[Any, ...]
@@ -70,8 +70,16 @@ class Ledger(TorchDispatchMode):
     tensor from outside its memory is copied: ``restore()`` puts it back.
     """
 
-    def __init__(self, device: torch.device, *, keep: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        keep: bool = False,
+        drawn: Sequence[torch.Generator] | None = None,
+    ) -> None:
+        """``drawn``: the generators that the run before has drawn from, where there was one."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._drawn = drawn
         self.device, self.keep = device, keep
         self.names: list[str] = []  # operators, in order
         self.launches = 0  # those that compute something, as views and new memory don't
@@ -98,7 +106,8 @@ class Ledger(TorchDispatchMode):
 
     def __enter__(self) -> "Ledger":
         if not self._capturing:
-            self._leave(default_generator(self.device))
+            for generator in (default_generator(self.device), *(self._drawn or ())):
+                self._leave(generator)
         _observers.observers.append(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         self._reading.__enter__()
@@ -269,6 +278,7 @@ class Ledger(TorchDispatchMode):
     def save_again(self) -> None:
         """Take once more what ``restore()`` puts back, for a run that is not watched."""
         self.saved = {key: (memory, memory.clone()) for key, (memory, _) in self.saved.items()}
+        self.generators = {key: (x, x.get_state()) for key, (x, _) in self.generators.items()}
 
     def new_grads(self) -> list[torch.Tensor]:
         """Return the leaves whose ``grad`` was None before the run and is not now."""
@@ -313,6 +323,8 @@ class Ledger(TorchDispatchMode):
         if not isinstance(generator, torch.Generator):
             return None
         if not self._capturing:
+            if self._drawn is not None and id(generator) not in self._left:
+                refuse_seeding()  # the function makes one at each call
             self._check_generator(generator)
         if id(generator) not in self.generators:
             state = generator.get_state() if self._save else None

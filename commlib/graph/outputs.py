@@ -73,8 +73,10 @@ class Outputs:
         self._kinds: list[Output] = []
         for i, leaf in enumerate(leaves):
             same = next((j for j in range(i) if leaf is leaves[j]), None)
-            lent = same is not None and isinstance(self._kinds[same], Lent)
-            self._kinds.append(Again(same) if lent else _kind(leaf, given, own))  # type: ignore[arg-type]
+            if same is not None and isinstance(self._kinds[same], Lent):
+                self._kinds.append(Again(same))
+            else:
+                self._kinds.append(_kind(leaf, given, own))
         self._lent = [i for i, kind in enumerate(self._kinds) if isinstance(kind, Lent)]
         self._again = [(i, kind.place) for i, kind in enumerate(self._kinds) if type(kind) is Again]
         self._loans: dict[int, _Loan] = {}  # by position

@@ -84,10 +84,10 @@ def refuse_borrowed(func: Any) -> None:
 
 
 def refuse_seeding() -> None:
-    """Raise ``GraphError`` for a function that sets the state of a generator it draws from."""
+    """Raise ``GraphError`` for a function that sets or makes a generator it draws from."""
     what = (
-        "the function sets a generator (manual_seed, fork_rng, a checkpoint with dropout), and a "
-        "graph only draws on"
+        "the function sets a generator (manual_seed, fork_rng, a checkpoint with dropout) or makes "
+        "one, and a graph only draws on"
     )
     raise _refusal(what, "manual_seed", "set it before the call")
 

@@ -13,8 +13,8 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from commlib.errors import GraphError
 from commlib.graph.engine import Engine
-from commlib.graph.entry import Entry, Tensors
-from commlib.graph.leaves import gradients, leaf, plain_gradients
+from commlib.graph.entry import Entry
+from commlib.graph.leaves import Tensors, gradients, leaf, plain_gradients
 from commlib.graph.outputs import Join
 from commlib.graph.pieces import Pieces
 from commlib.graph.signature import Arguments, any_autocast

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from commlib import _observers
 from commlib.errors import GraphError
 from commlib.graph.engine import Engine
-from commlib.graph.generators import default_generator
+from commlib.graph.generators import default_generator, moved_on
 from commlib.graph.leaves import leaf, parameters, plain_gradients, with_grads, without_grads
 from commlib.graph.ledger import Collective, Ledger
 from commlib.graph.outputs import leads_back
@@ -57,14 +57,18 @@ class WarmUp:
 
         Behind two or more that are undone comes one that nobody watches: it tells the eager time.
         """
-        result = None
+        result, drawn = None, None
         # A run that stays may be the one that sets things up.
         self._settled = times > 1 or not self._keeps_last
         for turn in range(times):
-            ledger, stays = Ledger(self._device), self._keeps_last and turn == times - 1
+            ledger = Ledger(self._device, drawn=drawn)
+            stays = self._keeps_last and turn == times - 1
             if stays:
                 ledger.without_saving()
-            result = self._once(call, ledger, undo=not stays, as_before=0 < turn == times - 1)
+            with moved_on([] if stays or drawn is None else drawn):
+                result = self._once(call, ledger, undo=not stays, as_before=0 < turn == times - 1)
+            own = default_generator(self._device)
+            drawn = [own, *(x for x, _ in ledger.generators.values() if x is not own)]
         if times > 1 and not self._keeps_last:
             self._once(call, ledger, undo=True, watched=False)
         return result
