@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from commlib import _gate, _group
+from commlib import _gate, _group, flags
 from commlib._checks import (
     check_dtype,
     check_out,
@@ -50,8 +50,14 @@ class CommContext(EngineRing):
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
+        max_blocks: int | None = None,
     ) -> Any:
-        """Fill ``out`` on every rank with the reduction of ``x`` over all ranks (any shape)."""
+        """Fill ``out`` on every rank with the reduction of ``x`` over all ranks (any shape).
+
+        ``max_blocks`` bounds the blocks of a push kernel, which wait on the GPU for the peers. By
+        default an asynchronous call takes at most FLAGS_comm_async_blocks, so that the program's
+        own kernels keep the rest of the GPU; any other call takes what is fastest.
+        """
         dense = check_pair(self, "all_reduce", out, x)
         count = x.numel()
         if out is not x and out.numel() != count:
@@ -59,28 +65,42 @@ class CommContext(EngineRing):
         known = self._reductions.get((x.dtype, op)) if factor is None else None
         args = (known or self._reduction("all_reduce", x, op, factor),)
         launch = self._pick(self._all_reduce, count)
-        how = use_calc_stream, sync_op, fenced
+        how = use_calc_stream, sync_op, fenced, 0 if max_blocks is None else self._most(max_blocks)
         return _gate.run(self, "all_reduce", launch, args, out, x, 0, dense, out, how)
 
-    def all_reduce_begin(self, out: Tensor, x: Tensor, *, op: str = "sum") -> Work:
+    def all_reduce_begin(
+        self, out: Tensor, x: Tensor, *, op: str = "sum", max_blocks: int | None = None
+    ) -> Work:
         """Begin an ``all_reduce`` on the caller's current stream; ``wait()`` of the Work ends it.
 
-        What the program launches between the two runs while the data is under way. ``x`` must not
-        change before, ``out`` is filled behind ``wait()``, which the host does not block in. No
-        other collective of this ring comes between. With the push kernels both halves are launches
-        of their own, in a capture too; anything else runs on the ring's comm stream meanwhile.
+        Kernels that the program launches between the two run while the data is under way. ``x``
+        must not change before ``wait()``, which fills ``out`` and does not block the host. No other
+        collective of this ring may be called between the two. With the push kernels both halves are
+        launches of their own, in a capture too; anything else runs on the ring's comm stream.
+        ``max_blocks`` is as in ``all_reduce``.
         """
+        blocks = flags.get(flags.ASYNC_BLOCKS) if max_blocks is None else self._most(max_blocks)
         dense = check_pair(self, "all_reduce", out, x)
         if out.numel() != x.numel():
             raise misfit(self, "all_reduce", out, x.numel(), "as many elements as x")
         reduction = self._reduction("all_reduce", x, op)
         if dense and self.size > 1 and x.numel() and self.open_group is None:
-            begin = _gate.begin(self, "all_reduce", self._begin, out, x, reduction)
+            begin = _gate.begin(self, "all_reduce", self._begin, out, x, reduction, blocks)
             if begin is not None:
                 return begin
-        work = self.all_reduce(out, x, op=op, use_calc_stream=False, sync_op=False)
+        how = {"use_calc_stream": False, "sync_op": False}
+        work = self.all_reduce(out, x, op=op, max_blocks=blocks, **how)
         assert isinstance(work, Work)
         return work
+
+    def _most(self, max_blocks: int) -> int:
+        """Return ``max_blocks`` once it is known to be a number of blocks."""
+        if isinstance(max_blocks, bool) or not isinstance(max_blocks, int) or max_blocks < 1:
+            raise ArgumentError(
+                f"{self.where('all_reduce')}: max_blocks={max_blocks!r}; expected a whole number "
+                f"above 0, or None for FLAGS_comm_async_blocks"
+            )
+        return max_blocks
 
     def all_reduce_norm(
         self, x: Tensor, norm: "Norm", *, use_calc_stream: bool = True
@@ -94,7 +114,7 @@ class CommContext(EngineRing):
         if fused is None:
             return None
         y, total = norm.outputs(x)
-        (launch, steps), how = fused, (use_calc_stream, True, True)
+        (launch, steps), how = fused, (use_calc_stream, True, True, 0)
         args, verb = (total, norm, steps), "all_reduce_residual_norm"
         _gate.run(self, verb, launch, args, y, x, None, True, y, how)
         return y, total
@@ -115,7 +135,7 @@ class CommContext(EngineRing):
             raise misfit(self, "all_gather", out, count * self.size, "size * x.numel()")
         place = self.rank * count if self.parts_in_place else None
         launch = self._pick(self._all_gather, count)
-        how = use_calc_stream, sync_op, fenced
+        how = use_calc_stream, sync_op, fenced, 0
         return _gate.run(self, "all_gather", launch, (), out, x, place, dense, out, how)
 
     def reduce_scatter(
@@ -136,7 +156,7 @@ class CommContext(EngineRing):
         args = (self._reduction("reduce_scatter", x, op),)
         place = -self.rank * count if self.parts_in_place else None
         launch = self._pick(self._reduce_scatter, count)
-        how = use_calc_stream, sync_op, fenced
+        how = use_calc_stream, sync_op, fenced, 0
         return _gate.run(self, "reduce_scatter", launch, args, out, x, place, dense, out, how)
 
     def broadcast(
@@ -152,7 +172,7 @@ class CommContext(EngineRing):
         """Fill ``out`` on every rank with ``x`` of ``root``; elsewhere ``x`` is not read."""
         source = self._from_root("broadcast", root, out, x, 1)
         launch = self._pick(self._broadcast, out.numel())
-        how = use_calc_stream, sync_op, fenced
+        how = use_calc_stream, sync_op, fenced, 0
         return _gate.run(self, "broadcast", launch, (root,), out, source, 0, False, out, how)
 
     def reduce(
@@ -172,7 +192,7 @@ class CommContext(EngineRing):
             raise misfit(self, "reduce", target, x.numel(), "as many elements as x")
         args = (root, self._reduction("reduce", x, op))
         launch = self._pick(self._reduce, x.numel())
-        how = use_calc_stream, sync_op, fenced
+        how = use_calc_stream, sync_op, fenced, 0
         return _gate.run(self, "reduce", launch, args, target, x, 0, False, out, how)
 
     def gather(
@@ -190,7 +210,7 @@ class CommContext(EngineRing):
         if target is not None and target.numel() != x.numel() * self.size:
             raise misfit(self, "gather", target, x.numel() * self.size, "size * x.numel()")
         launch = self._pick(self._gather, x.numel())
-        how = use_calc_stream, sync_op, fenced
+        how = use_calc_stream, sync_op, fenced, 0
         return _gate.run(self, "gather", launch, (root,), target, x, None, False, out, how)
 
     def scatter(
@@ -206,7 +226,7 @@ class CommContext(EngineRing):
         """Fill ``out`` of rank r with part r of ``x`` of ``root``; elsewhere x is not read."""
         source = self._from_root("scatter", root, out, x, self.size)
         launch = self._pick(self._scatter, out.numel())
-        how = use_calc_stream, sync_op, fenced
+        how = use_calc_stream, sync_op, fenced, 0
         return _gate.run(self, "scatter", launch, (root,), out, source, None, False, out, how)
 
     def all_to_all(
@@ -239,7 +259,7 @@ class CommContext(EngineRing):
         launch = self._pick(
             self._equal_parts if equal else self._all_to_all, x.numel() if equal else 1
         )
-        how = use_calc_stream, sync_op, fenced
+        how = use_calc_stream, sync_op, fenced, 0
         return _gate.run(self, "all_to_all", launch, (takes, sends), out, x, None, dense, out, how)
 
     def exchange_rows(
@@ -263,7 +283,7 @@ class CommContext(EngineRing):
         if routes.most * x.shape[1]:
             launch = self._exchange_rows
             self._prepare_rows()
-        how = use_calc_stream, sync_op, fenced
+        how = use_calc_stream, sync_op, fenced, 0
         return _gate.run(self, "exchange_rows", launch, (routes,), out, x, None, dense, out, how)
 
     def send(
@@ -279,7 +299,7 @@ class CommContext(EngineRing):
         check_peer(self, "send", peer)
         check_tensor(self, "send", "x", x)
         launch = self._pick(self._send, x.numel())
-        how = use_calc_stream, sync_op, fenced
+        how = use_calc_stream, sync_op, fenced, 0
         return _gate.run(self, "send", launch, (peer,), None, x, None, False, None, how)
 
     def recv(
@@ -295,7 +315,7 @@ class CommContext(EngineRing):
         check_peer(self, "recv", peer)
         check_out(self, "recv", out)
         launch = self._pick(self._recv, out.numel())
-        how = use_calc_stream, sync_op, fenced
+        how = use_calc_stream, sync_op, fenced, 0
         return _gate.run(self, "recv", launch, (peer,), out, None, None, False, out, how)
 
     def barrier(
@@ -303,7 +323,7 @@ class CommContext(EngineRing):
     ) -> Any:
         """Hold this rank's stream (GPU) or host (CPU) until every rank has come here."""
         launch = self._pick(self._barrier, 1)
-        how = use_calc_stream, sync_op, fenced
+        how = use_calc_stream, sync_op, fenced, 0
         return _gate.run(self, "barrier", launch, (), None, None, None, False, None, how)
 
     def group(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.autograd import graph
 
+from commlib import flags
 from commlib._checks import is_dense
 from commlib._observers import Seen, begun, looking_on, observers, unwatched, watched
 from commlib._ring import Ring
@@ -14,7 +15,7 @@ from commlib._work import OnHost, OnStream, Pending, Work
 from commlib.errors import ArgumentError, CommError, PeerTimeout, StreamError
 
 Launch = Callable[..., Any]
-How = tuple[bool, bool, bool]  # use_calc_stream, sync_op, fenced
+How = tuple[bool, bool, bool, int]  # use_calc_stream, sync_op, fenced, most blocks (0: any number)
 
 # torch's public function wraps this one; it is asked at every call, hence the shorter way.
 _increment_version = getattr(torch._C, "_increment_version", graph.increment_version)
@@ -107,7 +108,7 @@ def run(
     how: How,
 ) -> Any:
     """Pass one checked call: record it, launch it on its stream, track what is unfinished."""
-    use_calc_stream, sync_op, _ = how
+    use_calc_stream, sync_op, _, blocks = how
     if not dense and x is not None and x.requires_grad:
         x = x.detach()  # gradients go through the registered operators, never through here
     if observers and ctx.open_group is None and looking_on():
@@ -118,6 +119,7 @@ def run(
         sync_op
         and (use_calc_stream or ctx.fences is None)
         and ctx.open_group is None
+        and not blocks
         and (
             ((out is x and place == 0) or _apart(out, x, place))
             if dense
@@ -158,21 +160,23 @@ def begin(
     launcher: Callable[..., Pending | None],
     out: torch.Tensor,
     x: torch.Tensor,
-    *args: Any,
+    reduction: Any,
+    blocks: int,
 ) -> Work | None:
     """Launch the first half of a checked call; None, and nothing done, where it has no halves."""
     here = observers and looking_on()
     if not _apart(out, x, 0) or (here and ctx.fences is None):
         return None
     if here:
-        again = partial(begin, ctx, verb, launcher, out, x, *args)
-        with watched([Seen(ctx, verb, out, x, args, partial(finished, again))]):
+        again = partial(begin, ctx, verb, launcher, out, x, reduction, blocks)
+        with watched([Seen(ctx, verb, out, x, (reduction,), partial(finished, again))]):
             return again()
     with ctx.lock:
         if ctx.fault is not None:
             raise ctx.unusable(verb)
         try:
-            pending = launcher(out, x.detach(), *args)
+            with ctx.bounded(blocks):
+                pending = launcher(out, x.detach(), reduction)
         except Exception as error:
             raise ctx.failed(verb, error) from error
         if pending is None:
@@ -184,7 +188,7 @@ def begin(
 
 
 def _tracked(ctx: Ring, call: Call, result: Any, how: How) -> Any:
-    use_calc_stream, sync_op, _ = how
+    use_calc_stream, sync_op, _, _ = how
     with ctx.lock:
         if ctx.fault is not None:
             raise ctx.unusable(call.verb)
@@ -215,21 +219,24 @@ def async_refusal(ctx: Ring, verb: str) -> str:
 
 def launch(ctx: Ring, calls: list[Call], result: Any, how: How) -> Any:
     """Launch ``calls`` as one operation; return ``result``, or a Work where one is unfinished."""
-    use_calc_stream, sync_op, fenced = how
+    use_calc_stream, sync_op, fenced, blocks = how
     ctx.calls += len(calls)
     ctx.last_verb = calls[-1].verb
     fences = ctx.fences
     if fences is None:
         return begun(Work(result, _on_host(ctx, calls)))
     if use_calc_stream:
-        _on_stream(ctx, calls)
+        with ctx.bounded(blocks):
+            _on_stream(ctx, calls)
         return result
     calc = torch.cuda.current_stream(ctx.device)
     # Without a fence the comm stream would run outside a capture, once, and never at a replay.
     fenced = fenced or torch.cuda.is_current_stream_capturing()
     if fenced:
         fences.comm_waits(calc)
-    with torch.cuda.stream(fences.comm):
+    if not (sync_op and fenced):  # the program's own kernels run at the same time
+        blocks = blocks or flags.get(flags.ASYNC_BLOCKS)
+    with torch.cuda.stream(fences.comm), ctx.bounded(blocks):
         _on_stream(ctx, calls)
     if fenced and sync_op:
         fences.calc_waits(calc)

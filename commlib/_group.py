@@ -41,7 +41,7 @@ class Group:
     def leave(self) -> None:
         """Launch everything as one operation."""
         if self.calls:
-            how = self.use_calc_stream, self.sync_op, True
+            how = self.use_calc_stream, self.sync_op, True, 0
             start = partial(launch, self.ctx, self.calls, None, how)
             if observers and looking_on():
                 with watched(self._seen(start)):

@@ -16,6 +16,7 @@ from commlib._ring import ABORT_S
 from commlib._rollcall import Meeting
 from commlib._routes import Routes
 from commlib._streams import current_raw
+from commlib.channel import residency
 from commlib.channel.rows import RowChannel, open_channel
 from commlib.custom_allreduce import choose
 from commlib.custom_allreduce.norm import Norm, PushedNorm
@@ -83,6 +84,7 @@ class NCCLCommContext(CommContext):
         free = torch.cuda.mem_get_info(device)[0]
         self._initialise(meeting.payload, deadline)
         self.communicator_bytes = max(0, free - torch.cuda.mem_get_info(device)[0])
+        self.fills = residency.claim(self)
         self._push = open_push(self)
         if isinstance(self._push, PushChannel):
             self._gathered = self._push.movement("all_gather")
@@ -179,8 +181,8 @@ class NCCLCommContext(CommContext):
 
     def _begin(self, out: Tensor, x: Tensor, reduction: Any) -> Split | None:
         pushed = reduction.all_reduce if isinstance(reduction, _Reduction) else None
-        halves = () if pushed is None else pushed.split(x.nbytes)
-        if not halves or isinstance(self._push, str):
+        halves = None if pushed is None else pushed.split(x.nbytes)
+        if halves is None or isinstance(self._push, str):
             return None
         return Split(self, self._push, halves, out, x)
 
@@ -299,6 +301,19 @@ class NCCLCommContext(CommContext):
         finally:
             nccl.groupEnd()
 
+    @contextmanager
+    def bounded(self, blocks: int) -> Iterator[None]:
+        """Let push kernels inside have at most so many blocks; the issue lock is held."""
+        push = self._push
+        if isinstance(push, str):
+            yield
+            return
+        push.share = blocks
+        try:
+            yield
+        finally:
+            push.share = 0
+
     def errors(self) -> list[str]:
         """Return what went wrong on this ring so far, NCCL's asynchronous errors included."""
         found = super().errors()
@@ -333,6 +348,7 @@ class NCCLCommContext(CommContext):
             self._push.abandon(capture)
 
     def _close(self, deadline: Deadline) -> None:
+        residency.release(self)
         comm, self._comm = self._comm, None
         channels = self._channels()
         self._push = self._rows = "closed"
@@ -343,6 +359,7 @@ class NCCLCommContext(CommContext):
         self._in_time(comm.destroy, deadline, "destroying NCCL")
 
     def _abort(self) -> None:
+        residency.release(self)
         comm, self._comm = self._comm, None
         # Kernels that still run may use the channels' memory: it stays mapped, on the host too.
         _aborted.extend(self._channels())

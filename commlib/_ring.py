@@ -88,6 +88,7 @@ class Ring(ABC):
         self.communicator_bytes = 0
         self.graphs: WeakSet[Any] = WeakSet()  # whatever has captured calls of this ring
         self._errors: list[str] = []
+        self.fills = False  # True if this ring's own kernels may fill a GPU
         self._repairable = False  # whether reset() may clear the fault
         self._meeting, self._hosts, self._exchanging = meeting, None, threading.Lock()
         self._rounds: Rounds | None = None
@@ -237,7 +238,7 @@ class Ring(ABC):
         most = min(self.timeout / 2, REST_S) if self._reported() else self.timeout / 2
         try:
             if self.fences is not None:
-                bounded(self._drain, Deadline(most), self.where("reset"))
+                self._bounded(self._drain, Deadline(most), "reset")
         except CommTimeout:
             return False
         return True
@@ -306,10 +307,24 @@ class Ring(ABC):
         """Wait for every stream of the device: any of them may hold calls of this ring."""
         torch.cuda.synchronize(self.device)
 
+    def _bounded(self, step: Callable[[], Any], deadline: Deadline, what: str) -> Any:
+        """Run a step that may block, at most until ``deadline``, on this ring's device.
+
+        It runs in another thread, whose current device would be GPU 0: the library below would make
+        a context there.
+        """
+
+        def on_device() -> Any:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+            return step()
+
+        return bounded(on_device, deadline, self.where(what))
+
     def _in_time(self, step: Callable[[], Any], deadline: Deadline, what: str) -> bool:
         """Take one step of the ring's end; what goes wrong with it is noted, not raised."""
         try:
-            bounded(step, deadline, self.where(what))
+            self._bounded(step, deadline, what)
         except Exception as error:
             self._errors.append(str(error))
             return False
@@ -394,6 +409,11 @@ class Ring(ABC):
     @contextmanager
     def coalesced(self) -> Iterator[None]:
         """Bracket several launches so that the engine starts them as one."""
+        yield
+
+    @contextmanager
+    def bounded(self, blocks: int) -> Iterator[None]:
+        """Let the engine's own kernels inside have at most so many blocks; 0 is no bound."""
         yield
 
     def _channels(self) -> Sequence["Channel"]:

@@ -42,6 +42,14 @@ def capture_of(stream: int) -> int:
     return int(number) if int(status) == 0 and state == active else 0
 
 
+def owned_by_torch(stream: torch.cuda.Stream) -> bool:
+    """Return True if torch made a stream: such a stream lives as long as the process.
+
+    Another library may destroy its stream at any time. torch names a foreign stream by its handle.
+    """
+    return bool(stream.stream_id != stream.cuda_stream or stream.cuda_stream == 0)
+
+
 class Fences:
     """The comm stream of one ring and the events that order it with the caller's stream.
 

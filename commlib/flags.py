@@ -18,6 +18,7 @@ TIMEOUT = "FLAGS_comm_timeout_s"
 CLOSE_TIMEOUT = "FLAGS_comm_close_timeout_s"
 CHANNEL = "FLAGS_comm_channel_mib"
 CUSTOM_ALLREDUCE = "FLAGS_custom_allreduce"
+ASYNC_BLOCKS = "FLAGS_comm_async_blocks"
 
 _TRUE = ("1", "true", "on", "yes")
 _FALSE = ("0", "false", "off", "no")
@@ -54,6 +55,16 @@ def _mebibytes(name: str, value: object) -> int:
         raise FlagError(
             f"{name}={value!r} is no size: expected a whole number of MiB up to 2048, 0 for none; "
             f"type for example `export {name}=128`"
+        )
+    return int(text)
+
+
+def _blocks(name: str, value: object) -> int:
+    text = str(value).strip()
+    if not text.isdecimal() or not 0 < int(text) <= 1024:
+        raise FlagError(
+            f"{name}={value!r} is not a number of blocks: expected a whole number from 1 to 1024; "
+            f"set for example `export {name}=32`"
         )
     return int(text)
 
@@ -96,6 +107,13 @@ _FLAGS = {
             _boolean,
             True,
             "kernels that push into the peers' memory carry what they do faster (1), or none (0)",
+        ),
+        Flag(
+            ASYNC_BLOCKS,
+            "blocks",
+            _blocks,
+            32,
+            "most blocks of a push kernel that runs at the same time as compute (sync_op=False)",
         ),
     )
 }

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from commlib._manager import comm
-from commlib.ops._library import checked, deliver, register, registered, rows, save
+from commlib.ops._library import checked, deliver, raw_output, register, registered, rows, save
 
 
 def all_gather(
@@ -26,7 +26,11 @@ def all_gather(
         return deliver(_twin(x, ring_id, use_calc_stream), out, sync_op)
     context = comm(ring_id) if out is not None else checked("all_gather", x, ring_id)
     if out is None:
-        out = _new(x, context.size)
+        out = (
+            _new(x, context.size)
+            if fenced or use_calc_stream
+            else raw_output(context, _new, x, context.size)
+        )
     return context.all_gather(
         out, x, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )

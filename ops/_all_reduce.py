@@ -6,7 +6,7 @@ import torch
 
 from commlib._manager import comm
 from commlib.errors import ArgumentError
-from commlib.ops._library import checked, deliver, like, register, registered, save
+from commlib.ops._library import checked, deliver, like, raw_output, register, registered, save
 
 
 def all_reduce(
@@ -37,7 +37,7 @@ def all_reduce(
         return deliver(result, out, sync_op)
     context = comm(ring_id) if out is not None else checked("all_reduce", x, ring_id)
     if out is None:
-        out = like(x)
+        out = like(x) if fenced or use_calc_stream else raw_output(context, like, x)
     return context.all_reduce(
         out,
         x,

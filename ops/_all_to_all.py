@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from commlib._manager import comm
-from commlib.ops._library import checked, deliver, register, registered, rows
+from commlib.ops._library import checked, deliver, raw_output, register, registered, rows
 
 
 def all_to_all(
@@ -32,7 +32,11 @@ def all_to_all(
         return deliver(result, out, sync_op)
     context = comm(ring_id) if out is not None else checked("all_to_all", x, ring_id)
     if out is None:
-        out = _new(x, out_splits)
+        out = (
+            _new(x, out_splits)
+            if fenced or use_calc_stream
+            else raw_output(context, _new, x, out_splits)
+        )
     return context.all_to_all(
         out,
         x,

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from commlib._manager import comm
-from commlib.ops._library import checked, deliver, like, register, registered, save
+from commlib.ops._library import checked, deliver, like, raw_output, register, registered, save
 
 
 def broadcast(
@@ -28,7 +28,7 @@ def broadcast(
         return deliver(_twin(x, ring_id, root, use_calc_stream), out, sync_op)
     context = comm(ring_id) if out is not None else checked("broadcast", x, ring_id)
     if out is None:
-        out = like(x)
+        out = like(x) if fenced or use_calc_stream else raw_output(context, like, x)
     return context.broadcast(
         out, x, root=root, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from commlib._manager import comm
-from commlib.ops._library import checked, deliver, register, rows, traced
+from commlib.ops._library import checked, deliver, raw_output, register, rows, traced
 
 
 def gather(
@@ -31,7 +31,11 @@ def gather(
         return deliver(result, out, sync_op)
     context = comm(ring_id) if out is not None else checked("gather", x, ring_id)
     if out is None:
-        out = _new(x, ring_id, root)
+        out = (
+            _new(x, ring_id, root)
+            if fenced or use_calc_stream
+            else raw_output(context, _new, x, ring_id, root)
+        )
     return context.gather(
         out, x, root=root, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )

@@ -10,6 +10,7 @@ from torch.compiler import is_compiling
 from commlib._checks import check_tensor
 from commlib._context import CommContext
 from commlib._manager import comm
+from commlib._streams import capturing
 from commlib._work import Work
 from commlib.errors import ArgumentError, DtypeError, ShapeError
 
@@ -93,6 +94,22 @@ def checked(verb: str, x: torch.Tensor, ring_id: int) -> CommContext:
 def like(x: torch.Tensor) -> torch.Tensor:
     """Return a new dense tensor of the shape of ``x``."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def raw_output(
+    context: CommContext, make: Callable[..., torch.Tensor], *given: Any
+) -> torch.Tensor:
+    """Make the output of a raw call, which writes it on the ring's stream without a fence.
+
+    On the current stream it could get memory that queued kernels of that stream still use.
+    """
+    if is_compiling() or context.stream is None or capturing():  # compiled code and captures fence
+        return make(*given)
+    calc = torch.cuda.current_stream(context.device)
+    with torch.cuda.stream(context.stream):
+        out = make(*given)
+    out.record_stream(calc)  # the program reads it there
+    return out
 
 
 def deliver(result: torch.Tensor, out: torch.Tensor | None, sync_op: bool) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from commlib._manager import comm
-from commlib.ops._library import checked, deliver, like, register, traced
+from commlib.ops._library import checked, deliver, like, raw_output, register, traced
 from commlib.ops._slices import bounds, joined, pieces
 
 
@@ -30,12 +30,11 @@ def partial_all_gather(
         return deliver(_twin(x.detach(), ring_id, use_calc_stream), out, sync_op)
     context = checked("partial_all_gather", x, ring_id)
     parts = _own(x.detach(), ring_id)
+    fenced = fenced or len(parts) > 1  # the copy of several is made on the current stream
+    if out is None:
+        out = like(x) if fenced or use_calc_stream else raw_output(context, like, x)
     return context.all_gather(
-        like(x) if out is None else out,
-        joined(parts),
-        use_calc_stream=use_calc_stream,
-        sync_op=sync_op,
-        fenced=fenced or len(parts) > 1,  # the copy of several is made on the current stream
+        out, joined(parts), use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from commlib._manager import comm
-from commlib.ops._library import checked, deliver, like, register, traced
+from commlib.ops._library import checked, deliver, like, raw_output, register, traced
 
 
 def reduce(
@@ -31,7 +31,9 @@ def reduce(
         return deliver(result, out, sync_op)
     context = comm(ring_id) if out is not None else checked("reduce", x, ring_id)
     if out is None:
-        out = _new(x, context.rank == root)
+        at_root = context.rank == root
+        raw = at_root and not (fenced or use_calc_stream)
+        out = raw_output(context, like, x) if raw else _new(x, at_root)
     return context.reduce(
         out,
         x,

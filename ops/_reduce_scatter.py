@@ -6,7 +6,7 @@ import torch
 
 from commlib._manager import comm
 from commlib.errors import ArgumentError
-from commlib.ops._library import checked, deliver, register, registered, rows_of, save
+from commlib.ops._library import checked, deliver, raw_output, register, registered, rows_of, save
 
 
 def reduce_scatter(
@@ -29,7 +29,9 @@ def reduce_scatter(
         return deliver(_twin(x, ring_id, op, use_calc_stream), out, sync_op)
     context = comm(ring_id) if out is not None else checked("reduce_scatter", x, ring_id)
     if out is None:
-        out = _new(x, ring_id)
+        out = (
+            _new(x, ring_id) if fenced or use_calc_stream else raw_output(context, _new, x, ring_id)
+        )
     return context.reduce_scatter(
         out, x, op=op, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from commlib._manager import comm
-from commlib.ops._library import checked, deliver, register, rows_of, traced
+from commlib.ops._library import checked, deliver, raw_output, register, rows_of, traced
 
 
 def scatter(
@@ -28,7 +28,9 @@ def scatter(
         return deliver(_twin(x.detach(), ring_id, root, use_calc_stream), out, sync_op)
     context = comm(ring_id) if out is not None else checked("scatter", x, ring_id)
     if out is None:
-        out = _new(x, ring_id)
+        out = (
+            _new(x, ring_id) if fenced or use_calc_stream else raw_output(context, _new, x, ring_id)
+        )
     return context.scatter(
         out, x, root=root, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )

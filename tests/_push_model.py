@@ -37,12 +37,15 @@ class Rank:
     """One rank: its memory, what its host is told, its kernels and those that are to come."""
 
     def __init__(self, index: int, epoch: int) -> None:
-        self.index, self.epoch, self.arrived, self.busy = index, epoch, 0, 0
+        self.index, self.epoch = index, epoch
+        self.arrivals = epoch, 0, 0  # of the present call: its number, blocks, sum of their tags
+        self.launched = self.finished = 0  # blocks
+        self.tag = 0  # of the last call that has started
         self.fault: Fault | None = None
         self.halves: dict[tuple[int, int], Word] = {}  # which half, where in it
         self.error: Fault | None = None
-        self.kernels: list[Kernel] = []
-        self.stream: Iterator[Kernel] = iter(())
+        self.running = 0  # kernels
+        self.overlapped = False  # whether two were running at the same time
 
 
 class Machine:
@@ -59,22 +62,32 @@ class Machine:
         time = self.now + wait + self.random.paretovariate(0.75)
         heapq.heappush(self.events, (time, next(self.numbers), action))
 
-    def run(self, programs: Sequence[Sequence[Call]]) -> list[list[list[Word]]]:
-        """Run every rank's calls until nothing is under way, and return every rank's outputs."""
-        for rank, program in zip(self.ranks, programs, strict=True):
-            rank.kernels = [Kernel(self, rank, call) for call in program]
-            rank.stream = iter(rank.kernels)
-            self.launch(rank)
+    def run(
+        self, programs: Sequence[Sequence[Call]], beside: Sequence[Call] = ()
+    ) -> list[list[list[Word]]]:
+        """Run every rank's calls until nothing is under way, and return every rank's outputs.
+
+        ``beside``: calls that every rank makes on another stream at the same time.
+        """
+        self.misused = bool(beside)  # words may then land on each other
+        kernels = [
+            [[Kernel(self, rank, call) for call in calls] for calls in (program, beside)]
+            for rank, program in zip(self.ranks, programs, strict=True)
+        ]
+        for streams in kernels:
+            for stream in streams:
+                self.launch(iter(stream))
         while self.events:
             self.now, _, action = heapq.heappop(self.events)
             if self.now > 1e15:  # soon, as those who wait look less and less often
                 raise Violation("somebody waits in vain")
             action()
-        return [[kernel.out for kernel in rank.kernels] for rank in self.ranks]
+        return [[kernel.out for stream in streams for kernel in stream] for streams in kernels]
 
-    def launch(self, rank: Rank) -> None:
-        """Begin a rank's next call, at once or late."""
-        if kernel := next(rank.stream, None):
+    def launch(self, stream: "Iterator[Kernel]") -> None:
+        """Begin the next call of a stream, at once or late."""
+        if kernel := next(stream, None):
+            kernel.stream = stream
             self.later(kernel.begin, self.random.choice((0, 0, 1000)))
 
     def reset(self, epoch: int) -> None:
@@ -91,11 +104,15 @@ class Kernel:
         self.x: list[Word] = [(call.tag, rank.index, i) for i in range(x)]
         self.out = self.x if x == out and machine.random.random() < 0.5 else [None] * out
         self.blocks, self.threads, self.ahead = call.grids[rank.index % len(call.grids)]
-        self.expected = [self.threads] * self.blocks  # at each block's __syncthreads
+        self.stream: Iterator[Kernel] = iter(())
+        self.expected = [self.threads] * self.blocks  # at each block's first __syncthreads
+        self.working = [self.threads] * self.blocks  # before its last one
         self.under_way = self.grid = self.blocks * self.threads
 
     def begin(self) -> None:
         """Let the threads begin, in any order."""
+        self.rank.running += 1
+        self.rank.overlapped = self.rank.overlapped or self.rank.running > 1
         for index in range(self.grid):
             self.machine.later(partial(self.go_on, self.call.verb(self, index).run()))
 
@@ -111,7 +128,8 @@ class Kernel:
             self.rank.halves.pop(zero, None)
         self.under_way -= 1
         if not self.under_way:
-            self.machine.launch(self.rank)
+            self.rank.running -= 1
+            self.machine.launch(self.stream)
 
 
 class Thread:
@@ -129,15 +147,17 @@ class Thread:
 
     def run(self) -> Steps:
         """Enter the call, do what the verb is about, and leave."""
-        self.epoch = self.rank.epoch
+        self.epoch, self.launched = self.rank.epoch, self.rank.launched
+        self.finished = self.rank.finished
         if self.given_up(self.machine.now, self.me):
             for i in range(self.index, self.slice, self.kernel.grid):
                 self.spoil(i)
             self.kernel.expected[self.block] -= 1
             return
         yield from self.work()
-        if self.index == 0:
-            self.rank.busy = 0
+        self.kernel.working[self.block] -= 1
+        if not self.kernel.working[self.block]:
+            self.rank.finished += 1
 
     def work(self) -> Steps:
         """Push, arrive, and go on pushing ahead of what is waited for."""
@@ -183,19 +203,28 @@ class Thread:
         begin = self.machine.now
         while self.kernel.expected[self.block]:
             yield (self.machine.now - begin) / 2
-        if self.index == 0:
-            other, self.rank.busy = self.rank.busy, self.kernel.call.tag
-            if other:
-                self.raise_fault("two at once", self.me, other)
         if self.thread == 0:
-            ticket, self.rank.arrived = self.rank.arrived, self.rank.arrived + 1
+            epoch, blocks, tags = ticket = self.rank.arrivals
+            self.rank.arrivals = epoch, blocks + 1, tags + self.kernel.call.tag
             yield 0
             self.advance(ticket)
 
-    def advance(self, ticket: int) -> None:
-        """Move the epoch on in the block that came last: all have read it."""
-        if ticket == self.kernel.blocks - 1:
-            self.rank.arrived, self.rank.epoch = 0, (self.epoch + 1) % 2**32
+    def advance(self, ticket: tuple[int, int, int]) -> None:
+        """Report a call that runs at the same time; move the epoch on in the last block."""
+        epoch, blocks, tags = ticket
+        alone = (epoch, tags) == (self.epoch, blocks * self.kernel.call.tag)
+        if not alone or self.finished < self.launched:
+            self.raise_fault("two at once", self.me, self.rank.tag)
+        if blocks == 0:
+            self.rank.tag = self.kernel.call.tag
+        if blocks == self.kernel.blocks - 1:
+            self.move_on()
+
+    def move_on(self) -> None:
+        """Begin the next call: all blocks have read the epoch."""
+        self.rank.epoch = (self.epoch + 1) % 2**32
+        self.rank.arrivals = self.rank.epoch, 0, 0
+        self.rank.launched = self.launched + self.kernel.blocks
 
     def slot(self, source: int, i: int, hop: int) -> tuple[int, int]:
         """Return where vector i of a source's slice lies: the layout of a half is the call's."""
@@ -206,7 +235,7 @@ class Thread:
         halves, at = self.machine.ranks[peer].halves, self.slot(self.me, i, hop)
 
         def land() -> None:
-            if at in halves:
+            if at in halves and not self.machine.misused:
                 raise Violation(f"{word} of rank {self.me} lands on {halves[at]} of rank {peer}")
             halves[at] = word
 

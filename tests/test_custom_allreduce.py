@@ -8,6 +8,7 @@ import contextlib
 import os
 import random
 import signal
+import struct
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -242,13 +243,15 @@ def test_mixed_calls_of_more_ranks(crowd: Ranks, request: pytest.FixtureRequest)
 
 
 def wrap(comm: Any) -> None:
-    """The number of the call passes 2**32: halves go on taking turns."""
+    """The numbers of calls and of blocks pass 2**32: halves go on taking turns."""
     if not on_gpu(comm):
         return
     with another(comm, 80) as ring:
         torch.cuda.synchronize()
         ring.exchange([])
-        ring._push._memory.put(0, (2**32 - 8).to_bytes(4, "little"))
+        call, blocks = 2**32 - 8, 2**32 - 3  # Control in channel.cuh
+        words = struct.pack("<IIQQI", call, blocks, 0, call % 2**11 << 53, blocks)
+        ring._push._memory.put(0, words)
         ring.exchange([])
         mixed(ring, 40, 5)
 

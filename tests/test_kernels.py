@@ -202,8 +202,8 @@ def test_rows_fit_into_blocks_and_the_channel(size: int, most: int, threads: int
         held, block, team = norm.block(width, threads, most)
         assert held in HELD
         assert team in {2**power for power in range(4) if 2**power <= most}
-        assert width <= block * held * team < width + norm.WARP * held * team
-        assert block % norm.WARP == 0
+        assert width <= block * held * team < width + push.WARP * held * team
+        assert block % push.WARP == 0
         assert 0 < block <= norm.THREADS
         for kernel, copies in (("norm_one_shot", size), ("norm_two_shot", 2)):
             slots = norm.slots(kernel, width, size)

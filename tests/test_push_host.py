@@ -28,16 +28,27 @@ class Order(order.StreamOrder):
         super().__init__(torch.device("cpu"))
         self.captures: dict[int, int] = {}
         self.fences: list[int] = []
+        self.strangers: set[int] = set()  # streams of another library
+        self.stream = 0
         monkeypatch.setattr(order, "capture_of", lambda stream: self.captures.get(stream, 0))
+
+    def _owned(self) -> bool:
+        return self.stream not in self.strangers
 
     def _fence(self, stream: int, behind: int) -> None:
         self.fences.append(behind)
 
+    def _wait(self, stream: int, event: Any) -> None:
+        self.fences.append(-event)  # recorded after the last call, on that stream
+
     def call(self, stream: int) -> list[int]:
-        """Return what a call on a stream is put behind."""
+        """Return what a call on a stream waits for."""
         self.fences.clear()
+        self.stream = stream
         if stream != self.last:
             self.change_to(stream)
+        if self.foreign:
+            self._ended[stream] = stream  # type: ignore[assignment]  # stands for the event
         return list(self.fences)
 
 
@@ -80,6 +91,12 @@ def test_a_call_beside_a_capture(ordered: Order) -> None:
     assert [ordered.call(s) for s in (A, B)] == [[], []]
     ordered.captures = {C: 8, S: 8}
     assert [ordered.call(s) for s in (C, B, S)] == [[], [], [C]]
+
+
+def test_a_foreign_stream_is_not_touched_after_its_call(ordered: Order) -> None:
+    """It may be destroyed by then: the next call waits for an event that was recorded in time."""
+    ordered.strangers = {S}
+    assert [ordered.call(s) for s in (A, S, A, S, S)] == [[], [A], [-S], [A], [-S]]
 
 
 # -- launches from any thread ----------------------------------------------------------------------
@@ -149,6 +166,8 @@ class Ring:
     ring_id, rank, ranks, size, timeout = 3, 0, (0, 1), 2, 1.0
     device = torch.device("cuda", 0)
 
+    fills = True
+
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.fault: str | None = None
@@ -191,8 +210,8 @@ class Halves:
     def begin(self) -> split.Split:
         """Launch a first half."""
         ring: Any = self.ring
-        x, steps = torch.zeros(1), tuple[Any, ...](("begin", "end"))
-        return split.Split(ring, self.channel, steps, x, x)
+        x, steps = torch.zeros(1), {"begin": ("begin",), "end": ("end",)}
+        return split.Split(ring, self.channel, push.Halves(**steps), x, x)
 
 
 @pytest.fixture
@@ -284,13 +303,18 @@ def test_halves_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
         row=lambda moved, nbytes: Row(100, "one_shot", 32, 1) if nbytes <= 100 else None,
         window=lambda kernel: 50,
         step=lambda moved, row, offset, nbytes: made.append(row.kernel),
+        gate=lambda moved, nbytes, signals: (),
+        share=0,
     )
     moved = push.Pushed(channel, "all_reduce", "_float32_sum", 4, 16, 0)
-    assert len(moved.split(48)) == len(moved.split(48)) == 2
+    assert moved.split(48) is moved.split(48) is not None
     assert made == ["one_shot_begin", "one_shot_end"]
-    assert moved.split(52) == ()  # more than one launch does
-    assert moved.split(104) == ()
-    assert push.Pushed(channel, "all_reduce", "_float32_max", 4, 16, 0).split(48) == ()
+    channel.share = 16
+    assert moved.split(48) is not None
+    assert made == 2 * ["one_shot_begin", "one_shot_end"]  # another grid
+    assert moved.split(52) is None  # more than one launch does
+    assert moved.split(104) is None
+    assert push.Pushed(channel, "all_reduce", "_float32_max", 4, 16, 0).split(48) is None
 
 
 # -- what goes wrong on one rank -------------------------------------------------------------------

@@ -188,6 +188,18 @@ def _current(device: int) -> Iterator[None]:
         _driver().cuCtxPopCurrent()
 
 
+MOST_BLOCKS = 8191  # of a push kernel: its counters hold no more, see channel.cuh
+
+
+def resident_blocks(function: Any, device: int, threads: int) -> int:
+    """Return how many blocks of a kernel a GPU holds at the same time."""
+    driver = _driver()
+    with _current(device):
+        status, blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, 0)
+    _succeed("cuOccupancyMaxActiveBlocksPerMultiprocessor", status)
+    return int(blocks) * torch.cuda.get_device_properties(device).multi_processor_count
+
+
 _ELSEWHERE = (201, 400)  # CUDA_ERROR_INVALID_CONTEXT, _HANDLE: the current context is another one
 
 
@@ -197,6 +209,11 @@ class Grid(NamedTuple):
     blocks: int
     threads: int
     cluster: int = 1
+
+    def within(self, most: int) -> "Grid":
+        """Return the grid with at most so many blocks, but at least one cluster."""
+        clusters = max(1, min(self.blocks, most) // self.cluster)
+        return self._replace(blocks=clusters * self.cluster)
 
 
 class Launch:

@@ -1,30 +1,19 @@
-"""Calls that share something, one behind the other, whatever streams they come from."""
-
-from functools import cache
+"""Calls that share something, one after the other, on any streams."""
 
 import torch
 
-from commlib._streams import capture_of, current_raw
-
-
-@cache
-def pushes(device: torch.device) -> "StreamOrder":
-    """Return the order of all push kernels of a device, those of every ring.
-
-    A large one fills the GPU until its peers come. Two rings that ran at the same time could each
-    hold one rank's GPU and wait for the other's; in the order of the program they can't.
-    """
-    return StreamOrder(device)
+from commlib._streams import capture_of, current_raw, owned_by_torch
 
 
 class StreamOrder:
-    """Which stream had the last call, and the fence to the next one's.
+    """The stream of the last call, and the fence to the stream of the next one.
 
-    Outside captures, and inside one, calls on different streams are fenced here. A graph that is
-    replayed beside other calls is for the program to order.
+    Calls on different streams are fenced here, outside captures and inside one. The program orders
+    a graph that is replayed at the same time as other calls.
     """
 
-    __slots__ = ("_captured", "_device", "_eager", "_known", "_tags", "last", "tag")
+    __slots__ = ("_captured", "_device", "_eager", "_ended", "_known", "_tags", "foreign", "last",
+                 "tag")  # fmt: skip
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -35,18 +24,21 @@ class StreamOrder:
         self._captured: tuple[int, int | None] = 0, None  # a capture, and its last call's stream
         self._known: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
         self._tags: dict[int, int] = {}
+        self._ended: dict[int, torch.cuda.Event] = {}  # by foreign stream: after its last call
+        self.foreign = False  # True if another library made the last call's stream
         self.tag = 0  # number of the last call's stream, from 1 on
 
     def turn(self) -> int:
-        """Return the handle of the current stream, ordered behind the last call."""
+        """Return the handle of the current stream, ordered after the last call."""
         stream = current_raw(self._device.index)
         if stream != self.last:
             self.change_to(stream)
         return stream
 
     def change_to(self, stream: int) -> None:
-        """Order the current stream, which this handle names, behind the last call."""
+        """Order the current stream, which this handle names, after the last call."""
         here, there = capture_of(stream), 0 if self.last is None else capture_of(self.last)
+        self.foreign = not here and not self._owned()
         if there:  # its capture has begun since, and may hold calls that came the short way
             self._captured = there, self.last
         if here:
@@ -54,14 +46,29 @@ class StreamOrder:
             behind = behind if number == here else None
             self._captured, self.last = (here, stream), None
         else:
-            behind, self._eager, self.last = self._eager, stream, stream
+            behind, self._eager = self._eager, stream
+            # A foreign stream may be gone at the next call, and another one may have its handle.
+            self.last = None if self.foreign else stream
         self.tag = self._tags.setdefault(stream, len(self._tags) + 1)
-        if behind is not None and behind != stream and capture_of(behind) == here:
+        if not here and behind in self._ended:
+            self._wait(stream, self._ended[behind])
+        elif behind is not None and behind != stream and capture_of(behind) == here:
             self._fence(stream, behind)
+
+    def ended(self, stream: int) -> None:
+        """Record where a call on a foreign stream ends, while that stream certainly exists."""
+        event = self._ended.setdefault(stream, torch.cuda.Event())
+        event.record(self._stream(stream)[0])
+
+    def _owned(self) -> bool:
+        return owned_by_torch(torch.cuda.current_stream(self._device))
 
     def _fence(self, stream: int, behind: int) -> None:
         last, event = self._stream(behind)
         event.record(last)
+        self._wait(stream, event)
+
+    def _wait(self, stream: int, event: torch.cuda.Event) -> None:
         self._stream(stream)[0].wait_event(event)
 
     def _stream(self, handle: int) -> tuple[torch.cuda.Stream, torch.cuda.Event]:

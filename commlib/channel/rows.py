@@ -10,12 +10,14 @@ from commlib import flags
 from commlib._log import log
 from commlib._ring import Ring
 from commlib._routes import SEGMENT, Routes
-from commlib.channel import driver
+from commlib.channel import driver, residency
 from commlib.channel.memory import CAPTURING, PeerMemory, share
-from commlib.channel.order import pushes
+from commlib.channel.order import StreamOrder
 from commlib.errors import PeerTimeout
 
 RANKS, _THREADS = 16, 512  # as in rows.cu
+_PER_MULTIPROCESSOR = 2  # blocks that fit, as __launch_bounds__ in rows.cu says
+_LEAST = 2  # blocks: one pushes, one empties
 KERNEL = Path(__file__).with_name("rows.cu")
 _CONTROL, _FLAGS = 4096, 1 << 16  # bytes of control words, then of each half's flags
 _HALVES = _CONTROL + 2 * _FLAGS  # where they begin
@@ -51,15 +53,19 @@ class RowChannel:
 
     def __init__(self, ring: Ring, memory: PeerMemory, functions: dict[int, Any]) -> None:
         self._ring, self._memory = ring, memory
-        self._error, self._order = driver.HostWord(), pushes(ring.device)
+        self._error, self._order = driver.HostWord(), StreamOrder(ring.device)
         self._window = (memory.nbytes - _HALVES) // 2
-        multiprocessors = torch.cuda.get_device_properties(ring.device).multi_processor_count
-        grid = driver.Grid(2 * multiprocessors, _THREADS)  # all of them fit on the device at once
         self._calls = {most: _BLOCKS[most]() for most in functions}
-        self._launches = {
-            most: driver.Launch(found, ring.device.index, grid, self._calls[most])
-            for most, found in functions.items()
-        }
+        self._launches = {most: self._launch(most, found) for most, found in functions.items()}
+
+    def _launch(self, most: int, function: Any) -> driver.Launch:
+        """Return the launch of one kernel. All its blocks run at the same time: they wait."""
+        device = self._ring.device.index
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        blocks = residency.most_blocks(function, device, _THREADS, self._ring.fills)
+        blocks = max(_LEAST, min(_PER_MULTIPROCESSOR * multiprocessors, blocks))
+        grid = driver.Grid(blocks, _THREADS)
+        return driver.Launch(function, device, grid, self._calls[most])
 
     def takes(self, routes: Routes) -> bool:
         """Whether the call fits; the same on all ranks, for it asks for nothing else."""
@@ -74,6 +80,8 @@ class RowChannel:
         for first in range(0, routes.most * call.row, self._window):
             call.first = first
             self._launches[most](stream)
+        if self._order.foreign:
+            self._order.ended(stream)
 
     def _call(self, most: int, out: torch.Tensor, x: torch.Tensor, routes: Routes) -> Any:
         ring, call = self._ring, self._calls[most]

@@ -10,13 +10,12 @@ from commlib._ring import Ring
 from commlib.channel import driver
 from commlib.custom_allreduce import choose
 from commlib.custom_allreduce.choose import FLOATS, VECTOR, Row
-from commlib.custom_allreduce.push import Call, PushChannel
+from commlib.custom_allreduce.push import WARP, Call, PushChannel
 
 Tensor = torch.Tensor
 
 VERB = "all_reduce_residual_norm"
 FLOAT8 = torch.float8_e4m3fn
-WARP = 32
 THREADS, HELD = 512, 4  # the most in a block, and the most vectors a thread; as in channel.cuh
 TEAM, SHARE = 8, 128  # the most blocks that share a row, as in team.cuh; threads of each
 WIDEST = THREADS * HELD  # vectors of a row
@@ -81,19 +80,21 @@ class PushedNorm:
         able = [int(capability >= (8, 9)), int(capability >= (9, 0))]
         common = [min(column) for column in zip(*ring.exchange(able), strict=True)]
         self._float8, self._team = bool(common[0]), TEAM if common[1] else 1
-        self._steps: dict[tuple[int, int, torch.dtype], tuple[Step, ...]] = {}
+        self._steps: dict[tuple[int, int, torch.dtype, int], tuple[Step, ...]] = {}
 
     def steps(self, x: Tensor, norm: Norm) -> tuple[Step, ...]:
         """Return the launches for ``x``, which is not empty; none where there is no kernel."""
         if norm.scale is not None and not self._float8:
             return ()
-        key = x.shape[-1], x.numel(), x.dtype
+        items, numel, share = x.shape[-1], x.numel(), self._channel.share
+        key = items, numel, x.dtype, share
         steps = self._steps.get(key)
         if steps is None:
             if len(self._steps) >= _PLANS:
                 self._steps.clear()
-            row = choose.choose(VERB, x.numel() * x.itemsize, self._size)
-            steps = self._steps[key] = () if row is None else self.plan(*key, row)
+            row = choose.choose(VERB, numel * x.itemsize, self._size)
+            found = () if row is None else self.plan(items, numel, x.dtype, row)
+            steps = self._steps[key] = found
         return steps
 
     def plan(self, items: int, numel: int, dtype: torch.dtype, row: Row) -> tuple[Step, ...]:
@@ -135,6 +136,7 @@ class PushedNorm:
             argument.scale = None if norm.scale is None else norm.scale.data_ptr()
             argument.layer, argument.eps = norm.layer, norm.eps
             launch(stream)
+        self._channel.launched(stream)
 
 
 def block(width: int, wanted: int, most: int) -> tuple[int, int, int]:

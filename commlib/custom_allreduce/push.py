@@ -12,9 +12,9 @@ from commlib import flags
 from commlib._log import log
 from commlib._ring import Ring
 from commlib._streams import capture_of, current_raw
-from commlib.channel import driver
+from commlib.channel import driver, residency
 from commlib.channel.memory import PeerMemory, share
-from commlib.channel.order import pushes
+from commlib.channel.order import StreamOrder
 from commlib.custom_allreduce import choose
 from commlib.custom_allreduce.choose import FLOATS, OPS, VECTOR, Row
 from commlib.errors import ArgumentError, PeerTimeout, StreamError
@@ -22,10 +22,17 @@ from commlib.errors import ArgumentError, PeerTimeout, StreamError
 RANKS = 8  # as in channel.cuh
 WINDOW = 16 << 20  # bytes of an all_reduce that one launch does; larger ones take several
 KERNELS = Path(__file__).parent / "kernels"
-FILES = ("all_reduce.cu", "split.cu", "packets.cu", "norm.cu")
+FILES = ("all_reduce.cu", "split.cu", "packets.cu", "norm.cu", "gate.cu")
+GATED = 64 << 10  # bytes of a call from which on it waits in a gate where it shares the GPU
+WARP = 32
 VERBS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "all_reduce_residual_norm")
 
-_CONTROL, _LIMIT = 4096, 24  # bytes of control words; where limit_ns stands among them
+_CONTROL, _LIMIT = 4096, 32  # bytes of control words; offset of limit_ns
+_LAUNCH_BITS, _STREAMS = (
+    17,
+    1 << 10,
+)  # of a tag: bits of the launch's number; streams, as in channel.cuh
+_LAUNCH_MASK = (1 << _LAUNCH_BITS) - 1
 _LATE, _TWO_AT_ONCE = 1, 2  # as in channel.cuh
 _SPARE = 4096  # bytes of a half beside two windows: slots begin at whole vectors
 _PLANS = 4096  # sizes that are remembered
@@ -45,6 +52,7 @@ class Call(ctypes.Structure):
         ("tag", ctypes.c_uint32),
         ("verb", ctypes.c_uint32),
         ("option", ctypes.c_int),
+        ("signals", ctypes.c_int),
     ]
 
 
@@ -56,6 +64,13 @@ class Step(NamedTuple):
     offset: int
 
 
+class Halves(NamedTuple):
+    """The launches of a call in two halves."""
+
+    begin: tuple[Step, ...]
+    end: tuple[Step, ...]
+
+
 class PushChannel:
     """Memory that the ranks of a ring share, and the kernels that work in it, in stream order."""
 
@@ -63,7 +78,9 @@ class PushChannel:
         self._ring, self._memory, self._modules = ring, memory, modules
         self._device, self._error = ring.device.index, driver.HostWord()
         self._word = self._error.word
-        self._order = pushes(ring.device)
+        self._order = StreamOrder(ring.device)
+        self._launched = 0  # calls, for their tags
+        self.share = 0  # most blocks of the calls that are made now, 0 for no such limit
         self._open = self._opened = 0  # number of the split call that is open, or 0; and the last
         self._open_in = 0  # the capture that its first half is part of, 0 for none
         self._half = (memory.nbytes - _CONTROL) // 2
@@ -92,10 +109,21 @@ class PushChannel:
         window = self.window(row.kernel)
         if moved.verb != "all_reduce" and nbytes > window:
             return ()  # parts can't be cut
-        return tuple(
+        steps = tuple(
             self.step(moved, row, offset, min(window, nbytes - offset))
             for offset in range(0, nbytes, window)
         )
+        return (*self.gate(moved, nbytes, signals=True), *steps)
+
+    def gate(self, moved: "Pushed", nbytes: int, *, signals: bool) -> tuple[Step, ...]:
+        """Return the launch that waits for the peers before a large call that shares the GPU.
+
+        ``signals``: the gate also tells the peers that this rank has started the call.
+        """
+        if not self.share or nbytes < GATED:
+            return ()
+        call = self.call(moved.verb, 0, int(signals))
+        return (Step(call, self.prepare("gate", driver.Grid(1, WARP), call), 0),)
 
     def window(self, kernel: str) -> int:
         """Return the bytes that one launch of ``kernel`` can do."""
@@ -111,6 +139,7 @@ class PushChannel:
         if row.kernel.startswith("two_shot"):
             vectors = -(-vectors // self._ring.size)
         call = self.call(moved.verb, nbytes // moved.itemsize, moved.option)
+        call.signals = int(nbytes >= GATED)  # the same on all ranks: any of them may have a gate
         grid = driver.Grid(choose.blocks(row, vectors), row.threads)
         return Step(call, self.prepare(row.kernel + moved.suffix, grid, call), offset)
 
@@ -123,14 +152,16 @@ class PushChannel:
         return call
 
     def prepare(self, name: str, grid: driver.Grid, argument: ctypes.Structure) -> driver.Launch:
-        """Return a launch of kernel ``name``."""
-        found = driver.function(self._modules, name, self._device)
+        """Return a launch of kernel ``name``, with as many blocks as this ring may have now."""
+        found, ring = driver.function(self._modules, name, self._device), self._ring
+        most = residency.most_blocks(found, self._device, grid.threads, ring.fills)
+        grid = grid.within(min(most, self.share or most))
         return driver.Launch(found, self._device, grid, argument)
 
     # -- launching ---------------------------------------------------------------------------------
 
     def turn(self) -> tuple[int, int]:
-        """Return the current stream and its number, behind the last call.
+        """Return the current stream, ordered after the last call, and the tag of the next call.
 
         Raises ``PeerTimeout`` or ``StreamError`` when an earlier call has reported a fault, and
         ``ArgumentError`` between the halves of a split one.
@@ -141,7 +172,8 @@ class PushChannel:
         stream = current_raw(self._device)  # not order.turn(): every call passes here
         if stream != order.last:
             order.change_to(stream)
-        return stream, order.tag
+        self._launched = launch = self._launched + 1 & _LAUNCH_MASK
+        return stream, order.tag % _STREAMS << _LAUNCH_BITS | launch
 
     def _refuse(self) -> None:
         self.check()
@@ -158,20 +190,26 @@ class PushChannel:
         for call, launch, offset in steps:
             call.x, call.out, call.tag = source + offset, target + offset, tag
             launch(stream)
+        self.launched(stream)
+
+    def launched(self, stream: int) -> None:
+        """Complete a call: record its end where the stream may be gone at the next call."""
+        if self._order.foreign:
+            self._order.ended(stream)
 
     # -- in two halves -----------------------------------------------------------------------------
 
-    def open(self, begin: Step, out: torch.Tensor, x: torch.Tensor) -> int:
+    def open(self, begin: Sequence[Step], out: torch.Tensor, x: torch.Tensor) -> int:
         """Launch the first half of a call; no other call may come before the second.
 
         Returns the number that ``finish`` is given.
         """
-        self.launch((begin,), out, x)
+        self.launch(begin, out, x)
         self._opened += 1
         self._open, self._open_in = self._opened, capture_of(current_raw(self._device))
         return self._open
 
-    def finish(self, number: int, end: Step, out: torch.Tensor, x: torch.Tensor) -> None:
+    def finish(self, number: int, end: Sequence[Step], out: torch.Tensor, x: torch.Tensor) -> None:
         """Launch the second half, where the first one went.
 
         Raises ``ArgumentError`` when a reset has come between, and in another capture: the first
@@ -190,7 +228,7 @@ class PushChannel:
                 f"comm.reset() on every member where that is lost"
             )
         self._open = 0
-        self.launch((end,), out, x)
+        self.launch(end, out, x)
 
     def abandon(self, capture: int) -> None:
         """Forget the first half that a capture has recorded and came to nothing with."""
@@ -253,39 +291,45 @@ class Pushed:
         self.verb, self.suffix, self.itemsize, self.option = verb, suffix, itemsize, option
         self.vector = vector  # bytes of a tensor that a thread takes at a time
         self._channel = channel
-        self._steps: dict[int, tuple[Step, ...]] = {}
-        self._halves: dict[int, tuple[Step, ...]] = {}
+        self._steps: dict[int | tuple[int, int], tuple[Step, ...]] = {}
+        self._halves: dict[tuple[int, int], Halves | None] = {}
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor, nbytes: int) -> bool:
         """Launch on the current stream; False, and nothing done, where NCCL is to do it."""
-        steps = self._steps.get(nbytes)
+        channel = self._channel
+        key = (nbytes, channel.share) if channel.share else nbytes
+        steps = self._steps.get(key)
         if steps is None:
             if len(self._steps) >= _PLANS:
                 self._steps.clear()
-            steps = self._steps[nbytes] = self._channel.steps(self, nbytes)
+            steps = self._steps[key] = channel.steps(self, nbytes)
         if not steps:
             return False
-        self._channel.launch(steps, out, x)
+        channel.launch(steps, out, x)
         return True
 
-    def split(self, nbytes: int) -> tuple[Step, ...]:
-        """Return the two halves of a call of ``nbytes``, none where it is not cut in two."""
-        halves = self._halves.get(nbytes)
-        if halves is None:
+    def split(self, nbytes: int) -> "Halves | None":
+        """Return the two halves of a call of ``nbytes``, None where it is not cut in two."""
+        key = nbytes, self._channel.share
+        if key not in self._halves:
             if len(self._halves) >= _PLANS:
                 self._halves.clear()
-            halves = self._halves[nbytes] = self._split(nbytes)
-        return halves
+            self._halves[key] = self._split(nbytes)
+        return self._halves[key]
 
-    def _split(self, nbytes: int) -> tuple[Step, ...]:
+    def _split(self, nbytes: int) -> "Halves | None":
         channel = self._channel
         whole = channel.row(self, nbytes)
         if whole is None or not self.suffix.endswith("_sum"):
-            return ()
+            return None
         if nbytes > channel.window(whole.kernel):
-            return ()  # several launches
-        rows = (whole._replace(kernel=f"{whole.kernel}_{half}") for half in ("begin", "end"))
-        return tuple(channel.step(self, row, 0, nbytes) for row in rows)
+            return None  # several launches
+        begin, end = (
+            channel.step(self, whole._replace(kernel=f"{whole.kernel}_{half}"), 0, nbytes)
+            for half in ("begin", "end")
+        )
+        # The first half never waits. It tells the peers that its data is on the way.
+        return Halves((begin,), (*channel.gate(self, nbytes, signals=False), end))
 
 
 def open_push(ring: Ring) -> PushChannel | str:

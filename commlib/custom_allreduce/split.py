@@ -4,7 +4,7 @@ import torch
 
 from commlib._ring import Ring
 from commlib._streams import capture_of
-from commlib.custom_allreduce.push import PushChannel, Step
+from commlib.custom_allreduce.push import Halves, PushChannel
 
 
 class Split:
@@ -14,16 +14,16 @@ class Split:
         self,
         ring: Ring,
         channel: PushChannel,
-        halves: tuple[Step, ...],
+        halves: Halves,
         out: torch.Tensor,
         x: torch.Tensor,
     ) -> None:
         """Launch the first half on the current stream."""
         self._ring, self._channel = ring, channel
         self._tensors: tuple[torch.Tensor, ...] = out, x
-        begin, self._end = halves
+        self._end = halves.end
         self._origin = torch.cuda.current_stream(ring.device)
-        self._number = channel.open(begin, out, x)
+        self._number = channel.open(halves.begin, out, x)
         self._event: torch.cuda.Event | None = None  # behind the second half
         self._capture = 0  # which one that is part of
 

@@ -1,6 +1,7 @@
 """A captured call with gradients: a forward and a backward graph a slot, joined by one node."""
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -108,6 +109,9 @@ class Slot(Entry):
     # -- capturing ---------------------------------------------------------------------------------
 
     def _capture(self, call: Arguments, *, again: bool) -> None:
+        # A failed capture leaves autograd nodes in reference cycles. They belong to another stream,
+        # and a leaf whose node is still there gets no new one.
+        gc.collect()
         with self._waiting():  # a leaf has the one node that is held
             self._ends = [get_gradient_edge(leaf) for leaf in self._parameters]
         super()._capture(call, again=again or self._later)

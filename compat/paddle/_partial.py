@@ -7,6 +7,7 @@ import torch
 from commlib import ops
 from commlib.compat.paddle._checks import cut, placed, position, ring, tensor
 from commlib.compat.paddle._point_to_point import new_tensor
+from commlib.ops._library import raw_output
 
 
 def partial_send(
@@ -54,7 +55,8 @@ def partial_recv(
     """
     context = ring("partial_recv", ring_id)
     position("partial_recv", context, "peer", peer)
-    out = new_tensor("partial_recv", context, out_shape, dtype, device)
+    given = "partial_recv", context, tuple(out_shape), dtype, device
+    out = new_tensor(*given) if use_calc_stream else raw_output(context, new_tensor, *given)
     got: torch.Tensor = ops.partial_recv(
         out,
         ring_id,

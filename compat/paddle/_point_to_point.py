@@ -9,6 +9,7 @@ from commlib._context import CommContext
 from commlib._streams import capturing
 from commlib.compat.paddle._checks import cut, position, ring, tensor
 from commlib.errors import ArgumentError, DtypeError, ShapeError
+from commlib.ops._library import raw_output
 
 # Codes of Paddle's VarType; a tensor's dtype travels as such a number in a program.
 _CODES = {
@@ -70,10 +71,11 @@ def recv_v2(
     context = ring("recv_v2", ring_id)
     position("recv_v2", context, "peer", peer)
     if dynamic_shape:
-        shape = _recv_shape(context, peer, use_calc_stream)
-        out = _empty("recv_v2", context, shape, dtype, device)
+        out_shape, make = _recv_shape(context, peer, use_calc_stream), _empty
     else:
-        out = new_tensor("recv_v2", context, out_shape, dtype, device)
+        out_shape, make = tuple(out_shape), new_tensor
+    given = "recv_v2", context, out_shape, dtype, device
+    out = make(*given) if use_calc_stream else raw_output(context, make, *given)
     got: torch.Tensor = ops.recv(
         out, ring_id, peer=peer, use_calc_stream=use_calc_stream, fenced=use_calc_stream
     )
@@ -83,12 +85,11 @@ def recv_v2(
 def new_tensor(
     name: str,
     context: CommContext,
-    out_shape: Sequence[int],
+    shape: tuple[int, ...],
     dtype: torch.dtype | int | str,
     device: torch.device | str | None,
 ) -> torch.Tensor:
     """Return an empty tensor to receive into, from the arguments of a legacy operator."""
-    shape = tuple(out_shape)
     if not shape or any(dim < 1 for dim in shape):
         also = ", or dynamic_shape=True on both" if name == "recv_v2" else ""
         raise ShapeError(

@@ -14,7 +14,7 @@ __device__ inline void one_shot(const Call& call) {
     if (state.fault) return refuse(call, state, work.out);
     if (first < vectors) work.push(first, own);
     const Ticket ticket = arrive(call);
-    advance(call, ticket, state.epoch);
+    advance(call, ticket, state);
     for (i64 i = first; i < vectors; i += step) {
         const i64 next = i + step;  // on its way while this one is waited for
         uint4 ahead;
@@ -35,7 +35,7 @@ __device__ inline void two_shot(const Call& call) {
     if (state.fault) return refuse(call, state, work);
     if (first < work.slice) work.scatter(first);
     const Ticket ticket = arrive(call);
-    advance(call, ticket, state.epoch);
+    advance(call, ticket, state);
     // The three steps of one vector lie a turn apart, so that all of them go on at a time.
     for (i64 i = first; i < work.slice + 2 * step; i += step) {
         if (i > first && i < work.slice) work.scatter(i);
@@ -69,7 +69,7 @@ __device__ inline void scatter(const Call& call) {
     if (state.fault) return refuse(call, state, out);
     if (first < vectors) push(state.epoch, first);
     const Ticket ticket = arrive(call);
-    advance(call, ticket, state.epoch);
+    advance(call, ticket, state);
     for (i64 i = first; i < vectors; i += step) {
         if (i + step < vectors) push(state.epoch, i + step);
         uint4* from[kRanks];

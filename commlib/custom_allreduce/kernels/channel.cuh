@@ -11,6 +11,7 @@
 
 #pragma once
 
+typedef int i32;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
@@ -19,6 +20,7 @@ constexpr int kRanks = RANKS;  // members of the ring, given at compilation
 constexpr int kMost = 8;
 constexpr int kThreads = 512;  // the most in a block: what a vector of each rank takes of registers
 constexpr u32 kPolls = 1024;  // between two looks at the clock
+constexpr u32 kGatePolls = 64, kGateSleepNs = 100;  // the same of a gate, which leaves the GPU to others
 
 enum Reason : u32 { kLate = 1, kTwoAtOnce = 2 };
 
@@ -30,25 +32,29 @@ struct Call {  // as in push.py
     u64* error;          // in host memory: 0, or the first fault
     i64 half;            // bytes of a half; the first begins behind the control words
     int rank;
-    u32 tag;             // tells calls of different streams apart, never 0
+    u32 tag;             // number of the stream, from 1 on, and of the launch (kLaunchBits)
     u32 verb;            // what the error text calls this
     int option;          // of the verb: divide the sum by the ranks; send each peer its own part
+    int signals;         // whether a gate may wait for this call on another rank
 };
 
 constexpr i64 kControl = 4096;
 
 struct Control {
-    u32 epoch;     // number of the call that comes next; read with what follows in one load
-    u32 arrived;   // blocks of the present call that have read it
-    u64 fault;     // 0, or why no call does anything any more
-    u32 busy;      // tag of the call that is running
-    u32 unused;
-    u64 limit_ns;  // how long to wait for a peer; a replayed graph reads it too
+    u32 epoch;      // number of the next call; one load reads it and the next two words
+    u32 launched;   // blocks of all earlier calls
+    u64 fault;      // 0, or why no call does anything any more
+    u64 arrivals;   // of the present call: its number (low bits), its blocks, the sum of their tags
+    u32 finished;   // blocks of all calls that have done their work
+    u32 tag;        // of the last call that has started
+    u64 limit_ns;   // how long to wait for a peer; a replayed graph reads it too
+    u32 started[kMost];  // [r]: 1 + the number of the last call that rank r has started and signalled
 };
 
 struct State {
-    u32 epoch;
+    u32 epoch, launched;
     u64 fault;
+    u32 finished;  // for the first thread of a block
 };
 
 __device__ inline Control* control(const Call& call, int rank) {
@@ -140,7 +146,13 @@ __device__ __noinline__ bool given_up(const Call& call, u64& begin, int peer, u3
 
 __device__ inline State enter(const Call& call) {
     const uint4 v = peek(reinterpret_cast<const uint4*>(control(call, call.rank)));
-    return {v.x, u64(v.w) << 32 | v.z};
+    State state = {v.x, v.y, u64(v.w) << 32 | v.z, v.y};
+    if (threadIdx.x == 0) {
+        const u32* finished = &control(call, call.rank)->finished;
+        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
+                     : "=r"(state.finished) : "l"(finished) : "memory");
+    }
+    return state;
 }
 
 // Parity goes on alternating where the number wraps: 0 comes behind 2^32 - 1.
@@ -178,34 +190,72 @@ __device__ inline bool take(const Call& call, u32 epoch, u32 wanted, uint4* cons
     return true;
 }
 
+// Says that this rank has started a call; see gate.cu.
+__device__ inline void signal(const Call& call, u32 epoch) {
+#pragma unroll
+    for (int d = 1; d < kRanks; ++d) {
+        u32* place = &control(call, (call.rank + d) % kRanks)->started[call.rank];
+        asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(place), "r"(epoch + 1) : "memory");
+    }
+}
+
+// Calls of one ring follow each other: when a block enters, all blocks of earlier calls have finished,
+// and when it arrives, those before it have arrived in the same call, with the same tag. Blocks of
+// this call may have finished too; the first block to look can't see one of them, so a single block
+// of an earlier call is enough to be found.
+// A word holds number, count and sum: tags have 27 bits, grids at most 2^13 - 1 blocks.
+constexpr int kSumBits = 40, kEpochShift = 53, kLaunchBits = 17;  // as in push.py
+constexpr u64 kSumMask = (1ull << kSumBits) - 1, kCountMask = (1u << (kEpochShift - kSumBits)) - 1;
+
+__device__ inline u64 no_arrivals(u32 epoch) { return u64(epoch) << kEpochShift; }
+
 struct Ticket {
-    u32 arrived, other;
+    u64 arrivals;
+
+    __device__ u32 blocks() const { return u32(arrivals >> kSumBits & kCountMask); }
+    __device__ u64 tags() const { return arrivals & kSumMask; }
+    __device__ bool alone(const Call& call, const State& state) const {
+        return arrivals >> kEpochShift == no_arrivals(state.epoch) >> kEpochShift &&
+               tags() == u64(blocks()) * call.tag && i32(state.finished - state.launched) >= 0;
+    }
 };
 
-// Called by all threads of a block behind their pushes, while the data is under way. All threads
-// have read the epoch then; the block that comes last moves it on.
+// All threads of a block call it after their first pushes, while the data is under way. All of them
+// have read the epoch by then.
 __device__ inline Ticket arrive(const Call& call) {
-    Ticket ticket = {0, 0};
+    Ticket ticket = {0};
     __syncthreads();
     if (threadIdx.x == 0) {
-        Control* mine = control(call, call.rank);
-        if (blockIdx.x == 0) ticket.other = atomicExch(&mine->busy, call.tag);
-        if (gridDim.x > 1) ticket.arrived = atomicAdd(&mine->arrived, 1);
+        u64* arrivals = &control(call, call.rank)->arrivals;
+        ticket.arrivals = atomicAdd(arrivals, 1ull << kSumBits | call.tag);
     }
     return ticket;
 }
 
-__device__ inline void advance(const Call& call, const Ticket& ticket, u32 epoch) {
+// The block that arrives last moves the epoch on.
+__device__ inline void advance(const Call& call, const Ticket& ticket, const State& state) {
     if (threadIdx.x != 0) return;
     Control* mine = control(call, call.rank);
-    if (ticket.other) raise(call, fault(kTwoAtOnce, call, call.rank, ticket.other << 16 | call.tag));
-    if (ticket.arrived != gridDim.x - 1) return;
-    mine->arrived = 0;
-    mine->epoch = epoch + 1;
+    if (!ticket.alone(call, state)) {
+        const u32 other = ticket.blocks() == 1 ? u32(ticket.tags()) : mine->tag;
+        const u32 streams = other >> kLaunchBits << 16 | call.tag >> kLaunchBits;
+        raise(call, fault(kTwoAtOnce, call, call.rank, streams));
+    }
+    if (ticket.blocks() == 0) {
+        mine->tag = call.tag;
+        if (call.signals) signal(call, state.epoch);
+    }
+    if (ticket.blocks() != gridDim.x - 1) return;
+    mine->arrivals = no_arrivals(state.epoch + 1);
+    mine->launched = state.launched + gridDim.x;
+    mine->epoch = state.epoch + 1;
 }
 
 __device__ inline void leave(const Call& call) {
     __syncthreads();  // the first thread of a block that releases does so for all of it
-    if (blockIdx.x == 0 && threadIdx.x == 0) control(call, call.rank)->busy = 0;
+    if (threadIdx.x == 0) {
+        asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;"
+                     ::"l"(&control(call, call.rank)->finished) : "memory");
+    }
     release_dependents();
 }

@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
     if (first < pieces) push(state.epoch, first);
     const Ticket ticket = arrive(call);
-    advance(call, ticket, state.epoch);
+    advance(call, ticket, state);
     for (i64 i = first; i < pieces; i += step) {
         if (i + step < pieces) push(state.epoch, i + step);
         own.put(i, given(call.rank).get(i));

@@ -215,7 +215,7 @@ struct Rows {
         if (state.fault) report(call, state.fault);
         if (!good) return;
         const Ticket ticket = ::arrive(call);
-        advance(call, ticket, epoch);
+        advance(call, ticket, state);
     }
 };
 

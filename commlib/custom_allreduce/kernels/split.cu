@@ -8,6 +8,7 @@ __device__ inline bool begin(const Call& call, u32& epoch) {
     const State state = enter(call);
     epoch = state.epoch;
     if (state.fault) report(call, state.fault);
+    if (!state.fault && call.signals && blockIdx.x == 0 && threadIdx.x == 0) signal(call, epoch);
     return !state.fault;
 }
 
@@ -34,7 +35,7 @@ __device__ inline void one_shot_end(const Call& call) {
     work.epoch = state.epoch;
     if (state.fault) return refuse(call, state, work.out);
     const Ticket ticket = arrive(call);
-    advance(call, ticket, state.epoch);
+    advance(call, ticket, state);
     for (i64 i = first_vector(); i < work.vectors; i += stride()) {
         work.template finish<kSum>(i, work.x.get(i));
     }
@@ -57,7 +58,7 @@ __device__ inline void two_shot_end(const Call& call) {
     work.epoch = state.epoch;
     if (state.fault) return refuse(call, state, work);
     const Ticket ticket = arrive(call);
-    advance(call, ticket, state.epoch);
+    advance(call, ticket, state);
     for (i64 i = first_vector(); i < work.slice + stride(); i += stride()) {
         if (i < work.slice) work.template reduce_and_spread<kSum>(i);
         if (i >= stride()) work.gather(i - stride());
