@@ -10,7 +10,7 @@ from torch.autograd import graph
 from commlib import flags
 from commlib._checks import is_dense
 from commlib._observers import Seen, begun, looking_on, observers, unwatched, watched
-from commlib._ring import Ring
+from commlib._ring import Ring, Unconnected
 from commlib._work import OnHost, OnStream, Pending, Work
 from commlib.errors import ArgumentError, CommError, PeerTimeout, StreamError
 
@@ -128,16 +128,23 @@ def run(
     ):
         call = Call(verb, launcher, args, out, x, place)
         return _tracked(ctx, call, result, how)
-    # The common case: nothing to stage, no fence, nothing to track behind the call.
+    # The common case: nothing to stage, no fence, nothing to track after the call.
+    missing: Unconnected | None = None
     with ctx.lock:
         if ctx.fault is not None:
             raise ctx.unusable(verb)
-        ctx.calls += 1
-        ctx.last_verb = verb
         try:
             handle = launcher(out, x, *args)
+        except Unconnected as caught:
+            missing = caught
         except Exception as error:
             raise ctx.failed(verb, error) from error
+        else:
+            ctx.calls += 1
+            ctx.last_verb = verb
+    if missing is not None:
+        _connect(ctx, verb, missing)
+        return run(ctx, verb, launcher, args, out, x, place, dense, result, how)
     if handle is not None:  # a CPU: the host waits, outside the lock, so that other calls go on
         try:
             handle.wait()
@@ -146,6 +153,23 @@ def run(
     if out is not None:
         _written(out)
     return result
+
+
+def _connect(ctx: Ring, verb: str, missing: Unconnected) -> None:
+    """Make a connection that a call lacks; the call is made again then."""
+    try:
+        missing.connect()
+    except Exception as error:
+        raise ctx.failed(verb, error) from error
+
+
+def connected(ctx: Ring, verb: str, launch_all: Callable[[], Any]) -> Any:
+    """Run a step that launches; where the ring lacks a connection, make it and run it again."""
+    while True:
+        try:
+            return launch_all()
+        except Unconnected as missing:
+            _connect(ctx, verb, missing)
 
 
 def finished(call: Callable[[], Any]) -> Any:
@@ -196,8 +220,14 @@ def _tracked(ctx: Ring, call: Call, result: Any, how: How) -> Any:
             raise ArgumentError(async_refusal(ctx, call.verb))
         if ctx.open_group is not None:
             return ctx.open_group.add(call, use_calc_stream, result)
-        done = launch(ctx, [call], result, how)
-    return settle(ctx, done, sync_op)
+
+    def launch_one() -> Any:
+        with ctx.lock:
+            if ctx.fault is not None:
+                raise ctx.unusable(call.verb)
+            return launch(ctx, [call], result, how)
+
+    return settle(ctx, connected(ctx, call.verb, launch_one), sync_op)
 
 
 def settle(ctx: Ring, done: Any, sync_op: bool) -> Any:
@@ -220,8 +250,6 @@ def async_refusal(ctx: Ring, verb: str) -> str:
 def launch(ctx: Ring, calls: list[Call], result: Any, how: How) -> Any:
     """Launch ``calls`` as one operation; return ``result``, or a Work where one is unfinished."""
     use_calc_stream, sync_op, fenced, blocks = how
-    ctx.calls += len(calls)
-    ctx.last_verb = calls[-1].verb
     fences = ctx.fences
     if fences is None:
         return begun(Work(result, _on_host(ctx, calls)))
@@ -251,8 +279,16 @@ def launch(ctx: Ring, calls: list[Call], result: Any, how: How) -> Any:
 
 
 def _start(ctx: Ring, calls: list[Call]) -> list[Any]:
+    handles = _start_all(ctx, calls)
+    ctx.calls += len(calls)
+    ctx.last_verb = calls[-1].verb
+    return handles
+
+
+def _start_all(ctx: Ring, calls: list[Call]) -> list[Any]:
     if len(calls) == 1:
         return [_guarded(ctx, calls[0], calls[0].start)]
+    ctx.prepare(calls)
     try:
         with ctx.coalesced():
             return [_guarded(ctx, call, call.start) for call in calls]
@@ -286,7 +322,7 @@ def _guarded(ctx: Ring, call: Call, step: Callable[[], Any]) -> Any:
         return step()
     except (PeerTimeout, StreamError) as error:
         raise ctx.failed(call.verb, error) from error
-    except CommError:
+    except (CommError, Unconnected):
         raise
     except Exception as error:
         raise ctx.failed(call.verb, error) from error

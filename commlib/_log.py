@@ -16,5 +16,9 @@ class Log:
             self._said.add(text)
             self._logger.info(text, *values)
 
+    def warning(self, text: str, *values: object) -> None:
+        """Log ``text`` at WARNING: something that the program should know of."""
+        self._logger.warning(text, *values)
+
 
 log = Log()

@@ -206,6 +206,7 @@ class CommContextManager:
                 "last": c.last_verb,
                 "communicator": c.has_communicator,
                 "bytes": c.communicator_bytes,
+                "workspace_bytes": c.workspace_bytes,
             }
             for c in list(self._rings.values())
         ]

@@ -1,18 +1,19 @@
 """The GPU engine: NCCL through CuPy, over the library that `_libnccl` finds."""
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from commlib._context import CommContext
-from commlib._deadline import Deadline, bounded
+from commlib._deadline import Deadline
 from commlib._dtypes import Reducer, Wire
+from commlib._gate import Call
 from commlib._libnccl import library, raw
 from commlib._log import log
-from commlib._ring import ABORT_S
+from commlib._nccl_connection import Connection
 from commlib._rollcall import Meeting
 from commlib._routes import Routes
 from commlib._streams import current_raw
@@ -43,6 +44,13 @@ _TYPES = {
 _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 
 
+# Launches that NCCL carries: those that connect all peers, and those that push kernels may carry.
+_EXCHANGES = ("_gather", "_scatter", "_all_to_all", "_exchange_rows")
+_COLLECTIVES = (
+    "_all_reduce", "_all_gather", "_reduce_scatter", "_equal_parts", "_broadcast", "_reduce",
+    "_barrier",
+)  # fmt: skip
+
 _aborted: list[PushChannel | RowChannel] = []  # whose kernels may still run
 
 
@@ -64,7 +72,7 @@ class NCCLCommContext(CommContext):
     reducer: ClassVar[Reducer] = Reducer("nccl", unsigned=True, premul=True)
     parts_in_place: ClassVar[bool] = True
 
-    _comm: Any = None
+    _connection: Connection | None = None  # None in a ring of one rank
     _rows: RowChannel | str | None = None  # why there is none, or None while that is open
     _push: PushChannel | str = "a ring of one rank"  # or why there is none
     _gathered: Pushed | None = None
@@ -72,20 +80,13 @@ class NCCLCommContext(CommContext):
     _normed: PushedNorm | None = None
     _index: int
 
-    @staticmethod
-    def credentials() -> bytes:
-        """Return a fresh ncclUniqueId (128 bytes)."""
-        return bytes(library().get_unique_id())
-
     def _connect(self, meeting: Meeting, deadline: Deadline) -> None:
-        device = self.device
-        self._index = device.index
-        torch.cuda.synchronize(device)
-        free = torch.cuda.mem_get_info(device)[0]
-        self._initialise(meeting.payload, deadline)
-        self.communicator_bytes = max(0, free - torch.cuda.mem_get_info(device)[0])
+        self._index = self.device.index
+        self._connection = Connection(self)
         self.fills = residency.claim(self)
+        free = torch.cuda.mem_get_info(self.device)[0]
         self._push = open_push(self)
+        self.workspace_bytes = max(0, free - torch.cuda.mem_get_info(self.device)[0])
         if isinstance(self._push, PushChannel):
             self._gathered = self._push.movement("all_gather")
             self._parted = self._push.movement("all_to_all")
@@ -93,41 +94,79 @@ class NCCLCommContext(CommContext):
         else:
             log.once("ring %d has no push kernels: %s", self.ring_id, self._push)
 
-    def _initialise(self, credentials: bytes, deadline: Deadline) -> None:
-        """Make the communicator, and pass one token around: no later call sets anything up."""
-        nccl, what = library(), self.where("initialising NCCL")
+    def connect(self) -> None:
+        """Make the NCCL communicator now, and connect all peers. Every member calls it.
 
-        def initialise() -> Any:
-            torch.cuda.set_device(self.device)
-            return nccl.NcclCommunicator(self.size, credentials, self.rank)
+        Without it the first call that needs NCCL does so, which no capture allows. Blocks the host
+        at most ``timeout`` seconds per step.
 
-        self._comm = bounded(initialise, deadline, what)
-        self._pass_token(self._comm)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        if not deadline.poll(event.query):
-            self._abort()
-            raise CommTimeout(f"{what}: the first collective took over {deadline.seconds:g} s")
-
-    def _reconnect(self) -> None:
-        """Make another communicator: calls of this one wait for peers that never made them.
-
-        NCCL's kernels have no deadline, and what waits for push kernels may be launched behind a
-        fault on one rank and not on another.
+        Raises:
+            CommTimeout: Naming the positions of the members that are late.
+            EngineError: NCCL reports a failure.
+            RingError: The ring has failed or is closed.
         """
-        self._release_graphs()
-        comm, self._comm = self._comm, None
-        bounded(comm.abort, Deadline(ABORT_S), self.where("aborting NCCL"))
-        bounded(self._drain, Deadline(self.timeout / 2), self.where("reset"))
-        own = self.credentials() if self.rank == 0 else b""
-        self._initialise(self.exchange_bytes(own)[0], Deadline(self.timeout))
+        if self.fault is not None:
+            raise self.unusable("connect")
+        if self._connection is not None:
+            self._connection.connect(exchanges=True)
 
     @property
-    def _free_comm(self) -> Any:
-        """The communicator, for a call that may be launched: NCCL knows of no fault of a kernel."""
+    def has_communicator(self) -> bool:
+        """Whether NCCL holds a communicator; the first call that needs it makes it."""
+        connection = self._connection
+        return super().has_communicator and connection is not None and connection.connected
+
+    def _reconnect(self) -> None:
+        """Give up the communicators: calls of theirs wait for peers that never made them.
+
+        NCCL's kernels have no deadline, and what waits for push kernels may be launched after a
+        fault on one rank and not on another. The next call that needs NCCL connects again.
+        """
+        connection = self._connection
+        if connection is None or not connection.connected:
+            raise CommTimeout("a device is not idle")
+        self._release_graphs()
+        connection.renew()
+        self._bounded(self._drain, Deadline(self.timeout / 2), "reset")
+        connection.connect()
+
+    def _ready(self) -> Connection:
+        """Return the connection for a launch, after a check that no kernel has reported a fault."""
         for channel in self._channels():
             channel.check()
-        return self._comm
+        assert self._connection is not None  # a ring of one rank launches nothing
+        return self._connection
+
+    def prepare(self, calls: Sequence[Call]) -> None:
+        """Raise ``Unconnected`` for the first of the calls that has no communicator yet.
+
+        A group can't be taken back once some of its calls are launched.
+        """
+        connection = self._connection
+        if connection is None:
+            return
+        for call in calls:
+            name = call.launch.__name__
+            if name in ("_send", "_recv"):
+                connection.to(call.args[0])
+            elif name in _EXCHANGES:
+                connection.exchange()
+            elif name in _COLLECTIVES and not self._pushes(name, call):
+                connection.collective()
+
+    def _pushes(self, name: str, call: Call) -> bool:
+        """Return True if push kernels carry a collective."""
+        pushed, nbytes = None, 0 if call.x is None else call.x.nbytes
+        reduction = call.args[-1] if call.args else None
+        if name == "_all_gather":
+            pushed = self._gathered
+        elif name == "_equal_parts":
+            pushed, nbytes = self._parted, nbytes // self.size
+        elif name == "_all_reduce" and isinstance(reduction, _Reduction):
+            pushed = reduction.all_reduce
+        elif name == "_reduce_scatter" and isinstance(reduction, _Reduction):
+            pushed, nbytes = reduction.reduce_scatter, nbytes // self.size
+        return pushed is not None and pushed.takes(nbytes)
 
     def _resolve(self, dtype: torch.dtype, reduction: Wire) -> Any:
         if reduction.op == "premul_sum":
@@ -143,7 +182,7 @@ class NCCLCommContext(CommContext):
     @contextmanager
     def _premul(self, reduction: Wire) -> Iterator[_Reduction]:
         """ncclRedOpCreatePreMulSum, which CuPy lacks; NCCL lets go of it when the call returns."""
-        nccl, handle = raw(), self._comm.comm
+        nccl, handle = raw(), self._ready().collective().comm
         scalar = torch.tensor([reduction.factor], dtype=reduction.dtype, device="cpu")
         op, host_immediate, kind = ctypes.c_int(), 1, _TYPES[reduction.dtype]
         status = nccl.ncclRedOpCreatePreMulSum(
@@ -164,7 +203,7 @@ class NCCLCommContext(CommContext):
         pushed = reduction.all_reduce
         if pushed is not None and pushed(out, x, x.nbytes):
             return
-        self._free_comm.allReduce(
+        self._ready().collective().allReduce(
             x.data_ptr(),
             out.data_ptr(),
             x.numel() * reduction.parts,
@@ -189,7 +228,7 @@ class NCCLCommContext(CommContext):
     def _all_gather(self, out: Tensor, x: Tensor) -> None:
         if self._gathered is not None and self._gathered(out, x, x.nbytes):
             return
-        self._free_comm.allGather(
+        self._ready().collective().allGather(
             x.data_ptr(), out.data_ptr(), x.nbytes, _BYTES, current_raw(self._index)
         )
 
@@ -197,7 +236,7 @@ class NCCLCommContext(CommContext):
         pushed = reduction.reduce_scatter
         if pushed is not None and pushed(out, x, out.nbytes):
             return
-        self._free_comm.reduceScatter(
+        self._ready().collective().reduceScatter(
             x.data_ptr(),
             out.data_ptr(),
             out.numel() * reduction.parts,
@@ -208,7 +247,7 @@ class NCCLCommContext(CommContext):
 
     def _broadcast(self, out: Tensor, x: Tensor | None, root: int) -> None:
         source = out if x is None else x
-        self._free_comm.broadcast(
+        self._ready().collective().broadcast(
             source.data_ptr(),
             out.data_ptr(),
             out.nbytes,
@@ -220,30 +259,33 @@ class NCCLCommContext(CommContext):
     def _reduce(self, out: Tensor | None, x: Tensor, root: int, reduction: _Reduction) -> None:
         target, stream = 0 if out is None else out.data_ptr(), current_raw(self._index)
         count = x.numel() * reduction.parts
-        self._free_comm.reduce(
+        self._ready().collective().reduce(
             x.data_ptr(), target, count, reduction.kind, reduction.op, root, stream
         )
 
     def _gather(self, out: Tensor | None, x: Tensor, root: int) -> None:
+        comm = self._ready().exchange()
         with self.coalesced():
             if out is not None:
                 for peer in range(self.size):
-                    self._take(out, peer * x.nbytes, x.nbytes, peer)
-            self._give(x, 0, x.nbytes, root)
+                    self._take(comm, out, peer * x.nbytes, x.nbytes, peer)
+            self._give(comm, x, 0, x.nbytes, root)
 
     def _scatter(self, out: Tensor, x: Tensor | None, root: int) -> None:
+        comm = self._ready().exchange()
         with self.coalesced():
             if x is not None:
                 for peer in range(self.size):
-                    self._give(x, peer * out.nbytes, out.nbytes, peer)
-            self._take(out, 0, out.nbytes, root)
+                    self._give(comm, x, peer * out.nbytes, out.nbytes, peer)
+            self._take(comm, out, 0, out.nbytes, root)
 
     def _all_to_all(self, out: Tensor, x: Tensor, takes: list[int], sends: list[int]) -> None:
         item, taken, sent = out.itemsize, 0, 0
+        comm = self._ready().exchange()
         with self.coalesced():
             for peer in range(self.size):
-                self._give(x, sent, sends[peer] * item, peer)
-                self._take(out, taken, takes[peer] * item, peer)
+                self._give(comm, x, sent, sends[peer] * item, peer)
+                self._take(comm, out, taken, takes[peer] * item, peer)
                 sent += sends[peer] * item
                 taken += takes[peer] * item
 
@@ -261,29 +303,28 @@ class NCCLCommContext(CommContext):
     def _exchange_rows(self, out: Tensor, x: Tensor, routes: Routes) -> Any:
         if isinstance(self._rows, RowChannel) and self._rows.takes(routes):
             return self._rows.exchange(out, x, routes)
+        self._ready().exchange()
         return super()._exchange_rows(out, x, routes)
 
     def _send(self, out: None, x: Tensor, peer: int) -> None:
-        self._give(x, 0, x.nbytes, peer)
+        comm, number = self._ready().to(peer)
+        self._give(comm, x, 0, x.nbytes, number)
 
     def _recv(self, out: Tensor, x: None, peer: int) -> None:
-        self._take(out, 0, out.nbytes, peer)
+        comm, number = self._ready().to(peer)
+        self._take(comm, out, 0, out.nbytes, number)
 
-    def _give(self, x: Tensor, offset: int, nbytes: int, peer: int) -> None:
+    def _give(self, comm: Any, x: Tensor, offset: int, nbytes: int, peer: int) -> None:
         if nbytes:
-            source, stream = x.data_ptr() + offset, current_raw(self._index)
-            self._free_comm.send(source, nbytes, _BYTES, peer, stream)
+            comm.send(x.data_ptr() + offset, nbytes, _BYTES, peer, current_raw(self._index))
 
-    def _take(self, out: Tensor, offset: int, nbytes: int, peer: int) -> None:
+    def _take(self, comm: Any, out: Tensor, offset: int, nbytes: int, peer: int) -> None:
         if nbytes:
-            target, stream = out.data_ptr() + offset, current_raw(self._index)
-            self._free_comm.recv(target, nbytes, _BYTES, peer, stream)
+            comm.recv(out.data_ptr() + offset, nbytes, _BYTES, peer, current_raw(self._index))
 
     def _barrier(self, out: None, x: None) -> None:
-        self._pass_token(self._free_comm)
-
-    def _pass_token(self, comm: Any) -> None:
         token, kind, op = self._token.data_ptr(), _TYPES[torch.int32], _OPS["max"]
+        comm = self._ready().collective()
         comm.allReduce(token, token, 1, kind, op, current_raw(self._index))
 
     @contextmanager
@@ -317,30 +358,55 @@ class NCCLCommContext(CommContext):
     def errors(self) -> list[str]:
         """Return what went wrong on this ring so far, NCCL's asynchronous errors included."""
         found = super().errors()
-        if self._comm is not None:
-            try:
-                self._comm.check_async_error()
-            except Exception as error:
-                found.append(f"{self.where('asynchronous error')}: {error}")
+        try:
+            if self._connection is not None:
+                self._connection.check()
+        except Exception as error:
+            found.append(f"{self.where('asynchronous error')}: {error}")
         return found
 
     def _carrier(self, nbytes: int, reduction: Wire) -> str:
         if isinstance(self._push, str):
-            return f"NCCL: {self._push}"
+            return self._by_nccl(self._push)
         reason = choose.refusal(reduction.dtype, reduction.op)
         if reason:
-            return f"NCCL: {reason}"
+            return self._by_nccl(reason)
         row = choose.choose("all_reduce", nbytes, self.size)
         if row is None:
-            return f"NCCL: the table leaves {nbytes} bytes over {self.size} ranks to it"
+            return self._by_nccl(f"the table leaves {nbytes} bytes over {self.size} ranks to it")
         return (
             f"{row.kernel} push: the table's row for up to {row.most} bytes over {self.size} "
             f"ranks, {row.threads} threads a block and at most {row.blocks} blocks"
         )
 
+    def _by_nccl(self, why: str) -> str:
+        """Say that NCCL carries a call, and what its first call will take."""
+        if self._connection is None or self._connection.connected:
+            return f"NCCL: {why}"
+        return (
+            f"NCCL: {why}; the ring has no NCCL communicator yet: the first such call makes it, "
+            f"which blocks the host and takes GPU memory (several hundred MiB), or call "
+            f"ring.connect() on every member"
+        )
+
     def _channels(self) -> list[PushChannel | RowChannel]:
         held = (self._push, self._rows)
         return [one for one in held if isinstance(one, PushChannel | RowChannel)]
+
+    def _suspend(self) -> None:
+        rows, connection = self._rows, self._connection
+        captured = isinstance(rows, RowChannel) and rows.captured
+        held = connection is not None and connection.held
+        facts = self.exchange([int(captured), int(held)])
+        if isinstance(rows, RowChannel) and not any(row[0] for row in facts):
+            rows.close()
+            self._rows = None  # the next exchange of rows opens one
+        if connection is not None and not any(row[1] for row in facts):
+            connection.suspend()
+
+    def _resume(self) -> None:
+        if self._connection is not None:
+            self._connection.resume()
 
     def abandon(self, capture: int) -> None:
         """Forget the first half of a split call that a capture has begun and come to nothing."""
@@ -349,20 +415,17 @@ class NCCLCommContext(CommContext):
 
     def _close(self, deadline: Deadline) -> None:
         residency.release(self)
-        comm, self._comm = self._comm, None
         channels = self._channels()
         self._push = self._rows = "closed"
         for channel in channels:
             self._in_time(channel.close, deadline, "closing a channel")
-        if comm is None:
-            return
-        self._in_time(comm.destroy, deadline, "destroying NCCL")
+        if self._connection is not None:
+            self._connection.close(deadline)
 
     def _abort(self) -> None:
         residency.release(self)
-        comm, self._comm = self._comm, None
         # Kernels that still run may use the channels' memory: it stays mapped, on the host too.
         _aborted.extend(self._channels())
         self._push = self._rows = "aborted"
-        if comm is not None:
-            self._in_time(comm.abort, Deadline(ABORT_S), "aborting NCCL")
+        if self._connection is not None:
+            self._connection.abort()

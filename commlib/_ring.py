@@ -39,7 +39,20 @@ ABORT_S = 5.0
 REST_S = 10.0
 _PATIENCE = 5  # half deadlines without one
 
+_SUSPENDED = "suspended; call ring.resume() on every member"
+
 _WORD = 7  # bytes that are exchanged as one number: it stays below 2**63
+
+
+class Unconnected(Exception):
+    """A call needs a connection that its ring does not have yet; nothing was launched.
+
+    ``connect`` makes it. It blocks the host, so it is called while no lock is held.
+    """
+
+    def __init__(self, connect: Callable[[], None]) -> None:
+        super().__init__()
+        self.connect = connect
 
 
 class Channel(Protocol):
@@ -85,10 +98,11 @@ class Ring(ABC):
         self.last_verb: str | None = None
         self.fault: str | None = None
         self.open_group: Group | None = None
-        self.communicator_bytes = 0
+        self.communicator_bytes = self.workspace_bytes = 0  # GPU memory that the ring has taken
         self.graphs: WeakSet[Any] = WeakSet()  # whatever has captured calls of this ring
         self._errors: list[str] = []
         self.fills = False  # True if this ring's own kernels may fill a GPU
+        self._suspended = False
         self._repairable = False  # whether reset() may clear the fault
         self._meeting, self._hosts, self._exchanging = meeting, None, threading.Lock()
         self._rounds: Rounds | None = None
@@ -180,6 +194,14 @@ class Ring(ABC):
         """The error of a call on a ring that has failed or is closed."""
         return RingError(f"{self.where(verb)}: the ring can't be used: {self.fault}")
 
+    def connect(self) -> None:
+        """Make now what a first call would otherwise make; every member calls it.
+
+        Does nothing where a ring is connected when it is created (gloo).
+        """
+        if self.fault is not None:
+            raise self.unusable("connect")
+
     def check(self) -> None:
         """Raise what kernels of this ring have reported so far; never blocks.
 
@@ -263,6 +285,55 @@ class Ring(ABC):
         except Exception as error:
             raise self.failed("reset", error) from error
 
+    def suspend(self) -> None:
+        """Give back GPU memory until ``resume``; every member calls it.
+
+        Frees what no captured graph holds: NCCL communicators and the workspace for rows. The
+        workspace of the push kernels stays, so captured graphs stay valid and may be replayed. Any
+        call before ``resume`` raises ``RingError``. Blocks the host until the device is idle and
+        all members have come, at most ``timeout`` seconds per step.
+
+        Raises:
+            CommTimeout: Naming the positions of the members that are late.
+            RingError: The ring has failed, is closed or is suspended.
+        """
+        if self.fault is not None:
+            raise self.unusable("suspend")
+        try:
+            if self.fences is not None:
+                self._bounded(self._drain, Deadline(self.timeout), "suspend")
+            self.exchange([])  # no member has calls under way any more
+            self._suspend()
+        except Exception as error:
+            raise self.failed("suspend", error) from error
+        self._suspended, self.fault = True, _SUSPENDED
+
+    def resume(self) -> None:
+        """Make a suspended ring usable again; every member calls it.
+
+        What was connected before is connected again. Blocks the host as ``suspend``.
+
+        Raises:
+            CommTimeout: Naming the positions of the members that are late.
+            RingError: The ring is not suspended.
+        """
+        if not self._suspended:
+            raise RingError(f"{self.where('resume')}: the ring is not suspended: {self.state}")
+        self._suspended, self.fault = False, None
+        try:
+            self.exchange([])
+            self._resume()
+        except Exception as error:
+            raise self.failed("resume", error) from error
+
+    def _suspend(self) -> None:
+        """Free what this engine can make again; the device is idle on every member."""
+        return
+
+    def _resume(self) -> None:
+        """Make again what was there before ``_suspend``."""
+        return
+
     def abort(self) -> None:
         """Give the communicator up at once, with whatever is under way; the ring is closed then.
 
@@ -278,7 +349,7 @@ class Ring(ABC):
 
     def close(self, deadline: Deadline) -> None:
         """Finish what is under way and free the communicator, at most until ``deadline``."""
-        if self.fault is not None:
+        if self.fault is not None and not self._suspended:
             self.abort()
             return
         self.fault = f"closed; {self._anew}"
@@ -415,6 +486,10 @@ class Ring(ABC):
     def bounded(self, blocks: int) -> Iterator[None]:
         """Let the engine's own kernels inside have at most so many blocks; 0 is no bound."""
         yield
+
+    def prepare(self, calls: "Sequence[Call]") -> None:
+        """Raise ``Unconnected`` if one of the calls, of a group, lacks a connection."""
+        return
 
     def _channels(self) -> Sequence["Channel"]:
         """What the engine's own kernels work in."""

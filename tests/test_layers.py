@@ -34,6 +34,8 @@ LAYERS = (  # lowest first: a module imports from lines above its own, or from i
     "commlib._gloo",
     "commlib._legacy",
     "commlib._libnccl",
+    "commlib._graph_holds",
+    "commlib._nccl_connection",
     "commlib._nccl",
     "commlib._bootstrap",
     "commlib._devices",

@@ -54,6 +54,7 @@ class RowChannel:
     def __init__(self, ring: Ring, memory: PeerMemory, functions: dict[int, Any]) -> None:
         self._ring, self._memory = ring, memory
         self._error, self._order = driver.HostWord(), StreamOrder(ring.device)
+        self.captured = False  # whether a graph may hold calls
         self._window = (memory.nbytes - _HALVES) // 2
         self._calls = {most: _BLOCKS[most]() for most in functions}
         self._launches = {most: self._launch(most, found) for most, found in functions.items()}
@@ -77,6 +78,7 @@ class RowChannel:
         most = next(most for most in _BLOCKS if len(routes.sends) <= most)
         call = self._call(most, out, x, routes)
         stream = self._order.turn()
+        self.captured = self.captured or torch.cuda.is_current_stream_capturing()
         for first in range(0, routes.most * call.row, self._window):
             call.first = first
             self._launches[most](stream)

@@ -297,16 +297,26 @@ class Pushed:
     def __call__(self, out: torch.Tensor, x: torch.Tensor, nbytes: int) -> bool:
         """Launch on the current stream; False, and nothing done, where NCCL is to do it."""
         channel = self._channel
-        key = (nbytes, channel.share) if channel.share else nbytes
-        steps = self._steps.get(key)
+        steps = self._steps.get((nbytes, channel.share) if channel.share else nbytes)
         if steps is None:
-            if len(self._steps) >= _PLANS:
-                self._steps.clear()
-            steps = self._steps[key] = channel.steps(self, nbytes)
+            steps = self._plan(nbytes)
         if not steps:
             return False
         channel.launch(steps, out, x)
         return True
+
+    def takes(self, nbytes: int) -> bool:
+        """Return True if push kernels carry calls of ``nbytes``; the same on all ranks."""
+        steps = self._steps.get(nbytes)
+        return bool(self._plan(nbytes) if steps is None else steps)
+
+    def _plan(self, nbytes: int) -> tuple[Step, ...]:
+        if len(self._steps) >= _PLANS:
+            self._steps.clear()
+        share = self._channel.share
+        steps = self._channel.steps(self, nbytes)
+        self._steps[(nbytes, share) if share else nbytes] = steps
+        return steps
 
     def split(self, nbytes: int) -> "Halves | None":
         """Return the two halves of a call of ``nbytes``, None where it is not cut in two."""
