@@ -229,7 +229,7 @@ class Connection:
             self._ring._bounded(comm.destroy, Deadline(ABORT_S), "destroying NCCL")
 
     def resume(self) -> None:
-        """Connect again as it was before ``suspend``; communicators of pairs wait for their calls."""
+        """Connect again as before ``suspend``. The next calls of pairs connect these."""
         (connected, exchanges), self._before = self._before, (False, False)
         if connected:
             self.connect(exchanges=exchanges)

@@ -68,6 +68,40 @@ def unified_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], 
     return _live(2, request.param)
 
 
+def _gpu_places(*engines: str) -> list[Any]:
+    if GPUS < 2:
+        return [None]  # such tests are not collected
+    return [
+        pytest.param(Place(engine, "gpu", _gpus()), id=f"{engine}-gpu", marks=pytest.mark.gpu)
+        for engine in engines
+    ]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out tests that only GPUs can run where there are none."""
+    if GPUS < 2:
+        needs = {"gpu_ranks", "legacy_gpu_ranks", "gpu_world"}
+        items[:] = [item for item in items if not needs & set(getattr(item, "fixturenames", ()))]
+
+
+@pytest.fixture(params=_gpu_places("unified"))
+def gpu_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
+    """Two live ranks on a pair of GPUs, with the NCCL engine of commlib."""
+    return _live(2, request.param)
+
+
+@pytest.fixture(params=_gpu_places("legacy"))
+def legacy_gpu_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
+    """Two live ranks on a pair of GPUs, with torch.distributed."""
+    return _live(2, request.param)
+
+
+@pytest.fixture(params=_gpu_places("unified"))
+def gpu_world(request: pytest.FixtureRequest) -> World:
+    """``with gpu_world(4) as ranks:`` starts that many ranks, which see a pair of GPUs."""
+    return functools.partial(fresh, place=request.param)
+
+
 @pytest.fixture(params=UNIFIED)
 def cpu_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
     """The same on the CPU alone, where the host itself waits for a collective."""

@@ -1,0 +1,424 @@
+"""Streams, rings and compute that share a GPU, and what a ring takes of it: on GPUs only."""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import commlib
+import commlib.graph
+from commlib import flags, ops
+from commlib.compat import paddle
+from commlib.errors import ArgumentError, PeerTimeout, RingError, StreamError
+from tests._check import close, refused, same
+from tests._ranks import Ranks, World
+
+Call = Callable[[], Any]
+MIB = 1 << 20
+LATE_S = 5.0
+
+
+def new_ring(ring_id: int, timeout: float | None = None) -> Any:
+    return commlib.new_ring(ring_id, [0, 1], timeout=timeout)
+
+
+def has_context(gpu: int) -> bool:
+    cuda: Any = torch._C
+    return bool(cuda._cuda_hasPrimaryContext(gpu))
+
+
+def graph_of(stream: torch.cuda.Stream, call: Any, times: int = 1) -> torch.cuda.CUDAGraph:
+    """Capture calls by hand, on a stream."""
+    call()
+    torch.cuda.synchronize()
+    found = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(found, stream=stream, capture_error_mode="thread_local"):
+        for _ in range(times):
+            call()
+    return found
+
+
+def ones(comm: Any, nbytes: int) -> torch.Tensor:
+    return torch.full((nbytes // 2,), comm.rank + 1.0, dtype=torch.bfloat16, device=comm.device)
+
+
+def two_rings(comm: Any, nbytes: int) -> None:
+    """Graphs of two rings on two streams, which start in another order on each rank."""
+    rings = [new_ring(ring_id, timeout=LATE_S) for ring_id in (31, 32)]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    x = ones(comm, nbytes)
+    outs = [torch.zeros_like(x), torch.zeros_like(x)]
+    graphs = [
+        graph_of(stream, lambda ring=ring, out=out: ring.all_reduce(out, x), 4)
+        for ring, out, stream in zip(rings, outs, streams, strict=True)
+    ]
+    for _ in range(3):
+        for out in outs:
+            out.zero_()
+        torch.cuda.synchronize()
+        comm.exchange([])
+        for i, (graph, stream) in enumerate(zip(graphs, streams, strict=True)):
+            with torch.cuda.stream(stream):
+                if i != comm.rank:
+                    torch.cuda._sleep(50_000_000)
+                graph.replay()
+        torch.cuda.synchronize()
+        for ring, out in zip(rings, outs, strict=True):
+            ring.check()
+            close(out, torch.full_like(out, 3.0), f"{nbytes} bytes")
+    del graphs
+
+
+@pytest.mark.parametrize("nbytes", [64 << 10, MIB, 16 * MIB, 64 * MIB])
+def test_graphs_of_two_rings_on_two_streams(gpu_ranks: Ranks, nbytes: int) -> None:
+    gpu_ranks(two_rings, nbytes)
+
+
+def one_ring(comm: Any, nbytes: int) -> None:
+    """Graphs of one ring side by side: right, or ``StreamError``; nothing else."""
+    ring = new_ring(33, timeout=LATE_S)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    inputs = [ones(comm, nbytes), ones(comm, nbytes) * 10]
+    outs = [torch.zeros_like(x) for x in inputs]
+    graphs = [
+        graph_of(stream, lambda x=x, out=out: ring.all_reduce(out, x))
+        for x, out, stream in zip(inputs, outs, streams, strict=True)
+    ]
+    reported = 0
+    for _ in range(30):
+        torch.cuda.synchronize()
+        comm.exchange([])
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        found = 0
+        try:
+            ring.check()
+        except StreamError:
+            found = 1
+        if max(row[0] for row in comm.exchange([found])):
+            reported += 1
+            ring.reset()
+            continue
+        for out, want in zip(outs, (3.0, 30.0), strict=True):
+            close(out, torch.full_like(out, want), f"{nbytes} bytes, nothing reported")
+    if nbytes >= 16 * MIB:
+        same(reported > 0, True, f"{nbytes} bytes: StreamError")
+    del graphs
+
+
+@pytest.mark.parametrize("nbytes", [MIB, 16 * MIB, 64 * MIB])
+def test_two_streams_of_one_ring(gpu_ranks: Ranks, nbytes: int) -> None:
+    gpu_ranks(one_ring, nbytes)
+
+
+def destroyed(comm: Any) -> None:
+    """The stream of the last call, of another library, is gone at the next one."""
+    from cupy.cuda import runtime
+
+    x = torch.full((1024,), comm.rank + 1.0, device=comm.device)
+    for turn in range(3):
+        handle = runtime.streamCreateWithFlags(1)
+        stream = torch.cuda.ExternalStream(handle, device=comm.device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            first = ops.all_reduce(x)
+            work = ops.all_gather(x, use_calc_stream=False, sync_op=False)
+            begun = comm.all_reduce_begin(torch.empty_like(x), x)
+        stream.synchronize()
+        runtime.streamDestroy(handle)
+        close(begun.wait(), torch.full_like(x, 3.0), f"turn {turn}, begun there")
+        work.wait()
+        close(ops.all_reduce(x), torch.full_like(x, 3.0), f"turn {turn}")
+        close(first, torch.full_like(x, 3.0), f"turn {turn}, on the stream")
+
+
+def test_a_stream_that_is_destroyed(gpu_ranks: Ranks) -> None:
+    gpu_ranks(destroyed)
+
+
+def raw_results(comm: Any, dtype: torch.dtype) -> None:
+    """Memory that queued kernels of the calc stream still write is not a raw call's result."""
+    count = MIB
+    x = torch.full((count,), comm.rank + 1, dtype=dtype, device=comm.device)
+
+    def received() -> torch.Tensor | None:
+        if comm.rank:
+            return paddle.recv_v2([count], dtype, peer=0)
+        paddle.send_v2(x * 3, peer=1)
+        return None
+
+    calls: list[Call] = [
+        lambda: paddle.c_allreduce_sum(x),
+        lambda: paddle.c_broadcast(x * 3, root=0),
+        received,
+    ]
+    for number, call in enumerate(calls):
+        for _ in range(2):
+            torch.cuda.synchronize()
+            comm.exchange([])
+            paddle.c_wait_compute(x)
+            torch.cuda._sleep(100_000_000)
+            temporary = torch.full((count,), 77, dtype=dtype, device=comm.device)
+            double = temporary * 2
+            del temporary
+            y = call()
+            paddle.c_wait_comm(y)
+            torch.cuda.synchronize()
+            if y is not None:
+                close(y, torch.full_like(y, 3), f"call {number} of {dtype}")
+            close(double, torch.full_like(double, 154), "the program's own")
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_results_of_raw_calls(gpu_ranks: Ranks, dtype: torch.dtype) -> None:
+    gpu_ranks(raw_results, dtype)
+
+
+def beside_compute(comm: Any, nbytes: int) -> None:
+    """Kernels that fill the GPU end while an asynchronous call still waits for its peer."""
+    ring = new_ring(34)
+    a = torch.randn(4096, 4096, dtype=torch.bfloat16, device=comm.device)
+    x = ones(comm, nbytes)
+    for share in ({}, {"max_blocks": 4}):
+        begin = functools.partial(
+            ring.all_reduce, x=x, use_calc_stream=False, sync_op=False, **share
+        )
+        out = torch.zeros_like(x)
+        torch.cuda.synchronize()
+        comm.exchange([])
+        work: Any = begin(out) if comm.rank == 0 else None
+        if comm.rank == 0:
+            for _ in range(10):
+                torch.mm(a, a)
+            torch.cuda.current_stream().synchronize()  # up to the ring's deadline, if it can't
+            same(work.done(), False, "the call, whose peer has not come")
+        comm.exchange([])
+        work = work or begin(out)
+        close(work.wait(), torch.full_like(out, 3.0), f"{nbytes} bytes")
+    with refused(ArgumentError, "max_blocks", "rank"):
+        ring.all_reduce(x, x, max_blocks=0)
+
+
+@pytest.mark.parametrize("nbytes", [256 << 10, 16 * MIB, 64 * MIB])
+def test_compute_while_a_peer_is_late(gpu_ranks: Ranks, nbytes: int) -> None:
+    gpu_ranks(beside_compute, nbytes)
+
+
+def gate_times_out(comm: Any) -> None:
+    """A peer that never comes is named by the gate too."""
+    ring = new_ring(35, timeout=2)
+    x = ones(comm, 16 * MIB)
+    if comm.rank == 0:
+        ring.all_reduce(x, x, use_calc_stream=False, sync_op=False).wait()
+        torch.cuda.synchronize()
+        same(bool(x.isnan().all()), True, "no number is left")
+        with refused(PeerTimeout, "rank 1", "all_reduce"):
+            ring.check()
+    comm.exchange([])
+    commlib.CommContextManager.instance().close(35, abort=True)
+
+
+def test_a_peer_that_never_comes_to_an_asynchronous_call(gpu_ranks: Ranks) -> None:
+    gpu_ranks(gate_times_out)
+
+
+def contexts(comm: Any) -> None:
+    """Steps in threads of their own leave no context on GPU 0."""
+    other = 1 - comm.rank
+    before = has_context(other)
+    manager = commlib.CommContextManager.instance()
+    x = torch.ones(4096, dtype=torch.int64, device=comm.device)
+    for abort in (False, True):
+        ring = new_ring(36)
+        ring.all_reduce(x, x)
+        torch.cuda.synchronize()
+        comm.exchange([])
+        manager.close(36, abort=abort)
+    comm.reset()
+    same(has_context(other), before, "a context on the other GPU")
+
+
+def test_no_context_on_another_gpu(gpu_ranks: Ranks) -> None:
+    gpu_ranks(contexts)
+
+
+def on_demand(comm: Any) -> None:
+    """No NCCL communicator before a call needs one; in a capture it is refused by name."""
+    ring = new_ring(37)
+    small = torch.ones(1024, device=comm.device)
+    whole = torch.ones(1024, dtype=torch.int64, device=comm.device)
+    ring.all_reduce(small, small)
+    row = next(r for r in commlib.CommContextManager.instance().report() if r["ring_id"] == 37)
+    same((row["communicator"], row["bytes"]), (False, 0), "an idle ring")
+    same(row["workspace_bytes"] > 0, True, "what it has taken")
+    same("connect()" in ring.explain(4096, torch.int64), True, "announced")
+    calls: list[Call] = [
+        lambda: ring.all_reduce(whole, whole),
+        lambda: ring.all_to_all(whole, whole, in_splits=[512] * 2, out_splits=[512] * 2),
+    ]
+    for call in calls:
+        graph = torch.cuda.CUDAGraph()
+        with (
+            refused(ArgumentError, "connect()", "capture", "ring 37"),
+            torch.cuda.graph(graph, capture_error_mode="thread_local"),
+        ):
+            call()
+        same(ring.state, "ready", "after a call that was refused")
+    ring.connect()
+    same(ring.has_communicator, True, "connected")
+    same("connect()" in ring.explain(4096, torch.int64), False, "nothing to announce")
+    target = torch.zeros_like(whole)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        ring.all_to_all(target, whole, in_splits=[512] * 2, out_splits=[512] * 2)
+        ring.all_reduce(target, target)
+    graph.replay()
+    torch.cuda.synchronize()
+    close(target, torch.full_like(target, 2), "captured after connect()")
+    graph.reset()
+
+
+def test_communicators_on_demand(gpu_ranks: Ranks) -> None:
+    gpu_ranks(on_demand)
+
+
+def warmed_up(comm: Any) -> None:
+    """The runs before a capture of ours connect what it needs."""
+    ring = new_ring(38)
+    x = torch.arange(8, dtype=torch.int64, device=comm.device)
+    f = commlib.graph.capture(lambda t: ops.all_reduce(t, 38) * 2, outputs="copy")
+    for _ in range(3):
+        close(f(x), x * 4)
+    same(ring.has_communicator, True, "connected by the runs before the capture")
+    group = new_ring(39)
+    sent, got = x.clone(), torch.zeros_like(x)
+    with group.group():
+        group.send(sent, peer=1 - comm.rank)
+        group.recv(got, peer=1 - comm.rank)
+        total = ops.all_reduce(x, 39)
+    close(got, x, "received in the first group")
+    close(total, x * 2, "reduced in the first group")
+
+
+def test_first_calls_connect(gpu_ranks: Ranks) -> None:
+    gpu_ranks(warmed_up)
+
+
+def graphs_hold(comm: Any) -> None:
+    """close() does not wait for graphs of the program; the communicator goes after them."""
+    from commlib import _nccl_connection
+
+    ring = new_ring(40)
+    x = torch.ones(MIB, dtype=torch.int64, device=comm.device)
+    ring.connect()
+    graph = graph_of(torch.cuda.Stream(), lambda: ring.all_reduce(x, x))
+    torch.cuda.synchronize()
+    comm.exchange([])
+    began = time.monotonic()
+    commlib.CommContextManager.instance().close(40)
+    took = time.monotonic() - began
+    same(took < flags.get(flags.CLOSE_TIMEOUT) / 2, True, f"close() took {took:.1f} s")
+    same("still hold" in ring.errors()[-1], True, ring.errors())
+    same(len(_nccl_connection._released), 1, "communicators that wait for graphs")
+    graph.reset()
+    torch.cuda.synchronize()
+    end = time.monotonic() + 10
+    while _nccl_connection._released and time.monotonic() < end:
+        _nccl_connection._destroy_released()
+        time.sleep(0.05)
+    same(len(_nccl_connection._released), 0, "communicators after the graph")
+
+
+def test_closing_beside_a_graph_of_the_program(gpu_ranks: Ranks) -> None:
+    gpu_ranks(graphs_hold)
+
+
+def suspended(comm: Any) -> None:
+    """Memory is given back, graphs stay valid, calls in between are refused."""
+    ring = new_ring(41)
+    x = torch.full((4096,), comm.rank + 1.0, device=comm.device)
+    whole = torch.ones(4096, dtype=torch.int64, device=comm.device)
+    ring.all_reduce(whole, whole)
+    f = commlib.graph.capture(lambda t: ops.all_reduce(t, 41) + 1, outputs="copy")
+    close(f(x), torch.full_like(x, 4.0))
+    torch.cuda.synchronize()
+    same(ring.communicator_bytes > 0, True, "NCCL has taken memory")
+    free = torch.cuda.mem_get_info()[0]
+    ring.suspend()
+    given_back = torch.cuda.mem_get_info()[0] - free
+    same(given_back > 64 * MIB, True, f"{given_back / MIB:.0f} MiB given back")
+    with refused(RingError, "resume()"):
+        ring.all_reduce(x, x)
+    with refused(RingError, "resume()"):
+        ring.suspend()
+    ring.resume()
+    with refused(RingError, "not suspended"):
+        ring.resume()
+    close(f(x), torch.full_like(x, 4.0), "a graph from before")
+    whole.fill_(1)
+    ring.all_reduce(whole, whole)
+    close(whole, torch.full_like(whole, 2), "NCCL connected again")
+    ring.suspend()
+    commlib.CommContextManager.instance().close(41)
+
+
+def test_suspend_and_resume(gpu_ranks: Ranks) -> None:
+    gpu_ranks(suspended)
+
+
+def lone_pairs(comm: Any) -> None:
+    """A send and a receive that the other members of the ring do not know of."""
+    with flags.override("FLAGS_custom_allreduce", False):
+        device = f"cuda:{comm.rank % 2}"
+        ring = commlib.CommContextManager.instance().create(42, range(4), device=device)
+    assert ring is not None
+    x = torch.full((1000,), float(comm.rank), device=device)
+    for turn in range(2):
+        if comm.rank % 2 == 0:
+            ring.send(x + turn, peer=comm.rank + 1)
+        else:
+            close(ring.recv(x, peer=comm.rank - 1), torch.full_like(x, comm.rank - 1.0 + turn))
+    torch.cuda.synchronize(device)
+    same(ring.has_communicator, False, "the ring's own communicator")
+
+
+def test_pairs_in_a_larger_ring(gpu_world: World) -> None:
+    with gpu_world(4) as ranks:
+        ranks(lone_pairs, deadline=120)
+
+
+def first_in_a_capture(comm: Any) -> None:
+    """With the flag off a first call in a capture is refused; the ring survives."""
+    ring = new_ring(43)
+    x = torch.ones(64, device=comm.device)
+    out = torch.zeros_like(x)
+    calls: list[Call] = [
+        lambda: ring.all_reduce(out, x),
+        lambda: ring.all_to_all(out, x),
+        lambda: ring.send(x, peer=1) if comm.rank == 0 else ring.recv(out, peer=0),
+    ]
+    for call in calls:
+        graph = torch.cuda.CUDAGraph()
+        with (
+            refused(ArgumentError, "capture", "ring 43"),
+            torch.cuda.graph(graph, capture_error_mode="thread_local"),
+        ):
+            call()
+        same(ring.state, "ready", "after a call that was refused")
+    ring.connect()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        ring.all_reduce(out, x)
+    graph.replay()
+    torch.cuda.synchronize()
+    close(out, torch.full_like(out, 2.0), "captured after connect()")
+    graph.reset()
+
+
+def test_first_call_in_a_capture(legacy_gpu_ranks: Ranks) -> None:
+    legacy_gpu_ranks(first_in_a_capture)
