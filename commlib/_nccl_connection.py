@@ -147,14 +147,13 @@ class Connection:
         return comm
 
     def _run(self, launch: Callable[[], Any]) -> None:
-        """Launch what NCCL connects for, and wait until the device has done it."""
+        """Launch what NCCL connects for, and wait until the device has done it.
+
+        All members are here, so the launch is soon over, though NCCL holds the host in it.
+        """
         ring, deadline = self._ring, Deadline(self._ring.timeout)
-
-        def locked() -> None:
-            with ring.lock:
-                launch()
-
-        ring._bounded(locked, deadline, "connecting NCCL")
+        with ring.lock:  # in this thread, which may hold it already
+            ring._bounded(launch, deadline, "connecting NCCL")
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(ring.device))
         if not deadline.poll(event.query):

@@ -145,16 +145,17 @@ def raw_results(comm: Any, dtype: torch.dtype) -> None:
     """Memory that queued kernels of the calc stream still write is not a raw call's result."""
     count = MIB
     x = torch.full((count,), comm.rank + 1, dtype=dtype, device=comm.device)
+    three = torch.full_like(x, 3)
 
     def received() -> torch.Tensor | None:
         if comm.rank:
             return paddle.recv_v2([count], dtype, peer=0)
-        paddle.send_v2(x * 3, peer=1)
+        paddle.send_v2(three, peer=1)
         return None
 
     calls: list[Call] = [
         lambda: paddle.c_allreduce_sum(x),
-        lambda: paddle.c_broadcast(x * 3, root=0),
+        lambda: paddle.c_broadcast(three, root=0),
         received,
     ]
     for number, call in enumerate(calls):
@@ -184,6 +185,7 @@ def beside_compute(comm: Any, nbytes: int) -> None:
     ring = new_ring(34)
     a = torch.randn(4096, 4096, dtype=torch.bfloat16, device=comm.device)
     x = ones(comm, nbytes)
+    torch.mm(a, a)  # its kernel is loaded now: loading waits for kernels that run
     for share in ({}, {"max_blocks": 4}):
         begin = functools.partial(
             ring.all_reduce, x=x, use_calc_stream=False, sync_op=False, **share
@@ -346,12 +348,9 @@ def suspended(comm: Any) -> None:
     ring.all_reduce(whole, whole)
     f = commlib.graph.capture(lambda t: ops.all_reduce(t, 41) + 1, outputs="copy")
     close(f(x), torch.full_like(x, 4.0))
-    torch.cuda.synchronize()
-    same(ring.communicator_bytes > 0, True, "NCCL has taken memory")
-    free = torch.cuda.mem_get_info()[0]
+    same(ring.has_communicator, True, "before")
     ring.suspend()
-    given_back = torch.cuda.mem_get_info()[0] - free
-    same(given_back > 64 * MIB, True, f"{given_back / MIB:.0f} MiB given back")
+    same((ring.has_communicator, ring.communicator_bytes), (False, 0), "given back")
     with refused(RingError, "resume()"):
         ring.all_reduce(x, x)
     with refused(RingError, "resume()"):

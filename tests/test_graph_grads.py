@@ -1,6 +1,8 @@
 """Captured forwards and their backwards: what comes back, and when a slot is free again."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -247,3 +249,22 @@ def streams(device: torch.device) -> list[Any]:
 
 def test_order_of_streams(unified_ranks: Ranks) -> None:
     unified_ranks(in_order)
+
+
+def forgotten(comm: Any) -> None:
+    """A captured function with gradients holds nothing of itself alive: no cycle through autograd.
+
+    A node that outlives a failed capture belongs to another stream, and no capture can use it.
+    """
+    module = layers(comm.device)
+    captured = graph.capture(module)
+    captured(batch(0, comm.device)).sum().backward()
+    (slot,) = slots(captured)
+    held = weakref.ref(slot)
+    del slot, captured
+    gc.collect()
+    same(held() is None, True, "the slot is gone")
+
+
+def test_nothing_outlives_a_captured_function(unified_ranks: Ranks) -> None:
+    unified_ranks(forgotten)

@@ -122,10 +122,12 @@ class Slot(Entry):
 
     def _saving(self) -> AbstractContextManager[object]:
         """Save memory, whatever is written there later: a replay of the forward comes between."""
-        self._saved: set[int] = set()  # memory
+        saved = self._saved = set[int]()  # memory
 
+        # Autograd's graph holds this function, and the slot holds that graph: a reference to the
+        # slot would close a cycle that the garbage collector can't see.
         def pack(x: torch.Tensor) -> torch.Tensor:
-            self._saved.add(x.untyped_storage()._cdata)
+            saved.add(x.untyped_storage()._cdata)
             return x.data
 
         return saved_tensors_hooks(pack, lambda x: x)

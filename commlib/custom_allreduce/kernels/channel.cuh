@@ -20,7 +20,7 @@ constexpr int kRanks = RANKS;  // members of the ring, given at compilation
 constexpr int kMost = 8;
 constexpr int kThreads = 512;  // the most in a block: what a vector of each rank takes of registers
 constexpr u32 kPolls = 1024;  // between two looks at the clock
-constexpr u32 kGatePolls = 64, kGateSleepNs = 100;  // the same of a gate, which leaves the GPU to others
+constexpr u32 kGatePolls = 64, kGateSleepNs = 100;  // the same of a gate, which leaves room
 
 enum Reason : u32 { kLate = 1, kTwoAtOnce = 2 };
 
@@ -119,12 +119,14 @@ __device__ inline void report(const Call& call, u64 what) {
     atomicCAS_system(call.error, 0ull, what);
 }
 
-// Every rank hears of the first fault; a rank that comes later finds it and leaves at once.
-__device__ __noinline__ void raise(const Call& call, u64 what) {
+__device__ inline void tell_all(const Call& call, u64 what) {
     report(call, what);
 #pragma unroll
     for (int rank = 0; rank < kRanks; ++rank) poke(&control(call, rank)->fault, what);
 }
+
+// Every rank gets the first fault; a rank that comes later finds it and leaves at once.
+__device__ __noinline__ void raise(const Call& call, u64 what) { tell_all(call, what); }
 
 // Asked now and then by a thread that waits for `peer`; `begin` is 0 at first. A second hop has
 // twice the time: its owner may itself be waiting for the rank that is missing, and knows which.
