@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from commlib._gate import Call, async_refusal, finished, launch, settle
+from commlib._mismatch import compare
 from commlib._observers import Seen, looking_on, observers, watched
 from commlib._ring import Ring
 from commlib._work import Unlaunched, Work
@@ -42,6 +43,8 @@ class Group:
         """Launch everything as one operation."""
         if self.calls:
             how = self.use_calc_stream, self.sync_op, True, 0
+            if self.ctx.compares:
+                compare(self.ctx, self.calls)
             start = partial(launch, self.ctx, self.calls, None, how)
             if observers and looking_on():
                 with watched(self._seen(start)):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from commlib import _bootstrap, flags
 from commlib._bootstrap import World
+from commlib._call_log import level
 from commlib._context import CommContext
 from commlib._deadline import Deadline
 from commlib._devices import checked_device, default_device
@@ -137,7 +138,7 @@ class CommContextManager:
             return build(None)
         try:
             call = self._roll_call(world, store, deadline)
-            kind = f"{engine.engine} ({device.type})"
+            kind = f"{engine.engine} ({device.type}), {flags.CHECK}={level()}"
             meeting = call.meet(ring_id, members, deadline, kind, engine.credentials)
             return _set_up(build, meeting, deadline)
         except dist.DistError as error:
