@@ -103,18 +103,31 @@ class CallLog:
     ``note`` is called under the ring's lock. ``snapshot`` may be called from any thread.
     """
 
+    __slots__ = (
+        *("_capturing", "_known", "_size", "_state", "_texts", "_window"),
+        *("captured", "note"),
+    )
+
     def __init__(self, size: int, capturing: Callable[[], bool] | None) -> None:
         """``capturing`` tells whether the current stream is captured; None on a CPU."""
         self.captured = False
+        self.note = self._note if capturing is None else self._note_unless_captured
         self._size, self._capturing = size, capturing
         self._known: dict[Any, int] = {}
         self._texts: dict[int, str] = {}
         self._window: list[int] = []
-        self._last: list[int] = []  # the end of the window before this one
-        self._windows: list[tuple[int, int]] = []
-        self._state = (0, 0, self._window, self._last, self._windows)
+        # Calls before the window, their fingerprint, the window, the end of the one before, and
+        # the fingerprints of the windows so far: replaced as one, never changed.
+        self._state = (0, 0, self._window, list[int](), list[tuple[int, int]]())
 
-    def note(
+    def _note_unless_captured(self, *call: Any) -> None:
+        """Leave captured calls out: the replays of a graph are not seen here."""
+        if self._capturing is not None and self._capturing():
+            self.captured = True
+        else:
+            self._note(*call)
+
+    def _note(
         self,
         verb: str,
         launch: Callable[..., Any],
@@ -122,13 +135,7 @@ class CallLog:
         out: torch.Tensor | None,
         x: torch.Tensor | None,
     ) -> None:
-        """Add a collective; sends and receives are left out. A captured one is left out too.
-
-        The replays of a graph are not seen here, so its calls would be counted once.
-        """
-        if self._capturing is not None and self._capturing():
-            self.captured = True
-            return
+        """Add a collective; sends and receives are left out."""
         tensor = out if x is None else x
         try:
             code = self._known[verb, tensor.numel(), tensor.dtype, args]  # type: ignore[union-attr]

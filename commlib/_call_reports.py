@@ -24,6 +24,31 @@ _REQUESTS = 4  # of one round of one ring
 _LOAD = 500  # requests per second that all members of a ring may make together
 
 
+class _Keys:
+    """A ring's part of the store: every operation of this file, none of which awaits a key."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        """Set ``key``."""
+        self._store.set(key, value)
+
+    def there(self, keys: Sequence[str]) -> bool:
+        """Return True if all ``keys`` exist, in one request."""
+        return bool(self._store.check(list(keys)))
+
+    def read(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys that exist, in one request."""
+        return list(self._store.multi_get(list(keys))) if keys else []
+
+    def leave(self, size: int, keys: Sequence[str]) -> None:
+        """Count this member as gone; the last one of ``size`` deletes ``keys``."""
+        if self._store.add("left", 1) == size:
+            for key in (*keys, "left"):
+                self._store.delete_key(key)
+
+
 class CallReports:
     """One ring's call log, and those of the other members as the store has them."""
 
@@ -45,7 +70,7 @@ class CallReports:
 
     # -- what a member writes ---------------------------------------------------------------------
 
-    def _publish(self, store: Store, mine: Snapshot) -> None:
+    def _publish(self, store: _Keys, mine: Snapshot) -> None:
         record = {**mine._asdict(), "state": self._state}
         store.set(f"log/{self._rank}", json.dumps(record))
         store.set(f"at/{self._rank}", f"{mine.number} {self._state}")
@@ -57,8 +82,9 @@ class CallReports:
             mine, store = self.calls.snapshot(), self._store
             if store is None or self._state != "open" or mine.number == self._published:
                 return
-            self._publish(store(), mine)
-            self._compare(store(), mine)
+            keys = _Keys(store())
+            self._publish(keys, mine)
+            self._compare(keys, mine)
 
     def requests(self) -> int:
         """Return what one round costs the store, over all members."""
@@ -66,7 +92,7 @@ class CallReports:
 
     # -- what a member reads ----------------------------------------------------------------------
 
-    def _compare(self, store: Store, mine: Snapshot) -> None:
+    def _compare(self, store: _Keys, mine: Snapshot) -> None:
         """Note where a neighbour's calls differ: the later of two neighbours finds it.
 
         Rings of captured calls are left out: replays are not counted, so that the logs of correct
@@ -81,9 +107,9 @@ class CallReports:
                 self.found.append(f"{where} calls: {text}")
                 log.warning("%s", self.found[-1])
 
-    def _records(self, store: Store, ranks: Sequence[int] | set[int]) -> dict[int, Any]:
-        there = [rank for rank in sorted(ranks) if store.check([f"log/{rank}"])]
-        rows = store.multi_get([f"log/{rank}" for rank in there]) if there else []
+    def _records(self, store: _Keys, ranks: Sequence[int] | set[int]) -> dict[int, Any]:
+        there = [rank for rank in sorted(ranks) if store.there([f"log/{rank}"])]
+        rows = store.read([f"log/{rank}" for rank in there])
         return {rank: json.loads(row) for rank, row in zip(there, rows, strict=True)}
 
     def _difference(self, mine: Snapshot, other: dict[str, Any]) -> str | None:
@@ -114,14 +140,14 @@ class CallReports:
         self._state = f"failed in {verb}"
         return self._bounded(self._look, f"comparing the calls of ring {self._ring_id}") or ""
 
-    def _bounded(self, step: Callable[[Store], Any], what: str) -> Any:
+    def _bounded(self, step: Callable[[_Keys], Any], what: str) -> Any:
         store = self._store
         if store is None:
             return None
 
         def locked() -> Any:
             with self._lock:
-                return step(store())
+                return step(_Keys(store()))
 
         try:
             return bounded(locked, Deadline(LOOK_S), what)
@@ -129,7 +155,7 @@ class CallReports:
             log.once("%s: %s", what, error)
             return None
 
-    def _look(self, store: Store) -> str:
+    def _look(self, store: _Keys) -> str:
         mine = self.calls.snapshot()
         self._publish(store, mine)
         others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
@@ -143,14 +169,14 @@ class CallReports:
             lines.append(f"{len(apart) - _SHOWN} more ranks are at other calls")
         return "; ".join(lines)
 
-    def _places(self, store: Store, others: list[int]) -> dict[int, tuple[int, str]]:
+    def _places(self, store: _Keys, others: list[int]) -> dict[int, tuple[int, str]]:
         """Return the other members' numbers of calls: two requests if all have published."""
         keys = [f"at/{rank}" for rank in others]
-        if not store.check(keys):
-            others = [rank for rank in others if store.check([f"at/{rank}"])]
+        if not store.there(keys):
+            others = [rank for rank in others if store.there([f"at/{rank}"])]
             keys = [f"at/{rank}" for rank in others]
         found = {}
-        for rank, row in zip(others, store.multi_get(keys) if keys else [], strict=True):
+        for rank, row in zip(others, store.read(keys), strict=True):
             number, _, state = row.decode().partition(" ")
             found[rank] = int(number), state
         return found
@@ -176,15 +202,12 @@ class CallReports:
         self._bounded(self._finish, f"comparing the calls of ring {self._ring_id}")
         self._store = None
 
-    def _finish(self, store: Store) -> None:
+    def _finish(self, store: _Keys) -> None:
         mine = self.calls.snapshot()
         self._publish(store, mine)
         self._compare(store, mine)
-        if store.add("left", 1) == len(self._ranks):  # the last member takes the keys away
-            for rank in range(len(self._ranks)):
-                store.delete_key(f"log/{rank}")
-                store.delete_key(f"at/{rank}")
-            store.delete_key("left")
+        size = len(self._ranks)
+        store.leave(size, [f"{kind}/{rank}" for kind in ("at", "log") for rank in range(size)])
 
     def abandon(self) -> None:
         """Stop at once, without a look at the store."""

@@ -7,6 +7,7 @@ concern two members: these swap a header over the gloo group of the hosts, under
 import json
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -136,9 +137,11 @@ class _Handle:
         except Exception as error:
             self._error = error
 
-    def wait(self) -> None:
-        """Block until the call has ended, and raise what it met."""
-        self._thread.join()
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Block until the call has ended, and raise what it met; as a work of torch does."""
+        self._thread.join(None if timeout is None else timeout.total_seconds())
+        if self._thread.is_alive():
+            raise RuntimeError("Operation timed out")
         if self._error is not None:
             raise self._error
 
