@@ -220,7 +220,7 @@ def begin(
 def _tracked(ctx: Ring, call: Call, result: Any, how: How) -> Any:
     use_calc_stream, sync_op, _, _ = how
     if ctx.compares and ctx.open_group is None and (sync_op or not use_calc_stream):
-        compare(ctx, [call])  # without the lock: it waits for the other members
+        [call] = compare(ctx, [call])  # without the lock: it waits for the other members
     with ctx.lock:
         if ctx.fault is not None:
             raise ctx.unusable(call.verb)

@@ -7,6 +7,7 @@ concern two members: these swap a header over the gloo group of the hosts, under
 import json
 import threading
 from collections.abc import Callable
+from copy import copy
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,24 +26,41 @@ _HEADER = 2048  # bytes
 _TAGS, _FIRST, _MOST = 3, 16, 1 << 26  # per message: the sender's header, the receiver's, data
 
 
-def compare(ring: Ring, calls: "list[Call]") -> None:
+def compare(ring: Ring, calls: "list[Call]") -> "list[Call]":
     """Compare calls that are about to be launched as one with those of the other members.
 
     Blocks the host, at most the ring's timeout. Sends and receives on a CPU block nothing: their
-    headers are compared while the call is under way. Raises ``MismatchError`` on every member whose
-    call differs from another's; a send or receive of a group on GPUs raises it at its launch,
-    after the other calls of the group.
+    headers are compared while the call is under way. A send or receive of a group on GPUs that does
+    not fit raises at its launch, after the other calls of the group, which other members wait for.
+
+    Returns:
+        The calls to launch instead.
+
+    Raises:
+        MismatchError: The members' calls differ; every member raises it.
     """
     collectives = [call for call in calls if call.verb not in PAIRED]
     if collectives or not calls:
         _agree(ring, collectives, calls[0].verb if len(calls) == 1 else "group")
-    pairs = [(call, _Pair(ring, call)) for call in calls if call.verb in PAIRED]
-    for call, pair in pairs:
-        if ring.fences is None:
-            call.launch = partial(_under_way, pair, call.launch)
-        elif (text := pair.difference()) is not None:
-            call.launch = partial(_refused, text)
-    calls.sort(key=lambda call: getattr(call.launch, "func", None) is _refused)
+    pairs = {at: _Pair(ring, call) for at, call in enumerate(calls) if call.verb in PAIRED}
+    fit, unfit = [], []
+    for at, call in enumerate(calls):
+        if at not in pairs:
+            fit.append(call)
+        elif ring.fences is None:
+            fit.append(_launched_by(call, partial(_under_way, pairs[at], call.launch)))
+        elif (text := pairs[at].difference()) is None:
+            fit.append(call)
+        else:
+            unfit.append(_launched_by(call, partial(_refused, text)))
+    return fit + unfit
+
+
+def _launched_by(call: "Call", launch: Callable[..., Any]) -> "Call":
+    """Return the same call with another launch: the given one may be made again."""
+    other = copy(call)
+    other.launch = launch
+    return other
 
 
 def _agree(ring: Ring, calls: "list[Call]", verb: str) -> None:
