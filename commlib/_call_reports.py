@@ -209,6 +209,10 @@ class CallReports:
         size = len(self._ranks)
         store.leave(size, [f"{kind}/{rank}" for kind in ("at", "log") for rank in range(size)])
 
+    def resume(self) -> None:
+        """Publish again after a failure that has been repaired."""
+        self._state, self._published = "open", -1
+
     def abandon(self) -> None:
         """Stop at once, without a look at the store."""
         _reporter.remove(self)

@@ -266,7 +266,9 @@ class Ring(ABC):
         with self.lock:
             if self.fault is not None and not self._repairable:
                 raise self.unusable("reset")
-            self.fault = None
+            self.fault = self._verdict = None
+            if self._reports is not None:
+                self._reports.resume()
             if not self._all_at_rest():
                 self._reset_step(self._reconnect)
                 self.exchange([])  # nobody's kernels run any more

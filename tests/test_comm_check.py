@@ -21,6 +21,7 @@ from commlib.errors import (
     EngineError,
     FlagError,
     MismatchError,
+    PeerTimeout,
     RingError,
 )
 from tests._check import close, refused, same, until
@@ -44,7 +45,13 @@ def ring_of(
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.ones(shape, dtype=dtype)
+    return torch.ones(shape, dtype=dtype, device=_device())
+
+
+def _device() -> torch.device:
+    """Return the device of ring 0, which every job has."""
+    manager = commlib.CommContextManager.instance()
+    return manager.get(0).device if manager.has(0) else torch.device("cpu")
 
 
 def equals(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
@@ -131,8 +138,8 @@ def different(comm: Any, names: list[str]) -> None:
         same(ring.errors(), [], "errors of calls that were never launched")
 
 
-def test_different_calls(cpu_ranks: Ranks) -> None:
-    cpu_ranks(different, list(DIFFERENT))
+def test_different_calls(ranks: Ranks) -> None:
+    ranks(different, list(DIFFERENT))
 
 
 def lines(comm: Any) -> None:
@@ -152,8 +159,8 @@ def lines(comm: Any) -> None:
         works(ring, "a mismatch")
 
 
-def test_both_lines(cpu_ranks: Ranks) -> None:
-    cpu_ranks(lines)
+def test_both_lines(ranks: Ranks) -> None:
+    ranks(lines)
 
 
 def grouped(comm: Any) -> None:
@@ -176,8 +183,8 @@ def grouped(comm: Any) -> None:
         works(ring, "a group")
 
 
-def test_group(cpu_ranks: Ranks) -> None:
-    cpu_ranks(grouped)
+def test_group(ranks: Ranks) -> None:
+    ranks(grouped)
 
 
 def messages(comm: Any) -> None:
@@ -236,20 +243,20 @@ def test_messages_wait_for_nobody_at_their_launch(cpu_ranks: Ranks) -> None:
 def equal(comm: Any) -> None:
     """Right calls give the values that they give without a comparison."""
     with ring_of(comm, 2) as ring:
-        wide = torch.arange(12.0).view(3, 4).t()  # strided: staged
+        wide = torch.arange(12.0, device=comm.device).view(3, 4).t()  # strided: staged
         out = torch.empty_like(wide)
         ring.all_reduce(out, wide, op="avg")
         close(out, wide, "avg of a strided tensor")
-        parts = torch.empty(2 * comm.size)
+        parts = ones(2 * comm.size)
         ring.all_gather(parts, ones(2) * comm.rank, use_calc_stream=False)
         same(parts.view(-1, 2)[:, 0].tolist(), [float(r) for r in range(comm.size)], "all_gather")
         counts = [1 + (comm.rank + peer) % 2 for peer in range(comm.size)]
-        given, taken = ones(sum(counts)) * comm.rank, torch.empty(sum(counts))
+        given, taken = ones(sum(counts)) * comm.rank, ones(sum(counts))
         ring.all_to_all(taken, given, in_splits=counts, out_splits=counts)
         want = [float(peer) for peer, count in enumerate(counts) for _ in range(count)]
         same(taken.tolist(), want, "all_to_all with splits")
         root = comm.size - 1
-        total = torch.zeros(2) if comm.rank == root else None
+        total = ones(2) if comm.rank == root else None
         ring.reduce(total, ones(2), root=root)
         got = ones(2)
         ring.scatter(got, ones(2 * comm.size) * 3 if comm.rank == root else None, root=root)
@@ -260,8 +267,8 @@ def equal(comm: Any) -> None:
         works(ring, "right calls")
 
 
-def test_equal_calls(cpu_ranks: Ranks) -> None:
-    cpu_ranks(equal)
+def test_equal_calls(ranks: Ranks) -> None:
+    ranks(equal)
 
 
 def test_equal_calls_of_three(trio: Ranks) -> None:
@@ -281,8 +288,8 @@ def detail(comm: Any) -> None:
         dist.set_debug_level(before)
 
 
-def test_torch_detail(cpu_ranks: Ranks) -> None:
-    cpu_ranks(detail)
+def test_torch_detail(ranks: Ranks) -> None:
+    ranks(detail)
 
 
 def levels(comm: Any) -> None:
@@ -413,6 +420,22 @@ def in_step(comm: Any) -> None:
 
 def test_right_calls_have_one_fingerprint(cpu_ranks: Ranks) -> None:
     cpu_ranks(in_step)
+
+
+def repaired(comm: Any) -> None:
+    """After reset() calls are compared again, and the next failure shows the calls of then."""
+    with ring_of(comm, 1) as ring:
+        for calls in (1, 2):
+            works(ring, "reset")
+            comm.barrier()
+            error = ring.failed("all_reduce", PeerTimeout("a rank did not come"))
+            same(f"this rank is at call {calls} (all_reduce" in str(error), True, str(error))
+            ring.reset()
+        same(ring.call_log.snapshot().number, 2, "calls")
+
+
+def test_reset(cpu_ranks: Ranks) -> None:
+    cpu_ranks(repaired)
 
 
 def keys(comm: Any) -> None:
