@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from copy import copy
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,11 +47,11 @@ def compare(ring: Ring, calls: "list[Call]") -> "list[Call]":
         if at not in pairs:
             fit.append(call)
         elif ring.fences is None:
-            fit.append(_launched_by(call, partial(_under_way, pairs[at], call.launch)))
+            fit.append(_launched_by(call, _once_it_fits(pairs[at], call.launch)))
         elif (text := pairs[at].difference()) is None:
             fit.append(call)
         else:
-            unfit.append(_launched_by(call, partial(_refused, text)))
+            unfit.append(_launched_by(call, _refusal(text)))
     return fit + unfit
 
 
@@ -168,20 +167,28 @@ class _Handle:
         return not self._thread.is_alive()
 
 
-def _under_way(pair: _Pair, launch: Callable[..., Any], *args: Any) -> _Handle:
-    """Launch a send or receive on a CPU once its header fits the peer's."""
+def _once_it_fits(pair: _Pair, launch: Callable[..., Any]) -> Callable[..., _Handle]:
+    """Return a launch that moves data on a CPU once the header fits the peer's."""
+    tag = () if getattr(launch, "__name__", "") == "_nothing" else (pair.tag,)
 
-    def step() -> None:
-        text = pair.difference()
-        if text is not None:
-            raise MismatchError(text)
-        tag = () if getattr(launch, "__name__", "") == "_nothing" else (pair.tag,)
-        handle = launch(*args, *tag)
-        if handle is not None:
-            handle.wait()
+    def under_way(*args: Any) -> _Handle:
+        def step() -> None:
+            text = pair.difference()
+            if text is not None:
+                raise MismatchError(text)
+            handle = launch(*args, *tag)
+            if handle is not None:
+                handle.wait()
 
-    return _Handle(step, f"commlib {pair.verb}")
+        return _Handle(step, f"commlib {pair.verb}")
+
+    return under_way
 
 
-def _refused(text: str, *args: Any) -> None:
-    raise MismatchError(text)
+def _refusal(text: str) -> Callable[..., None]:
+    """Return a launch that raises instead."""
+
+    def refused(*args: Any) -> None:
+        raise MismatchError(text)
+
+    return refused
