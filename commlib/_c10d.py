@@ -3,8 +3,9 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -27,10 +28,12 @@ _OPS = {
 }
 
 
-class _Plan(NamedTuple):
+@dataclass(frozen=True, eq=False)  # equal by identity: a key at every call
+class _Plan:
     """A reduction in c10d's terms; the options of the most frequent call are made once."""
 
     dtype: torch.dtype
+    name: str
     op: Any
     divides: bool
     all_reduce: Any
@@ -78,7 +81,7 @@ class C10dContext(CommContext):
         options = c10d.AllreduceOptions()
         options.reduceOp = op  # type: ignore[assignment]  # torch names two types for one
         _same_stream(options)
-        return _Plan(reduction.dtype, op, divides, options)
+        return _Plan(reduction.dtype, reduction.op, op, divides, options)
 
     def _reduced(self, work: Any, target: Tensor, plan: "_Plan") -> Any:
         if plan.divides:
@@ -149,11 +152,11 @@ class C10dContext(CommContext):
         )
         return self._issued(work)
 
-    def _send(self, out: None, x: Tensor, peer: int) -> Any:
-        return self._issued(self.pg.send([_bytes(x)], peer, 0))
+    def _send(self, out: None, x: Tensor, peer: int, tag: int = 0) -> Any:
+        return self._issued(self.pg.send([_bytes(x)], peer, tag))
 
-    def _recv(self, out: Tensor, x: None, peer: int) -> Any:
-        return self._issued(self.pg.recv([_bytes(out)], peer, 0))
+    def _recv(self, out: Tensor, x: None, peer: int, tag: int = 0) -> Any:
+        return self._issued(self.pg.recv([_bytes(out)], peer, tag))
 
     def _barrier(self, out: None, x: None) -> Any:
         if self.fences is not None:  # an all-reduce on the stream; c10d's own blocks the host

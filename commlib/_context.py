@@ -343,6 +343,11 @@ class CommContext(EngineRing):
         Raises ``DtypeError`` for what is refused, ``ArgumentError`` for part of an element.
         """
         check_dtype(self, "explain", dtype)
+        if not hasattr(nbytes, "__index__"):
+            raise ArgumentError(
+                f"{self.where('explain')}: nbytes={nbytes!r}; expected a number of bytes; pass "
+                f"x.nbytes"
+            )
         reduction = wire(dtype, op, self.reducer, 1.0 if op == "premul_sum" else None)
         if nbytes < 0 or nbytes % dtype.itemsize:
             raise ArgumentError(

@@ -6,8 +6,12 @@ from commlib._bootstrap import World
 from commlib.errors import ArgumentError, DeviceError
 
 
-def checked_device(device: torch.device) -> torch.device:
+def checked_device(device: torch.device | str) -> torch.device:
     """Return ``device`` with its index; raises ``DeviceError`` when it is not to be had."""
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise DeviceError(f"device={device!r}: expected 'cuda', 'cuda:N' or 'cpu'") from error
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type != "cuda":

@@ -9,6 +9,7 @@ from torch.autograd import graph
 
 from commlib import flags
 from commlib._checks import is_dense
+from commlib._mismatch import compare
 from commlib._observers import Seen, begun, looking_on, observers, unwatched, watched
 from commlib._ring import Ring, Unconnected
 from commlib._work import OnHost, OnStream, Pending, Work
@@ -117,6 +118,7 @@ def run(
             return again()
     if not (
         sync_op
+        and not ctx.compares
         and (use_calc_stream or ctx.fences is None)
         and ctx.open_group is None
         and not blocks
@@ -138,10 +140,12 @@ def run(
         except Unconnected as caught:
             missing = caught
         except Exception as error:
-            raise ctx.failed(verb, error) from error
+            raise ctx.failed(verb, error, args) from error
         else:
             ctx.calls += 1
             ctx.last_verb = verb
+            if ctx.call_log is not None:
+                ctx.call_log.note(verb, launcher, args, out, x)
     if missing is not None:
         _connect(ctx, verb, missing)
         return run(ctx, verb, launcher, args, out, x, place, dense, result, how)
@@ -149,7 +153,7 @@ def run(
         try:
             handle.wait()
         except Exception as error:
-            raise ctx.failed(verb, error) from error
+            raise ctx.failed(verb, error, args) from error
     if out is not None:
         _written(out)
     return result
@@ -189,7 +193,7 @@ def begin(
 ) -> Work | None:
     """Launch the first half of a checked call; None, and nothing done, where it has no halves."""
     here = observers and looking_on()
-    if not _apart(out, x, 0) or (here and ctx.fences is None):
+    if ctx.compares or not _apart(out, x, 0) or (here and ctx.fences is None):
         return None
     if here:
         again = partial(begin, ctx, verb, launcher, out, x, reduction, blocks)
@@ -207,12 +211,16 @@ def begin(
             return None
         ctx.calls += 1
         ctx.last_verb = verb
+        if ctx.call_log is not None:
+            ctx.call_log.note(verb, launcher, (reduction,), out, x)
     _written(out)
     return begun(Work(out, pending))
 
 
 def _tracked(ctx: Ring, call: Call, result: Any, how: How) -> Any:
     use_calc_stream, sync_op, _, _ = how
+    if ctx.compares and ctx.open_group is None and (sync_op or not use_calc_stream):
+        [call] = compare(ctx, [call])  # without the lock: it waits for the other members
     with ctx.lock:
         if ctx.fault is not None:
             raise ctx.unusable(call.verb)
@@ -282,6 +290,9 @@ def _start(ctx: Ring, calls: list[Call]) -> list[Any]:
     handles = _start_all(ctx, calls)
     ctx.calls += len(calls)
     ctx.last_verb = calls[-1].verb
+    if ctx.call_log is not None:
+        for call in calls:
+            ctx.call_log.note(call.verb, call.launch, call.args, call.out, call.x)
     return handles
 
 
@@ -321,8 +332,8 @@ def _guarded(ctx: Ring, call: Call, step: Callable[[], Any]) -> Any:
     try:
         return step()
     except (PeerTimeout, StreamError) as error:
-        raise ctx.failed(call.verb, error) from error
+        raise ctx.failed(call.verb, error, call.args) from error
     except (CommError, Unconnected):
         raise
     except Exception as error:
-        raise ctx.failed(call.verb, error) from error
+        raise ctx.failed(call.verb, error, call.args) from error

@@ -5,7 +5,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from commlib._gate import Call, async_refusal, finished, launch, settle
+from commlib._gate import Call, How, async_refusal, finished, launch, settle
+from commlib._mismatch import compare
 from commlib._observers import Seen, looking_on, observers, watched
 from commlib._ring import Ring
 from commlib._work import Unlaunched, Work
@@ -38,11 +39,15 @@ class Group:
             redo = partial(finished, again) if call is self.calls[0] else _nothing
             yield Seen(self.ctx, call.verb, call.out, call.x, call.args, redo)
 
+    def _launch(self, how: How) -> Any:
+        calls = compare(self.ctx, self.calls) if self.ctx.compares else self.calls
+        return launch(self.ctx, calls, None, how)
+
     def leave(self) -> None:
         """Launch everything as one operation."""
         if self.calls:
             how = self.use_calc_stream, self.sync_op, True, 0
-            start = partial(launch, self.ctx, self.calls, None, how)
+            start = partial(self._launch, how)
             if observers and looking_on():
                 with watched(self._seen(start)):
                     done = start()

@@ -71,13 +71,13 @@ class LegacyCommContext(C10dContext):
                 self._refuse_capture("Make this send or recv once before the capture")
             self._peers.add(peer)
 
-    def _send(self, out: None, x: torch.Tensor, peer: int) -> Any:
+    def _send(self, out: None, x: torch.Tensor, peer: int, tag: int = 0) -> Any:
         self._to(peer)
-        return super()._send(out, x, peer)
+        return super()._send(out, x, peer, tag)
 
-    def _recv(self, out: torch.Tensor, x: None, peer: int) -> Any:
+    def _recv(self, out: torch.Tensor, x: None, peer: int, tag: int = 0) -> Any:
         self._to(peer)
-        return super()._recv(out, x, peer)
+        return super()._recv(out, x, peer, tag)
 
     @contextmanager
     def coalesced(self) -> Iterator[None]:

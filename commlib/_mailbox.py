@@ -65,6 +65,11 @@ class Mailbox:
             pause = min(pause * 1.5 + 1e-6, _LONGEST_SLEEP_S)
         return rows
 
+    def dead(self) -> list[int]:
+        """Return the other ranks that have ended or closed the ring."""
+        others = (rank for rank in range(self._size) if rank != self._rank)
+        return [rank for rank in others if not _held(self._file, rank)]
+
     def close(self) -> None:
         """Let go of the memory."""
         self._memory.close()

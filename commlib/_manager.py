@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from commlib import _bootstrap, flags
 from commlib._bootstrap import World
+from commlib._call_log import level
 from commlib._context import CommContext
 from commlib._deadline import Deadline
 from commlib._devices import checked_device, default_device
@@ -118,7 +119,7 @@ class CommContextManager:
             if self._device is None:
                 self._device = default_device(world, None)
             return self._device
-        return checked_device(torch.device(device))
+        return checked_device(device)
 
     def _build(
         self,
@@ -137,7 +138,7 @@ class CommContextManager:
             return build(None)
         try:
             call = self._roll_call(world, store, deadline)
-            kind = f"{engine.engine} ({device.type})"
+            kind = f"{engine.engine} ({device.type}), {flags.CHECK}={level()}"
             meeting = call.meet(ring_id, members, deadline, kind, engine.credentials)
             return _set_up(build, meeting, deadline)
         except dist.DistError as error:
@@ -163,6 +164,11 @@ class CommContextManager:
             raise self._unknown(ring_id) from None
 
     def _unknown(self, ring_id: int) -> RingError:
+        if isinstance(ring_id, torch.Tensor):
+            return RingError(
+                f"ring_id is a tensor of shape {tuple(ring_id.shape)}; expected a whole number; "
+                f"rings here: {self.rings()}; pass the output as out=, or ring_id=ring.ring_id"
+            )
         if not hasattr(ring_id, "__index__") or ring_id < 0:
             names = isinstance(ring_id, str) and ring_id in OPS
             hint = f"; type op={ring_id!r} for a reduction" if names else ""
@@ -320,9 +326,7 @@ def init(
     """
     manager = _manager
     world = _bootstrap.world()
-    where = (
-        default_device(world, backend) if device is None else checked_device(torch.device(device))
-    )
+    where = default_device(world, backend) if device is None else checked_device(device)
     if backend is not None and (backend == "nccl") != (where.type == "cuda"):
         raise DeviceError(
             f"backend={backend!r} with device {where}: nccl runs on GPUs, gloo on CPUs"

@@ -3,7 +3,8 @@
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 
@@ -54,7 +55,8 @@ _COLLECTIVES = (
 _aborted: list[PushChannel | RowChannel] = []  # whose kernels may still run
 
 
-class _Reduction(NamedTuple):
+@dataclass(frozen=True, eq=False)  # equal by identity: a key at every call
+class _Reduction:
     """How NCCL is asked for a reduction, and what may carry it instead."""
 
     name: str
@@ -177,7 +179,7 @@ class NCCLCommContext(CommContext):
             return found
         whole = self._push.reduction("all_reduce", reduction.dtype, reduction.op)
         part = self._push.reduction("reduce_scatter", reduction.dtype, reduction.op)
-        return found._replace(all_reduce=whole, reduce_scatter=part)
+        return replace(found, all_reduce=whole, reduce_scatter=part)
 
     @contextmanager
     def _premul(self, reduction: Wire) -> Iterator[_Reduction]:

@@ -1,8 +1,9 @@
 """Who is in a ring, which streams it has, and how it fails and ends."""
 
+import json
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,7 +14,9 @@ from weakref import WeakSet
 import torch
 from torch.distributed import PrefixStore
 
-from commlib import _host_group
+from commlib import _failures, _host_group
+from commlib._call_log import PAIRED, CallLog, call_line, level
+from commlib._call_reports import CallReports
 from commlib._deadline import Deadline, bounded
 from commlib._mailbox import Mailbox, Rounds, open_mailbox
 from commlib._rollcall import Meeting
@@ -23,6 +26,7 @@ from commlib.errors import (
     CommError,
     CommTimeout,
     EngineError,
+    MismatchError,
     PeerTimeout,
     RingError,
     StreamError,
@@ -109,8 +113,22 @@ class Ring(ABC):
         self._mailbox: Mailbox | None = None
         self._unfenced: deque[tuple[torch.cuda.Event, list[Call]]] = deque()
         self._token = torch.zeros(1, dtype=torch.int32, device=device)
+        check = 0 if meeting is None else level()
+        self.compares = check == 2  # every call, before its launch
+        self.call_log: CallLog | None = None
+        self._reports: CallReports | None = None
+        self._pairs: Counter[tuple[int, bool]] = Counter()
+        self._verdict: str | None = None  # what the members' logs said of the first failure
+        if check:
+            capturing = None if self.fences is None else torch.cuda.is_current_stream_capturing
+            self.call_log = CallLog(self.size, capturing)
+            self._reports = CallReports(ring_id, rank, ranks, deadline.seconds, self.call_log)
         if meeting is not None:
             self._connect(meeting, deadline)
+        if self._reports is not None:
+            self._reports.open(partial(self.store, "calls"))
+        if self.compares:
+            self.exchange([])  # sends and receives of two members can't set it up
 
     @staticmethod
     def credentials() -> bytes:
@@ -154,31 +172,47 @@ class Ring(ABC):
 
     def errors(self) -> list[str]:
         """Return what went wrong on this ring so far, oldest first; empty if nothing did."""
-        return list(self._errors)
+        return self._errors + ([] if self._reports is None else self._reports.found)
 
-    def failed(self, verb: str, error: Exception) -> CommError:
-        """Mark the ring as failed by ``error`` of what is below and return what to raise."""
+    def failed(self, verb: str, error: Exception, args: tuple[Any, ...] = ()) -> CommError:
+        """Mark the ring as failed by ``error`` of what is below and return what to raise.
+
+        ``args`` are those of the launch: the first one of a send or a receive is the peer.
+        """
+        if isinstance(error, ArgumentError):
+            return error  # nothing was launched
+        if self._verdict is None and not isinstance(error, StreamError):
+            self._verdict = "" if self._reports is None else self._reports.verdict(verb)
+        logs = f"; {self._verdict}" if self._verdict else ""
         if isinstance(error, PeerTimeout | StreamError):
-            text = f"{self.where(verb)}: {error}"
+            text = f"{self.where(verb)}: {error}{logs}"
             self._errors.append(text)
             self._repairable = self._repairable or self.fault is None
             self.fault = self.fault or f"a kernel gave up in {verb}; every member types reset()"
             return type(error)(text)
-        if isinstance(error, ArgumentError):
-            return error  # nothing was launched
-        text = f"{self.where(verb)}: {type(error).__name__}: {error}"
+        kind, reason = self._reason(verb, error, args)
+        text = f"{self.where(verb)}{reason}{logs}"
         self._errors.append(text)
         self._repairable = False
         self.fault = self.fault or f"failed in {verb}; {self._anew}"
+        return kind(f"{text}; {self._anew}")
+
+    def _reason(
+        self, verb: str, error: Exception, args: tuple[Any, ...]
+    ) -> tuple[type[CommError], str]:
+        """Return which error a failure becomes, and what it says: our words, nobody else's."""
         if isinstance(error, CommTimeout):  # which says who is late
-            return CommTimeout(f"{text}; {self._anew}")
-        if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-            return CommTimeout(
-                f"{self.where(verb)} did not finish within {self.timeout:g} s; nothing says which "
-                f"of the ranks {list(self.ranks)} is late: look at the logs of the others; then "
-                f"{self._anew} ({type(error).__name__}: {error})"
-            )
-        return EngineError(f"{text}; {self._anew}")
+            return CommTimeout, f": {type(error).__name__}: {error}"
+        if isinstance(error, RuntimeError) and not isinstance(error, CommError):
+            others = [at for at in range(self.size) if at != self.rank]
+            peers = list(args[:1]) if verb in PAIRED else others if self.size == 2 else []
+            if _failures.is_late(error):
+                said = _failures.late(peers, self.ranks, self.timeout, self._verdict or "")
+                return CommTimeout, f" {said}"
+            if _failures.is_gone(error):
+                dead = peers or ([] if self._mailbox is None else self._mailbox.dead())
+                return EngineError, f": {_failures.gone(dead, self.ranks)}"
+        return EngineError, f": {_failures.other(error, self.engine)}"
 
     @property
     def _anew(self) -> str:
@@ -232,7 +266,9 @@ class Ring(ABC):
         with self.lock:
             if self.fault is not None and not self._repairable:
                 raise self.unusable("reset")
-            self.fault = None
+            self.fault = self._verdict = None
+            if self._reports is not None:
+                self._reports.resume()
             if not self._all_at_rest():
                 self._reset_step(self._reconnect)
                 self.exchange([])  # nobody's kernels run any more
@@ -340,6 +376,8 @@ class Ring(ABC):
         From any thread, also while another one is stuck in a call: no lock is taken.
         """
         self.fault = f"aborted; {self._anew}"
+        if self._reports is not None:
+            self._reports.abandon()
         self._release_graphs()
         self._rounds = None  # it may hold the process group that is given up next
         self._abort()
@@ -358,6 +396,8 @@ class Ring(ABC):
             self.abort()
             return
         self._unfenced = deque()
+        if self._reports is not None:
+            self._reports.close()
         self._rounds = None  # it may hold the process group that is given up next
         self._close(deadline)
         self._release("_hosts", deadline)
@@ -419,16 +459,40 @@ class Ring(ABC):
         blocks the host at most ``timeout`` seconds. Raises ``RingError``, ``CommTimeout`` naming
         the positions that do not come, ``EngineError``.
         """
+        if not self.compares:
+            return self.gathered("exchange", values)
+        rows = self.gathered("exchange", [0, *values])  # 0: an exchange, no collective
+        if any(row[0] for row in rows):
+            raise self.mismatch("exchange", "exchange")
+        return [row[1:] for row in rows]
+
+    def gathered(self, verb: str, values: Sequence[int]) -> list[list[int]]:
+        """Do what ``exchange`` does for ``verb``, and compare nothing."""
         with self._exchanging:
             if self.fault is not None:
-                raise self.unusable("exchange")
+                raise self.unusable(verb)
             if self.size == 1:
                 return [list(values)]
             try:
                 self._rounds = self._rounds or self._open_rounds()
                 return _host_group.all_gather(self._rounds, values)
             except Exception as error:
-                raise self.failed("exchange", error) from error
+                raise self.failed(verb, error) from error
+
+    def mismatch(self, verb: str, given: str) -> MismatchError:
+        """Return the error of calls that differ; every member has seen it and calls this."""
+        rows = self.exchange_bytes(json.dumps([given, call_line()]).encode())
+        calls: dict[str, list[int]] = {}
+        for rank, row in zip(self.ranks, rows, strict=True):
+            calls.setdefault(" at ".join(json.loads(row)), []).append(rank)
+        shown = "; ".join(
+            f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {call}"
+            for call, who in calls.items()
+        )
+        return MismatchError(
+            f"{self.where(verb)}: detected mismatch between the calls of the ranks: {shown}. "
+            f"Nothing was launched and the ring stays usable; make the same call on every rank"
+        )
 
     def exchange_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's ``data``, in rank order; lengths may differ. As ``exchange``."""
@@ -437,6 +501,14 @@ class Ring(ABC):
         return [
             b"".join(word.to_bytes(_WORD, "little") for word in row[1:])[: row[0]] for row in rows
         ]
+
+    def pair(self, peer: int, sends: bool) -> tuple[Any, int]:
+        """Return the gloo group of the hosts, and the number of the next message to or from."""
+        if self.fault is not None:
+            raise self.unusable("send" if sends else "recv")
+        number = self._pairs[peer, sends]
+        self._pairs[peer, sends] += 1
+        return self._host_group(), number
 
     def _open_rounds(self) -> Rounds:
         """Shared memory on one host, gloo between several."""

@@ -131,8 +131,9 @@ class RollCall:
         if len(engines) > 1:
             differ = "; ".join(f"ranks {who} on {engine}" for engine, who in engines.items())
             return (
-                f"{_FAILED}the members come with different engines: {differ}. Give every rank the "
-                f"same FLAGS_dynamic_static_unified_comm and the same kind of device"
+                f"{_FAILED}the members come with different engines or levels of comparison: "
+                f"{differ}. Set FLAGS_dynamic_static_unified_comm, FLAGS_comm_check and "
+                f"TORCH_DISTRIBUTED_DEBUG alike on every rank, and use one kind of device"
             )
         try:
             return _GO + base64.b64encode(payload()).decode()

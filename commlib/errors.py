@@ -9,7 +9,8 @@ CommError(RuntimeError)
 │   ├── DtypeError(TypeError)
 │   ├── ShapeError
 │   ├── DeviceError
-│   └── PeerError                     a root or peer outside the ring, or the rank itself
+│   ├── PeerError                     a root or peer outside the ring, or the rank itself
+│   └── MismatchError                 the ranks of a ring make different calls (FLAGS_comm_check=2)
 ├── CommTimeout(TimeoutError)         a deadline passed; the text names who is late, if known
 │   └── PeerTimeout                   a kernel gave a peer up; comm.reset() repairs the ring
 ├── StreamError                       two streams used one ring's kernels at the same time
@@ -27,6 +28,7 @@ __all__ = [
     "EngineError",
     "FlagError",
     "GraphError",
+    "MismatchError",
     "PeerError",
     "PeerTimeout",
     "RingError",
@@ -76,6 +78,10 @@ class DeviceError(ArgumentError):
 
 class PeerError(ArgumentError):
     """A root or peer is not a position in the ring, or is the calling rank itself."""
+
+
+class MismatchError(ArgumentError):
+    """The ranks of a ring make different calls; all of them raise it, and nothing is launched."""
 
 
 class CommTimeout(CommError, TimeoutError):

@@ -19,6 +19,7 @@ CLOSE_TIMEOUT = "FLAGS_comm_close_timeout_s"
 CHANNEL = "FLAGS_comm_channel_mib"
 CUSTOM_ALLREDUCE = "FLAGS_custom_allreduce"
 ASYNC_BLOCKS = "FLAGS_comm_async_blocks"
+CHECK = "FLAGS_comm_check"
 
 _TRUE = ("1", "true", "on", "yes")
 _FALSE = ("0", "false", "off", "no")
@@ -69,6 +70,15 @@ def _blocks(name: str, value: object) -> int:
     return int(text)
 
 
+def _level(name: str, value: object) -> int:
+    text = str(value).strip()
+    if text not in ("0", "1", "2"):
+        raise FlagError(
+            f"{name}={value!r} is not a level: expected 0, 1 or 2; for example `export {name}=2`"
+        )
+    return int(text)
+
+
 @dataclass(frozen=True)
 class Flag:
     """One row: what a flag is called, how its text is read, and what it is for."""
@@ -114,6 +124,14 @@ _FLAGS = {
             _blocks,
             32,
             "most blocks of a push kernel that runs at the same time as compute (sync_op=False)",
+        ),
+        Flag(
+            CHECK,
+            "level",
+            _level,
+            1,
+            "compare the ranks' calls: before every launch (2), at deadlines, close and every "
+            "1000 calls (1), never (0)",
         ),
     )
 }

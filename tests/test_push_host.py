@@ -376,8 +376,9 @@ class Unresettable:
 def test_a_reset_that_fails_leaves_no_ring_that_looks_whole() -> None:
     ring = Broken(7, 0, (0,), torch.device("cpu"), Deadline(1), None)
     ring.failed("all_reduce", PeerTimeout("rank 1 did not come"))
-    with pytest.raises(EngineError, match="no device"):
+    with pytest.raises(EngineError, match="its text is this error's cause") as caught:
         ring.reset()
+    assert str(caught.value.__cause__) == "no device"
     with pytest.raises(RingError, match="failed"):
         ring.reset()
 

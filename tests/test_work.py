@@ -112,12 +112,12 @@ def missed(comm: Any) -> None:
     x = torch.ones(3)
     close_it = "type commlib.CommContextManager.instance().close(22), then"
     new = "commlib.new_ring(22, [0, 1])"
-    nobody = "nothing says which of the ranks [0, 1] is late: look at the logs of the others"
+    late = "while waiting for rank 1 (position 1 in the ring)"
     if comm.rank == 0:
         begin = time.monotonic()
         work = ops.all_reduce(x, 22, **ASYNC)
         for _ in range(2):
-            with refused(CommTimeout, "ring 22", "did not finish within 1 s", nobody, close_it):
+            with refused(CommTimeout, "ring 22", "did not finish within 1 s", late, close_it):
                 work.wait()
         spent = time.monotonic() - begin
         if not 0.5 < spent < 10:

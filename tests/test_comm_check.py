@@ -1,0 +1,547 @@
+"""FLAGS_comm_check: the calls of a ring's ranks are compared, and a difference is named."""
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commlib
+from commlib._call_log import EVERY, CallLog
+from commlib.errors import (
+    ArgumentError,
+    CommTimeout,
+    DeviceError,
+    EngineError,
+    FlagError,
+    MismatchError,
+    PeerTimeout,
+    RingError,
+)
+from tests._check import close, refused, same, until
+from tests._ranks import Ranks, World
+
+CHECK = "FLAGS_comm_check"
+DETECTED = "detected mismatch"
+ASYNC = {"use_calc_stream": False, "sync_op": False}
+
+
+@contextmanager
+def ring_of(
+    comm: Any, level: int, ring_id: int = 60, ranks: Any = None, timeout: float = 10
+) -> Iterator[Any]:
+    """Give a ring with a level of its own, and close it."""
+    with commlib.flags.override(CHECK, level):
+        ring = commlib.new_ring(ring_id, ranks or range(comm.size), timeout=timeout)
+    assert ring is not None
+    yield ring
+    commlib.CommContextManager.instance().close(ring_id)
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype, device=_device())
+
+
+def _device() -> torch.device:
+    """Return the device of ring 0, which every job has."""
+    manager = commlib.CommContextManager.instance()
+    return manager.get(0).device if manager.has(0) else torch.device("cpu")
+
+
+def equals(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    same(actual.tolist(), expected.tolist(), what)
+
+
+def works(ring: Any, what: str) -> None:
+    """Raise unless the ring carries collectives and messages."""
+    x = ones(5)
+    ring.all_reduce(x, x)
+    equals(x, ones(5) * ring.size, f"all_reduce after {what}")
+    y = ones(3) * ring.rank
+    if ring.rank == 0:
+        ring.send(y, peer=1)
+    elif ring.rank == 1:
+        ring.recv(y, peer=0)
+        equals(y, ones(3) * 0, f"recv after {what}")
+
+
+Step = Callable[[Any], Any]
+# What rank 0 calls and what rank 1 calls, and what every rank's error shows of both.
+DIFFERENT: dict[str, tuple[Step, Step, list[str]]] = {
+    "op": (
+        lambda r: r.all_reduce(ones(4), ones(4)),
+        lambda r: r.all_gather(ones(8), ones(4)),
+        ["rank 0: all_reduce float32 [4] op=sum", "rank 1: all_gather float32 [4]"],
+    ),
+    "shape": (
+        lambda r: r.all_reduce(ones(4), ones(4)),
+        lambda r: r.all_reduce(ones(6), ones(6)),
+        ["float32 [4] op=sum, shape (4,)", "float32 [6] op=sum, shape (6,)"],
+    ),
+    "dtype": (
+        lambda r: r.all_gather(ones(8), ones(4)),
+        lambda r: r.all_gather(ones(8, dtype=torch.int32), ones(4, dtype=torch.int32)),
+        ["all_gather float32 [4]", "all_gather int32 [4]"],
+    ),
+    "reduction": (
+        lambda r: r.reduce_scatter(ones(2), ones(4), op="sum"),
+        lambda r: r.reduce_scatter(ones(2), ones(4), op="max"),
+        ["op=sum", "op=max"],
+    ),
+    "root": (
+        lambda r: r.broadcast(ones(2), ones(2), root=0),
+        lambda r: r.broadcast(ones(2), ones(2), root=1),
+        ["broadcast float32 [2] root=0", "broadcast float32 [2] root=1"],
+    ),
+    "scattered": (
+        lambda r: r.scatter(ones(2), ones(4), root=0),
+        lambda r: r.scatter(ones(3), None, root=0),
+        ["scatter float32 [2] root=0", "scatter float32 [3] root=0"],
+    ),
+    "splits": (
+        lambda r: r.all_to_all(ones(4), ones(4), in_splits=[1, 3], out_splits=[1, 3]),
+        lambda r: r.all_to_all(ones(4), ones(4), in_splits=[2, 2], out_splits=[2, 2]),
+        ["receives [1, 3], sends [1, 3]", "receives [2, 2], sends [2, 2]"],
+    ),
+    "empty": (
+        lambda r: r.all_reduce(ones(0), ones(0)),
+        lambda r: r.all_reduce(ones(1), ones(1)),
+        ["float32 [0]", "float32 [1]"],
+    ),
+    "barrier": (
+        lambda r: r.barrier(),
+        lambda r: r.exchange([7]),
+        ["rank 0: barrier at ", "rank 1: exchange at "],
+    ),
+    "asynchronous": (
+        lambda r: r.all_reduce(ones(4), ones(4), **ASYNC).wait(),
+        lambda r: r.all_reduce_begin(ones(5), ones(5)).wait(),
+        ["float32 [4]", "float32 [5]"],
+    ),
+}
+
+
+def different(comm: Any, names: list[str]) -> None:
+    """Every rank raises, with both lines; nothing was launched, so the ring goes on."""
+    with ring_of(comm, 2) as ring:
+        for name in names:
+            *steps, shown = DIFFERENT[name]
+            with refused(MismatchError, f"ring 60 (rank {comm.rank} of 2", DETECTED, *shown):
+                steps[comm.rank](ring)
+            works(ring, name)
+        same(ring.errors(), [], "errors of calls that were never launched")
+
+
+def test_different_calls(ranks: Ranks) -> None:
+    ranks(different, list(DIFFERENT))
+
+
+def lines(comm: Any) -> None:
+    """The error shows the line of each rank's call."""
+    with ring_of(comm, 2) as ring:
+        calls: list[Callable[[], Any]] = [
+            lambda: commlib.ops.all_reduce(ones(1), 60),
+            lambda: commlib.ops.all_reduce(ones(2), 60),
+        ]
+        with pytest.raises(MismatchError) as caught:
+            calls[comm.rank]()
+        here = [part for part in str(caught.value).split() if "test_comm_check.py:" in part]
+        same(len(here), 2, str(caught.value))
+        numbers = [int(one.rstrip(".;").rpartition(":")[2]) for one in here]
+        same(numbers[1] - numbers[0], 1, f"two lines of this function: {numbers}")
+        same(isinstance(caught.value, ArgumentError), True, "a refused call")
+        works(ring, "a mismatch")
+
+
+def test_both_lines(ranks: Ranks) -> None:
+    ranks(lines)
+
+
+def grouped(comm: Any) -> None:
+    """A group is compared as one call, and messages in it by pairs."""
+    with ring_of(comm, 2) as ring:
+        x, y = ones(4), ones(8)
+        with refused(MismatchError, DETECTED, "op=sum", "op=max"), ring.group():
+            ring.all_reduce(x, x)
+            ring.all_reduce(y, y, op="max" if comm.rank else "sum")
+        equals(x, ones(4), "what was not launched")
+        with refused(MismatchError, DETECTED, "all_reduce float32 [4]"), ring.group():
+            ring.all_reduce(x, x)
+            if comm.rank:
+                ring.barrier()
+        out = ones(4)
+        shown = ("send float32 (4,)", "recv float32 (3,)")
+        with refused(MismatchError, DETECTED, *shown), ring.group():
+            ring.send(x, peer=1 - comm.rank)
+            ring.recv(out if comm.rank else out[:3], peer=1 - comm.rank)
+        works(ring, "a group")
+
+
+def test_group(ranks: Ranks) -> None:
+    ranks(grouped)
+
+
+def messages(comm: Any) -> None:
+    """A send and a receive that do not fit are an error on both, and nothing is half filled."""
+    other = 1 - comm.rank
+    with ring_of(comm, 2, ranks=[1, 0]) as ring:
+        for sent, taken in ((ones(4), ones(2)), (ones(4), ones(8)), (ones(2), ones(2).int())):
+            shown = f"{str(taken.dtype)[6:]} {tuple(taken.shape)}"
+            texts = (DETECTED, f"recv {shown}", "test_comm_check.py:", f"rank {comm.rank}: ")
+            before = taken.clone()
+            with refused(MismatchError, *texts, f"rank {other} (position {1 - ring.rank}"):
+                if ring.rank == 0:
+                    ring.send(sent * 7, peer=1)
+                else:
+                    ring.recv(taken, peer=0)
+            equals(taken, before, "an output that nothing was sent to")
+            works(ring, "a message")
+        # Both send before they receive: no rank waits at a launch.
+        mine, how = ones(3) * (1 + ring.rank), {"peer": 1 - ring.rank, **ASYNC}
+        sends = [ring.send(mine * factor, **how) for factor in (1, 5)]
+        takes = [ring.recv(torch.empty(3), **how) for _ in (1, 5)]
+        for work in sends + takes:
+            work.wait()
+        equals(takes[0].result, ones(3) * (2 - ring.rank), "the first message")
+        equals(takes[1].result, ones(3) * 5 * (2 - ring.rank), "the second message")
+
+
+def test_messages(cpu_ranks: Ranks) -> None:
+    cpu_ranks(messages)
+
+
+def pipeline(comm: Any) -> None:
+    """Receives are posted before sends, in a group and by a lone call on the other rank."""
+    with ring_of(comm, 2) as ring:
+        mine, theirs = ones(3) * comm.rank, torch.empty(3)
+        if comm.rank == 0:
+            with ring.group():
+                ring.recv(theirs, peer=1)
+                ring.send(mine, peer=1)
+        else:
+            ring.recv(theirs, peer=0)
+            ring.send(mine, peer=0)
+        equals(theirs, ones(3) * (1 - comm.rank), "a group against two calls")
+        late = [ring.recv(theirs, peer=1 - comm.rank, **ASYNC)]
+        late.append(ring.send(mine, peer=1 - comm.rank, **ASYNC))
+        ring.barrier()
+        for work in late:
+            work.wait()
+        equals(theirs, ones(3) * (1 - comm.rank), "receives before sends")
+
+
+def test_messages_wait_for_nobody_at_their_launch(cpu_ranks: Ranks) -> None:
+    cpu_ranks(pipeline)
+
+
+def equal(comm: Any) -> None:
+    """Right calls give the values that they give without a comparison."""
+    with ring_of(comm, 2) as ring:
+        wide = torch.arange(12.0, device=comm.device).view(3, 4).t()  # strided: staged
+        out = torch.empty_like(wide)
+        ring.all_reduce(out, wide, op="avg")
+        close(out, wide, "avg of a strided tensor")
+        parts = ones(2 * comm.size)
+        ring.all_gather(parts, ones(2) * comm.rank, use_calc_stream=False)
+        same(parts.view(-1, 2)[:, 0].tolist(), [float(r) for r in range(comm.size)], "all_gather")
+        counts = [1 + (comm.rank + peer) % 2 for peer in range(comm.size)]
+        given, taken = ones(sum(counts)) * comm.rank, ones(sum(counts))
+        ring.all_to_all(taken, given, in_splits=counts, out_splits=counts)
+        want = [float(peer) for peer, count in enumerate(counts) for _ in range(count)]
+        same(taken.tolist(), want, "all_to_all with splits")
+        root = comm.size - 1
+        total = ones(2) if comm.rank == root else None
+        ring.reduce(total, ones(2), root=root)
+        got = ones(2)
+        ring.scatter(got, ones(2 * comm.size) * 3 if comm.rank == root else None, root=root)
+        equals(got, ones(2) * 3, "scatter")
+        same(ring.exchange([comm.rank]), [[rank] for rank in range(comm.size)], "exchange")
+        same(ring.exchange_bytes(b"x"), [b"x"] * comm.size, "exchange_bytes")
+        same(ring.errors(), [], "errors")
+        works(ring, "right calls")
+
+
+def test_equal_calls(ranks: Ranks) -> None:
+    ranks(equal)
+
+
+def test_equal_calls_of_three(trio: Ranks) -> None:
+    trio(equal)
+
+
+def detail(comm: Any) -> None:
+    """The switch of torch asks for the same comparison, on both engines."""
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        with ring_of(comm, 1) as ring:
+            with refused(MismatchError, DETECTED, "float32 [4]", "float32 [6]"):
+                ring.all_reduce(*[ones(6 if comm.rank else 4)] * 2)
+            works(ring, "DETAIL")
+    finally:
+        dist.set_debug_level(before)
+
+
+def test_torch_detail(ranks: Ranks) -> None:
+    ranks(detail)
+
+
+def levels(comm: Any) -> None:
+    """Levels that differ are an error on every rank, with ranks and levels."""
+    with commlib.flags.override(CHECK, 1 + comm.rank):
+        texts = (f"ranks [0] on {comm.engine} (cpu), {CHECK}=1", f"{CHECK}=2")
+        with refused(EngineError, *texts, "ranks [1]"):
+            commlib.new_ring(61, [0, 1], timeout=20)
+    same(commlib.CommContextManager.instance().has(61), False, "a ring of two levels")
+
+
+def test_levels_that_differ(cpu_ranks: Ranks) -> None:
+    cpu_ranks(levels)
+
+
+# -- level 1 -------------------------------------------------------------------------------------
+
+
+def in_other_calls(comm: Any) -> None:
+    """Two ranks wait in different calls: both deadlines name both."""
+    with ring_of(comm, 1, timeout=3) as ring:
+        for _ in range(15):
+            ring.all_reduce(*[ones(4)] * 2)
+        texts = ["call 16 is", "all_reduce float32 [4] op=sum", "all_gather float32 [6]"]
+        with refused((CommTimeout, EngineError), f"rank {1 - comm.rank} (position", *texts):
+            if comm.rank == 0:
+                ring.all_reduce(*[ones(4)] * 2)
+            else:
+                ring.all_gather(ones(12), ones(6))
+        comm.barrier()
+
+
+def test_ranks_that_wait_in_different_calls(cpu_ranks: Ranks) -> None:
+    cpu_ranks(in_other_calls)
+
+
+def one_never_called(comm: Any) -> None:
+    """A deadline names the rank that has not called, where each rank is, and gloo only as cause."""
+    with ring_of(comm, 1, timeout=3) as ring:
+        for _ in range(5):
+            ring.all_reduce(*[ones(4)] * 2)
+        if comm.rank != 1:
+            begin = time.monotonic()
+            with pytest.raises((CommTimeout, EngineError)) as caught:
+                ring.all_reduce(*[ones(4)] * 2)
+            text, cause = str(caught.value), caught.value.__cause__
+            spent = time.monotonic() - begin
+            same(spent < 8, True, f"{spent:.1f} s for 3 s and the comparison")
+            same("rank 1 (position 1 in the ring) is at call 5" in text, True, text)
+            same("has not made call 6" in text, True, text)
+            same("gloo/" in text or "third_party" in text, False, text)
+            same(isinstance(cause, RuntimeError), True, repr(cause))
+        comm.barrier()
+
+
+def test_a_rank_that_never_called(trio: Ranks) -> None:
+    trio(one_never_called)
+
+
+def at_close(comm: Any) -> None:
+    """The rank that closes last finds that calls have differed, though none has failed."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("commlib").addHandler(handler)
+    manager = commlib.CommContextManager.instance()
+    with ring_of(comm, 1) as ring:
+        ring.all_reduce(*[ones(4)] * 2)
+        ring.all_reduce(*[ones(4)] * 2, op="max" if comm.rank else "sum")
+        ring.all_reduce(*[ones(4)] * 2)
+        if comm.rank == 1:
+            comm.barrier()
+        manager.close(60)
+        if comm.rank == 0:
+            comm.barrier()
+    logging.getLogger("commlib").removeHandler(handler)
+    found = comm.exchange([len(ring.errors())])
+    same(sum(row[0] for row in found) > 0, True, "somebody has found it")
+    if comm.rank == 1:
+        text = ring.errors()[0]
+        sum_, max_ = "all_reduce float32 [4] op=sum", "all_reduce float32 [4] op=max"
+        same(f"call 2 is {max_} here and {sum_} there" in text, True, text)
+        same(any(text in line for line in said), True, f"no warning in {said}")
+
+
+def test_close(cpu_ranks: Ranks) -> None:
+    cpu_ranks(at_close)
+
+
+def in_a_window(comm: Any) -> None:
+    """A difference that the last calls do not show any more is found by windows of calls."""
+    with ring_of(comm, 1, timeout=4) as ring:
+        x = ones(1)
+        for call in range(2 * EVERY + 100):
+            wrong = call == EVERY + 10 and comm.rank == 1
+            ring.all_reduce(x, ones(1), op="max" if wrong else "sum")
+        until(lambda: any(r[0] for r in comm.exchange([len(ring.errors())])), "nobody has found it")
+        for text in ring.errors():
+            same(f"they differ in calls {EVERY + 1} to " in text, True, text)
+
+
+def test_windows_of_calls(cpu_ranks: Ranks) -> None:
+    cpu_ranks(in_a_window)
+
+
+def in_step(comm: Any) -> None:
+    """Right calls, with what ranks may give differently, have one fingerprint."""
+    with ring_of(comm, 1) as ring:
+        total = torch.zeros(2) if comm.rank == 0 else None
+        ring.reduce(total, ones(2), root=0)
+        ring.scatter(ones(2), ones(4) if comm.rank == 0 else None, root=0)
+        ring.gather(torch.empty(4) if comm.rank == 1 else None, ones(2), root=1)
+        ring.broadcast(ones(3), ones(3) if comm.rank == 1 else None, root=1)
+        counts = [1 + (comm.rank + peer) % 2 for peer in range(2)]
+        ring.all_to_all(*[ones(3)] * 2, in_splits=counts[::-1], out_splits=counts[::-1])
+        ring.all_to_all(ones(2, 3), ones(6))
+        works(ring, "everything")
+        with ring.group():
+            ring.all_reduce(*[ones(2)] * 2)
+            ring.send(ones(1), peer=1 - comm.rank)
+            ring.recv(ones(1), peer=1 - comm.rank)
+        log = ring.call_log.snapshot()
+        same(log.number, 8, "calls of all members: messages are left out")
+        values = comm.exchange([log.value])
+        same(values[0], values[1], f"fingerprints of {log.recent}")
+    same(ring.errors(), [], "differences")
+
+
+def test_right_calls_have_one_fingerprint(cpu_ranks: Ranks) -> None:
+    cpu_ranks(in_step)
+
+
+def repaired(comm: Any) -> None:
+    """After reset() calls are compared again, and the next failure shows the calls of then."""
+    with ring_of(comm, 1) as ring:
+        for calls in (1, 2):
+            works(ring, "reset")
+            comm.barrier()
+            error = ring.failed("all_reduce", PeerTimeout("a rank did not come"))
+            same(f"this rank is at call {calls} (all_reduce" in str(error), True, str(error))
+            ring.reset()
+        same(ring.call_log.snapshot().number, 2, "calls")
+
+
+def test_reset(cpu_ranks: Ranks) -> None:
+    cpu_ranks(repaired)
+
+
+def keys(comm: Any) -> None:
+    """A closed ring leaves no key of its own in the store."""
+    manager = commlib.CommContextManager.instance()
+    with ring_of(comm, 1) as ring:
+        store = ring.store("calls")
+        works(ring, "nothing")
+        until(lambda: store.check([f"at/{comm.rank}"]), "nothing is published")
+        manager.close(60)
+        comm.barrier()
+        names = [f"{kind}/{rank}" for kind in ("at", "log") for rank in range(2)]
+        same([name for name in [*names, "left"] if store.check([name])], [], "keys")
+
+
+def test_keys_are_taken_away(cpu_ranks: Ranks) -> None:
+    cpu_ranks(keys)
+
+
+def off(comm: Any) -> None:
+    """Level 0 keeps no log, and its deadlines name what the call itself says."""
+    with ring_of(comm, 0, timeout=2, ranks=[1, 0]) as ring:
+        same((ring.call_log, ring.compares), (None, False), "level 0")
+        if comm.rank == 0:
+            with pytest.raises(CommTimeout, match=r"waiting for rank 1 \(position 0 in the ring\)"):
+                ring.recv(ones(2), peer=0)
+        comm.barrier()
+
+
+def test_level_0(cpu_ranks: Ranks) -> None:
+    cpu_ranks(off)
+
+
+def gone(comm: Any) -> None:
+    """A closed connection names the rank that closed it; gloo's own words are the cause only."""
+    with ring_of(comm, 1, timeout=20) as ring:
+        ring.barrier()
+        if comm.rank == 1:
+            comm.exchange([])
+            ring.abort()
+        else:
+            work = ring.all_reduce(*[ones(2)] * 2, **ASYNC)
+            comm.exchange([])
+            with pytest.raises(EngineError) as caught:
+                work.wait()
+            text = str(caught.value)
+            same("rank 1 (position 1 in the ring) closed its connection" in text, True, text)
+            same("gloo/" in text or "GLHF" in text, False, text)
+            same("onnection" in str(caught.value.__cause__), True, repr(caught.value.__cause__))
+        comm.barrier()
+
+
+def test_a_rank_that_has_gone(cpu_ranks: Ranks) -> None:
+    cpu_ranks(gone)
+
+
+def killed(comm: Any, rank: int) -> None:
+    """In a ring of three that share a host the lock of the dead rank names it."""
+    comm.exchange([])  # sets the shared memory up
+    if comm.rank == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with refused((EngineError, CommTimeout), f"rank {rank} (position {rank} in the ring)"):
+        for _ in range(100):
+            comm.all_reduce(*[ones(2)] * 2)
+    commlib.shutdown(abort=True)
+
+
+def test_a_rank_that_was_killed(world: World) -> None:
+    with world(3) as ranks:
+        ranks(killed, 1, lost=frozenset([1]))
+
+
+def test_flag() -> None:
+    for text in ("3", "-1", "", "on", "1.0"):
+        with pytest.raises(FlagError, match="expected 0, 1 or 2"):
+            commlib.flags.set(CHECK, text)
+    same(commlib.flags.get(CHECK), 1, "the default")
+
+
+def test_calls_of_a_capture_are_left_out() -> None:
+    capturing = [False]
+    log = CallLog(2, lambda: capturing[0])
+    log.note("barrier", test_flag, (), None, None)
+    capturing[0] = True
+    log.note("barrier", test_flag, (), None, None)
+    same((log.snapshot().number, log.snapshot().captured), (1, True), "the log")
+
+
+def test_a_log_of_many_calls_stays_small() -> None:
+    log = CallLog(2, None)
+    for count in range(3 * EVERY):
+        log.note("all_gather", test_flag, (), None, torch.empty(count))
+    shot = log.snapshot()
+    same((shot.number, len(shot.recent)), (3 * EVERY, 32), "the log")
+    same(shot.recent[-1], (3 * EVERY, f"all_gather float32 [{3 * EVERY - 1}]"), "the last call")
+    same([number for number, _ in shot.windows], [EVERY, 2 * EVERY, 3 * EVERY], "windows")
+
+
+def test_wrong_arguments_are_errors_of_ours() -> None:
+    with pytest.raises(DeviceError, match="device='gpu': expected 'cuda'"):
+        commlib.init(device="gpu")
+    ring = commlib.init(device="cpu")
+    try:
+        with pytest.raises(ArgumentError, match=r"nbytes='1MB'.*pass x.nbytes"):
+            ring.explain("1MB", torch.float32)
+        with pytest.raises(RingError, match=r"ring_id is a tensor of shape \(2,\)"):
+            commlib.ops.all_reduce(ones(2), ones(2))
+    finally:
+        commlib.shutdown()
