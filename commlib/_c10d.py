@@ -15,6 +15,7 @@ from commlib._deadline import Deadline
 from commlib._dtypes import NATIVE, Reducer, Wire
 from commlib._ring import ABORT_S
 from commlib._rollcall import Meeting
+from commlib._waits import Interruptible, PointToPoint, wait_for
 
 Tensor = torch.Tensor
 
@@ -36,18 +37,28 @@ class _Plan(NamedTuple):
     all_reduce: Any
 
 
-class _Then:
-    """A c10d work with a step of ours after it."""
+class _Then(Interruptible):
+    """A c10d work with a step of ours after it, which is taken once."""
 
     def __init__(self, work: Any, step: Callable[[], object]) -> None:
         self.work, self.step = work, step
 
     def wait(self) -> None:
-        self.work.wait()
-        self.step()
+        wait_for(self.work)
+        step, self.step = self.step, _interrupted
+        step()
+        self.step = _nothing
 
     def is_completed(self) -> bool:
         return bool(self.work.is_completed())
+
+
+def _interrupted() -> None:
+    raise RuntimeError("a signal interrupted the last step of the call; its result is undefined")
+
+
+def _nothing() -> None:
+    """Take no step: it has been taken."""
 
 
 class C10dContext(CommContext):
@@ -150,10 +161,13 @@ class C10dContext(CommContext):
         return self._issued(work)
 
     def _send(self, out: None, x: Tensor, peer: int) -> Any:
-        return self._issued(self.pg.send([_bytes(x)], peer, 0))
+        return self._between_two(self.pg.send([_bytes(x)], peer, 0))
 
     def _recv(self, out: Tensor, x: None, peer: int) -> Any:
-        return self._issued(self.pg.recv([_bytes(out)], peer, 0))
+        return self._between_two(self.pg.recv([_bytes(out)], peer, 0))
+
+    def _between_two(self, work: Any) -> Any:
+        return self._issued(work) if self.fences is not None else PointToPoint([work])
 
     def _barrier(self, out: None, x: None) -> Any:
         if self.fences is not None:  # an all-reduce on the stream; c10d's own blocks the host

@@ -4,6 +4,7 @@ import hashlib
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from commlib._mailbox import MOST, Rounds
+from commlib._waits import PointToPoint
+from commlib.errors import ArgumentError
 
 _TAG = 1  # the group of a CPU ring carries the ring's own sends too, with tag 0
 
@@ -27,6 +30,29 @@ def release(group: list[Any]) -> None:
     """
     group[0].abort()
     group.clear()
+
+
+def whole_numbers(values: Sequence[int]) -> list[int]:
+    """Return ``values`` as a list of ints.
+
+    Raises:
+        ArgumentError: It is not a sequence, or holds what is not a whole number of 64 bits.
+    """
+    if isinstance(values, (str, bytes, bytearray, dict)) or not hasattr(values, "__getitem__"):
+        raise ArgumentError(
+            f"values is {type(values).__name__}; expected a list of whole numbers; "
+            f"call exchange_bytes() for bytes"
+        )
+    try:
+        numbers = list(map(index, values))
+    except (TypeError, KeyError) as error:
+        raise ArgumentError(f"values={values!r:.80}: {error}; expected whole numbers") from None
+    if numbers and (min(numbers) < -(2**63) or max(numbers) >= 2**63):
+        wrong = next(number for number in numbers if not -(2**63) <= number < 2**63)
+        raise ArgumentError(
+            f"values contains {wrong}; expected numbers of 64 bits, -2**63 to 2**63 - 1"
+        )
+    return numbers
 
 
 def all_gather(rounds: Rounds, values: Sequence[int]) -> list[list[int]]:
@@ -51,8 +77,7 @@ def gloo_round(group: Any, rank: int, size: int, values: list[int]) -> list[list
     peers = [peer for peer in range(size) if peer != rank]
     under_way = [group.recv([rows[peer]], peer, _TAG) for peer in peers]
     under_way += [group.send([rows[rank]], peer, _TAG) for peer in peers]
-    for work in under_way:
-        work.wait()
+    PointToPoint(under_way).wait()
     return [row[1 : 1 + row[0]] for row in every.tolist()]
 
 

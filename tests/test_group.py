@@ -84,7 +84,7 @@ def nothing_launched(comm: Any) -> None:
         same(work.done(), False, "done() inside the group")
         with refused(ArgumentError, "leave"):
             work.wait()
-        with refused(ArgumentError, "group(use_calc_stream=False)"):
+        with refused(ArgumentError, "ring.group(use_calc_stream=False)"):
             comm.all_reduce(torch.zeros_like(x), x, use_calc_stream=False)
         with refused(ArgumentError, "inside a group"):
             comm.all_reduce(torch.zeros_like(x), x, use_calc_stream=False, sync_op=False)
