@@ -4,12 +4,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from commlib import _host_group
 from commlib._context import CommContext
 from commlib._deadline import Deadline
 from commlib._dtypes import NATIVE, Reducer, Wire
@@ -196,6 +198,8 @@ class C10dContext(CommContext):
         self._release("pg", deadline)
 
     def _abort(self) -> None:
+        if self.fences is None and self.pg is not None:
+            self._in_time(partial(_host_group.cut, self.pg), Deadline(ABORT_S), "aborting")
         self._release("pg", Deadline(ABORT_S))
 
 

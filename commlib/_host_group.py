@@ -3,6 +3,7 @@
 import hashlib
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from operator import index
 from pathlib import Path
@@ -15,12 +16,26 @@ from commlib._mailbox import MOST, Rounds
 from commlib._waits import PointToPoint
 from commlib.errors import ArgumentError
 
+_CUT = 2  # the tag of a receive that nobody sends to
+_AT_ONCE = timedelta(milliseconds=1)
 _TAG = 1  # the group of a CPU ring carries the ring's own sends too, with tag 0
 
 
 def connect(store: dist.Store, rank: int, size: int, wait: timedelta) -> Any:
     """Return a gloo group outside torch's registry; blocks until all members have connected."""
     return dist.ProcessGroupGloo(store, rank, size, wait)
+
+
+def cut(group: Any) -> None:
+    """End every call of a gloo group that is under way, on this rank and soon on its peers.
+
+    ``abort()`` of torch leaves such calls, and threads that wait for them, to their deadline. But
+    a wait that times out makes gloo close the connections, and all calls on them fail at once.
+    """
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):
+                group.recv([torch.zeros(1, device="cpu")], peer, _CUT).wait(_AT_ONCE)
 
 
 def release(group: list[Any]) -> None:
