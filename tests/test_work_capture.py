@@ -2,14 +2,12 @@
 
 from typing import Any
 
-import pytest
 import torch
 
 from commlib import _work, ops
 from commlib.errors import ArgumentError
 from tests._check import close, refused, same
 from tests._ranks import Ranks
-from tests.conftest import GPUS, _places
 
 ASYNC = {"use_calc_stream": False, "sync_op": False}
 
@@ -82,10 +80,17 @@ def waited(comm: Any) -> None:
     close(out, torch.full_like(x, 3.0), "the replay")
 
 
-if GPUS >= 2:
-    ON_GPUS = [place for place in _places() if str(place.id).endswith("-gpu")]
+def test_dropped(gpu_ranks: Ranks) -> None:
+    gpu_ranks(dropped)
 
-    @pytest.mark.parametrize("ranks", ON_GPUS, indirect=True)
-    @pytest.mark.parametrize("case", [dropped, dropped_inside, waited])
-    def test_work_and_captures(ranks: Ranks, case: Any) -> None:
-        ranks(case)
+
+def test_dropped_inside(gpu_ranks: Ranks) -> None:
+    gpu_ranks(dropped_inside)
+
+
+def test_waited(gpu_ranks: Ranks) -> None:
+    gpu_ranks(waited)
+
+
+def test_dropped_without_the_flag(legacy_gpu_ranks: Ranks) -> None:
+    legacy_gpu_ranks(dropped)
