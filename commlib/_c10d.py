@@ -5,17 +5,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from commlib import _host_group
 from commlib._context import CommContext
 from commlib._deadline import Deadline
 from commlib._dtypes import NATIVE, Reducer, Wire
 from commlib._ring import ABORT_S
 from commlib._rollcall import Meeting
+from commlib._waits import Interruptible, PointToPoint, wait_for
 
 Tensor = torch.Tensor
 
@@ -39,18 +42,28 @@ class _Plan:
     all_reduce: Any
 
 
-class _Then:
-    """A c10d work with a step of ours after it."""
+class _Then(Interruptible):
+    """A c10d work with a step of ours after it, which is taken once."""
 
     def __init__(self, work: Any, step: Callable[[], object]) -> None:
         self.work, self.step = work, step
 
     def wait(self) -> None:
-        self.work.wait()
-        self.step()
+        wait_for(self.work)
+        step, self.step = self.step, _interrupted
+        step()
+        self.step = _nothing
 
     def is_completed(self) -> bool:
         return bool(self.work.is_completed())
+
+
+def _interrupted() -> None:
+    raise RuntimeError("a signal interrupted the last step of the call; its result is undefined")
+
+
+def _nothing() -> None:
+    """Take no step: it has been taken."""
 
 
 class C10dContext(CommContext):
@@ -153,10 +166,13 @@ class C10dContext(CommContext):
         return self._issued(work)
 
     def _send(self, out: None, x: Tensor, peer: int, tag: int = 0) -> Any:
-        return self._issued(self.pg.send([_bytes(x)], peer, tag))
+        return self._between_two(self.pg.send([_bytes(x)], peer, tag))
 
     def _recv(self, out: Tensor, x: None, peer: int, tag: int = 0) -> Any:
-        return self._issued(self.pg.recv([_bytes(out)], peer, tag))
+        return self._between_two(self.pg.recv([_bytes(out)], peer, tag))
+
+    def _between_two(self, work: Any) -> Any:
+        return self._issued(work) if self.fences is not None else PointToPoint([work])
 
     def _barrier(self, out: None, x: None) -> Any:
         if self.fences is not None:  # an all-reduce on the stream; c10d's own blocks the host
@@ -185,6 +201,8 @@ class C10dContext(CommContext):
         self._release("pg", deadline)
 
     def _abort(self) -> None:
+        if self.fences is None and self.pg is not None:
+            self._in_time(partial(_host_group.cut, self.pg), Deadline(ABORT_S), "aborting")
         self._release("pg", Deadline(ABORT_S))
 
 

@@ -334,6 +334,11 @@ class CommContext(EngineRing):
         Sends and receives in one group can't wait for each other in a circle. Results are valid
         after the block (with ``sync_op=False``: after ``wait()`` of the yielded ``Work``). An
         exception inside the block launches nothing.
+
+        Only the calls that the block itself makes on this ring are collected. Those of other
+        threads, of other rings, and of a backward inside the block are launched at once, before
+        the group. An operator that computes with its collective's result, and an ``x`` that
+        requires grad, are an ``ArgumentError`` inside the block.
         """
         return _group.group(self, use_calc_stream, sync_op)
 

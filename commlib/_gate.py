@@ -12,7 +12,9 @@ from commlib._checks import is_dense
 from commlib._mismatch import compare
 from commlib._observers import Seen, begun, looking_on, observers, unwatched, watched
 from commlib._ring import Ring, Unconnected
-from commlib._work import OnHost, OnStream, Pending, Work
+from commlib._streams import capture_of
+from commlib._waits import wait_for
+from commlib._work import OnHost, OnStream, Pending, Work, release_deferred
 from commlib.errors import ArgumentError, CommError, PeerTimeout, StreamError
 
 Launch = Callable[..., Any]
@@ -120,7 +122,7 @@ def run(
         sync_op
         and not ctx.compares
         and (use_calc_stream or ctx.fences is None)
-        and ctx.open_group is None
+        and (not ctx.groups or ctx.open_group is None)
         and not blocks
         and (
             ((out is x and place == 0) or _apart(out, x, place))
@@ -141,6 +143,9 @@ def run(
             missing = caught
         except Exception as error:
             raise ctx.failed(verb, error, args) from error
+        except BaseException:
+            ctx.interrupted(verb)
+            raise
         else:
             ctx.calls += 1
             ctx.last_verb = verb
@@ -151,9 +156,12 @@ def run(
         return run(ctx, verb, launcher, args, out, x, place, dense, result, how)
     if handle is not None:  # a CPU: the host waits, outside the lock, so that other calls go on
         try:
-            handle.wait()
+            wait_for(handle)
         except Exception as error:
             raise ctx.failed(verb, error, args) from error
+        except BaseException:
+            ctx.interrupted(verb)
+            raise
     if out is not None:
         _written(out)
     return result
@@ -207,6 +215,9 @@ def begin(
                 pending = launcher(out, x.detach(), reduction)
         except Exception as error:
             raise ctx.failed(verb, error) from error
+        except BaseException:
+            ctx.interrupted(verb)
+            raise
         if pending is None:
             return None
         ctx.calls += 1
@@ -219,15 +230,15 @@ def begin(
 
 def _tracked(ctx: Ring, call: Call, result: Any, how: How) -> Any:
     use_calc_stream, sync_op, _, _ = how
-    if ctx.compares and ctx.open_group is None and (sync_op or not use_calc_stream):
+    group = ctx.open_group
+    if not sync_op and (use_calc_stream or group is not None):
+        raise ArgumentError(async_refusal(ctx, call.verb))
+    if ctx.compares and group is None:
         [call] = compare(ctx, [call])  # without the lock: it waits for the other members
-    with ctx.lock:
+    if group is not None:
         if ctx.fault is not None:
             raise ctx.unusable(call.verb)
-        if not sync_op and (use_calc_stream or ctx.open_group is not None):
-            raise ArgumentError(async_refusal(ctx, call.verb))
-        if ctx.open_group is not None:
-            return ctx.open_group.add(call, use_calc_stream, result)
+        return group.add(call, use_calc_stream, result)
 
     def launch_one() -> Any:
         with ctx.lock:
@@ -235,19 +246,27 @@ def _tracked(ctx: Ring, call: Call, result: Any, how: How) -> Any:
                 raise ctx.unusable(call.verb)
             return launch(ctx, [call], result, how)
 
-    return settle(ctx, connected(ctx, call.verb, launch_one), sync_op)
+    return settle(ctx, call.verb, connected(ctx, call.verb, launch_one), sync_op)
 
 
-def settle(ctx: Ring, done: Any, sync_op: bool) -> Any:
+def settle(ctx: Ring, verb: str, done: Any, sync_op: bool) -> Any:
     """Block where the host is what has to wait; outside the lock, so that other calls go on."""
-    return done.wait() if sync_op and ctx.fences is None else done
+    if not sync_op or ctx.fences is not None:
+        return done
+    try:
+        return done.wait()
+    except Exception:
+        raise
+    except BaseException:  # the caller has no Work to wait for later
+        ctx.interrupted(verb)
+        raise
 
 
 def async_refusal(ctx: Ring, verb: str) -> str:
     if ctx.open_group is not None:
         return (
             f"{ctx.where(verb)}: sync_op=False inside a group: the group is one operation; "
-            f"type `with comm.group(use_calc_stream=False, sync_op=False) as work:`"
+            f"open it by `with ring.group(use_calc_stream=False, sync_op=False) as work:`"
         )
     return (
         f"{ctx.where(verb)}: sync_op=False with use_calc_stream=True: a call on the caller's own "
@@ -265,9 +284,11 @@ def launch(ctx: Ring, calls: list[Call], result: Any, how: How) -> Any:
         with ctx.bounded(blocks):
             _on_stream(ctx, calls)
         return result
+    release_deferred()
     calc = torch.cuda.current_stream(ctx.device)
+    capturing = torch.cuda.is_current_stream_capturing()
     # Without a fence the comm stream would run outside a capture, once, and never at a replay.
-    fenced = fenced or torch.cuda.is_current_stream_capturing()
+    fenced = fenced or capturing
     if fenced:
         fences.comm_waits(calc)
     if not (sync_op and fenced):  # the program's own kernels run at the same time
@@ -279,7 +300,8 @@ def launch(ctx: Ring, calls: list[Call], result: Any, how: How) -> Any:
         return result
     event = torch.cuda.Event()
     event.record(fences.comm)
-    work = begun(Work(result, OnStream(event, calc, calls)))
+    capture = capture_of(calc.cuda_stream) if capturing else 0
+    work = begun(Work(result, OnStream(event, calc, calls, capture)))
     if sync_op:
         ctx.keep_unfenced(event, calls)
         return result
@@ -297,16 +319,20 @@ def _start(ctx: Ring, calls: list[Call]) -> list[Any]:
 
 
 def _start_all(ctx: Ring, calls: list[Call]) -> list[Any]:
-    if len(calls) == 1:
-        return [_guarded(ctx, calls[0], calls[0].start)]
-    ctx.prepare(calls)
+    if len(calls) > 1:
+        ctx.prepare(calls)
     try:
+        if len(calls) == 1:
+            return [_guarded(ctx, calls[0], calls[0].start)]
         with ctx.coalesced():
             return [_guarded(ctx, call, call.start) for call in calls]
-    except CommError:
+    except (CommError, Unconnected):
         raise
-    except Exception as error:  # an engine may tell of a failure only at the end of the group
+    except Exception as error:  # an engine may report a failure only at the end of the group
         raise ctx.failed(calls[-1].verb, error) from error
+    except BaseException:
+        ctx.interrupted(calls[-1].verb)
+        raise
 
 
 def _on_stream(ctx: Ring, calls: list[Call]) -> None:
@@ -318,10 +344,10 @@ def _on_stream(ctx: Ring, calls: list[Call]) -> None:
 def _on_host(ctx: Ring, calls: list[Call]) -> OnHost:
     handles = _start(ctx, calls)
 
-    def await_all() -> None:
+    def await_all() -> None:  # may be interrupted anywhere, and is called again then
         for call, handle in zip(calls, handles, strict=True):
             if handle is not None:
-                _guarded(ctx, call, handle.wait)
+                _guarded(ctx, call, partial(wait_for, handle))
             _guarded(ctx, call, call.finish)
 
     return OnHost(handles, await_all, calls)

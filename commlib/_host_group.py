@@ -3,7 +3,9 @@
 import hashlib
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,29 @@ import torch
 import torch.distributed as dist
 
 from commlib._mailbox import MOST, Rounds
+from commlib._waits import PointToPoint
+from commlib.errors import ArgumentError
 
+_CUT = 2  # the tag of a receive that nobody sends to
+_AT_ONCE = timedelta(milliseconds=1)
 _TAG = 1  # the group of a CPU ring carries the ring's own sends too, with tag 0
 
 
 def connect(store: dist.Store, rank: int, size: int, wait: timedelta) -> Any:
     """Return a gloo group outside torch's registry; blocks until all members have connected."""
     return dist.ProcessGroupGloo(store, rank, size, wait)
+
+
+def cut(group: Any) -> None:
+    """End every call of a gloo group that is under way, on this rank and soon on its peers.
+
+    ``abort()`` of torch leaves such calls, and threads that wait for them, to their deadline. But
+    a wait that times out makes gloo close the connections, and all calls on them fail at once.
+    """
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):
+                group.recv([torch.zeros(1, device="cpu")], peer, _CUT).wait(_AT_ONCE)
 
 
 def release(group: list[Any]) -> None:
@@ -27,6 +45,29 @@ def release(group: list[Any]) -> None:
     """
     group[0].abort()
     group.clear()
+
+
+def whole_numbers(values: Sequence[int]) -> list[int]:
+    """Return ``values`` as a list of ints.
+
+    Raises:
+        ArgumentError: It is not a sequence, or holds what is not a whole number of 64 bits.
+    """
+    if isinstance(values, (str, bytes, bytearray, dict)) or not hasattr(values, "__getitem__"):
+        raise ArgumentError(
+            f"values is {type(values).__name__}; expected a list of whole numbers; "
+            f"call exchange_bytes() for bytes"
+        )
+    try:
+        numbers = list(map(index, values))
+    except (TypeError, KeyError) as error:
+        raise ArgumentError(f"values={values!r:.80}: {error}; expected whole numbers") from None
+    if numbers and (min(numbers) < -(2**63) or max(numbers) >= 2**63):
+        wrong = next(number for number in numbers if not -(2**63) <= number < 2**63)
+        raise ArgumentError(
+            f"values contains {wrong}; expected numbers of 64 bits, -2**63 to 2**63 - 1"
+        )
+    return numbers
 
 
 def all_gather(rounds: Rounds, values: Sequence[int]) -> list[list[int]]:
@@ -51,8 +92,7 @@ def gloo_round(group: Any, rank: int, size: int, values: list[int]) -> list[list
     peers = [peer for peer in range(size) if peer != rank]
     under_way = [group.recv([rows[peer]], peer, _TAG) for peer in peers]
     under_way += [group.send([rows[rank]], peer, _TAG) for peer in peers]
-    for work in under_way:
-        work.wait()
+    PointToPoint(under_way).wait()
     return [row[1 : 1 + row[0]] for row in every.tolist()]
 
 

@@ -1,5 +1,6 @@
 """Whole numbers between the ranks of one host, through memory that they share."""
 
+import atexit
 import fcntl
 import mmap
 import os
@@ -108,23 +109,21 @@ def open_mailbox(rounds: Rounds, rank: int, size: int, host: int, seconds: float
 
     ``rounds`` carries the numbers that set it up; ``host`` differs between hosts.
     """
-    made, file = 0, -1
-    if rank == 0 and _FOLDER.is_dir():
-        file, made = _create(size)
+    made, file, ready = 0, -1, False
     try:
+        if rank == 0 and _FOLDER.is_dir():
+            file, made = _create(size)
         told = rounds([host, made])
         name = told[0][1] if len({row[0] for row in told}) == 1 else 0
         if name:
             file = _enter(file, name, rank)
         ready = all(row == [1] for row in rounds([int(name != 0 and file >= 0)]))
-    finally:
+    finally:  # also after an error or a signal
         if made:
-            _path(made).unlink()  # those who have it open keep it
-    if not ready:
-        if file >= 0:
+            _unlink(made)
+        if not ready and file >= 0:
             os.close(file)
-        return None
-    return Mailbox(file, rank, size, seconds)
+    return Mailbox(file, rank, size, seconds) if ready else None
 
 
 def _length(size: int) -> int:
@@ -137,13 +136,36 @@ def _path(name: int) -> Path:
 
 def _create(size: int) -> tuple[int, int]:
     """Make an empty file that no other user may open; its name is a number."""
-    name = int.from_bytes(os.urandom(7), "little") | 1
+    name, file = int.from_bytes(os.urandom(7), "little") | 1, -1
+    _named.add(name)  # before there is a file
     try:
         file = os.open(_path(name), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         os.posix_fallocate(file, 0, _length(size))
     except OSError:  # full, or not writable: the ranks go on without
+        _unlink(name)
+        if file >= 0:
+            os.close(file)
         return -1, 0
     return file, name
+
+
+_named: set[int] = set()  # files of this process that still have a name
+
+
+def _unlink(name: int) -> None:
+    """Remove the name of a file; processes that have it open keep it."""
+    _path(name).unlink(missing_ok=True)
+    _named.discard(name)
+
+
+@atexit.register
+def _unlink_left() -> None:
+    """Remove what a signal has left in the middle of a set-up."""
+    for name in list(_named):
+        _unlink(name)
+
+
+os.register_at_fork(after_in_child=_named.clear)  # the files are the parent's
 
 
 def _enter(file: int, name: int, rank: int) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from weakref import WeakSet
 
@@ -101,7 +102,7 @@ class Ring(ABC):
         self.calls = 0
         self.last_verb: str | None = None
         self.fault: str | None = None
-        self.open_group: Group | None = None
+        self.groups: dict[int, Group] = {}  # the open one of each thread, by the thread's number
         self.communicator_bytes = self.workspace_bytes = 0  # GPU memory that the ring has taken
         self.graphs: WeakSet[Any] = WeakSet()  # whatever has captured calls of this ring
         self._errors: list[str] = []
@@ -164,6 +165,12 @@ class Ring(ABC):
             return None
         return torch.cuda.current_stream(self.device) if use_calc_stream else self.fences.comm
 
+    @property
+    def open_group(self) -> "Group | None":
+        """The group that collects the calls of the calling code; None if they are launched."""
+        group = self.groups.get(get_ident()) if self.groups else None
+        return group if group is not None and group.collects() else None
+
     def where(self, verb: str) -> str:
         """Begin an error text: which verb on which ring and rank."""
         return f"{verb} on ring {self.ring_id} (rank {self.rank} of {self.size}, {self.engine})"
@@ -222,6 +229,14 @@ class Ring(ABC):
         return (
             f"type commlib.CommContextManager.instance().close({self.ring_id}), then "
             f"commlib.new_ring({self.ring_id}, {list(self.ranks)}), on every member"
+        )
+
+    def interrupted(self, verb: str) -> None:
+        """Mark the ring as failed: a signal ended a call whose outcome nobody will know."""
+        self._errors.append(f"{self.where(verb)}: a signal interrupted the call")
+        self._repairable = False
+        self.fault = self.fault or (
+            f"a signal interrupted {verb}, which this rank has never finished; {self._anew}"
         )
 
     def unusable(self, verb: str) -> RingError:
@@ -457,27 +472,36 @@ class Ring(ABC):
         goes through shared memory on one host and over TCP (gloo) between several, touches no GPU
         and is allowed during a capture. Every member must call it; the first call sets it up. It
         blocks the host at most ``timeout`` seconds. Raises ``RingError``, ``CommTimeout`` naming
-        the positions that do not come, ``EngineError``.
+        the positions that do not come, ``EngineError``. Values that are not whole numbers of 64
+        bits are an ``ArgumentError`` before anything is sent: the ring stays usable, and the other
+        members wait, at most ``timeout`` seconds, until this one repeats the call.
         """
+        try:
+            numbers = _host_group.whole_numbers(values)
+        except ArgumentError as error:
+            raise ArgumentError(f"{self.where('exchange')}: {error}") from None
         if not self.compares:
-            return self.gathered("exchange", values)
-        rows = self.gathered("exchange", [0, *values])  # 0: an exchange, no collective
+            return self.gathered("exchange", numbers)
+        rows = self.gathered("exchange", [0, *numbers])  # 0: an exchange, not a collective
         if any(row[0] for row in rows):
             raise self.mismatch("exchange", "exchange")
         return [row[1:] for row in rows]
 
-    def gathered(self, verb: str, values: Sequence[int]) -> list[list[int]]:
+    def gathered(self, verb: str, numbers: list[int]) -> list[list[int]]:
         """Do what ``exchange`` does for ``verb``, and compare nothing."""
         with self._exchanging:
             if self.fault is not None:
                 raise self.unusable(verb)
             if self.size == 1:
-                return [list(values)]
+                return [numbers]
             try:
                 self._rounds = self._rounds or self._open_rounds()
-                return _host_group.all_gather(self._rounds, values)
+                return _host_group.all_gather(self._rounds, numbers)
             except Exception as error:
                 raise self.failed(verb, error) from error
+            except BaseException:
+                self.interrupted(verb)
+                raise
 
     def mismatch(self, verb: str, given: str) -> MismatchError:
         """Return the error of calls that differ; every member has seen it and calls this."""

@@ -35,8 +35,11 @@ def capture_of(stream: int) -> int:
     """Return the number of the capture that a stream (its handle) is part of, 0 if of none."""
     if stream == 0:  # the default stream can't be captured, and must not be asked in a capture
         return 0
-    from cuda.bindings import driver
-
+    try:
+        from cuda.bindings import driver
+    except ImportError:  # not needed by torch.distributed: one number for all
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+            return int(torch.cuda.is_current_stream_capturing())
     status, state, number = driver.cuStreamGetCaptureInfo(stream)[:3]
     active = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
     return int(number) if int(status) == 0 and state == active else 0

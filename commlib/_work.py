@@ -2,11 +2,14 @@
 
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from commlib._streams import capture_of
+from commlib._waits import Interruptible, PointToPoint, wait_for
 from commlib.errors import ArgumentError
 
 
@@ -57,45 +60,51 @@ class Work:
 
 
 class Unlaunched:
-    """A group that has not been left yet, or that an exception has left."""
+    """A group that has not been left yet, that an exception has left, or whose launch failed."""
 
-    def __init__(self, why: str) -> None:
+    def __init__(self, why: Exception) -> None:
         self._why = why
 
     def join(self) -> None:
-        """Refuse: nothing has been launched."""
-        raise ArgumentError(self._why)
+        """Raise the reason: nothing has been launched."""
+        raise self._why
 
     def done(self) -> bool:
-        """Report that nothing has finished."""
+        """Return False: nothing has finished."""
         return False
 
 
-class All:
+class All(Interruptible):
     """Several works of an engine as one."""
 
     def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
+        self._works = list(works)
+        if all(isinstance(work, PointToPoint) for work in works):  # one helper thread for all
+            self._works = [PointToPoint([one for work in works for one in work.works])]
 
     def wait(self) -> None:
         """Wait for each."""
         for work in self._works:
-            work.wait()
+            wait_for(work)
 
     def is_completed(self) -> bool:
-        """Whether each has finished."""
+        """Return True if each has finished."""
         return all(work.is_completed() for work in self._works)
 
 
 class OnHost:
-    """Works of a CPU engine; ``await_`` blocks with a deadline and puts results in place."""
+    """Works of a CPU engine; ``await_`` blocks with a deadline and puts results in place.
+
+    What a signal handler raises meanwhile, such as KeyboardInterrupt, is not the outcome of the
+    call: the next ``join()`` waits again. ``await_`` must allow that.
+    """
 
     def __init__(self, handles: Sequence[Any], await_: Callable[[], None], keep: object) -> None:
         self._handles = handles
         self._await: Callable[[], None] | None = await_
         self._keep = keep
         self._lock = threading.Lock()
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
 
     def join(self) -> None:
         """Block until every work has finished; the first waiter finishes for all."""
@@ -103,40 +112,87 @@ class OnHost:
             if self._await is not None:
                 try:
                     self._await()
-                except BaseException as error:
+                except Exception as error:
                     self._error = error
                 self._await = self._keep = None
         if self._error is not None:
             raise self._error
 
     def done(self) -> bool:
-        """Whether every work has finished."""
+        """Return True if every work has finished."""
         return self._await is None or all(h is None or h.is_completed() for h in self._handles)
 
 
 class OnStream:
-    """An event on the comm stream, and the tensors that must live until somebody has waited."""
+    """An event on the comm stream, and the tensors that must live until somebody has waited.
 
-    def __init__(self, event: torch.cuda.Event, origin: torch.cuda.Stream, keep: object) -> None:
+    ``capture`` is the number of the CUDA graph capture that the call is part of, 0 for none. An
+    event is of use only in the capture that it was recorded in, or outside of all of them.
+    """
+
+    def __init__(
+        self,
+        event: torch.cuda.Event,
+        origin: torch.cuda.Stream,
+        keep: object,
+        capture: int = 0,
+    ) -> None:
         self._event = event
         self._origin = origin
         self._keep = keep
+        self._capture = capture
 
     def join(self) -> None:
-        """Order the caller's current stream, and the stream of the call, behind the collective."""
-        self._event.wait(torch.cuda.current_stream(self._origin.device))
+        """Make the caller's current stream, and the stream of the call, wait for the collective.
+
+        Raises:
+            ArgumentError: The current stream is being captured and the call was made before.
+        """
+        stream = torch.cuda.current_stream(self._origin.device)
+        capture = capture_of(stream.cuda_stream)
+        if capture == self._capture:
+            self._event.wait(stream)
+        elif not self._capture:
+            raise ArgumentError(
+                "wait() during a CUDA graph capture for a call made before it, which would "
+                "invalidate the capture; call wait() before the capture begins"
+            )
+        # else the capture is over, and its graph contains the wait already
         self._release()
 
     def done(self) -> bool:
-        """Whether the event has happened."""
+        """Return True if the event has happened."""
         return bool(self._event.query())
 
     def _release(self) -> None:
-        if self._keep is not None:
-            # The allocator reuses a tensor in the order of the stream that it was made on.
+        keep, self._keep = self._keep, None
+        if keep is None:
+            return
+        # The allocator reuses a tensor in the order of the stream that it was made on.
+        capture = capture_of(self._origin.cuda_stream)
+        if capture == self._capture:
             self._event.wait(self._origin)
-            self._keep = None
+        elif not self._capture:  # the stream is being captured: it must not wait for this event
+            _deferred.append((self._event, self._origin, keep))
+        # else the capture is over, and the memory belongs to its graph
 
     def __del__(self) -> None:
         if not sys.is_finalizing():  # at the end of the process the memory is not reused
             self._release()
+
+
+# Tensors of calls whose Work was dropped while their stream was being captured.
+_deferred: deque[tuple[torch.cuda.Event, torch.cuda.Stream, object]] = deque()
+
+
+def release_deferred() -> None:
+    """Release tensors that a capture has deferred, where their stream is not captured any more."""
+    for _ in range(len(_deferred)):
+        try:
+            event, origin, keep = _deferred.popleft()
+        except IndexError:  # another thread has taken it
+            return
+        if capture_of(origin.cuda_stream):
+            _deferred.append((event, origin, keep))
+        else:
+            event.wait(origin)

@@ -7,6 +7,7 @@ import torch
 
 from commlib._checks import check_tensor, is_dense
 from commlib._context import CommContext
+from commlib._group import needs_result
 from commlib._manager import comm
 from commlib.custom_allreduce.norm import FLOAT8, VERB, Norm
 from commlib.errors import ArgumentError, DtypeError, ShapeError
@@ -48,7 +49,7 @@ def all_reduce_residual_norm(
     both as long as push kernels do the all_reduce; y may differ in its last bit, for the mean over
     a row is added up in another order.
     No gradient: a tensor that requires grad is refused. Results are new tensors. Runs on the
-    caller's stream, the sum on the ring's with ``use_calc_stream=False``; not in ``comm.group()``.
+    caller's stream, the sum on the ring's with ``use_calc_stream=False``; not in ``ring.group()``.
     Raises ``RingError``, ``DtypeError``, ``ShapeError``, ``DeviceError``, ``ArgumentError`` before
     any launch. Source: ``torch.nn.functional.rms_norm`` and ``layer_norm``.
     """
@@ -153,11 +154,7 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     context, tensors = comm(ring_id), (x, residual, weight, bias, linear_bias, scale)
     _check(context, tensors)
-    if context.open_group is not None:
-        raise ArgumentError(
-            f"{context.where(VERB)}: a call inside comm.group(), which would launch the sum behind "
-            f"what needs it; leave the `with comm.group()` block first"
-        )
+    needs_result(context, VERB)
     x, residual, weight, bias, linear_bias, scale = map(_dense, tensors)
     norm = Norm(residual, weight, bias, linear_bias, scale, layer, eps)
     done = context.all_reduce_norm(x, norm, use_calc_stream=use_calc_stream)

@@ -8,6 +8,7 @@ import torch
 
 from commlib._checks import check_tensor
 from commlib._context import CommContext
+from commlib._group import needs_result
 from commlib._manager import comm
 from commlib.errors import ArgumentError, DtypeError, ShapeError
 from commlib.ops._agreement import Fact, agree, by_rank, told
@@ -32,7 +33,8 @@ def by_twin(verb: str, logits: Tensor, label: Tensor, ring_id: int, use_calc_str
 
 
 def check_inputs(context: CommContext, verb: str, logits: Tensor, label: Tensor) -> None:
-    """Refuse logits and labels of other dtypes or devices, and logits without a class axis."""
+    """Refuse logits and labels of other dtypes or devices, no class axis, and an open group."""
+    needs_result(context, verb)
     for role, given, dtypes in (("logits", logits, LOGITS), ("label", label, LABELS)):
         check_tensor(context, verb, role, given)
         if given.dtype not in dtypes:

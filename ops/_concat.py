@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from commlib._group import needs_result
 from commlib._manager import comm
 from commlib.errors import ShapeError
 from commlib.ops._library import checked, register, save
@@ -26,6 +27,7 @@ def _run(x: torch.Tensor, ring_id: int, use_calc_stream: bool) -> torch.Tensor:
     context = comm(ring_id)
     if x.dim() == 0:
         raise ShapeError(f"{context.where('concat')}: x is 0-D; expected a last axis")
+    needs_result(context, "concat")
     parts = x.new_empty((context.size, *x.shape))
     context.all_gather(parts, x, use_calc_stream=use_calc_stream)
     return parts.movedim(0, -2).reshape(_shape(x, context.size))

@@ -8,6 +8,7 @@ import torch
 
 from commlib._checks import check_tensor, overlaps_itself
 from commlib._context import CommContext
+from commlib._group import needs_result
 from commlib._manager import comm
 from commlib.errors import ArgumentError, DtypeError, ShapeError
 from commlib.ops._agreement import Fact, agree, told
@@ -282,8 +283,9 @@ def _update_run(
 ) -> Tensor:
     """Return [3, C]: the summaries with the batch, of all ranks if they are synchronised."""
     if sync_stats:
-        out = like(batch)
-        comm(ring_id).all_reduce(out, batch, op="sum", use_calc_stream=use_calc_stream)
+        context, out = comm(ring_id), like(batch)
+        needs_result(context, VERB)
+        context.all_reduce(out, batch, op="sum", use_calc_stream=use_calc_stream)
         batch = out
     return torch.stack([size, total, square]).mul_(decay).add_(batch)
 

@@ -7,6 +7,7 @@ import torch
 
 from commlib._checks import check_tensor
 from commlib._context import CommContext
+from commlib._group import needs_result
 from commlib._manager import comm
 from commlib._routes import routes
 from commlib._streams import capturing
@@ -143,6 +144,8 @@ def table(
     if torch.compiler.is_compiling():
         agreed_on: torch.Tensor = _agreed(x.detach(), local_count, global_count, ring_id, back)
         return agreed_on
+    if x.requires_grad:
+        needs_result(comm(ring_id), VERBS[back])
     return agreed(x, local_count, global_count, ring_id, back)
 
 

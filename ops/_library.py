@@ -9,6 +9,7 @@ from torch.compiler import is_compiling
 
 from commlib._checks import check_tensor
 from commlib._context import CommContext
+from commlib._group import needs_result
 from commlib._manager import comm
 from commlib._streams import capturing
 from commlib._work import Work
@@ -67,6 +68,7 @@ def registered(
         return False
     context = checked(verb, x, ring_id)  # the dispatcher would answer for other devices by itself
     _check_async(verb, use_calc_stream, sync_op)
+    needs_result(context, verb)
     if out is not None:
         raise ArgumentError(
             f"{context.where(verb)}: out= of shape {tuple(out.shape)} and {out.dtype} with an x "

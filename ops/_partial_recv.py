@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from commlib._checks import check_out, check_peer
+from commlib._group import needs_result
 from commlib._work import Work
 from commlib.errors import ArgumentError
 from commlib.ops._library import checked
@@ -28,7 +29,7 @@ def partial_recv(
     ``out``: any shape and dtype, its number of elements divisible by ``num``; the other slices keep
     their values: ``partial_all_gather`` over another ring completes them. A slice that the strides
     tear into pieces is filled through a copy of the slice, always fenced, and neither with
-    ``sync_op=False`` nor in ``comm.group()``. No gradient.
+    ``sync_op=False`` nor in ``ring.group()``. No gradient.
     Streams as ``recv``. Raises ``ArgumentError`` for a slice that there is not, ``ShapeError``,
     ``PeerError``. Source: operator ``partial_recv``.
     """
@@ -42,13 +43,13 @@ def partial_recv(
     if len(parts) == 1:
         done = recv(parts[0], ring_id, peer=peer, fenced=fenced, **how)
         return out if sync_op else _Whole(done, out)
-    in_group = context is not None and context.open_group is not None
-    if in_group or not sync_op:
-        form = "a call inside comm.group()" if in_group else "sync_op=False"
+    if context is not None:
+        needs_result(context, "partial_recv", "pass out.contiguous()")
+    if not sync_op:
         raise ArgumentError(
-            f"partial_recv on ring {ring_id}: {form} with an out of strides {out.stride()}: nobody "
-            f"would put the slice in place; type out.contiguous(), or call it by itself with "
-            f"sync_op=True"
+            f"partial_recv on ring {ring_id}: sync_op=False with an out of strides "
+            f"{out.stride()}: nobody would put the slice in place; pass out.contiguous(), or call "
+            f"it with sync_op=True"
         )
     fill(parts, recv(out.new_empty(last - first), ring_id, peer=peer, **how))
     return out

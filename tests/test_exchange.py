@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 import commlib
-from commlib.errors import CommTimeout, EngineError, RingError
+from commlib.errors import ArgumentError, CommTimeout, EngineError, RingError
 from tests._check import refused, same
 from tests._operator import calls
 from tests._ranks import Ranks
@@ -26,6 +26,26 @@ def numbers(comm: Any) -> None:
     assert ring is not None
     same(ring.exchange([comm.rank]), [[comm.rank]], "a ring of one")
     commlib.CommContextManager.instance().close(40 + comm.rank)
+
+
+def wrong_values(comm: Any) -> None:
+    """Values that can't be sent are refused on their own rank, and the ring stays usable."""
+    ring = commlib.new_ring(45 + comm.rank, [comm.rank])
+    assert ring is not None
+    wrong: list[Any] = [[2**63], [0, -(2**63) - 1], [1.5], ["a"], "12", b"12", 5, None, {1: 2}, {3}]
+    if comm.rank == 1:
+        for values in wrong:
+            for one in (comm, ring):
+                with refused(ArgumentError, f"exchange on ring {one.ring_id} (rank", "expected"):
+                    one.exchange(values)
+    same(comm.exchange([comm.rank]), [[0], [1]], "the next exchange")
+    same(comm.exchange((True, torch.tensor(7))), [[1, 7]] * 2, "what counts as an int")
+    same((comm.state, comm.errors()), ("ready", []), "the ring")
+    commlib.CommContextManager.instance().close(45 + comm.rank)
+
+
+def test_wrong_values(ranks: Ranks) -> None:
+    ranks(wrong_values)
 
 
 def test_numbers(ranks: Ranks) -> None:

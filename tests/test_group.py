@@ -1,11 +1,16 @@
-"""comm.group(): the calls of a ``with`` block, launched as one operation at its end."""
+"""ring.group(): the calls of a ``with`` block, launched as one operation at its end."""
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from commlib.errors import ArgumentError
-from tests._check import Framed, close, refused, same, sample, until, wide
+import commlib
+from commlib import ops
+from commlib.compat import paddle
+from commlib.errors import ArgumentError, RingError
+from tests._check import Framed, close, refused, same, sample, settle, until, wide
 from tests._formulas import joined, total
 from tests._operator import calls
 from tests._ranks import Ranks
@@ -84,7 +89,7 @@ def nothing_launched(comm: Any) -> None:
         same(work.done(), False, "done() inside the group")
         with refused(ArgumentError, "leave"):
             work.wait()
-        with refused(ArgumentError, "group(use_calc_stream=False)"):
+        with refused(ArgumentError, "ring.group(use_calc_stream=False)"):
             comm.all_reduce(torch.zeros_like(x), x, use_calc_stream=False)
         with refused(ArgumentError, "inside a group"):
             comm.all_reduce(torch.zeros_like(x), x, use_calc_stream=False, sync_op=False)
@@ -111,3 +116,161 @@ def left_by_an_exception(comm: Any) -> None:
 
 def test_left_by_an_exception(ranks: Ranks) -> None:
     ranks(left_by_an_exception)
+
+
+def in_a_thread(comm: Any, body: Callable[[], Any]) -> Any:
+    """Return what ``body`` returns in a thread of its own, at most after 20 s."""
+    found: list[Any] = []
+
+    def run() -> None:
+        if comm.device.type == "cuda":
+            torch.cuda.set_device(comm.device)
+        try:
+            found.append(body())
+            settle(comm)
+        except Exception as error:  # a thread's error would be lost
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(20)
+    if len(found) != 1 or isinstance(found[0], Exception):
+        raise AssertionError(f"the thread gave {found}, still alive: {thread.is_alive()}")
+    return found[0]
+
+
+def other_threads(comm: Any) -> None:
+    """Calls of another thread, on the same ring and on another one, do not wait for the block."""
+    other = commlib.new_ring(31, [0, 1])
+    assert other is not None
+    x = torch.full((4,), comm.rank + 1.0, device=comm.device)
+    before, twice = calls(comm), torch.zeros_like(x)
+    with comm.group():
+        comm.all_reduce(twice, x * 2)
+        close(in_a_thread(comm, lambda: ops.all_reduce(x, 31)), [3.0] * 4, "another ring")
+        close(in_a_thread(comm, lambda: ops.all_reduce(x)), [3.0] * 4, "the same ring")
+        same(calls(comm) - before, 1, "calls on the ring inside the block")
+        same(in_a_thread(comm, lambda: _grouped(comm, x)).tolist(), [6.0] * 4, "its own group")
+    same(calls(comm) - before, 3, "calls on the ring")
+    close(twice, [6.0] * 4, "the group")
+
+
+def _grouped(comm: Any, x: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    with comm.group():
+        comm.all_reduce(out, x * 2)
+    return out
+
+
+def test_other_threads(ranks: Ranks) -> None:
+    ranks(other_threads)
+
+
+def composites(comm: Any) -> None:
+    """What computes with a collective's result says so inside a group; nothing is launched."""
+    x = torch.ones(2, 3, device=comm.device)
+    wants_grad = x.clone().requires_grad_()
+    logits = torch.linspace(-0.9, 0.9, 8, device=comm.device).view(2, 4)
+    label = torch.tensor([1, 5], device=comm.device)
+    count = torch.ones(2, dtype=torch.int64)
+    row = torch.ones(3, device=comm.device)
+    wrong: dict[str, Callable[[], Any]] = {
+        "concat": lambda: ops.concat(x),
+        "softmax_with_cross_entropy": lambda: ops.softmax_with_cross_entropy(logits, label),
+        "margin_cross_entropy": lambda: ops.margin_cross_entropy(logits, label),
+        "all_reduce_residual_norm": lambda: ops.all_reduce_residual_norm(x, x, row),
+        "all_reduce": lambda: ops.all_reduce(wants_grad),
+        "all_gather": lambda: ops.all_gather(wants_grad),
+        "reduce_scatter": lambda: ops.reduce_scatter(wants_grad, op="avg"),
+        "global_scatter": lambda: ops.global_scatter(wants_grad, count, count),
+        "global_gather": lambda: ops.global_gather(wants_grad, count, count),
+        "barrier": lambda: paddle.barrier(x),
+    }
+    before = calls(comm)
+    for name, call in wrong.items():
+        with comm.group(), refused(ArgumentError, f"{name} on ring 0", "outside the group"):
+            call()
+    with comm.group(), refused(ArgumentError, "concat on ring 0"):
+        paddle.c_concat(x, comm.rank, comm.size)
+    same(calls(comm), before, "calls launched by refused ones")
+    with comm.group():
+        plain = ops.all_reduce(wants_grad.detach())
+    close(plain, torch.full((2, 3), 2.0), "the remedy")
+
+
+def test_composites(ranks: Ranks) -> None:
+    ranks(composites)
+
+
+def backwards(comm: Any) -> None:
+    """A backward inside a group launches its collectives at once and has the right gradients."""
+    forms: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "all_reduce": ops.all_reduce,
+        "reduce_scatter": lambda x: ops.reduce_scatter(x, op="avg"),
+        "split": ops.split,
+        "identity": ops.identity,
+    }
+    weight = torch.arange(1.0, 9.0, device=comm.device).view(2, 4)
+    for name, form in forms.items():
+        x = torch.ones(2, 4, device=comm.device, requires_grad=True)
+        y = form(x)
+        loss = (y * weight.flatten()[: y.numel()].view(y.shape) * (comm.rank + 1)).sum()
+        (want,) = torch.autograd.grad(loss, x, retain_graph=True)
+        summed, before = torch.zeros(3, device=comm.device), calls(comm)
+        with comm.group():
+            comm.all_reduce(summed, torch.ones_like(summed))
+            (found,) = torch.autograd.grad(loss, x)
+            same(calls(comm) - before, 1, f"calls inside the block, {name}")
+            close(found, want, f"gradient inside the block, {name}")
+        close(summed, [2.0] * 3, f"the group around the backward of {name}")
+
+
+class _GroupInBackward(torch.autograd.Function):
+    """A program's own backward that opens a group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        ring, out = commlib.comm(), torch.zeros_like(grads[0])
+        before = calls(ring)
+        with ring.group():
+            ring.all_reduce(out, grads[0].contiguous())
+            same(calls(ring), before, "calls inside the group of a backward")
+        return out
+
+
+def group_in_backward(comm: Any) -> None:
+    """A group that a backward opens collects its own calls, also inside another group."""
+    x = torch.ones(3, device=comm.device, requires_grad=True)
+    y, out = _GroupInBackward.apply(x), torch.zeros(3, device=comm.device)  # type: ignore[no-untyped-call]
+    with comm.group():
+        comm.all_reduce(out, x.detach())
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        close(grad, [2.0] * 3, "gradient inside the block")
+    close(out, [2.0] * 3, "the outer group")
+
+
+def test_backwards(ranks: Ranks) -> None:
+    ranks(backwards)
+    ranks(group_in_backward)
+
+
+def failed_launch(comm: Any) -> None:
+    """The Work of a group whose launch failed raises what the block has raised."""
+    ring = commlib.new_ring(32, [0, 1])
+    assert ring is not None
+    x = torch.ones(3, device=comm.device)
+    with refused(RingError, "group on ring 32", "aborted"), ring.group() as work:
+        ring.all_reduce(torch.zeros_like(x), x)
+        ring.abort()
+    for _ in range(2):
+        with refused(RingError, "group on ring 32", "aborted"):
+            work.wait()
+    same(work.done(), False, "done()")
+
+
+def test_failed_launch(ranks: Ranks) -> None:
+    ranks(failed_launch)

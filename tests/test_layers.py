@@ -15,6 +15,7 @@ LAYERS = (  # lowest first: a module imports from lines above its own, or from i
     "commlib._log",
     "commlib._dtypes",
     "commlib._deadline",
+    "commlib._waits",
     "commlib._mailbox",
     "commlib._host_group",
     "commlib._call_log",

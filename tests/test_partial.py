@@ -174,7 +174,7 @@ def grouped(comm: Any) -> None:
             ops.partial_recv(out, peer=peer, num=4, id=id)
     close(out, sample(peer, (4, 3), torch.float32), "four slices both ways")
     before = calls(comm)
-    with refused(ArgumentError, "comm.group()", "contiguous()"), comm.group():
+    with refused(ArgumentError, "ring.group()", "contiguous()"), comm.group():
         ops.partial_recv(out.view(3, 4).t(), peer=peer, num=3, id=1)
     same(calls(comm), before, "calls launched by a refused one")
 

@@ -1,7 +1,9 @@
 """Work: what it means to wait, how often and from where, and what a missed deadline says."""
 
+import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -198,3 +200,71 @@ def other_modes(comm: Any) -> None:
 
 def test_waiting_in_another_mode(ranks: Ranks) -> None:
     ranks(other_modes)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def interrupted(comm: Any) -> None:
+    """A wait that a signal ends is no result: the next wait() waits again and gets it."""
+    x, whole = torch.full((4, 3), comm.rank + 1.0), {"sum": 3.0, "avg": 1.5}
+    peer = 1 - comm.rank
+    starts: dict[str, tuple[Callable[[], commlib.Work], float]] = {
+        **{
+            op: (lambda op=op: ops.all_reduce(x, op=op, **ASYNC), want)
+            for op, want in whole.items()
+        },
+        "strided": (lambda: comm.all_reduce(torch.zeros(3, 4).t(), x, op="avg", **ASYNC), 1.5),
+        "recv": (lambda: comm.recv(torch.zeros(4, 3), peer=peer, **ASYNC), peer + 1.0),
+        "group": (lambda: _crossing(comm, x, peer), peer + 1.0),
+    }
+    previous = signal.signal(signal.SIGALRM, _interrupt)
+    for name, (start, want) in starts.items():
+        if comm.rank == 0:
+            work = start()
+            for _ in range(2):
+                signal.setitimer(signal.ITIMER_REAL, 0.3)
+                with refused(KeyboardInterrupt):
+                    work.wait()
+            same(comm.state, "ready", f"the ring after an interrupted wait, {name}")
+        comm.exchange([])
+        if comm.rank == 1:
+            work = comm.send(x, peer=peer, **ASYNC) if name == "recv" else start()
+        for _ in range(2):
+            work.wait()
+        result = work.result[-1] if name == "group" else work.result
+        if result is not None:
+            close(result, torch.full((4, 3), want), f"{name} after interruptions")
+    signal.signal(signal.SIGALRM, previous)
+
+
+def _crossing(comm: Any, x: torch.Tensor, peer: int) -> commlib.Work:
+    work: commlib.Work
+    with comm.group(**ASYNC) as work:
+        comm.send(x, peer=peer, use_calc_stream=False)
+        comm.recv(torch.zeros(4, 3), peer=peer, use_calc_stream=False)
+    return work
+
+
+def interrupted_then_late(comm: Any) -> None:
+    """The deadline of the call still holds for a wait after an interrupted one."""
+    ring = commlib.new_ring(23, [0, 1], timeout=1)
+    assert ring is not None
+    previous = signal.signal(signal.SIGALRM, _interrupt)
+    if comm.rank == 0:
+        work = ops.all_reduce(torch.ones(3), 23, **ASYNC)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with refused(KeyboardInterrupt):
+            work.wait()
+        for _ in range(2):
+            with refused(CommTimeout, "ring 23"):
+                work.wait()
+    signal.signal(signal.SIGALRM, previous)
+    comm.exchange([])
+    commlib.CommContextManager.instance().close(23)
+
+
+def test_interrupted_wait(cpu_ranks: Ranks) -> None:
+    cpu_ranks(interrupted)
+    cpu_ranks(interrupted_then_late)

@@ -7,6 +7,7 @@ import torch
 from commlib import flags, ops
 from commlib._context import CommContext
 from commlib._deadline import Deadline
+from commlib._group import needs_result
 from commlib._streams import capturing
 from commlib.compat.paddle._checks import cut, ring
 from commlib.errors import CommTimeout
@@ -20,10 +21,10 @@ def barrier(x: torch.Tensor | None = None, ring_id: int = 0) -> torch.Tensor | N
 
     With ``x``, on every rank or on none, returns its sum over the ring, which is how upstream
     builds the barrier. On the current stream; then the host waits for it, at most for the ring's
-    timeout (in a capture only the stream waits). Raises ``CommTimeout``. Source: operator
-    ``barrier``.
+    timeout (in a capture only the stream waits). Raises ``CommTimeout``, ``ArgumentError`` inside
+    ``ring.group()``. Source: operator ``barrier``.
     """
-    ring("barrier", ring_id)
+    needs_result(ring("barrier", ring_id), "barrier")
     total: torch.Tensor | None = None if x is None else ops.all_reduce(cut(x), ring_id)
     if total is None or not total.numel():
         ops.barrier(ring_id)

@@ -1,0 +1,96 @@
+"""A Work and CUDA graph captures: one that is dropped, waited for or kept across them."""
+
+from typing import Any
+
+import torch
+
+from commlib import _work, ops
+from commlib.errors import ArgumentError
+from tests._check import close, refused, same
+from tests._ranks import Ranks
+
+ASYNC = {"use_calc_stream": False, "sync_op": False}
+
+
+def _captured(stream: torch.cuda.Stream, body: Any) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        body()
+    return graph
+
+
+def dropped(comm: Any) -> None:
+    """A Work from before a capture that is dropped in it leaves the capture alone."""
+    stream, x = torch.cuda.Stream(), torch.ones(1 << 16, device=comm.device)
+    out, held = torch.empty(comm.size << 16, device=comm.device), {}
+    with torch.cuda.stream(stream):
+        held["work"] = ops.all_gather(x, **ASYNC)
+    torch.cuda.synchronize()
+
+    def body() -> None:
+        held["work"] = ops.all_gather(x, **ASYNC)  # drops the one before
+        out.copy_(held["work"].wait() * 2)
+
+    graph = _captured(stream, body)
+    same(len(_work._deferred), 1, "tensors kept alive")
+    graph.replay()
+    torch.cuda.synchronize()
+    close(out, torch.full_like(out, 2.0), "the replay")
+    held.clear()  # a Work of a capture that is over
+    ops.all_gather(x, **ASYNC).wait()
+    same(len(_work._deferred), 0, "tensors kept alive after the next call")
+    graph.replay()
+    torch.cuda.synchronize()
+    close(out, torch.full_like(out, 2.0), "the replay after it")
+    same(comm.state, "ready", "the ring")
+
+
+def dropped_inside(comm: Any) -> None:
+    """A Work of the capture itself that nobody waits for is joined: the capture ends well."""
+    stream, x = torch.cuda.Stream(), torch.ones(1000, device=comm.device)
+    out = torch.empty_like(x)
+    ops.all_reduce(x)  # what the first call sets up
+
+    def body() -> None:
+        ops.all_reduce(x, out=out, **ASYNC)
+
+    graph = _captured(stream, body)
+    graph.replay()
+    torch.cuda.synchronize()
+    close(out, torch.full_like(out, float(comm.size)), "the replay")
+
+
+def waited(comm: Any) -> None:
+    """wait() in a capture for a call before it is refused, and the capture goes on."""
+    stream, x = torch.cuda.Stream(), torch.ones(1000, device=comm.device)
+    out = torch.empty_like(x)
+    with torch.cuda.stream(stream):
+        work = ops.all_reduce(x, **ASYNC)
+    torch.cuda.synchronize()
+
+    def body() -> None:
+        with refused(ArgumentError, "before the capture begins"):
+            work.wait()
+        out.copy_(x * 3)
+
+    graph = _captured(stream, body)
+    graph.replay()
+    close(work.wait(), torch.full_like(x, float(comm.size)), "the Work after the capture")
+    torch.cuda.synchronize()
+    close(out, torch.full_like(x, 3.0), "the replay")
+
+
+def test_dropped(gpu_ranks: Ranks) -> None:
+    gpu_ranks(dropped)
+
+
+def test_dropped_inside(gpu_ranks: Ranks) -> None:
+    gpu_ranks(dropped_inside)
+
+
+def test_waited(gpu_ranks: Ranks) -> None:
+    gpu_ranks(waited)
+
+
+def test_dropped_without_the_flag(legacy_gpu_ranks: Ranks) -> None:
+    legacy_gpu_ranks(dropped)
