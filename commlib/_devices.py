@@ -1,10 +1,14 @@
 """The device of a rank's tensors."""
 
+from pathlib import Path
+
 import torch
 
 from commlib._bootstrap import World
 from commlib._log import log
 from commlib.errors import ArgumentError, DeviceError
+
+_DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 def checked_device(device: torch.device) -> torch.device:
@@ -52,17 +56,11 @@ def default_device(world: World, backend: str | None) -> torch.device:
             )
         return torch.device("cpu")
     if count == 1:
-        return _only_gpu(world)
+        return _only_gpu(world, backend)
     if world.local_rank is None:
         return _guessed_gpu(world, count)
     if backend is None and (world.local_size or 0) > count:
-        log.warning_once(
-            "%d local ranks share %d GPUs: all of them use the CPU. Start at most one rank per "
-            "GPU, or pass device= or backend='gloo' to commlib.init",
-            world.local_size,
-            count,
-        )
-        return torch.device("cpu")
+        return _shared_gpus(world, count)
     if world.local_rank >= count:
         raise DeviceError(
             f"rank {world.rank} has local rank {world.local_rank}, but this process sees {count} "
@@ -72,15 +70,36 @@ def default_device(world: World, backend: str | None) -> torch.device:
     return torch.device("cuda", world.local_rank)
 
 
-def _only_gpu(world: World) -> torch.device:
-    """Return the one visible GPU; the launcher is taken to have given each rank its own."""
+def _only_gpu(world: World, backend: str | None) -> torch.device:
+    """Return the one visible GPU, unless it is the host's only one and several ranks share it."""
     if (world.local_size or 1) > 1:
+        if backend is None and _gpus_of_host() == 1:
+            return _shared_gpus(world, 1)
         log.warning_once(
             "%d local ranks, and this process sees one GPU: it uses cuda:0, which is right if "
             "each rank sees its own GPU. If they share it, pass device='cpu' to commlib.init",
             world.local_size,
         )
     return torch.device("cuda", 0)
+
+
+def _shared_gpus(world: World, count: int) -> torch.device:
+    log.warning_once(
+        "%d local ranks share %d %s: all of them use the CPU. Start at most one rank per GPU, or "
+        "pass device= or backend='gloo' to commlib.init",
+        world.local_size,
+        count,
+        "GPU" if count == 1 else "GPUs",
+    )
+    return torch.device("cpu")
+
+
+def _gpus_of_host() -> int | None:
+    """Return how many GPUs the driver has, hidden ones included; None if it does not say."""
+    try:
+        return len(list(_DRIVER.iterdir()))
+    except OSError:
+        return None
 
 
 def _guessed_gpu(world: World, count: int) -> torch.device:

@@ -30,9 +30,10 @@ class Task:
             self.result = step()
         except Exception as error:
             self.error = error
-        finally:
-            del step
-            self._ended.set()
+
+    def end(self) -> None:
+        """Wake the thread that waits."""
+        self._ended.set()
 
     def wait(self, seconds: float) -> bool:
         """Wait at most ``seconds`` for the end of the step; return True if it has ended."""
@@ -79,6 +80,7 @@ class Workers:
                     self._add()
         if in_place:
             task.run()
+            task.end()
         else:
             self._tasks.put(task)
         return task
@@ -97,16 +99,17 @@ class Workers:
     def _work(self, tasks: "SimpleQueue[Task]") -> None:
         self._mine.working = True
         thread = threading.current_thread()
-        while True:
+        goes_on = True
+        while goes_on:
             task = tasks.get()
             thread.name = f"commlib {task.name}"
             task.run()
             thread.name = "commlib idle worker"
+            with self._lock:  # before the waiter wakes, so that its next step finds this thread
+                goes_on = self._free < SPARES
+                self._free += goes_on
+            task.end()
             del task
-            with self._lock:
-                if self._free >= SPARES:
-                    return
-                self._free += 1
 
 
 workers = Workers()

@@ -2,11 +2,13 @@
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from commlib import _devices
 from commlib._bootstrap import World
 from commlib._devices import default_device
 from commlib._log import log
@@ -16,11 +18,14 @@ See = Callable[..., None]
 
 
 @pytest.fixture
-def see(monkeypatch: pytest.MonkeyPatch) -> See:
-    """``see(4)`` makes torch report 4 GPUs, ``see(4, current=2)`` with a GPU already in use."""
-    log._said.clear()
+def see(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> See:
+    """``see(4)`` makes torch report 4 of the host's 8 GPUs; ``current`` is already in use."""
 
-    def gpus(count: int, current: int | None = None) -> None:
+    def gpus(count: int, current: int | None = None, host: int = 8) -> None:
+        log._said.clear()
+        for number in range(host):
+            (tmp_path / f"{host}" / f"{number}").mkdir(parents=True, exist_ok=True)
+        monkeypatch.setattr(_devices, "_DRIVER", tmp_path / f"{host}")
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: current is not None)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
@@ -78,6 +83,11 @@ def test_more_ranks_than_gpus(see: See, caplog: pytest.LogCaptureFixture) -> Non
     see(1)
     assert default_device(world(1, 2, 1, 2), None) == torch.device("cuda:0")
     assert "2 local ranks, and this process sees one GPU: it uses cuda:0" in caplog.text
+    see(1, host=1)  # a machine with one GPU
+    assert default_device(world(1, 2, 1, 2), None) == torch.device("cpu")
+    assert "2 local ranks share 1 GPU: all of them use the CPU" in caplog.text
+    assert default_device(world(1, 2, 1, 2), "nccl") == torch.device("cuda:0")
+    assert default_device(world(1, 2), None) == torch.device("cuda:0")  # a pod with one GPU
 
 
 def test_wrong_backends(see: See) -> None:
