@@ -1,23 +1,35 @@
 """Where the ranks of a program find each other: torchrun's or Paddle's environment, and a store."""
 
+import multiprocessing
 import os
+import socket
 from dataclasses import dataclass
 from functools import partial
 
 import torch.distributed as dist
 
 from commlib._deadline import Deadline
+from commlib._keepalive import keep_forever
+from commlib._launchers import Launched, launched
+from commlib._log import log
 from commlib.errors import BootstrapError
+
+_PREFIX = "commlib/run/0"
+_QUIET_S = 2.0  # ranks that end together need no line in the log
 
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is among all ranks; ``address`` is None for a process on its own."""
+    """The place of this process among all ranks.
+
+    ``address`` is None for a process that is alone or that joins ``torch.distributed``. A local
+    rank or size is None where the environment does not give it.
+    """
 
     rank: int
     size: int
-    local_rank: int
-    local_size: int
+    local_rank: int | None
+    local_size: int | None
     address: tuple[str, int] | None
     hosts_store: bool
     prefix: str
@@ -26,29 +38,69 @@ class World:
 def world() -> World:
     """Read the rendezvous environment.
 
-    torchrun: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. Paddle: PADDLE_TRAINER_ID,
-    PADDLE_TRAINERS_NUM, and PADDLE_MASTER or PADDLE_TRAINER_ENDPOINTS. None of both: size 1.
-    Raises ``BootstrapError`` when half of an environment is there, LOCAL_RANK alone for example, or
-    a value can't be read.
+    The first that is there decides: torchrun's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT;
+    Paddle's PADDLE_TRAINER_ID, PADDLE_TRAINERS_NUM, and PADDLE_MASTER or PADDLE_TRAINER_ENDPOINTS;
+    an initialised ``torch.distributed``; the ranks of Slurm, Open MPI, MVAPICH or MPICH together
+    with MASTER_ADDR and MASTER_PORT. RANK and WORLD_SIZE without an address join an initialised
+    ``torch.distributed``.
+
+    Returns:
+        This process's place; size 1 if no launcher shows.
+
+    Raises:
+        BootstrapError: Half of an environment is there, a launcher started several ranks without
+            MASTER_ADDR and MASTER_PORT, or a value can't be read.
     """
     env = os.environ
     if "RANK" in env or "WORLD_SIZE" in env:
-        return _torchrun()
+        complete = bool(env.get("MASTER_ADDR") and env.get("MASTER_PORT"))
+        return _joined() if not complete and dist.is_initialized() else _torchrun()
     if "PADDLE_TRAINER_ID" in env or "PADDLE_TRAINERS_NUM" in env:
         return _paddle()
     if dist.is_initialized():
-        return World(
-            dist.get_rank(),
-            dist.get_world_size(),
-            dist.get_rank(),
-            dist.get_world_size(),
-            None,
-            False,
-            "commlib",
-        )
-    if "LOCAL_RANK" in env:  # a launcher's sign; whoever took it for none would train alone
+        return _joined()
+    launcher = launched(env)
+    if launcher is not None and launcher.size != 1:
+        return _from_launcher(launcher)
+    if launcher is None and "LOCAL_RANK" in env:  # half an environment: running alone is wrong
         return _torchrun()
-    return World(0, 1, 0, 1, None, False, "commlib")
+    if launcher is None and multiprocessing.parent_process() is not None:
+        log.warning_once(
+            "%s was started by multiprocessing without a rendezvous: its rings have one rank. For "
+            "several ranks set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process",
+            multiprocessing.current_process().name,
+        )
+    return World(0, 1, None, None, None, False, "commlib")
+
+
+def _joined() -> World:
+    """Return the ranks of an initialised ``torch.distributed``, which lends its store."""
+    return World(
+        dist.get_rank(),
+        dist.get_world_size(),
+        _optional("LOCAL_RANK"),
+        _optional("LOCAL_WORLD_SIZE"),
+        None,
+        False,
+        "commlib",
+    )
+
+
+def _from_launcher(launcher: Launched) -> World:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        first, second = launcher.names
+        raise BootstrapError(
+            f"{first}={launcher.rank} and {second}={launcher.size} show that a launcher started "
+            f"{launcher.size} ranks, but {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set; export MASTER_ADDR (the host of "
+            f"rank 0) and MASTER_PORT (a free port there), or unset {first} and {second} to run "
+            f"alone"
+        )
+    rank, size = launcher.rank, launcher.size
+    address = _text("MASTER_ADDR"), _number("MASTER_PORT")
+    places = launcher.local_rank, launcher.local_size
+    return _checked(World(rank, size, *places, address, rank == 0, _PREFIX))
 
 
 def _torchrun() -> World:
@@ -58,8 +110,11 @@ def _torchrun() -> World:
     # The agent's store outlives a restart of the workers; their keys must not.
     run = os.environ.get("TORCHELASTIC_RUN_ID", "run")
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    local = _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
-    here = _number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else size
+    local, here = _optional("LOCAL_RANK"), _optional("LOCAL_WORLD_SIZE")
+    launcher = launched(os.environ)  # whose ranks a job script may have exported as RANK
+    if launcher is not None and (launcher.rank, launcher.size) == (rank, size):
+        local = launcher.local_rank if local is None else local
+        here = launcher.local_size if here is None else here
     return _checked(
         World(
             rank,
@@ -118,6 +173,10 @@ def _text(name: str) -> str:
     return value
 
 
+def _optional(name: str) -> int | None:
+    return _number(name) if name in os.environ else None
+
+
 def _number(name: str) -> int:
     text = _text(name)
     if not text.isdigit():
@@ -151,6 +210,7 @@ def connect(world: World, deadline: Deadline) -> dist.Store:
         raise BootstrapError("a ring of several ranks needs a rendezvous; start with torchrun")
     if world.address not in _open:
         _open[world.address] = _tcp_store(world, *world.address, deadline)
+        _worlds[world.address] = world
     return dist.PrefixStore(world.prefix, _open[world.address])
 
 
@@ -175,21 +235,57 @@ def _tcp_store(world: World, host: str, port: int, deadline: Deadline) -> dist.S
         ) from error
 
 
+_worlds: dict[tuple[str, int], World] = {}  # of the stores in _open
+
+
 def _all_left(room: dist.Store, size: int) -> bool:
     return room.add("left", 0) >= size
 
 
-def leave(deadline: Deadline) -> None:
-    """Say goodbye at exit; the rank that serves the store stays until all have, or the deadline."""
-    if not _open:
-        return
-    here, stores = world(), list(_open.values())
+def leave(deadline: Deadline, *, wait: bool) -> None:
+    """Report the exit of this rank to the others.
+
+    Args:
+        deadline: The longest wait.
+        wait: Whether a rank that serves the store stays until all others have left.
+    """
+    stores, worlds = dict(_open), dict(_worlds)
     _open.clear()
-    for store in stores:
+    _worlds.clear()
+    for address, store in stores.items():
+        here = worlds[address]
+        if not here.hosts_store and not _serves(address, deadline):
+            continue  # the server left first; torch would print a trace of its stack
         room = dist.PrefixStore(here.prefix, store)
         try:
+            room.set(f"left/{here.rank}", "1")
             left = room.add("left", 1)
+            if wait and here.hosts_store and left < here.size:
+                _wait_for_others(room, here.size, deadline)
         except RuntimeError:
-            continue  # the server has gone first; there is nobody to tell
-        if here.hosts_store and left < here.size:
-            deadline.poll(partial(_all_left, room, here.size))
+            continue  # the server has left
+
+
+def _serves(address: tuple[str, int], deadline: Deadline) -> bool:
+    """Return True if somebody accepts connections at ``address``."""
+    try:
+        with socket.create_connection(address, timeout=min(1.0, max(0.001, deadline.left()))):
+            return True
+    except OSError:
+        return False
+
+
+def _wait_for_others(room: dist.Store, size: int, deadline: Deadline) -> None:
+    left = partial(_all_left, room, size)
+    if Deadline(min(_QUIET_S, deadline.seconds)).poll(left):
+        return
+    late = [rank for rank in range(size) if not room.check([f"left/{rank}"])]
+    log.warning("waiting for ranks %s to leave, at most %g s", late, deadline.seconds)
+    deadline.poll(left)
+
+
+def forget() -> None:
+    """Forget the stores in a forked child; their sockets belong to the parent."""
+    keep_forever(dict(_open))
+    _open.clear()
+    _worlds.clear()

@@ -1,19 +1,21 @@
 """One moment by which something must have happened."""
 
 import math
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from commlib._workers import workers
 from commlib.errors import ArgumentError, CommTimeout
+
+_LOOK_S = 0.05  # how often a wait looks whether its deadline was cancelled
 
 
 class Deadline:
     """A moment ``seconds`` from now on the monotonic clock."""
 
-    __slots__ = ("_end", "seconds")
+    __slots__ = ("_end", "cancelled", "seconds")
 
     def __init__(self, seconds: float | timedelta) -> None:
         if isinstance(seconds, timedelta):
@@ -26,13 +28,19 @@ class Deadline:
             raise ArgumentError(f"timeout={seconds!r}: expected a finite number of seconds above 0")
         self.seconds = float(seconds)
         self._end = time.monotonic() + self.seconds
+        self.cancelled: str | None = None
+
+    def cancel(self, reason: str) -> None:
+        """End every wait for this deadline, from any thread; ``reason`` says what overtook it."""
+        self.cancelled = reason
+        self._end = -math.inf
 
     def left(self) -> float:
         """Seconds that remain, never below 0."""
         return max(0.0, self._end - time.monotonic())
 
     def passed(self) -> bool:
-        """Whether the moment lies behind."""
+        """Return True if the moment is over, or the deadline was cancelled."""
         return time.monotonic() >= self._end
 
     def timedelta(self) -> timedelta:
@@ -51,25 +59,30 @@ class Deadline:
 
 
 def bounded(step: Callable[[], Any], deadline: Deadline, what: str) -> Any:
-    """Run a step that may block in a thread of its own and give up waiting at the deadline.
+    """Run a step that may block in a worker thread, and stop waiting for it at the deadline.
 
-    Returns what ``step`` returns and raises what it raises; ``CommTimeout`` when it is late. The
-    thread is left to itself then: nothing can end it.
+    The thread is left alone then: nothing can end it.
+
+    Args:
+        step: Takes no arguments.
+        deadline: The wait also ends when the deadline is cancelled.
+        what: Names the step in errors.
+
+    Returns:
+        What ``step`` returns.
+
+    Raises:
+        CommTimeout: The step is late, or no thread is left for it while the interpreter exits.
+        Exception: What ``step`` raises.
     """
-    outcome: list[Any] = []
-
-    def body() -> None:
-        try:
-            outcome.append((step(), None))
-        except Exception as error:
-            outcome.append((None, error))
-
-    thread = threading.Thread(target=body, name=f"commlib {what}", daemon=True)
-    thread.start()
-    thread.join(deadline.left())
-    if not outcome:
-        raise CommTimeout(f"{what} did not return within {deadline.seconds:g} s")
-    value, error = outcome[0]
-    if error is not None:
-        raise error
-    return value
+    task = workers.start(step, what)
+    if task is None:
+        raise CommTimeout(f"{what} was not started: earlier steps hold every worker thread")
+    while not task.wait(min(deadline.left(), _LOOK_S)):
+        if deadline.passed():
+            if deadline.cancelled is not None:
+                raise CommTimeout(f"{what} was given up: {deadline.cancelled}")
+            raise CommTimeout(f"{what} did not return within {deadline.seconds:g} s")
+    if task.error is not None:
+        raise task.error
+    return task.result

@@ -17,8 +17,14 @@ class Log:
             self._logger.info(text, *values)
 
     def warning(self, text: str, *values: object) -> None:
-        """Log ``text`` at WARNING: something that the program should know of."""
+        """Log ``text`` at WARNING; without a configuration Python prints it on stderr."""
         self._logger.warning(text, *values)
+
+    def warning_once(self, text: str, *values: object) -> None:
+        """Log ``text`` at WARNING, once per process."""
+        if text not in self._said:
+            self._said.add(text)
+            self.warning(text, *values)
 
 
 log = Log()

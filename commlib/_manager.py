@@ -1,46 +1,53 @@
 """The process-wide owner of every ring: it creates, finds, closes and reports them."""
 
 import atexit
+import os
 import threading
-from collections.abc import Callable, Iterable
-from datetime import timedelta
-from functools import partial
-from operator import index
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from commlib import _bootstrap, flags
+from commlib import _bootstrap, _streams, flags
 from commlib._bootstrap import World
-from commlib._call_log import level
+from commlib._closing import abort_all, close_all
 from commlib._context import CommContext
+from commlib._creation import Creation, RollCalls
 from commlib._deadline import Deadline
-from commlib._devices import checked_device, default_device
+from commlib._devices import check_backend, checked_device, default_device
 from commlib._dtypes import OPS
-from commlib._gloo import GlooCommContext
-from commlib._legacy import LegacyCommContext
-from commlib._log import log
-from commlib._nccl import NCCLCommContext
-from commlib._rollcall import Meeting, RollCall
-from commlib.errors import ArgumentError, BootstrapError, CommError, DeviceError, RingError
+from commlib._exit import is_failing, watch_exit
+from commlib._keepalive import keep_forever
+from commlib._membership import Seconds, belongs, checked_members, other_members, same_ring
+from commlib._workers import workers
+from commlib.errors import DeviceError, RingError
 
-Seconds = float | timedelta
+# shutdown(abort=True) returns within 5 s; the exit of a program that fails waits for nobody.
+_ABORT_ALL_S = 4.5
+_FAILING_S = 0.5
 
 
 class CommContextManager:
-    """Owns one ``CommContext`` for each ring; ``instance()`` is the one of this process.
+    """Owns one ``CommContext`` per ring; ``instance()`` returns the manager of this process.
 
-    Creating and closing are serialised by one lock; ``get`` and ``has`` take none.
+    The lock guards the tables below and is never held while anything waits: neither a creation
+    nor a close holds up other calls. ``get`` and ``has`` take no lock.
     """
 
     def __init__(self) -> None:
         self._rings: dict[int, CommContext] = {}
+        self._creating: dict[int, Creation] = {}
+        self._closing: list[CommContext] = []
         self._closed: set[int] = set()
         self._elsewhere: dict[int, tuple[int, ...]] = {}  # rings that this rank is no member of
-        self._calls: dict[Any, RollCall] = {}
+        self._inherited: dict[int, int] = {}  # rings of the process that forked this one, its id
+        self._calls = RollCalls()
         self._lock = threading.RLock()
         self._device: torch.device | None = None
+        self._world: World | None = None  # as the first ring found it, until no ring is left
+        self._parent: tuple[int, World] | None = None
+        self._process = os.getpid()
 
     @staticmethod
     def instance() -> "CommContextManager":
@@ -58,60 +65,113 @@ class CommContextManager:
         device: torch.device | str | None = None,
         timeout: Seconds | None = None,
     ) -> CommContext:
-        """Create ring ``ring_id`` of the global ``ranks``; called by its members alone.
+        """Create a ring; called by its members alone.
 
-        Blocks until every member has called it, at most ``timeout`` seconds (default: the flag
-        FLAGS_comm_timeout_s). The ring exists already with the same members: returns it. ``store``
-        carries the meeting instead of the program's own; ``device`` defaults to ``init``'s.
-        Raises ``ArgumentError``, ``RingError`` (not a member, other members), ``RingOrderError``,
-        ``CommTimeout`` naming the missing ranks, ``BootstrapError``, ``EngineError``; then nothing
-        has changed.
+        Blocks until every member has called it. Threads that create the same ring at the same
+        time get one context. ``close`` and ``shutdown`` in another thread give the creation up.
+
+        Args:
+            ring_id: A whole number >= 0.
+            ranks: Global ranks in the order of the ring. If the ring exists with the same ranks,
+                it is returned; an aborted ring is created again.
+            store: Carries the meeting in place of the program's own store.
+            device: Default: the device of ``init``.
+            timeout: Seconds until missing ranks are an error, and of later waits on a CPU.
+                Default: FLAGS_comm_timeout_s.
+
+        Raises:
+            ArgumentError: An argument can't be read.
+            RingError: This rank is not a member, the ring exists with other ranks, device or
+                timeout, it has failed, or the creation was given up.
+            RingOrderError: Members create rings in different orders.
+            CommTimeout: Ranks are missing; the text names them.
+            BootstrapError: The store can't be used.
+            EngineError: The engine failed on a member. After any error nothing has changed.
         """
-        with self._lock:
-            world = _bootstrap.world()
-            members = self._members(ring_id, ranks, world)
-            if world.rank not in members:
-                raise RingError(
-                    f"creating ring {ring_id} on rank {world.rank}: the ring's ranks are "
-                    f"{list(members)}; only members create it; type commlib.new_ring(...), which "
-                    f"returns None elsewhere"
-                )
-            known = self._rings.get(ring_id)
-            if known is not None:
-                return self._same(known, members)
-            deadline = Deadline(flags.get(flags.TIMEOUT) if timeout is None else timeout)
-            where = self._place(world, device)
-            flags.freeze()
-            try:
-                context = self._build(ring_id, members, world, store, where, deadline)
-            except BaseException:
+        deadline = Deadline(flags.get(flags.TIMEOUT) if timeout is None else timeout)
+        while True:
+            with self._lock:
+                world = self.world()
+                members = checked_members(ring_id, ranks, world)
+                self._check_place(ring_id, members, world)
+                known = self._usable(ring_id)
+                if known is not None:
+                    return same_ring(known, members, device=device, timeout=timeout)
+                shared = self._creating.get(ring_id)
+                if shared is None:
+                    place = self._place(world, device)
+                    creation = Creation(ring_id, members, world, store, place, deadline)
+                    flags.freeze()
+                    self._creating[ring_id] = creation
+            if shared is None:
+                return self._run(creation)
+            if shared.members != members:
+                raise other_members(ring_id, "is being created", shared.members, members)
+            ring = shared.outcome(deadline)
+            if ring is not None:
+                return ring
+
+    def world(self) -> World:
+        """Return this process's place among the ranks; it stays while there are rings."""
+        return self._world or _bootstrap.world()
+
+    def _run(self, creation: Creation) -> CommContext:
+        """Create the ring of ``creation`` without the lock, and publish it."""
+        ring, ring_id = None, creation.ring_id
+        if len(creation.members) > 1:
+            workers.reserve()
+            watch_exit()
+        try:
+            ring = creation.build(self._calls)
+            with self._lock:
+                if creation.deadline.cancelled is not None:
+                    raise creation.given_up()
+                del self._creating[ring_id]
+                self._rings[ring_id] = ring
+                self._world = creation.world
+                self._closed.discard(ring_id)
+                self._elsewhere.pop(ring_id, None)
+                self._inherited.pop(ring_id, None)
+        except BaseException as error:
+            if ring is not None:
+                ring.abort()
+            with self._lock:
+                if self._creating.get(ring_id) is creation:
+                    del self._creating[ring_id]
                 self._thaw_if_empty()
-                raise
-            self._rings[ring_id] = context
-            self._closed.discard(ring_id)
-            self._elsewhere.pop(ring_id, None)
-            return context
+            creation.end(None, error)
+            raise
+        creation.end(ring)
+        return ring
 
-    def _members(self, ring_id: int, ranks: Iterable[int], world: World) -> tuple[int, ...]:
-        if isinstance(ring_id, bool) or not isinstance(ring_id, int) or ring_id < 0:
-            raise RingError(f"ring_id={ring_id!r}: expected a whole number >= 0")
-        members = _whole_numbers(ring_id, ranks, world)
-        wrong = [rank for rank in members if not 0 <= rank < world.size]
-        if not members or wrong or len(set(members)) != len(members):
+    def _check_place(self, ring_id: int, members: tuple[int, ...], world: World) -> None:
+        """Refuse a rank that is not a member, and a forked child in the place of its parent."""
+        if world.rank not in members:
             raise RingError(
-                f"ring {ring_id} on rank {world.rank}: ranks={list(members)}; expected one or more "
-                f"different global ranks from 0 to {world.size - 1}"
+                f"creating ring {ring_id} on rank {world.rank}: the ring's ranks are "
+                f"{list(members)}; only members create it; call commlib.new_ring(...), which "
+                f"returns None elsewhere"
             )
-        return members
+        if self._parent is None or len(members) == 1:
+            return
+        process, theirs = self._parent
+        if (world.rank, world.address) == (theirs.rank, theirs.address):
+            raise RingError(
+                f"creating ring {ring_id}: rank {world.rank} of this rendezvous is process "
+                f"{process}; this is its fork {self._process}; set RANK, WORLD_SIZE, MASTER_ADDR "
+                f"and MASTER_PORT of the child's own rendezvous first, or start the child with "
+                f"spawn"
+            )
 
-    def _same(self, known: CommContext, members: tuple[int, ...]) -> CommContext:
-        if known.ranks == members:
+    def _usable(self, ring_id: int) -> CommContext | None:
+        """Return the ring if it exists; drop one that was aborted or closed by its own method."""
+        known = self._rings.get(ring_id)
+        if known is None or known.fault is None:
             return known
-        raise RingError(
-            f"ring {known.ring_id} exists with ranks {list(known.ranks)}; given {list(members)}. "
-            f"type another ring id, or commlib.CommContextManager.instance().close("
-            f"{known.ring_id}) on its members first"
-        )
+        if not known.ended:
+            raise RingError(f"ring {ring_id} exists and can't be used: {known.fault}")
+        del self._rings[ring_id]
+        return None
 
     def _place(self, world: World, device: torch.device | str | None) -> torch.device:
         """The device of a ring: as given, else as ``init`` chose, else chosen now."""
@@ -120,39 +180,6 @@ class CommContextManager:
                 self._device = default_device(world, None)
             return self._device
         return checked_device(device)
-
-    def _build(
-        self,
-        ring_id: int,
-        members: tuple[int, ...],
-        world: World,
-        store: dist.Store | None,
-        device: torch.device,
-        deadline: Deadline,
-    ) -> CommContext:
-        unified, on_gpu = bool(flags.get(flags.UNIFIED)), device.type == "cuda"
-        log_engine_once(unified, on_gpu)
-        engine = _ENGINES[unified, on_gpu]
-        build = partial(engine, ring_id, members.index(world.rank), members, device, deadline)
-        if len(members) == 1:
-            return build(None)
-        try:
-            call = self._roll_call(world, store, deadline)
-            kind = f"{engine.engine} ({device.type}), {flags.CHECK}={level()}"
-            meeting = call.meet(ring_id, members, deadline, kind, engine.credentials)
-            return _set_up(build, meeting, deadline)
-        except dist.DistError as error:
-            raise BootstrapError(
-                f"creating ring {ring_id} of ranks {list(members)} on rank {world.rank}: the "
-                f"rendezvous store can't be used ({error}); is the process that serves it alive?"
-            ) from error
-
-    def _roll_call(self, world: World, store: dist.Store | None, deadline: Deadline) -> RollCall:
-        key = (world.address, world.prefix) if store is None else store
-        if key not in self._calls:
-            found = _bootstrap.connect(world, deadline) if store is None else store
-            self._calls[key] = RollCall(found, world.rank)
-        return self._calls[key]
 
     # -- find ------------------------------------------------------------------------------------
 
@@ -182,6 +209,8 @@ class CommContextManager:
                 f"this rank is no member of ring {ring_id} ({members}); rings here: "
                 f"{self.rings()}; call it on its members alone: new_ring returns None elsewhere"
             )
+        if ring_id in self._inherited:
+            return RingError(f"ring {ring_id} {belongs(self._inherited[ring_id], self._process)}")
         if ring_id == 0 and not self._rings:
             hint = "type commlib.init() first"
         else:
@@ -220,94 +249,97 @@ class CommContextManager:
     # -- close -----------------------------------------------------------------------------------
 
     def close(self, ring_id: int | None = None, abort: bool = False) -> None:
-        """Close one ring, or all in reverse order of creation; a closed ring is no error.
+        """Close one ring, or all in reverse order of creation; a closed ring is not an error.
 
-        Waits for what is under way, at most FLAGS_comm_close_timeout_s seconds a ring, then aborts;
-        ``abort=True`` does not wait. Raises ``RingError`` for a ring that never existed.
+        Waits for the calls that are under way, then aborts. A creation of the ring in another
+        thread is given up.
+
+        Args:
+            ring_id: None for all rings.
+            abort: Wait for no call. Returns within 5 s, whatever other threads do.
+
+        Raises:
+            RingError: The ring never existed.
         """
+        self._close(ring_id, abort, _ABORT_ALL_S)
+
+    def _close(self, ring_id: int | None, abort: bool, seconds: float) -> None:
+        name = "shutdown()" if ring_id is None else f"close({ring_id})"
+        deadline = Deadline(seconds)
         with self._lock:
             if ring_id is None:
                 self._elsewhere.clear()
-            elif ring_id not in self._rings:
-                if ring_id in self._closed:
-                    return
-                raise self._unknown(ring_id)
-            chosen = [ring_id] if ring_id is not None else list(reversed(self._rings))
-            errors = [error for one in chosen if (error := self._close_one(one, abort))]
-            self._thaw_if_empty()
-            if errors:
-                raise errors[0]
-
-    def _close_one(self, ring_id: int, abort: bool) -> Exception | None:
-        """Close one ring; what goes wrong must not keep the others open."""
-        context = self._rings.pop(ring_id)
-        self._closed.add(ring_id)
+            chosen = list(reversed(self._rings)) if ring_id is None else [ring_id]
+            creations = list(self._creating.values())
+            if ring_id is not None:
+                creations = [one for one in creations if one.ring_id == ring_id]
+                if ring_id not in self._rings and ring_id not in self._closed and not creations:
+                    raise self._unknown(ring_id)
+            for creation in creations:
+                creation.deadline.cancel(name)
+                self._creating.pop(creation.ring_id)
+            rings = [self._rings.pop(one) for one in chosen if one in self._rings]
+            others = [ring for ring in self._closing if ring.ring_id in chosen or ring_id is None]
+            self._closing += rings
+            self._closed.update(ring.ring_id for ring in rings)
+            self._closed.update(creation.ring_id for creation in creations)
         try:
-            if abort:
-                context.abort()
-            else:
-                context.close(Deadline(flags.get(flags.CLOSE_TIMEOUT)))
-        except Exception as error:
-            return error
-        return None
+            errors = abort_all(rings + others, deadline) if abort else close_all(rings)
+        finally:
+            with self._lock:
+                self._closing = [ring for ring in self._closing if ring not in rings]
+                self._thaw_if_empty()
+        for creation in creations:
+            creation.wait_given_up(deadline)
+        if errors:
+            raise errors[0]
 
     def _thaw_if_empty(self) -> None:
-        if not self._rings:
+        if not self._rings and not self._creating and not self._closing:
             flags.thaw()
+            self._world = None
 
     def _at_exit(self) -> None:
+        failing = is_failing() or any(ring.has_failed for ring in self._rings.values())
+        seconds = flags.get(flags.CLOSE_TIMEOUT)
         try:
-            self.close()
+            self._close(None, failing, _FAILING_S)
+            if not failing:  # another thread may be closing rings
+                Deadline(seconds).poll(lambda: not self._closing)
         finally:
             self._calls.clear()
-            _bootstrap.leave(Deadline(flags.get(flags.CLOSE_TIMEOUT)))
+            _bootstrap.leave(Deadline(_FAILING_S if failing else seconds), wait=not failing)
+
+    # -- fork ------------------------------------------------------------------------------------
+
+    def after_fork(self) -> None:
+        """Forget every ring in a forked child, without any call to an engine or a socket.
+
+        Nothing is freed: destructors would join threads that the child does not have. The locks
+        are new, because another thread of the parent may have held the old ones.
+        """
+        parent, self._process = self._process, os.getpid()
+        self._lock = threading.RLock()
+        workers.forget()
+        _streams.forget()
+        _bootstrap.forget()
+        keep_forever(dict(vars(self)), list(self._creating.values()), list(self._closing))
+        why = belongs(parent, self._process)
+        for ring in [*self._rings.values(), *self._closing]:
+            ring.forget(why)
+        self._inherited.update(dict.fromkeys([*self._rings, *self._creating], parent))
+        if self._world is not None:
+            self._parent = parent, self._world
+        self._rings.clear()  # the same dict: lookups hold it
+        self._creating, self._closing, self._calls = {}, [], RollCalls()
+        self._device = self._world = None
+        flags.thaw()
 
 
-def _whole_numbers(ring_id: int, ranks: Iterable[int], world: World) -> tuple[int, ...]:
-    try:
-        return tuple(index(rank) for rank in ranks)
-    except TypeError:
-        raise ArgumentError(
-            f"ring {ring_id} on rank {world.rank}: ranks={ranks!r}; expected whole numbers from 0 "
-            f"to {world.size - 1}; type for example commlib.new_ring({ring_id}, [0])"
-        ) from None
-
-
-def _set_up(
-    build: Callable[[Meeting], CommContext], meeting: Meeting, deadline: Deadline
-) -> CommContext:
-    """Build the engine's context; it stands on every member or on none."""
-    context, error = None, None
-    try:
-        context = build(meeting)
-    except Exception as caught:  # the other members must hear of it, whatever it is
-        error = caught
-    try:
-        meeting.finish(error, deadline)
-    except CommError:
-        if context is not None:
-            context.abort()
-        raise
-    assert context is not None  # finish() raises on every member if one has failed
-    return context
-
-
-_ENGINES: dict[tuple[bool, bool], type[CommContext]] = {
-    (True, True): NCCLCommContext,
-    (True, False): GlooCommContext,
-    (False, True): LegacyCommContext,
-    (False, False): LegacyCommContext,
-}
 _manager = CommContextManager()
 _rings = _manager._rings  # looked up at every call
 atexit.register(_manager._at_exit)
-
-
-def log_engine_once(unified: bool, on_gpu: bool) -> None:
-    """Say once which engine the program runs on, and why."""
-    row = next(row for row in flags.rows() if row["name"] == flags.UNIFIED)
-    engine = ("nccl" if on_gpu else "gloo") if unified else "c10d"
-    log.once("engine %s: %s=%d (%s)", engine, flags.UNIFIED, unified, row["source"])
+os.register_at_fork(after_in_child=_manager.after_fork)
 
 
 def init(
@@ -318,22 +350,35 @@ def init(
 ) -> CommContext:
     """Find the other ranks and return ring 0, which holds all of them.
 
-    Reads torchrun's or Paddle's environment, or joins an initialised ``torch.distributed``; without
-    any the ring has size 1. ``backend`` "nccl" (GPUs) or "gloo" (CPUs) overrides the choice by what
-    is there; ``device`` names this rank's GPU. Makes the GPU the current one. Blocks until all
-    ranks have come, at most ``timeout`` seconds. Calling it again returns the same ring.
-    Raises ``BootstrapError``, ``DeviceError``, ``CommTimeout`` naming the missing ranks.
+    Reads the environment of torchrun, Paddle, Slurm or mpirun, or joins an initialised
+    ``torch.distributed``; without any of them the ring has size 1. Makes the GPU the current one.
+    Blocks until all ranks have called it. A second call returns the same ring.
+
+    Args:
+        backend: "nccl" (GPUs) or "gloo" (CPUs). Default: a GPU wherever one is visible.
+        device: This rank's GPU. Default: the GPU of the local rank.
+        timeout: Seconds until missing ranks are an error, and of later waits on a CPU. Default:
+            FLAGS_comm_timeout_s.
+
+    Raises:
+        BootstrapError: The environment or the store can't be used.
+        DeviceError: There is no such GPU, or the backend does not run on the device.
+        RingError: Ring 0 exists with another device or timeout, or it has failed.
+        CommTimeout: Ranks are missing; the text names them.
     """
+    check_backend(backend)
     manager = _manager
-    world = _bootstrap.world()
+    with manager._lock:
+        known = manager._usable(0)
+    if known is not None:
+        ranks = known.ranks
+        return same_ring(known, ranks, backend=backend, device=device, timeout=timeout)
+    world = manager.world()
     where = default_device(world, backend) if device is None else checked_device(device)
     if backend is not None and (backend == "nccl") != (where.type == "cuda"):
         raise DeviceError(
             f"backend={backend!r} with device {where}: nccl runs on GPUs, gloo on CPUs"
         )
-    known = manager._rings.get(0)
-    if known is not None and known.device != where:
-        raise RingError(f"ring 0 exists on {known.device}; given {where}; commlib.shutdown() first")
     if where.type == "cuda":
         torch.cuda.set_device(where)
     ring = manager.create(0, range(world.size), device=where, timeout=timeout)
@@ -346,11 +391,11 @@ def new_ring(
 ) -> CommContext | None:
     """Create ring ``ring_id`` of the global ``ranks`` and return it; other ranks get None at once.
 
-    Blocks the members until all have come, at most ``timeout`` seconds. Errors as
+    Blocks the members until all have called it, at most ``timeout`` seconds. Errors as
     ``CommContextManager.create``.
     """
-    world = _bootstrap.world()
-    members = _manager._members(ring_id, ranks, world)
+    world = _manager.world()
+    members = checked_members(ring_id, ranks, world)
     if world.rank not in members:
         _manager._elsewhere[ring_id] = members
         return None
@@ -368,8 +413,8 @@ def comm(ring_id: int = 0) -> CommContext:
 def shutdown(*, abort: bool = False) -> None:
     """Close every ring in reverse order of creation and let the flags change again.
 
-    Waits for what is under way, at most FLAGS_comm_close_timeout_s seconds a ring; ``abort=True``
-    does not wait. Twice is harmless; ``init`` may follow.
+    Waits for the calls that are under way, at most FLAGS_comm_close_timeout_s seconds per ring;
+    ``abort=True`` does not wait and returns within 5 s. Twice is harmless; ``init`` may follow.
     """
     _manager.close(abort=abort)
     _manager._device = None

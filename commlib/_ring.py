@@ -19,6 +19,7 @@ from commlib import _failures, _host_group
 from commlib._call_log import PAIRED, CallLog, call_line, level
 from commlib._call_reports import CallReports
 from commlib._deadline import Deadline, bounded
+from commlib._keepalive import keep_forever
 from commlib._mailbox import Mailbox, Rounds, open_mailbox
 from commlib._rollcall import Meeting
 from commlib._streams import Fences, issue_lock
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from commlib._group import Group
 
 # How long giving up may take: the library below is told to stop, and is not waited for any longer.
-ABORT_S = 5.0
+ABORT_S = 4.0
 
 # How long reset() lets other work of a device go on behind a fault.
 REST_S = 10.0
@@ -103,6 +104,8 @@ class Ring(ABC):
         self.last_verb: str | None = None
         self.fault: str | None = None
         self.groups: dict[int, Group] = {}  # the open one of each thread, by the thread's number
+        self.ended = False  # aborted or closed: everything is freed, the id may be used again
+        self.forgotten = False  # a forked child's copy of a ring of its parent
         self.communicator_bytes = self.workspace_bytes = 0  # GPU memory that the ring has taken
         self.graphs: WeakSet[Any] = WeakSet()  # whatever has captured calls of this ring
         self._errors: list[str] = []
@@ -125,11 +128,15 @@ class Ring(ABC):
             self.call_log = CallLog(self.size, capturing)
             self._reports = CallReports(ring_id, rank, ranks, deadline.seconds, self.call_log)
         if meeting is not None:
-            self._connect(meeting, deadline)
-        if self._reports is not None:
-            self._reports.open(partial(self.store, "calls"))
-        if self.compares:
-            self.exchange([])  # sends and receives of two members can't set it up
+            try:
+                self._connect(meeting, deadline)
+                if self._reports is not None:
+                    self._reports.open(partial(self.store, "calls"))
+                if self.compares:
+                    self.exchange([])  # sends and receives of two members can't set it up
+            except BaseException:
+                self.abort()  # frees the parts that were made
+                raise
 
     @staticmethod
     def credentials() -> bytes:
@@ -220,6 +227,11 @@ class Ring(ABC):
                 dead = peers or ([] if self._mailbox is None else self._mailbox.dead())
                 return EngineError, f": {_failures.gone(dead, self.ranks)}"
         return EngineError, f": {_failures.other(error, self.engine)}"
+
+    @property
+    def has_failed(self) -> bool:
+        """True if a call has failed and the ring was not closed since."""
+        return self.fault is not None and not self.ended and not self._suspended
 
     @property
     def _anew(self) -> str:
@@ -390,22 +402,27 @@ class Ring(ABC):
 
         From any thread, also while another one is stuck in a call: no lock is taken.
         """
-        self.fault = f"aborted; {self._anew}"
+        if self.forgotten:
+            return
+        self.fault, self.ended = f"aborted; {self._anew}", True
         if self._reports is not None:
             self._reports.abandon()
+        deadline = Deadline(ABORT_S)
         self._release_graphs()
         self._rounds = None  # it may hold the process group that is given up next
         self._abort()
         self._unfenced = deque()  # only now: until then the collectives may still use the tensors
-        self._release("_hosts", Deadline(ABORT_S))
-        self._close_mailbox()
+        self._release("_hosts", deadline)
+        self._close_mailbox(deadline)
 
     def close(self, deadline: Deadline) -> None:
         """Finish what is under way and free the communicator, at most until ``deadline``."""
+        if self.forgotten:
+            return
         if self.fault is not None and not self._suspended:
             self.abort()
             return
-        self.fault = f"closed; {self._anew}"
+        self.fault, self.ended = f"closed; {self._anew}", True
         self._release_graphs()
         if self.fences is not None and not self._in_time(self._drain, deadline, "draining"):
             self.abort()
@@ -416,11 +433,23 @@ class Ring(ABC):
         self._rounds = None  # it may hold the process group that is given up next
         self._close(deadline)
         self._release("_hosts", deadline)
-        self._close_mailbox()
+        self._close_mailbox(deadline)
 
-    def _close_mailbox(self) -> None:
+    def forget(self, why: str) -> None:
+        """Drop the engine in a forked child, without any call to it and without freeing it.
+
+        Attributes of the engine fall back to the values of their class: no communicator.
+        """
+        keep_forever(dict(vars(self)), list(self.graphs))
+        for name in [name for name in vars(self) if hasattr(type(self), name)]:
+            delattr(self, name)
+        self.fault, self.ended, self.forgotten = f"it {why}", True, True
+        self._repairable = self._suspended = False
+        self.lock, self._exchanging = threading.RLock(), threading.Lock()
+
+    def _close_mailbox(self, deadline: Deadline) -> None:
         mailbox, self._mailbox = self._mailbox, None
-        if mailbox is not None and self._exchanging.acquire(timeout=ABORT_S):
+        if mailbox is not None and self._exchanging.acquire(timeout=deadline.left()):
             mailbox.close()
             self._exchanging.release()
 

@@ -26,6 +26,11 @@ def issue_lock(device: torch.device) -> threading.RLock:
     return _issue_locks[device]
 
 
+def forget() -> None:
+    """Make new locks in a forked child: another thread of the parent may have held the old."""
+    _issue_locks.clear()
+
+
 def capturing() -> bool:
     """Whether the caller's current CUDA stream is being captured into a graph."""
     return torch.cuda.is_available() and bool(torch.cuda.is_current_stream_capturing())

@@ -1,5 +1,6 @@
 """A collective under way, and what waiting for it means on a host and on a stream."""
 
+import os
 import sys
 import threading
 from collections import deque
@@ -10,7 +11,7 @@ import torch
 
 from commlib._streams import capture_of
 from commlib._waits import Interruptible, PointToPoint, wait_for
-from commlib.errors import ArgumentError
+from commlib.errors import ArgumentError, RingError
 
 
 class Pending(Protocol):
@@ -104,10 +105,16 @@ class OnHost:
         self._await: Callable[[], None] | None = await_
         self._keep = keep
         self._lock = threading.Lock()
+        self._process = os.getpid()
         self._error: Exception | None = None
 
     def join(self) -> None:
         """Block until every work has finished; the first waiter finishes for all."""
+        if self._process != os.getpid():  # its threads, and perhaps the lock's owner, are not here
+            raise RingError(
+                f"this Work belongs to process {self._process}; this is its fork {os.getpid()}; "
+                f"wait for it in the parent"
+            )
         with self._lock:
             if self._await is not None:
                 try:

@@ -1,5 +1,6 @@
 """Every flag of commlib: one row each, one parser, one place that reads them."""
 
+import difflib
 import math
 import os
 import sys
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from commlib._log import log
 from commlib.errors import FlagError
 
 __all__ = ["Flag", "get", "override", "rows", "set", "table"]
@@ -242,6 +244,34 @@ def table() -> str:
     return text
 
 
+def unknown() -> list[tuple[str, str | None]]:
+    """Find variables of the environment that look like flags of commlib, but are none.
+
+    Returns:
+        Pairs of a name and the flag with a similar name. The flag is None for a name that only
+        begins like ours: it may belong to another library, such as Paddle.
+    """
+    found: list[tuple[str, str | None]] = []
+    names = {flag.upper(): flag for flag in _FLAGS}
+    for name in sorted(os.environ):
+        if name in _FLAGS or not name.upper().startswith("FLAGS_"):
+            continue
+        close = difflib.get_close_matches(name.upper(), names, n=1, cutoff=0.85)
+        if close or name.startswith(_BEGINNINGS):
+            found.append((name, names[close[0]] if close else None))
+    return found
+
+
+_BEGINNINGS = ("FLAGS_comm_", "FLAGS_dynamic_static_unified", "FLAGS_custom_allreduce")
+
+
+def unknown_text(name: str, flag: str | None) -> str:
+    """Describe one row of ``unknown()``."""
+    if flag is not None:
+        return f"{name} is set, but it is not a flag of commlib; did you mean {flag}?"
+    return f"{name} is set, but it is not a flag of commlib; its flags: {', '.join(_FLAGS)}"
+
+
 def _is_command() -> bool:
     """Whether this process is the command `commlib`, which says in a line what can't be read."""
     words, program = sys.orig_argv, (sys.argv or [""])[0]
@@ -256,3 +286,5 @@ _CLI = str(Path(__file__).parent / "tools" / "cli.py")
 if not _is_command():
     for _flag in _FLAGS.values():  # unreadable text is an error now, not at the first collective
         _current(_flag)
+    for _pair in unknown():
+        log.warning("%s", unknown_text(*_pair))

@@ -11,11 +11,16 @@ RENDEZVOUS = (
     *("TORCHELASTIC_USE_AGENT_STORE", "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM"),
     *("PADDLE_MASTER", "PADDLE_TRAINER_ENDPOINTS", "FLAGS_dynamic_static_unified_comm"),
 )
+LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "MV2_")
 
 
 def environment(**more: str) -> dict[str, str]:
     """Return this process's environment without any rendezvous, plus ``more``."""
-    kept = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in RENDEZVOUS and not name.startswith(LAUNCHERS)
+    }
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 

@@ -1,21 +1,24 @@
 """Finding the other ranks: the environments, and each way in which they can be wrong."""
 
+import os
 import socket
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
 import commlib
 from commlib import _bootstrap
 from commlib.errors import ArgumentError, BootstrapError, CommTimeout, DeviceError
-from tests._programs import RENDEZVOUS
+from tests._exits import free_port
+from tests._programs import LAUNCHERS, RENDEZVOUS
 
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"}
 
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in RENDEZVOUS:
+    for name in [name for name in os.environ if name.startswith(LAUNCHERS)] + list(RENDEZVOUS):
         monkeypatch.delenv(name, raising=False)
     yield
     commlib.shutdown()
@@ -100,6 +103,44 @@ def test_paddle_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _bootstrap.world().local_size == 4
     monkeypatch.setenv("PADDLE_MASTER", "127.0.0.2:99")
     assert _bootstrap.world().address == ("127.0.0.2", 99)
+
+
+def test_an_unknown_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, RANK="9", WORLD_SIZE="16", MASTER_ADDR="h", MASTER_PORT="1")
+    assert (_bootstrap.world().local_rank, _bootstrap.world().local_size) == (None, None)
+    set_all(monkeypatch, SLURM_PROCID="9", SLURM_NTASKS="16", SLURM_LOCALID="1")
+    assert _bootstrap.world().local_rank == 1  # a job script exported RANK=$SLURM_PROCID
+    set_all(monkeypatch, SLURM_PROCID="0")
+    assert _bootstrap.world().local_rank is None  # of another step
+
+
+@pytest.mark.parametrize("names", [{}, {"RANK": "0", "WORLD_SIZE": "1"}], ids=["no", "half"])
+def test_an_initialised_torch_distributed(
+    monkeypatch: pytest.MonkeyPatch, names: dict[str, str]
+) -> None:
+    """Its store carries the rings, also where RANK is set without an address."""
+    set_all(monkeypatch, **names)
+    address = f"tcp://127.0.0.1:{free_port()}"
+    dist.init_process_group("gloo", init_method=address, rank=0, world_size=1)
+    try:
+        world = _bootstrap.world()
+        assert (world.rank, world.size, world.address) == (0, 1, None)
+        assert (world.local_rank, world.local_size) == (None, None)
+        monkeypatch.setenv("LOCAL_RANK", "3")
+        assert _bootstrap.world().local_rank == 3
+        assert commlib.init("gloo").size == 1
+    finally:
+        commlib.shutdown()
+        dist.destroy_process_group()
+
+
+def test_the_world_stays_while_there_are_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    commlib.init("gloo")
+    set_all(monkeypatch, RANK="0", WORLD_SIZE="2")
+    assert commlib.new_ring(1, [0]) is not None
+    commlib.shutdown()
+    with pytest.raises(BootstrapError, match="MASTER_ADDR is not set"):
+        commlib.new_ring(1, [0])
 
 
 def test_wrong_arguments() -> None:

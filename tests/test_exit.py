@@ -1,8 +1,42 @@
 """The interpreter's exit with rings still open: no hang, no abort, nothing printed."""
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from subprocess import Popen
+
 import pytest
 
-from tests._programs import run
+from tests._check import until
+from tests._exits import free_port
+from tests._programs import run, start
+
+FLAGS = pytest.mark.parametrize("flag", ["1", "0"], ids=["unified", "legacy"])
+BEGIN = (
+    "import atexit, os, sys, threading, time, pathlib, torch, commlib\n"
+    "here = pathlib.Path(os.environ['HERE'])\n"
+    "ring = commlib.init('gloo'); commlib.new_ring(1, [1, 0])\n"
+    "commlib.ops.barrier(); (here / f'ready{ring.rank}').touch()\n"
+    "def await_file(name):\n"
+    "    end = time.monotonic() + 60\n"
+    "    while not (here / name).exists() and time.monotonic() < end: time.sleep(0.01)\n"
+)
+STAY = "if ring.rank == 1: await_file('go'); sys.exit(0)\n"
+
+
+@contextmanager
+def pair(program: str, here: Path, flag: str = "1", **more: str) -> Iterator[list["Popen[str]"]]:
+    """Start two ranks of ``program`` and end them afterwards."""
+    more = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "HERE": str(here), **more}
+    more |= {"MASTER_PORT": str(free_port()), "FLAGS_dynamic_static_unified_comm": flag}
+    ranks = [start("-c", program, **{"RANK": str(rank), **more}) for rank in range(2)]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
 
 
 @pytest.mark.parametrize(("flag", "rounds"), [("1", 25), ("0", 5)], ids=["unified", "legacy"])
@@ -13,26 +47,132 @@ def test_exits_in_a_row(flag: str, rounds: int) -> None:
     assert (code, out, err) == (0, "all ended well\n", "")
 
 
-def test_a_rank_that_fails_does_not_hold_the_other() -> None:
-    """Rank 1 raises; rank 0, which serves the store, ends within its close deadline."""
-    program = (
-        "import os, torch, commlib\n"
-        "commlib.init('gloo')\n"
-        "commlib.ops.barrier()\n"
-        "if commlib.comm().rank == 1: os._exit(3)\n"
-    )
-    from tests._exits import free_port
-    from tests._programs import start
-
-    there = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [
-        start("-c", program, RANK=str(rank), FLAGS_comm_close_timeout_s="2", **there)
-        for rank in range(2)
-    ]
-    try:
+@FLAGS
+def test_a_rank_that_dies_does_not_hold_the_other(tmp_path: Path, flag: str) -> None:
+    """Rank 1 dies; rank 0, which serves the store, names it and ends within its close deadline."""
+    program = BEGIN + "if ring.rank == 1: os._exit(3)\n"
+    with pair(program, tmp_path, flag, FLAGS_comm_close_timeout_s="4") as ranks:
         ends = [rank.communicate(timeout=60) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 3]
-    assert ends[0] == ("", "")
+    assert ends[0] == ("", "waiting for ranks [1] to leave, at most 4 s\n")
+
+
+@FLAGS
+def test_rank_0_waits_for_the_others_to_leave(tmp_path: Path, flag: str) -> None:
+    with pair(BEGIN + STAY, tmp_path, flag, FLAGS_comm_close_timeout_s="60") as ranks:
+        assert ranks[0].stderr is not None
+        line = ranks[0].stderr.readline()
+        assert line == "waiting for ranks [1] to leave, at most 60 s\n"
+        (tmp_path / "go").touch()
+        ends = [rank.communicate(timeout=50) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert ends == [("", ""), ("", "")]
+
+
+FAILURES = {
+    "exception": ("raise ValueError('of the program')\n", 1, "of the program"),
+    "sys.exit": ("sys.exit(1)\n", 1, ""),
+    "SIGINT": ("(here / 'idle').touch(); time.sleep(60)\n", -signal.SIGINT, "KeyboardInterrupt"),
+    "SIGTERM": ("(here / 'idle').touch(); time.sleep(60)\n", -signal.SIGTERM, ""),
+}
+
+
+@FLAGS
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_failing_exit_waits_for_nobody(tmp_path: Path, flag: str, how: str) -> None:
+    """Rank 0 fails and ends while rank 1 stays; rank 1 then finds no store and says nothing."""
+    program, code, text = FAILURES[how]
+    with pair(BEGIN + STAY + program, tmp_path, flag, FLAGS_comm_close_timeout_s="600") as ranks:
+        if how.startswith("SIG"):
+            until((tmp_path / "idle").exists, "rank 0 is idle", 60)
+            ranks[0].send_signal(getattr(signal, how))
+        _, err = ranks[0].communicate(timeout=30)
+        assert ranks[0].returncode == code, err
+        assert text in err
+        assert "waiting for" not in err
+        assert ranks[1].poll() is None
+        (tmp_path / "go").touch()
+        assert ranks[1].communicate(timeout=60) == ("", "")
+        assert ranks[1].returncode == 0
+
+
+def test_a_failing_exit_with_a_call_under_way(tmp_path: Path) -> None:
+    """The peer never joins the collective; rank 0 fails and ends long before its timeout."""
+    call = (
+        "x = torch.ones(4)\n"
+        "work = ring.all_reduce(x, x, use_calc_stream=False, sync_op=False)\n"
+        "raise ValueError('of the program')\n"
+    )
+    more = {"FLAGS_comm_close_timeout_s": "600", "FLAGS_comm_timeout_s": "600"}
+    with pair(BEGIN + STAY + call, tmp_path, **more) as ranks:
+        _, err = ranks[0].communicate(timeout=30)
+        assert "of the program" in err
+        assert ranks[0].returncode == 1
+
+
+@FLAGS
+def test_exit_closes_everything_without_new_threads(tmp_path: Path, flag: str) -> None:
+    """From Python 3.12 on no thread can be started once the interpreter exits."""
+    program = (
+        "import atexit, sys\n"
+        "def last():\n"  # registered before commlib's handler, so it runs after it
+        "    gone = [(one.pg, one.ended, one.errors()) for one in rings]\n"
+        "    print(gone)\n"
+        "atexit.register(last)\n" + BEGIN + "rings = [ring, commlib.comm(1)]\n"
+        "commlib.ops.all_reduce(torch.ones(1000)); ring.exchange([1])\n"
+        "commlib.ops.all_gather(torch.ones(10), 1, use_calc_stream=False, sync_op=False)\n"
+        "def no_threads():\n"
+        '    def start(self): raise RuntimeError("can\'t create new thread at interpreter "\n'
+        "                                        'shutdown')\n"
+        "    threading.Thread.start = start\n"
+        "atexit.register(no_threads)\n"
+    )
+    with pair(program, tmp_path, flag) as ranks:
+        ends = [rank.communicate(timeout=60) for rank in ranks]
+    assert ends == [("[(None, True, []), (None, True, [])]\n", "")] * 2
+    assert [rank.returncode for rank in ranks] == [0, 0]
+
+
+def test_exit_without_new_threads_and_with_stuck_steps(tmp_path: Path) -> None:
+    """More steps block than threads are left: the exit still ends, within the deadlines."""
+    program = (
+        BEGIN + "from commlib._workers import SPARES, workers\n"
+        "from commlib._deadline import Deadline, bounded\n"
+        "def stuck():\n"
+        "    try: bounded(threading.Event().wait, Deadline(0.1), 'a stuck step')\n"
+        "    except commlib.errors.CommTimeout: pass\n"
+        "def no_threads():\n"
+        "    def start(self): raise RuntimeError('no')\n"
+        "    threading.Thread.start = start\n"
+        "    for _ in range(SPARES + 2): stuck()\n"
+        "atexit.register(no_threads)\n"
+    )
+    with pair(program, tmp_path, FLAGS_comm_close_timeout_s="20") as ranks:
+        ends = [rank.communicate(timeout=60) for rank in ranks]
+    assert ends == [("", "")] * 2
+    assert [rank.returncode for rank in ranks] == [0, 0]
+
+
+def test_exit_without_the_rendezvous_environment(tmp_path: Path) -> None:
+    gone = "for name in ('RANK', 'MASTER_PORT', 'MASTER_ADDR'): os.environ.pop(name)\n"
+    with pair(BEGIN + gone, tmp_path) as ranks:
+        ends = [rank.communicate(timeout=60) for rank in ranks]
+    assert ends == [("", "")] * 2
+    assert [rank.returncode for rank in ranks] == [0, 0]
+
+
+@FLAGS
+def test_exit_while_another_thread_creates_a_ring(tmp_path: Path, flag: str) -> None:
+    program = (
+        BEGIN + "def create():\n"
+        "    try: commlib.new_ring(2, [0, 1], timeout=600)\n"
+        "    except commlib.errors.RingError as error: print('given up' in str(error))\n"
+        "manager = commlib.CommContextManager.instance()\n"
+        "if ring.rank == 0:\n"
+        "    threading.Thread(target=create, daemon=True).start()\n"
+        "    while 2 not in manager._creating: time.sleep(0.001)\n"
+    )
+    with pair(program, tmp_path, flag) as ranks:
+        ends = [rank.communicate(timeout=60) for rank in ranks]
+    assert ends == [("True\n", ""), ("", "")]
+    assert [rank.returncode for rank in ranks] == [0, 0]

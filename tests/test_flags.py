@@ -66,6 +66,28 @@ def test_unknown_name() -> None:
             call()
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("FLAGS_comm_timeout", "did you mean FLAGS_comm_timeout_s?"),
+        ("FLAGS_dynamic_static_unified_com", f"did you mean {NAME}?"),
+        ("FLAGS_custom_all_reduce", "did you mean FLAGS_custom_allreduce?"),
+        ("flags_comm_timeout_s", "did you mean FLAGS_comm_timeout_s?"),
+        ("FLAGS_comm_of_another_library", f"its flags: {NAME}"),
+        ("FLAGS_cudnn_deterministic", ""),
+        ("FLAGS_communicator_send_queue_size", ""),
+    ],
+)
+def test_misspelt_names_are_reported(name: str, text: str) -> None:
+    code, _, err = run("-c", "import commlib", **{name: "5"})
+    assert code == 0
+    line = f"{name} is set, but it is not a flag of commlib"
+    assert (line in err and text in err) if text else err == ""
+    code, out, _ = run("-m", "commlib.tools.cli", "doctor", **{name: "5"})
+    assert (line in out and text in out) if text else name not in out
+    assert (code == 0) is ("did you mean" not in text), out  # another library's flag is a note
+
+
 def test_set_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NAME, "0")
     with flags.override(NAME, "on"):

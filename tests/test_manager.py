@@ -1,5 +1,7 @@
 """Rings: who may create them, how members meet, what a missing or confused member leads to."""
 
+import gc
+import os
 import threading
 import time
 from typing import Any
@@ -8,8 +10,15 @@ import torch
 
 import commlib
 from commlib import ops
-from commlib.errors import ArgumentError, CommTimeout, EngineError, RingError, RingOrderError
-from tests._check import close, refused, same
+from commlib.errors import (
+    ArgumentError,
+    CommError,
+    CommTimeout,
+    EngineError,
+    RingError,
+    RingOrderError,
+)
+from tests._check import close, refused, same, until
 from tests._ranks import Ranks, World
 
 manager = commlib.CommContextManager.instance()
@@ -167,6 +176,148 @@ def test_members_that_do_not_meet(world: World) -> None:
             ranks(job)
 
 
+def create(ring_id: int, timeout: float, got: list[Any]) -> threading.Thread:
+    """Create a ring of ranks 0 and 1 in another thread; keep the ring or the error."""
+
+    def body() -> None:
+        try:
+            got.append(commlib.new_ring(ring_id, [0, 1], timeout=timeout))
+        except CommError as error:
+            got.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    until(lambda: ring_id in manager._creating or bool(got), "the creation began")
+    return thread
+
+
+def overtaken(comm: Any) -> None:
+    """A creation whose peer is missing holds up no other call, and ends when it is closed."""
+    got: list[Any] = []
+    other = commlib.new_ring(61, [0, 1])
+    assert other is not None
+    comm.barrier()
+    thread = create(60, 600, got) if comm.rank == 0 else None
+    same(manager.get(0) is comm, True, "get")
+    manager.close(61)
+    same(commlib.new_ring(62, [comm.rank]) is None, False, "a ring of one rank")
+    same(gathered(commlib.new_ring(63, [0, 1])), [0, 1], "another ring")
+    if thread is not None:
+        same(got, [], "still waiting")
+        with refused(RingError, "ring 60 is being created with ranks [0, 1]; given [0]"):
+            commlib.new_ring(60, [0])
+        manager.close(60)
+        thread.join(30)
+        with refused(RingError, "creating ring 60 of ranks [0, 1] on rank 0 was given up", "close"):
+            raise got[0]
+        manager.close(60)  # twice is harmless
+    comm.barrier()
+    same(gathered(commlib.new_ring(60, [0, 1])), [0, 1], "the next attempt")
+
+
+def at_the_same_time(comm: Any) -> None:
+    """Rank 0 creates two rings in two threads; rank 1 creates them one after the other."""
+    got: list[Any] = []
+    if comm.rank == 0:
+        thread = create(68, 60, got)
+        same(gathered(commlib.new_ring(69, [0, 1])), [0, 1], "the second ring is made first")
+        comm.barrier()
+        thread.join(60)
+    else:
+        same(gathered(commlib.new_ring(69, [0, 1])), [0, 1], "the second ring is made first")
+        comm.barrier()
+        got.append(commlib.new_ring(68, [0, 1]))
+    same(gathered(got[0]), [0, 1], "the first ring")
+
+
+def overtaken_by_shutdown(comm: Any) -> None:
+    """shutdown(abort=True) gives creations up, and stuck calls, and returns."""
+    got: list[Any] = []
+    stuck = commlib.new_ring(64, [0, 1], timeout=600)
+    assert stuck is not None
+    comm.barrier()
+    if comm.rank == 0:
+        thread = create(65, 600, got)
+        if comm.device.type == "cpu":
+            x = torch.ones(2)
+            work = stuck.all_reduce(x, x, use_calc_stream=False, sync_op=False)
+        commlib.shutdown(abort=True)
+        thread.join(30)
+        with refused(RingError, "creating ring 65", "given up: shutdown() was called"):
+            raise got[0]
+        if comm.device.type == "cpu":
+            del work
+    else:
+        commlib.shutdown()
+    same(gathered(commlib.init()), [0, 1], "a new start")
+
+
+def test_creations_that_are_overtaken(ranks: Ranks) -> None:
+    ranks(at_the_same_time)
+    ranks(overtaken)
+    ranks(overtaken_by_shutdown)
+
+
+def half_built(comm: Any) -> None:
+    """A member that fails after it has connected frees everything, and so do the others."""
+    kind = type(comm)
+    connect = kind._connect
+
+    def fails(self: Any, meeting: Any, deadline: Any) -> None:
+        connect(self, meeting, deadline)
+        self.exchange([1])
+        if self.rank == 1:
+            raise MemoryError("of one rank")
+        self.exchange([2])
+
+    def descriptors() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    counts = []
+    kind._connect = fails
+    try:
+        for _ in range(3):
+            with refused(EngineError, "ring 66", "rank 1: MemoryError: of one rank"):
+                commlib.new_ring(66, [0, 1], timeout=20)
+            counts.append(descriptors())
+    finally:
+        kind._connect = connect
+    same(counts[1:], counts[:1] * 2, "descriptors after each attempt")
+    same(gathered(commlib.new_ring(66, [0, 1])), [0, 1], "the next attempt")
+
+
+def test_half_built_rings_free_their_parts(ranks: Ranks) -> None:
+    ranks(half_built)
+
+
+def interrupted(comm: Any) -> None:
+    """An interrupt while the engine is set up ends the creation on every member."""
+    kind = type(comm)
+    connect = kind._connect
+
+    def fails(self: Any, meeting: Any, deadline: Any) -> None:
+        connect(self, meeting, deadline)
+        if self.rank == 1:
+            raise KeyboardInterrupt
+
+    kind._connect = fails
+    try:
+        commlib.new_ring(67, [0, 1], timeout=20)
+    except KeyboardInterrupt:
+        same(comm.rank, 1, "interrupted")
+    except EngineError as error:
+        same((comm.rank, "rank 1: InterruptedError" in str(error)), (0, True), str(error))
+    finally:
+        kind._connect = connect
+    same(manager.has(67), False, "nothing was created")
+    same(gathered(commlib.new_ring(67, [0, 1])), [0, 1], "the next attempt")
+
+
+def test_interrupted_creation(ranks: Ranks) -> None:
+    ranks(interrupted)
+
+
 def threads(comm: Any) -> None:
     """Many threads ask for one ring at once: one is made, all get it."""
     got: list[Any] = []
@@ -214,9 +365,50 @@ def aborted(comm: Any) -> None:
     ring.abort()
     with refused(RingError, "ring 9", "aborted"):
         ops.all_reduce(torch.ones(2, device=comm.device), 9)
+    again = commlib.new_ring(9, [1, 0])
+    same(again is ring, False, "an aborted ring is created again")
+    same(gathered(again), [1, 0], "with other members, too")
     manager.close(9)
     same(gathered(commlib.new_ring(9, [0, 1])), [0, 1], "created again")
     manager.close(9, abort=True)
+    comm.abort()
+    same(commlib.init() is comm, False, "ring 0 is created again")
+    same(gathered(commlib.comm()), [0, 1], "and works")
+
+
+def failed(comm: Any) -> None:
+    """A failed ring is not returned: the program closes it first."""
+    ring = commlib.new_ring(9, [0, 1])
+    assert ring is not None
+    with refused(EngineError, "of the test"):
+        raise ring.failed("all_reduce", RuntimeError("of the test"))
+    with refused(RingError, "ring 9 exists and can't be used", "failed in all_reduce", "close(9)"):
+        commlib.new_ring(9, [0, 1])
+    manager.close(9)
+    same(gathered(commlib.new_ring(9, [0, 1])), [0, 1], "created again")
+
+
+def test_failed_rings_are_not_returned(ranks: Ranks) -> None:
+    ranks(failed)
+
+
+def described(comm: Any) -> None:
+    """A second init() returns the ring, unless it asks for another one."""
+    same(commlib.init() is comm, True, "the same ring")
+    same(commlib.init(device=comm.device, timeout=comm.timeout) is comm, True, "as it is")
+    with refused(RingError, "ring 0 exists with timeout 30 s; given 5 s", "shutdown()"):
+        commlib.init(timeout=5)
+    other = "gloo" if comm.device.type == "cuda" else "nccl"
+    with refused(RingError, f"ring 0 exists on {comm.device}; given backend={other!r}"):
+        commlib.init(other)
+    ring = commlib.new_ring(9, [0, 1], timeout=20)
+    same(commlib.new_ring(9, [0, 1], timeout=20) is ring, True, "the same timeout")
+    with refused(RingError, "ring 9 exists with timeout 20 s; given 5 s", "close(9)"):
+        commlib.new_ring(9, [0, 1], timeout=5)
+
+
+def test_another_device_or_timeout(ranks: Ranks) -> None:
+    ranks(described)
 
 
 def test_abort(ranks: Ranks) -> None:

@@ -45,6 +45,9 @@ def run_doctor() -> int:
         ("reductions refused", ("engines", "dtypes", "operations", "reason"), _refused()),
     ):
         _show(console, title, columns, list(rows))
+    for name, flag in flags.unknown():
+        if flag is None:  # perhaps of another library
+            console.print(f"note: {flags.unknown_text(name, flag)}", soft_wrap=True)
     for complaint in complaints:
         console.print(complaint, style="red", soft_wrap=True)
     console.print(f"complaints: {len(complaints)}")
@@ -78,6 +81,9 @@ def _complaints() -> Iterator[str]:
             look()
         except CommError as error:
             yield f"{what}: {error}"
+    for name, flag in flags.unknown():
+        if flag is not None:
+            yield f"flags: {flags.unknown_text(name, flag)}"
 
 
 def _versions() -> Iterator[Row]:
@@ -164,7 +170,7 @@ def _rendezvous() -> Iterator[Row]:
         yield "unusable", str(error)
         return
     yield "rank", f"{world.rank} of {world.size}"
-    yield "local rank", str(world.local_rank)
+    yield "local rank", "not known" if world.local_rank is None else str(world.local_rank)
     place = world.address
     yield "store", f"{place[0]}:{place[1]}" if place else "none: one rank alone"
 
