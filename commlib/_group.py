@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 from commlib._gate import Call, async_refusal, finished, launch, settle
-from commlib._observers import Seen, looking_on, observers, watched
+from commlib._modes import watched as under_mode
+from commlib._observers import Seen, looking_on, observers, unwatched, watched
 from commlib._ring import Ring
 from commlib._work import Unlaunched, Work
 from commlib.errors import ArgumentError
@@ -45,6 +46,9 @@ class Group:
             start = partial(launch, self.ctx, self.calls, None, how)
             if observers and looking_on():
                 with watched(self._seen(start)):
+                    done = start()
+            elif under_mode():  # whose operators have been seen one by one
+                with unwatched():
                     done = start()
             else:
                 done = start()
