@@ -1,5 +1,7 @@
 """Modes of this thread that trace or watch operators; they are given registered ops."""
 
+from typing import Any
+
 import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -47,7 +49,7 @@ def check_untraced(ring: Ring, verb: str, *tensors: torch.Tensor | None) -> None
     )
 
 
-def _foreign() -> list[object]:
+def _foreign() -> list[Any]:
     """Return the active dispatch modes, innermost last, without our own observers."""
-    stack = _get_current_dispatch_mode_stack()
+    stack: list[Any] = _get_current_dispatch_mode_stack()
     return [mode for mode in stack if all(mode is not observer for observer in observers)]

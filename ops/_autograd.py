@@ -47,7 +47,7 @@ def kernel(op: Any, setup: Setup | None, backward: Backward) -> Callable[..., An
         return (*backward(ctx, *grads), None)
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(back)}
-    node = type(f"Backward_{op._opname}", (_Node,), methods)
+    node: Any = type(f"Backward_{op._opname}", (_Node,), methods)
 
     def differentiable(keyset: Any, *args: Any) -> Any:
         _check_tangents(op, args)

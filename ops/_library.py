@@ -129,7 +129,7 @@ def registered(
     if is_compiling():
         return traced(verb, use_calc_stream, sync_op)
     needed = (
-        depth()
+        depth() > 0
         or is_tracing()
         or forward_ad._current_level >= 0
         or not has_memory(x)
