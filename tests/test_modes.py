@@ -385,7 +385,7 @@ def several(comm: Any) -> None:
     bodies: dict[str, tuple[Any, int]] = {
         "global_scatter": (lambda: ops.global_scatter(x, both, both), 2),
         "global_gather": (lambda: ops.global_gather(x, both, both), 2),
-        "class_center_sample": (lambda: ops.class_center_sample(labels, 4, 2, seed=1)[0], 1),
+        "class_center_sample": (lambda: ops.class_center_sample(labels, 4, 2, seed=1)[0], 2),
         "assign_pos": (lambda: ops.assign_pos(ids, one.cumsum(0) * 2), 1),
     }
     for name, (call, count) in bodies.items():
