@@ -5,11 +5,10 @@ from collections.abc import Iterable
 import torch
 
 from commlib._ring import Ring
+from commlib._tensors import NO_DISPATCH, fault, has_memory, output_fault
 from commlib.errors import ArgumentError, DeviceError, DtypeError, PeerError, ShapeError
 
 Tensor = torch.Tensor
-
-_STRIDED = torch.strided
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
@@ -24,7 +23,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def check_tensor(ctx: Ring, verb: str, role: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor that is no strided tensor on the ring's device."""
+    """Refuse a tensor that is not on the ring's device, or whose values can't be read."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(
             f"{ctx.where(verb)}: {role} is {type(tensor).__name__}; expected a torch.Tensor"
@@ -34,17 +33,29 @@ def check_tensor(ctx: Ring, verb: str, role: str, tensor: torch.Tensor) -> None:
             f"{ctx.where(verb)}: {role} is on {tensor.device}, the ring is on {ctx.device}; "
             f"type {role}.to('{ctx.device}')"
         )
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+    check_readable(ctx, verb, role, tensor)
+
+
+def check_readable(ctx: Ring, verb: str, role: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose values neither an engine nor a registered op can read."""
+    if has_memory(tensor):
+        return
+    found = fault(tensor, role)
+    if found is not None:
+        what, remedy = found
         raise DeviceError(
-            f"{ctx.where(verb)}: {role} is {kind}; expected a dense torch.strided tensor; "
-            f"type {role}.{'dequantize' if tensor.is_quantized else 'to_dense'}()"
+            f"{ctx.where(verb)}: {role} {what}; expected a torch.Tensor with torch.strided memory; "
+            f"{remedy}"
         )
 
 
 def check_out(ctx: Ring, verb: str, out: torch.Tensor) -> None:
     """Refuse an output that can't be written: overlapping itself, or tracked by autograd."""
     check_tensor(ctx, verb, "out", out)
+    found = None if has_memory(out) else output_fault(out)
+    if found is not None:
+        what, remedy = found
+        raise ArgumentError(f"{ctx.where(verb)}: out {what}, and can't be written; {remedy}")
     if not out.is_contiguous() and overlaps_itself(out):
         raise ArgumentError(
             f"{ctx.where(verb)}: out of shape {tuple(out.shape)} and strides {out.stride()} "
@@ -62,7 +73,8 @@ def check_pair(ctx: Ring, verb: str, out: Tensor, x: Tensor) -> bool:
 
     Returns True if both are known to be dense and to want no gradient, False if that is open.
     """
-    if _plain(out, ctx.device) and (out is x or _plain(x, ctx.device)) and out.dtype is x.dtype:
+    number = ctx.device_number
+    if _plain(out, number) and (out is x or _plain(x, number)) and out.dtype is x.dtype:
         return True
     check_tensor(ctx, verb, "x", x)
     check_out(ctx, verb, out)
@@ -82,24 +94,21 @@ def check_dtype(ctx: Ring, verb: str, dtype: torch.dtype) -> None:
         )
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the bytes from ``data_ptr()`` on are the values in order (lazy bits resolved)."""
-    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-
-
-def _plain(tensor: Tensor, device: torch.device) -> bool:
-    """Whether no check below can fail: the common case, in as few look-ups as possible."""
+def _plain(tensor: Tensor, device_number: int) -> bool:
+    """Return True if no check below can fail: the common case, in as few look-ups as possible."""
     try:
-        return (
-            tensor.device == device
-            and tensor.layout is _STRIDED
+        return (  # has_memory, written out: a call of it would cost more than it asks
+            (type(tensor) is Tensor or type(tensor).__torch_dispatch__ is NO_DISPATCH)
+            and tensor.data_ptr() != 0
+            and tensor.get_device() == device_number
             and not tensor.requires_grad
+            and not tensor.is_nested
             and not tensor.is_quantized
             and tensor.is_contiguous()
             and not tensor.is_neg()
             and not tensor.is_conj()
         )
-    except AttributeError:  # no tensor at all
+    except (AttributeError, RuntimeError):
         return False
 
 

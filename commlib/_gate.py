@@ -8,11 +8,12 @@ import torch
 from torch.autograd import graph
 
 from commlib import flags
-from commlib._checks import is_dense
 from commlib._mismatch import compare
+from commlib._modes import check_untraced, depth, is_tracing
 from commlib._observers import Seen, begun, looking_on, observers, unwatched, watched
 from commlib._ring import Ring, Unconnected
 from commlib._streams import capture_of
+from commlib._tensors import dense_copy, is_dense
 from commlib._waits import wait_for
 from commlib._work import OnHost, OnStream, Pending, Work, release_deferred
 from commlib.errors import ArgumentError, CommError, PeerTimeout, StreamError
@@ -49,7 +50,7 @@ class Call:
             dst = torch.empty(out.shape, dtype=out.dtype, device=out.device)
         if src is not None:
             if not is_dense(src):
-                src = src.resolve_conj().resolve_neg().contiguous()
+                src = dense_copy(src)
             elif dst is not None and _collide(dst, src, self.place):
                 src = src.clone()
         self.dst, self.src = dst, src
@@ -112,6 +113,8 @@ def run(
 ) -> Any:
     """Pass one checked call: record it, launch it on its stream, track what is unfinished."""
     use_calc_stream, sync_op, _, blocks = how
+    if not dense or depth() or is_tracing():
+        check_untraced(ctx, verb, out, x)
     if not dense and x is not None and x.requires_grad:
         x = x.detach()  # gradients go through the registered operators, never through here
     if observers and ctx.open_group is None and looking_on():
@@ -200,6 +203,7 @@ def begin(
     blocks: int,
 ) -> Work | None:
     """Launch the first half of a checked call; None, and nothing done, where it has no halves."""
+    check_untraced(ctx, verb)
     here = observers and looking_on()
     if ctx.compares or not _apart(out, x, 0) or (here and ctx.fences is None):
         return None

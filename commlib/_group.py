@@ -10,7 +10,8 @@ import torch
 
 from commlib._gate import Call, async_refusal, connected, finished, launch, settle
 from commlib._mismatch import compare
-from commlib._observers import Seen, looking_on, observers, watched
+from commlib._modes import watched as under_mode
+from commlib._observers import Seen, looking_on, observers, unwatched, watched
 from commlib._ring import Ring
 from commlib._work import Unlaunched, Work
 from commlib.errors import ArgumentError
@@ -69,6 +70,9 @@ class Group:
         try:
             if observers and looking_on():
                 with watched(self._seen(self._launch)):
+                    done = self._launch()
+            elif under_mode():  # the mode has seen the operators one by one
+                with unwatched():
                     done = self._launch()
             else:
                 done = self._launch()

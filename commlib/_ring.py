@@ -98,6 +98,7 @@ class Ring(ABC):
         """
         self.ring_id, self.rank, self.size, self.ranks = ring_id, rank, len(ranks), ranks
         self.device, self.timeout = device, deadline.seconds
+        self.device_number = -1 if device.index is None else device.index  # as get_device()
         self.fences = Fences(device) if device.type == "cuda" else None
         self.lock = issue_lock(device)
         self.calls = 0

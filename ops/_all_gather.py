@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from commlib._manager import comm
-from commlib.ops._library import checked, deliver, raw_output, register, registered, rows, save
+from commlib.ops._library import deliver, raw_output, register, registered, rows, save
 
 
 def all_gather(
@@ -24,7 +24,7 @@ def all_gather(
     """
     if registered("all_gather", x, ring_id, out, use_calc_stream, sync_op):
         return deliver(_twin(x, ring_id, use_calc_stream), out, sync_op)
-    context = comm(ring_id) if out is not None else checked("all_gather", x, ring_id)
+    context = comm(ring_id)
     if out is None:
         out = (
             _new(x, context.size)
@@ -67,4 +67,5 @@ _twin = register(
     _fake,
     setup=_setup,
     backward=_backward,
+    vmap="last",
 )

@@ -6,7 +6,7 @@ import torch
 
 from commlib._manager import comm
 from commlib.errors import ArgumentError
-from commlib.ops._library import checked, deliver, like, raw_output, register, registered, save
+from commlib.ops._library import deliver, like, raw_output, register, registered, save
 
 
 def all_reduce(
@@ -35,7 +35,7 @@ def all_reduce(
         _check_backward(backward)
         result = _twin(x, ring_id, op, factor, backward, use_calc_stream)
         return deliver(result, out, sync_op)
-    context = comm(ring_id) if out is not None else checked("all_reduce", x, ring_id)
+    context = comm(ring_id)
     if out is None:
         out = like(x) if fenced or use_calc_stream else raw_output(context, like, x)
     return context.all_reduce(
@@ -86,4 +86,5 @@ _twin = register(
     _fake,
     setup=save(1, 2, 3, 4, 5),
     backward=_backward,
+    vmap="any",
 )

@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 
-from commlib._checks import check_tensor, is_dense
+from commlib._checks import check_tensor
 from commlib._context import CommContext
 from commlib._group import needs_result
 from commlib._manager import comm
+from commlib._tensors import dense_copy, is_dense
 from commlib.custom_allreduce.norm import FLOAT8, VERB, Norm
 from commlib.errors import ArgumentError, DtypeError, ShapeError
-from commlib.ops._library import like, register
+from commlib.ops._library import like, register, traced
 
 Tensor = torch.Tensor
 
@@ -56,7 +57,9 @@ def all_reduce_residual_norm(
     _check_options(norm, bias, eps, scale, out_dtype, getattr(x, "dtype", None))
     tensors = x, residual, weight, bias, linear_bias, scale
     _check_gradients(tensors)
-    call: Any = _twin if torch.compiler.is_compiling() else _run
+    named = {"residual": residual, "weight": weight, "bias": bias, "linear_bias": linear_bias}
+    traces = traced(VERB, use_calc_stream, True, ring_id, x=x, scale=scale, **named)
+    call: Any = _twin if traces else _run
     y, z = call(*tensors, ring_id, norm == "layer", float(eps), use_calc_stream)
     return y, z
 
@@ -162,7 +165,7 @@ def _run(
 
 
 def _dense(x: Tensor | None) -> Any:
-    return x if x is None or is_dense(x) else x.resolve_neg().contiguous()
+    return x if x is None or is_dense(x) else dense_copy(x)
 
 
 def composed(

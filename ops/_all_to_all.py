@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from commlib._manager import comm
-from commlib.ops._library import checked, deliver, raw_output, register, registered, rows
+from commlib.ops._library import deliver, raw_output, register, registered, rows
 
 
 def all_to_all(
@@ -30,7 +30,7 @@ def all_to_all(
     if registered("all_to_all", x, ring_id, out, use_calc_stream, sync_op):
         result = _twin(x, ring_id, _list(out_splits), _list(in_splits), use_calc_stream)
         return deliver(result, out, sync_op)
-    context = comm(ring_id) if out is not None else checked("all_to_all", x, ring_id)
+    context = comm(ring_id)
     if out is None:
         out = (
             _new(x, out_splits)
@@ -106,4 +106,5 @@ _twin = register(
     _fake,
     setup=_setup,
     backward=_backward,
+    vmap="last",
 )

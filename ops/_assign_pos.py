@@ -5,7 +5,7 @@ import torch
 from commlib._streams import capturing
 from commlib.errors import ArgumentError
 from commlib.ops._expert_ids import check_ids, check_number
-from commlib.ops._library import register
+from commlib.ops._library import needs_op, register
 from commlib.ops._number_count import number_count
 
 
@@ -27,7 +27,7 @@ def assign_pos(
     if total is not None:
         check_number("assign_pos", "total", total, 0)
         return _ordered(x, cum_count.shape[0])[:total]
-    if torch.compiler.is_compiling():
+    if needs_op(x, cum_count):
         found: torch.Tensor = _twin(x, cum_count)
         return found
     return _ordered(x, cum_count.shape[0])[: _counted(x, cum_count)]

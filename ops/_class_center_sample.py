@@ -53,7 +53,7 @@ def class_center_sample(
     Source: operator ``class_center_sample``, the intended rule of its counts.
     """
     call: Callable[..., tuple[Tensor, Tensor, Tensor]] = _run
-    if traced(VERB, use_calc_stream, True):
+    if traced(VERB, use_calc_stream, True, ring_id, label=label):
         call = _twin
     how = seed, not padded, use_calc_stream
     remapped, sampled, kept = call(label, num_classes, num_samples, ring_id, *how)

@@ -12,7 +12,7 @@ from commlib._group import needs_result
 from commlib._manager import comm
 from commlib.errors import ArgumentError, DtypeError, ShapeError
 from commlib.ops._agreement import Fact, agree, by_rank, told
-from commlib.ops._library import traced
+from commlib.ops._library import needs_op, traced
 from commlib.ops._row_statistics import on_kernels, statistics
 from commlib.ops._rows import IGNORED, Rows, accumulates_in, shift_of
 
@@ -23,13 +23,13 @@ LABELS = (torch.int32, torch.int64)
 
 
 def by_twin(verb: str, logits: Tensor, label: Tensor, ring_id: int, use_calc_stream: bool) -> bool:
-    """Whether a call has to go through the registered twin: it is traced, or wants a gradient."""
-    if traced(verb, use_calc_stream, True):
+    """Return True if a call has to take its registered op: as ``traced``, or for a gradient."""
+    if traced(verb, use_calc_stream, True):  # which then checks the arguments
         return True
     context = comm(ring_id)
     with told(context, verb):  # the dispatcher would answer for other devices by itself
         check_inputs(context, verb, logits, label)
-    return logits.requires_grad and torch.is_grad_enabled()
+    return needs_op(logits, label) or (logits.requires_grad and torch.is_grad_enabled())
 
 
 def check_inputs(context: CommContext, verb: str, logits: Tensor, label: Tensor) -> None:

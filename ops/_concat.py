@@ -52,4 +52,5 @@ _twin = register(
     _fake,
     setup=save(1, 2),
     backward=_backward,
+    vmap="first",
 )

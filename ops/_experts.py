@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from commlib._checks import check_tensor
+from commlib._checks import check_readable, check_tensor
 from commlib._context import CommContext
 from commlib._group import needs_result
 from commlib._manager import comm
@@ -13,7 +13,7 @@ from commlib._routes import routes
 from commlib._streams import capturing
 from commlib.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from commlib.ops._agreement import Fact, agree, told
-from commlib.ops._library import register
+from commlib.ops._library import needs_op, register
 
 Table = np.ndarray[Any, Any]
 VERBS = {False: "global_scatter", True: "global_gather"}
@@ -59,6 +59,7 @@ def _checked(
         raise ShapeError(f"{where}: x has shape {tuple(x.shape)}; expected [rows, width]")
     for role, counts in (("local_count", local_count), ("global_count", global_count)):
         _check_counts(context, where, role, counts)
+        check_readable(context, verb, role, counts)
     if len(local_count) != len(global_count):
         raise ShapeError(
             f"{where}: local_count has {len(local_count)} entries, global_count "
@@ -141,7 +142,7 @@ def table(
     back: bool,
 ) -> torch.Tensor:
     """``agreed``, eager or traced; no gradient flows through it."""
-    if torch.compiler.is_compiling():
+    if needs_op(x, local_count, global_count):
         agreed_on: torch.Tensor = _agreed(x.detach(), local_count, global_count, ring_id, back)
         return agreed_on
     if x.requires_grad:

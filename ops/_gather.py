@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from commlib._manager import comm
-from commlib.ops._library import checked, deliver, raw_output, register, rows, traced
+from commlib.ops._library import deliver, raw_output, register, rows, traced
 
 
 def gather(
@@ -24,12 +24,12 @@ def gather(
     [0, …]. ``out`` is not written elsewhere than on root. No gradient. Streams and errors as
     ``all_reduce``.
     """
-    if traced("gather", use_calc_stream, sync_op):
+    if traced("gather", use_calc_stream, sync_op, ring_id, x=x, out=out):
         result = _twin(x.detach(), ring_id, root, use_calc_stream)
         if out is not None and comm(ring_id).rank != root:
             result, out = out, None
         return deliver(result, out, sync_op)
-    context = comm(ring_id) if out is not None else checked("gather", x, ring_id)
+    context = comm(ring_id)
     if out is None:
         out = (
             _new(x, ring_id, root)
@@ -56,5 +56,8 @@ def _fake(x: torch.Tensor, ring_id: int, root: int, use_calc_stream: bool) -> to
 
 
 _twin = register(
-    "gather(Tensor x, int ring_id, int root, bool use_calc_stream) -> Tensor", _run, _fake
+    "gather(Tensor x, int ring_id, int root, bool use_calc_stream) -> Tensor",
+    _run,
+    _fake,
+    vmap="last",
 )

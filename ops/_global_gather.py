@@ -3,6 +3,7 @@
 import torch
 
 from commlib.ops._experts import move, table, twin
+from commlib.ops._library import needs_op
 
 
 def global_gather(
@@ -21,7 +22,7 @@ def global_gather(
     Streams, blocking, capture and errors as ``global_scatter``. Source: operator ``global_gather``.
     """
     counts = table(x, local_count, global_count, ring_id, back=True)
-    if torch.compiler.is_compiling() or x.requires_grad:
+    if needs_op(x) or x.requires_grad:
         moved: torch.Tensor = _twin(x, counts, ring_id, use_calc_stream, None)
         return moved
     return move(x, counts, ring_id, use_calc_stream, back=True)

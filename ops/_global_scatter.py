@@ -3,6 +3,7 @@
 import torch
 
 from commlib.ops._experts import move, table, twin
+from commlib.ops._library import needs_op
 
 
 def global_scatter(
@@ -26,7 +27,7 @@ def global_scatter(
     launched then. Source: operator ``global_scatter``.
     """
     counts = table(x, local_count, global_count, ring_id, back=False)
-    if torch.compiler.is_compiling() or x.requires_grad:
+    if needs_op(x) or x.requires_grad:
         moved: torch.Tensor = _twin(x, counts, ring_id, use_calc_stream, None)
         return moved
     return move(x, counts, ring_id, use_calc_stream, back=False)

@@ -43,4 +43,5 @@ _twin = register(
     setup=save(1, 2),
     backward=_backward,
     ordered=False,
+    vmap="any",
 )

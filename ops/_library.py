@@ -5,15 +5,19 @@ from typing import Any
 
 import torch
 from torch._higher_order_ops import effects
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from commlib._checks import check_tensor
+from commlib._checks import check_out, check_tensor
 from commlib._context import CommContext
 from commlib._group import needs_result
 from commlib._manager import comm
+from commlib._modes import active, depth, is_tracing
 from commlib._streams import capturing
+from commlib._tensors import has_memory, is_symbolic
 from commlib._work import Work
 from commlib.errors import ArgumentError, DtypeError, ShapeError
+from commlib.ops import _autograd, _vmap
 
 _library = torch.library.Library("commlib", "DEF")
 
@@ -26,31 +30,92 @@ def register(
     setup: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
     ordered: bool = True,
+    vmap: str | None = None,
 ) -> Any:
     """Register ``commlib::<schema>`` and return its overload.
 
     ``ordered`` operators keep their place among each other and are not removed when nobody uses
     their result: every rank must call them. An operator that writes to its arguments can't be
-    ordered, hence all of them return fresh tensors.
+    ordered, hence all of them return fresh tensors. ``vmap``: where the first argument, the
+    only tensor, may have one dimension more, and the result then too ("any", "first", "last").
     """
     name = f"commlib::{schema.partition('(')[0]}"
-    _library.define(schema)
+    # torch.jit.trace removes and merges what is not conservative.
+    _library.define(schema, alias_analysis="CONSERVATIVE" if ordered else "")
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(name, fake, lib=_library)
-    if backward is not None:
-        torch.library.register_autograd(name, backward, setup_context=setup, lib=_library)
     overload = getattr(torch.ops.commlib, name.removeprefix("commlib::")).default
+    if backward is not None:
+        kernel = _autograd.kernel(overload, setup, backward)
+        _library.impl(name, kernel, "Autograd", with_keyset=True)
+    rule = _vmap.batched(overload, vmap) if vmap else _vmap.refusal(overload)
+    torch.library.register_vmap(name, rule, lib=_library)
     if ordered:
         effects._register_effectful_op(overload, effects._EffectType.ORDERED)
     return overload
 
 
-def traced(verb: str, use_calc_stream: bool, sync_op: bool) -> bool:
-    """Whether a call is being traced by torch.compile; refuses what an eager call refuses."""
-    if not is_compiling():
-        return False
-    _check_async(verb, use_calc_stream, sync_op)
-    return True
+def _kind(tensor: torch.Tensor) -> str:
+    name = type(tensor).__name__
+    return f"a symbolic {name}" if is_symbolic(tensor) else f"an ordinary {name}"
+
+
+def needs_op(*tensors: Any) -> bool:
+    """Return True if a call has to take its registered op.
+
+    That is so where something traces or watches operators, and for a tensor whose values torch's
+    dispatcher has to provide first (pending, zero, fake and functorch tensors).
+    """
+    return is_compiling() or active() or not all(map(has_memory, tensors))
+
+
+def traced(
+    verb: str, use_calc_stream: bool, sync_op: bool, ring_id: int = 0, **tensors: Any
+) -> bool:
+    """Return True if ``needs_op``; refuses what an eager call refuses.
+
+    ``tensors``: the arguments by name; None is left out, and ``out`` has to be writable.
+    """
+    if is_compiling():
+        _check_async(verb, use_calc_stream, sync_op)
+        return True
+    needed = active()
+    for role, tensor in tensors.items():
+        if tensor is not None:
+            needed = needed or not has_memory(tensor)
+        elif role == "x":
+            needed = True  # to be refused
+    if needed:
+        _check_traced(verb, ring_id, tensors)
+        _check_async(verb, use_calc_stream, sync_op)
+    return needed
+
+
+def _check_traced(verb: str, ring_id: int, tensors: dict[str, Any]) -> None:
+    """Refuse tensors that a registered op can't take, before it is called."""
+    context = comm(ring_id)
+    for role, tensor in tensors.items():
+        if role != "out" and (tensor is not None or role == "x"):
+            check_tensor(context, verb, role, tensor)
+    out = tensors.get("out")
+    if out is not None:
+        _check_traced_out(context, verb, out, tensors.get("x", out))
+
+
+def _check_traced_out(context: CommContext, verb: str, out: torch.Tensor, x: torch.Tensor) -> None:
+    """Refuse an out that the result of a registered op can't be copied to."""
+    check_out(context, verb, out)
+    if is_symbolic(out) is not is_symbolic(x):
+        raise ArgumentError(
+            f"{context.where(verb)}: out is {_kind(out)} and x is {_kind(x)}; expected both from "
+            f"one mode or transform; leave out= away"
+        )
+    if context.open_group is not None:
+        raise ArgumentError(
+            f"{context.where(verb)}: out inside comm.group() where a mode or a trace is active: "
+            f"out would be filled before the group is launched; leave the mode, or make the call "
+            f"outside of the group"
+        )
 
 
 def registered(
@@ -61,11 +126,18 @@ def registered(
     use_calc_stream: bool,
     sync_op: bool,
 ) -> bool:
-    """Whether a call has to go through the registered twin: it is traced, or wants a gradient."""
+    """Return True if a call has to take its registered op: as ``traced``, or for a gradient."""
     if is_compiling():
         return traced(verb, use_calc_stream, sync_op)
-    if not (getattr(x, "requires_grad", False) and torch.is_grad_enabled()):
-        return False
+    needed = (
+        depth() > 0
+        or is_tracing()
+        or forward_ad._current_level >= 0
+        or not has_memory(x)
+        or not (out is None or out is x or has_memory(out))
+    ) and traced(verb, use_calc_stream, sync_op, ring_id, x=x, out=out)
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return needed
     context = checked(verb, x, ring_id)  # the dispatcher would answer for other devices by itself
     _check_async(verb, use_calc_stream, sync_op)
     needs_result(context, verb)
@@ -87,7 +159,7 @@ def _check_async(verb: str, use_calc_stream: bool, sync_op: bool) -> None:
 
 
 def checked(verb: str, x: torch.Tensor, ring_id: int) -> CommContext:
-    """Return the ring of an eager call once ``x`` is known to be a dense tensor on its device."""
+    """Return the ring of a call once ``x`` is known to be a readable tensor on its device."""
     context = comm(ring_id)
     check_tensor(context, verb, "x", x)
     return context
@@ -105,7 +177,7 @@ def raw_output(
 
     On the current stream it could get memory that queued kernels of that stream still use.
     """
-    if is_compiling() or context.stream is None or capturing():  # compiled code and captures fence
+    if needs_op() or context.stream is None or capturing():  # registered ops and captures fence
         return make(*given)
     calc = torch.cuda.current_stream(context.device)
     with torch.cuda.stream(context.stream):

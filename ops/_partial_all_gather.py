@@ -26,7 +26,7 @@ def partial_all_gather(
     ``sync_op=False`` returns a ``Work``. No gradient. Streams as ``all_gather``. Raises
     ``ShapeError``, ``DtypeError``, ``RingError``. Source: operator ``partial_allgather``.
     """
-    if traced("partial_all_gather", use_calc_stream, sync_op):
+    if traced("partial_all_gather", use_calc_stream, sync_op, ring_id, x=x, out=out):
         return deliver(_twin(x.detach(), ring_id, use_calc_stream), out, sync_op)
     context = checked("partial_all_gather", x, ring_id)
     parts = _own(x.detach(), ring_id)

@@ -23,7 +23,7 @@ def recv(
     returns a ``Work`` whose ``result`` is ``out``. No gradient. Streams as ``all_reduce``. Raises
     ``PeerError`` for a peer outside the ring or the rank itself.
     """
-    if traced("recv", use_calc_stream, sync_op):
+    if traced("recv", use_calc_stream, sync_op, ring_id, out=out):
         return deliver(_twin(out.detach(), ring_id, peer, use_calc_stream), out, sync_op)
     return comm(ring_id).recv(
         out, peer=peer, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced

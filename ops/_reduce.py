@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from commlib._manager import comm
-from commlib.ops._library import checked, deliver, like, raw_output, register, traced
+from commlib.ops._library import deliver, like, raw_output, register, traced
 
 
 def reduce(
@@ -24,12 +24,12 @@ def reduce(
     ``x``: any shape; ``op`` and dtypes as ``all_reduce`` (without premul_sum). With ``out``, ranks
     other than root do not write to it. No gradient. Streams and errors as ``all_reduce``.
     """
-    if traced("reduce", use_calc_stream, sync_op):
+    if traced("reduce", use_calc_stream, sync_op, ring_id, x=x, out=out):
         result = _twin(x.detach(), ring_id, root, op, use_calc_stream)
         if out is not None and comm(ring_id).rank != root:
             result, out = out, None
         return deliver(result, out, sync_op)
-    context = comm(ring_id) if out is not None else checked("reduce", x, ring_id)
+    context = comm(ring_id)
     if out is None:
         at_root = context.rank == root
         raw = at_root and not (fenced or use_calc_stream)
@@ -62,5 +62,8 @@ def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
 
 
 _twin = register(
-    "reduce(Tensor x, int ring_id, int root, str op, bool use_calc_stream) -> Tensor", _run, _fake
+    "reduce(Tensor x, int ring_id, int root, str op, bool use_calc_stream) -> Tensor",
+    _run,
+    _fake,
+    vmap="any",
 )

@@ -6,7 +6,7 @@ import torch
 
 from commlib._manager import comm
 from commlib.errors import ArgumentError
-from commlib.ops._library import checked, deliver, raw_output, register, registered, rows_of, save
+from commlib.ops._library import deliver, raw_output, register, registered, rows_of, save
 
 
 def reduce_scatter(
@@ -27,7 +27,7 @@ def reduce_scatter(
     """
     if registered("reduce_scatter", x, ring_id, out, use_calc_stream, sync_op):
         return deliver(_twin(x, ring_id, op, use_calc_stream), out, sync_op)
-    context = comm(ring_id) if out is not None else checked("reduce_scatter", x, ring_id)
+    context = comm(ring_id)
     if out is None:
         out = (
             _new(x, ring_id) if fenced or use_calc_stream else raw_output(context, _new, x, ring_id)
@@ -64,4 +64,5 @@ _twin = register(
     _fake,
     setup=save(1, 2, 3),
     backward=_backward,
+    vmap="last",
 )

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from commlib._manager import comm
-from commlib.ops._library import checked, deliver, raw_output, register, rows_of, traced
+from commlib.ops._library import deliver, raw_output, register, rows_of, traced
 
 
 def scatter(
@@ -24,9 +24,9 @@ def scatter(
     elsewhere than on root only shape and dtype count. The result is [n / size, …]. No gradient.
     Streams and errors as ``all_reduce``; ``ShapeError`` when n does not divide.
     """
-    if traced("scatter", use_calc_stream, sync_op):
+    if traced("scatter", use_calc_stream, sync_op, ring_id, x=x, out=out):
         return deliver(_twin(x.detach(), ring_id, root, use_calc_stream), out, sync_op)
-    context = comm(ring_id) if out is not None else checked("scatter", x, ring_id)
+    context = comm(ring_id)
     if out is None:
         out = (
             _new(x, ring_id) if fenced or use_calc_stream else raw_output(context, _new, x, ring_id)
@@ -50,5 +50,8 @@ def _fake(x: torch.Tensor, ring_id: int, root: int, use_calc_stream: bool) -> to
 
 
 _twin = register(
-    "scatter(Tensor x, int ring_id, int root, bool use_calc_stream) -> Tensor", _run, _fake
+    "scatter(Tensor x, int ring_id, int root, bool use_calc_stream) -> Tensor",
+    _run,
+    _fake,
+    vmap="last",
 )

@@ -25,7 +25,7 @@ def send(
     for a peer outside the ring or the rank itself. Several sends and receives between the same
     ranks belong into ``with comm.group():``.
     """
-    if traced("send", use_calc_stream, sync_op):
+    if traced("send", use_calc_stream, sync_op, ring_id, x=x):
         _twin(x.detach(), ring_id, peer, use_calc_stream)
         return None if sync_op else Work(None)
     return comm(ring_id).send(

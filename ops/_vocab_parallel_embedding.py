@@ -3,6 +3,7 @@
 import torch
 
 from commlib.errors import ArgumentError, DtypeError, ShapeError
+from commlib.ops._library import needs_op
 
 
 def vocab_parallel_embedding(
@@ -33,7 +34,7 @@ def _check(ids: torch.Tensor, weight: torch.Tensor, start_index: int, vocab_size
         )
     if start_index < 0:
         raise ArgumentError(f"vocab_parallel_embedding: start_index={start_index}; expected >= 0")
-    if vocab_size < 0 or torch.compiler.is_compiling() or not ids.numel():
+    if vocab_size < 0 or needs_op(ids) or not ids.numel():
         return
     if ids.is_cuda and torch.cuda.is_current_stream_capturing():
         return

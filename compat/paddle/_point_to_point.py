@@ -9,7 +9,7 @@ from commlib._context import CommContext
 from commlib._streams import capturing
 from commlib.compat.paddle._checks import cut, position, ring, tensor
 from commlib.errors import ArgumentError, DtypeError, ShapeError
-from commlib.ops._library import raw_output
+from commlib.ops._library import needs_op, raw_output
 
 # Codes of Paddle's VarType; a tensor's dtype travels as such a number in a program.
 _CODES = {
@@ -150,7 +150,7 @@ def _recv_shape(context: CommContext, peer: int, use_calc_stream: bool) -> tuple
 
 def _on_host(context: CommContext, name: str) -> None:
     """Refuse a shape that only the run can know where the host can't stop to read it."""
-    place = "compiled code" if torch.compiler.is_compiling() else None
+    place = "compiled code, or under a mode that traces" if needs_op() else None
     if place is None and capturing():
         place = "a capture"
     if place is None and context.open_group is not None:

@@ -11,7 +11,7 @@ from commlib._group import needs_result
 from commlib._streams import capturing
 from commlib.compat.paddle._checks import cut, ring
 from commlib.errors import CommTimeout
-from commlib.ops._library import register
+from commlib.ops._library import needs_op, register
 
 _LONGEST_SLEEP = 0.0002
 
@@ -75,7 +75,7 @@ def c_wait_comm(x: Any = None, ring_id: int = 0) -> Any:
 
 
 def _order(step: str, ring_id: int) -> None:
-    if torch.compiler.is_compiling():
+    if needs_op():
         _twin(ring_id, step)
     else:
         _run(ring_id, step)
