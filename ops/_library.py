@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._higher_order_ops import effects
 from torch.compiler import is_compiling
 
 from commlib._checks import check_tensor
@@ -13,6 +12,7 @@ from commlib._manager import comm
 from commlib._streams import capturing
 from commlib._work import Work
 from commlib.errors import ArgumentError, DtypeError, ShapeError
+from commlib.ops._ordered import order
 
 _library = torch.library.Library("commlib", "DEF")
 
@@ -40,7 +40,7 @@ def register(
         torch.library.register_autograd(name, backward, setup_context=setup, lib=_library)
     overload = getattr(torch.ops.commlib, name.removeprefix("commlib::")).default
     if ordered:
-        effects._register_effectful_op(overload, effects._EffectType.ORDERED)
+        order(overload, _library)
     return overload
 
 
