@@ -12,6 +12,7 @@ from commlib._manager import comm
 from commlib._streams import capturing
 from commlib._work import Work
 from commlib.errors import ArgumentError, DtypeError, ShapeError
+from commlib.ops._compile_cache import cacheable
 from commlib.ops._ordered import order
 
 _library = torch.library.Library("commlib", "DEF")
@@ -35,7 +36,7 @@ def register(
     name = f"commlib::{schema.partition('(')[0]}"
     _library.define(schema)
     _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(name, fake, lib=_library)
+    torch.library.register_fake(name, cacheable(fake), lib=_library)
     if backward is not None:
         torch.library.register_autograd(name, backward, setup_context=setup, lib=_library)
     overload = getattr(torch.ops.commlib, name.removeprefix("commlib::")).default

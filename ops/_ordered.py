@@ -1,21 +1,13 @@
-"""Ordered registered ops: kept though unused, in program order, saved by checkpoints, cached."""
+"""Ordered registered ops: kept in program order though unused, and saved by checkpoints."""
 
-import hashlib
-from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch._higher_order_ops import effects
-from torch._inductor import config
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import checkpoint
-
-# torch keeps one effect token per graph, which orders all ops that are registered so.
-# The compile caches refuse graphs with tokens unless their carrier is marked with a version.
-_CARRIER = "torch.ops.higher_order.with_effects"
 
 
 def order(overload: Any, library: torch.library.Library) -> None:
@@ -41,3 +33,4 @@ def _saved(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if "recompute" in node.meta:
             node.meta["recompute"] = checkpoint.CheckpointPolicy.MUST_SAVE
     return out
+
