@@ -6,7 +6,7 @@ import torch
 
 from commlib._manager import comm
 from commlib.ops._library import checked, deliver, raw_output, register, registered, rows, save
-from commlib.ops._ring_size import size_of, sized
+from commlib.ops._traced_ring import size_of, sized
 
 
 def all_gather(

@@ -6,7 +6,7 @@ import torch
 
 from commlib.errors import ShapeError
 from commlib.ops._library import checked, register, save
-from commlib.ops._ring_size import size_of, sized
+from commlib.ops._traced_ring import size_of, sized
 
 
 def concat(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True) -> torch.Tensor:

@@ -13,7 +13,7 @@ from commlib._streams import capturing
 from commlib.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from commlib.ops._agreement import Fact, agree, told
 from commlib.ops._library import register
-from commlib.ops._ring_size import size_of, sized
+from commlib.ops._traced_ring import size_of, sized
 
 Table = np.ndarray[Any, Any]
 VERBS = {False: "global_scatter", True: "global_gather"}

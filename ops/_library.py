@@ -14,8 +14,10 @@ from commlib._work import Work
 from commlib.errors import ArgumentError, DtypeError, ShapeError
 from commlib.ops._compile_cache import cacheable
 from commlib.ops._ordered import order
+from commlib.ops._traced_ring import outside_group
 
 _library = torch.library.Library("commlib", "DEF")
+_EVERY_DEVICE = "CompositeExplicitAutograd"
 
 
 def register(
@@ -35,11 +37,11 @@ def register(
     """
     name = f"commlib::{schema.partition('(')[0]}"
     _library.define(schema)
-    _library.impl(name, run, "CompositeExplicitAutograd")
+    overload = getattr(torch.ops.commlib, name.removeprefix("commlib::")).default
+    _library.impl(name, outside_group(overload, run) if ordered else run, _EVERY_DEVICE)
     torch.library.register_fake(name, cacheable(fake), lib=_library)
     if backward is not None:
         torch.library.register_autograd(name, backward, setup_context=setup, lib=_library)
-    overload = getattr(torch.ops.commlib, name.removeprefix("commlib::")).default
     if ordered:
         order(overload, _library)
     return overload

@@ -33,4 +33,3 @@ def _saved(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if "recompute" in node.meta:
             node.meta["recompute"] = checkpoint.CheckpointPolicy.MUST_SAVE
     return out
-

@@ -6,7 +6,7 @@ import torch
 
 from commlib._manager import comm
 from commlib.ops._library import checked, deliver, like, raw_output, register, traced
-from commlib.ops._ring_size import rank_of
+from commlib.ops._traced_ring import rank_of
 
 
 def reduce(

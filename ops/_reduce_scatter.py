@@ -8,7 +8,7 @@ from commlib._context import CommContext
 from commlib._manager import comm
 from commlib.errors import ArgumentError
 from commlib.ops._library import checked, deliver, raw_output, register, registered, rows_of, save
-from commlib.ops._ring_size import size_of, sized
+from commlib.ops._traced_ring import size_of, sized
 
 
 def reduce_scatter(
@@ -48,9 +48,7 @@ def _run(x: torch.Tensor, ring_id: int, size: int, op: str, use_calc_stream: boo
     return context.reduce_scatter(_new(context, x), x, op=op, use_calc_stream=use_calc_stream)
 
 
-def _fake(
-    x: torch.Tensor, ring_id: int, size: int, op: str, use_calc_stream: bool
-) -> torch.Tensor:
+def _fake(x: torch.Tensor, ring_id: int, size: int, op: str, use_calc_stream: bool) -> torch.Tensor:
     return _new(sized("reduce_scatter", ring_id, size), x)
 
 

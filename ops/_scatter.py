@@ -7,7 +7,7 @@ import torch
 from commlib._context import CommContext
 from commlib._manager import comm
 from commlib.ops._library import checked, deliver, raw_output, register, rows_of, traced
-from commlib.ops._ring_size import size_of, sized
+from commlib.ops._traced_ring import size_of, sized
 
 
 def scatter(

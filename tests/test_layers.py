@@ -25,6 +25,7 @@ LAYERS = (  # lowest first: a module imports from lines above its own, or from i
     "commlib.channel",
     "commlib.custom_allreduce",
     "commlib._checks",
+    "commlib._compiler",
     "commlib._observers",
     "commlib._gate",
     "commlib._group",

@@ -1,8 +1,11 @@
-"""The ring's size and rank as arguments of registered ops, and their check when the op runs."""
+"""The ring of a registered op: its size and rank as arguments, and checks when the op runs."""
+
+from collections.abc import Callable
+from typing import Any
 
 from commlib._context import CommContext
 from commlib._manager import _rings, comm
-from commlib.errors import RingError
+from commlib.errors import ArgumentError, RingError
 
 
 def size_of(ring_id: int) -> int:
@@ -43,3 +46,26 @@ def sized(verb: str, ring_id: int, size: int, rank: int | None = None) -> CommCo
         f"the ring's {now}: it was created again since then. Trace the call again, and run "
         f"backward before the ring is closed"
     )
+
+
+def outside_group(overload: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``run`` so that it refuses an open ``ring.group()``.
+
+    Compiled code and autograd use a result at once; inside a group nothing is launched yet.
+    """
+    names = [argument.name for argument in overload._schema.arguments]
+    if "ring_id" not in names:
+        return run
+    place, verb = names.index("ring_id"), overload._schema.name.partition("::")[2]
+
+    def outside(*args: Any) -> Any:
+        ring = _rings.get(args[place])
+        if ring is not None and ring.open_group is not None:
+            raise ArgumentError(
+                f"{ring.where(verb)}: called inside `with ring.group():` by compiled code, by "
+                f"autograd or under a dispatch mode, which use the result before the group is "
+                f"launched; call it outside of the block"
+            )
+        return run(*args)
+
+    return outside
