@@ -5,7 +5,16 @@ from typing import Any
 import torch
 
 from commlib._manager import comm
-from commlib.ops._library import checked, deliver, like, once, raw_output, register, registered, save
+from commlib.ops._library import (
+    checked,
+    deliver,
+    like,
+    once,
+    raw_output,
+    register,
+    registered,
+    save,
+)
 
 
 def broadcast(

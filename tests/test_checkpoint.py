@@ -41,7 +41,9 @@ def sharded(x: Tensor, weight: Tensor) -> Tensor:
 def from_root(x: Tensor, weight: Tensor) -> Tensor:
     """Return what root has, and what is reduced to it."""
     x = torch.relu(ops.broadcast(x @ weight, root=1))
-    return x * ops.reduce(x, root=0) + ops.gather(x, root=0).sum()
+    reduced, gathered = ops.reduce(x, root=0), ops.gather(x, root=0)
+    both: Tensor = x * reduced + gathered.sum()
+    return both
 
 
 REGIONS = {"layer": layer, "sharded": sharded, "from_root": from_root}

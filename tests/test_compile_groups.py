@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 def both_ways(x: Tensor) -> Tensor:
     """Return what the other rank sends: both send first, which only a group allows."""
     ring = commlib.comm()
-    y = torch.empty_like(x)
+    y: Tensor = torch.empty_like(x)
     with ring.group():
         ops.send(x * 2, peer=1 - ring.rank)
         y = ops.recv(y, peer=1 - ring.rank)
@@ -32,7 +32,8 @@ def collected(x: Tensor) -> Tensor:
     with commlib.comm().group():
         total = ops.all_reduce(x)
         whole = ops.all_gather(x)
-    return total + whole.view(2, -1).sum(0)
+    both: Tensor = total + whole.view(2, -1).sum(0)
+    return both
 
 
 def nested(x: Tensor) -> Tensor:
