@@ -16,6 +16,7 @@ from commlib._checks import (
     counts,
     misfit,
 )
+from commlib._compiler import leave_to_eager, untraced
 from commlib._dtypes import wire
 from commlib._engine import EngineRing
 from commlib._routes import Routes
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
     from commlib.custom_allreduce.norm import Norm
 
 Tensor = torch.Tensor
+
+_GROUP = (
+    "ring.group() can't be traced. Call the functions of commlib.ops without a group: compiled "
+    "code keeps their order. Where a send and a receive would wait for each other, call "
+    "ops.all_to_all with splits, or receive first on one side"
+)
 
 
 class CommContext(EngineRing):
@@ -333,14 +340,17 @@ class CommContext(EngineRing):
 
         Sends and receives in one group can't wait for each other in a circle. Results are valid
         after the block (with ``sync_op=False``: after ``wait()`` of the yielded ``Work``). An
-        exception inside the block launches nothing.
+        exception inside the block launches nothing. torch.compile leaves a function with a group
+        to eager code.
 
         Only the calls that the block itself makes on this ring are collected. Those of other
         threads, of other rings, and of a backward inside the block are launched at once, before
         the group. An operator that computes with its collective's result, and an ``x`` that
         requires grad, are an ``ArgumentError`` inside the block.
         """
-        return _group.group(self, use_calc_stream, sync_op)
+        if torch.compiler.is_compiling():
+            leave_to_eager(_GROUP)
+        return untraced(_group.group(self, use_calc_stream, sync_op))
 
     def explain(self, nbytes: int, dtype: torch.dtype, op: str = "sum") -> str:
         """Say what carries an ``all_reduce`` of ``nbytes`` bytes of ``dtype`` here, and why.

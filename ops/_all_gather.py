@@ -6,6 +6,7 @@ import torch
 
 from commlib._manager import comm
 from commlib.ops._library import deliver, raw_output, register, registered, rows, save
+from commlib.ops._traced_ring import size_of, sized
 
 
 def all_gather(
@@ -23,7 +24,7 @@ def all_gather(
     0-D ``x`` [size]. Gradient: reduce_scatter (sum). Streams and errors as ``all_reduce``.
     """
     if registered("all_gather", x, ring_id, out, use_calc_stream, sync_op):
-        return deliver(_twin(x, ring_id, use_calc_stream), out, sync_op)
+        return deliver(_twin(x, ring_id, size_of(ring_id), use_calc_stream), out, sync_op)
     context = comm(ring_id)
     if out is None:
         out = (
@@ -41,28 +42,29 @@ def _new(x: torch.Tensor, size: int) -> torch.Tensor:
     return x.new_empty((count * size, *rest))
 
 
-def _run(x: torch.Tensor, ring_id: int, use_calc_stream: bool) -> Any:
-    context = comm(ring_id)
-    return context.all_gather(_new(x, context.size), x, use_calc_stream=use_calc_stream)
+def _run(x: torch.Tensor, ring_id: int, size: int, use_calc_stream: bool) -> Any:
+    context = sized("all_gather", ring_id, size)
+    return context.all_gather(_new(x, size), x, use_calc_stream=use_calc_stream)
 
 
-def _fake(x: torch.Tensor, ring_id: int, use_calc_stream: bool) -> torch.Tensor:
-    return _new(x, comm(ring_id).size)
+def _fake(x: torch.Tensor, ring_id: int, size: int, use_calc_stream: bool) -> torch.Tensor:
+    sized("all_gather", ring_id, size)
+    return _new(x, size)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-    save(1, 2)(ctx, inputs, output)
+    save(1, 2, 3)(ctx, inputs, output)
     ctx.scalar = inputs[0].dim() == 0
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    ring_id, use_calc_stream = ctx.kept
-    mine = torch.ops.commlib.reduce_scatter(grad, ring_id, "sum", use_calc_stream)
-    return mine.view(()) if ctx.scalar else mine, None, None
+    ring_id, size, use_calc_stream = ctx.kept
+    mine = torch.ops.commlib.reduce_scatter(grad, ring_id, size, "sum", use_calc_stream)
+    return mine.view(()) if ctx.scalar else mine, None, None, None
 
 
 _twin = register(
-    "all_gather(Tensor x, int ring_id, bool use_calc_stream) -> Tensor",
+    "all_gather(Tensor x, int ring_id, int size, bool use_calc_stream) -> Tensor",
     _run,
     _fake,
     setup=_setup,

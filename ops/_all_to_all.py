@@ -7,6 +7,7 @@ import torch
 
 from commlib._manager import comm
 from commlib.ops._library import deliver, raw_output, register, registered, rows
+from commlib.ops._traced_ring import size_of, sized
 
 
 def all_to_all(
@@ -28,7 +29,8 @@ def all_to_all(
     Streams and errors as ``all_reduce``; ``ShapeError`` for splits that do not add up.
     """
     if registered("all_to_all", x, ring_id, out, use_calc_stream, sync_op):
-        result = _twin(x, ring_id, _list(out_splits), _list(in_splits), use_calc_stream)
+        splits = _list(out_splits), _list(in_splits)
+        result = _twin(x, ring_id, size_of(ring_id), *splits, use_calc_stream)
         return deliver(result, out, sync_op)
     context = comm(ring_id)
     if out is None:
@@ -60,11 +62,12 @@ def _new(x: torch.Tensor, out_splits: Sequence[int] | None) -> torch.Tensor:
 def _run(
     x: torch.Tensor,
     ring_id: int,
+    size: int,
     out_splits: list[int] | None,
     in_splits: list[int] | None,
     use_calc_stream: bool,
 ) -> Any:
-    return comm(ring_id).all_to_all(
+    return sized("all_to_all", ring_id, size).all_to_all(
         _new(x, out_splits),
         x,
         out_splits=out_splits,
@@ -76,31 +79,32 @@ def _run(
 def _fake(
     x: torch.Tensor,
     ring_id: int,
+    size: int,
     out_splits: list[int] | None,
     in_splits: list[int] | None,
     use_calc_stream: bool,
 ) -> torch.Tensor:
+    sized("all_to_all", ring_id, size)
     return _new(x, out_splits)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
     """Keep the way back: what came goes out again, and the result has the rows of ``x``."""
-    x, ring_id, out_splits, in_splits, use_calc_stream = inputs
+    x, ring_id, size, out_splits, in_splits, use_calc_stream = inputs
     if in_splits is None and out_splits is not None:
-        size = comm(ring_id).size
         in_splits = [rows(x)[0] // size] * size
-    ctx.kept = ring_id, out_splits, in_splits, use_calc_stream
+    ctx.kept = ring_id, size, out_splits, in_splits, use_calc_stream
     ctx.scalar = x.dim() == 0
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    ring_id, out_splits, in_splits, use_calc_stream = ctx.kept
-    back = _twin(grad, ring_id, in_splits, out_splits, use_calc_stream)
-    return back.view(()) if ctx.scalar else back, None, None, None, None
+    ring_id, size, out_splits, in_splits, use_calc_stream = ctx.kept
+    back = _twin(grad, ring_id, size, in_splits, out_splits, use_calc_stream)
+    return back.view(()) if ctx.scalar else back, None, None, None, None, None
 
 
 _twin = register(
-    "all_to_all(Tensor x, int ring_id, SymInt[]? out_splits, SymInt[]? in_splits,"
+    "all_to_all(Tensor x, int ring_id, int size, SymInt[]? out_splits, SymInt[]? in_splits,"
     " bool use_calc_stream) -> Tensor",
     _run,
     _fake,

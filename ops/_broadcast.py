@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from commlib._manager import comm
-from commlib.ops._library import deliver, like, raw_output, register, registered, save
+from commlib.ops._library import deliver, like, once, raw_output, register, registered, save
 
 
 def broadcast(
@@ -45,12 +45,22 @@ def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     ring_id, root, use_calc_stream = ctx.kept
-    total = torch.ops.commlib.reduce(grad, ring_id, root, "sum", use_calc_stream)
-    if comm(ring_id).rank != root:
-        total = torch.zeros_like(total)
-    return total, None, None, None
+    return _grad_twin(grad, ring_id, root, use_calc_stream), None, None, None
 
 
+def _grad_run(grad: torch.Tensor, ring_id: int, root: int, use_calc_stream: bool) -> Any:
+    """Return the sum on root and zeros elsewhere; who is root is known when it runs."""
+    context, total = comm(ring_id), like(grad)
+    context.reduce(total, grad, root=root, use_calc_stream=use_calc_stream)
+    return total if context.rank == root else total.zero_()
+
+
+_grad_twin = register(
+    "broadcast_grad(Tensor grad, int ring_id, int root, bool use_calc_stream) -> Tensor",
+    _grad_run,
+    _fake,
+    backward=once("broadcast"),
+)
 _twin = register(
     "broadcast(Tensor x, int ring_id, int root, bool use_calc_stream) -> Tensor",
     _run,

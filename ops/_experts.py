@@ -14,6 +14,7 @@ from commlib._streams import capturing
 from commlib.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from commlib.ops._agreement import Fact, agree, told
 from commlib.ops._library import needs_op, register
+from commlib.ops._traced_ring import size_of, sized
 
 Table = np.ndarray[Any, Any]
 VERBS = {False: "global_scatter", True: "global_gather"}
@@ -115,21 +116,34 @@ def _compared(context: CommContext, verb: str, every: list[list[int]]) -> Table:
     return np.ascontiguousarray(sent)
 
 
+def _run(
+    x: torch.Tensor,
+    local_count: torch.Tensor,
+    global_count: torch.Tensor,
+    ring_id: int,
+    size: int,
+    back: bool,
+) -> torch.Tensor:
+    sized(VERBS[back], ring_id, size)
+    return agreed(x, local_count, global_count, ring_id, back)
+
+
 def _fake(
     x: torch.Tensor,
     local_count: torch.Tensor,
     global_count: torch.Tensor,
     ring_id: int,
+    size: int,
     back: bool,
 ) -> torch.Tensor:
-    size = comm(ring_id).size
+    sized(VERBS[back], ring_id, size)
     return torch.empty((size, size, len(local_count) // size), dtype=torch.int64, device="cpu")
 
 
 _agreed = register(
-    "agreed_counts(Tensor x, Tensor local_count, Tensor global_count, int ring_id, bool back)"
-    " -> Tensor",
-    agreed,
+    "agreed_counts(Tensor x, Tensor local_count, Tensor global_count, int ring_id, int size,"
+    " bool back) -> Tensor",
+    _run,
     _fake,
 )
 
@@ -143,7 +157,8 @@ def table(
 ) -> torch.Tensor:
     """``agreed``, eager or traced; no gradient flows through it."""
     if needs_op(x, local_count, global_count):
-        agreed_on: torch.Tensor = _agreed(x.detach(), local_count, global_count, ring_id, back)
+        counts = local_count, global_count
+        agreed_on: torch.Tensor = _agreed(x.detach(), *counts, ring_id, size_of(ring_id), back)
         return agreed_on
     if x.requires_grad:
         needs_result(comm(ring_id), VERBS[back])
@@ -154,7 +169,7 @@ def move(
     x: torch.Tensor, counts: torch.Tensor, ring_id: int, use_calc_stream: bool, back: bool
 ) -> torch.Tensor:
     """Launch the exchange of an agreed table and return the rows that come to this rank."""
-    context, held = comm(ring_id), counts.numpy()
+    context, held = sized(VERBS[back], ring_id, len(counts)), counts.numpy()
     mine = held[context.rank] if back else held[:, context.rank]
     out = x.new_empty((int(mine.sum()), x.shape[1]))
     way = routes(held, context.rank, back=back)

@@ -6,6 +6,7 @@ import torch
 
 from commlib._manager import comm
 from commlib.ops._library import deliver, raw_output, register, rows, traced
+from commlib.ops._traced_ring import rank_of, size_of, sized
 
 
 def gather(
@@ -25,38 +26,45 @@ def gather(
     ``all_reduce``.
     """
     if traced("gather", use_calc_stream, sync_op, ring_id, x=x, out=out):
-        result = _twin(x.detach(), ring_id, root, use_calc_stream)
-        if out is not None and comm(ring_id).rank != root:
+        size, rank = size_of(ring_id), rank_of(ring_id)
+        result = _twin(x.detach(), ring_id, size, rank, root, use_calc_stream)
+        if out is not None and rank != root:
             result, out = out, None
         return deliver(result, out, sync_op)
     context = comm(ring_id)
     if out is None:
         out = (
-            _new(x, ring_id, root)
+            _new(x, context.size, context.rank == root)
             if fenced or use_calc_stream
-            else raw_output(context, _new, x, ring_id, root)
+            else raw_output(context, _new, x, context.size, context.rank == root)
         )
     return context.gather(
         out, x, root=root, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
 
 
-def _new(x: torch.Tensor, ring_id: int, root: int) -> torch.Tensor:
-    context, (count, rest) = comm(ring_id), rows(x)
-    return x.new_empty((count * context.size if context.rank == root else 0, *rest))
+def _new(x: torch.Tensor, size: int, at_root: bool) -> torch.Tensor:
+    count, rest = rows(x)
+    return x.new_empty((count * size if at_root else 0, *rest))
 
 
-def _run(x: torch.Tensor, ring_id: int, root: int, use_calc_stream: bool) -> Any:
-    out = _new(x, ring_id, root)
-    return comm(ring_id).gather(out, x, root=root, use_calc_stream=use_calc_stream)
+def _run(
+    x: torch.Tensor, ring_id: int, size: int, rank: int, root: int, use_calc_stream: bool
+) -> Any:
+    context = sized("gather", ring_id, size, rank)
+    out = _new(x, size, rank == root)
+    return context.gather(out, x, root=root, use_calc_stream=use_calc_stream)
 
 
-def _fake(x: torch.Tensor, ring_id: int, root: int, use_calc_stream: bool) -> torch.Tensor:
-    return _new(x, ring_id, root)
+def _fake(
+    x: torch.Tensor, ring_id: int, size: int, rank: int, root: int, use_calc_stream: bool
+) -> torch.Tensor:
+    sized("gather", ring_id, size, rank)
+    return _new(x, size, rank == root)
 
 
 _twin = register(
-    "gather(Tensor x, int ring_id, int root, bool use_calc_stream) -> Tensor",
+    "gather(Tensor x, int ring_id, int size, int rank, int root, bool use_calc_stream) -> Tensor",
     _run,
     _fake,
     vmap="last",

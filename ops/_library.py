@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._higher_order_ops import effects
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
@@ -18,8 +17,12 @@ from commlib._tensors import has_memory, is_symbolic
 from commlib._work import Work
 from commlib.errors import ArgumentError, DtypeError, ShapeError
 from commlib.ops import _autograd, _vmap
+from commlib.ops._compile_cache import cacheable
+from commlib.ops._ordered import order
+from commlib.ops._traced_ring import outside_group
 
 _library = torch.library.Library("commlib", "DEF")
+_EVERY_DEVICE = "CompositeExplicitAutograd"
 
 
 def register(
@@ -42,16 +45,16 @@ def register(
     name = f"commlib::{schema.partition('(')[0]}"
     # torch.jit.trace removes and merges what is not conservative.
     _library.define(schema, alias_analysis="CONSERVATIVE" if ordered else "")
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(name, fake, lib=_library)
     overload = getattr(torch.ops.commlib, name.removeprefix("commlib::")).default
+    _library.impl(name, outside_group(overload, run) if ordered else run, _EVERY_DEVICE)
+    torch.library.register_fake(name, cacheable(fake), lib=_library)
     if backward is not None:
         kernel = _autograd.kernel(overload, setup, backward)
         _library.impl(name, kernel, "Autograd", with_keyset=True)
     rule = _vmap.batched(overload, vmap) if vmap else _vmap.refusal(overload)
     torch.library.register_vmap(name, rule, lib=_library)
     if ordered:
-        effects._register_effectful_op(overload, effects._EffectType.ORDERED)
+        order(overload, _library)
     return overload
 
 

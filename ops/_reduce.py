@@ -6,6 +6,7 @@ import torch
 
 from commlib._manager import comm
 from commlib.ops._library import deliver, like, raw_output, register, traced
+from commlib.ops._traced_ring import rank_of
 
 
 def reduce(
@@ -26,7 +27,7 @@ def reduce(
     """
     if traced("reduce", use_calc_stream, sync_op, ring_id, x=x, out=out):
         result = _twin(x.detach(), ring_id, root, op, use_calc_stream)
-        if out is not None and comm(ring_id).rank != root:
+        if out is not None and rank_of(ring_id) != root:
             result, out = out, None
         return deliver(result, out, sync_op)
     context = comm(ring_id)

@@ -4,9 +4,11 @@ from typing import Any
 
 import torch
 
+from commlib._context import CommContext
 from commlib._manager import comm
 from commlib.errors import ArgumentError
 from commlib.ops._library import deliver, raw_output, register, registered, rows_of, save
+from commlib.ops._traced_ring import size_of, sized
 
 
 def reduce_scatter(
@@ -26,43 +28,43 @@ def reduce_scatter(
     errors as ``all_reduce``; ``ShapeError`` when n does not divide.
     """
     if registered("reduce_scatter", x, ring_id, out, use_calc_stream, sync_op):
-        return deliver(_twin(x, ring_id, op, use_calc_stream), out, sync_op)
+        return deliver(_twin(x, ring_id, size_of(ring_id), op, use_calc_stream), out, sync_op)
     context = comm(ring_id)
     if out is None:
         out = (
-            _new(x, ring_id) if fenced or use_calc_stream else raw_output(context, _new, x, ring_id)
+            _new(context, x) if fenced or use_calc_stream else raw_output(context, _new, context, x)
         )
     return context.reduce_scatter(
         out, x, op=op, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
 
 
-def _new(x: torch.Tensor, ring_id: int) -> torch.Tensor:
-    context = comm(ring_id)
+def _new(context: CommContext, x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(rows_of(context.where("reduce_scatter"), x, context.size))
 
 
-def _run(x: torch.Tensor, ring_id: int, op: str, use_calc_stream: bool) -> Any:
-    return comm(ring_id).reduce_scatter(_new(x, ring_id), x, op=op, use_calc_stream=use_calc_stream)
+def _run(x: torch.Tensor, ring_id: int, size: int, op: str, use_calc_stream: bool) -> Any:
+    context = sized("reduce_scatter", ring_id, size)
+    return context.reduce_scatter(_new(context, x), x, op=op, use_calc_stream=use_calc_stream)
 
 
-def _fake(x: torch.Tensor, ring_id: int, op: str, use_calc_stream: bool) -> torch.Tensor:
-    return _new(x, ring_id)
+def _fake(x: torch.Tensor, ring_id: int, size: int, op: str, use_calc_stream: bool) -> torch.Tensor:
+    return _new(sized("reduce_scatter", ring_id, size), x)
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    ring_id, op, use_calc_stream = ctx.kept
+    ring_id, size, op, use_calc_stream = ctx.kept
     if op not in ("sum", "avg"):
         raise ArgumentError(f"reduce_scatter with op={op!r} has no gradient; type x.detach()")
-    whole = torch.ops.commlib.all_gather(grad, ring_id, use_calc_stream)
-    return whole / comm(ring_id).size if op == "avg" else whole, None, None, None
+    whole = torch.ops.commlib.all_gather(grad, ring_id, size, use_calc_stream)
+    return whole / size if op == "avg" else whole, None, None, None, None
 
 
 _twin = register(
-    "reduce_scatter(Tensor x, int ring_id, str op, bool use_calc_stream) -> Tensor",
+    "reduce_scatter(Tensor x, int ring_id, int size, str op, bool use_calc_stream) -> Tensor",
     _run,
     _fake,
-    setup=save(1, 2, 3),
+    setup=save(1, 2, 3, 4),
     backward=_backward,
     vmap="last",
 )

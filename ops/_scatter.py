@@ -4,8 +4,10 @@ from typing import Any
 
 import torch
 
+from commlib._context import CommContext
 from commlib._manager import comm
 from commlib.ops._library import deliver, raw_output, register, rows_of, traced
+from commlib.ops._traced_ring import size_of, sized
 
 
 def scatter(
@@ -25,32 +27,35 @@ def scatter(
     Streams and errors as ``all_reduce``; ``ShapeError`` when n does not divide.
     """
     if traced("scatter", use_calc_stream, sync_op, ring_id, x=x, out=out):
-        return deliver(_twin(x.detach(), ring_id, root, use_calc_stream), out, sync_op)
+        result = _twin(x.detach(), ring_id, size_of(ring_id), root, use_calc_stream)
+        return deliver(result, out, sync_op)
     context = comm(ring_id)
     if out is None:
         out = (
-            _new(x, ring_id) if fenced or use_calc_stream else raw_output(context, _new, x, ring_id)
+            _new(context, x) if fenced or use_calc_stream else raw_output(context, _new, context, x)
         )
     return context.scatter(
         out, x, root=root, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
 
 
-def _new(x: torch.Tensor, ring_id: int) -> torch.Tensor:
-    context = comm(ring_id)
+def _new(context: CommContext, x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(rows_of(context.where("scatter"), x, context.size))
 
 
-def _run(x: torch.Tensor, ring_id: int, root: int, use_calc_stream: bool) -> Any:
-    return comm(ring_id).scatter(_new(x, ring_id), x, root=root, use_calc_stream=use_calc_stream)
+def _run(x: torch.Tensor, ring_id: int, size: int, root: int, use_calc_stream: bool) -> Any:
+    context = sized("scatter", ring_id, size)
+    return context.scatter(_new(context, x), x, root=root, use_calc_stream=use_calc_stream)
 
 
-def _fake(x: torch.Tensor, ring_id: int, root: int, use_calc_stream: bool) -> torch.Tensor:
-    return _new(x, ring_id)
+def _fake(
+    x: torch.Tensor, ring_id: int, size: int, root: int, use_calc_stream: bool
+) -> torch.Tensor:
+    return _new(sized("scatter", ring_id, size), x)
 
 
 _twin = register(
-    "scatter(Tensor x, int ring_id, int root, bool use_calc_stream) -> Tensor",
+    "scatter(Tensor x, int ring_id, int size, int root, bool use_calc_stream) -> Tensor",
     _run,
     _fake,
     vmap="last",

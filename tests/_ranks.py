@@ -60,11 +60,7 @@ class Place:
 
 @functools.cache
 def _compile_cache() -> tempfile.TemporaryDirectory[str]:
-    """Keep compiled code for this run alone.
-
-    A graph that an earlier run cached, when an operator was registered otherwise, would be used
-    again: how operators are ordered is no part of the cache's key.
-    """
+    """Keep compiled code for this run alone, so that no earlier run decides on its hits."""
     return tempfile.TemporaryDirectory(prefix="commlib-tests-")
 
 

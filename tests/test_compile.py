@@ -191,13 +191,13 @@ def registrations(comm: Any) -> None:
     registered = torch.ops.commlib
     rows: list[tuple[Any, tuple[Any, ...]]] = [
         (registered.all_reduce, (0, "sum", None, "all_reduce", True)),
-        (registered.all_gather, (0, True)),
-        (registered.reduce_scatter, (0, "sum", True)),
-        (registered.all_to_all, (0, None, None, True)),
+        (registered.all_gather, (0, 2, True)),
+        (registered.reduce_scatter, (0, 2, "sum", True)),
+        (registered.all_to_all, (0, 2, None, None, True)),
         (registered.broadcast, (0, 1, True)),
         (registered.identity, (0, True)),
-        (registered.concat, (0, True)),
-        (registered.split, (0, True)),
+        (registered.concat, (0, 2, True)),
+        (registered.split, (0, 2, True)),
     ]
     for operator, rest in rows:
         leaf = x.clone().requires_grad_()

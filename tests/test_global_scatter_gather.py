@@ -186,7 +186,7 @@ def registered(comm: Any) -> None:
     x = inputs(counts, 2, torch.float64)[comm.rank].to(comm.device)
     whole = torch.tensor(counts)
     operators = torch.ops.commlib
-    torch.library.opcheck(operators.agreed_counts.default, (x, *mine, 0, False))
+    torch.library.opcheck(operators.agreed_counts.default, (x, *mine, 0, comm.size, False))
     there = ops.global_scatter(x, *mine)
     for rows in (x, x.clone().requires_grad_()):
         torch.library.opcheck(operators.to_experts.default, (rows, whole, 0, True, len(there)))

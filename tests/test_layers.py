@@ -32,6 +32,7 @@ LAYERS = (  # lowest first: a module imports from lines above its own, or from i
     "commlib.channel",
     "commlib.custom_allreduce",
     "commlib._checks",
+    "commlib._compiler",
     "commlib._observers",
     "commlib._mismatch",
     "commlib._modes",

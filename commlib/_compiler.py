@@ -1,0 +1,39 @@
+"""Blocks that torch.compile must not trace."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
+
+import torch
+
+Entered = TypeVar("Entered")
+
+
+def leave_to_eager(reason: str) -> None:
+    """Leave the function that is being traced to eager code; an error with ``fullgraph=True``.
+
+    Args:
+        reason: What can't be traced and what to call instead, for torch's message.
+    """
+    if hasattr(torch._dynamo, "skip_frame"):
+        torch._dynamo.skip_frame(msg=reason)
+    else:  # torch then traces what follows; the block itself runs in untraced()
+        torch._dynamo.graph_break(msg=reason)
+
+
+@contextmanager
+def untraced(block: AbstractContextManager[Entered]) -> Iterator[Entered]:
+    """Enter ``block``, and don't let torch.compile trace the functions that are called in it."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    switch = getattr(compiler, "set_eval_frame", None)
+    if switch is None:
+        with block as entered:
+            yield entered
+        return
+    before = switch(None)
+    try:
+        with block as entered:
+            yield entered
+    finally:
+        switch(before)

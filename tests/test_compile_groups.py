@@ -1,0 +1,81 @@
+"""torch.compile and ring.group(): the block stays eager code, and what can't work says so."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import commlib
+from commlib import ops
+from commlib.errors import ArgumentError
+from tests._check import close, refused, same
+from tests._operator import calls, compile_whole
+from tests._ranks import Ranks
+
+Tensor = torch.Tensor
+
+
+def both_ways(x: Tensor) -> Tensor:
+    """Return what the other rank sends: both send first, which only a group allows."""
+    ring = commlib.comm()
+    y: Tensor = torch.empty_like(x)
+    with ring.group():
+        ops.send(x * 2, peer=1 - ring.rank)
+        y = ops.recv(y, peer=1 - ring.rank)
+    return y + 1
+
+
+def collected(x: Tensor) -> Tensor:
+    """Return results of two collectives in one group."""
+    x = x * 2
+    with commlib.comm().group():
+        total = ops.all_reduce(x)
+        whole = ops.all_gather(x)
+    both: Tensor = total + whole.view(2, -1).sum(0)
+    return both
+
+
+def nested(x: Tensor) -> Tensor:
+    """Return the same from a function that is called in the middle."""
+    return both_ways(x + 1) * 2
+
+
+BODIES = (both_ways, collected, nested)
+
+
+def left_to_eager(comm: Any) -> None:
+    """Without fullgraph the group is eager code; with it the error names what to call."""
+    x = torch.arange(4.0, device=comm.device) + comm.rank
+    for body in BODIES:
+        want, before = body(x), calls(comm)
+        torch._dynamo.reset()
+        close(torch.compile(body, backend="aot_eager")(x), want, body.__name__)
+        same(calls(comm) - before, 2, f"{body.__name__}: calls")
+        with pytest.raises(Exception, match=r"ring.group\(\).*ops.all_to_all"):
+            compile_whole(body)(x)
+        same(calls(comm) - before, 2, f"{body.__name__}: calls of the refused one")
+        close(body(x), want, f"{body.__name__} after that")
+
+
+def test_functions_with_a_group(ranks: Ranks) -> None:
+    ranks(left_to_eager)
+
+
+def compiled_inside(comm: Any) -> None:
+    """Compiled code inside a group would use results before they are there: refused."""
+    x = torch.arange(4.0, device=comm.device)
+    bodies: list[Callable[[Tensor], Any]] = [
+        lambda x: ops.all_reduce(x) * 2,
+        lambda x: ops.recv(x, peer=1 - comm.rank),
+    ]
+    for body in bodies:
+        compiled, before = compile_whole(body), calls(comm)
+        with refused(ArgumentError, "inside `with ring.group():`", "outside"), comm.group():
+            compiled(x)
+        same(calls(comm) - before, 0, "calls launched by a refused group")
+    close(ops.all_reduce(x), x * 2, "the ring after that")
+
+
+def test_compiled_code_inside_a_group(ranks: Ranks) -> None:
+    ranks(compiled_inside)
