@@ -1,13 +1,19 @@
 """Where the ranks of a program find each other: torchrun's or Paddle's environment, and a store."""
 
+import ctypes
 import os
 from dataclasses import dataclass
 from functools import partial
 
 import torch.distributed as dist
 
-from commlib._deadline import Deadline
-from commlib.errors import BootstrapError
+from commlib import flags
+from commlib._deadline import Deadline, bounded
+from commlib._log import log
+from commlib._store import BoundedStore, Connection
+from commlib._store import forget as forget_connections
+from commlib._tcp import LOOPBACK, TcpOpening, serve
+from commlib.errors import BootstrapError, CommTimeout
 
 
 @dataclass(frozen=True)
@@ -134,62 +140,101 @@ def _checked(world: World) -> World:
     return world
 
 
-# The open store of the process: it outlives shutdown(), so that a rank that is slower to close its
-# rings, or faster to call init() again, always finds the same server.
-_open: dict[tuple[str, int], dist.Store] = {}
+# The connections of the process by address. They outlive shutdown(), so that a rank that is slower
+# to close its rings, or faster to call init() again, always finds the same server.
+_open: dict[tuple[str, int], BoundedStore] = {}
+_served: dict[tuple[str, int], dist.Store] = {}
+_rooms: dict[tuple[str, int], tuple[World, BoundedStore]] = {}  # this run's part of them
+_LAST_S = 1.0  # for what is still under way on a connection that is closed
 
 
-def connect(world: World, deadline: Deadline) -> dist.Store:
+def connect(world: World, deadline: Deadline) -> BoundedStore:
     """Open the store of ``world``: its rank 0 serves it unless a launcher does.
 
-    An initialised ``torch.distributed`` lends its store. Blocks at most until ``deadline``. Raises
-    ``BootstrapError`` with address and port when the port is taken or nobody answers.
+    An initialised ``torch.distributed`` lends its store. Blocks at most until ``deadline``.
+
+    Raises:
+        BootstrapError: the port is taken, the host is unknown, nobody answers, or the store
+            belongs to a run with another token.
     """
+    token = run_token()
     if world.address not in _open and dist.is_initialized():
-        return dist.PrefixStore(world.prefix, dist.distributed_c10d._get_default_store())
+        root = BoundedStore.of(dist.distributed_c10d._get_default_store())
+        return _checked_run(root, world, token, deadline)
     if world.address is None:
         raise BootstrapError("a ring of several ranks needs a rendezvous; start with torchrun")
     if world.address not in _open:
         _open[world.address] = _tcp_store(world, *world.address, deadline)
-    return dist.PrefixStore(world.prefix, _open[world.address])
+    room = _checked_run(_open[world.address], world, token, deadline)
+    _rooms[world.address] = world, room
+    return room
 
 
-def _tcp_store(world: World, host: str, port: int, deadline: Deadline) -> dist.Store:
-    try:
-        return dist.TCPStore(
-            host,
-            port,
-            None,
-            world.hosts_store,
-            timeout=deadline.timedelta(),
-            wait_for_workers=False,
-            multi_tenant=True,  # init_process_group("env://") may serve the same port later
-        )
-    except Exception as error:
-        role, hint = "reach", "is rank 0 running, and are MASTER_ADDR and MASTER_PORT right?"
-        if world.hosts_store:
-            role, hint = "serve", "the port is taken or the host is another; change MASTER_PORT"
+def run_token() -> str:
+    """Return what tells this run from others: FLAGS_comm_run_token, else torchrun's run id."""
+    given: str = flags.get(flags.RUN_TOKEN)
+    return given or os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def _checked_run(root: BoundedStore, world: World, token: str, deadline: Deadline) -> BoundedStore:
+    """Return this run's part of the store; the first rank names the run, the others compare."""
+    root.connection.revive()
+    first = root.compare_set("commlib/run", "", f"run {token}", deadline).removeprefix("run ")
+    if first != token:
         raise BootstrapError(
-            f"rank {world.rank} of {world.size} can't {role} the store at {host}:{port} within "
-            f"{deadline.seconds:g} s: {hint} ({type(error).__name__}: {str(error).splitlines()[0]})"
-        ) from error
+            f"rank {world.rank} of {world.size}: the store at {root.connection.where} belongs to "
+            f"run {first!r}, this rank to run {token!r}: another program uses the same address. "
+            f"Change MASTER_PORT, or set {flags.RUN_TOKEN} to the same text on every rank"
+        )
+    return root.under(f"{world.prefix}/{token}")
 
 
-def _all_left(room: dist.Store, size: int) -> bool:
-    return room.add("left", 0) >= size
+def _tcp_store(world: World, host: str, port: int, deadline: Deadline) -> BoundedStore:
+    who = f"rank {world.rank} of {world.size}"
+    if _on_one_host(world):
+        host = LOOPBACK
+    if world.hosts_store and (host, port) not in _served:
+        what = f"serving the store at {host}:{port}"
+        try:
+            server = bounded(lambda: serve(host, port, who, deadline), deadline, what)
+        except CommTimeout as error:
+            raise BootstrapError(f"{who}: {error}; is MASTER_ADDR={host!r} known here?") from error
+        _served[host, port] = server
+    return BoundedStore(Connection(TcpOpening(host, port, who), f"{host}:{port}"))
+
+
+def _on_one_host(world: World) -> bool:
+    """Return True if the launcher says that all ranks are here and that none of its own serves."""
+    env = os.environ
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return False
+    if "PADDLE_TRAINER_ID" in env and "RANK" not in env:
+        return len({one.rpartition(":")[0] for one in paddle_endpoints()}) == 1
+    return env.get("LOCAL_WORLD_SIZE") == str(world.size)
 
 
 def leave(deadline: Deadline) -> None:
     """Say goodbye at exit; the rank that serves the store stays until all have, or the deadline."""
-    if not _open:
-        return
-    here, stores = world(), list(_open.values())
-    _open.clear()
-    for store in stores:
-        room = dist.PrefixStore(here.prefix, store)
+    for world, room in _rooms.values():
         try:
-            left = room.add("left", 1)
-        except RuntimeError:
-            continue  # the server has gone first; there is nobody to tell
-        if here.hosts_store and left < here.size:
-            deadline.poll(partial(_all_left, room, here.size))
+            if room.add("left", 1, deadline) == world.size:
+                room.set("all left", "1", deadline)
+            elif world.hosts_store:
+                deadline.poll(partial(room.check, ["all left"], deadline), longest_sleep=0.05)
+        except BootstrapError:
+            where = room.connection.where
+            log.once("the process that serves the store at %s ended first", where)
+    for root in _open.values():
+        root.connection.close(_LAST_S)
+    for table in (_open, _rooms, _served):
+        table.clear()
+
+
+def forget() -> None:
+    """Give up every store in a forked child, without using or closing a socket."""
+    for server in _served.values():
+        # Its destructor would wait for a thread that only the parent has.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
+    forget_connections()
+    for table in (_open, _rooms, _served):
+        table.clear()

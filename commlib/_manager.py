@@ -22,7 +22,7 @@ from commlib._legacy import LegacyCommContext
 from commlib._log import log
 from commlib._nccl import NCCLCommContext
 from commlib._rollcall import Meeting, RollCall
-from commlib.errors import ArgumentError, BootstrapError, CommError, DeviceError, RingError
+from commlib.errors import ArgumentError, CommError, DeviceError, RingError
 
 Seconds = float | timedelta
 
@@ -135,16 +135,10 @@ class CommContextManager:
         build = partial(engine, ring_id, members.index(world.rank), members, device, deadline)
         if len(members) == 1:
             return build(None)
-        try:
-            call = self._roll_call(world, store, deadline)
-            kind = f"{engine.engine} ({device.type})"
-            meeting = call.meet(ring_id, members, deadline, kind, engine.credentials)
-            return _set_up(build, meeting, deadline)
-        except dist.DistError as error:
-            raise BootstrapError(
-                f"creating ring {ring_id} of ranks {list(members)} on rank {world.rank}: the "
-                f"rendezvous store can't be used ({error}); is the process that serves it alive?"
-            ) from error
+        call = self._roll_call(world, store, deadline)
+        kind = f"{engine.engine} ({device.type})"
+        meeting = call.meet(ring_id, members, deadline, kind, engine.credentials)
+        return _set_up(build, meeting, deadline)
 
     def _roll_call(self, world: World, store: dist.Store | None, deadline: Deadline) -> RollCall:
         key = (world.address, world.prefix) if store is None else store

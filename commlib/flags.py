@@ -19,6 +19,7 @@ CLOSE_TIMEOUT = "FLAGS_comm_close_timeout_s"
 CHANNEL = "FLAGS_comm_channel_mib"
 CUSTOM_ALLREDUCE = "FLAGS_custom_allreduce"
 ASYNC_BLOCKS = "FLAGS_comm_async_blocks"
+RUN_TOKEN = "FLAGS_comm_run_token"
 
 _TRUE = ("1", "true", "on", "yes")
 _FALSE = ("0", "false", "off", "no")
@@ -69,6 +70,16 @@ def _blocks(name: str, value: object) -> int:
     return int(text)
 
 
+def _token(name: str, value: object) -> str:
+    text = str(value).strip()
+    if len(text) > 128 or not text.isprintable() or "/" in text:
+        raise FlagError(
+            f"{name}={value!r} can't name a run: expected at most 128 printable characters without "
+            f"a slash; set for example `export {name}=job-17`"
+        )
+    return text
+
+
 @dataclass(frozen=True)
 class Flag:
     """One row: what a flag is called, how its text is read, and what it is for."""
@@ -114,6 +125,13 @@ _FLAGS = {
             _blocks,
             32,
             "most blocks of a push kernel that runs at the same time as compute (sync_op=False)",
+        ),
+        Flag(
+            RUN_TOKEN,
+            "text",
+            _token,
+            "",
+            "name of the run, the same on all its ranks: ranks of two runs refuse each other",
         ),
     )
 }
