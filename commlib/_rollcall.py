@@ -100,7 +100,8 @@ class RollCall:
             place = Place(self.store, ring, generation)
             self._table.publish(self._state(place, call), call.deadline)
             number, arrived = self._sign_in(place, call)
-            if not place.ended(call.deadline):
+            # Ended may also mean that this rank was the last one that the others waited for.
+            if not place.ended(call.deadline) or place.room.check(["verdict"], call.deadline):
                 verdict = self._verdict(place, call, number, arrived)
                 if not self._too_late(verdict):
                     break

@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 from torch.distributed import HashStore, Store
@@ -36,6 +37,15 @@ class _Slow(Store):
 
     def check(self, keys: list[str]) -> bool:
         return self.fast.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        self.fast.wait(keys, timeout)
+
+    def append(self, key: str, value: str) -> None:
+        self.fast.append(key, value)
+
+    def delete_key(self, key: str) -> bool:
+        return self.fast.delete_key(key)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return self.fast.multi_get(keys)
