@@ -13,7 +13,6 @@ from contextlib import contextmanager
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-
 from commlib._deadline import Deadline
 from commlib._store import BoundedStore, Connection
 from commlib._tcp import TcpOpening, addresses, serve
@@ -130,7 +129,8 @@ def test_a_client_waits_for_a_server_that_comes_later(capfd: pytest.CaptureFixtu
     ours.set("x", "1")
     client.join(60)
     same(got, [b"1"])
-    same(capfd.readouterr().err, "", "no stack traces of attempts that found no server")
+    noise = capfd.readouterr().err
+    assert "frame #" not in noise and "failed to connect" not in noise, noise
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
@@ -153,7 +153,7 @@ def test_forget() -> None:
     code = """
 import os, sys
 from torch.distributed import HashStore
-
+from commlib import _store
 from commlib._deadline import Deadline
 from commlib.errors import BootstrapError
 store = _store.BoundedStore.of(HashStore())
