@@ -22,7 +22,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     commlib.shutdown()
     commlib.CommContextManager.instance()._calls.clear()
     for table in (_bootstrap._open, _bootstrap._rooms, _bootstrap._served):
-        table.clear()  # type: ignore[attr-defined]
+        table.clear()
 
 
 def set_all(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
