@@ -2,17 +2,20 @@
 
 import multiprocessing
 import os
-import socket
 from dataclasses import dataclass
 from functools import partial
 
 import torch.distributed as dist
 
-from commlib._deadline import Deadline
+from commlib import flags
+from commlib._deadline import Deadline, bounded
 from commlib._keepalive import keep_forever
 from commlib._launchers import Launched, launched
 from commlib._log import log
-from commlib.errors import BootstrapError
+from commlib._store import BoundedStore, Connection
+from commlib._store import forget as forget_connections
+from commlib._tcp import LOOPBACK, TcpOpening, serve
+from commlib.errors import BootstrapError, CommTimeout
 
 _PREFIX = "commlib/run/0"
 _QUIET_S = 2.0  # ranks that end together need no line in the log
@@ -193,53 +196,77 @@ def _checked(world: World) -> World:
     return world
 
 
-# The open store of the process: it outlives shutdown(), so that a rank that is slower to close its
-# rings, or faster to call init() again, always finds the same server.
-_open: dict[tuple[str, int], dist.Store] = {}
+# The connections of the process by address. They outlive shutdown(), so that a rank that is slower
+# to close its rings, or faster to call init() again, always finds the same server.
+_open: dict[tuple[str, int], BoundedStore] = {}
+_served: dict[tuple[str, int], dist.Store] = {}
+_rooms: dict[tuple[str, int], tuple[World, BoundedStore]] = {}  # this run's part of them
+_LAST_S = 1.0  # for what is still under way on a connection that is closed
 
 
-def connect(world: World, deadline: Deadline) -> dist.Store:
+def connect(world: World, deadline: Deadline) -> BoundedStore:
     """Open the store of ``world``: its rank 0 serves it unless a launcher does.
 
-    An initialised ``torch.distributed`` lends its store. Blocks at most until ``deadline``. Raises
-    ``BootstrapError`` with address and port when the port is taken or nobody answers.
+    An initialised ``torch.distributed`` lends its store. Blocks at most until ``deadline``.
+
+    Raises:
+        BootstrapError: the port is taken, the host is unknown, nobody answers, or the store
+            belongs to a run with another token.
     """
+    token = run_token()
     if world.address not in _open and dist.is_initialized():
-        return dist.PrefixStore(world.prefix, dist.distributed_c10d._get_default_store())
+        root = BoundedStore.of(dist.distributed_c10d._get_default_store())
+        return _checked_run(root, world, token, deadline)
     if world.address is None:
         raise BootstrapError("a ring of several ranks needs a rendezvous; start with torchrun")
     if world.address not in _open:
         _open[world.address] = _tcp_store(world, *world.address, deadline)
-        _worlds[world.address] = world
-    return dist.PrefixStore(world.prefix, _open[world.address])
+    room = _checked_run(_open[world.address], world, token, deadline)
+    _rooms[world.address] = world, room
+    return room
 
 
-def _tcp_store(world: World, host: str, port: int, deadline: Deadline) -> dist.Store:
-    try:
-        return dist.TCPStore(
-            host,
-            port,
-            None,
-            world.hosts_store,
-            timeout=deadline.timedelta(),
-            wait_for_workers=False,
-            multi_tenant=True,  # init_process_group("env://") may serve the same port later
-        )
-    except Exception as error:
-        role, hint = "reach", "is rank 0 running, and are MASTER_ADDR and MASTER_PORT right?"
-        if world.hosts_store:
-            role, hint = "serve", "the port is taken or the host is another; change MASTER_PORT"
+def run_token() -> str:
+    """Return what tells this run from others: FLAGS_comm_run_token, else torchrun's run id."""
+    given: str = flags.get(flags.RUN_TOKEN)
+    return given or os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def _checked_run(root: BoundedStore, world: World, token: str, deadline: Deadline) -> BoundedStore:
+    """Return this run's part of the store; the first rank names the run, the others compare."""
+    root.connection.revive()
+    first = root.compare_set("commlib/run", "", f"run {token}", deadline).removeprefix("run ")
+    if first != token:
         raise BootstrapError(
-            f"rank {world.rank} of {world.size} can't {role} the store at {host}:{port} within "
-            f"{deadline.seconds:g} s: {hint} ({type(error).__name__}: {str(error).splitlines()[0]})"
-        ) from error
+            f"rank {world.rank} of {world.size}: the store at {root.connection.where} belongs to "
+            f"run {first!r}, this rank to run {token!r}: another program uses the same address. "
+            f"Change MASTER_PORT, or set {flags.RUN_TOKEN} to the same text on every rank"
+        )
+    return root.under(f"{world.prefix}/{token}")
 
 
-_worlds: dict[tuple[str, int], World] = {}  # of the stores in _open
+def _tcp_store(world: World, host: str, port: int, deadline: Deadline) -> BoundedStore:
+    who = f"rank {world.rank} of {world.size}"
+    if _on_one_host(world):
+        host = LOOPBACK
+    if world.hosts_store and (host, port) not in _served:
+        what = f"serving the store at {host}:{port}"
+        try:
+            server = bounded(lambda: serve(host, port, who, deadline), deadline, what)
+        except CommTimeout as error:
+            raise BootstrapError(f"{who}: {error}; is MASTER_ADDR={host!r} known here?") from error
+        _served[host, port] = server
+    return BoundedStore(Connection(TcpOpening(host, port, who), f"{host}:{port}"))
 
 
-def _all_left(room: dist.Store, size: int) -> bool:
-    return room.add("left", 0) >= size
+def _on_one_host(world: World) -> bool:
+    """Return True if the launcher says that all ranks are here and that none of its own serves."""
+    env = os.environ
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return False
+    if "PADDLE_TRAINER_ID" in env and "RANK" not in env:
+        return len({one.rpartition(":")[0] for one in paddle_endpoints()}) == 1
+    return env.get("LOCAL_WORLD_SIZE") == str(world.size)
 
 
 def leave(deadline: Deadline, *, wait: bool) -> None:
@@ -249,43 +276,34 @@ def leave(deadline: Deadline, *, wait: bool) -> None:
         deadline: The longest wait.
         wait: Whether a rank that serves the store stays until all others have left.
     """
-    stores, worlds = dict(_open), dict(_worlds)
-    _open.clear()
-    _worlds.clear()
-    for address, store in stores.items():
-        here = worlds[address]
-        if not here.hosts_store and not _serves(address, deadline):
-            continue  # the server left first; torch would print a trace of its stack
-        room = dist.PrefixStore(here.prefix, store)
+    for world, room in _rooms.values():
         try:
-            room.set(f"left/{here.rank}", "1")
-            left = room.add("left", 1)
-            if wait and here.hosts_store and left < here.size:
-                _wait_for_others(room, here.size, deadline)
-        except RuntimeError:
-            continue  # the server has left
+            room.set(f"left/{world.rank}", "1", deadline)
+            if room.add("left", 1, deadline) == world.size:
+                room.set("all left", "1", deadline)
+            elif wait and world.hosts_store:
+                _wait_for_others(world, room, deadline)
+        except BootstrapError:
+            where = room.connection.where
+            log.once("the process that serves the store at %s ended first", where)
+    for root in _open.values():
+        root.connection.close(_LAST_S)
+    for table in (_open, _rooms, _served):
+        table.clear()
 
 
-def _serves(address: tuple[str, int], deadline: Deadline) -> bool:
-    """Return True if somebody accepts connections at ``address``."""
-    try:
-        with socket.create_connection(address, timeout=min(1.0, max(0.001, deadline.left()))):
-            return True
-    except OSError:
-        return False
-
-
-def _wait_for_others(room: dist.Store, size: int, deadline: Deadline) -> None:
-    left = partial(_all_left, room, size)
-    if Deadline(min(_QUIET_S, deadline.seconds)).poll(left):
+def _wait_for_others(world: World, room: BoundedStore, deadline: Deadline) -> None:
+    left = partial(room.check, ["all left"], deadline)
+    if Deadline(min(_QUIET_S, deadline.seconds)).poll(left, longest_sleep=0.05):
         return
-    late = [rank for rank in range(size) if not room.check([f"left/{rank}"])]
+    late = [rank for rank in range(world.size) if not room.check([f"left/{rank}"], deadline)]
     log.warning("waiting for ranks %s to leave, at most %g s", late, deadline.seconds)
-    deadline.poll(left)
+    deadline.poll(left, longest_sleep=0.05)
 
 
 def forget() -> None:
-    """Forget the stores in a forked child; their sockets belong to the parent."""
-    keep_forever(dict(_open))
-    _open.clear()
-    _worlds.clear()
+    """Give up every store in a forked child, without using or closing a socket."""
+    keep_forever(dict(_served), dict(_open), dict(_rooms))
+    forget_connections()
+    for table in (_open, _rooms, _served):
+        table.clear()

@@ -14,11 +14,13 @@ from torch._C import _distributed_c10d as c10d
 
 from commlib import _host_group
 from commlib._context import CommContext
-from commlib._deadline import Deadline
+from commlib._deadline import Deadline, bounded
 from commlib._dtypes import NATIVE, Reducer, Wire
 from commlib._ring import ABORT_S
 from commlib._rollcall import Meeting
+from commlib._store import EngineStore
 from commlib._waits import Interruptible, PointToPoint, wait_for
+from commlib.errors import CommTimeout
 
 Tensor = torch.Tensor
 
@@ -74,10 +76,17 @@ class C10dContext(CommContext):
     pg: Any = None
 
     def _connect(self, meeting: Meeting, deadline: Deadline) -> None:
-        self.pg = self._make(meeting.store, timedelta(seconds=self.timeout))
+        store, wait = meeting.engine_store(deadline), timedelta(seconds=self.timeout)
+        # A group waits in the store and in its sockets, there for the time limit of its calls.
+        make = partial(self._make, store, wait)
+        try:
+            self.pg = bounded(make, deadline, self.where("connecting"))
+        except CommTimeout:
+            store.give_up()
+            raise
 
     @abstractmethod
-    def _make(self, store: dist.Store, wait: timedelta) -> Any: ...
+    def _make(self, store: EngineStore, wait: timedelta) -> Any: ...
 
     def _issued(self, work: Any) -> Any:
         """Where the stream orders the result, join it now and leave nothing to wait for."""

@@ -11,14 +11,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.distributed import Store
-
 from commlib._call_log import CallLog, Snapshot
 from commlib._deadline import Deadline, bounded
 from commlib._log import log
+from commlib._store import BoundedStore
 from commlib.errors import CommError
 
 LOOK_S = 1.0  # the most that a deadline or a close spends on the comparison
+_STORE_S = 30.0  # long: a shorter limit would mark a connection that others use as faulty
+_ROUND_S = 5.0  # between two rounds of a ring with a long timeout
 _SHOWN = 4  # ranks whose calls a text shows
 _REQUESTS = 4  # of one round of one ring
 _LOAD = 500  # requests per second that all members of a ring may make together
@@ -27,26 +28,24 @@ _LOAD = 500  # requests per second that all members of a ring may make together
 class _Keys:
     """A ring's part of the store: every operation of this file, none of which awaits a key."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: BoundedStore) -> None:
         self._store = store
 
     def set(self, key: str, value: str) -> None:
         """Set ``key``."""
-        self._store.set(key, value)
+        self._store.set(key, value, Deadline(_STORE_S))
 
     def there(self, keys: Sequence[str]) -> bool:
         """Return True if all ``keys`` exist, in one request."""
-        return bool(self._store.check(list(keys)))
+        return self._store.check(list(keys), Deadline(_STORE_S))
 
     def read(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of keys that exist, in one request."""
-        return list(self._store.multi_get(list(keys))) if keys else []
+        return self._store.multi_get(list(keys), Deadline(_STORE_S))
 
     def leave(self, size: int, keys: Sequence[str]) -> None:
         """Count this member as gone; the last one of ``size`` deletes ``keys``."""
-        if self._store.add("left", 1) == size:
-            for key in (*keys, "left"):
-                self._store.delete_key(key)
+        self._store.delete_after("left", size, keys)
 
 
 class CallReports:
@@ -58,12 +57,12 @@ class CallReports:
         self.calls, self.seconds = calls, seconds
         self.found: list[str] = []  # differences between members, as they were noticed
         self._ring_id, self._rank, self._ranks = ring_id, rank, ranks
-        self._store: Callable[[], Store] | None = None
+        self._store: Callable[[], BoundedStore] | None = None
         self._published = -1
         self._state = "open"
         self._lock = threading.Lock()  # held by the thread that uses the store
 
-    def open(self, store: Callable[[], Store]) -> None:
+    def open(self, store: Callable[[], BoundedStore]) -> None:
         """Begin to publish; ``store`` gives the ring's part of the store."""
         self._store = store
         _reporter.add(self)
@@ -254,7 +253,7 @@ class _Reporter:
     def _pause(self) -> float:
         """Seconds between two rounds: short deadlines need fresh logs, the store needs rest."""
         most = sum(one.requests() for one in self._rings) / _LOAD
-        return max(most, min([1.0, *(one.seconds / 4 for one in self._rings)]))
+        return max(most, min([_ROUND_S, *(one.seconds / 4 for one in self._rings)]))
 
     def _run(self) -> None:
         while True:

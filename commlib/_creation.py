@@ -1,8 +1,9 @@
 """One attempt to create one ring, which the threads of a process share."""
 
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
@@ -18,7 +19,8 @@ from commlib._legacy import LegacyCommContext
 from commlib._log import log
 from commlib._nccl import NCCLCommContext
 from commlib._rollcall import Meeting, RollCall
-from commlib.errors import BootstrapError, CommError, CommTimeout, RingError
+from commlib._store import BoundedStore
+from commlib.errors import CommError, CommTimeout, RingError
 
 # How long a close waits for a creation that it gives up: its loops look every 0.05 s.
 GIVE_UP_S = 2.0
@@ -34,23 +36,32 @@ _ENGINES: dict[tuple[bool, bool], type[CommContext]] = {
 class RollCalls:
     """The roll calls of this process, one for each creation that is under way in one store.
 
-    A roll call belongs to one thread at a time; it is kept for later creations, because it knows
-    which generations are over.
+    A roll call belongs to one creation at a time, because it waits on its own connection. It is
+    kept for later creations.
     """
 
     def __init__(self) -> None:
         self._idle: dict[object, list[RollCall]] = {}
+        self._made: Counter[object] = Counter()
+        self._lock = threading.Lock()
 
-    def take(self, key: object) -> RollCall | None:
-        """Return an idle roll call of the store ``key``; None if there is none."""
+    @contextmanager
+    def borrowed(
+        self, key: object, home: Callable[[], BoundedStore], me: int
+    ) -> Iterator[RollCall]:
+        """Lend an idle roll call of the store ``key``, or a new one over ``home``."""
+        with self._lock:
+            idle = self._idle.setdefault(key, [])
+            call = idle.pop() if idle else None
+            slot = self._made[key]
+            self._made[key] += call is None
+        if call is None:
+            store = home()
+            call = RollCall(store.apart(), me, slot, store)
         try:
-            return self._idle[key].pop()
-        except (KeyError, IndexError):
-            return None
-
-    def give_back(self, key: object, call: RollCall) -> None:
-        """Keep ``call`` for the next creation."""
-        self._idle.setdefault(key, []).append(call)
+            yield call
+        finally:
+            idle.append(call)
 
     def clear(self) -> None:
         """Forget all of them, and with them their stores."""
@@ -107,26 +118,20 @@ class Creation:
         place = self.ring_id, position, self.members, self.device, self.deadline
         if len(self.members) == 1:
             return engine(*place, None)
-        try:
-            return self._set_up(partial(engine, *place), self._meet(calls, engine))
-        except dist.DistError as error:
-            raise BootstrapError(
-                f"{self.where}: the rendezvous store can't be used ({error}); is the process that "
-                f"serves it alive?"
-            ) from error
-
-    def _meet(self, calls: RollCalls, engine: type[CommContext]) -> Meeting:
-        world, store = self.world, self.store
-        key = (world.address, world.prefix) if store is None else store
-        call = calls.take(key)
-        if call is None:
-            found = _bootstrap.connect(world, self.deadline) if store is None else store
-            call = RollCall(found, world.rank)
         kind = f"{engine.engine} ({self.device.type}), {flags.CHECK}={level()}"
-        try:
-            return call.meet(self.ring_id, self.members, self.deadline, kind, engine.credentials)
-        finally:
-            calls.give_back(key, call)
+        with calls.borrowed(self._key, self._home, self.world.rank) as call:
+            given = self.ring_id, self.members, self.deadline, kind, engine.credentials
+            return self._set_up(partial(engine, *place), call.meet(*given))
+
+    @property
+    def _key(self) -> object:
+        """What tells the stores of creations apart."""
+        return (self.world.address, self.world.prefix) if self.store is None else self.store
+
+    def _home(self) -> BoundedStore:
+        if self.store is None:
+            return _bootstrap.connect(self.world, self.deadline)
+        return BoundedStore.of(self.store)
 
     def _set_up(self, build: Callable[[Meeting], CommContext], meeting: Meeting) -> CommContext:
         """Build the engine's context; every member keeps it, or every member frees it."""
@@ -136,7 +141,7 @@ class Creation:
         except Exception as caught:  # every failure is reported to the other members
             error = caught
         except BaseException as caught:  # an interrupt: they learn of it, this thread goes on
-            with suppress(CommError, dist.DistError):
+            with suppress(CommError):
                 meeting.finish(InterruptedError(repr(caught)), self.deadline)
             raise
         try:

@@ -3,11 +3,10 @@
 from datetime import timedelta
 from typing import Any, ClassVar
 
-import torch.distributed as dist
-
 from commlib import _host_group
 from commlib._c10d import C10dContext
 from commlib._dtypes import Reducer
+from commlib._store import EngineStore
 
 
 class GlooCommContext(C10dContext):
@@ -16,5 +15,5 @@ class GlooCommContext(C10dContext):
     engine: ClassVar[str] = "gloo"
     reducer: ClassVar[Reducer] = Reducer("gloo", unsigned=False, premul=False)
 
-    def _make(self, store: dist.Store, wait: timedelta) -> Any:
-        return _host_group.connect(store, self.rank, self.size, wait)
+    def _make(self, store: EngineStore, wait: timedelta) -> Any:
+        return _host_group.connect(store, self.rank, self.size, wait, self._one_network)

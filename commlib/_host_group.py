@@ -13,17 +13,41 @@ import torch
 import torch.distributed as dist
 
 from commlib._mailbox import MOST, Rounds
+from commlib._store import BoundedStore, EngineStore
 from commlib._waits import PointToPoint
 from commlib.errors import ArgumentError
 
 _CUT = 2  # the tag of a receive that nobody sends to
 _AT_ONCE = timedelta(milliseconds=1)
+_LOOPBACK = "127.0.0.1"
 _TAG = 1  # the group of a CPU ring carries the ring's own sends too, with tag 0
 
 
-def connect(store: dist.Store, rank: int, size: int, wait: timedelta) -> Any:
-    """Return a gloo group outside torch's registry; blocks until all members have connected."""
-    return dist.ProcessGroupGloo(store, rank, size, wait)
+def connect(
+    store: EngineStore, rank: int, size: int, wait: timedelta, one_network: bool = False
+) -> Any:
+    """Return a gloo group outside torch's registry; blocks until all members have connected.
+
+    Args:
+        store: where the members find each other's addresses.
+        rank: this member's position.
+        size: how many members there are.
+        wait: the time limit of the group's calls.
+        one_network: all members share one loopback interface, so that gloo listens there alone.
+    """
+    found = store.for_connecting()
+    if one_network:
+        gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack the class of its options
+        options = gloo._Options()
+        options._timeout = wait
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+        return dist.ProcessGroupGloo(found, rank, size, options)
+    return dist.ProcessGroupGloo(found, rank, size, wait)
+
+
+def delete_address(store: BoundedStore, rank: int) -> None:
+    """Delete this rank's address, some time later; every member has connected."""
+    store.delete([f"0/{rank}"])  # gloo's key: the first device, then the member
 
 
 def cut(group: Any) -> None:
@@ -98,5 +122,20 @@ def gloo_round(group: Any, rank: int, size: int, values: list[int]) -> list[list
 
 def host_number() -> int:
     """A number that two processes share if they run on one host."""
-    name = Path("/proc/sys/kernel/random/boot_id").read_text() + socket.gethostname()
+    return _number(_host())
+
+
+def network_number() -> int:
+    """Return a number that two processes share if they have one loopback interface."""
+    return _number(f"{_host()} {_NETWORK.stat().st_ino}")
+
+
+_NETWORK = Path("/proc/self/ns/net")
+
+
+def _host() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text() + socket.gethostname()
+
+
+def _number(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from commlib import _host_group
 from commlib._c10d import C10dContext
 from commlib._deadline import Deadline
+from commlib._store import EngineStore
 from commlib._streams import capturing
 from commlib.errors import ArgumentError
 
@@ -94,17 +95,19 @@ class LegacyCommContext(C10dContext):
         """Whether torch has made the group's communicator; on GPUs the first call does."""
         return super().has_communicator and self._free_before is None
 
-    def _make(self, store: dist.Store, wait: timedelta) -> Any:
-        group = dist.ProcessGroup(store, self.rank, self.size)
+    def _make(self, store: EngineStore, wait: timedelta) -> Any:
+        group = dist.ProcessGroup(dist.HashStore(), self.rank, self.size)  # it asks its backend
         backend: Any
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = wait
-            backend = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+            # The first call makes the communicator, and waits in the store for as long as this.
+            backend = dist.ProcessGroupNCCL(store.for_good(wait), self.rank, self.size, options)
             kind = dist.ProcessGroup.BackendType.NCCL
             self._free_before = torch.cuda.mem_get_info(self.device)[0]
         else:
-            backend = _host_group.connect(store, self.rank, self.size, wait)
+            place = self.rank, self.size, wait, self._one_network
+            backend = _host_group.connect(store, *place)
             kind = dist.ProcessGroup.BackendType.GLOO
         group._set_default_backend(kind)
         group._register_backend(self.device, kind, backend)

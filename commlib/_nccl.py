@@ -83,6 +83,7 @@ class NCCLCommContext(CommContext):
     _index: int
 
     def _connect(self, meeting: Meeting, deadline: Deadline) -> None:
+        meeting.connecting(deadline)
         self._index = self.device.index
         self._connection = Connection(self)
         self.fills = residency.claim(self)

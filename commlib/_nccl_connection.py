@@ -111,17 +111,17 @@ class Connection:
             store, key = ring.store("nccl_pairs"), f"{low}/{high}"
             deadline = Deadline(ring.timeout)
             if ring.rank == low:
-                store.set(key, bytes(library().get_unique_id()))  # type: ignore[arg-type]
-            elif not deadline.poll(lambda: bool(store.check([key]))):
+                store.set(key, bytes(library().get_unique_id()), deadline)
+            elif not deadline.poll(lambda: store.check([key], deadline), longest_sleep=0.05):
                 raise CommTimeout(
                     f"{ring.where('connecting')}: rank {ring.ranks[peer]} (position {peer}) did "
                     f"not call its send or recv within {ring.timeout:g} s"
                 )
             with self._measured():
-                unique_id, position = bytes(store.get(key)), int(ring.rank == high)
+                unique_id, position = store.get(key, deadline), int(ring.rank == high)
                 self._pairs[peer] = self._initialise(unique_id, 2, position)
             if ring.rank == high:
-                store.delete_key(key)
+                store.delete([key])
 
     def _refuse_capture(self) -> None:
         if _is_capturing():

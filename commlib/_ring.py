@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from weakref import WeakSet
 
 import torch
-from torch.distributed import PrefixStore
 
 from commlib import _failures, _host_group
 from commlib._call_log import PAIRED, CallLog, call_line, level
@@ -22,6 +21,7 @@ from commlib._deadline import Deadline, bounded
 from commlib._keepalive import keep_forever
 from commlib._mailbox import Mailbox, Rounds, open_mailbox
 from commlib._rollcall import Meeting
+from commlib._store import BoundedStore, EngineStore
 from commlib._streams import Fences, issue_lock
 from commlib.errors import (
     ArgumentError,
@@ -569,20 +569,33 @@ class Ring(ABC):
         by_gloo = partial(_host_group.gloo_round, self._host_group(), self.rank, self.size)
         place = self.rank, self.size, _host_group.host_number(), self.timeout
         self._mailbox = open_mailbox(by_gloo, *place)
+        if self._hosts is not None:
+            _host_group.delete_address(self.store("hosts"), self.rank)
         return self._mailbox or by_gloo
 
     def _host_group(self) -> Any:
         """The gloo group that ``exchange`` uses."""
         if self._hosts is None:
-            store = self.store("hosts")
-            wait = timedelta(seconds=self.timeout)
-            self._hosts = _host_group.connect(store, self.rank, self.size, wait)
+            deadline, wait = Deadline(self.timeout), timedelta(seconds=self.timeout)
+            store = EngineStore(self.store("hosts"), deadline)
+            place = store, self.rank, self.size, wait, self._one_network
+            join = partial(_host_group.connect, *place)
+            try:
+                self._hosts = bounded(join, deadline, self.where("connecting the hosts"))
+            except CommTimeout:
+                store.give_up()
+                raise
         return self._hosts
 
-    def store(self, name: str) -> PrefixStore:
+    @property
+    def _one_network(self) -> bool:
+        """Whether all members share one loopback interface."""
+        return self._meeting is not None and self._meeting.one_network
+
+    def store(self, name: str) -> BoundedStore:
         """The part ``name`` of the store of this ring's members."""
         assert self._meeting is not None  # only a ring of one rank has none
-        return PrefixStore(name, self._meeting.store)
+        return self._meeting.store.under(name)
 
     # -- raw legacy form -------------------------------------------------------------------------
 

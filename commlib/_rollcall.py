@@ -1,47 +1,82 @@
 """The arrival roll-call: members meet in the store before anything that could block is started.
 
-Every member signs in under a key that names ring, members and generation. The first member sees
-when all have come and writes the verdict; whoever runs out of time, or sees that the members wait
-for each other in a circle, writes another. ``compare_set`` lets exactly one verdict win, so that
-all who wait leave with the same answer. A verdict ends its generation: the next call on any member,
-also on one that came too late for it, begins the next one, so that a retry always meets.
+Every member signs in under a key that names ring, members and generation, and then waits on the
+server for the verdict. The last one to sign in writes it. The first one to sign in looks for the
+others while it waits (`_Waiting`), and refuses the ring at its deadline or when members wait for
+each other in a circle. ``compare_set`` lets exactly one verdict win, so that all members leave with
+the same answer. A verdict ends its generation: the next call on any member, also on one that came
+too late, begins the next generation, so that a retry always meets.
 
-Behind the engine's own set-up the members meet once more: a ring exists on all of them or on none,
-and nobody closes it while another is still connecting.
+After the engine's own set-up the members meet once more: a ring exists on all of them or on none,
+and nobody closes it while another is still connecting. The last member to leave deletes the keys.
 """
 
 import base64
 import hashlib
 import json
+import os
+import socket
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import Store
 
 from commlib._deadline import Deadline
-from commlib.errors import CommError, CommTimeout, EngineError, RingError, RingOrderError
+from commlib._host_group import delete_address, network_number
+from commlib._refusals import FAILED, GO, LATE, ORDER, refusal
+from commlib._store import BoundedStore, EngineStore
+from commlib._waiting import Place, State, Table, long, short
+from commlib.errors import BootstrapError
 
-_GO = "go:"
-_LATE = "late:"
-_ORDER = "order:"
-_FAILED = "failed:"
+_KEYS = ("arrived", "verdict", "ready", "built")  # of one generation
+_HISTORY = 8
 
 
-def ring_key(ring_id: int, ranks: tuple[int, ...], generation: int) -> str:
-    """The name of one attempt to create one ring, the same on every member."""
+def ring_key(ring_id: int, ranks: tuple[int, ...]) -> str:
+    """Return the name of a ring's keys, the same on every member."""
     members = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-    return f"ring/{ring_id}/{members}/{generation}"
+    return f"ring/{ring_id}/{members}"
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of ``meet``."""
+
+    ring_id: int
+    ranks: tuple[int, ...]
+    deadline: Deadline
+    engine: str
+    payload: Callable[[], bytes]
+    where: str
 
 
 class RollCall:
     """This rank's part in meeting other ranks over ``store``."""
 
-    def __init__(self, store: Store, me: int) -> None:
-        self.store, self.me = store, me
-        self._history: list[tuple[int, list[int]]] = []
-        self._sequence = 0
-        self._generations: dict[tuple[int, tuple[int, ...]], int] = {}
+    def __init__(
+        self,
+        store: "Store | BoundedStore",
+        me: int,
+        slot: int = 0,
+        home: "BoundedStore | None" = None,
+    ) -> None:
+        """Begin with no meeting.
+
+        Args:
+            store: Where the members meet; this roll-call waits on its connection.
+            me: This rank.
+            slot: Tells the meetings apart that a rank is in at the same time.
+            home: The same keys for what comes after a meeting; default: ``store``.
+        """
+        self.store, self.me = BoundedStore.of(store), me
+        self._home = self.store if home is None else home
+        self._history: deque[tuple[int, Any]] = deque(maxlen=_HISTORY)
+        self._table = Table(self.store, me, slot)
+        self._inside: dict[str, int] = {}  # places that an interrupted call has signed in to
 
     def meet(
         self,
@@ -51,252 +86,234 @@ class RollCall:
         engine: str,
         payload: Callable[[], bytes],
     ) -> "Meeting":
-        """Wait until every member of the ring has signed in; ``payload`` runs on the first member.
+        """Wait until every member of the ring has signed in; ``payload`` runs on the last one.
 
-        Raises ``CommTimeout`` naming the missing ranks, ``RingOrderError`` showing both orders,
-        ``RingError`` both lists of members, or ``EngineError`` when engines differ.
+        Raises:
+            CommTimeout: names the missing ranks.
+            RingOrderError: shows the orders in which the members created their rings.
+            RingError: shows the lists of members where they differ.
+            EngineError: the engines differ, or ``payload`` failed.
+            BootstrapError: the store does not answer by ``deadline``.
         """
-        self._history.append((ring_id, list(ranks)))
-        try:
-            verdict, room = self._attend(ring_id, ranks, deadline, engine, payload)
-        finally:
-            self._publish(waiting=None)
         where = f"creating ring {ring_id} of ranks {list(ranks)} on rank {self.me}"
-        if not verdict.startswith(_GO):
+        self._history.append((ring_id, short(ranks)))
+        try:
+            with naming(where):
+                self.store.connection.revive()
+                call = _Call(ring_id, ranks, deadline, engine, payload, where)
+                return self._attend(call)
+        except BaseException:
             self._history.pop()
-            raise _refusal(verdict, where)
-        return Meeting(self.me, ranks, where, base64.b64decode(verdict[len(_GO) :]), room)
+            self._table.withdraw()
+            raise
 
-    def _attend(
-        self,
-        ring_id: int,
-        ranks: tuple[int, ...],
-        deadline: Deadline,
-        engine: str,
-        payload: Callable[[], bytes],
-    ) -> tuple[str, Store]:
+    def _attend(self, call: _Call) -> "Meeting":
         """Sign in to the ring's first generation without a verdict and wait for one."""
         while True:
-            generation = self._generations.get((ring_id, ranks), 0)
-            key = ring_key(ring_id, ranks, generation)
-            room = PrefixStore(key, self.store)
-            if room.check(["verdict"]):
-                self._generations[ring_id, ranks] = generation + 1
-                continue
-            self._publish(waiting=key)
-            new = not room.check([f"here/{self.me}"])  # an interrupted call has signed in already
-            room.set(f"here/{self.me}", engine)
-            arrived = room.add("arrived", int(new))
-            if room.check(["verdict"]) and not room.get("verdict").decode().startswith(_GO):
-                continue  # the others gave up while this rank was signing in
-            verdict = self._await_verdict(room, key, ranks, arrived, deadline, payload)
-            self._generations[ring_id, ranks] = generation + 1
-            return verdict, room
-
-    def _await_verdict(
-        self,
-        room: Store,
-        key: str,
-        ranks: tuple[int, ...],
-        arrived: int,
-        deadline: Deadline,
-        payload: Callable[[], bytes],
-    ) -> str:
-        # Looking around costs a question a member: the larger the ring, the more seldom.
-        look_every = max(0.5, 0.02 * len(ranks))
-        next_look, seen, pause = time.monotonic() + look_every, None, 0.001
-        while not room.check(["verdict"]):
-            if self.me == ranks[0]:
-                if arrived == len(ranks):
-                    return _decide(room, "verdict", self._go(room, ranks, payload))
-                arrived = room.add("arrived", 0)
-            if deadline.passed():
-                late = _late(room, "here", self.me, ranks, deadline)
-                return _decide(room, "verdict", _LATE + json.dumps({**late, **self._about(late)}))
-            if time.monotonic() >= next_look:
-                circle = self._circle(key, ranks)
-                if circle is not None and circle == seen:
-                    self._break(circle)
+            ring = ring_key(call.ring_id, call.ranks)
+            generation = self.store.add(f"{ring}/generation", 0, call.deadline)
+            place = Place(self.store, ring, generation)
+            self._table.publish(self._state(place, call), call.deadline)
+            number, arrived = self._sign_in(place, call)
+            # Ended may also mean that this rank was the last one that the others waited for.
+            if not place.ended(call.deadline) or place.room.check(["verdict"], call.deadline):
+                verdict = self._verdict(place, call, number, arrived)
+                if not self._too_late(verdict):
                     break
-                seen, next_look = circle, time.monotonic() + look_every
-            time.sleep(min(pause, deadline.left()))
-            pause = min(pause * 1.5, 0.05)
-        verdict: str = room.get("verdict").decode()
-        if verdict.startswith(_ORDER):
-            self._spread(verdict)
-        return verdict
+                place.end(call.deadline)
+            place.leave("arrived", _KEYS)
+            self._inside.pop(place.key, None)
+        self._inside.pop(place.key, None)
+        if not verdict.startswith(GO):
+            self._see_off(place, verdict, call.deadline)
+            raise refusal(verdict, call.where)
+        home = self._home.under(place.key)
+        return Meeting(self._table, call, place, home, json.loads(verdict[len(GO) :]))
 
-    def _go(self, room: Store, ranks: tuple[int, ...], payload: Callable[[], bytes]) -> str:
-        engines = _engines(room, ranks)
-        if len(engines) > 1:
-            differ = "; ".join(f"ranks {who} on {engine}" for engine, who in engines.items())
+    def _state(self, place: Place, call: _Call) -> State:
+        return State(
+            place.key,
+            "here",
+            call.engine,
+            f"process {os.getpid()} on {socket.gethostname()}",
+            network_number(),
+            list(self._history),
+        )
+
+    def _sign_in(self, place: Place, call: _Call) -> tuple[int, int]:
+        """Return this rank's place in the order of arrival, and how many have arrived."""
+        number = self._inside.get(place.key, 0)
+        arrived = place.room.add("arrived", int(number == 0), call.deadline)
+        self._inside[place.key] = number or arrived
+        if arrived > len(call.ranks):
+            raise BootstrapError(
+                f"{arrived} processes have signed in to a ring of {len(call.ranks)}: two programs "
+                f"use one store, or two processes have one rank; change MASTER_PORT of one "
+                f"program, or give each its own FLAGS_comm_run_token"
+            )
+        return number or arrived, arrived
+
+    def _too_late(self, verdict: str) -> bool:
+        """Return True if the others gave up while this rank was signing in."""
+        return verdict.startswith(LATE) and self.me in json.loads(verdict[len(LATE) :])["missing"]
+
+    def _verdict(self, place: Place, call: _Call, number: int, arrived: int) -> str:
+        """Return the verdict of this generation; write it where that is this rank's part."""
+        if arrived == len(call.ranks):
+            return place.decide("verdict", self._go(place, call), call.deadline)
+        if number == 1:
+            verdict = self._look_out(place, call)
+            if verdict:
+                return verdict
+        elif place.room.wait(["verdict"], call.deadline):
+            return place.room.get("verdict", call.deadline).decode()
+        late = LATE + json.dumps(self._late(place, call))
+        return place.decide("verdict", late, call.deadline)
+
+    def _look_out(self, place: Place, call: _Call) -> str:
+        """Wait for the verdict, and look for circles meanwhile; return "" at the deadline."""
+        pause, look_every = 0.001, 0.5
+        next_look = time.monotonic() + look_every
+        while not place.room.check(["verdict"], call.deadline):
+            if call.deadline.passed():
+                return ""
+            if time.monotonic() >= next_look:
+                circle = self._table.circle(place.key, call.deadline)
+                if circle is not None:
+                    return place.decide("verdict", ORDER + json.dumps(circle), call.deadline)
+                look_every = min(1.5 * look_every, self._table.look_s)
+                next_look = time.monotonic() + look_every
+            time.sleep(min(pause, call.deadline.left()))
+            pause = min(pause * 1.5, self._table.pause_s)
+        return place.room.get("verdict", call.deadline).decode()
+
+    def _go(self, place: Place, call: _Call) -> str:
+        """Return the verdict when all members are here."""
+        states = self._table.at(place.key, call.ranks, call.deadline)
+        absent = [rank for rank in call.ranks if rank not in states]
+        if absent:
             return (
-                f"{_FAILED}the members come with different engines or levels of comparison: "
-                f"{differ}. Set FLAGS_dynamic_static_unified_comm, FLAGS_comm_check and "
+                f"{FAILED}as many processes as members have signed in, but ranks {absent} have "
+                f"not: a rank was started again while it waited, or a process of another program "
+                f"uses the same store"
+            )
+        engines: dict[str, list[int]] = {}
+        for rank in call.ranks:
+            engines.setdefault(states[rank].engine, []).append(rank)
+        if len(engines) > 1:
+            differ = "; ".join(f"ranks {ranks} on {engine}" for engine, ranks in engines.items())
+            return (
+                f"{FAILED}the members have different engines or levels of comparison: {differ}. "
+                f"Set FLAGS_dynamic_static_unified_comm, FLAGS_comm_check and "
                 f"TORCH_DISTRIBUTED_DEBUG alike on every rank, and use one kind of device"
             )
         try:
-            return _GO + base64.b64encode(payload()).decode()
+            payload = base64.b64encode(call.payload()).decode()
         except Exception as error:  # the others must not wait for what can't come
-            return f"{_FAILED}rank {self.me}: {type(error).__name__}: {error}"
+            return f"{FAILED}rank {self.me}: {type(error).__name__}: {error}"
+        one_network = len({states[rank].network for rank in call.ranks}) == 1
+        return GO + json.dumps({"payload": payload, "one_network": one_network})
 
-    # -- members that wait for each other ---------------------------------------------------------
-
-    def _about(self, late: dict[str, Any]) -> dict[str, Any]:
-        """Say which ring this is, and which other members the late ranks have given it."""
-        ring_id, members = self._history[-1]
-        made = {rank: dict(self._state_of(rank)["history"]) for rank in late["missing"]}
-        given = {rank: rings[ring_id] for rank, rings in made.items() if ring_id in rings}
-        others = {rank: other for rank, other in given.items() if other != members}
-        return {"ring": ring_id, "members": members, "others": others}
-
-    def _publish(self, waiting: str | None) -> None:
-        self._sequence += 1
-        state = {"seq": self._sequence, "waiting": waiting, "history": self._history[-8:]}
-        self.store.set(f"state/{self.me}", json.dumps(state))
-
-    def _state_of(self, rank: int) -> dict[str, Any]:
-        if not self.store.check([f"state/{rank}"]):
-            return {"seq": 0, "waiting": None, "history": []}
-        state: dict[str, Any] = json.loads(self.store.get(f"state/{rank}"))
-        return state
-
-    def _circle(self, key: str, ranks: tuple[int, ...]) -> dict[int, dict[str, Any]] | None:
-        """Follow missing member -> the ring it waits in -> its missing members, back to this ring.
-
-        Returns rank -> state along the circle, None if there is none. A circle that stands still
-        between two looks (the states carry sequence numbers) can't dissolve by itself.
-        """
-        path: dict[int, dict[str, Any]] = {}
-
-        def follow(key: str, ranks: list[int]) -> bool:
-            room = PrefixStore(key, self.store)
-            for rank in ranks:
-                if rank in path or room.check([f"here/{rank}"]):
-                    continue
-                state = self._state_of(rank)
-                if state["waiting"] is None:
-                    continue
-                path[rank] = state
-                members = state["history"][-1][1]
-                if self.me in members or follow(state["waiting"], members):
-                    return True
-                del path[rank]
-            return False
-
-        return path if follow(key, list(ranks)) else None
-
-    def _break(self, circle: dict[int, dict[str, Any]]) -> None:
-        """Give every ring of the circle the same refusal."""
-        states = [(self.me, self._state_of(self.me)), *circle.items()]
-        told = {
-            "orders": {rank: state["history"] for rank, state in states},
-            "keys": sorted({state["waiting"] for _, state in states if state["waiting"]}),
+    def _late(self, place: Place, call: _Call) -> dict[str, Any]:
+        """Return who is missing, and which other members those ranks have given this ring."""
+        known = self._table.known(call.ranks, call.deadline)
+        here = {rank for rank, states in known.items() if any(s.key == place.key for s in states)}
+        missing = [rank for rank in call.ranks if rank not in here]
+        histories = {
+            rank: [pair for state in known.get(rank, ()) for pair in state.history]
+            for rank in missing
         }
-        self._spread(_ORDER + json.dumps(told))
+        given = {
+            rank: dict(history)[call.ring_id]
+            for rank, history in histories.items()
+            if call.ring_id in dict(history)
+        }
+        members = list(call.ranks)
+        others = {rank: long(text) for rank, text in given.items() if long(text) != members}
+        late = {"by": self.me, "missing": missing, "seconds": call.deadline.seconds}
+        return {**late, "ring": call.ring_id, "members": members, "others": others}
 
-    def _spread(self, verdict: str) -> None:
-        """See to it that every ring of a broken circle has its verdict.
+    def _see_off(self, place: Place, verdict: str, deadline: Deadline) -> None:
+        """End the generation, and those of a broken circle, before this rank goes on.
 
-        Whoever reads the verdict does so before it leaves: else it could go on to another ring of
-        the circle that is not told yet, and be taken for the member that this ring waits for.
+        A rank that has read the verdict could otherwise sign in to another ring of the circle that
+        has none yet, and be taken for the member that this ring waits for.
         """
-        for key in json.loads(verdict[len(_ORDER) :])["keys"]:
-            _decide(PrefixStore(key, self.store), "verdict", verdict)
+        if verdict.startswith(ORDER):
+            for key in self._table.unended(json.loads(verdict[len(ORDER) :])["keys"], deadline):
+                Place.at(self.store, key).decide("verdict", verdict, deadline)
+        place.end(deadline)
+        place.leave("arrived", _KEYS)
 
 
 class Meeting:
     """Members that have found each other and are setting their engine up."""
 
     def __init__(
-        self, me: int, ranks: tuple[int, ...], where: str, payload: bytes, room: Store
+        self,
+        table: Table,
+        call: _Call,
+        place: Place,
+        home: BoundedStore,
+        told: dict[str, Any],
     ) -> None:
-        self.me, self.ranks, self.where, self.payload = me, ranks, where, payload
-        self.store = PrefixStore("engine", room)
-        self._room = room
+        self.me, self.ranks, self.where = table.me, call.ranks, call.where
+        self.payload = base64.b64decode(told["payload"])
+        self.one_network: bool = told["one_network"]
+        self.store = home.under("engine")
+        self._table, self._place = table, place
+
+    def engine_store(self, deadline: Deadline) -> EngineStore:
+        """Return the store for the engine's set-up; its operations end by ``deadline``."""
+        return EngineStore(self.store, deadline, lambda: self.connecting(deadline))
+
+    def connecting(self, deadline: Deadline) -> None:
+        """Note that this rank has begun to connect, and waits for the others from here on."""
+        self._table.step("connecting", deadline)
 
     def finish(self, error: Exception | None, deadline: Deadline) -> None:
-        """Say how this rank's set-up went and wait for the others.
+        """Say how this rank's set-up went and wait for the others until ``deadline``.
 
-        Raises ``EngineError`` when it failed on any member, ``CommTimeout`` naming those that did
-        not come through.
+        Raises:
+            EngineError: the set-up failed on a member.
+            CommTimeout: names the ranks that did not finish.
         """
-        room = self._room
-        if error is not None:
-            _decide(room, "built", f"{_FAILED}rank {self.me}: {type(error).__name__}: {error}")
-        else:
-            room.set(f"ready/{self.me}", "1")
-            if room.add("ready", 1) == len(self.ranks):
-                _decide(room, "built", _GO)
-        if not deadline.poll(lambda: room.check(["built"]), longest_sleep=0.05):
-            late = _late(room, "ready", self.me, self.ranks, deadline)
-            _decide(room, "built", _LATE + json.dumps(late))
-        verdict = room.get("built").decode()
-        if not verdict.startswith(_GO):
-            raise _refusal(verdict, self.where) from error
+        with naming(self.where):
+            verdict = self._built(error, deadline)
+            if not verdict.startswith(GO):
+                self._place.end(deadline)  # the rank whose part this is may have died
+        delete_address(self.store, self.ranks.index(self.me))
+        self._place.leave(len(self.ranks), _KEYS)
+        if not verdict.startswith(GO):
+            raise refusal(verdict, self.where) from error
+
+    def _built(self, error: Exception | None, deadline: Deadline) -> str:
+        place = self._place
+        if error is None:
+            self._table.step("ready", deadline)
+            if place.room.add("ready", 1, deadline) == len(self.ranks):
+                return place.room.compare_set("built", "", GO, deadline)
+        elif not deadline.passed():
+            failed = f"{FAILED}rank {self.me}: {type(error).__name__}: {error}"
+            return place.room.compare_set("built", "", failed, deadline)
+        if place.room.wait(["built"], deadline):
+            return place.room.get("built", deadline).decode()
+        late = LATE + json.dumps(self._late(deadline))
+        return place.room.compare_set("built", "", late, deadline)
+
+    def _late(self, deadline: Deadline) -> dict[str, Any]:
+        """Return who has not begun to connect; if all have, who has not finished."""
+        states = self._table.at(self._place.key, self.ranks, deadline)
+        steps = {rank: state.step for rank, state in states.items()}
+        idle = [rank for rank in self.ranks if steps.get(rank, "here") == "here"]
+        busy = [rank for rank in self.ranks if steps.get(rank) == "connecting"]
+        return {"by": self.me, "missing": idle or busy, "seconds": deadline.seconds}
 
 
-def _engines(room: Store, ranks: tuple[int, ...]) -> dict[str, list[int]]:
-    """Return which members signed in with which engine."""
-    engines: dict[str, list[int]] = {}
-    for rank, engine in zip(ranks, room.multi_get([f"here/{r}" for r in ranks]), strict=True):
-        engines.setdefault(engine.decode(), []).append(rank)
-    return engines
-
-
-def _decide(room: Store, name: str, verdict: str) -> str:
-    """Offer ``verdict`` under ``name`` and return the one that won."""
-    winner: bytes = room.compare_set(name, "", verdict)
-    return winner.decode()
-
-
-def _late(
-    room: Store, sign: str, me: int, ranks: tuple[int, ...], deadline: Deadline
-) -> dict[str, Any]:
-    missing = [rank for rank in ranks if not room.check([f"{sign}/{rank}"])]
-    return {"by": me, "missing": missing, "seconds": deadline.seconds}
-
-
-def _refusal(verdict: str, where: str) -> CommError:
-    if verdict.startswith(_FAILED):
-        return EngineError(f"{where}: {verdict[len(_FAILED) :]}")
-    if verdict.startswith(_ORDER):
-        return _crossed(json.loads(verdict[len(_ORDER) :])["orders"], where)
-    told = json.loads(verdict[len(_LATE) :])
-    return CommTimeout(
-        f"{where}: ranks {told['missing']} did not come within {told['seconds']:g} s (rank "
-        f"{told['by']} waited); {_to_type(told)}, or raise timeout= or FLAGS_comm_timeout_s"
-    )
-
-
-def _crossed(orders: dict[str, list[list[Any]]], where: str) -> RingError:
-    """The error of a circle: other orders, or other members under one ring id."""
-    ranked = sorted(orders.items(), key=lambda item: int(item[0]))
-    waiting = [(rank, *made[-1]) for rank, made in ranked]
-    ids, lists = ({str(one[at]) for one in waiting} for at in (1, 2))
-    if len(ids) == 1 and len(lists) > 1:
-        given = "; ".join(f"rank {rank} gave {members}" for rank, _, members in waiting)
-        return RingError(
-            f"{where}: its members are not the same everywhere: {given}; type the same list of "
-            f"ranks, in one order, on every rank"
-        )
-    lines = "; ".join(
-        f"rank {rank} created {', then '.join(f'ring {i} {m}' for i, m in made)}"
-        for rank, made in ranked
-    )
-    return RingOrderError(
-        f"{where}: the members wait for each other: {lines}. Every rank must create the rings "
-        f"that it shares with others in one order; type the new_ring calls in order of ring id"
-    )
-
-
-def _to_type(told: dict[str, Any]) -> str:
-    """What brings the ranks that did not come to a ring."""
-    if "ring" not in told:  # they came, and are still connecting
-        return "look at their logs"
-    ring_id, members = told["ring"], told["members"]
-    if told["others"]:
-        given = "; ".join(f"rank {rank} gave {other}" for rank, other in told["others"].items())
-        return f"{given} for ring {ring_id}: type the same list on every rank"
-    call = f"new_ring({ring_id}, {members})" if ring_id else "init()"
-    return f"start them and have them call commlib.{call}"
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Put ``where`` before the text of an error of the store."""
+    try:
+        yield
+    except BootstrapError as error:
+        raise BootstrapError(f"{where}: {error}") from error

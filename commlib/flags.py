@@ -22,6 +22,7 @@ CHANNEL = "FLAGS_comm_channel_mib"
 CUSTOM_ALLREDUCE = "FLAGS_custom_allreduce"
 ASYNC_BLOCKS = "FLAGS_comm_async_blocks"
 CHECK = "FLAGS_comm_check"
+RUN_TOKEN = "FLAGS_comm_run_token"
 
 _TRUE = ("1", "true", "on", "yes")
 _FALSE = ("0", "false", "off", "no")
@@ -81,6 +82,16 @@ def _level(name: str, value: object) -> int:
     return int(text)
 
 
+def _token(name: str, value: object) -> str:
+    text = str(value).strip()
+    if len(text) > 128 or not text.isprintable() or "/" in text:
+        raise FlagError(
+            f"{name}={value!r} can't name a run: expected at most 128 printable characters without "
+            f"a slash; set for example `export {name}=job-17`"
+        )
+    return text
+
+
 @dataclass(frozen=True)
 class Flag:
     """One row: what a flag is called, how its text is read, and what it is for."""
@@ -134,6 +145,13 @@ _FLAGS = {
             1,
             "compare the ranks' calls: before every launch (2), at deadlines, close and every "
             "1000 calls (1), never (0)",
+        ),
+        Flag(
+            RUN_TOKEN,
+            "text",
+            _token,
+            "",
+            "name of the run, the same on all its ranks: ranks of two runs refuse each other",
         ),
     )
 }

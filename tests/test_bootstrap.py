@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import TCPStore
 
 import commlib
 from commlib import _bootstrap
@@ -22,7 +23,9 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     yield
     commlib.shutdown()
-    _bootstrap._open.clear()
+    commlib.CommContextManager.instance()._calls.clear()
+    for table in (_bootstrap._open, _bootstrap._rooms, _bootstrap._served):
+        table.clear()
 
 
 def set_all(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
@@ -85,6 +88,54 @@ def test_one_rank_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CommTimeout, match=r"ranks \[1, 2\] did not come within 1 s"):
         commlib.init("gloo", timeout=1)
     assert commlib.CommContextManager.instance().rings() == []
+
+
+def test_silent_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        set_all(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_PORT=str(port), **LOOPBACK)
+        with pytest.raises(
+            BootstrapError, match=rf"127\.0\.0\.1:{port} did not answer.*within 1 s"
+        ):
+            commlib.init("gloo", timeout=1)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_unknown_host(monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
+    host = {"MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "29500", "LOCAL_RANK": "0"}
+    set_all(monkeypatch, RANK=rank, WORLD_SIZE="2", **host)
+    with pytest.raises(BootstrapError, match=r"no\.such\.host\.invalid"):
+        commlib.init("gloo", timeout=1)
+
+
+def test_another_run_on_the_same_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store belongs to run a; a rank of run b is refused by name."""
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    set_all(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_PORT=str(store.port), **LOOPBACK)
+    missing = pytest.raises(CommTimeout, match=r"ranks \[0\] did not come")
+    with commlib.flags.override("FLAGS_comm_run_token", "a"), missing:
+        commlib.init("gloo", timeout=1)
+    assert all(key.startswith(("commlib/run/0/a/", "commlib/run")) for key in store.list_keys())
+    commlib.CommContextManager.instance()._calls.clear()
+    other = pytest.raises(BootstrapError, match="belongs to run 'a', this rank to run 'b'")
+    with commlib.flags.override("FLAGS_comm_run_token", "b"), other:
+        commlib.init("gloo", timeout=1)
+
+
+@pytest.mark.parametrize(
+    ("values", "here"),
+    [
+        ({"LOCAL_WORLD_SIZE": "2"}, True),
+        ({"LOCAL_WORLD_SIZE": "1"}, False),
+        ({}, False),
+        ({"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}, False),
+    ],
+)
+def test_ranks_on_one_host(
+    monkeypatch: pytest.MonkeyPatch, values: dict[str, str], here: bool
+) -> None:
+    set_all(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_PORT="1", **LOOPBACK, **values)
+    assert _bootstrap._on_one_host(_bootstrap.world()) is here
 
 
 def test_paddle_environment(monkeypatch: pytest.MonkeyPatch) -> None:

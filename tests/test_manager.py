@@ -143,7 +143,7 @@ def crossed(comm: Any) -> None:
 
 def other_members(comm: Any) -> None:
     """Members that give one ring other lists of ranks see each other's."""
-    same_list = "type the same list"
+    same_list = "pass the same list"
     begin = time.monotonic()
     if comm.rank < 2:
         given = [comm.rank, 1 - comm.rank]

@@ -2,6 +2,8 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore, Store
@@ -12,6 +14,9 @@ from commlib.errors import RingOrderError
 from tests._check import refused, same
 
 CIRCLE = {0: (20, (0, 1)), 1: (21, (1, 2)), 2: (22, (0, 2))}
+
+
+_WAIT = timedelta(seconds=60)
 
 
 class _Slow(Store):
@@ -36,6 +41,16 @@ class _Slow(Store):
 
     def check(self, keys: list[str]) -> bool:
         return self.fast.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta = _WAIT) -> None:
+        self.fast.wait(keys, timeout)
+
+    def append(self, key: str, value: str) -> None:
+        fast: Any = self.fast  # torch's stubs lack append
+        fast.append(key, value)
+
+    def delete_key(self, key: str) -> bool:
+        return self.fast.delete_key(key)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return self.fast.multi_get(keys)

@@ -2,6 +2,7 @@
 
 import ctypes
 import secrets
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from commlib._log import log
 from commlib._ring import Ring
 from commlib._streams import capturing, current_raw
 from commlib.channel import driver
+from commlib.errors import BootstrapError
 
 _RANKS, _PAGE = 16, 4096  # as in proof.cu
 PROOF = Path(__file__).with_name("proof.cu")
@@ -24,7 +26,7 @@ class PeerMemory:
 
     def __init__(self, ring: Ring, bases: list[int], nbytes: int, name: str) -> None:
         self.bases, self.nbytes, self._ring = bases, nbytes, ring
-        self._store = ring.store(name)
+        self._store, self._unmapped = ring.store(name), False
 
     def zero(self) -> None:
         """Put zeros into this rank's memory; blocks the host until they are there."""
@@ -45,13 +47,18 @@ class PeerMemory:
         ring = self._ring
         with torch.cuda.device(ring.device):
             _unmap(self.bases, ring.rank)
-            self._store.add("unmapped", 1)
-            Deadline(_PATIENCE_S).poll(self._alone)
+            deadline = Deadline(_PATIENCE_S)
+            self._store.add("unmapped", 1, deadline)
+            deadline.poll(partial(self._alone, deadline))
             _closed.append(self)
             _free_closed()
 
-    def _alone(self) -> bool:
-        return int(self._store.add("unmapped", 0)) >= self._ring.size
+    def _alone(self, deadline: Deadline) -> bool:
+        """Return True if every peer has unmapped this rank's memory."""
+        if not self._unmapped and self._store.add("unmapped", 0, deadline) >= self._ring.size:
+            self._unmapped = True
+            self._store.delete_after("seen", self._ring.size, ["unmapped"])
+        return self._unmapped
 
 
 _PATIENCE_S = 1.0
@@ -61,8 +68,8 @@ _closed: list[PeerMemory] = []  # whose peers may still have them mapped
 def _free_closed() -> None:
     for memory in list(_closed):
         try:
-            alone = memory._alone()
-        except RuntimeError as error:  # its store may be gone, and with it whoever could tell
+            alone = memory._alone(Deadline(_PATIENCE_S))
+        except BootstrapError as error:  # its store may be gone, so that nobody can say
             log.once("memory that peers may still have mapped stays taken: %s", error)
             continue
         if alone:

@@ -1,0 +1,172 @@
+"""Operations of the rendezvous store: each ends within its deadline, whatever the server does."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+from commlib._deadline import Deadline
+from commlib._store import BoundedStore, Connection
+from commlib._tcp import TcpOpening, addresses, serve
+from commlib.errors import BootstrapError
+from tests._check import refused, same, until
+
+_SERVER = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def server() -> Iterator[tuple[int, int]]:
+    """Give the port and the process id of a store in a process of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        yield int(process.stdout.readline()), process.pid
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def opened(port: int, host: str = "127.0.0.1") -> BoundedStore:
+    return BoundedStore(Connection(TcpOpening(host, port, "rank 1 of 2"), f"{host}:{port}"))
+
+
+def test_operations() -> None:
+    store, soon = BoundedStore.of(HashStore()).under("a"), Deadline(10)
+    store.set("x", "1", soon)
+    same(store.get("x", soon), b"1")
+    same([store.add("n", 2, soon), store.add("n", 0, soon)], [2, 2])
+    store.append("log", "a", soon)
+    store.append("log", "b", soon)
+    same(store.multi_get(["x", "log"], soon), [b"1", b"ab"])
+    same([store.check(["x"], soon), store.check(["y"], soon)], [True, False])
+    same([store.compare_set("v", "", old, soon) for old in ("1", "2")], ["1", "1"])
+    same([store.wait(["x"], soon), store.wait(["y"], Deadline(0.1))], [True, False])
+    for _ in range(2):
+        store.delete_after("left", 2, ["x", "n", "log", "v"])
+    until(lambda: store.num_keys() == 0, "the second one deletes all")
+    store.connection.close(5)
+    with refused(BootstrapError, "is closed"):
+        store.get("x", soon)
+
+
+def test_stopped_server() -> None:
+    """Each operation ends at its deadline; when the server goes on, the next meeting does too."""
+    with server() as (port, pid):
+        store = opened(port)
+        store.set("x", "1", Deadline(30))
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            begin = time.monotonic()
+            with refused(BootstrapError, f"127.0.0.1:{port}", "get(x)", "within 1 s", "stopped"):
+                store.get("x", Deadline(1))
+            with refused(BootstrapError, "get(x)"):  # at once: the connection is faulty
+                store.set("y", "1", Deadline(30))
+            store.connection.revive()
+            with refused(BootstrapError, "set(y)", "within 1 s"):
+                store.set("y", "1", Deadline(1))
+            assert time.monotonic() - begin < 10
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        store.connection.revive()
+        same(store.get("x", Deadline(30)), b"1", "after the server goes on")
+
+
+def test_server_that_ends() -> None:
+    with server() as (port, pid):
+        store = opened(port)
+        store.set("x", "1", Deadline(30))
+        os.kill(pid, signal.SIGKILL)
+        with refused(BootstrapError, f"127.0.0.1:{port}", "is the process that serves it alive?"):
+            for _ in range(100):  # the first may still be sent
+                store.get("x", Deadline(10))
+
+
+def test_silent_port() -> None:
+    """Something that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        store, begin = opened(silent.getsockname()[1]), time.monotonic()
+        words = "the port is open", "may not be a rendezvous store", "within 1 s"
+        with refused(BootstrapError, *words):
+            store.get("x", Deadline(1))
+        assert time.monotonic() - begin < 10
+
+
+def test_unknown_host() -> None:
+    begin = time.monotonic()
+    with refused(BootstrapError, "rank 1 of 2", "no.such.host.invalid"):
+        opened(1, "no.such.host.invalid").get("x", Deadline(1))
+    with refused(BootstrapError, "the host 'no.such.host.invalid' is unknown", "MASTER_ADDR"):
+        serve("no.such.host.invalid", 1, "rank 0 of 2", Deadline(1))
+    assert time.monotonic() - begin < 20
+
+
+def test_a_client_waits_for_a_server_that_comes_later(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    got: list[bytes] = []
+    store = opened(port)
+    client = threading.Thread(target=lambda: got.append(store.get("x", Deadline(60))))
+    client.start()
+    until(lambda: store.connection._opening.stage == "connecting")
+    ours = serve("127.0.0.1", port, "rank 0 of 2", Deadline(30))
+    ours.set("x", "1")
+    client.join(60)
+    same(got, [b"1"])
+    noise = capfd.readouterr().err
+    assert "frame #" not in noise and "failed to connect" not in noise, noise
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_loopback_alone_listens(host: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    kept = serve(host, port, "rank 0 of 2", Deadline(30))
+    assert addresses(host, port)[0][1][0] == "127.0.0.1"
+    with socket.create_connection(("127.0.0.1", port), 10):
+        pass
+    with pytest.raises(OSError, match="refused"):  # loopback too, and not ours
+        socket.create_connection(("127.0.0.2", port), 10)
+    assert isinstance(kept, TCPStore)
+
+
+def test_forget() -> None:
+    """What a forked child does: no operation of its own reaches the parent's server."""
+    code = """
+import os, sys
+from torch.distributed import HashStore
+from commlib import _store
+from commlib._deadline import Deadline
+from commlib.errors import BootstrapError
+store = _store.BoundedStore.of(HashStore())
+store.set("x", "1", Deadline(10))
+child = os.fork()
+if child == 0:
+    _store.forget()
+    try:
+        store.get("x", Deadline(1))
+    except BootstrapError as error:
+        sys.exit(0 if "parent of this forked process" in str(error) else 1)
+    sys.exit(2)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), store.get("x", Deadline(10)))
+"""
+    run = [sys.executable, "-c", code]
+    out = subprocess.run(run, capture_output=True, text=True, timeout=60)
+    same(out.stdout, "0 b'1'\n", out.stderr)
