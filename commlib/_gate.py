@@ -288,9 +288,10 @@ def launch(ctx: Ring, calls: list[Call], result: Any, how: How) -> Any:
         with ctx.bounded(blocks):
             _on_stream(ctx, calls)
         return result
-    release_deferred()
     calc = torch.cuda.current_stream(ctx.device)
     capturing = torch.cuda.is_current_stream_capturing()
+    if not capturing:
+        release_deferred()
     # Without a fence the comm stream would run outside a capture, once, and never at a replay.
     fenced = fenced or capturing
     if fenced:

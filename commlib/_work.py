@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from commlib._streams import capture_of
+from commlib._streams import capture_of, owned_by_torch
 from commlib._waits import Interruptible, PointToPoint, wait_for
 from commlib.errors import ArgumentError, RingError
 
@@ -145,7 +145,9 @@ class OnStream:
         capture: int = 0,
     ) -> None:
         self._event = event
-        self._origin = origin
+        self._device = origin.device
+        # A stream of another library may be destroyed at any time: it is not touched again.
+        self._origin = origin if owned_by_torch(origin) else None
         self._keep = keep
         self._capture = capture
 
@@ -155,7 +157,7 @@ class OnStream:
         Raises:
             ArgumentError: The current stream is being captured and the call was made before.
         """
-        stream = torch.cuda.current_stream(self._origin.device)
+        stream = torch.cuda.current_stream(self._device)
         capture = capture_of(stream.cuda_stream)
         if capture == self._capture:
             self._event.wait(stream)
@@ -175,6 +177,10 @@ class OnStream:
         keep, self._keep = self._keep, None
         if keep is None:
             return
+        if self._origin is None:
+            if not self._capture:
+                hold_until(self._event, keep)
+            return
         # The allocator reuses a tensor in the order of the stream that it was made on.
         capture = capture_of(self._origin.cuda_stream)
         if capture == self._capture:
@@ -188,18 +194,24 @@ class OnStream:
             self._release()
 
 
-# Tensors of calls whose Work was dropped while their stream was being captured.
-_deferred: deque[tuple[torch.cuda.Event, torch.cuda.Stream, object]] = deque()
+# Tensors of calls whose Work was dropped while their stream was being captured, and of calls on a
+# stream of another library (None).
+_deferred: deque[tuple[torch.cuda.Event, torch.cuda.Stream | None, object]] = deque()
+
+
+def hold_until(event: torch.cuda.Event, keep: object) -> None:
+    """Keep tensors until an event has happened, whatever becomes of the stream they belong to."""
+    _deferred.append((event, None, keep))
 
 
 def release_deferred() -> None:
-    """Release tensors that a capture has deferred, where their stream is not captured any more."""
+    """Release tensors that nothing uses any more; no capture may be under way."""
     for _ in range(len(_deferred)):
         try:
             event, origin, keep = _deferred.popleft()
         except IndexError:  # another thread has taken it
             return
-        if capture_of(origin.cuda_stream):
+        if not event.query() if origin is None else capture_of(origin.cuda_stream):
             _deferred.append((event, origin, keep))
-        else:
+        elif origin is not None:
             event.wait(origin)

@@ -154,7 +154,7 @@ class Stream:
     """One that notes what it waits for."""
 
     def __init__(self, cuda_stream: int) -> None:
-        self.cuda_stream, self.waits = cuda_stream, 0
+        self.cuda_stream, self.stream_id, self.waits = cuda_stream, -cuda_stream, 0
 
     def wait_event(self, event: Any) -> None:
         self.waits += 1

@@ -3,7 +3,8 @@
 import torch
 
 from commlib._ring import Ring
-from commlib._streams import capture_of
+from commlib._streams import capture_of, owned_by_torch
+from commlib._work import hold_until
 from commlib.custom_allreduce.push import Halves, PushChannel
 
 
@@ -23,6 +24,7 @@ class Split:
         self._tensors: tuple[torch.Tensor, ...] = out, x
         self._end = halves.end
         self._origin = torch.cuda.current_stream(ring.device)
+        self._owned = owned_by_torch(self._origin)
         self._number = channel.open(halves.begin, out, x)
         self._event: torch.cuda.Event | None = None  # behind the second half
         self._capture = 0  # which one that is part of
@@ -51,7 +53,9 @@ class Split:
         event.record(stream)
         self._capture = capture_of(stream.cuda_stream)
         origin = self._origin
-        if origin != stream and capture_of(origin.cuda_stream) == self._capture:
+        if not self._owned:  # it may be gone by now
+            hold_until(event, self._tensors)
+        elif origin != stream and capture_of(origin.cuda_stream) == self._capture:
             origin.wait_event(event)  # the allocator reuses tensors in the order of their stream
         self._event, self._tensors = event, ()
 
