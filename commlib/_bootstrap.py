@@ -277,6 +277,8 @@ def leave(deadline: Deadline, *, wait: bool) -> None:
         wait: Whether a rank that serves the store stays until all others have left.
     """
     for world, room in _rooms.values():
+        if not world.hosts_store and not room.connection.answers():
+            continue  # the server left first
         try:
             room.set(f"left/{world.rank}", "1", deadline)
             if room.add("left", 1, deadline) == world.size:

@@ -81,9 +81,11 @@ class CallReports:
             mine, store = self.calls.snapshot(), self._store
             if store is None or self._state != "open" or mine.number == self._published:
                 return
-            keys = _Keys(store())
-            self._publish(keys, mine)
-            self._compare(keys, mine)
+            found = store()
+            if found.connection.answers():
+                keys = _Keys(found)
+                self._publish(keys, mine)
+                self._compare(keys, mine)
 
     def requests(self) -> int:
         """Return what one round costs the store, over all members."""
@@ -146,7 +148,8 @@ class CallReports:
 
         def locked() -> Any:
             with self._lock:
-                return step(_Keys(store()))
+                keys = store()
+                return step(_Keys(keys)) if keys.connection.answers() else None
 
         try:
             return bounded(locked, Deadline(LOOK_S), what)
@@ -258,8 +261,8 @@ class _Reporter:
     def _run(self) -> None:
         while True:
             with self._changed:
-                end = time.monotonic() + self._pause()
-                while self._rings and (left := end - time.monotonic()) > 0:
+                begin = time.monotonic()  # a ring that joins may need a shorter pause
+                while self._rings and (left := begin + self._pause() - time.monotonic()) > 0:
                     self._changed.wait(left)
                 if not self._rings:
                     self._thread = None

@@ -37,9 +37,19 @@ class Group:
     def __init__(self, ctx: Ring, use_calc_stream: bool, sync_op: bool) -> None:
         self.ctx, self.use_calc_stream, self.sync_op = ctx, use_calc_stream, sync_op
         self.calls: list[Call] = []
+        self._expects_op = False
         self._task = _backward_task()
         inside = "wait() inside its own group; leave the `with ring.group():` block first"
         self.work = Work([], Unlaunched(ArgumentError(inside)))
+
+    def expect_op(self) -> None:
+        """Note that an eager call of the block takes its registered op, which a mode watches."""
+        self._expects_op = True
+
+    def takes_op(self) -> bool:
+        """Return True if the registered op that is called now belongs to such an eager call."""
+        expected, self._expects_op = self._expects_op, False
+        return expected
 
     def collects(self) -> bool:
         """Return True if the calling code is in the block itself, not in a backward inside it."""

@@ -86,6 +86,7 @@ class NCCLCommContext(CommContext):
         meeting.connecting(deadline)
         self._index = self.device.index
         self._connection = Connection(self)
+        self._bounded(self._drain, deadline, "connecting")  # what follows waits for the device
         self.fills = residency.claim(self)
         free = torch.cuda.mem_get_info(self.device)[0]
         self._push = open_push(self)

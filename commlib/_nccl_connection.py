@@ -222,10 +222,10 @@ class Connection:
         self._holds = GraphHolds()
 
     def suspend(self) -> None:
-        """Destroy every communicator; no call and no graph uses them. ``resume`` connects again."""
+        """Free every communicator; no call and no graph uses them. ``resume`` connects again."""
         self._before = self.connected, self._exchanges
         for comm in self._forget():
-            self._ring._bounded(comm.destroy, Deadline(ABORT_S), "destroying NCCL")
+            self._ring._bounded(comm.abort, Deadline(self._ring.timeout), "aborting NCCL")
 
     def resume(self) -> None:
         """Connect again as before ``suspend``. The next calls of pairs connect these."""

@@ -183,7 +183,16 @@ class Connection:
     def post(self, step: Step) -> None:
         """Run ``step(store)`` some time later; nobody waits for it."""
         if not self.fault:
-            self._jobs.put(_Job(_logged(step), None))
+            self._jobs.put(_Job(_logged(step, self.answers), None))
+
+    def answers(self) -> bool:
+        """Return False if no process serves the store any more; takes at most a second.
+
+        torch prints a stack trace for each request to a server that is gone. So what happens after
+        the members have parted asks first.
+        """
+        asks: Callable[[], bool] | None = getattr(self._opening, "answers", None)
+        return asks is None or asks()
 
     def close(self, seconds: float) -> None:
         """End the thread after what it has been given, and wait for that at most ``seconds``."""
@@ -212,10 +221,11 @@ def forget() -> None:
         )
 
 
-def _logged(step: Step) -> Step:
+def _logged(step: Step, answers: Callable[[], bool]) -> Step:
     def attempt(store: Any) -> None:
         try:
-            step(store)
+            if answers():
+                step(store)
         except Exception as error:
             log.once("keys that nobody needs any more stay in the store: %s", error)
 

@@ -48,6 +48,14 @@ class TcpOpening:
         self.stage = ""
         return store
 
+    def answers(self) -> bool:
+        """Return True if a process accepts connections there; takes at most a second."""
+        try:
+            with socket.create_connection((self.host, self.port), timeout=1.0):
+                return True
+        except OSError:
+            return False
+
     def _reach(self, deadline: Deadline) -> str:
         """Return the number of the address that accepts connections."""
         pause, trouble = 0.01, "nothing was tried"

@@ -60,6 +60,7 @@ _grad_twin = register(
     _grad_run,
     _fake,
     backward=once("broadcast"),
+    vmap="any",
 )
 _twin = register(
     "broadcast(Tensor x, int ring_id, int root, bool use_calc_stream) -> Tensor",

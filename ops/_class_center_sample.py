@@ -52,9 +52,12 @@ def class_center_sample(
     wrong. ``RingError``.
     Source: operator ``class_center_sample``, the intended rule of its counts.
     """
-    call: Callable[..., tuple[Tensor, Tensor, Tensor]] = _run
-    if traced(VERB, use_calc_stream, True, ring_id, label=label):
-        call = _twin
+    if torch.compiler.is_compiling():
+        by_op = traced(VERB, use_calc_stream, True)
+    else:
+        with told(comm(ring_id), VERB):
+            by_op = traced(VERB, use_calc_stream, True, ring_id, label=label)
+    call: Callable[..., tuple[Tensor, Tensor, Tensor]] = _twin if by_op else _run
     how = seed, not padded, use_calc_stream
     remapped, sampled, kept = call(label, num_classes, num_samples, ring_id, *how)
     if padded or len(sampled) == num_samples:  # nothing to cut, nothing to wait for

@@ -156,7 +156,10 @@ def table(
     back: bool,
 ) -> torch.Tensor:
     """``agreed``, eager or traced; no gradient flows through it."""
-    if needs_op(x, local_count, global_count):
+    if not torch.compiler.is_compiling():
+        with told(comm(ring_id), VERBS[back]):
+            check_tensor(comm(ring_id), VERBS[back], "x", x)
+    if needs_op(x, *(c for c in (local_count, global_count) if isinstance(c, torch.Tensor))):
         counts = local_count, global_count
         agreed_on: torch.Tensor = _agreed(x.detach(), *counts, ring_id, size_of(ring_id), back)
         return agreed_on

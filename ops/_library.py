@@ -103,6 +103,8 @@ def _check_traced(verb: str, ring_id: int, tensors: dict[str, Any]) -> None:
     out = tensors.get("out")
     if out is not None:
         _check_traced_out(context, verb, out, tensors.get("x", out))
+    if context.open_group is not None:
+        context.open_group.expect_op()
 
 
 def _check_traced_out(context: CommContext, verb: str, out: torch.Tensor, x: torch.Tensor) -> None:

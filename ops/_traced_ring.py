@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from commlib._context import CommContext
+from commlib._group import needs_result
 from commlib._manager import _rings, comm
-from commlib.errors import ArgumentError, RingError
+from commlib.errors import RingError
 
 
 def size_of(ring_id: int) -> int:
@@ -51,7 +52,8 @@ def sized(verb: str, ring_id: int, size: int, rank: int | None = None) -> CommCo
 def outside_group(overload: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``run`` so that it refuses an open ``ring.group()``.
 
-    Compiled code and autograd use a result at once; inside a group nothing is launched yet.
+    Compiled code and autograd use a result at once; inside a group nothing is launched yet. An
+    eager call takes its registered op too where a mode watches, and returns what the op gives.
     """
     names = [argument.name for argument in overload._schema.arguments]
     if "ring_id" not in names:
@@ -60,12 +62,8 @@ def outside_group(overload: Any, run: Callable[..., Any]) -> Callable[..., Any]:
 
     def outside(*args: Any) -> Any:
         ring = _rings.get(args[place])
-        if ring is not None and ring.open_group is not None:
-            raise ArgumentError(
-                f"{ring.where(verb)}: called inside `with ring.group():` by compiled code, by "
-                f"autograd or under a dispatch mode, which use the result before the group is "
-                f"launched; call it outside of the block"
-            )
+        if ring is not None and ring.open_group is not None and not ring.open_group.takes_op():
+            needs_result(ring, verb)
         return run(*args)
 
     return outside

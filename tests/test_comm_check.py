@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import commlib
 from commlib._call_log import EVERY, CallLog
+from commlib._deadline import Deadline
 from commlib.errors import (
     ArgumentError,
     CommTimeout,
@@ -444,11 +445,15 @@ def keys(comm: Any) -> None:
     with ring_of(comm, 1) as ring:
         store = ring.store("calls")
         works(ring, "nothing")
-        until(lambda: store.check([f"at/{comm.rank}"]), "nothing is published")
+        until(lambda: store.check([f"at/{comm.rank}"], Deadline(5)), "nothing is published")
         manager.close(60)
         comm.barrier()
         names = [f"{kind}/{rank}" for kind in ("at", "log") for rank in range(2)]
-        same([name for name in [*names, "left"] if store.check([name])], [], "keys")
+
+        def left() -> list[str]:
+            return [name for name in [*names, "left"] if store.check([name], Deadline(5))]
+
+        until(lambda: not left(), "keys stay")
 
 
 def test_keys_are_taken_away(cpu_ranks: Ranks) -> None:

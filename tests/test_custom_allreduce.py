@@ -509,7 +509,10 @@ def with_nccl(comm: Any) -> None:
     """Calls of NCCL that wait behind the fault for that peer end too: reset() connects anew."""
     if not on_gpu(comm):
         return
-    with another(comm, 87, timeout=LATE_S) as ring:
+    with another(comm, 87, timeout=30) as ring:
+        ring.connect()  # which may take longer than the deadline below
+        ring.timeout = LATE_S
+        ring._push._set_limit()
         x, ints = torch.ones(1000, device=comm.device), torch.ones(9, device=comm.device).long()
         held = commlib.graph.capture(lambda x: ring.all_reduce(torch.empty_like(x), x) + 1)
         for given in (x, ints):

@@ -196,7 +196,7 @@ def overtaken(comm: Any) -> None:
     got: list[Any] = []
     other = commlib.new_ring(61, [0, 1])
     assert other is not None
-    comm.barrier()
+    comm.exchange([])  # the hosts meet
     thread = create(60, 600, got) if comm.rank == 0 else None
     same(manager.get(0) is comm, True, "get")
     manager.close(61)
@@ -211,7 +211,7 @@ def overtaken(comm: Any) -> None:
         with refused(RingError, "creating ring 60 of ranks [0, 1] on rank 0 was given up", "close"):
             raise got[0]
         manager.close(60)  # twice is harmless
-    comm.barrier()
+    comm.exchange([])  # the hosts meet
     same(gathered(commlib.new_ring(60, [0, 1])), [0, 1], "the next attempt")
 
 
@@ -221,11 +221,11 @@ def at_the_same_time(comm: Any) -> None:
     if comm.rank == 0:
         thread = create(68, 60, got)
         same(gathered(commlib.new_ring(69, [0, 1])), [0, 1], "the second ring is made first")
-        comm.barrier()
+        comm.exchange([])  # the hosts meet
         thread.join(60)
     else:
         same(gathered(commlib.new_ring(69, [0, 1])), [0, 1], "the second ring is made first")
-        comm.barrier()
+        comm.exchange([])  # the hosts meet
         got.append(commlib.new_ring(68, [0, 1]))
     same(gathered(got[0]), [0, 1], "the first ring")
 
@@ -235,7 +235,7 @@ def overtaken_by_shutdown(comm: Any) -> None:
     got: list[Any] = []
     stuck = commlib.new_ring(64, [0, 1], timeout=600)
     assert stuck is not None
-    comm.barrier()
+    comm.exchange([])  # the hosts meet
     if comm.rank == 0:
         thread = create(65, 600, got)
         if comm.device.type == "cpu":
@@ -380,7 +380,7 @@ def failed(comm: Any) -> None:
     """A failed ring is not returned: the program closes it first."""
     ring = commlib.new_ring(9, [0, 1])
     assert ring is not None
-    with refused(EngineError, "of the test"):
+    with refused(EngineError, "reported a failure"):
         raise ring.failed("all_reduce", RuntimeError("of the test"))
     with refused(RingError, "ring 9 exists and can't be used", "failed in all_reduce", "close(9)"):
         commlib.new_ring(9, [0, 1])

@@ -13,7 +13,7 @@ from commlib._ring import Ring as WholeRing
 from commlib.channel import driver, memory, order, rows
 from commlib.custom_allreduce import push, split
 from commlib.custom_allreduce.choose import Row
-from commlib.errors import ArgumentError, EngineError, PeerTimeout, RingError
+from commlib.errors import ArgumentError, BootstrapError, EngineError, PeerTimeout, RingError
 
 A, B, C, S = 1, 2, 3, 4  # handles of streams
 
@@ -384,13 +384,13 @@ def test_a_reset_that_fails_leaves_no_ring_that_looks_whole() -> None:
 
 
 def test_a_store_that_is_gone_keeps_nobody_from_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone() -> bool:
-        raise RuntimeError("connection closed")
+    def gone(*given: Any) -> bool:
+        raise BootstrapError("connection closed")
 
     freed: list[int] = []
     monkeypatch.setattr(memory, "_runtime", lambda: SimpleNamespace(free=freed.append))
     places = [SimpleNamespace(_alone=alone, _ring=Ring(), bases=[at]) for at, alone in
-              ((1, gone), (2, lambda: True), (3, lambda: False))]  # fmt: skip
+              ((1, gone), (2, lambda *given: True), (3, lambda *given: False))]  # fmt: skip
     monkeypatch.setattr(memory, "_closed", list(places))
     memory._free_closed()
     assert freed == [2]

@@ -32,11 +32,12 @@ def test_waiting_costs_a_request_per_ring_and_not_per_member() -> None:
 
 
 def test_a_deadline_costs_each_member_a_few_requests() -> None:
-    crowd = Crowd(members=48, rings=2, timeout=4)
+    # torch prints a trace per member that waits too long: more of them in one process are too slow.
+    crowd = Crowd(members=16, rings=2, timeout=4)
     crowd.come(crowd.early())
-    same(dict(crowd.join()), {"CommTimeout": 46}, "the members that came")
+    same(dict(crowd.join()), {"CommTimeout": 14}, "the members that came")
     # Sign in, look while waiting, and read or write the verdict.
-    most = 46 * 16 + 2 * 26 * 6
+    most = 14 * 16 + 2 * 26 * 6
     assert crowd.requests() <= most, crowd.counts
 
 

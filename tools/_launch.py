@@ -91,7 +91,12 @@ def _last_words(place: Path) -> str:
 def _tail(log: Path) -> str:
     who = f"rank {log.parent.name}" if log.name == "stderr.log" else "launcher"
     lines = log.read_text(errors="replace").splitlines()
-    # A rank past its deadline prints the innermost call first; any other failure prints it last.
     stacks = [number for number, line in enumerate(lines) if line.startswith("Timeout (")]
-    first = stacks[-1] if stacks else max(0, len(lines) - TAIL_LINES)
-    return "\n".join([f"--- {who}, last lines:", *lines[first : first + TAIL_LINES]])
+    if not stacks:
+        return "\n".join([f"--- {who}, last lines:", *lines[-TAIL_LINES:]])
+    # A rank past its deadline prints every thread, the main one last, innermost calls first.
+    threads = [
+        number for number, line in enumerate(lines) if line.endswith("(most recent call first):")
+    ]
+    main = lines[threads[-1] :][:TAIL_LINES] if threads else []
+    return "\n".join([f"--- {who}, last lines:", lines[stacks[-1]], *main])
