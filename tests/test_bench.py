@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from commlib import ops
-from commlib.tools import _bench_gloo, _bench_host, _bench_import, _bench_memory
+from commlib.tools import _bench_gloo, _bench_host, _bench_import, _bench_memory, _bench_overlap
 from commlib.tools._bench_launch import launch
 from commlib.tools._bench_report import Report, number, target, write
 from commlib.tools._bench_rounds import WARM_ROUNDS, race, ratio, spread, turns
@@ -28,11 +28,13 @@ GLOO = (
 MEMORY = {
     "flag on": (
         *("CUDA context, one tensor", "commlib.init(): ring 0", "first ops.all_reduce(x)"),
+        *("ring.connect()", "ring.suspend()", "ring.resume()"),
         *("new_ring(1, all ranks), first call", "new_ring(2, [0]): one rank"),
         "first dist.all_reduce(x)",
     ),
     "flag off": (
         *("CUDA context, one tensor", "commlib.init(): ring 0", "first ops.all_reduce(x)"),
+        *("ring.connect()", "ring.suspend()", "ring.resume()"),
         *("new_ring(1, all ranks), first call", "new_ring(2, [0]): one rank"),
     ),
     "torch.distributed": (
@@ -73,6 +75,7 @@ CAPTURE = {
     "tiny | host time, µs": (*BY_HAND, "eager"),
     "memory | reserved, MiB": BY_HAND,
 }
+OVERLAP = ("matmul 4096", "matmul 8192", "attention", "softmax", "elementwise")
 PEERS = {
     "host": set(HOST),
     "gloo": {f"{size} | {call}" for size in ("4 B", "64 KiB", "4 MiB") for call in GLOO},
@@ -93,6 +96,12 @@ PEERS = {
     },
     "allreduce": {f"{point} | {call}" for point, calls in ALLREDUCE.items() for call in calls},
     "capture": {f"{point} | {call}" for point, calls in CAPTURE.items() for call in calls},
+    "overlap": {
+        f"{compute} | {during} | {peer}"
+        for compute in OVERLAP
+        for during in ("a peer is late", "all_reduces queued")
+        for peer in ("push kernels", "NCCL")
+    },
 }
 
 
@@ -128,7 +137,7 @@ def test_all_that_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
             assert "arget" in said.out or name == "memory"
 
 
-@pytest.mark.parametrize("name", ["host", "memory", "allreduce", "capture"])
+@pytest.mark.parametrize("name", ["host", "memory", "allreduce", "capture", "overlap"])
 def test_asked_for_more_gpus_than_there_are(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,6 +244,28 @@ def test_memory_report() -> None:
     none, alone = report.findings
     assert none.endswith("initialised: no; engines of all communicators: nccl")
     assert alone.endswith("one rank: at most 2097152 bytes")
+
+
+def test_overlap_report() -> None:
+    late, queued = "a peer is late", "all_reduces queued"
+    samples = {
+        "alone": [0.008, 0.008],
+        f"{late} | push kernels": [0.01, 0.01],
+        f"{queued} | push kernels": [0.02, 0.02],
+        f"{late} | NCCL": [0.016, 0.016],
+        f"{queued} | NCCL": [0.008, 0.008],
+    }
+    slow = samples | {f"{late} | push kernels": [0.0101, 0.0101]}
+
+    report = _bench_overlap.report({"matmul": samples, "softmax": slow}, SETTINGS)
+
+    kept = ("0.80", "0.40", "0.50", "1.00")
+    assert [row[-1] for row in report.rows[:4]] == [f"{one} ({one}..{one})" for one in kept]
+    assert report.rows[0][:5] == ("matmul", late, "push kernels", "8.00", "10.0")
+    assert report.findings == (
+        f"met: matmul, {late}: keeps 0.80, target at least 0.8; NCCL 0.50",
+        f"missed: softmax, {late}: keeps 0.79, target at least 0.8; NCCL 0.50",
+    )
 
 
 def test_a_group_beside_the_rings_is_told() -> None:

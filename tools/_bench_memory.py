@@ -22,6 +22,7 @@ MEBIBYTE = 2**20
 UNIFIED, LEGACY, DIST = "flag on", "flag off", "torch.distributed"
 NOTHING = "CUDA context, one tensor"
 INIT, FIRST_CALL = "commlib.init(): ring 0", "first ops.all_reduce(x)"
+CONNECT, SUSPEND, RESUME = "ring.connect()", "ring.suspend()", "ring.resume()"
 SECOND, ALONE = "new_ring(1, all ranks), first call", "new_ring(2, [0]): one rank"
 GROUP, SECOND_GROUP = "first dist.all_reduce(x)", "dist.new_group(), first call"
 CAPTION = (
@@ -137,6 +138,9 @@ def _rings(ledger: _Ledger) -> None:
     ledger.note(INIT)
     ops.all_reduce(ledger.x, out=ledger.x)
     ledger.note(FIRST_CALL)
+    for step in (CONNECT, SUSPEND, RESUME):
+        getattr(ring, step.removeprefix("ring.").removesuffix("()"))()
+        ledger.note(step)
     commlib.new_ring(1, ring.ranks)
     ops.all_reduce(ledger.x, 1, out=ledger.x)
     ledger.note(SECOND)

@@ -62,7 +62,7 @@ def timing_rows(
         yield (
             *(*heads, name, number(time.middle), _range(time)),
             *(number(time.middle - least) for least in more),
-            *(_with_range(ratio(values, samples[base])) for base in bases),
+            *(with_range(ratio(values, samples[base])) for base in bases),
         )
 
 
@@ -70,7 +70,7 @@ def _range(value: Spread) -> str:
     return f"{number(value.low)}..{number(value.high)}"
 
 
-def _with_range(value: Spread) -> str:
+def with_range(value: Spread) -> str:
     """Write a median with its spread behind it."""
     return f"{number(value.middle)} ({_range(value)})"
 

@@ -18,6 +18,7 @@ from commlib.tools import (
     _bench_host,
     _bench_import,
     _bench_memory,
+    _bench_overlap,
     _bench_tune,
 )
 from commlib.tools._bench_machine import facts
@@ -48,6 +49,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "class-center": _bench_class_center,
     "allreduce": _bench_allreduce,
     "capture": _bench_capture,
+    "overlap": _bench_overlap,
 }
 
 
