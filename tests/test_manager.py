@@ -277,13 +277,14 @@ def half_built(comm: Any) -> None:
     counts = []
     kind._connect = fails
     try:
-        for _ in range(3):
+        for _ in range(8):
             with refused(EngineError, "ring 66", "rank 1: MemoryError: of one rank"):
                 commlib.new_ring(66, [0, 1], timeout=20)
             counts.append(descriptors())
     finally:
         kind._connect = connect
-    same(counts[1:], counts[:1] * 2, "descriptors after each attempt")
+    # Threads of gloo and of the stores close some a little later; a leak adds at least 7.
+    assert counts[-1] - counts[0] <= 3, f"descriptors after each attempt: {counts}"
     same(gathered(commlib.new_ring(66, [0, 1])), [0, 1], "the next attempt")
 
 
