@@ -331,8 +331,12 @@ def _start_all(ctx: Ring, calls: list[Call]) -> list[Any]:
             return [_guarded(ctx, calls[0], calls[0].start)]
         with ctx.coalesced():
             return [_guarded(ctx, call, call.start) for call in calls]
-    except (CommError, Unconnected):
+    except CommError:
         raise
+    except Unconnected as error:
+        if len(calls) == 1:
+            raise
+        raise ctx.failed(calls[-1].verb, error) from error  # calls of the group may be launched
     except Exception as error:  # an engine may report a failure only at the end of the group
         raise ctx.failed(calls[-1].verb, error) from error
     except BaseException:

@@ -4,6 +4,7 @@ import ctypes
 from functools import cache
 from typing import Any
 
+from commlib._keepalive import keep_forever
 from commlib.errors import EngineError
 
 _SEMAPHORE_BYTES = 64  # at least sizeof(sem_t)
@@ -46,6 +47,8 @@ class GraphHolds:
         no_sync = driver.CUuserObject_flags.CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
         made = driver.cuUserObjectCreate(self._place, driver.CUhostFn(post), 1, no_sync)
         _succeed("cuUserObjectCreate", made[0])
+        if not self._last:
+            keep_forever(self._ended)  # a graph may outlive the ring, its abort too
         move = driver.CUuserObjectRetain_flags.CU_GRAPH_USER_OBJECT_MOVE
         (status,) = driver.cuGraphRetainUserObject(graph, made[1], 1, move)
         _succeed("cuGraphRetainUserObject", status)

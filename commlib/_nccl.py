@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -45,12 +45,17 @@ _TYPES = {
 _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 
 
-# Launches that NCCL carries: those that connect all peers, and those that push kernels may carry.
-_EXCHANGES = ("_gather", "_scatter", "_all_to_all", "_exchange_rows")
+# Launches by what they need of NCCL where no push kernel carries them.
+_BETWEEN_TWO = ("_send", "_recv")
+_EXCHANGES = ("_gather", "_scatter", "_all_to_all", "_equal_parts", "_exchange_rows")
 _COLLECTIVES = (
-    "_all_reduce", "_all_gather", "_reduce_scatter", "_equal_parts", "_broadcast", "_reduce",
+    "_all_reduce",
+    "_all_gather",
+    "_reduce_scatter",
+    "_broadcast",
+    "_reduce",
     "_barrier",
-)  # fmt: skip
+)
 
 _aborted: list[PushChannel | RowChannel] = []  # whose kernels may still run
 
@@ -80,11 +85,13 @@ class NCCLCommContext(CommContext):
     _gathered: Pushed | None = None
     _parted: Pushed | None = None
     _normed: PushedNorm | None = None
+    _branches: dict[int, torch.cuda.Stream] | None = None  # of the group that is launched now
     _index: int
 
     def _connect(self, meeting: Meeting, deadline: Deadline) -> None:
         meeting.connecting(deadline)
         self._index = self.device.index
+        self._branch_streams: list[torch.cuda.Stream] = []
         self._connection = Connection(self)
         self._bounded(self._drain, deadline, "connecting")  # what follows waits for the device
         self.fills = residency.claim(self)
@@ -144,22 +151,24 @@ class NCCLCommContext(CommContext):
     def prepare(self, calls: Sequence[Call]) -> None:
         """Raise ``Unconnected`` for the first of the calls that has no communicator yet.
 
-        A group can't be taken back once some of its calls are launched.
+        A group can't be taken back once some of its calls are launched. What all members connect
+        precedes the pairs, and these follow one order on all members: no circle of ranks waits.
         """
         connection = self._connection
         if connection is None:
             return
-        for call in calls:
-            name = call.launch.__name__
-            if name in ("_send", "_recv"):
-                connection.to(call.args[0])
-            elif name in _EXCHANGES:
-                connection.exchange()
-            elif name in _COLLECTIVES and not self._pushes(name, call):
-                connection.collective()
+        names = {call.launch.__name__ for call in calls if not self._pushes(call)}
+        if not names.isdisjoint(_EXCHANGES):
+            connection.exchange()
+        elif not names.isdisjoint(_COLLECTIVES):
+            connection.collective()
+        peers = {call.args[0] for call in calls if call.launch.__name__ in _BETWEEN_TWO}
+        for peer in sorted(peers, key=lambda peer: sorted((self.rank, peer))):
+            connection.to(peer)
 
-    def _pushes(self, name: str, call: Call) -> bool:
-        """Return True if push kernels carry a collective."""
+    def _pushes(self, call: Call) -> bool:
+        """Return True if push kernels carry a call."""
+        name = call.launch.__name__
         pushed, nbytes = None, 0 if call.x is None else call.x.nbytes
         reduction = call.args[-1] if call.args else None
         if name == "_all_gather":
@@ -312,11 +321,43 @@ class NCCLCommContext(CommContext):
 
     def _send(self, out: None, x: Tensor, peer: int) -> None:
         comm, number = self._ready().to(peer)
-        self._give(comm, x, 0, x.nbytes, number)
+        with self._branch(peer):
+            self._give(comm, x, 0, x.nbytes, number)
 
     def _recv(self, out: Tensor, x: None, peer: int) -> None:
         comm, number = self._ready().to(peer)
-        self._take(comm, out, 0, out.nbytes, number)
+        with self._branch(peer):
+            self._take(comm, out, 0, out.nbytes, number)
+
+    def _branch(self, peer: int) -> AbstractContextManager[Any]:
+        """Give the calls of a group with one peer a stream, where pairs have communicators.
+
+        Kernels of several communicators on one stream would run in turn, and a circle of sends and
+        receives would wait for ever.
+        """
+        branches = self._branches
+        if branches is None or self.size == 2 or self._ready().exchanges:
+            return nullcontext()
+        if peer not in branches:
+            while len(self._branch_streams) <= len(branches):
+                self._branch_streams.append(torch.cuda.Stream(self.device))
+            branches[peer] = self._branch_streams[len(branches)]
+            branches[peer].wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(branches[peer])
+
+    @contextmanager
+    def _branched(self) -> Iterator[None]:
+        """Join the branches of a group when all of it is launched."""
+        if self._branches is not None:  # a group in a group
+            yield
+            return
+        branches = self._branches = {}
+        try:
+            yield
+        finally:
+            self._branches = None
+            for stream in branches.values():
+                torch.cuda.current_stream(self.device).wait_stream(stream)
 
     def _give(self, comm: Any, x: Tensor, offset: int, nbytes: int, peer: int) -> None:
         if nbytes:
@@ -340,11 +381,12 @@ class NCCLCommContext(CommContext):
         nccl = library()
         for channel in self._channels():
             channel.ready()
-        nccl.groupStart()
-        try:
-            yield
-        finally:
-            nccl.groupEnd()
+        with self._branched():
+            nccl.groupStart()
+            try:
+                yield
+            finally:
+                nccl.groupEnd()
 
     @contextmanager
     def bounded(self, blocks: int) -> Iterator[None]:

@@ -40,6 +40,7 @@ class Connection:
         self._pairs: dict[int, Any] = {}
         self._before = False, False  # what was connected when the ring was suspended
         self._making = threading.RLock()
+        self._unpublished: Any = None  # the communicator while it connects peers
         self._holds = GraphHolds()
         _destroy_released()
 
@@ -47,6 +48,11 @@ class Connection:
     def connected(self) -> bool:
         """Whether the ring's communicator exists."""
         return self._comm is not None
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether all peers are connected to each other."""
+        return self._exchanges
 
     # -- what a call is given ----------------------------------------------------------------------
 
@@ -97,11 +103,12 @@ class Connection:
                 unique_id = ring.exchange_bytes(own)[0]
                 with self._measured():
                     self._comm = self._initialise(unique_id, ring.size, ring.rank)
+                self._refuse_ended()
             if exchanges and not self._exchanges:
                 ring.exchange([])  # all members are here, so that NCCL waits for none of them
-                with self._measured():
-                    self._run(partial(self._touch_peers, current_raw(ring.device.index)))
-                self._exchanges = True
+                with self._measured(), self._withdrawn() as comm:
+                    self._run(partial(self._touch_peers, comm, current_raw(ring.device.index)))
+                self._refuse_ended()
 
     def _connect_pair(self, peer: int) -> None:
         with self._making:
@@ -120,6 +127,7 @@ class Connection:
             with self._measured():
                 unique_id, position = store.get(key, deadline), int(ring.rank == high)
                 self._pairs[peer] = self._initialise(unique_id, 2, position)
+            self._refuse_ended()
             if ring.rank == high:
                 store.delete([key])
 
@@ -132,6 +140,26 @@ class Connection:
                 f"commlib.comm({ring.ring_id}).connect() on every member before the capture, or "
                 f"make the call once eagerly"
             )
+
+    def _refuse_ended(self) -> None:
+        """Free what was connected while ``abort`` ended the ring."""
+        if self._ring.ended:
+            self.abort()
+            raise self._ring.unusable("connect")
+
+    @contextmanager
+    def _withdrawn(self) -> Iterator[Any]:
+        """Give the communicator to this thread alone; calls of others wait until it is back."""
+        with self._ring.lock:  # no launch is under way
+            comm = self._unpublished = self._comm
+            self._comm = None
+        done = False
+        try:
+            yield comm
+            done = True
+        finally:
+            if self._unpublished is comm:  # else an abort has freed it
+                self._comm, self._unpublished, self._exchanges = comm, None, done
 
     def _initialise(self, unique_id: bytes, size: int, rank: int) -> Any:
         """Make a communicator and pass one token around it."""
@@ -149,11 +177,11 @@ class Connection:
     def _run(self, launch: Callable[[], Any]) -> None:
         """Launch what NCCL connects for, and wait until the device has done it.
 
-        All members are here, so the launch is soon over, though NCCL holds the host in it.
+        NCCL holds the host until the other members make the same call. So the issue lock is free:
+        they may first need it for another ring. No other thread can use the communicator yet.
         """
         ring, deadline = self._ring, Deadline(self._ring.timeout)
-        with ring.lock:  # in this thread, which may hold it already
-            ring._bounded(launch, deadline, "connecting NCCL")
+        ring._bounded(launch, deadline, "connecting NCCL")
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(ring.device))
         if not deadline.poll(event.query):
@@ -162,14 +190,14 @@ class Connection:
                 f"{deadline.seconds:g} s"
             )
 
-    def _touch_peers(self, stream: int) -> None:
+    def _touch_peers(self, comm: Any, stream: int) -> None:
         """Send a byte to every peer, in one group: NCCL then connects all pairs."""
         nccl, place = library(), self._ring._token.data_ptr()
         nccl.groupStart()
         try:
             for peer in range(self._ring.size):
-                self._comm.send(place, 1, _BYTES, peer, stream)
-                self._comm.recv(place + 1, 1, _BYTES, peer, stream)
+                comm.send(place, 1, _BYTES, peer, stream)
+                comm.recv(place + 1, 1, _BYTES, peer, stream)
         finally:
             nccl.groupEnd()
 
@@ -177,7 +205,6 @@ class Connection:
     def _measured(self) -> Iterator[None]:
         """Add the GPU memory that the steps inside take to the ring's figure."""
         device = self._ring.device
-        torch.cuda.synchronize(device)
         free = torch.cuda.mem_get_info(device)[0]
         yield
         self._ring.communicator_bytes += max(0, free - torch.cuda.mem_get_info(device)[0])
@@ -239,10 +266,11 @@ class Connection:
         return self._holds.count > 0
 
     def _all(self) -> list[Any]:
-        return [comm for comm in (self._comm, *self._pairs.values()) if comm is not None]
+        comms = (self._comm, self._unpublished, *self._pairs.values())
+        return [comm for comm in comms if comm is not None]
 
     def _forget(self) -> list[Any]:
-        comms, self._comm, self._exchanges = self._all(), None, False
+        comms, self._comm, self._unpublished, self._exchanges = self._all(), None, None, False
         self._pairs, self._ring.communicator_bytes = {}, 0
         return comms
 

@@ -311,6 +311,23 @@ def test_first_calls_connect(gpu_ranks: Ranks) -> None:
     gpu_ranks(warmed_up)
 
 
+def first_group_of_an_exchange(comm: Any) -> None:
+    """The calls of a group that still has to connect are launched once."""
+    with flags.override("FLAGS_custom_allreduce", False):
+        ring = new_ring(52)
+    x = torch.ones(8, device=comm.device)
+    parts, out = torch.full((8,), comm.rank + 1.0, device=comm.device), torch.zeros_like(x)
+    with ring.group():
+        ring.all_reduce(x, x)
+        ring.all_to_all(out, parts)
+    close(x, torch.full_like(x, 2.0), "the sum of a group that connected")
+    close(out, torch.tensor([1.0] * 4 + [2.0] * 4, device=comm.device), "the exchange")
+
+
+def test_a_group_that_connects_is_launched_once(gpu_ranks: Ranks) -> None:
+    gpu_ranks(first_group_of_an_exchange)
+
+
 def graphs_hold(comm: Any) -> None:
     """close() does not wait for graphs of the program; the communicator goes after them."""
     from commlib import _nccl_connection
@@ -386,9 +403,30 @@ def lone_pairs(comm: Any) -> None:
     same(ring.has_communicator, False, "the ring's own communicator")
 
 
+def circle_of_pairs(comm: Any, ring_id: int, nbytes: int) -> None:
+    """The first group of a ring is a circle of sends and receives."""
+    with flags.override("FLAGS_custom_allreduce", False):
+        device = f"cuda:{comm.rank % 2}"
+        ring = commlib.CommContextManager.instance().create(
+            ring_id, range(4), device=device, timeout=20
+        )
+    assert ring is not None
+    after, before = (comm.rank + 1) % 4, (comm.rank - 1) % 4
+    x = torch.full((nbytes,), comm.rank, dtype=torch.uint8, device=device)
+    for _ in range(3):
+        got = torch.full_like(x, 77)
+        with ring.group():
+            ring.send(x, peer=after)
+            ring.recv(got, peer=before)
+        torch.cuda.synchronize(device)
+        close(got, torch.full_like(x, before))
+
+
 def test_pairs_in_a_larger_ring(gpu_world: World) -> None:
     with gpu_world(4) as ranks:
         ranks(lone_pairs, deadline=120)
+        ranks(circle_of_pairs, 50, 4096, deadline=120)
+        ranks(circle_of_pairs, 51, 64 * MIB, deadline=120)
 
 
 def first_in_a_capture(comm: Any) -> None:

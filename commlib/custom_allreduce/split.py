@@ -4,7 +4,7 @@ import torch
 
 from commlib._ring import Ring
 from commlib._streams import capture_of, owned_by_torch
-from commlib._work import hold_until
+from commlib._work import hold_until, release_deferred
 from commlib.custom_allreduce.push import Halves, PushChannel
 
 
@@ -25,6 +25,8 @@ class Split:
         self._end = halves.end
         self._origin = torch.cuda.current_stream(ring.device)
         self._owned = owned_by_torch(self._origin)
+        if not self._owned and not capture_of(self._origin.cuda_stream):
+            release_deferred()
         self._number = channel.open(halves.begin, out, x)
         self._event: torch.cuda.Event | None = None  # behind the second half
         self._capture = 0  # which one that is part of
@@ -54,7 +56,8 @@ class Split:
         self._capture = capture_of(stream.cuda_stream)
         origin = self._origin
         if not self._owned:  # it may be gone by now
-            hold_until(event, self._tensors)
+            if not self._capture:  # else the memory belongs to the graph
+                hold_until(event, self._tensors)
         elif origin != stream and capture_of(origin.cuda_stream) == self._capture:
             origin.wait_event(event)  # the allocator reuses tensors in the order of their stream
         self._event, self._tensors = event, ()
