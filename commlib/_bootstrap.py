@@ -2,6 +2,9 @@
 
 import multiprocessing
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +15,7 @@ from commlib._deadline import Deadline, bounded
 from commlib._keepalive import keep_forever
 from commlib._launchers import Launched, launched
 from commlib._log import log
-from commlib._store import BoundedStore, Connection
+from commlib._store import BoundedStore, Connection, close_connections
 from commlib._store import forget as forget_connections
 from commlib._tcp import LOOPBACK, TcpOpening, serve
 from commlib.errors import BootstrapError, CommTimeout
@@ -201,7 +204,9 @@ def _checked(world: World) -> World:
 _open: dict[tuple[str, int], BoundedStore] = {}
 _served: dict[tuple[str, int], dist.Store] = {}
 _rooms: dict[tuple[str, int], tuple[World, BoundedStore]] = {}  # this run's part of them
-_LAST_S = 1.0  # for what is still under way on a connection that is closed
+_LAST_S = 1.0  # for what is still under way on the connections that are closed at the exit
+_LOOK_S = 0.05  # how often a wait for the lock looks whether its deadline was cancelled
+_lock = threading.Lock()  # held from the look into the tables until the entry is there
 
 
 def connect(world: World, deadline: Deadline) -> BoundedStore:
@@ -219,11 +224,29 @@ def connect(world: World, deadline: Deadline) -> BoundedStore:
         return _checked_run(root, world, token, deadline)
     if world.address is None:
         raise BootstrapError("a ring of several ranks needs a rendezvous; start with torchrun")
-    if world.address not in _open:
-        _open[world.address] = _tcp_store(world, *world.address, deadline)
-    room = _checked_run(_open[world.address], world, token, deadline)
+    with _locked(world, deadline):
+        if world.address not in _open:
+            _open[world.address] = _tcp_store(world, *world.address, deadline)
+        root = _open[world.address]
+    room = _checked_run(root, world, token, deadline)
     _rooms[world.address] = world, room
     return room
+
+
+@contextmanager
+def _locked(world: World, deadline: Deadline) -> Iterator[None]:
+    """Hold the lock of the tables; another thread may have it until its own deadline."""
+    lock = _lock
+    while not lock.acquire(timeout=min(deadline.left(), _LOOK_S)):
+        if deadline.passed():
+            raise BootstrapError(
+                f"rank {world.rank} of {world.size}: another thread of this process was still "
+                f"opening a store after {deadline.seconds:g} s"
+            )
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def run_token() -> str:
@@ -288,8 +311,7 @@ def leave(deadline: Deadline, *, wait: bool) -> None:
         except BootstrapError:
             where = room.connection.where
             log.once("the process that serves the store at %s ended first", where)
-    for root in _open.values():
-        root.connection.close(_LAST_S)
+    close_connections(_LAST_S)
     for table in (_open, _rooms, _served):
         table.clear()
 
@@ -305,7 +327,9 @@ def _wait_for_others(world: World, room: BoundedStore, deadline: Deadline) -> No
 
 def forget() -> None:
     """Give up every store in a forked child, without using or closing a socket."""
+    global _lock
     keep_forever(dict(_served), dict(_open), dict(_rooms))
+    _lock = threading.Lock()  # another thread of the parent may have held the old one
     forget_connections()
     for table in (_open, _rooms, _served):
         table.clear()

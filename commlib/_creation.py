@@ -1,10 +1,11 @@
 """One attempt to create one ring, which the threads of a process share."""
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import count
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,39 +34,90 @@ _ENGINES: dict[tuple[bool, bool], type[CommContext]] = {
 }
 
 
+class _Pool:
+    """The roll calls over one store: the idle ones, and the slots of all."""
+
+    def __init__(self, *, kept: bool) -> None:
+        self.kept = kept  # whether a roll call stays for later creations
+        self.idle: list[RollCall] = []
+        self.slots: set[int] = set()
+
+    def take_slot(self) -> int:
+        """Return the smallest slot that no roll call has, and take it."""
+        slot = next(number for number in count() if number not in self.slots)
+        self.slots.add(slot)
+        return slot
+
+
 class RollCalls:
     """The roll calls of this process, one for each creation that is under way in one store.
 
     A roll call belongs to one creation at a time, because it waits on its own connection. It is
-    kept for later creations.
+    kept for later creations, unless the caller of the creation gave the store.
     """
 
     def __init__(self) -> None:
-        self._idle: dict[object, list[RollCall]] = {}
-        self._made: Counter[object] = Counter()
+        self._pools: dict[Hashable, _Pool] = {}
         self._lock = threading.Lock()
 
     @contextmanager
     def borrowed(
-        self, key: object, home: Callable[[], BoundedStore], me: int
+        self, key: Hashable, home: Callable[[], BoundedStore], me: int, *, kept: bool
     ) -> Iterator[RollCall]:
         """Lend an idle roll call of the store ``key``, or a new one over ``home``."""
         with self._lock:
-            idle = self._idle.setdefault(key, [])
-            call = idle.pop() if idle else None
-            slot = self._made[key]
-            self._made[key] += call is None
-        if call is None:
-            store = home()
-            call = RollCall(store.apart(), me, slot, store)
+            pool = self._pools.setdefault(key, _Pool(kept=kept))
+            call = pool.idle.pop() if pool.idle else None
+            slot = pool.take_slot() if call is None else call.slot
         try:
+            if call is None:
+                store = home()
+                call = RollCall(store.apart(), me, slot, store)
             yield call
         finally:
-            idle.append(call)
+            self._give_back(key, pool, slot, call)
+
+    def _give_back(self, key: Hashable, pool: _Pool, slot: int, call: RollCall | None) -> None:
+        """Keep a roll call for a later creation, or end it and free its slot."""
+        with self._lock:
+            if call is not None and (pool.kept or call.unfinished):
+                pool.idle.append(call)
+                return
+        if call is not None:
+            call.end()  # before another one gets its slot
+        with self._lock:
+            pool.slots.discard(slot)
+            if not pool.slots and self._pools.get(key) is pool:
+                del self._pools[key]
+
+    def drop_lent(self) -> list[RollCall]:
+        """Forget the idle ones over a store of ``torch.distributed``; the caller ends them."""
+        with self._lock:
+            gone = []
+            for key in [key for key in self._pools if isinstance(key, LentKey)]:
+                pool = self._pools[key]
+                ended = [call for call in pool.idle if not call.unfinished]
+                pool.kept = False
+                pool.idle = [call for call in pool.idle if call.unfinished]
+                pool.slots -= {call.slot for call in ended}
+                if not pool.slots:
+                    del self._pools[key]
+                gone += ended
+        return gone
 
     def clear(self) -> None:
         """Forget all of them, and with them their stores."""
-        self._idle.clear()
+        with self._lock:
+            self._pools.clear()
+
+
+class LentKey(NamedTuple):
+    """Tells one initialisation of ``torch.distributed`` from the next."""
+
+    store: dist.Store
+    prefix: str
+    rank: int
+    size: int
 
 
 class Creation:
@@ -119,14 +171,21 @@ class Creation:
         if len(self.members) == 1:
             return engine(*place, None)
         kind = f"{engine.engine} ({self.device.type}), {flags.CHECK}={level()}"
-        with calls.borrowed(self._key, self._home, self.world.rank) as call:
+        kept = self.store is None
+        with calls.borrowed(self._key, self._home, self.world.rank, kept=kept) as call:
             given = self.ring_id, self.members, self.deadline, kind, engine.credentials
             return self._set_up(partial(engine, *place), call.meet(*given))
 
     @property
-    def _key(self) -> object:
-        """What tells the stores of creations apart."""
-        return (self.world.address, self.world.prefix) if self.store is None else self.store
+    def _key(self) -> Hashable:
+        """What tells the stores of creations, and this rank's place in them, apart."""
+        world = self.world
+        if self.store is not None:
+            return self.store
+        if world.address is None and dist.is_initialized():
+            lent = dist.distributed_c10d._get_default_store()
+            return LentKey(lent, world.prefix, world.rank, world.size)
+        return world.address, world.prefix, world.rank, world.size
 
     def _home(self) -> BoundedStore:
         if self.store is None:

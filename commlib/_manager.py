@@ -20,6 +20,7 @@ from commlib._dtypes import OPS
 from commlib._exit import is_failing, watch_exit
 from commlib._keepalive import keep_forever
 from commlib._membership import Seconds, belongs, checked_members, other_members, same_ring
+from commlib._rollcall import RollCall
 from commlib._workers import workers
 from commlib.errors import DeviceError, RingError
 
@@ -118,10 +119,10 @@ class CommContextManager:
     def _run(self, creation: Creation) -> CommContext:
         """Create the ring of ``creation`` without the lock, and publish it."""
         ring, ring_id = None, creation.ring_id
-        if len(creation.members) > 1:
-            workers.reserve()
-            watch_exit()
         try:
+            if len(creation.members) > 1:
+                workers.reserve()
+                watch_exit()
             ring = creation.build(self._calls)
             with self._lock:
                 if creation.deadline.cancelled is not None:
@@ -138,8 +139,9 @@ class CommContextManager:
             with self._lock:
                 if self._creating.get(ring_id) is creation:
                     del self._creating[ring_id]
-                self._thaw_if_empty()
+                gone = self._thaw_if_empty()
             creation.end(None, error)
+            _end_all(gone)
             raise
         creation.end(ring)
         return ring
@@ -288,16 +290,20 @@ class CommContextManager:
         finally:
             with self._lock:
                 self._closing = [ring for ring in self._closing if ring not in rings]
-                self._thaw_if_empty()
+                gone = self._thaw_if_empty()
+            _end_all(gone)
         for creation in creations:
             creation.wait_given_up(deadline)
         if errors:
             raise errors[0]
 
-    def _thaw_if_empty(self) -> None:
-        if not self._rings and not self._creating and not self._closing:
-            flags.thaw()
-            self._world = None
+    def _thaw_if_empty(self) -> list[RollCall]:
+        """Forget what holds while there are rings; return the roll calls that the caller ends."""
+        if self._rings or self._creating or self._closing:
+            return []
+        flags.thaw()
+        self._world = None
+        return self._calls.drop_lent()
 
     def _at_exit(self) -> None:
         failing = is_failing() or any(ring.has_failed for ring in self._rings.values())
@@ -334,6 +340,11 @@ class CommContextManager:
         self._creating, self._closing, self._calls = {}, [], RollCalls()
         self._device = self._world = None
         flags.thaw()
+
+
+def _end_all(calls: list[RollCall]) -> None:
+    for call in calls:
+        call.end()
 
 
 _manager = CommContextManager()

@@ -34,6 +34,7 @@ from commlib.errors import BootstrapError
 
 _KEYS = ("arrived", "verdict", "ready", "built")  # of one generation
 _HISTORY = 8
+_LAST_S = 1.0  # for what was posted to the connection of a roll call that ends
 
 
 def ring_key(ring_id: int, ranks: tuple[int, ...]) -> str:
@@ -72,11 +73,20 @@ class RollCall:
             slot: Tells the meetings apart that a rank is in at the same time.
             home: The same keys for what comes after a meeting; default: ``store``.
         """
-        self.store, self.me = BoundedStore.of(store), me
+        self.store, self.me, self.slot = BoundedStore.of(store), me, slot
         self._home = self.store if home is None else home
         self._history: deque[tuple[int, Any]] = deque(maxlen=_HISTORY)
         self._table = Table(self.store, me, slot)
         self._inside: dict[str, int] = {}  # places that an interrupted call has signed in to
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether an interrupted call has signed in to a place, where the next one goes on."""
+        return bool(self._inside)
+
+    def end(self) -> None:
+        """Close the connection after what was posted to it; waits a second at most."""
+        self.store.connection.close(_LAST_S)
 
     def meet(
         self,
@@ -262,10 +272,13 @@ class Meeting:
         self.one_network: bool = told["one_network"]
         self.store = home.under("engine")
         self._table, self._place = table, place
+        self._engine_stores: list[EngineStore] = []
 
     def engine_store(self, deadline: Deadline) -> EngineStore:
         """Return the store for the engine's set-up; its operations end by ``deadline``."""
-        return EngineStore(self.store, deadline, lambda: self.connecting(deadline))
+        store = EngineStore(self.store, deadline, lambda: self.connecting(deadline))
+        self._engine_stores.append(store)
+        return store
 
     def connecting(self, deadline: Deadline) -> None:
         """Note that this rank has begun to connect, and waits for the others from here on."""
@@ -286,6 +299,8 @@ class Meeting:
         self._place.leave(len(self.ranks), _KEYS)
         if not verdict.startswith(GO):
             raise refusal(verdict, self.where) from error
+        for store in self._engine_stores:
+            store.end()
 
     def _built(self, error: Exception | None, deadline: Deadline) -> str:
         place = self._place

@@ -98,7 +98,8 @@ class Connection:
     def __init__(self, opening: Opening, where: str) -> None:
         self.where, self.fault, self.closed = where, "", False
         self._opening = opening
-        self.clients: dict[float | None, Any] = {}  # for engines, by how long they wait
+        self.clients: dict[float, Any] = {}  # for engines, by how long they wait
+        self.spares: list[Any] = []  # for one set-up each: it blocks its client while it waits
         self._start()
         _connections.add(self)
 
@@ -111,6 +112,7 @@ class Connection:
             daemon=True,
         )
         self._thread.start()
+        _threads.add(self._thread)
 
     def revive(self) -> None:
         """Open the connection again if an earlier operation has found it faulty."""
@@ -120,8 +122,10 @@ class Connection:
     def _restart(self) -> None:
         """Leave the thread to the operation that it is in, and open a second connection."""
         self._jobs.put(None)
+        if self.closed:
+            return
         self.fault = ""
-        self.clients = {}
+        self.clients, self.spares = {}, []
         self._start()
 
     def run(self, what: str, step: Step, deadline: Deadline) -> Any:
@@ -196,17 +200,36 @@ class Connection:
 
     def close(self, seconds: float) -> None:
         """End the thread after what it has been given, and wait for that at most ``seconds``."""
-        self._jobs.put(None)
-        self.closed, self.clients = True, {}
-        if not self.fault:
-            self.fault = f"the connection to the store at {self.where} is closed"
+        sound = not self.fault
+        self._end()
+        if sound:
             self._thread.join(seconds)
+
+    def _end(self) -> None:
+        self.closed, self.clients, self.spares = True, {}, []
+        self.fault = self.fault or f"the connection to the store at {self.where} is closed"
+        self._jobs.put(None)
 
     def __del__(self) -> None:
         self._jobs.put(None)
 
 
 _connections: "weakref.WeakSet[Connection]" = weakref.WeakSet()
+_threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()  # also those given up
+
+
+def close_connections(seconds: float) -> None:
+    """Close all connections before the exit, and wait for their threads at most ``seconds``.
+
+    Python ends a thread that comes back into a dying interpreter. In a call of a store that is an
+    abort of the process, because the call's C++ frames can't be unwound.
+    """
+    end = time.monotonic() + seconds
+    for connection in list(_connections):
+        connection._end()
+    for thread in list(_threads):
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, end - time.monotonic()))
 
 
 def forget() -> None:
@@ -214,6 +237,7 @@ def forget() -> None:
 
     The stores stay in the frames of the parent's threads, which nothing clears in a child.
     """
+    _threads.clear()
     for connection in list(_connections):
         connection.closed = True
         connection.fault = (
@@ -367,8 +391,19 @@ class BoundedStore:
 
         self.connection.post(step)
 
-    def raw(self, timeout: float | None, deadline: Deadline) -> dist.Store:
-        """Return a c10d store of these keys, which waits ``timeout`` seconds (None: ``deadline``).
+    def client(self, deadline: Deadline) -> Any:
+        """Return a client for one set-up, which waits until ``deadline``; nobody else has it."""
+        spares = self.connection.spares
+
+        def step(store: Any) -> Any:
+            own = spares.pop() if spares else _Clone(store)(deadline)
+            own.set_timeout(deadline.timedelta())
+            return own
+
+        return self._run("clone()", step, deadline)
+
+    def raw(self, timeout: float, deadline: Deadline) -> dist.Store:
+        """Return a c10d store of these keys, which waits ``timeout`` seconds.
 
         It has a connection of its own, shared by all that wait as long: engines use it from other
         threads.
@@ -379,7 +414,7 @@ class BoundedStore:
             own = clients.get(timeout)
             if own is None:
                 own = clients[timeout] = _Clone(store)(deadline)
-            own.set_timeout(deadline.timedelta() if timeout is None else timedelta(seconds=timeout))
+            own.set_timeout(timedelta(seconds=timeout))
             return own
 
         return dist.PrefixStore(self.name, self._run("clone()", step, deadline))
@@ -395,17 +430,26 @@ class EngineStore:
         self, store: BoundedStore, deadline: Deadline, begun: Callable[[], None] | None = None
     ) -> None:
         self._store, self._deadline, self._begun = store, deadline, begun
+        self._client: Any = None
 
     def for_connecting(self) -> dist.Store:
         """Return a c10d store that waits until the deadline of the set-up; note that it begins."""
         if self._begun is not None:
             self._begun()
-        return self._store.raw(None, self._deadline)
+        if self._client is None:
+            self._client = self._store.client(self._deadline)
+        return dist.PrefixStore(self._store.name, self._client)
 
     def for_good(self, timeout: timedelta) -> dist.Store:
         """Return a c10d store for an engine that keeps it for the ring's life, as NCCL's does."""
         return self._store.raw(timeout.total_seconds(), self._deadline)
 
     def give_up(self) -> None:
-        """Leave the connection to a set-up that is late: the next one gets another."""
-        self._store.connection.clients.pop(None, None)
+        """Leave the client to a set-up that is late: the next one gets another."""
+        self._client = None
+
+    def end(self) -> None:
+        """Give the client to a later set-up; this one is over on every member."""
+        if self._client is not None:
+            self._store.connection.spares.append(self._client)
+        self._client = None

@@ -12,7 +12,7 @@ import commlib
 from commlib import _bootstrap
 from commlib.errors import ArgumentError, BootstrapError, CommTimeout, DeviceError
 from tests._exits import free_port
-from tests._programs import LAUNCHERS, RENDEZVOUS
+from tests._programs import LAUNCHERS, RENDEZVOUS, start
 
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"}
 
@@ -183,6 +183,60 @@ def test_an_initialised_torch_distributed(
     finally:
         commlib.shutdown()
         dist.destroy_process_group()
+
+
+def both(program: str, **more: str) -> list[tuple[int, str, str]]:
+    """Run two ranks of ``program``; return their exit codes and what they wrote."""
+    more = {"WHO": "0", "PORT": str(free_port()), **more}
+    ranks = [start("-c", program, **{**more, "WHO": str(rank)}) for rank in range(2)]
+    try:
+        ends = [rank.communicate(timeout=60) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, *end) for rank, end in zip(ranks, ends, strict=True)]
+
+
+def test_first_rings_from_several_threads() -> None:
+    program = (
+        "import os, threading\n"
+        "port = os.environ['PORT']\n"
+        "os.environ.update(RANK=os.environ['WHO'], WORLD_SIZE='2', MASTER_PORT=port)\n"
+        "import commlib\n"
+        "manager, start = commlib.CommContextManager.instance(), threading.Barrier(4)\n"
+        "def create(ring):\n"
+        "    start.wait()\n"
+        "    manager.create(ring, [0, 1], device='cpu', timeout=20)\n"
+        "threads = [threading.Thread(target=create, args=(ring,)) for ring in range(4)]\n"
+        "for one in threads: one.start()\n"
+        "for one in threads: one.join()\n"
+        "print(sorted(manager.rings()))\n"
+    )
+    ends = both(program, MASTER_ADDR="127.0.0.1", FLAGS_dynamic_static_unified_comm="1")
+    assert ends == [(0, "[0, 1, 2, 3]\n", "")] * 2
+
+
+def test_torch_distributed_with_other_ranks() -> None:
+    """The second group has the ranks in the other order, and another store."""
+    program = (
+        "import os, commlib, torch.distributed as dist\n"
+        "me, port = int(os.environ['WHO']), int(os.environ['PORT'])\n"
+        "def group(rank, name):\n"
+        "    store = dist.PrefixStore(name, base)\n"
+        "    dist.init_process_group('gloo', store=store, rank=rank, world_size=2)\n"
+        "    ring = commlib.init('gloo', timeout=10)\n"
+        "    print(ring.rank, ring.ranks)\n"
+        "    commlib.shutdown()\n"
+        "    dist.barrier()\n"
+        "    dist.destroy_process_group()\n"
+        "base = dist.TCPStore('127.0.0.1', port, 2, me == 0)\n"
+        "group(me, 'a')\n"
+        "group(1 - me, 'b')\n"
+        "last = dist.PrefixStore('end', base)\n"
+        "last.set(str(me), '')\n"
+        "if me == 0: last.wait(['1'])\n"
+    )
+    assert both(program) == [(0, f"{me} (0, 1)\n{1 - me} (0, 1)\n", "") for me in range(2)]
 
 
 def test_the_world_stays_while_there_are_rings(monkeypatch: pytest.MonkeyPatch) -> None:

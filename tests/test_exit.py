@@ -176,3 +176,25 @@ def test_exit_while_another_thread_creates_a_ring(tmp_path: Path, flag: str) -> 
         ends = [rank.communicate(timeout=60) for rank in ranks]
     assert ends == [("True\n", ""), ("", "")]
     assert [rank.returncode for rank in ranks] == [0, 0]
+
+
+@FLAGS
+def test_exit_after_a_creation_was_given_up(tmp_path: Path, flag: str) -> None:
+    """The threads of the store leave their calls before the interpreter goes."""
+    program = (
+        BEGIN + "def create():\n"
+        "    try: commlib.new_ring(2, [0, 1], timeout=600)\n"
+        "    except commlib.errors.RingError: time.sleep(60)\n"
+        "manager = commlib.CommContextManager.instance()\n"
+        "if ring.rank == 0:\n"
+        "    threading.Thread(target=create, daemon=True).start()\n"
+        "    while 2 not in manager._creating: time.sleep(0.001)\n"
+        "    time.sleep(0.5)\n"
+        "    commlib.shutdown(abort=True)\n"
+        "    (here / 'go').touch()\n"
+        "else: await_file('go')\n"
+    )
+    with pair(program, tmp_path, flag) as ranks:
+        ends = [rank.communicate(timeout=60) for rank in ranks]
+    assert ends == [("", "")] * 2
+    assert [rank.returncode for rank in ranks] == [0, 0]

@@ -7,9 +7,11 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import commlib
 from commlib import ops
+from commlib._workers import workers
 from commlib.errors import (
     ArgumentError,
     CommError,
@@ -317,6 +319,47 @@ def interrupted(comm: Any) -> None:
 
 def test_interrupted_creation(ranks: Ranks) -> None:
     ranks(interrupted)
+
+
+def interrupted_at_the_start(comm: Any) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    workers.reserve = interrupt  # type: ignore[method-assign]
+    try:
+        with refused(KeyboardInterrupt):
+            commlib.new_ring(68, [0, 1])
+    finally:
+        del workers.reserve
+    same(gathered(commlib.new_ring(68, [0, 1])), [0, 1], "the next attempt")
+    manager.close(68)
+
+
+def test_interrupted_at_the_start(ranks: Ranks) -> None:
+    ranks(interrupted_at_the_start)
+
+
+def given_stores(comm: Any) -> None:
+    """A store that the caller gives leaves nothing of it with the manager."""
+    port = int(os.environ["MASTER_PORT"])
+    base = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    for number in range(4):
+        store = dist.PrefixStore(f"given {number // 2}", base)
+        manager.create(69, [0, 1], store=store, device=comm.device)
+        same(gathered(manager.get(69)), [0, 1], "the ring works")
+        manager.close(69)
+        del store
+        gc.collect()
+        names = [thread.name for thread in threading.enumerate()]
+        until(lambda: "commlib store a PrefixStore" not in _thread_names(), names)
+
+
+def _thread_names() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
+
+
+def test_given_stores(ranks: Ranks) -> None:
+    ranks(given_stores)
 
 
 def threads(comm: Any) -> None:
