@@ -69,7 +69,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def two_layers(region: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
-    """Return the region behind itself, without any checkpoint."""
+    """Return the region followed by itself, without any checkpoint."""
     return region(region(x, weight), weight)
 
 
