@@ -27,6 +27,7 @@ from commlib.errors import DeviceError, RingError
 # shutdown(abort=True) returns within 5 s; the exit of a program that fails waits for nobody.
 _ABORT_ALL_S = 4.5
 _FAILING_S = 0.5
+_LAST_STEPS_S = 1.0
 
 
 class CommContextManager:
@@ -315,6 +316,7 @@ class CommContextManager:
         finally:
             self._calls.clear()
             _bootstrap.leave(Deadline(_FAILING_S if failing else seconds), wait=not failing)
+            workers.await_steps(_FAILING_S if failing else _LAST_STEPS_S)
 
     # -- fork ------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Daemon threads that are started ahead, for steps that may block for ever."""
 
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -51,6 +52,7 @@ class Workers:
         self._lock = threading.Lock()
         self._tasks: SimpleQueue[Task] = SimpleQueue()
         self._free = 0  # idle threads, less the tasks that none has taken yet
+        self._running: set[Task] = set()  # those that a thread has or will have
         self._mine = threading.local()
 
     def reserve(self) -> None:
@@ -76,6 +78,7 @@ class Workers:
                 in_place = True  # the thread that waits for this worker has a deadline
             else:
                 self._free, in_place = self._free - 1, False
+                self._running.add(task)
                 if not self._free:
                     self._add()
         if in_place:
@@ -84,6 +87,18 @@ class Workers:
         else:
             self._tasks.put(task)
         return task
+
+    def await_steps(self, seconds: float) -> None:
+        """Wait at most ``seconds`` for the steps that nobody waits for any more.
+
+        Called at the exit: a step that comes back from C++ into a dying interpreter aborts the
+        process.
+        """
+        end = time.monotonic() + seconds
+        with self._lock:
+            running = list(self._running)
+        for task in running:
+            task.wait(max(0.0, end - time.monotonic()))
 
     def _add(self) -> bool:
         """Start another idle thread; return False if the interpreter can't any more."""
@@ -108,6 +123,7 @@ class Workers:
             with self._lock:  # before the waiter wakes, so that its next step finds this thread
                 goes_on = self._free < SPARES
                 self._free += goes_on
+                self._running.discard(task)
             task.end()
             del task
 

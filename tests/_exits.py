@@ -12,7 +12,8 @@ import sys
 import torch
 
 import commlib
-from commlib import ops
+from commlib import _call_reports, _store, ops
+from commlib._deadline import Deadline
 
 
 def child(rank: int, port: int) -> None:
@@ -32,6 +33,14 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def settle() -> None:
+    """Wait until the store has answered all that this rank's threads have asked of it."""
+    for reports in list(_call_reports._reporter._rings):
+        reports.round()  # the next round finds nothing new
+    for connection in list(_store._connections):
+        connection.run("settling", lambda store: store.num_keys(), Deadline(30))
 
 
 def pair() -> None:

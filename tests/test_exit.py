@@ -80,9 +80,18 @@ FAILURES = {
 @FLAGS
 @pytest.mark.parametrize("how", FAILURES)
 def test_a_failing_exit_waits_for_nobody(tmp_path: Path, flag: str, how: str) -> None:
-    """Rank 0 fails and ends while rank 1 stays; rank 1 then finds no store and says nothing."""
+    """Rank 0 fails and ends while rank 1 stays; rank 1 then finds no store and says nothing.
+
+    torch itself prints a warning if the store ends while it answers a request, so rank 0 fails
+    when rank 1 has no request under way.
+    """
     program, code, text = FAILURES[how]
-    with pair(BEGIN + STAY + program, tmp_path, flag, FLAGS_comm_close_timeout_s="600") as ranks:
+    settled = (
+        "if ring.rank == 1: tests._exits.settle(); (here / 'settled').touch()\n"
+        "else: await_file('settled')\n"
+    )
+    program = "import tests._exits\n" + BEGIN + settled + STAY + program
+    with pair(program, tmp_path, flag, FLAGS_comm_close_timeout_s="600") as ranks:
         if how.startswith("SIG"):
             until((tmp_path / "idle").exists, "rank 0 is idle", 60)
             ranks[0].send_signal(getattr(signal, how))
@@ -193,6 +202,29 @@ def test_exit_after_a_creation_was_given_up(tmp_path: Path, flag: str) -> None:
         "    commlib.shutdown(abort=True)\n"
         "    (here / 'go').touch()\n"
         "else: await_file('go')\n"
+    )
+    with pair(program, tmp_path, flag) as ranks:
+        ends = [rank.communicate(timeout=60) for rank in ranks]
+    assert ends == [("", "")] * 2
+    assert [rank.returncode for rank in ranks] == [0, 0]
+
+
+@FLAGS
+def test_exit_while_a_step_that_nobody_waits_for_is_in_c(tmp_path: Path, flag: str) -> None:
+    """A thread that comes back from C++ into a dying interpreter would abort the process."""
+    program = (
+        BEGIN + "import torch.distributed as dist\n"
+        "from datetime import timedelta\n"
+        "from commlib._deadline import Deadline, bounded\n"
+        "store = dist.HashStore()\n"
+        "def many_waits():\n"
+        "    end = time.monotonic() + 0.8\n"
+        "    while time.monotonic() < end:\n"
+        "        try: store.wait(['never'], timedelta(milliseconds=2))\n"
+        "        except RuntimeError: pass\n"
+        "for _ in range(3):\n"
+        "    try: bounded(many_waits, Deadline(0.05), 'waiting')\n"
+        "    except commlib.errors.CommTimeout: pass\n"
     )
     with pair(program, tmp_path, flag) as ranks:
         ends = [rank.communicate(timeout=60) for rank in ranks]
