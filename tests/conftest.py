@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,8 +38,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Name the marker of the cases that need two GPUs."""
+    """Name the marker of the cases that need two GPUs; let Ctrl-C reach the programs of tests.
+
+    A shell starts its background jobs with SIGINT ignored, and programs inherit that.
+    """
     config.addinivalue_line("markers", "gpu: runs on a pair of GPUs")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:
