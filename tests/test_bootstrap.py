@@ -185,10 +185,10 @@ def test_an_initialised_torch_distributed(
         dist.destroy_process_group()
 
 
-def both(program: str, **more: str) -> list[tuple[int, str, str]]:
-    """Run two ranks of ``program``; return their exit codes and what they wrote."""
-    more = {"WHO": "0", "PORT": str(free_port()), **more}
-    ranks = [start("-c", program, **{**more, "WHO": str(rank)}) for rank in range(2)]
+def run_all(program: str, size: int, **more: str) -> list[tuple[int, str, str]]:
+    """Run ``size`` processes of ``program``; return their exit codes and what they wrote."""
+    more = {"PORT": str(free_port()), **more}
+    ranks = [start("-c", program, **{**more, "WHO": str(rank)}) for rank in range(size)]
     try:
         ends = [rank.communicate(timeout=60) for rank in ranks]
     finally:
@@ -212,31 +212,29 @@ def test_first_rings_from_several_threads() -> None:
         "for one in threads: one.join()\n"
         "print(sorted(manager.rings()))\n"
     )
-    ends = both(program, MASTER_ADDR="127.0.0.1", FLAGS_dynamic_static_unified_comm="1")
+    ends = run_all(program, 2, MASTER_ADDR="127.0.0.1", FLAGS_dynamic_static_unified_comm="1")
     assert ends == [(0, "[0, 1, 2, 3]\n", "")] * 2
 
 
 def test_torch_distributed_with_other_ranks() -> None:
-    """The second group has the ranks in the other order, and another store."""
+    """Process 0 has another rank, another peer and another store in its second group."""
     program = (
         "import os, commlib, torch.distributed as dist\n"
-        "me, port = int(os.environ['WHO']), int(os.environ['PORT'])\n"
-        "def group(rank, name):\n"
-        "    store = dist.PrefixStore(name, base)\n"
+        "def group(rank, port):\n"
+        "    store = dist.TCPStore('127.0.0.1', int(port), 2, rank == 0)\n"
         "    dist.init_process_group('gloo', store=store, rank=rank, world_size=2)\n"
         "    ring = commlib.init('gloo', timeout=10)\n"
         "    print(ring.rank, ring.ranks)\n"
         "    commlib.shutdown()\n"
-        "    dist.barrier()\n"
         "    dist.destroy_process_group()\n"
-        "base = dist.TCPStore('127.0.0.1', port, 2, me == 0)\n"
-        "group(me, 'a')\n"
-        "group(1 - me, 'b')\n"
-        "last = dist.PrefixStore('end', base)\n"
-        "last.set(str(me), '')\n"
-        "if me == 0: last.wait(['1'])\n"
+        "    store.wait(['left']) if rank == 0 else store.set('left', '')\n"
+        "me = int(os.environ['WHO'])\n"
+        "if me < 2: group(me, os.environ['PORT'])\n"
+        "if me != 1: group(int(me == 0), os.environ['OTHER_PORT'])\n"
     )
-    assert both(program) == [(0, f"{me} (0, 1)\n{1 - me} (0, 1)\n", "") for me in range(2)]
+    ends = run_all(program, 3, OTHER_PORT=str(free_port()))
+    out = ["0 (0, 1)\n1 (0, 1)\n", "1 (0, 1)\n", "0 (0, 1)\n"]
+    assert ends == [(0, text, "") for text in out]
 
 
 def test_the_world_stays_while_there_are_rings(monkeypatch: pytest.MonkeyPatch) -> None:
