@@ -1,5 +1,6 @@
 """One operator as the shared suites see it: how it is called, and what it means."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from tests._check import (
     wide,
     with_specials,
 )
+from tests._ranks import Ranks
 
 MODES: dict[str, dict[str, bool]] = {
     "calc": {"use_calc_stream": True},
@@ -118,6 +120,24 @@ def compile_whole(body: Callable[..., Any], **how: Any) -> Any:
     """Compile ``body`` as one graph, without code generation unless ``how`` names a backend."""
     torch._dynamo.reset()
     return torch.compile(body, fullgraph=True, **{"backend": "aot_eager", **how})
+
+
+@functools.cache
+def _compile_something(device: torch.device) -> None:
+    torch.compile(lambda x: x.sin() + 1)(torch.ones(64, device=device))
+
+
+def _try_compiler(comm: Any) -> None:
+    _compile_something(comm.device)
+
+
+def generating(ranks: Ranks) -> Ranks:
+    """Let inductor try out the compiler in each rank before a collective waits for that.
+
+    It takes each process up to a minute where torch imports itself anew for every vector length.
+    """
+    ranks(_try_compiler, deadline=300)
+    return ranks
 
 
 def well_registered(operator: Any, arguments: tuple[Any, ...]) -> None:

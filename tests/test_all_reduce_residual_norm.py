@@ -29,7 +29,7 @@ from commlib.errors import (
 from commlib.ops import _all_reduce_residual_norm as room
 from tests._check import Array, Shape, bits, close, refused, rounded, same, sample, settle, wide
 from tests._class_shards import near
-from tests._operator import ABSENT_RING, calls, compile_whole, well_registered
+from tests._operator import ABSENT_RING, calls, compile_whole, generating, well_registered
 from tests._ranks import Ranks
 
 norm_of = ops.all_reduce_residual_norm
@@ -307,7 +307,7 @@ def test_compiled(ranks: Ranks) -> None:
 
 
 def test_generated_code(unified_ranks: Ranks) -> None:
-    unified_ranks(compiled, "inductor", KINDS[3:5], deadline=240)
+    generating(unified_ranks)(compiled, "inductor", KINDS[3:5], deadline=240)
 
 
 def compiled_sizes(comm: Any) -> None:

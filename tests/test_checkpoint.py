@@ -14,7 +14,7 @@ from torch.utils.checkpoint import (
 
 from commlib import ops
 from tests._check import close, same, sample
-from tests._operator import calls, compile_whole
+from tests._operator import calls, compile_whole, generating
 from tests._ranks import Ranks
 
 Tensor = torch.Tensor
@@ -120,7 +120,7 @@ def test_compiled_checkpoints(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_checkpoints_with_generated_code(unified_ranks: Ranks, form: str) -> None:
-    unified_ranks(equal_to_eager, "inductor", (form,), deadline=240)
+    generating(unified_ranks)(equal_to_eager, "inductor", (form,), deadline=240)
 
 
 def uneven(x: Tensor, weight: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from commlib.ops._class_batch import Batch
 from commlib.ops._permutation import permuted
 from tests._check import Array, close, laid_out, refused, rounded, same
 from tests._examples import examples
-from tests._operator import ABSENT_RING, calls, compile_whole, well_registered
+from tests._operator import ABSENT_RING, calls, compile_whole, generating, well_registered
 from tests._ranks import Ranks, fresh
 
 CPU = torch.device("cpu")
@@ -312,7 +312,7 @@ def test_compiled(ranks: Ranks) -> None:
 
 
 def test_compiled_with_generated_code(unified_ranks: Ranks) -> None:
-    unified_ranks(compiled, "inductor", deadline=240)
+    generating(unified_ranks)(compiled, "inductor", deadline=240)
 
 
 def registration(comm: Any) -> None:

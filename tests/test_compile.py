@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from commlib import ops
 from tests._check import bits, close, same, sample
-from tests._operator import calls, compile_whole, well_registered
+from tests._operator import calls, compile_whole, generating, well_registered
 from tests._ranks import Ranks
 
 
@@ -51,7 +51,7 @@ def test_forward_and_backward(ranks: Ranks) -> None:
 
 
 def test_forward_and_backward_with_generated_code(ranks: Ranks) -> None:
-    ranks(forward_and_backward, "inductor", (torch.float32,), deadline=240)
+    generating(ranks)(forward_and_backward, "inductor", (torch.float32,), deadline=240)
 
 
 def unused(x: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ def one_compiled(comm: Any, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_unused_results(ranks: Ranks, backend: str) -> None:
-    ranks(one_compiled, backend, deadline=180)
+    generating(ranks)(one_compiled, backend, deadline=180)
 
 
 def relay(x: torch.Tensor, other: torch.Tensor, rank: int) -> torch.Tensor:

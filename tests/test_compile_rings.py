@@ -14,7 +14,7 @@ import commlib
 from commlib import ops
 from commlib.errors import PeerError, RingError
 from tests._check import close, refused, same, sample
-from tests._operator import calls, compile_whole
+from tests._operator import calls, compile_whole, generating
 from tests._ranks import Ranks, World
 
 Tensor = torch.Tensor
@@ -94,7 +94,7 @@ def test_rings_created_again_with_experts(trio: Ranks) -> None:
 
 
 def test_rings_created_again_with_generated_code(trio: Ranks) -> None:
-    trio(created_again, ("all_of_them",), {"backend": "inductor"}, deadline=300)
+    generating(trio)(created_again, ("all_of_them",), {"backend": "inductor"}, deadline=300)
 
 
 def lost_root(comm: Any) -> None:
@@ -213,4 +213,4 @@ def test_persistent_cache(world: World) -> None:
     """A second run finds the code of the first one, and no world uses that of another size."""
     for size, hits in ((2, False), (2, True), (3, False), (2, True)):
         with world(size) as ranks:
-            ranks(cached, hits, deadline=120)
+            generating(ranks)(cached, hits, deadline=120)

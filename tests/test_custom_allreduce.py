@@ -32,7 +32,7 @@ from commlib.errors import (
     StreamError,
 )
 from tests._check import bits, close, refused, rounded, same, settle, wide
-from tests._operator import calls
+from tests._operator import calls, generating
 from tests._programs import run
 from tests._ranks import Ranks
 
@@ -707,7 +707,7 @@ def compiled(comm: Any, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled(unified_ranks: Ranks, mode: str) -> None:
-    unified_ranks(compiled, mode, deadline=240)
+    generating(unified_ranks)(compiled, mode, deadline=240)
 
 
 def explained(comm: Any) -> None:

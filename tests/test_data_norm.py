@@ -14,7 +14,7 @@ from commlib import ops
 from commlib.errors import ArgumentError, CommError, DeviceError, DtypeError, RingError, ShapeError
 from tests._check import Array, close, refused, same, sample, wide
 from tests._examples import examples
-from tests._operator import ABSENT_RING, calls, compile_whole, well_registered
+from tests._operator import ABSENT_RING, calls, compile_whole, generating, well_registered
 from tests._ranks import Ranks
 
 Tensors = list[torch.Tensor]
@@ -323,7 +323,9 @@ def test_streams_and_compiled(ranks: Ranks) -> None:
 
 
 def test_generated_code(unified_ranks: Ranks) -> None:
-    unified_ranks(ways, "inductor", torch.float32, [(KINDS[0], True, (True,))], deadline=240)
+    generating(unified_ranks)(
+        ways, "inductor", torch.float32, [(KINDS[0], True, (True,))], deadline=240
+    )
 
 
 def compiled_refusal(comm: Any) -> None:

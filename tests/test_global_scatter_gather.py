@@ -12,7 +12,7 @@ from commlib import ops
 from commlib.errors import ArgumentError, DeviceError, DtypeError, RingError, ShapeError
 from tests._check import Array, bits, close, from_bits, laid_out, refused, same, sample, wide
 from tests._examples import examples
-from tests._operator import ABSENT_RING, calls, compile_whole
+from tests._operator import ABSENT_RING, calls, compile_whole, generating
 from tests._ranks import Ranks
 
 Counts = list[list[list[int]]]  # [a][b][k]: rows from rank a to expert k of rank b
@@ -150,7 +150,7 @@ def test_compiled(ranks: Ranks) -> None:
 
 
 def test_generated_code(unified_ranks: Ranks) -> None:
-    unified_ranks(compiled, "inductor", deadline=240)
+    generating(unified_ranks)(compiled, "inductor", deadline=240)
 
 
 def replicated(comm: Any, whole: torch.Tensor, counts: Counts) -> torch.Tensor:

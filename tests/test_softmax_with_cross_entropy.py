@@ -13,7 +13,7 @@ from commlib.errors import ArgumentError, DeviceError, DtypeError, RingError, Sh
 from tests._check import FLOATS, bits, close, refused, same, settle, wide
 from tests._class_shards import cross_entropy, drawn, labels, near, near_dtype, own
 from tests._examples import examples
-from tests._operator import ABSENT_RING, calls, compile_whole, well_registered
+from tests._operator import ABSENT_RING, calls, compile_whole, generating, well_registered
 from tests._ranks import Ranks, fresh
 
 loss_of = ops.softmax_with_cross_entropy
@@ -248,7 +248,7 @@ def generated(comm: Any) -> None:
 
 
 def test_generated_code(unified_ranks: Ranks) -> None:
-    unified_ranks(generated, deadline=240)
+    generating(unified_ranks)(generated, deadline=240)
 
 
 def derivative(comm: Any) -> None:
