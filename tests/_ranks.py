@@ -133,7 +133,7 @@ class Ranks:
         deadline: float,
         lost: frozenset[int] = frozenset(),
     ) -> None:
-        job = ForkingPickler.dumps((fn, args))
+        job = bytes(ForkingPickler.dumps((fn, args)))  # views of it in cycles crash Python 3.12
         for member in self.members:
             member.jobs.send_bytes(job)
         reports = self._collect(deadline, frozenset(self.members[rank].name for rank in lost))
