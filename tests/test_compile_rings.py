@@ -19,6 +19,8 @@ from tests._ranks import Ranks, World
 
 Tensor = torch.Tensor
 RING = 1
+ALL_RANKS = 2
+COMPILE_S = 200  # the other ranks may wait for one that compiles on a busy machine
 ORDERS = ((0, 1), (0, 1, 2), (2, 1, 0), (1, 0))
 
 # Every operator whose result, or whose gradient, depends on the ring's size or the own position.
@@ -54,11 +56,14 @@ def routed(x: Tensor) -> Tensor:
 
 def rings(comm: Any) -> Iterator[Any]:
     """Yield ring 1 in each of its forms on its members; all ranks meet in between."""
+    everyone = commlib.new_ring(ALL_RANKS, comm.ranks, timeout=COMPILE_S)
+    assert everyone is not None
     for ranks in ORDERS:
         if comm.rank in ranks:
-            yield commlib.new_ring(RING, ranks)
+            yield commlib.new_ring(RING, ranks, timeout=COMPILE_S)
             commlib.CommContextManager.instance().close(RING)
-        comm.barrier()
+        everyone.barrier()
+    commlib.CommContextManager.instance().close(ALL_RANKS)
 
 
 def outcome(body: Callable[[Tensor], Tensor], rank: int) -> tuple[Tensor, Tensor]:
