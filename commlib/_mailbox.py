@@ -94,8 +94,12 @@ class Mailbox:
         return list(struct.unpack(f"<{length}q", text))
 
     def _look(self, missing: set[int], deadline: Deadline) -> None:
-        """Raise when a missing rank is dead, or all time is gone."""
+        """Raise when a missing rank is dead, or all time is gone.
+
+        A rank may have written its message and closed the ring since it was last looked for.
+        """
         dead = [rank for rank in missing if not _held(self._file, rank)]
+        dead = [rank for rank in dead if self._read(rank) is None]
         if dead:
             raise EngineError(f"positions {sorted(dead)} in the ring have ended or closed it")
         if deadline.passed():

@@ -1,10 +1,13 @@
 """CommContext.exchange: whole numbers from every rank to every rank, host to host."""
 
+import tempfile
 from typing import Any
 
+import pytest
 import torch
 
 import commlib
+from commlib import _mailbox
 from commlib.errors import ArgumentError, CommTimeout, EngineError, RingError
 from tests._check import refused, same
 from tests._operator import calls
@@ -143,3 +146,16 @@ def left(comm: Any) -> None:
 
 def test_a_rank_that_has_closed_the_ring(ranks: Ranks) -> None:
     ranks(left)
+
+
+def test_a_rank_that_writes_and_closes_while_another_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryFile() as file:
+        file.truncate(_mailbox._length(2))
+        mine, other = (_mailbox.Mailbox(file.fileno(), rank, 2, 5) for rank in range(2))
+
+        def closed_just_now(_: int, rank: int) -> bool:
+            same(other([7]), [[3], [7]], f"the numbers that rank {rank} gets before it closes")
+            return False
+
+        monkeypatch.setattr(_mailbox, "_held", closed_just_now)
+        same(mine([3]), [[3], [7]], "the numbers")
