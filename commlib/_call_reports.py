@@ -17,7 +17,8 @@ from commlib._log import log
 from commlib._store import BoundedStore
 from commlib.errors import CommError
 
-LOOK_S = 1.0  # the most that a deadline or a close spends on the comparison
+LOOK_S = 1.0  # the most that a close, or a short deadline, spends on the comparison
+_LONGEST_LOOK_S = 5.0  # after a deadline of a minute or more
 _STORE_S = 30.0  # long: a shorter limit would mark a connection that others use as faulty
 _ROUND_S = 5.0  # between two rounds of a ring with a long timeout
 _SHOWN = 4  # ranks whose calls a text shows
@@ -136,12 +137,14 @@ class CallReports:
     def verdict(self, verb: str) -> str:
         """Return what the members' logs say of a failed call; empty if nothing does.
 
-        Takes at most ``LOOK_S`` seconds, whatever the store does.
+        Takes at most a tenth of the ring's timeout, between 1 and 5 s, whatever the store does.
         """
         self._state = f"failed in {verb}"
-        return self._bounded(self._look, f"comparing the calls of ring {self._ring_id}") or ""
+        seconds = max(LOOK_S, min(_LONGEST_LOOK_S, self.seconds / 10))
+        what = f"comparing the calls of ring {self._ring_id}"
+        return self._bounded(self._look, what, seconds) or ""
 
-    def _bounded(self, step: Callable[[_Keys], Any], what: str) -> Any:
+    def _bounded(self, step: Callable[[_Keys], Any], what: str, seconds: float) -> Any:
         store = self._store
         if store is None:
             return None
@@ -152,7 +155,7 @@ class CallReports:
                 return step(_Keys(keys)) if keys.connection.answers() else None
 
         try:
-            return bounded(locked, Deadline(LOOK_S), what)
+            return bounded(locked, Deadline(seconds), what)
         except (CommError, RuntimeError) as error:  # the store is gone: nothing can be compared
             log.once("%s: %s", what, error)
             return None
@@ -201,7 +204,7 @@ class CallReports:
         """Publish the last calls, and compare them with those of the neighbours."""
         _reporter.remove(self)
         self._state = "closed the ring"
-        self._bounded(self._finish, f"comparing the calls of ring {self._ring_id}")
+        self._bounded(self._finish, f"comparing the calls of ring {self._ring_id}", LOOK_S)
         self._store = None
 
     def _finish(self, store: _Keys) -> None:

@@ -78,7 +78,7 @@ def test_after_close(ranks: Ranks) -> None:
 
 def alone(comm: Any) -> None:
     """A rank that does not come is an error within the ring's timeout, and the ring has failed."""
-    ring = commlib.new_ring(42, [0, 1], timeout=3)
+    ring = commlib.new_ring(42, [0, 1], timeout=5)
     assert ring is not None
     if comm.rank == 0:
         with refused((CommTimeout, EngineError), "exchange on ring 42 (rank 0 of 2"):

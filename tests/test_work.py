@@ -109,7 +109,7 @@ def missed(comm: Any) -> None:
     ring has noticed.
     """
     manager = commlib.CommContextManager.instance()
-    ring = commlib.new_ring(22, range(comm.size), timeout=1)
+    ring = commlib.new_ring(22, range(comm.size), timeout=4)
     assert ring is not None
     x = torch.ones(3)
     close_it = "type commlib.CommContextManager.instance().close(22), then"
@@ -119,16 +119,16 @@ def missed(comm: Any) -> None:
         begin = time.monotonic()
         work = ops.all_reduce(x, 22, **ASYNC)
         for _ in range(2):
-            with refused(CommTimeout, "ring 22", "did not finish within 1 s", late, close_it):
+            with refused(CommTimeout, "ring 22", "did not finish within 4 s", late, close_it):
                 work.wait()
         spent = time.monotonic() - begin
-        if not 0.5 < spent < 10:
-            raise AssertionError(f"waited {spent:.1f} s for a deadline of 1 s")
+        if not 3 < spent < 20:
+            raise AssertionError(f"waited {spent:.1f} s for a deadline of 4 s")
         with refused(RingError, "ring 22", close_it, new):
             ops.all_reduce(x, 22)
         same(len(ring.errors()) > 0, True, "errors() tells of it")
     else:
-        time.sleep(2)
+        time.sleep(6)
     manager.close(22)
     again = commlib.new_ring(22, range(comm.size))
     assert again is not None
@@ -139,14 +139,14 @@ def missed(comm: Any) -> None:
 def missed_on_ring_0(comm: Any) -> None:
     """Ring 0 comes back as its error says, whoever has seen the failure."""
     commlib.shutdown()
-    ring, x = commlib.init(timeout=2), torch.ones(3)
+    ring, x = commlib.init(timeout=5), torch.ones(3)
     if comm.rank == 0:
-        with refused(CommTimeout, "did not finish within 2 s", "commlib.shutdown(), then"):
+        with refused(CommTimeout, "did not finish within 5 s", "commlib.shutdown(), then"):
             ops.all_reduce(x)
         with refused(RingError, "ring 0", "type commlib.shutdown(), then commlib.init()"):
             ring.barrier()
     else:
-        time.sleep(4)
+        time.sleep(8)
     commlib.shutdown()
     commlib.init()
     close(ops.all_reduce(x), torch.full((3,), 2.0), "ring 0 once more")
@@ -249,7 +249,7 @@ def _crossing(comm: Any, x: torch.Tensor, peer: int) -> commlib.Work:
 
 def interrupted_then_late(comm: Any) -> None:
     """The deadline of the call still holds for a wait after an interrupted one."""
-    ring = commlib.new_ring(23, [0, 1], timeout=1)
+    ring = commlib.new_ring(23, [0, 1], timeout=4)
     assert ring is not None
     previous = signal.signal(signal.SIGALRM, _interrupt)
     if comm.rank == 0:
