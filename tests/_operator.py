@@ -134,7 +134,7 @@ def _try_compiler(comm: Any) -> None:
 def generating(ranks: Ranks) -> Ranks:
     """Let inductor try out the compiler in each rank before a collective waits for that.
 
-    It takes each process up to a minute where torch imports itself anew for every vector length.
+    Where torch starts another Python for every vector length, each process takes up to a minute.
     """
     ranks(_try_compiler, deadline=300)
     return ranks

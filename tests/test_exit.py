@@ -22,6 +22,7 @@ BEGIN = (
     "    end = time.monotonic() + 60\n"
     "    while not (here / name).exists() and time.monotonic() < end: time.sleep(0.01)\n"
 )
+QUIET = [(0, "", "")] * 2  # both ranks end well and say nothing
 STAY = "if ring.rank == 1: await_file('go'); sys.exit(0)\n"
 
 
@@ -39,6 +40,15 @@ def pair(program: str, here: Path, flag: str = "1", **more: str) -> Iterator[lis
             rank.communicate()
 
 
+def outcomes(
+    program: str, here: Path, flag: str = "1", **more: str
+) -> list[tuple[int | None, str, str]]:
+    """Run two ranks of ``program`` to their ends: exit code, output and error output of each."""
+    with pair(program, here, flag, **more) as ranks:
+        texts = [rank.communicate(timeout=60) for rank in ranks]
+    return [(rank.returncode, *text) for rank, text in zip(ranks, texts, strict=True)]
+
+
 @pytest.mark.parametrize(("flag", "rounds"), [("1", 25), ("0", 5)], ids=["unified", "legacy"])
 def test_exits_in_a_row(flag: str, rounds: int) -> None:
     code, out, err = run(
@@ -51,10 +61,9 @@ def test_exits_in_a_row(flag: str, rounds: int) -> None:
 def test_a_rank_that_dies_does_not_hold_the_other(tmp_path: Path, flag: str) -> None:
     """Rank 1 dies; rank 0, which serves the store, names it and ends within its close deadline."""
     program = BEGIN + "if ring.rank == 1: os._exit(3)\n"
-    with pair(program, tmp_path, flag, FLAGS_comm_close_timeout_s="4") as ranks:
-        ends = [rank.communicate(timeout=60) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 3]
-    assert ends[0] == ("", "waiting for ranks [1] to leave, at most 4 s\n")
+    first, second = outcomes(program, tmp_path, flag, FLAGS_comm_close_timeout_s="4")
+    assert first == (0, "", "waiting for ranks [1] to leave, at most 4 s\n")
+    assert second[0] == 3
 
 
 @FLAGS
@@ -136,10 +145,8 @@ def test_exit_closes_everything_without_new_threads(tmp_path: Path, flag: str) -
         "    threading.Thread.start = start\n"
         "atexit.register(no_threads)\n"
     )
-    with pair(program, tmp_path, flag) as ranks:
-        ends = [rank.communicate(timeout=60) for rank in ranks]
-    assert ends == [("[(None, True, []), (None, True, [])]\n", "")] * 2
-    assert [rank.returncode for rank in ranks] == [0, 0]
+    closed = (0, "[(None, True, []), (None, True, [])]\n", "")
+    assert outcomes(program, tmp_path, flag) == [closed] * 2
 
 
 def test_exit_without_new_threads_and_with_stuck_steps(tmp_path: Path) -> None:
@@ -156,18 +163,12 @@ def test_exit_without_new_threads_and_with_stuck_steps(tmp_path: Path) -> None:
         "    for _ in range(SPARES + 2): stuck()\n"
         "atexit.register(no_threads)\n"
     )
-    with pair(program, tmp_path, FLAGS_comm_close_timeout_s="20") as ranks:
-        ends = [rank.communicate(timeout=60) for rank in ranks]
-    assert ends == [("", "")] * 2
-    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert outcomes(program, tmp_path, FLAGS_comm_close_timeout_s="20") == QUIET
 
 
 def test_exit_without_the_rendezvous_environment(tmp_path: Path) -> None:
     gone = "for name in ('RANK', 'MASTER_PORT', 'MASTER_ADDR'): os.environ.pop(name)\n"
-    with pair(BEGIN + gone, tmp_path) as ranks:
-        ends = [rank.communicate(timeout=60) for rank in ranks]
-    assert ends == [("", "")] * 2
-    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert outcomes(BEGIN + gone, tmp_path) == QUIET
 
 
 @FLAGS
@@ -181,52 +182,38 @@ def test_exit_while_another_thread_creates_a_ring(tmp_path: Path, flag: str) -> 
         "    threading.Thread(target=create, daemon=True).start()\n"
         "    while 2 not in manager._creating: time.sleep(0.001)\n"
     )
-    with pair(program, tmp_path, flag) as ranks:
-        ends = [rank.communicate(timeout=60) for rank in ranks]
-    assert ends == [("True\n", ""), ("", "")]
-    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert outcomes(program, tmp_path, flag) == [(0, "True\n", ""), (0, "", "")]
+
+
+LATE = {
+    "worker": (
+        "try: bounded(many_waits, Deadline(0.05), 'waiting')\n"
+        "except commlib.errors.CommTimeout: pass\n"
+    ),
+    "store": (
+        "[(_, room)] = _bootstrap._rooms.values()\n"
+        "other = room.apart()\n"
+        "other.connection.post(lambda store: many_waits())\n"
+    ),
+}
 
 
 @FLAGS
-def test_exit_after_a_creation_was_given_up(tmp_path: Path, flag: str) -> None:
-    """The threads of the store leave their calls before the interpreter goes."""
-    program = (
-        BEGIN + "def create():\n"
-        "    try: commlib.new_ring(2, [0, 1], timeout=600)\n"
-        "    except commlib.errors.RingError: time.sleep(60)\n"
-        "manager = commlib.CommContextManager.instance()\n"
-        "if ring.rank == 0:\n"
-        "    threading.Thread(target=create, daemon=True).start()\n"
-        "    while 2 not in manager._creating: time.sleep(0.001)\n"
-        "    time.sleep(0.5)\n"
-        "    commlib.shutdown(abort=True)\n"
-        "    (here / 'go').touch()\n"
-        "else: await_file('go')\n"
-    )
-    with pair(program, tmp_path, flag) as ranks:
-        ends = [rank.communicate(timeout=60) for rank in ranks]
-    assert ends == [("", "")] * 2
-    assert [rank.returncode for rank in ranks] == [0, 0]
-
-
-@FLAGS
-def test_exit_while_a_step_that_nobody_waits_for_is_in_c(tmp_path: Path, flag: str) -> None:
+@pytest.mark.parametrize("thread", LATE)
+def test_exit_while_a_step_that_nobody_waits_for_is_in_c(
+    tmp_path: Path, flag: str, thread: str
+) -> None:
     """A thread that comes back from C++ into a dying interpreter would abort the process."""
     program = (
         BEGIN + "import torch.distributed as dist\n"
         "from datetime import timedelta\n"
+        "from commlib import _bootstrap\n"
         "from commlib._deadline import Deadline, bounded\n"
-        "store = dist.HashStore()\n"
+        "never = dist.HashStore()\n"
         "def many_waits():\n"
         "    end = time.monotonic() + 0.8\n"
         "    while time.monotonic() < end:\n"
-        "        try: store.wait(['never'], timedelta(milliseconds=2))\n"
+        "        try: never.wait(['never'], timedelta(milliseconds=2))\n"
         "        except RuntimeError: pass\n"
-        "for _ in range(3):\n"
-        "    try: bounded(many_waits, Deadline(0.05), 'waiting')\n"
-        "    except commlib.errors.CommTimeout: pass\n"
     )
-    with pair(program, tmp_path, flag) as ranks:
-        ends = [rank.communicate(timeout=60) for rank in ranks]
-    assert ends == [("", "")] * 2
-    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert outcomes(program + LATE[thread], tmp_path, flag) == QUIET

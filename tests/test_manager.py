@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -322,15 +323,10 @@ def test_interrupted_creation(ranks: Ranks) -> None:
 
 
 def interrupted_at_the_start(comm: Any) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    workers.reserve = interrupt  # type: ignore[method-assign]
-    try:
-        with refused(KeyboardInterrupt):
-            commlib.new_ring(68, [0, 1])
-    finally:
-        del workers.reserve
+    """Ctrl-C before anything is made leaves the ring id free."""
+    interrupting = mock.patch.object(workers, "reserve", side_effect=KeyboardInterrupt)
+    with interrupting, refused(KeyboardInterrupt):
+        commlib.new_ring(68, [0, 1])
     same(gathered(commlib.new_ring(68, [0, 1])), [0, 1], "the next attempt")
     manager.close(68)
 
@@ -350,8 +346,7 @@ def given_stores(comm: Any) -> None:
         manager.close(69)
         del store
         gc.collect()
-        names = [thread.name for thread in threading.enumerate()]
-        until(lambda: "commlib store a PrefixStore" not in _thread_names(), names)
+        until(lambda: "commlib store a PrefixStore" not in _thread_names(), "its thread has ended")
 
 
 def _thread_names() -> list[str]:
