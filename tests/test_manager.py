@@ -119,15 +119,14 @@ def test_subgroups(world: World) -> None:
 
 def missing(comm: Any) -> None:
     """Rank 2 comes too late: the others name it, and their next attempt meets it."""
-    if comm.rank == 2:
-        time.sleep(3)
-    else:
+    if comm.rank < 2:
         begin = time.monotonic()
         call = "have them call commlib.new_ring(4, [0, 1, 2])"
-        with refused(CommTimeout, "ring 4", "ranks [2]", "1.5 s", call, "FLAGS_comm_timeout_s"):
-            commlib.new_ring(4, [0, 1, 2], timeout=1.5)
-        assert 1.4 < time.monotonic() - begin < 20
+        with refused(CommTimeout, "ring 4", "ranks [2]", "5 s", call, "FLAGS_comm_timeout_s"):
+            commlib.new_ring(4, [0, 1, 2], timeout=5)
+        assert time.monotonic() - begin > 4
         same(manager.has(4), False, "a failed creation leaves nothing")
+    comm.barrier()
     same(gathered(commlib.new_ring(4, [0, 1, 2])), [0, 1, 2], "the next attempt")
 
 
@@ -139,7 +138,7 @@ def crossed(comm: Any) -> None:
         texts = ("rank 0 created", "rank 1 created", "ring 6 [0, 1]", "ring 7 [0, 1]")
         with refused(RingOrderError, *texts):
             commlib.new_ring(first, [0, 1], timeout=60)
-        assert time.monotonic() - begin < 20
+        assert time.monotonic() - begin < 50
         for ring_id in (6, 7):
             same(gathered(commlib.new_ring(ring_id, [0, 1])), [0, 1], "in one order")
 
@@ -152,13 +151,13 @@ def other_members(comm: Any) -> None:
         given = [comm.rank, 1 - comm.rank]
         with refused(RingError, "rank 0 gave [0, 1]; rank 1 gave [1, 0]", same_list):
             commlib.new_ring(30, given, timeout=60)
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 50
     comm.barrier()
     if comm.rank:
         commlib.new_ring(31, [1, 2])
     else:
         with refused(CommTimeout, "ranks [1]", "rank 1 gave [1, 2] for ring 31", same_list):
-            commlib.new_ring(31, [0, 1], timeout=1)
+            commlib.new_ring(31, [0, 1], timeout=5)
     comm.barrier()
 
 
@@ -469,7 +468,7 @@ def stuck(comm: Any) -> None:
                 manager.close(ring_id, abort=abort)
             late = ["did not return within" in error for error in ring.errors()]
             assert late == ([] if abort else [True]), ring.errors()  # abort() ends the call
-            assert time.monotonic() - begin < 10
+            assert time.monotonic() - begin < 25
             del work
         comm.barrier()
         manager.close(ring_id)

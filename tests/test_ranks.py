@@ -82,7 +82,7 @@ def test_deadline_names_who_is_late_and_where() -> None:
         begin = time.monotonic()
         late = report_of(ranks, stuck_on, 1, deadline=2).split("rank 1")[1]
 
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 25
         assert "still inside after 2 s" in late
         assert "in stuck_on" in late
 

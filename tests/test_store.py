@@ -80,7 +80,7 @@ def test_stopped_server() -> None:
             store.connection.revive()
             with refused(BootstrapError, "set(y)", "within 1 s"):
                 store.set("y", "1", Deadline(1))
-            assert time.monotonic() - begin < 10
+            assert time.monotonic() - begin < 25
         finally:
             os.kill(pid, signal.SIGCONT)
         store.connection.revive()
@@ -104,7 +104,7 @@ def test_silent_port() -> None:
         words = "the port is open", "may not be a rendezvous store", "within 1 s"
         with refused(BootstrapError, *words):
             store.get("x", Deadline(1))
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 25
 
 
 def test_unknown_host() -> None:
