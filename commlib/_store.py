@@ -5,6 +5,7 @@ one daemon thread that alone uses it, and callers wait for that thread with a de
 exists before the interpreter shuts down, when no other one can be started.
 """
 
+import math
 import threading
 import time
 import weakref
@@ -162,12 +163,20 @@ class Connection:
         return job.value
 
     def _awaited(self, job: _Job, deadline: Deadline) -> bool:
-        """Wait for a job; return False when its deadline has passed or was cancelled."""
-        end = time.monotonic() + deadline.left() + grace(deadline)
+        """Wait for a job; return False when its deadline and the grace passed, or it was cancelled.
+
+        The grace is counted in looks and not on the clock. When a host has stopped this process
+        for longer than that, the store gets its time to answer all the same.
+        """
+        looks = math.ceil(grace(deadline) / _LOOK_S)
         given_up = deadline.cancelled is not None  # what follows then is for the other members
-        while not job.wait(max(0.0, min(_LOOK_S, end - time.monotonic()))):
-            if time.monotonic() >= end or (deadline.cancelled is not None and not given_up):
+        while not job.wait(_LOOK_S):
+            if deadline.cancelled is not None and not given_up:
                 return False
+            if deadline.passed():
+                if looks == 0:
+                    return False
+                looks -= 1
         return True
 
     def _late(self, what: str, job: _Job, deadline: Deadline) -> BootstrapError:

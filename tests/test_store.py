@@ -87,6 +87,30 @@ def test_stopped_server() -> None:
         same(store.get("x", Deadline(30)), b"1", "after the server goes on")
 
 
+_CLIENT = """
+import sys
+from commlib._deadline import Deadline
+from tests.test_store import opened
+store = opened(int(sys.argv[1]))
+store.set("here", "1", Deadline(60))
+print("found x:", store.wait(["x"], Deadline(3)), flush=True)
+"""
+
+
+def test_a_client_that_the_host_stops_past_its_deadline() -> None:
+    """The store answers in time then, and is not taken for one that does not."""
+    with server() as (port, _):
+        client = subprocess.Popen(
+            [sys.executable, "-c", _CLIENT, str(port)], stdout=subprocess.PIPE, text=True
+        )
+        assert opened(port).wait(["here"], Deadline(60))
+        time.sleep(0.5)
+        os.kill(client.pid, signal.SIGSTOP)
+        time.sleep(5)
+        os.kill(client.pid, signal.SIGCONT)
+        same(client.communicate(timeout=60)[0], "found x: False\n")
+
+
 def test_server_that_ends() -> None:
     with server() as (port, pid):
         store = opened(port)
