@@ -84,10 +84,15 @@ def _gpu_places(*engines: str) -> list[Any]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out tests that only GPUs can run where there are none."""
+    """Leave out tests that only GPUs can run where there are not enough of them."""
     if GPUS < 2:
-        needs = {"gpu_ranks", "legacy_gpu_ranks", "gpu_world"}
-        items[:] = [item for item in items if not needs & set(getattr(item, "fixturenames", ()))]
+        _leave_out(items, "gpu_ranks", "legacy_gpu_ranks", "all_gpu_ranks", "gpu_world")
+    if GPUS < 3:
+        _leave_out(items, "gpu_crowd")
+
+
+def _leave_out(items: list[pytest.Item], *fixtures: str) -> None:
+    items[:] = [item for item in items if not {*fixtures} & {*getattr(item, "fixturenames", ())}]
 
 
 @pytest.fixture(params=_gpu_places("unified"))
@@ -99,6 +104,12 @@ def gpu_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Rank
 @pytest.fixture(params=_gpu_places("legacy"))
 def legacy_gpu_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
     """Two live ranks on a pair of GPUs, with torch.distributed."""
+    return _live(2, request.param)
+
+
+@pytest.fixture(params=_gpu_places("unified", "legacy"))
+def all_gpu_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
+    """Two live ranks on a pair of GPUs, with each engine."""
     return _live(2, request.param)
 
 
@@ -136,6 +147,12 @@ def _crowds() -> Iterator[Any]:
 @pytest.fixture(params=_crowds())
 def crowd(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
     """The same on one engine with three and more ranks."""
+    return _live(*request.param)
+
+
+@pytest.fixture(params=[crowd for crowd in _crowds() if crowd.marks] or [None])
+def gpu_crowd(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
+    """The same on GPUs alone."""
     return _live(*request.param)
 
 

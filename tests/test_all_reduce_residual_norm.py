@@ -456,8 +456,6 @@ def test_one_rank(ranks: Ranks) -> None:
 
 def taken(comm: Any) -> None:
     """Which rows the kernels take: whole vectors, up to what a block holds."""
-    if not on_gpu(comm):
-        return
     for dtype, items, want in (
         (torch.bfloat16, 8, True),
         (torch.bfloat16, 12, False),
@@ -471,14 +469,12 @@ def taken(comm: Any) -> None:
         same(kernel_for(comm, x), want, f"{items} x {dtype}")
 
 
-def test_which_rows_are_taken(unified_ranks: Ranks) -> None:
-    unified_ranks(taken)
+def test_which_rows_are_taken(gpu_ranks: Ranks) -> None:
+    gpu_ranks(taken)
 
 
 def borders(comm: Any, items: int, counts: list[int]) -> None:
     """Any number of rows, on both sides of every border: the composition's rows, and its y."""
-    if not on_gpu(comm):
-        return
     for count, dtype in itertools.product(counts, (torch.bfloat16, torch.float32)):
         for kind in (KINDS[3], KINDS[4]):
             case = Case(comm, (count, items), dtype, kind)
@@ -500,13 +496,13 @@ def borders(comm: Any, items: int, counts: list[int]) -> None:
         (8, [5, 5000]),
     ],
 )
-def test_borders(unified_ranks: Ranks, items: int, counts: list[int]) -> None:
-    unified_ranks(borders, items, counts, deadline=400)
+def test_borders(gpu_ranks: Ranks, items: int, counts: list[int]) -> None:
+    gpu_ranks(borders, items, counts, deadline=400)
 
 
-def test_borders_of_more_ranks(crowd: Ranks) -> None:
-    crowd(borders, 4096, [1, 7, 8, 9, 32, 33, 64, 65, 300, 2600], deadline=400)
-    crowd(borders, 8, [1, 4097, 40_000], deadline=400)
+def test_borders_of_more_ranks(gpu_crowd: Ranks) -> None:
+    gpu_crowd(borders, 4096, [1, 7, 8, 9, 32, 33, 64, 65, 300, 2600], deadline=400)
+    gpu_crowd(borders, 8, [1, 4097, 40_000], deadline=400)
 
 
 def mixed(comm: Any) -> None:
@@ -535,8 +531,6 @@ def test_between_other_calls_of_more_ranks(crowd: Ranks) -> None:
 
 def captured(comm: Any) -> None:
     """A capture, the first call of its kind, is replayed with new inputs: eager's bits."""
-    if not on_gpu(comm):
-        return
     for (dtype, shape), kind in itertools.product(
         ((torch.bfloat16, (3, 2048)), (torch.float32, (70, 1024)), (torch.float16, (2, 1001))),
         KINDS[3:],
@@ -564,14 +558,12 @@ def captured(comm: Any) -> None:
                 close(given, wanted, f"{case.what} replay {seed}")
 
 
-def test_captured(ranks: Ranks) -> None:
-    ranks(captured)
+def test_captured(all_gpu_ranks: Ranks) -> None:
+    all_gpu_ranks(captured)
 
 
 def late(comm: Any, rows: int, kind: dict[str, Any]) -> None:
     """A peer that does not come is named on every rank, results are NaN; reset() repairs."""
-    if not on_gpu(comm):
-        return
     ring = commlib.new_ring(87, range(comm.size), timeout=LATE_S)
     assert ring is not None
     case = Case(comm, (rows, 2048), torch.bfloat16, kind)
@@ -602,8 +594,8 @@ def late(comm: Any, rows: int, kind: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[5]], ids=["rms", "layer-float8"])
 @pytest.mark.parametrize("rows", [1, 300, 2000])
-def test_a_peer_that_does_not_come(unified_ranks: Ranks, rows: int, kind: dict[str, Any]) -> None:
-    unified_ranks(late, rows, kind)
+def test_a_peer_that_does_not_come(gpu_ranks: Ranks, rows: int, kind: dict[str, Any]) -> None:
+    gpu_ranks(late, rows, kind)
 
 
 # -- what the host decides -------------------------------------------------------------------------

@@ -362,8 +362,6 @@ def test_any_batches(ranks: Ranks, batches: Any) -> None:
 
 def captured(comm: Any) -> None:
     """A capture, replayed with new labels, equals eager; without a seed each replay draws anew."""
-    if comm.device.type != "cuda":
-        return
     for kind in KINDS:
         for sizes, samples in (([700, 900], 60), ([70, 50], 3)):
             label = torch.zeros(300, dtype=kind, device=comm.device)
@@ -390,14 +388,12 @@ def captured(comm: Any) -> None:
                     same(torch.equal(first, drawn[1]), False, "a replay draws anew")
 
 
-def test_captured(ranks: Ranks) -> None:
-    ranks(captured, deadline=120)
+def test_captured(all_gpu_ranks: Ranks) -> None:
+    all_gpu_ranks(captured, deadline=120)
 
 
 def other_device(comm: Any) -> None:
     """The ring's GPU need not be the current one."""
-    if comm.device.type != "cuda":
-        return
     label = labels(50, 200, torch.int64).to(comm.device)
     want = sample_of(label, 100, 30, seed=1)
     with torch.cuda.device(1 - comm.device.index):
@@ -405,8 +401,8 @@ def other_device(comm: Any) -> None:
             close(got, wanted)
 
 
-def test_another_current_device(ranks: Ranks) -> None:
-    ranks(other_device)
+def test_another_current_device(all_gpu_ranks: Ranks) -> None:
+    all_gpu_ranks(other_device)
 
 
 # -- bad input -----------------------------------------------------------------------------------

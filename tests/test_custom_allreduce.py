@@ -97,8 +97,6 @@ def equal_everywhere(comm: Any, x: torch.Tensor, what: object) -> None:
 
 def values(comm: Any, sizes: list[int]) -> None:
     """Any byte count, place and operation gives the stated reference, on all ranks alike."""
-    if not on_gpu(comm):
-        return
     for items in sizes:
         for dtype in FLOATS:
             for op in ("sum", "avg", "max", "min"):
@@ -119,18 +117,16 @@ LARGE = [32768, 70001, 131073, 300007, 1_000_003, 4_194_304, 20_000_001]
 
 
 @pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
-def test_values(unified_ranks: Ranks, sizes: list[int]) -> None:
-    unified_ranks(values, sizes, deadline=240)
+def test_values(gpu_ranks: Ranks, sizes: list[int]) -> None:
+    gpu_ranks(values, sizes, deadline=240)
 
 
-def test_values_of_more_ranks(crowd: Ranks) -> None:
-    crowd(values, [1, 9, 1025, 20_011, 70_001, 300_007, 1_000_003], deadline=240)
+def test_values_of_more_ranks(gpu_crowd: Ranks) -> None:
+    gpu_crowd(values, [1, 9, 1025, 20_011, 70_001, 300_007, 1_000_003], deadline=240)
 
 
 def every_length(comm: Any) -> None:
     """Every odd number of bytes up to 600, and some up to 64 KiB, moved."""
-    if not on_gpu(comm):
-        return
     for nbytes in [*range(1, 600, 2), *range(601, 65536, 997)]:
         parts = [
             torch.arange(nbytes, dtype=torch.int32).add(7 * r).byte() for r in range(comm.size)
@@ -140,8 +136,8 @@ def every_length(comm: Any) -> None:
         close(comm.all_gather(out, x), torch.cat(parts), f"{nbytes} bytes")
 
 
-def test_every_length(unified_ranks: Ranks) -> None:
-    unified_ranks(every_length, deadline=120)
+def test_every_length(gpu_ranks: Ranks) -> None:
+    gpu_ranks(every_length, deadline=120)
 
 
 def movements(comm: Any, part: int) -> None:
@@ -244,8 +240,6 @@ def test_mixed_calls_of_more_ranks(crowd: Ranks, request: pytest.FixtureRequest)
 
 def wrap(comm: Any) -> None:
     """The numbers of calls and of blocks pass 2**32: halves go on taking turns."""
-    if not on_gpu(comm):
-        return
     with another(comm, 80) as ring:
         torch.cuda.synchronize()
         ring.exchange([])
@@ -256,8 +250,8 @@ def wrap(comm: Any) -> None:
         mixed(ring, 40, 5)
 
 
-def test_call_numbers_wrap(unified_ranks: Ranks) -> None:
-    unified_ranks(wrap)
+def test_call_numbers_wrap(gpu_ranks: Ranks) -> None:
+    gpu_ranks(wrap)
 
 
 def captured(comm: Any, items: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
@@ -272,8 +266,6 @@ def captured(comm: Any, items: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
 
 def graphs(comm: Any) -> None:
     """Graphs of several sizes, captured before any eager call, replayed among eager ones."""
-    if not on_gpu(comm):
-        return
     with another(comm, 81) as ring:
         made = [captured(ring, items) for items in (5, 4096, 70_000, 700_000)]
         dice, script = random.Random(11), Script(ring, 12)
@@ -287,18 +279,16 @@ def graphs(comm: Any) -> None:
             script.call(check=True)
 
 
-def test_graphs(unified_ranks: Ranks) -> None:
-    unified_ranks(graphs)
+def test_graphs(gpu_ranks: Ranks) -> None:
+    gpu_ranks(graphs)
 
 
-def test_graphs_of_more_ranks(crowd: Ranks) -> None:
-    crowd(graphs)
+def test_graphs_of_more_ranks(gpu_crowd: Ranks) -> None:
+    gpu_crowd(graphs)
 
 
 def recapture(comm: Any) -> None:
     """A thousand captures leave no memory behind."""
-    if not on_gpu(comm):
-        return
     x = torch.ones(4096, dtype=torch.bfloat16, device=comm.device)
     pool, free = torch.cuda.graph_pool_handle(), []
     for turn in range(1000):
@@ -313,14 +303,12 @@ def recapture(comm: Any) -> None:
     same(free[1:], free[1:2] * (len(free) - 1), "memory behind each hundred captures")
 
 
-def test_recapture(unified_ranks: Ranks) -> None:
-    unified_ranks(recapture, deadline=120)
+def test_recapture(gpu_ranks: Ranks) -> None:
+    gpu_ranks(recapture, deadline=120)
 
 
 def forked(comm: Any) -> None:
     """Streams inside one graph, and eager streams, take the channel one after the other."""
-    if not on_gpu(comm):
-        return
     side = [torch.cuda.Stream() for _ in range(3)]
     x = torch.full((30_000,), 1.0, device=comm.device)
     outs = [torch.zeros_like(x) for _ in range(4)]
@@ -350,14 +338,12 @@ def forked(comm: Any) -> None:
             same(set(out.tolist()), {float(comm.size)}, f"turn {turn}")
 
 
-def test_forked_streams(unified_ranks: Ranks) -> None:
-    unified_ranks(forked)
+def test_forked_streams(gpu_ranks: Ranks) -> None:
+    gpu_ranks(forked)
 
 
 def behind(comm: Any) -> None:
     """A call waits for all that the stream of the call before it holds, the default one too."""
-    if not on_gpu(comm):
-        return
     default, one, other = torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()
     x, out = torch.zeros(64, device=comm.device), torch.zeros(64, device=comm.device)
     pairs = ((default, one), (one, default), (one, other), (default, other))
@@ -373,14 +359,12 @@ def behind(comm: Any) -> None:
         same(set(out.tolist()), {float(comm.size * turn)}, (before, after))
 
 
-def test_a_call_on_another_stream_waits(unified_ranks: Ranks) -> None:
-    unified_ranks(behind)
+def test_a_call_on_another_stream_waits(gpu_ranks: Ranks) -> None:
+    gpu_ranks(behind)
 
 
 def uncompiled(comm: Any) -> None:
     """Where one rank can't compile the kernels, all ranks use NCCL, and say why."""
-    if not on_gpu(comm):
-        return
     with pytest.MonkeyPatch.context() as patch:
         if comm.rank:
             patch.setattr(push, "FILES", ("missing.cu",))
@@ -390,14 +374,12 @@ def uncompiled(comm: Any) -> None:
             same(set(ring.all_reduce(x, x).tolist()), {float(comm.size)}, "sum")
 
 
-def test_a_rank_that_cannot_compile(unified_ranks: Ranks) -> None:
-    unified_ranks(uncompiled)
+def test_a_rank_that_cannot_compile(gpu_ranks: Ranks) -> None:
+    gpu_ranks(uncompiled)
 
 
 def two_rings(comm: Any) -> None:
     """Two rings whose calls each fill the GPU, on two streams that the ranks come to unevenly."""
-    if not on_gpu(comm):
-        return
     with another(comm, 87, timeout=20) as one, another(comm, 88, timeout=20) as other:
         streams = [torch.cuda.Stream() for _ in range(2)]
         x = torch.ones(8_000_000, dtype=torch.bfloat16, device=comm.device)
@@ -415,14 +397,12 @@ def two_rings(comm: Any) -> None:
             same(out.unique().tolist(), [float(comm.size)], "sums")
 
 
-def test_two_rings_at_once(unified_ranks: Ranks) -> None:
-    unified_ranks(two_rings)
+def test_two_rings_at_once(gpu_ranks: Ranks) -> None:
+    gpu_ranks(two_rings)
 
 
 def at_once(comm: Any) -> None:
     """A replay beside an eager call on another stream is an error that names both, no hang."""
-    if not on_gpu(comm):
-        return
     with another(comm, 82, timeout=20) as ring:
         graph, _, _ = captured(ring, 64)
         x, side = torch.ones(64, device=comm.device), torch.cuda.Stream()
@@ -450,14 +430,12 @@ def at_once(comm: Any) -> None:
              {float(comm.size)}, "after reset")  # fmt: skip
 
 
-def test_two_streams_at_once(unified_ranks: Ranks) -> None:
-    unified_ranks(at_once)
+def test_two_streams_at_once(gpu_ranks: Ranks) -> None:
+    gpu_ranks(at_once)
 
 
 def late(comm: Any, how: str) -> None:
     """A peer that does not come is named on every rank; reset() repairs, graphs stay valid."""
-    if not on_gpu(comm):
-        return
     with another(comm, 83, timeout=LATE_S) as ring:
         graph, x, out = captured(ring, 300_000 if how == "large graph" else 1000)
         torch.cuda.synchronize()
@@ -501,14 +479,12 @@ def late(comm: Any, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["eager", "graph", "large graph"])
-def test_a_peer_that_does_not_come(unified_ranks: Ranks, how: str) -> None:
-    unified_ranks(late, how)
+def test_a_peer_that_does_not_come(gpu_ranks: Ranks, how: str) -> None:
+    gpu_ranks(late, how)
 
 
 def with_nccl(comm: Any) -> None:
     """Calls of NCCL that wait behind the fault for that peer end too: reset() connects anew."""
-    if not on_gpu(comm):
-        return
     with another(comm, 87, timeout=30) as ring:
         ring.connect()  # which may take longer than the deadline below
         ring.timeout = LATE_S
@@ -537,12 +513,12 @@ def with_nccl(comm: Any) -> None:
         ring.check()
 
 
-def test_calls_of_nccl_behind_a_lost_peer(unified_ranks: Ranks) -> None:
-    unified_ranks(with_nccl)
+def test_calls_of_nccl_behind_a_lost_peer(gpu_ranks: Ranks) -> None:
+    gpu_ranks(with_nccl)
 
 
-def test_a_peer_that_does_not_come_of_more(crowd: Ranks) -> None:
-    crowd(late, "graph")
+def test_a_peer_that_does_not_come_of_more(gpu_crowd: Ranks) -> None:
+    gpu_crowd(late, "graph")
 
 
 def killed(comm: Any) -> None:
@@ -629,8 +605,6 @@ def test_split(ranks: Ranks) -> None:
 
 
 def split_wrongly(comm: Any) -> None:
-    if not on_gpu(comm):
-        return
     x = torch.ones(100, device=comm.device)
     work = comm.all_reduce_begin(torch.zeros_like(x), x)
     with refused(ArgumentError, "split all_reduce", "wait()"):
@@ -673,28 +647,33 @@ def split_wrongly(comm: Any) -> None:
         same(set(y.tolist()), {2.0 * turn}, "between")
 
 
-def test_split_wrongly_and_captured(unified_ranks: Ranks) -> None:
-    unified_ranks(split_wrongly)
+def test_split_wrongly_and_captured(gpu_ranks: Ranks) -> None:
+    gpu_ranks(split_wrongly)
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return ops.all_reduce(x * 2) + 1  # type: ignore[no-any-return]
 
 
 def compiled(comm: Any, mode: str) -> None:
-    """Traced before any capture, run at many sizes, captured, and run again: eager's bits."""
+    """Traced before any capture, and run at many sizes: eager's bits."""
+    after_runs(comm, mode)
 
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return ops.all_reduce(x * 2) + 1  # type: ignore[no-any-return]
 
-    if not on_gpu(comm) and mode == "reduce-overhead":
-        return
+def after_runs(comm: Any, mode: str) -> Any:
+    """Return what is compiled, after its runs."""
     torch.compiler.reset()
-    fast = torch.compile(
-        step, fullgraph=True, dynamic=True, mode=None if mode == "default" else mode
-    )
+    fast: Any = torch.compile(doubled, fullgraph=True, dynamic=True, mode=mode)
     sizes = [100, 300_000, 7, 64]
     for items in (*sizes, *sizes):
         x = torch.full((items,), 1.0 + comm.rank, dtype=torch.bfloat16, device=comm.device)
-        close(fast(x).clone(), step(x), f"{items} items")
-    if not on_gpu(comm) or mode == "reduce-overhead":
-        return
+        close(fast(x).clone(), doubled(x), f"{items} items")
+    return fast
+
+
+def compiled_and_captured(comm: Any) -> None:
+    """What is compiled is captured by hand behind its first runs."""
+    fast = after_runs(comm, "default")
     x = torch.ones(64, dtype=torch.bfloat16, device=comm.device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -702,12 +681,19 @@ def compiled(comm: Any, mode: str) -> None:
     for turn in range(3):
         x.fill_(turn)
         graph.replay()
-        close(y, step(x), "captured")
+        close(y, doubled(x), "captured")
 
 
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_compiled(unified_ranks: Ranks, mode: str) -> None:
-    generating(unified_ranks)(compiled, mode, deadline=240)
+def test_compiled(unified_ranks: Ranks) -> None:
+    generating(unified_ranks)(compiled, "default", deadline=240)
+
+
+def test_compiled_with_graphs(gpu_ranks: Ranks) -> None:
+    generating(gpu_ranks)(compiled, "reduce-overhead", deadline=240)
+
+
+def test_compiled_and_captured(gpu_ranks: Ranks) -> None:
+    generating(gpu_ranks)(compiled_and_captured, deadline=240)
 
 
 def explained(comm: Any) -> None:
@@ -744,8 +730,6 @@ def test_explain(unified_ranks: Ranks) -> None:
 
 def by_nccl(comm: Any) -> None:
     """A rank with another table, or whose memory its peers can't prove, leaves all of them NCCL."""
-    if not on_gpu(comm):
-        return
     text, proof = choose.text, memory.PROOF
     here, x = comm.rank == 0, torch.ones(9, device=comm.device)
     try:
@@ -764,5 +748,5 @@ def by_nccl(comm: Any) -> None:
         choose.text, memory.PROOF = text, proof
 
 
-def test_ranks_that_push_kernels_can_t_serve(unified_ranks: Ranks) -> None:
-    unified_ranks(by_nccl)
+def test_ranks_that_push_kernels_can_t_serve(gpu_ranks: Ranks) -> None:
+    gpu_ranks(by_nccl)

@@ -490,8 +490,6 @@ def test_any_batches(ranks: Ranks, cases: Any) -> None:
 
 def captured(comm: Any) -> None:
     """A captured forward and backward update the summaries at each replay, to eager's bits."""
-    if comm.device.type != "cuda":
-        return
     kinds: list[Any] = [(KINDS[0], True), (KINDS[0], False), (KINDS[4], False)]
     for dtype in DTYPES:
         for kind, sync in kinds:
@@ -521,8 +519,8 @@ def captured(comm: Any) -> None:
                         close(got.grad, other.grad, f"their gradients {dtype} {kind}")
 
 
-def test_captured(ranks: Ranks) -> None:
-    ranks(captured, deadline=120)
+def test_captured(all_gpu_ranks: Ranks) -> None:
+    all_gpu_ranks(captured, deadline=120)
 
 
 # -- bad input -----------------------------------------------------------------------------------

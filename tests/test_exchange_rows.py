@@ -100,8 +100,6 @@ def test_strided(ranks: Ranks) -> None:
 
 def streams(comm: Any) -> None:
     """Calls from several streams at once, and in a graph that is replayed among them."""
-    if comm.device.type != "cuda":
-        return
     counts = drawn(comm.size, 2, 200, 8)
     every = [sample(r, (int(counts[r].sum()), 64), torch.float32) for r in range(comm.size)]
     want, way = arrived(comm.rank, counts, every), routes(counts, comm.rank, back=False)
@@ -130,8 +128,8 @@ def streams(comm: Any) -> None:
         close(out, want, f"turn {turn}")
 
 
-def test_streams_and_graphs(ranks: Ranks) -> None:
-    ranks(streams)
+def test_streams_and_graphs(all_gpu_ranks: Ranks) -> None:
+    all_gpu_ranks(streams)
 
 
 def misfits(comm: Any) -> None:
@@ -167,8 +165,6 @@ def channel(comm: Any) -> None:
 
 def late(comm: Any) -> None:
     """A peer that does not come is named at the next call; the ring can be created again."""
-    if comm.device.type != "cuda" or comm.engine != "nccl":
-        return
     ring = commlib.new_ring(62, range(comm.size), timeout=5)
     assert ring is not None
     counts = drawn(comm.size, 1, 50, 3) + 1
@@ -187,5 +183,5 @@ def late(comm: Any) -> None:
     commlib.CommContextManager.instance().close(62)
 
 
-def test_a_peer_that_does_not_come(ranks: Ranks) -> None:
-    ranks(late)
+def test_a_peer_that_does_not_come(gpu_ranks: Ranks) -> None:
+    gpu_ranks(late)

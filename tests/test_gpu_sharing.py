@@ -45,24 +45,24 @@ def ones(comm: Any, nbytes: int) -> torch.Tensor:
     return torch.full((nbytes // 2,), comm.rank + 1.0, dtype=torch.bfloat16, device=comm.device)
 
 
-def two_rings(comm: Any, nbytes: int) -> None:
-    """Graphs of two rings on two streams, which start in another order on each rank."""
-    rings = [new_ring(ring_id, timeout=LATE_S) for ring_id in (31, 32)]
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+def side_by_side(comm: Any, nbytes: int, count: int) -> None:
+    """Graphs of rings on a stream each, whose first one is another ring's on each rank."""
+    rings = [new_ring(131 + i, timeout=LATE_S) for i in range(count)]
+    streams = [torch.cuda.Stream() for _ in rings]
     x = ones(comm, nbytes)
-    outs = [torch.zeros_like(x), torch.zeros_like(x)]
+    outs = [torch.zeros_like(x) for _ in rings]
     graphs = [
         graph_of(stream, lambda ring=ring, out=out: ring.all_reduce(out, x), 4)
         for ring, out, stream in zip(rings, outs, streams, strict=True)
     ]
-    for _ in range(3):
+    for turn in range(3):
         for out in outs:
             out.zero_()
         torch.cuda.synchronize()
         comm.exchange([])
         for i, (graph, stream) in enumerate(zip(graphs, streams, strict=True)):
             with torch.cuda.stream(stream):
-                if i != comm.rank:
+                if i != (comm.rank + turn) % count:
                     torch.cuda._sleep(50_000_000)
                 graph.replay()
         torch.cuda.synchronize()
@@ -72,9 +72,10 @@ def two_rings(comm: Any, nbytes: int) -> None:
     del graphs
 
 
+@pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("nbytes", [64 << 10, MIB, 16 * MIB, 64 * MIB])
-def test_graphs_of_two_rings_on_two_streams(gpu_ranks: Ranks, nbytes: int) -> None:
-    gpu_ranks(two_rings, nbytes)
+def test_graphs_of_rings_on_streams(gpu_ranks: Ranks, nbytes: int, count: int) -> None:
+    gpu_ranks(side_by_side, nbytes, count)
 
 
 def one_ring(comm: Any, nbytes: int) -> None:

@@ -658,8 +658,7 @@ def shapes(comm: Any) -> None:
 
 
 def recurrent(comm: Any) -> None:
-    if on_gpu(comm):  # cuDNN's own kernels are no business of the recording engine
-        return
+    """On the CPU alone: cuDNN's own kernels are no business of the recording engine."""
 
     def program(captured: Callable[..., Any]) -> list[Any]:
         torch.manual_seed(6)
@@ -678,10 +677,14 @@ def recurrent(comm: Any) -> None:
 CASES = (
     batch_norms, literals, views, gradients_of_views, same_twice, autocast, hooks, some_outputs,
     unfrozen, tied, written_between, written_in_passing, inference, freed, own_grad, seeds,
-    rebound, shared, containers, strides, objects, keys, reads, eager_parts, shapes, recurrent,
+    rebound, shared, containers, strides, objects, keys, reads, eager_parts, shapes,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_values(unified_ranks: Ranks, case: Callable[[Any], None]) -> None:
     unified_ranks(case)
+
+
+def test_recurrent(cpu_ranks: Ranks) -> None:
+    cpu_ranks(recurrent)

@@ -280,8 +280,6 @@ def test_any_margins(ranks: Ranks, heads: Any) -> None:
 
 def captured(comm: Any) -> None:
     """A capture, the first use of these kernels, is replayed with new inputs: eager's bits."""
-    if comm.device.type != "cuda":
-        return
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         sizes = [130, 133]
         classes = sizes[comm.rank]
@@ -311,8 +309,8 @@ def captured(comm: Any) -> None:
         same(grad.isnan().all(1).tolist(), [False, False, True, False, True], "their gradient")
 
 
-def test_captured(ranks: Ranks) -> None:
-    ranks(captured, deadline=120)
+def test_captured(all_gpu_ranks: Ranks) -> None:
+    all_gpu_ranks(captured, deadline=120)
 
 
 # -- bad input -----------------------------------------------------------------------------------

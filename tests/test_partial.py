@@ -260,8 +260,6 @@ def test_a_pipeline(world: World) -> None:
 
 def many(comm: Any) -> None:
     """Element counts of 64 bits: the slice lies beyond what 32 bits can number."""
-    if comm.device.type != "cuda":
-        return
     count = 2**31 + 2**10
     half = count // 2
     x = torch.zeros(count, dtype=torch.uint8, device=comm.device)
@@ -276,13 +274,11 @@ def many(comm: Any) -> None:
     same((int(x[0]), int(x[half - 1]), int(x[half]), int(x[-1])), (5, 5, 6, 6), "gathered")
 
 
-def test_many_elements(ranks: Ranks) -> None:
-    ranks(many)
+def test_many_elements(all_gpu_ranks: Ranks) -> None:
+    all_gpu_ranks(many)
 
 
 def captured(comm: Any) -> None:
-    if comm.device.type != "cuda":
-        return
     x, out = (torch.zeros(6, 4, device=comm.device) for _ in range(2))
     ops.partial_all_gather(x)
 
@@ -305,8 +301,8 @@ def captured(comm: Any) -> None:
         close(given.clone(), step(), f"replay {seed}")
 
 
-def test_captured(ranks: Ranks) -> None:
-    ranks(captured)
+def test_captured(all_gpu_ranks: Ranks) -> None:
+    all_gpu_ranks(captured)
 
 
 def refusals(comm: Any) -> None:

@@ -320,8 +320,6 @@ def test_any_batches(ranks: Ranks, batches: Any) -> None:
 
 def captured(comm: Any) -> None:
     """A capture, the first use of these kernels, is replayed with new inputs: eager's bits."""
-    if comm.device.type != "cuda":
-        return
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         sizes = [131, 131]
         x = torch.zeros(5, 131, dtype=dtype, device=comm.device, requires_grad=True)
@@ -348,14 +346,12 @@ def captured(comm: Any) -> None:
         same(bool(grad[2].isnan().all()), True, "its gradient")
 
 
-def test_captured(ranks: Ranks) -> None:
-    ranks(captured, deadline=120)
+def test_captured(all_gpu_ranks: Ranks) -> None:
+    all_gpu_ranks(captured, deadline=120)
 
 
 def peak(comm: Any) -> None:
     """Forward without softmax takes a few numbers a row, the backward one gradient."""
-    if comm.device.type != "cuda":
-        return
     x = torch.zeros(512, 2**15, dtype=torch.bfloat16, device=comm.device, requires_grad=True)
     label = torch.zeros(512, dtype=torch.int64, device=comm.device)
     loss_of(x, label).sum().backward()
@@ -369,14 +365,12 @@ def peak(comm: Any) -> None:
     same(torch.cuda.max_memory_allocated() - base < x.nbytes * 1.05, True, "with backward")
 
 
-def test_peak_memory(ranks: Ranks) -> None:
-    ranks(peak)
+def test_peak_memory(all_gpu_ranks: Ranks) -> None:
+    all_gpu_ranks(peak)
 
 
 def other_device(comm: Any) -> None:
     """The ring's GPU need not be the current one."""
-    if comm.device.type != "cuda":
-        return
     x = drawn((4, 6), torch.float32)[:, own([3, 3], comm.rank)].to(comm.device)
     label = labels((4,), 6, torch.int64).to(comm.device)
     want = loss_of(x, label)
@@ -384,8 +378,8 @@ def other_device(comm: Any) -> None:
         close(loss_of(x, label), want)
 
 
-def test_another_current_device(ranks: Ranks) -> None:
-    ranks(other_device)
+def test_another_current_device(all_gpu_ranks: Ranks) -> None:
+    all_gpu_ranks(other_device)
 
 
 # -- bad input -----------------------------------------------------------------------------------
