@@ -163,10 +163,13 @@ class Connection:
         return job.value
 
     def _awaited(self, job: _Job, deadline: Deadline) -> bool:
-        """Wait for a job; return False when its deadline and the grace passed, or it was cancelled.
+        """Wait for a job until its deadline and the grace have passed, or it is cancelled.
 
-        The grace is counted in looks and not on the clock. When a host has stopped this process
-        for longer than that, the store gets its time to answer all the same.
+        The grace is counted in looks, not in clock time. If the host stops this process past the
+        deadline, the store still has the whole grace to answer once the process runs again.
+
+        Returns:
+            Whether the job is done.
         """
         looks = math.ceil(grace(deadline) / _LOOK_S)
         given_up = deadline.cancelled is not None  # what follows then is for the other members

@@ -342,7 +342,7 @@ def test_forked_streams(gpu_ranks: Ranks) -> None:
     gpu_ranks(forked)
 
 
-def behind(comm: Any) -> None:
+def after_another_stream(comm: Any) -> None:
     """A call waits for all that the stream of the call before it holds, the default one too."""
     default, one, other = torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()
     x, out = torch.zeros(64, device=comm.device), torch.zeros(64, device=comm.device)
@@ -360,7 +360,7 @@ def behind(comm: Any) -> None:
 
 
 def test_a_call_on_another_stream_waits(gpu_ranks: Ranks) -> None:
-    gpu_ranks(behind)
+    gpu_ranks(after_another_stream)
 
 
 def uncompiled(comm: Any) -> None:
@@ -651,8 +651,8 @@ def test_split_wrongly_and_captured(gpu_ranks: Ranks) -> None:
     gpu_ranks(split_wrongly)
 
 
-def doubled(x: torch.Tensor) -> torch.Tensor:
-    return ops.all_reduce(x * 2) + 1  # type: ignore[no-any-return]
+def doubled(x: torch.Tensor) -> Any:
+    return ops.all_reduce(x * 2) + 1
 
 
 def compiled(comm: Any, mode: str) -> None:
@@ -672,7 +672,7 @@ def after_runs(comm: Any, mode: str) -> Any:
 
 
 def compiled_and_captured(comm: Any) -> None:
-    """What is compiled is captured by hand behind its first runs."""
+    """A compiled function is captured by hand after its first runs."""
     fast = after_runs(comm, "default")
     x = torch.ones(64, dtype=torch.bfloat16, device=comm.device)
     graph = torch.cuda.CUDAGraph()
@@ -696,9 +696,13 @@ def test_compiled_and_captured(gpu_ranks: Ranks) -> None:
     generating(gpu_ranks)(compiled_and_captured, deadline=240)
 
 
+def answers(comm: Any) -> list[str]:
+    return [comm.explain(n, d) for n in (4, 10**5, 10**10) for d in (torch.bfloat16, torch.int32)]
+
+
 def explained(comm: Any) -> None:
-    """Says what runs, the same on every rank, and the flag turns all of it off."""
-    told = [comm.explain(n, d) for n in (4, 10**5, 10**10) for d in (torch.bfloat16, torch.int32)]
+    """Says what runs, the same on every rank."""
+    told = answers(comm)
     same(len({tuple(row) for row in comm.exchange([zlib.crc32("".join(told).encode())])}), 1, told)
     same(comm.explain(0, torch.float32), "nothing is sent: no bytes", "no bytes")
     for wrong in (3, -2):
@@ -708,11 +712,24 @@ def explained(comm: Any) -> None:
         ring.abort()
         same("aborted" in ring.explain(4, torch.float32), True, "of a ring that has ended")
     same("float64" in comm.explain(8, torch.float64), True, "a dtype without a kernel")
-    if not on_gpu(comm):
-        same({text.split(":")[0] for text in told}, {comm.engine}, told)
-        return
+
+
+def test_explain(unified_ranks: Ranks) -> None:
+    unified_ranks(explained)
+
+
+def explained_on_a_cpu(comm: Any) -> None:
+    same({text.split(":")[0] for text in answers(comm)}, {comm.engine})
+
+
+def test_explain_on_a_cpu(cpu_ranks: Ranks) -> None:
+    cpu_ranks(explained_on_a_cpu)
+
+
+def explained_on_a_gpu(comm: Any) -> None:
+    """Says which sizes push kernels take, and the flag turns all of it off."""
     heads = ["one_shot", "NCCL:", "one_shot", "NCCL:", "NCCL:", "NCCL:"]
-    same([text.split()[0] for text in told], heads, told)
+    same([text.split()[0] for text in answers(comm)], heads)
     with (
         commlib.flags.override("FLAGS_custom_allreduce", comm.rank == 0),
         another(comm, 85) as ring,
@@ -724,8 +741,8 @@ def explained(comm: Any) -> None:
         same(ring.all_reduce_begin(x, x).wait().unique().tolist(), [comm.size**2], "begun")
 
 
-def test_explain(unified_ranks: Ranks) -> None:
-    unified_ranks(explained)
+def test_explain_on_a_gpu(gpu_ranks: Ranks) -> None:
+    gpu_ranks(explained_on_a_gpu)
 
 
 def by_nccl(comm: Any) -> None:

@@ -276,8 +276,6 @@ def optimizers(comm: Any, kind: str, how: str) -> None:
     ``how``: "lazy" captures the first step, which is refused where it makes state; "kept" lets the
     run before the capture be the first step; "stepped" takes an eager step before.
     """
-    if kind in ("rmsprop", "adam") and not on_gpu(comm):
-        return  # torch keeps their step counters on the host there
     start = [torch.linspace(-1, i + 1, 4, device=comm.device) for i in range(3)]
 
     def train(captured: bool) -> list[torch.Tensor]:
@@ -316,9 +314,16 @@ def optimizers(comm: Any, kind: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["lazy", "kept", "stepped"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["sgd", "momentum"])
 def test_optimizers(unified_ranks: Ranks, kind: str, how: str) -> None:
     unified_ranks(optimizers, kind, how)
+
+
+@pytest.mark.parametrize("how", ["lazy", "kept", "stepped"])
+@pytest.mark.parametrize("kind", ["rmsprop", "adam"])
+def test_optimizers_that_count(gpu_ranks: Ranks, kind: str, how: str) -> None:
+    """On a CPU torch reads their step counters on the host."""
+    gpu_ranks(optimizers, kind, how)
 
 
 NOTHING: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -643,10 +648,6 @@ def test_tensors_of_another_thread(unified_ranks: Ranks) -> None:
 
 def from_streams(comm: Any) -> None:
     """A capture begins on any current stream, which stays the current one (C9)."""
-    if not on_gpu(comm):
-        x = torch.ones(3)
-        close(graph.capture(lambda x: x + 1, outputs="copy")(x), x + 1)
-        return
     default, side = torch.cuda.default_stream(), torch.cuda.Stream()
     for stream in (default, side, torch.cuda.Stream(priority=-1)):
         g = graph.capture(lambda x: ops.all_reduce(x * 2) + 1, outputs="copy")
@@ -664,8 +665,8 @@ def from_streams(comm: Any) -> None:
     whole(comm)
 
 
-def test_captures_from_any_stream(unified_ranks: Ranks) -> None:
-    unified_ranks(from_streams)
+def test_captures_from_any_stream(gpu_ranks: Ranks) -> None:
+    gpu_ranks(from_streams)
 
 
 def conditional(comm: Any) -> None:
@@ -712,8 +713,6 @@ def test_hooks_that_read_values(unified_ranks: Ranks, kind: str) -> None:
 
 def two_threads(comm: Any, what: str) -> None:
     """Two threads capture at once, each its own function (C12)."""
-    if what == "collectives" and on_gpu(comm):
-        return  # two orders of two rings on one stream: see D3
     rings = [ring_of(comm, 90 + i) for i in range(2)]
     meet = threading.Barrier(2)
     found: list[Any] = [None, None]
@@ -752,9 +751,13 @@ def two_threads(comm: Any, what: str) -> None:
     whole(comm)
 
 
-@pytest.mark.parametrize("what", ["tensors", "collectives"])
-def test_two_threads_capture(unified_ranks: Ranks, what: str) -> None:
-    unified_ranks(two_threads, what)
+def test_two_threads_capture(unified_ranks: Ranks) -> None:
+    unified_ranks(two_threads, "tensors")
+
+
+def test_two_threads_capture_collectives(cpu_ranks: Ranks) -> None:
+    """On a GPU these would be two orders of two rings on one stream (D3)."""
+    cpu_ranks(two_threads, "collectives")
 
 
 # -- D: several ranks ------------------------------------------------------------------------------
@@ -791,21 +794,33 @@ def test_one_rank_captures_alone(unified_ranks: Ranks) -> None:
     unified_ranks(alone)
 
 
-def two_rings(comm: Any) -> None:
-    """Graphs of two rings are replayed one behind the other, from whatever streams (D3)."""
+def of_two_rings(comm: Any) -> tuple[list[Any], list[Any]]:
+    """Return two rings and a captured function over each."""
     rings = [ring_of(comm, 90 + i) for i in range(2)]
-    count = 100_000 if on_gpu(comm) else 100
-    graphs = [
+    return rings, [
         graph.capture(lambda x, ring=ring: ring.all_reduce(torch.zeros_like(x), x), outputs="copy")
         for ring in rings
     ]
-    x = torch.ones(count, device=comm.device)
+
+
+def two_rings(comm: Any) -> None:
+    """Graphs of two rings are replayed in turn (D3)."""
+    _, graphs = of_two_rings(comm)
+    x = torch.ones(100, device=comm.device)
+    for turn in range(8):
+        close(graphs[turn % 2](x + turn), (x + turn) * 2, f"turn {turn}")
+
+
+def test_replays_of_two_rings(unified_ranks: Ranks) -> None:
+    unified_ranks(two_rings)
+
+
+def two_rings_on_streams(comm: Any) -> None:
+    """The same from two streams, whose order is another one on each rank."""
+    rings, graphs = of_two_rings(comm)
+    x = torch.ones(100_000, device=comm.device)
     for g in graphs:
-        close(g(x), torch.full((count,), 2.0))
-    if not on_gpu(comm):
-        for turn in range(6):
-            close(graphs[turn % 2](x + turn), (x + turn) * 2, f"turn {turn}")
-        return
+        close(g(x), x * 2)
     streams, found = [torch.cuda.Stream(), torch.cuda.Stream()], []
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream())
@@ -822,8 +837,8 @@ def two_rings(comm: Any) -> None:
         ring.check()
 
 
-def test_replays_of_two_rings(unified_ranks: Ranks) -> None:
-    unified_ranks(two_rings)
+def test_replays_of_two_rings_on_streams(gpu_ranks: Ranks) -> None:
+    gpu_ranks(two_rings_on_streams)
 
 
 def circle(comm: Any) -> None:
@@ -972,17 +987,14 @@ def test_threads_share_a_rank(unified_ranks: Ranks) -> None:
 
 def priority(comm: Any) -> None:
     """Collectives on the comm stream go before other work, in a graph too (D10)."""
-    if not on_gpu(comm):
-        same(comm.stream, None, "streams of a CPU")
-        return
     least, greatest = torch.cuda.Stream.priority_range()
     same(greatest < least, True, "a device with priorities")
     for ring in (comm, ring_of(comm, 90)):
         same(ring.stream.priority, greatest, f"priority of ring {ring.ring_id}")
 
 
-def test_priority_of_the_comm_stream(unified_ranks: Ranks) -> None:
-    unified_ranks(priority)
+def test_priority_of_the_comm_stream(gpu_ranks: Ranks) -> None:
+    gpu_ranks(priority)
 
 
 # -- the programs that the rows come from ----------------------------------------------------------
