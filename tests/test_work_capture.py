@@ -12,6 +12,13 @@ from tests._ranks import Ranks
 ASYNC = {"use_calc_stream": False, "sync_op": False}
 
 
+def _stream() -> torch.cuda.Stream:
+    """Return a stream that waits for what the current one holds: the inputs of the test."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    return stream
+
+
 def _captured(stream: torch.cuda.Stream, body: Any) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -21,8 +28,9 @@ def _captured(stream: torch.cuda.Stream, body: Any) -> torch.cuda.CUDAGraph:
 
 def dropped(comm: Any) -> None:
     """A Work from before a capture that is dropped in it leaves the capture alone."""
-    stream, x = torch.cuda.Stream(), torch.ones(1 << 16, device=comm.device)
-    out, held = torch.empty(comm.size << 16, device=comm.device), {}
+    x = torch.ones(1 << 16, device=comm.device)
+    stream, out = _stream(), torch.empty(comm.size << 16, device=comm.device)
+    held: dict[str, Any] = {}
     with torch.cuda.stream(stream):
         held["work"] = ops.all_gather(x, **ASYNC)
     torch.cuda.synchronize()
@@ -47,8 +55,8 @@ def dropped(comm: Any) -> None:
 
 def dropped_inside(comm: Any) -> None:
     """A Work of the capture itself that nobody waits for is joined: the capture ends well."""
-    stream, x = torch.cuda.Stream(), torch.ones(1000, device=comm.device)
-    out = torch.empty_like(x)
+    x = torch.ones(1000, device=comm.device)
+    stream, out = _stream(), torch.empty_like(x)
     ops.all_reduce(x)  # what the first call sets up
 
     def body() -> None:
@@ -62,8 +70,8 @@ def dropped_inside(comm: Any) -> None:
 
 def waited(comm: Any) -> None:
     """wait() in a capture for a call before it is refused, and the capture goes on."""
-    stream, x = torch.cuda.Stream(), torch.ones(1000, device=comm.device)
-    out = torch.empty_like(x)
+    x = torch.ones(1000, device=comm.device)
+    stream, out = _stream(), torch.empty_like(x)
     with torch.cuda.stream(stream):
         work = ops.all_reduce(x, **ASYNC)
     torch.cuda.synchronize()
