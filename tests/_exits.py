@@ -6,7 +6,6 @@ seconds. Each child leaves through the interpreter's own exit, with its ring sti
 
 import gc
 import os
-import socket
 import sys
 
 import torch
@@ -14,6 +13,7 @@ import torch
 import commlib
 from commlib import _call_reports, _store, ops
 from commlib._deadline import Deadline
+from tests._ports import free_port
 
 
 def child(rank: int, port: int) -> None:
@@ -26,13 +26,6 @@ def child(rank: int, port: int) -> None:
     commlib.new_ring(1, [1, 0])
     ops.all_reduce(torch.ones(1000))
     ops.all_gather(torch.ones(10), 1, use_calc_stream=False, sync_op=False)
-
-
-def free_port() -> int:
-    """Return a port that nobody serves right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def settle() -> None:

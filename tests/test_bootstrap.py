@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 import commlib
 from commlib import _bootstrap
 from commlib.errors import ArgumentError, BootstrapError, CommTimeout, DeviceError
-from tests._exits import free_port
+from tests._ports import free_port
 from tests._programs import LAUNCHERS, RENDEZVOUS, start
 
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"}

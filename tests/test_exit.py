@@ -9,7 +9,7 @@ from subprocess import Popen
 import pytest
 
 from tests._check import until
-from tests._exits import free_port
+from tests._ports import free_port
 from tests._programs import run, start
 
 FLAGS = pytest.mark.parametrize("flag", ["1", "0"], ids=["unified", "legacy"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests._exits import free_port
+from tests._ports import free_port
 from tests._programs import ROOT, environment
 
 LIMIT_S = 150.0  # of each process

@@ -6,7 +6,7 @@ import pytest
 
 from commlib._launchers import launched
 from commlib.errors import BootstrapError
-from tests._exits import free_port
+from tests._ports import free_port
 from tests._programs import run, start
 
 SLURM = {"SLURM_PROCID": "{rank}", "SLURM_NTASKS": "{size}", "SLURM_LOCALID": "{rank}"}

@@ -2,63 +2,70 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests._exits import free_port
+from tests._ports import free_port
 from tests._programs import ROOT, environment
-from tests._two_hosts import two_hosts
+from tests._two_hosts import Host, two_hosts
+
+PROGRAM = ["-m", "tests._two_nodes"]
+SECONDS = 120
 
 
-def launch(host: object, node: int, port: int, **more: str) -> "subprocess.Popen[str]":
-    prefix, address, interface = host.prefix, host.address, host.interface  # type: ignore[attr-defined]
+def launch(host: Host, node: int, out: Path, **more: str) -> "subprocess.Popen[str]":
+    """Start the torchrun of one node; what it and its ranks say goes to a file."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
-    torchrun.append(f"--nproc-per-node={more.pop('each', '2')}")
+    torchrun.append(f"--nproc-per-node={more.pop('each')}")
     meeting = [
         f"--node-rank={node}",
         f"--master-addr={more.pop('master')}",
-        f"--master-port={port}",
+        f"--master-port={more.pop('port')}",
     ]
-    interfaces = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    return subprocess.Popen(
-        [*prefix, *torchrun, *meeting, f"--local-addr={address}", "-m", "tests._two_nodes"],
-        env=environment(**interfaces, FLAGS_comm_timeout_s="60", **more),
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    interfaces = {"GLOO_SOCKET_IFNAME": host.interface, "NCCL_SOCKET_IFNAME": host.interface}
+    with said(out, node).open("w") as text:
+        return subprocess.Popen(
+            [*host.prefix, *torchrun, *meeting, f"--local-addr={host.address}", *PROGRAM],
+            env=environment(**interfaces, FLAGS_comm_timeout_s="60", **more),
+            cwd=ROOT,
+            text=True,
+            stdout=text,
+            stderr=subprocess.STDOUT,
+        )
 
 
-def check_two_nodes(out: Path, flag: str, each: int, nodes: "list[dict[str, str]]") -> None:
-    """Run both nodes with ``each`` ranks to their end and compare what every rank wrote."""
+def said(out: Path, node: int) -> Path:
+    """Return the file with what a node said."""
+    return out / f"node{node}.txt"
+
+
+def check_two_nodes(out: Path, flag: str, each: int, nodes: list[dict[str, str]]) -> None:
+    """Run both nodes with ``each`` ranks to their end and compare what every rank wrote.
+
+    A node that does not end in time shows what both of them said.
+    """
+    more = {"TWO_NODES_OUT": f"{out}/rank", "FLAGS_dynamic_static_unified_comm": flag}
     with two_hosts() as hosts:
-        port = free_port()
-        agents = [
-            launch(
-                host,
-                node,
-                port,
-                master=hosts[0].address,
-                TWO_NODES_OUT=f"{out}/rank",
-                each=str(each),
-                FLAGS_dynamic_static_unified_comm=flag,
-                **nodes[node],
-            )
-            for node, host in enumerate(hosts)
-        ]
+        more |= {"each": str(each), "port": str(free_port()), "master": hosts[0].address}
+        agents = [launch(host, node, out, **more, **nodes[node]) for node, host in enumerate(hosts)]
+        end = time.monotonic() + SECONDS
         try:
-            texts = [agent.communicate(timeout=120)[0] for agent in agents]
+            while None in [agent.poll() for agent in agents] and time.monotonic() < end:
+                time.sleep(0.05)
         finally:
+            ends = [agent.poll() for agent in agents]
             for agent in agents:
                 agent.kill()
-    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(texts)
+                agent.wait()
+    texts = (f"node {node}: {said(out, node).read_text()}" for node in range(2))
+    assert ends == [0, 0], "\n".join(texts)  # None: still running
     for rank in range(2 * each):
-        said = (out / f"rank{rank}").read_text()
+        told = (out / f"rank{rank}").read_text()
         where = f"rank {rank} of {2 * each} on node {rank // each}"
-        assert said == f"{where}: ring 1 spans nodes [0, 1]"
+        assert told == f"{where}: ring 1 spans nodes [0, 1]"
 
 
 @pytest.mark.parametrize("flag", ["0", "1"], ids=["legacy", "unified"])
