@@ -12,7 +12,7 @@ from commlib._mismatch import compare
 from commlib._modes import check_untraced, depth, is_tracing
 from commlib._observers import Seen, begun, looking_on, observers, unwatched, watched
 from commlib._ring import Ring, Unconnected
-from commlib._streams import capture_of
+from commlib._streams import capture_of, stream_captures
 from commlib._tensors import dense_copy, is_dense
 from commlib._waits import wait_for
 from commlib._work import OnHost, OnStream, Pending, Work, release_deferred
@@ -289,7 +289,7 @@ def launch(ctx: Ring, calls: list[Call], result: Any, how: How) -> Any:
             _on_stream(ctx, calls)
         return result
     calc = torch.cuda.current_stream(ctx.device)
-    capturing = torch.cuda.is_current_stream_capturing()
+    capturing = stream_captures()
     if not capturing:
         release_deferred()
     # Without a fence the comm stream would run outside a capture, once, and never at a replay.

@@ -14,13 +14,11 @@ from commlib._graph_holds import GraphHolds
 from commlib._libnccl import library
 from commlib._log import log
 from commlib._ring import ABORT_S, Ring, Unconnected
-from commlib._streams import current_raw
+from commlib._streams import current_raw, stream_captures
 from commlib.errors import ArgumentError, CommTimeout
 
 _INT32, _MAX, _BYTES = 2, 2, 0  # ncclDataType_t and ncclRedOp_t
 _GRAPH_S = 0.5  # how long close() waits for graphs that were just destroyed
-
-_is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
 
 
 class Connection:
@@ -79,7 +77,7 @@ class Connection:
 
     def _noted(self, comm: Any) -> Any:
         """Return ``comm``, and note a capture that will hold calls of it."""
-        if _is_capturing():
+        if stream_captures():
             self._holds.add(current_raw(self._ring.device.index))
         return comm
 
@@ -132,7 +130,7 @@ class Connection:
                 store.delete([key])
 
     def _refuse_capture(self) -> None:
-        if _is_capturing():
+        if stream_captures():
             ring = self._ring
             raise ArgumentError(
                 f"{ring.where('connecting')}: this call needs NCCL, and the ring has no NCCL "

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import (
 )
 
 from commlib._ring import Ring
-from commlib._work import Work
+from commlib._work import Pending, Work
 
 
 class Seen(NamedTuple):
@@ -27,10 +27,18 @@ class Seen(NamedTuple):
 
 
 class Observer(Protocol):
-    """A mode of torch that has to know of every call under it: a graph that is being captured."""
+    """A mode of torch that has to know of every call under it: a graph that is being captured.
+
+    ``refuses``: whether what can't stand in a graph is to be refused.
+    """
+
+    refuses: bool
 
     def before(self, call: Seen) -> None:
         """Note a call; an exception keeps it from being launched."""
+
+    def before_read(self, tensor: torch.Tensor, name: str) -> None:
+        """Note that the method ``name`` reads the values of ``tensor`` past torch's operators."""
 
 
 observers: list[Observer] = []  # of all threads: empty, there is nothing to ask at a call
@@ -43,11 +51,25 @@ def looking_on() -> tuple[Observer, ...]:
     return tuple(observer for observer in observers if any(observer is mode for mode in here))
 
 
-@contextmanager
-def still_watched(observer: Observer) -> Iterator[None]:
+def refusing() -> bool:
+    """Return True if an observer of this thread refuses what can't stand in a graph."""
+    return any(observer.refuses for observer in looking_on())
+
+
+class still_watched:  # a context like the functions here, entered at every operator
     """Let an observer look on inside an operator that it handles, where torch has taken it off."""
-    with _being(observers=(*getattr(_inside, "observers", ()), observer)):
-        yield
+
+    __slots__ = ("_before", "_observer")
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+
+    def __enter__(self) -> None:
+        self._before: tuple[Observer, ...] = getattr(_inside, "observers", ())
+        _inside.observers = (*self._before, self._observer)
+
+    def __exit__(self, *_: object) -> None:
+        _inside.observers = self._before
 
 
 @contextmanager
@@ -77,11 +99,32 @@ def unwaited() -> Iterator[list[Work]]:
 
 
 def begun(work: Work) -> Work:
-    """Note a work for whoever has to wait for all; returns it."""
+    """Note a work for whoever has to wait for all; returns it.
+
+    What waiting for it does is a part of its call, and nothing that an observer should see again.
+    """
     works = getattr(_inside, "works", None)
     if works is not None:
         works.append(work)
+    if observers and work._pending is not None:
+        work._pending = _Unwatched(work._pending)
     return work
+
+
+class _Unwatched:
+    """What is still to happen, with nobody looking on."""
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending = pending
+
+    def join(self) -> None:
+        """Make the result safe to use for the caller."""
+        with unwatched():
+            self._pending.join()
+
+    def done(self) -> bool:
+        """Return True if the result is there already; never blocks."""
+        return self._pending.done()
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from commlib._keepalive import keep_forever
 from commlib._mailbox import Mailbox, Rounds, open_mailbox
 from commlib._rollcall import Meeting
 from commlib._store import BoundedStore, EngineStore
-from commlib._streams import Fences, issue_lock
+from commlib._streams import Fences, issue_lock, stream_captures
 from commlib.errors import (
     ArgumentError,
     CommError,
@@ -125,7 +125,7 @@ class Ring(ABC):
         self._pairs: Counter[tuple[int, bool]] = Counter()
         self._verdict: str | None = None  # what the members' logs said of the first failure
         if check:
-            capturing = None if self.fences is None else torch.cuda.is_current_stream_capturing
+            capturing = None if self.fences is None else stream_captures
             self.call_log = CallLog(self.size, capturing)
             self._reports = CallReports(ring_id, rank, ranks, deadline.seconds, self.call_log)
         if meeting is not None:

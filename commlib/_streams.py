@@ -31,9 +31,29 @@ def forget() -> None:
     _issue_locks.clear()
 
 
+# Whether the current stream is captured, from the driver. torch.cuda.is_current_stream_capturing
+# answers True in the runs before a capture too: programs ask it what a graph may do.
+stream_captures: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+
+
 def capturing() -> bool:
-    """Whether the caller's current CUDA stream is being captured into a graph."""
-    return torch.cuda.is_available() and bool(torch.cuda.is_current_stream_capturing())
+    """Return True if the caller's current CUDA stream is being captured into a graph."""
+    return torch.cuda.is_available() and bool(stream_captures())
+
+
+hearing = threading.local()  # ``told``: what programs hear that ask whether they are captured
+
+
+def hears_capture(tensor: torch.Tensor) -> bool:
+    """Return True if a call on ``tensor`` hears that it is captured, also by a CPU's recording.
+
+    It reads no value of the tensor then: the values are those of later calls.
+    """
+    if tensor.is_cuda:
+        return bool(torch.cuda.is_current_stream_capturing())
+    return bool(getattr(hearing, "told", None))
 
 
 def capture_of(stream: int) -> int:
@@ -44,7 +64,7 @@ def capture_of(stream: int) -> int:
         from cuda.bindings import driver
     except ImportError:  # not needed by torch.distributed: one number for all
         with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
-            return int(torch.cuda.is_current_stream_capturing())
+            return int(stream_captures())
     status, state, number = driver.cuStreamGetCaptureInfo(stream)[:3]
     active = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
     return int(number) if int(status) == 0 and state == active else 0

@@ -1,6 +1,7 @@
 """Kinds of tensors: which have memory that an engine can read, and what to do about the others."""
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +33,36 @@ def has_memory(tensor: Tensor) -> bool:
         )
     except (AttributeError, RuntimeError):  # not a tensor; a tensor without a storage
         return False
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Return True for one that handles operators itself, on tensors that it holds (DTensor)."""
+    return type(tensor).__torch_dispatch__ is not NO_DISPATCH
+
+
+def parts(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that hold the values: the tensor, or those inside of a wrapper (DTensor).
+
+    A wrapper that does not tell what it holds has none.
+    """
+    if not is_wrapper(tensor):
+        return [tensor]
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return []
+    held = (getattr(tensor, name) for name in flatten()[0])
+    return [part for one in held if isinstance(one, Tensor) for part in parts(one)]
+
+
+def rebuilt(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a tensor with each of its ``parts`` changed."""
+    if not is_wrapper(tensor):
+        return change(tensor)
+    wrapper: Any = tensor
+    names, context = wrapper.__tensor_flatten__()
+    held = {name: getattr(tensor, name) for name in names}
+    held = {k: rebuilt(x, change) if isinstance(x, Tensor) else x for k, x in held.items()}
+    return wrapper.__tensor_unflatten__(held, context, tensor.size(), tensor.stride())
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -102,7 +102,9 @@ class GraphError(CommError):
     """A function can't be captured, or ranks capture different things.
 
     ``op`` and ``where`` name the operator and the user's line, ``hint`` says what to do; each may
-    be None.
+    be None. ``done`` is True where work of the call was done, so that it must not be made again,
+    ``reads`` where the function reads a value on the host. The error of a verified call that
+    differs has the function's ``result``.
     """
 
     def __init__(
@@ -112,9 +114,12 @@ class GraphError(CommError):
         op: str | None = None,
         where: str | None = None,
         hint: str | None = None,
+        done: bool = False,
+        reads: bool = False,
     ) -> None:
         super().__init__(text)
         self.op, self.where, self.hint = op, where, hint
+        self.done, self.reads = done, reads
 
 
 class EngineError(CommError):

@@ -23,6 +23,7 @@ CUSTOM_ALLREDUCE = "FLAGS_custom_allreduce"
 ASYNC_BLOCKS = "FLAGS_comm_async_blocks"
 CHECK = "FLAGS_comm_check"
 RUN_TOKEN = "FLAGS_comm_run_token"
+GRAPH_VERIFY = "FLAGS_graph_verify"
 
 _TRUE = ("1", "true", "on", "yes")
 _FALSE = ("0", "false", "off", "no")
@@ -80,6 +81,16 @@ def _level(name: str, value: object) -> int:
             f"{name}={value!r} is not a level: expected 0, 1 or 2; for example `export {name}=2`"
         )
     return int(text)
+
+
+def _schedule(name: str, value: object) -> str | int:
+    text = str(value).strip().lower()
+    if text != "auto" and not text.isdecimal():
+        raise FlagError(
+            f"{name}={value!r} is not a schedule: expected auto, 0 for never, or a number N for "
+            f"every N-th replay; for example `export {name}=1`"
+        )
+    return "auto" if text == "auto" else int(text)
 
 
 def _token(name: str, value: object) -> str:
@@ -152,6 +163,14 @@ _FLAGS = {
             _token,
             "",
             "name of the run, the same on all its ranks: ranks of two runs refuse each other",
+        ),
+        Flag(
+            GRAPH_VERIFY,
+            "schedule",
+            _schedule,
+            "auto",
+            "which replays of graphs are compared with the function: the first two and then ever "
+            "fewer (auto), every N-th (N), none (0)",
         ),
     )
 }
@@ -280,7 +299,10 @@ def unknown() -> list[tuple[str, str | None]]:
     return found
 
 
-_BEGINNINGS = ("FLAGS_comm_", "FLAGS_dynamic_static_unified", "FLAGS_custom_allreduce")
+_BEGINNINGS = (
+    *("FLAGS_comm_", "FLAGS_dynamic_static_unified", "FLAGS_custom_allreduce"),
+    "FLAGS_graph_",
+)
 
 
 def unknown_text(name: str, flag: str | None) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from commlib.errors import GraphError
 from commlib.graph import Graphed, capture
-from commlib.graph.capture import engine_for
+from commlib.graph.graphed import engine_for
 from commlib.graph.pieces import Pieces, inside
 from commlib.graph.signature import value
 

@@ -85,8 +85,9 @@ def _gpu_places(*engines: str) -> list[Any]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out tests that only GPUs can run where there are not enough of them."""
+    pairs = "gpu_ranks", "legacy_gpu_ranks", "all_gpu_ranks", "gpu_world", "compared_on_gpu"
     if GPUS < 2:
-        _leave_out(items, "gpu_ranks", "legacy_gpu_ranks", "all_gpu_ranks", "gpu_world")
+        _leave_out(items, *pairs)
     if GPUS < 3:
         _leave_out(items, "gpu_crowd")
 

@@ -298,12 +298,6 @@ def optimizers(comm: Any, kind: str, how: str) -> None:
         if captured:
             more: Any = {"first": "warmup", "warmup": 1} if how == "kept" else {}
             call = graph.capture(step, **more)
-        if captured and how == "lazy" and kind != "sgd":
-            with refused(GraphError, "makes in its first run"):
-                call()
-            for weight, before in zip(weights, start, strict=True):
-                close(weight, before, "behind the refusal")
-            return []
         for _ in range(steps):
             call()
         return [weight.detach() for weight in weights]
@@ -361,7 +355,9 @@ def unfenced(comm: Any) -> None:
         comm.all_reduce(out, x, use_calc_stream=False, fenced=False)
 
     for turn in range(4):
-        f(torch.full((4,), turn + 1.0, device=comm.device))
+        x = torch.full((4,), turn + 1.0, device=comm.device)
+        settle(comm)  # an eager call reads it on the comm stream, and nothing orders that
+        f(x)
         settle(comm)
         close(out, torch.full((4,), 2 * (turn + 1.0)), f"turn {turn}")
     same([len(row["collectives"]) for row in graph.report(f)], [1])
@@ -376,12 +372,9 @@ def test_unfenced_collectives(unified_ranks: Ranks) -> None:
 COPIES: dict[str, tuple[Callable[[torch.Tensor], Any], tuple[str, ...]]] = {
     "cpu": (lambda x: x.cpu(), ("can't stand in a graph", "host waits")),
     "numpy": (lambda x: x.cpu().numpy(), ("can't stand in a graph", "host waits")),
-    "upload": (lambda x: x + torch.ones(4).to(x.device), ("can't stand in a graph", "cpu to cuda")),
-    "copy_": (lambda x: x.copy_(torch.ones(4)), ("can't stand in a graph", "cpu to cuda")),
     "list": (lambda x: x.tolist(), ()),
-    # torch does these two behind the back of whoever watches: the driver refuses them
-    "print": (lambda x: repr(x), ()),
-    "literal": (lambda x: x + torch.tensor([1.0, 2, 3, 4], device=x.device), ()),
+    # torch does this behind the back of whoever watches: the driver refuses it
+    "print": (lambda x: repr(x), ("capturing failed", "test_graph_hazards.py:")),
 }
 
 
@@ -514,7 +507,8 @@ def test_stale_autograd_nodes(unified_ranks: Ranks, inside: bool) -> None:
 def nobody_waits(comm: Any, held: bool) -> None:
     """Collectives on the comm stream that nobody waits for: joined, and undone, as any (C5, S8)."""
     out, seen = torch.zeros(4, device=comm.device), torch.zeros(4, device=comm.device)
-    works = []
+    works: list[Any] = []
+    keep = works.append  # a list that the function can reach would be put back
 
     @graph.capture
     def f(x: torch.Tensor) -> None:
@@ -527,7 +521,7 @@ def nobody_waits(comm: Any, held: bool) -> None:
                 time.sleep(0.1)  # the others have to come back to this collective
         work = comm.all_reduce(out, x, use_calc_stream=False, sync_op=False)
         if held and not in_capture():
-            works.append(work)
+            keep(work)
 
     total = 0.0
     x = torch.ones(4, device=comm.device)
@@ -557,12 +551,13 @@ def garbage(comm: Any, how: str) -> None:
     del cycle
     gone = [weakref.ref(one["graph"]) for one in held]
     alive: list[int] = []
+    clear, note = held.clear, alive.append  # what lists hold would be put back behind a capture
 
     def f(x: torch.Tensor) -> torch.Tensor:
-        if in_capture() and held:
-            held.clear()
+        if in_capture():
+            clear()
             rubbish: list[Any] = [[[]] for _ in range(20_000)]  # enough for every generation
-            alive.append(sum(one() is not None for one in gone))
+            note(sum(one() is not None for one in gone))
             del rubbish
         return x * 2
 
@@ -570,7 +565,7 @@ def garbage(comm: Any, how: str) -> None:
     for turn in range(3):
         close(g(x + turn), (x + turn) * 2, f"turn {turn}")
     if on_gpu(comm) and how == "cycle":
-        same(alive, [3], "graphs that the capture leaves alone")
+        same(alive[0], 3, "graphs that the capture leaves alone")
     gc.collect()
     same([one() for one in gone], [None] * 3, "all gone")
     whole(comm)
@@ -770,7 +765,7 @@ def alone(comm: Any) -> None:
     def f(x: torch.Tensor, scale: float) -> Any:
         return ring.all_reduce(torch.zeros_like(x), x * scale)
 
-    g = graph.capture(f, outputs="copy")
+    g = graph.capture(f, outputs="copy", verify=False)
     x = torch.ones(4, device=comm.device)
     for _ in range(2):
         close(g(x, 1.0), torch.full((4,), 2.0), "together")
@@ -1138,7 +1133,7 @@ def test_deepspeed_numbers_in_closures(unified_ranks: Ranks) -> None:
 
 
 def missing_gradient(comm: Any) -> None:
-    """A gradient that the first call makes is refused, and nothing has changed."""
+    """A gradient that the first call makes is added to by the later ones."""
     weight = torch.ones(3, device=comm.device, requires_grad=True)
     total = torch.zeros(3, device=comm.device)
 
@@ -1147,15 +1142,12 @@ def missing_gradient(comm: Any) -> None:
         total.add_(weight.grad)
 
     for first in (True, False):
-        with refused(GraphError, "None before the first call", "(3,)", "set_to_none=False"):
+        weight.grad = None
+        total.zero_()
+        for turn in range(1, 6):
             deepspeed.graph_process(first, accumulate)
-        same(weight.grad, None, "grad")
-        close(total, torch.zeros(3), "sum")
-    weight.grad = torch.zeros_like(weight)
-    for turn in range(1, 6):
-        weight.grad.zero_()
-        deepspeed.graph_process(True, accumulate)
-        close(total, torch.full((3,), 2.0 * turn), f"turn {turn}")
+            close(weight.grad, torch.full((3,), 2.0 * turn), f"turn {turn}, grad")
+            close(total, torch.full((3,), turn * (turn + 1.0)), f"turn {turn}")
     deepspeed.graph_clear()
 
 

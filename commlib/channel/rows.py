@@ -10,6 +10,7 @@ from commlib import flags
 from commlib._log import log
 from commlib._ring import Ring
 from commlib._routes import SEGMENT, Routes
+from commlib._streams import stream_captures
 from commlib.channel import driver, residency
 from commlib.channel.memory import CAPTURING, PeerMemory, share
 from commlib.channel.order import StreamOrder
@@ -78,7 +79,7 @@ class RowChannel:
         most = next(most for most in _BLOCKS if len(routes.sends) <= most)
         call = self._call(most, out, x, routes)
         stream = self._order.turn()
-        self.captured = self.captured or torch.cuda.is_current_stream_capturing()
+        self.captured = self.captured or stream_captures()
         for first in range(0, routes.most * call.row, self._window):
             call.first = first
             self._launches[most](stream)

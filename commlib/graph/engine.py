@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from commlib import _observers
 from commlib._ring import Ring
 from commlib._work import Work
-from commlib.graph.ledger import Ledger, Step
+from commlib.graph.ledger import Ledger
+from commlib.graph.step import Step, as_recorded
 
 Pool: TypeAlias = Any  # torch's handle of a private pool
 
@@ -21,6 +21,7 @@ class Recording(Protocol):
 
     nodes: int
     nbytes: int
+    reads: str | None  # where the host reads a value that it fits alone
 
     def replay(self) -> None:
         """Do it again, in the memory that it was captured in; on the current stream of a GPU."""
@@ -33,9 +34,13 @@ class Engine(Protocol):
     """Captures on one kind of device; ``lock`` is held while something is replayed."""
 
     lock: threading.RLock
+    device: torch.device
 
     def warming(self) -> Any:
         """Return the context in which a function runs before its capture."""
+
+    def calling(self) -> Any:
+        """Return the context of the call that is followed by such runs."""
 
     def begin(self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None) -> Ledger:
         """Begin a stretch; returns what watches it, already entered.
@@ -62,26 +67,10 @@ class Engine(Protocol):
         """Give up the stretch that an exception has left, and repair what that breaks."""
 
 
-def _done_again(step: Step) -> Any:
-    """Run one operator, with autograd on where it was: some return more then."""
-    if not step.grad:
-        return step.call(*step.args, **step.kwargs)
-    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
-        return step.call(*step.args, **step.kwargs)
-
-
-@contextmanager
-def without_autocast() -> Iterator[None]:
-    """Run what no autocast of the caller's is about inside a ``with`` block."""
-    with ExitStack() as off:
-        for device in ("cuda", "cpu"):
-            if torch.is_autocast_enabled(device):
-                off.enter_context(torch.autocast(device, enabled=False))
-        yield
-
-
 class HostRecording:
     """The steps of a stretch, with their tensors."""
+
+    reads: str | None = None
 
     def __init__(self, steps: list[Step]) -> None:
         self._steps, self.nodes = steps, len(steps)
@@ -89,17 +78,10 @@ class HostRecording:
         self.nbytes = sum({memory._cdata: memory.nbytes() for memory in made}.values())
 
     def replay(self) -> None:
-        """Run every operator again on the recorded tensors; blocks as eager code does.
-
-        What autocast and autograd have to do with them is in the steps already.
-        """
-        with torch.no_grad(), without_autocast():
+        """Run every operator again on the recorded tensors; blocks as eager code does."""
+        with as_recorded():
             for step in self._steps:
-                found = _done_again(step)
-                if step.made:
-                    leaves = [x for x in tree_leaves(found) if isinstance(x, torch.Tensor)]
-                    for position, tensor in step.made:
-                        tensor.copy_(leaves[position])
+                step.again()
 
     def release(self) -> None:
         """Drop the tensors."""
@@ -111,6 +93,7 @@ class HostEngine:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self.device = torch.device("cpu")
         self._ledger: Ledger | None = None
         self._works: list[Work] = []
         self._scope = ExitStack()
@@ -119,6 +102,8 @@ class HostEngine:
     def warming(self) -> Iterator[None]:
         """Run where the caller is."""
         yield
+
+    calling = warming
 
     def begin(self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None) -> Ledger:
         """Watch what runs, and keep its steps."""

@@ -1,21 +1,32 @@
 """One captured key: its graphs, the tensors they read, and how a call uses them."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
+from commlib._log import log
+from commlib._tensors import rebuilt
 from commlib.errors import GraphError
+from commlib.graph.bindings import Bindings, Kept, holds_tensor, refuse_hidden
+from commlib.graph.compare import Noise, Tolerance
+from commlib.graph.effects import Effects
+from commlib.graph.externals import Externals
 from commlib.graph.layout import copy_of, elements, is_packed
 from commlib.graph.leaves import Tensors, with_grads, without_grads
-from commlib.graph.outputs import Join, Outputs, leads_back, standing
+from commlib.graph.outputs import Join, Outputs, flat, leads_back, standing
 from commlib.graph.overlap import overlaps, span
 from commlib.graph.pieces import Pieces, making, refuse_foreign
+from commlib.graph.python_state import Change, PythonState
+from commlib.graph.refuse import refuse_unreadable
+from commlib.graph.schedule import Schedule
 from commlib.graph.signature import Arguments, of_tensor
+from commlib.graph.verify import Verification, Verified
 
 
 class Entry:
@@ -34,47 +45,79 @@ class Entry:
         *,
         copy: bool,
         own: bool,
-        eager_seconds: float | None,
+        schedule: Schedule,
+        tolerance: Tolerance | None,
+        noise: Noise,
+        sets: Sequence[Kept],
+        by_parts: Set[tuple[int, str]],
+        leaves: Sequence[torch.Tensor],
+        roots: Sequence[object],
+        watched: Sequence[weakref.ref[torch.Tensor]],
+        unseen: Sequence[torch.Tensor],
     ) -> None:
         """``rooms``: for each leaf of the result, where it is to lie if the graph makes it."""
-        self._rooms = rooms
+        self._watched = watched  # tensors that the function can reach
+        self._unseen = _places(unseen, call.tensors)  # that it writes, and no operator says so
+        self._rooms, self._schedule, self._tolerance = rooms, schedule, tolerance
+        self._roots = roots  # lead to objects that the function binds tensors to
+        self._leaves = list(leaves)  # whose gradients the function may read or bind
+        self._sets = sets  # what each call sets, and where
+        self._by_parts = by_parts  # names that eager parts bind
+        self.noise = noise  # what the function gives other bits of each time
         self._fn, self._make, self._copy = fn, make, copy
         self._own: dict[int, torch.Tensor] = {}  # by position: memory of the graph's own
         self._targets: dict[int, torch.Tensor] = {}  # the same, to be written to
         self._strided: set[int] = set()  # those of them that have gaps, or elements twice
         if own:
-            self._make_room(call, range(len(call.tensors)))
+            self._make_room(call, range(len(call.tensors) - call.grads))
         self.replays = self.bytes_copied = 0
-        self.eager_seconds = eager_seconds  # host time of the function itself
+        self.verified, self.verify_seconds = 0, 0.0
+        self.eager_seconds: float | None = None  # host time of the function, when last verified
         self.launch_seconds: float | None = None  # that of one of the replays
         self._written: list[int] = []  # arguments that the function writes to
+        self.untold = False  # whether the function was told, and not compared untold yet
+        self.places: dict[Any, Any] = {}  # where tensors lay that small lists and dicts hold
         self.lost = False  # it was to be captured again, and could not
         self.pieces: Pieces
         self._capture(call, again=False)
+        if self.pieces.reads and not own:  # a later capture may find other values
+            self._make_room(call, range(len(call.tensors) - call.grads))
+            self.pieces.release()
+            self._capture(call, again=True)
+        self.untold = self.pieces.told
 
     def _capture(self, call: Arguments, *, again: bool) -> None:
         given = [self._own.get(i, tensor) for i, tensor in enumerate(call.tensors)]
         inputs = with_grads(self._inputs(given), call.tensors)
         args, kwargs = call.rebuilt(inputs)
-        began = time.perf_counter()
+        began, bound = time.perf_counter(), list[Change]()
 
         def function() -> Any:
+            objects = PythonState(self._roots)
+            now = making()
+            assert isinstance(now, Pieces)
+            now.ledgers[-1].note_unseen(
+                given[x].detach() if isinstance(x, int) else x for x in self._unseen
+            )
             with self._saving():
                 result = self._fn(*args, **kwargs)
+                bound.extend(self._note_bound(now, before, objects))
             self._note(given)
-            self._refuse_grads(call.tensors)
+            self._refuse_grads(call)
             self._refuse_overlaps(call.tensors)
             return self._kept(result, inputs)
 
-        pieces, result = self._make(function, again=again, part="forward")
+        with _reading(call, inputs), _kept_grads(self._leaves) as before:
+            pieces, result = self._make(function, again=again, part="forward")
         without_grads(inputs, call.tensors)
+        self._together = bool(pieces.collectives)  # whether all ranks replay it together
         self.pieces, self._given = pieces, [tensor.detach() for tensor in given]  # kept alive
         self._pointers = [tensor.data_ptr() for tensor in given]
-        self.externals = [
-            tensor for ledger in pieces.ledgers for tensor in ledger.externals.values()
-        ]
+        self._effects: dict[Any, Effects] = {}  # of a backward or a call, and of how many graphs
+        places = {x.untyped_storage()._cdata for x in (*given, *call.tensors)}
+        self._externals = Externals(pieces.ledgers, places)
         self.outputs = Outputs(result, inputs, self._is_own, copy=self._copy)
-        self._places = [(tensor, tensor.data_ptr()) for tensor in self.externals]
+        self._bindings = Bindings(bound, self._sets, inputs, self._is_own)
         self._behind(result, inputs, again=again)
         self.capture_seconds = time.perf_counter() - began
 
@@ -83,7 +126,7 @@ class Entry:
         now = making()
         assert isinstance(now, Pieces)
         now.own = sum(len(ledger.names) for ledger in now.ledgers)
-        written = {key for ledger in now.ledgers for key in ledger.saved}
+        written = {key for ledger in now.ledgers for key in ledger.written}
         places = [x.untyped_storage()._cdata for x in given]
         self._written = [i for i, key in enumerate(places) if key in written]
         touched = [item for ledger in now.ledgers for item in ledger.read.items()]
@@ -91,11 +134,21 @@ class Entry:
         self._outside = [(key, at) for key, at in touched if key not in places]  # no argument's
         self._outside_written = [(key, at) for key, at in changed if key not in places]
 
+    def _note_bound(
+        self, pieces: Pieces, before: Sequence[torch.Tensor | None], objects: PythonState
+    ) -> list[Change]:
+        """Know the gradients that the function has given to leaves; returns what it has bound."""
+        known = zip(self._leaves, before, strict=True)
+        self._bound = [(leaf, leaf.grad) for leaf, grad in known if leaf.grad is not grad]
+        changes = [x for x in objects.changes() if (x.where, x.name) not in self._by_parts]
+        refuse_hidden(changes, pieces.has_made)
+        return [x for x in changes if holds_tensor(x.now)]
+
     def _kept(self, result: Any, inputs: Tensors) -> Any:
         """Bring what is returned to where no other graph's replay writes."""
         now = making()
         assert isinstance(now, Pieces)
-        leaves, spec = tree_flatten(result)
+        leaves, spec = flat(result)
         kept: dict[int, Any] = {}  # what is returned twice is one tensor
         for i, leaf in enumerate(leaves):
             if id(leaf) not in kept:
@@ -120,11 +173,16 @@ class Entry:
 
     def _behind(self, result: Any, inputs: Tensors, *, again: bool) -> None:
         """Capture what belongs to the function beside itself."""
-        if any(map(leads_back, tree_leaves(result))):
+        if any(map(leads_back, flat(result)[0])):
             raise GraphError(
-                "an output requires grad, but no run before the capture has gone back; type "
+                "an output requires grad, but the backward was not run before the capture; pass "
                 "warmup=2, or call the function under torch.no_grad()"
             )
+
+    @property
+    def has_eager_parts(self) -> bool:
+        """Return True if Python runs between its graphs."""
+        return self.pieces.broken
 
     @property
     def parts(self) -> list["Entry"]:
@@ -137,7 +195,7 @@ class Entry:
         return [self.pieces]
 
     def drop_lost(self) -> bool:
-        """Whether it has lost its graphs."""
+        """Return True if its graphs are lost."""
         return self.lost
 
     def first(self, call: Arguments, caller: FrameType) -> Any:
@@ -148,8 +206,115 @@ class Entry:
             self.pieces.replay_rest()
             return self._outcome(call.tensors, caller)
 
-    def run(self, call: Arguments, caller: FrameType) -> Any:
-        """Replay on the tensors of ``call`` and return the outputs; the host does not block."""
+    def run(self, call: Arguments, caller: FrameType, turn: int) -> Any:
+        """Replay on the tensors of ``call`` and return the outputs; the host does not block.
+
+        ``turn``: the number of this replay among those of all kinds, which counts where a graph has
+        collectives: ranks may make the same ones in calls of other kinds.
+        """
+        number = turn if self._together else self.replays + 1
+        if self._schedule.due(number) and self.fits_all:
+            return self._verified(call, caller)
+        return self._replayed(call, caller)
+
+    @property
+    def fits_all(self) -> bool:
+        """Return False if a rank may have to leave out a replay, and its collectives."""
+        return not (self.pieces.collectives and self.pieces.reads)
+
+    def _verified(self, call: Arguments, caller: FrameType) -> Any:
+        """Run the function for real and its graph after that; both must give the same."""
+        self.check_call(call)
+        self.order()
+        args, kwargs = call.given
+        verified = self.verification("output", self.pieces, call).run(
+            lambda: self._fn(*args, **kwargs), lambda: self._replayed(call, caller)
+        )
+        self.untold = False
+        self.note_verified(verified)
+        return verified.found
+
+    def order(self) -> None:
+        """Order the current stream after the last replay, which may have written what is read."""
+        with self.pieces.lock:
+            self.pieces.turn()
+
+    def verification(self, what: str, pieces: Pieces, call: Arguments | None) -> Verification:
+        """Return what verifies a call of one of the graphs; a backward has no ``call``."""
+        names = [name for ledger in pieces.ledgers for name in ledger.names]
+        own = pieces.own or len(names)  # copies of outputs follow
+        rings = {call.ring.ring_id: call.ring for call in pieces.collectives}
+        return Verification(
+            self.effects(call),
+            pieces.device,
+            [rings[i] for i in sorted(rings)],
+            names[:own],
+            what,
+            self._tolerance,
+            self.noise,
+            pieces.told,
+            self.untold,
+            [x for x in (reference() for reference in self._watched) if x is not None],
+            [self._fn, *(() if call is None else call.given)],
+            pieces.join,
+            self._bindings.names if call is not None else set(),
+        )
+
+    def effects(self, call: Arguments | None) -> Effects:
+        """Return what the graphs, and what is copied to the arguments, change outside."""
+        kind = call is None, len(self.graphs)
+        places = [] if call is None else [(i, call.tensors[i]) for i in self._written]
+        if any(tensor.data_ptr() != self._pointers[i] for i, tensor in places):
+            return self._effects_of(call)  # of tensors that are given this once
+        if kind not in self._effects:
+            self._effects[kind] = self._effects_of(call)
+        return self._effects[kind]
+
+    def _effects_of(self, call: Arguments | None) -> Effects:
+        ledgers = [ledger for pieces in self.graphs for ledger in pieces.ledgers]
+        generators = {id(x): x for ledger in ledgers for x in ledger.generators.values()}
+        leaves = [owner for owner, _ in self._bound]
+        return Effects(self.writes(call).values(), generators.values(), leaves)
+
+    def note_verified(self, verified: Verified) -> None:
+        """Count a verified call, what it cost, and what was learned of the function."""
+        self.verified += 1
+        self.verify_seconds += verified.seconds
+        self.eager_seconds = verified.eager_seconds
+        if self.noise:
+            log.once(
+                "%s gives other bits each time it is run: numbers are compared by half of their "
+                "digits; set tolerance=(rtol, atol) for another measure",
+                getattr(self._fn, "__qualname__", type(self._fn).__qualname__),
+            )
+
+    def check_call(self, call: Arguments) -> None:
+        """Raise ``GraphError`` for arguments that the graph can't take, before anything runs."""
+        pointers = [tensor.data_ptr() for tensor in call.tensors]
+        if pointers != self._pointers:
+            self._refuse_arguments(call, pointers)
+
+    def _refuse_arguments(self, call: Arguments, pointers: Sequence[int]) -> None:
+        if 0 in pointers:
+            refuse_unreadable(call.tensors)
+        self._refuse_overlaps(call.tensors, pointers)
+
+    def writes(self, call: Arguments | None) -> dict[int, torch.Tensor]:
+        """Return the memory of the program that is written, as a tensor each."""
+        own = {
+            x.untyped_storage()._cdata for x in (*self._own.values(), *self._rooms) if x is not None
+        }
+        ledgers = [ledger for pieces in self.graphs for ledger in pieces.ledgers]
+        found = {key: ledger.externals[key] for ledger in ledgers for key in ledger.written}
+        given = [] if call is None else [call.tensors[i].detach() for i in self._written]
+        found |= {x.untyped_storage()._cdata: x for x in given}
+        return {
+            key: each
+            for key, each in found.items()
+            if key not in own and not any(pieces.made(key) for pieces in self.graphs)
+        }
+
+    def _replayed(self, call: Arguments, caller: FrameType) -> Any:
         tensors = call.tensors
         pointers = [tensor.data_ptr() for tensor in tensors]
         with self.pieces.lock:
@@ -161,18 +326,33 @@ class Entry:
                 self.outputs.expire(f"the call at {place(caller)}")
             self.replays += 1
             if self.replays & (self.replays - 1):
-                self.pieces.replay()
+                self._replay(call)
             else:  # every now and then: the clock takes its time too
                 began = time.perf_counter()
-                self.pieces.replay()
+                self._replay(call)
                 self.launch_seconds = time.perf_counter() - began
             return self._outcome(tensors, caller)
+
+    def _replay(self, call: Arguments) -> None:
+        """Replay; eager parts find the gradients that the graphs have."""
+        if not self.pieces.broken:
+            self.pieces.replay()
+            return
+        given = [self._own.get(i, tensor) for i, tensor in enumerate(call.tensors)]
+        before = self._bindings.now()
+        with _kept_grads(self._leaves), _reading(call, given):
+            self.pieces.replay()
+        self._bindings.check(before)
 
     def _outcome(self, tensors: Sequence[torch.Tensor], caller: FrameType) -> Any:
         for i in self._written:
             if i in self._own:
                 with torch.no_grad():
                     tensors[i].copy_(self._own[i])
+        for owner, grad in self._bound:
+            if owner.grad is not grad or self._copy:
+                owner.grad = grad.clone() if self._copy and grad is not None else grad
+        self._bindings.bind(tensors)
         where = place(caller) if self.outputs.lends else ""
         return self.outputs.give(tensors, where, self._join(tensors))
 
@@ -185,7 +365,7 @@ class Entry:
 
         What is copied may be an output of the last replay, so that one expires behind this.
         """
-        self._refuse_overlaps(call.tensors)
+        self._refuse_arguments(call, pointers)
         moved = [i for i, at in enumerate(pointers) if at != self._pointers[i]]
         fresh = [i for i in moved if i not in self._own]
         known = [i for i in moved if i in self._own]
@@ -206,33 +386,40 @@ class Entry:
             self.lost = False
         return bool(fresh)
 
-    def _refuse_grads(self, tensors: Tensors) -> None:
+    def _refuse_grads(self, call: Arguments) -> None:
         """Refuse a function that reads ``grad`` of an argument: the next one's lies elsewhere."""
-        for i, tensor in enumerate(tensors):
+        for i, tensor in enumerate(call.tensors[: len(call.tensors) - call.grads]):
             grad = tensor.grad if tensor.is_leaf and tensor.requires_grad else None
             key = None if grad is None else grad.untyped_storage()._cdata
             if key is not None and any(key == known for known, _ in self._outside):
                 raise GraphError(
-                    f"the function reads the grad of tensor {i} of its arguments, and no replay "
-                    f"would find the next one's; give it the gradient as an argument"
+                    f"the function reads .grad of argument tensor {i}; a replay could not read the "
+                    f"gradient of the next call's tensor. Pass the gradient as an argument"
                 )
 
-    def _refuse_overlaps(self, tensors: Tensors) -> None:
-        """Refuse memory that is shared outside, and not in the graph, where one side is written."""
-        for i in self._own if self._outside else ():
+    def _refuse_overlaps(self, tensors: Tensors, pointers: Sequence[int] = ()) -> None:
+        """Refuse memory that is shared outside, and not in the graph, where one side is written.
+
+        ``pointers``: where a call's arguments lie; those that moved get memory of the graph's own.
+        """
+        own: dict[int, object] = {i: id(room) for i, room in self._own.items()}
+        for i, at in enumerate(pointers):
+            if at != self._pointers[i]:
+                own.setdefault(i, (at, of_tensor(tensors[i])))
+        for i in own if self._outside else ():
             key, (begin, end) = tensors[i].untyped_storage()._cdata, span(tensors[i])
             touched = [*self._outside_written, *(self._outside if i in self._written else ())]
             if any(k == key and low < end and begin < high for k, (low, high) in touched):
                 raise GraphError(
-                    f"tensor {i} of the arguments lies in the memory of a tensor that the function "
-                    f"uses without being given it, and it writes to one of them; give it the other "
-                    f"one too, or a copy"
+                    f"argument tensor {i} shares memory with a tensor that the function uses "
+                    f"without receiving it, and one of them is written; pass the other tensor too, "
+                    f"or pass a copy"
                 )
         if not self._written:
             return
         written = set(self._written)
         for i, j in overlaps(tensors):
-            if self._own.get(i) is not self._own.get(j) and (i in written or j in written):
+            if own.get(i) != own.get(j) and (i in written or j in written):
                 raise GraphError(
                     f"tensors {i} and {j} of the arguments overlap, and the function writes one; "
                     f"give it one of them, and slice inside"
@@ -240,7 +427,17 @@ class Entry:
 
     def moved(self) -> list[torch.Tensor]:
         """Return the tensors from outside that do not lie any more where the graph reads them."""
-        return [tensor for tensor, at in self._places if tensor.data_ptr() != at]
+        return self._externals.moved()
+
+    @property
+    def stale(self) -> bool:
+        """Return True if the program has let go of a tensor that the graph reads."""
+        return self._externals.gone or self._bindings.gone
+
+    def uses(self, key: int) -> bool:
+        """Return True if the graphs read or write the memory that ``key`` names, or bind it."""
+        known = (ledger.externals for pieces in self.graphs for ledger in pieces.ledgers)
+        return any(key in each for each in known) or key in self._bindings.memory()
 
     def _make_room(self, call: Arguments, positions: Iterable[int]) -> None:
         """Give the graph its own copies of some arguments; the same ones share one."""
@@ -258,9 +455,47 @@ class Entry:
         return elements(tensor) if i in self._strided else tensor
 
     def release(self) -> None:
-        """Let go of the graphs; what was returned can't be read any more."""
+        """Let go of the graphs and of all that they read; what was returned can't be read any more.
+
+        Torch swaps the content of no tensor that a weak reference points to.
+        """
         self.outputs.expire("the release of the graph")
         self.pieces.release()
+        self._externals.forget()
+        self._watched = ()
+
+
+def _places(
+    found: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]
+) -> list[torch.Tensor | int]:
+    """Return tensors, or in place of an argument's memory its position."""
+    positions = {x.untyped_storage()._cdata: i for i, x in enumerate(arguments)}
+    return [positions.get(x.untyped_storage()._cdata, x) for x in found]
+
+
+@contextmanager
+def _kept_grads(leaves: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor | None]]:
+    """Let leaves have behind a ``with`` block the gradients of before it; yields these."""
+    before = [leaf.grad for leaf in leaves]
+    try:
+        yield before
+    finally:
+        for leaf, grad in zip(leaves, before, strict=True):
+            leaf.grad = grad
+
+
+@contextmanager
+def _reading(call: Arguments, inputs: Tensors) -> Iterator[None]:
+    """Let owners have their gradients where the graph reads them, inside a ``with`` block."""
+    owners, given = call.owners, iter(inputs[len(inputs) - call.grads :])
+    before = [owner.grad for owner in owners]
+    for owner, grad in zip(owners, before, strict=True):
+        owner.grad = None if grad is None else rebuilt(grad, lambda _: next(given))
+    try:
+        yield
+    finally:
+        for owner, kept in zip(owners, before, strict=True):
+            owner.grad = kept
 
 
 def place(caller: FrameType) -> str:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from commlib.graph.schema import OpCall
+
 
 class Drawn:
     """A generator in a run, and the states that draws have left it in."""
@@ -44,7 +46,18 @@ def moved_on(generators: Sequence[torch.Generator]) -> Iterator[None]:
         yield
     finally:
         for generator, state in before:
-            generator.set_state(state)
+            put_state(generator, state)
+
+
+def put_state(generator: torch.Generator, state: torch.Tensor) -> None:
+    """Give a generator a state that it had.
+
+    Where a GPU's generator is set, cuDNN begins its dropout anew. One over the same state has its
+    own sign of that, which nobody reads.
+    """
+    if generator.device.type == "cuda" and hasattr(generator, "graphsafe_get_state"):
+        generator = generator.graphsafe_get_state()
+    generator.set_state(state)
 
 
 def default_generator(device: Any) -> torch.Generator:
@@ -54,3 +67,14 @@ def default_generator(device: Any) -> torch.Generator:
         return torch.default_generator
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.default_generators[index]
+
+
+def generator_of(call: OpCall, device: torch.device) -> torch.Generator | None:
+    """Return the generator that an operator draws from, if it draws; ``device``: where it runs."""
+    if not (call.known.draws or call.known.generator):
+        return None
+    generator = call.kwargs.get("generator")
+    if generator is None and call.known.draws:
+        where = call.kwargs.get("device") or next((x.device for x in call.tensors), device)
+        generator = default_generator(where)
+    return generator if isinstance(generator, torch.Generator) else None

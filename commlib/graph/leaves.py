@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
-from commlib.graph.engine import without_autocast
 from commlib.graph.ledger import Ledger
+from commlib.graph.step import without_autocast
 
 Tensors = list[torch.Tensor]
 
@@ -32,6 +32,7 @@ def plain_gradients(
 
 @contextmanager
 def _without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    retained = [(x, x.grad) for x in tensors if x.retains_grad]
     hooks = [x._backward_hooks for x in tensors if x._backward_hooks]
     kept = [dict(each) for each in hooks]
     for each in hooks:
@@ -41,6 +42,8 @@ def _without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     finally:
         for each, were in zip(hooks, kept, strict=True):
             each.update(were)
+        for tensor, grad in retained:
+            tensor.grad = grad
 
 
 def leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,5 +69,4 @@ def without_grads(leaves: Tensors, tensors: Sequence[torch.Tensor]) -> None:
 def parameters(ledger: Ledger, inputs: Sequence[torch.Tensor]) -> Tensors:
     """Return the leaves that a run has read beside its inputs and that want a gradient."""
     given = {id(tensor) for tensor in inputs}
-    known = (reference() for reference in ledger.leaves.values())
-    return [tensor for tensor in known if tensor is not None and id(tensor) not in given]
+    return [tensor for tensor in ledger.known_leaves() if id(tensor) not in given]

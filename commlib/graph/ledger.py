@@ -1,51 +1,45 @@
 """What one run of a function touches: tensors from outside, writes, random numbers, collectives."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from commlib import _observers
 from commlib._ring import Ring
-from commlib.graph.generators import Drawn, default_generator
+from commlib._tensors import fault, is_wrapper, parts
+from commlib.graph.generators import Drawn, default_generator, generator_of
+from commlib.graph.host import HostPart, is_on_host
+from commlib.graph.literals import made_on_host
+from commlib.graph.nested import watching_replays
+from commlib.graph.one_hot import checking_each
 from commlib.graph.overlap import Span, span
 from commlib.graph.refuse import (
-    Values,
     refuse_borrowed,
+    refuse_layouts,
     refuse_reshaping,
+    refuse_resized,
     refuse_seeding,
     refuse_stray,
     refuse_sync,
+    refuse_value,
+    refuse_wrappers,
     user_line,
+    watching_reads,
 )
+from commlib.graph.schema import OpCall
+from commlib.graph.step import Step, computes_nothing, map_tensors, tensors_in
+from commlib.graph.undo import UndoLog
 
 _aten = torch.ops.aten
-_NO_KERNEL = {
-    _aten.empty.memory_format,
-    _aten.empty_strided.default,
-    _aten.empty_like.default,
-    _aten.new_empty.default,
-    _aten.new_empty_strided.default,
-}
 _BY_OUTPUT = ("scatter", "broadcast")  # the input is the root's alone
 _OWN_ITEMS = ("all_to_all", "exchange_rows", "send", "recv")  # differ between ranks
 PEER_TO_PEER = ("send", "recv")  # the other ranks do not make them
-
-
-class Step(NamedTuple):
-    """One operator, with the memory of the tensors that it took and gave, and their shapes then."""
-
-    call: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    made: tuple[tuple[int, torch.Tensor], ...]  # outputs with memory of their own, by position
-    grad: bool = False  # whether autograd was on: some operators return more then
 
 
 class Collective(NamedTuple):
@@ -70,6 +64,8 @@ class Ledger(TorchDispatchMode):
     tensor from outside its memory is copied: ``restore()`` puts it back.
     """
 
+    refuses = True
+
     def __init__(
         self,
         device: torch.device,
@@ -77,30 +73,41 @@ class Ledger(TorchDispatchMode):
         keep: bool = False,
         drawn: Sequence[torch.Generator] | None = None,
     ) -> None:
-        """``drawn``: the generators that the run before has drawn from, where there was one."""
+        """Know what is watched.
+
+        Args:
+            device: Where the function runs.
+            keep: Whether every step stays.
+            drawn: The generators that the run before has drawn from, where there was one.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self._drawn = drawn
         self.device, self.keep = device, keep
-        self.names: list[str] = []  # operators, in order
+        self.names: list[str] = []  # operators with their plain arguments, in order
         self.launches = 0  # those that compute something, as views and new memory don't
         self.steps: list[Step] = []
         self.collectives: list[Collective] = []
         self.externals: dict[int, torch.Tensor] = {}  # by memory
-        self.saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage | None]] = {}
-        self.generators: dict[int, tuple[torch.Generator, torch.Tensor | None]] = {}
+        self.written: dict[int, torch.UntypedStorage] = {}  # memory from outside
+        self.generators: dict[int, torch.Generator] = {}  # that it draws from, by id
+        self.undo = UndoLog()
         self.made: dict[int, StorageWeakRef] = {}
         self.leaves: dict[int, weakref.ref[torch.Tensor]] = {}  # that want a gradient, by id
         self.computed: list[torch.Tensor] = []  # those from outside that autograd has made
-        self._without_grad: list[weakref.ref[torch.Tensor]] = []
         self._nested = self._capturing = False
         self._save = True
+        self.host: HostPart | None = None  # in a capture on a GPU
+        self.constants: dict[int, StorageWeakRef] = {}  # of another graph, on the host
+        self._literals: set[int] = set()  # memory that what the function has typed lies in
         self._borrowed: set[int] = set()  # memory of arrays that the function has made tensors of
         self._given: dict[int, weakref.ref[torch.Tensor]] = {}  # by an operator of this run, by id
         self._left: dict[int, Drawn] = {}  # by generator
         self.read: dict[int, Span] = {}  # addresses, by memory that is touched and not just viewed
         self.wrote: dict[int, Span] = {}
-        reading = Values() if device.type == "cpu" else nullcontext()
-        self._reading: AbstractContextManager[object] = reading
+        self.empty: set[int] = set()  # memory that the run before has left without a byte
+        self.emptied: set[int] = set()  # memory from outside that this run leaves so
+        self._sizes: dict[int, tuple[torch.UntypedStorage, int]] = {}  # of memory from outside
+        self._reading = ExitStack()
 
     # -- watching ----------------------------------------------------------------------------------
 
@@ -110,7 +117,12 @@ class Ledger(TorchDispatchMode):
                 self._leave(generator)
         _observers.observers.append(self)
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._reading.__enter__()
+        self._reading.enter_context(watching_reads())
+        if self.device.type != "cpu":
+            self._reading.enter_context(made_on_host())
+            self._reading.enter_context(watching_replays())
+        else:
+            self._reading.enter_context(checking_each())
         return self
 
     def __exit__(
@@ -119,68 +131,126 @@ class Ledger(TorchDispatchMode):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._reading.__exit__(kind, error, trace)
+        self._reading.close()
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         _observers.observers.remove(self)
         if kind is None and not self._capturing:
-            for generator, _ in self.generators.values():
+            for generator in self.generators.values():
                 self._check_generator(generator)
+        if kind is None:
+            for key, (storage, nbytes) in self._sizes.items():
+                self._check_size(key, storage, nbytes)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is _aten.lift_fresh.default:
-            func = self._literal(args[0])
-        tensors = list(_tensors((args, kwargs)))
-        refuse_sync(func, args, kwargs, self.device)
-        for tensor in tensors:
-            self._know(tensor)
-        reshapes = torch.Tag.inplace_view in func.tags
-        if reshapes and not self._own(args[0]):
-            refuse_reshaping(func)
-        written = list(_written(func, args, kwargs))
-        if not _only_views(func):
-            for tensor in tensors:
-                self._touch(self.read, tensor)
+        if computes_nothing():
+            return func(*args, **(kwargs or {}))
+        call = OpCall(func, args, kwargs or {})
+        if call.known.lifts:
+            call = OpCall(self._literal(args[0]), args, kwargs or {})
+        if types and self._are_wrapped(call):
+            return NotImplemented  # the wrapper's own operators on what it holds follow
+        refuse_layouts(call, call.tensors)
+        refuse_sync(call, self.device)
+        self._note_read(call)
+        written = self._note_written(call)
+        generator = self._note_random(call)
+        on_host = self.host is not None and all(map(is_on_host, call.tensors))
+        keep = (self.keep or on_host) and not call.known.reshapes
+        # As they are now: they may get another shape later.
+        args, kwargs = self._as_they_are((call.args, call.kwargs)) if keep else ((), {})
+        name = str(call)
+        result = self._called(call, written)
+        made = self._note_made(call, result)
+        if generator is not None and not self._capturing:
+            self._leave(generator)
+        changed = [tensor for _, tensor in made] + written
+        if self._capturing:
+            refuse_stray(call, changed)
+        if not call.known.detaches:
+            self.names.append(name)
+        on_host = on_host and all(map(is_on_host, changed))
+        if call.known.computes and not on_host and any(map(torch.Tensor.numel, changed)):
+            self.launches += 1
+        if keep and (self.keep or (on_host and changed)):
+            kept = tuple((i, self._as_they_are(tensor)) for i, tensor in made)
+            step = Step(call.func, args, kwargs, kept, torch.is_grad_enabled())
+            if self.host is None:
+                self.steps.append(step)
+            else:
+                self.host.note_step(step, written, draws=generator is not None)
+        return result
+
+    def _are_wrapped(self, call: OpCall) -> bool:
+        """Return True if an operator is called on wrappers, whose leaves are known from here on."""
+        wrapped = [x for x in call.tensors if is_wrapper(x) and fault(x, "it") is not None]
+        refuse_wrappers(call, [x for x in wrapped if not parts(x)])
+        for tensor in wrapped:
+            if tensor.is_leaf and tensor.requires_grad:
+                self._know_leaf(tensor)
+        return bool(wrapped)
+
+    def _note_read(self, call: OpCall) -> None:
+        """Know what an operator reads from outside."""
+        for tensor, key in zip(call.tensors, call.memory, strict=False):
+            if key not in self.made:
+                self._know(tensor)
+                if not call.known.only_views:
+                    self._touch(self.read, tensor)
+        if call.known.reshapes and not self._own(call.args[0]):
+            refuse_reshaping(call)
+
+    def _note_written(self, call: OpCall) -> list[torch.Tensor]:
+        """Know what an operator writes to, before it does; returns that."""
+        written = call.written
         for tensor in written:
             self._touch(self.wrote, tensor)
             if tensor.untyped_storage()._cdata in self._borrowed:
-                refuse_borrowed(func)
+                refuse_borrowed(call)
             self._before_write(tensor)
-        generator = self._note_random(func, kwargs)
-        given = args, kwargs
-        if self.keep:  # as they are now: the function may give them another shape later
-            given = tree_map_only(torch.Tensor, self._as_it_is, given)
-        with self._inside():
-            result = func(*args, **kwargs)
-        if generator is not None:
-            self._leave(generator)
-        made = tuple((i, t) for i, t in enumerate(_tensors(result)) if self._new(t, tensors))
-        if self._capturing:
-            refuse_stray(func, (*(tensor for _, tensor in made), *written))
-        for _, tensor in made:
-            memory = tensor.untyped_storage()
-            self.made[memory._cdata] = StorageWeakRef(memory)
-        if func is not _aten.detach.default:  # torch makes some more where a result is held
-            self.names.append(str(func))
-        if func not in _NO_KERNEL and any(t.numel() for t in (*(t for _, t in made), *written)):
-            self.launches += 1
-        for tensor in _tensors(result):
+        return written
+
+    def _called(self, call: OpCall, written: Sequence[torch.Tensor]) -> Any:
+        """Run an operator; a collective inside it is no step of its own."""
+        args, kwargs = call.args, call.kwargs
+        if self.host is not None:
+            if call.known.own_random and written:
+                self.host.note_seed(default_generator(self.device))
+            args, kwargs = self.host.given(call)
+        if call.known.own:
+            return call.func(*args, **kwargs)
+        before, self._nested = self._nested, True
+        try:
+            with _observers.still_watched(self):
+                return call.func(*args, **kwargs)
+        finally:
+            self._nested = before
+
+    def _note_made(self, call: OpCall, result: Any) -> list[tuple[int, torch.Tensor]]:
+        """Know what an operator has returned; returns what has new memory, by its place."""
+        results, made = tensors_in(result), []
+        refuse_layouts(call, results)
+        for i, tensor in enumerate(results):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in call.memory:
+                made.append((i, tensor))
+                self.made[storage._cdata] = StorageWeakRef(storage)
             self._given[id(tensor)] = weakref.ref(tensor)
-        if self.keep and not reshapes:
-            kept = tuple((i, self._as_it_is(tensor)) for i, tensor in made)
-            self.steps.append(Step(func, *given, kept, torch.is_grad_enabled()))
-        return result
+        return made
+
+    def before_read(self, tensor: torch.Tensor, name: str) -> None:
+        """Note or refuse a method that reads the values of a tensor."""
+        if self.device.type == "cpu":
+            refuse_value(name)
+        elif self.host is not None and is_on_host(tensor):
+            with _observers.unwatched():
+                self.host.note_read(tensor)
 
     def before(self, call: _observers.Seen) -> None:
         """Note a collective; the gate says so before it launches."""
-        for known in _tensors((call.x, call.out, call.args)):
-            self._know(known)
-            self._touch(self.read, known)
-        if call.out is not None:
-            self._touch(self.wrote, call.out)
-            self._before_write(call.out)
+        if not self._nested:  # an operator has said what it reads and writes
+            self._note_memory(call)
         tensor = call.out if call.x is None or call.verb in _BY_OUTPUT else call.x
         dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
         items = 0 if tensor is None or call.verb in _OWN_ITEMS else tensor.numel()
@@ -190,6 +260,14 @@ class Ledger(TorchDispatchMode):
         if self.keep and not self._nested:
             self.steps.append(Step(call.again, (), {}, ()))
 
+    def _note_memory(self, call: _observers.Seen) -> None:
+        for known in tensors_in((call.x, call.out, call.args)):
+            self._know(known)
+            self._touch(self.read, known)
+        if call.out is not None:
+            self._touch(self.wrote, call.out)
+            self._before_write(call.out)
+
     def _literal(self, x: torch.Tensor) -> Any:
         """Return the operator that makes the tensor of ``torch.tensor([...])`` at each call.
 
@@ -197,26 +275,24 @@ class Ledger(TorchDispatchMode):
         array) may be new or not: it is read where it lies.
         """
         if x.untyped_storage().resizable():
+            self._literals.add(x.untyped_storage()._cdata)
             return _aten.clone.default
         self._borrowed.add(x.untyped_storage()._cdata)
         return _aten.lift_fresh.default
 
-    @contextmanager
-    def _inside(self) -> Iterator[None]:
-        """While an operator runs, a collective inside it is no step of its own."""
-        before, self._nested = self._nested, True
-        try:
-            with _observers.still_watched(self):
-                yield
-        finally:
-            self._nested = before
-
     # -- memory ------------------------------------------------------------------------------------
 
     def _know(self, tensor: torch.Tensor) -> None:
-        key = tensor.untyped_storage()._cdata
+        storage = tensor.untyped_storage()
+        key = storage._cdata
         if key in self.made:
             return
+        _, nbytes = self._sizes.setdefault(key, (storage, storage.nbytes()))
+        if key in self.empty:  # the function has filled it, and will empty it again
+            self.made[key] = StorageWeakRef(storage)
+            return
+        if nbytes != storage.nbytes():
+            refuse_resized(nbytes, storage.nbytes())
         if tensor.is_leaf and tensor.requires_grad:
             self._know_leaf(tensor)
         computed = tensor.grad_fn is not None and self._save and not self._own(tensor)
@@ -224,6 +300,20 @@ class Ledger(TorchDispatchMode):
             self.computed.append(tensor)
         if key not in self.externals:  # its memory is what counts, not what it was computed from
             self.externals[key] = tensor if tensor.grad_fn is None else tensor.detach()
+
+    def _check_size(self, key: int, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Refuse memory from outside that has another size now, but for what each run empties.
+
+        What one run leaves empty the next one fills itself, as FSDP does with gathered parameters.
+        """
+        now = storage.nbytes()
+        if key in self.empty:
+            if now:
+                refuse_resized(0, now)
+        elif now != nbytes:
+            if now or self._capturing or self.device.type == "cpu":
+                refuse_resized(nbytes, now)
+            self.emptied.add(key)
 
     def _touch(self, spans: dict[int, Span], tensor: torch.Tensor) -> None:
         key = tensor.untyped_storage()._cdata
@@ -237,74 +327,82 @@ class Ledger(TorchDispatchMode):
         known = self._given.get(id(tensor))
         return known is not None and known() is tensor
 
-    def _as_it_is(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return another tensor over the same memory, for a replay.
+    def _as_they_are(self, tree: Any) -> Any:
+        """Return other tensors over the same memory, for a replay.
 
         Autograd is to know of writes to what lies outside, not of those to the graph's own memory:
         that is right again when a backward reads it.
         """
+
+        def own(x: torch.Tensor) -> torch.Tensor:
+            return x.data if x.untyped_storage()._cdata in self.made else x.detach()
+
         with torch._C.DisableTorchFunctionSubclass():
-            own = tensor.untyped_storage()._cdata in self.made
-            return tensor.data if own else tensor.detach()
+            return map_tensors(own, tree)
 
     def _know_leaf(self, tensor: torch.Tensor) -> None:
         """Several leaves may lie in one memory, as in flat buffers; the function's own go again."""
         known = self.leaves.get(id(tensor))
         if known is None or known() is None:
-            self.leaves[id(tensor)] = reference = weakref.ref(tensor)
-            if tensor.grad is None:
-                self._without_grad.append(reference)
+            self.leaves[id(tensor)] = weakref.ref(tensor)
+            if self._save:
+                self.undo.note_leaf(tensor)
 
-    def _new(self, tensor: torch.Tensor, given: Iterable[torch.Tensor]) -> bool:
-        key = tensor.untyped_storage()._cdata
-        return all(key != other.untyped_storage()._cdata for other in given)
+    def note_unseen(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Know memory that the function writes, though no operator says so."""
+        for tensor in tensors:
+            self._know(tensor)
+            self._touch(self.read, tensor)
+            self._touch(self.wrote, tensor)
+            self._before_write(tensor)
 
     def _before_write(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage._cdata in self.made or storage._cdata in self.saved:
+        if storage._cdata in self.made:
             return
-        self.saved[storage._cdata] = storage, storage.clone() if self._save else None
+        self.written[storage._cdata] = storage
+        if self._save or (self.host is not None and is_on_host(tensor)):
+            self.undo.note_write(tensor)
 
-    def in_capture(self) -> "Ledger":
-        """Note writes but copy nothing, and refuse what runs on a stream outside the capture."""
-        self._capturing = True
-        return self.without_saving()
+    def in_capture(self, host: HostPart) -> "Ledger":
+        """Note what a capture on a GPU does; what ``host`` does is put back by ``restore()``.
 
-    def without_saving(self) -> "Ledger":
-        """Note writes but copy nothing: what this run does is to stay."""
-        self._save = False
+        No memory of the GPU is copied, and what runs on a stream outside the capture is refused.
+        """
+        self._capturing, self._save, self.host = True, False, host
         return self
+
+    def end_host(self) -> None:
+        """End the host's part. Raises ``GraphError`` where no graph fits what it reads."""
+        assert self.host is not None
+        written = {
+            key: self.externals[key] for key, x in self.written.items() if x.device.type == "cpu"
+        }
+        drawn = [x for x in self.generators.values() if x.device.type == "cpu"]
+        self.host.end(self._is_outside, written, drawn)
+
+    def _is_outside(self, key: int) -> bool:
+        if key in self.made or key in self._literals:
+            return False
+        return key not in self.constants or self.constants[key].expired()
 
     def save_again(self) -> None:
         """Take once more what ``restore()`` puts back, for a run that is not watched."""
-        self.saved = {key: (memory, memory.clone()) for key, (memory, _) in self.saved.items()}
-        self.generators = {key: (x, x.get_state()) for key, (x, _) in self.generators.items()}
+        for storage in self.written.values():
+            self.undo.note_memory(storage)
+        for generator in self.generators.values():
+            self.undo.note_generator(generator)
+        for leaf in self.known_leaves():
+            self.undo.note_leaf(leaf)
 
-    def new_grads(self) -> list[torch.Tensor]:
-        """Return the leaves whose ``grad`` was None before the run and is not now."""
-        known = (reference() for reference in self._without_grad)
-        return [tensor for tensor in known if tensor is not None and tensor.grad is not None]
-
-    def new_history(self) -> list[torch.Tensor]:
-        """Return the tensors from outside that the run has made a part of its autograd graph."""
-        written = self.saved.keys() - self.made.keys()  # an operator has written what it returns
-        return [x for key, x in self.externals.items() if key in written and x.grad_fn]
+    def known_leaves(self) -> list[torch.Tensor]:
+        """Return the leaves from outside that the run has read and that are still there."""
+        known = (reference() for reference in self.leaves.values())
+        return [leaf for leaf in known if leaf is not None]
 
     def restore(self) -> None:
         """Put back what memory from outside, and generators, held before the run."""
-        for storage, content in self.saved.values():
-            # An out= that a result did not fit into has other memory now, all of it written.
-            if content is not None and content.nbytes() == storage.nbytes():
-                storage.copy_(content, non_blocking=True)
-        self.saved = {key: (storage, None) for key, (storage, _) in self.saved.items()}
-        for generator, state in self.generators.values():
-            if state is not None:
-                generator.set_state(state)
-        for tensor in self.new_grads():
-            tensor.grad = None
-        for tensor in self.new_history():
-            base = tensor._base
-            (tensor if base is None else base).detach_()
+        self.undo.restore()
 
     @property
     def rings(self) -> list[Ring]:
@@ -312,24 +410,20 @@ class Ledger(TorchDispatchMode):
         found = {call.ring.ring_id: call.ring for call in self.collectives}
         return [found[number] for number in sorted(found)]
 
-    def _note_random(self, func: Any, kwargs: Any) -> torch.Generator | None:
-        """Return the generator of an operator that draws numbers, and know its state before.
-
-        None in a capture, where it has no state that could be asked.
-        """
-        generator = kwargs.get("generator")
-        if generator is None and torch.Tag.nondeterministic_seeded in func.tags:
-            generator = default_generator(kwargs.get("device") or self.device)
-        if not isinstance(generator, torch.Generator):
+    def _note_random(self, call: OpCall) -> torch.Generator | None:
+        """Return the generator of an operator that draws numbers, and know its state before."""
+        generator = generator_of(call, self.device)
+        if generator is None:
             return None
-        if not self._capturing:
+        if not self._capturing:  # in a capture it has no state that could be asked
             if self._drawn is not None and id(generator) not in self._left:
                 refuse_seeding()  # the function makes one at each call
             self._check_generator(generator)
         if id(generator) not in self.generators:
-            state = generator.get_state() if self._save else None
-            self.generators[id(generator)] = generator, state
-        return None if self._capturing else generator
+            self.generators[id(generator)] = generator
+            if self._save or (self.host is not None and generator.device.type == "cpu"):
+                self.undo.note_generator(generator)
+        return generator
 
     def _leave(self, generator: torch.Generator) -> None:
         self._left.setdefault(id(generator), Drawn(generator)).leave()
@@ -338,36 +432,9 @@ class Ledger(TorchDispatchMode):
         """Refuse a run that sets a generator it draws from: a graph draws on from where it is."""
         drawn = self._left.get(id(generator))
         if drawn is not None and drawn.was_set():
-            self.generators.setdefault(id(generator), (generator, drawn.begun))  # to be put back
+            self.generators[id(generator)] = generator
+            self.undo.note_generator(generator, drawn.begun)
             refuse_seeding()
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
-
-
-def _only_views(func: Any) -> bool:
-    """Whether an operator gives its input in another form, and reads none of it."""
-    aliases = [argument.alias_info for argument in func._schema.arguments]
-    returned = [each.alias_info for each in func._schema.returns]
-    return any(returned) and not any(alias is not None and alias.is_write for alias in aliases)
-
-
-_STATISTICS = ("running_mean", "running_var")  # that batch norms write, and most don't say so
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an operator writes to, by its schema and beside it."""
-    arguments = func._schema.arguments
-    values = {
-        argument.name: args[i] if i < len(args) else kwargs.get(argument.name)
-        for i, argument in enumerate(arguments)
-    }
-    learns = values.get("training", values.get("train", True))
-    for argument in arguments:
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        if writes or (argument.name in _STATISTICS and learns):
-            yield from _tensors(values[argument.name])
 
 
 def _shared(args: Sequence[Any]) -> Iterator[str]:

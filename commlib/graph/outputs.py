@@ -8,9 +8,11 @@ from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from commlib._tensors import is_pending
 from commlib.errors import GraphError
+from commlib.graph.objects import unfold
 
 
 class Argument(NamedTuple):
@@ -56,6 +58,34 @@ Output = Argument | View | Again | Lent | Plain
 Join = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
+def flat(result: Any) -> tuple[list[Any], TreeSpec]:
+    """Return the leaves of a result and its structure; a shape is one leaf, and stays a shape.
+
+    Tensors in objects are leaves too.
+    """
+    leaves, spec = tree_flatten(result, is_leaf=_is_shape)
+    unfolded = [leaf if _is_shape(leaf) else unfold(leaf) for leaf in leaves]
+    if any(one is not leaf for one, leaf in zip(unfolded, leaves, strict=True)):
+        leaves, spec = tree_flatten(tree_unflatten(unfolded, spec), is_leaf=_is_shape)
+    return [_awaited(leaf) for leaf in leaves], spec
+
+
+def awaited(result: Any) -> Any:
+    """Return a result in which nothing is pending."""
+    leaves, spec = tree_flatten(result, is_leaf=_is_shape)
+    pending = any(isinstance(x, torch.Tensor) and is_pending(x) for x in leaves)
+    return tree_unflatten([_awaited(x) for x in leaves], spec) if pending else result
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, torch.Size)
+
+
+def _awaited(leaf: Any) -> Any:
+    """Return what nobody has waited for, the result of a functional collective, as it is then."""
+    return leaf.clone() if isinstance(leaf, torch.Tensor) and is_pending(leaf) else leaf
+
+
 class Outputs:
     """The outputs of one captured call, and what of them the program still holds."""
 
@@ -68,7 +98,7 @@ class Outputs:
         copy: bool,
     ) -> None:
         """``own`` says whether a tensor's memory is the graph's."""
-        leaves, self._spec = tree_flatten(result)
+        leaves, self._spec = flat(result)
         self._copy, self._alone = copy, len(leaves) == 1 and leaves[0] is result
         self._kinds: list[Output] = []
         for i, leaf in enumerate(leaves):
@@ -114,7 +144,7 @@ class Outputs:
 
     def made(self, result: Any) -> list[torch.Tensor]:
         """Return those leaves of ``result`` that ``join`` will be given."""
-        leaves = tree_leaves(result)
+        leaves, _ = flat(result)
         return [leaves[i] for i in self._lent]
 
     def versions(self, places: Sequence[int]) -> list[int]:
@@ -174,7 +204,7 @@ def standing(leaf: Any, given: Sequence[torch.Tensor], own: Callable[[torch.Tens
     Raises ``GraphError`` for an object that hides tensors of the graph.
     """
     if not isinstance(leaf, torch.Tensor):
-        if _hides(leaf, own):
+        if hides(leaf, own):
             raise GraphError(
                 f"an output is a {type(leaf).__qualname__}, in which no replay could put new "
                 f"tensors; return the tensors themselves, or register the type with "
@@ -204,7 +234,7 @@ def _plain_view(leaf: torch.Tensor, source: torch.Tensor) -> bool:
 _MOST = 1000  # objects that are looked through
 
 
-def _hides(leaf: Any, own: Callable[[torch.Tensor], bool]) -> bool:
+def hides(leaf: Any, own: Callable[[torch.Tensor], bool]) -> bool:
     """Whether an object that is no tensor holds one of the graph, or a run that goes on."""
     if isinstance(leaf, Iterator) and not isinstance(leaf, IOBase):
         return True

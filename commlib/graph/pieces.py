@@ -2,28 +2,34 @@
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from commlib import _observers
 from commlib._streams import capturing
 from commlib.errors import GraphError
+from commlib.graph.asked import telling
+from commlib.graph.effects import Effects
 from commlib.graph.engine import Engine, Pool, Recording
 from commlib.graph.ledger import Collective, Ledger
+from commlib.graph.python_state import PythonState
+from commlib.graph.real_call import RealCall
 from commlib.graph.signature import value
+from commlib.graph.undo import UndoLog
 
 F = TypeVar("F", bound=Callable[..., Any])
 _making = threading.local()
 _runs: "list[Warming]" = []  # before a capture, under way in any thread
 
 
-def making() -> "Pieces | Warming | None":
+def making() -> "Pieces | Warming | Verifying | None":
     """Return what this thread is warming up or capturing, if anything."""
-    found: Pieces | Warming | None = getattr(_making, "now", None)
+    found: Pieces | Warming | Verifying | None = getattr(_making, "now", None)
     return found
 
 
@@ -44,7 +50,7 @@ def refuse_foreign() -> None:
 
 
 @contextmanager
-def _now(what: "Pieces | Warming") -> Iterator[None]:
+def _now(what: "Pieces | Warming | Verifying | None") -> Iterator[None]:
     before, _making.now = making(), what
     try:
         yield
@@ -83,15 +89,40 @@ class Outside:
     """An eager part: called at every replay, its tensors copied to where the graph reads them."""
 
     nodes = nbytes = 0
+    reads: str | None = None
 
-    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
-        self._call, self._name = functools.partial(fn, *args, **kwargs), fn.__qualname__
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Any,
+        leaves: Sequence[torch.Tensor],
+        undo: UndoLog | None,
+    ) -> None:
+        """Call ``fn``; ``undo`` notes what it changes, where that is to be put back.
+
+        ``leaves``: those whose gradients it may read, as the graphs before it have left them.
+        """
+        self._fn, self._name = functools.partial(fn, *args, **kwargs), fn.__qualname__
+        self._grads = [(leaf, leaf.grad) for leaf in leaves]
         with torch.no_grad():
-            self.result = self._call()
+            self.result = self._call() if undo is None else _noted(self._fn, undo)
         self._kept = tree_leaves(self.result)
+
+    def _call(self) -> Any:
+        """Call it, or do again what it did in the real call that is being verified."""
+        parts: list[_Done] | None = getattr(_making, "parts", None)
+        if parts is None:
+            return self._fn()
+        if not parts:
+            raise GraphError(f"{self._name}, an eager part, was not called by the function")
+        return parts.pop(0).again()
 
     def replay(self) -> None:
         """Call it again. Raises ``GraphError`` where the graph can't take what it returns."""
+        for leaf, grad in self._grads:
+            if leaf.grad is not grad:
+                leaf.grad = grad
         with torch.no_grad():
             found = tree_leaves(self._call())
             if list(map(_shape, found)) != list(map(_shape, self._kept)):
@@ -106,7 +137,33 @@ class Outside:
 
     def release(self) -> None:
         """Keep nothing."""
-        self._kept = []
+        self._kept, self._grads = [], []
+
+
+def _noted(fn: Callable[[], Any], undo: UndoLog) -> Any:
+    """Return ``fn()``, outside what is watched; ``undo`` notes what it changes."""
+    with _now(None), _observers.unwatched():
+        return RealCall(torch.device("cpu"), (), undo=undo).run(fn)
+
+
+class _Done:
+    """An eager part of a real call: what it returned, and what it left."""
+
+    def __init__(self, fn: Callable[[], Any]) -> None:
+        self._undo = UndoLog()
+        self.result = _noted(fn, self._undo)
+        self._kept = tree_map_only(torch.Tensor, torch.Tensor.clone, self.result)
+        self.effects = self._undo.effects()
+        self._left = self.effects.now()
+
+    def restore(self) -> None:
+        """Put back what the part has changed."""
+        self._undo.restore()
+
+    def again(self) -> Any:
+        """Change it once more, and return what the part returned."""
+        self.effects.put(self._left)
+        return self._kept
 
 
 _PLAIN = (bool, int, float, complex, str, type(None))  # what a program computes with
@@ -126,11 +183,18 @@ class Pieces:
         self, engine: Engine, generators: list[torch.Generator], pool: Pool | None
     ) -> None:
         self._engine, self._generators, self._pool = engine, generators, pool
+        self.device = engine.device
         self.turn, self.lock = engine.turn, engine.lock  # held from one to the end of a replay
+        self.join = engine.join
         self.parts: list[Recording] = []
         self.ledgers: list[Ledger] = []
         self.own = 0  # operators of the function itself; copies of its outputs follow
         self.broken = False  # whether parts lie outside, so that the capture has already run
+        self.leaves: Sequence[torch.Tensor] = ()  # whose gradients parts outside may read
+        self.told = True  # whether the function hears that it is captured
+        self.before: dict[int, StorageWeakRef] = {}  # constants of the forward, in a backward
+        self.empty: set[int] = set()  # memory that the function fills and empties again
+        self.undo: UndoLog | None = None  # of what these change, where that does not count
 
     def make(self, fn: Callable[[], Any]) -> Any:
         """Capture ``fn`` and return its result; an exception leaves nothing captured."""
@@ -141,7 +205,7 @@ class Pieces:
     def being_made(self) -> Iterator[None]:
         """Capture what runs inside a ``with`` block."""
         refuse_foreign()
-        with _now(self):
+        with _now(self), telling(self.told):
             self._open()
             try:
                 with apart():
@@ -154,27 +218,49 @@ class Pieces:
 
     def _open(self) -> None:
         self.ledgers.append(self._engine.begin(self._generators, self._pool))
+        self.ledgers[-1].constants, self.ledgers[-1].empty = self.before, self.empty
 
     def leave(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """End a graph, let it run, call ``fn`` outside, and begin the next."""
+        grads = [(leaf, leaf.grad) for leaf in self.leaves]
         self.parts.append(self._engine.end())
+        for leaf, grad in grads:  # which the end of a graph has put back
+            leaf.grad = grad
         if not self.broken:  # an eager part may wait for another thread's replays
             self.broken, self.lock = True, threading.RLock()
         self._one(self.parts[-1])
-        part = Outside(fn, args, kwargs)
+        part = Outside(fn, args, kwargs, self.leaves, self.undo)
         self.parts.append(part)
         self._open()
         return part.result
 
     def has_made(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of a tensor is the graphs' own."""
-        key = tensor.untyped_storage()._cdata
+        return self.made(tensor.untyped_storage()._cdata)
+
+    def made(self, key: int) -> bool:
+        """Return True if the memory that ``key`` names is the graphs' own."""
         return any(key in ledger.made for ledger in self.ledgers)
 
     @property
     def collectives(self) -> list[Collective]:
         """Every collective of the graphs, in order."""
         return [call for ledger in self.ledgers for call in ledger.collectives]
+
+    @property
+    def reads(self) -> str | None:
+        """Return where the host reads a value that the graphs fit alone, if it does."""
+        return next((part.reads for part in self.parts if part.reads), None)
+
+    @property
+    def constants(self) -> dict[int, StorageWeakRef]:
+        """Return memory of the graphs' own on the host that holds the same at each call."""
+        found: dict[int, StorageWeakRef] = {}
+        for ledger in self.ledgers:
+            if ledger.host is not None:
+                keys = ledger.host.constants & ledger.made.keys()
+                found |= {key: ledger.made[key] for key in keys}
+        return found
 
     def replay(self) -> None:
         """Run all of it on the current stream; the host waits for eager parts only."""
@@ -208,14 +294,17 @@ class Pieces:
 
 
 def _gone() -> None:
-    raise GraphError("this graph was let go of and can't be replayed")
+    raise GraphError("this graph was released and can't be replayed")
 
 
 class Warming:
-    """A run of a function before its capture."""
+    """A run of a function before its capture; ``undo`` notes what its eager parts change."""
 
-    def __init__(self) -> None:
+    def __init__(self, undo: UndoLog, roots: Iterable[object] = ()) -> None:
+        """``roots``: what leads to the Python objects that eager parts may change."""
         self.broken = False  # whether it has met an eager part
+        self.changed: dict[tuple[int, str], Any] = {}  # what eager parts bind names to
+        self._undo, self._roots = undo, roots
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
@@ -226,6 +315,65 @@ class Warming:
                 yield
         finally:
             _runs.remove(self)
+
+    def call(self, fn: Callable[[], Any]) -> Any:
+        """Return ``fn()``, an eager part."""
+        self.broken = True
+        before = PythonState(self._roots)
+        found = _noted(fn, self._undo)
+        self.changed |= {(change.where, change.name): change.now for change in before.changes()}
+        return found
+
+
+class Verifying:
+    """A real call whose graph is replayed after it: eager parts run in the real call alone."""
+
+    def __init__(self, roots: Iterable[object] = ()) -> None:
+        """``roots``: what leads to the Python objects that eager parts may change."""
+        self.changed: set[tuple[int, str]] = set()  # by eager parts
+        self._parts: list[_Done] = []
+        self._roots = roots
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Keep what eager parts do inside a ``with`` block."""
+        with _now(self):
+            yield
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Have the graph's eager parts do the same again inside a ``with`` block."""
+        _making.parts = list(self._parts)
+        try:
+            yield
+        finally:
+            _making.parts = None
+
+    def call(self, fn: Callable[[], Any]) -> Any:
+        """Return ``fn()``, an eager part."""
+        before = PythonState(self._roots)
+        self._parts.append(_Done(fn))
+        self.changed |= {(change.where, change.name) for change in before.changes()}
+        return self._parts[-1].result
+
+    @property
+    def parts(self) -> bool:
+        """Return whether the call has met eager parts."""
+        return bool(self._parts)
+
+    def effects(self) -> list[Effects]:
+        """Return what the parts have changed."""
+        return [part.effects for part in self._parts]
+
+    def restore(self) -> None:
+        """Put back what the parts have changed."""
+        for part in reversed(self._parts):
+            part.restore()
+
+    def again(self) -> None:
+        """Change it once more."""
+        for part in self._parts:
+            part.again()
 
 
 def eager(fn: F) -> F:
@@ -241,12 +389,10 @@ def eager(fn: F) -> F:
         now = making()
         if isinstance(now, Pieces):
             return now.leave(fn, args, kwargs)
-        if now is None:
-            if _observers.observers and _observers.looking_on():
-                raise GraphError(f"{fn.__qualname__} is an eager part, and runs in a backward")
-            return fn(*args, **kwargs)
-        now.broken = True
-        with _observers.unwatched():
-            return fn(*args, **kwargs)
+        if now is not None:
+            return now.call(functools.partial(fn, *args, **kwargs))
+        if _observers.observers and _observers.refusing():
+            raise GraphError(f"{fn.__qualname__} is an eager part, and runs in a backward")
+        return fn(*args, **kwargs)
 
     return outside  # type: ignore[return-value]  # the same signature

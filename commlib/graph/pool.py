@@ -19,6 +19,8 @@ from commlib._work import Work
 from commlib.channel.order import StreamOrder
 from commlib.errors import GraphError
 from commlib.graph.engine import Pool
+from commlib.graph.generators import put_state
+from commlib.graph.host import HostPart
 from commlib.graph.ledger import Ledger
 
 _capturing = threading.RLock()  # torch captures one graph at a time
@@ -27,11 +29,22 @@ _late: list[torch.cuda.CUDAGraph] = []  # graphs to be destroyed behind that
 
 
 class CudaRecording:
-    """One CUDA graph."""
+    """One CUDA graph, and what the host does before each launch of it."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, nodes: int, nbytes: int) -> None:
-        self._graph, self.nodes, self.nbytes = graph, nodes, nbytes
-        self.replay = graph.replay  # on the current stream; never blocks
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, nodes: int, nbytes: int, host: HostPart
+    ) -> None:
+        self._graph, self.nodes, self.nbytes, self._host = graph, nodes, nbytes, host
+        self.reads = host.reads
+        if host.empty:
+            self.replay = graph.replay  # type: ignore[method-assign]  # nothing between
+
+    def replay(self) -> None:
+        """Launch it on the current stream; never blocks."""
+        self._host.run()
+        self._graph.replay()
+        if self._host.empty:  # but for what it did before the first launch
+            self.replay = self._graph.replay  # type: ignore[method-assign]
 
     def release(self) -> None:
         """Destroy the graph; communicators that it uses must still be there."""
@@ -78,9 +91,11 @@ class CudaEngine:
         self.device = device
         self.lock = threading.RLock()
         self._now: _Capture | None = None
+        self._failed = False  # whether a capture ever has
         self._order = StreamOrder(device)
         with torch.cuda.device(device):
             self.stream, self._waiting = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._rooms = torch.cuda.Stream(device)
             self._renew()
 
     def _renew(self) -> None:
@@ -108,6 +123,16 @@ class CudaEngine:
                 yield
             here.wait_stream(self.stream)
 
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Make a call whose autograd nodes stay: on the stream of those that wait."""
+        here = torch.cuda.current_stream(self.device)
+        with _capturing:
+            self._waiting.wait_stream(here)
+            with torch.cuda.stream(self._waiting):
+                yield
+            here.wait_stream(self._waiting)
+
     # -- a capture ---------------------------------------------------------------------------------
 
     def own_pool(self) -> Pool:
@@ -129,7 +154,16 @@ class CudaEngine:
         stream torch up to 2.11 captures no backward; those of the stream of captures would let a
         backward of another thread run into whatever is being captured.
         """
+        self._collect()
         return torch.cuda.stream(self._waiting)
+
+    def _collect(self) -> None:
+        """Let go of autograd nodes in reference cycles, which a failed capture leaves.
+
+        They belong to another stream, and a leaf whose node is still there gets no new one. All
+        garbage is searched from the first failure on; that takes 0.2 s in a large program.
+        """
+        gc.collect(2 if self._failed else 1)
 
     def begin(self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None) -> Ledger:
         """Begin a capture on the capture stream; garbage collection waits until its end.
@@ -138,6 +172,7 @@ class CudaEngine:
         """
         with ExitStack() as scope:
             scope.enter_context(_capturing)
+            self._collect()
             scope.enter_context(_no_collection())
             scope.enter_context(torch.cuda.stream(self.stream))
             torch.cuda.synchronize(self.device)
@@ -150,7 +185,7 @@ class CudaEngine:
             held = _held(own)
             graph.capture_begin(own, capture_error_mode="thread_local")
             _under_way.append(self)
-            ledger, watching = Ledger(self.device).in_capture(), ExitStack()
+            ledger, watching = Ledger(self.device).in_capture(HostPart(self._room)), ExitStack()
             number = capture_of(self.stream.cuda_stream)
             works = watching.enter_context(_observers.unwaited())
             self._now = _Capture(
@@ -168,8 +203,10 @@ class CudaEngine:
         self.join(now.ledger.rings)
         if capture_of(self._waiting.cuda_stream) == capture_of(self.stream.cuda_stream):
             self.stream.wait_stream(self._waiting)  # a backward has met nodes that wait
+        now.ledger.end_host()
         now.graph.capture_end()
         self._leave()
+        now.ledger.restore()  # what the host has done
         nodes, launches = _nodes(now.graph), now.ledger.launches
         if nodes == 0 and (launches or now.ledger.collectives):
             raise GraphError(
@@ -178,7 +215,13 @@ class CudaEngine:
                 f"for it"
             )
         now.graph.instantiate()
-        return CudaRecording(now.graph, nodes, _held(now.pool) - now.held)
+        assert now.ledger.host is not None
+        return CudaRecording(now.graph, nodes, _held(now.pool) - now.held, now.ledger.host)
+
+    def _room(self, source: torch.Tensor) -> torch.Tensor:
+        """Return memory for a tensor of the host, outside the pool: replays write the pool."""
+        with _unsafe_calls(), torch.cuda.stream(self._rooms):
+            return torch.empty_like(source, device=self.device)
 
     def join(self, rings: Sequence[Ring]) -> None:
         """Order the current stream behind the comm streams of rings; those of its own capture."""
@@ -208,6 +251,7 @@ class CudaEngine:
         now = self._now
         if now is None:
             return
+        self._failed = True
         now.watching.close()
         for ring in now.ledger.rings:
             ring.abandon(now.number)
@@ -218,6 +262,7 @@ class CudaEngine:
             self._repair(now)
         finally:
             self._leave()
+            now.ledger.restore()
 
     def _repair(self, now: "_Capture") -> None:
         """Do what ``capture_end`` has left out; the pool is not used again."""
@@ -227,7 +272,7 @@ class CudaEngine:
                 getattr(torch._C, step)(index, now.pool)
         _clear_error()
         self._renew()  # a capture that ends well frees the generators
-        torch.cuda.default_generators[index].set_state(now.random)
+        put_state(torch.cuda.default_generators[index], now.random)
 
 
 def _end_late() -> None:
@@ -240,7 +285,6 @@ def _no_collection() -> Iterator[None]:
     """Hold garbage collection off: it could destroy a graph, which no capture survives."""
     enabled = gc.isenabled()
     gc.disable()
-    gc.collect()
     try:
         yield
     finally:
@@ -259,6 +303,21 @@ def _no_stale_streams() -> Iterator[None]:
     finally:
         if override is not None:
             override(False)
+
+
+@contextmanager
+def _unsafe_calls() -> Iterator[None]:
+    """Allow this thread what no capture holds, such as an allocation, inside a ``with`` block."""
+    from cuda.bindings import driver
+
+    mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    status, before = driver.cuThreadExchangeStreamCaptureMode(mode)
+    if int(status) != 0:
+        raise GraphError(f"cuThreadExchangeStreamCaptureMode: {status}")
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(before)
 
 
 def _held(pool: Pool) -> int:

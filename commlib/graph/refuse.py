@@ -1,5 +1,6 @@
 """What can't stand in a graph: it is refused before it runs, with the line of the program."""
 
+import functools
 import os
 import sys
 import sysconfig
@@ -9,46 +10,61 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from commlib import _observers
+from commlib._streams import stream_captures
+from commlib._tensors import fault, has_memory
 from commlib.errors import GraphError
+from commlib.graph.exchange import Exchange
+from commlib.graph.schema import OpCall
 
 _aten = torch.ops.aten
-_SYNCS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-_COPIES = {_aten._to_copy.default, _aten.copy_.default}
-_INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default}
 _CALLED = {"_local_scalar_dense": "item"}  # what the user has typed
 _NEEDED = "the host needs a value that the replay has not computed yet"
-_READS = {
-    torch.Tensor.tolist,
-    torch.Tensor.numpy,
-    torch.Tensor.__array__,
-    torch.Tensor.__dlpack__,
-}
 _REMEDY = {
     "item": "keep the value in a tensor (torch.where, clamp), or read it outside",
     "nonzero": "use a mask and torch.where, which keep the shape",
 }
 
 
-def refuse_sync(func: Any, args: Sequence[Any], kwargs: Any, device: torch.device) -> None:
+def refuse_sync(call: OpCall, device: torch.device) -> None:
     """Raise ``GraphError`` for an operator that waits for the GPU, or would if there were one."""
-    why = _sync(func, args, kwargs, device)
+    if not (call.known.syncs or call.known.copies or call.known.indexed):
+        return
+    why = _sync(call, device)
     if why:
-        name = func.name().removeprefix("aten::").partition(".")[0]
+        name = _name_of(call)
         name = _CALLED.get(name, name)
         hint = _REMEDY.get(name, "do it outside, or mark the part with commlib.graph.eager")
-        raise _refusal(f"{name} can't stand in a graph: {why}", name, hint)
+        text = f"{name} can't stand in a graph: {why}"
+        raise _refusal(text, name, remedy_here() or hint, reads=True)
 
 
-def refuse_stray(func: Any, touched: Iterable[torch.Tensor]) -> None:
+_PLACES = {  # files of torch that read values, and what a program does about it
+    os.path.join("torch", "optim", ""): "create the optimizer with capturable=True or fused=True",
+    os.path.join("torch", "amp", "grad_scaler"): "keep the GradScaler outside the function",
+    os.path.join("torch", "nn", "utils", "clip_grad"): "pass error_if_nonfinite=False",
+}
+
+
+def remedy_here() -> str | None:
+    """Return what to do where a part of torch reads a value that is known to."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        for place, remedy in _PLACES.items():
+            if place in frame.f_code.co_filename:
+                return remedy
+        frame = frame.f_back
+    return None
+
+
+def refuse_stray(call: OpCall, touched: Iterable[torch.Tensor]) -> None:
     """Raise ``GraphError`` for an operator on a stream outside the capture under way.
 
     It would run once, and never again; ``touched`` is what it has made or written.
     """
-    if any(tensor.is_cuda for tensor in touched) and not torch.cuda.is_current_stream_capturing():
-        name = func.name().removeprefix("aten::")
+    if any(tensor.is_cuda for tensor in touched) and not stream_captures():
+        name = _name_of(call)
         what = (
             f"{name} ran on a stream that is no part of the capture, so no replay would repeat it"
         )
@@ -56,29 +72,158 @@ def refuse_stray(func: Any, touched: Iterable[torch.Tensor]) -> None:
         raise _refusal(what, name, hint)
 
 
-class Values(TorchFunctionMode):
-    """Refuses, on a CPU, what reads values past torch's operators: a graph would keep them."""
+def refuse_unreadable(tensors: Iterable[torch.Tensor]) -> None:
+    """Raise ``GraphError`` for an argument whose values no graph could find at its address."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise GraphError(
+            "a captured function is called inside a transform (vmap, grad, jacfwd, ...), which "
+            "needs the function itself; capture the transformed function instead: "
+            "graph.capture(torch.func.vmap(fn))"
+        )
+    for i, tensor in enumerate(tensors):
+        found = fault(tensor, "the argument")
+        if found is None and not has_memory(tensor) and (tensor.numel() or tensor.is_meta):
+            found = f"is a {type(tensor).__name__} without memory", "pass a tensor that has memory"
+        if found is not None:
+            what, remedy = found
+            raise GraphError(
+                f"tensor {i} of the arguments {what}, and a graph can't read it; {remedy}"
+            )
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func in _READS and _observers.looking_on() and not _in_ours(sys._getframe(1)):
-            name = func.__name__.strip("_")
-            hint = _REMEDY.get(name, _REMEDY["item"])
-            raise _refusal(f"{name} can't stand in a graph: {_NEEDED}", name, hint)
-        return func(*args, **(kwargs or {}))
+
+def _refused(name: str, read: Any) -> Any:
+    """Return a method in place of one that reads values: who looks on hears of it."""
+
+    @functools.wraps(read)
+    def refusing(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _observers.observers and not _in_ours(sys._getframe(1)):
+            for observer in _observers.looking_on():
+                if observer.refuses:
+                    observer.before_read(self, name.strip("_"))
+        return read(self, *args, **kwargs)
+
+    return refusing
 
 
-def refuse_reshaping(func: Any) -> None:
+watching_reads = Exchange(
+    [(torch.Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__")], _refused
+)
+
+
+def refuse_value(name: str) -> None:
+    """Raise ``GraphError`` for a method that reads the values of a tensor."""
+    hint = _REMEDY.get(name, _REMEDY["item"])
+    raise _refusal(f"{name} can't stand in a graph: {_NEEDED}", name, hint, reads=True)
+
+
+def refuse_changing(where: str, remedy: str | None) -> None:
+    """Raise ``GraphError`` for a value that the host reads, and that each call changes."""
+    hint = remedy or "keep it on the GPU (torch.where), or read it outside"
+    raise GraphError(
+        f"the host reads a value at {where} that the function itself changes at each call, so that "
+        f"no graph would fit the next one; {hint}",
+        where=where,
+        hint=hint,
+        reads=True,
+    )
+
+
+def refuse_reads(where: str, part: str) -> None:
+    """Raise ``GraphError`` for a value that is read where no eager call could take over."""
+    raise GraphError(
+        f"the host reads a value of the program at {where}, in {part}, and a call with another "
+        f"value could not be made eagerly from there; read it before, or mark the part with "
+        f"commlib.graph.eager",
+        where=where,
+        reads=True,
+    )
+
+
+def refuse_wrappers(call: OpCall, tensors: Iterable[torch.Tensor]) -> None:
+    """Raise ``GraphError`` for an operator on tensors without memory of their own (DTensor)."""
+    for tensor in tensors:
+        found = fault(tensor, "it")
+        if found is not None:
+            name = _name_of(call)
+            what, remedy = found
+            text = f"{name} can't stand in a graph: a tensor that it takes {what}"
+            raise _refusal(text, name, f"capture what works on plain tensors; {remedy}")
+
+
+def refuse_layouts(call: OpCall, tensors: Iterable[torch.Tensor]) -> None:
+    """Raise ``GraphError`` for an operator on sparse or jagged tensors."""
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            name = _name_of(call)
+            kind = "jagged" if tensor.is_nested else "sparse"
+            what = f"{name} of a {kind} tensor can't stand in a graph: how much it holds may change"
+            raise _refusal(what, name, "use a padded or dense one (sparse=False, to_dense())")
+
+
+def refuse_reshaping(call: OpCall) -> None:
     """Raise ``GraphError`` for an operator that gives a tensor from outside another shape."""
-    name = func.name().removeprefix("aten::").partition(".")[0]
+    name = _name_of(call)
     what = f"{name} can't stand in a graph: it changes the shape of a tensor from outside"
     raise _refusal(what, name, f"use {name.rstrip('_')}, which returns another tensor")
 
 
-def refuse_borrowed(func: Any) -> None:
+def refuse_resized(nbytes: int, now: int) -> None:
+    """Raise ``GraphError`` for memory from outside that has another size now."""
+    what = (
+        f"memory of {nbytes} bytes from outside has {now} bytes now (resize_): a replay would "
+        f"write where it was"
+    )
+    raise _refusal(what, "resize_", "keep its size, or allocate it in the function")
+
+
+def refuse_unseen(tensors: Iterable[torch.Tensor]) -> None:
+    """Raise ``GraphError`` for memory of the host that something has written past all operators."""
+    for tensor in tensors:
+        if tensor.device.type == "cpu":
+            raise GraphError(
+                f"the function writes {tensor.nbytes} bytes that it can reach, and no operator of "
+                f"torch says so (NumPy, ctypes, an extension), so that no replay would; make it an "
+                f"operator (torch.library.custom_op, mutates_args=...), or mark the part with "
+                f"commlib.graph.eager"
+            )
+
+
+def refuse_wanting(given: Iterable[torch.Tensor], wanted: Iterable[bool]) -> None:
+    """Raise ``GraphError`` for an argument that the function has made want a gradient, or not.
+
+    ``wanted``: whether they wanted one before.
+    """
+    for i, (tensor, before) in enumerate(zip(given, wanted, strict=True)):
+        if tensor.requires_grad != before:
+            raise GraphError(
+                f"the function sets requires_grad of tensor {i} of its arguments to "
+                f"{tensor.requires_grad}, and no replay would; set it before the call, or that of "
+                f"x.detach()"
+            )
+
+
+def refuse_python_random() -> None:
+    """Raise ``GraphError`` for a function that draws from Python's or NumPy's generator."""
+    raise GraphError(
+        "the function draws from Python's or NumPy's generator of random numbers, and a graph "
+        "would repeat the number; draw before the call and pass a tensor, or use torch.rand in it"
+    )
+
+
+def refuse_hidden(modules: Iterable[torch.nn.Module]) -> None:
+    """Raise ``GraphError`` for modules whose work, on a CPU, no operator shows."""
+    for module in modules:
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            raise GraphError(
+                "DistributedDataParallel averages gradients outside torch's operators, so that a "
+                "graph on a CPU would leave that out; capture its module, and average with "
+                "commlib.ops.all_reduce(grad, op='avg')"
+            )
+
+
+def refuse_borrowed(call: OpCall) -> None:
     """Raise ``GraphError`` for a write to an array that the function has made a tensor of."""
-    name = func.name().removeprefix("aten::").partition(".")[0]
+    name = _name_of(call)
     what = f"{name} can't stand in a graph: it writes to an array, which may be another next time"
     raise _refusal(what, name, "make the tensor outside, or a new one: torch.tensor, torch.zeros")
 
@@ -92,34 +237,47 @@ def refuse_seeding() -> None:
     raise _refusal(what, "manual_seed", "set it before the call")
 
 
-def _refusal(what: str, name: str, hint: str) -> GraphError:
+def _refusal(what: str, name: str, hint: str, *, reads: bool = False) -> GraphError:
     where = user_line()
-    return GraphError(f"{what}; at {where}; {hint}", op=name, where=where, hint=hint)
+    return GraphError(f"{what}; at {where}; {hint}", op=name, where=where, hint=hint, reads=reads)
 
 
-def _sync(func: Any, args: Sequence[Any], kwargs: Any, device: torch.device) -> str | None:
+def _name_of(call: OpCall) -> str:
+    """Return what an operator is called where it is typed."""
+    return str(call.func.name()).removeprefix("aten::").partition(".")[0]
+
+
+def _sync(call: OpCall, device: torch.device) -> str | None:
     """Say why an operator waits for the GPU."""
-    if func not in _INDEXED and any(tag in func.tags for tag in _SYNCS):
-        return _NEEDED
-    if func in _INDEXED:
-        masks = (i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8))
-        if any(True for _ in masks):
-            return "the shape of an index by a mask depends on its values"
-    if func in _COPIES:
-        return _copy(func, args, kwargs, device)
+    if device.type != "cpu" and all(x.device.type == "cpu" for x in call.tensors):
+        return None  # the host's part of the call
+    if call.known.copies:
+        return _copy(call, device)
+    if not call.known.indexed:
+        return None if call.kwargs.get("output_size") is not None else _NEEDED
+    masks = [i for i in call.args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+    if masks and not _fills_masked(call.func, call.args):
+        return "the shape of an index by a mask depends on its values"
     return None
 
 
-def _copy(func: Any, args: Sequence[Any], kwargs: Any, device: torch.device) -> str | None:
-    """Say why a copy between the host and the GPU can't be replayed."""
-    if func is _aten.copy_.default:
+def _fills_masked(func: Any, args: Sequence[Any]) -> bool:
+    """Return True for a number written where a mask says: torch has a kernel for that."""
+    if func is _aten.index.Tensor or (len(args) > 3 and args[3]):
+        return False
+    indices = [i for i in args[1] if i is not None]
+    value: torch.Tensor = args[2]
+    return len(indices) == 1 and value.numel() == 1 and value.device.type == "cpu"
+
+
+def _copy(call: OpCall, device: torch.device) -> str | None:
+    """Say why a copy from the GPU to the host can't be replayed."""
+    args = call.args
+    if call.func is _aten.copy_.default:
         source, target = args[1].device, args[0].device
     else:
-        source, target = args[0].device, kwargs.get("device") or args[0].device
-    if device.type == "cpu" or source.type == target.type:
-        return None
-    host = args[1] if func is _aten.copy_.default else args[0]
-    if source.type == "cpu" and host.is_pinned():
+        source, target = args[0].device, call.kwargs.get("device") or args[0].device
+    if source.type == "cpu" or device.type == "cpu" or source.type == target.type:
         return None
     return f"it copies from {source} to {target}, and the host waits for it"
 
@@ -131,6 +289,13 @@ _STANDARD = sysconfig.get_path("stdlib")
 def _in_ours(frame: Any) -> bool:
     """Whether a frame is commlib's: it asks for numbers that are a part of the call."""
     return str(frame.f_code.co_filename).startswith(_OURS[0])
+
+
+def line_of(error: BaseException) -> str | None:
+    """Return file and line of the program where an error came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [each for each in frames if not each.filename.startswith((*_OURS, "<"))]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else None
 
 
 def user_line() -> str:

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from commlib.graph.capture import Graphed, everything
 from commlib.graph.entry import Entry
+from commlib.graph.graphed import Graphed, everything
 
 _COLUMNS = {  # column of the table -> key of a row
     "function": "function",
@@ -16,6 +16,8 @@ _COLUMNS = {  # column of the table -> key of a row
     "bytes copied": "bytes_copied",
     "pool bytes": "pool_bytes",
     "capture s": "capture_seconds",
+    "verified": "verified",
+    "verify s": "verify_seconds",
     "launch µs": "launch_us",
     "eager µs": "eager_us",
     "collectives": "collectives",
@@ -51,10 +53,17 @@ def report(graphed: Graphed | None = None, *, html: str | Path | None = None) ->
 
     A row is a dict: ``function``, ``key``, ``nodes`` (of all its graphs), ``pieces`` (graphs),
     ``replays``, ``bytes_copied`` (by the last replay), ``pool_bytes`` (by which the capture has
-    made the memory of graphs grow), ``capture_seconds``, ``launch_us`` (host time of one replay),
-    ``eager_us`` (that of the function and its backward, before the capture; None behind fewer
-    than two warm-up runs), ``collectives`` (in order), and ``eager``: why the call stayed eager,
-    or None. ``html`` names a file to write the same to as a page.
+    made the memory of graphs grow), ``capture_seconds``, ``verified`` (calls and backwards that
+    were compared with the function), ``verify_seconds`` (what these cost), ``repeats`` (False where
+    runs of the function were found to differ in bits: what differs is compared by half of its
+    digits, or by ``tolerance=``),
+    ``told`` (whether the function hears that it is captured, because it reads values where it
+    does not: its last digits may be others),
+    ``launch_us`` (host time of one replay),
+    ``eager_us`` (that of the function, and of its backward, when it was verified last; None before
+    that), ``collectives`` (in order), and ``eager``: why the call stayed eager,
+    or None. A row of a call that stayed eager has ``function``, ``key`` and ``eager`` only.
+    ``html`` names a file to write the same to as a page.
     """
     chosen = [graphed] if graphed is not None else sorted(everything, key=lambda one: one.name)
     rows = Report(row for one in chosen for row in (*_captured(one), *_eager(one)))
@@ -76,6 +85,10 @@ def _captured(one: Graphed) -> Iterator[dict[str, Any]]:
             "bytes_copied": entry.bytes_copied,
             "pool_bytes": sum(part.nbytes for part in parts),
             "capture_seconds": entry.capture_seconds,
+            "verified": entry.verified,
+            "verify_seconds": entry.verify_seconds,
+            "repeats": not entry.noise,
+            "told": entry.pieces.told,
             "launch_us": _microseconds(entry.launch_seconds),
             "eager_us": _microseconds(entry.eager_seconds),
             "collectives": [str(call) for pieces in graphs for call in pieces.collectives],

@@ -1,7 +1,7 @@
 """What tells one call of a captured function from another: a hashable key."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -26,6 +26,16 @@ class Arguments:
     key: tuple[Any, ...]
     leaves: list[Any]
     spec: TreeSpec
+    given: tuple[tuple[Any, ...], dict[str, Any]]  # what the caller has passed
+    owners: list[torch.Tensor] = field(default_factory=list)  # leaves; their grads end the tensors
+    grads: int = 0  # how many tensors these are
+
+    def described(self) -> list[str]:
+        """Return each argument in words: its shape and dtype, or its value."""
+        return [
+            f"{tuple(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else repr(x)[:80]
+            for x in self.leaves
+        ]
 
     def rebuilt(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return args and kwargs with other tensors in the places of these."""
@@ -74,7 +84,7 @@ def arguments(args: tuple[Any, ...], kwargs: dict[str, Any], own: tuple[Any, ...
             f"an argument can't be part of a graph's key ({error}); pass tensors and hashable "
             f"values, or give key= a function that stands for it"
         ) from error
-    return Arguments(tensors, key, leaves, spec)
+    return Arguments(tensors, key, leaves, spec, (args, kwargs))
 
 
 def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec, Any]:
@@ -92,7 +102,7 @@ def _of_leaves(count: int) -> TreeSpec:
 
 def bare(own: tuple[Any, ...]) -> Arguments:
     """Return the call without any argument, in as few steps as can be."""
-    return Arguments([], modes() + own, [], _NOTHING)
+    return Arguments([], modes() + own, [], _NOTHING, ((), {}))
 
 
 def modes() -> tuple[Any, ...]:
@@ -123,7 +133,7 @@ def of_tensor(x: torch.Tensor) -> tuple[Any, ...]:
     """Return what tells a tensor from another, but for its content and place."""
     wants = x.requires_grad and (2 if x.is_leaf and x.grad is None else 1)
     return (x.shape, x.dtype, x.device, x.stride() if x.layout is torch.strided else x.layout,
-            wants)  # fmt: skip
+            wants, x.is_conj(), x.is_neg())  # fmt: skip
 
 
 def _shared(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:

@@ -1,49 +1,117 @@
 """A captured call with gradients: a forward and a backward graph a slot, joined by one node."""
 
 import functools
-import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from commlib._tensors import parts, rebuilt
 from commlib.errors import GraphError
+from commlib.graph.backward import Backward
+from commlib.graph.bindings import Kept
+from commlib.graph.compare import Noise, Tolerance
+from commlib.graph.effects import Effects
 from commlib.graph.engine import Engine
 from commlib.graph.entry import Entry
+from commlib.graph.host import OtherValue
 from commlib.graph.leaves import Tensors, gradients, leaf, plain_gradients
+from commlib.graph.nodes import used_up
 from commlib.graph.outputs import Join
 from commlib.graph.pieces import Pieces
-from commlib.graph.signature import Arguments, any_autocast
+from commlib.graph.schedule import Schedule
+from commlib.graph.signature import Arguments, any_autocast, modes
+from commlib.graph.verify import Unequal
 
 
 class Slots:
     """All slots of one kind of call: as many as there are forwards still to go back."""
 
-    def __init__(self, build: Callable[..., "Slot"], call: Arguments) -> None:
-        self._build = build
+    def __init__(
+        self,
+        build: Callable[..., "Slot"],
+        call: Arguments,
+        fn: Callable[..., Any],
+        schedule: Schedule,
+    ) -> None:
+        self._build, self._fn, self._schedule = build, fn, schedule
+        self.replays = 0
         self.slots = [build(call, later=False)]
+        self.places: dict[Any, Any] = {}  # as an entry's
         self._failed = False  # whether one more could not be captured
         self._lock = self.slots[0].pieces.lock
 
-    def first(self, call: Arguments, caller: FrameType) -> Any:
-        """Do what the capture itself has not done, and return the outputs."""
-        return self.slots[0].first(call, caller)
+    def run(self, call: Arguments, caller: FrameType, turn: int) -> Any:
+        """Replay the forward of a free slot; the gradients of its outputs lead to its backward.
 
-    def run(self, call: Arguments, caller: FrameType) -> Any:
-        """Replay the forward of a free slot; the gradients of its outputs lead to its backward."""
+        ``turn``: as that of an ``Entry``.
+        """
+        self.replays += 1
+        together = any(pieces.collectives for pieces in self.slots[0].graphs)
+        if self._schedule.due(turn if together else self.replays) and self.slots[0].fits_all:
+            return self._verified(call, caller)
+        return self._replayed(call, caller)[1]
+
+    def _verified(self, call: Arguments, caller: FrameType) -> Any:
+        """Run the function for real and a forward after that; its backward will be verified too."""
+        one = self.slots[0]
+        one.check_call(call)
+        one.order()
+        writes = {key: each for slot in self.slots for key, each in slot.writes(call).items()}
+        args, kwargs = call.given
+        used: list[Slot] = []
+
+        def replay() -> Any:
+            slot, found = self._replayed(call, caller)
+            used.append(slot)
+            return found
+
+        effects = one.effects(call)
+        all_slots = Effects(writes.values(), effects.generators, effects.leaves)
+        verification = one.verification("output", one.pieces, call)._replace(effects=all_slots)
+        verified = verification.run(lambda: self._fn(*args, **kwargs), replay)
+        one.note_verified(verified)
+        if not verified.replayed:  # the graph is of other values than this call, or of noise
+            return verified.expected
+        slot, expected = used[0], verified.expected
+        wanted = [x for x in (*call.tensors, *slot.parameters) if x.requires_grad]
+        outs = [x for x in slot.outputs.made(expected) if x.requires_grad]
+        slot.expect(outs, wanted, untold=one.untold)
+        one.untold = False
+        return verified.found
+
+    def _replayed(self, call: Arguments, caller: FrameType) -> "tuple[Slot, Any]":
+        """Return the slot that was used, and the outputs."""
         with self._lock:
             for slot in self.slots:
                 if slot.free:
-                    return slot.run(call, caller)
+                    return slot, slot.run(call, caller, 0)
             self._failed = True
-            self.slots.append(self._build(call, later=True))
+            try:
+                self.slots.append(self._build(call, later=True))
+            except OtherValue:
+                self._failed = False
+                raise
             self._failed = False
-            return self.slots[-1].first(call, caller)
+            return self.slots[-1], self.slots[-1].first(call, caller)
+
+    @property
+    def stale(self) -> bool:
+        """Return True if the program has let go of a tensor that a slot reads."""
+        return any(slot.stale for slot in self.slots)
+
+    def uses(self, key: int) -> bool:
+        """Return as an entry does."""
+        return self.slots[0].uses(key)
+
+    @property
+    def has_eager_parts(self) -> bool:
+        """Return True if Python runs between its graphs."""
+        return any(slot.has_eager_parts for slot in self.slots)
 
     @property
     def parts(self) -> list[Entry]:
@@ -66,9 +134,12 @@ class Slots:
 class _Lease:
     """Held by the autograd node of one forward: its slot is free when it is gone."""
 
-    __slots__ = ("__weakref__", "reads", "versions")
+    __slots__ = ("__weakref__", "expected", "reads", "untold", "versions")
 
     def __init__(self) -> None:
+        # Of a verified call: outputs of the function itself, and what gradients are wanted of.
+        self.expected: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+        self.untold = False  # whether the function did not hear that it is captured
         self.reads: list[torch.Tensor] = []  # that the backward needs as they were
         self.versions: list[int] = []  # of these then
 
@@ -86,20 +157,41 @@ class Slot(Entry):
         *,
         copy: bool,
         own: bool,
-        eager_seconds: float | None,
+        tolerance: Tolerance | None,
+        noise: Noise,
+        sets: Sequence[Kept],
+        by_parts: Set[tuple[int, str]],
+        leaves: Sequence[torch.Tensor],
+        roots: Sequence[object],
+        watched: Sequence[weakref.ref[torch.Tensor]],
+        unseen: Sequence[torch.Tensor],
+        differs: Callable[[Unequal], None],
         later: bool,
     ) -> None:
-        self._parameters, self._later, self._waiting = list(parameters), later, engine.waiting
+        """``differs`` is told of a backward that is not the function's; it may raise."""
+        self._differs = differs
+        self.parameters, self._later, self._waiting = list(parameters), later, engine.waiting
         self._lease: weakref.ref[_Lease] | None = None
-        self._backward: Pieces | None = None
+        # By the outputs whose gradients come, and the autocast that the backward is called under.
+        self._backwards: dict[Any, Backward] = {}
         # What lies between forward and backward is in a pool of their own.
         made = functools.partial(make, pool=engine.own_pool())
-        super().__init__(fn, call, made, (), copy=copy, own=own, eager_seconds=eager_seconds)
+        never = Schedule(False)
+        how: dict[str, Any] = {
+            "copy": copy,
+            "own": own,
+            "tolerance": tolerance,
+            "noise": noise,
+            "sets": sets,
+            "by_parts": by_parts,
+        }
+        how |= {"leaves": leaves, "roots": roots, "watched": watched, "unseen": unseen}
+        super().__init__(fn, call, made, (), schedule=never, **how)
 
     @property
     def graphs(self) -> list[Pieces]:
-        """The forward, and its backward."""
-        return [self.pieces, *([] if self._backward is None else [self._backward])]
+        """The forward, and its backwards."""
+        return [self.pieces, *(backward.pieces for backward in self._backwards.values())]
 
     @property
     def free(self) -> bool:
@@ -109,11 +201,8 @@ class Slot(Entry):
     # -- capturing ---------------------------------------------------------------------------------
 
     def _capture(self, call: Arguments, *, again: bool) -> None:
-        # A failed capture leaves autograd nodes in reference cycles. They belong to another stream,
-        # and a leaf whose node is still there gets no new one.
-        gc.collect()
         with self._waiting():  # a leaf has the one node that is held
-            self._ends = [get_gradient_edge(leaf) for leaf in self._parameters]
+            self._ends = [get_gradient_edge(leaf) for leaf in self.parameters]
         super()._capture(call, again=again or self._later)
 
     def _inputs(self, given: Tensors) -> Tensors:
@@ -127,8 +216,9 @@ class Slot(Entry):
         # Autograd's graph holds this function, and the slot holds that graph: a reference to the
         # slot would close a cycle that the garbage collector can't see.
         def pack(x: torch.Tensor) -> torch.Tensor:
-            saved.add(x.untyped_storage()._cdata)
-            return x.data
+            saved.update(part.untyped_storage()._cdata for part in parts(x))
+            found: torch.Tensor = rebuilt(x, lambda part: part.data)
+            return found
 
         return saved_tensors_hooks(pack, lambda x: x)
 
@@ -136,32 +226,49 @@ class Slot(Entry):
         made = self.outputs.made(result)
         self._leads = [tensor.requires_grad for tensor in made]
         outs = [tensor for tensor in made if tensor.requires_grad]
-        wanted = [tensor for tensor in (*inputs, *self._parameters) if tensor.requires_grad]
-        self._given_grads = [torch.zeros_like(tensor) for tensor in outs]
-        self._release_backward()
+        wanted = [tensor for tensor in (*inputs, *self.parameters) if tensor.requires_grad]
+        self._release_backwards()
         self._outs, self._wanted = outs, wanted  # with what the forward has saved
-        self._backward, grads = self._make(
-            lambda: plain_gradients(outs, wanted, self._given_grads), again=again, part="backward"
-        )
-        self._note_reads(made, inputs)
-        tensors = (*inputs, *self._parameters)
-        places = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
+        tensors = (*inputs, *self.parameters)
         self._tensors, self._wanting = tensors, len(tensors)
-        self._grads: dict[int, torch.Tensor] = {  # by position
-            i: grad for i, grad in zip(places, grads, strict=True) if grad is not None
-        }
+        every = (True,) * len(outs)
+        self._backwards[every, None] = whole = self._capture_backward(
+            every, plain_gradients, again=again
+        )
+        self._note_reads(whole, made, inputs)
 
-    def _note_reads(self, made: Tensors, inputs: Tensors) -> None:
+    def _capture_backward(
+        self, comes: tuple[bool, ...], go_back: Callable[..., Any], *, again: bool
+    ) -> Backward:
+        """Capture the backward from those outputs whose gradients come.
+
+        An eager backward can't go over what a capture has saved: some kernels keep numbers on the
+        GPU then that they read on the host.
+        """
+        outs = [out for out, one in zip(self._outs, comes, strict=True) if one]
+        given = [torch.zeros_like(out) for out in outs]
+        pieces, grads = self._make(
+            lambda: go_back(outs, self._wanted, given),
+            again=again,
+            part=f"backward from {comes}",
+            before=self.pieces,
+        )
+        places = [i for i, tensor in enumerate(self._tensors) if tensor.requires_grad]
+        found = zip(places, grads, strict=True)
+        others = [out for out, one in zip(self._outs, comes, strict=True) if not one]
+        there = {i: grad for i, grad in found if grad is not None}
+        return Backward(pieces, given, there, last=used_up(outs, others))
+
+    def _note_reads(self, whole: Backward, made: Tensors, inputs: Tensors) -> None:
         """Know what the forward has saved and the backward reads: nobody may write to it between.
 
         What a hook reads beside that is to be as it is then.
         """
-        assert self._backward is not None
-        ledgers = (*self.pieces.ledgers, *self._backward.ledgers)
-        written = {key for ledger in ledgers for key in ledger.saved}
+        ledgers = (*self.pieces.ledgers, *whole.pieces.ledgers)
+        written = {key for ledger in ledgers for key in ledger.written}
         read = {
             key: tensor
-            for ledger in self._backward.ledgers
+            for ledger in whole.pieces.ledgers
             for key, tensor in ledger.externals.items()
             if key in self._saved and key not in written
         }
@@ -173,7 +280,7 @@ class Slot(Entry):
         self._reads_outputs = [i for i, key in enumerate(lent) if key in read]
         for ledger in self.pieces.ledgers:  # the program's own tensors, whose versions count
             read |= {key: x for key, x in ledger.externals.items() if key in read}
-        of_graph = {*places, *lent, *(x.untyped_storage()._cdata for x in self._given_grads)}
+        of_graph = {*places, *lent, *(x.untyped_storage()._cdata for x in whole.given)}
         self._reads = [
             tensor
             for key, tensor in read.items()
@@ -187,7 +294,7 @@ class Slot(Entry):
         self._lease = weakref.ref(lease)
 
         def join(lent: list[torch.Tensor]) -> Any:
-            outs = _Node.apply(self, lease, lent, *tensors, *self._parameters)  # type: ignore[no-untyped-call]
+            outs = _Node.apply(self, lease, lent, *tensors, *self.parameters)  # type: ignore[no-untyped-call]
             lease.reads = [*self._reads, *(tensors[i] for i in self._reads_inputs)]
             lease.versions = self._versions(lease)
             return outs
@@ -204,59 +311,81 @@ class Slot(Entry):
         if self._versions(lease) != lease.versions:
             raise GraphError(
                 "a tensor that this backward needs was modified in place since its forward; "
-                "go back before that, or clone it"
+                "run the backward before modifying the tensor, or clone the tensor"
             )
 
-    def all_came(self, grads: Sequence[torch.Tensor | None]) -> bool:
-        """Whether a backward has come through every output that has one."""
-        return all(x is not None for x, leads in zip(grads, self._leads, strict=True) if leads)
+    def is_last(self, grads: Sequence[torch.Tensor | None]) -> bool:
+        """Whether no other backward can follow the one with these gradients."""
+        return self._backward_of(self._of_leading(grads)).last
+
+    def _of_leading(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return the gradients of those outputs that have one."""
+        return [grad for grad, leads in zip(grads, self._leads, strict=True) if leads]
 
     def not_differentiable(self, lent: Sequence[torch.Tensor]) -> Tensors:
         """Return the outputs that no gradient comes back through."""
         return [tensor for tensor, leads in zip(lent, self._leads, strict=True) if not leads]
 
-    def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Replay the backward with the gradients of the outputs; returns fresh tensors.
+    def expect(self, outs: list[torch.Tensor], wanted: list[torch.Tensor], *, untold: bool) -> None:
+        """Verify the backward of the forward that was just replayed, with that of ``outs``."""
+        lease = None if self._lease is None else self._lease()
+        if lease is not None:
+            lease.expected, lease.untold = (outs, wanted), untold
 
-        Where some do not come, or under autocast, it is another backward than the captured one: it
-        runs eagerly over what the forward has saved.
-        """
-        if self._backward is None:
-            raise GraphError("the graph of this backward was released before it ran")
-        wanted = [grad for grad, leads in zip(grads, self._leads, strict=True) if leads]
-        coming = [grad for grad in wanted if grad is not None]
-        if len(coming) < len(wanted) or any_autocast():
-            return self._eagerly(wanted)
-        fresh = {i: torch.empty_like(grad) for i, grad in self._grads.items()}
-        with self._backward.lock:
-            self._backward.turn()
-            for kept, grad in zip(self._given_grads, coming, strict=True):
-                kept.copy_(grad)
-            self._backward.replay()
-            if fresh:
-                torch._foreach_copy_([*fresh.values()], [*self._grads.values()])
+    def verified_backward(
+        self, lease: _Lease, grads: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Go back through the function's own outputs, and replay the backward after that."""
+        assert lease.expected is not None
+        outs, wanted = lease.expected
+        given = self._of_leading(grads)
+        coming = [(out, grad) for out, grad in zip(outs, given, strict=True) if grad is not None]
+        pieces = self._backward_of(given).pieces
+        wants = [tensor.requires_grad for tensor in self._tensors]
+        try:
+            verification = self.verification("gradient", pieces, None)
+            verified = verification._replace(untold=lease.untold).run(
+                lambda: list(gradients([o for o, _ in coming], wanted, [g for _, g in coming])),
+                lambda: [x for x, each in zip(self.backward(grads), wants, strict=True) if each],
+            )
+            found, forward = verified.found, self.eager_seconds or 0
+            self.note_verified(verified)
+            self.eager_seconds = forward + verified.eager_seconds
+        except Unequal as error:
+            self._differs(error)
+            found = error.result
+        each_found = iter(found)
+        return [next(each_found) if each else None for each in wants]
+
+    def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Replay the backward with the gradients of the outputs; returns fresh tensors."""
+        wanted = self._of_leading(grads)
+        fresh = self._backward_of(wanted).run([grad for grad in wanted if grad is not None])
         return [fresh.get(i) for i in range(self._wanting)]
 
-    def _eagerly(self, coming: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Go back from some of the outputs: what the forward has saved is where it was captured."""
-        assert self._backward is not None
-        outs = [out for out, grad in zip(self._outs, coming, strict=True) if grad is not None]
-        grads = [grad for grad in coming if grad is not None]
-        with self._backward.lock:
-            self._backward.turn()
-            found = iter(gradients(outs, self._wanted, grads))
-        wants = [tensor.requires_grad for tensor in self._tensors]
-        return [next(found) if each else None for each in wants]
+    def _backward_of(self, grads: Sequence[torch.Tensor | None]) -> Backward:
+        """Return the backward from those outputs whose gradients come; the first time, capture it.
+
+        Raises ``GraphError`` where the graphs were let go of.
+        """
+        if not self._backwards:
+            raise GraphError("the graph of this backward was released before it ran")
+        comes = tuple(grad is not None for grad in grads)
+        key = comes, modes() if any_autocast() else None
+        if key not in self._backwards:
+            go_back = gradients if any_autocast() else plain_gradients
+            self._backwards[key] = self._capture_backward(comes, go_back, again=True)
+        return self._backwards[key]
 
     def release(self) -> None:
-        """Let go of both graphs."""
+        """Let go of all graphs."""
         super().release()
-        self._release_backward()
+        self._release_backwards()
 
-    def _release_backward(self) -> None:
-        if self._backward is not None:
-            self._backward.release()
-            self._backward = None
+    def _release_backwards(self) -> None:
+        for backward in self._backwards.values():
+            backward.pieces.release()
+        self._backwards.clear()
 
 
 class _Node(torch.autograd.Function):
@@ -273,14 +402,24 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        with torch.no_grad():
+            found = _gone_back(ctx, grads)
         if torch.is_grad_enabled():  # create_graph=True
-            return _refusing_more(ctx, *grads)
-        return None, None, None, *_gone_back(ctx, grads)
+            found = _refusing_more(found)
+        return None, None, None, *found
 
 
-@once_differentiable
-def _refusing_more(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-    return None, None, None, *_gone_back(ctx, grads)
+def _refusing_more(grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return gradients that raise where something is derived from them: no graph has that."""
+    there = [grad.requires_grad_() for grad in grads if grad is not None]
+    refuses = torch._C._functions.DelayedError(
+        "a captured call has no second derivatives (create_graph=True, gradient penalties); call "
+        "the function itself where they are needed",
+        len(there),
+    )
+    marked = refuses(*there)
+    each = iter(marked if isinstance(marked, tuple) else (marked,))
+    return [None if grad is None else next(each) for grad in grads]
 
 
 def _gone_back(ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -288,11 +427,12 @@ def _gone_back(ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Ten
     slot: Slot | None = ctx.slot
     if slot is None:
         raise GraphError(
-            "a second backward through one call; type retain_graph=True in the first one"
+            "second backward through one call; pass retain_graph=True to the first backward"
         )
     slot.check(ctx.lease)
-    found = slot.backward(grads)
-    if not _retains() and slot.all_came(grads) and all(map(_runs, ctx.next_functions)):
+    lease = ctx.lease
+    found = slot.backward(grads) if lease.expected is None else slot.verified_backward(lease, grads)
+    if not _retains() and all(map(_runs, ctx.next_functions)) and slot.is_last(grads):
         ctx.slot = ctx.lease = None
     return found
 

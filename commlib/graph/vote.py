@@ -13,10 +13,6 @@ _PLACE = re.compile(r", index=\d+| at 0x[0-9a-f]+")
 _WORD = 7  # bytes of a digest in a number: it stays below 2**63
 
 
-class AlreadyRun(GraphError):
-    """A call that fails behind work that has counted: eager code would count it again."""
-
-
 def settle(
     rings: Sequence[Ring],
     collectives: Sequence[Collective],
@@ -37,7 +33,7 @@ def settle(
             raise GraphError(f"the ring fails in the function: {problem}") from problem
         raise told from problem
     if counted and isinstance(problem, GraphError):
-        raise AlreadyRun(f"{problem}; work of the call had been done") from problem
+        raise GraphError(f"{problem}; work of the call had been done", done=True) from problem
     if problem is not None:
         raise problem
 
@@ -52,19 +48,35 @@ def vote(
     """Compare what this rank has seen with the other members of each ring; every one calls it.
 
     Blocks the host, at most each ring's timeout. Raises ``GraphError`` on all members when one has
-    a ``problem``, or where their lists of collectives part; ``AlreadyRun`` if one has ``counted``.
+    a ``problem``, or where their lists of collectives part.
     """
-    status = 2 * (counted or isinstance(problem, AlreadyRun)) + (problem is not None)
+    status = 2 * (counted or getattr(problem, "done", False)) + (problem is not None)
+    status += 4 * getattr(problem, "reads", False)
     for ring in rings:
         own = [c for c in collectives if c.ring is ring and c.verb not in PEER_TO_PEER]
         rows = ring.exchange([status, *(_number(str(call)) for call in own)])
-        kind = AlreadyRun if any(row[0] & 2 for row in rows) else GraphError
+        done = any(row[0] & 2 for row in rows)
         if any(row[0] & 1 for row in rows):
-            said = _told(ring, "" if problem is None else f"{type(problem).__name__}: {problem}")
-            bad = [f"rank {ring.ranks[r]}: {said[r]}" for r, row in enumerate(rows) if row[0] & 1]
-            raise kind(f"no rank of ring {ring.ring_id} captures: {'; '.join(bad)}")
+            said = _told(ring, _words(problem))
+            told: dict[str, list[int]] = {}  # what several say is said once
+            for position, row in enumerate(rows):
+                if row[0] & 1:
+                    told.setdefault(said[position], []).append(ring.ranks[position])
+            bad = "; ".join(f"{_of(ranks)}: {text}" for text, ranks in told.items())
+            text = f"no rank of ring {ring.ring_id} captures: {bad}"
+            raise GraphError(text, done=done, reads=any(row[0] & 4 for row in rows))
         if any(row[1:] != rows[0][1:] for row in rows):
-            raise kind(_part(ring, own, [row[1:] for row in rows]))
+            raise GraphError(_part(ring, own, [row[1:] for row in rows]), done=done)
+
+
+def _words(problem: Exception | None) -> str:
+    if problem is None or isinstance(problem, GraphError):
+        return str(problem or "")
+    return f"{type(problem).__name__}: {problem}"
+
+
+def _of(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def same_key(ring: Ring, key: object, known: bool) -> bool:

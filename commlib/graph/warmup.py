@@ -1,24 +1,34 @@
 """The runs of a function before its capture: what they show, and how they are undone."""
 
-import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from commlib import _observers
-from commlib.errors import GraphError
+from commlib._tensors import has_memory, parts
+from commlib.errors import CommError, GraphError
+from commlib.graph.asked import telling
+from commlib.graph.bindings import Kept, holds_tensor, kept
+from commlib.graph.digest import digests, whole
 from commlib.graph.engine import Engine
 from commlib.graph.generators import default_generator, moved_on
 from commlib.graph.leaves import leaf, parameters, plain_gradients, with_grads, without_grads
-from commlib.graph.ledger import Collective, Ledger
-from commlib.graph.outputs import leads_back
+from commlib.graph.ledger import Ledger
+from commlib.graph.nested import unrolled
+from commlib.graph.outputs import awaited, flat, leads_back
 from commlib.graph.pieces import Pieces, Warming, apart
+from commlib.graph.python_state import Change, PythonState, random_state
+from commlib.graph.reach import reached
+from commlib.graph.real_call import RealCall
+from commlib.graph.refuse import refuse_python_random, refuse_unseen
+from commlib.graph.schema import memory
 from commlib.graph.signature import Arguments
-from commlib.graph.vote import AlreadyRun, settle
+from commlib.graph.undo import UndoLog
+from commlib.graph.vote import settle
 
 
 def named(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
@@ -29,181 +39,365 @@ def named(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
 
 
 class WarmUp:
-    """The runs of a function before its capture, and what they have shown."""
+    """The first call of a kind, and the runs between it and its capture.
+
+    The first run is the call itself: its result and all that it does count. The runs after it show
+    what a graph of the function would have to do, and are put back: memory, gradients, generators,
+    and the Python objects that the function can reach.
+    """
 
     def __init__(
-        self, fn: Callable[..., Any], engine: Engine, device: torch.device, *, keeps_last: bool
+        self,
+        fn: Callable[..., Any],
+        engine: Engine,
+        device: torch.device,
+        *,
+        stands: bool,
+        weights: Sequence[torch.Tensor],
+        modules: Sequence[torch.nn.Module],
     ) -> None:
-        self._fn, self._engine, self._device = fn, engine, device
-        self._keeps_last = keeps_last
-        self.collectives: list[Collective] = []
+        """Know how the call is made.
+
+        Args:
+            fn: The function.
+            engine: What captures it.
+            device: Where it runs.
+            stands: The call counts even where no capture follows, so that nothing is copied.
+            weights: Leaves that the function can reach.
+            modules: Modules that it can reach.
+        """
+        self.modules = weakref.WeakSet(modules)
+        self.weights = [x for x in weights if x.is_leaf and x.requires_grad]
+        self._fn, self._engine, self._device, self._stands = fn, engine, device, stands
         self.generators: list[torch.Generator] = []
         self.rings: list[Any] = []
         self.differentiable = False
         self.parameters: list[torch.Tensor] = []
         self._outputs: list[torch.Tensor | None] = []
-        self._named = named(fn if isinstance(fn, torch.nn.Module) else None)
         self._texts: dict[str, list[str]] = {}  # by part: its collectives in words
         self.broken = False  # whether parts lie outside
-        self._settled = True  # whether the capture has to be as the last run
+        self._compared = False  # whether the capture has to be as the run before it
         self._names: list[str] = []  # operators of the function itself, and its collectives
         self._calls: list[str] = []
-        self._made: dict[int, StorageWeakRef] = {}
+        self._made: dict[int, StorageWeakRef] = {}  # memory that the runs behind the call made
         self._carried: set[int] = set()  # of these, what the last run has read
-        self.eager_seconds: float | None = None  # host time of a run that nobody watched
+        self.empty: set[int] = set()  # memory that each run fills itself, and leaves without a byte
+        self._drawn: list[torch.Generator] = []  # that the run before has drawn from
+        self._roots: list[object] = []
+        self.binds_grads = False
+        self.watched: list[weakref.ref[torch.Tensor]] = []  # that the function can reach
+        self.reads = False  # whether the graph fits only certain values that the host reads
+        self.unseen: list[torch.Tensor] = []  # that the call has written, and no operator said so
+        self.sets: list[Kept] = []  # what the call has bound to names, and later runs leave
+        self.by_parts: set[tuple[int, str]] = set()  # names that eager parts bind
+        self.told = False  # whether the function hears that it is captured
+        self._rebinds = False  # whether names are bound to other objects at each run
+        self.binds = False  # whether it binds tensors to names outside
+        self.leaves: list[torch.Tensor] = []  # that the function can reach or has read
+        self.owners: list[torch.Tensor] = []  # of these, whose gradients it uses
+        self._ledger = Ledger(device)
+        self._real = RealCall(device, (), copies=not stands)
+        self._before = self._after = PythonState(())
 
-    def run(self, call: Arguments, times: int) -> Any:
-        """Run ``call`` and undo, but for the last run if it is to stay; returns its result.
-
-        Behind two or more that are undone comes one that nobody watches: it tells the eager time.
-        """
-        result, drawn = None, None
-        # A run that stays may be the one that sets things up.
-        self._settled = times > 1 or not self._keeps_last
-        for turn in range(times):
-            ledger = Ledger(self._device, drawn=drawn)
-            stays = self._keeps_last and turn == times - 1
-            if stays:
-                ledger.without_saving()
-            with moved_on([] if stays or drawn is None else drawn):
-                result = self._once(call, ledger, undo=not stays, as_before=0 < turn == times - 1)
-            own = default_generator(self._device)
-            drawn = [own, *(x for x, _ in ledger.generators.values() if x is not own)]
-        if times > 1 and not self._keeps_last:
-            self._once(call, ledger, undo=True, watched=False)
+    def call(self, call: Arguments) -> Any:
+        """Make the call; every member of its rings comes through, or all of them raise."""
+        args, kwargs = call.given
+        self._roots = [self._fn, args, kwargs]
+        result, problem, run = None, None, Warming(self._real.undo, self._roots)
+        self._before = PythonState(self._roots)
+        self._real.note_leaves(self.weights)
+        held = _memory_of(self._before.tensors or reached(self._roots).tensors)
+        bits = digests(held)
+        with self._engine.calling(), run.under_way():
+            try:
+                result = self._real.run(lambda: self._fn(*args, **kwargs))
+            except Exception as error:
+                problem = error
+            self.rings = [ring for _, ring in sorted(self._real.rings.items())]
+            self._engine.join(self.rings)
+        self.broken = run.broken
+        self._drawn = [generator for generator, _ in self._real.undo.generators]
+        self._begun = self._real.begun_grads()
+        try:
+            settle(self.rings, (), problem, counted=self._stands)
+        except CommError:
+            self.undo()
+            raise
+        pairs = zip(held, bits, digests(held), strict=True)
+        changed = [whole(x) for x, before, after in pairs if before != after and x.nbytes()]
+        known = self._real.written  # that of eager parts is in the log
+        self.unseen = [
+            x
+            for x in changed
+            if memory(x) not in known and not self._real.undo.has_noted(memory(x))
+        ]
+        self._after = PythonState(self._roots)
+        self.by_parts = set(run.changed)
+        changes = [x for x in self._before.changes() if x.has_place and self._is_kept(x)]
+        self.sets = [kept(x, call.tensors) for x in changes]
+        self.watched = [weakref.ref(x) for x in self._after.tensors]
         return result
+
+    @property
+    def begins_grads(self) -> bool:
+        """Return True if the call has given a gradient to a leaf that had none."""
+        return bool(self._begun)
+
+    @property
+    def roots(self) -> list[object]:
+        """Return what leads to the objects that the function binds tensors to, if it does."""
+        return self._roots if self._rebinds else []
+
+    def _is_kept(self, change: Change) -> bool:
+        """Return True for a plain value, and for a tensor that the call has not made."""
+        if isinstance(change.now, torch.Tensor):
+            return memory(change.now) not in self._real.made
+        return change.is_plain
+
+    def save_again(self) -> None:
+        """Know what the capture may write, where it runs for real: around eager parts."""
+        if self.broken:
+            self._ledger.save_again()
+            for leaf in self.leaves:
+                self._ledger.undo.note_leaf(leaf)
+
+    @property
+    def capture_undo(self) -> UndoLog:
+        """The log of what eager parts change in the capture."""
+        return self._ledger.undo
+
+    def undo(self) -> None:
+        """Put back what the call has done, unless it stands."""
+        if not self._stands:
+            self._real.undo.restore()
+            self._before.restore()
+
+    def tell(self) -> None:
+        """Begin again, and let the function hear that it is captured: it reads values otherwise."""
+        self.told = True
+        self._made, self._carried, self._texts = {}, set(), {}
+
+    def forget(self) -> None:
+        """Let go of what only the first call needs."""
+        self._real = RealCall(self._device, ())
+        self._before = self._after = PythonState(())
+        self._begun, self._roots, self.sets = [], [], []
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Begin where the call began inside a ``with`` block, and leave all as behind the call.
+
+        A call may have used up what there was: it has filled a cache to its end.
+        """
+        noted = [(owner, grad, owner.grad) for owner, grad in self._real.undo.grads]
+        grads = [(owner, now) for owner, before, now in noted if before is not now]
+        for owner, before, _ in noted:
+            owner.grad = before
+        self._real.undo.swap()
+        try:
+            yield
+        finally:
+            self._ledger.restore()  # what a capture around eager parts has done
+            self._real.undo.swap()
+            self._ledger = Ledger(self._device)
+            for owner, grad in grads:
+                owner.grad = grad
+            self._after.restore()
+
+    def rehearse(self, call: Arguments, times: int) -> None:
+        """Run the function ``times`` more, watched."""
+        self._check_history(self._real.undo.tied)
+        refuse_unseen(self.unseen)
+        self._compared = times > 0
+        for turn in range(times):
+            drawn, self._ledger = self._drawn, self._watching(self._drawn)
+            objects = PythonState(self._roots) if turn else self._after
+            self._once(call, drawn, objects, as_before=0 < turn == times - 1)
+            own = default_generator(self._device)
+            self._drawn = [own, *(x for x in self._ledger.generators.values() if x is not own)]
+
+    def _watching(self, drawn: Sequence[torch.Generator]) -> Ledger:
+        """Return what watches a run that draws from ``drawn``."""
+        ledger = Ledger(self._device, drawn=drawn)
+        ledger.empty = self.empty
+        return ledger
+
+    def _note_emptied(self, ledger: Ledger) -> None:
+        """Know memory that each run fills and empties, and refuse it where a backward follows."""
+        self.empty = self.empty | ledger.emptied
+        if self.empty and self.differentiable:
+            raise GraphError(
+                "the function empties memory that it uses (resize_), as FSDP does, and its "
+                "backward fills it again; capture the whole step, with its backward"
+            )
 
     def _once(
         self,
         call: Arguments,
-        ledger: Ledger,
+        drawn: Sequence[torch.Generator],
+        objects: PythonState,
         *,
-        undo: bool,
         as_before: bool = False,
-        watched: bool = True,
-    ) -> Any:
-        """Run once; every member of the rings in ``ledger`` comes through, or all of them raise."""
-        result, problem, run = None, None, Warming()
-        with self._engine.warming(), run.under_way(), _observers.unwaited() as works:
+    ) -> None:
+        """Run once; every member of the rings comes through, or all of them raise.
+
+        ``objects`` hold what they held before.
+        """
+        problem: Exception | None = None
+        ledger = self._ledger
+        run = Warming(ledger.undo, self._roots)
+        with (
+            self._engine.warming(),
+            moved_on(drawn),
+            telling(self.told),
+            unrolled(self.modules),
+            run.under_way(),
+            _observers.unwaited() as works,
+        ):
             try:
-                if not watched:
-                    ledger.save_again()
+                for weight in self.weights:
+                    ledger.undo.note_leaf(weight)
                 before = self._names
-                result = self._run(call, ledger, undo=undo, watched=watched)
+                self._run(call, ledger)
+                self._note_changes(call, objects, run)
                 if as_before:
                     same("two runs of the function differ", before, self._names)
-                if self._keeps_last and run.broken:
-                    raise GraphError(
-                        'first="warmup" of a function with eager parts, which would run in the '
-                        'capture too; type first="once"'
-                    )
-            except Exception as error:
+            except CommError as error:
                 problem = error
+            except Exception as error:
+                problem = GraphError(
+                    f"the function runs once, and not again: {type(error).__name__}: {error}"
+                )
+                problem.__cause__ = error
             for work in works:  # one that nobody waits for would write behind the undoing
                 try:
                     work.wait()
                 except Exception as error:
                     problem = problem or error
             self._engine.join(ledger.rings)
-            if undo or problem is not None:
-                result = None
-                try:
-                    ledger.restore()
-                except Exception as error:  # the other ranks wait to hear of it
-                    problem = problem or error
-        self.rings, self.collectives = ledger.rings, ledger.collectives
+            try:
+                ledger.restore()
+            except Exception as error:  # the other ranks wait to hear of it
+                problem = problem or error
+        self.rings = ledger.rings
         self.generators = [
             generator
-            for generator, _ in ledger.generators.values()
+            for generator in ledger.generators.values()
             if generator.device.type == "cuda"
             and generator is not default_generator(generator.device)
         ]
         self.broken = self.broken or run.broken
-        settle(self.rings, self.collectives, problem, counted=not undo)
-        return result
+        settle(self.rings, ledger.collectives, problem, counted=False)
 
-    def _run(self, call: Arguments, ledger: Ledger, *, undo: bool, watched: bool) -> Any:
+    def _run(self, call: Arguments, ledger: Ledger) -> None:
+        """Run the function and its backward."""
         grad = torch.is_grad_enabled()
-        inputs = with_grads([leaf(x) if grad and undo else x for x in call.tensors], call.tensors)
+        inputs = with_grads([leaf(x) if grad else x for x in call.tensors], call.tensors)
         args, kwargs = call.rebuilt(inputs)
-        with ledger if watched else nullcontext(), apart():
-            began = time.perf_counter()
+        ledger.note_unseen(self.unseen)
+        with ledger, apart():
+            drawn = random_state()
             result = self._fn(*args, **kwargs)
+            if random_state() != drawn:
+                refuse_python_random()
             if not call.still(inputs, args, kwargs):
                 raise GraphError(
                     "the function changes a list or dict that it is given, and no replay would; "
                     "return what is new"
                 )
-            if watched:
-                self._names, self._calls = list(ledger.names), list(map(str, ledger.collectives))
-            if undo:
-                self._go_back(result, inputs, ledger if watched else None)
-            seconds = time.perf_counter() - began
+            self._names, self._calls = list(ledger.names), list(map(str, ledger.collectives))
+            result = awaited(result)
+            self._go_back(result, inputs, ledger)
         without_grads(inputs, call.tensors)
-        if watched:
-            self._check_grads(ledger)
-            self.check_state(ledger)
-            self._note_outputs(result, ledger)
-            self._carried = {key for key in ledger.externals if self._lives(key)}
-            if undo:
-                self._made.update(ledger.made)
-        else:
-            self.eager_seconds = seconds
-        return result
+        self._note_emptied(ledger)
+        self._check_history(ledger.undo.tied)
+        self._note_grads((*call.tensors, *inputs), ledger)
+        self.check_state(ledger)
+        self._note_outputs(result, ledger)
+        self._carried = {
+            key for key in ledger.externals if self._lives(key) or key in self._real.made
+        } - self.empty
+        self._made.update(ledger.made)
 
-    def _go_back(self, result: Any, inputs: Sequence[torch.Tensor], ledger: Ledger | None) -> None:
-        """Run the backward too, where there is one; without a ledger, to the known leaves."""
-        outs = [x for x in tree_leaves(result) if leads_back(x)]
+    def _go_back(self, result: Any, inputs: Sequence[torch.Tensor], ledger: Ledger) -> None:
+        """Run the backward too, where there is one."""
+        outs = [x for x in flat(result)[0] if leads_back(x)]
         self.differentiable = bool(outs)
-        if outs:
-            computed = [] if ledger is None else ledger.computed
-            if ledger is not None:
-                self.parameters = parameters(ledger, inputs)
-            wanted = [x for x in (*inputs, *self.parameters) if x.requires_grad]
-            ones = [torch.ones_like(x) for x in outs]
-            if not wanted and not computed:
-                raise GraphError("an output wants a gradient, and no tensor before it does")
-            found = plain_gradients(outs, (*wanted, *computed), ones)
-            for tensor, grad in zip(computed, found[len(wanted) :], strict=True):
-                if grad is not None:
-                    raise GraphError(
-                        f"a {tuple(tensor.shape)} tensor that the function reads, but is not "
-                        f"given, wants a gradient: pass it as an argument, or detach it"
-                    )
+        if not outs:
+            return
+        computed, self.parameters = ledger.computed, parameters(ledger, inputs)
+        wanted = [x for x in (*inputs, *self.parameters) if x.requires_grad]
+        ones = [torch.ones_like(x) for x in outs]
+        if not wanted and not computed:
+            raise GraphError("an output wants a gradient, and no tensor before it does")
+        found = plain_gradients(outs, (*wanted, *computed), ones)
+        for tensor, grad in zip(computed, found[len(wanted) :], strict=True):
+            if grad is not None:
+                raise GraphError(
+                    f"a {tuple(tensor.shape)} tensor that the function reads, but is not given, "
+                    f"wants a gradient: pass it as an argument, or detach it"
+                )
 
-    def _check_grads(self, ledger: Ledger) -> None:
-        """Refuse gradients that the first run makes: the graph would know no address for them.
+    def _note_grads(self, given: Sequence[torch.Tensor], ledger: Ledger) -> None:
+        """Know which leaves' gradients the function reads, writes or binds, but for arguments."""
+        arguments = {id(tensor) for tensor in given}
+        bound = [(leaf, grad) for leaf, grad in ledger.undo.grads if leaf.grad is not grad]
+        self.binds_grads = bool(bound)
+        self.leaves = [leaf for leaf, _ in ledger.undo.grads if id(leaf) not in arguments]
+        # What is dropped before it is read may be there before a call or not.
+        used = {id(leaf) for leaf, grad in bound if grad is None}
+        used |= {
+            id(leaf)
+            for leaf, grad in ledger.undo.grads
+            if grad is not None and any(memory(x) in ledger.externals for x in parts(grad))
+        }
+        self.owners = [leaf for leaf in self.leaves if id(leaf) in used]
 
-        So would no replay make what it writes outside a part of the caller's autograd graph.
-        """
-        tied = ledger.new_history()
+    def _note_changes(self, call: Arguments, objects: PythonState, run: Warming) -> None:
+        """Refuse Python state that each run changes; tensors are bound again at each replay."""
+        changes = [x for x in objects.changes() if (x.where, x.name) not in run.changed]
+        self.by_parts |= run.changed.keys()
+        other = {(x.where, x.name) for x in changes if not x.is_plain} | self.by_parts
+        self.sets = [x for x in self.sets if (x.where, x.name) not in other]
+        there = {id(x) for x in objects.tensors} - {id(x) for x in call.tensors}
+        for change in (x for x in objects.changes() if x.has_place):
+            if change.now is not run.changed.get((change.where, change.name), change.now):
+                raise GraphError(
+                    f"the function and an eager part of it both bind {change.name}, and a replay "
+                    f"would not know which comes last; bind it in one of them"
+                )
+        for change in changes:
+            if id(change.now) in there:
+                raise GraphError(
+                    f"the function binds {change.name} to another of its tensors at each run, and "
+                    f"each replay would bind the same; copy_() what they hold"
+                )
+            if change.counts:
+                raise GraphError(
+                    f"the function changes {change.name} at each run ({change.before!r:.40}, then "
+                    f"{change.now!r:.40}), and no replay would; do that outside, or in a part that "
+                    f"is marked with commlib.graph.eager"
+                )
+        self.binds = any(holds_tensor(change.now) for change in changes)
+        self._rebinds = not all(change.is_plain for change in changes)
+
+    def _check_history(self, tied: Sequence[torch.Tensor]) -> None:
+        """Refuse to write outside what would be a part of the caller's autograd graph."""
         if tied:
             raise GraphError(
                 f"a {tuple(tied[0].shape)} tensor that the function is given, or uses, is written "
                 f"with something that wants a gradient; write x.detach() into it, or return it"
             )
-        new = ledger.new_grads()
-        if new:
-            names = {id(p): name for name, p in self._named.items()}
-            told = [names.get(id(p), f"a leaf of shape {tuple(p.shape)}") for p in new[:5]]
-            raise GraphError(
-                f"grad of {', '.join(told)} was None before the first call and is written in it; "
-                f"give it memory first: zero_grad(set_to_none=False) behind one eager backward"
-            )
 
     def check_state(self, ledger: Ledger) -> None:
-        """Refuse to go on from state that a run has made and the next one has written.
-
-        It is one run ahead, and what it was before that run is not known.
-        """
-        written = [memory for key, (memory, _) in ledger.saved.items() if self._lives(key)]
+        """Refuse state that a run behind the call has made and the next one has written."""
+        written = [memory for key, memory in ledger.written.items() if self._lives(key)]
         if written:
             sizes = ", ".join(f"{memory.nbytes()} bytes" for memory in written[:5])
-            raise AlreadyRun(
-                f"{len(written)} tensors ({sizes}) that the function makes in its first run and "
-                f"writes in the next, such as an optimizer's state, have counted a run before the "
-                f"capture; make them anew, and call the function once eagerly before you capture "
-                f'it, or type first="warmup", warmup=1'
+            raise GraphError(
+                f"{len(written)} tensors ({sizes}) that the function makes in its second run and "
+                f"writes in the next would count a run too many; call the function eagerly until "
+                f"its state is made, and capture it then"
             )
 
     def check_carried(self, ledgers: Sequence[Ledger]) -> None:
@@ -213,10 +407,10 @@ class WarmUp:
         """
         lost = [key for key in self._carried if not any(key in each.externals for each in ledgers)]
         if lost:
-            raise AlreadyRun(
+            raise GraphError(
                 f"{len(lost)} tensors that the function makes in one run and reads in the next "
-                f"(state = state + ...) have counted the runs before the capture; put back what "
-                f"they were, and write into their memory instead (state.add_(...))"
+                f"(state = state + ...) would be those of the capture at every replay; write into "
+                f"their memory instead (state.add_(...))"
             )
 
     def _lives(self, key: int) -> bool:
@@ -229,7 +423,7 @@ class WarmUp:
             torch.empty_like(x, device="meta")
             if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata in ledger.made
             else None
-            for x in tree_leaves(result)
+            for x in flat(result)[0]
         ]
 
     def rooms(self) -> list[torch.Tensor | None]:
@@ -247,12 +441,19 @@ class WarmUp:
         Such as a function that asks whether it is being captured.
         """
         texts = list(map(str, pieces.collectives))
-        if part == "forward" and self._settled:
+        if part == "forward" and self._compared:
             names = [name for ledger in pieces.ledgers for name in ledger.names]
             what = "the run before the capture and the capture differ"
             same(what, self._names, names[: pieces.own])
             same(what, self._calls, texts)
         same("two captures of the function differ", self._texts.setdefault(part, texts), texts)
+
+
+def _memory_of(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """Return each piece of memory that tensors lie in."""
+    held = (part for x in tensors for part in parts(x))
+    plain = [x for x in held if has_memory(x) and x.numel()]
+    return [*{memory(x): x.untyped_storage() for x in plain}.values()]
 
 
 def same(what: str, before: list[str], after: list[str]) -> None:

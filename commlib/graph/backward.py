@@ -1,0 +1,53 @@
+"""One captured backward of a slot, for those outputs whose gradients come."""
+
+from collections.abc import Sequence
+
+import torch
+
+from commlib._tensors import is_wrapper, parts, rebuilt
+from commlib.graph.pieces import Pieces
+
+
+class Backward:
+    """A graph from the gradients of outputs to those of tensors, and the memory at both ends."""
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        given: Sequence[torch.Tensor],
+        grads: dict[int, torch.Tensor],
+        *,
+        last: bool,
+    ) -> None:
+        """Know the graph.
+
+        Args:
+            pieces: What is replayed.
+            given: Where it reads the gradients of outputs.
+            grads: What it writes, by position of the tensor whose gradient it is.
+            last: Whether no other backward can follow, but for one with ``retain_graph=True``.
+        """
+        self.last = last
+        self.pieces, self.given, self._grads = pieces, given, grads
+        self._parts = [part for grad in grads.values() for part in parts(grad)]
+        self._wrapped = any(map(is_wrapper, grads.values()))
+
+    def run(self, coming: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Replay it with the gradients of outputs; returns fresh tensors, by position."""
+        fresh, places = self._fresh()
+        with self.pieces.lock:
+            self.pieces.turn()
+            for kept, grad in zip(self.given, coming, strict=True):
+                kept.copy_(grad)
+            self.pieces.replay()
+            if fresh:
+                torch._foreach_copy_(places, self._parts)
+        return fresh
+
+    def _fresh(self) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
+        """Return new gradients by position, and all memory that is to be written."""
+        if not self._wrapped:
+            plain = {i: torch.empty_like(grad) for i, grad in self._grads.items()}
+            return plain, [*plain.values()]
+        fresh = {i: rebuilt(grad, torch.empty_like) for i, grad in self._grads.items()}
+        return fresh, [part for grad in fresh.values() for part in parts(grad)]

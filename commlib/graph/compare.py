@@ -1,0 +1,257 @@
+"""Compares what a call of a function has left with what its replay has, bit for bit."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map_only
+
+from commlib._tensors import parts
+from commlib.graph.effects import TOGETHER, Effects, Held
+from commlib.graph.outputs import flat
+from commlib.graph.python_state import Change
+from commlib.graph.signature import value
+
+Tolerance = tuple[float, float]
+Item = tuple[Any, int]  # one thing that is compared: its kind and its number
+
+
+class Pair(NamedTuple):
+    """A tensor as the function has left it, and as the replay has."""
+
+    item: Item
+    name: str
+    one: torch.Tensor
+    other: torch.Tensor
+
+
+class Left(NamedTuple):
+    """What a call or a replay has left: results of some kinds, and all that it has changed.
+
+    Attributes:
+        results: By what they are called.
+        bound: What it has bound to names: numbers, texts and tensors.
+        held: Memory, gradients and generators.
+    """
+
+    results: dict[str, Any]
+    bound: list[Change]
+    held: Held
+
+
+class Difference(NamedTuple):
+    """One thing that the graph has made otherwise than the function."""
+
+    item: Item
+    what: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.detail}"
+
+
+class Noise:
+    """What a function gives other bits of each time it is run, as far as is known.
+
+    Attributes:
+        items: Numbers that have half of their digits in common from run to run.
+        wild: Items that have not, or that are no numbers: they can't be compared.
+    """
+
+    def __init__(self) -> None:
+        self.items: set[Item] = set()
+        self.wild: set[Item] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self.items or self.wild)
+
+
+class Comparison:
+    """Compares what a call of the function has left with what a replay has."""
+
+    def __init__(
+        self, effects: Effects, tolerance: Tolerance | None, noise: Noise, *, half: bool
+    ) -> None:
+        """``half``: without a tolerance, numbers are equal whose digits are, by half."""
+        self._effects, self._tolerance, self._noise, self._half = effects, tolerance, noise, half
+
+    def differences(self, one: Left, other: Left) -> Iterator[Difference]:
+        """Yield what differs: results, memory, gradients, generators."""
+        found = self._all_differences(one, other)
+        return (each for each in found if each.item not in self._noise.wild)
+
+    def _all_differences(self, one: Left, other: Left) -> Iterator[Difference]:
+        for what, result in one.results.items():
+            yield from self._in_tree(what, what, result, other.results[what])
+        yield from self._in_names(one.bound, other.bound)
+        yield from self._in_memory(one.held, other.held)
+        yield from self._in_gradients(one.held, other.held)
+        states = zip(one.held.generators, other.held.generators, strict=True)
+        for i, (state, other_state) in enumerate(states):
+            if not torch.equal(state, other_state):
+                name = f"the generator of {self._effects.generators[i].device}"
+                yield Difference(("generator", i), name, "is at another number")
+
+    def _in_tree(self, kind: Any, name: str, expected: Any, found: Any) -> Iterator[Difference]:
+        leaves, spec = flat(expected)
+        others, other_spec = flat(found)
+        if spec != other_spec:
+            yield Difference((kind, -1), name, f"is {spec}, and replayed {other_spec}")
+            return
+        pairs: list[Pair] = []
+        for i, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
+            yield from _in_leaf((kind, i), f"{name} {i}", leaf, other, pairs)
+        yield from self._unequal(pairs)
+
+    def _in_names(self, real: Sequence[Change], replayed: Sequence[Change]) -> Iterator[Difference]:
+        for one, other in zip(real, replayed, strict=True):
+            kind, name = (
+                ("name", one.where, one.name),
+                f"{one.name}, which the function binds, leaf",
+            )
+            yield from self._in_tree(kind, name, _bare(one.now), _bare(other.now))
+
+    def _in_memory(self, real: Held, replayed: Held) -> Iterator[Difference]:
+        pairs = []
+        for number, one, other in self._effects.pairs(real, replayed):
+            tensor = self._effects.tensors[number]
+            name = f"a {tuple(tensor.shape)} {tensor.dtype} tensor from outside"
+            pairs.append(Pair(("memory", number), name, one, other))
+        yield from self._unequal(pairs)
+
+    def _in_gradients(self, real: Held, replayed: Held) -> Iterator[Difference]:
+        pairs: list[Pair] = []
+        grads = zip(self._effects.leaves, real.grads, replayed.grads, strict=True)
+        for i, (leaf, one, other) in enumerate(grads):
+            item = "grad", i
+            name = f"grad of a {tuple(leaf.shape)} tensor"
+            if one is None or other is None:
+                if one is not other:
+                    there, gone = ("None", "not") if one is None else ("not None", "None")
+                    yield Difference(item, name, f"is {there}, and replayed {gone}")
+            elif one is not other:
+                pairs += _pairs(item, name, one, other)
+        yield from self._unequal(pairs)
+
+    def _unequal(self, pairs: Sequence[Pair]) -> Iterator[Difference]:
+        """Yield the pairs that differ; small tensors with equal bits are compared side by side."""
+        for batch in _batches(pairs):
+            if not _same_bits(batch):
+                for pair in batch:
+                    if self._elements(pair).any():
+                        yield Difference(pair.item, pair.name, self._first(pair))
+
+    def _elements(self, pair: Pair) -> torch.Tensor:
+        """Return which elements differ; without a tolerance, which bytes."""
+        half = self._half or pair.item in self._noise.items
+        within = self._tolerance or (_half_of_digits(pair.one) if half else None)
+        if within is None or not pair.one.is_floating_point():
+            return _bytes(pair.one) != _bytes(pair.other)
+        relative, absolute = within
+        close = torch.isclose(pair.one, pair.other, relative, absolute, equal_nan=True)
+        return ~close.reshape(-1)
+
+    def _first(self, pair: Pair) -> str:
+        unequal = self._elements(pair)
+        per_element = max(1, unequal.numel() // max(1, pair.one.numel()))
+        place = int(unequal.nonzero()[0]) // per_element
+        real, replayed = (x.reshape(-1)[place].item() for x in (pair.one, pair.other))
+        return f"differs at element {place}: {real!r}, and replayed {replayed!r}"
+
+
+def _half_of_digits(x: torch.Tensor) -> Tolerance | None:
+    """Return the tolerance for numbers of the size of the largest."""
+    if not x.is_floating_point() or not x.numel():
+        return None
+    largest = float(x.nan_to_num(posinf=0, neginf=0).abs().max())
+    return 0.0, float(torch.finfo(x.dtype).eps ** 0.5 * largest)
+
+
+def _in_leaf(
+    item: Item, name: str, leaf: Any, other: Any, pairs: list[Pair]
+) -> Iterator[Difference]:
+    """Yield what differs at sight; tensors whose elements are to be compared come to ``pairs``."""
+    if not isinstance(leaf, torch.Tensor) or not isinstance(other, torch.Tensor):
+        if not _same_value(leaf, other):
+            yield Difference(item, name, f"is {leaf!r:.80}, and replayed {other!r:.80}")
+    elif _layout(leaf) != _layout(other):
+        yield Difference(item, name, f"is {_layout(leaf)}, and replayed {_layout(other)}")
+    elif leaf is not other:
+        pairs += _pairs(item, name, leaf, other)
+
+
+def _pairs(item: Item, name: str, one: torch.Tensor, other: torch.Tensor) -> list[Pair]:
+    both = zip(map(_plain, parts(one)), map(_plain, parts(other)), strict=True)
+    return [Pair(item, name, a, b) for a, b in both]
+
+
+def _bare(x: Any) -> Any:
+    """Return tensors without their past: a replay binds such."""
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, x)
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().resolve_conj().resolve_neg()
+
+
+def _batches(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
+    """Yield pairs of one device side by side, up to ``TOGETHER`` bytes."""
+    batch: list[Pair] = []
+    nbytes = 0
+    for pair in pairs:
+        fits = nbytes + pair.one.nbytes <= TOGETHER
+        if batch and not (fits and pair.one.device == batch[0].one.device):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(pair)
+        nbytes += pair.one.nbytes
+    if batch:
+        yield batch
+
+
+def _same_bits(batch: Sequence[Pair]) -> bool:
+    ones, others = (
+        [_words(x) for x in side] for side in zip(*((p.one, p.other) for p in batch), strict=True)
+    )
+    if len(batch) == 1:
+        return torch.equal(ones[0], others[0])
+    return torch.equal(torch.cat(ones), torch.cat(others))
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def _words(x: torch.Tensor) -> torch.Tensor:
+    """Return the bits as whole numbers, of four bytes where they can be."""
+    found = _bytes(x)
+    odd = found.numel() % 4 or found.storage_offset() % 4
+    return found if odd else found.view(torch.int32)
+
+
+@cache
+def load_kernels(device: int) -> None:
+    """Have torch load what comparisons launch, which takes tens of milliseconds, once a process."""
+    with torch.cuda.device(device):
+        one, other = (torch.zeros(1 << 16, dtype=torch.int32, device="cuda") for _ in range(2))
+        torch._foreach_copy_([one, one], [other, other])
+        torch.equal(torch.cat([one, one]), torch.cat([other, other]))
+
+
+def _layout(x: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(x.shape), x.dtype, x.device, x.requires_grad
+
+
+def _same_value(one: Any, other: Any) -> bool:
+    """Return True for equal values; objects that can't tell are compared by their type."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, np.ndarray):
+        same = one.shape == other.shape and one.dtype == other.dtype
+        return bool(same and one.tobytes() == other.tobytes())
+    if isinstance(one, (float, complex, np.generic)):
+        return value(one) == value(other)
+    tells: Any = type(one).__eq__
+    return tells is object.__eq__ or bool(one == other)

@@ -1,0 +1,51 @@
+"""Functions of torch that are exchanged while a run is watched, so that it sees what they do.
+
+Torch would take other ways under a mode for functions, so the functions themselves are exchanged,
+and who is not looked on at runs the old ones.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+Place = tuple[Any, str]  # a class or module, and a name in it
+_lock = threading.Lock()
+
+
+class Exchange:
+    """Functions that are exchanged as long as at least one thread asks for it."""
+
+    def __init__(
+        self, places: Sequence[Place], watched: Callable[[str, Callable[..., Any]], Any]
+    ) -> None:
+        """``watched``: returns what takes the place of a function, by its name."""
+        self._places, self._watched = places, watched
+        self._inherited = [place for place in places if place[1] not in vars(place[0])]
+        self._before: list[Any] = []
+        self._asking = 0
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Exchange them inside a ``with`` block."""
+        with _lock:
+            self._asking += 1
+            if self._asking == 1:
+                self._before = [getattr(where, name) for where, name in self._places]
+                for (where, name), function in zip(self._places, self._before, strict=True):
+                    setattr(where, name, self._watched(name, function))
+        try:
+            yield
+        finally:
+            with _lock:
+                self._asking -= 1
+                if not self._asking:
+                    self._put_back()
+
+    def _put_back(self) -> None:
+        for place, function in zip(self._places, self._before, strict=True):
+            if place in self._inherited:
+                delattr(*place)
+            else:
+                setattr(*place, function)
+        self._before = []

@@ -1,0 +1,28 @@
+"""`torch.nn.functional.one_hot` on a CPU, where it reads the largest number to check it.
+
+While a run is watched, the same tensor is made by an operator that checks each number itself.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from commlib import _observers
+from commlib.graph.exchange import Exchange
+
+
+def _scattered(name: str, one_hot: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(one_hot)
+    def scattered(tensor: torch.Tensor, num_classes: int = -1) -> Any:
+        watched = _observers.observers and _observers.refusing()
+        if not watched or num_classes < 1 or not tensor.numel() or tensor.device.type != "cpu":
+            return one_hot(tensor, num_classes)
+        zeros = torch.zeros(*tensor.shape, num_classes, dtype=tensor.dtype)
+        return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+    return scattered
+
+
+checking_each = Exchange([(torch.nn.functional, "one_hot"), (torch._C._nn, "one_hot")], _scattered)

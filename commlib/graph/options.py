@@ -1,0 +1,53 @@
+"""The options of `capture`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from commlib.errors import GraphError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of one captured function, checked; ``capture`` says what they mean."""
+
+    key: Callable[..., Any] | None = None
+    warmup: int = 2
+    first: str = "once"
+    outputs: str = "borrow"
+    agree: int | None = None
+    on_fail: str = "raise"
+    verify: bool | int | str | None = None
+    tolerance: tuple[float, float] | None = None
+    max_graphs: int = 64
+
+    def __post_init__(self) -> None:
+        _one_of("first", self.first, "once", "warmup")
+        _one_of("outputs", self.outputs, "borrow", "copy")
+        _one_of("on_fail", self.on_fail, "raise", "eager")
+        if self.tolerance is not None and not _are_two_numbers(self.tolerance):
+            raise GraphError(f"tolerance={self.tolerance!r}: expected (rtol, atol), both 0 or more")
+        if self.warmup < 1:
+            raise GraphError(f"warmup={self.warmup}: expected 1 or more runs before the capture")
+        if self.max_graphs < 1:
+            raise GraphError(f"max_graphs={self.max_graphs}: expected 1 or more")
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> "Options":
+        """Return the options that a program has given. Raises ``GraphError`` for others."""
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise GraphError(f"capture() has no option {name!r}; it has {', '.join(known)}")
+        return cls(**given)
+
+
+def _are_two_numbers(x: Any) -> bool:
+    if not isinstance(x, (tuple, list)) or len(x) != 2:
+        return False
+    return all(isinstance(each, (int, float)) and each >= 0 for each in x)
+
+
+def _one_of(name: str, given: str, *known: str) -> None:
+    if given not in known:
+        raise GraphError(f"{name}={given!r}: expected {' or '.join(map(repr, known))}")

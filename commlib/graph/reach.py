@@ -1,0 +1,211 @@
+"""What Python objects a function can reach: its closure, its own object, globals that it names."""
+
+import random
+import sys
+import weakref
+from argparse import Namespace
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dis import get_instructions
+from enum import Enum
+from functools import lru_cache, partial
+from sysconfig import get_path
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+_MOST = 100_000  # objects that are looked at; those near the function come first
+# Of what is left out here, generators alone have a state that a program may set.
+_LEAVES = (bool, int, float, complex, str, bytes, range, type(None), ModuleType)
+# Libraries whose objects belong to them: what they count, they count for the whole process.
+_FOREIGN = {"commlib", "cupy", "numpy", *sys.stdlib_module_names}
+_INSTALLED = tuple({get_path("purelib"), get_path("platlib"), get_path("stdlib")})
+RANDOM = (random.Random, np.random.Generator, np.random.RandomState)  # that the program holds
+_LOOKS_UP = ("LOAD_GLOBAL", "LOAD_NAME")
+_NAMESPACES = (SimpleNamespace, Namespace)  # of the standard library, and what programs put there
+_OF_TORCH = ("torch.nn", "torch.optim", "torch.ao")  # of torch, what is the program's
+
+
+class Name:
+    """One global name of a function's module, with what it names."""
+
+    __slots__ = ("name", "names")
+
+    def __init__(self, names: dict[str, Any], name: str) -> None:
+        self.names, self.name = names, name
+
+
+class Reached(NamedTuple):
+    """What objects lead to: other objects, nearest first, and the tensors that they hold."""
+
+    objects: list[Any]
+    tensors: list[torch.Tensor]
+
+
+def reached(roots: Iterable[object], *, ends: tuple[type, ...] = ()) -> Reached:
+    """Return what ``roots`` lead to, once each.
+
+    Plain values are left out; so are objects of libraries that keep state of their own (the
+    standard library's, commlib's, most of torch's), and what these lead to, and what objects of the
+    types in ``ends`` lead to.
+    """
+    kind_of: Callable[[Any], _Kind] = _kind
+    queue, seen = deque[Any](roots), set[int]()
+    objects, tensors = list[Any](), list[torch.Tensor]()  # an id stands for one that is there
+    while queue and len(seen) < _MOST:
+        found = queue.popleft()
+        kind = kind_of(type(found))
+        while kind in (_Kind.STANDS, _Kind.REFERS):
+            # A captured function stands for its function; LR schedulers refer to their optimizer.
+            found = found.__commlib_captures__ if kind is _Kind.STANDS else found()
+            kind = kind_of(type(found))
+        if kind is _Kind.NOTHING or id(found) in seen:
+            continue
+        if kind is _Kind.DEFINED and not is_of_the_program(found):
+            continue
+        seen.add(id(found))
+        if kind is _Kind.TENSOR:
+            tensors.append(found)
+            continue
+        objects.append(found)
+        if not ends or not isinstance(found, ends):
+            queue.extend(_leads_to(found))
+    return Reached(objects, tensors)
+
+
+class _Kind(Enum):
+    """What is done about the objects of a type."""
+
+    NOTHING = 0
+    TENSOR = 1
+    STANDS = 2
+    REFERS = 3
+    DEFINED = 4  # a function or class, which belongs to a module of its own
+    FOLLOWED = 5
+
+
+@lru_cache(maxsize=10_000)
+def _kind(kind: type) -> _Kind:
+    if issubclass(kind, torch.Tensor):
+        return _Kind.TENSOR
+    if hasattr(kind, "__commlib_captures__"):
+        return _Kind.STANDS
+    if issubclass(kind, weakref.ref):
+        return _Kind.REFERS
+    if issubclass(kind, _LEAVES):
+        return _Kind.NOTHING
+    if issubclass(kind, FunctionType | type):
+        return _Kind.DEFINED
+    own = issubclass(kind, (MethodType, partial, Name, CellType, torch.Generator, *RANDOM))
+    return _Kind.FOLLOWED if own or is_of_the_program(kind) else _Kind.NOTHING
+
+
+def is_of_the_program(kind: Any) -> bool:
+    """Return True for a class or function that is no library's with state of its own."""
+    if kind in _NAMESPACES:
+        return True
+    module = str(kind.__module__)
+    if module in ("builtins", "collections", "__main__"):
+        return True
+    root = module.partition(".")[0]
+    return module.startswith(_OF_TORCH) if root == "torch" else root not in _FOREIGN
+
+
+def _leads_to(x: Any) -> Iterable[Any]:
+    """Return what an object holds."""
+    if type(x) in (dict, OrderedDict):
+        values: Iterable[Any] = x.values()
+        return values
+    if type(x) in (list, tuple, set):
+        items: Iterable[Any] = x
+        return items
+    found = [type(x).forward] if isinstance(x, torch.nn.Module) else [*_held_by(x)]
+    if isinstance(x, type):
+        found += _functions_of(x)
+    elif not isinstance(x, FunctionType | Name):
+        found += attributes(x).values()
+        kind: Any = type(x)
+        found += _own_class(kind)
+    return found
+
+
+@lru_cache(maxsize=10_000)
+def _own_class(kind: type) -> list[type]:
+    """Return a class, unless an installed package has it: these keep no state in classes."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return [kind] if file and not file.startswith(_INSTALLED) else []
+
+
+def _functions_of(kind: type) -> list[Any]:
+    """Return the functions of a class of the program, which lead to the globals that they name."""
+    if not _own_class(kind):
+        return []
+    held = [getattr(x, "__func__", getattr(x, "fget", x)) for x in vars(kind).values()]
+    return [x for x in held if isinstance(x, FunctionType)]
+
+
+def _held_by(x: Any) -> Iterator[Any]:
+    """Yield what an object holds elsewhere than in its attributes."""
+    if isinstance(x, FunctionType):
+        yield from x.__closure__ or ()
+        yield from x.__defaults__ or ()
+        yield from (x.__kwdefaults__ or {}).values()
+        if not x.__code__.co_filename.startswith(_INSTALLED):  # these exchange no globals
+            names = _names(x.__code__) & x.__globals__.keys()
+            yield from (Name(x.__globals__, name) for name in names)
+        yield from vars(x).values()
+    elif isinstance(x, Name):
+        yield x.names.get(x.name)
+    elif isinstance(x, CellType):
+        yield content(x)
+    elif isinstance(x, MethodType):
+        yield from (x.__self__, x.__func__)
+    elif isinstance(x, partial):
+        yield from (x.func, x.args, x.keywords)
+    elif isinstance(x, dict):
+        yield from x.values()
+    elif isinstance(x, list | tuple | set | frozenset | deque):
+        yield from x
+    if callable(x) and not isinstance(x, type | FunctionType | Name):
+        yield getattr(type(x).__call__, "__func__", type(x).__call__)
+
+
+@lru_cache(maxsize=10_000)
+def _names(code: CodeType) -> frozenset[str]:
+    """Return the global names that code looks up, and the functions in it."""
+    looks = (step for step in get_instructions(code) if step.opname in _LOOKS_UP)
+    found = {step.argval for step in looks}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= _names(constant)
+    return frozenset(found)
+
+
+def content(cell: CellType) -> Any:
+    """Return what a variable of a closure holds, or None where it has no value yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def attributes(x: Any) -> dict[str, Any]:
+    """Return the attributes of an object that are in its ``__dict__`` or its slots."""
+    found = dict(getattr(x, "__dict__", None) or {})
+    kind: Any = type(x)
+    for name in slots(kind):
+        if hasattr(x, name):
+            found[name] = getattr(x, name)
+    return found
+
+
+@lru_cache(maxsize=10_000)
+def slots(kind: type) -> tuple[str, ...]:
+    """Return the names that objects of a class keep outside a ``__dict__``."""
+    found: list[str] = []
+    for each in kind.__mro__:
+        slots = vars(each).get("__slots__", ())
+        found += (slots,) if isinstance(slots, str) else slots
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))

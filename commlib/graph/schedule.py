@@ -1,0 +1,45 @@
+"""Which replays are verified: the same calls on all members of a ring."""
+
+from commlib import flags
+from commlib.errors import GraphError
+
+_FIRST = (1, 2)  # replays that the default schedule verifies first
+
+
+class Schedule:
+    """Which replays of a key are verified.
+
+    ``"auto"``: the first two, then those whose number is a power of ten. A number N: every N-th.
+    """
+
+    def __init__(self, verify: "bool | int | str | None") -> None:
+        """``None``: as FLAGS_graph_verify says."""
+        if verify is None:
+            verify = flags.get(flags.GRAPH_VERIFY)
+        if not (verify == "auto" or isinstance(verify, bool) or _is_count(verify)):
+            raise GraphError(
+                f"verify={verify!r}: expected 'auto', True, False or a whole number N for every "
+                f"N-th replay"
+            )
+        self._auto, self._every = verify == "auto", 0 if verify == "auto" else int(verify)
+
+    @property
+    def ever(self) -> bool:
+        """Return True if any replay is verified."""
+        return self._auto or self._every > 0
+
+    def due(self, number: int) -> bool:
+        """Return True if replay ``number``, from 1 on, is a verified one."""
+        if self._auto:
+            return number in _FIRST or _is_power_of_ten(number)
+        return self._every > 0 and number % self._every == 0
+
+
+def _is_count(x: object) -> bool:
+    return isinstance(x, int) and x >= 0
+
+
+def _is_power_of_ten(number: int) -> bool:
+    while number >= 10 and number % 10 == 0:
+        number //= 10
+    return number == 1

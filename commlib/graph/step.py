@@ -1,0 +1,102 @@
+"""One operator of a captured stretch, with its tensors: it can be run again."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+_NESTS = (tuple, list, dict)
+_CHANGED = (torch.Tensor, *_NESTS)
+_COLLECTIVES = ("c10d", "_c10d_functional")  # of torch.distributed, which do not wait
+
+
+class Step(NamedTuple):
+    """One operator, with the memory of the tensors that it took and gave, and their shapes then."""
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made: tuple[tuple[int, torch.Tensor], ...]  # outputs with memory of their own, by position
+    grad: bool = False  # whether autograd was on: some operators return more then
+
+    def again(self) -> None:
+        """Run it again, on the same tensors and into the same memory."""
+        found = self._call()
+        if getattr(self.call, "namespace", "") in _COLLECTIVES:
+            _wait(found)
+        if self.made:
+            leaves = tensors_in(found)
+            for position, tensor in self.made:
+                tensor.copy_(leaves[position])
+
+    def _call(self) -> Any:
+        if not self.grad:
+            return self.call(*self.args, **self.kwargs)
+        with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+            return self.call(*self.args, **self.kwargs)
+
+
+def computes_nothing() -> bool:
+    """Return True under a FakeTensorMode: operators tell shapes there, and there are no values."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def leaves_in(tree: Any) -> list[Any]:
+    """Return the leaves of what an operator takes or returns: of tuples, lists and dicts.
+
+    It is asked several times an operator, and three times as fast as ``tree_leaves``.
+    """
+    if isinstance(tree, _NESTS):
+        found = []
+        for one in tree.values() if isinstance(tree, dict) else tree:
+            if isinstance(one, _NESTS):
+                found += leaves_in(one)
+            else:
+                found.append(one)
+        return found
+    return [tree]
+
+
+def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """Return what an operator takes with each tensor changed."""
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if not tree or not isinstance(tree, _NESTS):
+        return tree
+    if isinstance(tree, dict):
+        return {name: map_tensors(change, one) for name, one in tree.items()}
+    return type(tree)([map_tensors(change, x) if isinstance(x, _CHANGED) else x for x in tree])
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors of what an operator takes or returns."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    return [leaf for leaf in leaves_in(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _wait(found: Any) -> None:
+    """Wait for what a collective of torch.distributed has returned: tensors, or its work."""
+    for leaf in leaves_in(found):
+        if isinstance(leaf, torch.Tensor):
+            torch.ops._c10d_functional.wait_tensor(leaf)
+        elif hasattr(leaf, "wait"):
+            leaf.wait()
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Run what no autocast of the caller's is about inside a ``with`` block."""
+    with ExitStack() as off:
+        for device in ("cuda", "cpu"):
+            if torch.is_autocast_enabled(device):
+                off.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextmanager
+def as_recorded() -> Iterator[None]:
+    """Run steps inside a ``with`` block: autograd and autocast have done their part already."""
+    with torch.no_grad(), without_autocast():
+        yield

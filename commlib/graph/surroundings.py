@@ -1,0 +1,237 @@
+"""What a function uses beside its arguments, as a part of the key of its calls."""
+
+from collections.abc import Callable, Iterator
+from enum import Enum
+from functools import partial
+from itertools import chain
+from operator import is_
+from types import CellType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
+
+from commlib.graph.module_watch import ModuleWatch, Same
+from commlib.graph.reach import Name, attributes, content, is_of_the_program, reached
+from commlib.graph.schema import memory
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_MOST = 200  # attributes of plain objects that are asked at every call
+_SIMPLE = {torch.Tensor, torch.nn.Parameter, bool, int, float, str, type(None)}
+_DEEP = 4  # how far lists and objects are followed
+_FEW = 32  # items of a list or dict that are asked at every call
+_FIXED = (FunctionType, type, ModuleType)  # what a program does not exchange between calls
+_OWN_WAYS = (torch.nn.Module, torch.optim.Optimizer)  # to know of their changes
+_CONTAINERS = ("builtins", "collections")
+_Fact = tuple[tuple[int, str], Any]  # whose it is, its name, and what it is
+
+
+class Surroundings:
+    """Settings that a function reads from where it can reach: they tell its calls apart.
+
+    These are settings of optimizers' parameter groups, the attributes and parts of modules,
+    variables of the function's closure and module, and plain attributes of objects there. What the
+    function changes itself is its state and no setting.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn = fn
+        self._modules = ModuleWatch()
+        self._numbers: dict[Any, int] = {}  # by what modules hold: a short key for much
+        self._number = 0
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._cells: list[tuple[str, CellType]] = []
+        self._names: list[tuple[str, Name]] = []
+        self._objects: list[tuple[Any, str]] = []
+        self._own: set[Any] = set()  # what calls of the function change
+        self._before: dict[Any, Any] = {}
+        self._readers: list[Callable[[], Any]] = []  # of variables and attributes
+        self._held: list[Any] = []  # what they read last
+        self._known: tuple[Any, ...] = ()  # what tells that
+        self._is_steady = False  # whether the same objects tell the same
+        self._holds_items = False  # whether a variable is a small list or dict
+        self.weights: list[torch.Tensor] = []
+
+    def find(self) -> None:
+        """Look for settings; those that are new count from now on."""
+        self._cells, self._names, self._objects, self._is_steady = [], [], [], False
+        names = dict(_variables(self._fn))
+        whole = reached([self._fn]).objects
+        modules = [x for x in whole if isinstance(x, torch.nn.Module)]
+        forwards = {type(module).forward for module in modules}
+        for x in reached([self._fn, *forwards], ends=_OWN_WAYS).objects:
+            if isinstance(x, CellType):
+                if id(x) in names:
+                    self._cells.append((names[id(x)], x))
+            elif isinstance(x, Name):
+                if not isinstance(x.names.get(x.name), _FIXED):
+                    self._names.append((x.name, x))
+            elif not isinstance(x, _OWN_WAYS) and type(x).__module__ not in _CONTAINERS:
+                self._objects += [(x, name) for name in attributes(x)]
+        del self._objects[_MOST:]
+        self._readers = [partial(content, cell) for _, cell in self._cells]
+        self._readers += [partial(each.names.get, each.name) for _, each in self._names]
+        self._readers += [partial(getattr, x, name, None) for x, name in self._objects]
+        self._optimizers = [x for x in whole if isinstance(x, torch.optim.Optimizer)]
+        self._modules.add(modules)
+        found: list[Any] = [*self._modules.tensors()]
+        found += [x for each in self._optimizers for g in each.param_groups for x in g["params"]]
+        found += [x for _, _, x in self._variables()]
+        leaves = (x for x in found if isinstance(x, torch.Tensor) and x.is_leaf)
+        self.weights = [*{id(x): x for x in leaves}.values()]
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """Return the modules that the function can reach."""
+        return self._modules.modules
+
+    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Return the settings as they are now, of objects among the arguments too."""
+        if self._modules.changed:
+            self._modules.known = facts = tuple(self._modules.facts().items())
+            self._number = self._numbers.setdefault(facts, len(self._numbers))
+        own = self._own
+        now = [read() for read in self._readers]
+        if not self._is_steady or not all(map(is_, now, self._held)):
+            self._held = now
+            self._holds_items = any(_is_small(x) for _, _, x in self._variables())
+            self._is_steady = not (self._optimizers or self._holds_items)
+            self._known = tuple(what for name, what in self._facts() if name not in own)
+        if not args and not kwargs:
+            return (self._number, self._known)
+        asked = chain(*map(_of_object, _objects_in(args, kwargs)))
+        return (self._number, self._known, *(what for name, what in asked if name not in own))
+
+    def _facts(self) -> Iterator[_Fact]:
+        for optimizer in self._optimizers:
+            for number, group in enumerate(optimizer.param_groups):
+                for name, found in group.items():
+                    what = len(found) if name == "params" else _setting(found, _DEEP)
+                    yield (id(optimizer), f"{name} of group {number}"), what
+        for where, name, x in self._variables():
+            yield from _variable(where, name, x)
+        for x, name in self._objects:
+            yield (id(x), name), _setting(getattr(x, name, None))
+
+    def _variables(self) -> Iterator[tuple[int, str, Any]]:
+        for name, cell in self._cells:
+            yield id(cell), name, content(cell)
+        for name, each in self._names:
+            yield id(each.names), name, each.names.get(name)
+
+    def places(self) -> dict[Any, Any]:
+        """Return where tensors lie that small lists and dicts hold.
+
+        One that is replaced by another may still be held elsewhere. Where the function itself
+        replaces it, its place tells nothing.
+        """
+        if not self._holds_items:
+            return {}
+        found = (fact for variable in self._variables() for fact in _places(*variable))
+        return {name: place for name, place in found if name not in self._own}
+
+    def named(self) -> dict[str, str]:
+        """Return the settings in words, by their names."""
+        known = {name: repr(what) for (_, name), what in self._facts()}
+        known |= {f"a module's {name}": repr(what) for (_, name), what in self._modules.known}
+        return known
+
+    def before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Know the settings before a call, to tell which of them the function changes."""
+        self._before = self._all_facts(args, kwargs)
+
+    def after_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Leave out what the call has changed."""
+        now = self._all_facts(args, kwargs)
+        changed = [name for name in self._before | now if self._before.get(name) != now.get(name)]
+        self._own.update(changed)
+        self._modules.leave_out(changed)
+        self._before, self._is_steady = {}, False
+
+    def _all_facts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
+        found: dict[Any, Any] = dict(self._facts())
+        found |= dict(fact for variable in self._variables() for fact in _places(*variable))
+        for x in _objects_in(args, kwargs):
+            found |= dict(_of_object(x))
+        return found | self._modules.facts()
+
+
+def _objects_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the plain objects among the arguments, and in lists and tuples there."""
+    if all(type(x) in _SIMPLE for x in args) and not kwargs:
+        return []
+    return [x for x in tree_leaves((args, kwargs)) if _is_open(type(x))]
+
+
+_known_open: dict[type, bool] = {}
+
+
+def _is_open(kind: type) -> bool:
+    """Return True if the attributes of an object of this type tell what it is."""
+    found = _known_open.get(kind)
+    if found is None:
+        closed = issubclass(kind, (*_OWN_WAYS, *_PLAIN, *_FIXED, torch.Tensor, Enum))
+        found = _known_open[kind] = not closed and is_of_the_program(kind)
+    return found
+
+
+def _of_object(x: Any) -> Iterator[_Fact]:
+    for name, held in attributes(x).items():
+        yield (id(x), name), _setting(held, _DEEP)
+
+
+def _variable(where: int, name: str, x: Any) -> Iterator[_Fact]:
+    """Yield what tells what a variable holds: small lists and dicts count by their items too."""
+    yield (where, name), _setting(x)
+    if _is_small(x):
+        items = _items(x)
+        yield (where, f"the items of {name}"), tuple(_setting(key) for key, _ in items)
+        for key, held in items:
+            if not isinstance(held, torch.Tensor):
+                yield (where, f"{name}[{_label(key)}]"), _setting(held)
+
+
+def _places(where: int, name: str, x: Any) -> Iterator[_Fact]:
+    """Yield where the tensors among a variable's items lie."""
+    for key, held in _items(x) if _is_small(x) else ():
+        if isinstance(held, torch.Tensor) and not is_lazy(held) and held.layout is torch.strided:
+            place = memory(held), held.storage_offset(), held.shape, held.stride(), held.dtype
+            yield (where, f"the place of {name}[{_label(key)}]"), place
+
+
+def _label(key: Any) -> str:
+    """Return a text for a key; no code of the program runs, and no tensor is read."""
+    return repr(key) if type(key) in _PLAIN else f"{type(key).__name__} at {id(key):#x}"
+
+
+def _is_small(x: Any) -> bool:
+    return type(x) in (list, dict) and len(x) <= _FEW
+
+
+def _items(x: Any) -> list[tuple[Any, Any]]:
+    return list(x.items() if isinstance(x, dict) else enumerate(x))
+
+
+def _setting(x: Any, depth: int = 0) -> Any:
+    """Return what tells a setting from another: the value of plain ones, else which object.
+
+    Lists, dicts and objects count by what they hold down to ``depth``, below that as themselves.
+    """
+    if isinstance(x, _PLAIN):
+        return type(x), x
+    if isinstance(x, tuple) or (depth and isinstance(x, list) and len(x) <= _FEW):
+        return type(x), tuple(_setting(one, depth - 1 if depth else 0) for one in x)
+    if depth and type(x) is dict and len(x) <= _FEW:
+        return tuple((_setting(key), _setting(held, depth - 1)) for key, held in x.items())
+    if depth and _is_open(type(x)):
+        return Same(x), _setting(attributes(x), depth - 1)
+    return Same(x)
+
+
+def _variables(fn: Any) -> Iterator[tuple[int, str]]:
+    """Yield the cells of a function's closure, by id, with their names."""
+    inner = getattr(fn, "__func__", fn)
+    cells = getattr(inner, "__closure__", None) or ()
+    for name, cell in zip(inner.__code__.co_freevars if cells else (), cells, strict=True):
+        yield id(cell), name

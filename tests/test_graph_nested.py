@@ -1,0 +1,134 @@
+"""Graphed modules of torch.cuda, and graphs of the program, inside a capture."""
+
+import copy
+from typing import Any
+
+import torch
+
+from commlib import graph
+from commlib.errors import GraphError
+from tests._check import refused, same
+from tests._ranks import Ranks
+
+
+def graphed_module(comm: Any) -> None:
+    """One runs in a captured function, forward and backward, with the bits of eager code."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 4)]
+    eager = torch.nn.Sequential(*layers).to(comm.device)
+    graphed = copy.deepcopy(eager)
+    torch.cuda.make_graphed_callables(graphed, (torch.zeros(3, 8, device=comm.device),))
+    scored = graph.capture(lambda x: graphed(x) * 2, outputs="copy")
+    for turn in range(5):
+        x = torch.full((3, 8), float(turn), device=comm.device)
+        found, want = scored(x), eager(x) * 2
+        same(torch.equal(found, want), True, f"turn {turn}")
+        for module, out in ((graphed, found), (eager, want)):
+            module.zero_grad()
+            out.sum().backward()
+        pairs = zip(graphed.parameters(), eager.parameters(), strict=True)
+        same([torch.equal(a.grad, b.grad) for a, b in pairs], [True] * 4, f"gradients, turn {turn}")
+    same(graph.report(scored)[0]["replays"] > 0, True, "replays")
+    with torch.no_grad():
+        same(torch.equal(graphed(x), eager(x)), True, "the graphed module itself")
+
+
+def test_graphed_modules(gpu_ranks: Ranks) -> None:
+    gpu_ranks(graphed_module)
+
+
+def graph_of_the_program(comm: Any) -> None:
+    """A replay of the program's own graph is refused by name, and the call stands."""
+    total = torch.zeros(4, device=comm.device)
+    own, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(own, stream=stream):
+        total.add_(1)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        own.replay()
+        return x + total
+
+    x = torch.zeros(4, device=comm.device)
+    with refused(GraphError, "replay of a CUDA graph can't stand in a graph"):
+        graph.capture(f)(x)
+    kept = graph.capture(f, on_fail="eager")
+    for turn in range(1, 4):
+        total.zero_()
+        same(kept(x).tolist(), [1.0] * 4, f"turn {turn}")
+
+
+def test_graphs_of_the_program(gpu_ranks: Ranks) -> None:
+    gpu_ranks(graph_of_the_program)
+
+
+def emptied(comm: Any) -> None:
+    """Memory that each call fills and empties, as FSDP does, is the graph's own while it runs."""
+    count, buffer = 1 << 12, torch.zeros(1 << 12, device=comm.device)
+    memory = buffer.untyped_storage()
+    memory.resize_(0)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        memory.resize_(4 * count)
+        buffer.copy_(x)
+        y = buffer * 2
+        memory.resize_(0)
+        return y
+
+    g, others = graph.capture(f, outputs="copy"), []
+    for turn in range(6):
+        others.append(torch.full((count,), -1.0, device=comm.device))  # it may lie there now
+        found = g(torch.full((count,), float(turn), device=comm.device))
+        same(torch.unique(found).tolist(), [2.0 * turn], f"turn {turn}")
+        same({x.sum().item() for x in others}, {-1.0 * count}, f"other memory in turn {turn}")
+        same(memory.nbytes(), 0, "bytes after the call")
+    same(graph.report(g)[0]["replays"], 5, "replays")
+
+
+def test_memory_that_each_call_empties(gpu_ranks: Ranks) -> None:
+    gpu_ranks(emptied)
+
+
+def fsdp_step(comm: Any) -> None:
+    """A training step with FSDP2 has the bits of eager code when all of it is captured."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def trained(captured: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)]
+        model = torch.nn.Sequential(*layers).to(comm.device)
+        mesh = init_device_mesh("cuda", (comm.size,))
+        for part in (layers[0], layers[2], model):
+            fully_shard(part, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad(set_to_none=False)
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            found: torch.Tensor = loss.detach()
+            return found
+
+        call, found = step, []
+        for turn in range(8):
+            if turn == 2:  # what FSDP makes in its first steps is there
+                call = captured(step)
+            x = torch.full((4, 8), turn + 1.0 + comm.rank, device=comm.device)
+            found.append(call(x).clone())
+        return [*found, *(p.to_local().clone() for p in model.parameters())]  # type: ignore[attr-defined]
+
+    graphs = []
+
+    def captured(step: Any) -> Any:
+        graphs.append(graph.capture(step, outputs="copy"))
+        return graphs[-1]
+
+    want = trained(lambda step: step)
+    equal = [torch.equal(a, b) for a, b in zip(trained(captured), want, strict=True)]
+    same(equal, [True] * len(want), "bits")
+    same(graph.report(graphs[0])[0]["replays"] > 1, True, "replays")
+
+
+def test_steps_with_fsdp(gpu_ranks: Ranks) -> None:
+    gpu_ranks(fsdp_step)

@@ -1,0 +1,179 @@
+"""Functions that give other bits each time, and what it leaves to run one once more."""
+
+import ctypes
+import logging
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from commlib import graph
+from commlib.errors import GraphError
+from tests._check import close, same
+from tests.test_graph_verify import Hidden
+
+X = torch.ones(3)
+
+
+def shaken(y: torch.Tensor, number: int) -> torch.Tensor:
+    """Change the last bits of the first element, as no operator shows."""
+    ctypes.memset(y.data_ptr(), number % 251 + 1, 1)
+    return y
+
+
+def test_one_noisy_output_hides_no_other() -> None:
+    hidden, numbers = Hidden(), count(1)
+
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * hidden.scale, shaken(x * 3, next(numbers))
+
+    g = graph.capture(f, outputs="copy", verify=True)
+    for turn in range(4):
+        one, other = g(X)
+        close(one, X * 2, f"turn {turn}")
+        close(other, X * 3, f"turn {turn}", atol=1e-3)
+    same(graph.report(g)[0]["repeats"], False)
+    hidden.scale = 5.0
+    with pytest.raises(GraphError, match=r"output 0 differs at element 0: 5\.0, and replayed 2\.0"):
+        g(X)
+
+
+def test_a_noisy_output_that_is_another_number() -> None:
+    """It is compared by half of its digits, as soon as it is known to be noise."""
+    hidden, numbers = Hidden(), count(1)
+    g = graph.capture(lambda x: shaken(x * hidden.scale, next(numbers)), verify=True)
+    for _ in range(3):
+        close(g(X), X * 2, atol=1e-3)
+    hidden.scale = 2.5
+    with pytest.raises(GraphError, match="output 0 differs"):
+        g(X)
+
+
+def test_a_tolerance() -> None:
+    hidden, numbers = Hidden(), count(1)
+    f = lambda x: shaken(x * hidden.scale, next(numbers))  # noqa: E731
+    close_enough = graph.capture(f, outputs="copy", tolerance=(1e-3, 1e-3))
+    for _ in range(4):
+        close(close_enough(X), X * 2, atol=1e-3)
+    same(graph.report(close_enough)[0]["verified"], 2, "verified")
+    far = graph.capture(f, outputs="copy", tolerance=(1e-3, 1e-3))
+    far(X)
+    hidden.scale = 3.0
+    with pytest.raises(GraphError, match="output 0 differs at element"):
+        far(X)
+
+
+class Shaking(torch.autograd.Function):
+    """A product whose gradient is noisy."""
+
+    numbers = count(1)
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return shaken(grad * ctx.scale, next(Shaking.numbers)), None
+
+
+def shake(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """Apply ``Shaking``."""
+    found: torch.Tensor = Shaking.apply(x, scale)  # type: ignore[no-untyped-call]
+    return found
+
+
+def test_a_noisy_backward_hides_no_forward() -> None:
+    hidden = Hidden()
+    g = graph.capture(lambda x: shake(x, hidden.scale), outputs="copy", verify=True)
+    for turn in range(4):
+        x = X.clone().requires_grad_()
+        out = g(x)
+        close(out.detach(), X * 2, f"turn {turn}")
+        out.sum().backward()
+        close(x.grad, X * 2, f"gradient of turn {turn}", atol=1e-3)
+    hidden.scale = 5.0
+    with pytest.raises(GraphError, match=r"output 0 differs at element 0: 5\.0"):
+        g(X.clone().requires_grad_())
+
+
+def test_what_further_runs_leave() -> None:
+    """Gradients and lists are those of the one call that counts, also where a later run fails."""
+    hidden, log, weight = Hidden(), list[float](), torch.ones(3, requires_grad=True)
+
+    def logged(x: torch.Tensor) -> torch.Tensor:
+        if hidden.scale > 2:
+            log.append(hidden.scale)
+            if len(log) > 1:
+                raise IndexError("the second time")
+        weight.grad = None
+        (weight * x).sum().backward()
+        return x * hidden.scale
+
+    g = graph.capture(logged, outputs="copy", on_fail="eager", verify=True)
+    weight.grad = torch.zeros(3)
+    for turn in range(1, 4):
+        close(g(X * turn), X * 2 * turn, f"turn {turn}")
+        close(weight.grad, X * turn, f"gradient of turn {turn}")
+    hidden.scale = 5.0
+    close(g(X * 4), X * 20, "the call that differs")
+    close(weight.grad, X * 4, "its gradient")
+    same(log, [5.0], "its list")
+
+
+RESULTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "nan": lambda x: (x * 2, float("nan"), np.float32("nan"), complex("nan")),
+    "array": lambda x: (x * 2, np.arange(3)),
+    "object": lambda x: (x * 2, object()),
+    "function": lambda x: (x * 2, lambda: None),
+    "conjugate": lambda x: (x.to(torch.complex64) * 2).conj(),
+}
+
+
+@pytest.mark.parametrize("what", RESULTS)
+def test_results_that_are_compared(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    g = graph.capture(RESULTS[what], outputs="copy", verify=True)
+    with caplog.at_level(logging.INFO, "commlib"):
+        for _ in range(4):
+            g(X)
+    same((graph.report(g)[0]["repeats"], graph.report(g)[0]["verified"]), (True, 3))
+    assert "other bits" not in caplog.text
+
+
+def test_names_that_are_bound() -> None:
+    """They are compared, are the function's own where that stands, and no graph writes to them."""
+    hidden = Hidden()
+
+    class State:
+        h = torch.zeros(3)
+
+    state, kept = State(), list[torch.Tensor]()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        state.h = x * hidden.scale
+        return x + 1
+
+    g = graph.capture(f, verify=2)
+    for turn in range(1, 6):
+        g(X * turn)
+        kept.append(state.h)
+    close(torch.stack(kept), torch.stack([X * 2 * turn for turn in range(1, 6)]))
+    hidden.scale = 5.0
+    g(X)
+    with pytest.raises(GraphError, match=r"binds, leaf 0 differs .* 5\.0, and replayed 2\.0"):
+        g(X)
+    close(state.h, X * 5, "what the function did stands")
+
+
+def test_gradients_that_non_leaves_keep() -> None:
+    base = torch.ones(3, requires_grad=True)
+    g = graph.capture(lambda x: x.sin(), outputs="copy", verify=True)
+    for turn in range(4):
+        x = base * 2
+        x.retain_grad()
+        g(x).sum().backward()
+        close(x.grad, (X * 2).cos(), f"turn {turn}", atol=1e-6)

@@ -1,0 +1,50 @@
+"""Recurrent networks of cuDNN: weights in one buffer, and dropout with its own random numbers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from commlib import graph
+from commlib.graph.generators import default_generator
+from tests._check import same
+from tests._ranks import Ranks
+
+_SEEDED_AT = 6  # the turn before which the program sets the generator
+
+
+def losses(kind: Any, comm: Any, captured: Callable[[Any], Any]) -> list[torch.Tensor]:
+    """Train a network with dropout; returns what each turn gives, and where it leaves torch."""
+    torch.manual_seed(0)
+    network = kind(4, 8, num_layers=2, dropout=0.5).to(comm.device)
+    call, found = captured(network), []
+    for turn in range(10):
+        if turn == _SEEDED_AT:
+            torch.manual_seed(5)
+        network.zero_grad()
+        out, _ = call(torch.full((3, 2, 4), turn + 1.0, device=comm.device))
+        out.square().mean().backward()
+        found += [out.detach().clone(), *(p.grad.clone() for p in network.parameters())]
+        found.append(default_generator(comm.device).get_state())
+    return found
+
+
+def recurrent(comm: Any, kind: Any) -> None:
+    """Captured, a network drops out what it does eagerly, also after the generator was set."""
+    graphs = []
+
+    def captured(network: Any) -> Any:
+        graphs.append(graph.capture(network))
+        return graphs[-1]
+
+    want = losses(kind, comm, lambda network: network)
+    found = losses(kind, comm, captured)
+    equal = [torch.equal(a, b) for a, b in zip(found, want, strict=True)]
+    same(equal, [True] * len(want), "bits")
+    same(graph.report(graphs[0])[0]["replays"] > 1, True, "replays")
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_dropout_of_recurrent_networks(unified_ranks: Ranks, kind: Any) -> None:
+    unified_ranks(recurrent, kind)
