@@ -15,7 +15,7 @@ READY := $(VENV)/.ready
 RUN := $(VENV)/bin/python
 endif
 
-.PHONY: demo test check format bench memcheck doctor setup clean
+.PHONY: demo test check format bench models memcheck doctor setup clean
 
 demo: setup
 	@$(RUN) -m commlib.tools.cli demo $(ARGS)
@@ -34,6 +34,11 @@ format: setup
 
 bench: setup
 	@$(RUN) -m commlib.tools.cli bench $(ARGS)
+
+# Compares every program of tests/models with eager code and writes docs/models.md; on GPUs where
+# there are two, else on the CPU.
+models: setup
+	@$(RUN) -m tests.models $(ARGS)
 
 # Needs GPUs, and compute-sanitizer: of the CUDA toolkit, or the wheel nvidia-cuda-sanitizer-api.
 SANITIZER ?= compute-sanitizer

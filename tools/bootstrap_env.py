@@ -10,7 +10,8 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("test", "tools", "dev")
+EXTRAS = ("test", "tools", "models", "dev")
+GPU_EXTRA = "models_gpu"  # what only fits a torch that was built for CUDA
 
 
 def main(folder: str) -> None:
@@ -24,7 +25,7 @@ def main(folder: str) -> None:
     _install(python, "--no-build-isolation", "--editable", f".[{','.join(EXTRAS)}]")
     extra = _cuda_extra(_driver_cuda(), _torch_cuda(python))
     if extra:
-        _install(python, "--no-build-isolation", "--editable", f".[{extra}]")
+        _install(python, "--no-build-isolation", "--editable", f".[{extra},{GPU_EXTRA}]")
 
 
 def _install(python: Path, *what: str) -> None:

@@ -1,0 +1,1 @@
+"""Programs of third-party libraries, each run eagerly and captured, and compared bit for bit."""

@@ -1,0 +1,26 @@
+"""All programs by name."""
+
+import functools
+import importlib
+
+from tests.models.program import Program
+
+_FAMILIES = (
+    "tests.models.transformers_models",
+    "tests.models.generation",
+    "tests.models.training",
+    "tests.models.third_party",
+    "tests.models.two_ranks",
+)
+
+
+@functools.cache
+def programs() -> dict[str, Program]:
+    """Return every program of every family by name."""
+    found: dict[str, Program] = {}
+    for family in _FAMILIES:
+        for program in importlib.import_module(family).PROGRAMS:
+            if program.name in found:
+                raise ValueError(f"two programs are called {program.name}")
+            found[program.name] = program
+    return found

@@ -1,0 +1,181 @@
+"""Run programs in forked processes, so that the crash of one does not reach the others.
+
+On a CPU each run has a process of its own, forked from one that has loaded the libraries. On GPUs a
+process runs one program after the other until something goes wrong.
+"""
+
+import functools
+import multiprocessing as mp
+import os
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tests.models.compare import Outcome, Record, first_difference, outcome, record
+from tests.models.program import Program, Start
+
+DEADLINE_S = 120
+_fork = mp.get_context("fork")
+
+
+def quiet() -> None:
+    """Keep libraries from the network and from printing; run before they are imported."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    os.environ["DIFFUSERS_VERBOSITY"] = "error"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+
+
+class Worker:
+    """A forked process that runs jobs one after the other."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._jobs, theirs = _fork.Pipe()
+        self._process = _fork.Process(target=_serve, args=(theirs, environment), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def send(self, job: Callable[[], Record]) -> None:
+        """Begin a job."""
+        self._jobs.send(job)
+
+    def receive(self) -> Record:
+        """Return what the job gave, or why there is nothing."""
+        try:
+            if self._jobs.poll(DEADLINE_S):
+                found = self._jobs.recv()
+                assert isinstance(found, Record)
+                return found
+            return Record(error=f"not done after {DEADLINE_S} s")
+        except (EOFError, ConnectionError):
+            self._process.join(5)
+            return Record(error=f"the process died with exit code {self._process.exitcode}")
+
+    def stop(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.join()
+        self._jobs.close()
+
+
+def _serve(jobs: Any, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    sys.stdin.close()
+    os.dup2(2, 1)  # what programs print is no answer
+    while True:
+        try:
+            job = jobs.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            found = job()
+        except BaseException:
+            found = Record(error=traceback.format_exc())
+        jobs.send(found)
+
+
+class Runner:
+    """Runs programs on one kind of device and compares their runs."""
+
+    def __init__(self, device: str, programs: dict[str, Program]) -> None:
+        self._device, self._programs = device, programs
+        self._kept: Worker | None = None
+
+    def run(self, name: str) -> Outcome:
+        """Run a program eagerly and captured, and say what the comparison came to."""
+        program = self._programs[name]
+        if program.ranks > 1:
+            return self._on_ranks(program)
+        found = self._compared(program, program.start)
+        if found.kind == "refused" and program.remedied is not None:
+            changed = self._compared(program, program.remedied)
+            if changed.kind == "equal":
+                return replace(changed, kind="remedied", text=found.text)
+            return replace(changed, text=f"{found.text}. With the change: {changed.text}")
+        return found
+
+    def _compared(self, program: Program, start: Start) -> Outcome:
+        eager = self._record(program, start, captured=False)
+        captured = self._record(program, start, captured=True)
+        found = outcome(program, eager, captured)
+        if found.kind == "different":
+            again = self._record(program, start, captured=False)
+            if first_difference(eager, again):
+                found.kind = "unsteady"
+        if found.kind not in ("equal", "close", "refused", "idle"):
+            self._end()
+        return found
+
+    def _record(self, program: Program, start: Start, *, captured: bool) -> Record:
+        worker = self._kept or Worker({})
+        remedied = start is program.remedied
+        job = functools.partial(_recorded, program.name, self._device, remedied, captured)
+        worker.send(job)
+        found = worker.receive()
+        self._kept = worker
+        if self._device == "cpu" or (found.error and not found.refused):
+            self._end()
+        return found
+
+    def _end(self) -> None:
+        if self._kept is not None:
+            self._kept.stop()
+            self._kept = None
+
+    def _on_ranks(self, program: Program) -> Outcome:
+        """Compare on each rank; the first rank that is not equal speaks for all."""
+        from torch.distributed import TCPStore
+
+        runs = []
+        for captured in (False, True):
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            workers = [Worker(_rank(store.port, i, program.ranks)) for i in range(program.ranks)]
+            for rank, worker in enumerate(workers):
+                device = self._device if self._device == "cpu" else f"{self._device}:{rank}"
+                worker.send(functools.partial(_recorded, program.name, device, False, captured))
+            runs.append([worker.receive() for worker in workers])
+            for worker in workers:
+                worker.stop()
+        found = [outcome(program, eager, captured) for eager, captured in zip(*runs, strict=True)]
+        return next((each for each in found if each.kind != "equal"), found[0])
+
+
+def _rank(port: int, rank: int, size: int) -> dict[str, str]:
+    return {
+        "FLAGS_dynamic_static_unified_comm": "1",
+        "FLAGS_comm_timeout_s": "30",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+    }
+
+
+def _recorded(name: str, device: str, remedied: bool, captured: bool) -> Record:
+    """Run one program; the process was forked after all programs were known."""
+    from tests.models.catalog import programs
+
+    program = programs()[name]
+    start = program.start
+    if remedied:
+        assert program.remedied is not None
+        start = program.remedied
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        os.chdir(folder)
+        place = torch.device(device)
+        if place.type == "cuda":
+            torch.cuda.set_device(place.index or 0)
+        found = record(program, start, place, captured=captured)
+        os.chdir("/")
+    return found
