@@ -145,7 +145,7 @@ def _sequence(ring: CommContext, rounds: int) -> tuple[dict[str, Samples], dict[
     check("sequence", {name: updates[name].after(call) for name, call in calls.items()})
     found: dict[str, Samples] = {
         HOST: _hosts(calls, rounds, UPDATE_BURST),
-        WALL: _walls(ring, calls, rounds),
+        WALL: walls(ring, calls, rounds),
     }
     (row,) = graph.report(ours)
     ours.reset()
@@ -163,7 +163,7 @@ def _module(ring: CommContext, rounds: int) -> Samples:
     }
     calls = {name: partial(passes[name].both, forward) for name, forward in forwards.items()}
     check("module", {name: passes[name].after(call) for name, call in calls.items()})
-    found = _walls(ring, calls, rounds)
+    found = walls(ring, calls, rounds)
     ours.reset()
     return found
 
@@ -221,7 +221,8 @@ def _hosts(calls: Mapping[str, Call], rounds: int, burst: int) -> Samples:
     return race(calls, rounds=rounds, calls=burst, settle=torch.cuda.synchronize)
 
 
-def _walls(ring: CommContext, calls: Mapping[str, Call], rounds: int) -> Samples:
+def walls(ring: CommContext, calls: Mapping[str, Call], rounds: int) -> Samples:
+    """Return the seconds of each call on the slowest rank, one value a round."""
     meters = {name: partial(_wall, ring, call) for name, call in calls.items()}
     return interleave(meters, rounds=rounds)
 

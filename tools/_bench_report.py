@@ -78,7 +78,8 @@ def with_range(value: Spread) -> str:
 def target(what: str, measured: float, limit: float, unit: str = "") -> str:
     """Return the finding that ``measured`` stays within ``limit``, or that it does not."""
     met = "met" if measured <= limit else "missed"
-    return f"{met}: {what}: {number(measured)}{unit}, target at most {number(limit)}{unit}"
+    write = number if limit >= 0.1 else "{:.4f}".format
+    return f"{met}: {what}: {write(measured)}{unit}, target at most {write(limit)}{unit}"
 
 
 def show(console: Console, report: Report) -> None:

@@ -78,8 +78,8 @@ def bench(
 ) -> None:
     """Time the benchmarks NAMES against their named peers, or all of them.
 
-    They are host, gloo, import, memory, cross-entropy, experts, class-center, allreduce, capture
-    and overlap.
+    They are host, gloo, import, memory, cross-entropy, experts, class-center, allreduce, capture,
+    llama and overlap.
     """
     from commlib.tools.bench import run_bench, run_tune
 

@@ -17,6 +17,7 @@ from commlib.tools import (
     _bench_gloo,
     _bench_host,
     _bench_import,
+    _bench_llama,
     _bench_memory,
     _bench_overlap,
     _bench_tune,
@@ -49,6 +50,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "class-center": _bench_class_center,
     "allreduce": _bench_allreduce,
     "capture": _bench_capture,
+    "llama": _bench_llama,
     "overlap": _bench_overlap,
 }
 
