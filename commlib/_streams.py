@@ -32,7 +32,7 @@ def forget() -> None:
 
 
 # Whether the current stream is captured, from the driver. torch.cuda.is_current_stream_capturing
-# answers True in the runs before a capture too: programs ask it what a graph may do.
+# answers the same in a capture and in the runs before it (graph/asked.py).
 stream_captures: Callable[[], bool] = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )

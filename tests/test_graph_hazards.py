@@ -483,7 +483,7 @@ def stale_nodes(comm: Any, inside: bool) -> None:
 
     captured = graph.capture(backward if inside else module)
     if on_gpu(comm) and not hasattr(torch.autograd.graph, "set_override_stale_capture_stream"):
-        with refused(GraphError, "autograd node", "default stream", "let go"):
+        with refused(GraphError, "autograd node", "default stream", "delete that forward"):
             step(captured)
         whole(comm)
         held = torch.zeros(1, requires_grad=True)  # and the nodes are gone
