@@ -18,8 +18,8 @@ from tests._suites import compiled, compiled_out, layouts, lazy_bits, raw, value
 def exchange(x: torch.Tensor, ring_id: int = 0, *, out: Any = None, **mode: Any) -> Any:
     """Send to the other rank and receive from it, rank 0 first sending, rank 1 first receiving."""
     rank = commlib.comm(ring_id).rank
-    if out is None:
-        out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    if out is None:  # nothing fills it: a receive without fences would not wait for that
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if rank == 0:
         sent = ops.send(x, ring_id, peer=1, **mode)
         came = ops.recv(out, ring_id, peer=1, **mode)
