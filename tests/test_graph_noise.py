@@ -2,8 +2,10 @@
 
 import ctypes
 import logging
+import threading
 from collections.abc import Callable
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -167,6 +169,54 @@ def test_names_that_are_bound() -> None:
     with pytest.raises(GraphError, match=r"binds, leaf 0 differs .* 5\.0, and replayed 2\.0"):
         g(X)
     close(state.h, X * 5, "what the function did stands")
+
+
+def test_noise_of_one_name_hides_no_other() -> None:
+    """Also where a call changes fewer names than the one before."""
+    numbers, noisy, other = count(1), threading.Event(), threading.Event()
+    state = SimpleNamespace(mode=1, a=None, b=None)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        state.mode = 2
+        state.a = shaken(x * 1, next(numbers)) if noisy.is_set() else x * 1
+        state.b = x * (2.00001 if other.is_set() else 2)
+        return x + 1
+
+    g = graph.capture(f, outputs="copy", verify=True)
+    for turn in range(4):
+        state.mode = 1
+        if turn == 3:
+            noisy.set()
+        close(g(X), X + 1, f"turn {turn}")
+    same(graph.report(g)[0]["repeats"], False, "whether a has other bits each time")
+    noisy.clear()
+    other.set()  # two names change now, and three did
+    with pytest.raises(GraphError, match=r"SimpleNamespace\.b, which the function binds"):
+        g(X)
+
+
+def test_a_call_that_differs_counts_each_write_once() -> None:
+    """Memory is written through a tensor and a view of it, and read by the backward."""
+    total, weight, more = torch.zeros(3), torch.ones(3, requires_grad=True), threading.Event()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            total.add_(x)
+            total[0] = 7.0
+            if more.is_set():
+                total.mul_(2)
+        return weight * total
+
+    g = graph.capture(f, outputs="copy", verify=True, on_fail="eager")
+    for _ in range(4):
+        g(X).sum().backward()
+    before = total._version
+    more.set()
+    out = g(X)
+    same(total._version - before, 3, "writes")
+    weight.grad = None
+    out.sum().backward()
+    close(weight.grad, total)
 
 
 def test_gradients_that_non_leaves_keep() -> None:
