@@ -99,7 +99,7 @@ def unwaited() -> Iterator[list[Work]]:
 
 
 def begun(work: Work) -> Work:
-    """Note a work for whoever has to wait for all; returns it.
+    """Note a work for the caller that waits for all of them; returns it.
 
     What waiting for it does is a part of its call, and nothing that an observer should see again.
     """

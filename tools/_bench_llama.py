@@ -42,7 +42,7 @@ CAPTION = (
     "rank. decode: "
     f"one token over a static cache of {CACHED}, layers split over all ranks. pass: forward and "
     f"backward of {BATCH} x {LENGTH} tokens. first call: the first pass of a captured module, with "
-    "all runs before the capture and the capture itself, beside an eager pass. checks: what "
+    "all runs before the capture and the capture itself, compared with an eager pass. checks: what "
     f"verified calls add to {FEW} and {MANY} training steps (forward, backward, clip, AdamW) by "
     f"the default schedule: the time of {FEW} steps with it over that with verify=False; for "
     f"{MANY} steps, by the number of verified calls. All figures but checks use verify=False."

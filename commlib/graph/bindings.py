@@ -99,7 +99,7 @@ class Bindings:
 
     @property
     def gone(self) -> bool:
-        """Return True if the program has let go of a tensor that is to be bound."""
+        """Return True if the program has released a tensor that is to be bound."""
         return bool(self._others) and any(x.value() is None for x in self._others)
 
     def memory(self) -> Iterator[int]:

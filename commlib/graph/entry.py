@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_unflatten
@@ -29,6 +29,34 @@ from commlib.graph.signature import Arguments, of_tensor
 from commlib.graph.verify import Verification, Verified
 
 
+class Known(NamedTuple):
+    """What the options and the runs before the capture tell of a function.
+
+    Attributes:
+        copy: Whether outputs are copies.
+        own: Whether the graph has copies of all arguments from the start.
+        tolerance: Of verified calls.
+        noise: What the function gives other bits of each time.
+        sets: What each call binds to names.
+        by_parts: Names that eager parts bind.
+        leaves: Whose gradients the function may read or bind.
+        roots: What leads to the objects that the function binds tensors to.
+        watched: Tensors that the function can reach.
+        unseen: Tensors that it writes, and no operator says so.
+    """
+
+    copy: bool
+    own: bool
+    tolerance: Tolerance | None
+    noise: Noise
+    sets: Sequence[Kept]
+    by_parts: Set[tuple[int, str]]
+    leaves: Sequence[torch.Tensor]
+    roots: Sequence[object]
+    watched: Sequence[weakref.ref[torch.Tensor]]
+    unseen: Sequence[torch.Tensor]
+
+
 class Entry:
     """A captured call without gradients.
 
@@ -42,33 +70,20 @@ class Entry:
         call: Arguments,
         make: Callable[..., tuple[Pieces, Any]],
         rooms: Sequence[torch.Tensor | None],
-        *,
-        copy: bool,
-        own: bool,
+        known: Known,
         schedule: Schedule,
-        tolerance: Tolerance | None,
-        noise: Noise,
-        sets: Sequence[Kept],
-        by_parts: Set[tuple[int, str]],
-        leaves: Sequence[torch.Tensor],
-        roots: Sequence[object],
-        watched: Sequence[weakref.ref[torch.Tensor]],
-        unseen: Sequence[torch.Tensor],
     ) -> None:
         """``rooms``: for each leaf of the result, where it is to lie if the graph makes it."""
-        self._watched = watched  # tensors that the function can reach
-        self._unseen = _places(unseen, call.tensors)  # that it writes, and no operator says so
-        self._rooms, self._schedule, self._tolerance = rooms, schedule, tolerance
-        self._roots = roots  # lead to objects that the function binds tensors to
-        self._leaves = list(leaves)  # whose gradients the function may read or bind
-        self._sets = sets  # what each call sets, and where
-        self._by_parts = by_parts  # names that eager parts bind
-        self.noise = noise  # what the function gives other bits of each time
-        self._fn, self._make, self._copy = fn, make, copy
+        self._watched = known.watched
+        self._unseen = _places(known.unseen, call.tensors)
+        self._rooms, self._schedule, self._tolerance = rooms, schedule, known.tolerance
+        self._roots, self._leaves, self._sets = known.roots, list(known.leaves), known.sets
+        self._by_parts, self.noise, self._copy = known.by_parts, known.noise, known.copy
+        self._fn, self._make = fn, make
         self._own: dict[int, torch.Tensor] = {}  # by position: memory of the graph's own
         self._targets: dict[int, torch.Tensor] = {}  # the same, to be written to
         self._strided: set[int] = set()  # those of them that have gaps, or elements twice
-        if own:
+        if known.own:
             self._make_room(call, range(len(call.tensors) - call.grads))
         self.replays = self.bytes_copied = 0
         self.verified, self.verify_seconds = 0, 0.0
@@ -80,7 +95,7 @@ class Entry:
         self.lost = False  # it was to be captured again, and could not
         self.pieces: Pieces
         self._capture(call, again=False)
-        if self.pieces.reads and not own:  # a later capture may find other values
+        if self.pieces.reads and not known.own:  # a later capture may find other values
             self._make_room(call, range(len(call.tensors) - call.grads))
             self.pieces.release()
             self._capture(call, again=True)
@@ -431,7 +446,7 @@ class Entry:
 
     @property
     def stale(self) -> bool:
-        """Return True if the program has let go of a tensor that the graph reads."""
+        """Return True if the program has released a tensor that the graph reads."""
         return self._externals.gone or self._bindings.gone
 
     def uses(self, key: int) -> bool:
@@ -475,7 +490,7 @@ def _places(
 
 @contextmanager
 def _kept_grads(leaves: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor | None]]:
-    """Let leaves have behind a ``with`` block the gradients of before it; yields these."""
+    """Restore the gradients of leaves after a ``with`` block; yields those from before it."""
     before = [leaf.grad for leaf in leaves]
     try:
         yield before

@@ -9,9 +9,9 @@ from commlib.graph.ledger import Ledger
 
 
 class Externals:
-    """What a graph reads beside its arguments.
+    """What a graph reads in addition to its arguments.
 
-    A tensor that the program lets go of was replaced by another, as a rule: a checkpoint was
+    A tensor that the program releases was replaced by another, as a rule: a checkpoint was
     loaded, a cache was reordered. The graph still reads the old one's memory.
     """
 

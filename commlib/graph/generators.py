@@ -52,7 +52,7 @@ def moved_on(generators: Sequence[torch.Generator]) -> Iterator[None]:
 def put_state(generator: torch.Generator, state: torch.Tensor) -> None:
     """Give a generator a state that it had.
 
-    Where a GPU's generator is set, cuDNN begins its dropout anew. One over the same state has its
+    Where a GPU's generator is set, cuDNN restarts its dropout. One over the same state has its
     own sign of that, which nobody reads.
     """
     if generator.device.type == "cuda" and hasattr(generator, "graphsafe_get_state"):

@@ -21,7 +21,7 @@ from commlib.errors import CommError, GraphError
 from commlib.graph import pool as pools
 from commlib.graph.compare import Noise, load_kernels
 from commlib.graph.engine import Engine, HostEngine, Pool
-from commlib.graph.entry import Entry
+from commlib.graph.entry import Entry, Known
 from commlib.graph.grads import Grads
 from commlib.graph.host import OtherValue
 from commlib.graph.nested import unrolled
@@ -49,7 +49,7 @@ _FEW, _OFTEN = 4, 8  # replays of a graph, and graphs of one kind of call
 
 
 class Graphed:
-    """A captured function; call it as the function. ``reset()`` lets go of its graphs."""
+    """A captured function; call it as the function. ``reset()`` releases its graphs."""
 
     def __init__(self, fn: Callable[..., Any], options: Options) -> None:
         if not callable(fn):
@@ -330,24 +330,23 @@ class Graphed:
     ) -> Entry | Slots:
         warm.save_again()
         make = functools.partial(_captured, engine, warm)
-        how: dict[str, Any] = {
-            "copy": self.options.outputs == "copy",
-            "own": device.type == "cpu",
-            "tolerance": self.options.tolerance,
-            "noise": Noise(),
-            "sets": warm.sets,
-            "by_parts": warm.by_parts,
-            "leaves": warm.leaves,
-            "watched": warm.watched,
-            "unseen": warm.unseen,
-            "roots": warm.roots,
-        }
+        known = Known(
+            copy=self.options.outputs == "copy",
+            own=device.type == "cpu",
+            tolerance=self.options.tolerance,
+            noise=Noise(),
+            sets=warm.sets,
+            by_parts=warm.by_parts,
+            leaves=warm.leaves,
+            roots=warm.roots,
+            watched=warm.watched,
+            unseen=warm.unseen,
+        )
         if not warm.differentiable:
-            how["schedule"] = self._schedule
-            return Entry(self.fn, call, make, warm.rooms(), **how)
-        how |= {"make": make, "engine": engine, "parameters": warm.parameters}
+            return Entry(self.fn, call, make, warm.rooms(), known, self._schedule)
+        how: dict[str, Any] = {"make": make, "engine": engine, "parameters": warm.parameters}
         how["differs"] = functools.partial(self._drop_different, call.key)
-        build = functools.partial(Slot, self.fn, **how)
+        build = functools.partial(Slot, self.fn, known=known, **how)
         return Slots(build, call, self.fn, self._schedule)
 
     def _device(self, call: Arguments) -> torch.device:
@@ -362,11 +361,11 @@ class Graphed:
         return torch.device("cuda", torch.cuda.current_device())
 
     def check(self) -> None:
-        """Raise ``GraphError`` when something that the graphs use was exchanged behind them.
+        """Raise ``GraphError`` if a tensor that the graphs use was replaced since the capture.
 
         That is a tensor that has other memory now (``p.data = ...``), or a parameter or buffer of a
         captured module that is another tensor than at the capture. It takes some 50 ns a tensor, so
-        the program asks: behind loading weights, or once a step while looking for a bug.
+        the program asks: after loading weights, or once a step while looking for a bug.
         """
         now = named(self._module)
         gone = [name for name, x in self._at_capture.items() if now.get(name) is not x()]
@@ -423,7 +422,7 @@ def _captured(
     ``again``: this rank captures ``part`` another time, the same, and no other rank is asked.
     ``before``: the forward of a backward.
     """
-    # What runs outside may replay other graphs; gradients that are bound stay behind a replay.
+    # What runs outside may replay other graphs; gradients that are bound stay after a replay.
     if pool is None and (warm.broken or warm.binds_grads or warm.binds):
         pool = engine.own_pool()
     pieces = Pieces(engine, warm.generators, pool)

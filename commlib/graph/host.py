@@ -57,7 +57,7 @@ class Read(NamedTuple):
 
 
 class Seed:
-    """That nobody sets a generator: cuDNN would begin its own random numbers anew."""
+    """Check that the generator was not set: cuDNN would restart its own random numbers."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
@@ -67,7 +67,7 @@ class Seed:
         """Raise ``OtherValue`` where its seed is another one, or where it has gone back."""
         seed, offset = self._generator.initial_seed(), self._generator.get_offset()
         if seed != self._seed or offset < self._offset:
-            raise OtherValue("torch's generator was set, so that cuDNN's dropout begins anew")
+            raise OtherValue("torch's generator was set, so that cuDNN restarts its dropout")
         self._offset = offset
 
 

@@ -29,7 +29,7 @@ class Unfolded:
 
 
 class _Shape:
-    """What an object is beside its tensors: equal for objects that differ in these alone."""
+    """What an object is apart from its tensors: equal for objects that differ in these alone."""
 
     def __init__(self, unfolded: Unfolded) -> None:
         self.whole, self.tensors = unfolded.whole, unfolded.tensors

@@ -86,7 +86,7 @@ class Change(NamedTuple):
     def counts(self) -> bool:
         """Return True for a number or text that is another, and for items that have come or gone.
 
-        Other objects may be made anew at each call and mean the same.
+        Other objects may be new at each call and mean the same.
         """
         if isinstance(self.now, torch.Tensor):
             return False

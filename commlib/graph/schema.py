@@ -46,7 +46,7 @@ class Facts(NamedTuple):
         writes: Arguments that it writes to.
         unsaid: Arguments that it writes to where ``learns`` is true or None.
         learns: The argument that says so.
-        own_random: Whether it draws from numbers of its own, which begin anew where torch's
+        own_random: Whether it draws from numbers of its own, which restart where torch's
             generator is set.
         own: Whether it is torch's own: it makes no collective inside.
     """
@@ -131,7 +131,7 @@ class OpCall:
 
     @property
     def written(self) -> list[torch.Tensor]:
-        """Return the tensors that it writes to, by its schema and beside it."""
+        """Return the tensors that it writes to, by its schema and otherwise."""
         known = self.known
         if not (known.writes or known.unsaid):
             return []

@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
@@ -13,11 +13,9 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from commlib._tensors import parts, rebuilt
 from commlib.errors import GraphError
 from commlib.graph.backward import Backward
-from commlib.graph.bindings import Kept
-from commlib.graph.compare import Noise, Tolerance
 from commlib.graph.effects import Effects
 from commlib.graph.engine import Engine
-from commlib.graph.entry import Entry
+from commlib.graph.entry import Entry, Known
 from commlib.graph.host import OtherValue
 from commlib.graph.leaves import Tensors, gradients, leaf, plain_gradients
 from commlib.graph.nodes import used_up
@@ -101,7 +99,7 @@ class Slots:
 
     @property
     def stale(self) -> bool:
-        """Return True if the program has let go of a tensor that a slot reads."""
+        """Return True if the program has released a tensor that a slot reads."""
         return any(slot.stale for slot in self.slots)
 
     def uses(self, key: int) -> bool:
@@ -154,17 +152,8 @@ class Slot(Entry):
         make: Callable[..., tuple[Pieces, Any]],
         engine: Engine,
         parameters: Sequence[torch.Tensor],
+        known: Known,
         *,
-        copy: bool,
-        own: bool,
-        tolerance: Tolerance | None,
-        noise: Noise,
-        sets: Sequence[Kept],
-        by_parts: Set[tuple[int, str]],
-        leaves: Sequence[torch.Tensor],
-        roots: Sequence[object],
-        watched: Sequence[weakref.ref[torch.Tensor]],
-        unseen: Sequence[torch.Tensor],
         differs: Callable[[Unequal], None],
         later: bool,
     ) -> None:
@@ -176,17 +165,7 @@ class Slot(Entry):
         self._backwards: dict[Any, Backward] = {}
         # What lies between forward and backward is in a pool of their own.
         made = functools.partial(make, pool=engine.own_pool())
-        never = Schedule(False)
-        how: dict[str, Any] = {
-            "copy": copy,
-            "own": own,
-            "tolerance": tolerance,
-            "noise": noise,
-            "sets": sets,
-            "by_parts": by_parts,
-        }
-        how |= {"leaves": leaves, "roots": roots, "watched": watched, "unseen": unseen}
-        super().__init__(fn, call, made, (), schedule=never, **how)
+        super().__init__(fn, call, made, (), known, Schedule(False))
 
     @property
     def graphs(self) -> list[Pieces]:
@@ -366,7 +345,7 @@ class Slot(Entry):
     def _backward_of(self, grads: Sequence[torch.Tensor | None]) -> Backward:
         """Return the backward from those outputs whose gradients come; the first time, capture it.
 
-        Raises ``GraphError`` where the graphs were let go of.
+        Raises ``GraphError`` if the graphs were released.
         """
         if not self._backwards:
             raise GraphError("the graph of this backward was released before it ran")

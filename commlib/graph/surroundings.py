@@ -1,4 +1,4 @@
-"""What a function uses beside its arguments, as a part of the key of its calls."""
+"""What a function uses in addition to its arguments, as a part of the key of its calls."""
 
 from collections.abc import Callable, Iterator
 from enum import Enum

@@ -79,7 +79,7 @@ class WarmUp:
         self._compared = False  # whether the capture has to be as the run before it
         self._names: list[str] = []  # operators of the function itself, and its collectives
         self._calls: list[str] = []
-        self._made: dict[int, StorageWeakRef] = {}  # memory that the runs behind the call made
+        self._made: dict[int, StorageWeakRef] = {}  # memory that the runs after the call made
         self._carried: set[int] = set()  # of these, what the last run has read
         self.empty: set[int] = set()  # memory that each run fills itself, and leaves without a byte
         self._drawn: list[torch.Generator] = []  # that the run before has drawn from
@@ -185,7 +185,7 @@ class WarmUp:
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Begin where the call began inside a ``with`` block, and leave all as behind the call.
+        """Begin where the call began inside a ``with`` block, and leave all as after the call.
 
         A call may have used up what there was: it has filled a cache to its end.
         """
@@ -390,7 +390,7 @@ class WarmUp:
             )
 
     def check_state(self, ledger: Ledger) -> None:
-        """Refuse state that a run behind the call has made and the next one has written."""
+        """Refuse state that a run after the call has made and the next one has written."""
         written = [memory for key, memory in ledger.written.items() if self._lives(key)]
         if written:
             sizes = ", ".join(f"{memory.nbytes()} bytes" for memory in written[:5])
