@@ -37,7 +37,7 @@ class Opening(Protocol):
 class _Clone:
     """A connection of our own to a store that the program made."""
 
-    stage = "opening it"
+    stage = "this rank was opening it"
 
     def __init__(self, store: Any) -> None:
         self.store = store

@@ -28,8 +28,8 @@ class TcpOpening:
     def __call__(self, deadline: Deadline) -> dist.Store:
         address = self._reach(deadline)
         self.stage = (
-            "waiting for an answer to its first request: the port is open, but what listens there "
-            "may not be a rendezvous store; look at MASTER_ADDR and MASTER_PORT"
+            f"{self.who} was waiting for an answer to its first request: the port is open, but "
+            "what listens there may not be a rendezvous store; look at MASTER_ADDR and MASTER_PORT"
         )
         try:
             store = dist.TCPStore(
@@ -60,10 +60,10 @@ class TcpOpening:
         """Return the number of the address that accepts connections."""
         pause, trouble = 0.01, "nothing was tried"
         while True:
-            self.stage = f"looking up the host {self.host!r}"
+            self.stage = f"{self.who} was looking up the host {self.host!r}; look at MASTER_ADDR"
             try:
                 found = addresses(self.host, self.port)
-                self.stage = "connecting"
+                self.stage = f"{self.who} was connecting"
                 for family, address in found:
                     with socket.socket(family, socket.SOCK_STREAM) as probe:
                         probe.settimeout(max(0.001, deadline.left()))

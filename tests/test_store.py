@@ -137,11 +137,25 @@ def test_silent_port() -> None:
 
 def test_unknown_host() -> None:
     begin = time.monotonic()
-    with refused(BootstrapError, "rank 1 of 2", "no.such.host.invalid"):
+    with refused(BootstrapError, "rank 1 of 2", "the host 'no.such.host.invalid'", "MASTER_ADDR"):
         opened(1, "no.such.host.invalid").get("x", Deadline(1))
     with refused(BootstrapError, "the host 'no.such.host.invalid' is unknown", "MASTER_ADDR"):
         serve("no.such.host.invalid", 1, "rank 0 of 2", Deadline(1))
     assert time.monotonic() - begin < 20
+
+
+def test_a_resolver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = threading.Event()
+
+    def stuck(*_: object, **__: object) -> list[object]:
+        answer.wait(60)
+        raise socket.gaierror(socket.EAI_AGAIN, "no answer")
+
+    monkeypatch.setattr(socket, "getaddrinfo", stuck)
+    words = "rank 1 of 2", "looking up the host 'somewhere.invalid'", "MASTER_ADDR", "within 1 s"
+    with refused(BootstrapError, *words):
+        opened(1, "somewhere.invalid").get("x", Deadline(1))
+    answer.set()
 
 
 def test_a_client_waits_for_a_server_that_comes_later(capfd: pytest.CaptureFixture[str]) -> None:
@@ -152,7 +166,7 @@ def test_a_client_waits_for_a_server_that_comes_later(capfd: pytest.CaptureFixtu
     store = opened(port)
     client = threading.Thread(target=lambda: got.append(store.get("x", Deadline(60))))
     client.start()
-    until(lambda: store.connection._opening.stage == "connecting")
+    until(lambda: "connecting" in store.connection._opening.stage)
     ours = serve("127.0.0.1", port, "rank 0 of 2", Deadline(30))
     ours.set("x", "1")
     client.join(60)
