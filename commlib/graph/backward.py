@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from commlib._tensors import is_wrapper, parts, rebuilt
+from commlib.graph.layout import maker
 from commlib.graph.pieces import Pieces
 
 
@@ -31,6 +32,7 @@ class Backward:
         self.pieces, self.given, self._grads = pieces, given, grads
         self._parts = [part for grad in grads.values() for part in parts(grad)]
         self._wrapped = any(map(is_wrapper, grads.values()))
+        self._make = {} if self._wrapped else {i: maker(grad) for i, grad in grads.items()}
 
     def run(self, coming: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Replay it with the gradients of outputs; returns fresh tensors, by position."""
@@ -47,7 +49,7 @@ class Backward:
     def _fresh(self) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
         """Return new gradients by position, and all memory that is to be written."""
         if not self._wrapped:
-            plain = {i: torch.empty_like(grad) for i, grad in self._grads.items()}
+            plain = {i: make() for i, make in self._make.items()}
             return plain, [*plain.values()]
         fresh = {i: rebuilt(grad, torch.empty_like) for i, grad in self._grads.items()}
         return fresh, [part for grad in fresh.values() for part in parts(grad)]

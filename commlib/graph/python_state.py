@@ -15,6 +15,7 @@ import torch
 from commlib.graph.reach import RANDOM, Name, reached, slots
 
 _DICTS = (dict, OrderedDict, defaultdict)
+_CONTAINERS = {*_DICTS, list, set}
 _ACCESS = ("__iter__", "__setitem__", "__getitem__", "clear", "get")  # that a subclass may change
 _PLAIN = (bool, int, float, complex, str, bytes)
 _VALUES = (*_PLAIN, type(None), torch.dtype, torch.device)
@@ -105,7 +106,11 @@ class PythonState:
     def __init__(self, roots: Iterable[object]) -> None:
         found = reached(roots)
         self.tensors = found.tensors  # that the objects hold
-        self._held = [held for x in found.objects for held in _held(x)]
+        empty, others = list[Any](), list[Any]()  # most of a module's ten dicts for hooks are empty
+        for x in found.objects:
+            (others if type(x) not in _CONTAINERS or x else empty).append(x)
+        self._held = [held for x in others for held in _held(x)]
+        self._held.append(_Empty(empty))
         self._undo = [partial(random.setstate, random.getstate())]
         numpy = sys.modules.get("numpy")
         if numpy is not None:
@@ -127,9 +132,10 @@ class PythonState:
 class _Items:
     """A dict, or the attributes of an object, which are one."""
 
-    def __init__(self, target: MutableMapping[Any, Any], of: object, dots: bool) -> None:
-        self._target, self._kept = target, dict(target)
-        self._of, self._dots = of, dots
+    def __init__(
+        self, target: MutableMapping[Any, Any], kept: dict[Any, Any], of: object, *, dots: bool
+    ) -> None:
+        self._target, self._kept, self._of, self._dots = target, kept, of, dots
 
     def restore(self) -> None:
         if list(self._target) != list(self._kept):
@@ -153,11 +159,30 @@ class _Items:
             yield Change(id(self._of), text, was, len(self._target), _NO_PLACE)
 
 
+class _Empty:
+    """Dicts, lists and sets that hold nothing."""
+
+    def __init__(self, targets: list[Any]) -> None:
+        self._targets = targets
+
+    def restore(self) -> None:
+        for target in self._targets:
+            if target:
+                target.clear()
+
+    def changes(self) -> Iterator[Change]:
+        for target in self._targets:
+            if target:
+                is_dict = isinstance(target, dict)
+                held = _Items(target, {}, target, dots=False) if is_dict else _Sequence(target, [])
+                yield from held.changes()
+
+
 class _Sequence:
     """A list, a set or a deque."""
 
-    def __init__(self, target: Any) -> None:
-        self._target, self._kept = target, list(target)
+    def __init__(self, target: Any, kept: list[Any]) -> None:
+        self._target, self._kept = target, kept
 
     def restore(self) -> None:
         if len(self._target) != len(self._kept) or any(
@@ -307,20 +332,20 @@ def _held(x: Any) -> Iterator[Any]:
     elif isinstance(x, type):
         yield _Class(x)
     elif type(x) in _DICTS:
-        yield _Items(x, x, dots=False)
+        yield _Items(x, dict(x), x, dots=False)
     elif type(x) in (list, set, deque):
-        yield _Sequence(x)
+        yield _Sequence(x, list(x))
     else:
         if _keeps(x, dict):
-            yield _Items(x, x, dots=False)
+            yield _Items(x, dict(x), x, dots=False)
         elif _keeps(x, list) or _keeps(x, set) or _keeps(x, deque):
-            yield _Sequence(x)
+            yield _Sequence(x, list(x))
         kind: Any = type(x)
         if slots(kind):
             yield _Slots(x)
         attributes = getattr(x, "__dict__", None)
         if type(attributes) is dict:
-            yield _Items(attributes, x, dots=True)
+            yield _Items(attributes, dict(attributes), x, dots=True)
 
 
 def _is_plain(x: Any) -> bool:

@@ -57,7 +57,7 @@ def reached(roots: Iterable[object], *, ends: tuple[type, ...] = ()) -> Reached:
     while queue and len(seen) < _MOST:
         found = queue.popleft()
         kind = kind_of(type(found))
-        while kind in (_Kind.STANDS, _Kind.REFERS):
+        while kind is _Kind.STANDS or kind is _Kind.REFERS:
             # A captured function stands for its function; LR schedulers refer to their optimizer.
             found = found.__commlib_captures__ if kind is _Kind.STANDS else found()
             kind = kind_of(type(found))
@@ -70,7 +70,11 @@ def reached(roots: Iterable[object], *, ends: tuple[type, ...] = ()) -> Reached:
             tensors.append(found)
             continue
         objects.append(found)
-        if not ends or not isinstance(found, ends):
+        if kind is _Kind.DICT:
+            queue.extend(found.values())
+        elif kind is _Kind.ITEMS:
+            queue.extend(found)
+        elif not ends or not isinstance(found, ends):
             queue.extend(_leads_to(found))
     return Reached(objects, tensors)
 
@@ -83,7 +87,9 @@ class _Kind(Enum):
     STANDS = 2
     REFERS = 3
     DEFINED = 4  # a function or class, which belongs to a module of its own
-    FOLLOWED = 5
+    DICT = 5
+    ITEMS = 6
+    FOLLOWED = 7
 
 
 @lru_cache(maxsize=10_000)
@@ -98,6 +104,10 @@ def _kind(kind: type) -> _Kind:
         return _Kind.NOTHING
     if issubclass(kind, FunctionType | type):
         return _Kind.DEFINED
+    if kind in (dict, OrderedDict):
+        return _Kind.DICT
+    if kind in (list, tuple, set):
+        return _Kind.ITEMS
     own = issubclass(kind, (MethodType, partial, Name, CellType, torch.Generator, *RANDOM))
     return _Kind.FOLLOWED if own or is_of_the_program(kind) else _Kind.NOTHING
 
@@ -115,12 +125,6 @@ def is_of_the_program(kind: Any) -> bool:
 
 def _leads_to(x: Any) -> Iterable[Any]:
     """Return what an object holds."""
-    if type(x) in (dict, OrderedDict):
-        values: Iterable[Any] = x.values()
-        return values
-    if type(x) in (list, tuple, set):
-        items: Iterable[Any] = x
-        return items
     found = [type(x).forward] if isinstance(x, torch.nn.Module) else [*_held_by(x)]
     if isinstance(x, type):
         found += _functions_of(x)
