@@ -133,6 +133,8 @@ class Entry:
         self._externals = Externals(pieces.ledgers, places)
         self.outputs = Outputs(result, inputs, self._is_own, copy=self._copy)
         self._bindings = Bindings(bound, self._sets, inputs, self._is_own)
+        gives = self._written or self._bound or self._bindings.names or self.outputs.lends
+        self._only_launches = not gives
         self._behind(result, inputs, again=again)
         self.capture_seconds = time.perf_counter() - began
 
@@ -340,19 +342,18 @@ class Entry:
             if self.outputs.lends:
                 self.outputs.expire(f"the call at {place(caller)}")
             self.replays += 1
-            if self.replays & (self.replays - 1):
-                self._replay(call)
-            else:  # every now and then: the clock takes its time too
-                began = time.perf_counter()
-                self._replay(call)
+            timed = not self.replays & (self.replays - 1)  # now and then: the clock takes its time
+            began = time.perf_counter() if timed else 0.0
+            if self.pieces.broken:
+                self._replay_parts(call)
+            else:
+                self.pieces.replay()
+            if timed:
                 self.launch_seconds = time.perf_counter() - began
             return self._outcome(tensors, caller)
 
-    def _replay(self, call: Arguments) -> None:
-        """Replay; eager parts find the gradients that the graphs have."""
-        if not self.pieces.broken:
-            self.pieces.replay()
-            return
+    def _replay_parts(self, call: Arguments) -> None:
+        """Replay graphs and eager parts; these find the gradients that the graphs have."""
         given = [self._own.get(i, tensor) for i, tensor in enumerate(call.tensors)]
         before = self._bindings.now()
         with _kept_grads(self._leaves), _reading(call, given):
@@ -360,6 +361,8 @@ class Entry:
         self._bindings.check(before)
 
     def _outcome(self, tensors: Sequence[torch.Tensor], caller: FrameType) -> Any:
+        if self._only_launches:
+            return self.outputs.give(tensors, "")
         for i in self._written:
             if i in self._own:
                 with torch.no_grad():

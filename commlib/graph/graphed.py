@@ -35,7 +35,7 @@ from commlib.graph.refuse import (
     refuse_wanting,
 )
 from commlib.graph.schedule import Schedule
-from commlib.graph.signature import Arguments, arguments, bare, value
+from commlib.graph.signature import Arguments, arguments, bare, modes, value
 from commlib.graph.slots import Slot, Slots
 from commlib.graph.surroundings import Surroundings
 from commlib.graph.verify import Unequal
@@ -75,6 +75,7 @@ class Graphed:
         owner = getattr(fn, "__self__", fn)  # of a bound method
         self._module = owner if isinstance(owner, torch.nn.Module) else None
         self._around = Surroundings(fn)
+        self._bare = bare(())  # the last call without arguments
         self._at_capture: dict[str, weakref.ref[torch.Tensor]] = {}
         everything.add(self)
 
@@ -112,7 +113,7 @@ class Graphed:
         if self.options.agree is not None:
             self._agree_on(call.key, self.options.agree)
         entry = self.entries.get(call.key)
-        if entry is not None and (entry.stale or self._have_moved(entry.places)):
+        if entry is not None and (entry.stale or (entry.places and self._have_moved(entry.places))):
             self._drop_stale(call.key, entry)
             entry = None
         if entry is None and call.key in self.eager:
@@ -145,8 +146,6 @@ class Graphed:
 
     def _have_moved(self, places: dict[Any, Any]) -> bool:
         """Return True if a list or dict holds another tensor where the graph knows one."""
-        if not places:
-            return False
         now = self._around.places()
         return any(now.get(name) != place for name, place in places.items())
 
@@ -238,7 +237,12 @@ class Graphed:
             own = (*own, *[x.requires_grad for x in weights])
         if self.options.key is not None:
             own = (*own, value(self.options.key(*args, **kwargs)))
-        call = arguments(args, kwargs, own) if args or kwargs else bare(own)
+        if args or kwargs:
+            call = arguments(args, kwargs, own)
+        else:
+            key, call = modes() + own, self._bare
+            if key != call.key:
+                call = self._bare = bare(key)
         return self._grads.extend(call) if self._grads.leaves else call
 
     # -- the first call of a kind ------------------------------------------------------------------
@@ -384,7 +388,7 @@ class Graphed:
         self.eager.clear()
         self._seen.clear()
         self._at_capture = {}
-        self._around = Surroundings(self.fn)
+        self._around, self._bare = Surroundings(self.fn), bare(())
 
     def _drop_entries(self) -> None:
         for entry in self.entries.values():

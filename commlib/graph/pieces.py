@@ -38,7 +38,9 @@ def inside() -> bool:
 
     These have the mode of whatever watches; where nothing does, they are known by not being ours.
     """
-    if making() is not None or (_observers.observers and _observers.looking_on()):
+    if getattr(_making, "now", None) is not None:
+        return True
+    if _observers.observers and _observers.looking_on():
         return True
     return bool(_runs) and isinstance(threading.current_thread(), threading._DummyThread)
 

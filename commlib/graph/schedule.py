@@ -31,7 +31,7 @@ class Schedule:
     def due(self, number: int) -> bool:
         """Return True if replay ``number``, from 1 on, is a verified one."""
         if self._auto:
-            return number in _FIRST or _is_power_of_ten(number)
+            return number in _FIRST or (number % 10 == 0 and _is_power_of_ten(number))
         return self._every > 0 and number % self._every == 0
 
 

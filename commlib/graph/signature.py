@@ -100,9 +100,9 @@ def _of_leaves(count: int) -> TreeSpec:
     return tree_flatten(((None,) * count, {}))[1]
 
 
-def bare(own: tuple[Any, ...]) -> Arguments:
-    """Return the call without any argument, in as few steps as can be."""
-    return Arguments([], modes() + own, [], _NOTHING, ((), {}))
+def bare(key: tuple[Any, ...]) -> Arguments:
+    """Return the call without any argument."""
+    return Arguments([], key, [], _NOTHING, ((), {}))
 
 
 def modes() -> tuple[Any, ...]:

@@ -88,7 +88,7 @@ class Surroundings:
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Return the settings as they are now, of objects among the arguments too."""
-        if self._modules.changed:
+        if self._modules.modules and self._modules.changed:
             self._modules.known = facts = tuple(self._modules.facts().items())
             self._number = self._numbers.setdefault(facts, len(self._numbers))
         own = self._own
