@@ -43,17 +43,17 @@ def capturing() -> bool:
     return torch.cuda.is_available() and bool(stream_captures())
 
 
-hearing = threading.local()  # ``told``: what programs hear that ask whether they are captured
+query = threading.local()  # ``answer``: to programs that ask whether they are captured
 
 
-def hears_capture(tensor: torch.Tensor) -> bool:
-    """Return True if a call on ``tensor`` hears that it is captured, also by a CPU's recording.
+def sees_capture(tensor: torch.Tensor) -> bool:
+    """Return True if a call on ``tensor`` is to act as captured, also by a CPU's recording.
 
     It reads no value of the tensor then: the values are those of later calls.
     """
     if tensor.is_cuda:
         return bool(torch.cuda.is_current_stream_capturing())
-    return bool(getattr(hearing, "told", None))
+    return bool(getattr(query, "answer", None))
 
 
 def capture_of(stream: int) -> int:

@@ -10,7 +10,7 @@ from commlib._checks import check_tensor
 from commlib._context import CommContext
 from commlib._group import needs_result
 from commlib._manager import comm
-from commlib._streams import hears_capture
+from commlib._streams import sees_capture
 from commlib.errors import ArgumentError, DtypeError, ShapeError
 from commlib.ops._agreement import Fact, agree, by_rank, told
 from commlib.ops._library import needs_op, traced
@@ -87,7 +87,7 @@ class Shards:
         every = mail.packed.new_empty((self.context.size, mail.packed.numel()))
         self.context.all_gather(every, mail.packed, use_calc_stream=use_calc_stream)
         loss, stats, first_bad = self._combined(mail, every)
-        if loss.numel() and not hears_capture(loss):
+        if loss.numel() and not sees_capture(loss):
             row = int(first_bad)
             if row < loss.numel():
                 raise ArgumentError(self._complaint(mail, every, row))

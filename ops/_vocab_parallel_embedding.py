@@ -2,7 +2,7 @@
 
 import torch
 
-from commlib._streams import hears_capture
+from commlib._streams import sees_capture
 from commlib.errors import ArgumentError, DtypeError, ShapeError
 from commlib.ops._library import needs_op
 
@@ -37,7 +37,7 @@ def _check(ids: torch.Tensor, weight: torch.Tensor, start_index: int, vocab_size
         raise ArgumentError(f"vocab_parallel_embedding: start_index={start_index}; expected >= 0")
     if vocab_size < 0 or needs_op(ids) or not ids.numel():
         return
-    if hears_capture(ids):
+    if sees_capture(ids):
         return
     low, high = (int(bound) for bound in ids.aminmax())
     if low < 0 or high >= vocab_size:

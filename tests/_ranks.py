@@ -33,6 +33,20 @@ LOADING = {
 }
 
 
+def torchrun_environment(port: int, rank: int, size: int) -> dict[str, str]:
+    """Return what torchrun would give a rank that meets the others at a local port."""
+    return {
+        "FLAGS_comm_timeout_s": "30",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+    }
+
+
 @dataclass(frozen=True)
 class Place:
     """Where ranks run: the engine, the kind of device and the GPUs they see."""
@@ -44,15 +58,8 @@ class Place:
     def environment(self, port: int, rank: int, size: int) -> dict[str, str]:
         """Return what torchrun would give this rank, with the flag of the engine."""
         return {
+            **torchrun_environment(port, rank, size),
             "FLAGS_dynamic_static_unified_comm": UNIFIED[self.engine],
-            "FLAGS_comm_timeout_s": "30",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(size),
             "CUDA_VISIBLE_DEVICES": ",".join(self.gpus),
             "TORCHINDUCTOR_CACHE_DIR": _compile_cache().name,
         }

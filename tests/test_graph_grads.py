@@ -273,7 +273,7 @@ def test_nothing_outlives_a_captured_function(unified_ranks: Ranks) -> None:
 
 
 def one_of_two(comm: Any) -> None:
-    """A backward through the loss alone has a graph of its own, beside that through both."""
+    """A backward through the loss alone has a graph of its own; one through both has another."""
 
     def program(captured: Callable[..., Any]) -> list[torch.Tensor]:
         torch.manual_seed(0)

@@ -373,7 +373,7 @@ COPIES: dict[str, tuple[Callable[[torch.Tensor], Any], tuple[str, ...]]] = {
     "cpu": (lambda x: x.cpu(), ("can't stand in a graph", "host waits")),
     "numpy": (lambda x: x.cpu().numpy(), ("can't stand in a graph", "host waits")),
     "list": (lambda x: x.tolist(), ()),
-    # torch does this behind the back of whoever watches: the driver refuses it
+    # no operator of torch shows this: the driver refuses it
     "print": (lambda x: repr(x), ("capturing failed", "test_graph_hazards.py:")),
 }
 
@@ -551,7 +551,7 @@ def garbage(comm: Any, how: str) -> None:
     del cycle
     gone = [weakref.ref(one["graph"]) for one in held]
     alive: list[int] = []
-    clear, note = held.clear, alive.append  # what lists hold would be put back behind a capture
+    clear, note = held.clear, alive.append  # what lists hold would be put back after a capture
 
     def f(x: torch.Tensor) -> torch.Tensor:
         if in_capture():

@@ -1,4 +1,4 @@
-"""What a function uses beside its arguments: settings, replaced tensors, Python's state."""
+"""What a function uses in addition to its arguments: settings, replaced tensors, Python's state."""
 
 import argparse
 import collections
@@ -28,7 +28,7 @@ Program = Callable[[Callable[..., Any], torch.device], list[torch.Tensor]]
 
 
 def scheduled(captured: Callable[..., Any], device: torch.device) -> list[torch.Tensor]:
-    """An LR scheduler beside a captured optimizer step."""
+    """An LR scheduler with a captured optimizer step."""
     p = torch.ones(3, device=device, requires_grad=True)
     p.grad = torch.ones_like(p)
     optimizer = torch.optim.SGD([p], lr=1.0)
@@ -73,7 +73,7 @@ def usual_loop(captured: Callable[..., Any], device: torch.device) -> list[torch
 
 
 def whole_step(captured: Callable[..., Any], device: torch.device) -> list[torch.Tensor]:
-    """A step that begins with ``zero_grad()``; the program reads gradients behind it."""
+    """A step that begins with ``zero_grad()``; the program reads gradients after it."""
     torch.manual_seed(1)
     module = nn.Linear(3, 2).to(device)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -301,7 +301,7 @@ VALUES: list[Callable[[torch.Tensor], Any]] = [
 def test_values_that_names_are_bound_to(
     value: Callable[[torch.Tensor], Any], verify: bool, first: str
 ) -> None:
-    """Made anew at each call: numbers, texts, None, and tensors in tuples and lists."""
+    """Made again at each call: numbers, texts, None, and tensors in tuples and lists."""
     state = types.SimpleNamespace(held=0)
 
     def f(x: torch.Tensor) -> torch.Tensor:

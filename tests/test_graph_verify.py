@@ -262,7 +262,7 @@ def test_what_a_backward_leaves() -> None:
     apart.sum().backward()
 
 
-def hears_capture() -> bool:
+def sees_capture() -> bool:
     """Ask as programs do; a torch without CUDA raises outside captures."""
     try:
         return bool(torch.cuda.is_current_stream_capturing())
@@ -275,7 +275,7 @@ def asking(comm: Any) -> None:
     weight = torch.full((3,), 3.0, device=comm.device, requires_grad=True)
 
     def f(x: torch.Tensor, share: float) -> torch.Tensor:
-        if hears_capture():
+        if sees_capture():
             return x * weight * share
         return x * weight * float((x * share)[0] / x[0])
 
@@ -302,7 +302,7 @@ def other_when_captured(comm: Any) -> None:
     """One that computes something else in a capture is refused, and what it does stands."""
 
     def f(x: torch.Tensor) -> torch.Tensor:
-        if hears_capture():
+        if sees_capture():
             return x * 3
         return x * (2 if x.sum().item() else 1)
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore, TCPStore
@@ -145,17 +146,20 @@ def test_unknown_host() -> None:
 
 
 def test_a_resolver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = threading.Event()
+    ended, resolve = threading.Event(), socket.getaddrinfo
 
-    def stuck(*_: object, **__: object) -> list[object]:
-        answer.wait(60)
-        raise socket.gaierror(socket.EAI_AGAIN, "no answer")
+    def stuck(host: str, *args: Any, **kwargs: Any) -> Any:
+        if host == "stuck.invalid":
+            ended.wait(60)
+        return resolve(host, *args, **kwargs)
 
     monkeypatch.setattr(socket, "getaddrinfo", stuck)
-    words = "rank 1 of 2", "looking up the host 'somewhere.invalid'", "MASTER_ADDR", "within 1 s"
-    with refused(BootstrapError, *words):
-        opened(1, "somewhere.invalid").get("x", Deadline(1))
-    answer.set()
+    words = "rank 1 of 2", "looking up the host 'stuck.invalid'", "MASTER_ADDR", "within 1 s"
+    try:
+        with refused(BootstrapError, *words):
+            opened(1, "stuck.invalid").get("x", Deadline(1))
+    finally:
+        ended.set()
 
 
 def test_a_client_waits_for_a_server_that_comes_later(capfd: pytest.CaptureFixture[str]) -> None:

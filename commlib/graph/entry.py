@@ -90,7 +90,7 @@ class Entry:
         self.eager_seconds: float | None = None  # host time of the function, when last verified
         self.launch_seconds: float | None = None  # that of one of the replays
         self._written: list[int] = []  # arguments that the function writes to
-        self.untold = False  # whether the function was told, and not compared untold yet
+        self.uncaptured = False  # whether the next verified call answers "not captured", once
         self.places: dict[Any, Any] = {}  # where tensors lay that small lists and dicts hold
         self.lost = False  # it was to be captured again, and could not
         self.pieces: Pieces
@@ -99,7 +99,7 @@ class Entry:
             self._make_room(call, range(len(call.tensors) - call.grads))
             self.pieces.release()
             self._capture(call, again=True)
-        self.untold = self.pieces.told
+        self.uncaptured = self.pieces.reports_capture
 
     def _capture(self, call: Arguments, *, again: bool) -> None:
         given = [self._own.get(i, tensor) for i, tensor in enumerate(call.tensors)]
@@ -247,7 +247,7 @@ class Entry:
         verified = self.verification("output", self.pieces, call).run(
             lambda: self._fn(*args, **kwargs), lambda: self._replayed(call, caller)
         )
-        self.untold = False
+        self.uncaptured = False
         self.note_verified(verified)
         return verified.found
 
@@ -269,8 +269,8 @@ class Entry:
             what,
             self._tolerance,
             self.noise,
-            pieces.told,
-            self.untold,
+            pieces.reports_capture,
+            self.uncaptured,
             [x for x in (reference() for reference in self._watched) if x is not None],
             [self._fn, *(() if call is None else call.given)],
             pieces.join,

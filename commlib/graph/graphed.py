@@ -272,7 +272,7 @@ class Graphed:
             except GraphError as error:
                 if not error.reads:
                     raise
-                warm.tell()
+                warm.report_capture()
                 self._captured(call, engine, warm, device)
                 log.warning_once(
                     "%s reads values on the host unless torch.cuda.is_current_stream_capturing() "
@@ -433,7 +433,7 @@ def _captured(
     problem: Exception | None = None
     result = None
     try:
-        pieces.leaves, pieces.told = warm.leaves, warm.told
+        pieces.leaves, pieces.reports_capture = warm.leaves, warm.reports_capture
         pieces.empty = warm.empty
         pieces.before = {} if before is None else before.constants
         if not again:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from commlib import _observers
 from commlib._streams import capturing
 from commlib.errors import GraphError
-from commlib.graph.asked import telling
+from commlib.graph.capture_query import reporting
 from commlib.graph.effects import Effects
 from commlib.graph.engine import Engine, Pool, Recording
 from commlib.graph.ledger import Collective, Ledger
@@ -38,9 +38,7 @@ def inside() -> bool:
 
     These have the mode of whatever watches; where nothing does, they are known by not being ours.
     """
-    if getattr(_making, "now", None) is not None:
-        return True
-    if _observers.observers and _observers.looking_on():
+    if making() is not None or (_observers.observers and _observers.looking_on()):
         return True
     return bool(_runs) and isinstance(threading.current_thread(), threading._DummyThread)
 
@@ -193,7 +191,7 @@ class Pieces:
         self.own = 0  # operators of the function itself; copies of its outputs follow
         self.broken = False  # whether parts lie outside, so that the capture has already run
         self.leaves: Sequence[torch.Tensor] = ()  # whose gradients parts outside may read
-        self.told = True  # whether the function hears that it is captured
+        self.reports_capture = True  # the answer when the function asks whether it is captured
         self.before: dict[int, StorageWeakRef] = {}  # constants of the forward, in a backward
         self.empty: set[int] = set()  # memory that the function fills and empties again
         self.undo: UndoLog | None = None  # of what these change, where that does not count
@@ -207,7 +205,7 @@ class Pieces:
     def being_made(self) -> Iterator[None]:
         """Capture what runs inside a ``with`` block."""
         refuse_foreign()
-        with _now(self), telling(self.told):
+        with _now(self), reporting(self.reports_capture):
             self._open()
             try:
                 with apart():

@@ -57,8 +57,8 @@ def report(graphed: Graphed | None = None, *, html: str | Path | None = None) ->
     were compared with the function), ``verify_seconds`` (what these cost), ``repeats`` (False where
     runs of the function were found to differ in bits: what differs is compared by half of its
     digits, or by ``tolerance=``),
-    ``told`` (whether the function hears that it is captured, because it reads values where it
-    does not: its last digits may be others),
+    ``captured_variant`` (True where the function asks whether it is captured and reads values if it
+    is not: the answer is True then, and the last digits may differ),
     ``launch_us`` (host time of one replay),
     ``eager_us`` (that of the function, and of its backward, when it was verified last; None before
     that), ``collectives`` (in order), and ``eager``: why the call stayed eager,
@@ -88,7 +88,7 @@ def _captured(one: Graphed) -> Iterator[dict[str, Any]]:
             "verified": entry.verified,
             "verify_seconds": entry.verify_seconds,
             "repeats": not entry.noise,
-            "told": entry.pieces.told,
+            "captured_variant": entry.pieces.reports_capture,
             "launch_us": _microseconds(entry.launch_seconds),
             "eager_us": _microseconds(entry.eager_seconds),
             "collectives": [str(call) for pieces in graphs for call in pieces.collectives],

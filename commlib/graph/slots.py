@@ -78,8 +78,8 @@ class Slots:
         slot, expected = used[0], verified.expected
         wanted = [x for x in (*call.tensors, *slot.parameters) if x.requires_grad]
         outs = [x for x in slot.outputs.made(expected) if x.requires_grad]
-        slot.expect(outs, wanted, untold=one.untold)
-        one.untold = False
+        slot.expect(outs, wanted, uncaptured=one.uncaptured)
+        one.uncaptured = False
         return verified.found
 
     def _replayed(self, call: Arguments, caller: FrameType) -> "tuple[Slot, Any]":
@@ -132,12 +132,12 @@ class Slots:
 class _Lease:
     """Held by the autograd node of one forward: its slot is free when it is gone."""
 
-    __slots__ = ("__weakref__", "expected", "reads", "untold", "versions")
+    __slots__ = ("__weakref__", "expected", "reads", "uncaptured", "versions")
 
     def __init__(self) -> None:
         # Of a verified call: outputs of the function itself, and what gradients are wanted of.
         self.expected: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
-        self.untold = False  # whether the function did not hear that it is captured
+        self.uncaptured = False  # whether the forward was verified with the answer "not captured"
         self.reads: list[torch.Tensor] = []  # that the backward needs as they were
         self.versions: list[int] = []  # of these then
 
@@ -305,11 +305,13 @@ class Slot(Entry):
         """Return the outputs that no gradient comes back through."""
         return [tensor for tensor, leads in zip(lent, self._leads, strict=True) if not leads]
 
-    def expect(self, outs: list[torch.Tensor], wanted: list[torch.Tensor], *, untold: bool) -> None:
+    def expect(
+        self, outs: list[torch.Tensor], wanted: list[torch.Tensor], *, uncaptured: bool
+    ) -> None:
         """Verify the backward of the forward that was just replayed, with that of ``outs``."""
         lease = None if self._lease is None else self._lease()
         if lease is not None:
-            lease.expected, lease.untold = (outs, wanted), untold
+            lease.expected, lease.uncaptured = (outs, wanted), uncaptured
 
     def verified_backward(
         self, lease: _Lease, grads: Sequence[torch.Tensor | None]
@@ -323,7 +325,7 @@ class Slot(Entry):
         wants = [tensor.requires_grad for tensor in self._tensors]
         try:
             verification = self.verification("gradient", pieces, None)
-            verified = verification._replace(untold=lease.untold).run(
+            verified = verification._replace(uncaptured=lease.uncaptured).run(
                 lambda: list(gradients([o for o, _ in coming], wanted, [g for _, g in coming])),
                 lambda: [x for x, each in zip(self.backward(grads), wants, strict=True) if each],
             )

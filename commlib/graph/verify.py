@@ -17,7 +17,7 @@ from commlib._log import log
 from commlib._ring import Ring
 from commlib._tensors import parts
 from commlib.errors import CommError, GraphError
-from commlib.graph.asked import telling
+from commlib.graph.capture_query import reporting
 from commlib.graph.compare import Comparison, Difference, Left, Noise, Tolerance
 from commlib.graph.effects import Effects, Held
 from commlib.graph.host import OtherValue
@@ -71,9 +71,9 @@ class Verification(NamedTuple):
         what: What the results are called in errors.
         tolerance: Relative and absolute, or None for the same bits.
         noise: What the function gives other bits of each time; it may become more.
-        told: Whether the function hears that it is captured, as it has in the capture.
-        untold: Whether it does not hear it this once. It may take another way then, whose last
-            digits are others: half of the digits are compared.
+        reports_capture: The answer when the function asks whether it is captured.
+        uncaptured: Whether the answer is False this once. The function may take another branch
+            then, whose last digits differ: half of the digits are compared.
         watched: Tensors that the function can reach.
         roots: What leads to the Python objects that it may change.
         join: Orders the current stream after what the function has left on the rings' streams.
@@ -87,8 +87,8 @@ class Verification(NamedTuple):
     what: str
     tolerance: Tolerance | None
     noise: Noise
-    told: bool
-    untold: bool
+    reports_capture: bool
+    uncaptured: bool
     watched: Sequence[torch.Tensor]
     roots: Sequence[object]
     join: Callable[[Sequence[Ring]], None]
@@ -107,7 +107,7 @@ class Verification(NamedTuple):
         before, counts, objects = effects.now(), Counts(self.watched), PythonState(self.roots)
         began = time.perf_counter()
         try:
-            with run.calling(), self._telling():
+            with run.calling(), self._reporting():
                 expected = _with_works(fn)
         except Exception:
             with suppress(CommError):
@@ -166,10 +166,10 @@ class Verification(NamedTuple):
         return next(self._compare().differences(real, left), None), left
 
     def _compare(self) -> Comparison:
-        return Comparison(self.effects, self.tolerance, self.noise, half=self.untold)
+        return Comparison(self.effects, self.tolerance, self.noise, half=self.uncaptured)
 
-    def _telling(self) -> AbstractContextManager[None]:
-        return telling(self.told and not self.untold)
+    def _reporting(self) -> AbstractContextManager[None]:
+        return reporting(self.reports_capture and not self.uncaptured)
 
     def _left(self, result: Any, bound: Sequence[Change]) -> Left:
         """Return what the program sees now, also under the names that the function binds."""
@@ -210,7 +210,7 @@ class Verification(NamedTuple):
             real, objects = RealCall(self.device, (), named=True), PythonState(self.roots)
             real.note_leaves(x for x in self.watched if x.is_leaf and x.requires_grad)
             try:
-                with Verifying().calling(), self._telling():
+                with Verifying().calling(), self._reporting():
                     result = real.run(fn)
                 self.join(self.rings)
                 left = self._left(result, bound)._replace(held=self.effects.now())
@@ -224,7 +224,7 @@ class Verification(NamedTuple):
                 names = real.names
                 real.undo.restore()
                 objects.restore()
-        if self.untold:
+        if self.uncaptured:
             return "the function asks whether it is captured and behaves differently when it is"
         return _first_other(self.names, names)
 

@@ -11,8 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from commlib import _observers
 from commlib._tensors import has_memory, parts
 from commlib.errors import CommError, GraphError
-from commlib.graph.asked import telling
 from commlib.graph.bindings import Kept, holds_tensor, kept
+from commlib.graph.capture_query import reporting
 from commlib.graph.digest import digests, whole
 from commlib.graph.engine import Engine
 from commlib.graph.generators import default_generator, moved_on
@@ -90,7 +90,7 @@ class WarmUp:
         self.unseen: list[torch.Tensor] = []  # that the call has written, and no operator said so
         self.sets: list[Kept] = []  # what the call has bound to names, and later runs leave
         self.by_parts: set[tuple[int, str]] = set()  # names that eager parts bind
-        self.told = False  # whether the function hears that it is captured
+        self.reports_capture = False  # the answer when the function asks whether it is captured
         self._rebinds = False  # whether names are bound to other objects at each run
         self.binds = False  # whether it binds tensors to names outside
         self.leaves: list[torch.Tensor] = []  # that the function can reach or has read
@@ -172,9 +172,9 @@ class WarmUp:
             self._real.undo.restore()
             self._before.restore()
 
-    def tell(self) -> None:
-        """Begin again, and let the function hear that it is captured: it reads values otherwise."""
-        self.told = True
+    def report_capture(self) -> None:
+        """Begin again, and answer that the function is captured: it reads values otherwise."""
+        self.reports_capture = True
         self._made, self._carried, self._texts = {}, set(), {}
 
     def forget(self) -> None:
@@ -249,7 +249,7 @@ class WarmUp:
         with (
             self._engine.warming(),
             moved_on(drawn),
-            telling(self.told),
+            reporting(self.reports_capture),
             unrolled(self.modules),
             run.under_way(),
             _observers.unwaited() as works,

@@ -32,7 +32,7 @@ class Record:
         error: Why the run ended before its last call.
         refused: Whether that was a ``GraphError``.
         replays: How many calls were replays.
-        told: Whether a graph is of what the program does where it hears that it is captured.
+        variant: Whether a graph holds what the program does when it asks and is captured.
         seconds: Time of the whole run.
     """
 
@@ -40,7 +40,7 @@ class Record:
     error: str = ""
     refused: bool = False
     replays: int = 0
-    told: bool = False
+    variant: bool = False
     seconds: float = 0
 
 
@@ -81,7 +81,7 @@ def record(program: Program, start: Start, device: torch.device, *, captured: bo
         found.leaves.update(leaves(session.state(), "state"))
         found.leaves.update(leaves(_generators(device), "generator"))
         if graphed is not None:
-            found.replays, found.told = _replays(graphed)
+            found.replays, found.variant = _replays(graphed)
     except Exception as error:
         _explain(found, error)
     found.seconds = time.perf_counter() - began
@@ -98,7 +98,7 @@ def _replays(graphed: Any) -> tuple[int, bool]:
     from commlib import graph
 
     rows = [row for row in graph.report(graphed) if row["eager"] is None]
-    return sum(row["replays"] for row in rows), any(row["told"] for row in rows)
+    return sum(row["replays"] for row in rows), any(row["captured_variant"] for row in rows)
 
 
 def _explain(found: Record, error: BaseException) -> None:
@@ -229,7 +229,7 @@ def outcome(program: Program, eager: Record, captured: Record) -> Outcome:
     else:
         found.text = first_difference(eager, captured)
         found.kind = "different" if found.text else "equal"
-        if found.text and captured.told and nearly(eager, captured):
+        if found.text and captured.variant and nearly(eager, captured):
             found.kind = "close"
     if found.kind == "equal" and not captured.replays:
         found.kind, found.text = "idle", "no call was a replay"

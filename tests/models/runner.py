@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tests._ranks import torchrun_environment
 from tests.models.compare import Outcome, Record, first_difference, outcome, record
 from tests.models.program import Program, Start
 
@@ -149,17 +150,7 @@ class Runner:
 
 
 def _rank(port: int, rank: int, size: int) -> dict[str, str]:
-    return {
-        "FLAGS_dynamic_static_unified_comm": "1",
-        "FLAGS_comm_timeout_s": "30",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(size),
-    }
+    return {**torchrun_environment(port, rank, size), "FLAGS_dynamic_static_unified_comm": "1"}
 
 
 def _recorded(name: str, device: str, remedied: bool, captured: bool) -> Record:
