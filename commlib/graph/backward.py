@@ -1,12 +1,14 @@
 """One captured backward of a slot, for those outputs whose gradients come."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 
 from commlib._tensors import is_wrapper, parts, rebuilt
 from commlib.graph.layout import maker
 from commlib.graph.pieces import Pieces
+from commlib.graph.side_stream import SideStream
 
 
 class Backward:
@@ -34,10 +36,15 @@ class Backward:
         self._wrapped = any(map(is_wrapper, grads.values()))
         self._make = {} if self._wrapped else {i: maker(grad) for i, grad in grads.items()}
 
-    def run(self, coming: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Replay it with the gradients of outputs; returns fresh tensors, by position."""
+    def run(
+        self, coming: Sequence[torch.Tensor], side: SideStream | None
+    ) -> dict[int, torch.Tensor]:
+        """Replay it with the gradients of outputs; returns fresh tensors, by position.
+
+        ``side``: the current stream, if that is not the caller's.
+        """
         fresh, places = self._fresh()
-        with self.pieces.lock:
+        with self.pieces.lock, nullcontext() if side is None else side.run_on_callers():
             self.pieces.turn()
             for kept, grad in zip(self.given, coming, strict=True):
                 kept.copy_(grad)

@@ -11,6 +11,7 @@ from commlib import _observers
 from commlib._ring import Ring
 from commlib._work import Work
 from commlib.graph.ledger import Ledger
+from commlib.graph.side_stream import SideStream
 from commlib.graph.step import Step, as_recorded
 
 Pool: TypeAlias = Any  # torch's handle of a private pool
@@ -59,6 +60,9 @@ class Engine(Protocol):
 
     def turn(self) -> None:
         """Order the current stream behind the last replay: graphs share their memory."""
+
+    def side(self) -> SideStream | None:
+        """Return the stream for autograd nodes beside the current one, if there are streams."""
 
     def waiting(self) -> AbstractContextManager[object]:
         """Return the context to make autograd nodes in that outlive a capture."""
@@ -123,6 +127,9 @@ class HostEngine:
         """Every step has memory of its own."""
 
     def turn(self) -> None:
+        """There are no streams."""
+
+    def side(self) -> None:
         """There are no streams."""
 
     def waiting(self) -> AbstractContextManager[object]:

@@ -14,7 +14,7 @@ import torch
 
 from commlib import _observers
 from commlib._ring import Ring
-from commlib._streams import capture_of, capturing
+from commlib._streams import capture_of, capturing, current_raw
 from commlib._work import Work
 from commlib.channel.order import StreamOrder
 from commlib.errors import GraphError
@@ -22,6 +22,7 @@ from commlib.graph.engine import Pool
 from commlib.graph.generators import put_state
 from commlib.graph.host import HostPart
 from commlib.graph.ledger import Ledger
+from commlib.graph.side_stream import SideStream
 
 _capturing = threading.RLock()  # torch captures one graph at a time
 _under_way: "list[CudaEngine]" = []  # the engine that captures now
@@ -93,9 +94,9 @@ class CudaEngine:
         self._now: _Capture | None = None
         self._failed = False  # whether a capture ever has
         self._order = StreamOrder(device)
+        self._sides: dict[tuple[int, int], SideStream] = {}  # by thread and stream of callers
         with torch.cuda.device(device):
-            self.stream, self._waiting = torch.cuda.Stream(device), torch.cuda.Stream(device)
-            self._rooms = torch.cuda.Stream(device)
+            self.stream, self._rooms = torch.cuda.Stream(device), torch.cuda.Stream(device)
             self._renew()
 
     def _renew(self) -> None:
@@ -125,13 +126,9 @@ class CudaEngine:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Make a call whose autograd nodes stay: on the stream of those that wait."""
-        here = torch.cuda.current_stream(self.device)
-        with _capturing:
-            self._waiting.wait_stream(here)
-            with torch.cuda.stream(self._waiting):
-                yield
-            here.wait_stream(self._waiting)
+        """Make a call whose autograd nodes stay: on the side stream."""
+        with _capturing, self.side().run():
+            yield
 
     # -- a capture ---------------------------------------------------------------------------------
 
@@ -147,15 +144,17 @@ class CudaEngine:
         """Order the current stream behind the last replay: graphs share their memory."""
         self._order.turn()
 
-    def waiting(self) -> AbstractContextManager[object]:
-        """Return the context to make autograd nodes in that outlive a capture.
+    def side(self) -> SideStream:
+        """Return the stream for autograd nodes beside the current one, for this thread."""
+        key = threading.get_ident(), current_raw(self.device.index)
+        if key not in self._sides:
+            self._sides[key] = SideStream(self.device)
+        return self._sides[key]
 
-        A node runs on the stream that is current when it is made. Beside nodes of the default
-        stream torch up to 2.11 captures no backward; those of the stream of captures would let a
-        backward of another thread run into whatever is being captured.
-        """
+    def waiting(self) -> AbstractContextManager[object]:
+        """Return the context to make autograd nodes in that outlive a capture."""
         self._collect()
-        return torch.cuda.stream(self._waiting)
+        return self.side().current()
 
     def _collect(self) -> None:
         """Let go of autograd nodes in reference cycles, which a failed capture leaves.
@@ -176,6 +175,7 @@ class CudaEngine:
             scope.enter_context(_no_collection())
             scope.enter_context(torch.cuda.stream(self.stream))
             torch.cuda.synchronize(self.device)
+            torch.cuda.current_blas_handle()  # a thread's first one, which no capture lets it make
             _end_late()
             graph, own = torch.cuda.CUDAGraph(keep_graph=True), self.pool if pool is None else pool
             for generator in generators:
@@ -201,8 +201,10 @@ class CudaEngine:
         for work in now.works:  # the second half of a split call, where nobody has asked for it
             work.wait()
         self.join(now.ledger.rings)
-        if capture_of(self._waiting.cuda_stream) == capture_of(self.stream.cuda_stream):
-            self.stream.wait_stream(self._waiting)  # a backward has met nodes that wait
+        own = capture_of(self.stream.cuda_stream)
+        for side in [*self._sides.values()]:
+            if capture_of(side.stream.cuda_stream) == own:  # a backward has met nodes of leaves
+                self.stream.wait_stream(side.stream)
         now.ledger.end_host()
         now.graph.capture_end()
         self._leave()

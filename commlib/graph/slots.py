@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -22,6 +22,7 @@ from commlib.graph.nodes import used_up
 from commlib.graph.outputs import Join
 from commlib.graph.pieces import Pieces
 from commlib.graph.schedule import Schedule
+from commlib.graph.side_stream import SideStream
 from commlib.graph.signature import Arguments, any_autocast, modes
 from commlib.graph.verify import Unequal
 
@@ -132,9 +133,10 @@ class Slots:
 class _Lease:
     """Held by the autograd node of one forward: its slot is free when it is gone."""
 
-    __slots__ = ("__weakref__", "expected", "reads", "uncaptured", "versions")
+    __slots__ = ("__weakref__", "expected", "reads", "side", "uncaptured", "versions")
 
-    def __init__(self) -> None:
+    def __init__(self, side: SideStream | None) -> None:
+        self.side = side  # whose the node is, if it is not the caller's stream's
         # Of a verified call: outputs of the function itself, and what gradients are wanted of.
         self.expected: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
         self.uncaptured = False  # whether the forward was verified with the answer "not captured"
@@ -160,6 +162,7 @@ class Slot(Entry):
         """``differs`` is told of a backward that is not the function's; it may raise."""
         self._differs = differs
         self.parameters, self._later, self._waiting = list(parameters), later, engine.waiting
+        self._side = engine.side()
         self._lease: weakref.ref[_Lease] | None = None
         # By the outputs whose gradients come, and the autocast that the backward is called under.
         self._backwards: dict[Any, Backward] = {}
@@ -269,11 +272,12 @@ class Slot(Entry):
     # -- replaying ---------------------------------------------------------------------------------
 
     def _join(self, tensors: Sequence[torch.Tensor]) -> Join:
-        lease = _Lease()
+        lease = _Lease(self._side if self._side is not None and self._side.is_beside() else None)
         self._lease = weakref.ref(lease)
 
         def join(lent: list[torch.Tensor]) -> Any:
-            outs = _Node.apply(self, lease, lent, *tensors, *self.parameters)  # type: ignore[no-untyped-call]
+            with nullcontext() if lease.side is None else lease.side.current():
+                outs = _Node.apply(self, lease, lent, *tensors, *self.parameters)  # type: ignore[no-untyped-call]
             lease.reads = [*self._reads, *(tensors[i] for i in self._reads_inputs)]
             lease.versions = self._versions(lease)
             return outs
@@ -323,11 +327,12 @@ class Slot(Entry):
         coming = [(out, grad) for out, grad in zip(outs, given, strict=True) if grad is not None]
         pieces = self._backward_of(given).pieces
         wants = [tensor.requires_grad for tensor in self._tensors]
+        back = functools.partial(self.backward, grads, lease.side)
         try:
             verification = self.verification("gradient", pieces, None)
             verified = verification._replace(uncaptured=lease.uncaptured).run(
                 lambda: list(gradients([o for o, _ in coming], wanted, [g for _, g in coming])),
-                lambda: [x for x, each in zip(self.backward(grads), wants, strict=True) if each],
+                lambda: [x for x, each in zip(back(), wants, strict=True) if each],
             )
             found, forward = verified.found, self.eager_seconds or 0
             self.note_verified(verified)
@@ -338,10 +343,15 @@ class Slot(Entry):
         each_found = iter(found)
         return [next(each_found) if each else None for each in wants]
 
-    def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Replay the backward with the gradients of the outputs; returns fresh tensors."""
+    def backward(
+        self, grads: Sequence[torch.Tensor | None], side: SideStream | None
+    ) -> list[torch.Tensor | None]:
+        """Replay the backward with the gradients of the outputs; returns fresh tensors.
+
+        ``side``: the current stream, if that is not the caller's.
+        """
         wanted = self._of_leading(grads)
-        fresh = self._backward_of(wanted).run([grad for grad in wanted if grad is not None])
+        fresh = self._backward_of(wanted).run([grad for grad in wanted if grad is not None], side)
         return [fresh.get(i) for i in range(self._wanting)]
 
     def _backward_of(self, grads: Sequence[torch.Tensor | None]) -> Backward:
@@ -412,7 +422,10 @@ def _gone_back(ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Ten
         )
     slot.check(ctx.lease)
     lease = ctx.lease
-    found = slot.backward(grads) if lease.expected is None else slot.verified_backward(lease, grads)
+    if lease.expected is None:
+        found = slot.backward(grads, lease.side)
+    else:
+        found = slot.verified_backward(lease, grads)
     if not _retains() and all(map(_runs, ctx.next_functions)) and slot.is_last(grads):
         ctx.slot = ctx.lease = None
     return found

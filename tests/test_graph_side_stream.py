@@ -1,0 +1,224 @@
+"""Backwards of captured calls: their nodes on a side stream, their graphs on the caller's."""
+
+import copy
+import functools
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from commlib import graph
+from tests._check import refused, same
+from tests._ranks import Ranks
+
+_A_WHILE = 50_000_000  # cycles of a GPU: more than the host takes for a backward
+
+
+def chain(layers: int, device: torch.device) -> torch.nn.Sequential:
+    torch.manual_seed(8)
+    parts = (torch.nn.Linear(256, 256, bias=False) for _ in range(layers))
+    return torch.nn.Sequential(*parts).to(device)
+
+
+def rows(turn: int, device: torch.device) -> torch.Tensor:
+    return torch.linspace(-1, turn + 1, 256 * 64, device=device).view(64, 256)
+
+
+def taken(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the gradients of parameters, and leave none."""
+    found = [x.grad for x in module.parameters() if x.grad is not None]
+    module.zero_grad()
+    return found
+
+
+def images(device: torch.device) -> torch.nn.Sequential:
+    torch.manual_seed(9)
+    convolution = torch.nn.Conv2d(4, 4, 3, padding=1, bias=False)
+    parts = torch.nn.Unflatten(1, (4, 8, 8)), convolution, torch.nn.Flatten()
+    return torch.nn.Sequential(*parts).to(device)
+
+
+def equal(found: list[torch.Tensor], wanted: list[torch.Tensor], what: str) -> None:
+    same(len(found), len(wanted), what)
+    for i, (one, want) in enumerate(zip(found, wanted, strict=True)):
+        same(bool(torch.equal(one, want)), True, f"{what}, gradient {i}")
+
+
+def waits(layers: int, device: torch.device) -> int:
+    """Return how often a stream waits for another in a replayed forward and backward."""
+    module = chain(layers, device)
+    captured, x = graph.capture(module, verify=False), rows(0, device)
+    for _ in range(3):
+        captured(x).sum().backward()
+        module.zero_grad()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        captured(x).sum().backward()
+    calls = [event for event in profile.key_averages() if "StreamWaitEvent" in event.key]
+    return sum(event.count for event in calls)
+
+
+def few_fences(comm: Any) -> None:
+    """The gradients of many parameters take no more fences than those of one."""
+    few = waits(1, comm.device)
+    same(few > 0, True, "fences that the profiler has seen")
+    same(waits(30, comm.device), few, "fences of 30 parameters")
+
+
+def test_number_of_fences(gpu_ranks: Ranks) -> None:
+    gpu_ranks(few_fences)
+
+
+def reads_late(comm: Any) -> None:
+    """A hook's kernels still read a gradient when its memory is that of the next gradient."""
+
+    def hooked(parts: list[torch.nn.Sequential], seen: list[torch.Tensor]) -> None:
+        def take(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            torch.cuda._sleep(_A_WHILE)
+            seen.append(parameter.grad.clone())
+            parameter.grad = None
+
+        for part in parts:
+            for parameter in part.parameters():
+                parameter.register_post_accumulate_grad_hook(take)
+
+    parts = [chain(1, comm.device) for _ in range(3)]
+    others = copy.deepcopy(parts)
+    found, wanted = list[torch.Tensor](), list[torch.Tensor]()
+    hooked(parts, found)
+    hooked(others, wanted)
+    captured = [graph.capture(part, verify=False) for part in parts]
+    for turn in range(3):
+        for calls in (captured, others):
+            x = rows(turn, comm.device)
+            for call in calls:
+                x = call(x)
+            x.square().sum().backward()
+    equal(found, wanted, "hooks")
+
+
+def test_a_hook_that_reads_late(gpu_ranks: Ranks) -> None:
+    gpu_ranks(reads_late)
+
+
+def dropped(comm: Any) -> None:
+    """The caller's kernels still read gradients when these are dropped and new ones are made."""
+    module = chain(3, comm.device)
+    other = copy.deepcopy(module)
+    captured = graph.capture(module, verify=False)
+    found, wanted = list[torch.Tensor](), list[torch.Tensor]()
+    for turn in range(4):
+        for call, of, kept in ((captured, module, found), (other, other, wanted)):
+            call(rows(turn, comm.device)).square().sum().backward()
+            torch.cuda._sleep(_A_WHILE)
+            kept += [x.clone() for x in taken(of)]
+    equal(found, wanted, "gradients that were dropped")
+
+
+def test_dropped_gradients(gpu_ranks: Ranks) -> None:
+    gpu_ranks(dropped)
+
+
+def two_models(comm: Any) -> None:
+    """What one stream's caller drops is not given to another one, whose kernels do not wait."""
+    found, wanted = list[torch.Tensor](), list[torch.Tensor]()
+    default = torch.cuda.default_stream(comm.device)
+    for eager, kept in ((False, found), (True, wanted)):
+        modules = [chain(1, comm.device) for _ in range(2)]
+        calls: list[Any] = [x if eager else graph.capture(x, verify=False) for x in modules]
+        streams = [torch.cuda.Stream(comm.device) for _ in modules]
+        for turn in range(4):
+            for number, (module, call) in enumerate(zip(modules, calls, strict=True)):
+                streams[number].wait_stream(default)
+                with torch.cuda.stream(streams[number]):
+                    call(rows(turn + number, comm.device)).square().sum().backward()
+                    if number == 0:
+                        torch.cuda._sleep(_A_WHILE)
+                    kept += [x.clone() for x in taken(module)]
+            for stream in streams:
+                default.wait_stream(stream)
+    equal(found, wanted, "gradients of two models")
+
+
+def test_two_models_on_two_streams(gpu_ranks: Ranks) -> None:
+    gpu_ranks(two_models)
+
+
+def on_a_stream(call: Callable[[], Any], device: torch.device) -> Any:
+    here, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    stream.wait_stream(here)
+    with torch.cuda.stream(stream):
+        found = call()
+    here.wait_stream(stream)
+    return found
+
+
+def in_a_thread(call: Callable[[], Any], device: torch.device) -> Any:
+    found: list[Any] = []
+
+    def run() -> None:
+        torch.cuda.set_device(device)
+        found.append(call())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    return found[0]
+
+
+def elsewhere(comm: Any) -> None:
+    """Calls from other streams and threads than the first, some of them held at the same time."""
+    ways, made = (on_a_stream, in_a_thread), (functools.partial(chain, 2), images)
+    for way, make in itertools.product(ways, made):
+        module = make(comm.device)
+        other = copy.deepcopy(module)
+        captured = graph.capture(module, verify=False)
+        found: dict[str, list[torch.Tensor]] = {"captured": [], "eager": []}
+        for turn in range(4):
+            for name, call, of in (("captured", captured, module), ("eager", other, other)):
+
+                def forward(call: Any = call, turn: int = turn) -> torch.Tensor:
+                    out: torch.Tensor = call(rows(turn, comm.device)).clone()
+                    return out
+
+                here, there = forward(), way(forward, comm.device)
+                torch.cuda._sleep(_A_WHILE)
+                (here * there).sum().backward()
+                found[name] += taken(of)
+        equal(found["captured"], found["eager"], way.__name__)
+
+
+def steady(comm: Any) -> None:
+    with torch.backends.cudnn.flags(deterministic=True):
+        elsewhere(comm)
+
+
+def test_calls_from_elsewhere(gpu_ranks: Ranks) -> None:
+    gpu_ranks(steady)
+
+
+def fails(comm: Any) -> None:
+    """A backward that raises leaves streams in order: the next one is right."""
+    module = chain(2, comm.device)
+    other = copy.deepcopy(module)
+    captured = graph.capture(module, verify=False)
+    for turn in range(3):
+        out = captured(rows(turn, comm.device))
+        if turn == 1:
+            with refused(RuntimeError, "second backward"):
+                out.sum().backward()
+                out.sum().backward()
+        else:
+            out.sum().backward()
+        stream = torch.cuda.current_stream(comm.device)
+        same(stream, torch.cuda.default_stream(comm.device), "stream behind a backward")
+        found = taken(module)
+        other(rows(turn, comm.device)).sum().backward()
+        equal(found, taken(other), f"turn {turn}")
+
+
+def test_a_backward_that_fails(gpu_ranks: Ranks) -> None:
+    gpu_ranks(fails)
