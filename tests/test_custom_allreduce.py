@@ -5,6 +5,7 @@ returns at once elsewhere.
 """
 
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -258,6 +259,7 @@ def test_call_numbers_wrap(gpu_ranks: Ranks) -> None:
 def captured(comm: Any, items: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
     x = torch.zeros(items, dtype=torch.bfloat16, device=comm.device)
     out, graph = torch.zeros_like(x), torch.cuda.CUDAGraph()
+    gc.collect()  # a graph of another test that goes in a capture would end it
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         comm.all_reduce(out, x)
         comm.all_reduce(out, x, op="max", use_calc_stream=False)

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -990,6 +991,53 @@ def priority(comm: Any) -> None:
 
 def test_priority_of_the_comm_stream(gpu_ranks: Ranks) -> None:
     gpu_ranks(priority)
+
+
+def late_begin(comm: Any) -> None:
+    """What torch writes at the begin of a capture comes late: the replay behind it draws right."""
+    begin = torch.cuda.CUDAGraph.capture_begin
+
+    def late(*args: Any, **kwargs: Any) -> None:
+        torch.cuda._sleep(50_000_000)
+        begin(*args, **kwargs)
+
+    x = torch.ones(1000, device=comm.device)
+    captured = graph.capture(torch.nn.functional.dropout, verify=False, outputs="copy")
+    drawn: list[list[torch.Tensor]] = [[], []]
+    with mock.patch.object(torch.cuda.CUDAGraph, "capture_begin", late):
+        for found, call in zip(drawn, (captured, torch.nn.functional.dropout), strict=True):
+            torch.manual_seed(5)
+            for _ in range(4):
+                x = x.clone()  # the second call captures again, with memory of the graph's own
+                found.append(call(x))
+    for turn, (one, want) in enumerate(zip(*drawn, strict=True)):
+        close(one, want, f"call {turn}")
+
+
+def test_a_capture_that_begins_late(gpu_ranks: Ranks) -> None:
+    gpu_ranks(late_begin)
+
+
+def far_pools(comm: Any) -> None:
+    """Torch numbers pools; numbers above 256 are objects, which torch's snapshot gives up."""
+    for _ in range(300):
+        torch.cuda.graph_pool_handle()
+    for turn in range(10):
+        module = torch.nn.Linear(4, 4).to(comm.device)
+        captured, x = graph.capture(module), torch.ones(2, 4, device=comm.device)
+        for _ in range(3):
+            captured(x).sum().backward()
+        found = torch.clone(module.weight.grad)
+        module.zero_grad()
+        for _ in range(3):
+            module(x).sum().backward()
+        close(found, module.weight.grad, f"pool {turn}")
+    numbers = [torch.cuda.graph_pool_handle()[1] for _ in range(3)]
+    same(numbers, [numbers[0], numbers[0] + 1, numbers[0] + 2], "numbers of pools")
+
+
+def test_many_pools(gpu_ranks: Ranks) -> None:
+    gpu_ranks(far_pools)
 
 
 # -- the programs that the rows come from ----------------------------------------------------------

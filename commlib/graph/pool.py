@@ -70,7 +70,7 @@ class _Capture(NamedTuple):
 
     graph: torch.cuda.CUDAGraph
     pool: Pool
-    held: int  # bytes in the pool before
+    held: int  # bytes that torch had taken from the GPU before
     random: torch.Tensor  # state of torch's own generator before
     number: int  # as the driver counts captures
     ledger: Ledger
@@ -107,6 +107,7 @@ class CudaEngine:
             self._keeper.capture_begin(self.pool, capture_error_mode="thread_local")
             torch.empty(1, device=self.device).zero_()
             self._keeper.capture_end()
+        self._take_turn()
 
     # -- before a capture --------------------------------------------------------------------------
 
@@ -182,7 +183,7 @@ class CudaEngine:
                 graph.register_generator_state(generator)
             random = torch.cuda.default_generators[self.device.index].get_state()
             scope.enter_context(_no_stale_streams())
-            held = _held(own)
+            held = torch.cuda.memory_reserved(self.device)
             graph.capture_begin(own, capture_error_mode="thread_local")
             _under_way.append(self)
             ledger, watching = Ledger(self.device).in_capture(HostPart(self._room)), ExitStack()
@@ -218,7 +219,8 @@ class CudaEngine:
             )
         now.graph.instantiate()
         assert now.ledger.host is not None
-        return CudaRecording(now.graph, nodes, _held(now.pool) - now.held, now.ledger.host)
+        nbytes = torch.cuda.memory_reserved(self.device) - now.held
+        return CudaRecording(now.graph, nodes, nbytes, now.ledger.host)
 
     def _room(self, source: torch.Tensor) -> torch.Tensor:
         """Return memory for a tensor of the host, outside the pool: replays write the pool."""
@@ -243,6 +245,16 @@ class CudaEngine:
                 _end_late()
             finally:
                 now.scope.close()
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        """Order the next replay behind what a capture has written at its begin.
+
+        Where a generator stands for graphs is one number in GPU memory. A replay sets it, and so
+        does a capture, to 0.
+        """
+        with self.lock, torch.cuda.stream(self.stream):
+            self.turn()
 
     def fail(self) -> None:
         """Give up a capture that an exception has left, so that the process is as before it.
@@ -320,11 +332,6 @@ def _unsafe_calls() -> Iterator[None]:
         yield
     finally:
         driver.cuThreadExchangeStreamCaptureMode(before)
-
-
-def _held(pool: Pool) -> int:
-    """Return the bytes that a pool has taken from the GPU."""
-    return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(pool))
 
 
 def _nodes(graph: torch.cuda.CUDAGraph) -> int:
