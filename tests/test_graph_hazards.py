@@ -998,14 +998,15 @@ def late_begin(comm: Any) -> None:
     begin = torch.cuda.CUDAGraph.capture_begin
 
     def late(*args: Any, **kwargs: Any) -> None:
-        torch.cuda._sleep(50_000_000)
+        torch.cuda._sleep(600_000_000)  # longer than the capture takes
         begin(*args, **kwargs)
 
     x = torch.ones(1000, device=comm.device)
-    captured = graph.capture(torch.nn.functional.dropout, verify=False, outputs="copy")
+    eager: Callable[..., torch.Tensor] = torch.nn.functional.dropout
+    captured: Callable[..., Any] = graph.capture(eager, verify=False, outputs="copy")
     drawn: list[list[torch.Tensor]] = [[], []]
     with mock.patch.object(torch.cuda.CUDAGraph, "capture_begin", late):
-        for found, call in zip(drawn, (captured, torch.nn.functional.dropout), strict=True):
+        for found, call in zip(drawn, (captured, eager), strict=True):
             torch.manual_seed(5)
             for _ in range(4):
                 x = x.clone()  # the second call captures again, with memory of the graph's own
