@@ -994,21 +994,24 @@ def test_priority_of_the_comm_stream(gpu_ranks: Ranks) -> None:
 
 
 def late_begin(comm: Any) -> None:
-    """What torch writes at the begin of a capture comes late: the replay behind it draws right."""
+    """What torch writes when a capture begins comes late: the replay after it draws right."""
     begin = torch.cuda.CUDAGraph.capture_begin
 
     def late(*args: Any, **kwargs: Any) -> None:
-        torch.cuda._sleep(600_000_000)  # longer than the capture takes
+        torch.cuda._sleep(1_000_000_000)  # longer than the capture takes
         begin(*args, **kwargs)
 
+    def eager(x: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(2_000_000_000)  # the numbers are drawn after the late begin
+        return torch.nn.functional.dropout(x)
+
     x = torch.ones(1000, device=comm.device)
-    eager: Callable[..., torch.Tensor] = torch.nn.functional.dropout
     captured: Callable[..., Any] = graph.capture(eager, verify=False, outputs="copy")
     drawn: list[list[torch.Tensor]] = [[], []]
     with mock.patch.object(torch.cuda.CUDAGraph, "capture_begin", late):
         for found, call in zip(drawn, (captured, eager), strict=True):
             torch.manual_seed(5)
-            for _ in range(4):
+            for _ in range(3):
                 x = x.clone()  # the second call captures again, with memory of the graph's own
                 found.append(call(x))
     for turn, (one, want) in enumerate(zip(*drawn, strict=True)):

@@ -62,7 +62,7 @@ class Engine(Protocol):
         """Order the current stream behind the last replay: graphs share their memory."""
 
     def side(self) -> SideStream | None:
-        """Return the stream for autograd nodes beside the current one, if there are streams."""
+        """Return the side stream of this thread and its current stream; None on a CPU."""
 
     def waiting(self) -> AbstractContextManager[object]:
         """Return the context to make autograd nodes in that outlive a capture."""

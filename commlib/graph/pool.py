@@ -27,6 +27,7 @@ from commlib.graph.side_stream import SideStream
 _capturing = threading.RLock()  # torch captures one graph at a time
 _under_way: "list[CudaEngine]" = []  # the engine that captures now
 _late: list[torch.cuda.CUDAGraph] = []  # graphs to be destroyed behind that
+_STREAMS = 32  # that torch deals out in turn
 
 
 class CudaRecording:
@@ -98,6 +99,7 @@ class CudaEngine:
         with torch.cuda.device(device):
             self.stream, self._rooms = torch.cuda.Stream(device), torch.cuda.Stream(device)
             self._renew()
+            self._take_turn()
 
     def _renew(self) -> None:
         """Take a new pool, and an empty graph that keeps it alive."""
@@ -107,7 +109,6 @@ class CudaEngine:
             self._keeper.capture_begin(self.pool, capture_error_mode="thread_local")
             torch.empty(1, device=self.device).zero_()
             self._keeper.capture_end()
-        self._take_turn()
 
     # -- before a capture --------------------------------------------------------------------------
 
@@ -146,11 +147,22 @@ class CudaEngine:
         self._order.turn()
 
     def side(self) -> SideStream:
-        """Return the stream for autograd nodes beside the current one, for this thread."""
+        """Return the side stream of this thread and its current stream."""
         key = threading.get_ident(), current_raw(self.device.index)
         if key not in self._sides:
-            self._sides[key] = SideStream(self.device)
+            self._sides[key] = self._new_side()
         return self._sides[key]
+
+    def _new_side(self) -> SideStream:
+        """Make a side stream. Torch deals its streams in turn, so one may be in use already."""
+        used = {self.stream.cuda_stream, self._rooms.cuda_stream, current_raw(self.device.index)}
+        used |= {callers for _, callers in self._sides}
+        used |= {side.stream.cuda_stream for side in self._sides.values()}
+        for _ in range(_STREAMS):
+            stream = torch.cuda.Stream(self.device)
+            if stream.cuda_stream not in used:
+                return SideStream(stream, shared=False)
+        return SideStream(self._rooms, shared=True)
 
     def waiting(self) -> AbstractContextManager[object]:
         """Return the context to make autograd nodes in that outlive a capture."""
@@ -176,7 +188,7 @@ class CudaEngine:
             scope.enter_context(_no_collection())
             scope.enter_context(torch.cuda.stream(self.stream))
             torch.cuda.synchronize(self.device)
-            torch.cuda.current_blas_handle()  # a thread's first one, which no capture lets it make
+            torch.cuda.current_blas_handle()  # this thread's: a capture can't create it
             _end_late()
             graph, own = torch.cuda.CUDAGraph(keep_graph=True), self.pool if pool is None else pool
             for generator in generators:
@@ -219,8 +231,8 @@ class CudaEngine:
             )
         now.graph.instantiate()
         assert now.ledger.host is not None
-        nbytes = torch.cuda.memory_reserved(self.device) - now.held
-        return CudaRecording(now.graph, nodes, nbytes, now.ledger.host)
+        grown = torch.cuda.memory_reserved(self.device) - now.held
+        return CudaRecording(now.graph, nodes, max(grown, 0), now.ledger.host)
 
     def _room(self, source: torch.Tensor) -> torch.Tensor:
         """Return memory for a tensor of the host, outside the pool: replays write the pool."""
@@ -248,10 +260,10 @@ class CudaEngine:
             self._take_turn()
 
     def _take_turn(self) -> None:
-        """Order the next replay behind what a capture has written at its begin.
+        """Order the next replay after what the last capture has written when it began.
 
-        Where a generator stands for graphs is one number in GPU memory. A replay sets it, and so
-        does a capture, to 0.
+        Torch keeps the generator offset of all graphs in one GPU tensor. A replay sets it to its
+        own value, and the begin of a capture sets it to 0.
         """
         with self.lock, torch.cuda.stream(self.stream):
             self.turn()
@@ -275,8 +287,10 @@ class CudaEngine:
         except RuntimeError:
             self._repair(now)
         finally:
-            self._leave()
-            now.ledger.restore()
+            try:
+                self._leave()
+            finally:
+                now.ledger.restore()
 
     def _repair(self, now: "_Capture") -> None:
         """Do what ``capture_end`` has left out; the pool is not used again."""

@@ -52,17 +52,16 @@ def report(graphed: Graphed | None = None, *, html: str | Path | None = None) ->
     """Return one row a captured call, of ``graphed`` or of all; ``print`` it for a table.
 
     A row is a dict: ``function``, ``key``, ``nodes`` (of all its graphs), ``pieces`` (graphs),
-    ``replays``, ``bytes_copied`` (by the last replay), ``pool_bytes`` (by which the capture has
-    made the memory of graphs grow), ``capture_seconds``, ``verified`` (calls and backwards that
-    were compared with the function), ``verify_seconds`` (what these cost), ``repeats`` (False where
-    runs of the function were found to differ in bits: what differs is compared by half of its
-    digits, or by ``tolerance=``),
-    ``captured_variant`` (True where the function asks whether it is captured and reads values if it
-    is not: the answer is True then, and the last digits may differ),
-    ``launch_us`` (host time of one replay),
-    ``eager_us`` (that of the function, and of its backward, when it was verified last; None before
-    that), ``collectives`` (in order), and ``eager``: why the call stayed eager,
-    or None. A row of a call that stayed eager has ``function``, ``key`` and ``eager`` only.
+    ``replays``, ``bytes_copied`` (by the last replay), ``pool_bytes`` (by which the GPU memory that
+    torch holds grew during the capture, for another thread too), ``capture_seconds``, ``verified``
+    (calls and backwards that were compared with the function), ``verify_seconds`` (what these
+    cost), ``repeats`` (False where runs of the function were found to differ in bits: what differs
+    is compared by half of its digits, or by ``tolerance=``), ``captured_variant`` (True where the
+    function asks whether it is captured and reads values if it is not: the answer is True then, and
+    the last digits may differ), ``launch_us`` (host time of one replay), ``eager_us`` (that of the
+    function, and of its backward, when it was verified last; None before that), ``collectives`` (in
+    order), and ``eager``: why the call stayed eager, or None. A row of a call that stayed eager has
+    ``function``, ``key`` and ``eager`` only.
     ``html`` names a file to write the same to as a page.
     """
     chosen = [graphed] if graphed is not None else sorted(everything, key=lambda one: one.name)

@@ -1,4 +1,4 @@
-"""The stream beside a caller's one, to which the autograd nodes of captured calls belong."""
+"""The side stream of a caller, to which the autograd nodes of captured calls belong."""
 
 import threading
 from collections.abc import Iterator
@@ -10,30 +10,35 @@ from commlib._streams import current_raw
 
 
 class SideStream:
-    """A stream for the autograd nodes of one thread's calls on one stream.
+    """A stream for the autograd nodes of the calls that one thread makes on one stream.
 
-    A node belongs to the stream that is current when it is made. Beside nodes of the default stream
-    torch up to 2.11 captures no backward; those of the stream of captures would let a backward of
-    another thread run into whatever is being captured. So the nodes of leaves belong to this one.
+    A node belongs to the stream that is current when it is made. Torch up to 2.11 captures no
+    backward that reaches a node of the default stream. Nodes of the capture stream would let a
+    backward of another thread launch into a capture. So nodes of parameters belong to a side
+    stream.
 
-    Torch fences each gradient that goes from one stream to another, and notes the use with the
-    allocator: 0.6 ms for 75 gradients. So the node of a captured call belongs here too. Its graph
-    runs on the caller's stream, between two fences.
+    Torch fences each gradient that passes from one stream to another, and records the use with the
+    allocator: 0.6 ms for 75 gradients. So the node of a captured call belongs to the side stream
+    too. Its graph runs on the caller's stream, between two fences.
 
-    Gradients lie in memory of this stream. What a caller frees is given to no other caller, whose
-    kernels would not be ordered behind those that still read it.
+    Gradients are allocated on the side stream. Each caller has its own: else memory that one caller
+    frees could be used again while its kernels still read it.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        """Make one for the current thread and its current stream."""
-        self._device, self._thread = device.index, threading.get_ident()
-        self._callers, self.stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-        self._event = torch.cuda.Event()
+    def __init__(self, stream: torch.cuda.Stream, *, shared: bool) -> None:
+        """Make the side stream of the current thread and its current stream.
 
-    def is_beside(self) -> bool:
-        """Return True if the current thread and stream are those that it was made for."""
+        ``shared``: whether another caller has the same stream, so that no captured call may use it.
+        """
+        self.stream, self._shared, self._thread = stream, shared, threading.get_ident()
+        self._device: int = stream.device.index
+        self._callers = torch.cuda.current_stream(stream.device)
+        self._event, self._lock = torch.cuda.Event(), threading.Lock()
+
+    def serves(self) -> bool:
+        """Return True if a call of the current thread on the current stream may use it."""
         same = current_raw(self._device) == self._callers.cuda_stream
-        return same and threading.get_ident() == self._thread
+        return same and threading.get_ident() == self._thread and not self._shared
 
     def current(self) -> AbstractContextManager[object]:
         """Return the context in which nodes of this stream are made."""
@@ -48,14 +53,15 @@ class SideStream:
         return self._across(self.stream, self._callers)
 
     @contextmanager
-    def _across(self, here: torch.cuda.Stream, there: torch.cuda.Stream) -> Iterator[None]:
-        self._fence(here, there)
+    def _across(self, source: torch.cuda.Stream, target: torch.cuda.Stream) -> Iterator[None]:
+        self._fence(source, target)
         try:
-            with torch.cuda.stream(there):
+            with torch.cuda.stream(target):
                 yield
         finally:
-            self._fence(there, here)
+            self._fence(target, source)
 
-    def _fence(self, before: torch.cuda.Stream, behind: torch.cuda.Stream) -> None:
-        self._event.record(before)
-        behind.wait_event(self._event)
+    def _fence(self, first: torch.cuda.Stream, then: torch.cuda.Stream) -> None:
+        with self._lock:  # one event for both directions
+            self._event.record(first)
+            then.wait_event(self._event)

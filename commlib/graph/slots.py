@@ -136,7 +136,7 @@ class _Lease:
     __slots__ = ("__weakref__", "expected", "reads", "side", "uncaptured", "versions")
 
     def __init__(self, side: SideStream | None) -> None:
-        self.side = side  # whose the node is, if it is not the caller's stream's
+        self.side = side  # of the node; None if the node belongs to the caller's stream
         # Of a verified call: outputs of the function itself, and what gradients are wanted of.
         self.expected: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
         self.uncaptured = False  # whether the forward was verified with the answer "not captured"
@@ -272,7 +272,7 @@ class Slot(Entry):
     # -- replaying ---------------------------------------------------------------------------------
 
     def _join(self, tensors: Sequence[torch.Tensor]) -> Join:
-        lease = _Lease(self._side if self._side is not None and self._side.is_beside() else None)
+        lease = _Lease(self._side if self._side is not None and self._side.serves() else None)
         self._lease = weakref.ref(lease)
 
         def join(lent: list[torch.Tensor]) -> Any:
