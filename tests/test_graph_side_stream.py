@@ -139,7 +139,7 @@ def comes_late(comm: Any) -> None:
     for kept, captured in zip(seen, (True, False), strict=True):
         module = Scale(comm.device)
         module.weight.register_post_accumulate_grad_hook(
-            lambda parameter, kept=kept: kept.append(torch.clone(parameter.grad))  # type: ignore[misc]
+            lambda parameter, kept=kept: kept.append(torch.clone(parameter.grad))
         )
         call: Any = graph.capture(module, verify=False) if captured else module
         for turn in range(3):
