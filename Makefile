@@ -46,7 +46,7 @@ RANKS ?= 2
 memcheck: setup
 	FLAGS_dynamic_static_unified_comm=1 $(SANITIZER) --tool memcheck --report-api-errors no \
 	  --target-processes all --error-exitcode 1 env $(RUN) -m torch.distributed.run --standalone \
-	  --nproc-per-node $(RANKS) tests/_memcheck.py
+	  --nproc-per-node $(RANKS) tests/programs/memcheck.py
 
 doctor: setup
 	@$(RUN) -m commlib.tools.cli doctor

@@ -4,9 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from commlib import errors, flags, ops
-from commlib._context import CommContext
-from commlib._manager import CommContextManager, comm, init, new_ring, shutdown
-from commlib._work import Work
+from commlib.core.context import CommContext
+from commlib.core.manager import CommContextManager, comm, init, new_ring, shutdown
+from commlib.core.work import Work
 
 if TYPE_CHECKING:
     from commlib import compat, graph

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from commlib._log import log
 from commlib.errors import FlagError
+from commlib.log import log
 
 __all__ = ["Flag", "get", "override", "rows", "set", "table"]
 

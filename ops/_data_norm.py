@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from commlib._checks import check_tensor, overlaps_itself
-from commlib._context import CommContext
-from commlib._group import needs_result
-from commlib._manager import comm
+from commlib.core.context import CommContext
+from commlib.core.group import needs_result
+from commlib.core.manager import comm
+from commlib.core.validation import check_tensor, overlaps_itself
 from commlib.errors import ArgumentError, DtypeError, ShapeError
-from commlib.ops._agreement import Fact, agree, told
-from commlib.ops._library import like, once, register, traced
+from commlib.ops.agreement import Fact, agree, told
+from commlib.ops.registered.library import like, once, register, traced
 
 Tensor = torch.Tensor
 

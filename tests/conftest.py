@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests._ranks import UNIFIED, Place, Ranks, World, fresh
+from tests.support.ranks import UNIFIED, Place, Ranks, World, fresh
 
 # NVML counts the GPUs: no CUDA context is made in the parent.
 GPUS = torch.cuda.device_count()

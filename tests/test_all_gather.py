@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from commlib import ops
-from tests._check import MOVABLE, bits, close, from_bits, sample
-from tests._formulas import joined, own_part_of_total
-from tests._operator import MODES, Operator
-from tests._ranks import Ranks
-from tests._suites import cases
+from tests.support.checks import MOVABLE, bits, close, from_bits, sample
+from tests.support.formulas import joined, own_part_of_total
+from tests.support.operator import MODES, Operator
+from tests.support.ranks import Ranks
+from tests.support.suites import cases
 
 GATHER = Operator(ops.all_gather, joined, adjoint=own_part_of_total)
 

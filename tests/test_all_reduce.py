@@ -8,11 +8,11 @@ import torch
 
 from commlib import ops
 from commlib.errors import ArgumentError, DtypeError
-from tests._check import FP8, SHORT, close, refused, same, sample, wide
-from tests._formulas import AVERAGED, REAL, SUMMED, largest, mean, product, smallest, total
-from tests._operator import MODES, Operator, calls
-from tests._ranks import Ranks
-from tests._suites import cases
+from tests.support.checks import FP8, SHORT, close, refused, same, sample, wide
+from tests.support.formulas import AVERAGED, REAL, SUMMED, largest, mean, product, smallest, total
+from tests.support.operator import MODES, Operator, calls
+from tests.support.ranks import Ranks
+from tests.support.suites import cases
 
 reduction = functools.partial(Operator, ops.all_reduce, reduces=True, in_place=True)
 SUM = reduction(total, adjoint=total, dtypes=SUMMED)

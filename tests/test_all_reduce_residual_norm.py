@@ -16,8 +16,6 @@ import torch
 
 import commlib
 from commlib import ops
-from commlib.custom_allreduce import choose, push
-from commlib.custom_allreduce import norm as fused
 from commlib.errors import (
     ArgumentError,
     DeviceError,
@@ -26,11 +24,24 @@ from commlib.errors import (
     RingError,
     ShapeError,
 )
-from commlib.ops import _all_reduce_residual_norm as room
-from tests._check import Array, Shape, bits, close, refused, rounded, same, sample, settle, wide
-from tests._class_shards import near
-from tests._operator import ABSENT_RING, calls, compile_whole, generating, well_registered
-from tests._ranks import Ranks
+from commlib.ops.tensor_parallel import _all_reduce_residual_norm as room
+from commlib.p2p import fused_norm as fused
+from commlib.p2p import kernel_table, push_collectives
+from tests.support.checks import (
+    Array,
+    Shape,
+    bits,
+    close,
+    refused,
+    rounded,
+    same,
+    sample,
+    settle,
+    wide,
+)
+from tests.support.class_shards import near
+from tests.support.operator import ABSENT_RING, calls, compile_whole, generating, well_registered
+from tests.support.ranks import Ranks
 
 norm_of = ops.all_reduce_residual_norm
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -601,17 +612,17 @@ def test_a_peer_that_does_not_come(gpu_ranks: Ranks, rows: int, kind: dict[str, 
 # -- what the host decides -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", choose.SIZES)
+@pytest.mark.parametrize("size", kernel_table.SIZES)
 def test_a_row_fits_into_the_channel(size: int) -> None:
-    for row in choose.table()[fused.VERB][size]:
+    for row in kernel_table.table()[fused.VERB][size]:
         for width in (1, size - 1, size, size + 1, fused.WIDEST):
             slots = fused.slots(row.kernel, width, size)
             assert slots >= (size if row.kernel == "norm_one_shot" else 2) * width
-            assert slots * 16 <= 2 * push.WINDOW
+            assert slots * 16 <= 2 * push_collectives.WINDOW
 
 
 def test_arguments_lie_as_the_kernel_sees_them() -> None:
-    call, norm = ctypes.sizeof(push.Call), fused.NormCall
+    call, norm = ctypes.sizeof(push_collectives.Call), fused.NormCall
     assert call == 128
     assert norm.residual.offset == call
     assert norm.eps.offset == call + 6 * 8

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from commlib import ops
 from commlib.errors import ShapeError
-from tests._check import Array, bits, close, from_bits, refused, same, sample, wide
-from tests._examples import examples
-from tests._formulas import parts_for_rank
-from tests._operator import MODES, Operator, calls, compile_whole
-from tests._ranks import Ranks
-from tests._suites import cases
+from tests.support.checks import Array, bits, close, from_bits, refused, same, sample, wide
+from tests.support.examples import examples
+from tests.support.formulas import parts_for_rank
+from tests.support.operator import MODES, Operator, calls, compile_whole
+from tests.support.ranks import Ranks
+from tests.support.suites import cases
 
 EXCHANGE = Operator(ops.all_to_all, parts_for_rank, adjoint=parts_for_rank, divides=True)
 Counts = list[list[int]]  # counts[i][j] rows go from rank i to rank j

@@ -15,9 +15,9 @@ from commlib.errors import (
     RingError,
     ShapeError,
 )
-from tests._check import close, refused, same
-from tests._operator import calls
-from tests._ranks import Ranks, World
+from tests.support.checks import close, refused, same
+from tests.support.operator import calls
+from tests.support.ranks import Ranks, World
 
 UNARY = (
     ops.all_gather,

@@ -8,9 +8,9 @@ import torch
 import commlib
 from commlib import ops
 from commlib.errors import ArgumentError, RingError
-from tests._check import refused, same, settle
-from tests._operator import ABSENT_RING, MODES, calls, compile_whole
-from tests._ranks import Ranks
+from tests.support.checks import refused, same, settle
+from tests.support.operator import ABSENT_RING, MODES, calls, compile_whole
+from tests.support.ranks import Ranks
 
 LATE_S = 0.1
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from commlib import ops
-from commlib.tools import _bench_gloo, _bench_host, _bench_import, _bench_memory, _bench_overlap
-from commlib.tools._bench_launch import launch
-from commlib.tools._bench_report import Report, number, target, write
-from commlib.tools._bench_rounds import WARM_ROUNDS, race, ratio, spread, turns
-from commlib.tools._launch import LaunchError
-from commlib.tools.bench import BENCHMARKS, run_bench
+from commlib.tools.bench import gloo, host, import_time, memory, overlap
+from commlib.tools.bench.command import BENCHMARKS, run_bench
+from commlib.tools.bench.launch import launch
+from commlib.tools.bench.report import Report, number, target, write
+from commlib.tools.bench.rounds import WARM_ROUNDS, race, ratio, spread, turns
+from commlib.tools.launch import LaunchError
 
 SETTINGS = {"nproc": 2, "rounds": 2}
 FACTS = (("date", "2026-01-02T03:04:05Z"), ("CPU", "some | model"))
@@ -188,7 +188,7 @@ def host_samples() -> dict[str, list[float]]:
 
 
 def test_host_report() -> None:
-    report = _bench_host.report(host_samples(), SETTINGS)
+    report = host.report(host_samples(), SETTINGS)
 
     assert {row[0] for row in report.rows} == PEERS["host"]
     assert report.command == "commlib bench host --nproc 2 --rounds 2"
@@ -203,7 +203,7 @@ def test_host_report() -> None:
 def test_a_missed_target_says_so() -> None:
     slow = host_samples() | {"ops.all_reduce(x, out=x)": [8e-6, 8e-6]}
 
-    over, against = _bench_host.report(slow, SETTINGS).findings[:2]
+    over, against = host.report(slow, SETTINGS).findings[:2]
 
     assert over.startswith("missed: ") and against.startswith("missed: ")
 
@@ -230,7 +230,7 @@ def memory_runs(*, beside: bool = False) -> dict[str, list[list[dict[str, Any]]]
 
 
 def test_memory_report() -> None:
-    report = _bench_memory.report(memory_runs(), SETTINGS)
+    report = memory.report(memory_runs(), SETTINGS)
 
     assert [row[:2] for row in report.rows] == [
         (p, s) for p, steps in MEMORY.items() for s in steps
@@ -257,7 +257,7 @@ def test_overlap_report() -> None:
     }
     slow = samples | {f"{late} | push kernels": [0.0101, 0.0101]}
 
-    report = _bench_overlap.report({"matmul": samples, "softmax": slow}, SETTINGS)
+    report = overlap.report({"matmul": samples, "softmax": slow}, SETTINGS)
 
     kept = ("0.80", "0.40", "0.50", "1.00")
     assert [row[-1] for row in report.rows[:4]] == [f"{one} ({one}..{one})" for one in kept]
@@ -269,7 +269,7 @@ def test_overlap_report() -> None:
 
 
 def test_a_group_beside_the_rings_is_told() -> None:
-    report = _bench_memory.report(memory_runs(beside=True), SETTINGS)
+    report = memory.report(memory_runs(beside=True), SETTINGS)
 
     assert "torch.distributed initialised: yes" in report.findings[0]
 
@@ -278,7 +278,7 @@ def test_import_report_tells_what_was_opened() -> None:
     one = {"whole": 0.5, "behind": 0.1, "sockets": 0, "cuda": 0}
     runs = {"import torch": [one, one], "import torch, commlib": [one, one | {"sockets": 3}]}
 
-    late, torch_alone, both = _bench_import.report(runs, {"rounds": 2}).findings
+    late, torch_alone, both = import_time.report(runs, {"rounds": 2}).findings
 
     assert late.startswith("missed: ") and "100 ms, target at most 60.0 ms" in late
     assert torch_alone == "import torch: 0 CUDA contexts, 0 sockets open"
@@ -289,7 +289,7 @@ def test_gloo_report_compares_like_with_like() -> None:
     times = dict(zip(GLOO, (1.0, 2.0, 9.0, 3.0), strict=True))
     sizes = {"4 B": {name: [time] for name, time in times.items()}}
 
-    in_place, fresh = _bench_gloo.report(sizes, SETTINGS).findings
+    in_place, fresh = gloo.report(sizes, SETTINGS).findings
 
     assert in_place.startswith("met: 4 B, ops.all_reduce(x, out=x) / dist.all_reduce(x): 0.50")
     assert fresh.startswith("missed: 4 B, ops.all_reduce(x) / dist.all_reduce(x.clone()): 3.00")

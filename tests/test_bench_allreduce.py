@@ -8,12 +8,12 @@ import pytest
 import torch
 from matplotlib import image
 
-from commlib.tools import _bench_allreduce
-from commlib.tools._bench_allreduce import multicast
-from commlib.tools._bench_allreduce_norm import exact_norm, normalised
-from commlib.tools._bench_allreduce_peers import Near, Way, check, exact_sum
-from commlib.tools._bench_plot import size_label
-from commlib.tools._bench_report import Report, write
+from commlib.tools.bench import allreduce
+from commlib.tools.bench.allreduce import multicast
+from commlib.tools.bench.allreduce_norm import exact_norm, normalised
+from commlib.tools.bench.allreduce_peers import Near, Way, check, exact_sum
+from commlib.tools.bench.plot import size_label
+from commlib.tools.bench.report import Report, write
 
 FACTS = (("date", "2026-01-02T03:04:05Z"), ("CPU", "some model"))
 OURS, NCCL = "ring.all_reduce(out, x)", "NCCL"
@@ -53,7 +53,7 @@ def found(**changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def report(found: dict[str, Any], nproc: int = 2) -> Report:
-    return _bench_allreduce.report(found, {"nproc": nproc, "rounds": 2}, "Multicast?")
+    return allreduce.report(found, {"nproc": nproc, "rounds": 2}, "Multicast?")
 
 
 # -- table and findings --------------------------------------------------------------------------

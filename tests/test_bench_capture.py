@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from commlib import graph
-from commlib.tools import _bench_capture
-from commlib.tools._bench_capture_work import Counter, Large, Passes, Update, captured, check
-from commlib.tools._bench_report import Report
-from commlib.tools.bench import run_bench
-from tests._ranks import Ranks
+from commlib.tools.bench import capture
+from commlib.tools.bench.capture_work import Counter, Large, Passes, Update, captured, check
+from commlib.tools.bench.command import run_bench
+from commlib.tools.bench.report import Report
+from tests.support.ranks import Ranks
 
 OURS, EAGER = "graph.capture", "eager"
 BARE, GRAPHED = "CUDAGraph by hand", "make_graphed_callables"
@@ -40,7 +40,7 @@ def found(**changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def report(**changes: dict[str, Any]) -> Report:
-    return _bench_capture.report(found(**changes), {"nproc": 1, "rounds": 2})
+    return capture.report(found(**changes), {"nproc": 1, "rounds": 2})
 
 
 # -- table and findings --------------------------------------------------------------------------

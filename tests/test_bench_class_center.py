@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from commlib.tools import _bench_class_center
-from commlib.tools._commands import commands
-from commlib.tools.bench import run_bench
+from commlib.tools.bench import class_center
+from commlib.tools.bench.command import run_bench
+from commlib.tools.commands import commands
 
 OURS, LEGACY, SORT = "ops.class_center_sample", "legacy algorithm", "torch.sort alone"
 SETTINGS = {"nproc": 2, "rounds": 2, "rows": 9, "classes": 60}
@@ -34,14 +34,14 @@ def test_small(nproc: str, tmp_path: Path) -> None:
 def test_report() -> None:
     times = {OURS: [0.001], f"{OURS}, padded": [0.001], LEGACY: [0.004], SORT: [0.0016]}
 
-    report = _bench_class_center.report({"times": times, "equal": True}, SETTINGS, "GPUs")
+    report = class_center.report({"times": times, "equal": True}, SETTINGS, "GPUs")
 
     whole, alone, equal = report.findings
     assert whole == f"met: {OURS} / {LEGACY}: 0.25, target at most 0.50"
     assert alone == f"missed: {OURS} / {SORT}: 0.62, target at most 0.50"
     assert equal.endswith("are equal")
     assert {len(row) for row in report.rows} == {len(report.columns)}
-    unlike = _bench_class_center.report({"times": times, "equal": False}, SETTINGS, "GPUs")
+    unlike = class_center.report({"times": times, "equal": False}, SETTINGS, "GPUs")
     assert unlike.findings[-1].endswith("DIFFER")
 
 

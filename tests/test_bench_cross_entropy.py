@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from commlib.tools import _bench_cross_entropy
-from commlib.tools._commands import commands
-from commlib.tools.bench import run_bench
+from commlib.tools.bench import cross_entropy
+from commlib.tools.bench.command import run_bench
+from commlib.tools.commands import commands
 
 OURS, PEER = "ops.softmax_with_cross_entropy", "composition"
 SETTINGS = {"nproc": 2, "rounds": 2, "rows": 4, "classes": 6, "dtype": "float32"}
@@ -38,7 +38,7 @@ def test_report_with_memory() -> None:
         "apart": 1e-7,
     }
 
-    report = _bench_cross_entropy.report(found, SETTINGS)
+    report = cross_entropy.report(found, SETTINGS)
 
     ours, peer = report.rows
     assert len(ours) == len(peer) == len(report.columns)
@@ -54,7 +54,7 @@ def test_report_with_memory() -> None:
 def test_report_without_memory() -> None:
     found = {"times": {OURS: [0.8], PEER: [1.0]}, "peaks": {}, "apart": 0.0}
 
-    report = _bench_cross_entropy.report(found, SETTINGS)
+    report = cross_entropy.report(found, SETTINGS)
 
     assert {row[-2:] for row in report.rows} == {("not available", "not available")}
     assert report.findings[0].startswith("missed: time, ") and len(report.findings) == 2

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 import commlib
-from commlib import _bootstrap
 from commlib.errors import ArgumentError, BootstrapError, CommTimeout, DeviceError
-from tests._ports import free_port
-from tests._programs import LAUNCHERS, RENDEZVOUS, start
+from commlib.rendezvous import environment
+from tests.support.ports import free_port
+from tests.support.processes import LAUNCHERS, RENDEZVOUS, start
 
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"}
 
@@ -24,7 +24,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     commlib.shutdown()
     commlib.CommContextManager.instance()._calls.clear()
-    for table in (_bootstrap._open, _bootstrap._rooms, _bootstrap._served):
+    for table in (environment._open, environment._rooms, environment._served):
         table.clear()
 
 
@@ -135,7 +135,7 @@ def test_ranks_on_one_host(
     monkeypatch: pytest.MonkeyPatch, values: dict[str, str], here: bool
 ) -> None:
     set_all(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_PORT="1", **LOOPBACK, **values)
-    assert _bootstrap._on_one_host(_bootstrap.world()) is here
+    assert environment._on_one_host(environment.world()) is here
 
 
 def test_paddle_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,24 +145,24 @@ def test_paddle_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         PADDLE_TRAINERS_NUM="4",
         PADDLE_TRAINER_ENDPOINTS="127.0.0.1:6170,127.0.0.1:6171",
     )
-    world = _bootstrap.world()
+    world = environment.world()
     assert (world.rank, world.size, world.address) == (1, 4, ("127.0.0.1", 6170))
     assert (world.local_rank, world.local_size) == (1, 2)  # two endpoints of this rank's host
     monkeypatch.setenv("LOCAL_RANK", "0")  # of another launcher: Paddle's environment is whole
-    assert _bootstrap.world() == world
+    assert environment.world() == world
     monkeypatch.setenv("PADDLE_LOCAL_SIZE", "4")
-    assert _bootstrap.world().local_size == 4
+    assert environment.world().local_size == 4
     monkeypatch.setenv("PADDLE_MASTER", "127.0.0.2:99")
-    assert _bootstrap.world().address == ("127.0.0.2", 99)
+    assert environment.world().address == ("127.0.0.2", 99)
 
 
 def test_an_unknown_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, RANK="9", WORLD_SIZE="16", MASTER_ADDR="h", MASTER_PORT="1")
-    assert (_bootstrap.world().local_rank, _bootstrap.world().local_size) == (None, None)
+    assert (environment.world().local_rank, environment.world().local_size) == (None, None)
     set_all(monkeypatch, SLURM_PROCID="9", SLURM_NTASKS="16", SLURM_LOCALID="1")
-    assert _bootstrap.world().local_rank == 1  # a job script exported RANK=$SLURM_PROCID
+    assert environment.world().local_rank == 1  # a job script exported RANK=$SLURM_PROCID
     set_all(monkeypatch, SLURM_PROCID="0")
-    assert _bootstrap.world().local_rank is None  # of another step
+    assert environment.world().local_rank is None  # of another step
 
 
 @pytest.mark.parametrize("names", [{}, {"RANK": "0", "WORLD_SIZE": "1"}], ids=["no", "half"])
@@ -174,11 +174,11 @@ def test_an_initialised_torch_distributed(
     address = f"tcp://127.0.0.1:{free_port()}"
     dist.init_process_group("gloo", init_method=address, rank=0, world_size=1)
     try:
-        world = _bootstrap.world()
+        world = environment.world()
         assert (world.rank, world.size, world.address) == (0, 1, None)
         assert (world.local_rank, world.local_size) == (None, None)
         monkeypatch.setenv("LOCAL_RANK", "3")
-        assert _bootstrap.world().local_rank == 3
+        assert environment.world().local_rank == 3
         assert commlib.init("gloo").size == 1
     finally:
         commlib.shutdown()

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from commlib import ops
-from tests._check import close
-from tests._formulas import ROOT, from_root, total_or_zeros
-from tests._operator import Operator
-from tests._ranks import Ranks
-from tests._suites import cases, wrong_roots
+from tests.support.checks import close
+from tests.support.formulas import ROOT, from_root, total_or_zeros
+from tests.support.operator import Operator
+from tests.support.ranks import Ranks
+from tests.support.suites import cases, wrong_roots
 
 BROADCAST = Operator(
     ops.broadcast, from_root, adjoint=total_or_zeros, keywords={"root": ROOT}, in_place=True

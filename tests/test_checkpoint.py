@@ -13,9 +13,9 @@ from torch.utils.checkpoint import (
 )
 
 from commlib import ops
-from tests._check import close, same, sample
-from tests._operator import calls, compile_whole, generating
-from tests._ranks import Ranks
+from tests.support.checks import close, same, sample
+from tests.support.operator import calls, compile_whole, generating
+from tests.support.ranks import Ranks
 
 Tensor = torch.Tensor
 REGISTERED = torch.ops.commlib

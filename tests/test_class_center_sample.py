@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 import commlib
 from commlib import ops
 from commlib.errors import ArgumentError, DeviceError, DtypeError, RingError, ShapeError
-from commlib.ops._class_batch import Batch
-from commlib.ops._permutation import permuted
-from tests._check import Array, close, laid_out, refused, rounded, same
-from tests._examples import examples
-from tests._operator import ABSENT_RING, calls, compile_whole, generating, well_registered
-from tests._ranks import Ranks, fresh
+from commlib.ops.classification.label_batch import Batch
+from commlib.ops.classification.permutation import permuted
+from tests.support.checks import Array, close, laid_out, refused, rounded, same
+from tests.support.examples import examples
+from tests.support.operator import ABSENT_RING, calls, compile_whole, generating, well_registered
+from tests.support.ranks import Ranks, fresh
 
 CPU = torch.device("cpu")
 KINDS = (torch.int32, torch.int64)

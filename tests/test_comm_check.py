@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 import commlib
-from commlib import _call_reports
-from commlib._call_log import EVERY, CallLog
-from commlib._deadline import Deadline
+from commlib.core import call_reports
+from commlib.core.call_log import EVERY, CallLog
+from commlib.deadlines import Deadline
 from commlib.errors import (
     ArgumentError,
     CommTimeout,
@@ -25,8 +25,8 @@ from commlib.errors import (
     PeerTimeout,
     RingError,
 )
-from tests._check import close, refused, same, until
-from tests._ranks import Ranks, World
+from tests.support.checks import close, refused, same, until
+from tests.support.ranks import Ranks, World
 
 CHECK = "FLAGS_comm_check"
 DETECTED = "detected mismatch"
@@ -44,12 +44,12 @@ def ring_of(
     with commlib.flags.override(CHECK, level):
         ring = commlib.new_ring(ring_id, ranks or range(comm.size), timeout=timeout)
     assert ring is not None
-    before, _call_reports.LOOK_S = _call_reports.LOOK_S, 20
+    before, call_reports.LOOK_S = call_reports.LOOK_S, 20
     try:
         yield ring
         commlib.CommContextManager.instance().close(ring_id)
     finally:
-        _call_reports.LOOK_S = before
+        call_reports.LOOK_S = before
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

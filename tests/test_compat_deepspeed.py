@@ -9,8 +9,8 @@ import torch
 
 from commlib.compat import deepspeed
 from commlib.errors import GraphError
-from tests._check import close, refused, same
-from tests._ranks import Ranks
+from tests.support.checks import close, refused, same
+from tests.support.ranks import Ranks
 
 
 class Engine:

@@ -25,7 +25,7 @@ from commlib.errors import (
     RingError,
     ShapeError,
 )
-from tests._check import (
+from tests.support.checks import (
     Array,
     bits,
     close,
@@ -38,7 +38,7 @@ from tests._check import (
     settle,
     wide,
 )
-from tests._formulas import (
+from tests.support.formulas import (
     ROOT,
     from_root,
     joined,
@@ -52,8 +52,8 @@ from tests._formulas import (
     smallest,
     total,
 )
-from tests._operator import ABSENT_RING, calls, compile_whole
-from tests._ranks import Ranks, World
+from tests.support.operator import ABSENT_RING, calls, compile_whole
+from tests.support.ranks import Ranks, World
 
 Tensor = torch.Tensor
 COMPILE_S = 240

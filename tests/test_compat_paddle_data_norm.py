@@ -8,9 +8,9 @@ import torch
 from commlib import ops
 from commlib.compat import paddle
 from commlib.errors import ArgumentError, RingError, ShapeError
-from tests._check import close, refused, same, sample
-from tests._operator import ABSENT_RING, calls, compile_whole
-from tests._ranks import Ranks
+from tests.support.checks import close, refused, same, sample
+from tests.support.operator import ABSENT_RING, calls, compile_whole
+from tests.support.ranks import Ranks
 
 ARGUMENTS = {
     "x": inspect.Parameter.empty,

@@ -6,8 +6,8 @@ import torch
 
 from commlib.compat import paddle
 from commlib.errors import DtypeError, RingError
-from tests._check import close, refused, sample
-from tests._ranks import Ranks
+from tests.support.checks import close, refused, sample
+from tests.support.ranks import Ranks
 
 
 def legacy(comm: Any) -> None:

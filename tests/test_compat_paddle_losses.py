@@ -10,10 +10,10 @@ import commlib
 from commlib import ops
 from commlib.compat import paddle
 from commlib.errors import ArgumentError, RingError, ShapeError
-from tests._check import close, refused, same
-from tests._class_shards import drawn, labels, own
-from tests._operator import ABSENT_RING, calls, compile_whole
-from tests._ranks import Ranks
+from tests.support.checks import close, refused, same
+from tests.support.class_shards import drawn, labels, own
+from tests.support.operator import ABSENT_RING, calls, compile_whole
+from tests.support.ranks import Ranks
 
 NEEDED = inspect.Parameter.empty
 PLACE = [("ring_id", 0), ("rank", 0)]

@@ -8,9 +8,9 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from commlib import ops
-from tests._check import bits, close, same, sample
-from tests._operator import calls, compile_whole, generating, well_registered
-from tests._ranks import Ranks
+from tests.support.checks import bits, close, same, sample
+from tests.support.operator import calls, compile_whole, generating, well_registered
+from tests.support.ranks import Ranks
 
 
 def chain(x: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,9 @@ import torch
 import commlib
 from commlib import ops
 from commlib.errors import ArgumentError
-from tests._check import close, refused, same
-from tests._operator import calls, compile_whole
-from tests._ranks import Ranks
+from tests.support.checks import close, refused, same
+from tests.support.operator import calls, compile_whole
+from tests.support.ranks import Ranks
 
 Tensor = torch.Tensor
 

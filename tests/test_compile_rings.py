@@ -13,9 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import commlib
 from commlib import ops
 from commlib.errors import PeerError, RingError
-from tests._check import close, refused, same, sample
-from tests._operator import calls, compile_whole, generating
-from tests._ranks import Ranks, World
+from tests.support.checks import close, refused, same, sample
+from tests.support.operator import calls, compile_whole, generating
+from tests.support.ranks import Ranks, World
 
 Tensor = torch.Tensor
 RING = 1

@@ -7,11 +7,11 @@ import torch
 
 from commlib import ops
 from commlib.errors import DeviceError, RingError, ShapeError
-from tests._check import Shape, close, refused, same, sample
-from tests._formulas import own_columns, side_by_side
-from tests._operator import ABSENT_RING, Operator, calls
-from tests._ranks import Ranks
-from tests._suites import compiled, gradients, lazy_bits, values
+from tests.support.checks import Shape, close, refused, same, sample
+from tests.support.formulas import own_columns, side_by_side
+from tests.support.operator import ABSENT_RING, Operator, calls
+from tests.support.ranks import Ranks
+from tests.support.suites import compiled, gradients, lazy_bits, values
 
 
 class LastAxis(Operator):

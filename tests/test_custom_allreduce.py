@@ -21,9 +21,6 @@ import torch
 import commlib
 import commlib.graph
 from commlib import ops
-from commlib._streams import stream_captures
-from commlib.channel import memory
-from commlib.custom_allreduce import choose, push
 from commlib.errors import (
     ArgumentError,
     CommTimeout,
@@ -33,10 +30,12 @@ from commlib.errors import (
     RingError,
     StreamError,
 )
-from tests._check import bits, close, refused, rounded, same, settle, wide
-from tests._operator import calls, generating
-from tests._programs import run
-from tests._ranks import Ranks
+from commlib.p2p import kernel_table, peer_memory, push_collectives
+from commlib.streams import stream_captures
+from tests.support.checks import bits, close, refused, rounded, same, settle, wide
+from tests.support.operator import calls, generating
+from tests.support.processes import run
+from tests.support.ranks import Ranks
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SPECIALS = (0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, -1e-40, 3e38, 6e-8)
@@ -370,7 +369,7 @@ def uncompiled(comm: Any) -> None:
     """Where one rank can't compile the kernels, all ranks use NCCL, and say why."""
     with pytest.MonkeyPatch.context() as patch:
         if comm.rank:
-            patch.setattr(push, "FILES", ("missing.cu",))
+            patch.setattr(push_collectives, "FILES", ("missing.cu",))
         with another(comm, 89) as ring:
             same("can't compile" in ring.explain(1024, torch.bfloat16), True, "explain")
             x = torch.ones(8, device=comm.device)
@@ -557,7 +556,7 @@ def test_allocators(allocator: str) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     code, out, err = run(
         *launcher,
-        "tests/_allocators.py",
+        "tests/programs/allocators.py",
         PYTORCH_CUDA_ALLOC_CONF=allocator,
         FLAGS_dynamic_static_unified_comm="1",
     )
@@ -750,22 +749,22 @@ def test_explain_on_a_gpu(gpu_ranks: Ranks) -> None:
 
 def by_nccl(comm: Any) -> None:
     """A rank with another table, or whose memory its peers can't prove, leaves all of them NCCL."""
-    text, proof = choose.text, memory.PROOF
+    text, proof = kernel_table.text, peer_memory.PROOF
     here, x = comm.rank == 0, torch.ones(9, device=comm.device)
     try:
         if here:
-            choose.text = lambda: text() + "\n"  # type: ignore[assignment]
+            kernel_table.text = lambda: text() + "\n"  # type: ignore[assignment]
         with another(comm, 89) as ring:
             same("different tables or kernels" in ring.explain(64, torch.float32), True, "table")
             same(set(ring.all_reduce(x, x * 1).tolist()), {float(comm.size)}, "by NCCL")
-        choose.text = text
+        kernel_table.text = text
         if here:
-            memory.PROOF = proof.with_name("missing.cu")
+            peer_memory.PROOF = proof.with_name("missing.cu")
         with another(comm, 89) as ring:
             same("no peer access" in ring.explain(64, torch.float32), True, "proof")
             same(set(ring.all_reduce(x, torch.ones_like(x)).tolist()), {float(comm.size)}, "NCCL")
     finally:
-        choose.text, memory.PROOF = text, proof
+        kernel_table.text, peer_memory.PROOF = text, proof
 
 
 def test_ranks_that_push_kernels_can_t_serve(gpu_ranks: Ranks) -> None:

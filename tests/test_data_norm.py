@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 import commlib
 from commlib import ops
 from commlib.errors import ArgumentError, CommError, DeviceError, DtypeError, RingError, ShapeError
-from tests._check import Array, close, refused, same, sample, wide
-from tests._examples import examples
-from tests._operator import ABSENT_RING, calls, compile_whole, generating, well_registered
-from tests._ranks import Ranks
+from tests.support.checks import Array, close, refused, same, sample, wide
+from tests.support.examples import examples
+from tests.support.operator import ABSENT_RING, calls, compile_whole, generating, well_registered
+from tests.support.ranks import Ranks
 
 Tensors = list[torch.Tensor]
 

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from commlib._deadline import Deadline, bounded
-from commlib._workers import SPARES, Workers
+from commlib.deadlines import Deadline, bounded
 from commlib.errors import CommTimeout
+from commlib.worker_threads import SPARES, Workers
 
 
 def test_cancel_ends_every_wait() -> None:

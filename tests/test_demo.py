@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 
 import commlib
-from commlib.tools._demo_compare import compare
-from commlib.tools._demo_runs import MODES, PROGRAM, Launch, Mode, Report
-from commlib.tools._demo_truth import FORMULAS
-from commlib.tools._launch import LaunchError
-from commlib.tools.demo import conclude, run_demo
+from commlib.tools.demo.command import conclude, run_demo
+from commlib.tools.demo.compare import compare
+from commlib.tools.demo.runs import MODES, PROGRAM, Launch, Mode, Report
+from commlib.tools.demo.truth import FORMULAS
+from commlib.tools.launch import LaunchError
 
 RANKS = 2
 OFF, ON, OFF_COMPILED, ON_COMPILED = MODES
@@ -174,7 +174,7 @@ def test_ranks_that_the_program_cannot_use(ranks: int, capsys: pytest.CaptureFix
 
 def test_an_installed_package_has_no_examples(tmp_path: Path) -> None:
     shutil.copytree(Path(commlib.__file__).parent, tmp_path / "commlib")
-    start = "import sys; from commlib.tools.demo import run_demo; sys.exit(run_demo())"
+    start = "import sys; from commlib.tools.demo.command import run_demo; sys.exit(run_demo())"
 
     ended = subprocess.run(
         [sys.executable, "-c", start], cwd=tmp_path, capture_output=True, text=True, timeout=60

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from commlib import _devices
-from commlib._bootstrap import World
-from commlib._devices import default_device
-from commlib._log import log
+from commlib.core import devices
+from commlib.core.devices import default_device
 from commlib.errors import ArgumentError, DeviceError
+from commlib.log import log
+from commlib.rendezvous.environment import World
 
 See = Callable[..., None]
 
@@ -25,7 +25,7 @@ def see(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> See:
         log._said.clear()
         for number in range(host):
             (tmp_path / f"{host}" / f"{number}").mkdir(parents=True, exist_ok=True)
-        monkeypatch.setattr(_devices, "_DRIVER", tmp_path / f"{host}")
+        monkeypatch.setattr(devices, "_DRIVER", tmp_path / f"{host}")
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: current is not None)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: current)

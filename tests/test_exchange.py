@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import commlib
-from commlib import _mailbox
 from commlib.errors import ArgumentError, CommTimeout, EngineError, RingError
-from tests._check import refused, same
-from tests._operator import calls
-from tests._ranks import Ranks
+from commlib.rendezvous import shared_memory
+from tests.support.checks import refused, same
+from tests.support.operator import calls
+from tests.support.ranks import Ranks
 
 EXTREMES = [0, -1, 2**63 - 1, -(2**63)]
 
@@ -108,19 +108,19 @@ def test_during_a_capture(all_gpu_ranks: Ranks) -> None:
 
 def by_gloo(comm: Any) -> None:
     """Ranks that can't share memory use gloo, all of them alike."""
-    from commlib import _mailbox
+    from commlib.rendezvous import shared_memory
 
     for whose in (0, 1):
-        folder = _mailbox._FOLDER
+        folder = shared_memory._FOLDER
         if comm.rank == whose:
-            _mailbox._FOLDER = folder / "absent"
+            shared_memory._FOLDER = folder / "absent"
         ring = commlib.new_ring(43, [0, 1])
         assert ring is not None
         for longest in (3, 600):
             every = [list(range(rank, longest)) for rank in range(2)]
             same(ring.exchange(every[comm.rank]), every, f"without shared memory on rank {whose}")
         same(ring._mailbox, None, "the mailbox")
-        _mailbox._FOLDER = folder
+        shared_memory._FOLDER = folder
         commlib.CommContextManager.instance().close(43)
 
 
@@ -148,12 +148,12 @@ def test_a_rank_that_has_closed_the_ring(ranks: Ranks) -> None:
 
 def test_a_rank_that_writes_and_closes_while_another_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryFile() as file:
-        file.truncate(_mailbox._length(2))
-        mine, other = (_mailbox.Mailbox(file.fileno(), rank, 2, 5) for rank in range(2))
+        file.truncate(shared_memory._length(2))
+        mine, other = (shared_memory.Mailbox(file.fileno(), rank, 2, 5) for rank in range(2))
 
         def closed_just_now(_: int, rank: int) -> bool:
             same(other([7]), [[3], [7]], f"the numbers that rank {rank} gets before it closes")
             return False
 
-        monkeypatch.setattr(_mailbox, "_held", closed_just_now)
+        monkeypatch.setattr(shared_memory, "_held", closed_just_now)
         same(mine([3]), [[3], [7]], "the numbers")

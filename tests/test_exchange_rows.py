@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import commlib
-from commlib._routes import routes
 from commlib.errors import CommTimeout, EngineError, RingError
-from tests._check import Framed, bits, close, from_bits, refused, same, sample
-from tests._operator import MODES, calls
-from tests._ranks import Ranks
+from commlib.p2p.routes import routes
+from tests.support.checks import Framed, bits, close, from_bits, refused, same, sample
+from tests.support.operator import MODES, calls
+from tests.support.ranks import Ranks
 
 Counts = np.ndarray[Any, Any]  # [from, to, segment]: rows
 
@@ -157,7 +157,7 @@ def test_the_channel_is_used(ranks: Ranks) -> None:
 
 
 def channel(comm: Any) -> None:
-    from commlib.channel.rows import RowChannel
+    from commlib.p2p.expert_rows import RowChannel
 
     check(comm, drawn(comm.size, 2, 4, 2), 8, torch.float32)
     same(type(comm._rows), RowChannel, "what carries the rows")

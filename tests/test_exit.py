@@ -8,9 +8,9 @@ from subprocess import Popen
 
 import pytest
 
-from tests._check import until
-from tests._ports import free_port
-from tests._programs import run, start
+from tests.support.checks import until
+from tests.support.ports import free_port
+from tests.support.processes import run, start
 
 FLAGS = pytest.mark.parametrize("flag", ["1", "0"], ids=["unified", "legacy"])
 BEGIN = (
@@ -52,7 +52,11 @@ def outcomes(
 @pytest.mark.parametrize(("flag", "rounds"), [("1", 25), ("0", 5)], ids=["unified", "legacy"])
 def test_exits_in_a_row(flag: str, rounds: int) -> None:
     code, out, err = run(
-        "-m", "tests._exits", str(rounds), FLAGS_dynamic_static_unified_comm=flag, seconds=240
+        "-m",
+        "tests.programs.exits",
+        str(rounds),
+        FLAGS_dynamic_static_unified_comm=flag,
+        seconds=240,
     )
     assert (code, out, err) == (0, "all ended well\n", "")
 
@@ -96,10 +100,10 @@ def test_a_failing_exit_waits_for_nobody(tmp_path: Path, flag: str, how: str) ->
     """
     program, code, text = FAILURES[how]
     settled = (
-        "if ring.rank == 1: tests._exits.settle(); (here / 'settled').touch()\n"
+        "if ring.rank == 1: tests.programs.exits.settle(); (here / 'settled').touch()\n"
         "else: await_file('settled')\n"
     )
-    program = "import tests._exits\n" + BEGIN + settled + STAY + program
+    program = "import tests.programs.exits\n" + BEGIN + settled + STAY + program
     with pair(program, tmp_path, flag, FLAGS_comm_close_timeout_s="600") as ranks:
         if how.startswith("SIG"):
             until((tmp_path / "idle").exists, "rank 0 is idle", 60)
@@ -152,8 +156,8 @@ def test_exit_closes_everything_without_new_threads(tmp_path: Path, flag: str) -
 def test_exit_without_new_threads_and_with_stuck_steps(tmp_path: Path) -> None:
     """More steps block than threads are left: the exit still ends, within the deadlines."""
     program = (
-        BEGIN + "from commlib._workers import SPARES, workers\n"
-        "from commlib._deadline import Deadline, bounded\n"
+        BEGIN + "from commlib.worker_threads import SPARES, workers\n"
+        "from commlib.deadlines import Deadline, bounded\n"
         "def stuck():\n"
         "    try: bounded(threading.Event().wait, Deadline(0.1), 'a stuck step')\n"
         "    except commlib.errors.CommTimeout: pass\n"
@@ -208,7 +212,7 @@ def test_exit_while_a_step_that_nobody_waits_for_is_in_c(
         BEGIN + "import torch.distributed as dist\n"
         "from datetime import timedelta\n"
         "from commlib import _bootstrap\n"
-        "from commlib._deadline import Deadline, bounded\n"
+        "from commlib.deadlines import Deadline, bounded\n"
         "never = dist.HashStore()\n"
         "def many_waits():\n"
         "    end = time.monotonic() + 0.8\n"

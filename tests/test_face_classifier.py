@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import commlib
-from tests._check import same
-from tests._programs import ROOT, run
-from tests._ranks import UNIFIED, Ranks
+from tests.support.checks import same
+from tests.support.processes import ROOT, run
+from tests.support.ranks import UNIFIED, Ranks
 
 EXAMPLE = "examples/face_classifier.py"
 

@@ -8,7 +8,7 @@ import pytest
 import commlib
 from commlib import flags
 from commlib.errors import FlagError
-from tests._programs import run
+from tests.support.processes import run
 
 NAME = "FLAGS_dynamic_static_unified_comm"
 

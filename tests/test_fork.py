@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests._ports import free_port
+from tests.support.ports import free_port
 from tests.test_exit import BEGIN, FLAGS, pair
 
 # ``fork(body)`` runs ``body`` in a child that ends through the interpreter's own exit.

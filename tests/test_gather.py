@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from commlib import ops
-from tests._formulas import ROOT, joined_at_root
-from tests._operator import Operator
-from tests._ranks import Ranks
-from tests._suites import cases, wrong_roots
+from tests.support.formulas import ROOT, joined_at_root
+from tests.support.operator import Operator
+from tests.support.ranks import Ranks
+from tests.support.suites import cases, wrong_roots
 
 GATHER = Operator(ops.gather, joined_at_root, keywords={"root": ROOT}, only_root=True)
 

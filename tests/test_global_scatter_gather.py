@@ -10,10 +10,20 @@ from hypothesis import strategies as st
 import commlib
 from commlib import ops
 from commlib.errors import ArgumentError, DeviceError, DtypeError, RingError, ShapeError
-from tests._check import Array, bits, close, from_bits, laid_out, refused, same, sample, wide
-from tests._examples import examples
-from tests._operator import ABSENT_RING, calls, compile_whole, generating
-from tests._ranks import Ranks
+from tests.support.checks import (
+    Array,
+    bits,
+    close,
+    from_bits,
+    laid_out,
+    refused,
+    same,
+    sample,
+    wide,
+)
+from tests.support.examples import examples
+from tests.support.operator import ABSENT_RING, calls, compile_whole, generating
+from tests.support.ranks import Ranks
 
 Counts = list[list[list[int]]]  # [a][b][k]: rows from rank a to expert k of rank b
 

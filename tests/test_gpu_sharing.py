@@ -13,8 +13,8 @@ import commlib.graph
 from commlib import flags, ops
 from commlib.compat import paddle
 from commlib.errors import ArgumentError, PeerTimeout, RingError, StreamError
-from tests._check import close, refused, same
-from tests._ranks import Ranks, World
+from tests.support.checks import close, refused, same
+from tests.support.ranks import Ranks, World
 
 Call = Callable[[], Any]
 MIB = 1 << 20
@@ -331,7 +331,7 @@ def test_a_group_that_connects_is_launched_once(gpu_ranks: Ranks) -> None:
 
 def graphs_hold(comm: Any) -> None:
     """close() does not wait for graphs of the program; the communicator goes after them."""
-    from commlib import _nccl_connection
+    from commlib.engines import nccl_connection
 
     ring = new_ring(40)
     x = torch.ones(MIB, dtype=torch.int64, device=comm.device)
@@ -344,14 +344,14 @@ def graphs_hold(comm: Any) -> None:
     took = time.monotonic() - began
     same(took < flags.get(flags.CLOSE_TIMEOUT) / 2, True, f"close() took {took:.1f} s")
     same("still hold" in ring.errors()[-1], True, ring.errors())
-    same(len(_nccl_connection._released), 1, "communicators that wait for graphs")
+    same(len(nccl_connection._released), 1, "communicators that wait for graphs")
     graph.reset()
     torch.cuda.synchronize()
     end = time.monotonic() + 10
-    while _nccl_connection._released and time.monotonic() < end:
-        _nccl_connection._destroy_released()
+    while nccl_connection._released and time.monotonic() < end:
+        nccl_connection._destroy_released()
         time.sleep(0.05)
-    same(len(_nccl_connection._released), 0, "communicators after the graph")
+    same(len(nccl_connection._released), 0, "communicators after the graph")
 
 
 def test_closing_beside_a_graph_of_the_program(gpu_ranks: Ranks) -> None:

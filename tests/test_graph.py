@@ -22,9 +22,9 @@ import commlib
 from commlib import graph, ops
 from commlib.errors import CommError
 from commlib.graph import GraphError
-from tests._check import close, refused, same, settle
-from tests._programs import run
-from tests._ranks import Ranks
+from tests.support.checks import close, refused, same, settle
+from tests.support.processes import run
+from tests.support.ranks import Ranks
 
 
 def on_gpu(comm: Any) -> bool:
@@ -979,7 +979,7 @@ def test_the_end_of_a_process(before: str) -> None:
     """Graphs go before their communicators, whoever ends first: no hang, no word."""
     code, out, err = run(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "tests._graph_exit", before),
+        *("-m", "tests.programs.graph_exit", before),
         FLAGS_dynamic_static_unified_comm="1",
     )
     assert code == 0, err

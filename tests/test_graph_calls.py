@@ -21,9 +21,9 @@ from commlib.graph.ledger import Ledger
 from commlib.graph.overlap import overlap, overlaps
 from commlib.graph.pieces import Warming, inside
 from commlib.graph.undo import UndoLog
-from tests._check import close, refused, same, settle
-from tests._examples import examples
-from tests._ranks import Ranks
+from tests.support.checks import close, refused, same, settle
+from tests.support.examples import examples
+from tests.support.ranks import Ranks
 
 
 def on_gpu(comm: Any) -> bool:

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from commlib import graph
 from commlib.errors import GraphError
-from tests._check import close, refused, same
-from tests._ranks import Ranks
+from tests.support.checks import close, refused, same
+from tests.support.ranks import Ranks
 
 
 def layers(device: torch.device) -> torch.nn.Sequential:

@@ -22,9 +22,9 @@ from commlib.compat import deepspeed
 from commlib.errors import CommError, CommTimeout
 from commlib.graph import GraphError
 from commlib.graph.pieces import Pieces, making
-from tests._check import close, refused, same, settle
-from tests._programs import run
-from tests._ranks import Ranks
+from tests.support.checks import close, refused, same, settle
+from tests.support.processes import run
+from tests.support.ranks import Ranks
 from tests.test_graph import on_gpu, whole
 
 WAIT_S = 20  # for another thread; it is there at once

@@ -10,8 +10,8 @@ from commlib import graph
 from commlib.errors import GraphError
 from commlib.graph.host import HostPart, OtherValue
 from commlib.graph.ledger import Ledger
-from tests._check import close, refused, same
-from tests._ranks import Ranks
+from tests.support.checks import close, refused, same
+from tests.support.ranks import Ranks
 
 META = torch.device("meta")  # in place of a GPU: what lies there is not on the host
 

@@ -7,8 +7,8 @@ import torch
 
 from commlib import graph
 from commlib.errors import GraphError
-from tests._check import refused, same
-from tests._ranks import Ranks
+from tests.support.checks import refused, same
+from tests.support.ranks import Ranks
 
 
 def graphed_module(comm: Any) -> None:

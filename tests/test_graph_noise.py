@@ -14,7 +14,7 @@ import torch
 
 from commlib import graph
 from commlib.errors import GraphError
-from tests._check import close, same
+from tests.support.checks import close, same
 from tests.test_graph_verify import Hidden
 
 X = torch.ones(3)

@@ -8,8 +8,8 @@ import torch
 
 from commlib import graph
 from commlib.graph.generators import default_generator
-from tests._check import same
-from tests._ranks import Ranks
+from tests.support.checks import same
+from tests.support.ranks import Ranks
 
 _SEEDED_AT = 6  # the turn before which the program sets the generator
 

@@ -12,8 +12,8 @@ import torch
 
 from commlib import graph
 from commlib.graph.pieces import Pieces
-from tests._check import refused, same
-from tests._ranks import Ranks
+from tests.support.checks import refused, same
+from tests.support.ranks import Ranks
 
 _A_WHILE = 50_000_000  # cycles of a GPU: more than the host takes for a backward
 

@@ -20,8 +20,8 @@ from torch import nn
 
 from commlib import graph
 from commlib.errors import GraphError
-from tests._check import close, refused, same
-from tests._ranks import Ranks
+from tests.support.checks import close, refused, same
+from tests.support.ranks import Ranks
 from tests.test_modes import Wrapper
 
 Program = Callable[[Callable[..., Any], torch.device], list[torch.Tensor]]

@@ -14,8 +14,8 @@ from torch import nn
 
 from commlib import graph, ops
 from commlib.errors import GraphError
-from tests._check import close, refused, same
-from tests._ranks import Ranks
+from tests.support.checks import close, refused, same
+from tests.support.ranks import Ranks
 
 
 def alike(program: Callable[[Callable[..., Any]], list[Any]], what: str) -> None:

@@ -13,8 +13,8 @@ from commlib import graph
 from commlib.errors import GraphError
 from commlib.graph import digest, effects
 from commlib.graph.nodes import used_up
-from tests._check import close, refused, same
-from tests._ranks import Ranks
+from tests.support.checks import close, refused, same
+from tests.support.ranks import Ranks
 
 
 class Hidden:
@@ -322,7 +322,7 @@ def test_functions_that_do_something_else_in_a_capture(unified_ranks: Ranks) -> 
 
 def kernels(comm: Any) -> None:
     """A kernel of Triton that writes memory from outside, and no operator says so, counts once."""
-    from tests._triton import add_one
+    from tests.support.triton_kernels import add_one
 
     total = torch.zeros(128, device=comm.device)
 

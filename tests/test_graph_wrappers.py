@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import (
 
 from commlib import graph
 from commlib.errors import GraphError
-from tests._check import refused, same
-from tests._ranks import Ranks
+from tests.support.checks import refused, same
+from tests.support.ranks import Ranks
 
 
 def sharded(comm: Any) -> torch.nn.Module:

@@ -10,10 +10,10 @@ import commlib
 from commlib import ops
 from commlib.compat import paddle
 from commlib.errors import ArgumentError, RingError
-from tests._check import Framed, close, refused, same, sample, settle, until, wide
-from tests._formulas import joined, total
-from tests._operator import calls
-from tests._ranks import Ranks
+from tests.support.checks import Framed, close, refused, same, sample, settle, until, wide
+from tests.support.formulas import joined, total
+from tests.support.operator import calls
+from tests.support.ranks import Ranks
 
 BOTH: tuple[dict[str, bool], ...] = (
     {},

@@ -8,11 +8,11 @@ import torch
 
 from commlib import ops
 from commlib.errors import RingError
-from tests._check import close, refused, same
-from tests._formulas import own, total
-from tests._operator import ABSENT_RING, Operator, calls
-from tests._ranks import Ranks
-from tests._suites import compiled, gradients, lazy_bits, values
+from tests.support.checks import close, refused, same
+from tests.support.formulas import own, total
+from tests.support.operator import ABSENT_RING, Operator, calls
+from tests.support.ranks import Ranks
+from tests.support.suites import compiled, gradients, lazy_bits, values
 
 IDENTITY = Operator(ops.identity, own, adjoint=total, modes=("calc", "comm"))
 

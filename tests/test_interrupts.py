@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests._ports import free_port
-from tests._programs import ROOT, environment
+from tests.support.ports import free_port
+from tests.support.processes import ROOT, environment
 
 LIMIT_S = 150.0  # of each process
 SECONDS = 15.0  # a rank that waits for its deadline of 60 s is far above, a busy machine below
@@ -21,9 +21,10 @@ PROGRAM = """
 import json, sys, threading, time
 from pathlib import Path
 import torch, commlib
-from commlib import _mailbox, ops
+from commlib import ops
+from commlib.rendezvous import shared_memory
 
-_mailbox._FOLDER = Path(sys.argv[1])
+shared_memory._FOLDER = Path(sys.argv[1])
 comm = commlib.init("gloo", timeout=60)
 x = torch.ones(4)
 ASYNC = {"use_calc_stream": False, "sync_op": False}

@@ -13,13 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.channel import driver, memory, rows
-from commlib.custom_allreduce import choose, norm, push
 from commlib.errors import EngineError
-from tests._examples import examples
+from commlib.p2p import expert_rows, fused_norm, kernel_table, nvrtc, peer_memory, push_collectives
+from tests.support.examples import examples
 
-HALF = 2 * push.WINDOW + push._SPARE  # bytes
-HELD = (1, 2, norm.HELD)  # vectors of a thread
+HALF = 2 * push_collectives.WINDOW + push_collectives._SPARE  # bytes
+HELD = (1, 2, fused_norm.HELD)  # vectors of a thread
 
 
 @pytest.fixture
@@ -31,21 +30,27 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def names() -> Iterator[tuple[str, str]]:
     """Yield the file and the name of every kernel that the table may ask for."""
-    kinds = [f"{dtype}_{op}" for dtype in choose.FLOATS.values() for op in ("sum", "max", "min")]
+    kinds = [
+        f"{dtype}_{op}" for dtype in kernel_table.FLOATS.values() for op in ("sum", "max", "min")
+    ]
     for algorithm, kind in itertools.product(("one_shot", "two_shot", "scatter"), kinds):
         yield "all_reduce.cu", f"{algorithm}_{kind}"
-    for algorithm, dtype in itertools.product(("one_shot", "two_shot"), choose.FLOATS.values()):
+    for algorithm, dtype in itertools.product(
+        ("one_shot", "two_shot"), kernel_table.FLOATS.values()
+    ):
         yield "split.cu", f"{algorithm}_begin_{dtype}_sum"
         yield "split.cu", f"{algorithm}_end_{dtype}_sum"
     yield "packets.cu", "packets"
-    norms = itertools.product(("norm_one_shot", "norm_two_shot"), choose.FLOATS.values(), HELD)
+    norms = itertools.product(
+        ("norm_one_shot", "norm_two_shot"), kernel_table.FLOATS.values(), HELD
+    )
     for algorithm, dtype, held in norms:
         yield "norm.cu", f"{algorithm}_{dtype}_{held}"
 
 
-@pytest.mark.parametrize("file", push.FILES)
+@pytest.mark.parametrize("file", push_collectives.FILES)
 def test_push_kernels_compile(home: Path, file: str) -> None:
-    code = driver.binary(push.KERNELS / file, "sm_90", ("-DRANKS=2",))
+    code = nvrtc.binary(push_collectives.KERNELS / file, "sm_90", ("-DRANKS=2",))
     missing = [name for of, name in names() if of == file and name.encode() not in code]
     assert not missing
 
@@ -55,15 +60,15 @@ def test_push_kernels_compile(home: Path, file: str) -> None:
     [("split.cu", "sm_80", 3), ("packets.cu", "sm_100", 5), ("split.cu", "sm_90", 8)],
 )
 def test_other_devices_and_rings(home: Path, file: str, architecture: str, size: int) -> None:
-    assert driver.binary(push.KERNELS / file, architecture, (f"-DRANKS={size}",))
+    assert nvrtc.binary(push_collectives.KERNELS / file, architecture, (f"-DRANKS={size}",))
 
 
 def test_row_kernel_compiles(home: Path) -> None:
-    assert b"exchange_rows" in driver.binary(rows.KERNEL, "sm_90", ("-DSEGMENTS=32",))
+    assert b"exchange_rows" in nvrtc.binary(expert_rows.KERNEL, "sm_90", ("-DSEGMENTS=32",))
 
 
 def test_proof_compiles(home: Path) -> None:
-    code = driver.binary(memory.PROOF, "sm_90")
+    code = nvrtc.binary(peer_memory.PROOF, "sm_90")
     assert b"write_tokens" in code
     assert b"find_tokens" in code
 
@@ -71,21 +76,21 @@ def test_proof_compiles(home: Path) -> None:
 def test_a_wrong_source_is_told(home: Path, tmp_path: Path) -> None:
     (tmp_path / "wrong.cu").write_text("__global__ void f() { undeclared(); }")
     with pytest.raises(EngineError, match="undeclared"):
-        driver.binary(tmp_path / "wrong.cu", "sm_90")
+        nvrtc.binary(tmp_path / "wrong.cu", "sm_90")
 
 
 def test_what_is_compiled_is_kept(home: Path) -> None:
     source = home / "some.cu"
     source.write_text('extern "C" __global__ void some() {}')
-    first = driver.binary(source, "sm_90")
+    first = nvrtc.binary(source, "sm_90")
     (kept,) = (home / ".cache/commlib/kernels").iterdir()
     assert kept.read_bytes().endswith(first)
     assert kept.parent.stat().st_mode & 0o777 == 0o700
     kept.write_bytes(kept.read_bytes()[:-1])  # torn
-    assert driver.binary(source, "sm_90") == first
+    assert nvrtc.binary(source, "sm_90") == first
     assert kept.read_bytes().endswith(first)
     (home / "more.cuh").write_text("// a header beside it is part of it")
-    assert driver.binary(source, "sm_90", ("-DOTHER",))
+    assert nvrtc.binary(source, "sm_90", ("-DOTHER",))
     assert len(list(kept.parent.iterdir())) == 2
 
 
@@ -93,36 +98,36 @@ def test_a_folder_that_others_may_write_is_not_used(home: Path) -> None:
     place = home / ".cache/commlib/kernels"
     place.mkdir(parents=True)
     place.chmod(0o770)
-    assert driver.folder() is None
+    assert nvrtc.folder() is None
     source = home / "some.cu"
     source.write_text('extern "C" __global__ void some() {}')
-    assert driver.binary(source, "sm_90")
+    assert nvrtc.binary(source, "sm_90")
     assert not list(place.iterdir())
     place.rmdir()
-    assert driver.folder() == place
+    assert nvrtc.folder() == place
 
 
 def test_a_file_that_others_may_write_is_not_used(home: Path) -> None:
     """A folder that was open for a while may hold what somebody else has put there."""
     source = home / "some.cu"
     source.write_text('extern "C" __global__ void some() {}')
-    code = driver.binary(source, "sm_90")
+    code = nvrtc.binary(source, "sm_90")
     (kept,) = (home / ".cache/commlib/kernels").iterdir()
     planted = hashlib.sha256(b"planted").digest() + b"planted"
     kept.write_bytes(planted)
     kept.chmod(0o666)
-    assert driver.binary(source, "sm_90") == code
+    assert nvrtc.binary(source, "sm_90") == code
     (home / "elsewhere").write_bytes(planted)
     kept.unlink()
     kept.symlink_to(home / "elsewhere")
-    assert driver.binary(source, "sm_90") == code
+    assert nvrtc.binary(source, "sm_90") == code
     assert not kept.is_symlink()
 
 
 def test_folders_are_private_whatever_the_umask(home: Path) -> None:
     before = os.umask(0)
     try:
-        place = driver.folder()
+        place = nvrtc.folder()
     finally:
         os.umask(before)
     assert place is not None
@@ -134,7 +139,7 @@ def test_one_file_by_many(home: Path) -> None:
     source = home / "some.cu"
     source.write_text('extern "C" __global__ void some() {}')
     with ThreadPoolExecutor(8) as ranks:
-        found = set(ranks.map(lambda _: driver.binary(source, "sm_90"), range(24)))
+        found = set(ranks.map(lambda _: nvrtc.binary(source, "sm_90"), range(24)))
     assert len(found) == 1
     (kept,) = (home / ".cache/commlib/kernels").iterdir()
     assert kept.read_bytes().endswith(found.pop())
@@ -143,114 +148,116 @@ def test_one_file_by_many(home: Path) -> None:
 def test_no_home_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
-    assert driver.folder() is None
+    assert nvrtc.folder() is None
 
 
 # -- the choice ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", push.VERBS)
-@pytest.mark.parametrize("size", choose.SIZES)
+@pytest.mark.parametrize("verb", push_collectives.VERBS)
+@pytest.mark.parametrize("size", kernel_table.SIZES)
 def test_table(verb: str, size: int) -> None:
     """Rows ascend, name kernels that there are, and every ring the kernels serve has some."""
-    found = choose.table()[verb][size]
+    found = kernel_table.table()[verb][size]
     assert [row.most for row in found] == sorted({row.most for row in found})
     kinds = {"all_reduce": ("one_shot", "two_shot"), "reduce_scatter": ("scatter",)}
-    kinds |= {norm.VERB: ("norm_one_shot", "norm_two_shot")}
+    kinds |= {fused_norm.VERB: ("norm_one_shot", "norm_two_shot")}
     for row in found:
         assert row.kernel in (*kinds.get(verb, ("packets",)), "nccl")
         assert row.threads % 32 == 0
-        assert 0 < row.threads <= (512 * norm.TEAM if verb == norm.VERB else 512)
+        assert 0 < row.threads <= (512 * fused_norm.TEAM if verb == fused_norm.VERB else 512)
         assert row.blocks > 0
 
 
 @given(
-    verb=st.sampled_from(push.VERBS),
+    verb=st.sampled_from(push_collectives.VERBS),
     nbytes=st.integers(1, 1 << 33),
     size=st.integers(2, 20),
 )
 @examples(200)
 def test_choice_is_pure(verb: str, nbytes: int, size: int) -> None:
     """The same at every call, the first row that holds the bytes, and NCCL beyond the last."""
-    found = choose.choose(verb, nbytes, size)
-    assert found == choose.choose(verb, nbytes, size)
-    rows_of = choose.table()[verb].get(size, ())
+    found = kernel_table.choose(verb, nbytes, size)
+    assert found == kernel_table.choose(verb, nbytes, size)
+    rows_of = kernel_table.table()[verb].get(size, ())
     holding = [row for row in rows_of if row.most >= nbytes]
     assert found == (holding[0] if holding and holding[0].kernel != "nccl" else None)
 
 
 @given(
     kernel=st.sampled_from(["one_shot", "two_shot", "scatter", "packets"]),
-    size=st.sampled_from(choose.SIZES),
+    size=st.sampled_from(kernel_table.SIZES),
     below=st.integers(0, 4096),
 )
 @examples(200)
 def test_calls_fit_into_the_channel(kernel: str, size: int, below: int) -> None:
     """The last slot of the largest call ends inside the half, however it is rounded."""
-    nbytes = max(1, choose.room(kernel, HALF, size) - below)
+    nbytes = max(1, kernel_table.room(kernel, HALF, size) - below)
     vectors = -(-nbytes // (8 if kernel == "packets" else 16))
     slots = 2 * size * -(-vectors // size) if kernel == "two_shot" else size * vectors
     assert slots * 16 <= HALF
 
 
-@pytest.mark.parametrize("size", choose.SIZES)
-@pytest.mark.parametrize("most", [1, norm.TEAM])
-@pytest.mark.parametrize("threads", [32, 64, 256, norm.THREADS, 2 * norm.THREADS])
+@pytest.mark.parametrize("size", kernel_table.SIZES)
+@pytest.mark.parametrize("most", [1, fused_norm.TEAM])
+@pytest.mark.parametrize("threads", [32, 64, 256, fused_norm.THREADS, 2 * fused_norm.THREADS])
 def test_rows_fit_into_blocks_and_the_channel(size: int, most: int, threads: int) -> None:
     """Each thread's vectors cover the row, there is a kernel for them, and a row has its slots."""
-    for width in range(1, norm.WIDEST + 1):
-        held, block, team = norm.block(width, threads, most)
+    for width in range(1, fused_norm.WIDEST + 1):
+        held, block, team = fused_norm.block(width, threads, most)
         assert held in HELD
         assert team in {2**power for power in range(4) if 2**power <= most}
-        assert width <= block * held * team < width + push.WARP * held * team
-        assert block % push.WARP == 0
-        assert 0 < block <= norm.THREADS
+        assert width <= block * held * team < width + push_collectives.WARP * held * team
+        assert block % push_collectives.WARP == 0
+        assert 0 < block <= fused_norm.THREADS
         for kernel, copies in (("norm_one_shot", size), ("norm_two_shot", 2)):
-            slots = norm.slots(kernel, width, size)
+            slots = fused_norm.slots(kernel, width, size)
             assert copies * width <= slots
             # One launch takes as many rows as fit; indices in the kernels have 32 bits.
-            assert 0 < HALF // (slots * choose.VECTOR) * width < 2**31
+            assert 0 < HALF // (slots * kernel_table.VECTOR) * width < 2**31
 
 
 def test_a_written_table_is_the_same(tmp_path: Path) -> None:
-    choose.write(tmp_path / "table.json", choose.table())
-    assert (tmp_path / "table.json").read_text() == choose.TABLE.read_text()
+    kernel_table.write(tmp_path / "table.json", kernel_table.table())
+    assert (tmp_path / "table.json").read_text() == kernel_table.TABLE.read_text()
 
 
 def test_what_is_left_to_nccl() -> None:
-    assert choose.refusal(torch.bfloat16, "avg") is None
-    assert "int32" in str(choose.refusal(torch.int32, "sum"))
-    assert "prod" in str(choose.refusal(torch.float32, "prod"))
+    assert kernel_table.refusal(torch.bfloat16, "avg") is None
+    assert "int32" in str(kernel_table.refusal(torch.int32, "sum"))
+    assert "prod" in str(kernel_table.refusal(torch.float32, "prod"))
 
 
-@pytest.mark.parametrize("size", choose.SIZES)
+@pytest.mark.parametrize("size", kernel_table.SIZES)
 def test_every_rank_waits_in_the_first_hop(size: int) -> None:
     """Or knows it from one that does: two owners of slices at least."""
-    two = choose.Row(1 << 20, "norm_two_shot", 512, 264)
+    two = kernel_table.Row(1 << 20, "norm_two_shot", 512, 264)
     for width in range(1, 65):
         slice_ = -(-width // size)
         owners = -(-width // slice_)
-        assert owners >= 2 or norm.kernel_of(two, width, size) == "norm_one_shot"
+        assert owners >= 2 or fused_norm.kernel_of(two, width, size) == "norm_one_shot"
 
 
 def test_version_follows_what_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = push.version()
-    assert before == push.version() != 0
-    monkeypatch.setattr(choose, "text", lambda: choose.TABLE.read_text() + "\n")
-    assert push.version() != before
+    before = push_collectives.version()
+    assert before == push_collectives.version() != 0
+    monkeypatch.setattr(kernel_table, "text", lambda: kernel_table.TABLE.read_text() + "\n")
+    assert push_collectives.version() != before
 
 
-@pytest.mark.parametrize("file", ["push.py", "norm.py", "kernels/hops.cuh", "kernels/split.cu"])
+@pytest.mark.parametrize(
+    "file", ["push_collectives.py", "fused_norm.py", "csrc/hops.cuh", "csrc/split.cu"]
+)
 def test_version_follows_each_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
     """What plans the launches is as much a part of the protocol as the kernels."""
-    package = tmp_path / "custom_allreduce"
-    shutil.copytree(push.KERNELS.parent, package)
-    monkeypatch.setattr(push, "KERNELS", package / "kernels")
-    before = push.version()
-    (package / "kernels" / "notes.txt").write_text("no part of it")
-    assert push.version() == before
+    package = tmp_path / "p2p"
+    shutil.copytree(push_collectives.KERNELS.parent, package)
+    monkeypatch.setattr(push_collectives, "KERNELS", package / "csrc")
+    before = push_collectives.version()
+    (package / "csrc" / "notes.txt").write_text("no part of it")
+    assert push_collectives.version() == before
     with (package / file).open("a") as text:
         text.write("\n")
-    assert push.version() != before
+    assert push_collectives.version() != before

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from commlib._launchers import launched
 from commlib.errors import BootstrapError
-from tests._ports import free_port
-from tests._programs import run, start
+from commlib.rendezvous.launchers import launched
+from tests.support.ports import free_port
+from tests.support.processes import run, start
 
 SLURM = {"SLURM_PROCID": "{rank}", "SLURM_NTASKS": "{size}", "SLURM_LOCALID": "{rank}"}
 OPEN_MPI = {

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 import commlib
 from commlib import ops
-from commlib._workers import workers
 from commlib.errors import (
     ArgumentError,
     CommError,
@@ -21,8 +20,9 @@ from commlib.errors import (
     RingError,
     RingOrderError,
 )
-from tests._check import close, refused, same, until
-from tests._ranks import Ranks, World
+from commlib.worker_threads import workers
+from tests.support.checks import close, refused, same, until
+from tests.support.ranks import Ranks, World
 
 manager = commlib.CommContextManager.instance()
 

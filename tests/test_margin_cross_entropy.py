@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 import commlib
 from commlib import ops
 from commlib.errors import ArgumentError, DeviceError, DtypeError, RingError, ShapeError
-from tests._check import FLOATS, Array, close, refused, same, wide
-from tests._class_shards import NEAR, drawn, exponentials, labels, near, own
-from tests._examples import examples
-from tests._operator import ABSENT_RING, calls, compile_whole, well_registered
-from tests._ranks import Ranks
+from tests.support.checks import FLOATS, Array, close, refused, same, wide
+from tests.support.class_shards import NEAR, drawn, exponentials, labels, near, own
+from tests.support.examples import examples
+from tests.support.operator import ABSENT_RING, calls, compile_whole, well_registered
+from tests.support.ranks import Ranks
 
 loss_of = ops.margin_cross_entropy
 Margins = tuple[float, float, float]

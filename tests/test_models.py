@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests._programs import ROOT, environment
+from tests.support.processes import ROOT, environment
 
 EQUAL = (
     "transformers/LlamaForCausalLM/eval",

@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_map_only
 
 from commlib import compat, ops
 from commlib.errors import ArgumentError, DeviceError
-from tests._check import close, refused, same, sample
-from tests._modes import UNARY, Names, every, given
-from tests._operator import calls
-from tests._ranks import Ranks, World
+from tests.support.checks import close, refused, same, sample
+from tests.support.modes import UNARY, Names, every, given
+from tests.support.operator import calls
+from tests.support.ranks import Ranks, World
 
 # -- kinds of tensors ----------------------------------------------------------------------------
 

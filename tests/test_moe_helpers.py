@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from commlib import ops
 from commlib.compat import paddle
 from commlib.errors import ArgumentError, DtypeError, ShapeError
-from tests._check import close, refused
-from tests._examples import examples
-from tests._operator import compile_whole
-from tests._ranks import Ranks
+from tests.support.checks import close, refused
+from tests.support.examples import examples
+from tests.support.operator import compile_whole
+from tests.support.ranks import Ranks
 
 
 @pytest.mark.parametrize("name", ["assign_pos", "limit_by_capacity", "prune_gate_by_capacity"])

@@ -4,9 +4,9 @@ from typing import Any
 
 from commlib import ops
 from examples import moe_layer
-from tests._check import same
-from tests._programs import start
-from tests._ranks import Ranks, World
+from tests.support.checks import same
+from tests.support.processes import start
+from tests.support.ranks import Ranks, World
 
 
 def trained(comm: Any) -> None:

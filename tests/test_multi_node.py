@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests._ports import free_port
-from tests._programs import ROOT, environment
-from tests._two_hosts import Host, two_hosts
+from tests.support.ports import free_port
+from tests.support.processes import ROOT, environment
+from tests.support.two_hosts import Host, two_hosts
 
-PROGRAM = ["-m", "tests._two_nodes"]
+PROGRAM = ["-m", "tests.programs.two_nodes"]
 SECONDS = 120
 
 

@@ -3,9 +3,9 @@
 from typing import Any
 
 from examples import optimizer_graph
-from tests._check import same
-from tests._programs import start
-from tests._ranks import Ranks
+from tests.support.checks import same
+from tests.support.processes import start
+from tests.support.ranks import Ranks
 
 
 def trained(comm: Any) -> None:

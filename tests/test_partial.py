@@ -11,8 +11,8 @@ import commlib
 from commlib import ops
 from commlib.compat import paddle
 from commlib.errors import ArgumentError, PeerError, RingError, ShapeError
-from commlib.ops._slices import fill, joined, pieces
-from tests._check import (
+from commlib.ops.pipeline_parallel.slices import fill, joined, pieces
+from tests.support.checks import (
     STRIDED,
     Array,
     Framed,
@@ -24,10 +24,10 @@ from tests._check import (
     same,
     sample,
 )
-from tests._examples import examples
-from tests._operator import ABSENT_RING, MODES, Operator, calls, compile_whole
-from tests._ranks import Ranks, World
-from tests._suites import compiled, compiled_out, layouts, lazy_bits, raw, values, waiting
+from tests.support.examples import examples
+from tests.support.operator import ABSENT_RING, MODES, Operator, calls, compile_whole
+from tests.support.ranks import Ranks, World
+from tests.support.suites import compiled, compiled_out, layouts, lazy_bits, raw, values, waiting
 
 lengths = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 

@@ -1,4 +1,4 @@
-"""The host's side of the push kernels, without a GPU: order, halves of a call, launches, faults."""
+"""The host's side of the push kernels, without a GPU: stream order, halves, launches, faults."""
 
 import ctypes
 import threading
@@ -8,20 +8,26 @@ from typing import Any
 import pytest
 import torch
 
-from commlib._deadline import Deadline
-from commlib._ring import Ring as WholeRing
-from commlib.channel import driver, memory, order, rows
-from commlib.custom_allreduce import push, split
-from commlib.custom_allreduce.choose import Row
+from commlib.core.ring import Ring as WholeRing
+from commlib.deadlines import Deadline
 from commlib.errors import ArgumentError, BootstrapError, EngineError, PeerTimeout, RingError
+from commlib.p2p import (
+    expert_rows,
+    nvrtc,
+    peer_memory,
+    push_collectives,
+    split_all_reduce,
+    stream_order,
+)
+from commlib.p2p.kernel_table import Row
 
 A, B, C, S = 1, 2, 3, 4  # handles of streams
 
 
-# -- order between streams -------------------------------------------------------------------------
+# -- order between streams -----------------------------------------------------------------------
 
 
-class Order(order.StreamOrder):
+class Order(stream_order.StreamOrder):
     """One that notes its fences, and is told which streams are captured."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +36,7 @@ class Order(order.StreamOrder):
         self.fences: list[int] = []
         self.strangers: set[int] = set()  # streams of another library
         self.stream = 0
-        monkeypatch.setattr(order, "capture_of", lambda stream: self.captures.get(stream, 0))
+        monkeypatch.setattr(stream_order, "capture_of", lambda stream: self.captures.get(stream, 0))
 
     def _owned(self) -> bool:
         return self.stream not in self.strangers
@@ -135,15 +141,15 @@ def test_a_launch_finds_its_device(
     monkeypatch: pytest.MonkeyPatch, failure: int, launches: int
 ) -> None:
     fake = Driver(failure)
-    monkeypatch.setattr(driver, "_driver", lambda: fake)
-    driver._context.cache_clear()
-    launch = driver.Launch("kernel", 1, driver.Grid(1, 32), push.Call())
+    monkeypatch.setattr(nvrtc, "_driver", lambda: fake)
+    nvrtc._context.cache_clear()
+    launch = nvrtc.Launch("kernel", 1, nvrtc.Grid(1, 32), push_collectives.Call())
     if failure == 700:
         with pytest.raises(EngineError, match="700"):
             launch(5)
     else:
         launch(5)
-    driver._context.cache_clear()
+    nvrtc._context.cache_clear()
     assert (fake.launches, fake.contexts) == (launches, [0])
 
 
@@ -192,26 +198,26 @@ class Halves:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         monkeypatch.setattr(torch.cuda, "Event", lambda: event)
         self.capture = 0  # that all streams are part of
-        monkeypatch.setattr(push, "current_raw", lambda index: self.current.cuda_stream)
-        for module in (push, split):
+        monkeypatch.setattr(push_collectives, "current_raw", lambda index: self.current.cuda_stream)
+        for module in (push_collectives, split_all_reduce):
             monkeypatch.setattr(module, "capture_of", lambda stream: self.capture)
         monkeypatch.setattr(
-            driver, "HostWord", lambda: SimpleNamespace(word=ctypes.c_uint64(), address=0)
+            nvrtc, "HostWord", lambda: SimpleNamespace(word=ctypes.c_uint64(), address=0)
         )
         ring: Any = self.ring
         shared: Any = SimpleNamespace(nbytes=4096, put=lambda *given: None, zero=lambda: None)
-        self.channel = push.PushChannel(ring, shared, [])
+        self.channel = push_collectives.PushChannel(ring, shared, [])
         monkeypatch.setattr(self.channel, "launch", lambda steps, *given: self._launch(*steps))
 
     def _launch(self, step: Any) -> None:
         self.channel.check()
         self.launched.append(step)
 
-    def begin(self) -> split.Split:
+    def begin(self) -> split_all_reduce.Split:
         """Launch a first half."""
         ring: Any = self.ring
         x, steps = torch.zeros(1), {"begin": ("begin",), "end": ("end",)}
-        return split.Split(ring, self.channel, push.Halves(**steps), x, x)
+        return split_all_reduce.Split(ring, self.channel, push_collectives.Halves(**steps), x, x)
 
 
 @pytest.fixture
@@ -306,7 +312,7 @@ def test_halves_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
         gate=lambda moved, nbytes, signals: (),
         share=0,
     )
-    moved = push.Pushed(channel, "all_reduce", "_float32_sum", 4, 16, 0)
+    moved = push_collectives.Pushed(channel, "all_reduce", "_float32_sum", 4, 16, 0)
     assert moved.split(48) is moved.split(48) is not None
     assert made == ["one_shot_begin", "one_shot_end"]
     channel.share = 16
@@ -314,7 +320,9 @@ def test_halves_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made == 2 * ["one_shot_begin", "one_shot_end"]  # another grid
     assert moved.split(52) is None  # more than one launch does
     assert moved.split(104) is None
-    assert push.Pushed(channel, "all_reduce", "_float32_max", 4, 16, 0).split(48) is None
+    assert (
+        push_collectives.Pushed(channel, "all_reduce", "_float32_max", 4, 16, 0).split(48) is None
+    )
 
 
 # -- what goes wrong on one rank -------------------------------------------------------------------
@@ -330,21 +338,21 @@ class Lonely(Ring):
 
 
 @pytest.mark.parametrize("error", [EngineError("no compiler"), RuntimeError("of another kind")])
-@pytest.mark.parametrize("opened", [push.open_push, rows.open_channel])
+@pytest.mark.parametrize("opened", [push_collectives.open_push, expert_rows.open_channel])
 def test_the_others_hear_of_any_failure(
     monkeypatch: pytest.MonkeyPatch, opened: Any, error: Exception
 ) -> None:
     def fail(*given: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(driver, "module", fail)
+    monkeypatch.setattr(nvrtc, "module", fail)
     closed: list[bool] = []
     memory = SimpleNamespace(close=lambda: closed.append(True))
-    monkeypatch.setattr(push, "share", lambda *given: memory)
+    monkeypatch.setattr(push_collectives, "share", lambda *given: memory)
     ring = Lonely()
     assert "compile" in opened(ring)
     assert ring.told == [0]
-    assert closed == [True] * (opened is push.open_push)
+    assert closed == [True] * (opened is push_collectives.open_push)
 
 
 class Broken(WholeRing):
@@ -388,13 +396,13 @@ def test_a_store_that_is_gone_keeps_nobody_from_sharing(monkeypatch: pytest.Monk
         raise BootstrapError("connection closed")
 
     freed: list[int] = []
-    monkeypatch.setattr(memory, "_runtime", lambda: SimpleNamespace(free=freed.append))
+    monkeypatch.setattr(peer_memory, "_runtime", lambda: SimpleNamespace(free=freed.append))
     places = [SimpleNamespace(_alone=alone, _ring=Ring(), bases=[at]) for at, alone in
               ((1, gone), (2, lambda *given: True), (3, lambda *given: False))]  # fmt: skip
-    monkeypatch.setattr(memory, "_closed", list(places))
-    memory._free_closed()
+    monkeypatch.setattr(peer_memory, "_closed", list(places))
+    peer_memory._free_closed()
     assert freed == [2]
-    assert memory._closed == [places[0], places[2]]
+    assert peer_memory._closed == [places[0], places[2]]
 
 
 def test_memory_without_a_handle_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,7 +417,7 @@ def test_memory_without_a_handle_is_freed(monkeypatch: pytest.MonkeyPatch) -> No
         ipcGetMemHandle=refuse,
         free=freed.append,
     )
-    monkeypatch.setattr(memory, "_runtime", lambda: runtime)
+    monkeypatch.setattr(peer_memory, "_runtime", lambda: runtime)
     with pytest.raises(RuntimeError, match="no handle"):
-        memory._allocate(64)
+        peer_memory._allocate(64)
     assert freed == [9]

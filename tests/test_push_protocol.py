@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from tests._push_model import (
+from tests.support.push_model import (
     AllGather,
     Call,
     Machine,

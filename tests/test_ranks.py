@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests._ranks import Ranks, fresh
+from tests.support.ranks import Ranks, fresh
 
 
 def nothing(comm: Any) -> None:

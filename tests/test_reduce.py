@@ -8,8 +8,8 @@ import torch
 
 from commlib import ops
 from commlib.errors import DtypeError
-from tests._check import Array, refused
-from tests._formulas import (
+from tests.support.checks import Array, refused
+from tests.support.formulas import (
     AVERAGED,
     REAL,
     ROOT,
@@ -20,9 +20,9 @@ from tests._formulas import (
     smallest,
     total,
 )
-from tests._operator import Operator
-from tests._ranks import Ranks
-from tests._suites import cases, wrong_roots
+from tests.support.operator import Operator
+from tests.support.ranks import Ranks
+from tests.support.suites import cases, wrong_roots
 
 
 def at_root(formula: Any, inputs: list[Array], rank: int) -> Array:

@@ -8,8 +8,8 @@ import torch
 
 from commlib import ops
 from commlib.errors import ArgumentError, DtypeError
-from tests._check import Array, close, refused, sample, wide
-from tests._formulas import (
+from tests.support.checks import Array, close, refused, sample, wide
+from tests.support.formulas import (
     AVERAGED,
     REAL,
     SUMMED,
@@ -21,9 +21,9 @@ from tests._formulas import (
     product,
     smallest,
 )
-from tests._operator import MODES, Operator
-from tests._ranks import Ranks
-from tests._suites import cases
+from tests.support.operator import MODES, Operator
+from tests.support.ranks import Ranks
+from tests.support.suites import cases
 
 
 def own_part(formula: Any, inputs: list[Array], rank: int) -> Array:

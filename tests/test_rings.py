@@ -6,8 +6,8 @@ import torch
 
 import commlib
 from commlib import ops
-from tests._check import bits, close, from_bits, rounded, same, sample, wide
-from tests._formulas import (
+from tests.support.checks import bits, close, from_bits, rounded, same, sample, wide
+from tests.support.formulas import (
     SUMMED,
     joined,
     own,
@@ -17,8 +17,8 @@ from tests._formulas import (
     side_by_side,
     total,
 )
-from tests._operator import MODES, Operator
-from tests._ranks import World
+from tests.support.operator import MODES, Operator
+from tests.support.ranks import World
 
 OPERATORS = (
     Operator(ops.all_reduce, total, reduces=True, dtypes=SUMMED),

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, Store
 
-from commlib._deadline import Deadline
-from commlib._rollcall import RollCall
+from commlib.deadlines import Deadline
 from commlib.errors import RingOrderError
-from tests._check import refused, same
+from commlib.rendezvous.roll_call import RollCall
+from tests.support.checks import refused, same
 
 CIRCLE = {0: (20, (0, 1)), 1: (21, (1, 2)), 2: (22, (0, 2))}
 

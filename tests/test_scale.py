@@ -10,9 +10,9 @@ from torch.distributed import TCPStore
 
 import commlib
 from commlib import ops
-from tests._check import same
-from tests._ranks import Ranks
-from tests._scale import Crowd, load
+from tests.programs.scale import Crowd, load
+from tests.support.checks import same
+from tests.support.ranks import Ranks
 
 
 @pytest.fixture(autouse=True)

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from commlib import ops
-from tests._formulas import ROOT, own_part_from_root
-from tests._operator import Operator
-from tests._ranks import Ranks
-from tests._suites import cases, wrong_roots
+from tests.support.formulas import ROOT, own_part_from_root
+from tests.support.operator import Operator
+from tests.support.ranks import Ranks
+from tests.support.suites import cases, wrong_roots
 
 SCATTER = Operator(ops.scatter, own_part_from_root, keywords={"root": ROOT}, divides=True)
 

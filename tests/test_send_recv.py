@@ -8,11 +8,11 @@ import torch
 import commlib
 from commlib import ops
 from commlib.errors import ArgumentError, DeviceError, PeerError, RingError
-from tests._check import Framed, close, refused, same, sample, settle, until
-from tests._formulas import of_the_other
-from tests._operator import ABSENT_RING, MODES, Operator, calls, compile_whole
-from tests._ranks import Ranks
-from tests._suites import compiled, compiled_out, layouts, lazy_bits, raw, values, waiting
+from tests.support.checks import Framed, close, refused, same, sample, settle, until
+from tests.support.formulas import of_the_other
+from tests.support.operator import ABSENT_RING, MODES, Operator, calls, compile_whole
+from tests.support.ranks import Ranks
+from tests.support.suites import compiled, compiled_out, layouts, lazy_bits, raw, values, waiting
 
 
 def exchange(x: torch.Tensor, ring_id: int = 0, *, out: Any = None, **mode: Any) -> Any:

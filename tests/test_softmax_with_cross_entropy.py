@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 import commlib
 from commlib import ops
 from commlib.errors import ArgumentError, DeviceError, DtypeError, RingError, ShapeError
-from tests._check import FLOATS, bits, close, refused, same, settle, wide
-from tests._class_shards import cross_entropy, drawn, labels, near, near_dtype, own
-from tests._examples import examples
-from tests._operator import ABSENT_RING, calls, compile_whole, generating, well_registered
-from tests._ranks import Ranks, fresh
+from tests.support.checks import FLOATS, bits, close, refused, same, settle, wide
+from tests.support.class_shards import cross_entropy, drawn, labels, near, near_dtype, own
+from tests.support.examples import examples
+from tests.support.operator import ABSENT_RING, calls, compile_whole, generating, well_registered
+from tests.support.ranks import Ranks, fresh
 
 loss_of = ops.softmax_with_cross_entropy
 IGNORE = -100

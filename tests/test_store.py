@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from commlib._deadline import Deadline
-from commlib._store import BoundedStore, Connection
-from commlib._tcp import TcpOpening, addresses, serve
+from commlib.deadlines import Deadline
 from commlib.errors import BootstrapError
-from tests._check import refused, same, until
+from commlib.rendezvous.store import BoundedStore, Connection
+from commlib.rendezvous.tcp_store import TcpOpening, addresses, serve
+from tests.support.checks import refused, same, until
 
 _SERVER = """
 import sys, time
@@ -90,7 +90,7 @@ def test_stopped_server() -> None:
 
 _CLIENT = """
 import sys
-from commlib._deadline import Deadline
+from commlib.deadlines import Deadline
 from tests.test_store import opened
 store = opened(int(sys.argv[1]))
 store.set("here", "1", Deadline(60))
@@ -198,14 +198,14 @@ def test_forget() -> None:
     code = """
 import os, sys
 from torch.distributed import HashStore
-from commlib import _store
-from commlib._deadline import Deadline
+from commlib.deadlines import Deadline
 from commlib.errors import BootstrapError
-store = _store.BoundedStore.of(HashStore())
+from commlib.rendezvous.store import BoundedStore, forget
+store = BoundedStore.of(HashStore())
 store.set("x", "1", Deadline(10))
 child = os.fork()
 if child == 0:
-    _store.forget()
+    forget()
     try:
         store.get("x", Deadline(1))
     except BootstrapError as error:

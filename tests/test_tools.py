@@ -9,7 +9,7 @@ import pytest
 
 from commlib import flags
 from commlib.tools import bootstrap_env
-from tests._programs import run
+from tests.support.processes import run
 
 CLI = ("-m", "commlib.tools.cli")
 ROOT = Path(__file__).resolve().parent.parent

@@ -7,10 +7,10 @@ from torch.autograd import forward_ad
 
 from commlib import ops
 from commlib.errors import ArgumentError
-from tests._check import close, refused, same
-from tests._modes import UNARY, Body, composite, given
-from tests._operator import calls
-from tests._ranks import Ranks
+from tests.support.checks import close, refused, same
+from tests.support.modes import UNARY, Body, composite, given
+from tests.support.operator import calls
+from tests.support.ranks import Ranks
 
 DIFFERENTIABLE = (
     "all_gather",

@@ -7,9 +7,9 @@ import torch
 
 from commlib import ops
 from commlib.errors import ArgumentError, DtypeError, ShapeError
-from tests._check import Array, bits, close, from_bits, refused, sample
-from tests._operator import compile_whole
-from tests._ranks import Ranks
+from tests.support.checks import Array, bits, close, from_bits, refused, sample
+from tests.support.operator import compile_whole
+from tests.support.ranks import Ranks
 
 ROWS, DIM = 6, 3
 

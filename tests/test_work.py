@@ -11,9 +11,9 @@ import torch
 import commlib
 from commlib import ops
 from commlib.errors import CommTimeout, RingError
-from tests._check import close, refused, same, sample, settle, until, wide
-from tests._formulas import total
-from tests._ranks import Ranks, World
+from tests.support.checks import close, refused, same, sample, settle, until, wide
+from tests.support.formulas import total
+from tests.support.ranks import Ranks, World
 
 ASYNC = {"use_calc_stream": False, "sync_op": False}
 

@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 
-from commlib import _work, ops
+from commlib import ops
+from commlib.core import work
 from commlib.errors import ArgumentError
-from tests._check import close, refused, same
-from tests._ranks import Ranks
+from tests.support.checks import close, refused, same
+from tests.support.ranks import Ranks
 
 ASYNC = {"use_calc_stream": False, "sync_op": False}
 
@@ -40,13 +41,13 @@ def dropped(comm: Any) -> None:
         out.copy_(held["work"].wait() * 2)
 
     graph = _captured(stream, body)
-    same(len(_work._deferred), 1, "tensors kept alive")
+    same(len(work._deferred), 1, "tensors kept alive")
     graph.replay()
     torch.cuda.synchronize()
     close(out, torch.full_like(out, 2.0), "the replay")
     held.clear()  # a Work of a capture that is over
     ops.all_gather(x, **ASYNC).wait()
-    same(len(_work._deferred), 0, "tensors kept alive after the next call")
+    same(len(work._deferred), 0, "tensors kept alive after the next call")
     graph.replay()
     torch.cuda.synchronize()
     close(out, torch.full_like(out, 2.0), "the replay after it")

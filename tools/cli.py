@@ -13,7 +13,7 @@ def main() -> int:
         what = " and ".join(missing)
         print(f"commlib: no {what} here; type pip install 'commlib[tools]'", file=sys.stderr)
         return 2
-    from commlib.tools._commands import commands
+    from commlib.tools.commands import commands
 
     commands(prog_name="commlib")
     return 0

@@ -10,11 +10,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from commlib import _bootstrap, _libnccl, _nccl, flags
-from commlib._dtypes import refusals
-from commlib._gloo import GlooCommContext
-from commlib._legacy import LegacyCommContext
+from commlib import flags
+from commlib.engines import libnccl, nccl
+from commlib.engines.gloo import GlooCommContext
+from commlib.engines.legacy import LegacyCommContext
+from commlib.engines.reductions import refusals
 from commlib.errors import CommError
+from commlib.rendezvous import environment
 
 Row = tuple[str, ...]
 
@@ -68,7 +70,7 @@ def _complaints() -> Iterator[str]:
     """Say what will not work; loads the NCCL engine on the way, so that its libraries show."""
     if torch.cuda.is_available():
         try:
-            _libnccl.library()
+            libnccl.library()
         except CommError as error:
             yield f"nccl engine: {error}"
     elif _driver() is not None:
@@ -76,7 +78,7 @@ def _complaints() -> Iterator[str]:
             f"the driver supports CUDA {_driver()}, but torch {torch.__version__} can't use it; "
             f"install a torch built for that CUDA"
         )
-    for what, look in (("rendezvous", _bootstrap.world), ("flags", flags.rows)):
+    for what, look in (("rendezvous", environment.world), ("flags", flags.rows)):
         try:
             look()
         except CommError as error:
@@ -165,7 +167,7 @@ def _flags() -> Iterator[Row]:
 
 def _rendezvous() -> Iterator[Row]:
     try:
-        world = _bootstrap.world()
+        world = environment.world()
     except CommError as error:
         yield "unusable", str(error)
         return
@@ -178,7 +180,7 @@ def _rendezvous() -> Iterator[Row]:
 def _refused() -> Iterator[Row]:
     """One row a reason: which reductions of which dtypes an engine does not take."""
     found: dict[str, tuple[dict[str, None], ...]] = {}  # dicts keep the order, sets do not
-    for engine in (_nccl.NCCLCommContext, GlooCommContext, LegacyCommContext):
+    for engine in (nccl.NCCLCommContext, GlooCommContext, LegacyCommContext):
         for (dtype, op), reason in refusals(engine.reducer).items():
             names = engine.engine, str(dtype).removeprefix("torch."), op
             for known, name in zip(found.setdefault(reason, ({}, {}, {})), names, strict=True):

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import torch
 
-from commlib._tensors import is_wrapper, parts, rebuilt
+from commlib.core.tensors import is_wrapper, parts, rebuilt
 from commlib.graph.layout import maker
 from commlib.graph.pieces import Pieces
 from commlib.graph.side_stream import SideStream

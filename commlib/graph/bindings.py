@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from commlib._tensors import is_wrapper
+from commlib.core.tensors import is_wrapper
 from commlib.errors import GraphError
 from commlib.graph.outputs import Outputs, flat, hides
 from commlib.graph.python_state import Change, Place

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from commlib._streams import query, stream_captures
+from commlib.streams import query, stream_captures
 
 
 @contextmanager

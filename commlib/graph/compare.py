@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
-from commlib._tensors import parts
+from commlib.core.tensors import parts
 from commlib.graph.effects import TOGETHER, Effects, Held
 from commlib.graph.outputs import flat
 from commlib.graph.python_state import Change

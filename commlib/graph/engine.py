@@ -7,9 +7,9 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from commlib import _observers
-from commlib._ring import Ring
-from commlib._work import Work
+from commlib.core import observers
+from commlib.core.ring import Ring
+from commlib.core.work import Work
 from commlib.graph.ledger import Ledger
 from commlib.graph.side_stream import SideStream
 from commlib.graph.step import Step, as_recorded
@@ -111,7 +111,7 @@ class HostEngine:
 
     def begin(self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None) -> Ledger:
         """Watch what runs, and keep its steps."""
-        self._works = self._scope.enter_context(_observers.unwaited())
+        self._works = self._scope.enter_context(observers.unwaited())
         self._ledger = Ledger(torch.device("cpu"), keep=True)
         return self._scope.enter_context(self._ledger)
 

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_unflatten
 
-from commlib._log import log
-from commlib._tensors import rebuilt
+from commlib.core.tensors import rebuilt
 from commlib.errors import GraphError
 from commlib.graph.bindings import Bindings, Kept, holds_tensor, refuse_hidden
 from commlib.graph.compare import Noise, Tolerance
@@ -27,6 +26,7 @@ from commlib.graph.refuse import refuse_unreadable
 from commlib.graph.schedule import Schedule
 from commlib.graph.signature import Arguments, of_tensor
 from commlib.graph.verify import Verification, Verified
+from commlib.log import log
 
 
 class Known(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from commlib._tensors import is_wrapper, parts
+from commlib.core.tensors import is_wrapper, parts
 from commlib.graph.signature import Arguments, of_tensor
 
 

@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 
-from commlib._log import log
-from commlib._manager import CommContextManager
-from commlib._streams import capturing
+from commlib.core.manager import CommContextManager
 from commlib.errors import CommError, GraphError
 from commlib.graph import pool as pools
 from commlib.graph.compare import Noise, load_kernels
@@ -41,6 +39,8 @@ from commlib.graph.surroundings import Surroundings
 from commlib.graph.verify import Unequal
 from commlib.graph.vote import same_key, settle
 from commlib.graph.warmup import WarmUp, named
+from commlib.log import log
+from commlib.streams import capturing
 
 everything: "weakref.WeakSet[Graphed]" = weakref.WeakSet()
 

@@ -10,9 +10,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from commlib import _observers
-from commlib._ring import Ring
-from commlib._tensors import fault, is_wrapper, parts
+from commlib.core import observers
+from commlib.core.ring import Ring
+from commlib.core.tensors import fault, is_wrapper, parts
 from commlib.graph.generators import Drawn, default_generator, generator_of
 from commlib.graph.host import HostPart, is_on_host
 from commlib.graph.literals import made_on_host
@@ -115,7 +115,7 @@ class Ledger(TorchDispatchMode):
         if not self._capturing:
             for generator in (default_generator(self.device), *(self._drawn or ())):
                 self._leave(generator)
-        _observers.observers.append(self)
+        observers.observers.append(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         self._reading.enter_context(watching_reads())
         if self.device.type != "cpu":
@@ -133,7 +133,7 @@ class Ledger(TorchDispatchMode):
     ) -> None:
         self._reading.close()
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        _observers.observers.remove(self)
+        observers.observers.remove(self)
         if kind is None and not self._capturing:
             for generator in self.generators.values():
                 self._check_generator(generator)
@@ -222,7 +222,7 @@ class Ledger(TorchDispatchMode):
             return call.func(*args, **kwargs)
         before, self._nested = self._nested, True
         try:
-            with _observers.still_watched(self):
+            with observers.still_watched(self):
                 return call.func(*args, **kwargs)
         finally:
             self._nested = before
@@ -244,10 +244,10 @@ class Ledger(TorchDispatchMode):
         if self.device.type == "cpu":
             refuse_value(name)
         elif self.host is not None and is_on_host(tensor):
-            with _observers.unwatched():
+            with observers.unwatched():
                 self.host.note_read(tensor)
 
-    def before(self, call: _observers.Seen) -> None:
+    def before(self, call: observers.Seen) -> None:
         """Note a collective; the gate says so before it launches."""
         if not self._nested:  # an operator has said what it reads and writes
             self._note_memory(call)
@@ -260,7 +260,7 @@ class Ledger(TorchDispatchMode):
         if self.keep and not self._nested:
             self.steps.append(Step(call.again, (), {}, ()))
 
-    def _note_memory(self, call: _observers.Seen) -> None:
+    def _note_memory(self, call: observers.Seen) -> None:
         for known in tensors_in((call.x, call.out, call.args)):
             self._know(known)
             self._touch(self.read, known)

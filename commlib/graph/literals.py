@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from commlib import _observers
+from commlib.core import observers
 from commlib.graph.exchange import Exchange
 
 
@@ -21,7 +21,7 @@ def _shown(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(make)
     def shown(*args: Any, **kwargs: Any) -> Any:
-        if not _observers.observers or not _observers.looking_on():
+        if not observers.observers or not observers.looking_on():
             return make(*args, **kwargs)
         return how(make, *args, **kwargs)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from commlib import _observers
+from commlib.core import observers
 from commlib.errors import GraphError
 from commlib.graph.exchange import Exchange
 
@@ -43,7 +43,7 @@ def _own_forward(module: torch.nn.Module) -> Callable[..., Any] | None:
 def _refused(name: str, replay: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(replay)
     def refusing(self: torch.cuda.CUDAGraph) -> Any:
-        if _observers.observers and _observers.refusing():
+        if observers.observers and observers.refusing():
             raise GraphError(
                 f"{name} of a CUDA graph can't stand in a graph: no graph can hold another one; "
                 f"capture the function that it was made of (a module before "

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import register_pytree_node
 
-from commlib._tensors import is_pending, is_wrapper, parts, rebuilt
+from commlib.core.tensors import is_pending, is_wrapper, parts, rebuilt
 from commlib.errors import GraphError
 from commlib.graph.reach import attributes, is_of_the_program
 

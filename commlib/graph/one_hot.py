@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from commlib import _observers
+from commlib.core import observers
 from commlib.graph.exchange import Exchange
 
 
 def _scattered(name: str, one_hot: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(one_hot)
     def scattered(tensor: torch.Tensor, num_classes: int = -1) -> Any:
-        watched = _observers.observers and _observers.refusing()
+        watched = observers.observers and observers.refusing()
         if not watched or num_classes < 1 or not tensor.numel() or tensor.device.type != "cpu":
             return one_hot(tensor, num_classes)
         zeros = torch.zeros(*tensor.shape, num_classes, dtype=tensor.dtype)

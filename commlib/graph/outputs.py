@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from commlib._tensors import is_pending
+from commlib.core.tensors import is_pending
 from commlib.errors import GraphError
 from commlib.graph.objects import unfold
 

@@ -10,8 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from commlib import _observers
-from commlib._streams import capturing
+from commlib.core import observers
 from commlib.errors import GraphError
 from commlib.graph.capture_query import reporting
 from commlib.graph.effects import Effects
@@ -21,6 +20,7 @@ from commlib.graph.python_state import PythonState
 from commlib.graph.real_call import RealCall
 from commlib.graph.signature import value
 from commlib.graph.undo import UndoLog
+from commlib.streams import capturing
 
 F = TypeVar("F", bound=Callable[..., Any])
 _making = threading.local()
@@ -38,7 +38,7 @@ def inside() -> bool:
 
     These have the mode of whatever watches; where nothing does, they are known by not being ours.
     """
-    if making() is not None or (_observers.observers and _observers.looking_on()):
+    if making() is not None or (observers.observers and observers.looking_on()):
         return True
     return bool(_runs) and isinstance(threading.current_thread(), threading._DummyThread)
 
@@ -142,7 +142,7 @@ class Outside:
 
 def _noted(fn: Callable[[], Any], undo: UndoLog) -> Any:
     """Return ``fn()``, outside what is watched; ``undo`` notes what it changes."""
-    with _now(None), _observers.unwatched():
+    with _now(None), observers.unwatched():
         return RealCall(torch.device("cpu"), (), undo=undo).run(fn)
 
 
@@ -391,7 +391,7 @@ def eager(fn: F) -> F:
             return now.leave(fn, args, kwargs)
         if now is not None:
             return now.call(functools.partial(fn, *args, **kwargs))
-        if _observers.observers and _observers.refusing():
+        if observers.observers and observers.refusing():
             raise GraphError(f"{fn.__qualname__} is an eager part, and runs in a backward")
         return fn(*args, **kwargs)
 

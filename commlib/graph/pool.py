@@ -12,17 +12,17 @@ from typing import NamedTuple
 
 import torch
 
-from commlib import _observers
-from commlib._ring import Ring
-from commlib._streams import capture_of, capturing, current_raw
-from commlib._work import Work
-from commlib.channel.order import StreamOrder
+from commlib.core import observers
+from commlib.core.ring import Ring
+from commlib.core.work import Work
 from commlib.errors import GraphError
 from commlib.graph.engine import Pool
 from commlib.graph.generators import put_state
 from commlib.graph.host import HostPart
 from commlib.graph.ledger import Ledger
 from commlib.graph.side_stream import SideStream
+from commlib.p2p.stream_order import StreamOrder
+from commlib.streams import capture_of, capturing, current_raw
 
 _capturing = threading.RLock()  # torch captures one graph at a time
 _under_way: "list[CudaEngine]" = []  # the engine that captures now
@@ -200,7 +200,7 @@ class CudaEngine:
             _under_way.append(self)
             ledger, watching = Ledger(self.device).in_capture(HostPart(self._room)), ExitStack()
             number = capture_of(self.stream.cuda_stream)
-            works = watching.enter_context(_observers.unwaited())
+            works = watching.enter_context(observers.unwaited())
             self._now = _Capture(
                 graph, own, held, random, number, ledger, works, watching, scope.pop_all()
             )

@@ -9,9 +9,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from commlib import _observers
-from commlib._ring import Ring
-from commlib._tensors import fault
+from commlib.core import observers
+from commlib.core.ring import Ring
+from commlib.core.tensors import fault
 from commlib.graph.generators import default_generator, generator_of
 from commlib.graph.schema import OpCall, memory
 from commlib.graph.step import computes_nothing, tensors_in
@@ -66,14 +66,14 @@ class RealCall(TorchDispatchMode):
 
     def run(self, fn: Callable[[], Any]) -> Any:
         """Return ``fn()``; every Work that it began has ended."""
-        with _observers.unwaited() as works, self:
+        with observers.unwaited() as works, self:
             result = fn()
         for work in works:
             work.wait()
         return result
 
     def __enter__(self) -> "RealCall":
-        _observers.observers.append(self)
+        observers.observers.append(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -84,7 +84,7 @@ class RealCall(TorchDispatchMode):
         trace: TracebackType | None,
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        _observers.observers.remove(self)
+        observers.observers.remove(self)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -124,7 +124,7 @@ class RealCall(TorchDispatchMode):
             return call.func(*call.args, **call.kwargs)
         before, self._nested = self._nested, True
         try:
-            with _observers.still_watched(self):
+            with observers.still_watched(self):
                 return call.func(*call.args, **call.kwargs)
         finally:
             self._nested = before
@@ -133,7 +133,7 @@ class RealCall(TorchDispatchMode):
         """Return True for what ``torch.tensor([...])`` has made; an array's is from outside."""
         return bool(tensor.untyped_storage().resizable())
 
-    def before(self, call: _observers.Seen) -> None:
+    def before(self, call: observers.Seen) -> None:
         """Note a collective and what it writes."""
         self.rings[call.ring.ring_id] = call.ring
         if self._nested:

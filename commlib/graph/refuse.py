@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from commlib import _observers
-from commlib._streams import stream_captures
-from commlib._tensors import fault, has_memory
+from commlib.core import observers
+from commlib.core.tensors import fault, has_memory
 from commlib.errors import GraphError
 from commlib.graph.exchange import Exchange
 from commlib.graph.schema import OpCall
+from commlib.streams import stream_captures
 
 _aten = torch.ops.aten
 _CALLED = {"_local_scalar_dense": "item"}  # what the user has typed
@@ -96,8 +96,8 @@ def _refused(name: str, read: Any) -> Any:
 
     @functools.wraps(read)
     def refusing(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _observers.observers and not _in_ours(sys._getframe(1)):
-            for observer in _observers.looking_on():
+        if observers.observers and not _in_ours(sys._getframe(1)):
+            for observer in observers.looking_on():
                 if observer.refuses:
                     observer.before_read(self, name.strip("_"))
         return read(self, *args, **kwargs)

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from commlib._streams import current_raw
+from commlib.streams import current_raw
 
 
 class SideStream:

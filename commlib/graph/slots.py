@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from commlib._tensors import parts, rebuilt
+from commlib.core.tensors import parts, rebuilt
 from commlib.errors import GraphError
 from commlib.graph.backward import Backward
 from commlib.graph.effects import Effects

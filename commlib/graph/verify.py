@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from commlib import _observers
-from commlib._log import log
-from commlib._ring import Ring
-from commlib._tensors import parts
+from commlib.core import observers
+from commlib.core.ring import Ring
+from commlib.core.tensors import parts
 from commlib.errors import CommError, GraphError
 from commlib.graph.capture_query import reporting
 from commlib.graph.compare import Comparison, Difference, Left, Noise, Tolerance
@@ -26,6 +25,7 @@ from commlib.graph.python_state import Change, PythonState
 from commlib.graph.real_call import RealCall
 from commlib.graph.schema import memory
 from commlib.graph.stopwatch import Stopwatch
+from commlib.log import log
 
 _EQUAL, _DIFFERS, _RAISED = range(3)  # what a member says of its call
 _RUNS = 3  # of a function whose graph differs, to see whether its own runs do
@@ -273,7 +273,7 @@ class Counts:
 
 def _with_works(fn: Callable[[], Any]) -> Any:
     """Return ``fn()``; every Work that it began has ended."""
-    with _observers.unwaited() as works:
+    with observers.unwaited() as works:
         result = fn()
     for work in works:
         work.wait()

@@ -4,7 +4,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 
-from commlib._ring import Ring
+from commlib.core.ring import Ring
 from commlib.errors import CommError, GraphError
 from commlib.graph.ledger import PEER_TO_PEER, Collective
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from commlib import _observers
-from commlib._tensors import has_memory, parts
+from commlib.core import observers
+from commlib.core.tensors import has_memory, parts
 from commlib.errors import CommError, GraphError
 from commlib.graph.bindings import Kept, holds_tensor, kept
 from commlib.graph.capture_query import reporting
@@ -252,7 +252,7 @@ class WarmUp:
             reporting(self.reports_capture),
             unrolled(self.modules),
             run.under_way(),
-            _observers.unwaited() as works,
+            observers.unwaited() as works,
         ):
             try:
                 for weight in self.weights:

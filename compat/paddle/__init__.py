@@ -20,20 +20,20 @@ Empty tensors are allowed everywhere; nothing is launched for them. ``nranks`` i
 ring wherever it is an argument, on both engines.
 """
 
-from commlib.compat.paddle._data_norm import data_norm
-from commlib.compat.paddle._experts import global_gather, global_scatter
-from commlib.compat.paddle._losses import c_softmax_with_cross_entropy, margin_cross_entropy
-from commlib.compat.paddle._moe import (
+from commlib.compat.paddle.experts import global_gather, global_scatter
+from commlib.compat.paddle.losses import c_softmax_with_cross_entropy, margin_cross_entropy
+from commlib.compat.paddle.moe import (
     assign_pos,
     limit_by_capacity,
     number_count,
     prune_gate_by_capacity,
     random_routing,
 )
-from commlib.compat.paddle._moves import alltoall, c_allgather, c_broadcast, c_scatter
-from commlib.compat.paddle._partial import partial_allgather, partial_recv, partial_send
-from commlib.compat.paddle._point_to_point import recv_v2, send_v2
-from commlib.compat.paddle._reductions import (
+from commlib.compat.paddle.moves import alltoall, c_allgather, c_broadcast, c_scatter
+from commlib.compat.paddle.normalization import data_norm
+from commlib.compat.paddle.partial import partial_allgather, partial_recv, partial_send
+from commlib.compat.paddle.point_to_point import recv_v2, send_v2
+from commlib.compat.paddle.reductions import (
     c_allreduce_max,
     c_allreduce_min,
     c_allreduce_prod,
@@ -44,16 +44,16 @@ from commlib.compat.paddle._reductions import (
     c_reduce_sum,
     c_reducescatter,
 )
-from commlib.compat.paddle._rings import c_comm_init, c_gen_nccl_id
-from commlib.compat.paddle._sampling import class_center_sample
-from commlib.compat.paddle._streams import (
+from commlib.compat.paddle.rings import c_comm_init, c_gen_nccl_id
+from commlib.compat.paddle.sampling import class_center_sample
+from commlib.compat.paddle.streams import (
     barrier,
     c_sync_calc_stream,
     c_sync_comm_stream,
     c_wait_comm,
     c_wait_compute,
 )
-from commlib.compat.paddle._tensor_parallel import (
+from commlib.compat.paddle.tensor_parallel import (
     c_concat,
     c_embedding,
     c_identity,

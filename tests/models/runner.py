@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from tests._ranks import torchrun_environment
 from tests.models.compare import Outcome, Record, first_difference, outcome, record
 from tests.models.program import Program, Start
+from tests.support.ranks import torchrun_environment
 
 DEADLINE_S = 120
 _fork = mp.get_context("fork")

@@ -1,0 +1,1 @@
+"""Rings and their collectives: the manager, the context, dispatch and validation."""

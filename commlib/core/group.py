@@ -1,0 +1,161 @@
+"""Calls that are collected, and launched together."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from commlib.core.dispatch import Call, async_refusal, connected, finished, launch, settle
+from commlib.core.mismatch import compare
+from commlib.core.modes import watched as under_mode
+from commlib.core.observers import Seen, looking_on, observers, unwatched, watched
+from commlib.core.ring import Ring
+from commlib.core.work import Unlaunched, Work
+from commlib.errors import ArgumentError
+
+
+def _no_task() -> int:
+    return -1
+
+
+# The number of the backward that this thread works on, -1 outside of all backwards.
+_backward_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", _no_task)
+
+
+class Group:
+    """Calls collected inside ``with ring.group()``, launched together at the end of the block.
+
+    It takes the calls of the thread that has opened it, and no others: no lock is held while the
+    user's block runs, and calls of other threads are launched at once. The calls that autograd
+    makes for a backward inside the block are launched at once too, for their results are used at
+    once. On a GPU another thread makes them, on a CPU the same one: the rule is one for both.
+    """
+
+    def __init__(self, ctx: Ring, use_calc_stream: bool, sync_op: bool) -> None:
+        self.ctx, self.use_calc_stream, self.sync_op = ctx, use_calc_stream, sync_op
+        self.calls: list[Call] = []
+        self._expects_op = False
+        self._task = _backward_task()
+        inside = "wait() inside its own group; leave the `with ring.group():` block first"
+        self.work = Work([], Unlaunched(ArgumentError(inside)))
+
+    def expect_op(self) -> None:
+        """Note that an eager call of the block takes its registered op, which a mode watches."""
+        self._expects_op = True
+
+    def takes_op(self) -> bool:
+        """Return True if the registered op that is called now belongs to such an eager call."""
+        expected, self._expects_op = self._expects_op, False
+        return expected
+
+    def collects(self) -> bool:
+        """Return True if the calling code is in the block itself, not in a backward inside it."""
+        return self._task == _backward_task()
+
+    def add(self, call: Call, use_calc_stream: bool, result: Any) -> Any:
+        """Keep ``call`` for later; its result is valid after the group."""
+        if self.use_calc_stream and not use_calc_stream:
+            raise ArgumentError(
+                f"{self.ctx.where(call.verb)}: use_calc_stream=False inside a group on the calc "
+                f"stream; open it by `with ring.group(use_calc_stream=False):`"
+            )
+        self.calls.append(call)
+        self.work._result.append(result)
+        return result
+
+    def _seen(self, again: Callable[[], Any]) -> Iterator[Seen]:
+        """Yield the calls as observers see them; the first one makes all of them again."""
+        for call in self.calls:
+            redo = partial(finished, again) if call is self.calls[0] else _nothing
+            yield Seen(self.ctx, call.verb, call.out, call.x, call.args, redo)
+
+    def leave(self) -> None:
+        """Launch everything as one operation."""
+        if not self.calls:
+            self.work._pending = None
+            return
+        try:
+            if observers and looking_on():
+                with watched(self._seen(self._launch)):
+                    done = self._launch()
+            elif under_mode():  # the mode has seen the operators one by one
+                with unwatched():
+                    done = self._launch()
+            else:
+                done = self._launch()
+        except Exception as error:
+            self.work._pending = Unlaunched(error)
+            raise
+        except BaseException:  # a signal; the launch has said so to the ring
+            self.work._pending = Unlaunched(self.ctx.unusable("group"))
+            raise
+        self.work._pending = done._pending if isinstance(done, Work) else None
+
+    def _launch(self) -> Any:
+        how = self.use_calc_stream, self.sync_op, True, 0
+        calls = compare(self.ctx, self.calls) if self.ctx.compares else self.calls
+
+        def launch_all() -> Any:
+            with self.ctx.lock:
+                if self.ctx.fault is not None:
+                    raise self.ctx.unusable("group")
+                return launch(self.ctx, calls, None, how)
+
+        return connected(self.ctx, "group", launch_all)
+
+
+@contextmanager
+def group(ctx: Ring, use_calc_stream: bool, sync_op: bool) -> Iterator[Work]:
+    """Collect the calls of a ``with`` block; an exception inside launches none of them."""
+    if use_calc_stream and not sync_op:
+        raise ArgumentError(async_refusal(ctx, "group"))
+    if ctx.open_group is not None:
+        raise ArgumentError(f"{ctx.where('group')}: a group is open already; leave it first")
+    opened, thread = Group(ctx, use_calc_stream, sync_op), get_ident()
+    outer = ctx.groups.get(thread)  # of the code whose backward opens this one
+    ctx.groups[thread] = opened
+    try:
+        yield opened.work
+    except BaseException:
+        none = f"{ctx.where('group')}: an exception left the group; none of it was launched"
+        opened.work._pending = Unlaunched(ArgumentError(none))
+        raise
+    finally:
+        if outer is None:
+            del ctx.groups[thread]
+        else:
+            ctx.groups[thread] = outer
+    opened.leave()
+    settle(ctx, "group", opened.work, sync_op)
+
+
+def needs_result(
+    ring: Ring,
+    verb: str,
+    instead: str = "call the ring's plain collective inside, with x.detach()",
+) -> None:
+    """Refuse an operator that computes with a collective's result while a group is open.
+
+    Call it in every operator that does more than to return what one collective gives.
+
+    Args:
+        ring: The ring of the collective.
+        verb: The operator, as the user knows it.
+        instead: What the user can do besides calling it outside the group.
+
+    Raises:
+        ArgumentError: The calling code is inside the block of a group of ``ring``.
+    """
+    if ring.open_group is not None:
+        raise ArgumentError(
+            f"{ring.where(verb)}: a call inside `with ring.group():` that needs a result at once "
+            f"(an operator that computes with it, or an x that requires grad); results "
+            f"are there after the block only: call it outside the group, or {instead}"
+        )
+
+
+def _nothing() -> None:
+    """Do nothing."""

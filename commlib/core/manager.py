@@ -1,0 +1,434 @@
+"""The process-wide owner of every ring: it creates, finds, closes and reports them."""
+
+import atexit
+import os
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commlib import flags, streams
+from commlib.core.closing import abort_all, close_all
+from commlib.core.context import CommContext
+from commlib.core.creation import Creation, RollCalls
+from commlib.core.devices import check_backend, checked_device, default_device
+from commlib.core.membership import Seconds, belongs, checked_members, other_members, same_ring
+from commlib.core.process_exit import is_failing, watch_exit
+from commlib.deadlines import Deadline
+from commlib.engines.reductions import OPS
+from commlib.errors import DeviceError, RingError
+from commlib.keepalive import keep_forever
+from commlib.rendezvous import environment
+from commlib.rendezvous.environment import World
+from commlib.rendezvous.roll_call import RollCall
+from commlib.worker_threads import workers
+
+# shutdown(abort=True) returns within 5 s; the exit of a program that fails waits for nobody.
+_ABORT_ALL_S = 4.5
+_FAILING_S = 0.5
+_LAST_STEPS_S = 1.0
+
+
+class CommContextManager:
+    """Owns one ``CommContext`` per ring; ``instance()`` returns the manager of this process.
+
+    The lock guards the tables below and is never held while anything waits: neither a creation
+    nor a close holds up other calls. ``get`` and ``has`` take no lock.
+    """
+
+    def __init__(self) -> None:
+        self._rings: dict[int, CommContext] = {}
+        self._creating: dict[int, Creation] = {}
+        self._closing: list[CommContext] = []
+        self._closed: set[int] = set()
+        self._elsewhere: dict[int, tuple[int, ...]] = {}  # rings that this rank is no member of
+        self._inherited: dict[int, int] = {}  # rings of the process that forked this one, its id
+        self._calls = RollCalls()
+        self._lock = threading.RLock()
+        self._device: torch.device | None = None
+        self._world: World | None = None  # as the first ring found it, until no ring is left
+        self._parent: tuple[int, World] | None = None
+        self._process = os.getpid()
+
+    @staticmethod
+    def instance() -> "CommContextManager":
+        """Return the manager of this process; it closes its rings when the interpreter exits."""
+        return _manager
+
+    # -- create ----------------------------------------------------------------------------------
+
+    def create(
+        self,
+        ring_id: int,
+        ranks: Iterable[int],
+        *,
+        store: dist.Store | None = None,
+        device: torch.device | str | None = None,
+        timeout: Seconds | None = None,
+    ) -> CommContext:
+        """Create a ring; called by its members alone.
+
+        Blocks until every member has called it. Threads that create the same ring at the same
+        time get one context. ``close`` and ``shutdown`` in another thread give the creation up.
+
+        Args:
+            ring_id: A whole number >= 0.
+            ranks: Global ranks in the order of the ring. If the ring exists with the same ranks,
+                it is returned; an aborted ring is created again.
+            store: Carries the meeting in place of the program's own store.
+            device: Default: the device of ``init``.
+            timeout: Seconds until missing ranks are an error, and of later waits on a CPU.
+                Default: FLAGS_comm_timeout_s.
+
+        Raises:
+            ArgumentError: An argument can't be read.
+            RingError: This rank is not a member, the ring exists with other ranks, device or
+                timeout, it has failed, or the creation was given up.
+            RingOrderError: Members create rings in different orders.
+            CommTimeout: Ranks are missing; the text names them.
+            BootstrapError: The store can't be used.
+            EngineError: The engine failed on a member. After any error nothing has changed.
+        """
+        deadline = Deadline(flags.get(flags.TIMEOUT) if timeout is None else timeout)
+        while True:
+            with self._lock:
+                world = self.world()
+                members = checked_members(ring_id, ranks, world)
+                self._check_place(ring_id, members, world)
+                known = self._usable(ring_id)
+                if known is not None:
+                    return same_ring(known, members, device=device, timeout=timeout)
+                shared = self._creating.get(ring_id)
+                if shared is None:
+                    place = self._place(world, device)
+                    creation = Creation(ring_id, members, world, store, place, deadline)
+                    flags.freeze()
+                    self._creating[ring_id] = creation
+            if shared is None:
+                return self._run(creation)
+            if shared.members != members:
+                raise other_members(ring_id, "is being created", shared.members, members)
+            ring = shared.outcome(deadline)
+            if ring is not None:
+                return ring
+
+    def world(self) -> World:
+        """Return this process's place among the ranks; it stays while there are rings."""
+        return self._world or environment.world()
+
+    def _run(self, creation: Creation) -> CommContext:
+        """Create the ring of ``creation`` without the lock, and publish it."""
+        ring, ring_id = None, creation.ring_id
+        try:
+            if len(creation.members) > 1:
+                workers.reserve()
+                watch_exit()
+            ring = creation.build(self._calls)
+            with self._lock:
+                if creation.deadline.cancelled is not None:
+                    raise creation.given_up()
+                del self._creating[ring_id]
+                self._rings[ring_id] = ring
+                self._world = creation.world
+                self._closed.discard(ring_id)
+                self._elsewhere.pop(ring_id, None)
+                self._inherited.pop(ring_id, None)
+        except BaseException as error:
+            if ring is not None:
+                ring.abort()
+            with self._lock:
+                if self._creating.get(ring_id) is creation:
+                    del self._creating[ring_id]
+                gone = self._thaw_if_empty()
+            creation.end(None, error)
+            _end_all(gone)
+            raise
+        creation.end(ring)
+        return ring
+
+    def _check_place(self, ring_id: int, members: tuple[int, ...], world: World) -> None:
+        """Refuse a rank that is not a member, and a forked child in the place of its parent."""
+        if world.rank not in members:
+            raise RingError(
+                f"creating ring {ring_id} on rank {world.rank}: the ring's ranks are "
+                f"{list(members)}; only members create it; call commlib.new_ring(...), which "
+                f"returns None elsewhere"
+            )
+        if self._parent is None or len(members) == 1:
+            return
+        process, theirs = self._parent
+        if (world.rank, world.address) == (theirs.rank, theirs.address):
+            raise RingError(
+                f"creating ring {ring_id}: rank {world.rank} of this rendezvous is process "
+                f"{process}; this is its fork {self._process}; set RANK, WORLD_SIZE, MASTER_ADDR "
+                f"and MASTER_PORT of the child's own rendezvous first, or start the child with "
+                f"spawn"
+            )
+
+    def _usable(self, ring_id: int) -> CommContext | None:
+        """Return the ring if it exists; drop one that was aborted or closed by its own method."""
+        known = self._rings.get(ring_id)
+        if known is None or known.fault is None:
+            return known
+        if not known.ended:
+            raise RingError(f"ring {ring_id} exists and can't be used: {known.fault}")
+        del self._rings[ring_id]
+        return None
+
+    def _place(self, world: World, device: torch.device | str | None) -> torch.device:
+        """The device of a ring: as given, else as ``init`` chose, else chosen now."""
+        if device is None:
+            if self._device is None:
+                self._device = default_device(world, None)
+            return self._device
+        return checked_device(device)
+
+    # -- find ------------------------------------------------------------------------------------
+
+    def get(self, ring_id: int) -> CommContext:
+        """Return the context of ``ring_id``; raises ``RingError`` listing the rings there are."""
+        try:
+            return self._rings[ring_id]
+        except (KeyError, TypeError):
+            raise self._unknown(ring_id) from None
+
+    def _unknown(self, ring_id: int) -> RingError:
+        if isinstance(ring_id, torch.Tensor):
+            return RingError(
+                f"ring_id is a tensor of shape {tuple(ring_id.shape)}; expected a whole number; "
+                f"rings here: {self.rings()}; pass the output as out=, or ring_id=ring.ring_id"
+            )
+        if not hasattr(ring_id, "__index__") or ring_id < 0:
+            names = isinstance(ring_id, str) and ring_id in OPS
+            hint = f"; type op={ring_id!r} for a reduction" if names else ""
+            return RingError(
+                f"ring_id={ring_id!r}: expected a whole number >= 0; rings here: {self.rings()}"
+                f"{hint}"
+            )
+        if ring_id in self._elsewhere:
+            members = list(self._elsewhere[ring_id])
+            return RingError(
+                f"this rank is no member of ring {ring_id} ({members}); rings here: "
+                f"{self.rings()}; call it on its members alone: new_ring returns None elsewhere"
+            )
+        if ring_id in self._inherited:
+            return RingError(f"ring {ring_id} {belongs(self._inherited[ring_id], self._process)}")
+        if ring_id == 0 and not self._rings:
+            hint = "type commlib.init() first"
+        else:
+            hint = f"type commlib.new_ring({ring_id}, ranks) on its members first"
+        state = "was closed" if ring_id in self._closed else "does not exist on this rank"
+        return RingError(f"ring {ring_id!r} {state}; rings here: {self.rings()}; {hint}")
+
+    def has(self, ring_id: int) -> bool:
+        """Whether ``ring_id`` exists on this rank."""
+        return ring_id in self._rings
+
+    def rings(self) -> list[int]:
+        """Return the ids of the rings on this rank, in the order of their creation."""
+        return list(self._rings)
+
+    def report(self) -> list[dict[str, Any]]:
+        """Return one dict a ring: ids, engine, ranks, state, calls, communicator and its bytes."""
+        return [
+            {
+                "ring_id": c.ring_id,
+                "engine": c.engine,
+                "ranks": list(c.ranks),
+                "rank": c.rank,
+                "size": c.size,
+                "device": str(c.device),
+                "state": c.state,
+                "calls": c.calls,
+                "last": c.last_verb,
+                "communicator": c.has_communicator,
+                "bytes": c.communicator_bytes,
+                "workspace_bytes": c.workspace_bytes,
+            }
+            for c in list(self._rings.values())
+        ]
+
+    # -- close -----------------------------------------------------------------------------------
+
+    def close(self, ring_id: int | None = None, abort: bool = False) -> None:
+        """Close one ring, or all in reverse order of creation; a closed ring is not an error.
+
+        Waits for the calls that are under way, then aborts. A creation of the ring in another
+        thread is given up.
+
+        Args:
+            ring_id: None for all rings.
+            abort: Wait for no call. Returns within 5 s, whatever other threads do.
+
+        Raises:
+            RingError: The ring never existed.
+        """
+        self._close(ring_id, abort, _ABORT_ALL_S)
+
+    def _close(self, ring_id: int | None, abort: bool, seconds: float) -> None:
+        name = "shutdown()" if ring_id is None else f"close({ring_id})"
+        deadline = Deadline(seconds)
+        with self._lock:
+            if ring_id is None:
+                self._elsewhere.clear()
+            chosen = list(reversed(self._rings)) if ring_id is None else [ring_id]
+            creations = list(self._creating.values())
+            if ring_id is not None:
+                creations = [one for one in creations if one.ring_id == ring_id]
+                if ring_id not in self._rings and ring_id not in self._closed and not creations:
+                    raise self._unknown(ring_id)
+            for creation in creations:
+                creation.deadline.cancel(name)
+                self._creating.pop(creation.ring_id)
+            rings = [self._rings.pop(one) for one in chosen if one in self._rings]
+            others = [ring for ring in self._closing if ring.ring_id in chosen or ring_id is None]
+            self._closing += rings
+            self._closed.update(ring.ring_id for ring in rings)
+            self._closed.update(creation.ring_id for creation in creations)
+        try:
+            errors = abort_all(rings + others, deadline) if abort else close_all(rings)
+        finally:
+            with self._lock:
+                self._closing = [ring for ring in self._closing if ring not in rings]
+                gone = self._thaw_if_empty()
+            _end_all(gone)
+        for creation in creations:
+            creation.wait_given_up(deadline)
+        if errors:
+            raise errors[0]
+
+    def _thaw_if_empty(self) -> list[RollCall]:
+        """Forget what holds while there are rings; return the roll calls that the caller ends."""
+        if self._rings or self._creating or self._closing:
+            return []
+        flags.thaw()
+        self._world = None
+        return self._calls.drop_lent()
+
+    def _at_exit(self) -> None:
+        failing = is_failing() or any(ring.has_failed for ring in self._rings.values())
+        seconds = flags.get(flags.CLOSE_TIMEOUT)
+        try:
+            self._close(None, failing, _FAILING_S)
+            if not failing:  # another thread may be closing rings
+                Deadline(seconds).poll(lambda: not self._closing)
+        finally:
+            self._calls.clear()
+            environment.leave(Deadline(_FAILING_S if failing else seconds), wait=not failing)
+            workers.await_steps(_FAILING_S if failing else _LAST_STEPS_S)
+
+    # -- fork ------------------------------------------------------------------------------------
+
+    def after_fork(self) -> None:
+        """Forget every ring in a forked child, without any call to an engine or a socket.
+
+        Nothing is freed: destructors would join threads that the child does not have. The locks
+        are new, because another thread of the parent may have held the old ones.
+        """
+        parent, self._process = self._process, os.getpid()
+        self._lock = threading.RLock()
+        workers.forget()
+        streams.forget()
+        environment.forget()
+        keep_forever(dict(vars(self)), list(self._creating.values()), list(self._closing))
+        why = belongs(parent, self._process)
+        for ring in [*self._rings.values(), *self._closing]:
+            ring.forget(why)
+        self._inherited.update(dict.fromkeys([*self._rings, *self._creating], parent))
+        if self._world is not None:
+            self._parent = parent, self._world
+        self._rings.clear()  # the same dict: lookups hold it
+        self._creating, self._closing, self._calls = {}, [], RollCalls()
+        self._device = self._world = None
+        flags.thaw()
+
+
+def _end_all(calls: list[RollCall]) -> None:
+    for call in calls:
+        call.end()
+
+
+_manager = CommContextManager()
+_rings = _manager._rings  # looked up at every call
+atexit.register(_manager._at_exit)
+os.register_at_fork(after_in_child=_manager.after_fork)
+
+
+def init(
+    backend: str | None = None,
+    *,
+    device: torch.device | str | None = None,
+    timeout: Seconds | None = None,
+) -> CommContext:
+    """Find the other ranks and return ring 0, which holds all of them.
+
+    Reads the environment of torchrun, Paddle, Slurm or mpirun, or joins an initialised
+    ``torch.distributed``; without any of them the ring has size 1. Makes the GPU the current one.
+    Blocks until all ranks have called it. A second call returns the same ring.
+
+    Args:
+        backend: "nccl" (GPUs) or "gloo" (CPUs). Default: a GPU wherever one is visible.
+        device: This rank's GPU. Default: the GPU of the local rank.
+        timeout: Seconds until missing ranks are an error, and of later waits on a CPU. Default:
+            FLAGS_comm_timeout_s.
+
+    Raises:
+        BootstrapError: The environment or the store can't be used.
+        DeviceError: There is no such GPU, or the backend does not run on the device.
+        RingError: Ring 0 exists with another device or timeout, or it has failed.
+        CommTimeout: Ranks are missing; the text names them.
+    """
+    check_backend(backend)
+    manager = _manager
+    with manager._lock:
+        known = manager._usable(0)
+    if known is not None:
+        ranks = known.ranks
+        return same_ring(known, ranks, backend=backend, device=device, timeout=timeout)
+    world = manager.world()
+    where = default_device(world, backend) if device is None else checked_device(device)
+    if backend is not None and (backend == "nccl") != (where.type == "cuda"):
+        raise DeviceError(
+            f"backend={backend!r} with device {where}: nccl runs on GPUs, gloo on CPUs"
+        )
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    ring = manager.create(0, range(world.size), device=where, timeout=timeout)
+    manager._device = where
+    return ring
+
+
+def new_ring(
+    ring_id: int, ranks: Iterable[int], *, timeout: Seconds | None = None
+) -> CommContext | None:
+    """Create ring ``ring_id`` of the global ``ranks`` and return it; other ranks get None at once.
+
+    Blocks the members until all have called it, at most ``timeout`` seconds. Errors as
+    ``CommContextManager.create``.
+    """
+    world = _manager.world()
+    members = checked_members(ring_id, ranks, world)
+    if world.rank not in members:
+        _manager._elsewhere[ring_id] = members
+        return None
+    return _manager.create(ring_id, members, timeout=timeout)
+
+
+def comm(ring_id: int = 0) -> CommContext:
+    """Return the context of ``ring_id``; raises ``RingError`` listing the rings there are."""
+    try:
+        return _rings[ring_id]
+    except (KeyError, TypeError):
+        return _manager.get(ring_id)  # which says what is wrong
+
+
+def shutdown(*, abort: bool = False) -> None:
+    """Close every ring in reverse order of creation and let the flags change again.
+
+    Waits for the calls that are under way, at most FLAGS_comm_close_timeout_s seconds per ring;
+    ``abort=True`` does not wait and returns within 5 s. Twice is harmless; ``init`` may follow.
+    """
+    _manager.close(abort=abort)
+    _manager._device = None

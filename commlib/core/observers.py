@@ -1,0 +1,139 @@
+"""Who looks on while collectives are made: a graph that is being captured, or the run before it."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
+
+from commlib.core.ring import Ring
+from commlib.core.work import Pending, Work
+
+
+class Seen(NamedTuple):
+    """A call as an observer is told of it before its launch; ``again()`` makes it once more."""
+
+    ring: Ring
+    verb: str
+    out: torch.Tensor | None
+    x: torch.Tensor | None
+    args: tuple[Any, ...]
+    again: Callable[[], Any]
+
+
+class Observer(Protocol):
+    """A mode of torch that has to know of every call under it: a graph that is being captured.
+
+    ``refuses``: whether what can't stand in a graph is to be refused.
+    """
+
+    refuses: bool
+
+    def before(self, call: Seen) -> None:
+        """Note a call; an exception keeps it from being launched."""
+
+    def before_read(self, tensor: torch.Tensor, name: str) -> None:
+        """Note that the method ``name`` reads the values of ``tensor`` past torch's operators."""
+
+
+observers: list[Observer] = []  # of all threads: empty, there is nothing to ask at a call
+_inside = threading.local()
+
+
+def looking_on() -> tuple[Observer, ...]:
+    """Return the observers of what this thread does; a backward's threads have their caller's."""
+    here = (*_get_current_dispatch_mode_stack(), *getattr(_inside, "observers", ()))
+    return tuple(observer for observer in observers if any(observer is mode for mode in here))
+
+
+def refusing() -> bool:
+    """Return True if an observer of this thread refuses what can't stand in a graph."""
+    return any(observer.refuses for observer in looking_on())
+
+
+class still_watched:  # a context like the functions here, entered at every operator
+    """Let an observer look on inside an operator that it handles, where torch has taken it off."""
+
+    __slots__ = ("_before", "_observer")
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+
+    def __enter__(self) -> None:
+        self._before: tuple[Observer, ...] = getattr(_inside, "observers", ())
+        _inside.observers = (*self._before, self._observer)
+
+    def __exit__(self, *_: object) -> None:
+        _inside.observers = self._before
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Let nobody look on: no observer, and no mode of torch that a recording uses."""
+    with _being(observers=()), _disable_current_modes():
+        yield
+
+
+@contextmanager
+def watched(calls: Iterable[Seen]) -> Iterator[None]:
+    """Tell all observers of calls; what these do inside is their own business, not theirs."""
+    here = looking_on()
+    with unwatched():
+        for seen in calls:
+            for observer in here:
+                observer.before(seen)
+        yield
+
+
+@contextmanager
+def unwaited() -> Iterator[list[Work]]:
+    """Keep the works that this thread's calls begin, for whoever has to wait for all of them."""
+    works: list[Work] = []
+    with _being(works=works):
+        yield works
+
+
+def begun(work: Work) -> Work:
+    """Note a work for the caller that waits for all of them; returns it.
+
+    What waiting for it does is a part of its call, and nothing that an observer should see again.
+    """
+    works = getattr(_inside, "works", None)
+    if works is not None:
+        works.append(work)
+    if observers and work._pending is not None:
+        work._pending = _Unwatched(work._pending)
+    return work
+
+
+class _Unwatched:
+    """What is still to happen, with nobody looking on."""
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending = pending
+
+    def join(self) -> None:
+        """Make the result safe to use for the caller."""
+        with unwatched():
+            self._pending.join()
+
+    def done(self) -> bool:
+        """Return True if the result is there already; never blocks."""
+        return self._pending.done()
+
+
+@contextmanager
+def _being(**values: Any) -> Iterator[None]:
+    """Change values of this thread inside a ``with`` block."""
+    before = dict(_inside.__dict__)
+    _inside.__dict__.update(values)
+    try:
+        yield
+    finally:
+        _inside.__dict__.clear()
+        _inside.__dict__.update(before)

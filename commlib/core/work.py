@@ -1,0 +1,217 @@
+"""A collective under way, and what waiting for it means on a host and on a stream."""
+
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from commlib.errors import ArgumentError, RingError
+from commlib.streams import capture_of, owned_by_torch
+from commlib.waits import Interruptible, PointToPoint, wait_for
+
+
+class Pending(Protocol):
+    """What is still to happen before a result may be read."""
+
+    def join(self) -> None:
+        """Make the result safe to use for the caller."""
+
+    def done(self) -> bool:
+        """Whether the result is there already; never blocks."""
+
+
+class Work:
+    """The handle of an asynchronous collective.
+
+    ``wait()`` any number of times, from any thread. On a GPU it orders the *waiter's* current
+    stream behind the collective and does not block the host; on a CPU it blocks the host, at most
+    for the ring's timeout. ``result`` is the output; its values are there after ``wait()``.
+    """
+
+    __slots__ = ("__weakref__", "_pending", "_result")
+
+    def __init__(self, result: Any, pending: Pending | None = None) -> None:
+        self._result = result
+        self._pending = pending
+
+    @property
+    def result(self) -> Any:
+        """The output of the collective, the same object at every call."""
+        return self._result
+
+    def wait(self) -> Any:
+        """Make the result safe to use where the caller is, and return it.
+
+        Raises ``CommTimeout`` or ``EngineError`` (CPU), the same one at every call.
+        """
+        if self._pending is not None:
+            self._pending.join()
+        return self._result
+
+    def done(self) -> bool:
+        """Whether the collective has finished; never blocks.
+
+        gloo does not tell of a receive before somebody waits for it: False until then.
+        """
+        return self._pending is None or self._pending.done()
+
+
+class Unlaunched:
+    """A group that has not been left yet, that an exception has left, or whose launch failed."""
+
+    def __init__(self, why: Exception) -> None:
+        self._why = why
+
+    def join(self) -> None:
+        """Raise the reason: nothing has been launched."""
+        raise self._why
+
+    def done(self) -> bool:
+        """Return False: nothing has finished."""
+        return False
+
+
+class All(Interruptible):
+    """Several works of an engine as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = list(works)
+        if all(isinstance(work, PointToPoint) for work in works):  # one helper thread for all
+            self._works = [PointToPoint([one for work in works for one in work.works])]
+
+    def wait(self) -> None:
+        """Wait for each."""
+        for work in self._works:
+            wait_for(work)
+
+    def is_completed(self) -> bool:
+        """Return True if each has finished."""
+        return all(work.is_completed() for work in self._works)
+
+
+class OnHost:
+    """Works of a CPU engine; ``await_`` blocks with a deadline and puts results in place.
+
+    What a signal handler raises meanwhile, such as KeyboardInterrupt, is not the outcome of the
+    call: the next ``join()`` waits again. ``await_`` must allow that.
+    """
+
+    def __init__(self, handles: Sequence[Any], await_: Callable[[], None], keep: object) -> None:
+        self._handles = handles
+        self._await: Callable[[], None] | None = await_
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._error: Exception | None = None
+
+    def join(self) -> None:
+        """Block until every work has finished; the first waiter finishes for all."""
+        if self._process != os.getpid():  # its threads, and perhaps the lock's owner, are not here
+            raise RingError(
+                f"this Work belongs to process {self._process}; this is its fork {os.getpid()}; "
+                f"wait for it in the parent"
+            )
+        with self._lock:
+            if self._await is not None:
+                try:
+                    self._await()
+                except Exception as error:
+                    self._error = error
+                self._await = self._keep = None
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        """Return True if every work has finished."""
+        return self._await is None or all(h is None or h.is_completed() for h in self._handles)
+
+
+class OnStream:
+    """An event on the comm stream, and the tensors that must live until somebody has waited.
+
+    ``capture`` is the number of the CUDA graph capture that the call is part of, 0 for none. An
+    event is of use only in the capture that it was recorded in, or outside of all of them.
+    """
+
+    def __init__(
+        self,
+        event: torch.cuda.Event,
+        origin: torch.cuda.Stream,
+        keep: object,
+        capture: int = 0,
+    ) -> None:
+        self._event = event
+        self._device = origin.device
+        # A stream of another library may be destroyed at any time: it is not touched again.
+        self._origin = origin if owned_by_torch(origin) else None
+        self._keep = keep
+        self._capture = capture
+
+    def join(self) -> None:
+        """Make the caller's current stream, and the stream of the call, wait for the collective.
+
+        Raises:
+            ArgumentError: The current stream is being captured and the call was made before.
+        """
+        stream = torch.cuda.current_stream(self._device)
+        capture = capture_of(stream.cuda_stream)
+        if capture == self._capture:
+            self._event.wait(stream)
+        elif not self._capture:
+            raise ArgumentError(
+                "wait() during a CUDA graph capture for a call made before it, which would "
+                "invalidate the capture; call wait() before the capture begins"
+            )
+        # else the capture is over, and its graph contains the wait already
+        self._release()
+
+    def done(self) -> bool:
+        """Return True if the event has happened."""
+        return bool(self._event.query())
+
+    def _release(self) -> None:
+        keep, self._keep = self._keep, None
+        if keep is None:
+            return
+        if self._origin is None:
+            if not self._capture:
+                hold_until(self._event, keep)
+            return
+        # The allocator reuses a tensor in the order of the stream that it was made on.
+        capture = capture_of(self._origin.cuda_stream)
+        if capture == self._capture:
+            self._event.wait(self._origin)
+        elif not self._capture:  # the stream is being captured: it must not wait for this event
+            _deferred.append((self._event, self._origin, keep))
+        # else the capture is over, and the memory belongs to its graph
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # at the end of the process the memory is not reused
+            self._release()
+
+
+# Tensors of calls whose Work was dropped while their stream was being captured, and of calls on a
+# stream of another library (None).
+_deferred: deque[tuple[torch.cuda.Event, torch.cuda.Stream | None, object]] = deque()
+
+
+def hold_until(event: torch.cuda.Event, keep: object) -> None:
+    """Keep tensors until an event has happened, whatever becomes of the stream they belong to."""
+    _deferred.append((event, None, keep))
+
+
+def release_deferred() -> None:
+    """Release tensors that nothing uses any more; no capture may be under way."""
+    for _ in range(len(_deferred)):
+        try:
+            event, origin, keep = _deferred.popleft()
+        except IndexError:  # another thread has taken it
+            return
+        if not event.query() if origin is None else capture_of(origin.cuda_stream):
+            _deferred.append((event, origin, keep))
+        elif origin is not None:
+            event.wait(origin)

@@ -1,0 +1,1 @@
+"""What moves the bytes: NCCL through CuPy, gloo, and process groups of torch.distributed."""

@@ -1,0 +1,237 @@
+"""The verbs over a torch.distributed process group; what the gloo and legacy engines share."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from commlib.core.context import CommContext
+from commlib.core.ring import ABORT_S
+from commlib.deadlines import Deadline, bounded
+from commlib.engines.reductions import NATIVE, Reducer, Wire
+from commlib.errors import CommTimeout
+from commlib.rendezvous import host_exchange
+from commlib.rendezvous.roll_call import Meeting
+from commlib.rendezvous.store import EngineStore
+from commlib.waits import Interruptible, PointToPoint, wait_for
+
+Tensor = torch.Tensor
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "prod": dist.ReduceOp.PRODUCT,
+    "avg": dist.ReduceOp.AVG,
+}
+
+
+@dataclass(frozen=True, eq=False)  # equal by identity: a key at every call
+class _Plan:
+    """A reduction in c10d's terms; the options of the most frequent call are made once."""
+
+    dtype: torch.dtype
+    name: str
+    op: Any
+    divides: bool
+    all_reduce: Any
+
+
+class _Then(Interruptible):
+    """A c10d work with a step of ours after it, which is taken once."""
+
+    def __init__(self, work: Any, step: Callable[[], object]) -> None:
+        self.work, self.step = work, step
+
+    def wait(self) -> None:
+        wait_for(self.work)
+        step, self.step = self.step, _interrupted
+        step()
+        self.step = _nothing
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed())
+
+
+def _interrupted() -> None:
+    raise RuntimeError("a signal interrupted the last step of the call; its result is undefined")
+
+
+def _nothing() -> None:
+    """Take no step: it has been taken."""
+
+
+class C10dContext(CommContext):
+    """A ring over a process group ``pg`` that is known to nobody else."""
+
+    reducer: ClassVar[Reducer] = Reducer("c10d", unsigned=False, premul=False)
+
+    pg: Any = None
+
+    def _connect(self, meeting: Meeting, deadline: Deadline) -> None:
+        store, wait = meeting.engine_store(deadline), timedelta(seconds=self.timeout)
+        # A group waits in the store and in its sockets, there for the time limit of its calls.
+        make = partial(self._make, store, wait)
+        try:
+            self.pg = bounded(make, deadline, self.where("connecting"))
+        except CommTimeout:
+            store.give_up()
+            raise
+
+    @abstractmethod
+    def _make(self, store: EngineStore, wait: timedelta) -> Any: ...
+
+    def _issued(self, work: Any) -> Any:
+        """Where the stream orders the result, join it now and leave nothing to wait for."""
+        if self.fences is None:
+            return work
+        if work is not None:  # torch gives no work for what it issued on the caller's own stream
+            work.wait()
+        return None
+
+    def _resolve(self, dtype: torch.dtype, reduction: Wire) -> "_Plan":
+        # gloo has no mean on every torch we support: sum, then divide.
+        divides = self.fences is None and reduction.op == "avg"
+        op = dist.ReduceOp.SUM if divides else _OPS[reduction.op]
+        options = c10d.AllreduceOptions()
+        options.reduceOp = op  # type: ignore[assignment]  # torch names two types for one
+        _same_stream(options)
+        return _Plan(reduction.dtype, reduction.op, op, divides, options)
+
+    def _reduced(self, work: Any, target: Tensor, plan: "_Plan") -> Any:
+        if plan.divides:
+            return _Then(work, lambda: _divide(target, self.size))
+        return self._issued(work)
+
+    def _all_reduce(self, out: Tensor, x: Tensor, plan: "_Plan") -> Any:
+        if out is not x and out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        target = out if plan.dtype is out.dtype else _flat(out, plan.dtype)
+        return self._reduced(self.pg.allreduce([target], plan.all_reduce), target, plan)
+
+    def _all_gather(self, out: Tensor, x: Tensor) -> Any:
+        options = c10d.AllgatherOptions()
+        _same_stream(options)
+        return self._issued(self.pg._allgather_base(_bytes(out), _bytes(x), options))
+
+    def _reduce_scatter(self, out: Tensor, x: Tensor, plan: "_Plan") -> Any:
+        target = _flat(out, plan.dtype)
+        options = c10d.ReduceScatterOptions()
+        options.reduceOp = plan.op
+        _same_stream(options)
+        work = self.pg._reduce_scatter_base(target, _flat(x, plan.dtype), options)
+        return self._reduced(work, target, plan)
+
+    def _broadcast(self, out: Tensor, x: Tensor | None, root: int) -> Any:
+        if x is not None and out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        options = c10d.BroadcastOptions()
+        options.rootRank = root
+        _same_stream(options)
+        return self._issued(self.pg.broadcast([_bytes(out)], options))
+
+    def _reduce(self, out: Tensor | None, x: Tensor, root: int, plan: "_Plan") -> Any:
+        # c10d reduces in place and may leave partial sums on the other ranks.
+        if out is None:
+            out = x.clone()
+        elif out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        target = _flat(out, plan.dtype)
+        options = c10d.ReduceOptions()
+        options.rootRank = root
+        options.reduceOp = plan.op
+        _same_stream(options)
+        return self._reduced(self.pg.reduce([target], options), target, plan)
+
+    def _gather(self, out: Tensor | None, x: Tensor, root: int) -> Any:
+        options = c10d.GatherOptions()
+        options.rootRank = root
+        _same_stream(options)
+        parts = [] if out is None else [list(_bytes(out).chunk(self.size))]
+        return self._issued(self.pg.gather(parts, [_bytes(x)], options))
+
+    def _scatter(self, out: Tensor, x: Tensor | None, root: int) -> Any:
+        options = c10d.ScatterOptions()
+        options.rootRank = root
+        _same_stream(options)
+        parts = [] if x is None else [list(_bytes(x).chunk(self.size))]
+        return self._issued(self.pg.scatter([_bytes(out)], parts, options))
+
+    def _all_to_all(self, out: Tensor, x: Tensor, takes: list[int], sends: list[int]) -> Any:
+        target, source = _bytes(out), _bytes(x)
+        scale = 1 if target.dtype is out.dtype else out.itemsize
+        options = c10d.AllToAllOptions()
+        _same_stream(options)
+        work = self.pg.alltoall_base(
+            target, source, [n * scale for n in takes], [n * scale for n in sends], options
+        )
+        return self._issued(work)
+
+    def _send(self, out: None, x: Tensor, peer: int, tag: int = 0) -> Any:
+        return self._between_two(self.pg.send([_bytes(x)], peer, tag))
+
+    def _recv(self, out: Tensor, x: None, peer: int, tag: int = 0) -> Any:
+        return self._between_two(self.pg.recv([_bytes(out)], peer, tag))
+
+    def _between_two(self, work: Any) -> Any:
+        return self._issued(work) if self.fences is not None else PointToPoint([work])
+
+    def _barrier(self, out: None, x: None) -> Any:
+        if self.fences is not None:  # an all-reduce on the stream; c10d's own blocks the host
+            plan = self._resolve(torch.int32, Wire(torch.int32, "max"))
+            return self._all_reduce(self._token, self._token, plan)
+        return self.pg.barrier(c10d.BarrierOptions())
+
+    @contextmanager
+    def coalesced(self) -> Iterator[None]:
+        """On NCCL one group of launches; gloo starts each at once and blocks for none."""
+        if self.fences is None:
+            yield
+            return
+        self.pg._start_coalescing(self.device)
+        try:
+            yield
+        finally:
+            work = self.pg._end_coalescing(self.device)
+        if work is not None:
+            work.wait()
+
+    def _host_group(self) -> Any:
+        return super()._host_group() if self.fences is not None else self.pg
+
+    def _close(self, deadline: Deadline) -> None:
+        self._release("pg", deadline)
+
+    def _abort(self) -> None:
+        if self.fences is None and self.pg is not None:
+            self._in_time(partial(host_exchange.cut, self.pg), Deadline(ABORT_S), "aborting")
+        self._release("pg", Deadline(ABORT_S))
+
+
+def _divide(target: Tensor, size: int) -> None:
+    # Whoever waits may do so in another grad or inference mode than the caller's.
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        target.div_(size)
+
+
+def _same_stream(options: Any) -> None:
+    """Ask for the caller's current stream where torch knows the choice (asyncOp, torch 2.8)."""
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
+
+
+def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    flat = tensor.view(-1)
+    return flat if dtype is tensor.dtype else flat.view(dtype)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A flat view that every backend can move: as it is, or as bytes."""
+    return _flat(tensor, tensor.dtype if tensor.dtype in NATIVE else torch.uint8)

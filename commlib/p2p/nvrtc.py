@@ -1,0 +1,280 @@
+"""CUDA C++ of this package, compiled at first use, kept on disk and launched through the driver."""
+
+import ctypes
+import hashlib
+import os
+import secrets
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from commlib.errors import EngineError
+from commlib.log import log
+
+_DIGEST = hashlib.sha256().digest_size
+
+
+@cache
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
+
+
+# -- compiling -------------------------------------------------------------------------------------
+
+
+def sources(file: Path) -> dict[str, bytes]:
+    """Return the text of ``file`` and of the headers beside it, by name, ``file`` first."""
+    headers = sorted(file.parent.glob("*.cuh"))
+    return {path.name: path.read_bytes() for path in (file, *headers)}
+
+
+def binary(file: Path, architecture: str, options: Sequence[str] = ()) -> bytes:
+    """Return the machine code of ``file`` for an architecture like "sm_90".
+
+    What NVRTC makes is kept in ``folder()``. Raises ``EngineError`` with the compiler's words, or
+    when cuda-bindings or NVRTC is missing.
+    """
+    try:
+        from cuda.bindings import nvrtc
+
+        version = str(nvrtc.nvrtcVersion()[1:])
+    except Exception as error:  # ImportError, or what the loader says of a missing library
+        raise EngineError(
+            f"compiling {file.name} needs cuda-bindings and NVRTC ({error}); "
+            f"type `pip install commlib[cuda13]` or [cuda12]"
+        ) from error
+    texts = sources(file)
+    words = (architecture, version, *options, *texts)
+    key = hashlib.sha256(b"\0".join([*(word.encode() for word in words), *texts.values()]))
+    place = folder()
+    kept = None if place is None else place / f"{file.stem}-{key.hexdigest()[:32]}.cubin"
+    found = None if kept is None else _read(kept)
+    if found is None:
+        found = _compile(nvrtc, texts, [f"--gpu-architecture={architecture}", *options])
+        if kept is not None:
+            _write(kept, found)
+    return found
+
+
+def folder() -> Path | None:
+    """Return where machine code is kept: a folder that this user alone may write, or None."""
+    try:
+        place = Path.home()
+        for name in (".cache", "commlib", "kernels"):
+            place /= name
+            place.mkdir(mode=0o700, exist_ok=True)
+        state = place.stat()
+    except (OSError, RuntimeError) as error:
+        log.once("compiled kernels are not kept: %s", error)
+        return None
+    if not _private(state):
+        log.once("compiled kernels are not kept: others may write to %s; remove it", place)
+        return None
+    return place
+
+
+def _private(state: os.stat_result) -> bool:
+    """Whether nobody else may write there."""
+    return state.st_uid == os.getuid() and not state.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _read(path: Path) -> bytes | None:
+    """Return what was kept, unless it is not whole, or others could have put it there."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            if not _private(os.fstat(file.fileno())):
+                return None
+            data = file.read()
+    except OSError:
+        return None
+    digest, code = data[:_DIGEST], data[_DIGEST:]
+    return code if hashlib.sha256(code).digest() == digest else None
+
+
+def _write(path: Path, code: bytes) -> None:
+    """Put the file there in one step: other ranks write and read the same one."""
+    part = path.with_name(f".{secrets.token_hex(8)}")
+    try:
+        part.touch(mode=0o600)
+        part.write_bytes(hashlib.sha256(code).digest() + code)
+        part.replace(path)
+    except OSError as error:
+        log.once("compiled kernels are not kept: %s", error)
+
+
+def _compile(nvrtc: Any, texts: dict[str, bytes], options: Sequence[str]) -> bytes:
+    (name, source), *headers = texts.items()
+    texts_of, names = [text for _, text in headers], [name.encode() for name, _ in headers]
+    status, program = nvrtc.nvrtcCreateProgram(source, name.encode(), len(headers), texts_of, names)
+    _succeed("nvrtcCreateProgram", status)
+    try:
+        words = [option.encode() for option in ("--std=c++17", *options)]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(words), words)
+        if int(status) != 0:
+            raise EngineError(f"compiling {name}: {status}\n{_text(nvrtc, program)}")
+        _, size = nvrtc.nvrtcGetCUBINSize(program)
+        code = bytearray(size)
+        _succeed("nvrtcGetCUBIN", *nvrtc.nvrtcGetCUBIN(program, code))
+        return bytes(code)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _text(nvrtc: Any, program: Any) -> str:
+    _, size = nvrtc.nvrtcGetProgramLogSize(program)
+    text = bytearray(size)
+    nvrtc.nvrtcGetProgramLog(program, text)
+    return text.decode(errors="replace").rstrip("\0")
+
+
+def _succeed(what: str, status: Any) -> None:
+    if int(status) != 0:
+        raise EngineError(f"{what}: {status}")
+
+
+# -- loading and launching -------------------------------------------------------------------------
+
+
+@cache
+def module(file: Path, device: int, *options: str) -> Any:
+    """Return ``file``, compiled and loaded on a device; nothing of it is loaded later.
+
+    Raises ``EngineError``.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    code = binary(file, f"sm_{major}{minor}", options)
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device).query()  # makes the device's context the current one
+        status, loaded = _driver().cuModuleLoadData(code)
+        _succeed(f"loading {file.name}", status)
+        return loaded
+
+
+def function(modules: Sequence[Any], name: str, device: int) -> Any:
+    """Return function ``name`` of one of ``modules``, ready to be launched in a capture too."""
+    driver = _driver()
+    with _current(device):
+        found_in = (driver.cuModuleGetFunction(module, name.encode()) for module in modules)
+        status, found = next((found for found in found_in if int(found[0]) == 0), (name, None))
+        if found is None:
+            raise EngineError(f"no kernel is called {status}")
+        if hasattr(driver, "cuFuncLoad"):
+            _succeed(f"cuFuncLoad {name}", *driver.cuFuncLoad(found))
+    return found
+
+
+@cache
+def _context(device: int) -> Any:
+    """The context of a device that all libraries of this process share."""
+    status, context = _driver().cuDevicePrimaryCtxRetain(device)
+    _succeed("cuDevicePrimaryCtxRetain", status)
+    return context
+
+
+@contextmanager
+def _current(device: int) -> Iterator[None]:
+    """Make a device's context the thread's current one; a new thread has none."""
+    _succeed("cuCtxPushCurrent", *_driver().cuCtxPushCurrent(_context(device)))
+    try:
+        yield
+    finally:
+        _driver().cuCtxPopCurrent()
+
+
+MOST_BLOCKS = 8191  # of a push kernel: its counters hold no more, see channel.cuh
+
+
+def resident_blocks(function: Any, device: int, threads: int) -> int:
+    """Return how many blocks of a kernel a GPU holds at the same time."""
+    driver = _driver()
+    with _current(device):
+        status, blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, 0)
+    _succeed("cuOccupancyMaxActiveBlocksPerMultiprocessor", status)
+    return int(blocks) * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_ELSEWHERE = (201, 400)  # CUDA_ERROR_INVALID_CONTEXT, _HANDLE: the current context is another one
+
+
+class Grid(NamedTuple):
+    """Blocks of a launch, threads of each, and how many blocks each cluster of them has."""
+
+    blocks: int
+    threads: int
+    cluster: int = 1
+
+    def within(self, most: int) -> "Grid":
+        """Return the grid with at most so many blocks, but at least one cluster."""
+        clusters = max(1, min(self.blocks, most) // self.cluster)
+        return self._replace(blocks=clusters * self.cluster)
+
+
+class Launch:
+    """One kernel, its grid and its one argument, which it is given by value; ready to go."""
+
+    __slots__ = ("_config", "_device", "_function", "_keep", "_launch", "_parameters", "_stream")
+
+    def __init__(self, function: Any, device: int, grid: Grid, argument: ctypes.Structure) -> None:
+        driver, self._device = _driver(), device
+        place = ctypes.c_void_p(ctypes.addressof(argument))
+        self._function, self._launch = function, driver.cuLaunchKernelEx
+        self._config, self._keep = _config(driver, grid), (argument, place)
+        self._parameters = ctypes.addressof(place)
+        self._stream: int | None = None
+
+    def __call__(self, stream: int) -> None:
+        """Launch on a stream with what the argument holds now; never blocks."""
+        if stream != self._stream:
+            self._config.hStream = self._stream = stream
+        (status,) = self._launch(self._config, self._function, self._parameters, 0)
+        if status:
+            self._retry(status)
+
+    def _retry(self, status: Any) -> None:
+        """Launch once more where a thread is new, or works on another device."""
+        if int(status) in _ELSEWHERE:
+            with _current(self._device):
+                (status,) = self._launch(self._config, self._function, self._parameters, 0)
+        _succeed("cuLaunchKernelEx", status)
+
+
+def _config(driver: Any, grid: Grid) -> Any:
+    """A launch that may begin before its predecessor on the stream has ended.
+
+    Kernels that are launched so wait for that end themselves (griddepcontrol.wait); on devices
+    that don't know it the attribute changes nothing.
+    """
+    early = driver.CUlaunchAttribute()
+    early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    early.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid.blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = grid.threads, 1, 1
+    attributes = [early]
+    if grid.cluster > 1:
+        cluster = driver.CUlaunchAttribute()
+        cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size = cluster.value.clusterDim
+        size.x, size.y, size.z = grid.cluster, 1, 1
+        attributes.append(cluster)
+    config.attrs, config.numAttrs = attributes, len(attributes)
+    return config
+
+
+class HostWord:
+    """Eight bytes of pinned host memory that kernels write to and the host reads."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._memory = cupy.cuda.alloc_pinned_memory(8)
+        self.address = int(self._memory.ptr)
+        self.word = ctypes.c_uint64.from_address(self.address)  # its value stands there now
+        self.word.value = 0

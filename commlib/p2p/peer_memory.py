@@ -1,0 +1,216 @@
+"""One block of memory of every rank of a ring, mapped into all of them."""
+
+import ctypes
+import secrets
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from commlib.core.ring import Ring
+from commlib.deadlines import Deadline
+from commlib.errors import BootstrapError
+from commlib.log import log
+from commlib.p2p import nvrtc
+from commlib.rendezvous.host_exchange import host_number
+from commlib.streams import capturing, current_raw
+
+_RANKS, _PAGE = 16, 4096  # as in proof.cu
+PROOF = Path(__file__).parent / "csrc" / "proof.cu"
+_GRID = nvrtc.Grid(64, 256)
+
+
+class PeerMemory:
+    """``bases[r]`` is where rank r's ``nbytes`` zeroed bytes lie in this process."""
+
+    def __init__(self, ring: Ring, bases: list[int], nbytes: int, name: str) -> None:
+        self.bases, self.nbytes, self._ring = bases, nbytes, ring
+        self._store, self._unmapped = ring.store(name), False
+
+    def zero(self) -> None:
+        """Put zeros into this rank's memory; blocks the host until they are there."""
+        with torch.cuda.device(self._ring.device):
+            _zero(self.bases[self._ring.rank], self.nbytes)
+
+    def put(self, offset: int, data: bytes) -> None:
+        """Write ``data`` into this rank's memory; blocks the host until it is there."""
+        with torch.cuda.device(self._ring.device):
+            _put(self.bases[self._ring.rank] + offset, data)
+
+    def close(self) -> None:
+        """Unmap the peers' memory, and free the own once every peer has unmapped it.
+
+        Waits a second for peers that are closing too; what they still have mapped then is freed
+        when another memory is shared or closed.
+        """
+        ring = self._ring
+        with torch.cuda.device(ring.device):
+            _unmap(self.bases, ring.rank)
+            deadline = Deadline(_PATIENCE_S)
+            self._store.add("unmapped", 1, deadline)
+            deadline.poll(partial(self._alone, deadline))
+            _closed.append(self)
+            _free_closed()
+
+    def _alone(self, deadline: Deadline) -> bool:
+        """Return True if every peer has unmapped this rank's memory."""
+        if not self._unmapped and self._store.add("unmapped", 0, deadline) >= self._ring.size:
+            self._unmapped = True
+            self._store.delete_after("seen", self._ring.size, ["unmapped"])
+        return self._unmapped
+
+
+_PATIENCE_S = 1.0
+_closed: list[PeerMemory] = []  # whose peers may still have them mapped
+
+
+def _free_closed() -> None:
+    for memory in list(_closed):
+        try:
+            alone = memory._alone(Deadline(_PATIENCE_S))
+        except BootstrapError as error:  # its store may be gone, so that nobody can say
+            log.once("memory that peers may still have mapped stays taken: %s", error)
+            continue
+        if alone:
+            _closed.remove(memory)
+            _runtime().free(memory.bases[memory._ring.rank])
+
+
+def share(ring: Ring, nbytes: int, name: str) -> PeerMemory | str:
+    """Allocate ``nbytes`` on every rank and map them everywhere; every member calls it.
+
+    ``name`` tells the memories of one ring apart.
+
+    Returns the reason, the same on every rank, when one of them can't: ranks on several hosts, no
+    peer access, no memory left, or a capture under way. Every pair of ranks has then proved that
+    what one writes the other reads. Blocks the host at most the ring's timeout a step.
+    """
+    facts = ring.exchange([host_number(), capturing()])
+    if any(busy for _, busy in facts):
+        return CAPTURING
+    if len({host for host, _ in facts}) > 1:
+        return "the ranks are on several hosts"
+    with torch.cuda.device(ring.device):
+        _free_closed()
+        return _mapped(ring, nbytes, name)
+
+
+CAPTURING = "a rank is capturing a graph; a call before the capture sets the channel up"
+
+
+def _mapped(ring: Ring, nbytes: int, name: str) -> PeerMemory | str:
+    own, problem = 0, ""
+    handle = b""
+    try:
+        own, handle = _allocate(nbytes)
+    except Exception as error:  # every rank has to hear of it, whatever it is
+        problem = f"{type(error).__name__}: {error}"
+    handles = ring.exchange_bytes(handle)
+    bases = [0] * ring.size
+    bases[ring.rank] = own
+    if all(handles):
+        try:
+            for peer, theirs in enumerate(handles):
+                if peer != ring.rank:
+                    bases[peer] = _open(theirs)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+    good = _agree(ring, all(bases)) and _agree(ring, _proved(ring, bases, nbytes))
+    if good:
+        return PeerMemory(ring, bases, nbytes, name)
+    _unmap(bases, ring.rank)
+    ring.exchange([])  # nobody has it mapped any more
+    if own:
+        _runtime().free(own)
+    return f"no peer access between all ranks{problem and ': '}{problem}"
+
+
+def _runtime() -> Any:
+    from cupy.cuda import runtime
+
+    return runtime
+
+
+def _allocate(nbytes: int) -> tuple[int, bytes]:
+    """Return zeroed memory and its handle; torch's allocator could move or unmap its own."""
+    own = _runtime().malloc(nbytes)
+    try:
+        _zero(own, nbytes)
+        return own, bytes(_runtime().ipcGetMemHandle(own))
+    except Exception:
+        _runtime().free(own)
+        raise
+
+
+def _zero(address: int, nbytes: int) -> None:
+    _runtime().memset(address, 0, nbytes)
+    _runtime().deviceSynchronize()
+
+
+def _open(handle: bytes) -> int:
+    return int(_runtime().ipcOpenMemHandle(handle))
+
+
+def _unmap(bases: list[int], rank: int) -> None:
+    for peer, base in enumerate(bases):
+        if base and peer != rank:
+            _runtime().ipcCloseMemHandle(base)
+
+
+def _agree(ring: Ring, good: bool) -> bool:
+    return all(row == [1] for row in ring.exchange([int(good)]))
+
+
+class _Proof(ctypes.Structure):
+    """What the kernels of a proof are given; as in proof.cu."""
+
+    _fields_ = [
+        ("base", ctypes.c_void_p * _RANKS),
+        ("token", ctypes.c_uint64 * _RANKS),
+        ("pages", ctypes.c_int64),
+        ("wrong", ctypes.c_void_p),
+        ("rank", ctypes.c_int),
+        ("size", ctypes.c_int),
+    ]
+
+
+def _proved(ring: Ring, bases: list[int], nbytes: int) -> bool:
+    """Whether tokens that a kernel of each rank has written were found by one of every peer."""
+    tokens = [row[0] for row in ring.exchange([secrets.randbits(62)])]
+    wrong = nvrtc.HostWord()
+    proof = _Proof(pages=nbytes // _PAGE, wrong=wrong.address, rank=ring.rank, size=ring.size)
+    proof.base[: ring.size], proof.token[: ring.size] = bases, tokens
+
+    def step(name: str) -> bool:
+        """Run a kernel; where it can't, the others have to hear of it at the next exchange."""
+        try:
+            module = nvrtc.module(PROOF, ring.device.index)
+            found = nvrtc.function([module], name, ring.device.index)
+            nvrtc.Launch(found, ring.device.index, _GRID, proof)(current_raw(ring.device.index))
+            _runtime().deviceSynchronize()
+        except Exception as error:
+            log.once("peers can't reach this rank's memory: %s", error)
+            return False
+        return True
+
+    written = step("write_tokens")
+    ring.exchange([])
+    found = step("find_tokens") and not wrong.word.value
+    ring.exchange([])
+    _zero(bases[ring.rank], nbytes)
+    return written and found
+
+
+def _put(address: int, data: bytes) -> None:
+    host = bytearray(data)
+    _copy(address, _address(host), len(host), _runtime().memcpyHostToDevice)
+
+
+def _copy(to: int, source: int, count: int, kind: int) -> None:
+    _runtime().memcpy(to, source, count, kind)
+    _runtime().deviceSynchronize()
+
+
+def _address(host: bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(host))

@@ -1,0 +1,68 @@
+"""An all_reduce in two halves, with other work of the stream between them."""
+
+import torch
+
+from commlib.core.ring import Ring
+from commlib.core.work import hold_until, release_deferred
+from commlib.p2p.push_collectives import Halves, PushChannel
+from commlib.streams import capture_of, owned_by_torch
+
+
+class Split:
+    """The second half of one call: launched by the first ``join``, on the joiner's stream."""
+
+    def __init__(
+        self,
+        ring: Ring,
+        channel: PushChannel,
+        halves: Halves,
+        out: torch.Tensor,
+        x: torch.Tensor,
+    ) -> None:
+        """Launch the first half on the current stream."""
+        self._ring, self._channel = ring, channel
+        self._tensors: tuple[torch.Tensor, ...] = out, x
+        self._end = halves.end
+        self._origin = torch.cuda.current_stream(ring.device)
+        self._owned = owned_by_torch(self._origin)
+        if not self._owned and not capture_of(self._origin.cuda_stream):
+            release_deferred()
+        self._number = channel.open(halves.begin, out, x)
+        self._event: torch.cuda.Event | None = None  # behind the second half
+        self._capture = 0  # which one that is part of
+
+    def join(self) -> None:
+        """Launch what waits for the peers and reduces; the host does not block.
+
+        Whoever joins later is ordered behind it. Raises what a call of the ring raises, and again
+        at every join: there is no result then.
+        """
+        with self._ring.lock:
+            stream = torch.cuda.current_stream(self._ring.device)
+            if self._event is None:
+                self._finish(stream)
+            elif capture_of(stream.cuda_stream) == self._capture:
+                stream.wait_event(self._event)
+
+    def _finish(self, stream: torch.cuda.Stream) -> None:
+        ring, event = self._ring, torch.cuda.Event()
+        if ring.fault is not None:  # the channel may be gone
+            raise ring.unusable("all_reduce")
+        try:
+            self._channel.finish(self._number, self._end, *self._tensors)
+        except Exception as error:
+            raise ring.failed("all_reduce", error) from error
+        event.record(stream)
+        self._capture = capture_of(stream.cuda_stream)
+        origin = self._origin
+        if not self._owned:  # it may be gone by now
+            if not self._capture:  # else the memory belongs to the graph
+                hold_until(event, self._tensors)
+        elif origin != stream and capture_of(origin.cuda_stream) == self._capture:
+            origin.wait_event(event)  # the allocator reuses tensors in the order of their stream
+        self._event, self._tensors = event, ()
+
+    def done(self) -> bool:
+        """Whether the result is there: never before somebody has waited."""
+        event = self._event
+        return event is not None and (self._capture != 0 or event.query())

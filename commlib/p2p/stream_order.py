@@ -1,0 +1,85 @@
+"""Calls that share something, one after the other, on any streams."""
+
+import torch
+
+from commlib.streams import capture_of, current_raw, owned_by_torch
+
+
+class StreamOrder:
+    """The stream of the last call, and the fence to the stream of the next one.
+
+    Calls on different streams are fenced here, outside captures and inside one. The program orders
+    a graph that is replayed at the same time as other calls.
+    """
+
+    __slots__ = ("_captured", "_device", "_eager", "_ended", "_known", "_tags", "foreign", "last",
+                 "tag")  # fmt: skip
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Stream of the last call, a handle; 0 is the default stream. None behind a captured call:
+        # whether a stream is captured is asked where it changes, so the next call has to ask.
+        self.last: int | None = None
+        self._eager: int | None = None  # stream of the last call outside captures
+        self._captured: tuple[int, int | None] = 0, None  # a capture, and its last call's stream
+        self._known: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
+        self._tags: dict[int, int] = {}
+        self._ended: dict[int, torch.cuda.Event] = {}  # by foreign stream: after its last call
+        self.foreign = False  # True if another library made the last call's stream
+        self.tag = 0  # number of the last call's stream, from 1 on
+
+    def turn(self) -> int:
+        """Return the handle of the current stream, ordered after the last call."""
+        stream = current_raw(self._device.index)
+        if stream != self.last:
+            self.change_to(stream)
+        return stream
+
+    def change_to(self, stream: int) -> None:
+        """Order the current stream, which this handle names, after the last call."""
+        here, there = capture_of(stream), 0 if self.last is None else capture_of(self.last)
+        self.foreign = not here and not self._owned()
+        if there:  # its capture has begun since, and may hold calls that came the short way
+            self._captured = there, self.last
+        if here:
+            number, behind = self._captured
+            behind = behind if number == here else None
+            self._captured, self.last = (here, stream), None
+        else:
+            behind, self._eager = self._eager, stream
+            # A foreign stream may be gone at the next call, and another one may have its handle.
+            self.last = None if self.foreign else stream
+        self.tag = self._tags.setdefault(stream, len(self._tags) + 1)
+        if not here and behind in self._ended:
+            self._wait(stream, self._ended[behind])
+        elif behind is not None and behind != stream and capture_of(behind) == here:
+            self._fence(stream, behind)
+
+    def ended(self, stream: int) -> None:
+        """Record where a call on a foreign stream ends, while that stream certainly exists."""
+        event = self._ended.setdefault(stream, torch.cuda.Event())
+        event.record(self._stream(stream)[0])
+
+    def _owned(self) -> bool:
+        return owned_by_torch(torch.cuda.current_stream(self._device))
+
+    def _fence(self, stream: int, behind: int) -> None:
+        last, event = self._stream(behind)
+        event.record(last)
+        self._wait(stream, event)
+
+    def _wait(self, stream: int, event: torch.cuda.Event) -> None:
+        self._stream(stream)[0].wait_event(event)
+
+    def _stream(self, handle: int) -> tuple[torch.cuda.Stream, torch.cuda.Event]:
+        """Return a stream and its event, kept since programs go to and fro between two."""
+        if handle not in self._known:
+            # torch takes the default stream's handle, 0, for "give me a new stream".
+            default = torch.cuda.default_stream(self._device)
+            found = torch.cuda.ExternalStream(handle, self._device) if handle else default
+            self._known[handle] = found, torch.cuda.Event()
+        return self._known[handle]
+
+    def stream_of(self, tag: int) -> str:
+        """Return the handle of the stream with a number, for people."""
+        return next((f"{stream:#x}" for stream, known in self._tags.items() if known == tag), "?")

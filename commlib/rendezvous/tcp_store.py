@@ -1,0 +1,149 @@
+"""The TCP store of a program: rank 0 serves it, or the launcher does; every rank connects to it."""
+
+import ipaddress
+import socket
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from commlib.deadlines import Deadline
+from commlib.errors import BootstrapError
+
+LOOPBACK = "127.0.0.1"
+_LONGEST_PAUSE_S = 1.0
+
+
+class TcpOpening:
+    """Connect to the TCP store at ``host:port``; the deadline includes finding the host.
+
+    ``who`` begins the error texts. torch's own client prints a stack trace for each attempt that
+    finds no server, so a plain socket tries first.
+    """
+
+    def __init__(self, host: str, port: int, who: str) -> None:
+        self.host, self.port, self.who = host, port, who
+        self.stage = ""
+
+    def __call__(self, deadline: Deadline) -> dist.Store:
+        """Connect within the deadline."""
+        address = self._reach(deadline)
+        self.stage = (
+            f"{self.who} was waiting for an answer to its first request: the port is open, but "
+            "what listens there may not be a rendezvous store; look at MASTER_ADDR and MASTER_PORT"
+        )
+        try:
+            store = dist.TCPStore(
+                address,
+                self.port,
+                None,
+                False,
+                timeout=deadline.timedelta(),
+                wait_for_workers=False,
+            )
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            raise self._error(
+                deadline, f"what listens there is not a rendezvous store, or ended ({reason})"
+            ) from error
+        self.stage = ""
+        return store
+
+    def answers(self) -> bool:
+        """Return True if a process accepts connections there; takes at most a second."""
+        try:
+            with socket.create_connection((self.host, self.port), timeout=1.0):
+                return True
+        except OSError:
+            return False
+
+    def _reach(self, deadline: Deadline) -> str:
+        """Return the number of the address that accepts connections."""
+        pause, trouble = 0.01, "nothing was tried"
+        while True:
+            self.stage = f"{self.who} was looking up the host {self.host!r}; look at MASTER_ADDR"
+            try:
+                found = addresses(self.host, self.port)
+                self.stage = f"{self.who} was connecting"
+                for family, address in found:
+                    with socket.socket(family, socket.SOCK_STREAM) as probe:
+                        probe.settimeout(max(0.001, deadline.left()))
+                        try:
+                            probe.connect(address)
+                            return str(address[0])
+                        except OSError as error:
+                            trouble = f"{error.strerror or error}: is rank 0 running"
+            except socket.gaierror as error:
+                trouble = f"the host {self.host!r} is unknown ({error.strerror})"
+            if deadline.left() <= pause:
+                time.sleep(deadline.left())
+                hint = "are MASTER_ADDR and MASTER_PORT right?"
+                raise self._error(deadline, f"{trouble}, and {hint}")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _error(self, deadline: Deadline, reason: str) -> BootstrapError:
+        return BootstrapError(
+            f"{self.who} can't reach the store at {self.host}:{self.port} within "
+            f"{deadline.seconds:g} s: {reason}"
+        )
+
+
+def addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
+    """Return family and socket address of every number of ``host``, IPv4 first."""
+    rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    found = {(family, address) for family, _, _, _, address in rows}
+    return sorted(found, key=lambda one: (one[0] != socket.AF_INET, str(one[1])))
+
+
+def serve(host: str, port: int, who: str, deadline: Deadline) -> dist.Store:
+    """Serve a TCP store on ``port``: on loopback if ``host`` is there, else on every interface.
+
+    Raises ``BootstrapError`` when the port is taken or the host is unknown.
+    """
+    try:
+        listening, own = _listen(addresses(host, port), port)
+    except socket.gaierror as error:
+        raise BootstrapError(
+            f"{who} can't serve the store at {host}:{port}: the host {host!r} is unknown "
+            f"({error.strerror}); correct MASTER_ADDR"
+        ) from error
+    except OSError as error:
+        raise BootstrapError(
+            f"{who} can't serve the store at {host}:{port}: {error.strerror or error}: the port is "
+            f"taken or the host is another one; change MASTER_PORT"
+        ) from error
+    return dist.TCPStore(
+        own,
+        port,
+        None,
+        True,
+        timeout=deadline.timedelta(),
+        wait_for_workers=False,
+        multi_tenant=True,  # init_process_group("env://") may serve the same port later
+        master_listen_fd=listening.detach(),
+    )
+
+
+def _listen(found: list[tuple[socket.AddressFamily, Any]], port: int) -> tuple[socket.socket, str]:
+    """Return a bound socket, and the address at which this host reaches it."""
+    if all(ipaddress.ip_address(address[0]).is_loopback for _, address in found):
+        family, address = found[0]
+        return _bound(family, address), str(address[0])
+    if socket.has_dualstack_ipv6():
+        return _bound(socket.AF_INET6, ("::", port)), LOOPBACK
+    return _bound(socket.AF_INET, ("", port)), LOOPBACK
+
+
+def _bound(family: socket.AddressFamily, address: Any) -> socket.socket:
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            only = address[0] != "::"
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(only))
+        listening.bind(address)
+    except OSError:
+        listening.close()
+        raise
+    return listening

@@ -1,0 +1,1 @@
+"""Losses and samples over classes that are spread over the ranks, and their row kernels."""

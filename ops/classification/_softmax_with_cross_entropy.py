@@ -1,0 +1,146 @@
+"""softmax_with_cross_entropy: the loss of labels whose classes lie in shards on the ranks."""
+
+import math
+from typing import Any
+
+import torch
+
+from commlib.core.context import CommContext
+from commlib.core.manager import comm
+from commlib.errors import ArgumentError, ShapeError
+from commlib.ops.agreement import told
+from commlib.ops.classification.row_statistics import gradient, softmax
+from commlib.ops.classification.rows import Rows, accumulates_in
+from commlib.ops.classification.shards import by_twin, check_inputs, flattened, shards_of
+from commlib.ops.registered.library import like, once, register
+
+Tensor = torch.Tensor
+VERB = "softmax_with_cross_entropy"
+
+
+def softmax_with_cross_entropy(
+    logits: Tensor,
+    label: Tensor,
+    ring_id: int = 0,
+    *,
+    ignore_index: int = -100,
+    return_softmax: bool = False,
+    use_calc_stream: bool = True,
+) -> Any:
+    """Return each row's log(sum(exp(logits))) - logits[label] over the classes of all ranks.
+
+    ``logits``: [..., D], this rank's classes, in rank order; float64, 32, 16 or bfloat16; D may
+    differ between ranks. ``label``: int32 or int64 ids of the whole axis, equal on every rank:
+    [...], [..., 1], or [..., C] for a target of 1/C at each of C ids. The loss is [..., 1] of
+    logits' dtype, computed in float32 or wider; with ``return_softmax`` (loss, softmax) with the
+    own [..., D] of the softmax, which is written in no other case. A row with an id equal to
+    ``ignore_index`` has loss 0 and gradient 0, and its ordinary softmax. A target of -inf costs
+    inf; a row without a finite logit, or with NaN or inf, is NaN, as in torch.
+    Gradient: of the loss, by logits; local. None through the softmax.
+    One all_gather, on the stream of ``use_calc_stream``; the rest on the current one. Before it one
+    exchange between the hosts. A label that is no class, or not the same on all ranks, is an
+    ``ArgumentError`` on every rank, behind the gather; to know, a GPU call waits for the loss. In a
+    CUDA graph nothing can be raised: such a row's loss and gradient are NaN. Raises ``RingError``,
+    ``DeviceError``, ``DtypeError``, ``ShapeError``, ``ArgumentError`` before any launch.
+    Source: operator ``c_softmax_with_cross_entropy``.
+    """
+    _check_ignore_index(ignore_index)
+    call: Any = _run
+    if by_twin(VERB, logits, label, ring_id, use_calc_stream):
+        call = _twin
+    loss, whole, *_ = call(logits, label, ring_id, ignore_index, return_softmax, use_calc_stream)
+    return (loss, whole.detach()) if return_softmax else loss
+
+
+def _check_ignore_index(ignore_index: object) -> None:
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise ArgumentError(f"{VERB}: ignore_index={ignore_index!r}; expected an int")
+    if not -(2**63) <= ignore_index < 2**63:
+        raise ArgumentError(f"{VERB}: ignore_index={ignore_index}; expected a number of 64 bits")
+
+
+def _ids(context: CommContext, logits: Tensor, label: Tensor) -> int:
+    """Return how many ids a row of ``label`` has; raises what the arguments are refused for."""
+    check_inputs(context, VERB, logits, label)
+    lead = tuple(logits.shape[:-1])
+    if tuple(label.shape) == lead:
+        return 1
+    if label.dim() == logits.dim() and tuple(label.shape[:-1]) == lead and label.shape[-1] > 0:
+        return label.shape[-1]
+    raise ShapeError(
+        f"{context.where(VERB)}: label has shape {tuple(label.shape)} for logits of shape "
+        f"{tuple(logits.shape)}; expected {lead}, {(*lead, 1)}, or {(*lead, 'C')} for soft labels"
+    )
+
+
+def _run(
+    logits: Tensor,
+    label: Tensor,
+    ring_id: int,
+    ignore_index: int,
+    return_softmax: bool,
+    use_calc_stream: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the loss, the softmax or nothing of it, and what the backward needs."""
+    context = comm(ring_id)
+    with told(context, VERB):
+        ids = _ids(context, logits, label)
+    x = flattened(logits)
+    shards = shards_of(context, VERB, x, ids, [("ignore_index", ignore_index)], ignore_index)
+    labels = label.reshape(len(x), ids).long()
+    rows = Rows(x, shards.columns(labels))
+    loss, stats = shards.joined(rows, labels, None, use_calc_stream)
+    whole = softmax(rows, stats).view(logits.shape) if return_softmax else logits.new_empty(0)
+    return loss.to(logits.dtype).view(*logits.shape[:-1], 1), whole, stats, rows.columns
+
+
+def _fake(
+    logits: Tensor,
+    label: Tensor,
+    ring_id: int,
+    ignore_index: int,
+    return_softmax: bool,
+    use_calc_stream: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ids, count = _ids(comm(ring_id), logits, label), math.prod(logits.shape[:-1])
+    return (
+        logits.new_empty((*logits.shape[:-1], 1)),
+        like(logits) if return_softmax else logits.new_empty(0),
+        logits.new_empty((2, count), dtype=accumulates_in(logits.dtype)),
+        logits.new_empty((count, ids), dtype=torch.int64),
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(inputs[0], *output[2:])
+
+
+def _backward(ctx: Any, grad: Tensor | None, *rest: object) -> tuple[Tensor | None, ...]:
+    wanted = None if grad is None else _grad_twin(grad, *ctx.saved_tensors)
+    return wanted, None, None, None, None, None
+
+
+def _grad_run(grad: Tensor, logits: Tensor, stats: Tensor, columns: Tensor) -> Tensor:
+    weight = grad.reshape(-1).to(stats.dtype).contiguous()
+    return gradient(Rows(flattened(logits), columns), stats, weight).view(logits.shape)
+
+
+def _grad_fake(grad: Tensor, logits: Tensor, stats: Tensor, columns: Tensor) -> Tensor:
+    return like(logits)
+
+
+_grad_twin = register(
+    f"{VERB}_grad(Tensor grad, Tensor logits, Tensor stats, Tensor columns) -> Tensor",
+    _grad_run,
+    _grad_fake,
+    backward=once(VERB),
+    ordered=False,
+)
+_twin = register(
+    f"{VERB}(Tensor logits, Tensor label, int ring_id, int ignore_index, bool return_softmax,"
+    f" bool use_calc_stream) -> (Tensor, Tensor, Tensor, Tensor)",
+    _run,
+    _fake,
+    setup=_setup,
+    backward=_backward,
+)

@@ -1,0 +1,73 @@
+"""all_gather: every rank ends with the tensors of all ranks, one after the other."""
+
+from typing import Any
+
+import torch
+
+from commlib.core.manager import comm
+from commlib.ops.registered.library import deliver, raw_output, register, registered, rows, save
+from commlib.ops.registered.traced_ring import size_of, sized
+
+
+def all_gather(
+    x: torch.Tensor,
+    ring_id: int = 0,
+    *,
+    out: torch.Tensor | None = None,
+    use_calc_stream: bool = True,
+    sync_op: bool = True,
+    fenced: bool = True,
+) -> Any:
+    """Return, on every rank, the ``x`` of rank 0, 1, … concatenated along dim 0.
+
+    ``x``: [n, …] of any dtype, the same shape on every rank; the result is [n * size, …], for a
+    0-D ``x`` [size]. Gradient: reduce_scatter (sum). Streams and errors as ``all_reduce``.
+    """
+    if registered("all_gather", x, ring_id, out, use_calc_stream, sync_op):
+        return deliver(_twin(x, ring_id, size_of(ring_id), use_calc_stream), out, sync_op)
+    context = comm(ring_id)
+    if out is None:
+        out = (
+            _new(x, context.size)
+            if fenced or use_calc_stream
+            else raw_output(context, _new, x, context.size)
+        )
+    return context.all_gather(
+        out, x, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
+    )
+
+
+def _new(x: torch.Tensor, size: int) -> torch.Tensor:
+    count, rest = rows(x)
+    return x.new_empty((count * size, *rest))
+
+
+def _run(x: torch.Tensor, ring_id: int, size: int, use_calc_stream: bool) -> Any:
+    context = sized("all_gather", ring_id, size)
+    return context.all_gather(_new(x, size), x, use_calc_stream=use_calc_stream)
+
+
+def _fake(x: torch.Tensor, ring_id: int, size: int, use_calc_stream: bool) -> torch.Tensor:
+    sized("all_gather", ring_id, size)
+    return _new(x, size)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+    save(1, 2, 3)(ctx, inputs, output)
+    ctx.scalar = inputs[0].dim() == 0
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    ring_id, size, use_calc_stream = ctx.kept
+    mine = torch.ops.commlib.reduce_scatter(grad, ring_id, size, "sum", use_calc_stream)
+    return mine.view(()) if ctx.scalar else mine, None, None, None
+
+
+_twin = register(
+    "all_gather(Tensor x, int ring_id, int size, bool use_calc_stream) -> Tensor",
+    _run,
+    _fake,
+    setup=_setup,
+    backward=_backward,
+    vmap="last",
+)

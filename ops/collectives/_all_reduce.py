@@ -1,0 +1,90 @@
+"""all_reduce: every rank ends with the reduction over all ranks."""
+
+from typing import Any
+
+import torch
+
+from commlib.core.manager import comm
+from commlib.errors import ArgumentError
+from commlib.ops.registered.library import deliver, like, raw_output, register, registered, save
+
+
+def all_reduce(
+    x: torch.Tensor,
+    ring_id: int = 0,
+    *,
+    op: str = "sum",
+    factor: float | None = None,
+    out: torch.Tensor | None = None,
+    backward: str = "all_reduce",
+    use_calc_stream: bool = True,
+    sync_op: bool = True,
+    fenced: bool = True,
+) -> Any:
+    """Return, on every rank, the element-wise reduction of ``x`` over the ring.
+
+    ``x``: any shape; the result has the same. ``op``: sum, max, min, prod, avg (floats), or
+    premul_sum with ``factor`` (NCCL). bool: sum means or; complex: sum and avg; 8-bit floats and
+    16-bit integers are refused. ``out=x`` works in place. Gradient (sum, avg, premul_sum): the same
+    reduction of the gradients, or with ``backward="identity"`` the gradient as it is (tensor
+    parallel loss that every rank computes). Runs on the caller's current stream; with
+    ``use_calc_stream=False`` on the ring's, and with ``sync_op=False`` too returns a ``Work``.
+    Raises ``RingError``, ``DtypeError``, ``ShapeError``, ``DeviceError`` before any launch.
+    """
+    if registered("all_reduce", x, ring_id, out, use_calc_stream, sync_op):
+        _check_backward(backward)
+        result = _twin(x, ring_id, op, factor, backward, use_calc_stream)
+        return deliver(result, out, sync_op)
+    context = comm(ring_id)
+    if out is None:
+        out = like(x) if fenced or use_calc_stream else raw_output(context, like, x)
+    return context.all_reduce(
+        out,
+        x,
+        op=op,
+        factor=factor,
+        use_calc_stream=use_calc_stream,
+        sync_op=sync_op,
+        fenced=fenced,
+    )
+
+
+def _check_backward(backward: str) -> None:
+    if backward not in ("all_reduce", "identity"):
+        raise ArgumentError(f"backward={backward!r}: expected 'all_reduce' or 'identity'")
+
+
+def _run(
+    x: torch.Tensor,
+    ring_id: int,
+    op: str,
+    factor: float | None,
+    backward: str,
+    use_calc_stream: bool,
+) -> Any:
+    out = like(x)
+    return comm(ring_id).all_reduce(out, x, op=op, factor=factor, use_calc_stream=use_calc_stream)
+
+
+def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
+    return like(x)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    ring_id, op, factor, backward, use_calc_stream = ctx.kept
+    if op in ("max", "min", "prod"):
+        raise ArgumentError(f"all_reduce with op={op!r} has no gradient; type x.detach()")
+    if backward == "all_reduce":
+        grad = _twin(grad, ring_id, op, factor, backward, use_calc_stream)
+    return grad, None, None, None, None, None
+
+
+_twin = register(
+    "all_reduce(Tensor x, int ring_id, str op, float? factor, str backward, bool use_calc_stream)"
+    " -> Tensor",
+    _run,
+    _fake,
+    setup=save(1, 2, 3, 4, 5),
+    backward=_backward,
+    vmap="any",
+)

@@ -1,0 +1,114 @@
+"""all_to_all: rank r ends with the r-th part of every rank's tensor."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from commlib.core.manager import comm
+from commlib.ops.registered.library import deliver, raw_output, register, registered, rows
+from commlib.ops.registered.traced_ring import size_of, sized
+
+
+def all_to_all(
+    x: torch.Tensor,
+    ring_id: int = 0,
+    *,
+    out_splits: Sequence[int] | None = None,
+    in_splits: Sequence[int] | None = None,
+    out: torch.Tensor | None = None,
+    use_calc_stream: bool = True,
+    sync_op: bool = True,
+    fenced: bool = True,
+) -> Any:
+    """Return, on rank r, what every rank had for r, in rank order along dim 0.
+
+    ``x``: [n, …] of any dtype. Without splits, n divides by the ring's size and every part is
+    n / size rows; with them ``in_splits[j]`` rows go to rank j and ``out_splits[j]`` come from it
+    (rank j's ``in_splits[r]``); the result is [sum(out_splits), …]. Gradient: the way back.
+    Streams and errors as ``all_reduce``; ``ShapeError`` for splits that do not add up.
+    """
+    if registered("all_to_all", x, ring_id, out, use_calc_stream, sync_op):
+        splits = _list(out_splits), _list(in_splits)
+        result = _twin(x, ring_id, size_of(ring_id), *splits, use_calc_stream)
+        return deliver(result, out, sync_op)
+    context = comm(ring_id)
+    if out is None:
+        out = (
+            _new(x, out_splits)
+            if fenced or use_calc_stream
+            else raw_output(context, _new, x, out_splits)
+        )
+    return context.all_to_all(
+        out,
+        x,
+        out_splits=out_splits,
+        in_splits=in_splits,
+        use_calc_stream=use_calc_stream,
+        sync_op=sync_op,
+        fenced=fenced,
+    )
+
+
+def _list(splits: Sequence[int] | None) -> list[int] | None:
+    return None if splits is None else list(splits)
+
+
+def _new(x: torch.Tensor, out_splits: Sequence[int] | None) -> torch.Tensor:
+    count, rest = rows(x)
+    return x.new_empty((count if out_splits is None else sum(out_splits), *rest))
+
+
+def _run(
+    x: torch.Tensor,
+    ring_id: int,
+    size: int,
+    out_splits: list[int] | None,
+    in_splits: list[int] | None,
+    use_calc_stream: bool,
+) -> Any:
+    return sized("all_to_all", ring_id, size).all_to_all(
+        _new(x, out_splits),
+        x,
+        out_splits=out_splits,
+        in_splits=in_splits,
+        use_calc_stream=use_calc_stream,
+    )
+
+
+def _fake(
+    x: torch.Tensor,
+    ring_id: int,
+    size: int,
+    out_splits: list[int] | None,
+    in_splits: list[int] | None,
+    use_calc_stream: bool,
+) -> torch.Tensor:
+    sized("all_to_all", ring_id, size)
+    return _new(x, out_splits)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+    """Keep the way back: what came goes out again, and the result has the rows of ``x``."""
+    x, ring_id, size, out_splits, in_splits, use_calc_stream = inputs
+    if in_splits is None and out_splits is not None:
+        in_splits = [rows(x)[0] // size] * size
+    ctx.kept = ring_id, size, out_splits, in_splits, use_calc_stream
+    ctx.scalar = x.dim() == 0
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    ring_id, size, out_splits, in_splits, use_calc_stream = ctx.kept
+    back = _twin(grad, ring_id, size, in_splits, out_splits, use_calc_stream)
+    return back.view(()) if ctx.scalar else back, None, None, None, None, None
+
+
+_twin = register(
+    "all_to_all(Tensor x, int ring_id, int size, SymInt[]? out_splits, SymInt[]? in_splits,"
+    " bool use_calc_stream) -> Tensor",
+    _run,
+    _fake,
+    setup=_setup,
+    backward=_backward,
+    vmap="last",
+)

@@ -1,0 +1,31 @@
+"""barrier: no rank goes on before every rank has come."""
+
+from typing import Any
+
+from commlib.core.manager import comm
+from commlib.core.work import Work
+from commlib.ops.registered.library import register, traced
+
+
+def barrier(ring_id: int = 0, *, use_calc_stream: bool = True, sync_op: bool = True) -> Any:
+    """Hold this rank until every rank of the ring has come here.
+
+    On a CPU the host blocks, at most for the ring's timeout. On a GPU the stream is held and the
+    host goes on; ``torch.cuda.current_stream().synchronize()`` holds the host too. Returns None, or
+    a ``Work`` with ``sync_op=False``.
+    """
+    if traced("barrier", use_calc_stream, sync_op):
+        _twin(ring_id, use_calc_stream)
+        return None if sync_op else Work(None)
+    return comm(ring_id).barrier(use_calc_stream=use_calc_stream, sync_op=sync_op)
+
+
+def _run(ring_id: int, use_calc_stream: bool) -> None:
+    comm(ring_id).barrier(use_calc_stream=use_calc_stream)
+
+
+def _fake(ring_id: int, use_calc_stream: bool) -> None:
+    return None
+
+
+_twin = register("barrier(int ring_id, bool use_calc_stream) -> ()", _run, _fake)

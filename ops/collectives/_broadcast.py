@@ -1,0 +1,80 @@
+"""broadcast: every rank ends with the root's tensor."""
+
+from typing import Any
+
+import torch
+
+from commlib.core.manager import comm
+from commlib.ops.registered.library import (
+    deliver,
+    like,
+    once,
+    raw_output,
+    register,
+    registered,
+    save,
+)
+
+
+def broadcast(
+    x: torch.Tensor,
+    ring_id: int = 0,
+    *,
+    root: int = 0,
+    out: torch.Tensor | None = None,
+    use_calc_stream: bool = True,
+    sync_op: bool = True,
+    fenced: bool = True,
+) -> Any:
+    """Return, on every rank, the ``x`` of position ``root``; ``out=x`` works in place.
+
+    ``x``: any shape and dtype, the same on every rank; elsewhere than on root only its shape and
+    dtype count. Gradient: the sum of all gradients on root, zeros elsewhere. Streams and errors as
+    ``all_reduce``; ``PeerError`` for a root outside the ring.
+    """
+    if registered("broadcast", x, ring_id, out, use_calc_stream, sync_op):
+        return deliver(_twin(x, ring_id, root, use_calc_stream), out, sync_op)
+    context = comm(ring_id)
+    if out is None:
+        out = like(x) if fenced or use_calc_stream else raw_output(context, like, x)
+    return context.broadcast(
+        out, x, root=root, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
+    )
+
+
+def _run(x: torch.Tensor, ring_id: int, root: int, use_calc_stream: bool) -> Any:
+    out = like(x)
+    return comm(ring_id).broadcast(out, x, root=root, use_calc_stream=use_calc_stream)
+
+
+def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
+    return like(x)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    ring_id, root, use_calc_stream = ctx.kept
+    return _grad_twin(grad, ring_id, root, use_calc_stream), None, None, None
+
+
+def _grad_run(grad: torch.Tensor, ring_id: int, root: int, use_calc_stream: bool) -> Any:
+    """Return the sum on root and zeros elsewhere; who is root is known when it runs."""
+    context, total = comm(ring_id), like(grad)
+    context.reduce(total, grad, root=root, use_calc_stream=use_calc_stream)
+    return total if context.rank == root else total.zero_()
+
+
+_grad_twin = register(
+    "broadcast_grad(Tensor grad, int ring_id, int root, bool use_calc_stream) -> Tensor",
+    _grad_run,
+    _fake,
+    backward=once("broadcast"),
+    vmap="any",
+)
+_twin = register(
+    "broadcast(Tensor x, int ring_id, int root, bool use_calc_stream) -> Tensor",
+    _run,
+    _fake,
+    setup=save(1, 2, 3),
+    backward=_backward,
+    vmap="any",
+)

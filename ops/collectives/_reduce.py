@@ -1,0 +1,70 @@
+"""reduce: the root ends with the reduction over all ranks, the others with what they had."""
+
+from typing import Any
+
+import torch
+
+from commlib.core.manager import comm
+from commlib.ops.registered.library import deliver, like, raw_output, register, traced
+from commlib.ops.registered.traced_ring import rank_of
+
+
+def reduce(
+    x: torch.Tensor,
+    ring_id: int = 0,
+    *,
+    root: int = 0,
+    op: str = "sum",
+    out: torch.Tensor | None = None,
+    use_calc_stream: bool = True,
+    sync_op: bool = True,
+    fenced: bool = True,
+) -> Any:
+    """Return the reduction of ``x`` over the ring on ``root``, and a copy of ``x`` elsewhere.
+
+    ``x``: any shape; ``op`` and dtypes as ``all_reduce`` (without premul_sum). With ``out``, ranks
+    other than root do not write to it. No gradient. Streams and errors as ``all_reduce``.
+    """
+    if traced("reduce", use_calc_stream, sync_op, ring_id, x=x, out=out):
+        result = _twin(x.detach(), ring_id, root, op, use_calc_stream)
+        if out is not None and rank_of(ring_id) != root:
+            result, out = out, None
+        return deliver(result, out, sync_op)
+    context = comm(ring_id)
+    if out is None:
+        at_root = context.rank == root
+        raw = at_root and not (fenced or use_calc_stream)
+        out = raw_output(context, like, x) if raw else _new(x, at_root)
+    return context.reduce(
+        out,
+        x,
+        root=root,
+        op=op,
+        use_calc_stream=use_calc_stream,
+        sync_op=sync_op,
+        fenced=fenced,
+    )
+
+
+def _new(x: torch.Tensor, at_root: bool) -> torch.Tensor:
+    if at_root:
+        return like(x)
+    return x.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _run(x: torch.Tensor, ring_id: int, root: int, op: str, use_calc_stream: bool) -> Any:
+    context = comm(ring_id)
+    out = _new(x, context.rank == root)
+    return context.reduce(out, x, root=root, op=op, use_calc_stream=use_calc_stream)
+
+
+def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
+    return like(x)
+
+
+_twin = register(
+    "reduce(Tensor x, int ring_id, int root, str op, bool use_calc_stream) -> Tensor",
+    _run,
+    _fake,
+    vmap="any",
+)

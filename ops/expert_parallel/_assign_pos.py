@@ -1,0 +1,73 @@
+"""assign_pos: the tokens in the order of their experts."""
+
+import torch
+
+from commlib.errors import ArgumentError
+from commlib.ops.expert_parallel._number_count import number_count
+from commlib.ops.expert_parallel.expert_ids import check_ids, check_number
+from commlib.ops.registered.library import needs_op, register
+from commlib.streams import capturing
+
+
+def assign_pos(
+    x: torch.Tensor, cum_count: torch.Tensor, *, total: int | None = None
+) -> torch.Tensor:
+    """Return the positions in the flattened ``x`` grouped by expert: int64 [cum_count[-1]].
+
+    ``x``: expert ids of any shape, int32 or int64; ids below 0 or without a count (dropped tokens)
+    are left away. ``cum_count``: inclusive sums of ``number_count``, on the CPU or with ``x``. The
+    last position of an expert comes first, as in upstream's own example: [[0, 2], [0, 2]] gives
+    2, 0, 3, 1; upstream's GPU kernel leaves that order open. ``total`` is cum_count[-1] where the
+    program knows it; without it the host waits for that number, and counts of another x are
+    refused (in a capture ``cum_count`` must then be on the CPU, and is not compared). No
+    communication. Raises ``ArgumentError``. Source: operator ``assign_pos``.
+    """
+    check_ids("assign_pos", "x", x, None)
+    check_ids("assign_pos", "cum_count", cum_count)
+    if total is not None:
+        check_number("assign_pos", "total", total, 0)
+        return _ordered(x, cum_count.shape[0])[:total]
+    if needs_op(x, cum_count):
+        found: torch.Tensor = _twin(x, cum_count)
+        return found
+    return _ordered(x, cum_count.shape[0])[: _counted(x, cum_count)]
+
+
+def _ordered(x: torch.Tensor, experts: int) -> torch.Tensor:
+    """Every position: by expert, then from the last to the first, those without one behind."""
+    flat = x.reshape(-1).flip(0)
+    dropped = (flat < 0) | (flat >= experts)
+    order = torch.where(dropped, experts, flat).argsort(stable=True)
+    return flat.shape[0] - 1 - order
+
+
+def _counted(x: torch.Tensor, cum_count: torch.Tensor) -> int:
+    """Read cum_count[-1], and compare what comes with it."""
+    if not len(cum_count):
+        return 0
+    if x.is_cuda and capturing():
+        if cum_count.is_cuda:
+            raise ArgumentError(
+                "assign_pos: a capture can't read cum_count[-1]; type total=, the number of tokens "
+                "that have an expert"
+            )
+        return int(cum_count[-1])
+    own = number_count(x, len(cum_count)).cumsum(0).to(cum_count.device)
+    total, apart = torch.stack([cum_count[-1].long(), (own != cum_count).sum()]).tolist()
+    if apart:
+        at = int((own != cum_count).nonzero()[0])
+        raise ArgumentError(
+            f"assign_pos: cum_count[{at}] is {int(cum_count[at])}; {int(own[at])} ids of x are 0 "
+            f"to {at}; type cum_count = ops.number_count(x, {len(cum_count)}).cumsum(0)"
+        )
+    return int(total)
+
+
+def _fake(x: torch.Tensor, cum_count: torch.Tensor) -> torch.Tensor:
+    total = torch.library.get_ctx().new_dynamic_size()
+    return x.new_empty(total, dtype=torch.int64)
+
+
+_twin = register(
+    "assign_pos(Tensor x, Tensor cum_count) -> Tensor", assign_pos, _fake, ordered=False
+)

@@ -1,0 +1,30 @@
+"""limit_by_capacity: how many tokens of each worker an expert has room for."""
+
+import torch
+
+from commlib.errors import ShapeError
+from commlib.ops.expert_parallel.expert_ids import check_ids, check_number
+
+
+def limit_by_capacity(
+    expert_count: torch.Tensor, capacity: torch.Tensor, n_worker: int
+) -> torch.Tensor:
+    """Return ``expert_count`` cut down so that no expert gets more than its capacity.
+
+    ``expert_count``: [n_worker * experts], the first worker's counts first; ``capacity``:
+    [experts]; both int32 or int64. The workers are served in their order. The result has the shape
+    and dtype of ``expert_count``. No communication. Raises ``ArgumentError``, ``ShapeError``.
+    Source: operator ``limit_by_capacity``.
+    """
+    check_ids("limit_by_capacity", "expert_count", expert_count)
+    check_ids("limit_by_capacity", "capacity", capacity)
+    check_number("limit_by_capacity", "n_worker", n_worker, 1)
+    if expert_count.shape[0] != capacity.shape[0] * n_worker:
+        raise ShapeError(
+            f"limit_by_capacity: expert_count has {expert_count.shape[0]} entries; expected "
+            f"n_worker={n_worker} times the {capacity.shape[0]} of capacity"
+        )
+    asked = expert_count.view(n_worker, capacity.shape[0])
+    served_before = asked.cumsum(0) - asked
+    room = (capacity.clamp(min=0) - served_before).clamp(min=0)
+    return torch.minimum(asked, room).to(asked.dtype).reshape(-1)

@@ -1,0 +1,29 @@
+"""random_routing: drop a token's second expert with a probability that its weight decides."""
+
+import torch
+
+from commlib.errors import ShapeError
+from commlib.ops.expert_parallel.expert_ids import check_ids, check_tensor
+
+
+def random_routing(
+    topk_idx: torch.Tensor, topk_value: torch.Tensor, prob: torch.Tensor
+) -> torch.Tensor:
+    """Return ``topk_idx`` with -1 as second expert where ``2 * topk_value[:, 1] < prob``.
+
+    ``topk_idx``: [tokens, 2], int32 or int64; ``topk_value``: [tokens, 2] weights; ``prob``:
+    [tokens], drawn by the caller from [0, 1). No communication. Raises ``ShapeError``,
+    ``DtypeError``. Source: operator ``random_routing``.
+    """
+    check_ids("random_routing", "topk_idx", topk_idx, 2)
+    check_tensor("random_routing", "topk_value", topk_value)
+    check_tensor("random_routing", "prob", prob)
+    rows = topk_idx.shape[0]
+    shapes = tuple(topk_idx.shape), tuple(topk_value.shape), tuple(prob.shape)
+    if shapes != ((rows, 2), (rows, 2), (rows,)):
+        raise ShapeError(
+            f"random_routing: topk_idx, topk_value and prob have shapes {shapes}; expected "
+            f"[tokens, 2], [tokens, 2] and [tokens]"
+        )
+    first, second = topk_idx.unbind(1)
+    return torch.stack([first, torch.where(2 * topk_value[:, 1] < prob, -1, second)], 1)

@@ -1,0 +1,1 @@
+"""Slices that the stages of a pipeline exchange: one operator per file."""

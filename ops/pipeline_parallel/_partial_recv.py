@@ -1,0 +1,65 @@
+"""partial_recv: fill one of the equal slices of a tensor with what another rank sends."""
+
+from typing import Any
+
+import torch
+
+from commlib.core.group import needs_result
+from commlib.core.validation import check_out, check_peer
+from commlib.core.work import Work
+from commlib.errors import ArgumentError
+from commlib.ops.collectives._recv import recv
+from commlib.ops.pipeline_parallel.slices import bounds, fill, pieces
+from commlib.ops.registered.library import checked
+
+
+def partial_recv(
+    out: torch.Tensor,
+    ring_id: int = 0,
+    *,
+    peer: int,
+    num: int = 1,
+    id: int = 0,
+    use_calc_stream: bool = True,
+    sync_op: bool = True,
+    fenced: bool = True,
+) -> Any:
+    """Fill slice ``id`` of ``num`` of the flattened ``out`` with what ``peer`` sends; return it.
+
+    ``out``: any shape and dtype, its number of elements divisible by ``num``; the other slices keep
+    their values: ``partial_all_gather`` over another ring completes them. A slice that the strides
+    tear into pieces is filled through a copy of the slice, always fenced, and neither with
+    ``sync_op=False`` nor in ``ring.group()``. No gradient.
+    Streams as ``recv``. Raises ``ArgumentError`` for a slice that there is not, ``ShapeError``,
+    ``PeerError``. Source: operator ``partial_recv``.
+    """
+    context = None if torch.compiler.is_compiling() else checked("partial_recv", out, ring_id)
+    if context is not None:
+        check_peer(context, "partial_recv", peer)
+        check_out(context, "partial_recv", out)
+    first, last = bounds("partial_recv", out, ring_id, num, id)
+    parts = pieces(out.detach(), first, last)
+    how = {"use_calc_stream": use_calc_stream, "sync_op": sync_op}
+    if len(parts) == 1:
+        done = recv(parts[0], ring_id, peer=peer, fenced=fenced, **how)
+        return out if sync_op else _Whole(done, out)
+    if context is not None:
+        needs_result(context, "partial_recv", "pass out.contiguous()")
+    if not sync_op:
+        raise ArgumentError(
+            f"partial_recv on ring {ring_id}: sync_op=False with an out of strides "
+            f"{out.stride()}: nobody would put the slice in place; pass out.contiguous(), or call "
+            f"it with sync_op=True"
+        )
+    fill(parts, recv(out.new_empty(last - first), ring_id, peer=peer, **how))
+    return out
+
+
+class _Whole(Work):
+    """The work of a slice, whose result is the whole tensor."""
+
+    __slots__ = ("_part",)
+
+    def __init__(self, part: Work, out: torch.Tensor) -> None:
+        super().__init__(out, part._pending)
+        self._part = part

@@ -1,0 +1,1 @@
+"""Registered ops: what torch.compile traces, autograd differentiates and vmap batches."""

@@ -1,0 +1,1 @@
+"""Operators of tensor parallelism: one per file."""

@@ -1,0 +1,211 @@
+"""all_reduce_residual_norm: a sum over the ranks, a residual added to it, and the norm of that."""
+
+import math
+from typing import Any
+
+import torch
+
+from commlib.core.context import CommContext
+from commlib.core.group import needs_result
+from commlib.core.manager import comm
+from commlib.core.tensors import dense_copy, is_dense
+from commlib.core.validation import check_tensor
+from commlib.errors import ArgumentError, DtypeError, ShapeError
+from commlib.ops.registered.library import like, register, traced
+from commlib.p2p.fused_norm import FLOAT8, VERB, Norm
+
+Tensor = torch.Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LARGEST = 448.0  # of FLOAT8
+
+
+def all_reduce_residual_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    ring_id: int = 0,
+    *,
+    norm: str = "rms",
+    bias: Tensor | None = None,
+    linear_bias: Tensor | None = None,
+    eps: float = 1e-6,
+    scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_calc_stream: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Return (y, z) with z = all_reduce(x) + linear_bias + residual, and y the norm of its rows.
+
+    What follows a row-parallel linear layer. ``x``: [..., H], this rank's partial sums, bfloat16,
+    float16 or float32; ``residual``: as x; ``weight``, ``bias``, ``linear_bias``: [H]; one dtype,
+    and but for x the same on every rank. z is the next layer's residual: the sum is rounded as
+    all_reduce rounds it, then ``linear_bias`` (the linear layer's, so added once) and residual are
+    added in float32 and rounded once. y is computed in float32 from z and rounded once:
+    ``norm="rms"``: z / sqrt(mean(z^2) + eps) * weight. ``norm="layer"``: (z - mean) / sqrt(var +
+    eps) * weight + bias, var over H; ``bias`` is left away for 0.
+    With ``out_dtype=torch.float8_e4m3fn`` y is that of y / ``scale``, to the nearest, values beyond
+    ±448 become ±448; ``scale``: one float32 on the device, read when the call runs.
+    One kernel where the ring has push kernels, rows are multiples of 16 bytes up to 32 KiB, and its
+    table says so; else all_reduce and torch operators. z has the same bits on all ranks, and in
+    both as long as push kernels do the all_reduce; y may differ in its last bit, for the mean over
+    a row is added up in another order.
+    No gradient: a tensor that requires grad is refused. Results are new tensors. Runs on the
+    caller's stream, the sum on the ring's with ``use_calc_stream=False``; not in ``ring.group()``.
+    Raises ``RingError``, ``DtypeError``, ``ShapeError``, ``DeviceError``, ``ArgumentError`` before
+    any launch. Source: ``torch.nn.functional.rms_norm`` and ``layer_norm``.
+    """
+    _check_options(norm, bias, eps, scale, out_dtype, getattr(x, "dtype", None))
+    tensors = x, residual, weight, bias, linear_bias, scale
+    _check_gradients(tensors)
+    named = {"residual": residual, "weight": weight, "bias": bias, "linear_bias": linear_bias}
+    traces = traced(VERB, use_calc_stream, True, ring_id, x=x, scale=scale, **named)
+    call: Any = _twin if traces else _run
+    y, z = call(*tensors, ring_id, norm == "layer", float(eps), use_calc_stream)
+    return y, z
+
+
+def _check_options(
+    norm: str,
+    bias: Tensor | None,
+    eps: float,
+    scale: Tensor | None,
+    out_dtype: torch.dtype | None,
+    dtype: torch.dtype | None,
+) -> None:
+    if norm not in ("rms", "layer"):
+        raise ArgumentError(f"{VERB}: norm={norm!r}; expected 'rms' or 'layer'")
+    if bias is not None and norm == "rms":
+        raise ArgumentError(
+            f"{VERB}: bias with norm='rms', which adds none; type norm='layer', or linear_bias= "
+            f"for that of the linear layer"
+        )
+    number = isinstance(eps, (int, float)) and not isinstance(eps, bool)
+    if not number or not 0 <= eps < math.inf:
+        raise ArgumentError(f"{VERB}: eps={eps!r}; expected a number from 0 on; type eps=1e-6")
+    if out_dtype not in (None, FLOAT8, dtype):
+        raise DtypeError(
+            f"{VERB}: out_dtype={out_dtype}; expected {FLOAT8}, or nothing for that of x, {dtype}"
+        )
+    if (out_dtype == FLOAT8) != (scale is not None):
+        given = "without scale=" if scale is None else f"with scale=, but out_dtype={out_dtype}"
+        raise ArgumentError(
+            f"{VERB}: {given}; expected both or neither; type out_dtype={FLOAT8}, scale=..., one "
+            f"float32 on the ring's device"
+        )
+
+
+def _check_gradients(tensors: tuple[Any, ...]) -> None:
+    if torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors):
+        raise ArgumentError(
+            f"{VERB} has no gradient, and a tensor that it was given requires grad; type "
+            f"`with torch.no_grad():`, or .detach() behind the tensor"
+        )
+
+
+def _check(context: CommContext, tensors: tuple[Any, ...]) -> None:
+    """Refuse tensors of other dtypes, shapes or devices."""
+    x, residual, weight, bias, linear_bias, scale = tensors
+    where = context.where(VERB)
+    check_tensor(context, VERB, "x", x)
+    if x.dtype not in DTYPES:
+        raise DtypeError(
+            f"{where}: x is {x.dtype}; expected bfloat16, float16 or float32; type x.float()"
+        )
+    if x.dim() == 0:
+        raise ShapeError(f"{where}: x is 0-D; expected [..., H]; type x.view(1)")
+    _check_like(context, "residual", residual, x.dtype, tuple(x.shape))
+    row = tuple(x.shape[-1:])
+    _check_like(context, "weight", weight, x.dtype, row)
+    for name, tensor in (("bias", bias), ("linear_bias", linear_bias)):
+        if tensor is not None:
+            _check_like(context, name, tensor, x.dtype, row)
+    if scale is not None:
+        check_tensor(context, VERB, "scale", scale)
+        if scale.dtype is not torch.float32:
+            raise DtypeError(f"{where}: scale is {scale.dtype}; expected float32; type .float()")
+        if scale.numel() != 1:
+            raise ShapeError(f"{where}: scale has shape {tuple(scale.shape)}; expected one number")
+
+
+def _check_like(
+    context: CommContext, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    check_tensor(context, VERB, name, tensor)
+    if tensor.dtype is not dtype:
+        raise DtypeError(
+            f"{context.where(VERB)}: {name} is {tensor.dtype} and x is {dtype}; expected one "
+            f"dtype; type {name}.to({dtype})"
+        )
+    if tuple(tensor.shape) != shape:
+        raise ShapeError(
+            f"{context.where(VERB)}: {name} has shape {tuple(tensor.shape)}; expected {shape}, "
+            f"{'that of x' if name == 'residual' else 'the last dimension of x'}"
+        )
+
+
+def _run(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    linear_bias: Tensor | None,
+    scale: Tensor | None,
+    ring_id: int,
+    layer: bool,
+    eps: float,
+    use_calc_stream: bool,
+) -> tuple[Tensor, Tensor]:
+    context, tensors = comm(ring_id), (x, residual, weight, bias, linear_bias, scale)
+    _check(context, tensors)
+    needs_result(context, VERB)
+    x, residual, weight, bias, linear_bias, scale = map(_dense, tensors)
+    norm = Norm(residual, weight, bias, linear_bias, scale, layer, eps)
+    done = context.all_reduce_norm(x, norm, use_calc_stream=use_calc_stream)
+    return composed(context, x, norm, use_calc_stream) if done is None else done
+
+
+def _dense(x: Tensor | None) -> Any:
+    return x if x is None or is_dense(x) else dense_copy(x)
+
+
+def composed(
+    context: CommContext, x: Tensor, norm: Norm, use_calc_stream: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the same from an all_reduce and torch operators: what the kernel is measured by."""
+    added = like(x)
+    context.all_reduce(added, x, use_calc_stream=use_calc_stream)
+    total = added.float()
+    if norm.linear_bias is not None:
+        total = total + norm.linear_bias.float()
+    total = (total + norm.residual.float()).to(x.dtype)
+    return _normalised(total, norm), total
+
+
+def _normalised(total: Tensor, norm: Norm) -> Tensor:
+    rows = total.float()
+    if norm.layer:
+        rows = rows - rows.mean(-1, keepdim=True)
+    factor = (rows.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+    y = rows * factor * norm.weight.float()
+    if norm.bias is not None:
+        y = y + norm.bias.float()
+    if norm.scale is None:
+        return y.to(total.dtype)
+    y = y * norm.scale.reshape(()).reciprocal()
+    return y.clamp(-LARGEST, LARGEST).to(FLOAT8)
+
+
+def _fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *others, ring_id, _, _, _ = rest
+    _check(comm(ring_id), (x, *others))
+    scale = others[-1]
+    return x.new_empty(x.shape, dtype=x.dtype if scale is None else FLOAT8), like(x)
+
+
+_twin = register(
+    f"{VERB}(Tensor x, Tensor residual, Tensor weight, Tensor? bias, Tensor? linear_bias,"
+    f" Tensor? scale, int ring_id, bool layer, float eps, bool use_calc_stream)"
+    f" -> (Tensor, Tensor)",
+    _run,
+    _fake,
+)

@@ -1,0 +1,57 @@
+"""concat: every rank ends with the shards of all ranks side by side on the last axis."""
+
+from typing import Any
+
+import torch
+
+from commlib.core.group import needs_result
+from commlib.errors import ShapeError
+from commlib.ops.registered.library import checked, register, save
+from commlib.ops.registered.traced_ring import size_of, sized
+
+
+def concat(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True) -> torch.Tensor:
+    """Return, on every rank, the ``x`` of rank 0, 1, … concatenated along the last axis.
+
+    ``x``: [..., n] of any dtype, the same shape on every rank; the result is [..., n * size].
+    Gradient: the own part of the last axis (every rank computes the same loss), as ``split``.
+    Streams and errors as ``all_reduce``; ``ShapeError`` for a 0-D ``x``.
+    """
+    if not torch.compiler.is_compiling():
+        checked("concat", x, ring_id)
+    whole: torch.Tensor = _twin(x, ring_id, size_of(ring_id), use_calc_stream)
+    return whole
+
+
+def _run(x: torch.Tensor, ring_id: int, size: int, use_calc_stream: bool) -> torch.Tensor:
+    context = sized("concat", ring_id, size)
+    if x.dim() == 0:
+        raise ShapeError(f"{context.where('concat')}: x is 0-D; expected a last axis")
+    needs_result(context, "concat")
+    parts = x.new_empty((size, *x.shape))
+    context.all_gather(parts, x, use_calc_stream=use_calc_stream)
+    return parts.movedim(0, -2).reshape(_shape(x, size))
+
+
+def _shape(x: torch.Tensor, size: int) -> tuple[int, ...]:
+    return (*x.shape[:-1], x.shape[-1] * size)
+
+
+def _fake(x: torch.Tensor, ring_id: int, size: int, use_calc_stream: bool) -> torch.Tensor:
+    sized("concat", ring_id, size)
+    return x.new_empty(_shape(x, size))
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    ring_id, size, use_calc_stream = ctx.kept
+    return torch.ops.commlib.split(grad, ring_id, size, use_calc_stream), None, None, None
+
+
+_twin = register(
+    "concat(Tensor x, int ring_id, int size, bool use_calc_stream) -> Tensor",
+    _run,
+    _fake,
+    setup=save(1, 2, 3),
+    backward=_backward,
+    vmap="first",
+)

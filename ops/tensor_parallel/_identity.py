@@ -1,0 +1,47 @@
+"""identity: a copy whose gradient is summed over the ring (tensor-parallel "f")."""
+
+from typing import Any
+
+import torch
+
+from commlib.core.manager import comm
+from commlib.ops.registered.library import checked, like, register, save
+
+
+def identity(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True) -> torch.Tensor:
+    """Return, on every rank, a copy of its own ``x``; the gradient is all-reduced (sum).
+
+    ``x``: any shape and dtype. It stands before a column-parallel layer. No communication forward;
+    the backward runs on the stream that ``use_calc_stream`` chooses. Raises ``RingError``.
+    """
+    if not torch.compiler.is_compiling():
+        checked("identity", x, ring_id)
+    copied: torch.Tensor = _twin(x, ring_id, use_calc_stream)
+    return copied
+
+
+def _run(x: torch.Tensor, ring_id: int, use_calc_stream: bool) -> torch.Tensor:
+    comm(ring_id)
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _fake(x: torch.Tensor, ring_id: int, use_calc_stream: bool) -> torch.Tensor:
+    comm(ring_id)
+    return like(x)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    ring_id, calc = ctx.kept
+    total = torch.ops.commlib.all_reduce(grad, ring_id, "sum", None, "all_reduce", calc)
+    return total, None, None
+
+
+_twin = register(
+    "identity(Tensor x, int ring_id, bool use_calc_stream) -> Tensor",
+    _run,
+    _fake,
+    setup=save(1, 2),
+    backward=_backward,
+    ordered=False,
+    vmap="any",
+)

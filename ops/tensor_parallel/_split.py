@@ -1,0 +1,58 @@
+"""split: each rank ends with its own part of the last axis."""
+
+from typing import Any
+
+import torch
+
+from commlib.core.context import CommContext
+from commlib.errors import ShapeError
+from commlib.ops.registered.library import checked, register, save
+from commlib.ops.registered.traced_ring import size_of, sized
+
+
+def split(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True) -> torch.Tensor:
+    """Return, on rank r, a copy of the r-th part of ``x`` along the last axis.
+
+    ``x``: [..., n] of any dtype with n divisible by the ring's size; the result is [..., n / size].
+    No communication forward. Gradient: ``concat`` of all ranks' gradients along the last axis, on
+    the stream that ``use_calc_stream`` chooses. Raises ``RingError``, ``ShapeError``.
+    """
+    if not torch.compiler.is_compiling():
+        checked("split", x, ring_id)
+    part: torch.Tensor = _twin(x, ring_id, size_of(ring_id), use_calc_stream)
+    return part
+
+
+def _width(context: CommContext, x: torch.Tensor) -> int:
+    if x.dim() == 0 or x.shape[-1] % context.size:
+        raise ShapeError(
+            f"{context.where('split')}: the last axis of shape {tuple(x.shape)} does not divide "
+            f"by the ring's size {context.size}; pad it"
+        )
+    return x.shape[-1] // context.size
+
+
+def _run(x: torch.Tensor, ring_id: int, size: int, use_calc_stream: bool) -> torch.Tensor:
+    context = sized("split", ring_id, size)
+    width = _width(context, x)
+    return x.narrow(-1, context.rank * width, width).clone(memory_format=torch.contiguous_format)
+
+
+def _fake(x: torch.Tensor, ring_id: int, size: int, use_calc_stream: bool) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], _width(sized("split", ring_id, size), x)))
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    ring_id, size, use_calc_stream = ctx.kept
+    return torch.ops.commlib.concat(grad, ring_id, size, use_calc_stream), None, None, None
+
+
+_twin = register(
+    "split(Tensor x, int ring_id, int size, bool use_calc_stream) -> Tensor",
+    _run,
+    _fake,
+    setup=save(1, 2, 3),
+    backward=_backward,
+    ordered=False,
+    vmap="first",
+)

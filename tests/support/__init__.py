@@ -1,0 +1,1 @@
+"""What tests share: live ranks, formulas, suites and comparisons."""

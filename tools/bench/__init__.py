@@ -1,0 +1,1 @@
+"""`commlib bench`: one file per benchmark, and what all of them share."""

@@ -1,0 +1,162 @@
+"""`commlib bench`: each speed claim against its named peers, in one run on this machine."""
+
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from commlib.p2p import kernel_table
+from commlib.tools.bench import (
+    allreduce,
+    capture,
+    class_center,
+    cross_entropy,
+    experts,
+    gloo,
+    host,
+    import_time,
+    llama,
+    memory,
+    overlap,
+    tune,
+)
+from commlib.tools.bench.machine import facts
+from commlib.tools.bench.report import Report, show, write
+from commlib.tools.launch import LaunchError
+from commlib.tools.paths import folder_refusal
+
+
+class Benchmark(Protocol):
+    """What a module needs to be a benchmark."""
+
+    ROUNDS: int
+
+    def refusal(self, nproc: int, /) -> str | None:
+        """Say why it can't run here and what to type; None when it can."""
+
+    def run(self, nproc: int, rounds: int) -> Report:
+        """Measure and return the report; raises ``LaunchError``."""
+
+
+BENCHMARKS: Mapping[str, Benchmark] = {
+    "host": host,
+    "gloo": gloo,
+    "import": import_time,
+    "memory": memory,
+    "cross-entropy": cross_entropy,
+    "experts": experts,
+    "class-center": class_center,
+    "allreduce": allreduce,
+    "capture": capture,
+    "llama": llama,
+    "overlap": overlap,
+}
+
+
+def run_bench(
+    names: tuple[str, ...],
+    out: str | None,
+    *,
+    nproc: int = 2,
+    rounds: int | None = None,
+    **sizes: Any,
+) -> int:
+    """Run the benchmarks ``names``, or all that this machine can, and show a table of each.
+
+    ``out`` is a folder for one dated Markdown file each; ``rounds`` replaces each benchmark's own
+    number, and ``sizes`` the usual ones of a benchmark whose ``SIZES`` names them; None is the
+    usual. Returns 0; 1 when a run fails; 2 when a name is unknown, one named can't run here, or
+    ``out`` can't be written.
+    """
+    progress = Console(stderr=True)
+    given = {name: value for name, value in sizes.items() if value is not None}
+    refusal = _refusal(names, nproc, rounds, given) or (folder_refusal(out) if out else None)
+    if refusal:
+        _say(progress, refusal, "red")
+        return 2
+    codes = [_one(progress, name, out, nproc, rounds, given) for name in names or BENCHMARKS]
+    return max(codes)
+
+
+def run_tune(nproc: int, path: Path = kernel_table.TABLE) -> int:
+    """Write the rows of ``nproc`` ranks into the table of kernels at ``path`` and show them.
+
+    Returns 0; 1 when the run fails; 2 when it can't be done here.
+    """
+    progress = Console(stderr=True)
+    refusal = tune.refusal(nproc)
+    if refusal:
+        _say(progress, f"the table can't be measured here: {refusal}", "red")
+        return 2
+    try:
+        with progress.status("measuring the kernels"):
+            found = tune.tune(nproc, path)
+    except (LaunchError, subprocess.TimeoutExpired) as error:
+        _say(progress, f"measuring failed: {error}", "red")
+        return 1
+    for verb, rows in found.items():
+        for row in rows:
+            _say(
+                progress, f"{verb}, {nproc} ranks, up to {row.most}: {', '.join(map(str, row[1:]))}"
+            )
+    _say(progress, f"written: {path}")
+    return 0
+
+
+def _refusal(
+    names: tuple[str, ...], nproc: int, rounds: int | None, sizes: dict[str, Any]
+) -> str | None:
+    """Say what of the request can't be done, before any of it is."""
+    if rounds is not None and rounds < 1:
+        return f"{rounds} rounds: expected 1 or more; type --rounds 10, or leave it away"
+    for name in names:
+        if name not in BENCHMARKS:
+            return f"there is no benchmark {name!r}; benchmarks here: {', '.join(BENCHMARKS)}"
+        unknown = sorted(set(sizes) - _sizes(name))
+        if unknown:
+            return f"{name} has no size {unknown[0]!r}; leave --{unknown[0]} away"
+        refusal = BENCHMARKS[name].refusal(nproc)
+        if refusal:
+            return f"{name} can't run here: {refusal}"
+    return None
+
+
+def _sizes(name: str) -> set[str]:
+    """Return the sizes that a benchmark can be told; most have none."""
+    return set(getattr(BENCHMARKS[name], "SIZES", ()))
+
+
+def _one(
+    progress: Console,
+    name: str,
+    out: str | None,
+    nproc: int,
+    rounds: int | None,
+    sizes: dict[str, Any],
+) -> int:
+    """Run one benchmark and show it; return its exit code."""
+    benchmark = BENCHMARKS[name]
+    refusal = benchmark.refusal(nproc)
+    if refusal:
+        _say(progress, f"{name} is left out: {refusal}")
+        return 0
+    machine = facts()
+    run: Any = benchmark.run
+    own = {size: value for size, value in sizes.items() if size in _sizes(name)}
+    try:
+        with progress.status(f"{name}, {rounds or benchmark.ROUNDS} rounds"):
+            report = run(nproc, rounds or benchmark.ROUNDS, **own)
+    except (LaunchError, subprocess.TimeoutExpired) as error:
+        _say(progress, f"{name} failed: {error}", "red")
+        return 1
+    show(Console(), report)
+    if out:
+        _say(progress, f"written: {write(Path(out), report, machine)}")
+    return 0
+
+
+def _say(console: Console, text: str, style: str | None = None) -> None:
+    """Print ``text`` as it is: unwrapped, and [brackets] are no markup."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

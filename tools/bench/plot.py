@@ -1,0 +1,39 @@
+"""The plot of a benchmark: time over size, a line a peer, as a PNG file."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from commlib.tools.bench.rounds import HIGHEST, LOWEST, Samples, spread
+
+UNITS = ((2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+
+
+def size_label(nbytes: int) -> str:
+    """Write a number of bytes in the largest unit that holds it whole."""
+    unit, name = next((unit, name) for unit, name in UNITS if nbytes % unit == 0)
+    return f"{nbytes // unit} {name}"
+
+
+def draw(path: Path, title: str, sizes: Mapping[int, Samples]) -> None:
+    """Draw the median seconds of every peer at every size (bytes), as µs, with their spread."""
+    # Only a run that writes files waits for this import.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for name in dict.fromkeys(name for found in sizes.values() for name in found):
+        there = [nbytes for nbytes, found in sizes.items() if name in found]
+        times = [spread(sizes[nbytes][name]) for nbytes in there]
+        middle = [time.middle * 1e6 for time in times]
+        low, high = [time.low * 1e6 for time in times], [time.high * 1e6 for time in times]
+        (line,) = axes.plot(there, middle, marker="o", markersize=4, label=name)
+        axes.fill_between(there, low, high, alpha=0.25, color=line.get_color(), linewidth=0)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(list(sizes), [size_label(nbytes) for nbytes in sizes], rotation=45)
+    axes.set(title=title, xlabel="size", ylabel=f"µs a call, median and p{LOWEST}..p{HIGHEST}")
+    axes.grid(visible=True, which="both", alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)

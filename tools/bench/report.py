@@ -1,0 +1,128 @@
+"""The report of one benchmark: a table on the screen, and the same in a dated Markdown file."""
+
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from commlib.tools.bench.machine import Fact
+from commlib.tools.bench.rounds import HIGHEST, LOWEST, Samples, Spread, ratio, spread
+
+Row = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one benchmark found: a caption that says what was done, a table, and findings.
+
+    ``plot`` draws the same into a PNG file.
+    """
+
+    name: str
+    caption: str
+    columns: Row
+    rows: tuple[Row, ...]
+    findings: tuple[str, ...]
+    settings: dict[str, int]
+    plot: Callable[[Path], None] | None = None
+
+    @property
+    def command(self) -> str:
+        """What to type for the same run."""
+        options = (part for name, value in self.settings.items() for part in (f"--{name}", value))
+        return shlex.join(["commlib", "bench", self.name, *map(str, options)])
+
+
+def number(value: float) -> str:
+    """Write ``value`` with three or more digits that count."""
+    places = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+    return f"{value:.{places}f}"
+
+
+def timing_columns(unit: str, bases: Sequence[str], *heads: str, over: str | None = None) -> Row:
+    """Return the head of a table whose rows ``timing_rows`` gives."""
+    ends = f"p{LOWEST}..p{HIGHEST}"
+    more = () if over is None else (f"over {over}, {unit}",)
+    ratios = (f"ratio to {base} ({ends})" for base in bases)
+    return (*heads, "call", f"median {unit}", ends, *more, *ratios)
+
+
+def timing_rows(
+    samples: Samples, bases: Sequence[str], per_second: float, *heads: str, over: str | None = None
+) -> Iterator[Row]:
+    """Yield one row a peer: its time, what it takes more than ``over``, its ratio to each base."""
+    for name, values in samples.items():
+        time = Spread(*(end * per_second for end in spread(values)))
+        more = () if over is None else (spread(samples[over]).middle * per_second,)
+        yield (
+            *(*heads, name, number(time.middle), _range(time)),
+            *(number(time.middle - least) for least in more),
+            *(with_range(ratio(values, samples[base])) for base in bases),
+        )
+
+
+def _range(value: Spread) -> str:
+    return f"{number(value.low)}..{number(value.high)}"
+
+
+def with_range(value: Spread) -> str:
+    """Write a median with its spread behind it."""
+    return f"{number(value.middle)} ({_range(value)})"
+
+
+def target(what: str, measured: float, limit: float, unit: str = "") -> str:
+    """Return the finding that ``measured`` stays within ``limit``, or that it does not."""
+    met = "met" if measured <= limit else "missed"
+    write = number if limit >= 0.1 else "{:.4f}".format
+    return f"{met}: {what}: {write(measured)}{unit}, target at most {write(limit)}{unit}"
+
+
+def show(console: Console, report: Report) -> None:
+    """Print the table of ``report`` and its findings."""
+    shown = Table(title=report.name, caption=Text(report.caption), box=box.SIMPLE_HEAD)
+    for column in report.columns:
+        shown.add_column(Text(column))
+    for row in report.rows:
+        shown.add_row(*map(Text, row))
+    console.print(shown)
+    for finding in report.findings:
+        console.print(finding, markup=False, highlight=False, soft_wrap=True)
+
+
+def write(folder: Path, report: Report, facts: Sequence[Fact]) -> Path:
+    """Write ``report`` with the machine's ``facts``, the date first; return the new file.
+
+    A plot comes beside it under the same name. A second run on one day gets a number and replaces
+    nothing.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"{dict(facts)['date'][:10]}-{report.name}"
+    path, count = folder / f"{stem}.md", 1
+    while path.exists():
+        count += 1
+        path = folder / f"{stem}-{count}.md"
+    picture = path.with_suffix(".png")
+    path.write_text(_markdown(report, facts, picture.name))
+    if report.plot is not None:
+        report.plot(picture)
+    return path
+
+
+def _markdown(report: Report, facts: Sequence[Fact], picture: str) -> str:
+    run = [("command", f"`{report.command}`"), *facts]
+    parts = [f"# {report.name}", report.caption, "## Run", *_grid(("what", "value"), run)]
+    parts += ["## Result", *_grid(report.columns, report.rows)]
+    parts += ["## Findings", "\n".join(f"- {finding}" for finding in report.findings)]
+    parts += [] if report.plot is None else [f"![{report.name}]({picture})"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _grid(columns: Row, rows: Iterable[Row]) -> Iterator[str]:
+    lines = [columns, ("---",) * len(columns), *rows]
+    cells = (" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines)
+    yield "\n".join(f"| {line} |" for line in cells)

@@ -1,0 +1,176 @@
+"""`commlib bench --tune`: measure which kernel is fastest here, and write commlib's table.
+
+Each rank times every candidate in a graph; the slowest rank counts, so all ranks see one answer.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import commlib
+from commlib import CommContext, flags
+from commlib.p2p import fused_norm, kernel_table
+from commlib.p2p.kernel_table import Row
+from commlib.p2p.push_collectives import PushChannel, Pushed
+from commlib.tools.bench.graph import Captured
+from commlib.tools.bench.launch import launch
+from commlib.tools.bench.machine import gpu_refusal
+from commlib.tools.bench.rounds import spread
+
+DTYPE = torch.bfloat16
+SIZES = tuple(2**power for power in (11, 14, 16, 17, 18, 19, 20, 21, 23, 26))
+PARTS = tuple(2**power for power in (12, 16, 17, 18, 19, 20, 21))
+THREADS, BLOCKS = (64, 128, 256, 512), (264, 2112)
+REDUCTIONS = {"all_reduce": ("one_shot", "two_shot"), "reduce_scatter": ("scatter",)}
+NORM_KERNELS = ("norm_one_shot", "norm_two_shot")
+MOVEMENTS = {"all_gather": ("packets",), "all_to_all": ("packets",)}
+NORM_ITEMS = 8192  # of a row; the tables' rows go by the bytes of all of them
+NORM_ROWS = (1, 4, 8, 16, 24, 32, 64, 128, 256, 1024)
+NORM_THREADS, NORM_BLOCKS = (512, 1024), (264, 1056)
+MOST = 2**28  # an all_reduce is cut into pieces: what is fastest at 64 MiB is so at 256
+ROUNDS = 3
+WORTH = 0.97  # a row of its own has to be faster by that much than the one before it
+
+refusal = gpu_refusal
+
+
+def tune(nproc: int, path: Path) -> dict[str, tuple[Row, ...]]:
+    """Measure on ``nproc`` GPUs and write their rows into the table at ``path``; others stay.
+
+    Returns the rows by verb. Raises ``LaunchError``.
+    """
+    found = launch("tune", nproc, rounds=ROUNDS)
+    rows = {verb: tuple(Row(*row) for row in given) for verb, given in found.items()}
+    verbs = {verb: dict(sizes) for verb, sizes in kernel_table.table().items()}
+    for verb, measured in rows.items():
+        verbs[verb][nproc] = measured
+    kernel_table.write(path, verbs)
+    return rows
+
+
+def measure(rounds: int) -> dict[str, list[Row]]:
+    """Return the rows of each verb for the ring of all ranks."""
+    with flags.override(flags.CUSTOM_ALLREDUCE, True):
+        ring = commlib.init("nccl")
+    channel = getattr(ring, "_push", None)
+    if not isinstance(channel, PushChannel):
+        raise RuntimeError(f"no push kernels here: {channel}")
+    dist.init_process_group("nccl")
+    try:
+        bench = _Bench(ring, channel, rounds)
+        return {
+            **{verb: bench.rows(verb, kernels, SIZES) for verb, kernels in _whole()},
+            **{verb: bench.rows(verb, kernels, PARTS) for verb, kernels in _by_part()},
+            fused_norm.VERB: bench.norm_rows(),
+        }
+    finally:
+        dist.destroy_process_group()
+        commlib.shutdown()
+
+
+def _whole() -> Iterator[tuple[str, tuple[str, ...]]]:
+    yield "all_reduce", REDUCTIONS["all_reduce"]
+
+
+def _by_part() -> Iterator[tuple[str, tuple[str, ...]]]:
+    yield "reduce_scatter", REDUCTIONS["reduce_scatter"]
+    yield from MOVEMENTS.items()
+
+
+def _extend(found: list[Row], times: Mapping[Row, float], nbytes: int) -> None:
+    """Let the last row go on to ``nbytes``, or add the fastest one where that is worth a row."""
+    kept = found and times.get(found[-1]._replace(most=nbytes))
+    ours = min(times, key=times.__getitem__)
+    if kept and kept * WORTH <= times[ours]:
+        found[-1] = found[-1]._replace(most=nbytes)
+    else:
+        found.append(ours)
+
+
+class _Bench:
+    """The ring, its channel, and tensors as large as any call needs."""
+
+    def __init__(self, ring: CommContext, channel: PushChannel, rounds: int) -> None:
+        self.ring, self.channel, self.rounds = ring, channel, rounds
+        most = max(SIZES[-1], PARTS[-1] * ring.size) // DTYPE.itemsize
+        self.x = torch.randn(most, device=ring.device).to(DTYPE)
+        self.out = torch.empty_like(self.x)
+        self.norm = fused_norm.PushedNorm(channel, ring)
+
+    def rows(self, verb: str, kernels: Sequence[str], sizes: Iterable[int]) -> list[Row]:
+        """Return the fastest row up to each size, and NCCL from where that is faster."""
+        found: list[Row] = []
+        for nbytes in sizes:
+            times = {
+                row: self._time(self._pushed(verb, row))
+                for row in self._able(verb, kernels, nbytes)
+            }
+            best = min(times.values(), default=None)
+            if best is None or self._time(self._by_nccl(verb, nbytes)) < best:
+                break
+            _extend(found, times, nbytes)
+        if found and verb == "all_reduce" and found[-1].most == SIZES[-1]:
+            found[-1] = found[-1]._replace(most=MOST)
+        return found
+
+    def norm_rows(self) -> list[Row]:
+        """Return the fastest rows of the fused norm; what is fastest for most is so for more."""
+        found: list[Row] = []
+        for count in NORM_ROWS:
+            x = self.x[: count * NORM_ITEMS].view(count, NORM_ITEMS)
+            candidates = product(NORM_KERNELS, NORM_THREADS, NORM_BLOCKS)
+            rows = [Row(x.nbytes, *candidate) for candidate in candidates]
+            _extend(found, {row: self._time(self._normed(x, row)) for row in rows}, x.nbytes)
+        found[-1] = found[-1]._replace(most=MOST)
+        return found
+
+    def _normed(self, x: torch.Tensor, row: Row) -> Callable[[], object]:
+        weight = torch.ones(NORM_ITEMS, dtype=DTYPE, device=x.device)
+        how = fused_norm.Norm(torch.zeros_like(x), weight, None, None, None, layer=False, eps=1e-6)
+        steps = self.norm.plan(NORM_ITEMS, x.numel(), DTYPE, row)
+        return partial(self.norm.launch, *how.outputs(x)[:1], x, torch.empty_like(x), how, steps)
+
+    def _able(self, verb: str, kernels: Sequence[str], nbytes: int) -> Iterator[Row]:
+        """Yield the candidates; a part, which can't be cut, has to fit into the channel."""
+        for kernel in kernels:
+            whole = verb == "all_reduce"
+            if whole or nbytes <= self.channel.window(kernel):
+                for threads in THREADS:
+                    wide = nbytes // kernel_table.VECTOR > threads * BLOCKS[0]
+                    caps = BLOCKS if wide else BLOCKS[:1]
+                    yield from (Row(nbytes, kernel, threads, blocks) for blocks in caps)
+
+    def _pushed(self, verb: str, row: Row) -> Callable[[], object]:
+        moved = self._moved(verb)
+        steps = self.channel.steps_of(moved, row, row.most)
+        return partial(self.channel.launch, steps, self.out, self.x)
+
+    def _moved(self, verb: str) -> Pushed:
+        if verb in MOVEMENTS:
+            return self.channel.movement(verb)
+        found = self.channel.reduction(verb, DTYPE, "sum")
+        assert found is not None  # bfloat16 sums are what the kernels are for
+        return found
+
+    def _by_nccl(self, verb: str, nbytes: int) -> Callable[[], object]:
+        items = nbytes // DTYPE.itemsize
+        part, whole = self.x[:items], self.out[: items * self.ring.size]
+        return {
+            "all_reduce": lambda: dist.all_reduce(part),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+            "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
+            "all_to_all": lambda: dist.all_to_all_single(whole, self.x[: len(whole)]),
+        }[verb]
+
+    def _time(self, call: Callable[[], Any]) -> float:
+        """Return the seconds of a call in a graph, the median of some turns."""
+        call()
+        graph = Captured(self.ring, self.x[:1], call)
+        taken = spread([graph.turn() for _ in range(self.rounds)]).middle
+        graph.close()
+        return taken

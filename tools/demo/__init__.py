@@ -1,0 +1,1 @@
+"""`commlib demo`: the main job on two engines and in two modes, compared."""

@@ -1,0 +1,68 @@
+"""The demo's table: what every run gave, next to its time, communicators and memory."""
+
+from collections.abc import Callable, Mapping
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from commlib.tools.demo.compare import COMPILER_TOLERANCE, FORMULA, REFERENCE, Cell, Row
+from commlib.tools.demo.runs import Mode, Report
+
+MEBIBYTE = 2**20
+CAPTION = (
+    f"Collectives are held against {REFERENCE.label}. Training: flag on against flag off in the "
+    f"same mode, compiled against eager up to {COMPILER_TOLERANCE:g}, since the compiler fuses "
+    "arithmetic. Costs are those of rank 0; a compiled first step compiles, or finds its code in "
+    "torch's cache."
+)
+
+
+def table(rows: list[Row], reports: Mapping[Mode, Report]) -> Table:
+    """Return the one table of the demo: a column a run, the first one is the reference."""
+    first = reports[REFERENCE]
+    shown = Table(
+        title=f"{first['ranks']} ranks on {first['device']}", caption=CAPTION, box=box.SIMPLE_HEAD
+    )
+    shown.add_column("result", no_wrap=True)
+    for mode, report in reports.items():
+        how = "compiled" if mode.compiled else "eager"
+        shown.add_column(f"flag {mode.flag}\n{report['engine']}\n{how}", justify="right")
+    series = first["training"]
+    for part in ([r for r in rows if r.name not in series], [r for r in rows if r.name in series]):
+        for row in part:
+            if row.cells:
+                shown.add_row(row.name, *(_text(row.cells[mode.label], mode) for mode in reports))
+        shown.add_section()
+    for name, show in COSTS.items():
+        shown.add_row(name, *(show(report) for report in reports.values()))
+    return shown
+
+
+def _text(cell: Cell, mode: Mode) -> Text:
+    """Return a cell's words: green where it holds, red where it breaks the promise."""
+    if mode == REFERENCE and cell.good:
+        return Text("as formula" if cell.against == FORMULA else "reference")
+    if cell.equal:
+        return Text("bits equal", style="green")
+    apart = "incomparable" if cell.difference is None else f"{cell.difference:.1e} apart"
+    return Text(apart, style="yellow" if cell.good else "bold red")
+
+
+def _communicators(report: Report) -> str:
+    live = [row for row in report["communicators"] if row["communicator"]]
+    size = sum(row["bytes"] or 0 for row in live)
+    return f"{len(live)} ({_mebibytes(size)})" if size else str(len(live))
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / MEBIBYTE:.1f} MiB"
+
+
+COSTS: dict[str, Callable[[Report], str]] = {
+    "step, median": lambda report: f"{report['step_s'] * 1e3:.1f} ms",
+    "first step": lambda report: f"{report['first_step_s']:.2f} s",
+    "whole run": lambda report: f"{report['seconds']:.1f} s",
+    "communicators": _communicators,
+    "memory of first use": lambda report: _mebibytes(report["memory_bytes"]),
+}
