@@ -123,7 +123,7 @@ def capture_to_graph(graph: Graph, pool: object = None, stream: object = None) -
         yield
     graph.pieces = pieces
     for call in pieces.collectives:
-        call.ring.graphs.add(graph)
+        call.ring._lifecycle.graphs.add(graph)
 
 
 def replay_graph(graph: Graph) -> None:

@@ -136,7 +136,7 @@ def _check_options(
 def _check(context: CommContext, tensors: Sequence[Any], slot_dim: int) -> None:
     """Refuse tensors of other dtypes, shapes or devices, and columns that make no whole groups."""
     x, *columns = tensors
-    where = context.where(VERB)
+    where = context._describe(VERB)
     check_tensor(context, VERB, "x", x)
     if x.dtype not in DTYPES:
         raise DtypeError(f"{where}: x is {x.dtype}; expected float32 or float64; type x.float()")
@@ -170,13 +170,13 @@ def _check_writable(context: CommContext, summaries: Sequence[Tensor]) -> None:
     for name, summary in zip(SUMMARIES, summaries, strict=True):
         if overlaps_itself(summary):
             raise ArgumentError(
-                f"{context.where(VERB)}: {name} of shape {tuple(summary.shape)} and strides "
+                f"{context._describe(VERB)}: {name} of shape {tuple(summary.shape)} and strides "
                 f"{summary.stride()} overlaps itself and can't be updated; type {name}.clone()"
             )
     if len({summary.data_ptr() for summary in summaries}) < 3 and summaries[0].numel():
         raise ArgumentError(
-            f"{context.where(VERB)}: two of {', '.join(SUMMARIES)} are one memory, and each has "
-            f"its own update; type .clone() behind one of them"
+            f"{context._describe(VERB)}: two of {', '.join(SUMMARIES)} are one memory, and each "
+            f"has its own update; type .clone() behind one of them"
         )
 
 

@@ -53,7 +53,7 @@ def agree(
     """
     mine = [_number(verb), *(_code(fact.value) for fact in facts)]
     every = context.exchange([*mine, *own])
-    where = context.where(verb)
+    where = context._describe(verb)
     strangers = [rank for rank, row in enumerate(every) if row[:1] != mine[:1]]
     if strangers:
         raise ArgumentError(

@@ -133,7 +133,7 @@ def on_gpu(comm: Any) -> bool:
 def kernel_for(comm: Any, x: torch.Tensor) -> bool:
     """Whether the fused kernel takes ``x``."""
     norm = fused.Norm(x, x, None, None, None, False, 0.0)
-    return bool(x.numel()) and comm._fused(x, norm) is not None
+    return bool(x.numel()) and comm._engine.fused_norm(x, norm) is not None
 
 
 def equal_everywhere(comm: Any, what: str, *tensors: torch.Tensor) -> None:
@@ -592,10 +592,10 @@ def late(comm: Any, rows: int, kind: dict[str, Any]) -> None:
         with contextlib.suppress(PeerTimeout):
             case.call(ring_id=87)
         torch.cuda.synchronize()
-    with refused(RingError if ring.fault else PeerTimeout, "reset()"):
+    with refused(RingError if ring._health.fault else PeerTimeout, "reset()"):
         ring.check()
-    named = any("rank 0 did not come to all_reduce_residual_norm" in e for e in ring.errors())
-    same(named, True, f"errors {ring.errors()}")
+    named = any("rank 0 did not come to all_reduce_residual_norm" in e for e in ring._errors())
+    same(named, True, f"errors {ring._errors()}")
     ring.reset()
     for given, wanted in zip(case.call(ring_id=87), want, strict=True):
         close(given, wanted, "after reset")

@@ -143,7 +143,7 @@ def different(comm: Any, names: list[str]) -> None:
             with refused(MismatchError, f"ring 60 (rank {comm.rank} of 2", DETECTED, *shown):
                 steps[comm.rank](ring)
             works(ring, name)
-        same(ring.errors(), [], "errors of calls that were never launched")
+        same(ring._errors(), [], "errors of calls that were never launched")
 
 
 def test_different_calls(ranks: Ranks) -> None:
@@ -270,8 +270,8 @@ def equal(comm: Any) -> None:
         ring.scatter(got, ones(2 * comm.size) * 3 if comm.rank == root else None, root=root)
         equals(got, ones(2) * 3, "scatter")
         same(ring.exchange([comm.rank]), [[rank] for rank in range(comm.size)], "exchange")
-        same(ring.exchange_bytes(b"x"), [b"x"] * comm.size, "exchange_bytes")
-        same(ring.errors(), [], "errors")
+        same(ring._hosts.exchange_bytes(b"x"), [b"x"] * comm.size, "exchange_bytes")
+        same(ring._errors(), [], "errors")
         works(ring, "right calls")
 
 
@@ -371,10 +371,10 @@ def at_close(comm: Any) -> None:
         if comm.rank == 0:
             comm.barrier()
     logging.getLogger("commlib").removeHandler(handler)
-    found = comm.exchange([len(ring.errors())])
+    found = comm.exchange([len(ring._errors())])
     same(sum(row[0] for row in found) > 0, True, "somebody has found it")
     if comm.rank == 1:
-        text = ring.errors()[0]
+        text = ring._errors()[0]
         sum_, max_ = "all_reduce float32 [4] op=sum", "all_reduce float32 [4] op=max"
         same(f"call 2 is {max_} here and {sum_} there" in text, True, text)
         same(any(text in line for line in said), True, f"no warning in {said}")
@@ -391,8 +391,10 @@ def in_a_window(comm: Any) -> None:
         for call in range(2 * EVERY + 100):
             wrong = call == EVERY + 10 and comm.rank == 1
             ring.all_reduce(x, ones(1), op="max" if wrong else "sum")
-        until(lambda: any(r[0] for r in comm.exchange([len(ring.errors())])), "nobody has found it")
-        for text in ring.errors():
+        until(
+            lambda: any(r[0] for r in comm.exchange([len(ring._errors())])), "nobody has found it"
+        )
+        for text in ring._errors():
             same(f"they differ in calls {EVERY + 1} to " in text, True, text)
 
 
@@ -416,11 +418,11 @@ def in_step(comm: Any) -> None:
             ring.all_reduce(*[ones(2)] * 2)
             ring.send(ones(1), peer=1 - comm.rank)
             ring.recv(ones(1), peer=1 - comm.rank)
-        log = ring.call_log.snapshot()
+        log = ring._call_log.snapshot()
         same(log.number, 8, "calls of all members: messages are left out")
         values = comm.exchange([log.value])
         same(values[0], values[1], f"fingerprints of {log.recent}")
-    same(ring.errors(), [], "differences")
+    same(ring._errors(), [], "differences")
 
 
 def test_right_calls_have_one_fingerprint(cpu_ranks: Ranks) -> None:
@@ -433,10 +435,10 @@ def repaired(comm: Any) -> None:
         for calls in (1, 2):
             works(ring, "reset")
             comm.barrier()
-            error = ring.failed("all_reduce", PeerTimeout("a rank did not come"))
+            error = ring._health.failed("all_reduce", PeerTimeout("a rank did not come"))
             same(f"this rank is at call {calls} (all_reduce" in str(error), True, str(error))
             ring.reset()
-        same(ring.call_log.snapshot().number, 2, "calls")
+        same(ring._call_log.snapshot().number, 2, "calls")
 
 
 def test_reset(cpu_ranks: Ranks) -> None:
@@ -447,7 +449,7 @@ def keys(comm: Any) -> None:
     """A closed ring leaves no key of its own in the store."""
     manager = commlib.CommContextManager.instance()
     with ring_of(comm, 1) as ring:
-        store = ring.store("calls")
+        store = ring._hosts.store("calls")
         works(ring, "nothing")
         until(lambda: store.check([f"at/{comm.rank}"], Deadline(5)), "nothing is published")
         manager.close(60)
@@ -467,7 +469,7 @@ def test_keys_are_taken_away(cpu_ranks: Ranks) -> None:
 def off(comm: Any) -> None:
     """Level 0 keeps no log, and its deadlines name what the call itself says."""
     with ring_of(comm, 0, timeout=6, ranks=[1, 0]) as ring:
-        same((ring.call_log, ring.compares), (None, False), "level 0")
+        same((ring._call_log, ring._compares), (None, False), "level 0")
         if comm.rank == 0:
             with pytest.raises(CommTimeout, match=r"waiting for rank 1 \(position 0 in the ring\)"):
                 ring.recv(ones(2), peer=0)

@@ -246,7 +246,7 @@ def wrap(comm: Any) -> None:
         ring.exchange([])
         call, blocks = 2**32 - 8, 2**32 - 3  # Control in channel.cuh
         words = struct.pack("<IIQQI", call, blocks, 0, call % 2**11 << 53, blocks)
-        ring._push._memory.put(0, words)
+        ring._engine._push._memory.put(0, words)
         ring.exchange([])
         mixed(ring, 40, 5)
 
@@ -300,7 +300,7 @@ def recapture(comm: Any) -> None:
         if turn % 100 == 99:
             graph.replay()
             same(set(out.tolist()), {float(comm.size)}, f"capture {turn}")
-            free.append(torch.cuda.memory_reserved() + len(comm._push._order._tags))
+            free.append(torch.cuda.memory_reserved() + len(comm._engine._push._order._tags))
         del graph, out
     same(free[1:], free[1:2] * (len(free) - 1), "memory behind each hundred captures")
 
@@ -453,11 +453,14 @@ def late(comm: Any, how: str) -> None:
             same(bool(out.isnan().all()), True, "results are NaN")
         gathered = torch.zeros(comm.size * 5, dtype=torch.int64, device=comm.device)
         if comm.rank != comm.size - 1 and how == "graph":
-            ring._push._word.value, kept = 0, ring._push._word.value  # launched all the same
+            ring._engine._push._word.value, kept = (
+                0,
+                ring._engine._push._word.value,
+            )  # launched all the same
             ring.all_gather(gathered, gathered[:5])
             torch.cuda.synchronize()
             same(gathered.unique().tolist(), [-1], "what moved")
-            same(ring._push._word.value, kept, "the same fault")
+            same(ring._engine._push._word.value, kept, "the same fault")
         comm.exchange([])
         if comm.rank == comm.size - 1 and how != "eager":
             graph.replay()  # too late
@@ -466,10 +469,10 @@ def late(comm: Any, how: str) -> None:
                 ring.all_reduce(out, x)
         torch.cuda.synchronize()
         words = (f"rank {comm.size - 1} did not come", "all_reduce", "call number", f"{LATE_S:g} s")
-        seen = ring.fault is not None
+        seen = ring._health.fault is not None
         with refused(RingError if seen else PeerTimeout, *(("reset()",) if seen else words)):
             ring.check()
-        same(any(words[0] in text for text in ring.errors()), True, f"errors {ring.errors()}")
+        same(any(words[0] in text for text in ring._errors()), True, f"errors {ring._errors()}")
         ring.reset()
         for turn in range(3):
             x.fill_(turn + 1)
@@ -490,7 +493,7 @@ def with_nccl(comm: Any) -> None:
     with another(comm, 87, timeout=30) as ring:
         ring.connect()  # which may take longer than the deadline below
         ring.timeout = LATE_S
-        ring._push._set_limit()
+        ring._engine._push._set_limit()
         x, ints = torch.ones(1000, device=comm.device), torch.ones(9, device=comm.device).long()
         held = commlib.graph.capture(lambda x: ring.all_reduce(torch.empty_like(x), x) + 1)
         for given in (x, ints):
@@ -537,7 +540,7 @@ def killed(comm: Any) -> None:
             settle(comm)
             ring.check()
         if on_gpu(comm):
-            same("rank 1 did not come to all_reduce" in ring.errors()[0], True, ring.errors())
+            same("rank 1 did not come to all_reduce" in ring._errors()[0], True, ring._errors())
             same(bool(x.isnan().all()), True, "results are NaN")
             same(float(torch.ones(5, device=comm.device).sum()), 5.0, "the device still works")
             with refused((CommTimeout, EngineError), "exchange"):

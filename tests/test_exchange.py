@@ -43,7 +43,7 @@ def wrong_values(comm: Any) -> None:
                     one.exchange(values)
     same(comm.exchange([comm.rank]), [[0], [1]], "the next exchange")
     same(comm.exchange((True, torch.tensor(7))), [[1, 7]] * 2, "what counts as an int")
-    same((comm.state, comm.errors()), ("ready", []), "the ring")
+    same((comm.report()["state"], comm._errors()), ("ready", []), "the ring")
     commlib.CommContextManager.instance().close(45 + comm.rank)
 
 
@@ -119,7 +119,7 @@ def by_gloo(comm: Any) -> None:
         for longest in (3, 600):
             every = [list(range(rank, longest)) for rank in range(2)]
             same(ring.exchange(every[comm.rank]), every, f"without shared memory on rank {whose}")
-        same(ring._mailbox, None, "the mailbox")
+        same(ring._hosts._mailbox, None, "the mailbox")
         shared_memory._FOLDER = folder
         commlib.CommContextManager.instance().close(43)
 

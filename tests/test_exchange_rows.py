@@ -36,10 +36,10 @@ def check(comm: Any, counts: Counts, width: int, dtype: torch.dtype, **mode: boo
     want = arrived(comm.rank, counts, every)
     x, way = every[comm.rank].to(comm.device), routes(counts, comm.rank, back=False)
     out = torch.zeros(want.shape, dtype=dtype, device=comm.device)
-    result = comm.exchange_rows(out, x, way, **mode)
+    result = comm._exchange_rows(out, x, way, **mode)
     close(result.wait() if isinstance(result, commlib.Work) else result, want, (counts, mode))
     back = torch.zeros_like(x)
-    result = comm.exchange_rows(back, out, routes(counts, comm.rank, back=True), **mode)
+    result = comm._exchange_rows(back, out, routes(counts, comm.rank, back=True), **mode)
     close(result.wait() if isinstance(result, commlib.Work) else result, x, ("back", counts, mode))
 
 
@@ -85,13 +85,13 @@ def strided(comm: Any) -> None:
     for layout in ("contiguous", "transposed", "stepped"):
         x = Framed(tuple(every[comm.rank].shape), torch.int8, comm.device, layout)
         out = Framed(tuple(want.shape), torch.int8, comm.device, layout)
-        comm.exchange_rows(out.view, x.view.copy_(every[comm.rank]), way)
+        comm._exchange_rows(out.view, x.view.copy_(every[comm.rank]), way)
         close(out.view, want, layout)
         out.intact(layout)
     flat = torch.zeros(every[comm.rank].numel() + 1, dtype=torch.int8, device=comm.device)
     x1 = flat[1:].view(every[comm.rank].shape).copy_(every[comm.rank])
     result = torch.zeros(want.shape, dtype=torch.int8, device=comm.device)
-    close(comm.exchange_rows(result, x1, way), want, "one byte off")
+    close(comm._exchange_rows(result, x1, way), want, "one byte off")
 
 
 def test_strided(ranks: Ranks) -> None:
@@ -106,11 +106,11 @@ def streams(comm: Any) -> None:
     x = every[comm.rank].to(comm.device)
     out, side = torch.zeros(want.shape, device=comm.device), torch.cuda.Stream(comm.device)
     here = torch.cuda.default_stream(comm.device)
-    comm.exchange_rows(out, x, way)
+    comm._exchange_rows(out, x, way)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        comm.exchange_rows(out, x, way)
-        comm.exchange_rows(out, x, way, use_calc_stream=False)
+        comm._exchange_rows(out, x, way)
+        comm._exchange_rows(out, x, way, use_calc_stream=False)
     for turn in range(20):
         out.zero_()
         torch.cuda.synchronize(comm.device)
@@ -121,9 +121,9 @@ def streams(comm: Any) -> None:
             first, then = (side, here) if turn % 3 == 1 else (here, side)
             other = torch.zeros_like(out)
             with torch.cuda.stream(first):
-                comm.exchange_rows(out, x, way)
+                comm._exchange_rows(out, x, way)
             with torch.cuda.stream(then):
-                close(comm.exchange_rows(other, x, way), want, "behind another stream")
+                close(comm._exchange_rows(other, x, way), want, "behind another stream")
         torch.cuda.synchronize(comm.device)
         close(out, want, f"turn {turn}")
 
@@ -139,7 +139,7 @@ def misfits(comm: Any) -> None:
     commlib.CommContextManager.instance().close(61)
     x = torch.zeros(2, 2, device=comm.device)
     with refused(RingError, "closed"):
-        ring.exchange_rows(
+        ring._exchange_rows(
             torch.zeros_like(x), x, routes(drawn(comm.size, 1, 1, 1), comm.rank, back=False)
         )
     same(before, 0, "calls")
@@ -160,7 +160,7 @@ def channel(comm: Any) -> None:
     from commlib.p2p.expert_rows import RowChannel
 
     check(comm, drawn(comm.size, 2, 4, 2), 8, torch.float32)
-    same(type(comm._rows), RowChannel, "what carries the rows")
+    same(type(comm._engine._rows), RowChannel, "what carries the rows")
 
 
 def late(comm: Any) -> None:
@@ -172,10 +172,10 @@ def late(comm: Any) -> None:
     if comm.rank == 0:
         every = torch.zeros((int(counts[0].sum()), 64), device=comm.device)
         out = torch.zeros((int(counts[:, 0].sum()), 64), device=comm.device)
-        ring.exchange_rows(out, every, routes(counts, 0, back=False))
+        ring._exchange_rows(out, every, routes(counts, 0, back=False))
         torch.cuda.synchronize(comm.device)
         with refused((CommTimeout, EngineError), "rank 1 did not come", "within 5 s"):
-            ring.exchange_rows(out, every, routes(counts, 0, back=False))
+            ring._exchange_rows(out, every, routes(counts, 0, back=False))
     comm.exchange([])
     commlib.CommContextManager.instance().close(62, abort=True)
     again = commlib.new_ring(62, range(comm.size))

@@ -138,7 +138,7 @@ def test_exit_closes_everything_without_new_threads(tmp_path: Path, flag: str) -
     program = (
         "import atexit, sys\n"
         "def last():\n"  # registered before commlib's handler, so it runs after it
-        "    gone = [(one.pg, one.ended, one.errors()) for one in rings]\n"
+        "    gone = [(one._engine.pg, one.ended, one._errors()) for one in rings]\n"
         "    print(gone)\n"
         "atexit.register(last)\n" + BEGIN + "rings = [ring, commlib.comm(1)]\n"
         "commlib.ops.all_reduce(torch.ones(1000)); ring.exchange([1])\n"
@@ -195,7 +195,7 @@ LATE = {
         "except commlib.errors.CommTimeout: pass\n"
     ),
     "store": (
-        "[(_, room)] = _bootstrap._rooms.values()\n"
+        "[(_, room)] = environment._rooms.values()\n"
         "other = room.apart()\n"
         "other.connection.post(lambda store: many_waits())\n"
     ),
@@ -211,7 +211,7 @@ def test_exit_while_a_step_that_nobody_waits_for_is_in_c(
     program = (
         BEGIN + "import torch.distributed as dist\n"
         "from datetime import timedelta\n"
-        "from commlib import _bootstrap\n"
+        "from commlib.rendezvous import environment\n"
         "from commlib.deadlines import Deadline, bounded\n"
         "never = dist.HashStore()\n"
         "def many_waits():\n"

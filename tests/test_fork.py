@@ -95,7 +95,7 @@ def test_locks_that_another_thread_held(tmp_path: Path, flag: str) -> None:
     ends_well(
         "held, free = threading.Event(), threading.Event()\n"
         "def hold():\n"
-        "    with manager._lock, ring.lock, ring._exchanging: held.set(); free.wait(60)\n"
+        "    with manager._lock, ring._lock, ring._hosts._lock: held.set(); free.wait(60)\n"
         "thread = threading.Thread(target=hold); thread.start(); held.wait(60)\n"
         "def body():\n"
         "    refused(ring.check, 'belongs to process'); refused(ring.barrier, 'belongs')\n"

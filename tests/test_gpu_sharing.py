@@ -271,9 +271,9 @@ def on_demand(comm: Any) -> None:
             torch.cuda.graph(graph, capture_error_mode="thread_local"),
         ):
             call()
-        same(ring.state, "ready", "after a call that was refused")
+        same(ring.report()["state"], "ready", "after a call that was refused")
     ring.connect()
-    same(ring.has_communicator, True, "connected")
+    same(ring.report()["communicator"], True, "connected")
     same("connect()" in ring.explain(4096, torch.int64), False, "nothing to announce")
     target = torch.zeros_like(whole)
     graph = torch.cuda.CUDAGraph()
@@ -297,7 +297,7 @@ def warmed_up(comm: Any) -> None:
     f = commlib.graph.capture(lambda t: ops.all_reduce(t, 38) * 2, outputs="copy")
     for _ in range(3):
         close(f(x), x * 4)
-    same(ring.has_communicator, True, "connected by the runs before the capture")
+    same(ring.report()["communicator"], True, "connected by the runs before the capture")
     group = new_ring(39)
     sent, got = x.clone(), torch.zeros_like(x)
     with group.group():
@@ -343,7 +343,7 @@ def graphs_hold(comm: Any) -> None:
     commlib.CommContextManager.instance().close(40)
     took = time.monotonic() - began
     same(took < flags.get(flags.CLOSE_TIMEOUT) / 2, True, f"close() took {took:.1f} s")
-    same("still hold" in ring.errors()[-1], True, ring.errors())
+    same("still hold" in ring._errors()[-1], True, ring._errors())
     same(len(nccl_connection._released), 1, "communicators that wait for graphs")
     graph.reset()
     torch.cuda.synchronize()
@@ -366,9 +366,9 @@ def suspended(comm: Any) -> None:
     ring.all_reduce(whole, whole)
     f = commlib.graph.capture(lambda t: ops.all_reduce(t, 41) + 1, outputs="copy")
     close(f(x), torch.full_like(x, 4.0))
-    same(ring.has_communicator, True, "before")
+    same(ring.report()["communicator"], True, "before")
     ring.suspend()
-    same((ring.has_communicator, ring.communicator_bytes), (False, 0), "given back")
+    same((ring.report()["communicator"], ring.report()["bytes"]), (False, 0), "given back")
     with refused(RingError, "resume()"):
         ring.all_reduce(x, x)
     with refused(RingError, "resume()"):
@@ -401,7 +401,7 @@ def lone_pairs(comm: Any) -> None:
         else:
             close(ring.recv(x, peer=comm.rank - 1), torch.full_like(x, comm.rank - 1.0 + turn))
     torch.cuda.synchronize(device)
-    same(ring.has_communicator, False, "the ring's own communicator")
+    same(ring.report()["communicator"], False, "the ring's own communicator")
 
 
 def circle_of_pairs(comm: Any, ring_id: int, nbytes: int) -> None:
@@ -447,7 +447,7 @@ def first_in_a_capture(comm: Any) -> None:
             torch.cuda.graph(graph, capture_error_mode="thread_local"),
         ):
             call()
-        same(ring.state, "ready", "after a call that was refused")
+        same(ring.report()["state"], "ready", "after a call that was refused")
     ring.connect()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

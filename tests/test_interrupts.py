@@ -57,7 +57,7 @@ def interrupted(kind, ring):
         after = "nothing"
     except commlib.errors.RingError as error:
         after = str(error)
-    print(json.dumps({"kind": kind, "state": ring.state, "after": after}), flush=True)
+    print(json.dumps({"kind": kind, "state": ring.report()["state"], "after": after}), flush=True)
 
 if comm.rank == 0:
     for kind, ring in rings.items():

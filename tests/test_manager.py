@@ -419,7 +419,7 @@ def failed(comm: Any) -> None:
     ring = commlib.new_ring(9, [0, 1])
     assert ring is not None
     with refused(EngineError, "reported a failure"):
-        raise ring.failed("all_reduce", RuntimeError("of the test"))
+        raise ring._health.failed("all_reduce", RuntimeError("of the test"))
     with refused(RingError, "ring 9 exists and can't be used", "failed in all_reduce", "close(9)"):
         commlib.new_ring(9, [0, 1])
     manager.close(9)
@@ -464,8 +464,8 @@ def stuck(comm: Any) -> None:
             work = ring.all_reduce(x, x, use_calc_stream=False, sync_op=False)
             with commlib.flags.override("FLAGS_comm_close_timeout_s", 1):
                 manager.close(ring_id, abort=abort)
-            late = ["did not return within" in error for error in ring.errors()]
-            assert late == ([] if abort else [True]), ring.errors()  # abort() ends the call
+            late = ["did not return within" in error for error in ring._errors()]
+            assert late == ([] if abort else [True]), ring._errors()  # abort() ends the call
             assert time.monotonic() - begin < 25
             del work
         comm.barrier()
@@ -480,7 +480,7 @@ def aborted_meanwhile(comm: Any) -> None:
     """abort() takes no lock: a thread that is stuck in a call, holding it, can be helped."""
     ring = commlib.new_ring(52, [0, 1])
     assert ring is not None
-    with ring.lock:
+    with ring._lock:
         thread = threading.Thread(target=ring.abort)
         thread.start()
         thread.join(20)

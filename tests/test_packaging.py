@@ -101,7 +101,7 @@ def test_install(checkout: Path, environment: Environment, tmp_path: Path) -> No
     assert environment.origin(tmp_path) == package
     assert environment.names() == {"commlib"}
     assert not [path for path in package.rglob("*") if path.is_symlink()]
-    assert (package / "ops" / "_all_gather.py").is_file()
+    assert (package / "ops" / "collectives" / "_all_gather.py").is_file()
     assert (package / "py.typed").is_file()
     assert "doctor" in run(environment.bin / "commlib", "--help", cwd=tmp_path)
 

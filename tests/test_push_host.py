@@ -1,15 +1,14 @@
 """The host's side of the push kernels, without a GPU: stream order, halves, launches, faults."""
 
 import ctypes
-import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from commlib.core.ring import Ring as WholeRing
-from commlib.deadlines import Deadline
+from commlib.core.context import CommContext
+from commlib.engines.gloo import GlooEngine
 from commlib.errors import ArgumentError, BootstrapError, EngineError, PeerTimeout, RingError
 from commlib.p2p import (
     expert_rows,
@@ -20,6 +19,7 @@ from commlib.p2p import (
     stream_order,
 )
 from commlib.p2p.kernel_table import Row
+from commlib.rendezvous.identity import RingIdentity
 
 A, B, C, S = 1, 2, 3, 4  # handles of streams
 
@@ -172,18 +172,16 @@ class Ring:
     ring_id, rank, ranks, size, timeout = 3, 0, (0, 1), 2, 1.0
     device = torch.device("cuda", 0)
 
-    fills = True
-
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.identity = self
         self.fault: str | None = None
 
-    def unusable(self, verb: str) -> RingError:
-        return RingError(f"{verb}: {self.fault}")
+    def unusable(self, collective: str) -> RingError:
+        return RingError(f"{collective}: {self.fault}")
 
-    def failed(self, verb: str, error: Exception) -> Exception:
+    def failed(self, collective: str, error: Exception) -> Exception:
         if not isinstance(error, ArgumentError):
-            self.fault = f"failed in {verb}"
+            self.fault = f"failed in {collective}"
         return error
 
 
@@ -206,7 +204,7 @@ class Halves:
         )
         ring: Any = self.ring
         shared: Any = SimpleNamespace(nbytes=4096, put=lambda *given: None, zero=lambda: None)
-        self.channel = push_collectives.PushChannel(ring, shared, [])
+        self.channel = push_collectives.PushChannel(ring, shared, [], fills=True)
         monkeypatch.setattr(self.channel, "launch", lambda steps, *given: self._launch(*steps))
 
     def _launch(self, step: Any) -> None:
@@ -217,7 +215,8 @@ class Halves:
         """Launch a first half."""
         ring: Any = self.ring
         x, steps = torch.zeros(1), {"begin": ("begin",), "end": ("end",)}
-        return split_all_reduce.Split(ring, self.channel, push_collectives.Halves(**steps), x, x)
+        halves = push_collectives.Halves(**steps)
+        return split_all_reduce.Split(ring, ring, self.channel, halves, x, x)
 
 
 @pytest.fixture
@@ -355,21 +354,6 @@ def test_the_others_hear_of_any_failure(
     assert closed == [True] * (opened is push_collectives.open_push)
 
 
-class Broken(WholeRing):
-    """A ring of one rank whose channel can't be reset."""
-
-    engine = "test"
-
-    def _channels(self) -> Any:
-        return [Unresettable()]
-
-    def _connect(self, *given: Any) -> None: ...
-
-    def _close(self, *given: Any) -> None: ...
-
-    def _abort(self) -> None: ...
-
-
 class Unresettable:
     """A channel on a device that is lost."""
 
@@ -382,8 +366,10 @@ class Unresettable:
 
 
 def test_a_reset_that_fails_leaves_no_ring_that_looks_whole() -> None:
-    ring = Broken(7, 0, (0,), torch.device("cpu"), Deadline(1), None)
-    ring.failed("all_reduce", PeerTimeout("rank 1 did not come"))
+    identity = RingIdentity(7, 0, (0,), torch.device("cpu"), 1.0, "gloo")
+    ring = CommContext(identity, GlooEngine, None)
+    ring._engine.channels = lambda: [Unresettable()]  # type: ignore[method-assign]
+    ring._health.failed("all_reduce", PeerTimeout("rank 1 did not come"))
     with pytest.raises(EngineError, match="its text is this error's cause") as caught:
         ring.reset()
     assert str(caught.value.__cause__) == "no device"

@@ -12,9 +12,9 @@ from rich.table import Table
 
 from commlib import flags
 from commlib.engines import libnccl, nccl
-from commlib.engines.gloo import GlooCommContext
-from commlib.engines.legacy import LegacyCommContext
+from commlib.engines.gloo import GlooEngine
 from commlib.engines.reductions import refusals
+from commlib.engines.torch_distributed import TorchDistributedEngine
 from commlib.errors import CommError
 from commlib.rendezvous import environment
 
@@ -180,9 +180,9 @@ def _rendezvous() -> Iterator[Row]:
 def _refused() -> Iterator[Row]:
     """One row a reason: which reductions of which dtypes an engine does not take."""
     found: dict[str, tuple[dict[str, None], ...]] = {}  # dicts keep the order, sets do not
-    for engine in (nccl.NCCLCommContext, GlooCommContext, LegacyCommContext):
+    for engine in (nccl.NCCLEngine, GlooEngine, TorchDistributedEngine):
         for (dtype, op), reason in refusals(engine.reducer).items():
-            names = engine.engine, str(dtype).removeprefix("torch."), op
+            names = engine.name, str(dtype).removeprefix("torch."), op
             for known, name in zip(found.setdefault(reason, ({}, {}, {})), names, strict=True):
                 known[name] = None
     for reason, columns in found.items():

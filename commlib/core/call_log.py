@@ -1,10 +1,7 @@
 """The collectives that a rank has made on one ring: number, fingerprint and the last few."""
 
-import contextlib
 import hashlib
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +72,7 @@ def facts(
         return Facts(verb)
     count: int | None = tensor.numel()
     if verb == "all_to_all":
-        count = None if getattr(launch, "__name__", "") == "_all_to_all" else count
+        count = None if getattr(launch, "__name__", "") == "all_to_all" else count
     elif verb == "exchange_rows":
         count = args[0].most * tensor.shape[1]
     elif verb == "scatter" and x is not None:
@@ -192,21 +189,3 @@ class CallLog:
 def _folded(value: int, codes: list[int]) -> int:
     """Return the fingerprint after more calls; hashes of whole numbers are equal everywhere."""
     return hash((value, *codes)) if codes else value
-
-
-def call_line() -> str:
-    """Return ``file:line`` of the program's call: the first frame outside commlib and torch."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "a thread without a line of the program"
-
-
-_NOT_THE_PROGRAM = (
-    f"{Path(__file__).parent.parent}/",
-    f"{Path(torch.__file__).parent}/",
-    contextlib.__file__,
-    "<frozen",
-)

@@ -15,7 +15,7 @@ def close_all(rings: list[CommContext]) -> list[Exception]:
     errors = []
     for ring in rings:
         try:
-            ring.close(Deadline(flags.get(flags.CLOSE_TIMEOUT)))
+            ring._close(Deadline(flags.get(flags.CLOSE_TIMEOUT)))
         except Exception as error:
             errors.append(error)
     return errors

@@ -1,31 +1,34 @@
-"""A ring of ranks as its caller sees it: one verb a collective."""
+"""A ring of ranks as its caller sees it: identity, streams, and the collectives."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from threading import get_ident
+from typing import Any
 
 import torch
 
 from commlib import flags
-from commlib.core import dispatch, group
+from commlib.core import group
+from commlib.core.call_log import CallLog, level
+from commlib.core.call_reports import CallReports
+from commlib.core.collectives import Collectives
 from commlib.core.compiler import leave_to_eager, untraced
+from commlib.core.health import RingHealth
+from commlib.core.lifecycle import RingLifecycle
 from commlib.core.validation import (
     check_dtype,
-    check_out,
-    check_pair,
-    check_peer,
-    check_tensor,
-    counts,
-    misfit,
 )
 from commlib.core.work import Work
-from commlib.engines.base import EngineRing
+from commlib.deadlines import Deadline
+from commlib.deferred import UnfencedCalls
+from commlib.engines.base import ABORT_S, Engine
 from commlib.engines.reductions import wire
-from commlib.errors import ArgumentError, ShapeError
-from commlib.p2p.routes import Routes
-
-if TYPE_CHECKING:
-    from commlib.p2p.fused_norm import Norm
+from commlib.engines.single_rank import SingleRankEngine
+from commlib.errors import ArgumentError
+from commlib.rendezvous.hosts import HostExchange
+from commlib.rendezvous.identity import RingIdentity
+from commlib.rendezvous.roll_call import Meeting
+from commlib.streams import Fences, issue_lock, stream_captures
 
 Tensor = torch.Tensor
 
@@ -36,305 +39,245 @@ _GROUP = (
 )
 
 
-class CommContext(EngineRing):
+class CommContext(Collectives):
     """One ring: rank, size, ranks, device and streams, and the collectives over it.
 
-    Verbs take the output first, then the input, and positions in the ring as peers and roots.
-    With ``use_calc_stream=True`` a verb runs on the caller's current stream. With False it runs on
-    the ring's comm stream, which first waits for the current stream; with ``sync_op=True`` the
-    current stream then waits for it, with ``sync_op=False`` a ``Work`` is returned. The host never
-    blocks on a GPU; on a CPU a verb blocks, at most ``timeout`` seconds, unless ``sync_op=False``.
-    ``fenced=False`` leaves both waits to the program (the legacy comm-stream form).
-    Strided tensors are staged, so that nothing outside a view is read or written.
+    Collectives take the output first, then the input, and positions in the ring as peers and roots.
+    With ``use_calc_stream=True`` a collective runs on the caller's current stream. With False it
+    runs on the ring's comm stream, which first waits for the current stream; with ``sync_op=True``
+    the current stream then waits for it, with ``sync_op=False`` a ``Work`` is returned. The host
+    never blocks on a GPU; on a CPU a collective blocks, at most ``timeout`` seconds, unless
+    ``sync_op=False``. ``fenced=False`` leaves both waits to the program (the legacy comm-stream
+    form). Strided tensors are staged, so that nothing outside a view is read or written.
     """
 
-    def all_reduce(
-        self,
-        out: Tensor,
-        x: Tensor,
-        *,
-        op: str = "sum",
-        factor: float | None = None,
-        use_calc_stream: bool = True,
-        sync_op: bool = True,
-        fenced: bool = True,
-        max_blocks: int | None = None,
-    ) -> Any:
-        """Fill ``out`` on every rank with the reduction of ``x`` over all ranks (any shape).
+    def __init__(
+        self, identity: RingIdentity, engine: type[Engine], meeting: Meeting | None
+    ) -> None:
+        """Put the parts of a ring together; ``open`` connects them.
 
-        ``max_blocks`` bounds the blocks of a push kernel, which wait on the GPU for the peers. By
-        default an asynchronous call takes at most FLAGS_comm_async_blocks, so that the program's
-        own kernels keep the rest of the GPU; any other call takes what is fastest.
+        ``meeting`` is None for a ring of one rank, which needs no communicator.
         """
-        dense = check_pair(self, "all_reduce", out, x)
-        count = x.numel()
-        if out is not x and out.numel() != count:
-            raise misfit(self, "all_reduce", out, count, "as many elements as x")
-        known = self._reductions.get((x.dtype, op)) if factor is None else None
-        args = (known or self._reduction("all_reduce", x, op, factor),)
-        launch = self._pick(self._all_reduce, count)
-        how = use_calc_stream, sync_op, fenced, 0 if max_blocks is None else self._most(max_blocks)
-        return dispatch.run(self, "all_reduce", launch, args, out, x, 0, dense, out, how)
+        self._identity = identity
+        self.ring_id, self.rank, self.ranks = identity.ring_id, identity.rank, identity.ranks
+        self.size, self.device, self.timeout = identity.size, identity.device, identity.timeout
+        self.engine = identity.engine
+        self._device_number = identity.device_number
+        self._fences = Fences(self.device) if self.device.type == "cuda" else None
+        self._lock = issue_lock(self.device)
+        self._groups: dict[int, group.Group] = {}  # the open one of each thread
+        self._calls = 0
+        self._last: str | None = None  # collective
+        self._unfenced = UnfencedCalls()
+        check = 0 if meeting is None else level()
+        self._compares = check == 2  # every call, before its launch
+        self._call_log: CallLog | None = None
+        reports: CallReports | None = None
+        if check:
+            self._call_log = CallLog(self.size, None if self._fences is None else stream_captures)
+            reports = CallReports(self.ring_id, self.rank, self.ranks, self.timeout, self._call_log)
+        self._health = RingHealth(identity, reports)
+        self._hosts = HostExchange(identity, meeting, self._health, compares=self._compares)
+        self._health.find_dead = self._hosts.dead
+        self._engine = (
+            SingleRankEngine(identity, self._hosts, self._health, engine.reducer)
+            if meeting is None
+            else engine(identity, self._hosts, self._health)
+        )
+        self._lifecycle = RingLifecycle(
+            identity, self._health, self._hosts, self._engine, reports, self._unfenced
+        )
+        self._reports = reports
 
-    def all_reduce_begin(
-        self, out: Tensor, x: Tensor, *, op: str = "sum", max_blocks: int | None = None
-    ) -> Work:
-        """Begin an ``all_reduce`` on the caller's current stream; ``wait()`` of the Work ends it.
+    def _open(self, meeting: Meeting, deadline: Deadline) -> None:
+        """Connect to the other members, at most until ``deadline``; free everything on failure."""
+        try:
+            self._engine.open(meeting, deadline)
+            if self._reports is not None:
+                self._reports.open(lambda: self._hosts.store("calls"))
+            if self._compares:
+                self._hosts.exchange([])  # sends and receives of two members can't set it up
+        except BaseException:
+            self.abort()
+            raise
 
-        Kernels that the program launches between the two run while the data is under way. ``x``
-        must not change before ``wait()``, which fills ``out`` and does not block the host. No other
-        collective of this ring may be called between the two. With the push kernels both halves are
-        launches of their own, in a capture too; anything else runs on the ring's comm stream.
-        ``max_blocks`` is as in ``all_reduce``.
-        """
-        blocks = flags.get(flags.ASYNC_BLOCKS) if max_blocks is None else self._most(max_blocks)
-        dense = check_pair(self, "all_reduce", out, x)
-        if out.numel() != x.numel():
-            raise misfit(self, "all_reduce", out, x.numel(), "as many elements as x")
-        reduction = self._reduction("all_reduce", x, op)
-        if dense and self.size > 1 and x.numel() and self.open_group is None:
-            begin = dispatch.begin(self, "all_reduce", self._begin, out, x, reduction, blocks)
-            if begin is not None:
-                return begin
-        how = {"use_calc_stream": False, "sync_op": False}
-        work = self.all_reduce(out, x, op=op, max_blocks=blocks, **how)
-        assert isinstance(work, Work)
-        return work
+    def __repr__(self) -> str:
+        return (
+            f"<CommContext ring {self.ring_id}: rank {self.rank} of {self.size} "
+            f"{list(self.ranks)} on {self.device}, engine {self.engine}, "
+            f"{self._health.fault or 'ready'}>"
+        )
 
-    def _most(self, max_blocks: int) -> int:
-        """Return ``max_blocks`` once it is known to be a number of blocks."""
-        if isinstance(max_blocks, bool) or not isinstance(max_blocks, int) or max_blocks < 1:
-            raise ArgumentError(
-                f"{self.where('all_reduce')}: max_blocks={max_blocks!r}; expected a whole number "
-                f"above 0, or None for FLAGS_comm_async_blocks"
-            )
-        return max_blocks
+    # -- streams, state ----------------------------------------------------------------------------
 
-    def all_reduce_norm(
-        self, x: Tensor, norm: "Norm", *, use_calc_stream: bool = True
-    ) -> tuple[Tensor, Tensor] | None:
-        """Return what ``ops.all_reduce_residual_norm`` does, by one kernel over all ranks.
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """The ring's own high-priority comm stream; None on a CPU."""
+        return None if self._fences is None else self._fences.comm
 
-        None, and nothing launched, where this ring has no kernel for such rows; all ranks decide
-        alike. ``x`` and what ``norm`` holds are dense, checked, and want no gradient.
-        """
-        fused = self._fused(x, norm) if self.size > 1 and x.numel() else None
-        if fused is None:
+    def stream_for(self, use_calc_stream: bool) -> torch.cuda.Stream | None:
+        """Return the stream that a collective runs on: the caller's current one, or the ring's."""
+        if self._fences is None:
             return None
-        y, total = norm.outputs(x)
-        (launch, steps), how = fused, (use_calc_stream, True, True, 0)
-        args, verb = (total, norm, steps), "all_reduce_residual_norm"
-        dispatch.run(self, verb, launch, args, y, x, None, True, y, how)
-        return y, total
+        return torch.cuda.current_stream(self.device) if use_calc_stream else self._fences.comm
 
-    def all_gather(
-        self,
-        out: Tensor,
-        x: Tensor,
-        *,
-        use_calc_stream: bool = True,
-        sync_op: bool = True,
-        fenced: bool = True,
-    ) -> Any:
-        """Fill ``out`` on every rank with the ``x`` of rank 0, 1, … one after the other."""
-        dense = check_pair(self, "all_gather", out, x)
-        count = x.numel()
-        if out.numel() != count * self.size:
-            raise misfit(self, "all_gather", out, count * self.size, "size * x.numel()")
-        place = self.rank * count if self.parts_in_place else None
-        launch = self._pick(self._all_gather, count)
-        how = use_calc_stream, sync_op, fenced, 0
-        return dispatch.run(self, "all_gather", launch, (), out, x, place, dense, out, how)
+    def report(self) -> dict[str, Any]:
+        """Return what the ring is, has done and has taken.
 
-    def reduce_scatter(
-        self,
-        out: Tensor,
-        x: Tensor,
-        *,
-        op: str = "sum",
-        use_calc_stream: bool = True,
-        sync_op: bool = True,
-        fenced: bool = True,
-    ) -> Any:
-        """Fill ``out`` of rank r with the r-th part of the reduction of ``x`` over all ranks."""
-        dense = check_pair(self, "reduce_scatter", out, x)
-        count = out.numel()
-        if count * self.size != x.numel():
-            raise misfit(self, "reduce_scatter", out, x.numel() / self.size, "x.numel() / size")
-        args = (self._reduction("reduce_scatter", x, op),)
-        place = -self.rank * count if self.parts_in_place else None
-        launch = self._pick(self._reduce_scatter, count)
-        how = use_calc_stream, sync_op, fenced, 0
-        return dispatch.run(self, "reduce_scatter", launch, args, out, x, place, dense, out, how)
-
-    def broadcast(
-        self,
-        out: Tensor,
-        x: Tensor | None,
-        *,
-        root: int,
-        use_calc_stream: bool = True,
-        sync_op: bool = True,
-        fenced: bool = True,
-    ) -> Any:
-        """Fill ``out`` on every rank with ``x`` of ``root``; elsewhere ``x`` is not read."""
-        source = self._from_root("broadcast", root, out, x, 1)
-        launch = self._pick(self._broadcast, out.numel())
-        how = use_calc_stream, sync_op, fenced, 0
-        return dispatch.run(self, "broadcast", launch, (root,), out, source, 0, False, out, how)
-
-    def reduce(
-        self,
-        out: Tensor | None,
-        x: Tensor,
-        *,
-        root: int,
-        op: str = "sum",
-        use_calc_stream: bool = True,
-        sync_op: bool = True,
-        fenced: bool = True,
-    ) -> Any:
-        """Fill ``out`` of ``root`` with the reduction of ``x``; elsewhere it is not touched."""
-        target = self._at_root("reduce", root, out, x)
-        if target is not None and target.numel() != x.numel():
-            raise misfit(self, "reduce", target, x.numel(), "as many elements as x")
-        args = (root, self._reduction("reduce", x, op))
-        launch = self._pick(self._reduce, x.numel())
-        how = use_calc_stream, sync_op, fenced, 0
-        return dispatch.run(self, "reduce", launch, args, target, x, 0, False, out, how)
-
-    def gather(
-        self,
-        out: Tensor | None,
-        x: Tensor,
-        *,
-        root: int,
-        use_calc_stream: bool = True,
-        sync_op: bool = True,
-        fenced: bool = True,
-    ) -> Any:
-        """Fill ``out`` of ``root`` with every rank's ``x`` in turn; elsewhere it is not touched."""
-        target = self._at_root("gather", root, out, x)
-        if target is not None and target.numel() != x.numel() * self.size:
-            raise misfit(self, "gather", target, x.numel() * self.size, "size * x.numel()")
-        launch = self._pick(self._gather, x.numel())
-        how = use_calc_stream, sync_op, fenced, 0
-        return dispatch.run(self, "gather", launch, (root,), target, x, None, False, out, how)
-
-    def scatter(
-        self,
-        out: Tensor,
-        x: Tensor | None,
-        *,
-        root: int,
-        use_calc_stream: bool = True,
-        sync_op: bool = True,
-        fenced: bool = True,
-    ) -> Any:
-        """Fill ``out`` of rank r with part r of ``x`` of ``root``; elsewhere x is not read."""
-        source = self._from_root("scatter", root, out, x, self.size)
-        launch = self._pick(self._scatter, out.numel())
-        how = use_calc_stream, sync_op, fenced, 0
-        return dispatch.run(self, "scatter", launch, (root,), out, source, None, False, out, how)
-
-    def all_to_all(
-        self,
-        out: Tensor,
-        x: Tensor,
-        *,
-        out_splits: Iterable[int] | None = None,
-        in_splits: Iterable[int] | None = None,
-        use_calc_stream: bool = True,
-        sync_op: bool = True,
-        fenced: bool = True,
-    ) -> Any:
-        """Send the j-th part of ``x`` to rank j and fill ``out`` with what comes, in rank order.
-
-        Parts are rows along dim 0: equal ones, or ``in_splits`` / ``out_splits`` rows a rank. All
-        members give splits or none does.
+        Returns:
+            ``ring_id``, ``engine``, ``ranks``, ``rank``, ``size``, ``device``; ``state``, which is
+            "ready" or why the ring can't be used; ``calls`` and the ``last`` collective;
+            ``communicator``, True if the engine has one; ``bytes`` and ``workspace_bytes`` of GPU
+            memory; ``errors``, oldest first.
         """
-        dense = check_pair(self, "all_to_all", out, x)
-        sends = counts(self, "all_to_all", "in_splits", x, in_splits)
-        takes = counts(self, "all_to_all", "out_splits", out, out_splits)
-        if sends[self.rank] != takes[self.rank]:
-            raise ShapeError(
-                f"{self.where('all_to_all')}: this rank sends itself {sends[self.rank]} elements "
-                f"but expects {takes[self.rank]}; make in_splits[{self.rank}] and "
-                f"out_splits[{self.rank}] name the same rows"
-            )
-        # With splits every rank takes part, however few rows are its own: others may have some.
-        equal = in_splits is None and out_splits is None
-        launch = self._pick(
-            self._equal_parts if equal else self._all_to_all, x.numel() if equal else 1
-        )
-        how = use_calc_stream, sync_op, fenced, 0
-        return dispatch.run(
-            self, "all_to_all", launch, (takes, sends), out, x, None, dense, out, how
-        )
+        memory, fault = self._engine.memory, self._health.fault
+        return {
+            "ring_id": self.ring_id,
+            "engine": self.engine,
+            "ranks": list(self.ranks),
+            "rank": self.rank,
+            "size": self.size,
+            "device": str(self.device),
+            "state": fault or "ready",
+            "calls": self._calls,
+            "last": self._last,
+            "communicator": fault is None and self._engine.connected,
+            "bytes": memory.communicator,
+            "workspace_bytes": memory.workspace,
+            "errors": self._errors(),
+        }
 
-    def exchange_rows(
-        self,
-        out: Tensor,
-        x: Tensor,
-        routes: Routes,
-        *,
-        use_calc_stream: bool = True,
-        sync_op: bool = True,
-        fenced: bool = True,
-    ) -> Any:
-        """Fill the 2-D ``out`` with rows of every rank's 2-D ``x``, each where ``routes`` says.
+    def _errors(self) -> list[str]:
+        errors = self._health.errors()
+        if not self._health.ended:
+            try:
+                self._engine.check()
+            except Exception as error:
+                errors.append(f"{self._describe('asynchronous error')}: {error}")
+        return errors
 
-        Every member calls it with the routes that belong together; nothing checks that here. On
-        GPUs of one host the first call sets a channel up and blocks the host for it.
+    @property
+    def _open_group(self) -> "group.Group | None":
+        """The group that collects the calls of the calling code; None if they are launched."""
+        opened = self._groups.get(get_ident()) if self._groups else None
+        return opened if opened is not None and opened.collects() else None
+
+    def _describe(self, collective: str) -> str:
+        """Return the start of an error text: the collective, the ring and the rank."""
+        return self._identity.describe(collective)
+
+    # -- life --------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Make now what a first call would otherwise make. Every member calls it.
+
+        Without it the first call that needs NCCL makes the communicator, which no capture allows.
+        Does nothing if a ring is connected when it is created (gloo). Blocks the host at most
+        ``timeout`` seconds per step.
+
+        Raises:
+            CommTimeout: Naming the positions of the members that are late.
+            EngineError: The library reports a failure.
+            RingError: The ring has failed or is closed.
         """
-        dense = check_pair(self, "exchange_rows", out, x)
-        # Every rank takes part in what any rank does.
-        launch = self._own_rows
-        if routes.most * x.shape[1]:
-            launch = self._exchange_rows
-            self._prepare_rows()
-        how = use_calc_stream, sync_op, fenced, 0
-        return dispatch.run(self, "exchange_rows", launch, (routes,), out, x, None, dense, out, how)
+        self._lifecycle.connect()
 
-    def send(
-        self,
-        x: Tensor,
-        *,
-        peer: int,
-        use_calc_stream: bool = True,
-        sync_op: bool = True,
-        fenced: bool = True,
-    ) -> Any:
-        """Send ``x`` to rank ``peer``, which must call ``recv`` with as many bytes."""
-        check_peer(self, "send", peer)
-        check_tensor(self, "send", "x", x)
-        launch = self._pick(self._send, x.numel())
-        how = use_calc_stream, sync_op, fenced, 0
-        return dispatch.run(self, "send", launch, (peer,), None, x, None, False, None, how)
+    def check(self) -> None:
+        """Raise what kernels of this ring have reported so far; never blocks.
 
-    def recv(
-        self,
-        out: Tensor,
-        *,
-        peer: int,
-        use_calc_stream: bool = True,
-        sync_op: bool = True,
-        fenced: bool = True,
-    ) -> Any:
-        """Fill ``out`` with what rank ``peer`` sends."""
-        check_peer(self, "recv", peer)
-        check_out(self, "recv", out)
-        launch = self._pick(self._recv, out.numel())
-        how = use_calc_stream, sync_op, fenced, 0
-        return dispatch.run(self, "recv", launch, (peer,), out, None, None, False, out, how)
+        Every collective does it too. After the replay of a graph only this does.
 
-    def barrier(
-        self, *, use_calc_stream: bool = True, sync_op: bool = True, fenced: bool = True
-    ) -> Any:
-        """Hold this rank's stream (GPU) or host (CPU) until every rank has come here."""
-        launch = self._pick(self._barrier, 1)
-        how = use_calc_stream, sync_op, fenced, 0
-        return dispatch.run(self, "barrier", launch, (), None, None, None, False, None, how)
+        Raises:
+            PeerTimeout: A rank made no call in time; the text names it.
+            StreamError: Two calls of this ring ran at the same time.
+            RingError: The ring has failed or is closed.
+        """
+        self._lifecycle.check()
+
+    def reset(self) -> None:
+        """Make the ring usable again after ``PeerTimeout`` or ``StreamError``.
+
+        Every member calls it, also one that has seen no error. Blocks the host until all have
+        called it and their device is idle, at most ``timeout`` seconds per step. A member that
+        calls later than that finds a ring that must be closed and created again. Graphs stay
+        valid, unless NCCL work waits on a device for a member that never made its call: then the
+        communicator is re-created and graphs with calls of this ring are released.
+
+        Raises:
+            CommTimeout: Naming the positions of the members that are late.
+            RingError: The ring has failed otherwise.
+        """
+        self._lifecycle.reset()
+
+    def suspend(self) -> None:
+        """Free GPU memory until ``resume``; every member calls it.
+
+        Frees what no captured graph holds: NCCL communicators and the workspace for rows. The
+        workspace of the push kernels stays, so captured graphs stay valid and may be replayed. Any
+        call before ``resume`` raises ``RingError``. Blocks the host until the device is idle and
+        all members have called it, at most ``timeout`` seconds per step.
+
+        Raises:
+            CommTimeout: Naming the positions of the members that are late.
+            RingError: The ring has failed, is closed or is suspended.
+        """
+        self._lifecycle.suspend()
+
+    def resume(self) -> None:
+        """Make a suspended ring usable again; every member calls it.
+
+        What was connected before is connected again. Blocks the host as ``suspend``.
+
+        Raises:
+            CommTimeout: Naming the positions of the members that are late.
+            RingError: The ring is not suspended.
+        """
+        self._lifecycle.resume()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Finish the calls in flight and free the communicator.
+
+        Args:
+            timeout: Seconds. Default: FLAGS_comm_close_timeout_s. Then the ring is aborted.
+        """
+        self._close(Deadline(flags.get(flags.CLOSE_TIMEOUT) if timeout is None else timeout))
+
+    def _close(self, deadline: Deadline) -> None:
+        if not self._lifecycle.close(deadline):
+            self.abort()
+
+    def abort(self) -> None:
+        """Abort the communicator at once, with all calls in flight; the ring is closed then.
+
+        From any thread, also while another one is stuck in a call: no lock is taken.
+        """
+        self._lifecycle.abort(Deadline(ABORT_S))
+
+    def _forget(self, why: str) -> None:
+        """Drop the ring in a forked child, without any call to its engine."""
+        self._lifecycle.forget(why)
+        self._lock = issue_lock(self.device)
+
+    # -- host exchange -----------------------------------------------------------------------------
+
+    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+        """Return every rank's integers (int64), in rank order; lengths may differ.
+
+        For what the ranks must agree on before a launch: shapes, counts, options. It goes through
+        shared memory on one host and over TCP (gloo) between several, uses no GPU and is allowed
+        during a capture. Every member calls it; the first call sets it up. It blocks the host at
+        most ``timeout`` seconds.
+
+        Raises:
+            ArgumentError: A value is not an integer of 64 bits. Nothing is sent and the ring stays
+                usable. The other members wait, at most ``timeout`` seconds, for a correct call.
+            CommTimeout: Naming the positions of the members that are late.
+            EngineError: A member has ended.
+            RingError: The ring has failed or is closed.
+        """
+        return self._hosts.exchange(values)
+
+    # -- groups, and what carries a call -----------------------------------------------------------
 
     def group(
         self, *, use_calc_stream: bool = True, sync_op: bool = True
@@ -363,17 +306,17 @@ class CommContext(EngineRing):
         check_dtype(self, "explain", dtype)
         if not hasattr(nbytes, "__index__"):
             raise ArgumentError(
-                f"{self.where('explain')}: nbytes={nbytes!r}; expected a number of bytes; pass "
+                f"{self._describe('explain')}: nbytes={nbytes!r}; expected a number of bytes; pass "
                 f"x.nbytes"
             )
-        reduction = wire(dtype, op, self.reducer, 1.0 if op == "premul_sum" else None)
+        reduction = wire(dtype, op, self._engine.reducer, 1.0 if op == "premul_sum" else None)
         if nbytes < 0 or nbytes % dtype.itemsize:
             raise ArgumentError(
-                f"{self.where('explain')}: nbytes={nbytes}: expected a multiple of "
+                f"{self._describe('explain')}: nbytes={nbytes}: expected a multiple of "
                 f"{dtype.itemsize}, the bytes of one {dtype}"
             )
-        if self.fault is not None:
-            return f"nothing: the ring can't be used: {self.fault}"
+        if self._health.fault is not None:
+            return f"nothing: the ring can't be used: {self._health.fault}"
         if nbytes == 0 or self.size == 1:
             return f"nothing is sent: {'a ring of one rank' if nbytes else 'no bytes'}"
-        return self._carrier(nbytes, reduction)
+        return self._engine.explain(nbytes, reduction)

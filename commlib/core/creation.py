@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import count
 from typing import NamedTuple
 
@@ -14,24 +13,26 @@ from commlib import flags
 from commlib.core.call_log import level
 from commlib.core.context import CommContext
 from commlib.deadlines import Deadline
-from commlib.engines.gloo import GlooCommContext
-from commlib.engines.legacy import LegacyCommContext
-from commlib.engines.nccl import NCCLCommContext
+from commlib.engines.base import Engine
+from commlib.engines.gloo import GlooEngine
+from commlib.engines.nccl import NCCLEngine
+from commlib.engines.torch_distributed import TorchDistributedEngine
 from commlib.errors import CommError, CommTimeout, RingError
 from commlib.log import log
 from commlib.rendezvous import environment
 from commlib.rendezvous.environment import World
+from commlib.rendezvous.identity import RingIdentity
 from commlib.rendezvous.roll_call import Meeting, RollCall
 from commlib.rendezvous.store import BoundedStore
 
 # How long a close waits for a creation that it gives up: its loops look every 0.05 s.
 GIVE_UP_S = 2.0
 
-_ENGINES: dict[tuple[bool, bool], type[CommContext]] = {
-    (True, True): NCCLCommContext,
-    (True, False): GlooCommContext,
-    (False, True): LegacyCommContext,
-    (False, False): LegacyCommContext,
+_ENGINES: dict[tuple[bool, bool], type[Engine]] = {
+    (True, True): NCCLEngine,
+    (True, False): GlooEngine,
+    (False, True): TorchDistributedEngine,
+    (False, False): TorchDistributedEngine,
 }
 
 
@@ -168,14 +169,16 @@ class Creation:
         _log_engine_once(unified, on_gpu)
         engine = _ENGINES[unified, on_gpu]
         position = self.members.index(self.world.rank)
-        place = self.ring_id, position, self.members, self.device, self.deadline
+        identity = RingIdentity(
+            self.ring_id, position, self.members, self.device, self.deadline.seconds, engine.name
+        )
         if len(self.members) == 1:
-            return engine(*place, None)
-        kind = f"{engine.engine} ({self.device.type}), {flags.CHECK}={level()}"
+            return CommContext(identity, engine, None)
+        kind = f"{engine.name} ({self.device.type}), {flags.CHECK}={level()}"
         kept = self.store is None
         with calls.borrowed(self._key, self._home, self.world.rank, kept=kept) as call:
-            given = self.ring_id, self.members, self.deadline, kind, engine.credentials
-            return self._set_up(partial(engine, *place), call.meet(*given))
+            meeting = call.meet(self.ring_id, self.members, self.deadline, kind, bytes)
+            return self._set_up(CommContext(identity, engine, meeting), meeting)
 
     @property
     def _key(self) -> Hashable:
@@ -193,11 +196,11 @@ class Creation:
             return environment.connect(self.world, self.deadline)
         return BoundedStore.of(self.store)
 
-    def _set_up(self, build: Callable[[Meeting], CommContext], meeting: Meeting) -> CommContext:
-        """Build the engine's context; every member keeps it, or every member frees it."""
-        ring, error = None, None
+    def _set_up(self, ring: CommContext, meeting: Meeting) -> CommContext:
+        """Connect the ring; every member keeps it, or every member frees it."""
+        error = None
         try:
-            ring = build(meeting)
+            ring._open(meeting, self.deadline)
         except Exception as caught:  # every failure is reported to the other members
             error = caught
         except BaseException as caught:  # an interrupt: they learn of it, this thread goes on
@@ -207,10 +210,8 @@ class Creation:
         try:
             meeting.finish(error, self.deadline)
         except BaseException:
-            if ring is not None:
-                ring.abort()
+            ring.abort()
             raise
-        assert ring is not None  # finish() raises on every member if one has failed
         return ring
 
     def given_up(self) -> RingError:

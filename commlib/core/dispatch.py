@@ -1,190 +1,100 @@
-"""The one gate that every collective passes: check, record, launch, track."""
+"""Dispatch: every collective is recorded, launched on its stream and tracked here."""
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import graph
 
 from commlib import flags
+from commlib.core.call import Call, apart, as_they_are, written
 from commlib.core.mismatch import compare
 from commlib.core.modes import check_untraced, depth, is_tracing
-from commlib.core.observers import Seen, begun, looking_on, observers, unwatched, watched
-from commlib.core.ring import Ring, Unconnected
-from commlib.core.tensors import dense_copy, is_dense
-from commlib.core.work import OnHost, OnStream, Pending, Work, release_deferred
+from commlib.core.observers import Seen, begun, looking_on, observers, watched
+from commlib.core.ring import Ring
+from commlib.core.stream_mode import StreamMode
+from commlib.core.work import OnHost, OnStream, Work
+from commlib.deferred import release_deferred
+from commlib.engines.base import Unconnected
 from commlib.errors import ArgumentError, CommError, PeerTimeout, StreamError
 from commlib.streams import capture_of, stream_captures
 from commlib.waits import wait_for
 
-Launch = Callable[..., Any]
-How = tuple[bool, bool, bool, int]  # use_calc_stream, sync_op, fenced, most blocks (0: any number)
 
-# torch's public function wraps this one; it is asked at every call, hence the shorter way.
-_increment_version = getattr(torch._C, "_increment_version", graph.increment_version)
+def nothing(out: torch.Tensor | None, x: torch.Tensor | None, *args: Any) -> None:
+    """Launch nothing: empty tensors have nothing to move, on any rank."""
 
 
-class Call:
-    """One collective: what the user gave, and what the engine is given."""
-
-    __slots__ = ("args", "dst", "launch", "out", "place", "src", "verb", "x")
-
-    def __init__(
-        self,
-        verb: str,
-        launch: Launch,
-        args: tuple[Any, ...],
-        out: torch.Tensor | None,
-        x: torch.Tensor | None,
-        place: int | None,
-    ) -> None:
-        self.verb, self.launch, self.args, self.out, self.x = verb, launch, args, out, x
-        self.place = place
-
-    def start(self) -> Any:
-        """Stage what the engine can't take as it is, and launch on the current stream."""
-        out, src = self.out, self.x
-        dst = out
-        if out is not None and not is_dense(out):
-            dst = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        if src is not None:
-            if not is_dense(src):
-                src = dense_copy(src)
-            elif dst is not None and _collide(dst, src, self.place):
-                src = src.clone()
-        self.dst, self.src = dst, src
-        return self.launch(dst, src, *self.args)
-
-    def finish(self) -> None:
-        """Put a staged result where the user wants it, and let autograd know of the write."""
-        if self.out is None or self.dst is None:
-            return
-        if self.dst is self.out:
-            _written(self.out)
-            return
-        # Whoever waits may do so in another grad or inference mode than the caller's.
-        inference = torch.inference_mode(self.out.is_inference())
-        with unwatched(), inference, torch.no_grad():
-            self.out.copy_(self.dst)
-
-
-def _written(out: torch.Tensor) -> None:
-    """Let autograd know that saved values may be gone; inference tensors are never saved."""
-    if not out.is_inference():
-        _increment_version((out,))
-
-
-def _as_they_are(out: torch.Tensor | None, x: torch.Tensor | None, place: int | None) -> bool:
-    """Whether an engine can take both tensors without staging."""
-    return (out is None or is_dense(out)) and (x is None or is_dense(x)) and _apart(out, x, place)
-
-
-def _apart(out: torch.Tensor | None, x: torch.Tensor | None, place: int | None) -> bool:
-    """Whether dense tensors share no bytes, or in the way that the engine allows."""
-    if out is x:
-        return out is None or place == 0
-    return out is None or x is None or not _collide(out, x, place)
-
-
-def _collide(out: torch.Tensor, x: torch.Tensor, place: int | None) -> bool:
-    """Whether dense ``out`` and ``x`` share bytes in a way that the engine does not allow.
-
-    ``place`` is the in-place form: how many elements behind the start of ``out`` ``x`` may begin
-    (negative: before it); None if the operation has no such form.
-    """
-    a, b = out.data_ptr(), x.data_ptr()
-    if a >= b + x.nbytes or b >= a + out.nbytes:
-        return False
-    return place is None or b - a != place * out.itemsize
-
-
-def run(
-    ctx: Ring,
-    verb: str,
-    launcher: Launch,
-    args: tuple[Any, ...],
-    out: torch.Tensor | None,
-    x: torch.Tensor | None,
-    place: int | None,
-    dense: bool,
-    result: Any,
-    how: How,
-) -> Any:
-    """Pass one checked call: record it, launch it on its stream, track what is unfinished."""
-    use_calc_stream, sync_op, _, blocks = how
-    if not dense or depth() or is_tracing():
-        check_untraced(ctx, verb, out, x)
-    if not dense and x is not None and x.requires_grad:
-        x = x.detach()  # gradients go through the registered operators, never through here
-    if observers and ctx.open_group is None and looking_on():
-        again = partial(run, ctx, verb, launcher, args, out, x, place, dense, result, how)
-        with watched([Seen(ctx, verb, out, x, args, partial(finished, again))]):
+def dispatch(ring: Ring, call: Call, mode: StreamMode) -> Any:
+    """Pass one validated call: record it, launch it on its stream, track what is unfinished."""
+    collective, out, x = call.collective, call.out, call.x
+    if not call.dense or depth() or is_tracing():
+        check_untraced(ring, collective, out, x)
+    if not call.dense and x is not None and x.requires_grad:
+        call.x = x = x.detach()  # gradients take the registered ops, and never come here
+    if observers and ring._open_group is None and looking_on():
+        again = partial(dispatch, ring, call, mode)
+        with watched([Seen(ring, collective, out, x, call.args, partial(finished, again))]):
             return again()
     if not (
-        sync_op
-        and not ctx.compares
-        and (use_calc_stream or ctx.fences is None)
-        and (not ctx.groups or ctx.open_group is None)
-        and not blocks
-        and (
-            ((out is x and place == 0) or _apart(out, x, place))
-            if dense
-            else _as_they_are(out, x, place)
-        )
+        mode.sync_op
+        and not ring._compares
+        and (mode.use_calc_stream or ring._fences is None)
+        and (not ring._groups or ring._open_group is None)
+        and not mode.blocks
+        and (apart(out, x, call.place) if call.dense else as_they_are(out, x, call.place))
     ):
-        call = Call(verb, launcher, args, out, x, place)
-        return _tracked(ctx, call, result, how)
+        return _tracked(ring, call, mode)
     # The common case: nothing to stage, no fence, nothing to track after the call.
     missing: Unconnected | None = None
-    with ctx.lock:
-        if ctx.fault is not None:
-            raise ctx.unusable(verb)
+    with ring._lock:
+        if ring._health.fault is not None:
+            raise ring._health.unusable(collective)
         try:
-            handle = launcher(out, x, *args)
+            handle = call.launch(out, x, *call.args)
         except Unconnected as caught:
             missing = caught
         except Exception as error:
-            raise ctx.failed(verb, error, args) from error
+            raise ring._health.failed(collective, error, call.args) from error
         except BaseException:
-            ctx.interrupted(verb)
+            ring._health.interrupted(collective)
             raise
         else:
-            ctx.calls += 1
-            ctx.last_verb = verb
-            if ctx.call_log is not None:
-                ctx.call_log.note(verb, launcher, args, out, x)
+            ring._calls += 1
+            ring._last = collective
+            if ring._call_log is not None:
+                ring._call_log.note(collective, call.launch, call.args, out, x)
     if missing is not None:
-        _connect(ctx, verb, missing)
-        return run(ctx, verb, launcher, args, out, x, place, dense, result, how)
+        _connect(ring, collective, missing)
+        return dispatch(ring, call, mode)
     if handle is not None:  # a CPU: the host waits, outside the lock, so that other calls go on
         try:
             wait_for(handle)
         except Exception as error:
-            raise ctx.failed(verb, error, args) from error
+            raise ring._health.failed(collective, error, call.args) from error
         except BaseException:
-            ctx.interrupted(verb)
+            ring._health.interrupted(collective)
             raise
     if out is not None:
-        _written(out)
-    return result
+        written(out)
+    return call.result
 
 
-def _connect(ctx: Ring, verb: str, missing: Unconnected) -> None:
+def _connect(ring: Ring, collective: str, missing: Unconnected) -> None:
     """Make a connection that a call lacks; the call is made again then."""
     try:
         missing.connect()
     except Exception as error:
-        raise ctx.failed(verb, error) from error
+        raise ring._health.failed(collective, error) from error
 
 
-def connected(ctx: Ring, verb: str, launch_all: Callable[[], Any]) -> Any:
-    """Run a step that launches; where the ring lacks a connection, make it and run it again."""
+def connected(ring: Ring, collective: str, launch_all: Callable[[], Any]) -> Any:
+    """Run a step that launches; if the ring lacks a connection, make it and run the step again."""
     while True:
         try:
             return launch_all()
         except Unconnected as missing:
-            _connect(ctx, verb, missing)
+            _connect(ring, collective, missing)
 
 
 def finished(call: Callable[[], Any]) -> Any:
@@ -193,103 +103,98 @@ def finished(call: Callable[[], Any]) -> Any:
     return done.wait() if isinstance(done, Work) else done
 
 
-def begin(
-    ctx: Ring,
-    verb: str,
-    launcher: Callable[..., Pending | None],
-    out: torch.Tensor,
-    x: torch.Tensor,
-    reduction: Any,
-    blocks: int,
-) -> Work | None:
-    """Launch the first half of a checked call; None, and nothing done, where it has no halves."""
-    check_untraced(ctx, verb)
-    here = observers and looking_on()
-    if ctx.compares or not _apart(out, x, 0) or (here and ctx.fences is None):
+def begin(ring: Ring, call: Call, blocks: int) -> Work | None:
+    """Launch the first half of a validated call; None, and nothing done, if it has no halves."""
+    collective, out, x = call.collective, call.out, call.x
+    check_untraced(ring, collective)
+    observed = observers and looking_on()
+    if ring._compares or not apart(out, x, 0) or (observed and ring._fences is None):
         return None
-    if here:
-        again = partial(begin, ctx, verb, launcher, out, x, reduction, blocks)
-        with watched([Seen(ctx, verb, out, x, (reduction,), partial(finished, again))]):
+    if observed:
+        again = partial(begin, ring, call, blocks)
+        with watched([Seen(ring, collective, out, x, call.args, partial(finished, again))]):
             return again()
-    with ctx.lock:
-        if ctx.fault is not None:
-            raise ctx.unusable(verb)
+    assert out is not None and x is not None
+    with ring._lock:
+        if ring._health.fault is not None:
+            raise ring._health.unusable(collective)
         try:
-            with ctx.bounded(blocks):
-                pending = launcher(out, x.detach(), reduction)
+            with ring._engine.bounded(blocks):
+                pending = call.launch(out, x.detach(), *call.args)
         except Exception as error:
-            raise ctx.failed(verb, error) from error
+            raise ring._health.failed(collective, error) from error
         except BaseException:
-            ctx.interrupted(verb)
+            ring._health.interrupted(collective)
             raise
         if pending is None:
             return None
-        ctx.calls += 1
-        ctx.last_verb = verb
-        if ctx.call_log is not None:
-            ctx.call_log.note(verb, launcher, (reduction,), out, x)
-    _written(out)
+        ring._calls += 1
+        ring._last = collective
+        if ring._call_log is not None:
+            ring._call_log.note(collective, call.launch, call.args, out, x)
+    written(out)
     return begun(Work(out, pending))
 
 
-def _tracked(ctx: Ring, call: Call, result: Any, how: How) -> Any:
-    use_calc_stream, sync_op, _, _ = how
-    group = ctx.open_group
-    if not sync_op and (use_calc_stream or group is not None):
-        raise ArgumentError(async_refusal(ctx, call.verb))
-    if ctx.compares and group is None:
-        [call] = compare(ctx, [call])  # without the lock: it waits for the other members
-    if group is not None:
-        if ctx.fault is not None:
-            raise ctx.unusable(call.verb)
-        return group.add(call, use_calc_stream, result)
+def _tracked(ring: Ring, call: Call, mode: StreamMode) -> Any:
+    opened = ring._open_group
+    if not mode.sync_op and (mode.use_calc_stream or opened is not None):
+        raise ArgumentError(async_unsupported(ring, call.collective))
+    if ring._compares and opened is None:
+        [call] = compare(ring, [call])  # without the lock: it waits for the other members
+    if opened is not None:
+        if ring._health.fault is not None:
+            raise ring._health.unusable(call.collective)
+        return opened.add(call, mode.use_calc_stream)
 
     def launch_one() -> Any:
-        with ctx.lock:
-            if ctx.fault is not None:
-                raise ctx.unusable(call.verb)
-            return launch(ctx, [call], result, how)
+        with ring._lock:
+            if ring._health.fault is not None:
+                raise ring._health.unusable(call.collective)
+            return launch(ring, [call], call.result, mode)
 
-    return settle(ctx, call.verb, connected(ctx, call.verb, launch_one), sync_op)
+    return settle(ring, call.collective, connected(ring, call.collective, launch_one), mode.sync_op)
 
 
-def settle(ctx: Ring, verb: str, done: Any, sync_op: bool) -> Any:
+def settle(ring: Ring, collective: str, done: Any, sync_op: bool) -> Any:
     """Block where the host is what has to wait; outside the lock, so that other calls go on."""
-    if not sync_op or ctx.fences is not None:
+    if not sync_op or ring._fences is not None:
         return done
     try:
         return done.wait()
     except Exception:
         raise
     except BaseException:  # the caller has no Work to wait for later
-        ctx.interrupted(verb)
+        ring._health.interrupted(collective)
         raise
 
 
-def async_refusal(ctx: Ring, verb: str) -> str:
-    """Say why a call may not be asynchronous here; empty if it may."""
-    if ctx.open_group is not None:
+def async_unsupported(ring: Ring, collective: str) -> str:
+    """Return why a call can't be asynchronous here."""
+    if ring._open_group is not None:
         return (
-            f"{ctx.where(verb)}: sync_op=False inside a group: the group is one operation; "
+            f"{ring._describe(collective)}: sync_op=False inside a group: the group is one "
+            f"operation; "
             f"open it by `with ring.group(use_calc_stream=False, sync_op=False) as work:`"
         )
     return (
-        f"{ctx.where(verb)}: sync_op=False with use_calc_stream=True: a call on the caller's own "
+        f"{ring._describe(collective)}: sync_op=False with use_calc_stream=True: a call on the "
+        f"caller's own "
         f"stream is already ordered, so there is nothing to wait for; type use_calc_stream=False"
     )
 
 
-def launch(ctx: Ring, calls: list[Call], result: Any, how: How) -> Any:
+def launch(ring: Ring, calls: list[Call], result: Any, mode: StreamMode) -> Any:
     """Launch ``calls`` as one operation; return ``result``, or a Work where one is unfinished."""
-    use_calc_stream, sync_op, fenced, blocks = how
-    fences = ctx.fences
+    use_calc_stream, sync_op, fenced, blocks = mode
+    fences = ring._fences
     if fences is None:
-        return begun(Work(result, _on_host(ctx, calls)))
+        return begun(Work(result, _on_host(ring, calls)))
     if use_calc_stream:
-        with ctx.bounded(blocks):
-            _on_stream(ctx, calls)
+        with ring._engine.bounded(blocks):
+            _on_stream(ring, calls)
         return result
-    calc = torch.cuda.current_stream(ctx.device)
+    calc = torch.cuda.current_stream(ring.device)
     capturing = stream_captures()
     if not capturing:
         release_deferred()
@@ -299,8 +204,8 @@ def launch(ctx: Ring, calls: list[Call], result: Any, how: How) -> Any:
         fences.comm_waits(calc)
     if not (sync_op and fenced):  # the program's own kernels run at the same time
         blocks = blocks or flags.get(flags.ASYNC_BLOCKS)
-    with torch.cuda.stream(fences.comm), ctx.bounded(blocks):
-        _on_stream(ctx, calls)
+    with torch.cuda.stream(fences.comm), ring._engine.bounded(blocks):
+        _on_stream(ring, calls)
     if fenced and sync_op:
         fences.calc_waits(calc)
         return result
@@ -309,67 +214,69 @@ def launch(ctx: Ring, calls: list[Call], result: Any, how: How) -> Any:
     capture = capture_of(calc.cuda_stream) if capturing else 0
     work = begun(Work(result, OnStream(event, calc, calls, capture)))
     if sync_op:
-        ctx.keep_unfenced(event, calls)
+        ring._unfenced.keep(event, calls)
         return result
     return work
 
 
-def _start(ctx: Ring, calls: list[Call]) -> list[Any]:
-    handles = _start_all(ctx, calls)
-    ctx.calls += len(calls)
-    ctx.last_verb = calls[-1].verb
-    if ctx.call_log is not None:
+def _start(ring: Ring, calls: list[Call]) -> list[Any]:
+    handles = _start_all(ring, calls)
+    ring._calls += len(calls)
+    ring._last = calls[-1].collective
+    if ring._call_log is not None:
         for call in calls:
-            ctx.call_log.note(call.verb, call.launch, call.args, call.out, call.x)
+            ring._call_log.note(call.collective, call.launch, call.args, call.out, call.x)
     return handles
 
 
-def _start_all(ctx: Ring, calls: list[Call]) -> list[Any]:
+def _start_all(ring: Ring, calls: list[Call]) -> list[Any]:
     if len(calls) > 1:
-        ctx.prepare(calls)
+        ring._engine.prepare(calls)
     try:
         if len(calls) == 1:
-            return [_guarded(ctx, calls[0], calls[0].start)]
-        with ctx.coalesced():
-            return [_guarded(ctx, call, call.start) for call in calls]
+            return [_guarded(ring, calls[0], calls[0].start)]
+        with ring._engine.coalesced():
+            return [_guarded(ring, call, call.start) for call in calls]
     except CommError:
         raise
     except Unconnected as error:
         if len(calls) == 1:
             raise
-        raise ctx.failed(calls[-1].verb, error) from error  # calls of the group may be launched
+        raise ring._health.failed(
+            calls[-1].collective, error
+        ) from error  # calls of the group may be launched
     except Exception as error:  # an engine may report a failure only at the end of the group
-        raise ctx.failed(calls[-1].verb, error) from error
+        raise ring._health.failed(calls[-1].collective, error) from error
     except BaseException:
-        ctx.interrupted(calls[-1].verb)
+        ring._health.interrupted(calls[-1].collective)
         raise
 
 
-def _on_stream(ctx: Ring, calls: list[Call]) -> None:
-    _start(ctx, calls)
+def _on_stream(ring: Ring, calls: list[Call]) -> None:
+    _start(ring, calls)
     for call in calls:
         call.finish()
 
 
-def _on_host(ctx: Ring, calls: list[Call]) -> OnHost:
-    handles = _start(ctx, calls)
+def _on_host(ring: Ring, calls: list[Call]) -> OnHost:
+    handles = _start(ring, calls)
 
     def await_all() -> None:  # may be interrupted anywhere, and is called again then
         for call, handle in zip(calls, handles, strict=True):
             if handle is not None:
-                _guarded(ctx, call, partial(wait_for, handle))
-            _guarded(ctx, call, call.finish)
+                _guarded(ring, call, partial(wait_for, handle))
+            _guarded(ring, call, call.finish)
 
     return OnHost(handles, await_all, calls)
 
 
-def _guarded(ctx: Ring, call: Call, step: Callable[[], Any]) -> Any:
+def _guarded(ring: Ring, call: Call, step: Callable[[], Any]) -> Any:
     """Run one step of the library below; its failure is the ring's failure, in our words."""
     try:
         return step()
     except (PeerTimeout, StreamError) as error:
-        raise ctx.failed(call.verb, error, call.args) from error
+        raise ring._health.failed(call.collective, error, call.args) from error
     except (CommError, Unconnected):
         raise
     except Exception as error:
-        raise ctx.failed(call.verb, error, call.args) from error
+        raise ring._health.failed(call.collective, error, call.args) from error

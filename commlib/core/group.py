@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
-from commlib.core.dispatch import Call, async_refusal, connected, finished, launch, settle
+from commlib.core.call import Call
+from commlib.core.dispatch import async_unsupported, connected, finished, launch, settle
 from commlib.core.mismatch import compare
 from commlib.core.modes import watched as under_mode
 from commlib.core.observers import Seen, looking_on, observers, unwatched, watched
 from commlib.core.ring import Ring
+from commlib.core.stream_mode import stream_mode
 from commlib.core.work import Unlaunched, Work
 from commlib.errors import ArgumentError
 
@@ -34,8 +36,8 @@ class Group:
     once. On a GPU another thread makes them, on a CPU the same one: the rule is one for both.
     """
 
-    def __init__(self, ctx: Ring, use_calc_stream: bool, sync_op: bool) -> None:
-        self.ctx, self.use_calc_stream, self.sync_op = ctx, use_calc_stream, sync_op
+    def __init__(self, ring: Ring, use_calc_stream: bool, sync_op: bool) -> None:
+        self.ring, self.use_calc_stream, self.sync_op = ring, use_calc_stream, sync_op
         self.calls: list[Call] = []
         self._expects_op = False
         self._task = _backward_task()
@@ -55,22 +57,22 @@ class Group:
         """Return True if the calling code is in the block itself, not in a backward inside it."""
         return self._task == _backward_task()
 
-    def add(self, call: Call, use_calc_stream: bool, result: Any) -> Any:
+    def add(self, call: Call, use_calc_stream: bool) -> Any:
         """Keep ``call`` for later; its result is valid after the group."""
         if self.use_calc_stream and not use_calc_stream:
             raise ArgumentError(
-                f"{self.ctx.where(call.verb)}: use_calc_stream=False inside a group on the calc "
-                f"stream; open it by `with ring.group(use_calc_stream=False):`"
+                f"{self.ring._describe(call.collective)}: use_calc_stream=False inside a group on "
+                f"the calc stream; open it by `with ring.group(use_calc_stream=False):`"
             )
         self.calls.append(call)
-        self.work._result.append(result)
-        return result
+        self.work._result.append(call.result)
+        return call.result
 
     def _seen(self, again: Callable[[], Any]) -> Iterator[Seen]:
         """Yield the calls as observers see them; the first one makes all of them again."""
         for call in self.calls:
             redo = partial(finished, again) if call is self.calls[0] else _nothing
-            yield Seen(self.ctx, call.verb, call.out, call.x, call.args, redo)
+            yield Seen(self.ring, call.collective, call.out, call.x, call.args, redo)
 
     def leave(self) -> None:
         """Launch everything as one operation."""
@@ -90,51 +92,51 @@ class Group:
             self.work._pending = Unlaunched(error)
             raise
         except BaseException:  # a signal; the launch has said so to the ring
-            self.work._pending = Unlaunched(self.ctx.unusable("group"))
+            self.work._pending = Unlaunched(self.ring._health.unusable("group"))
             raise
         self.work._pending = done._pending if isinstance(done, Work) else None
 
     def _launch(self) -> Any:
-        how = self.use_calc_stream, self.sync_op, True, 0
-        calls = compare(self.ctx, self.calls) if self.ctx.compares else self.calls
+        mode = stream_mode(self.use_calc_stream, self.sync_op)
+        calls = compare(self.ring, self.calls) if self.ring._compares else self.calls
 
         def launch_all() -> Any:
-            with self.ctx.lock:
-                if self.ctx.fault is not None:
-                    raise self.ctx.unusable("group")
-                return launch(self.ctx, calls, None, how)
+            with self.ring._lock:
+                if self.ring._health.fault is not None:
+                    raise self.ring._health.unusable("group")
+                return launch(self.ring, calls, None, mode)
 
-        return connected(self.ctx, "group", launch_all)
+        return connected(self.ring, "group", launch_all)
 
 
 @contextmanager
-def group(ctx: Ring, use_calc_stream: bool, sync_op: bool) -> Iterator[Work]:
+def group(ring: Ring, use_calc_stream: bool, sync_op: bool) -> Iterator[Work]:
     """Collect the calls of a ``with`` block; an exception inside launches none of them."""
     if use_calc_stream and not sync_op:
-        raise ArgumentError(async_refusal(ctx, "group"))
-    if ctx.open_group is not None:
-        raise ArgumentError(f"{ctx.where('group')}: a group is open already; leave it first")
-    opened, thread = Group(ctx, use_calc_stream, sync_op), get_ident()
-    outer = ctx.groups.get(thread)  # of the code whose backward opens this one
-    ctx.groups[thread] = opened
+        raise ArgumentError(async_unsupported(ring, "group"))
+    if ring._open_group is not None:
+        raise ArgumentError(f"{ring._describe('group')}: a group is open already; leave it first")
+    opened, thread = Group(ring, use_calc_stream, sync_op), get_ident()
+    outer = ring._groups.get(thread)  # of the code whose backward opens this one
+    ring._groups[thread] = opened
     try:
         yield opened.work
     except BaseException:
-        none = f"{ctx.where('group')}: an exception left the group; none of it was launched"
+        none = f"{ring._describe('group')}: an exception left the group; none of it was launched"
         opened.work._pending = Unlaunched(ArgumentError(none))
         raise
     finally:
         if outer is None:
-            del ctx.groups[thread]
+            del ring._groups[thread]
         else:
-            ctx.groups[thread] = outer
+            ring._groups[thread] = outer
     opened.leave()
-    settle(ctx, "group", opened.work, sync_op)
+    settle(ring, "group", opened.work, sync_op)
 
 
 def needs_result(
     ring: Ring,
-    verb: str,
+    collective: str,
     instead: str = "call the ring's plain collective inside, with x.detach()",
 ) -> None:
     """Refuse an operator that computes with a collective's result while a group is open.
@@ -143,15 +145,16 @@ def needs_result(
 
     Args:
         ring: The ring of the collective.
-        verb: The operator, as the user knows it.
+        collective: The operator, as the user knows it.
         instead: What the user can do besides calling it outside the group.
 
     Raises:
         ArgumentError: The calling code is inside the block of a group of ``ring``.
     """
-    if ring.open_group is not None:
+    if ring._open_group is not None:
         raise ArgumentError(
-            f"{ring.where(verb)}: a call inside `with ring.group():` that needs a result at once "
+            f"{ring._describe(collective)}: a call inside `with ring.group():` that needs a "
+            f"result at once "
             f"(an operator that computes with it, or an x that requires grad); results "
             f"are there after the block only: call it outside the group, or {instead}"
         )

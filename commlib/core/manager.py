@@ -170,10 +170,10 @@ class CommContextManager:
     def _usable(self, ring_id: int) -> CommContext | None:
         """Return the ring if it exists; drop one that was aborted or closed by its own method."""
         known = self._rings.get(ring_id)
-        if known is None or known.fault is None:
+        if known is None or known._health.fault is None:
             return known
-        if not known.ended:
-            raise RingError(f"ring {ring_id} exists and can't be used: {known.fault}")
+        if not known._health.ended:
+            raise RingError(f"ring {ring_id} exists and can't be used: {known._health.fault}")
         del self._rings[ring_id]
         return None
 
@@ -231,24 +231,8 @@ class CommContextManager:
         return list(self._rings)
 
     def report(self) -> list[dict[str, Any]]:
-        """Return one dict a ring: ids, engine, ranks, state, calls, communicator and its bytes."""
-        return [
-            {
-                "ring_id": c.ring_id,
-                "engine": c.engine,
-                "ranks": list(c.ranks),
-                "rank": c.rank,
-                "size": c.size,
-                "device": str(c.device),
-                "state": c.state,
-                "calls": c.calls,
-                "last": c.last_verb,
-                "communicator": c.has_communicator,
-                "bytes": c.communicator_bytes,
-                "workspace_bytes": c.workspace_bytes,
-            }
-            for c in list(self._rings.values())
-        ]
+        """Return ``CommContext.report()`` of every ring on this rank."""
+        return [ring.report() for ring in list(self._rings.values())]
 
     # -- close -----------------------------------------------------------------------------------
 
@@ -308,7 +292,7 @@ class CommContextManager:
         return self._calls.drop_lent()
 
     def _at_exit(self) -> None:
-        failing = is_failing() or any(ring.has_failed for ring in self._rings.values())
+        failing = is_failing() or any(ring._health.has_failed for ring in self._rings.values())
         seconds = flags.get(flags.CLOSE_TIMEOUT)
         try:
             self._close(None, failing, _FAILING_S)
@@ -335,7 +319,7 @@ class CommContextManager:
         keep_forever(dict(vars(self)), list(self._creating.values()), list(self._closing))
         why = belongs(parent, self._process)
         for ring in [*self._rings.values(), *self._closing]:
-            ring.forget(why)
+            ring._forget(why)
         self._inherited.update(dict.fromkeys([*self._rings, *self._creating], parent))
         if self._world is not None:
             self._parent = parent, self._world

@@ -60,7 +60,7 @@ def same_ring(
     if differs:
         raise RingError(
             f"ring {known.ring_id} exists {differs}; leave the argument away to get the ring as "
-            f"it is, or {known._anew}"
+            f"it is, or {known._identity.recreate}"
         )
     return known
 
@@ -71,7 +71,7 @@ def other_members(
     """Return the error of a ring id that is in use for other ranks."""
     return RingError(
         f"ring {ring_id} {state} with ranks {list(ranks)}; given {list(given)}. Use another ring "
-        f"id, or call commlib.CommContextManager.instance().close({ring_id}) on its members first"
+        f"id, or call commlib.close_ring({ring_id}) on its members first"
     )
 
 

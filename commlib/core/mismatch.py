@@ -9,23 +9,22 @@ import threading
 from collections.abc import Callable
 from copy import copy
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from commlib.core.call_log import PAIRED, call_line, facts
+from commlib.call_lines import call_line
+from commlib.core.call import Call
+from commlib.core.call_log import PAIRED, facts
 from commlib.core.failures import named
 from commlib.core.ring import Ring
 from commlib.errors import MismatchError
-
-if TYPE_CHECKING:
-    from commlib.core.dispatch import Call
 
 _HEADER = 2048  # bytes
 _TAGS, _FIRST, _MOST = 3, 16, 1 << 26  # per message: the sender's header, the receiver's, data
 
 
-def compare(ring: Ring, calls: "list[Call]") -> "list[Call]":
+def compare(ring: Ring, calls: list[Call]) -> list[Call]:
     """Compare calls that are about to be launched as one with those of the other members.
 
     Blocks the host, at most the ring's timeout. Sends and receives on a CPU block nothing: their
@@ -38,15 +37,15 @@ def compare(ring: Ring, calls: "list[Call]") -> "list[Call]":
     Raises:
         MismatchError: The members' calls differ; every member raises it.
     """
-    collectives = [call for call in calls if call.verb not in PAIRED]
+    collectives = [call for call in calls if call.collective not in PAIRED]
     if collectives or not calls:
-        _agree(ring, collectives, calls[0].verb if len(calls) == 1 else "group")
-    pairs = {at: _Pair(ring, call) for at, call in enumerate(calls) if call.verb in PAIRED}
+        _agree(ring, collectives, calls[0].collective if len(calls) == 1 else "group")
+    pairs = {at: _Pair(ring, call) for at, call in enumerate(calls) if call.collective in PAIRED}
     fit, unfit = [], []
     for at, call in enumerate(calls):
         if at not in pairs:
             fit.append(call)
-        elif ring.fences is None:
+        elif ring._fences is None:
             fit.append(_launched_by(call, _once_it_fits(pairs[at], call.launch)))
         elif (text := pairs[at].difference()) is None:
             fit.append(call)
@@ -55,24 +54,24 @@ def compare(ring: Ring, calls: "list[Call]") -> "list[Call]":
     return fit + unfit
 
 
-def _launched_by(call: "Call", launch: Callable[..., Any]) -> "Call":
+def _launched_by(call: Call, launch: Callable[..., Any]) -> Call:
     """Return the same call with another launch: the given one may be made again."""
     other = copy(call)
     other.launch = launch
     return other
 
 
-def _agree(ring: Ring, calls: "list[Call]", verb: str) -> None:
+def _agree(ring: Ring, calls: list[Call], collective: str) -> None:
     """Compare collectives: codes of all of them, and who sends how much to whom."""
-    told = [facts(c.verb, c.launch, c.args, c.out, c.x, ring.size) for c in calls]
+    told = [facts(c.collective, c.launch, c.args, c.out, c.x, ring.size) for c in calls]
     splits = [c.args for c, t in zip(calls, told, strict=True) if t.elements is None and c.args]
     codes = [len(calls), *(one.code for one in told)]
     numbers = [number for takes, sends in splits for number in (*takes, *sends)]
-    rows = ring.gathered(verb, [*codes, *numbers])
+    rows = ring._hosts.all_gather(collective, [*codes, *numbers])
     if all(row[: len(codes)] == codes for row in rows) and _fit(ring.size, rows, len(codes)):
         return
     shown = (_shown(call, str(fact)) for call, fact in zip(calls, told, strict=True))
-    raise ring.mismatch(verb, ", then ".join(shown))
+    raise ring._hosts.mismatch(collective, ", then ".join(shown))
 
 
 def _fit(size: int, rows: list[list[int]], start: int) -> bool:
@@ -85,11 +84,11 @@ def _fit(size: int, rows: list[list[int]], start: int) -> bool:
     return True
 
 
-def _shown(call: "Call", fact: str) -> str:
+def _shown(call: Call, fact: str) -> str:
     """Describe a call to the reader of an error: also its shapes and splits."""
     tensor = call.out if call.x is None else call.x
     text = fact if tensor is None else f"{fact}, shape {tuple(tensor.shape)}"
-    if call.verb == "all_to_all":
+    if call.collective == "all_to_all":
         text += f", receives {call.args[0]}, sends {call.args[1]}"
     return text
 
@@ -97,18 +96,18 @@ def _shown(call: "Call", fact: str) -> str:
 class _Pair:
     """The headers of one send and its receive; both members post theirs and read the other's."""
 
-    def __init__(self, ring: Ring, call: "Call") -> None:
+    def __init__(self, ring: Ring, call: Call) -> None:
         """Post this member's header, and the receive of the peer's; blocks nothing."""
-        self.ring, self.verb, self.peer = ring, call.verb, call.args[0]
-        sends = call.verb == "send"
-        group, number = ring.pair(self.peer, sends)
+        self.ring, self.collective, self.peer = ring, call.collective, call.args[0]
+        sends = call.collective == "send"
+        group, number = ring._hosts.pair(self.peer, sends)
         tag = _FIRST + _TAGS * (number % _MOST)
         self.tag = tag + 2
         tensor = call.x if sends else call.out
         assert tensor is not None
         dtype = str(tensor.dtype).removeprefix("torch.")
         self.given = [dtype, tensor.numel()]
-        shown = f"{call.verb} {dtype} {tuple(tensor.shape)}"
+        shown = f"{call.collective} {dtype} {tuple(tensor.shape)}"
         self.shown = f"{shown[:100]} at {call_line()[-200:]}"
         text = json.dumps([*self.given, self.shown]).encode()[:_HEADER].ljust(_HEADER)
         self._own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -124,13 +123,14 @@ class _Pair:
             for work in self._posted:
                 work.wait()
         except Exception as error:
-            raise self.ring.failed(self.verb, error, (self.peer,)) from error
+            raise self.ring._health.failed(self.collective, error, (self.peer,)) from error
         *theirs, shown = json.loads(bytes(self._other.tolist()))
         if theirs == self.given:
             return None
         ring = self.ring
         return (
-            f"{ring.where(self.verb)}: detected mismatch with {named([self.peer], ring.ranks)}: "
+            f"{ring._describe(self.collective)}: detected mismatch with "
+            f"{named([self.peer], ring.ranks)}: "
             f"rank {ring.ranks[ring.rank]}: {self.shown}; rank {ring.ranks[self.peer]}: {shown}. "
             f"Nothing was sent and the ring stays usable; send and receive as many elements of "
             f"one dtype"
@@ -169,7 +169,7 @@ class _Handle:
 
 def _once_it_fits(pair: _Pair, launch: Callable[..., Any]) -> Callable[..., _Handle]:
     """Return a launch that moves data on a CPU once the header fits the peer's."""
-    tag = () if getattr(launch, "__name__", "") == "_nothing" else (pair.tag,)
+    tag = () if getattr(launch, "__name__", "") == "nothing" else (pair.tag,)
 
     def under_way(*args: Any) -> _Handle:
         def step() -> None:
@@ -180,7 +180,7 @@ def _once_it_fits(pair: _Pair, launch: Callable[..., Any]) -> Callable[..., _Han
             if handle is not None:
                 handle.wait()
 
-        return _Handle(step, f"commlib {pair.verb}")
+        return _Handle(step, f"commlib {pair.collective}")
 
     return under_way
 

@@ -17,7 +17,7 @@ depth = getattr(
     torch._C, "_len_torch_dispatch_stack", lambda: len(_get_current_dispatch_mode_stack())
 )
 is_tracing = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)
-_OPS = {"exchange_rows": "global_scatter"}  # verbs that no operator is named after
+_OPS = {"exchange_rows": "global_scatter"}  # collectives that no operator is named after
 
 
 def watched() -> bool:
@@ -30,7 +30,7 @@ def active() -> bool:
     return watched() or forward_ad._current_level >= 0
 
 
-def check_untraced(ring: Ring, verb: str, *tensors: torch.Tensor | None) -> None:
+def check_untraced(ring: Ring, collective: str, *tensors: torch.Tensor | None) -> None:
     """Raise ``ArgumentError`` for a ring's own collective that a mode or a trace would miss."""
     symbolic = None
     for tensor in tensors:
@@ -41,9 +41,10 @@ def check_untraced(ring: Ring, verb: str, *tensors: torch.Tensor | None) -> None
     modes = _foreign()
     where = type(modes[-1]).__name__ if modes else "torch.jit.trace" if is_tracing() else None
     under = f"under {where}" if where else f"with a symbolic {type(symbolic).__name__}"
-    op = f"commlib.ops.{_OPS.get(verb, verb)}"
+    op = f"commlib.ops.{_OPS.get(collective, collective)}"
     raise ArgumentError(
-        f"{ring.where(verb)}: a ring's own collective writes to out without a torch operator, so "
+        f"{ring._describe(collective)}: a ring's own collective writes to out without a torch "
+        f"operator, so "
         f"that a call {under} would not be traced; call {op}(..., ring_id={ring.ring_id}), which "
         f"is a registered op"
     )

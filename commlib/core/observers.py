@@ -19,7 +19,7 @@ class Seen(NamedTuple):
     """A call as an observer is told of it before its launch; ``again()`` makes it once more."""
 
     ring: Ring
-    verb: str
+    collective: str
     out: torch.Tensor | None
     x: torch.Tensor | None
     args: tuple[Any, ...]

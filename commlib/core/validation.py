@@ -22,21 +22,22 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def check_tensor(ctx: Ring, verb: str, role: str, tensor: torch.Tensor) -> None:
+def check_tensor(ring: Ring, collective: str, role: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor that is not on the ring's device, or whose values can't be read."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(
-            f"{ctx.where(verb)}: {role} is {type(tensor).__name__}; expected a torch.Tensor"
+            f"{ring._describe(collective)}: {role} is {type(tensor).__name__}; expected a "
+            f"torch.Tensor"
         )
-    if tensor.device != ctx.device:
+    if tensor.device != ring.device:
         raise DeviceError(
-            f"{ctx.where(verb)}: {role} is on {tensor.device}, the ring is on {ctx.device}; "
-            f"type {role}.to('{ctx.device}')"
+            f"{ring._describe(collective)}: {role} is on {tensor.device}, the ring is on "
+            f"{ring.device}; type {role}.to('{ring.device}')"
         )
-    check_readable(ctx, verb, role, tensor)
+    check_readable(ring, collective, role, tensor)
 
 
-def check_readable(ctx: Ring, verb: str, role: str, tensor: torch.Tensor) -> None:
+def check_readable(ring: Ring, collective: str, role: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor whose values neither an engine nor a registered op can read."""
     if has_memory(tensor):
         return
@@ -44,53 +45,57 @@ def check_readable(ctx: Ring, verb: str, role: str, tensor: torch.Tensor) -> Non
     if found is not None:
         what, remedy = found
         raise DeviceError(
-            f"{ctx.where(verb)}: {role} {what}; expected a torch.Tensor with torch.strided memory; "
-            f"{remedy}"
+            f"{ring._describe(collective)}: {role} {what}; expected a torch.Tensor with "
+            f"torch.strided memory; {remedy}"
         )
 
 
-def check_out(ctx: Ring, verb: str, out: torch.Tensor) -> None:
+def check_out(ring: Ring, collective: str, out: torch.Tensor) -> None:
     """Refuse an output that can't be written: overlapping itself, or tracked by autograd."""
-    check_tensor(ctx, verb, "out", out)
+    check_tensor(ring, collective, "out", out)
     found = None if has_memory(out) else output_fault(out)
     if found is not None:
         what, remedy = found
-        raise ArgumentError(f"{ctx.where(verb)}: out {what}, and can't be written; {remedy}")
+        raise ArgumentError(
+            f"{ring._describe(collective)}: out {what}, and can't be written; {remedy}"
+        )
     if not out.is_contiguous() and overlaps_itself(out):
         raise ArgumentError(
-            f"{ctx.where(verb)}: out of shape {tuple(out.shape)} and strides {out.stride()} "
+            f"{ring._describe(collective)}: out of shape {tuple(out.shape)} and strides "
+            f"{out.stride()} "
             f"overlaps itself, so that its values would depend on timing; type out.contiguous()"
         )
     if out.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(
-            f"{ctx.where(verb)}: out requires grad and would be overwritten behind autograd; "
-            f"type out.detach(), or leave out= away"
+            f"{ring._describe(collective)}: out requires grad and would be overwritten behind "
+            f"autograd; type out.detach(), or leave out= away"
         )
 
 
-def check_pair(ctx: Ring, verb: str, out: Tensor, x: Tensor) -> bool:
+def check_pair(ring: Ring, collective: str, out: Tensor, x: Tensor) -> bool:
     """Refuse what ``check_tensor`` and ``check_out`` refuse, and two dtypes.
 
     Returns True if both are known to be dense and to want no gradient, False if that is open.
     """
-    number = ctx.device_number
+    number = ring._device_number
     if _plain(out, number) and (out is x or _plain(x, number)) and out.dtype is x.dtype:
         return True
-    check_tensor(ctx, verb, "x", x)
-    check_out(ctx, verb, out)
+    check_tensor(ring, collective, "x", x)
+    check_out(ring, collective, out)
     if out.dtype is not x.dtype:
         raise DtypeError(
-            f"{ctx.where(verb)}: out is {out.dtype} and x is {x.dtype}; expected one dtype; "
-            f"type x.to({out.dtype})"
+            f"{ring._describe(collective)}: out is {out.dtype} and x is {x.dtype}; expected one "
+            f"dtype; type x.to({out.dtype})"
         )
     return False
 
 
-def check_dtype(ctx: Ring, verb: str, dtype: torch.dtype) -> None:
+def check_dtype(ring: Ring, collective: str, dtype: torch.dtype) -> None:
     """Refuse what is no dtype, such as its name."""
     if not isinstance(dtype, torch.dtype):
         raise ArgumentError(
-            f"{ctx.where(verb)}: dtype={dtype!r}; expected a torch.dtype; type torch.float32"
+            f"{ring._describe(collective)}: dtype={dtype!r}; expected a torch.dtype; type "
+            f"torch.float32"
         )
 
 
@@ -112,52 +117,92 @@ def _plain(tensor: Tensor, device_number: int) -> bool:
         return False
 
 
-def misfit(ctx: Ring, verb: str, out: Tensor, expected: float, rule: str) -> ShapeError:
-    """The error of an output with the wrong number of elements."""
+def shape_mismatch(
+    ring: Ring, collective: str, out: Tensor, expected: float, rule: str
+) -> ShapeError:
+    """Return the error of an output with the wrong number of elements."""
     return ShapeError(
-        f"{ctx.where(verb)}: out of shape {tuple(out.shape)} has {out.numel()} elements; "
-        f"expected {expected:g} ({rule})"
+        f"{ring._describe(collective)}: out of shape {tuple(out.shape)} has {out.numel()} "
+        f"elements; expected {expected:g} ({rule})"
     )
 
 
-def check_position(ctx: Ring, verb: str, role: str, position: int) -> None:
+def check_position(ring: Ring, collective: str, role: str, position: int) -> None:
     """Refuse a root or peer that is no position in the ring."""
     if isinstance(position, bool) or not isinstance(position, int):
-        raise PeerError(f"{ctx.where(verb)}: {role}={position!r}; expected an int")
-    if not 0 <= position < ctx.size:
+        raise PeerError(f"{ring._describe(collective)}: {role}={position!r}; expected an int")
+    if not 0 <= position < ring.size:
         raise PeerError(
-            f"{ctx.where(verb)}: {role}={position} is outside the ring; expected a position "
-            f"from 0 to {ctx.size - 1} (the ring's ranks are {list(ctx.ranks)})"
+            f"{ring._describe(collective)}: {role}={position} is outside the ring; expected a "
+            f"position from 0 to {ring.size - 1} (the ring's ranks are {list(ring.ranks)})"
         )
 
 
-def check_peer(ctx: Ring, verb: str, peer: int) -> None:
+def check_peer(ring: Ring, collective: str, peer: int) -> None:
     """Refuse a peer outside the ring, and this rank itself."""
-    check_position(ctx, verb, "peer", peer)
-    if peer == ctx.rank:
+    check_position(ring, collective, "peer", peer)
+    if peer == ring.rank:
         raise PeerError(
-            f"{ctx.where(verb)}: peer={peer} is this rank itself; expected another position; "
-            f"type out.copy_(x) for a local copy"
+            f"{ring._describe(collective)}: peer={peer} is this rank itself; expected another "
+            f"position; type out.copy_(x) for a local copy"
         )
 
 
 def counts(
-    ctx: Ring, verb: str, role: str, tensor: Tensor, splits: Iterable[int] | None
+    ring: Ring, collective: str, role: str, tensor: Tensor, splits: Iterable[int] | None
 ) -> list[int]:
     """Return the elements for each peer, from the rows for each peer along dim 0."""
     rows = tensor.shape[0] if tensor.dim() else 1
     if splits is None:
-        if rows % ctx.size:
+        if rows % ring.size:
             raise ShapeError(
-                f"{ctx.where(verb)}: dim 0 of shape {tuple(tensor.shape)} does not divide by "
-                f"the ring's size {ctx.size}; pad it or give {role}="
+                f"{ring._describe(collective)}: dim 0 of shape {tuple(tensor.shape)} does not "
+                f"divide by the ring's size {ring.size}; pad it or give {role}="
             )
-        return [tensor.numel() // ctx.size] * ctx.size
+        return [tensor.numel() // ring.size] * ring.size
     given = [int(count) for count in splits]
-    if len(given) != ctx.size or min(given) < 0 or sum(given) != rows:
+    if len(given) != ring.size or min(given) < 0 or sum(given) != rows:
         raise ShapeError(
-            f"{ctx.where(verb)}: {role}={given}; expected {ctx.size} counts >= 0 that add "
-            f"up to the {rows} rows of shape {tuple(tensor.shape)}, they add up to {sum(given)}"
+            f"{ring._describe(collective)}: {role}={given}; expected {ring.size} counts >= 0 that "
+            f"add up to the {rows} rows of shape {tuple(tensor.shape)}, they add up to {sum(given)}"
         )
     row = tensor.numel() // rows if rows else 0
     return [count * row for count in given]
+
+
+def check_blocks(ring: Ring, max_blocks: int) -> int:
+    """Return ``max_blocks``; refuse what is not a number of blocks."""
+    if isinstance(max_blocks, bool) or not isinstance(max_blocks, int) or max_blocks < 1:
+        raise ArgumentError(
+            f"{ring._describe('all_reduce')}: max_blocks={max_blocks!r}; expected a whole number "
+            f"above 0, or None for FLAGS_comm_async_blocks"
+        )
+    return max_blocks
+
+
+def at_root(ring: Ring, collective: str, root: int, out: Tensor | None, x: Tensor) -> Tensor | None:
+    """Return the output where it counts; ranks other than ``root`` do not touch theirs."""
+    check_position(ring, collective, "root", root)
+    if ring.rank != root:
+        check_tensor(ring, collective, "x", x)
+        return None
+    check_pair(ring, collective, out, x)  # type: ignore[arg-type]  # None is refused there
+    return out
+
+
+def from_root(
+    ring: Ring, collective: str, root: int, out: Tensor, x: Tensor | None, parts: int
+) -> Tensor | None:
+    """Return the input where it counts, ``parts`` times the size of ``out``.
+
+    Ranks other than ``root`` do not read theirs. If they give one, it must fit all the same.
+    """
+    check_position(ring, collective, "root", root)
+    if x is None and ring.rank != root:
+        check_out(ring, collective, out)
+        return None
+    check_pair(ring, collective, out, x)  # type: ignore[arg-type]  # None is refused there
+    count = x.numel()  # type: ignore[union-attr]
+    if out.numel() * parts != count:
+        raise shape_mismatch(ring, collective, out, count / parts, f"x.numel() / {parts}")
+    return x if ring.rank == root else None

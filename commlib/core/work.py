@@ -3,15 +3,14 @@
 import os
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from commlib.deferred import hold_until, hold_until_captured
 from commlib.errors import ArgumentError, RingError
 from commlib.streams import capture_of, owned_by_torch
-from commlib.waits import Interruptible, PointToPoint, wait_for
 
 
 class Pending(Protocol):
@@ -73,24 +72,6 @@ class Unlaunched:
     def done(self) -> bool:
         """Return False: nothing has finished."""
         return False
-
-
-class All(Interruptible):
-    """Several works of an engine as one."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = list(works)
-        if all(isinstance(work, PointToPoint) for work in works):  # one helper thread for all
-            self._works = [PointToPoint([one for work in works for one in work.works])]
-
-    def wait(self) -> None:
-        """Wait for each."""
-        for work in self._works:
-            wait_for(work)
-
-    def is_completed(self) -> bool:
-        """Return True if each has finished."""
-        return all(work.is_completed() for work in self._works)
 
 
 class OnHost:
@@ -186,32 +167,9 @@ class OnStream:
         if capture == self._capture:
             self._event.wait(self._origin)
         elif not self._capture:  # the stream is being captured: it must not wait for this event
-            _deferred.append((self._event, self._origin, keep))
+            hold_until_captured(self._event, self._origin, keep)
         # else the capture is over, and the memory belongs to its graph
 
     def __del__(self) -> None:
         if not sys.is_finalizing():  # at the end of the process the memory is not reused
             self._release()
-
-
-# Tensors of calls whose Work was dropped while their stream was being captured, and of calls on a
-# stream of another library (None).
-_deferred: deque[tuple[torch.cuda.Event, torch.cuda.Stream | None, object]] = deque()
-
-
-def hold_until(event: torch.cuda.Event, keep: object) -> None:
-    """Keep tensors until an event has happened, whatever becomes of the stream they belong to."""
-    _deferred.append((event, None, keep))
-
-
-def release_deferred() -> None:
-    """Release tensors that nothing uses any more; no capture may be under way."""
-    for _ in range(len(_deferred)):
-        try:
-            event, origin, keep = _deferred.popleft()
-        except IndexError:  # another thread has taken it
-            return
-        if not event.query() if origin is None else capture_of(origin.cuda_stream):
-            _deferred.append((event, origin, keep))
-        elif origin is not None:
-            event.wait(origin)

@@ -1,178 +1,269 @@
-"""What an engine implements for a ring, and how a verb comes to its launch."""
+"""The engine of one ring: what carries its collectives, and how it connects and ends."""
 
-from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
-from commlib.core.ring import Ring
-from commlib.core.validation import check_out, check_pair, check_position, check_tensor, misfit
-from commlib.core.work import All, Pending
+from commlib.deadlines import Deadline
 from commlib.engines.reductions import Reducer, Wire, wire
-from commlib.errors import ArgumentError
+from commlib.engines.works import All
+from commlib.p2p.fused_norm import Norm
 from commlib.p2p.routes import Routes
-
-if TYPE_CHECKING:
-    from commlib.p2p.fused_norm import Norm
+from commlib.rendezvous.hosts import HostExchange
+from commlib.rendezvous.identity import Health, RingIdentity
+from commlib.rendezvous.roll_call import Meeting
 
 Tensor = torch.Tensor
 
+# How long an abort may take: the library is told to stop, and is not waited for any longer.
+ABORT_S = 4.0
 
-class EngineRing(Ring):
-    """A ring whose collectives an engine carries: NCCL, gloo, or ``torch.distributed``.
 
-    Launches take dense tensors and run on the current stream. They return None where the stream
+class Unconnected(Exception):
+    """A call needs a connection that its ring does not have yet; nothing was launched.
+
+    ``connect`` makes it. It blocks the host, so it is called while no lock is held.
+    """
+
+    def __init__(self, connect: Any) -> None:
+        super().__init__()
+        self.connect = connect
+
+
+class Channel(Protocol):
+    """Memory that the ranks of a ring share, and kernels that work in it."""
+
+    def ready(self) -> None:
+        """Raise what the next call would raise."""
+
+    def check(self) -> None:
+        """Raise what a kernel has reported; never blocks."""
+
+    def reset(self) -> None:
+        """Start again, when no kernel of any rank runs."""
+
+    def close(self) -> None:
+        """Free the memory once every rank has unmapped it."""
+
+
+class Launch(Protocol):
+    """A collective as ``Engine.prepare`` sees it."""
+
+    launch: Any
+    args: tuple[Any, ...]
+    x: Tensor | None
+
+
+class EngineMemory(NamedTuple):
+    """GPU memory in bytes: of communicators, and of the workspace of push kernels."""
+
+    communicator: int = 0
+    workspace: int = 0
+
+
+class Engine(ABC):
+    """Carries the collectives of one ring: NCCL, gloo, or ``torch.distributed``.
+
+    Launches take dense tensors and run on the current stream. They return None if the stream
     orders the result, else an object with ``wait()`` and ``is_completed()``.
     """
 
+    name: ClassVar[str]
     reducer: ClassVar[Reducer]
-    # Whether the engine takes x inside out (all_gather) and out inside x (reduce_scatter).
+    # True if the engine takes x inside out (all_gather) and out inside x (reduce_scatter).
     parts_in_place: ClassVar[bool] = False
 
-    def __init__(self, *place: Any) -> None:
-        """Take the place in the ring that ``Ring`` describes."""
-        self._reductions: dict[tuple[torch.dtype, str], Any] = {}
-        super().__init__(*place)
+    def __init__(self, identity: RingIdentity, hosts: HostExchange, health: Health) -> None:
+        self.identity, self.hosts, self.health = identity, hosts, health
+        self.rank, self.size, self.device = identity.rank, identity.size, identity.device
+        self.reductions: dict[tuple[torch.dtype, str], Any] = {}
 
-    # -- the way to a launch -----------------------------------------------------------------------
+    def reduction(self, dtype: torch.dtype, op: str, factor: float | None = None) -> Any:
+        """Return the reduction in the engine's own terms, resolved once per dtype and op.
 
-    def _reduction(self, verb: str, x: Tensor, op: str, factor: float | None = None) -> Any:
-        """The reduction in the engine's own terms, resolved once for each dtype and op."""
-        known = None if factor is not None else self._reductions.get((x.dtype, op))
+        Raises:
+            ArgumentError: There is no such reduction.
+            DtypeError: The engine does not reduce the dtype.
+        """
+        known = None if factor is not None else self.reductions.get((dtype, op))
         if known is not None:
             return known
-        try:
-            reduction = wire(x.dtype, op, self.reducer, factor)
-        except ArgumentError as error:
-            raise type(error)(f"{self.where(verb)}: {error}") from None
-        resolved = reduction if self.size == 1 else self._resolve(x.dtype, reduction)
-        if factor is None:  # factors are without number, so they are not kept
-            self._reductions[x.dtype, op] = resolved
+        resolved = self.resolve(dtype, wire(dtype, op, self.reducer, factor))
+        if factor is None:  # any number of factors exists, so they are not kept
+            self.reductions[dtype, op] = resolved
         return resolved
 
-    def _resolve(self, dtype: torch.dtype, reduction: Wire) -> Any:
-        """The engine's form of ``reduction`` over ``dtype``; what its launches are given."""
+    def resolve(self, dtype: torch.dtype, reduction: Wire) -> Any:
+        """Return the engine's form of ``reduction`` over ``dtype``: what its launches take."""
         return reduction
-
-    def _pick(self, launch: Any, count: int) -> Any:
-        """The engine's launch, or a local one where no bytes have to move between ranks."""
-        if count and self.size > 1:
-            return launch
-        return self._alone if self.size == 1 else self._nothing
-
-    def _at_root(self, verb: str, root: int, out: Tensor | None, x: Tensor) -> Tensor | None:
-        """The output where it counts; ranks other than ``root`` do not touch theirs."""
-        check_position(self, verb, "root", root)
-        if self.rank != root:
-            check_tensor(self, verb, "x", x)
-            return None
-        check_pair(self, verb, out, x)  # type: ignore[arg-type]  # None is refused there
-        return out
-
-    def _from_root(
-        self, verb: str, root: int, out: Tensor, x: Tensor | None, parts: int
-    ) -> Tensor | None:
-        """The input where it counts, ``parts`` times the size of ``out``.
-
-        Ranks other than ``root`` do not read theirs; if they give one, it must fit all the same.
-        """
-        check_position(self, verb, "root", root)
-        if x is None and self.rank != root:
-            check_out(self, verb, out)
-            return None
-        check_pair(self, verb, out, x)  # type: ignore[arg-type]  # None is refused there
-        count = x.numel()  # type: ignore[union-attr]
-        if out.numel() * parts != count:
-            raise misfit(self, verb, out, count / parts, f"x.numel() / {parts}")
-        return x if self.rank == root else None
-
-    def _alone(self, out: Tensor | None, x: Tensor | None, *args: Any) -> None:
-        """A ring of one rank: every collective is the identity."""
-        if out is None or x is None:
-            return
-        if out.data_ptr() != x.data_ptr():
-            out.view(-1).copy_(x.view(-1))
-        if args and isinstance(args[-1], Wire) and args[-1].factor != 1.0:
-            out.mul_(args[-1].factor)
-
-    @staticmethod
-    def _nothing(out: Tensor | None, x: Tensor | None, *args: Any) -> None:
-        """Empty tensors: there is nothing to move, on any rank."""
-        return
-
-    def _prepare_rows(self) -> None:
-        """Set up what ``exchange_rows`` needs; called outside the issue lock."""
-
-    def _own_rows(self, out: Tensor, x: Tensor, routes: Routes) -> None:
-        """Copy the rows that this rank has for itself."""
-        for s in routes.sends[routes.sends["peer"] == self.rank]:
-            if s["rows"]:
-                _rows(out, s, "target").copy_(_rows(x, s, "start"))
-
-    def _exchange_rows(self, out: Tensor, x: Tensor, routes: Routes) -> Any:
-        """One group of sends and receives, a pair for each segment."""
-        under_way = []
-        with self.coalesced():
-            for s in routes.sends:
-                if s["peer"] != self.rank and s["rows"]:
-                    under_way.append(self._send(None, _rows(x, s, "start"), int(s["peer"])))
-            for t in routes.takes:
-                if t["peer"] != self.rank and t["rows"]:
-                    under_way.append(self._recv(_rows(out, t, "target"), None, int(t["peer"])))
-        self._own_rows(out, x, routes)
-        handles = [handle for handle in under_way if handle is not None]
-        return All(handles) if handles else None
-
-    def _carrier(self, nbytes: int, reduction: Wire) -> str:
-        """What carries an all_reduce of so many bytes, and why."""
-        return f"{self.engine}: its own {reduction.op} of {reduction.dtype}, at any size"
 
     # -- launches ----------------------------------------------------------------------------------
 
     @abstractmethod
-    def _all_reduce(self, out: Tensor, x: Tensor, reduction: Any) -> Any: ...
+    def all_reduce(self, out: Tensor, x: Tensor, reduction: Any) -> Any:
+        """Launch an all_reduce."""
 
     @abstractmethod
-    def _all_gather(self, out: Tensor, x: Tensor) -> Any: ...
+    def all_gather(self, out: Tensor, x: Tensor) -> Any:
+        """Launch an all_gather."""
 
     @abstractmethod
-    def _reduce_scatter(self, out: Tensor, x: Tensor, reduction: Any) -> Any: ...
+    def reduce_scatter(self, out: Tensor, x: Tensor, reduction: Any) -> Any:
+        """Launch a reduce_scatter."""
 
     @abstractmethod
-    def _broadcast(self, out: Tensor, x: Tensor | None, root: int) -> Any: ...
+    def broadcast(self, out: Tensor, x: Tensor | None, root: int) -> Any:
+        """Launch a broadcast."""
 
     @abstractmethod
-    def _reduce(self, out: Tensor | None, x: Tensor, root: int, reduction: Any) -> Any: ...
+    def reduce(self, out: Tensor | None, x: Tensor, root: int, reduction: Any) -> Any:
+        """Launch a reduce."""
 
     @abstractmethod
-    def _gather(self, out: Tensor | None, x: Tensor, root: int) -> Any: ...
+    def gather(self, out: Tensor | None, x: Tensor, root: int) -> Any:
+        """Launch a gather."""
 
     @abstractmethod
-    def _scatter(self, out: Tensor, x: Tensor | None, root: int) -> Any: ...
+    def scatter(self, out: Tensor, x: Tensor | None, root: int) -> Any:
+        """Launch a scatter."""
 
-    def _fused(self, x: Tensor, norm: "Norm") -> tuple[Any, Any] | None:
-        """What launches ``all_reduce_norm``, and its plan; None where there is no kernel."""
+    @abstractmethod
+    def all_to_all(self, out: Tensor, x: Tensor, takes: list[int], sends: list[int]) -> Any:
+        """Launch an all_to_all with splits."""
+
+    def equal_parts(self, out: Tensor, x: Tensor, takes: list[int], sends: list[int]) -> Any:
+        """Launch an all_to_all that no member has given splits to."""
+        return self.all_to_all(out, x, takes, sends)
+
+    @abstractmethod
+    def send(self, out: None, x: Tensor, peer: int) -> Any:
+        """Launch a send."""
+
+    @abstractmethod
+    def recv(self, out: Tensor, x: None, peer: int) -> Any:
+        """Launch a receive."""
+
+    @abstractmethod
+    def barrier(self, out: None, x: None) -> Any:
+        """Launch a barrier."""
+
+    def exchange_rows(self, out: Tensor, x: Tensor, routes: Routes) -> Any:
+        """Launch one group of sends and receives, a pair per segment."""
+        in_flight = []
+        with self.coalesced():
+            for s in routes.sends:
+                if s["peer"] != self.rank and s["rows"]:
+                    in_flight.append(self.send(None, _rows(x, s, "start"), int(s["peer"])))
+            for t in routes.takes:
+                if t["peer"] != self.rank and t["rows"]:
+                    in_flight.append(self.recv(_rows(out, t, "target"), None, int(t["peer"])))
+        self.own_rows(out, x, routes)
+        handles = [handle for handle in in_flight if handle is not None]
+        return All(handles) if handles else None
+
+    def own_rows(self, out: Tensor, x: Tensor, routes: Routes) -> None:
+        """Copy the rows that this rank sends to itself."""
+        for s in routes.sends[routes.sends["peer"] == self.rank]:
+            if s["rows"]:
+                _rows(out, s, "target").copy_(_rows(x, s, "start"))
+
+    def fused_norm(self, x: Tensor, norm: Norm) -> tuple[Any, Any] | None:
+        """Return the launch of an all_reduce with a norm, and its plan; None without a kernel."""
         return None
 
-    def _begin(self, out: Tensor, x: Tensor, reduction: Any) -> Pending | None:
-        """Launch the first half of an all_reduce, or nothing where it has no halves."""
+    def begin_all_reduce(self, out: Tensor, x: Tensor, reduction: Any) -> Any:
+        """Launch the first half of an all_reduce; return None, launch nothing, if it has none."""
         return None
 
-    @abstractmethod
-    def _all_to_all(self, out: Tensor, x: Tensor, takes: list[int], sends: list[int]) -> Any: ...
+    # -- several launches --------------------------------------------------------------------------
 
-    def _equal_parts(self, out: Tensor, x: Tensor, takes: list[int], sends: list[int]) -> Any:
-        """Do an all_to_all that no member has given splits to."""
-        return self._all_to_all(out, x, takes, sends)
+    @contextmanager
+    def coalesced(self) -> Iterator[None]:
+        """Start the launches inside as one."""
+        yield
+
+    @contextmanager
+    def bounded(self, blocks: int) -> Iterator[None]:
+        """Limit the push kernels inside to so many blocks; 0 is no limit."""
+        yield
+
+    def prepare(self, calls: Sequence[Launch]) -> None:
+        """Raise ``Unconnected`` if one of the calls, of a group, lacks a connection."""
+        return
+
+    def prepare_rows(self) -> None:
+        """Set up what ``exchange_rows`` needs; called outside the issue lock."""
+        return
+
+    # -- what a user asks --------------------------------------------------------------------------
+
+    def explain(self, nbytes: int, reduction: Wire) -> str:
+        """Return what carries an all_reduce of so many bytes, and why."""
+        return f"{self.name}: its own {reduction.op} of {reduction.dtype}, at any size"
+
+    @property
+    def connected(self) -> bool:
+        """Return True if the engine has a communicator."""
+        return True
+
+    @property
+    def memory(self) -> EngineMemory:
+        """Return the GPU memory that the engine has taken."""
+        return EngineMemory()
+
+    def check(self) -> None:
+        """Raise what the library reports asynchronously."""
+        return
+
+    # -- life --------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _send(self, out: None, x: Tensor, peer: int) -> Any: ...
+    def open(self, meeting: Meeting, deadline: Deadline) -> None:
+        """Set the engine up with the other members, at most until ``deadline``."""
+
+    def connect(self) -> None:
+        """Make the communicator that a first call would otherwise make."""
+        return
+
+    @property
+    def replaceable(self) -> bool:
+        """Return True if ``disconnect`` ends kernels that wait for ever."""
+        return False
+
+    def disconnect(self) -> None:
+        """Abort communicators whose kernels wait for ever."""
+        return
+
+    def reconnect(self) -> None:
+        """Connect again after ``disconnect``."""
+        return
+
+    def suspend(self) -> None:
+        """Free what this engine can make again; the device is idle on every member."""
+        return
+
+    def resume(self) -> None:
+        """Make again what was there before ``suspend``."""
+        return
+
+    def channels(self) -> Sequence[Channel]:
+        """Return the channels of the engine's own kernels."""
+        return ()
+
+    def abandon(self, capture: int) -> None:
+        """Forget what a failed capture has begun; ``capture`` is its number at the driver."""
+        return
 
     @abstractmethod
-    def _recv(self, out: Tensor, x: None, peer: int) -> Any: ...
+    def close(self, deadline: Deadline) -> None:
+        """Free the communicator when no call is in flight."""
 
     @abstractmethod
-    def _barrier(self, out: None, x: None) -> Any: ...
+    def abort(self) -> None:
+        """Free the communicator at once."""
 
 
 def _rows(x: Tensor, segment: Any, first: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""The verbs over a torch.distributed process group; what the gloo and legacy engines share."""
+"""The collectives over a process group: what the gloo and torch.distributed engines share."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from commlib.core.context import CommContext
-from commlib.core.ring import ABORT_S
 from commlib.deadlines import Deadline, bounded
+from commlib.engines.base import ABORT_S, Engine
 from commlib.engines.reductions import NATIVE, Reducer, Wire
 from commlib.errors import CommTimeout
 from commlib.rendezvous import host_exchange
+from commlib.rendezvous.hosts import HostExchange
+from commlib.rendezvous.identity import Health, RingIdentity
 from commlib.rendezvous.roll_call import Meeting
 from commlib.rendezvous.store import EngineStore
 from commlib.waits import Interruptible, PointToPoint, wait_for
@@ -68,37 +69,46 @@ def _nothing() -> None:
     """Take no step: it has been taken."""
 
 
-class C10dContext(CommContext):
-    """A ring over a process group ``pg`` that is known to nobody else."""
+class C10dEngine(Engine):
+    """Collectives of a process group ``pg`` that no other code knows of."""
 
     reducer: ClassVar[Reducer] = Reducer("c10d", unsigned=False, premul=False)
 
     pg: Any = None
 
-    def _connect(self, meeting: Meeting, deadline: Deadline) -> None:
-        store, wait = meeting.engine_store(deadline), timedelta(seconds=self.timeout)
+    def __init__(self, identity: RingIdentity, hosts: HostExchange, health: Health) -> None:
+        super().__init__(identity, hosts, health)
+        self.on_host = identity.device.type == "cpu"
+        self._token = torch.zeros(1, dtype=torch.int32, device=identity.device)
+
+    def open(self, meeting: Meeting, deadline: Deadline) -> None:
+        """Make the process group."""
+        store, wait = meeting.engine_store(deadline), timedelta(seconds=self.identity.timeout)
         # A group waits in the store and in its sockets, there for the time limit of its calls.
         make = partial(self._make, store, wait)
         try:
-            self.pg = bounded(make, deadline, self.where("connecting"))
+            self.pg = bounded(make, deadline, self.identity.describe("connecting"))
         except CommTimeout:
             store.give_up()
             raise
+        if self.on_host:
+            self.hosts.lend(self.pg)
 
     @abstractmethod
     def _make(self, store: EngineStore, wait: timedelta) -> Any: ...
 
     def _issued(self, work: Any) -> Any:
         """Where the stream orders the result, join it now and leave nothing to wait for."""
-        if self.fences is None:
+        if self.on_host:
             return work
         if work is not None:  # torch gives no work for what it issued on the caller's own stream
             work.wait()
         return None
 
-    def _resolve(self, dtype: torch.dtype, reduction: Wire) -> "_Plan":
+    def resolve(self, dtype: torch.dtype, reduction: Wire) -> "_Plan":
+        """Return c10d's options of a reduction."""
         # gloo has no mean on every torch we support: sum, then divide.
-        divides = self.fences is None and reduction.op == "avg"
+        divides = self.on_host and reduction.op == "avg"
         op = dist.ReduceOp.SUM if divides else _OPS[reduction.op]
         options = c10d.AllreduceOptions()
         options.reduceOp = op  # type: ignore[assignment]  # torch names two types for one
@@ -110,18 +120,21 @@ class C10dContext(CommContext):
             return _Then(work, lambda: _divide(target, self.size))
         return self._issued(work)
 
-    def _all_reduce(self, out: Tensor, x: Tensor, plan: "_Plan") -> Any:
+    def all_reduce(self, out: Tensor, x: Tensor, plan: "_Plan") -> Any:
+        """Launch an all_reduce of the process group."""
         if out is not x and out.data_ptr() != x.data_ptr():
             out.copy_(x)
         target = out if plan.dtype is out.dtype else _flat(out, plan.dtype)
         return self._reduced(self.pg.allreduce([target], plan.all_reduce), target, plan)
 
-    def _all_gather(self, out: Tensor, x: Tensor) -> Any:
+    def all_gather(self, out: Tensor, x: Tensor) -> Any:
+        """Launch an all_gather of the process group."""
         options = c10d.AllgatherOptions()
         _same_stream(options)
         return self._issued(self.pg._allgather_base(_bytes(out), _bytes(x), options))
 
-    def _reduce_scatter(self, out: Tensor, x: Tensor, plan: "_Plan") -> Any:
+    def reduce_scatter(self, out: Tensor, x: Tensor, plan: "_Plan") -> Any:
+        """Launch a reduce_scatter of the process group."""
         target = _flat(out, plan.dtype)
         options = c10d.ReduceScatterOptions()
         options.reduceOp = plan.op
@@ -129,7 +142,8 @@ class C10dContext(CommContext):
         work = self.pg._reduce_scatter_base(target, _flat(x, plan.dtype), options)
         return self._reduced(work, target, plan)
 
-    def _broadcast(self, out: Tensor, x: Tensor | None, root: int) -> Any:
+    def broadcast(self, out: Tensor, x: Tensor | None, root: int) -> Any:
+        """Launch a broadcast of the process group."""
         if x is not None and out.data_ptr() != x.data_ptr():
             out.copy_(x)
         options = c10d.BroadcastOptions()
@@ -137,7 +151,8 @@ class C10dContext(CommContext):
         _same_stream(options)
         return self._issued(self.pg.broadcast([_bytes(out)], options))
 
-    def _reduce(self, out: Tensor | None, x: Tensor, root: int, plan: "_Plan") -> Any:
+    def reduce(self, out: Tensor | None, x: Tensor, root: int, plan: "_Plan") -> Any:
+        """Launch a reduce of the process group."""
         # c10d reduces in place and may leave partial sums on the other ranks.
         if out is None:
             out = x.clone()
@@ -150,21 +165,24 @@ class C10dContext(CommContext):
         _same_stream(options)
         return self._reduced(self.pg.reduce([target], options), target, plan)
 
-    def _gather(self, out: Tensor | None, x: Tensor, root: int) -> Any:
+    def gather(self, out: Tensor | None, x: Tensor, root: int) -> Any:
+        """Launch a gather of the process group."""
         options = c10d.GatherOptions()
         options.rootRank = root
         _same_stream(options)
         parts = [] if out is None else [list(_bytes(out).chunk(self.size))]
         return self._issued(self.pg.gather(parts, [_bytes(x)], options))
 
-    def _scatter(self, out: Tensor, x: Tensor | None, root: int) -> Any:
+    def scatter(self, out: Tensor, x: Tensor | None, root: int) -> Any:
+        """Launch a scatter of the process group."""
         options = c10d.ScatterOptions()
         options.rootRank = root
         _same_stream(options)
         parts = [] if x is None else [list(_bytes(x).chunk(self.size))]
         return self._issued(self.pg.scatter([_bytes(out)], parts, options))
 
-    def _all_to_all(self, out: Tensor, x: Tensor, takes: list[int], sends: list[int]) -> Any:
+    def all_to_all(self, out: Tensor, x: Tensor, takes: list[int], sends: list[int]) -> Any:
+        """Launch an all_to_all of the process group."""
         target, source = _bytes(out), _bytes(x)
         scale = 1 if target.dtype is out.dtype else out.itemsize
         options = c10d.AllToAllOptions()
@@ -174,25 +192,28 @@ class C10dContext(CommContext):
         )
         return self._issued(work)
 
-    def _send(self, out: None, x: Tensor, peer: int, tag: int = 0) -> Any:
+    def send(self, out: None, x: Tensor, peer: int, tag: int = 0) -> Any:
+        """Launch a send of the process group."""
         return self._between_two(self.pg.send([_bytes(x)], peer, tag))
 
-    def _recv(self, out: Tensor, x: None, peer: int, tag: int = 0) -> Any:
+    def recv(self, out: Tensor, x: None, peer: int, tag: int = 0) -> Any:
+        """Launch a receive of the process group."""
         return self._between_two(self.pg.recv([_bytes(out)], peer, tag))
 
     def _between_two(self, work: Any) -> Any:
-        return self._issued(work) if self.fences is not None else PointToPoint([work])
+        return PointToPoint([work]) if self.on_host else self._issued(work)
 
-    def _barrier(self, out: None, x: None) -> Any:
-        if self.fences is not None:  # an all-reduce on the stream; c10d's own blocks the host
-            plan = self._resolve(torch.int32, Wire(torch.int32, "max"))
-            return self._all_reduce(self._token, self._token, plan)
+    def barrier(self, out: None, x: None) -> Any:
+        """Launch a barrier of the process group."""
+        if not self.on_host:  # an all-reduce on the stream; c10d's own blocks the host
+            plan = self.resolve(torch.int32, Wire(torch.int32, "max"))
+            return self.all_reduce(self._token, self._token, plan)
         return self.pg.barrier(c10d.BarrierOptions())
 
     @contextmanager
     def coalesced(self) -> Iterator[None]:
         """On NCCL one group of launches; gloo starts each at once and blocks for none."""
-        if self.fences is None:
+        if self.on_host:
             yield
             return
         self.pg._start_coalescing(self.device)
@@ -203,16 +224,24 @@ class C10dContext(CommContext):
         if work is not None:
             work.wait()
 
-    def _host_group(self) -> Any:
-        return super()._host_group() if self.fences is not None else self.pg
+    # -- the end -----------------------------------------------------------------------------------
 
-    def _close(self, deadline: Deadline) -> None:
-        self._release("pg", deadline)
+    def close(self, deadline: Deadline) -> None:
+        """Release the process group."""
+        self._release(deadline)
 
-    def _abort(self) -> None:
-        if self.fences is None and self.pg is not None:
-            self._in_time(partial(host_exchange.cut, self.pg), Deadline(ABORT_S), "aborting")
-        self._release("pg", Deadline(ABORT_S))
+    def abort(self) -> None:
+        """End the calls in flight, and release the process group."""
+        if self.on_host and self.pg is not None:
+            cut = partial(host_exchange.cut, self.pg)
+            self.health.attempt(cut, Deadline(ABORT_S), "aborting")
+        self._release(Deadline(ABORT_S))
+
+    def _release(self, deadline: Deadline) -> None:
+        group, self.pg = [self.pg], None
+        if group[0] is not None:
+            release = partial(host_exchange.release, group)
+            self.health.attempt(release, deadline, "releasing the process group")
 
 
 def _divide(target: Tensor, size: int) -> None:

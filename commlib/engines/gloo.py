@@ -1,19 +1,20 @@
-"""The CPU engine: a gloo group of its own for each ring, outside torch's registry of groups."""
+"""The CPU engine: one gloo group per ring, outside torch's registry of groups."""
 
 from datetime import timedelta
 from typing import Any, ClassVar
 
-from commlib.engines.c10d import C10dContext
+from commlib.engines.c10d import C10dEngine
 from commlib.engines.reductions import Reducer
 from commlib.rendezvous import host_exchange
 from commlib.rendezvous.store import EngineStore
 
 
-class GlooCommContext(C10dContext):
-    """A ring of CPU ranks over gloo; connects to the other members when it is created."""
+class GlooEngine(C10dEngine):
+    """CPU ranks over gloo; connects to the other members when the ring is created."""
 
-    engine: ClassVar[str] = "gloo"
+    name: ClassVar[str] = "gloo"
     reducer: ClassVar[Reducer] = Reducer("gloo", unsigned=False, premul=False)
 
     def _make(self, store: EngineStore, wait: timedelta) -> Any:
-        return host_exchange.connect(store, self.rank, self.size, wait, self._one_network)
+        one_network = self.hosts.one_network
+        return host_exchange.connect(store, self.rank, self.size, wait, one_network)

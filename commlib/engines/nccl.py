@@ -8,13 +8,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from commlib.core.context import CommContext
-from commlib.core.dispatch import Call
 from commlib.deadlines import Deadline
+from commlib.engines.base import Engine, EngineMemory, Launch
 from commlib.engines.libnccl import library, raw
 from commlib.engines.nccl_connection import Connection
 from commlib.engines.reductions import Reducer, Wire
-from commlib.errors import CommTimeout, EngineError
+from commlib.errors import EngineError
 from commlib.log import log
 from commlib.p2p import kernel_table, residency
 from commlib.p2p.expert_rows import RowChannel, open_channel
@@ -22,6 +21,8 @@ from commlib.p2p.fused_norm import Norm, PushedNorm
 from commlib.p2p.push_collectives import PushChannel, Pushed, open_push
 from commlib.p2p.routes import Routes
 from commlib.p2p.split_all_reduce import Split
+from commlib.rendezvous.hosts import HostExchange
+from commlib.rendezvous.identity import Health, RingIdentity
 from commlib.rendezvous.roll_call import Meeting
 from commlib.streams import current_raw
 
@@ -45,15 +46,15 @@ _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 
 
 # Launches by what they need of NCCL where no push kernel carries them.
-_BETWEEN_TWO = ("_send", "_recv")
-_EXCHANGES = ("_gather", "_scatter", "_all_to_all", "_equal_parts", "_exchange_rows")
+_BETWEEN_TWO = ("send", "recv")
+_EXCHANGES = ("gather", "scatter", "all_to_all", "equal_parts", "exchange_rows")
 _COLLECTIVES = (
-    "_all_reduce",
-    "_all_gather",
-    "_reduce_scatter",
-    "_broadcast",
-    "_reduce",
-    "_barrier",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "reduce",
+    "barrier",
 )
 
 _aborted: list[PushChannel | RowChannel] = []  # whose kernels may still run
@@ -71,91 +72,139 @@ class _Reduction:
     reduce_scatter: Pushed | None = None
 
 
-class NCCLCommContext(CommContext):
-    """A ring of GPU ranks over one NCCL communicator that commlib owns."""
+class NCCLEngine(Engine):
+    """GPU ranks over NCCL communicators that commlib owns, and push kernels on one host."""
 
-    engine: ClassVar[str] = "nccl"
+    name: ClassVar[str] = "nccl"
     reducer: ClassVar[Reducer] = Reducer("nccl", unsigned=True, premul=True)
     parts_in_place: ClassVar[bool] = True
 
-    _connection: Connection | None = None  # None in a ring of one rank
-    _rows: RowChannel | str | None = None  # why there is none, or None while that is open
-    _push: PushChannel | str = "a ring of one rank"  # or why there is none
-    _gathered: Pushed | None = None
-    _parted: Pushed | None = None
-    _normed: PushedNorm | None = None
-    _branches: dict[int, torch.cuda.Stream] | None = None  # of the group that is launched now
-    _index: int
-
-    def _connect(self, meeting: Meeting, deadline: Deadline) -> None:
-        meeting.connecting(deadline)
-        self._index = self.device.index
+    def __init__(self, identity: RingIdentity, hosts: HostExchange, health: Health) -> None:
+        super().__init__(identity, hosts, health)
+        self._index = identity.device.index
+        self._token = torch.zeros(1, dtype=torch.int32, device=identity.device)
+        self._connection = Connection(hosts, health, self._token)
+        self._rows: RowChannel | str | None = None  # why there is none, or None while that is open
+        self._push: PushChannel | str = "not set up yet"  # or why there is none
+        self._gathered: Pushed | None = None
+        self._parted: Pushed | None = None
+        self._normed: PushedNorm | None = None
+        self._branches: dict[int, torch.cuda.Stream] | None = None  # of the group that is launched
         self._branch_streams: list[torch.cuda.Stream] = []
-        self._connection = Connection(self)
-        self._bounded(self._drain, deadline, "connecting")  # what follows waits for the device
-        self.fills = residency.claim(self)
+        self._fills = False  # True if this ring's push kernels may fill a GPU
+        self._workspace_bytes = 0
+
+    # -- life --------------------------------------------------------------------------------------
+
+    def open(self, meeting: Meeting, deadline: Deadline) -> None:
+        """Set the push kernels up; NCCL connects at the first call that needs it."""
+        meeting.connecting(deadline)
+        # What follows waits for the device.
+        self.identity.bounded(self._synchronize, deadline, "connecting")
+        self._fills = residency.claim(self.hosts)
         free = torch.cuda.mem_get_info(self.device)[0]
-        self._push = open_push(self)
-        self.workspace_bytes = max(0, free - torch.cuda.mem_get_info(self.device)[0])
+        self._push = open_push(self.hosts, fills=self._fills)
+        self._workspace_bytes = max(0, free - torch.cuda.mem_get_info(self.device)[0])
         if isinstance(self._push, PushChannel):
             self._gathered = self._push.movement("all_gather")
             self._parted = self._push.movement("all_to_all")
-            self._normed = PushedNorm(self._push, self)
+            self._normed = PushedNorm(self._push, self.hosts)
         else:
-            log.once("ring %d has no push kernels: %s", self.ring_id, self._push)
+            log.once("ring %d has no push kernels: %s", self.identity.ring_id, self._push)
+
+    def _synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
 
     def connect(self) -> None:
-        """Make the NCCL communicator now, and connect all peers. Every member calls it.
-
-        Without it the first call that needs NCCL does so, which no capture allows. Blocks the host
-        at most ``timeout`` seconds per step.
-
-        Raises:
-            CommTimeout: Naming the positions of the members that are late.
-            EngineError: NCCL reports a failure.
-            RingError: The ring has failed or is closed.
-        """
-        if self.fault is not None:
-            raise self.unusable("connect")
-        if self._connection is not None:
-            self._connection.connect(exchanges=True)
+        """Make the NCCL communicator now, and connect all peers; every member calls it."""
+        self._connection.connect(exchanges=True)
 
     @property
-    def has_communicator(self) -> bool:
-        """Whether NCCL holds a communicator; the first call that needs it makes it."""
-        connection = self._connection
-        return super().has_communicator and connection is not None and connection.connected
+    def connected(self) -> bool:
+        """Return True if NCCL holds a communicator; the first call that needs it makes it."""
+        return self._connection.connected
 
-    def _reconnect(self) -> None:
-        """Give up the communicators: calls of theirs wait for peers that never made them.
+    @property
+    def memory(self) -> EngineMemory:
+        """Return the GPU memory of the communicators and of the push kernels' workspace."""
+        return EngineMemory(self._connection.nbytes, self._workspace_bytes)
 
-        NCCL's kernels have no deadline, and what waits for push kernels may be launched after a
-        fault on one rank and not on another. The next call that needs NCCL connects again.
+    @property
+    def replaceable(self) -> bool:
+        """Return True if there is a communicator: NCCL's kernels have no deadline."""
+        return self._connection.connected
+
+    def disconnect(self) -> None:
+        """Abort the communicators: their calls wait for peers that never made them.
+
+        What waits for push kernels may be launched after a fault on one rank and not on another.
         """
-        connection = self._connection
-        if connection is None or not connection.connected:
-            raise CommTimeout("a device is not idle")
-        self._release_graphs()
-        connection.renew()
-        self._bounded(self._drain, Deadline(self.timeout / 2), "reset")
-        connection.connect()
+        self._connection.renew()
+
+    def reconnect(self) -> None:
+        """Connect again."""
+        self._connection.connect()
+
+    def suspend(self) -> None:
+        """Free communicators and the workspace for rows, unless a member's graphs hold them."""
+        rows, connection = self._rows, self._connection
+        captured = isinstance(rows, RowChannel) and rows.captured
+        facts = self.hosts.exchange([int(captured), int(connection.held)])
+        if isinstance(rows, RowChannel) and not any(row[0] for row in facts):
+            rows.close()
+            self._rows = None  # the next exchange of rows opens one
+        if not any(row[1] for row in facts):
+            connection.suspend()
+
+    def resume(self) -> None:
+        """Connect again what was connected before ``suspend``."""
+        self._connection.resume()
+
+    def abandon(self, capture: int) -> None:
+        """Forget the first half of a split call that a failed capture has begun."""
+        if isinstance(self._push, PushChannel):
+            self._push.abandon(capture)
+
+    def check(self) -> None:
+        """Raise what NCCL reports asynchronously."""
+        self._connection.check()
+
+    def channels(self) -> list[PushChannel | RowChannel]:
+        """Return the channels of the push kernels."""
+        opened = (self._push, self._rows)
+        return [one for one in opened if isinstance(one, PushChannel | RowChannel)]
+
+    def close(self, deadline: Deadline) -> None:
+        """Free the channels and the communicators."""
+        residency.release(self.hosts)
+        channels = self.channels()
+        self._push = self._rows = "closed"
+        for channel in channels:
+            self.health.attempt(channel.close, deadline, "closing a channel")
+        self._connection.close(deadline)
+
+    def abort(self) -> None:
+        """Abort the communicators; kernels that still run may use the channels' memory."""
+        residency.release(self.hosts)
+        _aborted.extend(self.channels())  # mapped for ever, on the host too
+        self._push = self._rows = "aborted"
+        self._connection.abort()
+
+    # -- what carries a call -----------------------------------------------------------------------
 
     def _ready(self) -> Connection:
         """Return the connection for a launch, after a check that no kernel has reported a fault."""
-        for channel in self._channels():
+        for channel in self.channels():
             channel.check()
-        assert self._connection is not None  # a ring of one rank launches nothing
         return self._connection
 
-    def prepare(self, calls: Sequence[Call]) -> None:
+    def prepare(self, calls: Sequence[Launch]) -> None:
         """Raise ``Unconnected`` for the first of the calls that has no communicator yet.
 
         A group can't be taken back once some of its calls are launched. What all members connect
         precedes the pairs, and these follow one order on all members: no circle of ranks waits.
         """
         connection = self._connection
-        if connection is None:
-            return
         names = {call.launch.__name__ for call in calls if not self._pushes(call)}
         if not names.isdisjoint(_EXCHANGES):
             connection.exchange()
@@ -165,22 +214,23 @@ class NCCLCommContext(CommContext):
         for peer in sorted(peers, key=lambda peer: sorted((self.rank, peer))):
             connection.to(peer)
 
-    def _pushes(self, call: Call) -> bool:
+    def _pushes(self, call: Launch) -> bool:
         """Return True if push kernels carry a call."""
         name = call.launch.__name__
         pushed, nbytes = None, 0 if call.x is None else call.x.nbytes
         reduction = call.args[-1] if call.args else None
-        if name == "_all_gather":
+        if name == "all_gather":
             pushed = self._gathered
-        elif name == "_equal_parts":
+        elif name == "equal_parts":
             pushed, nbytes = self._parted, nbytes // self.size
-        elif name == "_all_reduce" and isinstance(reduction, _Reduction):
+        elif name == "all_reduce" and isinstance(reduction, _Reduction):
             pushed = reduction.all_reduce
-        elif name == "_reduce_scatter" and isinstance(reduction, _Reduction):
+        elif name == "reduce_scatter" and isinstance(reduction, _Reduction):
             pushed, nbytes = reduction.reduce_scatter, nbytes // self.size
         return pushed is not None and pushed.takes(nbytes)
 
-    def _resolve(self, dtype: torch.dtype, reduction: Wire) -> Any:
+    def resolve(self, dtype: torch.dtype, reduction: Wire) -> Any:
+        """Return NCCL's numbers of a reduction, and the push kernels that carry it."""
         if reduction.op == "premul_sum":
             return reduction
         parts = dtype.itemsize // reduction.dtype.itemsize
@@ -201,16 +251,19 @@ class NCCLCommContext(CommContext):
             ctypes.byref(op), scalar.data_ptr(), kind, host_immediate, handle
         )
         if status != 0:
-            raise EngineError(f"{self.where('premul_sum')}: ncclRedOpCreatePreMulSum: {status}")
+            raise EngineError(
+                f"{self.identity.describe('premul_sum')}: ncclRedOpCreatePreMulSum: {status}"
+            )
         try:
             yield _Reduction(reduction.op, 1, kind, op.value)
         finally:
             nccl.ncclRedOpDestroy(op, handle)
 
-    def _all_reduce(self, out: Tensor, x: Tensor, reduction: "_Reduction | Wire") -> None:
+    def all_reduce(self, out: Tensor, x: Tensor, reduction: "_Reduction | Wire") -> None:
+        """Launch a push kernel or ncclAllReduce."""
         if isinstance(reduction, Wire):
             with self._premul(reduction) as made:
-                self._all_reduce(out, x, made)
+                self.all_reduce(out, x, made)
             return
         pushed = reduction.all_reduce
         if pushed is not None and pushed(out, x, x.nbytes):
@@ -224,27 +277,31 @@ class NCCLCommContext(CommContext):
             current_raw(self._index),
         )
 
-    def _fused(self, x: Tensor, norm: Norm) -> tuple[Any, Any] | None:
+    def fused_norm(self, x: Tensor, norm: Norm) -> tuple[Any, Any] | None:
+        """Return the launch of the fused kernel for these rows, and its plan."""
         if self._normed is None or isinstance(self._push, str):
             return None
         steps = self._normed.steps(x, norm)
         return (self._normed.launch, steps) if steps else None
 
-    def _begin(self, out: Tensor, x: Tensor, reduction: Any) -> Split | None:
+    def begin_all_reduce(self, out: Tensor, x: Tensor, reduction: Any) -> Split | None:
+        """Launch the first half of a push all_reduce."""
         pushed = reduction.all_reduce if isinstance(reduction, _Reduction) else None
         halves = None if pushed is None else pushed.split(x.nbytes)
         if halves is None or isinstance(self._push, str):
             return None
-        return Split(self, self._push, halves, out, x)
+        return Split(self.identity, self.health, self._push, halves, out, x)
 
-    def _all_gather(self, out: Tensor, x: Tensor) -> None:
+    def all_gather(self, out: Tensor, x: Tensor) -> None:
+        """Launch a push kernel or ncclAllGather."""
         if self._gathered is not None and self._gathered(out, x, x.nbytes):
             return
         self._ready().collective().allGather(
             x.data_ptr(), out.data_ptr(), x.nbytes, _BYTES, current_raw(self._index)
         )
 
-    def _reduce_scatter(self, out: Tensor, x: Tensor, reduction: _Reduction) -> None:
+    def reduce_scatter(self, out: Tensor, x: Tensor, reduction: _Reduction) -> None:
+        """Launch a push kernel or ncclReduceScatter."""
         pushed = reduction.reduce_scatter
         if pushed is not None and pushed(out, x, out.nbytes):
             return
@@ -257,7 +314,8 @@ class NCCLCommContext(CommContext):
             current_raw(self._index),
         )
 
-    def _broadcast(self, out: Tensor, x: Tensor | None, root: int) -> None:
+    def broadcast(self, out: Tensor, x: Tensor | None, root: int) -> None:
+        """Launch ncclBroadcast."""
         source = out if x is None else x
         self._ready().collective().broadcast(
             source.data_ptr(),
@@ -268,14 +326,16 @@ class NCCLCommContext(CommContext):
             current_raw(self._index),
         )
 
-    def _reduce(self, out: Tensor | None, x: Tensor, root: int, reduction: _Reduction) -> None:
+    def reduce(self, out: Tensor | None, x: Tensor, root: int, reduction: _Reduction) -> None:
+        """Launch ncclReduce."""
         target, stream = 0 if out is None else out.data_ptr(), current_raw(self._index)
         count = x.numel() * reduction.parts
         self._ready().collective().reduce(
             x.data_ptr(), target, count, reduction.kind, reduction.op, root, stream
         )
 
-    def _gather(self, out: Tensor | None, x: Tensor, root: int) -> None:
+    def gather(self, out: Tensor | None, x: Tensor, root: int) -> None:
+        """Launch sends to the root."""
         comm = self._ready().exchange()
         with self.coalesced():
             if out is not None:
@@ -283,7 +343,8 @@ class NCCLCommContext(CommContext):
                     self._take(comm, out, peer * x.nbytes, x.nbytes, peer)
             self._give(comm, x, 0, x.nbytes, root)
 
-    def _scatter(self, out: Tensor, x: Tensor | None, root: int) -> None:
+    def scatter(self, out: Tensor, x: Tensor | None, root: int) -> None:
+        """Launch sends from the root."""
         comm = self._ready().exchange()
         with self.coalesced():
             if x is not None:
@@ -291,7 +352,8 @@ class NCCLCommContext(CommContext):
                     self._give(comm, x, peer * out.nbytes, out.nbytes, peer)
             self._take(comm, out, 0, out.nbytes, root)
 
-    def _all_to_all(self, out: Tensor, x: Tensor, takes: list[int], sends: list[int]) -> None:
+    def all_to_all(self, out: Tensor, x: Tensor, takes: list[int], sends: list[int]) -> None:
+        """Launch a send and a receive per peer."""
         item, taken, sent = out.itemsize, 0, 0
         comm = self._ready().exchange()
         with self.coalesced():
@@ -301,29 +363,33 @@ class NCCLCommContext(CommContext):
                 sent += sends[peer] * item
                 taken += takes[peer] * item
 
-    def _equal_parts(self, out: Tensor, x: Tensor, takes: list[int], sends: list[int]) -> None:
+    def equal_parts(self, out: Tensor, x: Tensor, takes: list[int], sends: list[int]) -> None:
+        """Launch a push kernel, or a send and a receive per peer."""
         if self._parted is None or not self._parted(out, x, takes[0] * x.itemsize):
-            self._all_to_all(out, x, takes, sends)
+            self.all_to_all(out, x, takes, sends)
 
-    def _prepare_rows(self) -> None:
+    def prepare_rows(self) -> None:
         """Decide, together with the other members, what carries rows: a channel, or NCCL."""
         if self._rows is None:
-            self._rows = open_channel(self)
+            self._rows = open_channel(self.hosts, fills=self._fills)
             if isinstance(self._rows, str):
-                log.once("rows of ring %d go through NCCL: %s", self.ring_id, self._rows)
+                log.once("rows of ring %d go through NCCL: %s", self.identity.ring_id, self._rows)
 
-    def _exchange_rows(self, out: Tensor, x: Tensor, routes: Routes) -> Any:
+    def exchange_rows(self, out: Tensor, x: Tensor, routes: Routes) -> Any:
+        """Launch the row kernel, or sends and receives."""
         if isinstance(self._rows, RowChannel) and self._rows.takes(routes):
             return self._rows.exchange(out, x, routes)
         self._ready().exchange()
-        return super()._exchange_rows(out, x, routes)
+        return super().exchange_rows(out, x, routes)
 
-    def _send(self, out: None, x: Tensor, peer: int) -> None:
+    def send(self, out: None, x: Tensor, peer: int) -> None:
+        """Launch ncclSend."""
         comm, number = self._ready().to(peer)
         with self._branch(peer):
             self._give(comm, x, 0, x.nbytes, number)
 
-    def _recv(self, out: Tensor, x: None, peer: int) -> None:
+    def recv(self, out: Tensor, x: None, peer: int) -> None:
+        """Launch ncclRecv."""
         comm, number = self._ready().to(peer)
         with self._branch(peer):
             self._take(comm, out, 0, out.nbytes, number)
@@ -366,7 +432,8 @@ class NCCLCommContext(CommContext):
         if nbytes:
             comm.recv(out.data_ptr() + offset, nbytes, _BYTES, peer, current_raw(self._index))
 
-    def _barrier(self, out: None, x: None) -> None:
+    def barrier(self, out: None, x: None) -> None:
+        """Launch an all-reduce of one number."""
         token, kind, op = self._token.data_ptr(), _TYPES[torch.int32], _OPS["max"]
         comm = self._ready().collective()
         comm.allReduce(token, token, 1, kind, op, current_raw(self._index))
@@ -378,7 +445,7 @@ class NCCLCommContext(CommContext):
         What would refuse a call inside does so before the first one: a group can't be taken back.
         """
         nccl = library()
-        for channel in self._channels():
+        for channel in self.channels():
             channel.ready()
         with self._branched():
             nccl.groupStart()
@@ -400,17 +467,8 @@ class NCCLCommContext(CommContext):
         finally:
             push.share = 0
 
-    def errors(self) -> list[str]:
-        """Return what went wrong on this ring so far, NCCL's asynchronous errors included."""
-        found = super().errors()
-        try:
-            if self._connection is not None:
-                self._connection.check()
-        except Exception as error:
-            found.append(f"{self.where('asynchronous error')}: {error}")
-        return found
-
-    def _carrier(self, nbytes: int, reduction: Wire) -> str:
+    def explain(self, nbytes: int, reduction: Wire) -> str:
+        """Return what carries an all_reduce: the table's push kernel, or NCCL."""
         if isinstance(self._push, str):
             return self._by_nccl(self._push)
         reason = kernel_table.refusal(reduction.dtype, reduction.op)
@@ -426,51 +484,10 @@ class NCCLCommContext(CommContext):
 
     def _by_nccl(self, why: str) -> str:
         """Say that NCCL carries a call, and what its first call will take."""
-        if self._connection is None or self._connection.connected:
+        if self._connection.connected:
             return f"NCCL: {why}"
         return (
             f"NCCL: {why}; the ring has no NCCL communicator yet: the first such call makes it, "
             f"which blocks the host and takes GPU memory (several hundred MiB), or call "
             f"ring.connect() on every member"
         )
-
-    def _channels(self) -> list[PushChannel | RowChannel]:
-        held = (self._push, self._rows)
-        return [one for one in held if isinstance(one, PushChannel | RowChannel)]
-
-    def _suspend(self) -> None:
-        rows, connection = self._rows, self._connection
-        captured = isinstance(rows, RowChannel) and rows.captured
-        held = connection is not None and connection.held
-        facts = self.exchange([int(captured), int(held)])
-        if isinstance(rows, RowChannel) and not any(row[0] for row in facts):
-            rows.close()
-            self._rows = None  # the next exchange of rows opens one
-        if connection is not None and not any(row[1] for row in facts):
-            connection.suspend()
-
-    def _resume(self) -> None:
-        if self._connection is not None:
-            self._connection.resume()
-
-    def abandon(self, capture: int) -> None:
-        """Forget the first half of a split call that a capture has begun and come to nothing."""
-        if isinstance(self._push, PushChannel):
-            self._push.abandon(capture)
-
-    def _close(self, deadline: Deadline) -> None:
-        residency.release(self)
-        channels = self._channels()
-        self._push = self._rows = "closed"
-        for channel in channels:
-            self._in_time(channel.close, deadline, "closing a channel")
-        if self._connection is not None:
-            self._connection.close(deadline)
-
-    def _abort(self) -> None:
-        residency.release(self)
-        # Kernels that still run may use the channels' memory: it stays mapped, on the host too.
-        _aborted.extend(self._channels())
-        self._push = self._rows = "aborted"
-        if self._connection is not None:
-            self._connection.abort()

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
-from commlib.core.ring import ABORT_S, Ring, Unconnected
 from commlib.deadlines import Deadline
+from commlib.engines.base import ABORT_S, Unconnected
 from commlib.engines.graph_holds import GraphHolds
 from commlib.engines.libnccl import library
 from commlib.errors import ArgumentError, CommTimeout
 from commlib.log import log
-from commlib.streams import current_raw, stream_captures
+from commlib.rendezvous.hosts import HostExchange
+from commlib.rendezvous.identity import Health
+from commlib.streams import current_raw, issue_lock, stream_captures
 
 _INT32, _MAX, _BYTES = 2, 2, 0  # ncclDataType_t and ncclRedOp_t
 _GRAPH_S = 0.5  # how long close() waits for graphs that were just destroyed
@@ -30,9 +32,11 @@ class Connection:
     the other members do not know of a lone send and receive, so the pair gets a communicator.
     """
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, hosts: HostExchange, health: Health, token: torch.Tensor) -> None:
+        """``token``: memory on the ring's device for the first call of each communicator."""
         library()  # raises where CuPy is missing
-        self._ring = ring
+        self._ring, self._hosts, self._health, self._token = hosts.identity, hosts, health, token
+        self.nbytes = 0  # GPU memory that the communicators take
         self._comm: Any = None
         self._exchanges = False  # whether peers are connected for sends and receives
         self._pairs: dict[int, Any] = {}
@@ -98,12 +102,14 @@ class Connection:
             ring = self._ring
             if self._comm is None:
                 own = bytes(library().get_unique_id()) if ring.rank == 0 else b""
-                unique_id = ring.exchange_bytes(own)[0]
+                unique_id = self._hosts.exchange_bytes(own)[0]
                 with self._measured():
                     self._comm = self._initialise(unique_id, ring.size, ring.rank)
                 self._refuse_ended()
             if exchanges and not self._exchanges:
-                ring.exchange([])  # all members are here, so that NCCL waits for none of them
+                self._hosts.exchange(
+                    []
+                )  # all members are here, so that NCCL waits for none of them
                 with self._measured(), self._withdrawn() as comm:
                     self._run(partial(self._touch_peers, comm, current_raw(ring.device.index)))
                 self._refuse_ended()
@@ -113,13 +119,13 @@ class Connection:
             self._refuse_capture()
             ring = self._ring
             low, high = sorted((ring.rank, peer))
-            store, key = ring.store("nccl_pairs"), f"{low}/{high}"
+            store, key = self._hosts.store("nccl_pairs"), f"{low}/{high}"
             deadline = Deadline(ring.timeout)
             if ring.rank == low:
                 store.set(key, bytes(library().get_unique_id()), deadline)
             elif not deadline.poll(lambda: store.check([key], deadline), longest_sleep=0.05):
                 raise CommTimeout(
-                    f"{ring.where('connecting')}: rank {ring.ranks[peer]} (position {peer}) did "
+                    f"{ring.describe('connecting')}: rank {ring.ranks[peer]} (position {peer}) did "
                     f"not call its send or recv within {ring.timeout:g} s"
                 )
             with self._measured():
@@ -133,7 +139,7 @@ class Connection:
         if stream_captures():
             ring = self._ring
             raise ArgumentError(
-                f"{ring.where('connecting')}: this call needs NCCL, and the ring has no NCCL "
+                f"{ring.describe('connecting')}: this call needs NCCL, and the ring has no NCCL "
                 f"communicator for it yet; none can be made in a capture. Call "
                 f"commlib.comm({ring.ring_id}).connect() on every member before the capture, or "
                 f"make the call once eagerly"
@@ -141,14 +147,14 @@ class Connection:
 
     def _refuse_ended(self) -> None:
         """Free what was connected while ``abort`` ended the ring."""
-        if self._ring.ended:
+        if self._health.ended:
             self.abort()
-            raise self._ring.unusable("connect")
+            raise self._health.unusable("connect")
 
     @contextmanager
     def _withdrawn(self) -> Iterator[Any]:
         """Give the communicator to this thread alone; calls of others wait until it is back."""
-        with self._ring.lock:  # no launch is under way
+        with issue_lock(self._ring.device):  # no launch is under way
             comm = self._unpublished = self._comm
             self._comm = None
         done = False
@@ -163,12 +169,12 @@ class Connection:
         """Make a communicator and pass one token around it."""
         ring = self._ring
         make = partial(library().NcclCommunicator, size, unique_id, rank)
-        comm = ring._bounded(make, Deadline(ring.timeout), "initialising NCCL")
+        comm = ring.bounded(make, Deadline(ring.timeout), "initialising NCCL")
         try:
-            token, stream = ring._token.data_ptr(), current_raw(ring.device.index)
+            token, stream = self._token.data_ptr(), current_raw(ring.device.index)
             self._run(partial(comm.allReduce, token, token, 1, _INT32, _MAX, stream))
         except Exception:
-            ring._in_time(comm.abort, Deadline(ABORT_S), "aborting NCCL")
+            self._health.attempt(comm.abort, Deadline(ABORT_S), "aborting NCCL")
             raise
         return comm
 
@@ -179,18 +185,18 @@ class Connection:
         they may first need it for another ring. No other thread can use the communicator yet.
         """
         ring, deadline = self._ring, Deadline(self._ring.timeout)
-        ring._bounded(launch, deadline, "connecting NCCL")
+        ring.bounded(launch, deadline, "connecting NCCL")
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(ring.device))
         if not deadline.poll(event.query):
             raise CommTimeout(
-                f"{ring.where('connecting NCCL')}: the first collective took over "
+                f"{ring.describe('connecting NCCL')}: the first collective took over "
                 f"{deadline.seconds:g} s"
             )
 
     def _touch_peers(self, comm: Any, stream: int) -> None:
         """Send a byte to every peer, in one group: NCCL then connects all pairs."""
-        nccl, place = library(), self._ring._token.data_ptr()
+        nccl, place = library(), self._token.data_ptr()
         nccl.groupStart()
         try:
             for peer in range(self._ring.size):
@@ -205,7 +211,7 @@ class Connection:
         device = self._ring.device
         free = torch.cuda.mem_get_info(device)[0]
         yield
-        self._ring.communicator_bytes += max(0, free - torch.cuda.mem_get_info(device)[0])
+        self.nbytes += max(0, free - torch.cuda.mem_get_info(device)[0])
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -217,12 +223,12 @@ class Connection:
     def renew(self) -> None:
         """Abort every communicator; the next call that needs one connects again."""
         for comm in self._forget():
-            self._ring._bounded(comm.abort, Deadline(ABORT_S), "aborting NCCL")
+            self._ring.bounded(comm.abort, Deadline(ABORT_S), "aborting NCCL")
 
     def abort(self) -> None:
         """Abort every communicator at once; what goes wrong is noted by the ring."""
         for comm in self._forget():
-            self._ring._in_time(comm.abort, Deadline(ABORT_S), "aborting NCCL")
+            self._health.attempt(comm.abort, Deadline(ABORT_S), "aborting NCCL")
 
     def close(self, deadline: Deadline) -> None:
         """Destroy every communicator, or release it until the graphs that hold it are destroyed.
@@ -235,13 +241,13 @@ class Connection:
         patience = Deadline(min(_GRAPH_S, max(deadline.left(), 1e-3)))
         if patience.poll(lambda: self._holds.count == 0):
             for comm in self._forget():
-                ring._in_time(comm.destroy, deadline, "destroying NCCL")
+                self._health.attempt(comm.destroy, deadline, "destroying NCCL")
             return
         text = (
-            f"{ring.where('close')}: {self._holds.count} CUDA graphs that the program captured "
+            f"{ring.describe('close')}: {self._holds.count} CUDA graphs that the program captured "
             f"still hold NCCL calls of this ring; its communicator is destroyed after them"
         )
-        ring._errors.append(text)
+        self._health.note(text)
         log.warning(text)
         _released.append(_Released(self._forget(), self._holds))
         self._holds = GraphHolds()
@@ -250,7 +256,7 @@ class Connection:
         """Free every communicator; no call and no graph uses them. ``resume`` connects again."""
         self._before = self.connected, self._exchanges
         for comm in self._forget():
-            self._ring._bounded(comm.abort, Deadline(self._ring.timeout), "aborting NCCL")
+            self._ring.bounded(comm.abort, Deadline(self._ring.timeout), "aborting NCCL")
 
     def resume(self) -> None:
         """Connect again as before ``suspend``. The next calls of pairs connect these."""
@@ -269,7 +275,7 @@ class Connection:
 
     def _forget(self) -> list[Any]:
         comms, self._comm, self._unpublished, self._exchanges = self._all(), None, None, False
-        self._pairs, self._ring.communicator_bytes = {}, 0
+        self._pairs, self.nbytes = {}, 0
         return comms
 
 

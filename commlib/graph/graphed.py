@@ -327,7 +327,7 @@ class Graphed:
         self._last = call.described(), self._around.named()
         self._at_capture = {name: weakref.ref(x) for name, x in named(self._module).items()}
         for ring in warm.rings:
-            ring.graphs.add(self)
+            ring._lifecycle.graphs.add(self)
 
     def _entry(
         self, call: Arguments, engine: Engine, warm: WarmUp, device: torch.device

@@ -251,11 +251,11 @@ class Ledger(TorchDispatchMode):
         """Note a collective; the gate says so before it launches."""
         if not self._nested:  # an operator has said what it reads and writes
             self._note_memory(call)
-        tensor = call.out if call.x is None or call.verb in _BY_OUTPUT else call.x
+        tensor = call.out if call.x is None or call.collective in _BY_OUTPUT else call.x
         dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
-        items = 0 if tensor is None or call.verb in _OWN_ITEMS else tensor.numel()
+        items = 0 if tensor is None or call.collective in _OWN_ITEMS else tensor.numel()
         rest = "".join(f", {part}" for part in _shared(call.args))
-        found = Collective(call.ring, call.verb, dtype, items, rest, user_line())
+        found = Collective(call.ring, call.collective, dtype, items, rest, user_line())
         self.collectives.append(found)
         if self.keep and not self._nested:
             self.steps.append(Step(call.again, (), {}, ()))

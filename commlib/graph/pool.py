@@ -244,9 +244,9 @@ class CudaEngine:
         here = torch.cuda.current_stream(self.device)
         own = capture_of(here.cuda_stream)
         for ring in rings:
-            fences = ring.fences
+            fences = ring._fences
             if fences is not None and capture_of(fences.comm.cuda_stream) == own:
-                with ring.lock:
+                with ring._lock:
                     fences.calc_waits(here)
 
     def _leave(self) -> None:
@@ -280,7 +280,7 @@ class CudaEngine:
         self._failed = True
         now.watching.close()
         for ring in now.ledger.rings:
-            ring.abandon(now.number)
+            ring._engine.abandon(now.number)
         try:
             now.graph.capture_end()
             now.graph.reset()

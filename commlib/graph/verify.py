@@ -283,7 +283,7 @@ def _with_works(fn: Callable[[], Any]) -> Any:
 def _worst(rings: Iterable[Ring], said: int) -> int:
     """Return the worst of what this member and those of its rings say."""
     for ring in rings:
-        said = max(row[0] for row in ring.exchange([said]))
+        said = max(row[0] for row in ring._hosts.exchange([said]))
     return said
 
 

@@ -29,7 +29,9 @@ def settle(
     except CommError as told:
         if problem is None:
             raise
-        if any(ring.fault is not None for ring in rings) and not isinstance(told, GraphError):
+        if any(ring._health.fault is not None for ring in rings) and not isinstance(
+            told, GraphError
+        ):
             raise GraphError(f"the ring fails in the function: {problem}") from problem
         raise told from problem
     if counted and isinstance(problem, GraphError):
@@ -54,7 +56,7 @@ def vote(
     status += 4 * getattr(problem, "reads", False)
     for ring in rings:
         own = [c for c in collectives if c.ring is ring and c.verb not in PEER_TO_PEER]
-        rows = ring.exchange([status, *(_number(str(call)) for call in own)])
+        rows = ring._hosts.exchange([status, *(_number(str(call)) for call in own)])
         done = any(row[0] & 2 for row in rows)
         if any(row[0] & 1 for row in rows):
             said = _told(ring, _words(problem))
@@ -86,7 +88,7 @@ def same_key(ring: Ring, key: object, known: bool) -> bool:
     differ in more than the number of a device.
     """
     text = _PLACE.sub("", repr(_ordered(key)))
-    rows = ring.exchange([int(known), _number(text)])
+    rows = ring._hosts.exchange([int(known), _number(text)])
     if any(row[1] != rows[0][1] for row in rows):
         keys = "; ".join(
             f"rank {ring.ranks[r]}: {said}" for r, said in enumerate(_told(ring, text))
@@ -119,7 +121,9 @@ def _part(ring: Ring, own: Sequence[Collective], lists: Sequence[list[int]]) -> 
 
 def _told(ring: Ring, text: str) -> list[str]:
     """Return every member's text."""
-    return [data.decode(errors="replace") for data in ring.exchange_bytes(text.encode()[:2000])]
+    return [
+        data.decode(errors="replace") for data in ring._hosts.exchange_bytes(text.encode()[:2000])
+    ]
 
 
 def _number(text: str) -> int:

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from commlib import flags
-from commlib.core.ring import Ring
 from commlib.errors import PeerTimeout
 from commlib.log import log
 from commlib.p2p import nvrtc, residency
 from commlib.p2p.peer_memory import CAPTURING, PeerMemory, share
 from commlib.p2p.routes import SEGMENT, Routes
 from commlib.p2p.stream_order import StreamOrder
+from commlib.rendezvous.hosts import HostExchange
 from commlib.streams import stream_captures
 
 RANKS, _THREADS = 16, 512  # as in rows.cu
@@ -52,9 +52,12 @@ _BLOCKS = {most: _block(most) for most in (32, 256)}  # segments each way; the f
 class RowChannel:
     """The workspace of one ring: one call at a time, in stream order."""
 
-    def __init__(self, ring: Ring, memory: PeerMemory, functions: dict[int, Any]) -> None:
-        self._ring, self._memory = ring, memory
-        self._error, self._order = nvrtc.HostWord(), StreamOrder(ring.device)
+    def __init__(
+        self, hosts: HostExchange, memory: PeerMemory, functions: dict[int, Any], *, fills: bool
+    ) -> None:
+        """``fills``: the kernels may fill the GPU, see ``residency``."""
+        self._ring, self._memory, self._fills = hosts.identity, memory, fills
+        self._error, self._order = nvrtc.HostWord(), StreamOrder(self._ring.device)
         self.captured = False  # whether a graph may hold calls
         self._window = (memory.nbytes - _HALVES) // 2
         self._calls = {most: _BLOCKS[most]() for most in functions}
@@ -64,7 +67,7 @@ class RowChannel:
         """Return the launch of one kernel. All its blocks run at the same time: they wait."""
         device = self._ring.device.index
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        blocks = residency.most_blocks(function, device, _THREADS, self._ring.fills)
+        blocks = residency.most_blocks(function, device, _THREADS, self._fills)
         blocks = max(_LEAST, min(_PER_MULTIPROCESSOR * multiprocessors, blocks))
         grid = nvrtc.Grid(blocks, _THREADS)
         return nvrtc.Launch(function, device, grid, self._calls[most])
@@ -124,9 +127,9 @@ class RowChannel:
         self._memory.close()
 
 
-def open_channel(ring: Ring) -> RowChannel | str | None:
+def open_channel(hosts: HostExchange, *, fills: bool) -> RowChannel | str | None:
     """Set a channel up; every member calls it. Returns why not, or None to ask again later."""
-    room, functions = flags.get(flags.CHANNEL) << 20, {}
+    ring, room, functions = hosts.identity, flags.get(flags.CHANNEL) << 20, {}
     if ring.size > RANKS:
         return f"more than {RANKS} ranks"
     try:
@@ -135,10 +138,10 @@ def open_channel(ring: Ring) -> RowChannel | str | None:
             functions[most] = nvrtc.function([module], "exchange_rows", ring.device.index)
     except Exception as error:  # whatever it is, the others must hear of it, in the exchange
         log.once("this rank has no channel: %s", error)
-    sizes = {row[0] for row in ring.exchange([room if len(functions) == len(_BLOCKS) else 0])}
+    sizes = {row[0] for row in hosts.exchange([room if len(functions) == len(_BLOCKS) else 0])}
     if len(sizes) > 1 or 0 in sizes:
         return f"{flags.CHANNEL} is 0 or differs between ranks, or a rank can't compile kernels"
-    memory = share(ring, _HALVES + room, "rows")
+    memory = share(hosts, _HALVES + room, "rows")
     if isinstance(memory, str):
         return None if memory == CAPTURING else memory
-    return RowChannel(ring, memory, functions)
+    return RowChannel(hosts, memory, functions, fills=fills)

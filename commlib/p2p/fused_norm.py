@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from commlib.core.ring import Ring
 from commlib.p2p import kernel_table, nvrtc
 from commlib.p2p.kernel_table import FLOATS, VECTOR, Row
 from commlib.p2p.push_collectives import WARP, Call, PushChannel
+from commlib.rendezvous.hosts import HostExchange
 
 Tensor = torch.Tensor
 
@@ -72,12 +72,12 @@ class Step(NamedTuple):
 class PushedNorm:
     """The fused kernels of one channel: launches for each kind of rows that they take."""
 
-    def __init__(self, channel: PushChannel, ring: Ring) -> None:
+    def __init__(self, channel: PushChannel, hosts: HostExchange) -> None:
         """Every member calls it: they decide alike, also where their devices differ."""
-        self._channel, self._size = channel, ring.size
-        capability = torch.cuda.get_device_capability(ring.device)
+        self._channel, self._size = channel, hosts.identity.size
+        capability = torch.cuda.get_device_capability(hosts.identity.device)
         able = [int(capability >= (8, 9)), int(capability >= (9, 0))]
-        common = [min(column) for column in zip(*ring.exchange(able), strict=True)]
+        common = [min(column) for column in zip(*hosts.exchange(able), strict=True)]
         self._float8, self._team = bool(common[0]), TEAM if common[1] else 1
         self._steps: dict[tuple[int, int, torch.dtype, int], tuple[Step, ...]] = {}
 

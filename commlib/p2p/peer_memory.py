@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from commlib.core.ring import Ring
 from commlib.deadlines import Deadline
 from commlib.errors import BootstrapError
 from commlib.log import log
 from commlib.p2p import nvrtc
 from commlib.rendezvous.host_exchange import host_number
+from commlib.rendezvous.hosts import HostExchange
 from commlib.streams import capturing, current_raw
 
 _RANKS, _PAGE = 16, 4096  # as in proof.cu
@@ -24,9 +24,9 @@ _GRID = nvrtc.Grid(64, 256)
 class PeerMemory:
     """``bases[r]`` is where rank r's ``nbytes`` zeroed bytes lie in this process."""
 
-    def __init__(self, ring: Ring, bases: list[int], nbytes: int, name: str) -> None:
-        self.bases, self.nbytes, self._ring = bases, nbytes, ring
-        self._store, self._unmapped = ring.store(name), False
+    def __init__(self, hosts: HostExchange, bases: list[int], nbytes: int, name: str) -> None:
+        self.bases, self.nbytes, self._ring = bases, nbytes, hosts.identity
+        self._store, self._unmapped = hosts.store(name), False
 
     def zero(self) -> None:
         """Put zeros into this rank's memory; blocks the host until they are there."""
@@ -77,7 +77,7 @@ def _free_closed() -> None:
             _runtime().free(memory.bases[memory._ring.rank])
 
 
-def share(ring: Ring, nbytes: int, name: str) -> PeerMemory | str:
+def share(hosts: HostExchange, nbytes: int, name: str) -> PeerMemory | str:
     """Allocate ``nbytes`` on every rank and map them everywhere; every member calls it.
 
     ``name`` tells the memories of one ring apart.
@@ -86,27 +86,27 @@ def share(ring: Ring, nbytes: int, name: str) -> PeerMemory | str:
     peer access, no memory left, or a capture under way. Every pair of ranks has then proved that
     what one writes the other reads. Blocks the host at most the ring's timeout a step.
     """
-    facts = ring.exchange([host_number(), capturing()])
+    facts = hosts.exchange([host_number(), capturing()])
     if any(busy for _, busy in facts):
         return CAPTURING
     if len({host for host, _ in facts}) > 1:
         return "the ranks are on several hosts"
-    with torch.cuda.device(ring.device):
+    with torch.cuda.device(hosts.identity.device):
         _free_closed()
-        return _mapped(ring, nbytes, name)
+        return _mapped(hosts, nbytes, name)
 
 
 CAPTURING = "a rank is capturing a graph; a call before the capture sets the channel up"
 
 
-def _mapped(ring: Ring, nbytes: int, name: str) -> PeerMemory | str:
-    own, problem = 0, ""
+def _mapped(hosts: HostExchange, nbytes: int, name: str) -> PeerMemory | str:
+    ring, own, problem = hosts.identity, 0, ""
     handle = b""
     try:
         own, handle = _allocate(nbytes)
     except Exception as error:  # every rank has to hear of it, whatever it is
         problem = f"{type(error).__name__}: {error}"
-    handles = ring.exchange_bytes(handle)
+    handles = hosts.exchange_bytes(handle)
     bases = [0] * ring.size
     bases[ring.rank] = own
     if all(handles):
@@ -116,11 +116,11 @@ def _mapped(ring: Ring, nbytes: int, name: str) -> PeerMemory | str:
                     bases[peer] = _open(theirs)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
-    good = _agree(ring, all(bases)) and _agree(ring, _proved(ring, bases, nbytes))
+    good = _agree(hosts, all(bases)) and _agree(hosts, _proved(hosts, bases, nbytes))
     if good:
-        return PeerMemory(ring, bases, nbytes, name)
+        return PeerMemory(hosts, bases, nbytes, name)
     _unmap(bases, ring.rank)
-    ring.exchange([])  # nobody has it mapped any more
+    hosts.exchange([])  # nobody has it mapped any more
     if own:
         _runtime().free(own)
     return f"no peer access between all ranks{problem and ': '}{problem}"
@@ -158,8 +158,8 @@ def _unmap(bases: list[int], rank: int) -> None:
             _runtime().ipcCloseMemHandle(base)
 
 
-def _agree(ring: Ring, good: bool) -> bool:
-    return all(row == [1] for row in ring.exchange([int(good)]))
+def _agree(hosts: HostExchange, good: bool) -> bool:
+    return all(row == [1] for row in hosts.exchange([int(good)]))
 
 
 class _Proof(ctypes.Structure):
@@ -175,9 +175,10 @@ class _Proof(ctypes.Structure):
     ]
 
 
-def _proved(ring: Ring, bases: list[int], nbytes: int) -> bool:
+def _proved(hosts: HostExchange, bases: list[int], nbytes: int) -> bool:
     """Whether tokens that a kernel of each rank has written were found by one of every peer."""
-    tokens = [row[0] for row in ring.exchange([secrets.randbits(62)])]
+    ring = hosts.identity
+    tokens = [row[0] for row in hosts.exchange([secrets.randbits(62)])]
     wrong = nvrtc.HostWord()
     proof = _Proof(pages=nbytes // _PAGE, wrong=wrong.address, rank=ring.rank, size=ring.size)
     proof.base[: ring.size], proof.token[: ring.size] = bases, tokens
@@ -195,9 +196,9 @@ def _proved(ring: Ring, bases: list[int], nbytes: int) -> bool:
         return True
 
     written = step("write_tokens")
-    ring.exchange([])
+    hosts.exchange([])
     found = step("find_tokens") and not wrong.word.value
-    ring.exchange([])
+    hosts.exchange([])
     _zero(bases[ring.rank], nbytes)
     return written and found
 

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 
 from commlib import flags
-from commlib.core.ring import Ring
 from commlib.errors import ArgumentError, PeerTimeout, StreamError
 from commlib.log import log
 from commlib.p2p import kernel_table, nvrtc, residency
 from commlib.p2p.kernel_table import FLOATS, OPS, VECTOR, Row
 from commlib.p2p.peer_memory import PeerMemory, share
 from commlib.p2p.stream_order import StreamOrder
+from commlib.rendezvous.hosts import HostExchange
+from commlib.rendezvous.identity import RingIdentity
 from commlib.streams import capture_of, current_raw
 
 RANKS = 8  # as in channel.cuh
@@ -73,11 +74,15 @@ class Halves(NamedTuple):
 class PushChannel:
     """Memory that the ranks of a ring share, and the kernels that work in it, in stream order."""
 
-    def __init__(self, ring: Ring, memory: PeerMemory, modules: Sequence[Any]) -> None:
-        self._ring, self._memory, self._modules = ring, memory, modules
-        self._device, self._error = ring.device.index, nvrtc.HostWord()
+    def __init__(
+        self, hosts: HostExchange, memory: PeerMemory, modules: Sequence[Any], *, fills: bool
+    ) -> None:
+        """``fills``: the kernels may fill the GPU, see ``residency``."""
+        self._ring, self._memory, self._modules = hosts.identity, memory, modules
+        self._fills = fills
+        self._device, self._error = self._ring.device.index, nvrtc.HostWord()
         self._word = self._error.word
-        self._order = StreamOrder(ring.device)
+        self._order = StreamOrder(self._ring.device)
         self._launched = 0  # calls, for their tags
         self.share = 0  # most blocks of the calls that are made now, 0 for no such limit
         self._open = self._opened = 0  # number of the split call that is open, or 0; and the last
@@ -152,8 +157,8 @@ class PushChannel:
 
     def prepare(self, name: str, grid: nvrtc.Grid, argument: ctypes.Structure) -> nvrtc.Launch:
         """Return a launch of kernel ``name``, with as many blocks as this ring may have now."""
-        found, ring = nvrtc.function(self._modules, name, self._device), self._ring
-        most = residency.most_blocks(found, self._device, grid.threads, ring.fills)
+        found = nvrtc.function(self._modules, name, self._device)
+        most = residency.most_blocks(found, self._device, grid.threads, self._fills)
         grid = grid.within(min(most, self.share or most))
         return nvrtc.Launch(found, self._device, grid, argument)
 
@@ -341,21 +346,22 @@ class Pushed:
         return Halves((begin,), (*channel.gate(self, nbytes, signals=False), end))
 
 
-def open_push(ring: Ring) -> PushChannel | str:
+def open_push(hosts: HostExchange, *, fills: bool) -> PushChannel | str:
     """Set the channel of a ring up; every member calls it. Returns why there is none.
 
     Blocks the host at most the ring's timeout a step; compiles the kernels where nobody has yet.
     """
+    ring = hosts.identity
     if ring.size not in kernel_table.SIZES:
         least, most = kernel_table.SIZES[0], kernel_table.SIZES[-1]
         return f"{ring.size} ranks: the kernels serve {least} to {most}"
     on = flags.get(flags.CUSTOM_ALLREDUCE)
-    versions = {row[0] for row in ring.exchange([version() if on else 0])}
+    versions = {row[0] for row in hosts.exchange([version() if on else 0])}
     if 0 in versions:
         return f"{flags.CUSTOM_ALLREDUCE}=0" + (" on another rank" if on else "")
     if len(versions) > 1:
         return "ranks have different tables or kernels; install the same commlib everywhere"
-    memory = share(ring, _CONTROL + 2 * (2 * WINDOW + _SPARE), "push")
+    memory = share(hosts, _CONTROL + 2 * (2 * WINDOW + _SPARE), "push")
     if isinstance(memory, str):
         return memory
     modules = []
@@ -363,13 +369,13 @@ def open_push(ring: Ring) -> PushChannel | str:
         modules = [_module(ring, file) for file in FILES]
     except Exception as error:  # whatever it is, the others must hear of it, in the exchange
         log.once("this rank has no push kernels: %s", error)
-    if any(row == [0] for row in ring.exchange([len(modules)])):
+    if any(row == [0] for row in hosts.exchange([len(modules)])):
         memory.close()
         return "a rank can't compile the kernels"
-    return PushChannel(ring, memory, modules)
+    return PushChannel(hosts, memory, modules, fills=fills)
 
 
-def _module(ring: Ring, file: str) -> Any:
+def _module(ring: RingIdentity, file: str) -> Any:
     return nvrtc.module(KERNELS / file, ring.device.index, f"-DRANKS={ring.size}")
 
 

@@ -9,31 +9,33 @@ ring that fills a GPU makes progress in what the others leave.
 
 from typing import Any
 
-from commlib.core.ring import Ring
 from commlib.p2p import nvrtc
+from commlib.rendezvous.hosts import HostExchange
 
 BOUNDED = 4  # kernels of so many rings fit on a GPU at the same time
 
 
-_filled: dict[int, Ring] = {}  # by GPU: the ring that may fill it
+_filled: dict[int, HostExchange] = {}  # by GPU: the ring that may fill it
 
 
-def claim(ring: Ring) -> bool:
+def claim(hosts: HostExchange) -> bool:
     """Return True if the kernels of this ring may fill the GPUs of all its members.
 
     Every member calls it when the ring is created. All of them get the same answer.
     """
-    free = ring.device.index not in _filled
-    agreed = all(row == [1] for row in ring.exchange([int(free)]))
+    device = hosts.identity.device.index
+    free = device not in _filled
+    agreed = all(row == [1] for row in hosts.exchange([int(free)]))
     if agreed:
-        _filled[ring.device.index] = ring
+        _filled[device] = hosts
     return agreed
 
 
-def release(ring: Ring) -> None:
+def release(hosts: HostExchange) -> None:
     """Let another ring fill the GPU; for a ring that is closed."""
-    if _filled.get(ring.device.index) is ring:
-        del _filled[ring.device.index]
+    device = hosts.identity.device.index
+    if _filled.get(device) is hosts:
+        del _filled[device]
 
 
 def most_blocks(function: Any, device: int, threads: int, fills: bool) -> int:

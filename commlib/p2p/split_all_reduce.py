@@ -2,10 +2,10 @@
 
 import torch
 
-from commlib.core.ring import Ring
-from commlib.core.work import hold_until, release_deferred
+from commlib.deferred import hold_until, release_deferred
 from commlib.p2p.push_collectives import Halves, PushChannel
-from commlib.streams import capture_of, owned_by_torch
+from commlib.rendezvous.identity import Health, RingIdentity
+from commlib.streams import capture_of, issue_lock, owned_by_torch
 
 
 class Split:
@@ -13,14 +13,16 @@ class Split:
 
     def __init__(
         self,
-        ring: Ring,
+        ring: RingIdentity,
+        health: Health,
         channel: PushChannel,
         halves: Halves,
         out: torch.Tensor,
         x: torch.Tensor,
     ) -> None:
         """Launch the first half on the current stream."""
-        self._ring, self._channel = ring, channel
+        self._device, self._health, self._channel = ring.device, health, channel
+        self._lock = issue_lock(ring.device)
         self._tensors: tuple[torch.Tensor, ...] = out, x
         self._end = halves.end
         self._origin = torch.cuda.current_stream(ring.device)
@@ -37,21 +39,21 @@ class Split:
         Whoever joins later is ordered behind it. Raises what a call of the ring raises, and again
         at every join: there is no result then.
         """
-        with self._ring.lock:
-            stream = torch.cuda.current_stream(self._ring.device)
+        with self._lock:
+            stream = torch.cuda.current_stream(self._device)
             if self._event is None:
                 self._finish(stream)
             elif capture_of(stream.cuda_stream) == self._capture:
                 stream.wait_event(self._event)
 
     def _finish(self, stream: torch.cuda.Stream) -> None:
-        ring, event = self._ring, torch.cuda.Event()
-        if ring.fault is not None:  # the channel may be gone
-            raise ring.unusable("all_reduce")
+        health, event = self._health, torch.cuda.Event()
+        if health.fault is not None:  # the channel may be gone
+            raise health.unusable("all_reduce")
         try:
             self._channel.finish(self._number, self._end, *self._tensors)
         except Exception as error:
-            raise ring.failed("all_reduce", error) from error
+            raise health.failed("all_reduce", error) from error
         event.record(stream)
         self._capture = capture_of(stream.cuda_stream)
         origin = self._origin

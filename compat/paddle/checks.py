@@ -22,7 +22,7 @@ def sized(name: str, ring_id: int, nranks: int | None) -> CommContext:
     if nranks is None or nranks != context.size:
         given = "nranks is missing" if nranks is None else f"nranks={nranks}"
         raise ArgumentError(
-            f"{context.where(name)}: {given}; expected the size of the ring; "
+            f"{context._describe(name)}: {given}; expected the size of the ring; "
             f"type nranks={context.size}"
         )
     return context
@@ -33,7 +33,7 @@ def placed(name: str, ring_id: int, nranks: int, rank: int) -> CommContext:
     context = sized(name, ring_id, nranks)
     if rank != context.rank:
         raise ArgumentError(
-            f"{context.where(name)}: rank={rank}; expected this rank's position in the ring; "
+            f"{context._describe(name)}: rank={rank}; expected this rank's position in the ring; "
             f"type rank={context.rank}"
         )
     return context
@@ -43,7 +43,7 @@ def position(name: str, context: CommContext, role: str, given: int) -> int:
     """Return a root or peer that is a position in the ring; raises ``PeerError`` for another."""
     if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given < context.size:
         raise PeerError(
-            f"{context.where(name)}: {role}={given!r}; expected a position in the ring, 0 to "
+            f"{context._describe(name)}: {role}={given!r}; expected a position in the ring, 0 to "
             f"{context.size - 1} (its global ranks are {list(context.ranks)}); type {role}=0"
         )
     return given
@@ -53,7 +53,7 @@ def tensor(name: str, context: CommContext, x: Any) -> torch.Tensor:
     """Return ``x`` if it is a tensor; raises ``ArgumentError``."""
     if not isinstance(x, torch.Tensor):
         raise ArgumentError(
-            f"{context.where(name)}: x is {type(x).__name__}; expected a torch.Tensor"
+            f"{context._describe(name)}: x is {type(x).__name__}; expected a torch.Tensor"
         )
     return x
 
@@ -62,7 +62,7 @@ def has_rows(name: str, context: CommContext, x: Any) -> torch.Tensor:
     """Return ``x`` if it is a tensor with a dim 0; raises ``ArgumentError`` or ``ShapeError``."""
     given = tensor(name, context, x)
     if given.dim() == 0:
-        raise ShapeError(f"{context.where(name)}: x is 0-D; expected a dim 0; type x.view(1)")
+        raise ShapeError(f"{context._describe(name)}: x is 0-D; expected a dim 0; type x.view(1)")
     return given
 
 

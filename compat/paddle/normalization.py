@@ -38,13 +38,13 @@ def data_norm(
     context, own = ring("data_norm", ring_id), behaviour == "cpu"
     if data_layout not in ("NCHW", "NHWC"):
         raise ArgumentError(
-            f"{context.where('data_norm')}: data_layout={data_layout!r}; expected NCHW or NHWC"
+            f"{context._describe('data_norm')}: data_layout={data_layout!r}; expected NCHW or NHWC"
         )
     shifts = own and enable_scale_and_shift
     if shifts and (scale_w is None or bias is None):
         raise ArgumentError(
-            f"{context.where('data_norm')}: enable_scale_and_shift=True without scale_w or bias; "
-            f"give both, or type enable_scale_and_shift=False"
+            f"{context._describe('data_norm')}: enable_scale_and_shift=True without scale_w or "
+            f"bias; give both, or type enable_scale_and_shift=False"
         )
     found: tuple[Tensor, Tensor, Tensor] = ops.data_norm(
         x,

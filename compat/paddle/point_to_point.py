@@ -93,7 +93,7 @@ def new_tensor(
     if not shape or any(dim < 1 for dim in shape):
         also = ", or dynamic_shape=True on both" if name == "recv_v2" else ""
         raise ShapeError(
-            f"{context.where(name)}: out_shape={shape}; expected one dim or more, each 1 or "
+            f"{context._describe(name)}: out_shape={shape}; expected one dim or more, each 1 or "
             f"above; type out_shape=[...] as the peer's x.shape{also}"
         )
     return _empty(name, context, shape, dtype, device)
@@ -116,7 +116,7 @@ def _dtype(name: str, context: CommContext, dtype: torch.dtype | int | str) -> t
     found = _NAMES.get(dtype) if isinstance(dtype, str) else _CODES.get(dtype)
     if found is None:
         raise DtypeError(
-            f"{context.where(name)}: dtype={dtype!r}; expected a torch dtype, one of the "
+            f"{context._describe(name)}: dtype={dtype!r}; expected a torch dtype, one of the "
             f"names {', '.join(_NAMES)}, or one of the codes {', '.join(map(str, _CODES))}; type "
             f"dtype=torch.float32"
         )
@@ -142,7 +142,7 @@ def _recv_shape(context: CommContext, peer: int, use_calc_stream: bool) -> tuple
     (dims,) = numbers(1)
     if not 0 <= dims <= _MOST_DIMS:
         raise ShapeError(
-            f"{context.where('recv_v2')}: the peer announced {dims} dims; expected 0 to "
+            f"{context._describe('recv_v2')}: the peer announced {dims} dims; expected 0 to "
             f"{_MOST_DIMS}; type dynamic_shape=True in send_v2 of rank {peer} too"
         )
     return tuple(numbers(dims))
@@ -153,10 +153,10 @@ def _on_host(context: CommContext, name: str) -> None:
     place = "compiled code, or under a mode that traces" if needs_op() else None
     if place is None and capturing():
         place = "a capture"
-    if place is None and context.open_group is not None:
+    if place is None and context._open_group is not None:
         place = "a group"
     if place is not None:
         raise ArgumentError(
-            f"{context.where(name)}: dynamic_shape=True inside {place}, where the shape can't be "
-            f"read; type dynamic_shape=False and give out_shape, or call it in plain eager code"
+            f"{context._describe(name)}: dynamic_shape=True inside {place}, where the shape can't "
+            f"be read; type dynamic_shape=False and give out_shape, or call it in plain eager code"
         )

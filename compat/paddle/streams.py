@@ -88,29 +88,29 @@ def _run(ring_id: int, step: str) -> None:
         return
     context = ring(step, ring_id)
     calc = context.stream_for(True)
-    if context.fences is None or context.stream is None or calc is None:
+    if context._fences is None or context.stream is None or calc is None:
         return
     if step == "c_wait_compute":
-        with context.lock:
-            context.fences.comm_waits(calc)
+        with context._lock:
+            context._fences.comm_waits(calc)
         return
     if step in ("c_wait_comm", "c_sync_comm_stream"):
         _join(context, calc)
     if step in ("barrier", "c_sync_comm_stream") and not capturing():
         stream = calc if step == "barrier" else context.stream
-        _hold(stream, context.timeout, f"{context.where(step)} of ranks {list(context.ranks)}")
+        _hold(stream, context.timeout, f"{context._describe(step)} of ranks {list(context.ranks)}")
 
 
 def _join(context: CommContext, calc: torch.cuda.Stream) -> None:
     """Order ``calc`` behind the comm stream, and let the tensors of raw calls go with it."""
-    with context.lock:
+    with context._lock:
         if capturing():
             with torch.cuda.stream(context.stream):
                 forked = capturing()
             if not forked:  # what the comm stream holds is no part of this capture
                 return
-        context.fences.calc_waits(calc)  # type: ignore[union-attr]  # the caller has looked
-        context.release_unfenced()
+        context._fences.calc_waits(calc)  # type: ignore[union-attr]  # the caller has looked
+        context._unfenced.release()
 
 
 def _hold(stream: torch.cuda.Stream, seconds: float, what: str) -> None:

@@ -103,7 +103,7 @@ def _check(
 ) -> None:
     """Refuse what is wrong on this rank alone."""
     check_tensor(context, VERB, "label", label)
-    where = context.where(VERB)
+    where = context._describe(VERB)
     if label.dtype not in LABELS:
         raise DtypeError(
             f"{where}: label is {label.dtype}; expected int32 or int64; type label.long()"
@@ -140,7 +140,7 @@ def _compare(context: CommContext, labels: dict[int, Sequence[int]], total: int)
 
     ``labels``: digest, least and greatest label of each rank that has checked its own.
     """
-    where = context.where(VERB)
+    where = context._describe(VERB)
     for rank, (_, *ends) in labels.items():
         outside = [label for label in ends if not 0 <= label < total]
         if outside:

@@ -78,7 +78,7 @@ def _check(context: CommContext, logits: Tensor, label: Tensor) -> None:
     check_inputs(context, VERB, logits, label)
     if logits.dim() != 2 or tuple(label.shape) not in (logits.shape[:1], (logits.shape[0], 1)):
         raise ShapeError(
-            f"{context.where(VERB)}: logits has shape {tuple(logits.shape)} and label "
+            f"{context._describe(VERB)}: logits has shape {tuple(logits.shape)} and label "
             f"{tuple(label.shape)}; expected [N, D] and [N] or [N, 1]"
         )
 

@@ -68,7 +68,7 @@ def _ids(context: CommContext, logits: Tensor, label: Tensor) -> int:
     if label.dim() == logits.dim() and tuple(label.shape[:-1]) == lead and label.shape[-1] > 0:
         return label.shape[-1]
     raise ShapeError(
-        f"{context.where(VERB)}: label has shape {tuple(label.shape)} for logits of shape "
+        f"{context._describe(VERB)}: label has shape {tuple(label.shape)} for logits of shape "
         f"{tuple(logits.shape)}; expected {lead}, {(*lead, 1)}, or {(*lead, 'C')} for soft labels"
     )
 

@@ -42,11 +42,13 @@ def check_inputs(context: CommContext, verb: str, logits: Tensor, label: Tensor)
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             fit = "float" if dtypes is LOGITS else "long"
             raise DtypeError(
-                f"{context.where(verb)}: {role} is {given.dtype}; expected one of {names}; "
+                f"{context._describe(verb)}: {role} is {given.dtype}; expected one of {names}; "
                 f"type {role}.{fit}()"
             )
     if logits.dim() == 0:
-        raise ShapeError(f"{context.where(verb)}: logits is 0-D; expected classes as its last axis")
+        raise ShapeError(
+            f"{context._describe(verb)}: logits is 0-D; expected classes as its last axis"
+        )
 
 
 def flattened(logits: Tensor) -> Tensor:
@@ -132,7 +134,7 @@ class Shards:
     def _complaint(self, mail: "_Mail", every: Tensor, row: int) -> str:
         """Say what is bad about ``row``; the same on every rank."""
         labels, parts = (of_all[:, ..., row].tolist() for of_all in mail.by_row(every))
-        where = self.context.where(self.verb)
+        where = self.context._describe(self.verb)
         if any(one != labels[0] for one in labels):
             told = by_rank([one if len(one) > 1 else one[0] for one in labels])
             return (

@@ -40,7 +40,7 @@ def reduce_scatter(
 
 
 def _new(context: CommContext, x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(rows_of(context.where("reduce_scatter"), x, context.size))
+    return x.new_empty(rows_of(context._describe("reduce_scatter"), x, context.size))
 
 
 def _run(x: torch.Tensor, ring_id: int, size: int, op: str, use_calc_stream: bool) -> Any:

@@ -40,7 +40,7 @@ def scatter(
 
 
 def _new(context: CommContext, x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(rows_of(context.where("scatter"), x, context.size))
+    return x.new_empty(rows_of(context._describe("scatter"), x, context.size))
 
 
 def _run(x: torch.Tensor, ring_id: int, size: int, root: int, use_calc_stream: bool) -> Any:

@@ -54,7 +54,7 @@ def _checked(
     back: bool,
 ) -> list[int]:
     """Check this rank's own arguments and return its counts, the local ones first."""
-    where = context.where(verb)
+    where = context._describe(verb)
     check_tensor(context, verb, "x", x)
     if x.dim() != 2:
         raise ShapeError(f"{where}: x has shape {tuple(x.shape)}; expected [rows, width]")
@@ -108,8 +108,8 @@ def _compared(context: CommContext, verb: str, every: list[list[int]]) -> Table:
     if not (sent == expected).all():
         a, b, k = np.argwhere(sent != expected)[0]
         raise ArgumentError(
-            f"{context.where(verb)}: rank {a} has {sent[a, b, k]} rows for expert {k} of rank {b} "
-            f"(local_count[{k + b * sent.shape[2]}]), but rank {b} expects {expected[a, b, k]} "
+            f"{context._describe(verb)}: rank {a} has {sent[a, b, k]} rows for expert {k} of rank "
+            f"{b} (local_count[{k + b * sent.shape[2]}]), but rank {b} expects {expected[a, b, k]} "
             f"(global_count[{k + a * sent.shape[2]}]); exchange the counts first: type "
             f"global_count = ops.all_to_all(local_count, {context.ring_id})"
         )
@@ -176,7 +176,7 @@ def move(
     mine = held[context.rank] if back else held[:, context.rank]
     out = x.new_empty((int(mine.sum()), x.shape[1]))
     way = routes(held, context.rank, back=back)
-    context.exchange_rows(out, x, way, use_calc_stream=use_calc_stream)
+    context._exchange_rows(out, x, way, use_calc_stream=use_calc_stream)
     return out
 
 

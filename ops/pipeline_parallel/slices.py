@@ -56,4 +56,4 @@ def fill(parts: list[torch.Tensor], values: torch.Tensor) -> None:
 
 
 def _where(verb: str, ring_id: int) -> str:
-    return verb if torch.compiler.is_compiling() else comm(ring_id).where(verb)
+    return verb if torch.compiler.is_compiling() else comm(ring_id)._describe(verb)

@@ -104,8 +104,8 @@ def _check_traced(verb: str, ring_id: int, tensors: dict[str, Any]) -> None:
     out = tensors.get("out")
     if out is not None:
         _check_traced_out(context, verb, out, tensors.get("x", out))
-    if context.open_group is not None:
-        context.open_group.expect_op()
+    if context._open_group is not None:
+        context._open_group.expect_op()
 
 
 def _check_traced_out(context: CommContext, verb: str, out: torch.Tensor, x: torch.Tensor) -> None:
@@ -113,12 +113,13 @@ def _check_traced_out(context: CommContext, verb: str, out: torch.Tensor, x: tor
     check_out(context, verb, out)
     if is_symbolic(out) is not is_symbolic(x):
         raise ArgumentError(
-            f"{context.where(verb)}: out is {_kind(out)} and x is {_kind(x)}; expected both from "
-            f"one mode or transform; leave out= away"
+            f"{context._describe(verb)}: out is {_kind(out)} and x is {_kind(x)}; expected both "
+            f"from one mode or transform; leave out= away"
         )
-    if context.open_group is not None:
+    if context._open_group is not None:
         raise ArgumentError(
-            f"{context.where(verb)}: out inside comm.group() where a mode or a trace is active: "
+            f"{context._describe(verb)}: out inside comm.group() where a mode or a trace is "
+            f"active: "
             f"out would be filled before the group is launched; leave the mode, or make the call "
             f"outside of the group"
         )
@@ -149,8 +150,8 @@ def registered(
     needs_result(context, verb)
     if out is not None:
         raise ArgumentError(
-            f"{context.where(verb)}: out= of shape {tuple(out.shape)} and {out.dtype} with an x "
-            f"that requires grad: no gradient can flow through out; type x.detach(), or leave "
+            f"{context._describe(verb)}: out= of shape {tuple(out.shape)} and {out.dtype} with an "
+            f"x that requires grad: no gradient can flow through out; type x.detach(), or leave "
             f"out= away"
         )
     return True

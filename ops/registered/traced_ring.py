@@ -43,7 +43,7 @@ def sized(verb: str, ring_id: int, size: int, rank: int | None = None) -> CommCo
     before = f"{size} ranks" if rank is None else f"rank {rank} of {size}"
     now = f"{ring.size} ranks" if rank is None else f"rank {ring.rank} of {ring.size}"
     raise RingError(
-        f"{ring.where(verb)}: the call was traced, or its forward ran, with {before}; expected "
+        f"{ring._describe(verb)}: the call was traced, or its forward ran, with {before}; expected "
         f"the ring's {now}: it was created again since then. Trace the call again, and run "
         f"backward before the ring is closed"
     )
@@ -62,7 +62,7 @@ def outside_group(overload: Any, run: Callable[..., Any]) -> Callable[..., Any]:
 
     def outside(*args: Any) -> Any:
         ring = _rings.get(args[place])
-        if ring is not None and ring.open_group is not None and not ring.open_group.takes_op():
+        if ring is not None and ring._open_group is not None and not ring._open_group.takes_op():
             needs_result(ring, verb)
         return run(*args)
 

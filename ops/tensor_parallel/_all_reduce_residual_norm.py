@@ -105,7 +105,7 @@ def _check_gradients(tensors: tuple[Any, ...]) -> None:
 def _check(context: CommContext, tensors: tuple[Any, ...]) -> None:
     """Refuse tensors of other dtypes, shapes or devices."""
     x, residual, weight, bias, linear_bias, scale = tensors
-    where = context.where(VERB)
+    where = context._describe(VERB)
     check_tensor(context, VERB, "x", x)
     if x.dtype not in DTYPES:
         raise DtypeError(
@@ -133,12 +133,12 @@ def _check_like(
     check_tensor(context, VERB, name, tensor)
     if tensor.dtype is not dtype:
         raise DtypeError(
-            f"{context.where(VERB)}: {name} is {tensor.dtype} and x is {dtype}; expected one "
+            f"{context._describe(VERB)}: {name} is {tensor.dtype} and x is {dtype}; expected one "
             f"dtype; type {name}.to({dtype})"
         )
     if tuple(tensor.shape) != shape:
         raise ShapeError(
-            f"{context.where(VERB)}: {name} has shape {tuple(tensor.shape)}; expected {shape}, "
+            f"{context._describe(VERB)}: {name} has shape {tuple(tensor.shape)}; expected {shape}, "
             f"{'that of x' if name == 'residual' else 'the last dimension of x'}"
         )
 
@@ -160,7 +160,7 @@ def _run(
     needs_result(context, VERB)
     x, residual, weight, bias, linear_bias, scale = map(_dense, tensors)
     norm = Norm(residual, weight, bias, linear_bias, scale, layer, eps)
-    done = context.all_reduce_norm(x, norm, use_calc_stream=use_calc_stream)
+    done = context._all_reduce_norm(x, norm, use_calc_stream=use_calc_stream)
     return composed(context, x, norm, use_calc_stream) if done is None else done
 
 

@@ -26,7 +26,7 @@ def concat(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True) -
 def _run(x: torch.Tensor, ring_id: int, size: int, use_calc_stream: bool) -> torch.Tensor:
     context = sized("concat", ring_id, size)
     if x.dim() == 0:
-        raise ShapeError(f"{context.where('concat')}: x is 0-D; expected a last axis")
+        raise ShapeError(f"{context._describe('concat')}: x is 0-D; expected a last axis")
     needs_result(context, "concat")
     parts = x.new_empty((size, *x.shape))
     context.all_gather(parts, x, use_calc_stream=use_calc_stream)

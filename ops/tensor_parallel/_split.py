@@ -26,8 +26,8 @@ def split(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True) ->
 def _width(context: CommContext, x: torch.Tensor) -> int:
     if x.dim() == 0 or x.shape[-1] % context.size:
         raise ShapeError(
-            f"{context.where('split')}: the last axis of shape {tuple(x.shape)} does not divide "
-            f"by the ring's size {context.size}; pad it"
+            f"{context._describe('split')}: the last axis of shape {tuple(x.shape)} does not "
+            f"divide by the ring's size {context.size}; pad it"
         )
     return x.shape[-1] // context.size
 

@@ -61,7 +61,7 @@ def measure(rounds: int) -> dict[str, list[float]]:
 def _peers(ring: Any) -> dict[str, Any]:
     x, out = torch.zeros(1, device=ring.device), torch.zeros(1, device=ring.device)
     ring.connect()
-    bare, place = ring._connection.collective(), x.data_ptr()
+    bare, place = ring._engine._connection.collective(), x.data_ptr()
     stream = torch.cuda.current_stream(ring.device).cuda_stream
     return {
         BARE: lambda: bare.allReduce(place, place, 1, FLOAT32, SUM, stream),

@@ -100,7 +100,7 @@ class _Bench:
         most = max(SIZES[-1], PARTS[-1] * ring.size) // DTYPE.itemsize
         self.x = torch.randn(most, device=ring.device).to(DTYPE)
         self.out = torch.empty_like(self.x)
-        self.norm = fused_norm.PushedNorm(channel, ring)
+        self.norm = fused_norm.PushedNorm(channel, ring._hosts)
 
     def rows(self, verb: str, kernels: Sequence[str], sizes: Iterable[int]) -> list[Row]:
         """Return the fastest row up to each size, and NCCL from where that is faster."""

@@ -1,0 +1,138 @@
+"""The health of one ring: its first fault, all errors so far, and the errors of later calls."""
+
+from collections.abc import Callable
+from typing import Any
+
+from commlib.core import failures
+from commlib.core.call_log import PAIRED
+from commlib.core.call_reports import CallReports
+from commlib.deadlines import Deadline
+from commlib.errors import (
+    ArgumentError,
+    CommError,
+    CommTimeout,
+    EngineError,
+    PeerTimeout,
+    RingError,
+    StreamError,
+)
+from commlib.rendezvous.identity import RingIdentity
+
+
+class RingHealth:
+    """Turns failures of an engine into errors of commlib, and remembers the first one.
+
+    Attributes:
+        fault: Why the ring can't be used; None while it can.
+        ended: Closed or aborted: everything is freed, and the id may be used again.
+        forgotten: A forked child's copy of a ring of its parent.
+        repairable: ``reset()`` may clear the fault.
+        suspended: ``suspend()`` has freed memory, and ``resume()`` has not been called.
+        find_dead: Returns the positions of members whose process has ended.
+    """
+
+    def __init__(self, identity: RingIdentity, reports: CallReports | None) -> None:
+        self.fault: str | None = None
+        self.ended = self.forgotten = self.repairable = self.suspended = False
+        self.find_dead: Callable[[], list[int]] = list
+        self._identity, self._reports = identity, reports
+        self._errors: list[str] = []
+        self._verdict: str | None = None  # what the members' logs showed at the first failure
+
+    # -- state -------------------------------------------------------------------------------------
+
+    @property
+    def has_failed(self) -> bool:
+        """Return True if a call has failed and the ring was not closed since."""
+        return self.fault is not None and not self.ended and not self.suspended
+
+    def errors(self) -> list[str]:
+        """Return what went wrong so far, oldest first."""
+        return self._errors + ([] if self._reports is None else self._reports.found)
+
+    def note(self, text: str) -> None:
+        """Add a line to ``errors()``."""
+        self._errors.append(text)
+
+    def end(self, how: str) -> None:
+        """Mark the ring as closed or aborted."""
+        self.fault, self.ended = f"{how}; {self._identity.recreate}", True
+
+    def recover(self) -> None:
+        """Clear the fault at the start of ``reset()``."""
+        self.fault = self._verdict = None
+        if self._reports is not None:
+            self._reports.resume()
+
+    def forget(self, why: str) -> None:
+        """Mark the copy of a forked child, which can't be used."""
+        self.fault, self.ended, self.forgotten = f"it {why}", True, True
+        self.repairable = self.suspended = False
+
+    # -- failures ----------------------------------------------------------------------------------
+
+    def unusable(self, collective: str) -> RingError:
+        """Return the error of a call on a ring that has failed or is closed."""
+        prefix = self._identity.describe(collective)
+        return RingError(f"{prefix}: the ring can't be used: {self.fault}")
+
+    def interrupted(self, collective: str) -> None:
+        """Mark the ring as failed: a signal ended a call whose outcome is unknown."""
+        self.note(f"{self._identity.describe(collective)}: a signal interrupted the call")
+        self.repairable = False
+        self.fault = self.fault or (
+            f"a signal interrupted {collective}, which this rank has never finished; "
+            f"{self._identity.recreate}"
+        )
+
+    def failed(self, collective: str, error: Exception, args: tuple[Any, ...] = ()) -> CommError:
+        """Mark the ring as failed by ``error`` and return the exception to raise.
+
+        ``args`` are those of the launch: the first one of a send or a receive is the peer.
+        """
+        if isinstance(error, ArgumentError):
+            return error  # nothing was launched
+        if self._verdict is None and not isinstance(error, StreamError):
+            self._verdict = "" if self._reports is None else self._reports.verdict(collective)
+        logs = f"; {self._verdict}" if self._verdict else ""
+        prefix = self._identity.describe(collective)
+        if isinstance(error, PeerTimeout | StreamError):
+            text = f"{prefix}: {error}{logs}"
+            self.note(text)
+            self.repairable = self.repairable or self.fault is None
+            self.fault = self.fault or (
+                f"a kernel gave up in {collective}; call ring.reset() on every member"
+            )
+            return type(error)(text)
+        kind, reason = self._reason(collective, error, args)
+        text, recreate = f"{prefix}{reason}{logs}", self._identity.recreate
+        self.note(text)
+        self.repairable = False
+        self.fault = self.fault or f"failed in {collective}; {recreate}"
+        return kind(f"{text}; {recreate}")
+
+    def _reason(
+        self, collective: str, error: Exception, args: tuple[Any, ...]
+    ) -> tuple[type[CommError], str]:
+        """Return the class and the text that a failure becomes: ours, not the library's."""
+        me = self._identity
+        if isinstance(error, CommTimeout):  # it names the members that are late
+            return CommTimeout, f": {type(error).__name__}: {error}"
+        if isinstance(error, RuntimeError) and not isinstance(error, CommError):
+            others = [at for at in range(me.size) if at != me.rank]
+            peers = list(args[:1]) if collective in PAIRED else others if me.size == 2 else []
+            if failures.is_late(error):
+                text = failures.late(peers, me.ranks, me.timeout, self._verdict or "")
+                return CommTimeout, f" {text}"
+            if failures.is_gone(error):
+                return EngineError, f": {failures.gone(peers or self.find_dead(), me.ranks)}"
+        return EngineError, f": {failures.other(error, me.engine)}"
+
+    def attempt(self, step: Callable[[], Any], deadline: Deadline, what: str) -> bool:
+        """Run one step of the ring's end; note an error instead of raising it."""
+        try:
+            self._identity.bounded(step, deadline, what)
+        except Exception as error:
+            self.note(str(error))
+            return False
+        return True

@@ -1,0 +1,131 @@
+"""The engine of programs without the flag: one torch.distributed process group per ring."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from commlib.deadlines import Deadline
+from commlib.engines.base import EngineMemory
+from commlib.engines.c10d import C10dEngine
+from commlib.errors import ArgumentError
+from commlib.rendezvous import host_exchange
+from commlib.rendezvous.hosts import HostExchange
+from commlib.rendezvous.identity import Health, RingIdentity
+from commlib.rendezvous.store import EngineStore
+from commlib.streams import capturing, issue_lock
+
+
+class TorchDistributedEngine(C10dEngine):
+    """Ranks over ``torch.distributed``: NCCL on GPUs, gloo on CPUs.
+
+    On GPUs torch makes the NCCL communicator (about 0.5 GB) at the ring's first call. gloo
+    connects at once: a lone send and receive must not wait for members that take no part.
+    """
+
+    name: ClassVar[str] = "c10d"
+
+    def __init__(self, identity: RingIdentity, hosts: HostExchange, health: Health) -> None:
+        super().__init__(identity, hosts, health)
+        self._group: Any = None
+        self._free_before: int | None = None  # bytes, until torch has made the communicator
+        self._communicator_bytes = 0
+        self._batched = False  # inside a group of calls, which share one communicator
+        self._peers: set[int] = set()  # torch has made the communicators of these pairs
+
+    @property  # every launch reads it
+    def pg(self) -> Any:
+        """The process group. Raises ``ArgumentError`` where its communicator would be captured."""
+        if self._free_before is not None and capturing():
+            self._refuse_capture("Call ring.connect() on every member before the capture")
+        return self._group
+
+    @pg.setter
+    def pg(self, group: Any) -> None:
+        self._group = group
+
+    def connect(self) -> None:
+        """Have torch make the group's communicator now; every member calls it.
+
+        A lone send or receive has a communicator of its pair, which its first call makes.
+        """
+        if self._free_before is None:
+            return
+        self.hosts.exchange([])  # names the members that are late
+        try:
+            with issue_lock(self.device):
+                self.barrier(None, None)
+            synchronize = torch.cuda.current_stream(self.device).synchronize
+            self.identity.bounded(synchronize, Deadline(self.identity.timeout), "connect")
+        except Exception as error:
+            raise self.health.failed("connect", error) from error
+
+    def _refuse_capture(self, remedy: str) -> None:
+        raise ArgumentError(
+            f"{self.identity.describe('a call')} in a capture: torch would make an NCCL "
+            f"communicator for it, which no capture allows. {remedy}"
+        )
+
+    def _check_pair(self, peer: int) -> None:
+        """Refuse the first call to a peer in a capture."""
+        if not self.on_host and not self._batched and peer not in self._peers:
+            if capturing():
+                self._refuse_capture("Make this send or recv once before the capture")
+            self._peers.add(peer)
+
+    def send(self, out: None, x: torch.Tensor, peer: int, tag: int = 0) -> Any:
+        """Launch a send of the process group."""
+        self._check_pair(peer)
+        return super().send(out, x, peer, tag)
+
+    def recv(self, out: torch.Tensor, x: None, peer: int, tag: int = 0) -> Any:
+        """Launch a receive of the process group."""
+        self._check_pair(peer)
+        return super().recv(out, x, peer, tag)
+
+    @contextmanager
+    def coalesced(self) -> Iterator[None]:
+        """Start the launches inside as one; they share the group's communicator."""
+        with super().coalesced():
+            self._batched = True
+            try:
+                yield
+            finally:
+                self._batched = False
+
+    @property
+    def connected(self) -> bool:
+        """Return True if torch has made the group's communicator; on GPUs the first call does."""
+        return self._free_before is None
+
+    @property
+    def memory(self) -> EngineMemory:
+        """Return the GPU memory of the group's communicator."""
+        return EngineMemory(self._communicator_bytes)
+
+    def _make(self, store: EngineStore, wait: timedelta) -> Any:
+        group = dist.ProcessGroup(dist.HashStore(), self.rank, self.size)  # it asks its backend
+        backend: Any
+        if self.on_host:
+            place = self.rank, self.size, wait, self.hosts.one_network
+            backend = host_exchange.connect(store, *place)
+            kind = dist.ProcessGroup.BackendType.GLOO
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = wait
+            # The first call makes the communicator, and waits in the store for as long as this.
+            backend = dist.ProcessGroupNCCL(store.for_good(wait), self.rank, self.size, options)
+            kind = dist.ProcessGroup.BackendType.NCCL
+            self._free_before = torch.cuda.mem_get_info(self.device)[0]
+        group._set_default_backend(kind)
+        group._register_backend(self.device, kind, backend)
+        return group
+
+    def _issued(self, work: Any) -> Any:
+        if self._free_before is not None:  # the first call has just made the communicator
+            free = torch.cuda.mem_get_info(self.device)[0]
+            self._communicator_bytes, self._free_before = max(0, self._free_before - free), None
+        return super()._issued(work)

@@ -1,0 +1,174 @@
+"""The host exchange of one ring: integers that every member sends to every member."""
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from commlib.call_lines import call_line
+from commlib.deadlines import Deadline, bounded
+from commlib.errors import ArgumentError, CommTimeout, MismatchError
+from commlib.rendezvous import host_exchange
+from commlib.rendezvous.identity import Health, RingIdentity
+from commlib.rendezvous.roll_call import Meeting
+from commlib.rendezvous.shared_memory import Mailbox, Rounds, open_mailbox
+from commlib.rendezvous.store import BoundedStore, EngineStore
+
+_BYTES = 7  # bytes that are sent as one number: it stays below 2**63
+
+
+class HostExchange:
+    """Carries what ranks agree on before a launch: shapes, counts, options.
+
+    Integers go through shared memory on one host and over TCP (gloo) between several. The first
+    call sets this up. No GPU takes part, so an exchange is allowed during a capture.
+    """
+
+    def __init__(
+        self, identity: RingIdentity, meeting: Meeting | None, health: Health, *, compares: bool
+    ) -> None:
+        """``compares``: every exchange is compared with the collectives of the other members."""
+        self.identity, self.compares = identity, compares
+        self._meeting, self._health = meeting, health
+        self._lock = threading.Lock()
+        self._rounds: Rounds | None = None
+        self._mailbox: Mailbox | None = None
+        self._group: Any = None  # the gloo group that this object has made
+        self._lent: Any = None  # the engine's own gloo group
+        self._pairs: Counter[tuple[int, bool]] = Counter()
+
+    def lend(self, group: Any) -> None:
+        """Use the gloo group of an engine, which also releases it."""
+        self._lent = group
+
+    # -- exchanges ---------------------------------------------------------------------------------
+
+    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+        """Return every rank's integers, in rank order; see ``CommContext.exchange``."""
+        try:
+            numbers = host_exchange.whole_numbers(values)
+        except ArgumentError as error:
+            raise ArgumentError(f"{self.identity.describe('exchange')}: {error}") from None
+        if not self.compares:
+            return self.all_gather("exchange", numbers)
+        rows = self.all_gather("exchange", [0, *numbers])  # 0: an exchange, not a collective
+        if any(row[0] for row in rows):
+            raise self.mismatch("exchange", "exchange")
+        return [row[1:] for row in rows]
+
+    def exchange_bytes(self, data: bytes) -> list[bytes]:
+        """Return every rank's ``data``, in rank order; lengths may differ."""
+        numbers = (data[at : at + _BYTES] for at in range(0, len(data), _BYTES))
+        rows = self.exchange([len(data), *(int.from_bytes(part, "little") for part in numbers)])
+        return [
+            b"".join(number.to_bytes(_BYTES, "little") for number in row[1:])[: row[0]]
+            for row in rows
+        ]
+
+    def all_gather(self, collective: str, numbers: list[int]) -> list[list[int]]:
+        """Exchange integers on behalf of ``collective``, and compare nothing."""
+        with self._lock:
+            if self._health.fault is not None:
+                raise self._health.unusable(collective)
+            if self.identity.size == 1:
+                return [numbers]
+            try:
+                self._rounds = self._rounds or self._open_rounds()
+                return host_exchange.all_gather(self._rounds, numbers)
+            except Exception as error:
+                raise self._health.failed(collective, error) from error
+            except BaseException:
+                self._health.interrupted(collective)
+                raise
+
+    def mismatch(self, collective: str, given: str) -> MismatchError:
+        """Return the error of calls that differ; every member has seen it and calls this."""
+        ranks = self.identity.ranks
+        rows = self.exchange_bytes(json.dumps([given, call_line()]).encode())
+        calls: dict[str, list[int]] = {}
+        for rank, row in zip(ranks, rows, strict=True):
+            calls.setdefault(" at ".join(json.loads(row)), []).append(rank)
+        shown = "; ".join(
+            f"rank{'s' * (len(callers) > 1)} {', '.join(map(str, callers))}: {call}"
+            for call, callers in calls.items()
+        )
+        return MismatchError(
+            f"{self.identity.describe(collective)}: detected mismatch between the calls of the "
+            f"ranks: {shown}. Nothing was launched and the ring stays usable; make the same call "
+            f"on every rank"
+        )
+
+    def pair(self, peer: int, sends: bool) -> tuple[Any, int]:
+        """Return the gloo group, and the number of the next message to or from ``peer``."""
+        if self._health.fault is not None:
+            raise self._health.unusable("send" if sends else "recv")
+        number = self._pairs[peer, sends]
+        self._pairs[peer, sends] += 1
+        return self._gloo_group(), number
+
+    # -- set-up ------------------------------------------------------------------------------------
+
+    def store(self, name: str) -> BoundedStore:
+        """Return the part ``name`` of the store of this ring's members."""
+        assert self._meeting is not None  # only a ring of one rank has none
+        return self._meeting.store.under(name)
+
+    @property
+    def one_network(self) -> bool:
+        """Return True if all members share one loopback interface."""
+        return self._meeting is not None and self._meeting.one_network
+
+    def dead(self) -> list[int]:
+        """Return the positions of members on this host whose process has ended."""
+        return [] if self._mailbox is None else self._mailbox.dead()
+
+    def _open_rounds(self) -> Rounds:
+        """Return shared memory on one host, gloo between several."""
+        rank, size = self.identity.rank, self.identity.size
+        by_gloo = partial(host_exchange.gloo_round, self._gloo_group(), rank, size)
+        place = rank, size, host_exchange.host_number(), self.identity.timeout
+        self._mailbox = open_mailbox(by_gloo, *place)
+        if self._group is not None:
+            host_exchange.delete_address(self.store("hosts"), rank)
+        return self._mailbox or by_gloo
+
+    def _gloo_group(self) -> Any:
+        if self._lent is not None:
+            return self._lent
+        if self._group is None:
+            me = self.identity
+            deadline, wait = Deadline(me.timeout), timedelta(seconds=me.timeout)
+            store = EngineStore(self.store("hosts"), deadline)
+            place = store, me.rank, me.size, wait, self.one_network
+            join = partial(host_exchange.connect, *place)
+            try:
+                self._group = bounded(join, deadline, me.describe("connecting the hosts"))
+            except CommTimeout:
+                store.give_up()
+                raise
+        return self._group
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def detach(self) -> None:
+        """Drop the process group of the engine, which is released next."""
+        self._rounds = self._lent = None
+
+    def close(self, deadline: Deadline) -> None:
+        """Release the gloo group and the shared memory, at most until ``deadline``."""
+        self._rounds = None
+        group, self._group = [self._group], None
+        if group[0] is not None:
+            release = partial(host_exchange.release, group)
+            self._health.attempt(release, deadline, "releasing the host exchange")
+        mailbox, self._mailbox = self._mailbox, None
+        if mailbox is not None and self._lock.acquire(timeout=deadline.left()):
+            mailbox.close()
+            self._lock.release()
+
+    def forget(self) -> None:
+        """Take a new lock in a forked child: another thread of the parent may have held it."""
+        self._lock = threading.Lock()
