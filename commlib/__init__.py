@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from commlib import errors, flags, ops
 from commlib.core.context import CommContext
-from commlib.core.manager import CommContextManager, comm, init, new_ring, shutdown
+from commlib.core.manager import CommContextManager, close_ring, comm, init, new_ring, shutdown
 from commlib.core.work import Work
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ __all__ = [
     "CommContext",
     "CommContextManager",
     "Work",
+    "close_ring",
     "comm",
     "compat",
     "errors",

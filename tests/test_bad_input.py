@@ -150,7 +150,7 @@ def rings(comm: Any) -> None:
     assert own is not None
     x = torch.ones(3, device=comm.device)
     close(ops.all_reduce(x, 34), x, "a ring of this rank alone")
-    with refused(RingError, "ring 34 exists", f"[{comm.rank}]", "close(34)"):
+    with refused(RingError, "ring 34 exists", f"[{comm.rank}]", "close_ring(34)"):
         commlib.new_ring(34, [0, 1])
     manager().close(34)
     with refused(RingError, "ring 34 was closed"):

@@ -39,11 +39,11 @@ def twice(comm: Any) -> None:
     same((ring.rank, ring.size, ring.ranks), (1 - comm.rank, 2, (1, 0)), "position in the ring")
     same(gathered(ring), [1, 0], "order of the ring")
     same(commlib.new_ring(5, (1, 0)) is ring, True, "same members give the same context")
-    typed = "commlib.CommContextManager.instance().close(5) on its members first"
+    typed = "call commlib.close_ring(5) on its members first"
     with refused(RingError, "ring 5 exists with ranks [1, 0]", "[0, 1]", typed):
         commlib.new_ring(5, [0, 1])
     same(manager.rings(), [0, 5], "rings in order of creation")
-    commlib.CommContextManager.instance().close(5)
+    commlib.close_ring(5)
     same(gathered(commlib.new_ring(5, [0, 1])), [0, 1], "other members, as the text says")
     manager.close(5)
     ring = commlib.new_ring(5, [1, 0])
@@ -262,29 +262,29 @@ def test_creations_that_are_overtaken(ranks: Ranks) -> None:
 
 def half_built(comm: Any) -> None:
     """A member that fails after it has connected frees everything, and so do the others."""
-    kind = type(comm)
-    connect = kind._connect
+    kind = type(comm._engine)
+    connect = kind.open
 
     def fails(self: Any, meeting: Any, deadline: Any) -> None:
         connect(self, meeting, deadline)
-        self.exchange([1])
+        self.hosts.exchange([1])
         if self.rank == 1:
             raise MemoryError("of one rank")
-        self.exchange([2])
+        self.hosts.exchange([2])
 
     def descriptors() -> int:
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
     counts = []
-    kind._connect = fails
+    kind.open = fails
     try:
         for _ in range(8):
             with refused(EngineError, "ring 66", "rank 1: MemoryError: of one rank"):
                 commlib.new_ring(66, [0, 1], timeout=20)
             counts.append(descriptors())
     finally:
-        kind._connect = connect
+        kind.open = connect
     # Threads of gloo and of the stores close some a little later; a leak adds at least 7.
     assert counts[-1] - counts[0] <= 3, f"descriptors after each attempt: {counts}"
     same(gathered(commlib.new_ring(66, [0, 1])), [0, 1], "the next attempt")
@@ -296,15 +296,15 @@ def test_half_built_rings_free_their_parts(ranks: Ranks) -> None:
 
 def interrupted(comm: Any) -> None:
     """An interrupt while the engine is set up ends the creation on every member."""
-    kind = type(comm)
-    connect = kind._connect
+    kind = type(comm._engine)
+    connect = kind.open
 
     def fails(self: Any, meeting: Any, deadline: Any) -> None:
         connect(self, meeting, deadline)
         if self.rank == 1:
             raise KeyboardInterrupt
 
-    kind._connect = fails
+    kind.open = fails
     try:
         commlib.new_ring(67, [0, 1], timeout=20)
     except KeyboardInterrupt:
@@ -312,7 +312,7 @@ def interrupted(comm: Any) -> None:
     except EngineError as error:
         same((comm.rank, "rank 1: InterruptedError" in str(error)), (0, True), str(error))
     finally:
-        kind._connect = connect
+        kind.open = connect
     same(manager.has(67), False, "nothing was created")
     same(gathered(commlib.new_ring(67, [0, 1])), [0, 1], "the next attempt")
 
@@ -420,7 +420,9 @@ def failed(comm: Any) -> None:
     assert ring is not None
     with refused(EngineError, "reported a failure"):
         raise ring._health.failed("all_reduce", RuntimeError("of the test"))
-    with refused(RingError, "ring 9 exists and can't be used", "failed in all_reduce", "close(9)"):
+    with refused(
+        RingError, "ring 9 exists and can't be used", "failed in all_reduce", "close_ring(9)"
+    ):
         commlib.new_ring(9, [0, 1])
     manager.close(9)
     same(gathered(commlib.new_ring(9, [0, 1])), [0, 1], "created again")
@@ -441,7 +443,7 @@ def described(comm: Any) -> None:
         commlib.init(other)
     ring = commlib.new_ring(9, [0, 1], timeout=20)
     same(commlib.new_ring(9, [0, 1], timeout=20) is ring, True, "the same timeout")
-    with refused(RingError, "ring 9 exists with timeout 20 s; given 5 s", "close(9)"):
+    with refused(RingError, "ring 9 exists with timeout 20 s; given 5 s", "close_ring(9)"):
         commlib.new_ring(9, [0, 1], timeout=5)
 
 

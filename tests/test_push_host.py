@@ -349,7 +349,7 @@ def test_the_others_hear_of_any_failure(
     memory = SimpleNamespace(close=lambda: closed.append(True))
     monkeypatch.setattr(push_collectives, "share", lambda *given: memory)
     ring = Lonely()
-    assert "compile" in opened(ring)
+    assert "compile" in opened(ring, fills=True)
     assert ring.told == [0]
     assert closed == [True] * (opened is push_collectives.open_push)
 
@@ -368,7 +368,8 @@ class Unresettable:
 def test_a_reset_that_fails_leaves_no_ring_that_looks_whole() -> None:
     identity = RingIdentity(7, 0, (0,), torch.device("cpu"), 1.0, "gloo")
     ring = CommContext(identity, GlooEngine, None)
-    ring._engine.channels = lambda: [Unresettable()]  # type: ignore[method-assign]
+    channels: Any = [Unresettable()]
+    ring._engine.channels = lambda: channels  # type: ignore[method-assign]
     ring._health.failed("all_reduce", PeerTimeout("rank 1 did not come"))
     with pytest.raises(EngineError, match="its text is this error's cause") as caught:
         ring.reset()

@@ -112,7 +112,7 @@ def missed(comm: Any) -> None:
     ring = commlib.new_ring(22, range(comm.size), timeout=4)
     assert ring is not None
     x = torch.ones(3)
-    close_it = "type commlib.CommContextManager.instance().close(22), then"
+    close_it = "call commlib.close_ring(22), then"
     new = "commlib.new_ring(22, [0, 1])"
     late = "while waiting for rank 1 (position 1 in the ring)"
     if comm.rank == 0:
@@ -142,7 +142,7 @@ def missed_on_ring_0(comm: Any) -> None:
     if comm.rank == 0:
         with refused(CommTimeout, "did not finish within 5 s", "commlib.shutdown(), then"):
             ops.all_reduce(x)
-        with refused(RingError, "ring 0", "type commlib.shutdown(), then commlib.init()"):
+        with refused(RingError, "ring 0", "call commlib.shutdown(), then commlib.init()"):
             ring.barrier()
     else:
         time.sleep(8)

@@ -228,7 +228,7 @@ class CommContextManager:
 
     def rings(self) -> list[int]:
         """Return the ids of the rings on this rank, in the order of their creation."""
-        return list(self._rings)
+        return [ring_id for ring_id, ring in self._rings.items() if not ring._health.ended]
 
     def report(self) -> list[dict[str, Any]]:
         """Return ``CommContext.report()`` of every ring on this rank."""
@@ -406,6 +406,19 @@ def comm(ring_id: int = 0) -> CommContext:
         return _rings[ring_id]
     except (KeyError, TypeError):
         return _manager.get(ring_id)  # which says what is wrong
+
+
+def close_ring(ring_id: int, *, abort: bool = False) -> None:
+    """Close one ring on this rank; a ring that is closed already is not an error.
+
+    Args:
+        ring_id: The ring.
+        abort: Wait for no call. Returns within 5 s, whatever other threads do.
+
+    Raises:
+        RingError: The ring never existed.
+    """
+    _manager.close(ring_id, abort)
 
 
 def shutdown(*, abort: bool = False) -> None:
