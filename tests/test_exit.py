@@ -138,7 +138,7 @@ def test_exit_closes_everything_without_new_threads(tmp_path: Path, flag: str) -
     program = (
         "import atexit, sys\n"
         "def last():\n"  # registered before commlib's handler, so it runs after it
-        "    gone = [(one._engine.pg, one.ended, one._errors()) for one in rings]\n"
+        "    gone = [(one._engine.pg, one._health.ended, one._errors()) for one in rings]\n"
         "    print(gone)\n"
         "atexit.register(last)\n" + BEGIN + "rings = [ring, commlib.comm(1)]\n"
         "commlib.ops.all_reduce(torch.ones(1000)); ring.exchange([1])\n"
