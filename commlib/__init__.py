@@ -27,6 +27,12 @@ __all__ = [
     "shutdown",
 ]
 
+
+def __dir__() -> list[str]:
+    """List the public names, `graph` and `compat` included."""
+    return __all__
+
+
 if not TYPE_CHECKING:  # a checker would take any name for one that is there
 
     def __getattr__(name: str) -> Any:

@@ -10,6 +10,10 @@ class Log:
         self._logger = logging.getLogger("commlib")
         self._said: set[str] = set()
 
+    def info(self, text: str, *values: object) -> None:
+        """Log ``text`` at INFO."""
+        self._logger.info(text, *values)
+
     def once(self, text: str, *values: object) -> None:
         """Log ``text`` at INFO, once a process."""
         if text not in self._said:

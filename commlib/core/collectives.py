@@ -19,6 +19,7 @@ from commlib.core.validation import (
     check_tensor,
     counts,
     from_root,
+    new_like,
     shape_mismatch,
 )
 from commlib.core.work import Work
@@ -42,7 +43,7 @@ class Collectives(Ring):
     def all_reduce(
         self,
         out: Tensor,
-        x: Tensor,
+        x: Tensor | None = None,
         *,
         op: str = "sum",
         factor: float | None = None,
@@ -53,10 +54,13 @@ class Collectives(Ring):
     ) -> Any:
         """Fill ``out`` on every rank with the reduction of ``x`` over all ranks (any shape).
 
+        With one tensor, return the reduction in a new one.
         ``max_blocks`` bounds the blocks of a push kernel, which wait on the GPU for the peers. By
         default an asynchronous call takes at most FLAGS_comm_async_blocks, so that the program's
         own kernels keep the rest of the GPU; any other call takes what is fastest.
         """
+        if x is None:
+            x, out = out, new_like(self, "all_reduce", out)
         dense = check_pair(self, "all_reduce", out, x)
         count = x.numel()
         if out is not x and out.numel() != count:
@@ -119,13 +123,18 @@ class Collectives(Ring):
     def all_gather(
         self,
         out: Tensor,
-        x: Tensor,
+        x: Tensor | None = None,
         *,
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
     ) -> Any:
-        """Fill ``out`` on every rank with the ``x`` of rank 0, 1, … one after the other."""
+        """Fill ``out`` on every rank with the ``x`` of rank 0, 1, … along dim 0.
+
+        With one tensor, return a new one with ``size`` times the rows.
+        """
+        if x is None:
+            x, out = out, new_like(self, "all_gather", out, self.size)
         dense = check_pair(self, "all_gather", out, x)
         count = x.numel()
         if out.numel() != count * self.size:
@@ -138,14 +147,19 @@ class Collectives(Ring):
     def reduce_scatter(
         self,
         out: Tensor,
-        x: Tensor,
+        x: Tensor | None = None,
         *,
         op: str = "sum",
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
     ) -> Any:
-        """Fill ``out`` of rank r with the r-th part of the reduction of ``x`` over all ranks."""
+        """Fill ``out`` of rank r with the r-th part of the reduction of ``x`` over all ranks.
+
+        With one tensor, return a new one with this rank's rows along dim 0.
+        """
+        if x is None:
+            x, out = out, new_like(self, "reduce_scatter", out, 1, self.size)
         dense = check_pair(self, "reduce_scatter", out, x)
         count = out.numel()
         if count * self.size != x.numel():

@@ -61,7 +61,7 @@ class CommContext(Collectives):
         self._identity = identity
         self.ring_id, self.rank, self.ranks = identity.ring_id, identity.rank, identity.ranks
         self.size, self.device, self.timeout = identity.size, identity.device, identity.timeout
-        self.engine = identity.engine
+        self.engine, self.name = identity.engine, identity.name
         self._device_number = identity.device_number
         self._fences = Fences(self.device) if self.device.type == "cuda" else None
         self._lock = issue_lock(self.device)
@@ -102,8 +102,9 @@ class CommContext(Collectives):
             raise
 
     def __repr__(self) -> str:
+        name = f" {self.name!r}" if self.name else ""
         return (
-            f"<CommContext ring {self.ring_id}: rank {self.rank} of {self.size} "
+            f"<CommContext ring {self.ring_id}{name}: rank {self.rank} of {self.size} "
             f"{list(self.ranks)} on {self.device}, engine {self.engine}, "
             f"{self._health.fault or 'ready'}>"
         )

@@ -133,8 +133,10 @@ class Creation:
         store: dist.Store | None,
         device: torch.device,
         deadline: Deadline,
+        name: str = "",
     ) -> None:
-        self.ring_id, self.members, self.world, self.store = ring_id, members, world, store
+        self.name, self.ring_id = name, ring_id
+        self.members, self.world, self.store = members, world, store
         self.device, self.deadline = device, deadline
         self.thread = threading.get_ident()
         self.ring: CommContext | None = None
@@ -170,7 +172,13 @@ class Creation:
         engine = _ENGINES[unified, on_gpu]
         position = self.members.index(self.world.rank)
         identity = RingIdentity(
-            self.ring_id, position, self.members, self.device, self.deadline.seconds, engine.name
+            self.ring_id,
+            position,
+            self.members,
+            self.device,
+            self.deadline.seconds,
+            engine.name,
+            self.name,
         )
         if len(self.members) == 1:
             return CommContext(identity, engine, None)

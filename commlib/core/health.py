@@ -16,6 +16,7 @@ from commlib.errors import (
     RingError,
     StreamError,
 )
+from commlib.log import log
 from commlib.rendezvous.identity import RingIdentity
 
 
@@ -96,6 +97,8 @@ class RingHealth:
             self._verdict = "" if self._reports is None else self._reports.verdict(collective)
         logs = f"; {self._verdict}" if self._verdict else ""
         prefix = self._identity.describe(collective)
+        if isinstance(error, CommTimeout | PeerTimeout):
+            log.info("%s: timed out", prefix)
         if isinstance(error, PeerTimeout | StreamError):
             text = f"{prefix}: {error}{logs}"
             self.note(text)

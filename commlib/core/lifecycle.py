@@ -13,6 +13,7 @@ from commlib.deferred import UnfencedCalls
 from commlib.engines.base import Engine
 from commlib.errors import CommError, CommTimeout, RingError
 from commlib.keepalive import keep_forever
+from commlib.log import log
 from commlib.rendezvous.hosts import HostExchange
 from commlib.rendezvous.identity import RingIdentity
 from commlib.streams import issue_lock
@@ -160,6 +161,7 @@ class RingLifecycle:
         if self._health.forgotten:
             return
         self._health.end("aborted")
+        log.info(self._identity.describe("abort"))
         if self._reports is not None:
             self._reports.abandon()
         self._release_graphs()
@@ -176,6 +178,7 @@ class RingLifecycle:
         if health.fault is not None and not health.suspended:
             return False
         health.end("closed")
+        log.info(self._identity.describe("close"))
         self._release_graphs()
         if not health.attempt(self._drain, deadline, "draining"):
             return False

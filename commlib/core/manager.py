@@ -1,6 +1,7 @@
 """The process-wide owner of every ring: it creates, finds, closes and reports them."""
 
 import atexit
+import copyreg
 import os
 import threading
 from collections.abc import Iterable
@@ -18,8 +19,9 @@ from commlib.core.membership import Seconds, belongs, checked_members, other_mem
 from commlib.core.process_exit import is_failing, watch_exit
 from commlib.deadlines import Deadline
 from commlib.engines.reductions import OPS
-from commlib.errors import DeviceError, RingError
+from commlib.errors import ArgumentError, DeviceError, RingError
 from commlib.keepalive import keep_forever
+from commlib.log import log
 from commlib.rendezvous import environment
 from commlib.rendezvous.environment import World
 from commlib.rendezvous.roll_call import RollCall
@@ -57,6 +59,9 @@ class CommContextManager:
         """Return the manager of this process; it closes its rings when the interpreter exits."""
         return _manager
 
+    def __repr__(self) -> str:
+        return f"<CommContextManager of rings {self.rings()}>"
+
     # -- create ----------------------------------------------------------------------------------
 
     def create(
@@ -67,6 +72,7 @@ class CommContextManager:
         store: dist.Store | None = None,
         device: torch.device | str | None = None,
         timeout: Seconds | None = None,
+        name: str = "",
     ) -> CommContext:
         """Create a ring; called by its members alone.
 
@@ -81,6 +87,7 @@ class CommContextManager:
             device: Default: the device of ``init``.
             timeout: Seconds until missing ranks are an error, and of later waits on a CPU.
                 Default: FLAGS_comm_timeout_s.
+            name: The program's own name of the ring, for ``commlib.comm(name)`` and messages.
 
         Raises:
             ArgumentError: An argument can't be read.
@@ -98,12 +105,13 @@ class CommContextManager:
                 members = checked_members(ring_id, ranks, world)
                 self._check_place(ring_id, members, world)
                 known = self._usable(ring_id)
+                self._check_name(ring_id, name)
                 if known is not None:
                     return same_ring(known, members, device=device, timeout=timeout)
                 shared = self._creating.get(ring_id)
                 if shared is None:
                     place = self._place(world, device)
-                    creation = Creation(ring_id, members, world, store, place, deadline)
+                    creation = Creation(ring_id, members, world, store, place, deadline, name)
                     flags.freeze()
                     self._creating[ring_id] = creation
             if shared is None:
@@ -135,6 +143,7 @@ class CommContextManager:
                 self._closed.discard(ring_id)
                 self._elsewhere.pop(ring_id, None)
                 self._inherited.pop(ring_id, None)
+            log.info("created %r", ring)
         except BaseException as error:
             if ring is not None:
                 ring.abort()
@@ -167,6 +176,17 @@ class CommContextManager:
                 f"spawn"
             )
 
+    def _check_name(self, ring_id: int, name: str) -> None:
+        """Refuse a name that is not text, or that another ring has."""
+        if not isinstance(name, str):
+            raise ArgumentError(f"ring {ring_id}: name={name!r}; expected a str")
+        for other in self._rings.values():
+            if name and other.name == name and other.ring_id != ring_id:
+                raise RingError(
+                    f"ring {ring_id}: the name {name!r} belongs to ring {other.ring_id}; choose "
+                    f"another, or call commlib.close_ring({other.ring_id}) first"
+                )
+
     def _usable(self, ring_id: int) -> CommContext | None:
         """Return the ring if it exists; drop one that was aborted or closed by its own method."""
         known = self._rings.get(ring_id)
@@ -187,14 +207,25 @@ class CommContextManager:
 
     # -- find ------------------------------------------------------------------------------------
 
-    def get(self, ring_id: int) -> CommContext:
-        """Return the context of ``ring_id``; raises ``RingError`` listing the rings there are."""
-        try:
-            return self._rings[ring_id]
-        except (KeyError, TypeError):
-            raise self._unknown(ring_id) from None
+    def get(self, ring: "int | str | CommContext") -> CommContext:
+        """Return a ring by its id or its name; a ring itself is returned if it is open.
 
-    def _unknown(self, ring_id: int) -> RingError:
+        Raises:
+            RingError: There is no such ring on this rank; the text lists those that exist.
+        """
+        if isinstance(ring, CommContext):
+            if ring._health.ended:
+                raise ring._health.unusable("a call")
+            return ring
+        for known in list(self._rings.values()):
+            if isinstance(ring, str) and ring and known.name == ring:
+                return known
+        try:
+            return self._rings[ring]  # type: ignore[index]  # a str is an unknown id
+        except (KeyError, TypeError):
+            raise self._unknown(ring) from None
+
+    def _unknown(self, ring_id: Any) -> RingError:
         if isinstance(ring_id, torch.Tensor):
             return RingError(
                 f"ring_id is a tensor of shape {tuple(ring_id.shape)}; expected a whole number; "
@@ -334,6 +365,7 @@ def _end_all(calls: list[RollCall]) -> None:
         call.end()
 
 
+copyreg.pickle(CommContext, lambda ring: (comm, (ring.ring_id,)))  # a copy is the same ring
 _manager = CommContextManager()
 _rings = _manager._rings  # looked up at every call
 atexit.register(_manager._at_exit)
@@ -385,25 +417,34 @@ def init(
 
 
 def new_ring(
-    ring_id: int, ranks: Iterable[int], *, timeout: Seconds | None = None
+    ring_id: int, ranks: Iterable[int], *, timeout: Seconds | None = None, name: str = ""
 ) -> CommContext | None:
-    """Create ring ``ring_id`` of the global ``ranks`` and return it; other ranks get None at once.
+    """Create a ring of some ranks and return it; other ranks get None at once.
 
-    Blocks the members until all have called it, at most ``timeout`` seconds. Errors as
-    ``CommContextManager.create``.
+    Blocks the members until all have called it, at most ``timeout`` seconds.
+
+    Args:
+        ring_id: A whole number >= 0.
+        ranks: Global ranks in the order of the ring.
+        timeout: As in ``CommContextManager.create``, which also says what is raised.
+        name: The program's own name of the ring, for ``commlib.comm(name)`` and messages.
     """
     world = _manager.world()
     members = checked_members(ring_id, ranks, world)
     if world.rank not in members:
         _manager._elsewhere[ring_id] = members
         return None
-    return _manager.create(ring_id, members, timeout=timeout)
+    return _manager.create(ring_id, members, timeout=timeout, name=name)
 
 
-def comm(ring_id: int = 0) -> CommContext:
-    """Return the context of ``ring_id``; raises ``RingError`` listing the rings there are."""
+def comm(ring_id: int | str | CommContext = 0) -> CommContext:
+    """Return a ring by its id or its name; a ring itself is returned if it is open.
+
+    Raises:
+        RingError: There is no such ring on this rank; the text lists those that exist.
+    """
     try:
-        return _rings[ring_id]
+        return _rings[ring_id]  # type: ignore[index]  # anything but an id is looked up below
     except (KeyError, TypeError):
         return _manager.get(ring_id)  # which says what is wrong
 

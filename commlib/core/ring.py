@@ -24,6 +24,7 @@ class Ring(Protocol):
     device: torch.device
     timeout: float
     engine: str
+    name: str
 
     _engine: Engine
     _health: RingHealth

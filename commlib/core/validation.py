@@ -206,3 +206,17 @@ def from_root(
     if out.numel() * parts != count:
         raise shape_mismatch(ring, collective, out, count / parts, f"x.numel() / {parts}")
     return x if ring.rank == root else None
+
+
+def new_like(ring: Ring, collective: str, x: Tensor, times: int = 1, parts: int = 1) -> Tensor:
+    """Return a new dense tensor with ``times / parts`` of the rows of ``x`` along dim 0."""
+    check_tensor(ring, collective, "x", x)
+    if times == parts == 1:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows, rest = (x.shape[0], x.shape[1:]) if x.dim() else (1, ())
+    if rows % parts:
+        raise ShapeError(
+            f"{ring._describe(collective)}: dim 0 of shape {tuple(x.shape)} does not divide by "
+            f"the ring's size {parts}; pad it to {-(-rows // parts) * parts} rows"
+        )
+    return x.new_empty((rows * times // parts, *rest))

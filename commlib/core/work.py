@@ -37,6 +37,12 @@ class Work:
         self._result = result
         self._pending = pending
 
+    def __repr__(self) -> str:
+        state = "finished" if self.done() else "in flight"
+        if isinstance(self._result, torch.Tensor):
+            return f"<Work of {self._result.dtype} {list(self._result.shape)}, {state}>"
+        return f"<Work, {state}>"
+
     @property
     def result(self) -> Any:
         """The output of the collective, the same object at every call."""

@@ -21,6 +21,7 @@ class RingIdentity:
         device: Where this rank's tensors are.
         timeout: Seconds of every wait.
         engine: Name of the engine: nccl, gloo or c10d.
+        name: The program's own name of the ring, for messages; may be empty.
     """
 
     ring_id: int
@@ -29,6 +30,7 @@ class RingIdentity:
     device: torch.device
     timeout: float
     engine: str
+    name: str = ""
     size: int = field(init=False)
     device_number: int = field(init=False)  # as Tensor.get_device() returns it
 
@@ -40,9 +42,9 @@ class RingIdentity:
 
     def describe(self, collective: str) -> str:
         """Return the start of an error text: the collective, the ring and the rank."""
-        return (
-            f"{collective} on ring {self.ring_id} (rank {self.rank} of {self.size}, {self.engine})"
-        )
+        name = f" '{self.name}'" if self.name else ""
+        member = f"rank {self.rank} of {self.size}, {self.engine}"
+        return f"{collective} on ring {self.ring_id}{name} ({member})"
 
     @property
     def recreate(self) -> str:
