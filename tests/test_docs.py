@@ -1,4 +1,4 @@
-"""The documents: links resolve, their Python runs on two ranks, quoted facts are those of the code."""
+"""The documents: links resolve, their Python runs on two ranks, quotes are those of the code."""
 
 import ast
 import re
