@@ -76,8 +76,13 @@ def test_python_blocks_run_on_two_ranks(page: Path, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("\n".join(blocks))
     arguments = (*LAUNCHER, "--nproc-per-node", "2", str(program))
-    caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled"), "CUDA_VISIBLE_DEVICES": ""}
-    code, out, err = run(*arguments, FLAGS_comm_timeout_s="60", **caches)
+    code, out, err = run(
+        *arguments,
+        CUDA_VISIBLE_DEVICES="",
+        FLAGS_comm_timeout_s="60",
+        FLAGS_dynamic_static_unified_comm="1",
+        TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "compiled"),  # no other run decides on its hits
+    )
     assert code == 0, out + err
 
 
