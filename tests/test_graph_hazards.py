@@ -1,4 +1,4 @@
-"""What goes wrong with graphs elsewhere: a test a row of docs/graph.md that test_graph.py lacks.
+"""Hazards of graphs: one test per row of docs/graph_hazards.md that test_graph.py lacks.
 
 Most rows show on a CPU, whose engine has a graph's stale addresses and baked branches. What only
 streams, allocators and drivers do is asked where the ranks have GPUs.

@@ -85,7 +85,7 @@ def test_only_two_rooms_read_the_environment(module: str) -> None:
 
 def test_every_room_is_on_the_map() -> None:
     rooms = {path.name for path in (ROOT / "commlib").iterdir() if path.is_dir()} - {"__pycache__"}
-    text = (ROOT / "README.md").read_text().split("## The map")[1]
+    text = (ROOT / "docs" / "architecture.md").read_text().split("## Rooms")[1]
     assert not [name for name in rooms if f"{name}/`" not in text]
 
 

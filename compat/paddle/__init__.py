@@ -1,8 +1,8 @@
 """The legacy operators of Paddle: their names, argument orders, defaults, shape rules and errors.
 
 Every function is one statement over ``commlib.ops`` behind the checks of the legacy operator, so
-both engines, eager and compiled code give the same bits. ``docs/traps.md`` lists where upstream
-contradicts itself and what was decided here.
+both engines, eager and compiled code give the same bits. ``docs/paddle_differences.md`` lists
+where upstream contradicts itself and what was decided here.
 
 Streams. ``use_calc_stream=True`` runs on the caller's current stream. ``use_calc_stream=False``,
 the legacy default of most operators, is the raw form: the call is put on the ring's comm stream and
