@@ -73,7 +73,7 @@ class ShapeError(ArgumentError):
 
 
 class DeviceError(ArgumentError):
-    """A tensor lies on another device than its ring, or has an unsupported layout."""
+    """A tensor is on another device than its ring, or has an unsupported layout."""
 
 
 class PeerError(ArgumentError):

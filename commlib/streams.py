@@ -1,4 +1,4 @@
-"""Which stream a call runs on, the fences between streams, and one issue lock a device."""
+"""Which stream a call runs on, the fences between streams, and one issue lock per device."""
 
 import threading
 from collections import defaultdict
@@ -32,7 +32,7 @@ def forget() -> None:
 
 
 # Whether the current stream is captured, from the driver. torch.cuda.is_current_stream_capturing
-# answers the same in a capture and in the runs before it (graph/asked.py).
+# answers the same in a capture and in the runs before it (graph/capture_query.py).
 stream_captures: Callable[[], bool] = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
@@ -81,7 +81,7 @@ def owned_by_torch(stream: torch.cuda.Stream) -> bool:
 class Fences:
     """The comm stream of one ring and the events that order it with the caller's stream.
 
-    One event a direction, recorded and waited for in one step under the issue lock, so that
+    One event per direction, recorded and waited for in one step under the issue lock, so that
     reusing it is safe.
     """
 
@@ -94,11 +94,11 @@ class Fences:
         self._comm_event = torch.cuda.Event()
 
     def comm_waits(self, calc: torch.cuda.Stream) -> None:
-        """Order the comm stream behind what ``calc`` holds now; the host does not block."""
+        """Make the comm stream wait for the work of ``calc`` so far; the host does not block."""
         self._compute_event.record(calc)
         self.comm.wait_event(self._compute_event)
 
     def calc_waits(self, calc: torch.cuda.Stream) -> None:
-        """Order ``calc`` behind what the comm stream holds now; the host does not block."""
+        """Make ``calc`` wait for the work of the comm stream so far; the host does not block."""
         self._comm_event.record(self.comm)
         calc.wait_event(self._comm_event)

@@ -24,7 +24,7 @@ def wait_for(handle: Any) -> None:
 
     Raises:
         Exception: What the engine reports, at its own deadline at the latest.
-        BaseException: What a signal handler raises; the call goes on meanwhile.
+        BaseException: What a signal handler raises; the call continues.
     """
     if isinstance(handle, Interruptible):
         handle.wait()

@@ -89,9 +89,9 @@ class Workers:
         return task
 
     def await_steps(self, seconds: float) -> None:
-        """Wait at most ``seconds`` for the steps that nobody waits for any more.
+        """Wait at most ``seconds`` for the steps without a waiter.
 
-        Called at the exit: a step that comes back from C++ into a dying interpreter aborts the
+        Called at the exit: a step that returns from C++ into a dying interpreter aborts the
         process.
         """
         end = time.monotonic() + seconds

@@ -91,7 +91,7 @@ def _check_traced(behaviour: str, summaries: Sequence[Tensor]) -> None:
     if behaviour == "gpu" and any(summary.requires_grad for summary in summaries):
         raise ArgumentError(
             f"{VERB}: compiled with behaviour='gpu', a summary requires grad, but its .grad stays "
-            f"None; type batch_size.requires_grad_(False), and so for the other two"
+            f"None; call batch_size.requires_grad_(False), and so for the other two"
         )
 
 
@@ -116,7 +116,7 @@ def _check_options(
     if isinstance(slot_dim, bool) or not isinstance(slot_dim, int) or not slot_dim >= -1:
         raise ArgumentError(f"{VERB}: slot_dim={slot_dim!r}; expected columns a group, or -1")
     if slot_dim == 0:
-        raise ArgumentError(f"{VERB}: slot_dim=0; expected columns a group; type slot_dim=-1")
+        raise ArgumentError(f"{VERB}: slot_dim=0; expected columns per group; pass slot_dim=-1")
     if (scale_w is None) != (bias is None):
         missing = "scale_w" if scale_w is None else "bias"
         raise ArgumentError(f"{VERB}: {missing} is missing; give scale_w= and bias=, or neither")
@@ -139,10 +139,10 @@ def _check(context: CommContext, tensors: Sequence[Any], slot_dim: int) -> None:
     where = context._describe(VERB)
     check_tensor(context, VERB, "x", x)
     if x.dtype not in DTYPES:
-        raise DtypeError(f"{where}: x is {x.dtype}; expected float32 or float64; type x.float()")
+        raise DtypeError(f"{where}: x is {x.dtype}; expected float32 or float64; call x.float()")
     if x.dim() != 2:
         raise ShapeError(
-            f"{where}: x has shape {tuple(x.shape)}; expected [N, C]; type x.flatten(1)"
+            f"{where}: x has shape {tuple(x.shape)}; expected [N, C]; call x.flatten(1)"
         )
     for name, given in zip((*SUMMARIES, "scale_w", "bias"), columns, strict=True):
         if given is None and name not in SUMMARIES:
@@ -151,7 +151,7 @@ def _check(context: CommContext, tensors: Sequence[Any], slot_dim: int) -> None:
         if given.dtype != x.dtype:
             raise DtypeError(
                 f"{where}: {name} is {given.dtype} and x is {x.dtype}; expected one dtype; "
-                f"type {name}.to({x.dtype})"
+                f"call {name}.to({x.dtype})"
             )
         if given.dim() != 1 or given.shape[0] != x.shape[1]:
             raise ShapeError(
@@ -171,12 +171,12 @@ def _check_writable(context: CommContext, summaries: Sequence[Tensor]) -> None:
         if overlaps_itself(summary):
             raise ArgumentError(
                 f"{context._describe(VERB)}: {name} of shape {tuple(summary.shape)} and strides "
-                f"{summary.stride()} overlaps itself and can't be updated; type {name}.clone()"
+                f"{summary.stride()} overlaps itself and can't be updated; call {name}.clone()"
             )
     if len({summary.data_ptr() for summary in summaries}) < 3 and summaries[0].numel():
         raise ArgumentError(
             f"{context._describe(VERB)}: two of {', '.join(SUMMARIES)} are one memory, and each "
-            f"has its own update; type .clone() behind one of them"
+            f"has its own update; call .clone() behind one of them"
         )
 
 

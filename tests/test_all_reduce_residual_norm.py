@@ -594,7 +594,7 @@ def late(comm: Any, rows: int, kind: dict[str, Any]) -> None:
         torch.cuda.synchronize()
     with refused(RingError if ring._health.fault else PeerTimeout, "reset()"):
         ring.check()
-    named = any("rank 0 did not come to all_reduce_residual_norm" in e for e in ring._errors())
+    named = any("waiting for rank 0 in all_reduce_residual_norm" in e for e in ring._errors())
     same(named, True, f"errors {ring._errors()}")
     ring.reset()
     for given, wanted in zip(case.call(ring_id=87), want, strict=True):

@@ -85,7 +85,7 @@ def test_one_rank_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     set_all(monkeypatch, RANK="0", WORLD_SIZE="3", MASTER_PORT=str(port), **LOOPBACK)
-    with pytest.raises(CommTimeout, match=r"ranks \[1, 2\] did not come within 5 s"):
+    with pytest.raises(CommTimeout, match=r"ranks \[1, 2\] did not arrive within 5 s"):
         commlib.init("gloo", timeout=5)
     assert commlib.CommContextManager.instance().rings() == []
 
@@ -112,7 +112,7 @@ def test_another_run_on_the_same_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store belongs to run a; a rank of run b is refused by name."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     set_all(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_PORT=str(store.port), **LOOPBACK)
-    missing = pytest.raises(CommTimeout, match=r"ranks \[0\] did not come")
+    missing = pytest.raises(CommTimeout, match=r"ranks \[0\] did not arrive")
     with commlib.flags.override("FLAGS_comm_run_token", "a"), missing:
         commlib.init("gloo", timeout=5)
     assert all(key.startswith(("commlib/run/0/a/", "commlib/run")) for key in store.list_keys())

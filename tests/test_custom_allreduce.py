@@ -468,7 +468,7 @@ def late(comm: Any, how: str) -> None:
             with contextlib.suppress(PeerTimeout):
                 ring.all_reduce(out, x)
         torch.cuda.synchronize()
-        words = (f"rank {comm.size - 1} did not come", "all_reduce", "call number", f"{LATE_S:g} s")
+        words = (f"waiting for rank {comm.size - 1}", "all_reduce", "(call", f"{LATE_S:g} s")
         seen = ring._health.fault is not None
         with refused(RingError if seen else PeerTimeout, *(("reset()",) if seen else words)):
             ring.check()
@@ -540,7 +540,7 @@ def killed(comm: Any) -> None:
             settle(comm)
             ring.check()
         if on_gpu(comm):
-            same("rank 1 did not come to all_reduce" in ring._errors()[0], True, ring._errors())
+            same("waiting for rank 1 in all_reduce" in ring._errors()[0], True, ring._errors())
             same(bool(x.isnan().all()), True, "results are NaN")
             same(float(torch.ones(5, device=comm.device).sum()), 5.0, "the device still works")
             with refused((CommTimeout, EngineError), "exchange"):

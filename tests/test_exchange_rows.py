@@ -174,7 +174,7 @@ def late(comm: Any) -> None:
         out = torch.zeros((int(counts[:, 0].sum()), 64), device=comm.device)
         ring._exchange_rows(out, every, routes(counts, 0, back=False))
         torch.cuda.synchronize(comm.device)
-        with refused((CommTimeout, EngineError), "rank 1 did not come", "within 5 s"):
+        with refused((CommTimeout, EngineError), "waiting for rank 1", "5 s"):
             ring._exchange_rows(out, every, routes(counts, 0, back=False))
     comm.exchange([])
     commlib.CommContextManager.instance().close(62, abort=True)

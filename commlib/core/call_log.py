@@ -106,7 +106,7 @@ class CallLog:
     )
 
     def __init__(self, size: int, capturing: Callable[[], bool] | None) -> None:
-        """``capturing`` tells whether the current stream is captured; None on a CPU."""
+        """``capturing`` returns True if the current stream is captured; None on a CPU."""
         self.captured = False
         self.note = self._note if capturing is None else self._note_unless_captured
         self._size, self._capturing = size, capturing

@@ -57,7 +57,7 @@ class Collectives(Ring):
         With one tensor, return the reduction in a new one.
         ``max_blocks`` bounds the blocks of a push kernel, which wait on the GPU for the peers. By
         default an asynchronous call takes at most FLAGS_comm_async_blocks, so that the program's
-        own kernels keep the rest of the GPU; any other call takes what is fastest.
+        own kernels keep the rest of the GPU; any other call takes the fastest grid.
         """
         if x is None:
             x, out = out, new_like(self, "all_reduce", out)
@@ -77,10 +77,10 @@ class Collectives(Ring):
     ) -> Work:
         """Begin an ``all_reduce`` on the caller's current stream; ``wait()`` of the Work ends it.
 
-        Kernels that the program launches between the two run while the data is under way. ``x``
+        Kernels that the program launches in between run while the data is in flight. ``x``
         must not change before ``wait()``, which fills ``out`` and does not block the host. No other
-        collective of this ring may be called between the two. With the push kernels both halves are
-        launches of their own, in a capture too; anything else runs on the ring's comm stream.
+        collective of this ring may be called between the two. The push kernels launch both halves
+        separately, in a capture too. Any other engine runs the call on the ring's comm stream.
         ``max_blocks`` is as in ``all_reduce``.
         """
         blocks = (
@@ -253,10 +253,10 @@ class Collectives(Ring):
         sync_op: bool = True,
         fenced: bool = True,
     ) -> Any:
-        """Send the j-th part of ``x`` to rank j and fill ``out`` with what comes, in rank order.
+        """Send part j of ``x`` to rank j; fill ``out`` with the received parts in rank order.
 
-        Parts are rows along dim 0: equal ones, or ``in_splits`` / ``out_splits`` rows a rank. All
-        members give splits or none does.
+        Parts are rows along dim 0: equal ones, or ``in_splits`` / ``out_splits`` rows per rank.
+        All members pass splits, or none does.
         """
         dense = check_pair(self, "all_to_all", out, x)
         sends = counts(self, "all_to_all", "in_splits", x, in_splits)
@@ -337,7 +337,7 @@ class Collectives(Ring):
     def barrier(
         self, *, use_calc_stream: bool = True, sync_op: bool = True, fenced: bool = True
     ) -> Any:
-        """Hold this rank's stream (GPU) or host (CPU) until every rank has come here."""
+        """Hold this rank's stream (GPU) or host (CPU) until every rank has called it."""
         launch = self._engine.barrier
         mode = stream_mode(use_calc_stream, sync_op, fenced)
         return dispatch(self, Call("barrier", launch, (), None, None, None, False, None), mode)

@@ -264,7 +264,7 @@ class CommContext(Collectives):
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """Return every rank's integers (int64), in rank order; lengths may differ.
 
-        For what the ranks must agree on before a launch: shapes, counts, options. It goes through
+        For what the ranks must agree on before a launch: shapes, counts, options. It uses
         shared memory on one host and over TCP (gloo) between several, uses no GPU and is allowed
         during a capture. Every member calls it; the first call sets it up. It blocks the host at
         most ``timeout`` seconds.
@@ -302,7 +302,7 @@ class CommContext(Collectives):
     def explain(self, nbytes: int, dtype: torch.dtype, op: str = "sum") -> str:
         """Say what carries an ``all_reduce`` of ``nbytes`` bytes of ``dtype`` here, and why.
 
-        Raises ``DtypeError`` for what is refused, ``ArgumentError`` for part of an element.
+        Raises ``DtypeError`` for an unsupported reduction, ``ArgumentError`` for a wrong size.
         """
         check_dtype(self, "explain", dtype)
         if not hasattr(nbytes, "__index__"):

@@ -190,7 +190,7 @@ class Creation:
 
     @property
     def _key(self) -> Hashable:
-        """What tells the stores of creations, and this rank's place in them, apart."""
+        """A key per store and per place of this rank in it."""
         world = self.world
         if self.store is not None:
             return self.store

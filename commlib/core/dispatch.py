@@ -26,12 +26,12 @@ def nothing(out: torch.Tensor | None, x: torch.Tensor | None, *args: Any) -> Non
 
 
 def dispatch(ring: Ring, call: Call, mode: StreamMode) -> Any:
-    """Pass one validated call: record it, launch it on its stream, track what is unfinished."""
+    """Pass one validated call: record it, launch it on its stream, track it until it ends."""
     collective, out, x = call.collective, call.out, call.x
     if not call.dense or depth() or is_tracing():
         check_untraced(ring, collective, out, x)
     if not call.dense and x is not None and x.requires_grad:
-        call.x = x = x.detach()  # gradients take the registered ops, and never come here
+        call.x = x = x.detach()  # gradients take the registered ops instead
     if observers and ring._open_group is None and looking_on():
         again = partial(dispatch, ring, call, mode)
         with watched([Seen(ring, collective, out, x, call.args, partial(finished, again))]):
@@ -180,7 +180,7 @@ def async_unsupported(ring: Ring, collective: str) -> str:
     return (
         f"{ring._describe(collective)}: sync_op=False with use_calc_stream=True: a call on the "
         f"caller's own "
-        f"stream is already ordered, so there is nothing to wait for; type use_calc_stream=False"
+        f"stream is already ordered, so there is nothing to wait for; pass use_calc_stream=False"
     )
 
 

@@ -27,7 +27,7 @@ from commlib.rendezvous.environment import World
 from commlib.rendezvous.roll_call import RollCall
 from commlib.worker_threads import workers
 
-# shutdown(abort=True) returns within 5 s; the exit of a program that fails waits for nobody.
+# shutdown(abort=True) returns within 5 s; the exit of a program that fails waits for no rank.
 _ABORT_ALL_S = 4.5
 _FAILING_S = 0.5
 _LAST_STEPS_S = 1.0
@@ -45,7 +45,7 @@ class CommContextManager:
         self._creating: dict[int, Creation] = {}
         self._closing: list[CommContext] = []
         self._closed: set[int] = set()
-        self._elsewhere: dict[int, tuple[int, ...]] = {}  # rings that this rank is no member of
+        self._elsewhere: dict[int, tuple[int, ...]] = {}  # rings that this rank is not a member of
         self._inherited: dict[int, int] = {}  # rings of the process that forked this one, its id
         self._calls = RollCalls()
         self._lock = threading.RLock()
@@ -233,7 +233,7 @@ class CommContextManager:
             )
         if not hasattr(ring_id, "__index__") or ring_id < 0:
             names = isinstance(ring_id, str) and ring_id in OPS
-            hint = f"; type op={ring_id!r} for a reduction" if names else ""
+            hint = f"; pass op={ring_id!r} for a reduction" if names else ""
             return RingError(
                 f"ring_id={ring_id!r}: expected a whole number >= 0; rings here: {self.rings()}"
                 f"{hint}"
@@ -241,15 +241,15 @@ class CommContextManager:
         if ring_id in self._elsewhere:
             members = list(self._elsewhere[ring_id])
             return RingError(
-                f"this rank is no member of ring {ring_id} ({members}); rings here: "
+                f"this rank is not a member of ring {ring_id} ({members}); rings here: "
                 f"{self.rings()}; call it on its members alone: new_ring returns None elsewhere"
             )
         if ring_id in self._inherited:
             return RingError(f"ring {ring_id} {belongs(self._inherited[ring_id], self._process)}")
         if ring_id == 0 and not self._rings:
-            hint = "type commlib.init() first"
+            hint = "call commlib.init() first"
         else:
-            hint = f"type commlib.new_ring({ring_id}, ranks) on its members first"
+            hint = f"call commlib.new_ring({ring_id}, ranks) on its members first"
         state = "was closed" if ring_id in self._closed else "does not exist on this rank"
         return RingError(f"ring {ring_id!r} {state}; rings here: {self.rings()}; {hint}")
 
@@ -426,7 +426,7 @@ def new_ring(
     Args:
         ring_id: A whole number >= 0.
         ranks: Global ranks in the order of the ring.
-        timeout: As in ``CommContextManager.create``, which also says what is raised.
+        timeout: As in ``CommContextManager.create``, which also lists the exceptions.
         name: The program's own name of the ring, for ``commlib.comm(name)`` and messages.
     """
     world = _manager.world()
@@ -446,7 +446,7 @@ def comm(ring_id: int | str | CommContext = 0) -> CommContext:
     try:
         return _rings[ring_id]  # type: ignore[index]  # anything but an id is looked up below
     except (KeyError, TypeError):
-        return _manager.get(ring_id)  # which says what is wrong
+        return _manager.get(ring_id)  # which raises the error
 
 
 def close_ring(ring_id: int, *, abort: bool = False) -> None:

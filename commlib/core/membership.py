@@ -35,7 +35,7 @@ def _whole_numbers(ring_id: int, ranks: Iterable[int], world: World) -> tuple[in
     except TypeError:
         raise ArgumentError(
             f"ring {ring_id} on rank {world.rank}: ranks={ranks!r}; expected whole numbers from 0 "
-            f"to {world.size - 1}; type for example commlib.new_ring({ring_id}, [0])"
+            f"to {world.size - 1}; for example call commlib.new_ring({ring_id}, [0])"
         ) from None
 
 

@@ -1,7 +1,7 @@
 """Calls are compared with those of the other members before they are launched (level 2).
 
 Collectives go through the host exchange: one round of a number per call. A send and its receive
-concern two members: these swap a header over the gloo group of the hosts, under tags of their own.
+concern two members: these swap a header over the gloo group of the hosts, with their own tags.
 """
 
 import json
@@ -63,14 +63,16 @@ def _launched_by(call: Call, launch: Callable[..., Any]) -> Call:
 
 def _agree(ring: Ring, calls: list[Call], collective: str) -> None:
     """Compare collectives: codes of all of them, and who sends how much to whom."""
-    told = [facts(c.collective, c.launch, c.args, c.out, c.x, ring.size) for c in calls]
-    splits = [c.args for c, t in zip(calls, told, strict=True) if t.elements is None and c.args]
-    codes = [len(calls), *(one.code for one in told)]
+    summaries = [facts(c.collective, c.launch, c.args, c.out, c.x, ring.size) for c in calls]
+    splits = [
+        c.args for c, t in zip(calls, summaries, strict=True) if t.elements is None and c.args
+    ]
+    codes = [len(calls), *(one.code for one in summaries)]
     numbers = [number for takes, sends in splits for number in (*takes, *sends)]
     rows = ring._hosts.all_gather(collective, [*codes, *numbers])
     if all(row[: len(codes)] == codes for row in rows) and _fit(ring.size, rows, len(codes)):
         return
-    shown = (_shown(call, str(fact)) for call, fact in zip(calls, told, strict=True))
+    shown = (_shown(call, str(fact)) for call, fact in zip(calls, summaries, strict=True))
     raise ring._hosts.mismatch(collective, ", then ".join(shown))
 
 
@@ -138,7 +140,7 @@ class _Pair:
 
 
 class _Handle:
-    """A send or receive on a CPU whose headers and data a thread of its own waits for.
+    """A send or receive on a CPU whose headers and data a separate thread waits for.
 
     No call waits for a peer at its launch: two members may both send before they receive.
     """

@@ -1,4 +1,4 @@
-"""Who looks on while collectives are made: a graph that is being captured, or the run before it."""
+"""Observers of collectives: a capture in progress, or the run before it."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +16,7 @@ from commlib.core.work import Pending, Work
 
 
 class Seen(NamedTuple):
-    """A call as an observer is told of it before its launch; ``again()`` makes it once more."""
+    """A call as an observer sees it before its launch; ``again()`` repeats it."""
 
     ring: Ring
     collective: str
@@ -27,9 +27,9 @@ class Seen(NamedTuple):
 
 
 class Observer(Protocol):
-    """A mode of torch that has to know of every call under it: a graph that is being captured.
+    """A mode of torch that sees every call under it: a capture in progress.
 
-    ``refuses``: whether what can't stand in a graph is to be refused.
+    ``refuses``: raise for what a graph can't contain.
     """
 
     refuses: bool
@@ -52,7 +52,7 @@ def looking_on() -> tuple[Observer, ...]:
 
 
 def refusing() -> bool:
-    """Return True if an observer of this thread refuses what can't stand in a graph."""
+    """Return True if an observer of this thread raises for what a graph can't contain."""
     return any(observer.refuses for observer in looking_on())
 
 
@@ -74,14 +74,14 @@ class still_watched:  # a context like the functions here, entered at every oper
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Let nobody look on: no observer, and no mode of torch that a recording uses."""
+    """Hide the calls inside from observers and from the modes of torch that a recording uses."""
     with _being(observers=()), _disable_current_modes():
         yield
 
 
 @contextmanager
 def watched(calls: Iterable[Seen]) -> Iterator[None]:
-    """Tell all observers of calls; what these do inside is their own business, not theirs."""
+    """Notify all observers of calls. Calls made by an observer are not observed."""
     here = looking_on()
     with unwatched():
         for seen in calls:
@@ -92,7 +92,7 @@ def watched(calls: Iterable[Seen]) -> Iterator[None]:
 
 @contextmanager
 def unwaited() -> Iterator[list[Work]]:
-    """Keep the works that this thread's calls begin, for whoever has to wait for all of them."""
+    """Keep the works that this thread's calls begin, for the code that waits for all of them."""
     works: list[Work] = []
     with _being(works=works):
         yield works
@@ -112,7 +112,7 @@ def begun(work: Work) -> Work:
 
 
 class _Unwatched:
-    """What is still to happen, with nobody looking on."""
+    """A pending result whose wait is not observed."""
 
     def __init__(self, pending: Pending) -> None:
         self._pending = pending

@@ -26,7 +26,7 @@ def watch_exit() -> None:
 def is_failing() -> bool:
     """Return True in an exit handler if an exception or ``sys.exit(1)`` ends the process.
 
-    Python sets ``sys.last_exc`` or ``sys.last_value`` before it reports an exception that nobody
+    Python sets ``sys.last_exc`` or ``sys.last_value`` before it reports an exception that no code
     caught, KeyboardInterrupt included.
     """
     uncaught = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)

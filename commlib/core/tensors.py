@@ -43,7 +43,7 @@ def is_wrapper(tensor: Tensor) -> bool:
 def parts(tensor: Tensor) -> list[Tensor]:
     """Return the tensors that hold the values: the tensor, or those inside of a wrapper (DTensor).
 
-    A wrapper that does not tell what it holds has none.
+    A wrapper that does not report its contents has none.
     """
     if not is_wrapper(tensor):
         return [tensor]
@@ -82,7 +82,7 @@ def dense_copy(tensor: Tensor) -> Tensor:
 
 
 def is_symbolic(tensor: Tensor) -> bool:
-    """Return True if the tensor stands for values that a trace or a functorch transform handles."""
+    """Return True if the tensor represents values that a trace or a functorch transform handles."""
     return (
         isinstance(tensor, (_loaded(_FAKE), _loaded(_FUNCTIONAL)))
         or _is_wrapped(tensor)
@@ -91,12 +91,12 @@ def is_symbolic(tensor: Tensor) -> bool:
 
 
 def is_pending(tensor: Tensor) -> bool:
-    """Return True for the result of a functional collective that nobody has waited for."""
+    """Return True for the result of a functional collective that has not been waited for."""
     return isinstance(tensor, _loaded(_PENDING))
 
 
 def fault(tensor: Tensor, role: str) -> tuple[str, str] | None:
-    """Return what is wrong with an input that can't be read and a remedy; None if it can be.
+    """Return the defect of an unreadable input and a remedy; None for a readable one.
 
     Symbolic, pending and zero tensors can: a registered op or a copy resolves them.
     """
@@ -113,7 +113,7 @@ def fault(tensor: Tensor, role: str) -> tuple[str, str] | None:
         if hasattr(tensor, "to_local"):
             return f"is a {kind.__name__}", f"pass {role}.to_local()"
         rule = "pass the tensors that it holds, one call per tensor"
-        return f"is a {kind.__name__}, a wrapper without memory of its own", rule
+        return f"is a {kind.__name__}, a wrapper without its own memory", rule
     if tensor.layout is not torch.strided:
         return f"is {tensor.layout}", f"call {role}.to_dense()"
     if tensor.numel() and not tensor._is_zerotensor() and not tensor.data_ptr():

@@ -1,4 +1,4 @@
-"""What a call is refused for on its own rank, before anything is launched."""
+"""Validation of a call on its own rank, before anything is launched."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ Tensor = torch.Tensor
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two indices of ``tensor`` may lie at one address."""
+    """Return True if two indices of ``tensor`` may share one address."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -32,7 +32,7 @@ def check_tensor(ring: Ring, collective: str, role: str, tensor: torch.Tensor) -
     if tensor.device != ring.device:
         raise DeviceError(
             f"{ring._describe(collective)}: {role} is on {tensor.device}, the ring is on "
-            f"{ring.device}; type {role}.to('{ring.device}')"
+            f"{ring.device}; call {role}.to('{ring.device}')"
         )
     check_readable(ring, collective, role, tensor)
 
@@ -63,12 +63,12 @@ def check_out(ring: Ring, collective: str, out: torch.Tensor) -> None:
         raise ArgumentError(
             f"{ring._describe(collective)}: out of shape {tuple(out.shape)} and strides "
             f"{out.stride()} "
-            f"overlaps itself, so that its values would depend on timing; type out.contiguous()"
+            f"overlaps itself, so that its values would depend on timing; call out.contiguous()"
         )
     if out.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(
-            f"{ring._describe(collective)}: out requires grad and would be overwritten behind "
-            f"autograd; type out.detach(), or leave out= away"
+            f"{ring._describe(collective)}: out requires grad and would be overwritten without "
+            f"autograd's knowledge; call out.detach(), or leave out= away"
         )
 
 
@@ -85,13 +85,13 @@ def check_pair(ring: Ring, collective: str, out: Tensor, x: Tensor) -> bool:
     if out.dtype is not x.dtype:
         raise DtypeError(
             f"{ring._describe(collective)}: out is {out.dtype} and x is {x.dtype}; expected one "
-            f"dtype; type x.to({out.dtype})"
+            f"dtype; call x.to({out.dtype})"
         )
     return False
 
 
 def check_dtype(ring: Ring, collective: str, dtype: torch.dtype) -> None:
-    """Refuse what is no dtype, such as its name."""
+    """Refuse what is not a torch.dtype, such as its name."""
     if not isinstance(dtype, torch.dtype):
         raise ArgumentError(
             f"{ring._describe(collective)}: dtype={dtype!r}; expected a torch.dtype; type "
@@ -128,7 +128,7 @@ def shape_mismatch(
 
 
 def check_position(ring: Ring, collective: str, role: str, position: int) -> None:
-    """Refuse a root or peer that is no position in the ring."""
+    """Refuse a root or peer that is not a position in the ring."""
     if isinstance(position, bool) or not isinstance(position, int):
         raise PeerError(f"{ring._describe(collective)}: {role}={position!r}; expected an int")
     if not 0 <= position < ring.size:
@@ -144,7 +144,7 @@ def check_peer(ring: Ring, collective: str, peer: int) -> None:
     if peer == ring.rank:
         raise PeerError(
             f"{ring._describe(collective)}: peer={peer} is this rank itself; expected another "
-            f"position; type out.copy_(x) for a local copy"
+            f"position; call out.copy_(x) for a local copy"
         )
 
 
@@ -171,7 +171,7 @@ def counts(
 
 
 def check_blocks(ring: Ring, max_blocks: int) -> int:
-    """Return ``max_blocks``; refuse what is not a number of blocks."""
+    """Return ``max_blocks``; refuse anything but a number of blocks."""
     if isinstance(max_blocks, bool) or not isinstance(max_blocks, int) or max_blocks < 1:
         raise ArgumentError(
             f"{ring._describe('all_reduce')}: max_blocks={max_blocks!r}; expected a whole number "

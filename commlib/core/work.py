@@ -26,8 +26,8 @@ class Pending(Protocol):
 class Work:
     """The handle of an asynchronous collective.
 
-    ``wait()`` any number of times, from any thread. On a GPU it orders the *waiter's* current
-    stream behind the collective and does not block the host; on a CPU it blocks the host, at most
+    ``wait()`` any number of times, from any thread. On a GPU the *waiter's* current
+    stream waits for the collective and the host does not block. On a CPU the host blocks, at most
     for the ring's timeout. ``result`` is the output; its values are there after ``wait()``.
     """
 
@@ -60,7 +60,7 @@ class Work:
     def done(self) -> bool:
         """Whether the collective has finished; never blocks.
 
-        gloo does not tell of a receive before somebody waits for it: False until then.
+        gloo reports a receive only to a thread that waits for it: False until then.
         """
         return self._pending is None or self._pending.done()
 

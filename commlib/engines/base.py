@@ -18,7 +18,7 @@ from commlib.rendezvous.roll_call import Meeting
 
 Tensor = torch.Tensor
 
-# How long an abort may take: the library is told to stop, and is not waited for any longer.
+# How long an abort may take: the library gets the request to stop, and no further wait.
 ABORT_S = 4.0
 
 
@@ -85,7 +85,7 @@ class Engine(ABC):
         """Return the reduction in the engine's own terms, resolved once per dtype and op.
 
         Raises:
-            ArgumentError: There is no such reduction.
+            ArgumentError: The engine has no such reduction.
             DtypeError: The engine does not reduce the dtype.
         """
         known = None if factor is not None else self.reductions.get((dtype, op))

@@ -20,7 +20,7 @@ def library() -> Any:
         from cupy.cuda import nccl
     except ImportError as error:
         raise EngineError(
-            f"the nccl engine needs CuPy ({error}); type `pip install commlib[cuda13]` or [cuda12]"
+            f"the nccl engine needs CuPy ({error}); run `pip install commlib[cuda13]` or [cuda12]"
         ) from error
     paths = library_paths()
     if len(paths) != 1:

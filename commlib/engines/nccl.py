@@ -243,7 +243,7 @@ class NCCLEngine(Engine):
 
     @contextmanager
     def _premul(self, reduction: Wire) -> Iterator[_Reduction]:
-        """ncclRedOpCreatePreMulSum, which CuPy lacks; NCCL lets go of it when the call returns."""
+        """ncclRedOpCreatePreMulSum, which CuPy lacks; NCCL releases it when the call returns."""
         nccl, handle = raw(), self._ready().collective().comm
         scalar = torch.tensor([reduction.factor], dtype=reduction.dtype, device="cpu")
         op, host_immediate, kind = ctypes.c_int(), 1, _TYPES[reduction.dtype]

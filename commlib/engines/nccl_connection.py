@@ -27,7 +27,7 @@ class Connection:
     """What NCCL holds for one ring.
 
     All members make the ring's communicator together, at the first call that needs it. NCCL
-    connects peers for sends and receives separately, which takes memory of its own: the first call
+    connects peers for sends and receives separately, which takes further memory: the first call
     of that kind does it, with a deadline, before it is launched. In a ring of more than two ranks
     the other members do not know of a lone send and receive, so the pair gets a communicator.
     """
@@ -226,7 +226,7 @@ class Connection:
             self._ring.bounded(comm.abort, Deadline(ABORT_S), "aborting NCCL")
 
     def abort(self) -> None:
-        """Abort every communicator at once; what goes wrong is noted by the ring."""
+        """Abort every communicator at once; the ring notes errors."""
         for comm in self._forget():
             self._health.attempt(comm.abort, Deadline(ABORT_S), "aborting NCCL")
 

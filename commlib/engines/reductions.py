@@ -19,7 +19,7 @@ _COMPLEX = {
 }
 _BOOL_OPS = {"sum": "max", "max": "max", "prod": "min", "min": "min"}
 
-# Dtypes that every engine takes as they are; anything else that only moves goes as bytes.
+# Dtypes that every engine takes as they are; anything else is moved as bytes.
 NATIVE = frozenset(_FLOATS + _INTEGERS)
 
 
@@ -50,11 +50,11 @@ def _refusal(dtype: torch.dtype, op: str, reducer: Reducer) -> str | None:
             return f"the {reducer.name} engine has none; multiply by the factor and use op='sum'"
         return None if dtype in _FLOATS else "premul_sum takes floating-point tensors"
     if dtype is torch.bool:
-        return "the mean of booleans is no boolean; cast to a float" if op == "avg" else None
+        return "the mean of booleans is not a boolean; cast to a float" if op == "avg" else None
     if dtype in _COMPLEX:
         return None if op in ("sum", "avg") else f"{op} of complex numbers is not done in parts"
     if op == "avg" and not dtype.is_floating_point:
-        return "the mean of integers is no integer; cast to a float or use op='sum'"
+        return "the mean of integers is not an integer; cast to a float or use op='sum'"
     if dtype in _UNSIGNED and op in ("max", "min") and not reducer.unsigned:
         return f"the {reducer.name} engine has no unsigned {op}; cast to torch.int64"
     if dtype in _UNSIGNED or dtype in NATIVE:
@@ -70,7 +70,7 @@ def wire(dtype: torch.dtype, op: str, reducer: Reducer, factor: float | None = N
     Raises ``ArgumentError`` for an unknown ``op`` and ``DtypeError`` with the reason of a refusal.
     """
     if op not in OPS:
-        raise ArgumentError(f"op={op!r} is no reduction; expected one of {', '.join(OPS)}")
+        raise ArgumentError(f"op={op!r} is not a reduction; expected one of {', '.join(OPS)}")
     if (op == "premul_sum") != (factor is not None):
         raise ArgumentError(f"op={op!r} with factor={factor!r}: factor= belongs to op='premul_sum'")
     reason = _refusal(dtype, op, reducer)

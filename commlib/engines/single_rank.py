@@ -24,7 +24,7 @@ class SingleRankEngine(Engine):
         self, identity: RingIdentity, hosts: HostExchange, health: Health, reducer: Reducer
     ) -> None:
         super().__init__(identity, hosts, health)
-        self.reducer = reducer  # type: ignore[misc]  # of the engine that it stands for
+        self.reducer = reducer  # type: ignore[misc]  # of the engine that it replaces
 
     def all_reduce(self, out: Tensor, x: Tensor, reduction: Wire) -> None:
         """Copy, and apply the factor of premul_sum."""
@@ -78,7 +78,7 @@ class SingleRankEngine(Engine):
 
     @property
     def connected(self) -> bool:
-        """Return False: there is no communicator."""
+        """Return False: a ring of one rank has no communicator."""
         return False
 
     def open(self, meeting: Meeting, deadline: Deadline) -> None:

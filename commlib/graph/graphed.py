@@ -379,7 +379,7 @@ class Graphed:
         if gone:
             raise GraphError(
                 f"{self.name}: {', '.join(gone[:5])} is not where the graph reads it any more; "
-                f"write into the old memory (copy_), or type reset() to capture again"
+                f"write into the old memory (copy_), or call reset() to capture again"
             )
 
     def reset(self) -> None:

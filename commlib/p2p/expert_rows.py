@@ -113,17 +113,18 @@ class RowChannel:
         if record:
             peer, number = record >> 32 & 0x7FFFFFFF, record & 0xFFFFFFFF
             raise PeerTimeout(
-                f"rank {self._ring.ranks[peer]} did not come to exchange number {number} of this "
-                f"ring within {self._ring.timeout:g} s; type comm.reset() on every member"
+                f"timed out after {self._ring.timeout:g} s waiting for rank "
+                f"{self._ring.ranks[peer]} in exchange_rows (call {number} of this ring); call "
+                f"ring.reset() on every member"
             )
 
     def reset(self) -> None:
-        """Begin anew; between two exchanges, when no kernel of any rank runs any more."""
+        """Start again; between two exchanges, while no kernel of any rank runs."""
         self._memory.zero()
         self._error.word.value = 0
 
     def close(self) -> None:
-        """Free the workspace once every rank has let go of it."""
+        """Free the workspace once every rank has unmapped it."""
         self._memory.close()
 
 
@@ -136,7 +137,7 @@ def open_channel(hosts: HostExchange, *, fills: bool) -> RowChannel | str | None
         for most in _BLOCKS:
             module = nvrtc.module(KERNEL, ring.device.index, f"-DSEGMENTS={most}")
             functions[most] = nvrtc.function([module], "exchange_rows", ring.device.index)
-    except Exception as error:  # whatever it is, the others must hear of it, in the exchange
+    except Exception as error:  # of any kind: the other members learn of it in the exchange
         log.once("this rank has no channel: %s", error)
     sizes = {row[0] for row in hosts.exchange([room if len(functions) == len(_BLOCKS) else 0])}
     if len(sizes) > 1 or 0 in sizes:

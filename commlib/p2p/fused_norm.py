@@ -82,7 +82,7 @@ class PushedNorm:
         self._steps: dict[tuple[int, int, torch.dtype, int], tuple[Step, ...]] = {}
 
     def steps(self, x: Tensor, norm: Norm) -> tuple[Step, ...]:
-        """Return the launches for ``x``, which is not empty; none where there is no kernel."""
+        """Return the launches for ``x``, which is not empty; none without a kernel."""
         if norm.scale is not None and not self._float8:
             return ()
         items, numel, share = x.shape[-1], x.numel(), self._channel.share
@@ -117,7 +117,7 @@ class PushedNorm:
     def launch(
         self, y: Tensor, x: Tensor, total: Tensor, norm: Norm, steps: Sequence[Step]
     ) -> None:
-        """Launch ``steps`` on the current stream, behind the last call; never blocks."""
+        """Launch ``steps`` on the current stream, after the last call; never blocks."""
         stream, tag = self._channel.turn()
         x, residual, weight = aligned(x), aligned(norm.residual), aligned(norm.weight)
         bias = None if norm.bias is None else aligned(norm.bias)
@@ -155,8 +155,8 @@ def block(width: int, wanted: int, most: int) -> tuple[int, int, int]:
 def kernel_of(row: Row, width: int, size: int) -> str:
     """Return the kernel that does rows of ``width`` vectors where the table has ``row``.
 
-    With two hops every rank is to own a slice: who waits for nobody's in the first hop learns of a
-    lost peer in the second only, by a deadline of its own.
+    The two-shot kernel needs at least one vector per rank. A rank without a slice would notice a
+    lost peer only in the second hop, by that hop's own deadline.
     """
     return row.kernel if width >= size else "norm_one_shot"
 

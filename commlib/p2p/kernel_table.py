@@ -45,7 +45,7 @@ def table() -> dict[str, dict[int, tuple[Row, ...]]]:
 
 
 def write(path: Path, verbs: Mapping[str, Mapping[int, Sequence[Row]]]) -> None:
-    """Write a table, one row a line; whoever reads it meanwhile gets the old one or the new."""
+    """Write a table, one row per line. A concurrent reader gets the old table or the new one."""
     lines = []
     for verb, sizes in verbs.items():
         rows_of = []
@@ -75,11 +75,11 @@ def choose(verb: str, nbytes: int, size: int) -> Row | None:
 def refusal(dtype: torch.dtype, op: str) -> str | None:
     """Return why the kernels don't reduce ``dtype`` by ``op``."""
     if dtype.is_floating_point and dtype not in FLOATS:
-        return f"there is no kernel for {dtype}"
+        return f"no kernel takes {dtype}"
     if dtype not in FLOATS:
-        return f"{dtype} leaves no bit pattern free that says that data has not come yet"
+        return f"{dtype} leaves no bit pattern free to mark data that has not arrived"
     if op not in OPS:
-        return f"there is no kernel for {op}"
+        return f"no kernel computes {op}"
     return None
 
 

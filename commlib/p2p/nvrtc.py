@@ -30,7 +30,7 @@ def _driver() -> Any:
 
 
 def sources(file: Path) -> dict[str, bytes]:
-    """Return the text of ``file`` and of the headers beside it, by name, ``file`` first."""
+    """Return the text of ``file`` and of the headers next to it, by name, ``file`` first."""
     headers = sorted(file.parent.glob("*.cuh"))
     return {path.name: path.read_bytes() for path in (file, *headers)}
 
@@ -81,7 +81,7 @@ def folder() -> Path | None:
 
 
 def _private(state: os.stat_result) -> bool:
-    """Whether nobody else may write there."""
+    """Return True if no other user may write there."""
     return state.st_uid == os.getuid() and not state.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
@@ -276,5 +276,5 @@ class HostWord:
 
         self._memory = cupy.cuda.alloc_pinned_memory(8)
         self.address = int(self._memory.ptr)
-        self.word = ctypes.c_uint64.from_address(self.address)  # its value stands there now
+        self.word = ctypes.c_uint64.from_address(self.address)  # the value is there now
         self.word.value = 0

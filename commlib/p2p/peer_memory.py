@@ -22,7 +22,7 @@ _GRID = nvrtc.Grid(64, 256)
 
 
 class PeerMemory:
-    """``bases[r]`` is where rank r's ``nbytes`` zeroed bytes lie in this process."""
+    """``bases[r]`` is the address of rank r's ``nbytes`` zeroed bytes in this process."""
 
     def __init__(self, hosts: HostExchange, bases: list[int], nbytes: int, name: str) -> None:
         self.bases, self.nbytes, self._ring = bases, nbytes, hosts.identity
@@ -69,7 +69,7 @@ def _free_closed() -> None:
     for memory in list(_closed):
         try:
             alone = memory._alone(Deadline(_PATIENCE_S))
-        except BootstrapError as error:  # its store may be gone, so that nobody can say
+        except BootstrapError as error:  # its store may be gone, so that no member can answer
             log.once("memory that peers may still have mapped stays taken: %s", error)
             continue
         if alone:
@@ -80,7 +80,7 @@ def _free_closed() -> None:
 def share(hosts: HostExchange, nbytes: int, name: str) -> PeerMemory | str:
     """Allocate ``nbytes`` on every rank and map them everywhere; every member calls it.
 
-    ``name`` tells the memories of one ring apart.
+    ``name`` identifies the memory within its ring.
 
     Returns the reason, the same on every rank, when one of them can't: ranks on several hosts, no
     peer access, no memory left, or a capture under way. Every pair of ranks has then proved that
@@ -104,7 +104,7 @@ def _mapped(hosts: HostExchange, nbytes: int, name: str) -> PeerMemory | str:
     handle = b""
     try:
         own, handle = _allocate(nbytes)
-    except Exception as error:  # every rank has to hear of it, whatever it is
+    except Exception as error:  # of any kind: every rank learns of it below
         problem = f"{type(error).__name__}: {error}"
     handles = hosts.exchange_bytes(handle)
     bases = [0] * ring.size
@@ -120,7 +120,7 @@ def _mapped(hosts: HostExchange, nbytes: int, name: str) -> PeerMemory | str:
     if good:
         return PeerMemory(hosts, bases, nbytes, name)
     _unmap(bases, ring.rank)
-    hosts.exchange([])  # nobody has it mapped any more
+    hosts.exchange([])  # no rank has it mapped any more
     if own:
         _runtime().free(own)
     return f"no peer access between all ranks{problem and ': '}{problem}"
@@ -184,7 +184,7 @@ def _proved(hosts: HostExchange, bases: list[int], nbytes: int) -> bool:
     proof.base[: ring.size], proof.token[: ring.size] = bases, tokens
 
     def step(name: str) -> bool:
-        """Run a kernel; where it can't, the others have to hear of it at the next exchange."""
+        """Run a kernel; on failure the other members learn of it at the next exchange."""
         try:
             module = nvrtc.module(PROOF, ring.device.index)
             found = nvrtc.function([module], name, ring.device.index)

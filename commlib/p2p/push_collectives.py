@@ -1,4 +1,4 @@
-"""The push kernels of one ring: the channel they share, and one call behind the other."""
+"""The push kernels of one ring: the channel that they share, and one call after another."""
 
 import ctypes
 import hashlib
@@ -34,7 +34,7 @@ _LAUNCH_BITS, _STREAMS = (
 )  # of a tag: bits of the launch's number; streams, as in channel.cuh
 _LAUNCH_MASK = (1 << _LAUNCH_BITS) - 1
 _LATE, _TWO_AT_ONCE = 1, 2  # as in channel.cuh
-_SPARE = 4096  # bytes of a half beside two windows: slots begin at whole vectors
+_SPARE = 4096  # bytes of a half in addition to two windows: slots begin at whole vectors
 _PLANS = 4096  # sizes that are remembered
 
 
@@ -93,7 +93,7 @@ class PushChannel:
     # -- making calls ------------------------------------------------------------------------------
 
     def reduction(self, verb: str, dtype: torch.dtype, op: str) -> "Pushed | None":
-        """Return what reduces ``dtype`` by ``op``, or None where there is no such kernel."""
+        """Return what reduces ``dtype`` by ``op``, or None without such a kernel."""
         if kernel_table.refusal(dtype, op):
             return None
         suffix, mean = f"_{FLOATS[dtype]}_{OPS[op]}", op == "avg"
@@ -122,7 +122,7 @@ class PushChannel:
     def gate(self, moved: "Pushed", nbytes: int, *, signals: bool) -> tuple[Step, ...]:
         """Return the launch that waits for the peers before a large call that shares the GPU.
 
-        ``signals``: the gate also tells the peers that this rank has started the call.
+        ``signals``: the gate also signals to the peers that this rank has started the call.
         """
         if not self.share or nbytes < GATED:
             return ()
@@ -188,7 +188,7 @@ class PushChannel:
         )
 
     def launch(self, steps: Sequence[Step], out: torch.Tensor, x: torch.Tensor) -> None:
-        """Launch ``steps`` on the current stream, behind the last call; never blocks."""
+        """Launch ``steps`` on the current stream, after the last call; never blocks."""
         stream, tag = self.turn()
         source, target = x.data_ptr(), out.data_ptr()
         for call, launch, offset in steps:
@@ -204,7 +204,7 @@ class PushChannel:
     # -- in two halves -----------------------------------------------------------------------------
 
     def open(self, begin: Sequence[Step], out: torch.Tensor, x: torch.Tensor) -> int:
-        """Launch the first half of a call; no other call may come before the second.
+        """Launch the first half of a call; no other call may precede the second half.
 
         Returns the number that ``finish`` is given.
         """
@@ -216,13 +216,13 @@ class PushChannel:
     def finish(self, number: int, end: Sequence[Step], out: torch.Tensor, x: torch.Tensor) -> None:
         """Launch the second half, where the first one went.
 
-        Raises ``ArgumentError`` when a reset has come between, and in another capture: the first
-        half would run without the second, or at every replay of one the other not.
+        Raises ``ArgumentError`` after a reset in between, and in another capture: the first
+        half would run without the second, or one half would be replayed without the other.
         """
         if number != self._open:
             raise ArgumentError(
-                f"the split all_reduce of ring {self._ring.ring_id} that this Work is about was "
-                f"given up by reset(); begin it again"
+                f"reset() has cancelled the split all_reduce of ring {self._ring.ring_id} of "
+                f"this Work; begin it again"
             )
         if capture_of(current_raw(self._device)) != self._open_in:
             began = "a graph that is captured" if self._open_in else "no graph"
@@ -253,7 +253,7 @@ class PushChannel:
             return
         reason, verb = record >> 61, VERBS[record >> 53 & 0xFF]
         peer, what = record >> 45 & 0xFF, record & 0xFFFFFFFF
-        ring, repair = self._ring, "type comm.reset() on every member"
+        ring, repair = self._ring, "call ring.reset() on every member"
         if reason == _TWO_AT_ONCE:
             pair = [self._order.stream_of(tag) for tag in (what >> 16, what & 0xFFFF)]
             raise StreamError(
@@ -263,13 +263,13 @@ class PushChannel:
                 f"them). Order the streams with an event or give each its own ring; then {repair}"
             )
         raise PeerTimeout(
-            f"rank {ring.ranks[peer]} did not come to {verb}, call number {what} of ring "
-            f"{ring.ring_id}, within {ring.timeout:g} s. Results since then are NaN (of whole "
-            f"numbers -1); {repair}"
+            f"timed out after {ring.timeout:g} s waiting for rank {ring.ranks[peer]} in {verb} "
+            f"(call {what} of ring {ring.ring_id}). Results of this and later calls are NaN (of "
+            f"integers -1); {repair}"
         )
 
     def reset(self) -> None:
-        """Begin anew; between two exchanges, when no kernel of any rank runs any more."""
+        """Start again; between two exchanges, while no kernel of any rank runs."""
         self._memory.zero()
         self._set_limit()
         self._word.value = 0
@@ -280,7 +280,7 @@ class PushChannel:
         self._memory.put(_LIMIT, int(self._ring.timeout * 1e9).to_bytes(8, "little"))
 
     def close(self) -> None:
-        """Free the memory once every rank has let go of it."""
+        """Free the memory once every rank has unmapped it."""
         self._memory.close()
 
 
@@ -342,14 +342,14 @@ class Pushed:
             channel.step(self, whole._replace(kernel=f"{whole.kernel}_{half}"), 0, nbytes)
             for half in ("begin", "end")
         )
-        # The first half never waits. It tells the peers that its data is on the way.
+        # The first half never waits. It signals to the peers that its data is in flight.
         return Halves((begin,), (*channel.gate(self, nbytes, signals=False), end))
 
 
 def open_push(hosts: HostExchange, *, fills: bool) -> PushChannel | str:
     """Set the channel of a ring up; every member calls it. Returns why there is none.
 
-    Blocks the host at most the ring's timeout a step; compiles the kernels where nobody has yet.
+    Blocks the host at most the ring's timeout per step; compiles the kernels once per machine.
     """
     ring = hosts.identity
     if ring.size not in kernel_table.SIZES:
@@ -367,7 +367,7 @@ def open_push(hosts: HostExchange, *, fills: bool) -> PushChannel | str:
     modules = []
     try:
         modules = [_module(ring, file) for file in FILES]
-    except Exception as error:  # whatever it is, the others must hear of it, in the exchange
+    except Exception as error:  # of any kind: the other members learn of it in the exchange
         log.once("this rank has no push kernels: %s", error)
     if any(row == [0] for row in hosts.exchange([len(modules)])):
         memory.close()

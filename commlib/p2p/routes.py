@@ -1,4 +1,4 @@
-"""Which rows go from one rank to another, and where they stand on both."""
+"""Routes of rows: which rank sends which rows, and their places on both sides."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# Rows that stand together on both sides. ``start``: their first row in the sender's tensor;
+# Rows that are contiguous on both sides. ``start``: their first row in the sender's tensor;
 # ``target``: in the receiver's output, where ``slot`` is their number; ``place``: how many of the
-# rows before them there come from other ranks too; ``peer``: the other rank.
+# rows before them there are from other ranks too; ``peer``: the other rank.
 SEGMENT = np.dtype(
     [
         ("start", np.int64),
@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 class Routes(NamedTuple):
     """What one rank sends and takes: arrays of SEGMENT.
 
-    Segments between two ranks stand in the same order on both. ``most``: the most rows that any
+    Segments between two ranks have the same order on both. ``most``: the most rows that any
     rank takes from others, the same number on all ranks.
     """
 
@@ -54,7 +54,7 @@ def _to_experts(counts: Array, rank: int) -> Routes:
     size = len(counts)
     a, _, k = _indices(counts)
     table = _table(counts, _held(counts), _sorted(counts), k * size + a)
-    # Rows of the receiver's own: those of earlier experts, and of the same one if it stands before.
+    # The receiver's own rows: those of earlier experts, and of the same one if it is earlier.
     own = counts[range(size), range(size)]
     passed = np.cumsum(own, 1) - own, own
     table["place"] -= passed[0][None] + passed[1][None] * _above(size).T[..., None]
@@ -101,14 +101,14 @@ def _above(size: int) -> Array:
 
 
 def _most(counts: Array, senders: int) -> int:
-    """The most rows from others: axis ``senders`` of the table is where they come from."""
+    """Return the most rows from others; axis ``senders`` of the table is their source."""
     size = len(counts)
     own = counts[range(size), range(size)].sum(1)
     return int((counts.sum((senders, 2)) - own).max())
 
 
 def _ordered(segments: Array, rank: int) -> Array:
-    """[peer, expert] -> one expert after the other, each beginning behind the own rank.
+    """[peer, expert] -> one expert after another, each starting after this rank.
 
     All ranks then send to different peers at a time.
     """

@@ -1,4 +1,4 @@
-"""An all_reduce in two halves, with other work of the stream between them."""
+"""An all_reduce in two halves, with other work of the stream in between."""
 
 import torch
 
@@ -30,14 +30,14 @@ class Split:
         if not self._owned and not capture_of(self._origin.cuda_stream):
             release_deferred()
         self._number = channel.open(halves.begin, out, x)
-        self._event: torch.cuda.Event | None = None  # behind the second half
+        self._event: torch.cuda.Event | None = None  # after the second half
         self._capture = 0  # which one that is part of
 
     def join(self) -> None:
         """Launch what waits for the peers and reduces; the host does not block.
 
-        Whoever joins later is ordered behind it. Raises what a call of the ring raises, and again
-        at every join: there is no result then.
+        A later join waits for the same launch. Raises what a call of the ring raises, and again at
+        every join: the call has no result then.
         """
         with self._lock:
             stream = torch.cuda.current_stream(self._device)

@@ -17,7 +17,7 @@ class StreamOrder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Stream of the last call, a handle; 0 is the default stream. None behind a captured call:
+        # Stream of the last call, a handle; 0 is the default stream. None after a captured call:
         # whether a stream is captured is asked where it changes, so the next call has to ask.
         self.last: int | None = None
         self._eager: int | None = None  # stream of the last call outside captures
@@ -42,18 +42,18 @@ class StreamOrder:
         if there:  # its capture has begun since, and may hold calls that came the short way
             self._captured = there, self.last
         if here:
-            number, behind = self._captured
-            behind = behind if number == here else None
+            number, previous = self._captured
+            previous = previous if number == here else None
             self._captured, self.last = (here, stream), None
         else:
-            behind, self._eager = self._eager, stream
+            previous, self._eager = self._eager, stream
             # A foreign stream may be gone at the next call, and another one may have its handle.
             self.last = None if self.foreign else stream
         self.tag = self._tags.setdefault(stream, len(self._tags) + 1)
-        if not here and behind in self._ended:
-            self._wait(stream, self._ended[behind])
-        elif behind is not None and behind != stream and capture_of(behind) == here:
-            self._fence(stream, behind)
+        if not here and previous in self._ended:
+            self._wait(stream, self._ended[previous])
+        elif previous is not None and previous != stream and capture_of(previous) == here:
+            self._fence(stream, previous)
 
     def ended(self, stream: int) -> None:
         """Record where a call on a foreign stream ends, while that stream certainly exists."""
@@ -63,8 +63,8 @@ class StreamOrder:
     def _owned(self) -> bool:
         return owned_by_torch(torch.cuda.current_stream(self._device))
 
-    def _fence(self, stream: int, behind: int) -> None:
-        last, event = self._stream(behind)
+    def _fence(self, stream: int, previous: int) -> None:
+        last, event = self._stream(previous)
         event.record(last)
         self._wait(stream, event)
 

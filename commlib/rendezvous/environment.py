@@ -155,7 +155,7 @@ def _paddle() -> World:
 
 
 def _paddle_neighbours(rank: int) -> int:
-    """How many ranks run on this one's host, as far as the environment tells."""
+    """Return how many ranks run on this host, as far as the environment shows it."""
     if "PADDLE_LOCAL_SIZE" in os.environ:
         return _number("PADDLE_LOCAL_SIZE")
     hosts = [endpoint.rpartition(":")[0] for endpoint in paddle_endpoints()]
@@ -204,7 +204,7 @@ def _checked(world: World) -> World:
 _open: dict[tuple[str, int], BoundedStore] = {}
 _served: dict[tuple[str, int], dist.Store] = {}
 _rooms: dict[tuple[str, int], tuple[World, BoundedStore]] = {}  # this run's part of them
-_LAST_S = 1.0  # for what is still under way on the connections that are closed at the exit
+_LAST_S = 1.0  # for operations in flight on connections that are closed at the exit
 _LOOK_S = 0.05  # how often a wait for the lock looks whether its deadline was cancelled
 _lock = threading.Lock()  # held from the look into the tables until the entry is there
 
@@ -215,7 +215,7 @@ def connect(world: World, deadline: Deadline) -> BoundedStore:
     An initialised ``torch.distributed`` lends its store. Blocks at most until ``deadline``.
 
     Raises:
-        BootstrapError: the port is taken, the host is unknown, nobody answers, or the store
+        BootstrapError: the port is taken, the host is unknown, no server answers, or the store
             belongs to a run with another token.
     """
     token = run_token()
@@ -250,7 +250,7 @@ def _locked(world: World, deadline: Deadline) -> Iterator[None]:
 
 
 def run_token() -> str:
-    """Return what tells this run from others: FLAGS_comm_run_token, else torchrun's run id."""
+    """Return the identity of this run: FLAGS_comm_run_token, else torchrun's run id."""
     given: str = flags.get(flags.RUN_TOKEN)
     return given or os.environ.get("TORCHELASTIC_RUN_ID", "")
 

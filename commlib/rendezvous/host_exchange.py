@@ -1,4 +1,4 @@
-"""A gloo group of a ring's hosts: whole numbers from every rank to every rank, and its end."""
+"""A gloo group of a ring's hosts: integers from every rank to every rank, and its end."""
 
 import hashlib
 import socket
@@ -17,7 +17,7 @@ from commlib.rendezvous.shared_memory import MOST, Rounds
 from commlib.rendezvous.store import BoundedStore, EngineStore
 from commlib.waits import PointToPoint
 
-_CUT = 2  # the tag of a receive that nobody sends to
+_CUT = 2  # the tag of a receive without a sender
 _AT_ONCE = timedelta(milliseconds=1)
 _LOOPBACK = "127.0.0.1"
 _TAG = 1  # the group of a CPU ring carries the ring's own sends too, with tag 0
@@ -97,7 +97,7 @@ def whole_numbers(values: Sequence[int]) -> list[int]:
 def all_gather(rounds: Rounds, values: Sequence[int]) -> list[list[int]]:
     """Return every rank's whole numbers, in rank order; lengths may differ.
 
-    One round for up to 509 numbers, and one more for each 510 behind them.
+    One round for up to 509 numbers, and one more for each further 510.
     """
     first = rounds([len(values), *values[: MOST - 1]])
     lengths = [row[0] for row in first]

@@ -17,9 +17,9 @@ class Launched(NamedTuple):
     local_size: int | None
 
 
-# The variables of rank, size, local rank and local size. mpirun comes before srun: inside a Slurm
+# The variables of rank, size, local rank and local size. mpirun precedes srun: inside a Slurm
 # job it may start its own daemons with srun, whose variables then reach the ranks as well. The
-# task count of a job step comes before that of the job.
+# task count of a job step precedes that of the job.
 _VARIABLES = (
     (
         *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -43,7 +43,7 @@ def launched(environment: Mapping[str, str]) -> Launched | None:
 
     Returns:
         Rank and size as Open MPI, MVAPICH, MPICH (Hydra) or Slurm give them. The local rank and
-        size come from any of them that agrees on rank and size. None without a launcher.
+        size are taken from any of them that agrees on rank and size. None without a launcher.
 
     Raises:
         BootstrapError: A variable is not a whole number, or PMIx gives a rank without a size.

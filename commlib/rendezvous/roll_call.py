@@ -8,7 +8,7 @@ the same answer. A verdict ends its generation: the next call on any member, als
 too late, begins the next generation, so that a retry always meets.
 
 After the engine's own set-up the members meet once more: a ring exists on all of them or on none,
-and nobody closes it while another is still connecting. The last member to leave deletes the keys.
+and no member closes it while another is still connecting. The last member deletes the keys.
 """
 
 import base64
@@ -71,7 +71,7 @@ class RollCall:
             store: Where the members meet; this roll-call waits on its connection.
             me: This rank.
             slot: Tells the meetings apart that a rank is in at the same time.
-            home: The same keys for what comes after a meeting; default: ``store``.
+            home: The same keys for the time after a meeting; default: ``store``.
         """
         self.store, self.me, self.slot = BoundedStore.of(store), me, slot
         self._home = self.store if home is None else home
@@ -219,7 +219,7 @@ class RollCall:
             )
         try:
             payload = base64.b64encode(call.payload()).decode()
-        except Exception as error:  # the others must not wait for what can't come
+        except Exception as error:  # the others must not wait in vain
             return f"{FAILED}rank {self.me}: {type(error).__name__}: {error}"
         one_network = len({states[rank].network for rank in call.ranks}) == 1
         return GO + json.dumps({"payload": payload, "one_network": one_network})
@@ -244,7 +244,7 @@ class RollCall:
         return {**late, "ring": call.ring_id, "members": members, "others": others}
 
     def _see_off(self, place: Place, verdict: str, deadline: Deadline) -> None:
-        """End the generation, and those of a broken circle, before this rank goes on.
+        """End the generation, and those of a broken circle, before this rank continues.
 
         A rank that has read the verdict could otherwise sign in to another ring of the circle that
         has none yet, and be taken for the member that this ring waits for.
@@ -265,11 +265,11 @@ class Meeting:
         call: _Call,
         place: Place,
         home: BoundedStore,
-        told: dict[str, Any],
+        agreed: dict[str, Any],
     ) -> None:
         self.me, self.ranks, self.where = table.me, call.ranks, call.where
-        self.payload = base64.b64decode(told["payload"])
-        self.one_network: bool = told["one_network"]
+        self.payload = base64.b64decode(agreed["payload"])
+        self.one_network: bool = agreed["one_network"]
         self.store = home.under("engine")
         self._table, self._place = table, place
         self._engine_stores: list[EngineStore] = []

@@ -1,4 +1,4 @@
-"""Whole numbers between the ranks of one host, through memory that they share."""
+"""The shared-memory all-gather: integers between the ranks of one host."""
 
 import atexit
 import fcntl
@@ -38,7 +38,7 @@ class Mailbox:
     def __call__(self, values: list[int]) -> list[list[int]]:
         """Return the numbers of every rank, in rank order; at most ``MOST`` each.
 
-        Raises ``CommTimeout`` naming the ranks that do not come, ``EngineError`` for dead ones.
+        Raises ``CommTimeout`` naming the late ranks, ``EngineError`` for dead ones.
         """
         self._round += 1
         text = struct.pack(f"<{len(values)}q", *values)
@@ -104,7 +104,7 @@ class Mailbox:
             raise EngineError(f"positions {sorted(dead)} in the ring have ended or closed it")
         if deadline.passed():
             raise CommTimeout(
-                f"positions {sorted(missing)} in the ring did not come within {self._seconds:g} s"
+                f"positions {sorted(missing)} in the ring did not arrive within {self._seconds:g} s"
             )
 
 
@@ -117,8 +117,8 @@ def open_mailbox(rounds: Rounds, rank: int, size: int, host: int, seconds: float
     try:
         if rank == 0 and _FOLDER.is_dir():
             file, made = _create(size)
-        told = rounds([host, made])
-        name = told[0][1] if len({row[0] for row in told}) == 1 else 0
+        rows = rounds([host, made])
+        name = rows[0][1] if len({row[0] for row in rows}) == 1 else 0
         if name:
             file = _enter(file, name, rank)
         ready = all(row == [1] for row in rounds([int(name != 0 and file >= 0)]))

@@ -23,7 +23,7 @@ from commlib.log import log
 Step = Callable[[Any], Any]
 
 _LOOK_S = 0.1  # how often a wait looks whether its deadline was cancelled
-_POST_S = 5.0  # to open a connection for an operation that nobody waits for
+_POST_S = 5.0  # to open a connection for an operation without a waiter
 
 
 class Opening(Protocol):
@@ -198,7 +198,7 @@ class Connection:
         return BootstrapError(self.fault)
 
     def post(self, step: Step) -> None:
-        """Run ``step(store)`` some time later; nobody waits for it."""
+        """Run ``step(store)`` some time later; no thread waits for it."""
         if not self.fault:
             self._jobs.put(_Job(_logged(step, self.answers), None))
 
@@ -234,7 +234,7 @@ _threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()  # also those 
 def close_connections(seconds: float) -> None:
     """Close all connections before the exit, and wait for their threads at most ``seconds``.
 
-    Python ends a thread that comes back into a dying interpreter. In a call of a store that is an
+    Python ends a thread that returns into a dying interpreter. In a call of a store that is an
     abort of the process, because the call's C++ frames can't be unwound.
     """
     end = time.monotonic() + seconds
@@ -264,7 +264,7 @@ def _logged(step: Step, answers: Callable[[], bool]) -> Step:
             if answers():
                 step(store)
         except Exception as error:
-            log.once("keys that nobody needs any more stay in the store: %s", error)
+            log.once("unused keys stay in the store: %s", error)
 
     return attempt
 
@@ -277,7 +277,7 @@ class BoundedStore:
 
     @staticmethod
     def of(store: Any) -> "BoundedStore":
-        """Return a bounded form of ``store``, over a connection of its own if it can be cloned."""
+        """Return a bounded form of ``store``, over its own connection if it can be cloned."""
         if isinstance(store, BoundedStore):
             return store
         return BoundedStore(Connection(_Clone(store), f"a {type(store).__name__}"))
@@ -405,7 +405,7 @@ class BoundedStore:
         self.connection.post(step)
 
     def client(self, deadline: Deadline) -> Any:
-        """Return a client for one set-up, which waits until ``deadline``; nobody else has it."""
+        """Return a client for one set-up, which waits until ``deadline``; no other code has it."""
         spares = self.connection.spares
 
         def step(store: Any) -> Any:
@@ -418,7 +418,7 @@ class BoundedStore:
     def raw(self, timeout: float, deadline: Deadline) -> dist.Store:
         """Return a c10d store of these keys, which waits ``timeout`` seconds.
 
-        It has a connection of its own, shared by all that wait as long: engines use it from other
+        It has its own connection, shared by all that wait as long: engines use it from other
         threads.
         """
         clients = self.connection.clients

@@ -19,7 +19,7 @@ def refusal(verdict: str, where: str) -> CommError:
     if verdict.startswith(ORDER):
         return _crossed(json.loads(verdict[len(ORDER) :])["orders"], where)
     late = json.loads(verdict[len(LATE) :])
-    verb = "come" if "ring" in late else "finish connecting"
+    verb = "arrive" if "ring" in late else "finish connecting"
     return CommTimeout(
         f"{where}: ranks {late['missing']} did not {verb} within {late['seconds']:g} s (rank "
         f"{late['by']} waited); {_remedy(late)}, or raise timeout= or FLAGS_comm_timeout_s"
@@ -51,7 +51,7 @@ def _crossed(orders: dict[str, list[list[Any]]], where: str) -> RingError:
 
 
 def _remedy(late: dict[str, Any]) -> str:
-    """Return what makes the missing ranks come to a ring."""
+    """Return what makes the missing ranks join a ring."""
     if "ring" not in late:  # they came, and are still connecting
         return "look at their logs"
     ring_id, members = late["ring"], late["members"]

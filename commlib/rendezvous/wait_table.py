@@ -89,7 +89,7 @@ def _compare_set(key: str, expected: str, desired: str, store: Any) -> None:
 class Table:
     """The states of all ranks; this one writes its own and reads the others in one request.
 
-    A rank has a state for each meeting that it is in at the same time: ``slot`` tells them apart.
+    A rank has a state for each meeting that it is in at the same time: ``slot`` identifies it.
     """
 
     def __init__(self, store: BoundedStore, me: int, slot: int = 0) -> None:
@@ -160,7 +160,7 @@ class Table:
     def circle(self, key: str, deadline: Deadline) -> dict[str, Any] | None:
         """Return the circle of rings that wait for each other through ``key``, if there is one.
 
-        A ring waits for another one if a member that it lacks waits there. The states come in one
+        A ring waits for another one if a member that it lacks waits there. The states arrive in one
         request. So a ring that has not ended later on was waiting at that moment, and a circle of
         such rings can't dissolve by itself. A rank that waits in several rings at the same time, in
         threads, is not part of a circle: another thread may bring it to any ring.

@@ -106,11 +106,11 @@ def _check(
     where = context._describe(VERB)
     if label.dtype not in LABELS:
         raise DtypeError(
-            f"{where}: label is {label.dtype}; expected int32 or int64; type label.long()"
+            f"{where}: label is {label.dtype}; expected int32 or int64; call label.long()"
         )
     if label.dim() != 1:
         raise ShapeError(
-            f"{where}: label has shape {tuple(label.shape)}; expected [N]; type label.flatten()"
+            f"{where}: label has shape {tuple(label.shape)}; expected [N]; call label.flatten()"
         )
     if not len(label):
         raise ShapeError(f"{where}: label is empty; expected 1 or more ids")
@@ -132,7 +132,7 @@ def _check(
             f"type padded=True"
         )
     if not has_triton():
-        raise ArgumentError(f"{where}: a CUDA graph needs Triton; type pip install triton")
+        raise ArgumentError(f"{where}: a CUDA graph needs Triton; run pip install triton")
 
 
 def _compare(context: CommContext, labels: dict[int, Sequence[int]], total: int) -> None:

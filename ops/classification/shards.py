@@ -152,7 +152,7 @@ class Shards:
         rank, cosine = max(enumerate(part[3] for part in parts), key=lambda pair: abs(pair[1]))
         return (
             f"{where}: row {row} has the cosine {cosine:.9g} at its label {labels[0][0]}, on rank "
-            f"{rank}; an angle needs -1 to 1; type logits.clamp(-1, 1)"
+            f"{rank}; an angle needs -1 to 1; call logits.clamp(-1, 1)"
         )
 
 

@@ -73,7 +73,7 @@ def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     ring_id, op, factor, backward, use_calc_stream = ctx.kept
     if op in ("max", "min", "prod"):
-        raise ArgumentError(f"all_reduce with op={op!r} has no gradient; type x.detach()")
+        raise ArgumentError(f"all_reduce with op={op!r} has no gradient; call x.detach()")
     if backward == "all_reduce":
         grad = _twin(grad, ring_id, op, factor, backward, use_calc_stream)
     return grad, None, None, None, None, None

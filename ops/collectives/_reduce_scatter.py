@@ -55,7 +55,7 @@ def _fake(x: torch.Tensor, ring_id: int, size: int, op: str, use_calc_stream: bo
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     ring_id, size, op, use_calc_stream = ctx.kept
     if op not in ("sum", "avg"):
-        raise ArgumentError(f"reduce_scatter with op={op!r} has no gradient; type x.detach()")
+        raise ArgumentError(f"reduce_scatter with op={op!r} has no gradient; call x.detach()")
     whole = torch.ops.commlib.all_gather(grad, ring_id, size, use_calc_stream)
     return whole / size if op == "avg" else whole, None, None, None, None
 

@@ -48,7 +48,7 @@ def _counted(x: torch.Tensor, cum_count: torch.Tensor) -> int:
     if x.is_cuda and capturing():
         if cum_count.is_cuda:
             raise ArgumentError(
-                "assign_pos: a capture can't read cum_count[-1]; type total=, the number of tokens "
+                "assign_pos: a capture can't read cum_count[-1]; pass total=, the number of tokens "
                 "that have an expert"
             )
         return int(cum_count[-1])
@@ -58,7 +58,7 @@ def _counted(x: torch.Tensor, cum_count: torch.Tensor) -> int:
         at = int((own != cum_count).nonzero()[0])
         raise ArgumentError(
             f"assign_pos: cum_count[{at}] is {int(cum_count[at])}; {int(own[at])} ids of x are 0 "
-            f"to {at}; type cum_count = ops.number_count(x, {len(cum_count)}).cumsum(0)"
+            f"to {at}; use cum_count = ops.number_count(x, {len(cum_count)}).cumsum(0)"
         )
     return int(total)
 

@@ -11,7 +11,7 @@ def check_ids(verb: str, role: str, ids: torch.Tensor, dims: int | None = 1) -> 
     """Refuse what is no int32 or int64 tensor of ``dims`` dims; None allows any number."""
     check_tensor(verb, role, ids)
     if ids.dtype not in IDS:
-        raise DtypeError(f"{verb}: {role} is {ids.dtype}; type {role}.long()")
+        raise DtypeError(f"{verb}: {role} is {ids.dtype}; call {role}.long()")
     if dims is not None and ids.dim() != dims:
         raise ShapeError(f"{verb}: {role} has shape {tuple(ids.shape)}; expected {dims} dims")
 

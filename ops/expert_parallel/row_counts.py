@@ -84,7 +84,7 @@ def _check_counts(context: CommContext, where: str, role: str, counts: torch.Ten
     if not isinstance(counts, torch.Tensor):
         raise ArgumentError(f"{where}: {role} is {type(counts).__name__}; expected a torch.Tensor")
     if counts.dtype is not torch.int64:
-        raise DtypeError(f"{where}: {role} is {counts.dtype}; type {role}.long()")
+        raise DtypeError(f"{where}: {role} is {counts.dtype}; call {role}.long()")
     if counts.dim() != 1 or not len(counts) or len(counts) % context.size:
         raise ShapeError(
             f"{where}: {role} has shape {tuple(counts.shape)}; expected [experts * "
@@ -97,7 +97,7 @@ def _check_counts(context: CommContext, where: str, role: str, counts: torch.Ten
     if counts.is_cuda and capturing():
         raise ArgumentError(
             f"{where}: {role} is on {counts.device}, and a capture can't read it; the counts are a "
-            f"part of the graph: type {role} = {role}.cpu() before the capture"
+            f"part of the graph: use {role} = {role}.cpu() before the capture"
         )
 
 

@@ -20,7 +20,7 @@ def bounds(verb: str, x: torch.Tensor, ring_id: int, num: int, id: int) -> tuple
     if count % num:
         raise ShapeError(
             f"{_where(verb, ring_id)}: the {count} elements of shape {tuple(x.shape)} do not "
-            f"divide into num={num} slices; pad it, or type num=1"
+            f"divide into num={num} slices; pad it, or pass num=1"
         )
     return count // num * id, count // num * (id + 1)
 

@@ -151,7 +151,7 @@ def registered(
     if out is not None:
         raise ArgumentError(
             f"{context._describe(verb)}: out= of shape {tuple(out.shape)} and {out.dtype} with an "
-            f"x that requires grad: no gradient can flow through out; type x.detach(), or leave "
+            f"x that requires grad: no gradient can flow through out; call x.detach(), or leave "
             f"out= away"
         )
     return True
@@ -161,7 +161,7 @@ def _check_async(verb: str, use_calc_stream: bool, sync_op: bool) -> None:
     if use_calc_stream and not sync_op:
         raise ArgumentError(
             f"{verb}: sync_op=False with use_calc_stream=True: a call on the caller's own stream "
-            f"is already ordered, so there is nothing to wait for; type use_calc_stream=False"
+            f"is already ordered, so there is nothing to wait for; pass use_calc_stream=False"
         )
 
 

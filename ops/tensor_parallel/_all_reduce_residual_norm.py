@@ -76,12 +76,12 @@ def _check_options(
         raise ArgumentError(f"{VERB}: norm={norm!r}; expected 'rms' or 'layer'")
     if bias is not None and norm == "rms":
         raise ArgumentError(
-            f"{VERB}: bias with norm='rms', which adds none; type norm='layer', or linear_bias= "
+            f"{VERB}: bias with norm='rms', which adds none; pass norm='layer', or linear_bias= "
             f"for that of the linear layer"
         )
     number = isinstance(eps, (int, float)) and not isinstance(eps, bool)
     if not number or not 0 <= eps < math.inf:
-        raise ArgumentError(f"{VERB}: eps={eps!r}; expected a number from 0 on; type eps=1e-6")
+        raise ArgumentError(f"{VERB}: eps={eps!r}; expected a number from 0 on; pass eps=1e-6")
     if out_dtype not in (None, FLOAT8, dtype):
         raise DtypeError(
             f"{VERB}: out_dtype={out_dtype}; expected {FLOAT8}, or nothing for that of x, {dtype}"
@@ -89,7 +89,7 @@ def _check_options(
     if (out_dtype == FLOAT8) != (scale is not None):
         given = "without scale=" if scale is None else f"with scale=, but out_dtype={out_dtype}"
         raise ArgumentError(
-            f"{VERB}: {given}; expected both or neither; type out_dtype={FLOAT8}, scale=..., one "
+            f"{VERB}: {given}; expected both or neither; pass out_dtype={FLOAT8}, scale=..., one "
             f"float32 on the ring's device"
         )
 
@@ -109,10 +109,10 @@ def _check(context: CommContext, tensors: tuple[Any, ...]) -> None:
     check_tensor(context, VERB, "x", x)
     if x.dtype not in DTYPES:
         raise DtypeError(
-            f"{where}: x is {x.dtype}; expected bfloat16, float16 or float32; type x.float()"
+            f"{where}: x is {x.dtype}; expected bfloat16, float16 or float32; call x.float()"
         )
     if x.dim() == 0:
-        raise ShapeError(f"{where}: x is 0-D; expected [..., H]; type x.view(1)")
+        raise ShapeError(f"{where}: x is 0-D; expected [..., H]; call x.view(1)")
     _check_like(context, "residual", residual, x.dtype, tuple(x.shape))
     row = tuple(x.shape[-1:])
     _check_like(context, "weight", weight, x.dtype, row)
@@ -122,7 +122,7 @@ def _check(context: CommContext, tensors: tuple[Any, ...]) -> None:
     if scale is not None:
         check_tensor(context, VERB, "scale", scale)
         if scale.dtype is not torch.float32:
-            raise DtypeError(f"{where}: scale is {scale.dtype}; expected float32; type .float()")
+            raise DtypeError(f"{where}: scale is {scale.dtype}; expected float32; call .float()")
         if scale.numel() != 1:
             raise ShapeError(f"{where}: scale has shape {tuple(scale.shape)}; expected one number")
 
@@ -134,7 +134,7 @@ def _check_like(
     if tensor.dtype is not dtype:
         raise DtypeError(
             f"{context._describe(VERB)}: {name} is {tensor.dtype} and x is {dtype}; expected one "
-            f"dtype; type {name}.to({dtype})"
+            f"dtype; call {name}.to({dtype})"
         )
     if tuple(tensor.shape) != shape:
         raise ShapeError(
