@@ -46,7 +46,7 @@ def every_operator(comm: Any) -> None:
             for ring_id in (-1, "0", None, 0.5):
                 with refused(RingError, f"ring_id={ring_id!r}: expected", "rings here: [0]"):
                     call(x, ring_id)
-            with refused(RingError, "ring_id='max'", "type op='max' for a reduction"):
+            with refused(RingError, "ring_id='max'", "pass op='max' for a reduction"):
                 call(x, "max")
             for wrong in ([1.0], None, 3, x.cpu().numpy()):
                 with refused(ArgumentError, type(wrong).__name__):

@@ -13,6 +13,7 @@ PUBLIC = [
     "CommContext",
     "CommContextManager",
     "Work",
+    "close_ring",
     "comm",
     "compat",
     "errors",

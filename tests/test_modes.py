@@ -147,7 +147,7 @@ def unreadable(comm: Any) -> None:
     freed.untyped_storage().resize_(0)
     rows = [x[:1], x[1:]]
     kinds: list[tuple[torch.Tensor, str, str]] = [
-        (Wrapper(x), "Wrapper, a wrapper without memory", "pass the tensors that it holds"),
+        (Wrapper(x), "Wrapper, a wrapper without its own memory", "pass the tensors that it holds"),
         (freed, "storage was freed", "fill x again"),
         (torch.nested.nested_tensor(rows, layout=torch.jagged), "torch.jagged", "x.values()"),
         (torch.nested.nested_tensor(rows), "nested tensor", "to_padded_tensor(x, 0.0)"),
