@@ -7,6 +7,7 @@ from commlib import errors, flags, ops
 from commlib.core.context import CommContext
 from commlib.core.manager import CommContextManager, comm, init, new_ring, shutdown
 from commlib.core.work import Work
+from commlib.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from commlib import compat, graph
