@@ -10,9 +10,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = ("ops", "compat", "tools")
 LAYERS = (  # lowest first: a module imports from lines above its own, or from its own room
+    "commlib.version",
     "commlib.errors",
     "commlib.log",
     "commlib.keepalive",
+    "commlib.flag_values",
     "commlib.flags",
     "commlib.engines.reductions",
     "commlib.worker_threads",
@@ -63,6 +65,7 @@ LAYERS = (  # lowest first: a module imports from lines above its own, or from i
     "commlib",
     "commlib.compat",
     "commlib.tools",
+    "commlib.__main__",
 )
 READS_ENVIRONMENT = {"commlib.flags", "commlib.rendezvous.environment"}
 
