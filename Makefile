@@ -1,10 +1,10 @@
 # The same commands everywhere; CI runs `make check` and `make test`.
-#   make VENV= test         use the current interpreter as it is and install nothing
+#   make VENV= test         use the current interpreter and install nothing
 #   make test ARGS="-k all_reduce"      more arguments for pytest, the demo or the benchmarks
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-# Each test worker keeps pairs of ranks alive beside itself.
+# Each test worker also keeps pairs of ranks alive.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, max(2, (os.cpu_count() or 2) // 2)))')
 
 ifeq ($(strip $(VENV)),)
@@ -18,7 +18,7 @@ endif
 .PHONY: demo test check format bench models memcheck doctor setup clean
 
 demo: setup
-	@$(RUN) -m commlib.tools.cli demo $(ARGS)
+	@$(RUN) -m commlib demo $(ARGS)
 
 test: setup
 	@$(RUN) -m pytest -n $(WORKERS) $(ARGS)
@@ -33,14 +33,14 @@ format: setup
 	$(RUN) -m ruff format .
 
 bench: setup
-	@$(RUN) -m commlib.tools.cli bench $(ARGS)
+	@$(RUN) -m commlib bench $(ARGS)
 
-# Compares every program of tests/models with eager code and writes docs/models.md; on GPUs where
-# there are two, else on the CPU.
+# Compares every program of tests/models with eager code and writes docs/models.md; on two GPUs if
+# the machine has them, else on the CPU.
 models: setup
 	@$(RUN) -m tests.models $(ARGS)
 
-# Needs GPUs, and compute-sanitizer: of the CUDA toolkit, or the wheel nvidia-cuda-sanitizer-api.
+# Needs GPUs and compute-sanitizer, from the CUDA toolkit or the wheel nvidia-cuda-sanitizer-api.
 SANITIZER ?= compute-sanitizer
 RANKS ?= 2
 memcheck: setup
@@ -49,7 +49,7 @@ memcheck: setup
 	  --nproc-per-node $(RANKS) tests/programs/memcheck.py
 
 doctor: setup
-	@$(RUN) -m commlib.tools.cli doctor
+	@$(RUN) -m commlib doctor
 
 setup: $(READY)
 	@:

@@ -7,6 +7,7 @@ from commlib import errors, flags, ops
 from commlib.core.context import CommContext
 from commlib.core.manager import CommContextManager, close_ring, comm, init, new_ring, shutdown
 from commlib.core.work import Work
+from commlib.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from commlib import compat, graph
@@ -30,7 +31,7 @@ __all__ = [
 
 def __dir__() -> list[str]:
     """List the public names, `graph` and `compat` included."""
-    return __all__
+    return [*__all__, "__version__"]
 
 
 if not TYPE_CHECKING:  # a checker would take any name for one that is there

@@ -1,7 +1,6 @@
-"""Every flag of commlib: one row each, one parser, one place that reads them."""
+"""Flags of commlib: one row per flag. No other file reads a flag from the environment."""
 
 import difflib
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from commlib import flag_values
 from commlib.errors import FlagError
 from commlib.log import log
 
@@ -25,93 +25,16 @@ CHECK = "FLAGS_comm_check"
 RUN_TOKEN = "FLAGS_comm_run_token"
 GRAPH_VERIFY = "FLAGS_graph_verify"
 
-_TRUE = ("1", "true", "on", "yes")
-_FALSE = ("0", "false", "off", "no")
-
-
-def _boolean(name: str, value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    text = str(value).strip().lower()
-    if text not in _TRUE + _FALSE:
-        raise FlagError(
-            f"{name}={value!r} is not a boolean: expected one of {'/'.join(_TRUE)} or "
-            f"{'/'.join(_FALSE)} in any case; type `export {name}=1` or `export {name}=0`"
-        )
-    return text in _TRUE
-
-
-def _seconds(name: str, value: object) -> float:
-    try:
-        number = float(str(value))
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise FlagError(
-            f"{name}={value!r} is not a duration: expected a finite number of seconds above 0; "
-            f"type for example `export {name}=600`"
-        )
-    return number
-
-
-def _mebibytes(name: str, value: object) -> int:
-    text = str(value).strip()
-    if not text.isdecimal() or int(text) > 2048:
-        raise FlagError(
-            f"{name}={value!r} is no size: expected a whole number of MiB up to 2048, 0 for none; "
-            f"type for example `export {name}=128`"
-        )
-    return int(text)
-
-
-def _blocks(name: str, value: object) -> int:
-    text = str(value).strip()
-    if not text.isdecimal() or not 0 < int(text) <= 1024:
-        raise FlagError(
-            f"{name}={value!r} is not a number of blocks: expected a whole number from 1 to 1024; "
-            f"set for example `export {name}=32`"
-        )
-    return int(text)
-
-
-def _level(name: str, value: object) -> int:
-    text = str(value).strip()
-    if text not in ("0", "1", "2"):
-        raise FlagError(
-            f"{name}={value!r} is not a level: expected 0, 1 or 2; for example `export {name}=2`"
-        )
-    return int(text)
-
-
-def _schedule(name: str, value: object) -> str | int:
-    text = str(value).strip().lower()
-    if text != "auto" and not text.isdecimal():
-        raise FlagError(
-            f"{name}={value!r} is not a schedule: expected auto, 0 for never, or a number N for "
-            f"every N-th replay; for example `export {name}=1`"
-        )
-    return "auto" if text == "auto" else int(text)
-
-
-def _token(name: str, value: object) -> str:
-    text = str(value).strip()
-    if len(text) > 128 or not text.isprintable() or "/" in text:
-        raise FlagError(
-            f"{name}={value!r} can't name a run: expected at most 128 printable characters without "
-            f"a slash; set for example `export {name}=job-17`"
-        )
-    return text
-
 
 @dataclass(frozen=True)
 class Flag:
-    """One row: what a flag is called, how its text is read, and what it is for."""
+    """One flag: its name, the type and parser of its value, its default and its description."""
 
     name: str
     kind: str
     parse: Callable[[str, object], Any]
     default: Any
-    sentence: str
+    description: str
     freezes: bool = False
 
 
@@ -121,38 +44,50 @@ _FLAGS = {
         Flag(
             UNIFIED,
             "bool",
-            _boolean,
+            flag_values.boolean,
             False,
             "one CommContextManager owns the communicators (1) or torch.distributed groups do (0)",
             freezes=True,
         ),
-        Flag(TIMEOUT, "seconds", _seconds, 600.0, "deadline of creating a ring and of a CPU wait"),
-        Flag(CLOSE_TIMEOUT, "seconds", _seconds, 10.0, "deadline of closing one communicator"),
+        Flag(
+            TIMEOUT,
+            "seconds",
+            flag_values.seconds,
+            600.0,
+            "deadline of creating a ring and of a CPU wait",
+        ),
+        Flag(
+            CLOSE_TIMEOUT,
+            "seconds",
+            flag_values.seconds,
+            10.0,
+            "deadline of closing one communicator",
+        ),
         Flag(
             CHANNEL,
             "MiB",
-            _mebibytes,
+            flag_values.mebibytes,
             128,
-            "GPU memory through which the ranks of one host exchange rows; 0: NCCL does it",
+            "GPU memory through which the ranks of one host exchange rows; 0: NCCL moves them",
         ),
         Flag(
             CUSTOM_ALLREDUCE,
             "bool",
-            _boolean,
+            flag_values.boolean,
             True,
-            "kernels that push into the peers' memory carry what they do faster (1), or none (0)",
+            "push kernels run the collectives that they run faster (1), or none (0)",
         ),
         Flag(
             ASYNC_BLOCKS,
             "blocks",
-            _blocks,
+            flag_values.blocks,
             32,
             "most blocks of a push kernel that runs at the same time as compute (sync_op=False)",
         ),
         Flag(
             CHECK,
             "level",
-            _level,
+            flag_values.level,
             1,
             "compare the ranks' calls: before every launch (2), at deadlines, close and every "
             "1000 calls (1), never (0)",
@@ -160,31 +95,36 @@ _FLAGS = {
         Flag(
             RUN_TOKEN,
             "text",
-            _token,
+            flag_values.token,
             "",
-            "name of the run, the same on all its ranks: ranks of two runs refuse each other",
+            "name of the run, the same on all its ranks: ranks of two runs reject each other",
         ),
         Flag(
             GRAPH_VERIFY,
             "schedule",
-            _schedule,
+            flag_values.schedule,
             "auto",
-            "which replays of graphs are compared with the function: the first two and then ever "
-            "fewer (auto), every N-th (N), none (0)",
+            "replays that are compared with the function: the first two and then fewer and fewer "
+            "(auto), every N-th (N), none (0)",
         ),
     )
 }
+_PREFIXES = (  # a variable with one of these is reported even if no flag has a similar name
+    *("FLAGS_comm_", "FLAGS_dynamic_static_unified", "FLAGS_custom_allreduce"),
+    "FLAGS_graph_",
+)
 _set_values: dict[str, Any] = {}
 _frozen: dict[str, Any] = {}
 
 
-def _row(name: str) -> Flag:
+def _flag(name: str) -> Flag:
     if name not in _FLAGS:
         raise FlagError(f"there is no flag {name!r}; flags here: {', '.join(sorted(_FLAGS))}")
     return _FLAGS[name]
 
 
 def _current(flag: Flag) -> tuple[Any, str]:
+    """Return the value of a flag, without regard to a freeze, and its source."""
     if flag.name in _set_values:
         return _set_values[flag.name], "set"
     if flag.name in os.environ:
@@ -193,26 +133,42 @@ def _current(flag: Flag) -> tuple[Any, str]:
 
 
 def get(name: str) -> Any:
-    """Return the value of flag ``name``: set > environment > default; frozen values stay.
+    """Return the value of a flag.
 
-    Raises ``FlagError`` for an unknown name or an environment text that can't be read.
+    A value from ``set`` wins over the environment, and the environment over the default. A frozen
+    flag keeps the value that it was frozen at.
+
+    Args:
+        name: The full name of the flag, such as ``"FLAGS_comm_timeout_s"``.
+
+    Returns:
+        The parsed value: a bool, number or text.
+
+    Raises:
+        FlagError: The name is unknown, or the text in the environment can't be parsed.
     """
-    flag = _row(name)
+    flag = _flag(name)
     return _frozen[name] if name in _frozen else _current(flag)[0]
 
 
 def set(name: str, value: object) -> None:
-    """Set flag ``name`` for this process, over the environment.
+    """Set a flag for this process. The value wins over the environment.
 
-    Raises ``FlagError`` for an unknown name, an unreadable value, or a change of a frozen flag.
+    Args:
+        name: The full name of the flag.
+        value: The new value, or a text that the flag's parser accepts.
+
+    Raises:
+        FlagError: The name is unknown, the value can't be parsed, or the flag is frozen at
+            another value.
     """
-    flag = _row(name)
+    flag = _flag(name)
     parsed = flag.parse(name, value)
-    _refuse_change(name, parsed)
+    _check_not_frozen(name, parsed)
     _set_values[name] = parsed
 
 
-def _refuse_change(name: str, value: object) -> None:
+def _check_not_frozen(name: str, value: object) -> None:
     if name in _frozen and _frozen[name] != value:
         raise FlagError(
             f"{name} was frozen at {_frozen[name]!r} when the first communicator was created; "
@@ -222,14 +178,22 @@ def _refuse_change(name: str, value: object) -> None:
 
 @contextmanager
 def override(name: str, value: object) -> Iterator[None]:
-    """Hold flag ``name`` at ``value`` inside a ``with`` block, then put back what was set."""
-    _row(name)
-    had, before = name in _set_values, _set_values.get(name)
+    """Set a flag inside a ``with`` block and restore it at the end.
+
+    Args:
+        name: The full name of the flag.
+        value: The value inside the block.
+
+    Raises:
+        FlagError: As ``set``.
+    """
+    _flag(name)
+    was_set, before = name in _set_values, _set_values.get(name)
     set(name, value)
     try:
         yield
     finally:
-        if had:
+        if was_set:
             _set_values[name] = before
         else:
             _set_values.pop(name, None)
@@ -238,22 +202,30 @@ def override(name: str, value: object) -> Iterator[None]:
 def freeze() -> None:
     """Fix the flags that choose the engine; called before each communicator is created.
 
-    Raises ``FlagError`` when a frozen flag was changed in the environment since.
+    Raises ``FlagError`` when the environment has changed a frozen flag.
     """
     for flag in _FLAGS.values():
         if flag.freezes:
             value = _current(flag)[0]
-            _refuse_change(flag.name, value)
+            _check_not_frozen(flag.name, value)
             _frozen[flag.name] = value
 
 
 def thaw() -> None:
-    """Let frozen flags change again; called when no communicator is left."""
+    """Allow changes of frozen flags again; called when no communicator is left."""
     _frozen.clear()
 
 
 def rows() -> list[dict[str, Any]]:
-    """Return one dict a flag: name, type, default, value, source, frozen, sentence."""
+    """Return every flag as a dictionary.
+
+    Returns:
+        One dictionary per flag with the keys name, type, default, value, source ("set",
+        "environment" or "default"), frozen and description.
+
+    Raises:
+        FlagError: A text in the environment can't be parsed.
+    """
     return [
         {
             "name": flag.name,
@@ -262,31 +234,36 @@ def rows() -> list[dict[str, Any]]:
             "value": get(flag.name),
             "source": _current(flag)[1],
             "frozen": flag.name in _frozen,
-            "sentence": flag.sentence,
+            "description": flag.description,
         }
         for flag in _FLAGS.values()
     ]
 
 
 def table() -> str:
-    """Print every flag with type, default, value and source; return the same text."""
+    """Return a text table of all flags; the command `commlib flags` prints it.
+
+    Returns:
+        One line per flag with its name, type, default, value and source, below a header line.
+
+    Raises:
+        FlagError: A text in the environment can't be parsed.
+    """
     columns = ("name", "type", "default", "value", "source")
     cells = [columns, *(tuple(str(row[c]) for c in columns) for row in rows())]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    text = "\n".join(
+    return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in cells
     )
-    print(text)
-    return text
 
 
 def unknown() -> list[tuple[str, str | None]]:
-    """Find variables of the environment that look like flags of commlib, but are none.
+    """Return environment variables that look like flags of commlib but are not.
 
     Returns:
-        Pairs of a name and the flag with a similar name. The flag is None for a name that only
-        begins like ours: it may belong to another library, such as Paddle.
+        Pairs of a name and the flag with a similar name. The flag is None if only the prefix
+        matches: the variable may belong to another library, such as Paddle.
     """
     found: list[tuple[str, str | None]] = []
     names = {flag.upper(): flag for flag in _FLAGS}
@@ -294,37 +271,29 @@ def unknown() -> list[tuple[str, str | None]]:
         if name in _FLAGS or not name.upper().startswith("FLAGS_"):
             continue
         close = difflib.get_close_matches(name.upper(), names, n=1, cutoff=0.85)
-        if close or name.startswith(_BEGINNINGS):
+        if close or name.startswith(_PREFIXES):
             found.append((name, names[close[0]] if close else None))
     return found
 
 
-_BEGINNINGS = (
-    *("FLAGS_comm_", "FLAGS_dynamic_static_unified", "FLAGS_custom_allreduce"),
-    "FLAGS_graph_",
-)
-
-
 def unknown_text(name: str, flag: str | None) -> str:
-    """Describe one row of ``unknown()``."""
+    """Return the message about one pair of ``unknown()``."""
     if flag is not None:
         return f"{name} is set, but it is not a flag of commlib; did you mean {flag}?"
     return f"{name} is set, but it is not a flag of commlib; its flags: {', '.join(_FLAGS)}"
 
 
 def _is_command() -> bool:
-    """Whether this process is the command `commlib`, which says in a line what can't be read."""
+    """Return True in the command `commlib`, which reports unreadable flags in one line."""
     words, program = sys.orig_argv, (sys.argv or [""])[0]
     module = words[words.index("-m") + 1 :][:1] if "-m" in words else []
-    as_module = module == ["commlib.tools.cli"] and program in ("-m", _CLI)  # found, or not yet
+    main = str(Path(__file__).parent / "__main__.py")
+    as_module = module == ["commlib"] and program in ("-m", main)  # "-m" until Python finds it
     return as_module or Path(program).name == "commlib"
 
 
-_CLI = str(Path(__file__).parent / "tools" / "cli.py")
-
-
 if not _is_command():
-    for _flag in _FLAGS.values():  # unreadable text is an error now, not at the first collective
-        _current(_flag)
+    for _one in _FLAGS.values():  # unreadable text is an error now, not at the first collective
+        _current(_one)
     for _pair in unknown():
         log.warning("%s", unknown_text(*_pair))

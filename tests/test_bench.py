@@ -1,17 +1,29 @@
 """`commlib bench`: its statistics, its files, its refusals, and every benchmark in a tiny form."""
 
+import io
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from commlib import ops
 from commlib.tools.bench import gloo, host, import_time, memory, overlap
 from commlib.tools.bench.command import BENCHMARKS, run_bench
 from commlib.tools.bench.launch import launch
-from commlib.tools.bench.report import Report, number, target, write
+from commlib.tools.bench.report import (
+    NEEDS_GPUS,
+    Report,
+    number,
+    show,
+    target,
+    timing_columns,
+    timing_rows,
+    write,
+)
 from commlib.tools.bench.rounds import WARM_ROUNDS, race, ratio, spread, turns
 from commlib.tools.launch import LaunchError
 
@@ -135,6 +147,9 @@ def test_all_that_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
             check(written[0], name)
             assert written[0].with_suffix(".png").exists() == (name == "allreduce")
             assert "arget" in said.out or name == "memory"
+    if not torch.cuda.is_available():
+        lines = [line for line in said.out.splitlines() if line.startswith(NEEDS_GPUS)]
+        assert len(lines) == 4  # experts, cross-entropy, and two of class-center
 
 
 @pytest.mark.parametrize("name", ["host", "memory", "allreduce", "capture", "overlap"])
@@ -153,11 +168,11 @@ def test_asked_for_more_gpus_than_there_are(
     ("names", "options", "said"),
     [
         (("nix",), {}, "no benchmark 'nix'; benchmarks here: host, gloo, import, memory, "),
-        (("gloo",), {"nproc": 1}, "type --nproc 2"),
-        (("host",), {"nproc": 1}, "type --nproc 2"),
-        (("allreduce",), {"nproc": 1}, "type --nproc 2"),
-        (("capture",), {"nproc": 0}, "0 ranks: expected 1 or more; type --nproc 2"),
-        (("gloo",), {"rounds": 0}, "type --rounds 10"),
+        (("gloo",), {"nproc": 1}, "pass --nproc 2"),
+        (("host",), {"nproc": 1}, "pass --nproc 2"),
+        (("allreduce",), {"nproc": 1}, "pass --nproc 2"),
+        (("capture",), {"nproc": 0}, "0 ranks: expected 1 or more; pass --nproc 2"),
+        (("gloo",), {"rounds": 0}, "pass --rounds 10"),
     ],
 )
 def test_refusals(
@@ -347,3 +362,24 @@ def test_a_second_file_of_a_day_replaces_nothing(tmp_path: Path) -> None:
     text = (tmp_path / "new" / names[1]).read_text()
     assert "| CPU | some \\| model |" in text and "| call | a \\| b |" in text
     assert "`commlib bench gloo --rounds 1`" in text
+
+
+def test_a_target_for_gpus_is_not_missed_on_cpus() -> None:
+    finding = target("x", 3.0, 2.0, " ms", measurable=False)
+
+    assert finding == "not measured here, needs GPUs: x: 3.00 ms, target at most 2.00 ms"
+
+
+def test_a_narrow_terminal_cuts_nothing_off() -> None:
+    calls = ("ops.all_reduce(x, out=x)", "ops.all_reduce(x, out=x, use_calc_stream=False)")
+    samples = {name: [0.5, 12345.678] for name in calls}
+    columns = timing_columns("µs", calls, "kind", "size")
+    rows = tuple(timing_rows(samples, calls, 1e6, "graph", "512 KiB"))
+    shown = io.StringIO()
+
+    show(Console(file=shown, width=80), Report("x", "", columns, rows, (), {}))
+
+    text = shown.getvalue()
+    assert "…" not in text and max(map(len, text.splitlines())) <= 80
+    cells = "".join(cell for row in (columns, *rows) for cell in row).replace(" ", "")
+    assert not Counter(cells) - Counter(text)

@@ -57,7 +57,8 @@ def test_report_without_memory() -> None:
     report = cross_entropy.report(found, SETTINGS)
 
     assert {row[-2:] for row in report.rows} == {("not available", "not available")}
-    assert report.findings[0].startswith("missed: time, ") and len(report.findings) == 2
+    assert report.findings[0].startswith("not measured here, needs GPUs: time, ")
+    assert len(report.findings) == 2
     assert "on CPUs" in report.caption
 
 
@@ -65,4 +66,4 @@ def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_bench(("cross-entropy",), None, nproc=0) == 2
     assert run_bench(("gloo",), None, rows=5) == 2
     said = capsys.readouterr().err
-    assert "type --nproc 2" in said and "gloo has no size 'rows'; leave --rows away" in said
+    assert "pass --nproc 2" in said and "gloo has no size 'rows'; remove --rows" in said

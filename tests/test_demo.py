@@ -40,7 +40,7 @@ def record(values: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def reports() -> Reports:
-    """What four runs report that agree."""
+    """Reports of four runs that agree."""
     x = np.random.default_rng(0).integers(1, 9, (RANKS, 2 * RANKS, 4)).astype(np.float32)
     operators = {name: record(formula(x)) for name, formula in FORMULAS.items()}
     one = {

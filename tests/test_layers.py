@@ -9,8 +9,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = ("ops", "compat", "tools")
 LAYERS = (  # lowest first: a module imports from lines above its own, or from its own line
+    "commlib.version",
     "commlib.errors",
     "commlib.log",
+    "commlib.flag_values",
     "commlib.flags",
     "commlib.ground",
     "commlib.rendezvous",
@@ -22,6 +24,7 @@ LAYERS = (  # lowest first: a module imports from lines above its own, or from i
     "commlib.compat",
     "commlib",
     "commlib.tools",
+    "commlib.__main__",
 )
 READS_ENVIRONMENT = {"commlib.flags", "commlib.rendezvous.environment"}
 

@@ -1,24 +1,26 @@
-"""`commlib doctor`, and the choice of packages that `make` makes."""
+"""The command `commlib`, its doctor, and the choice of packages that `make` makes."""
 
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+import commlib
 from commlib import flags
 from commlib.tools import bootstrap_env
 from tests.support.processes import run
 
-CLI = ("-m", "commlib.tools.cli")
+CLI = ("-m", "commlib")
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def doctor(**environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the doctor in a process of its own: it loads NCCL where there is one."""
+    """Run the doctor in a separate process: it loads NCCL if there is one."""
     return subprocess.run(
-        [sys.executable, "-m", "commlib.tools.cli", "doctor"],
+        [sys.executable, *CLI, "doctor"],
         cwd=ROOT,
         env={**os.environ, "COLUMNS": "200", **environment},
         stdin=subprocess.DEVNULL,
@@ -52,41 +54,61 @@ def test_doctor_complains_of_a_flag_that_cannot_be_read() -> None:
     assert "complaints: 1" in done.stdout
 
 
-def test_other_commands_refuse_it_in_one_line() -> None:
+def test_other_commands_reject_it_in_one_line() -> None:
     code, out, err = run(*CLI, "bench", "import", FLAGS_comm_timeout_s="abc")
     assert (code, out) == (2, "")
     assert err.startswith("commlib: FLAGS_comm_timeout_s='abc' is not") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("package", ["click", "rich"])
-def test_a_missing_package_is_said_in_one_line(package: str) -> None:
+def test_a_missing_package_is_reported_in_one_line(package: str) -> None:
     program = f"import sys; sys.modules[{package!r}] = None\n" + (
         "from commlib.tools.cli import main; sys.exit(main())"
     )
-    said = f"commlib: no {package} here; type pip install 'commlib[tools]'\n"
-    assert run("-c", program) == (2, "", said)
+    error = f"commlib: {package} is not installed; run pip install '/path/to/commlib[tools]'\n"
+    assert run("-c", program) == (2, "", error)
+
+
+def test_version() -> None:
+    assert run(*CLI, "--version") == (0, f"commlib {commlib.__version__}\n", "")
+
+
+def test_flags() -> None:
+    code, out, err = run(*CLI, "flags", FLAGS_comm_timeout_s="7")
+    assert (code, err) == (0, "")
+    timeout = next(line for line in out.splitlines() if "FLAGS_comm_timeout_s" in line)
+    assert timeout.split() == ["FLAGS_comm_timeout_s", "seconds", "600.0", "7.0", "environment"]
+
+
+def test_a_narrow_terminal_cuts_nothing_off() -> None:
+    done = doctor(COLUMNS="80", FLAGS_comm_close_timeout_s="123456789")
+    assert "…" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    letters = Counter(done.stdout)
+    texts = [name for row in flags.rows() for name in (row["name"], row["type"])]
+    assert not Counter("".join(texts)) - letters
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "error"),
     [
         (("demo", "--json", "{}"), "is a folder: expected a file"),
-        (("demo", "--json", "{}/none/x.json"), "there is no folder {}/none; type mkdir -p {}/none"),
-        (("bench", "import", "--out", "{}/file/below"), "{}/file is no folder"),
+        (("demo", "--json", "{}/none/x.json"), "there is no folder {}/none; run mkdir -p {}/none"),
+        (("bench", "import", "--out", "{}/file/below"), "{}/file is not a folder"),
         (("bench", "--tune", "gloo"), "--tune takes only --nproc: given gloo"),
         (
             ("bench", "--tune", "--rounds", "3", "--out", "{}", "--rows", "2"),
-            "given --rounds, --out, --rows; leave",
+            "given --rounds, --out, --rows; remove",
         ),
     ],
 )
-def test_refused_before_anything_runs(
-    arguments: tuple[str, ...], said: str, tmp_path: Path
+def test_rejected_before_anything_runs(
+    arguments: tuple[str, ...], error: str, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
     code, out, err = run(*CLI, *(word.format(tmp_path) for word in arguments))
     assert (code, out) == (2, "")
-    assert said.format(*[tmp_path] * 2) in err and err.count("\n") == 1
+    assert error.format(*[tmp_path] * 2) in err and err.count("\n") == 1
 
 
 def test_doctor_complains_of_half_a_rendezvous() -> None:
@@ -113,6 +135,6 @@ def test_the_cuda_extra_follows_torch(
 
 
 @pytest.mark.parametrize("torch", [None, 13])
-def test_unusable_gpus_are_said(torch: int | None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_gpus_are_reported(torch: int | None, capsys: pytest.CaptureFixture[str]) -> None:
     assert bootstrap_env._cuda_extra(12, torch) is None
     assert "GPUs stay unused: the driver supports CUDA 12" in capsys.readouterr().out

@@ -1,1 +1,1 @@
-"""The entrance for people: `commlib demo`, `commlib doctor`, `commlib bench`."""
+"""Command line of commlib: `commlib demo`, `doctor`, `flags` and `bench`."""

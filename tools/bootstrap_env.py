@@ -1,4 +1,4 @@
-"""Make a virtual environment that holds everything `make` needs; runs before anything is installed.
+"""Create the virtual environment that `make` needs; uses the standard library only.
 
 Usage: python3 -I tools/bootstrap_env.py .venv
 """
@@ -11,30 +11,32 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = ("test", "tools", "models", "dev")
-GPU_EXTRA = "models_gpu"  # what only fits a torch that was built for CUDA
+GPU_EXTRA = "models_gpu"  # its packages need a torch that was built for CUDA
 
 
 def main(folder: str) -> None:
-    """Create the environment when it is missing, then install into it what is missing."""
+    """Create the environment if it does not exist, then install the missing packages."""
     target = Path(folder).absolute()
     python = target / "bin" / "python"
     if not (target / "bin" / "pip").exists():
         venv.create(target, with_pip=True, symlinks=True)
-    print(f"installing what {folder} lacks; the first time takes a minute")
-    _install(python, "setuptools")  # the build needs it at hand: it runs without isolation
+    print(f"installing packages into {folder}; the first time takes a minute")
+    _install(python, "setuptools")  # for the build, which runs without isolation
     _install(python, "--no-build-isolation", "--editable", f".[{','.join(EXTRAS)}]")
     extra = _cuda_extra(_driver_cuda(), _torch_cuda(python))
     if extra:
         _install(python, "--no-build-isolation", "--editable", f".[{extra},{GPU_EXTRA}]")
 
 
-def _install(python: Path, *what: str) -> None:
+def _install(python: Path, *requirements: str) -> None:
     command = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
-    subprocess.run([*command, "--constraint", "constraints.txt", *what], cwd=ROOT, check=True)
+    subprocess.run(
+        [*command, "--constraint", "constraints.txt", *requirements], cwd=ROOT, check=True
+    )
 
 
 def _driver_cuda() -> int | None:
-    """Return the newest CUDA major version that the driver supports; None without a GPU."""
+    """Return the latest CUDA major version that the driver supports; None without a GPU."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -54,7 +56,7 @@ def _torch_cuda(python: Path) -> int | None:
 
 
 def _cuda_extra(driver: int | None, torch: int | None) -> str | None:
-    """Return the extra with the CuPy that fits both, or say why the GPUs stay unused."""
+    """Return the extra whose CuPy fits both, or print why the GPUs stay unused."""
     if driver is None:
         return None
     if torch is None or torch > driver:
@@ -72,4 +74,6 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1])
     except subprocess.CalledProcessError as error:
-        sys.exit(f"set-up failed: {' '.join(map(str, error.cmd))}; mend the cause, run make again")
+        sys.exit(
+            f"set-up failed: {' '.join(map(str, error.cmd))}; fix the cause, then run make again"
+        )

@@ -1,4 +1,4 @@
-"""The entry of the command `commlib`: it looks for its packages before it imports them."""
+"""Entry point of the command `commlib`, which checks for its packages before it imports them."""
 
 import sys
 from importlib.util import find_spec
@@ -7,17 +7,17 @@ PACKAGES = ("click", "rich")
 
 
 def main() -> int:
-    """Run the command; return 2 where packages of the extra `tools` are missing."""
+    """Run the command; return 2 if packages of the extra `tools` are missing."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
-        what = " and ".join(missing)
-        print(f"commlib: no {what} here; type pip install 'commlib[tools]'", file=sys.stderr)
+        are = "is" if len(missing) == 1 else "are"
+        print(
+            f"commlib: {' and '.join(missing)} {are} not installed; "
+            "run pip install '/path/to/commlib[tools]'",
+            file=sys.stderr,
+        )
         return 2
     from commlib.tools.commands import commands
 
     commands(prog_name="commlib")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,30 +1,34 @@
-"""The command `commlib`: one sub-command a tool, each imported only when it is asked for."""
+"""The command `commlib`: one sub-command per tool. A tool is imported when its command runs."""
 
 import click
 
 from commlib import flags
 from commlib.errors import FlagError
+from commlib.version import __version__
 
 
 @click.group()
+@click.version_option(__version__, message="%(prog)s %(version)s")
 @click.pass_context
 def commands(ctx: click.Context) -> None:
     """One set of communicators for eager, compiled and captured PyTorch code."""
-    if ctx.invoked_subcommand != "doctor":  # whose business it is to show what is wrong
+    if ctx.invoked_subcommand != "doctor":  # the doctor shows unreadable flags itself
         try:
             flags.rows()
         except FlagError as error:
-            _refuse(ctx, str(error))
+            _reject(ctx, str(error))
 
 
-def _refuse(ctx: click.Context, text: str) -> None:
+def _reject(ctx: click.Context, text: str) -> None:
     click.echo(f"commlib: {text}", err=True)
     ctx.exit(2)
 
 
 @commands.command()
 @click.option("--nproc", default=2, show_default=True, help="Ranks to start on this machine.")
-@click.option("--json", "json_path", type=click.Path(), help="Also write every result to a file.")
+@click.option(
+    "--json", "json_path", type=click.Path(), help="File to which every result is written as JSON."
+)
 @click.pass_context
 def demo(ctx: click.Context, nproc: int, json_path: str | None) -> None:
     """Run one legacy program on both engines, eager and compiled, and compare the bits."""
@@ -36,30 +40,38 @@ def demo(ctx: click.Context, nproc: int, json_path: str | None) -> None:
 @commands.command()
 @click.pass_context
 def doctor(ctx: click.Context) -> None:
-    """Show versions, libraries, GPUs, flags and rendezvous; paste it into a bug report."""
+    """Show versions, libraries, GPUs, flags and rendezvous, for a bug report."""
     from commlib.tools.doctor import run_doctor
 
     ctx.exit(run_doctor())
 
 
+@commands.command("flags")
+def show_flags() -> None:
+    """Show every flag with its type, default, value and source."""
+    click.echo(flags.table())
+
+
 @commands.command()
 @click.argument("names", nargs=-1)
 @click.option("--nproc", default=2, show_default=True, help="Ranks to start on this machine.")
-@click.option("--rounds", type=int, help="Rounds of each benchmark.  [default: its own number]")
+@click.option(
+    "--rounds", type=int, help="Rounds per benchmark.  [default: depends on the benchmark]"
+)
 @click.option("--out", type=click.Path(), help="Folder for dated Markdown files.")
 @click.option(
     "--tune",
     is_flag=True,
-    help="Measure which all-reduce kernel is fastest here and write commlib's table anew.",
+    help="Measure which push kernels are fastest here and rewrite commlib's kernel table.",
 )
 @click.option(
     "--rows",
     type=click.IntRange(1),
     help="Rows of cross-entropy and experts, labels of class-center.",
 )
-@click.option("--width", type=click.IntRange(1), help="Elements of a row of experts.")
-@click.option("--experts", type=click.IntRange(1), help="Experts of all ranks together.")
-@click.option("--classes", type=click.IntRange(1), help="Classes of all ranks together.")
+@click.option("--width", type=click.IntRange(1), help="Elements per row of experts.")
+@click.option("--experts", type=click.IntRange(1), help="Total experts of all ranks.")
+@click.option("--classes", type=click.IntRange(1), help="Total classes of all ranks.")
 @click.option(
     "--dtype",
     type=click.Choice(["float64", "float32", "float16", "bfloat16"]),
@@ -76,9 +88,9 @@ def bench(
     tune: bool,
     **sizes: int | str | None,
 ) -> None:
-    """Time the benchmarks NAMES against their named peers, or all of them.
+    """Time the benchmarks NAMES, or all of them, against named peers.
 
-    They are host, gloo, import, memory, cross-entropy, experts, class-center, allreduce, capture,
+    NAMES are host, gloo, import, memory, cross-entropy, experts, class-center, allreduce, capture,
     llama and overlap.
     """
     from commlib.tools.bench.command import run_bench, run_tune
@@ -87,6 +99,6 @@ def bench(
         options = {"rounds": rounds, "out": out, **sizes}
         unused = [*names, *(f"--{name}" for name, value in options.items() if value is not None)]
         if unused:
-            _refuse(ctx, f"--tune takes only --nproc: given {', '.join(unused)}; leave it away")
+            _reject(ctx, f"--tune takes only --nproc: given {', '.join(unused)}; remove it")
         ctx.exit(run_tune(nproc))
     ctx.exit(run_bench(names, out, nproc=nproc, rounds=rounds, **sizes))

@@ -1,4 +1,4 @@
-"""`commlib doctor`: what this machine and process have, and what of it will not work."""
+"""`commlib doctor`: the state of this machine and process, with complaints about both."""
 
 import ctypes
 import platform
@@ -17,11 +17,11 @@ from commlib.engines.reductions import refusals
 from commlib.engines.torch_distributed import TorchDistributedEngine
 from commlib.errors import CommError
 from commlib.rendezvous import environment
+from commlib.version import __version__
 
 Row = tuple[str, ...]
 
 PACKAGES = (
-    "commlib",
     "torch",
     "numpy",
     "cupy-cuda12x",
@@ -34,21 +34,21 @@ LIBRARIES = ("libnccl.so", "libcudart.so", "libnvrtc.so", "libcuda.so")
 
 
 def run_doctor() -> int:
-    """Print one table a subject, then every complaint; return 0 without one, else 1."""
+    """Print one table per subject, then the complaints; return 1 if there are any, else 0."""
     console = Console(markup=False, highlight=False)
     complaints = list(_complaints())
     for title, columns, rows in (
-        ("versions", ("what", "version"), _versions()),
+        ("versions", ("name", "version"), versions()),
         ("libraries in this process", ("library", "file"), _libraries()),
-        ("GPUs", ("index", "name", "memory GiB", "capability"), _gpus()),
+        ("GPUs", ("index", "name", "memory GiB", "capability"), gpus()),
         ("peer access", ("from", "reaches"), _peers()),
         ("flags", ("name", "type", "default", "value", "source"), _flags()),
-        ("rendezvous", ("what", "value"), _rendezvous()),
-        ("reductions refused", ("engines", "dtypes", "operations", "reason"), _refused()),
+        ("rendezvous", ("name", "value"), _rendezvous()),
+        ("unsupported reductions", ("engines", "dtypes", "operations", "reason"), _unsupported()),
     ):
         _show(console, title, columns, list(rows))
     for name, flag in flags.unknown():
-        if flag is None:  # perhaps of another library
+        if flag is None:  # it may belong to another library
             console.print(f"note: {flags.unknown_text(name, flag)}", soft_wrap=True)
     for complaint in complaints:
         console.print(complaint, style="red", soft_wrap=True)
@@ -60,14 +60,16 @@ def _show(console: Console, title: str, columns: Row, rows: list[Row]) -> None:
     if not rows:
         console.print(f"{title}: none")
         return
-    table = Table(*columns, title=title, title_justify="left")
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*row)
     console.print(table)
 
 
 def _complaints() -> Iterator[str]:
-    """Say what will not work; loads the NCCL engine on the way, so that its libraries show."""
+    """Yield the problems found; loads libnccl, so that the table of libraries shows it."""
     if torch.cuda.is_available():
         try:
             libnccl.library()
@@ -78,18 +80,20 @@ def _complaints() -> Iterator[str]:
             f"the driver supports CUDA {_driver()}, but torch {torch.__version__} can't use it; "
             f"install a torch built for that CUDA"
         )
-    for what, look in (("rendezvous", environment.world), ("flags", flags.rows)):
+    for subject, read in (("rendezvous", environment.world), ("flags", flags.rows)):
         try:
-            look()
+            read()
         except CommError as error:
-            yield f"{what}: {error}"
+            yield f"{subject}: {error}"
     for name, flag in flags.unknown():
         if flag is not None:
             yield f"flags: {flags.unknown_text(name, flag)}"
 
 
-def _versions() -> Iterator[Row]:
+def versions() -> Iterator[Row]:
+    """Yield the names and versions of the software that decides how commlib runs."""
     yield "python", platform.python_version()
+    yield "commlib", __version__
     for package in PACKAGES:
         version = _version(package)
         if version:
@@ -106,7 +110,7 @@ def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "not installed: this checkout" if package == "commlib" else None
+        return None
 
 
 def _driver() -> str | None:
@@ -130,18 +134,19 @@ def _cupy_nccl() -> str:
 
 def _libraries() -> Iterator[Row]:
     for library in LIBRARIES:
-        for file in sorted(set(_mapped(library))):
-            yield library, file
+        for path in sorted(set(_mapped(library))):
+            yield library, path
 
 
 def _mapped(library: str) -> Iterable[str]:
     for line in Path("/proc/self/maps").read_text().splitlines():
-        file = line.split()[-1]
-        if Path(file).name.startswith(library):
-            yield file
+        path = line.split()[-1]
+        if Path(path).name.startswith(library):
+            yield path
 
 
-def _gpus() -> Iterator[Row]:
+def gpus() -> Iterator[Row]:
+    """Yield index, name, memory and compute capability of every visible GPU."""
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         memory = f"{gpu.total_memory / 2**30:.1f}"
@@ -149,17 +154,17 @@ def _gpus() -> Iterator[Row]:
 
 
 def _peers() -> Iterator[Row]:
-    gpus = range(torch.cuda.device_count())
-    for one in gpus:
-        peers = [p for p in gpus if p != one and torch.cuda.can_device_access_peer(one, p)]
-        if len(gpus) > 1:
-            yield str(one), ", ".join(map(str, peers)) or "none"
+    indices = range(torch.cuda.device_count())
+    for index in indices:
+        peers = [p for p in indices if p != index and torch.cuda.can_device_access_peer(index, p)]
+        if len(indices) > 1:
+            yield str(index), ", ".join(map(str, peers)) or "none"
 
 
 def _flags() -> Iterator[Row]:
     try:
         rows = flags.rows()
-    except CommError:  # which is among the complaints
+    except CommError:  # the complaints show it
         return
     for row in rows:
         yield tuple(str(row[column]) for column in ("name", "type", "default", "value", "source"))
@@ -172,18 +177,18 @@ def _rendezvous() -> Iterator[Row]:
         yield "unusable", str(error)
         return
     yield "rank", f"{world.rank} of {world.size}"
-    yield "local rank", "not known" if world.local_rank is None else str(world.local_rank)
-    place = world.address
-    yield "store", f"{place[0]}:{place[1]}" if place else "none: one rank alone"
+    yield "local rank", "unknown" if world.local_rank is None else str(world.local_rank)
+    address = world.address
+    yield "store", f"{address[0]}:{address[1]}" if address else "none: single rank"
 
 
-def _refused() -> Iterator[Row]:
-    """One row a reason: which reductions of which dtypes an engine does not take."""
-    found: dict[str, tuple[dict[str, None], ...]] = {}  # dicts keep the order, sets do not
+def _unsupported() -> Iterator[Row]:
+    """Yield one row per reason: engines, dtypes and operations that it excludes."""
+    reasons: dict[str, tuple[dict[str, None], ...]] = {}  # dicts keep the order, sets do not
     for engine in (nccl.NCCLEngine, GlooEngine, TorchDistributedEngine):
         for (dtype, op), reason in refusals(engine.reducer).items():
             names = engine.name, str(dtype).removeprefix("torch."), op
-            for known, name in zip(found.setdefault(reason, ({}, {}, {})), names, strict=True):
-                known[name] = None
-    for reason, columns in found.items():
+            for column, name in zip(reasons.setdefault(reason, ({}, {}, {})), names, strict=True):
+                column[name] = None
+    for reason, columns in reasons.items():
         yield (*(", ".join(column) for column in columns), reason)

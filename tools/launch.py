@@ -1,4 +1,4 @@
-"""One launch of ranks on this machine, through torch's elastic launcher over loopback."""
+"""Launch of ranks on this machine, through torch's elastic launcher over loopback."""
 
 import os
 import subprocess
@@ -9,12 +9,12 @@ from pathlib import Path
 import commlib
 from commlib import flags
 
-MARGIN_S = 60  # for the imports before a rank's own deadline, and the launcher's end behind it
+MARGIN_S = 60  # for the imports before a rank's deadline and the launcher's exit after it
 TAIL_LINES = 20
 
 
 class LaunchError(RuntimeError):
-    """Ranks ended without results; the text holds what they said last."""
+    """Ranks ended without results; the message has the last lines of their logs."""
 
 
 def launch(
@@ -22,25 +22,25 @@ def launch(
     program: Sequence[str],
     ranks: int,
     environment: dict[str, str],
-    place: Path,
+    folder: Path,
     deadline: float,
 ) -> None:
     """Run ``program`` (a script or ``-m module``, with arguments) on ``ranks`` ranks to its end.
 
-    Logs go into the folder ``place``. Raises ``LaunchError``, which begins with ``label``, when a
-    rank fails or none has ended ``deadline`` and a margin later.
+    Logs are written into ``folder``. Raises ``LaunchError``, which begins with ``label``, if a
+    rank fails or the program runs longer than ``deadline`` seconds plus a margin.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks)]
-    command += ["--redirects", "3", "--log-dir", str(place / "logs"), *program]
-    code = _execute(command, environment, place / "launcher.log", deadline + MARGIN_S)
+    command += ["--redirects", "3", "--log-dir", str(folder / "logs"), *program]
+    code = _execute(command, environment, folder / "launcher.log", deadline + MARGIN_S)
     if code != 0:
         ended = "still running at the deadline" if code is None else f"exit code {code}"
-        raise LaunchError(f"{label}: {ended}\n{_last_words(place)}")
+        raise LaunchError(f"{label}: {ended}\n{_last_lines(folder)}")
 
 
 def environment(unified: bool, **more: str) -> dict[str, str]:
-    """Return the environment of a rank: this commlib, one thread, loopback, the flag."""
+    """Return the environment of a rank: this commlib, one thread, loopback and the flag."""
     root = str(Path(commlib.__file__).resolve().parent.parent)
     ours = {
         "OMP_NUM_THREADS": "1",
@@ -54,13 +54,13 @@ def environment(unified: bool, **more: str) -> dict[str, str]:
 def _execute(
     command: list[str], environment: dict[str, str], log: Path, seconds: float
 ) -> int | None:
-    """Return the exit code, or None when it took longer than ``seconds``."""
-    with log.open("w") as said:
+    """Return the exit code, or None if the command ran longer than ``seconds``."""
+    with log.open("w") as output:
         process = subprocess.Popen(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=said,
+            stdout=output,
             stderr=subprocess.STDOUT,
         )
         try:
@@ -68,35 +68,35 @@ def _execute(
         except subprocess.TimeoutExpired:
             return None
         finally:
-            _end(process)
+            _terminate(process)
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Let the launcher end its ranks, also when the user presses Ctrl-C."""
+def _terminate(process: "subprocess.Popen[bytes]") -> None:
+    """Stop the launcher and, through it, its ranks; also after Ctrl-C."""
     process.terminate()
     try:
-        process.wait(40)  # the launcher itself gives its ranks 30 s
+        process.wait(40)  # the launcher gives its ranks 30 s
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
 
 
-def _last_words(place: Path) -> str:
-    """Return the end of every rank's stderr, or of the launcher's where no rank began."""
-    logs = sorted(place.glob("logs/**/stderr.log"))
-    spoken = [log for log in logs if log.stat().st_size] or [place / "launcher.log"]
-    return "\n".join(_tail(log) for log in spoken)
+def _last_lines(folder: Path) -> str:
+    """Return the end of every rank's stderr, or of the launcher's log if all are empty."""
+    logs = sorted(folder.glob("logs/**/stderr.log"))
+    written = [log for log in logs if log.stat().st_size] or [folder / "launcher.log"]
+    return "\n".join(_tail(log) for log in written)
 
 
 def _tail(log: Path) -> str:
-    who = f"rank {log.parent.name}" if log.name == "stderr.log" else "launcher"
+    source = f"rank {log.parent.name}" if log.name == "stderr.log" else "launcher"
     lines = log.read_text(errors="replace").splitlines()
     stacks = [number for number, line in enumerate(lines) if line.startswith("Timeout (")]
     if not stacks:
-        return "\n".join([f"--- {who}, last lines:", *lines[-TAIL_LINES:]])
-    # A rank past its deadline prints every thread, the main one last, innermost calls first.
+        return "\n".join([f"--- {source}, last lines:", *lines[-TAIL_LINES:]])
+    # A rank past its deadline prints every thread: the main thread last, innermost calls first.
     threads = [
         number for number, line in enumerate(lines) if line.endswith("(most recent call first):")
     ]
     main = lines[threads[-1] :][:TAIL_LINES] if threads else []
-    return "\n".join([f"--- {who}, last lines:", lines[stacks[-1]], *main])
+    return "\n".join([f"--- {source}, last lines:", lines[stacks[-1]], *main])

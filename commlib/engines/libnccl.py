@@ -20,7 +20,8 @@ def library() -> Any:
         from cupy.cuda import nccl
     except ImportError as error:
         raise EngineError(
-            f"the nccl engine needs CuPy ({error}); run `pip install commlib[cuda13]` or [cuda12]"
+            f"the nccl engine needs CuPy ({error}); "
+            f"run pip install '/path/to/commlib[cuda13]' or '/path/to/commlib[cuda12]'"
         ) from error
     paths = library_paths()
     if len(paths) != 1:

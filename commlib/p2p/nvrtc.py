@@ -48,7 +48,7 @@ def binary(file: Path, architecture: str, options: Sequence[str] = ()) -> bytes:
     except Exception as error:  # ImportError, or what the loader says of a missing library
         raise EngineError(
             f"compiling {file.name} needs cuda-bindings and NVRTC ({error}); "
-            f"type `pip install commlib[cuda13]` or [cuda12]"
+            f"run pip install '/path/to/commlib[cuda13]' or '/path/to/commlib[cuda12]'"
         ) from error
     texts = sources(file)
     words = (architecture, version, *options, *texts)

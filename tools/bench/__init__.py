@@ -1,1 +1,1 @@
-"""`commlib bench`: one file per benchmark, and what all of them share."""
+"""`commlib bench`: one file per benchmark, and the modules that they share."""

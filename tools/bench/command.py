@@ -110,13 +110,13 @@ def _refusal(
 ) -> str | None:
     """Say what of the request can't be done, before any of it is."""
     if rounds is not None and rounds < 1:
-        return f"{rounds} rounds: expected 1 or more; type --rounds 10, or leave it away"
+        return f"{rounds} rounds: expected 1 or more; pass --rounds 10, or remove it"
     for name in names:
         if name not in BENCHMARKS:
             return f"there is no benchmark {name!r}; benchmarks here: {', '.join(BENCHMARKS)}"
         unknown = sorted(set(sizes) - _sizes(name))
         if unknown:
-            return f"{name} has no size {unknown[0]!r}; leave --{unknown[0]} away"
+            return f"{name} has no size {unknown[0]!r}; remove --{unknown[0]}"
         refusal = BENCHMARKS[name].refusal(nproc)
         if refusal:
             return f"{name} can't run here: {refusal}"

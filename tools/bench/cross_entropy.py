@@ -33,7 +33,7 @@ CAPTION = (
 
 def refusal(nproc: int) -> str | None:
     """Say why the benchmark can't run here."""
-    return None if nproc > 0 else f"{nproc} ranks: expected 1 or more; type --nproc 2"
+    return None if nproc > 0 else f"{nproc} ranks: expected 1 or more; pass --nproc 2"
 
 
 def run(
@@ -58,7 +58,8 @@ def run(
 def report(found: dict[str, Any], settings: dict[str, Any]) -> Report:
     """Turn times and peaks into a table and findings."""
     times, peaks = found["times"], found["peaks"]
-    findings = [target(f"time, {OURS} / {PEER}", ratio(times[OURS], times[PEER]).middle, OF_TIME)]
+    time = ratio(times[OURS], times[PEER]).middle
+    findings = [target(f"time, {OURS} / {PEER}", time, OF_TIME, measurable=bool(peaks))]
     if peaks:
         part = ratio(peaks[OURS], peaks[PEER]).middle
         findings.append(target(f"peak memory, {OURS} / {PEER}", part, OF_MEMORY))

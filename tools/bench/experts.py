@@ -10,7 +10,7 @@ import commlib
 from commlib import CommContext, flags, ops
 from commlib.tools.bench.launch import launch
 from commlib.tools.bench.pair import backend_for, ring_and_group, settler
-from commlib.tools.bench.report import Report, number, target, timing_columns, timing_rows
+from commlib.tools.bench.report import Report, target, timing_columns, timing_rows
 from commlib.tools.bench.rounds import Samples, race, ratio
 
 ROUNDS = 30
@@ -32,7 +32,7 @@ CAPTION = (
 
 def refusal(nproc: int) -> str | None:
     """Say why the benchmark can't run here."""
-    return None if nproc > 1 else f"{nproc} ranks: expected 2 or more; type --nproc 2"
+    return None if nproc > 1 else f"{nproc} ranks: expected 2 or more; pass --nproc 2"
 
 
 def run(
@@ -54,16 +54,15 @@ def run(
     return report(found, {"nproc": nproc, "rounds": rounds, **settings}, backend == "nccl")
 
 
-def report(found: Samples, settings: dict[str, int], on_gpus: bool) -> Report:
+def report(samples: Samples, settings: dict[str, int], on_gpus: bool) -> Report:
     """Turn the samples into a table and findings."""
-    part, what = ratio(found[OURS], found[PEER]).middle, f"{OURS} / {PEER}"
-    finding = target(what, part, LIMIT) if on_gpus else f"{what}: {number(part)}; no target on CPUs"
+    part = ratio(samples[OURS], samples[PEER]).middle
     return Report(
         name="experts",
         caption=CAPTION.format(burst=BURST, ours=OURS, **settings),
         columns=timing_columns("µs", (PEER,)),
-        rows=tuple(timing_rows(found, (PEER,), 1e6)),
-        findings=(finding,),
+        rows=tuple(timing_rows(samples, (PEER,), 1e6)),
+        findings=(target(f"{OURS} / {PEER}", part, LIMIT, measurable=on_gpus),),
         settings=settings,
     )
 

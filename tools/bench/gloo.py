@@ -25,7 +25,7 @@ CAPTION = (
 
 def refusal(nproc: int) -> str | None:
     """Say why the benchmark can't run here."""
-    return None if nproc > 1 else f"{nproc} ranks: expected 2 or more; type --nproc 2"
+    return None if nproc > 1 else f"{nproc} ranks: expected 2 or more; pass --nproc 2"
 
 
 def run(nproc: int, rounds: int) -> Report:

@@ -1,4 +1,4 @@
-"""The machine of a benchmark: what has to be known to judge its figures, and to repeat them."""
+"""Facts about the machine of a benchmark, which a reader needs to judge and repeat its figures."""
 
 import os
 import platform
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from commlib.tools.doctor import _gpus, _versions
+from commlib.tools.doctor import gpus, versions
 
 Fact = tuple[str, str]
 
 
 def facts() -> tuple[Fact, ...]:
-    """Return date, CPU, GPUs, load and versions; nothing that names the host or its folders."""
+    """Return date, CPU, GPUs, load and versions, without names of the host or its folders."""
     return tuple(_facts())
 
 
@@ -24,15 +24,15 @@ def _facts() -> Iterator[Fact]:
     yield "date", time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     yield "CPU", _cpu()
     yield "cores", str(os.cpu_count())
-    yield "load at the start", f"{os.getloadavg()[0]:.1f} of the last minute"
-    names = Counter(name for _, name, *_ in _gpus())
+    yield "load at the start", f"{os.getloadavg()[0]:.1f} over the last minute"
+    names = Counter(name for _, name, *_ in gpus())
     yield "GPUs", ", ".join(f"{count} x {name}" for name, count in names.items()) or "none"
     yield "system", f"{platform.system()} {platform.machine()}"
-    yield from ((what, version) for what, version in _versions() if version != "no driver")
+    yield from ((name, version) for name, version in versions() if version != "no driver")
 
 
 def _cpu() -> str:
-    """Return the processor's model; Python knows it on few systems."""
+    """Return the processor's model, which ``platform.processor`` knows on few systems only."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -40,11 +40,14 @@ def _cpu() -> str:
 
 
 def gpu_refusal(nproc: int, least: int = 2) -> str | None:
-    """Say what a benchmark with one GPU a rank lacks here, and what to type."""
+    """Return why a benchmark with one GPU per rank can't run here; None if it can."""
     if nproc < least:
-        return f"{nproc} ranks: expected {least} or more; type --nproc 2"
+        return f"{nproc} ranks: expected {least} or more; pass --nproc 2"
     if torch.cuda.device_count() < nproc:
         return f"{nproc} ranks need {nproc} GPUs; this machine shows {torch.cuda.device_count()}"
     if find_spec("cupy") is None:
-        return "CuPy is not installed; type `pip install commlib[cuda13]` or [cuda12]"
+        return (
+            "CuPy is not installed; "
+            "run pip install '/path/to/commlib[cuda13]' or '/path/to/commlib[cuda12]'"
+        )
     return None

@@ -1,4 +1,4 @@
-"""The report of one benchmark: a table on the screen, and the same in a dated Markdown file."""
+"""Report of one benchmark: a table on the screen, and the same in a dated Markdown file."""
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,12 +15,14 @@ from commlib.tools.bench.rounds import HIGHEST, LOWEST, Samples, Spread, ratio, 
 
 Row = tuple[str, ...]
 
+NEEDS_GPUS = "not measured here, needs GPUs"
+
 
 @dataclass(frozen=True)
 class Report:
-    """What one benchmark found: a caption that says what was done, a table, and findings.
+    """Result of one benchmark: a caption about the method, a table and findings.
 
-    ``plot`` draws the same into a PNG file.
+    ``plot`` draws the table into a PNG file.
     """
 
     name: str
@@ -33,19 +35,19 @@ class Report:
 
     @property
     def command(self) -> str:
-        """What to type for the same run."""
+        """The command that repeats the run."""
         options = (part for name, value in self.settings.items() for part in (f"--{name}", value))
         return shlex.join(["commlib", "bench", self.name, *map(str, options)])
 
 
 def number(value: float) -> str:
-    """Write ``value`` with three or more digits that count."""
+    """Return ``value`` as text with at least three significant digits."""
     places = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
     return f"{value:.{places}f}"
 
 
 def timing_columns(unit: str, bases: Sequence[str], *heads: str, over: str | None = None) -> Row:
-    """Return the head of a table whose rows ``timing_rows`` gives."""
+    """Return the header of a table whose rows come from ``timing_rows``."""
     ends = f"p{LOWEST}..p{HIGHEST}"
     more = () if over is None else (f"over {over}, {unit}",)
     ratios = (f"ratio to {base} ({ends})" for base in bases)
@@ -55,7 +57,7 @@ def timing_columns(unit: str, bases: Sequence[str], *heads: str, over: str | Non
 def timing_rows(
     samples: Samples, bases: Sequence[str], per_second: float, *heads: str, over: str | None = None
 ) -> Iterator[Row]:
-    """Yield one row a peer: its time, what it takes more than ``over``, its ratio to each base."""
+    """Yield one row per peer: its time, its extra time over ``over``, its ratio to each base."""
     for name, values in samples.items():
         time = Spread(*(end * per_second for end in spread(values)))
         more = () if over is None else (spread(samples[over]).middle * per_second,)
@@ -71,25 +73,32 @@ def _range(value: Spread) -> str:
 
 
 def with_range(value: Spread) -> str:
-    """Write a median with its spread behind it."""
+    """Return a median as text, followed by its spread."""
     return f"{number(value.middle)} ({_range(value)})"
 
 
-def target(what: str, measured: float, limit: float, unit: str = "") -> str:
-    """Return the finding that ``measured`` stays within ``limit``, or that it does not."""
-    met = "met" if measured <= limit else "missed"
-    write = number if limit >= 0.1 else "{:.4f}".format
-    return f"{met}: {what}: {write(measured)}{unit}, target at most {write(limit)}{unit}"
+def target(
+    name: str, measured: float, limit: float, unit: str = "", *, measurable: bool = True
+) -> str:
+    """Return the finding that ``measured`` meets or misses ``limit``.
+
+    With ``measurable=False``, a target for GPUs in a run on CPUs, it does neither.
+    """
+    digits = number if limit >= 0.1 else "{:.4f}".format
+    verdict = "met" if measured <= limit else "missed"
+    if not measurable:
+        verdict = NEEDS_GPUS
+    return f"{verdict}: {name}: {digits(measured)}{unit}, target at most {digits(limit)}{unit}"
 
 
 def show(console: Console, report: Report) -> None:
     """Print the table of ``report`` and its findings."""
-    shown = Table(title=report.name, caption=Text(report.caption), box=box.SIMPLE_HEAD)
+    table = Table(title=report.name, caption=Text(report.caption), box=box.SIMPLE_HEAD)
     for column in report.columns:
-        shown.add_column(Text(column))
+        table.add_column(Text(column), overflow="fold")
     for row in report.rows:
-        shown.add_row(*map(Text, row))
-    console.print(shown)
+        table.add_row(*map(Text, row))
+    console.print(table)
     for finding in report.findings:
         console.print(finding, markup=False, highlight=False, soft_wrap=True)
 
@@ -97,8 +106,8 @@ def show(console: Console, report: Report) -> None:
 def write(folder: Path, report: Report, facts: Sequence[Fact]) -> Path:
     """Write ``report`` with the machine's ``facts``, the date first; return the new file.
 
-    A plot comes beside it under the same name. A second run on one day gets a number and replaces
-    nothing.
+    A plot is written next to it under the same name. A later run of the same day gets a number
+    and overwrites nothing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{dict(facts)['date'][:10]}-{report.name}"
@@ -106,19 +115,19 @@ def write(folder: Path, report: Report, facts: Sequence[Fact]) -> Path:
     while path.exists():
         count += 1
         path = folder / f"{stem}-{count}.md"
-    picture = path.with_suffix(".png")
-    path.write_text(_markdown(report, facts, picture.name))
+    plot = path.with_suffix(".png")
+    path.write_text(_markdown(report, facts, plot.name))
     if report.plot is not None:
-        report.plot(picture)
+        report.plot(plot)
     return path
 
 
-def _markdown(report: Report, facts: Sequence[Fact], picture: str) -> str:
+def _markdown(report: Report, facts: Sequence[Fact], plot: str) -> str:
     run = [("command", f"`{report.command}`"), *facts]
-    parts = [f"# {report.name}", report.caption, "## Run", *_grid(("what", "value"), run)]
+    parts = [f"# {report.name}", report.caption, "## Run", *_grid(("name", "value"), run)]
     parts += ["## Result", *_grid(report.columns, report.rows)]
     parts += ["## Findings", "\n".join(f"- {finding}" for finding in report.findings)]
-    parts += [] if report.plot is None else [f"![{report.name}]({picture})"]
+    parts += [] if report.plot is None else [f"![{report.name}]({plot})"]
     return "\n\n".join(parts) + "\n"
 
 

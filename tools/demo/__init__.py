@@ -1,1 +1,1 @@
-"""`commlib demo`: the main job on two engines and in two modes, compared."""
+"""`commlib demo`: one program on two engines, eager and compiled, compared bit by bit."""

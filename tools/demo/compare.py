@@ -1,4 +1,4 @@
-"""The demo's verdict: which results of its runs have the same bits, and which must."""
+"""Comparison of the demo's runs: which results have equal bits, and which must have."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ from commlib.tools.demo.truth import FORMULAS
 REFERENCE = MODES[0]
 FORMULA = "the formula"
 
-# A fusing compiler contracts a*b+c and reorders sums inside a kernel: single precision then differs
-# in the last bits (6e-8 of a value near 1), and each training step carries that on.
+# A fusing compiler contracts a*b+c and reorders sums inside a kernel. Single precision then differs
+# in the last bits (6e-8 of a value near 1), and the training steps accumulate the differences.
 COMPILER_TOLERANCE = 1e-4
 
 Array = npt.NDArray[Any]
@@ -23,7 +23,7 @@ Reports = Mapping[Mode, Report]
 
 @dataclass(frozen=True)
 class Cell:
-    """One result of one run, held against another."""
+    """One result of one run, compared with another."""
 
     against: str
     equal: bool
@@ -32,28 +32,28 @@ class Cell:
 
     @property
     def good(self) -> bool:
-        """Whether the bits are equal, or the difference is one that the compiler may make."""
+        """True if the bits are equal or the compiler may cause the difference."""
         return self.equal or (self.difference is not None and 0 < self.difference <= self.limit)
 
 
 @dataclass
 class Row:
-    """One operator or one series of the training: a cell a run, and what is wrong with them."""
+    """One operator or training series: one cell per run, and the failures."""
 
     name: str
     cells: dict[str, Cell] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
-    def add(self, mode: Mode, found: Array, base: Array, cell: Cell) -> None:
-        """Keep a cell; if it is not good, say where the two results part."""
+    def add(self, mode: Mode, result: Array, base: Array, cell: Cell) -> None:
+        """Add a cell; if it is not good, also add a failure that names the first difference."""
         self.cells[mode.label] = cell
         if not cell.good:
-            where = _where(found, base)
-            self.failures.append(f"{self.name}, {mode.label} against {cell.against}: {where}")
+            difference = _difference(result, base)
+            self.failures.append(f"{self.name}, {mode.label} against {cell.against}: {difference}")
 
 
 def compare(reports: Reports, backend: str) -> list[Row]:
-    """Return one row a result; rows that hold failures break the promise of equal bits."""
+    """Return one row per result; a row with failures breaks the promise of equal bits."""
     engines = Row("engine", failures=_wrong_engines(reports, backend))
     operators = [_operator(name, reports) for name in FORMULAS]
     series = [_series(name, reports) for name in reports[REFERENCE]["training"]]
@@ -61,7 +61,7 @@ def compare(reports: Reports, backend: str) -> list[Row]:
 
 
 def _wrong_engines(reports: Reports, backend: str) -> list[str]:
-    """Make sure that the flag did choose another engine: else the comparison says nothing."""
+    """Return a failure per run on an unexpected engine: its comparison would prove nothing."""
     expected = {mode: backend if mode.unified else "c10d" for mode in reports}
     return [
         f"{mode.label}: ran on engine {report['engine']}, expected {expected[mode]}"
@@ -71,27 +71,27 @@ def _wrong_engines(reports: Reports, backend: str) -> list[str]:
 
 
 def _operator(name: str, reports: Reports) -> Row:
-    """Hold the reference run against the formula, and every other run against the reference."""
+    """Compare the reference run with the formula, and every other run with the reference."""
     row = Row(name)
-    base = _record(reports[REFERENCE], name)
+    reference = _record(reports[REFERENCE], name)
     for mode, report in reports.items():
         if mode == REFERENCE:
-            found, other = base, FORMULAS[name](_record(report, "input"))
-            row.add(mode, found, other, _cell(FORMULA, found, other))
+            formula = FORMULAS[name](_record(report, "input"))
+            row.add(mode, reference, formula, _cell(FORMULA, reference, formula))
         else:
-            found, other = _record(report, name), base
-            row.add(mode, found, other, _cell(REFERENCE.label, found, other))
+            result = _record(report, name)
+            row.add(mode, result, reference, _cell(REFERENCE.label, result, reference))
     return row
 
 
 def _series(name: str, reports: Reports) -> Row:
-    """Hold flag on against flag off in the same mode, and compiled against eager with flag off."""
+    """Compare flag on with flag off in the same mode, and compiled with eager with flag off."""
     row = Row(name)
     for mode, report in reports.items():
         other = Mode(unified=False, compiled=mode.compiled and mode.unified)
         limit = COMPILER_TOLERANCE if mode.compiled != other.compiled else 0.0
-        found, base = _numbers(report, name), _numbers(reports[other], name)
-        row.add(mode, found, base, _cell(other.label, found, base, limit))
+        result, base = _numbers(report, name), _numbers(reports[other], name)
+        row.add(mode, result, base, _cell(other.label, result, base, limit))
     return row
 
 
@@ -106,22 +106,23 @@ def _numbers(report: Report, name: str) -> Array:
     return np.array([float.fromhex(value) for value in report["training"].get(name, [])])
 
 
-def _cell(against: str, found: Array, base: Array, limit: float = 0.0) -> Cell:
-    alike = found.shape == base.shape and found.dtype == base.dtype and found.size > 0
-    if not alike or not np.isfinite(found).all() or not np.isfinite(base).all():
+def _cell(against: str, result: Array, base: Array, limit: float = 0.0) -> Cell:
+    alike = result.shape == base.shape and result.dtype == base.dtype and result.size > 0
+    if not alike or not np.isfinite(result).all() or not np.isfinite(base).all():
         return Cell(against, False, None, limit)
     # Bits, not numbers: 0.0 and -0.0 are equal numbers.
-    same = np.ascontiguousarray(found).tobytes() == np.ascontiguousarray(base).tobytes()
-    return Cell(against, same, float(np.abs(found - base).max()), limit)
+    equal = np.ascontiguousarray(result).tobytes() == np.ascontiguousarray(base).tobytes()
+    return Cell(against, equal, float(np.abs(result - base).max()), limit)
 
 
-def _where(found: Array, base: Array) -> str:
-    """Say in words what differs first."""
-    if found.size == 0:
+def _difference(result: Array, base: Array) -> str:
+    """Describe the first difference of two results."""
+    if result.size == 0:
         return "missing"
-    if found.shape != base.shape or found.dtype != base.dtype:
-        return f"{found.dtype} of shape {found.shape}, expected {base.dtype} of shape {base.shape}"
-    differs = (found != base) | (np.signbit(found) != np.signbit(base)) | ~np.isfinite(found)
+    if result.shape != base.shape or result.dtype != base.dtype:
+        given = f"{result.dtype} of shape {result.shape}"
+        return f"{given}, expected {base.dtype} of shape {base.shape}"
+    differs = (result != base) | (np.signbit(result) != np.signbit(base)) | ~np.isfinite(result)
     first = tuple(int(axis[0]) for axis in np.nonzero(differs)) if differs.any() else (0,)
-    parts = f"{found[first]}, expected {base[first]}"
-    return f"{differs.sum()} of {found.size} differ, first at {first}: {parts}"
+    values = f"{result[first]}, expected {base[first]}"
+    return f"{differs.sum()} of {result.size} differ, first at {first}: {values}"

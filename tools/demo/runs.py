@@ -1,4 +1,4 @@
-"""One run of the demo: the example on every rank."""
+"""Runs of the demo: the example program on every rank, in one mode."""
 
 import json
 import time
@@ -9,26 +9,26 @@ from typing import Any
 from commlib.tools.launch import environment, launch
 
 PROGRAM = Path(__file__).resolve().parent.parent.parent / "examples" / "legacy_tp_block.py"
-RANK_DEADLINE_S = 240.0  # then a rank prints its stack and exits; the slowest run took 46
+RANK_DEADLINE_S = 240.0  # a rank past it prints its stack and exits; the slowest run took 46 s
 
 Report = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Mode:
-    """What differs between two runs of the same program."""
+    """Mode of a run: the flag, and eager or compiled."""
 
     unified: bool
     compiled: bool
 
     @property
     def flag(self) -> str:
-        """What the flag is set to: on or off."""
+        """The flag as text: on or off."""
         return "on" if self.unified else "off"
 
     @property
     def label(self) -> str:
-        """The run's name in tables, messages and JSON."""
+        """Name of the run in tables, messages and JSON."""
         return f"flag {self.flag}, {'compiled' if self.compiled else 'eager'}"
 
 
@@ -37,7 +37,7 @@ MODES = tuple(Mode(unified, compiled) for compiled in (False, True) for unified 
 
 @dataclass(frozen=True)
 class Launch:
-    """How all runs of one demo are started: ranks, backend, steps, and a folder for their files."""
+    """Settings of all runs of one demo, and the folder for their files."""
 
     ranks: int
     backend: str
@@ -47,19 +47,19 @@ class Launch:
     compiler: str = "inductor"
 
     def run(self, mode: Mode) -> Report:
-        """Run the program in ``mode``; return what its rank 0 reports, and the run's seconds.
+        """Run the program in ``mode``; return the report of rank 0 and the seconds of the run.
 
-        Raises ``LaunchError`` when a rank fails or the deadline passes.
+        Raises ``LaunchError`` if a rank fails or the deadline passes.
         """
-        place = self.folder / mode.label.replace(", ", "_").replace(" ", "_")
-        place.mkdir()
-        results, began = place / "results.json", time.perf_counter()
-        # Trace every graph anew: this cache does not see that an operator's backward changed.
-        where = environment(mode.unified, TORCHINDUCTOR_AUTOGRAD_CACHE="0")
+        folder = self.folder / mode.label.replace(", ", "_").replace(" ", "_")
+        folder.mkdir()
+        results, start = folder / "results.json", time.perf_counter()
+        # Trace every graph again: this cache misses a changed backward of an operator.
+        variables = environment(mode.unified, TORCHINDUCTOR_AUTOGRAD_CACHE="0")
         program = self._program(mode, results)
-        launch(mode.label, program, self.ranks, where, place, self.deadline)
+        launch(mode.label, program, self.ranks, variables, folder, self.deadline)
         report: Report = json.loads(results.read_text())
-        return report | {"seconds": time.perf_counter() - began}
+        return report | {"seconds": time.perf_counter() - start}
 
     def _program(self, mode: Mode, results: Path) -> list[str]:
         program = [str(PROGRAM), "--backend", self.backend, "--steps", str(self.steps)]

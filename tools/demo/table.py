@@ -1,4 +1,4 @@
-"""The demo's table: what every run gave, next to its time, communicators and memory."""
+"""Table of the demo: the results of every run, with its time, communicators and memory."""
 
 from collections.abc import Callable, Mapping
 
@@ -11,36 +11,38 @@ from commlib.tools.demo.runs import Mode, Report
 
 MEBIBYTE = 2**20
 CAPTION = (
-    f"Collectives are held against {REFERENCE.label}. Training: flag on against flag off in the "
-    f"same mode, compiled against eager up to {COMPILER_TOLERANCE:g}, since the compiler fuses "
-    "arithmetic. Costs are those of rank 0; a compiled first step compiles, or finds its code in "
-    "torch's cache."
+    f"Collectives are compared with {REFERENCE.label}. Training: flag on with flag off in the "
+    f"same mode, compiled with eager up to {COMPILER_TOLERANCE:g}, since the compiler fuses "
+    "arithmetic. Costs are those of rank 0; a compiled first step compiles, or loads its code "
+    "from torch's cache."
 )
 
 
 def table(rows: list[Row], reports: Mapping[Mode, Report]) -> Table:
-    """Return the one table of the demo: a column a run, the first one is the reference."""
+    """Return the table of the demo: one column per run, the reference first."""
     first = reports[REFERENCE]
-    shown = Table(
+    grid = Table(
         title=f"{first['ranks']} ranks on {first['device']}", caption=CAPTION, box=box.SIMPLE_HEAD
     )
-    shown.add_column("result", no_wrap=True)
+    grid.add_column("result", overflow="fold")
     for mode, report in reports.items():
-        how = "compiled" if mode.compiled else "eager"
-        shown.add_column(f"flag {mode.flag}\n{report['engine']}\n{how}", justify="right")
+        kind = "compiled" if mode.compiled else "eager"
+        grid.add_column(
+            f"flag {mode.flag}\n{report['engine']}\n{kind}", justify="right", overflow="fold"
+        )
     series = first["training"]
     for part in ([r for r in rows if r.name not in series], [r for r in rows if r.name in series]):
         for row in part:
             if row.cells:
-                shown.add_row(row.name, *(_text(row.cells[mode.label], mode) for mode in reports))
-        shown.add_section()
+                grid.add_row(row.name, *(_text(row.cells[mode.label], mode) for mode in reports))
+        grid.add_section()
     for name, show in COSTS.items():
-        shown.add_row(name, *(show(report) for report in reports.values()))
-    return shown
+        grid.add_row(name, *(show(report) for report in reports.values()))
+    return grid
 
 
 def _text(cell: Cell, mode: Mode) -> Text:
-    """Return a cell's words: green where it holds, red where it breaks the promise."""
+    """Return the text of a cell: green if bits are equal, red if the promise is broken."""
     if mode == REFERENCE and cell.good:
         return Text("as formula" if cell.against == FORMULA else "reference")
     if cell.equal:
@@ -62,7 +64,7 @@ def _mebibytes(count: int) -> str:
 COSTS: dict[str, Callable[[Report], str]] = {
     "step, median": lambda report: f"{report['step_s'] * 1e3:.1f} ms",
     "first step": lambda report: f"{report['first_step_s']:.2f} s",
-    "whole run": lambda report: f"{report['seconds']:.1f} s",
+    "entire run": lambda report: f"{report['seconds']:.1f} s",
     "communicators": _communicators,
     "memory of first use": lambda report: _mebibytes(report["memory_bytes"]),
 }

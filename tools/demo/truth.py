@@ -1,4 +1,4 @@
-"""What every collective of the demo must return, by its formula in NumPy."""
+"""Formulas in NumPy of the results that every collective of the demo must return."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,17 +10,17 @@ Array = npt.NDArray[Any]
 
 
 def _everyone(x: Array, result: Array) -> Array:
-    """Give every rank the same result."""
+    """Return the same result for every rank."""
     return np.stack([result] * len(x))
 
 
 def _reduce_sum(x: Array) -> Array:
-    """Rank 0 gets the sum, every other rank keeps what it gave."""
+    """Return the sum for rank 0 and its own input for every other rank."""
     return np.concatenate([x.sum(0, keepdims=True), x[1:]])
 
 
 def _embedding(x: Array) -> Array:
-    """Look up all ids in order: each rank finds its own rows and gives 0 for the others."""
+    """Return the rows of all ids in order: a rank has its own rows and zeros for the others."""
     ranks, rows = x.shape[:2]
     result = np.zeros((ranks, ranks, *x.shape[1:]), x.dtype)
     result[range(ranks), range(ranks)] = x
@@ -32,7 +32,7 @@ def _all_to_all(x: Array) -> Array:
     return chunks.swapaxes(0, 1).reshape(x.shape)
 
 
-# x[r] is what rank r gave, result[r] what it gets; the first axis of x[r] divides by the ranks.
+# x[r] is the input of rank r, result[r] its output; the number of ranks divides x[r].shape[0].
 FORMULAS: dict[str, Callable[[Array], Array]] = {
     "input": lambda x: x,
     "c_allgather": lambda x: _everyone(x, np.concatenate(list(x))),
