@@ -28,7 +28,7 @@ from commlib.tools.bench.rounds import WARM_ROUNDS, race, ratio, spread, turns
 from commlib.tools.launch import LaunchError
 
 SETTINGS = {"nproc": 2, "rounds": 2}
-FACTS = (("date", "2026-01-02T03:04:05Z"), ("CPU", "some | model"))
+FACTS = (("date", "2026-01-02T03:04:05Z"), ("CPU", "some | model"), ("GPUs", "none"))
 HOST = (
     *("bare CuPy", "dist.all_reduce(x)", "comm.all_reduce(out, x)", "ops.all_reduce(x)"),
     *("ops.all_reduce(x, out=x)", "ops.all_reduce(x, out=x, use_calc_stream=False)"),
@@ -140,7 +140,7 @@ def test_all_that_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
     said = capsys.readouterr()
     for name, benchmark in BENCHMARKS.items():
-        written = list(tmp_path.glob(f"????-??-??-{name}.md"))
+        written = list(tmp_path.glob(f"{name}-2?pu.md"))
         if benchmark.refusal(2):
             assert not written and f"{name} is left out: 2 ranks need 2 GPUs" in said.err
         else:
@@ -353,12 +353,13 @@ def test_a_target_is_met_at_its_limit() -> None:
     assert target("x", 3.0, 3.0, " ms") == "met: x: 3.00 ms, target at most 3.00 ms"
 
 
-def test_a_second_file_of_a_day_replaces_nothing(tmp_path: Path) -> None:
+def test_a_file_replaces_that_of_an_earlier_run(tmp_path: Path) -> None:
     report = Report("gloo", "What.", ("call", "a | b"), (("x", "1"),), ("met",), {"rounds": 1})
 
-    names = [write(tmp_path / "new", report, FACTS).name for _ in range(2)]
+    names = [write(tmp_path / "new", report, FACTS, ranks).name for ranks in (2, 2, 4)]
 
-    assert names == ["2026-01-02-gloo.md", "2026-01-02-gloo-2.md"]
+    assert names == ["gloo-2cpu.md", "gloo-2cpu.md", "gloo-4cpu.md"]
+    assert len(list((tmp_path / "new").iterdir())) == 2
     text = (tmp_path / "new" / names[1]).read_text()
     assert "| CPU | some \\| model |" in text and "| call | a \\| b |" in text
     assert "`commlib bench gloo --rounds 1`" in text

@@ -15,7 +15,7 @@ from commlib.tools.bench.allreduce_peers import Near, Way, check, exact_sum
 from commlib.tools.bench.plot import size_label
 from commlib.tools.bench.report import Report, write
 
-FACTS = (("date", "2026-01-02T03:04:05Z"), ("CPU", "some model"))
+FACTS = (("date", "2026-01-02T03:04:05Z"), ("CPU", "some model"), ("GPUs", "8 x some model"))
 OURS, NCCL = "ring.all_reduce(out, x)", "NCCL"
 ONE_SHOT, TWO_SHOT = "symm_mem one-shot", "symm_mem two-shot"
 EAGER, DIST = "ops.all_reduce(x, out=x)", "dist.all_reduce(x)"
@@ -151,14 +151,14 @@ def test_multicast_is_said() -> None:
 # -- plot ----------------------------------------------------------------------------------------
 
 
-def test_the_plot_lies_beside_the_table(tmp_path: Path) -> None:
+def test_the_plot_is_next_to_the_table(tmp_path: Path) -> None:
     made = report(found())
 
-    files = [write(tmp_path, made, FACTS) for _ in range(2)]
+    files = [write(tmp_path, made, FACTS, ranks) for ranks in (2, 8)]
 
     assert [file.name for file in files] == [
-        "2026-01-02-allreduce.md",
-        "2026-01-02-allreduce-2.md",
+        "allreduce-2gpu.md",
+        "allreduce-8gpu.md",
     ]
     for file in files:
         picture = file.with_suffix(".png")

@@ -58,7 +58,7 @@ def show_flags() -> None:
 @click.option(
     "--rounds", type=int, help="Rounds per benchmark.  [default: depends on the benchmark]"
 )
-@click.option("--out", type=click.Path(), help="Folder for dated Markdown files.")
+@click.option("--out", type=click.Path(), help="Folder for one Markdown file per benchmark.")
 @click.option(
     "--tune",
     is_flag=True,

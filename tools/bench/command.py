@@ -65,7 +65,7 @@ def run_bench(
 ) -> int:
     """Run the benchmarks ``names``, or all that this machine can, and show a table of each.
 
-    ``out`` is a folder for one dated Markdown file each; ``rounds`` replaces each benchmark's own
+    ``out`` is a folder for one Markdown file each; ``rounds`` replaces each benchmark's own
     number, and ``sizes`` the usual ones of a benchmark whose ``SIZES`` names them; None is the
     usual. Returns 0; 1 when a run fails; 2 when a name is unknown, one named can't run here, or
     ``out`` can't be written.
@@ -153,7 +153,7 @@ def _one(
         return 1
     show(Console(), report)
     if out:
-        _say(progress, f"written: {write(Path(out), report, machine)}")
+        _say(progress, f"written: {write(Path(out), report, machine, nproc)}")
     return 0
 
 

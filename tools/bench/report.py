@@ -1,4 +1,4 @@
-"""Report of one benchmark: a table on the screen, and the same in a dated Markdown file."""
+"""Report of one benchmark: a table on the screen, and the same in a Markdown file."""
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -103,18 +103,15 @@ def show(console: Console, report: Report) -> None:
         console.print(finding, markup=False, highlight=False, soft_wrap=True)
 
 
-def write(folder: Path, report: Report, facts: Sequence[Fact]) -> Path:
-    """Write ``report`` with the machine's ``facts``, the date first; return the new file.
+def write(folder: Path, report: Report, facts: Sequence[Fact], ranks: int) -> Path:
+    """Write ``report`` with the machine's ``facts``; the file replaces an earlier one.
 
-    A plot is written next to it under the same name. A later run of the same day gets a number
-    and overwrites nothing.
+    Its name says the benchmark, the ranks and whether they have GPUs. A plot is written next to it
+    under the same name.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    stem = f"{dict(facts)['date'][:10]}-{report.name}"
-    path, count = folder / f"{stem}.md", 1
-    while path.exists():
-        count += 1
-        path = folder / f"{stem}-{count}.md"
+    kind = "cpu" if dict(facts)["GPUs"] == "none" else "gpu"
+    path = folder / f"{report.name}-{ranks}{kind}.md"
     plot = path.with_suffix(".png")
     path.write_text(_markdown(report, facts, plot.name))
     if report.plot is not None:
