@@ -85,12 +85,15 @@ def _gpu_places(*engines: str) -> list[Any]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out tests that only GPUs can run where there are not enough of them."""
+    items[:] = [item for item in items if _gpus_needed(item) <= GPUS]
+
+
+def _gpus_needed(item: pytest.Item) -> int:
+    fixtures = {*getattr(item, "fixturenames", ())}
+    if "gpu_crowd" in fixtures:
+        return 3
     pairs = {"gpu_ranks", "legacy_gpu_ranks", "all_gpu_ranks", "gpu_world", "compared_on_gpu"}
-    for item in list(items):
-        fixtures = {*getattr(item, "fixturenames", ())}
-        needs_pair = fixtures & pairs or item.get_closest_marker("gpu") is not None
-        if (needs_pair and GPUS < 2) or ("gpu_crowd" in fixtures and GPUS < 3):
-            items.remove(item)
+    return 2 if fixtures & pairs or item.get_closest_marker("gpu") is not None else 0
 
 
 @pytest.fixture(params=_gpu_places("unified"))
