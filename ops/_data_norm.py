@@ -11,12 +11,12 @@ from commlib.core.group import needs_result
 from commlib.core.manager import comm
 from commlib.core.validation import check_tensor, overlaps_itself
 from commlib.errors import ArgumentError, DtypeError, ShapeError
-from commlib.ops.agreement import Fact, agree, told
+from commlib.ops.agreement import Fact, check_ranks_agree, refuse_together
 from commlib.ops.registered.library import like, once, register, traced
 
 Tensor = torch.Tensor
 
-VERB = "data_norm"
+NAME = "data_norm"
 DTYPES = (torch.float32, torch.float64)
 SUMMARIES = ("batch_size", "batch_sum", "batch_square_sum")
 _NAMES = ("x", *SUMMARIES, "scale_w", "bias")
@@ -72,14 +72,14 @@ def data_norm(
     call: Any = _run
     if torch.compiler.is_compiling():
         _check_traced(behaviour, tensors[1:4])
-        call = _twin
-    elif traced(VERB, use_calc_stream, True, ring_id, **dict(zip(_NAMES, tensors, strict=True))):
-        call = _twin
+        call = _registered_op
+    elif traced(NAME, use_calc_stream, True, ring_id, **dict(zip(_NAMES, tensors, strict=True))):
+        call = _registered_op
     elif trains:  # the dispatcher would answer for other devices by itself
-        context = comm(ring_id)
-        with told(context, VERB, awaited=sync_stats):
-            _check(context, tensors, slot_dim)
-        call = _twin
+        ring = comm(ring_id)
+        with refuse_together(ring, NAME, awaited=sync_stats):
+            _check(ring, tensors, slot_dim)
+        call = _registered_op
     numbers = float(epsilon), slot_dim, float(summary_decay_rate)
     how = sync_stats, behaviour == "gpu", trains, use_calc_stream
     y, means, scales, _ = call(*tensors, ring_id, *numbers, *how)
@@ -90,8 +90,8 @@ def _check_traced(behaviour: str, summaries: Sequence[Tensor]) -> None:
     """Refuse what not every torch can trace: a backward that writes to what wants a gradient."""
     if behaviour == "gpu" and any(summary.requires_grad for summary in summaries):
         raise ArgumentError(
-            f"{VERB}: compiled with behaviour='gpu', a summary requires grad, but its .grad stays "
-            f"None; type batch_size.requires_grad_(False), and so for the other two"
+            f"{NAME}: compiled with behaviour='gpu', a summary requires grad, but its .grad stays "
+            f"None; call batch_size.requires_grad_(False), and the same on the other two"
         )
 
 
@@ -105,58 +105,58 @@ def _check_options(
     sync_stats: bool,
 ) -> None:
     if behaviour not in ("gpu", "cpu"):
-        raise ArgumentError(f"{VERB}: behaviour={behaviour!r}; expected 'gpu' or 'cpu'")
+        raise ArgumentError(f"{NAME}: behaviour={behaviour!r}; expected 'gpu' or 'cpu'")
     if not isinstance(epsilon, (int, float)) or not 0 <= epsilon <= LARGEST_EPSILON:
         raise ArgumentError(
-            f"{VERB}: epsilon={epsilon!r}; expected a number from 0 to {LARGEST_EPSILON}; "
-            f"type epsilon=1e-4"
+            f"{NAME}: epsilon={epsilon!r}; expected a number from 0 to {LARGEST_EPSILON}; "
+            f"pass epsilon=1e-4"
         )
     if not isinstance(decay, (int, float)) or not -math.inf < decay < math.inf:
-        raise ArgumentError(f"{VERB}: summary_decay_rate={decay!r}; expected a finite number")
+        raise ArgumentError(f"{NAME}: summary_decay_rate={decay!r}; expected a finite number")
     if isinstance(slot_dim, bool) or not isinstance(slot_dim, int) or not slot_dim >= -1:
-        raise ArgumentError(f"{VERB}: slot_dim={slot_dim!r}; expected columns a group, or -1")
+        raise ArgumentError(f"{NAME}: slot_dim={slot_dim!r}; expected columns per group, or -1")
     if slot_dim == 0:
-        raise ArgumentError(f"{VERB}: slot_dim=0; expected columns a group; type slot_dim=-1")
+        raise ArgumentError(f"{NAME}: slot_dim=0; expected columns per group; pass slot_dim=-1")
     if (scale_w is None) != (bias is None):
         missing = "scale_w" if scale_w is None else "bias"
-        raise ArgumentError(f"{VERB}: {missing} is missing; give scale_w= and bias=, or neither")
+        raise ArgumentError(f"{NAME}: {missing} is missing; pass scale_w= and bias=, or neither")
     for name, given in (("slot_dim", slot_dim > 0), ("scale_w and bias", scale_w is not None)):
         if given and behaviour == "gpu":
             raise ArgumentError(
-                f"{VERB}: {name} with behaviour='gpu', which knows no such thing; "
-                f"type behaviour='cpu'"
+                f"{NAME}: {name} with behaviour='gpu', which does not support it; "
+                f"pass behaviour='cpu'"
             )
     if sync_stats and behaviour == "cpu":
         raise ArgumentError(
-            f"{VERB}: sync_stats=True with behaviour='cpu', which updates no summaries; "
-            f"type behaviour='gpu', or all_reduce their .grad"
+            f"{NAME}: sync_stats=True with behaviour='cpu', which updates no summaries; "
+            f"pass behaviour='gpu', or all_reduce their .grad"
         )
 
 
-def _check(context: CommContext, tensors: Sequence[Any], slot_dim: int) -> None:
+def _check(ring: CommContext, tensors: Sequence[Any], slot_dim: int) -> None:
     """Refuse tensors of other dtypes, shapes or devices, and columns that make no whole groups."""
     x, *columns = tensors
-    where = context.where(VERB)
-    check_tensor(context, VERB, "x", x)
+    where = ring.where(NAME)
+    check_tensor(ring, NAME, "x", x)
     if x.dtype not in DTYPES:
-        raise DtypeError(f"{where}: x is {x.dtype}; expected float32 or float64; type x.float()")
+        raise DtypeError(f"{where}: x is {x.dtype}; expected float32 or float64; pass x.float()")
     if x.dim() != 2:
         raise ShapeError(
-            f"{where}: x has shape {tuple(x.shape)}; expected [N, C]; type x.flatten(1)"
+            f"{where}: x has shape {tuple(x.shape)}; expected [N, C]; pass x.flatten(1)"
         )
     for name, given in zip((*SUMMARIES, "scale_w", "bias"), columns, strict=True):
         if given is None and name not in SUMMARIES:
             continue
-        check_tensor(context, VERB, name, given)
+        check_tensor(ring, NAME, name, given)
         if given.dtype != x.dtype:
             raise DtypeError(
                 f"{where}: {name} is {given.dtype} and x is {x.dtype}; expected one dtype; "
-                f"type {name}.to({x.dtype})"
+                f"pass {name}.to({x.dtype})"
             )
         if given.dim() != 1 or given.shape[0] != x.shape[1]:
             raise ShapeError(
                 f"{where}: {name} has shape {tuple(given.shape)} and x {tuple(x.shape)}; "
-                f"expected ({x.shape[1]},), one value a column"
+                f"expected ({x.shape[1]},), one value per column"
             )
     if slot_dim > 0 and x.shape[1] % slot_dim:
         raise ShapeError(
@@ -165,18 +165,18 @@ def _check(context: CommContext, tensors: Sequence[Any], slot_dim: int) -> None:
         )
 
 
-def _check_writable(context: CommContext, summaries: Sequence[Tensor]) -> None:
+def _check_writable(ring: CommContext, summaries: Sequence[Tensor]) -> None:
     """Refuse summaries whose update would overwrite another."""
     for name, summary in zip(SUMMARIES, summaries, strict=True):
         if overlaps_itself(summary):
             raise ArgumentError(
-                f"{context.where(VERB)}: {name} of shape {tuple(summary.shape)} and strides "
-                f"{summary.stride()} overlaps itself and can't be updated; type {name}.clone()"
+                f"{ring.where(NAME)}: {name} of shape {tuple(summary.shape)} and strides "
+                f"{summary.stride()} overlaps itself and can't be updated; pass {name}.clone()"
             )
     if len({summary.data_ptr() for summary in summaries}) < 3 and summaries[0].numel():
         raise ArgumentError(
-            f"{context.where(VERB)}: two of {', '.join(SUMMARIES)} are one memory, and each has "
-            f"its own update; type .clone() behind one of them"
+            f"{ring.where(NAME)}: two of {', '.join(SUMMARIES)} are one memory, and each has "
+            f"its own update; pass a .clone() of one of them"
         )
 
 
@@ -197,16 +197,18 @@ def _run(
     use_calc_stream: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the result, mean and scale, and the batch's own summaries where a backward may ask."""
-    context = comm(ring_id)
+    ring = comm(ring_id)
     synced = trains and updates and sync_stats
-    with told(context, VERB, awaited=synced):
-        _check(context, (x, size, total, square, scale_w, bias), slot_dim)
+    with refuse_together(ring, NAME, awaited=synced):
+        _check(ring, (x, size, total, square, scale_w, bias), slot_dim)
         if trains and updates:
-            _check_writable(context, (size, total, square))
+            _check_writable(ring, (size, total, square))
     if synced:
         numbers = Fact("epsilon", epsilon), Fact("summary_decay_rate", decay)
         columns = Fact("columns of x", x.shape[1], ShapeError)
-        agree(context, VERB, [columns, Fact("the dtype of x", x.dtype, DtypeError), *numbers])
+        check_ranks_agree(
+            ring, NAME, [columns, Fact("the dtype of x", x.dtype, DtypeError), *numbers]
+        )
     x, means, scales = x.detach(), total.detach() / size.detach(), (size / square).detach().sqrt_()
     y = (x - means).mul_(scales)
     if scale_w is not None and bias is not None:
@@ -260,13 +262,13 @@ def _backward(ctx: Any, grad: Tensor | None, *rest: object) -> tuple[Tensor | No
     scales, batch, *scaled = ctx.saved_tensors
     by_scale = by_bias = None
     if scaled:
-        by_x, by_scale, by_bias = _grad_twin(grad, scales, *scaled, ctx.slot_dim)
+        by_x, by_scale, by_bias = _grad_op(grad, scales, *scaled, ctx.slot_dim)
     else:
         by_x = grad * scales
     by_summaries: tuple[Tensor | None, ...] = (None, None, None)
     if ctx.summaries:
         with torch.no_grad():
-            updated = _update_twin(batch, *ctx.summaries, *ctx.how)
+            updated = _update_op(batch, *ctx.summaries, *ctx.how)
             for summary, value in zip(ctx.summaries, updated.unbind(0), strict=True):
                 summary.copy_(value)
     else:
@@ -286,9 +288,9 @@ def _update_run(
 ) -> Tensor:
     """Return [3, C]: the summaries with the batch, of all ranks if they are synchronised."""
     if sync_stats:
-        context, out = comm(ring_id), like(batch)
-        needs_result(context, VERB)
-        context.all_reduce(out, batch, op="sum", use_calc_stream=use_calc_stream)
+        ring, out = comm(ring_id), like(batch)
+        needs_result(ring, NAME)
+        ring.all_reduce(out, batch, op="sum", use_calc_stream=use_calc_stream)
         batch = out
     return torch.stack([size, total, square]).mul_(decay).add_(batch)
 
@@ -309,22 +311,22 @@ def _grad_fake(
     return like(x), like(scales), like(scales)
 
 
-_grad_twin = register(
-    f"{VERB}_grad(Tensor grad, Tensor scales, Tensor x, Tensor means, Tensor scale_w,"
+_grad_op = register(
+    f"{NAME}_grad(Tensor grad, Tensor scales, Tensor x, Tensor means, Tensor scale_w,"
     f" int slot_dim) -> (Tensor, Tensor, Tensor)",
     _grad_run,
     _grad_fake,
-    backward=once(VERB),
+    backward=once(NAME),
     ordered=False,
 )
-_update_twin = register(
-    f"{VERB}_update(Tensor batch, Tensor size, Tensor total, Tensor square, int ring_id,"
+_update_op = register(
+    f"{NAME}_update(Tensor batch, Tensor size, Tensor total, Tensor square, int ring_id,"
     f" float decay, bool sync_stats, bool use_calc_stream) -> Tensor",
     _update_run,
     lambda batch, *rest: like(batch),
 )
-_twin = register(
-    f"{VERB}(Tensor x, Tensor size, Tensor total, Tensor square, Tensor? scale_w, Tensor? bias,"
+_registered_op = register(
+    f"{NAME}(Tensor x, Tensor size, Tensor total, Tensor square, Tensor? scale_w, Tensor? bias,"
     f" int ring_id, float epsilon, int slot_dim, float decay, bool sync_stats, bool updates,"
     f" bool trains, bool use_calc_stream) -> (Tensor, Tensor, Tensor, Tensor)",
     _run,

@@ -544,11 +544,11 @@ def unequal(comm: Any) -> None:
         call(epsilon=1e-3 if odd else 0)
     with refused(ArgumentError, "summary_decay_rate: 0.5 on ranks [0], 1.5 on ranks [1]"):
         call(summary_decay_rate=0.5 + odd)
-    with refused(ArgumentError, "x is torch.float16" if odd else "ranks [1] are refused there"):
+    with refused(ArgumentError, "x is torch.float16" if odd else "invalid arguments on ranks [1]"):
         call(dtype=torch.float16 if odd else torch.float32)
     leaf, *given = leaves(comm, rows(0, (3, 4), torch.float32), *summaries(4, torch.float32)[:3])
     one = given if not odd else [given[0]] * 3
-    with refused(ArgumentError, "one memory" if odd else "ranks [1] are refused there"):
+    with refused(ArgumentError, "one memory" if odd else "invalid arguments on ranks [1]"):
         ops.data_norm(leaf, *one, sync_stats=True)
     same(calls(comm), before, "calls launched by refused ones")
 
@@ -576,7 +576,7 @@ def refusals(comm: Any) -> None:
             with refused(ArgumentError, f"behaviour={word!r}", "'gpu' or 'cpu'"):
                 ops.data_norm(data, *given, behaviour=word)
         for how in ({"slot_dim": 2}, {"scale_w": w, "bias": b}):
-            with refused(ArgumentError, next(iter(how)), "type behaviour='cpu'"):
+            with refused(ArgumentError, next(iter(how)), "pass behaviour='cpu'"):
                 ops.data_norm(data, *given, **how)
         with refused(ArgumentError, "sync_stats=True", "behaviour='cpu'"):
             ops.data_norm(data, *given, sync_stats=True, behaviour="cpu")

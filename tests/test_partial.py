@@ -11,7 +11,7 @@ import commlib
 from commlib import ops
 from commlib.compat import paddle
 from commlib.errors import ArgumentError, PeerError, RingError, ShapeError
-from commlib.ops.pipeline_parallel.slices import fill, joined, pieces
+from commlib.ops.pipeline_parallel.slices import fill, joined, slice_views
 from tests.support.checks import (
     STRIDED,
     Array,
@@ -44,7 +44,7 @@ def test_pieces(shape: list[int], data: Any) -> None:
     x.copy_(torch.arange(1.0, count + 1).view(x.shape))
     first = data.draw(st.integers(0, count))
     last = data.draw(st.integers(first, count))
-    found = pieces(x, first, last)
+    found = slice_views(x, first, last)
     assert len(found) <= max(1, 2 * x.dim() - 1)
     assert joined(found).reshape(-1).tolist() == list(range(first + 1, last + 1))
     fill(found, torch.full((last - first,), -1.0))

@@ -436,7 +436,7 @@ def unequal(comm: Any) -> None:
         loss_of(x, label, ignore_index=0 if odd else -100)
     for logits in (x, x.clone().requires_grad_()):
         for wrong in (label[:3], label.float(), label.to("meta"), None):
-            with refused(ArgumentError, "label" if odd else "ranks [1] are refused there"):
+            with refused(ArgumentError, "label" if odd else "invalid arguments on ranks [1]"):
                 loss_of(logits, wrong if odd else label)
     other = ops.margin_cross_entropy if odd else loss_of
     with refused(ArgumentError, f"ranks [{1 - comm.rank}]", "another operator"):

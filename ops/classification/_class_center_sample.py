@@ -9,7 +9,7 @@ from commlib.core.context import CommContext
 from commlib.core.manager import comm
 from commlib.core.validation import check_tensor
 from commlib.errors import ArgumentError, DtypeError, ShapeError
-from commlib.ops.agreement import Fact, agree, told
+from commlib.ops.agreement import Fact, check_ranks_agree, refuse_together
 from commlib.ops.classification import permutation
 from commlib.ops.classification.label_batch import SEEDS, batch_of, length_of
 from commlib.ops.registered.library import like, register, traced
@@ -17,7 +17,7 @@ from commlib.ops.triton_support import has_triton
 
 Tensor = torch.Tensor
 
-VERB = "class_center_sample"
+NAME = "class_center_sample"
 LABELS = (torch.int32, torch.int64)
 
 
@@ -53,16 +53,16 @@ def class_center_sample(
     Source: operator ``class_center_sample``, the intended rule of its counts.
     """
     if torch.compiler.is_compiling():
-        by_op = traced(VERB, use_calc_stream, True)
+        by_op = traced(NAME, use_calc_stream, True)
     else:
-        with told(comm(ring_id), VERB):
-            by_op = traced(VERB, use_calc_stream, True, ring_id, label=label)
-    call: Callable[..., tuple[Tensor, Tensor, Tensor]] = _twin if by_op else _run
+        with refuse_together(comm(ring_id), NAME):
+            by_op = traced(NAME, use_calc_stream, True, ring_id, label=label)
+    call: Callable[..., tuple[Tensor, Tensor, Tensor]] = _registered_op if by_op else _run
     how = seed, not padded, use_calc_stream
     remapped, sampled, kept = call(label, num_classes, num_samples, ring_id, *how)
     if padded or len(sampled) == num_samples:  # nothing to cut, nothing to wait for
         return remapped, sampled
-    cut: Callable[..., Tensor] = _cut_twin if call is _twin else _cut
+    cut: Callable[..., Tensor] = _cut_op if call is _registered_op else _cut
     return remapped, cut(sampled, kept)
 
 
@@ -76,16 +76,16 @@ def _run(
     use_calc_stream: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the remapped labels, the sample with -1 behind it, and [1]: how many are sampled."""
-    context = comm(ring_id)
-    with told(context, VERB):
-        _check(context, label, num_classes, num_samples, seed, checked)
+    ring = comm(ring_id)
+    with refuse_together(ring, NAME):
+        _check(ring, label, num_classes, num_samples, seed, checked)
     batch = batch_of(label)
     facts = [Fact("N", len(label), ShapeError), Fact("num_samples", num_samples)]
     own = [num_classes, *(batch.facts() if checked else [])]
-    every = agree(context, VERB, facts, own)
+    every = check_ranks_agree(ring, NAME, facts, own)
     bounds = [0, *accumulate(row[0] for row in every)]
-    _compare(context, {rank: row[1:] for rank, row in enumerate(every) if row[1:]}, bounds[-1])
-    return batch.sampled(bounds, context.rank, num_samples, seed)
+    _compare(ring, {rank: row[1:] for rank, row in enumerate(every) if row[1:]}, bounds[-1])
+    return batch.sampled(bounds, ring.rank, num_samples, seed)
 
 
 def _cut(sampled: Tensor, kept: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def _cut(sampled: Tensor, kept: Tensor) -> Tensor:
 
 
 def _check(
-    context: CommContext,
+    ring: CommContext,
     label: Tensor,
     num_classes: object,
     num_samples: object,
@@ -102,15 +102,15 @@ def _check(
     checked: bool,
 ) -> None:
     """Refuse what is wrong on this rank alone."""
-    check_tensor(context, VERB, "label", label)
-    where = context.where(VERB)
+    check_tensor(ring, NAME, "label", label)
+    where = ring.where(NAME)
     if label.dtype not in LABELS:
         raise DtypeError(
-            f"{where}: label is {label.dtype}; expected int32 or int64; type label.long()"
+            f"{where}: label is {label.dtype}; expected int32 or int64; pass label.long()"
         )
     if label.dim() != 1:
         raise ShapeError(
-            f"{where}: label has shape {tuple(label.shape)}; expected [N]; type label.flatten()"
+            f"{where}: label has shape {tuple(label.shape)}; expected [N]; pass label.flatten()"
         )
     if not len(label):
         raise ShapeError(f"{where}: label is empty; expected 1 or more ids")
@@ -129,18 +129,18 @@ def _check(
     if checked:
         raise ArgumentError(
             f"{where}: a CUDA graph can't hold a result whose size depends on the labels; "
-            f"type padded=True"
+            f"pass padded=True"
         )
     if not has_triton():
-        raise ArgumentError(f"{where}: a CUDA graph needs Triton; type pip install triton")
+        raise ArgumentError(f"{where}: a CUDA graph needs Triton; run pip install triton")
 
 
-def _compare(context: CommContext, labels: dict[int, Sequence[int]], total: int) -> None:
+def _compare(ring: CommContext, labels: dict[int, Sequence[int]], total: int) -> None:
     """Refuse labels that are no classes, and batches that differ.
 
     ``labels``: digest, least and greatest label of each rank that has checked its own.
     """
-    where = context.where(VERB)
+    where = ring.where(NAME)
     for rank, (_, *ends) in labels.items():
         outside = [label for label in ends if not 0 <= label < total]
         if outside:
@@ -177,12 +177,12 @@ def _cut_fake(sampled: Tensor, kept: Tensor) -> Tensor:
 
 
 # Two: code generation fails on a size that depends on data in a later result of an ordered one.
-_twin = register(
-    f"{VERB}(Tensor label, SymInt num_classes, SymInt num_samples, int ring_id, SymInt? seed,"
+_registered_op = register(
+    f"{NAME}(Tensor label, SymInt num_classes, SymInt num_samples, int ring_id, SymInt? seed,"
     f" bool checked, bool use_calc_stream) -> (Tensor, Tensor, Tensor)",
     _run,
     _fake,
 )
-_cut_twin = register(
-    f"{VERB}_cut(Tensor sampled, Tensor kept) -> Tensor", _cut_copy, _cut_fake, ordered=False
+_cut_op = register(
+    f"{NAME}_cut(Tensor sampled, Tensor kept) -> Tensor", _cut_copy, _cut_fake, ordered=False
 )

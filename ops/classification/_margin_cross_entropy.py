@@ -8,16 +8,16 @@ import torch
 from commlib.core.context import CommContext
 from commlib.core.manager import comm
 from commlib.errors import ArgumentError, ShapeError
-from commlib.ops.agreement import told
+from commlib.ops.agreement import refuse_together
 from commlib.ops.classification.row_statistics import gradient, softmax, targets
 from commlib.ops.classification.rows import Rows, accumulates_in
-from commlib.ops.classification.shards import by_twin, check_inputs, shards_of
+from commlib.ops.classification.shards import check_inputs, shards_of, takes_registered_op
 from commlib.ops.registered.library import like, once, register
 
 Tensor = torch.Tensor
 Margins = tuple[float, float, float]
 
-VERB = "margin_cross_entropy"
+NAME = "margin_cross_entropy"
 REDUCTIONS = ("mean", "sum", "none")
 NAMES = ("margin1", "margin2", "margin3", "scale")
 LEAST = 1e-8  # a margin that is nearer to its neutral value does not act
@@ -54,10 +54,10 @@ def margin_cross_entropy(
     """
     numbers = _numbers((margin1, margin2, margin3, scale))
     if reduction not in (*REDUCTIONS, None):
-        raise ArgumentError(f"{VERB}: reduction={reduction!r}; expected one of {REDUCTIONS}, None")
+        raise ArgumentError(f"{NAME}: reduction={reduction!r}; expected one of {REDUCTIONS}, None")
     call: Any = _run
-    if by_twin(VERB, logits, label, ring_id, use_calc_stream):
-        call = _twin
+    if takes_registered_op(NAME, logits, label, ring_id, use_calc_stream):
+        call = _registered_op
     how = *numbers, return_softmax, reduction or "none", use_calc_stream
     loss, whole, *_ = call(logits, label, ring_id, *how)
     return (loss, whole.detach()) if return_softmax else loss
@@ -68,17 +68,17 @@ def _numbers(given: tuple[Any, ...]) -> tuple[float, ...]:
     for name, value in zip(NAMES, given, strict=True):
         # compared, not math.isfinite: that can't be traced once a number varies between calls
         if not isinstance(value, (int, float)) or not -math.inf < value < math.inf:
-            raise ArgumentError(f"{VERB}: {name}={value!r}; expected a finite number")
+            raise ArgumentError(f"{NAME}: {name}={value!r}; expected a finite number")
     if given[3] <= 0:
-        raise ArgumentError(f"{VERB}: scale={given[3]!r}; expected a number above 0")
+        raise ArgumentError(f"{NAME}: scale={given[3]!r}; expected a number above 0")
     return tuple(float(value) for value in given)
 
 
-def _check(context: CommContext, logits: Tensor, label: Tensor) -> None:
-    check_inputs(context, VERB, logits, label)
+def _check(ring: CommContext, logits: Tensor, label: Tensor) -> None:
+    check_inputs(ring, NAME, logits, label)
     if logits.dim() != 2 or tuple(label.shape) not in (logits.shape[:1], (logits.shape[0], 1)):
         raise ShapeError(
-            f"{context.where(VERB)}: logits has shape {tuple(logits.shape)} and label "
+            f"{ring.where(NAME)}: logits has shape {tuple(logits.shape)} and label "
             f"{tuple(label.shape)}; expected [N, D] and [N] or [N, 1]"
         )
 
@@ -96,13 +96,13 @@ def _run(
     use_calc_stream: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the loss, the softmax or nothing of it, and what the backward needs."""
-    context = comm(ring_id)
-    with told(context, VERB):
-        _check(context, logits, label)
+    ring = comm(ring_id)
+    with refuse_together(ring, NAME):
+        _check(ring, logits, label)
     x, margins = logits.detach(), (margin1, margin2, margin3)
     # Adding 0 makes one number of both zeros.
     options = [(n, v + 0.0) for n, v in zip(NAMES, (*margins, scale), strict=True)]
-    shards = shards_of(context, VERB, x, 1, options)
+    shards = shards_of(ring, NAME, x, 1, options)
     labels = label.reshape(-1, 1).long()
     rows = Rows(x, shards.columns(labels), scale)
     cosines = targets(rows)[:, 0]
@@ -163,11 +163,11 @@ def _fake(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(inputs[0], *output[2:])
-    ctx.kept = *inputs[3:7], inputs[8] == "mean"
+    ctx.saved = *inputs[3:7], inputs[8] == "mean"
 
 
 def _backward(ctx: Any, grad: Tensor | None, *rest: object) -> tuple[Tensor | None, ...]:
-    wanted = None if grad is None else _grad_twin(grad, *ctx.saved_tensors, *ctx.kept)
+    wanted = None if grad is None else _grad_op(grad, *ctx.saved_tensors, *ctx.saved)
     return wanted, *([None] * 9)
 
 
@@ -195,16 +195,16 @@ def _grad_fake(grad: Tensor, logits: Tensor, *rest: object) -> Tensor:
     return like(logits)
 
 
-_grad_twin = register(
-    f"{VERB}_grad(Tensor grad, Tensor logits, Tensor stats, Tensor columns, float margin1,"
+_grad_op = register(
+    f"{NAME}_grad(Tensor grad, Tensor logits, Tensor stats, Tensor columns, float margin1,"
     f" float margin2, float margin3, float scale, bool mean) -> Tensor",
     _grad_run,
     _grad_fake,
-    backward=once(VERB),
+    backward=once(NAME),
     ordered=False,
 )
-_twin = register(
-    f"{VERB}(Tensor logits, Tensor label, int ring_id, float margin1, float margin2,"
+_registered_op = register(
+    f"{NAME}(Tensor logits, Tensor label, int ring_id, float margin1, float margin2,"
     f" float margin3, float scale, bool return_softmax, str reduction, bool use_calc_stream)"
     f" -> (Tensor, Tensor, Tensor, Tensor)",
     _run,

@@ -8,14 +8,19 @@ import torch
 from commlib.core.context import CommContext
 from commlib.core.manager import comm
 from commlib.errors import ArgumentError, ShapeError
-from commlib.ops.agreement import told
+from commlib.ops.agreement import refuse_together
 from commlib.ops.classification.row_statistics import gradient, softmax
 from commlib.ops.classification.rows import Rows, accumulates_in
-from commlib.ops.classification.shards import by_twin, check_inputs, flattened, shards_of
+from commlib.ops.classification.shards import (
+    check_inputs,
+    flattened,
+    shards_of,
+    takes_registered_op,
+)
 from commlib.ops.registered.library import like, once, register
 
 Tensor = torch.Tensor
-VERB = "softmax_with_cross_entropy"
+NAME = "softmax_with_cross_entropy"
 
 
 def softmax_with_cross_entropy(
@@ -46,29 +51,29 @@ def softmax_with_cross_entropy(
     """
     _check_ignore_index(ignore_index)
     call: Any = _run
-    if by_twin(VERB, logits, label, ring_id, use_calc_stream):
-        call = _twin
+    if takes_registered_op(NAME, logits, label, ring_id, use_calc_stream):
+        call = _registered_op
     loss, whole, *_ = call(logits, label, ring_id, ignore_index, return_softmax, use_calc_stream)
     return (loss, whole.detach()) if return_softmax else loss
 
 
 def _check_ignore_index(ignore_index: object) -> None:
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise ArgumentError(f"{VERB}: ignore_index={ignore_index!r}; expected an int")
+        raise ArgumentError(f"{NAME}: ignore_index={ignore_index!r}; expected an int")
     if not -(2**63) <= ignore_index < 2**63:
-        raise ArgumentError(f"{VERB}: ignore_index={ignore_index}; expected a number of 64 bits")
+        raise ArgumentError(f"{NAME}: ignore_index={ignore_index}; expected a number of 64 bits")
 
 
-def _ids(context: CommContext, logits: Tensor, label: Tensor) -> int:
+def _ids(ring: CommContext, logits: Tensor, label: Tensor) -> int:
     """Return how many ids a row of ``label`` has; raises what the arguments are refused for."""
-    check_inputs(context, VERB, logits, label)
+    check_inputs(ring, NAME, logits, label)
     lead = tuple(logits.shape[:-1])
     if tuple(label.shape) == lead:
         return 1
     if label.dim() == logits.dim() and tuple(label.shape[:-1]) == lead and label.shape[-1] > 0:
         return label.shape[-1]
     raise ShapeError(
-        f"{context.where(VERB)}: label has shape {tuple(label.shape)} for logits of shape "
+        f"{ring.where(NAME)}: label has shape {tuple(label.shape)} for logits of shape "
         f"{tuple(logits.shape)}; expected {lead}, {(*lead, 1)}, or {(*lead, 'C')} for soft labels"
     )
 
@@ -82,11 +87,11 @@ def _run(
     use_calc_stream: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the loss, the softmax or nothing of it, and what the backward needs."""
-    context = comm(ring_id)
-    with told(context, VERB):
-        ids = _ids(context, logits, label)
+    ring = comm(ring_id)
+    with refuse_together(ring, NAME):
+        ids = _ids(ring, logits, label)
     x = flattened(logits)
-    shards = shards_of(context, VERB, x, ids, [("ignore_index", ignore_index)], ignore_index)
+    shards = shards_of(ring, NAME, x, ids, [("ignore_index", ignore_index)], ignore_index)
     labels = label.reshape(len(x), ids).long()
     rows = Rows(x, shards.columns(labels))
     loss, stats = shards.joined(rows, labels, None, use_calc_stream)
@@ -116,7 +121,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _backward(ctx: Any, grad: Tensor | None, *rest: object) -> tuple[Tensor | None, ...]:
-    wanted = None if grad is None else _grad_twin(grad, *ctx.saved_tensors)
+    wanted = None if grad is None else _grad_op(grad, *ctx.saved_tensors)
     return wanted, None, None, None, None, None
 
 
@@ -129,15 +134,15 @@ def _grad_fake(grad: Tensor, logits: Tensor, stats: Tensor, columns: Tensor) -> 
     return like(logits)
 
 
-_grad_twin = register(
-    f"{VERB}_grad(Tensor grad, Tensor logits, Tensor stats, Tensor columns) -> Tensor",
+_grad_op = register(
+    f"{NAME}_grad(Tensor grad, Tensor logits, Tensor stats, Tensor columns) -> Tensor",
     _grad_run,
     _grad_fake,
-    backward=once(VERB),
+    backward=once(NAME),
     ordered=False,
 )
-_twin = register(
-    f"{VERB}(Tensor logits, Tensor label, int ring_id, int ignore_index, bool return_softmax,"
+_registered_op = register(
+    f"{NAME}(Tensor logits, Tensor label, int ring_id, int ignore_index, bool return_softmax,"
     f" bool use_calc_stream) -> (Tensor, Tensor, Tensor, Tensor)",
     _run,
     _fake,

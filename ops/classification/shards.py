@@ -11,7 +11,7 @@ from commlib.core.group import needs_result
 from commlib.core.manager import comm
 from commlib.core.validation import check_tensor
 from commlib.errors import ArgumentError, DtypeError, ShapeError
-from commlib.ops.agreement import Fact, agree, by_rank, told
+from commlib.ops.agreement import Fact, by_rank, check_ranks_agree, refuse_together
 from commlib.ops.classification.row_statistics import on_kernels, statistics
 from commlib.ops.classification.rows import IGNORED, Rows, accumulates_in, shift_of
 from commlib.ops.registered.library import needs_op, traced
@@ -23,30 +23,36 @@ LOGITS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 LABELS = (torch.int32, torch.int64)
 
 
-def by_twin(verb: str, logits: Tensor, label: Tensor, ring_id: int, use_calc_stream: bool) -> bool:
+def takes_registered_op(
+    collective: str, logits: Tensor, label: Tensor, ring_id: int, use_calc_stream: bool
+) -> bool:
     """Return True if a call has to take its registered op: as ``traced``, or for a gradient."""
-    if traced(verb, use_calc_stream, True):  # which then checks the arguments
+    if traced(collective, use_calc_stream, True):  # which then checks the arguments
         return True
-    context = comm(ring_id)
-    with told(context, verb):  # the dispatcher would answer for other devices by itself
-        check_inputs(context, verb, logits, label)
+    ring = comm(ring_id)
+    with refuse_together(
+        ring, collective
+    ):  # the dispatcher would answer for other devices by itself
+        check_inputs(ring, collective, logits, label)
     return needs_op(logits, label) or (logits.requires_grad and torch.is_grad_enabled())
 
 
-def check_inputs(context: CommContext, verb: str, logits: Tensor, label: Tensor) -> None:
+def check_inputs(ring: CommContext, collective: str, logits: Tensor, label: Tensor) -> None:
     """Refuse logits and labels of other dtypes or devices, no class axis, and an open group."""
-    needs_result(context, verb)
+    needs_result(ring, collective)
     for role, given, dtypes in (("logits", logits, LOGITS), ("label", label, LABELS)):
-        check_tensor(context, verb, role, given)
+        check_tensor(ring, collective, role, given)
         if given.dtype not in dtypes:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             fit = "float" if dtypes is LOGITS else "long"
             raise DtypeError(
-                f"{context.where(verb)}: {role} is {given.dtype}; expected one of {names}; "
-                f"type {role}.{fit}()"
+                f"{ring.where(collective)}: {role} is {given.dtype}; expected one of {names}; "
+                f"pass {role}.{fit}()"
             )
     if logits.dim() == 0:
-        raise ShapeError(f"{context.where(verb)}: logits is 0-D; expected classes as its last axis")
+        raise ShapeError(
+            f"{ring.where(collective)}: logits is 0-D; expected classes as its last axis"
+        )
 
 
 def flattened(logits: Tensor) -> Tensor:
@@ -61,8 +67,8 @@ class Shards:
     ``ignore_index`` is a label that is no class, None if there is none.
     """
 
-    context: CommContext
-    verb: str
+    ring: CommContext
+    collective: str
     start: int
     total: int
     ignore_index: int | None
@@ -84,8 +90,8 @@ class Shards:
         beyond 1 is bad too. That waits for the GPU; a capture can't, there a bad row is NaN.
         """
         mail = _Mail.of(rows, labels, cosines)
-        every = mail.packed.new_empty((self.context.size, mail.packed.numel()))
-        self.context.all_gather(every, mail.packed, use_calc_stream=use_calc_stream)
+        every = mail.packed.new_empty((self.ring.size, mail.packed.numel()))
+        self.ring.all_gather(every, mail.packed, use_calc_stream=use_calc_stream)
         loss, stats, first_bad = self._combined(mail, every)
         if loss.numel() and not sees_capture(loss):
             row = int(first_bad)
@@ -132,12 +138,12 @@ class Shards:
     def _complaint(self, mail: "_Mail", every: Tensor, row: int) -> str:
         """Say what is bad about ``row``; the same on every rank."""
         labels, parts = (of_all[:, ..., row].tolist() for of_all in mail.by_row(every))
-        where = self.context.where(self.verb)
+        where = self.ring.where(self.collective)
         if any(one != labels[0] for one in labels):
             told = by_rank([one if len(one) > 1 else one[0] for one in labels])
             return (
                 f"{where}: label of row {row}: {told}; expected the same on every rank; "
-                f"give each the labels of the whole batch"
+                f"pass the labels of the whole batch on every rank"
             )
         unknown = [one for one in labels[0] if not 0 <= one < self.total]
         unknown = [one for one in unknown if one != self.ignore_index]
@@ -150,7 +156,7 @@ class Shards:
         rank, cosine = max(enumerate(part[3] for part in parts), key=lambda pair: abs(pair[1]))
         return (
             f"{where}: row {row} has the cosine {cosine:.9g} at its label {labels[0][0]}, on rank "
-            f"{rank}; an angle needs -1 to 1; type logits.clamp(-1, 1)"
+            f"{rank}; an angle needs -1 to 1; pass logits.clamp(-1, 1)"
         )
 
 
@@ -190,8 +196,8 @@ class _Mail:
 
 
 def shards_of(
-    context: CommContext,
-    verb: str,
+    ring: CommContext,
+    collective: str,
     rows: Tensor,
     ids: int,
     options: Sequence[tuple[str, int | float]],
@@ -204,8 +210,8 @@ def shards_of(
     facts = [
         Fact("rows of logits", rows.shape[0], ShapeError),
         Fact("the dtype of logits", rows.dtype, DtypeError),
-        Fact("ids a row of label", ids, ShapeError),
+        Fact("ids per row of label", ids, ShapeError),
         *(Fact(name, value) for name, value in options),
     ]
-    sizes = [classes for (classes,) in agree(context, verb, facts, [rows.shape[1]])]
-    return Shards(context, verb, sum(sizes[: context.rank]), sum(sizes), ignore_index)
+    sizes = [classes for (classes,) in check_ranks_agree(ring, collective, facts, [rows.shape[1]])]
+    return Shards(ring, collective, sum(sizes[: ring.rank]), sum(sizes), ignore_index)

@@ -24,17 +24,15 @@ def all_gather(
     0-D ``x`` [size]. Gradient: reduce_scatter (sum). Streams and errors as ``all_reduce``.
     """
     if registered("all_gather", x, ring_id, out, use_calc_stream, sync_op):
-        return deliver(_twin(x, ring_id, size_of(ring_id), use_calc_stream), out, sync_op)
-    context = comm(ring_id)
+        return deliver(_registered_op(x, ring_id, size_of(ring_id), use_calc_stream), out, sync_op)
+    ring = comm(ring_id)
     if out is None:
         out = (
-            _new(x, context.size)
+            _new(x, ring.size)
             if fenced or use_calc_stream
-            else raw_output(context, _new, x, context.size)
+            else raw_output(ring, _new, x, ring.size)
         )
-    return context.all_gather(
-        out, x, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
-    )
+    return ring.all_gather(out, x, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced)
 
 
 def _new(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -43,8 +41,8 @@ def _new(x: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _run(x: torch.Tensor, ring_id: int, size: int, use_calc_stream: bool) -> Any:
-    context = sized("all_gather", ring_id, size)
-    return context.all_gather(_new(x, size), x, use_calc_stream=use_calc_stream)
+    ring = sized("all_gather", ring_id, size)
+    return ring.all_gather(_new(x, size), x, use_calc_stream=use_calc_stream)
 
 
 def _fake(x: torch.Tensor, ring_id: int, size: int, use_calc_stream: bool) -> torch.Tensor:
@@ -58,12 +56,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    ring_id, size, use_calc_stream = ctx.kept
+    ring_id, size, use_calc_stream = ctx.saved
     mine = torch.ops.commlib.reduce_scatter(grad, ring_id, size, "sum", use_calc_stream)
     return mine.view(()) if ctx.scalar else mine, None, None, None
 
 
-_twin = register(
+_registered_op = register(
     "all_gather(Tensor x, int ring_id, int size, bool use_calc_stream) -> Tensor",
     _run,
     _fake,

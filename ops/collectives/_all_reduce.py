@@ -33,12 +33,12 @@ def all_reduce(
     """
     if registered("all_reduce", x, ring_id, out, use_calc_stream, sync_op):
         _check_backward(backward)
-        result = _twin(x, ring_id, op, factor, backward, use_calc_stream)
+        result = _registered_op(x, ring_id, op, factor, backward, use_calc_stream)
         return deliver(result, out, sync_op)
-    context = comm(ring_id)
+    ring = comm(ring_id)
     if out is None:
-        out = like(x) if fenced or use_calc_stream else raw_output(context, like, x)
-    return context.all_reduce(
+        out = like(x) if fenced or use_calc_stream else raw_output(ring, like, x)
+    return ring.all_reduce(
         out,
         x,
         op=op,
@@ -71,15 +71,15 @@ def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    ring_id, op, factor, backward, use_calc_stream = ctx.kept
+    ring_id, op, factor, backward, use_calc_stream = ctx.saved
     if op in ("max", "min", "prod"):
-        raise ArgumentError(f"all_reduce with op={op!r} has no gradient; type x.detach()")
+        raise ArgumentError(f"all_reduce with op={op!r} has no gradient; pass x.detach()")
     if backward == "all_reduce":
-        grad = _twin(grad, ring_id, op, factor, backward, use_calc_stream)
+        grad = _registered_op(grad, ring_id, op, factor, backward, use_calc_stream)
     return grad, None, None, None, None, None
 
 
-_twin = register(
+_registered_op = register(
     "all_reduce(Tensor x, int ring_id, str op, float? factor, str backward, bool use_calc_stream)"
     " -> Tensor",
     _run,

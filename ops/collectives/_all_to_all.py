@@ -30,16 +30,16 @@ def all_to_all(
     """
     if registered("all_to_all", x, ring_id, out, use_calc_stream, sync_op):
         splits = _list(out_splits), _list(in_splits)
-        result = _twin(x, ring_id, size_of(ring_id), *splits, use_calc_stream)
+        result = _registered_op(x, ring_id, size_of(ring_id), *splits, use_calc_stream)
         return deliver(result, out, sync_op)
-    context = comm(ring_id)
+    ring = comm(ring_id)
     if out is None:
         out = (
             _new(x, out_splits)
             if fenced or use_calc_stream
-            else raw_output(context, _new, x, out_splits)
+            else raw_output(ring, _new, x, out_splits)
         )
-    return context.all_to_all(
+    return ring.all_to_all(
         out,
         x,
         out_splits=out_splits,
@@ -93,17 +93,17 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
     x, ring_id, size, out_splits, in_splits, use_calc_stream = inputs
     if in_splits is None and out_splits is not None:
         in_splits = [rows(x)[0] // size] * size
-    ctx.kept = ring_id, size, out_splits, in_splits, use_calc_stream
+    ctx.saved = ring_id, size, out_splits, in_splits, use_calc_stream
     ctx.scalar = x.dim() == 0
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    ring_id, size, out_splits, in_splits, use_calc_stream = ctx.kept
-    back = _twin(grad, ring_id, size, in_splits, out_splits, use_calc_stream)
+    ring_id, size, out_splits, in_splits, use_calc_stream = ctx.saved
+    back = _registered_op(grad, ring_id, size, in_splits, out_splits, use_calc_stream)
     return back.view(()) if ctx.scalar else back, None, None, None, None, None
 
 
-_twin = register(
+_registered_op = register(
     "all_to_all(Tensor x, int ring_id, int size, SymInt[]? out_splits, SymInt[]? in_splits,"
     " bool use_calc_stream) -> Tensor",
     _run,

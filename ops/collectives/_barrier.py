@@ -15,7 +15,7 @@ def barrier(ring_id: int = 0, *, use_calc_stream: bool = True, sync_op: bool = T
     a ``Work`` with ``sync_op=False``.
     """
     if traced("barrier", use_calc_stream, sync_op):
-        _twin(ring_id, use_calc_stream)
+        _registered_op(ring_id, use_calc_stream)
         return None if sync_op else Work(None)
     return comm(ring_id).barrier(use_calc_stream=use_calc_stream, sync_op=sync_op)
 
@@ -28,4 +28,4 @@ def _fake(ring_id: int, use_calc_stream: bool) -> None:
     return None
 
 
-_twin = register("barrier(int ring_id, bool use_calc_stream) -> ()", _run, _fake)
+_registered_op = register("barrier(int ring_id, bool use_calc_stream) -> ()", _run, _fake)

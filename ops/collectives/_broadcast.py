@@ -33,11 +33,11 @@ def broadcast(
     ``all_reduce``; ``PeerError`` for a root outside the ring.
     """
     if registered("broadcast", x, ring_id, out, use_calc_stream, sync_op):
-        return deliver(_twin(x, ring_id, root, use_calc_stream), out, sync_op)
-    context = comm(ring_id)
+        return deliver(_registered_op(x, ring_id, root, use_calc_stream), out, sync_op)
+    ring = comm(ring_id)
     if out is None:
-        out = like(x) if fenced or use_calc_stream else raw_output(context, like, x)
-    return context.broadcast(
+        out = like(x) if fenced or use_calc_stream else raw_output(ring, like, x)
+    return ring.broadcast(
         out, x, root=root, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
 
@@ -52,25 +52,25 @@ def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    ring_id, root, use_calc_stream = ctx.kept
-    return _grad_twin(grad, ring_id, root, use_calc_stream), None, None, None
+    ring_id, root, use_calc_stream = ctx.saved
+    return _grad_op(grad, ring_id, root, use_calc_stream), None, None, None
 
 
 def _grad_run(grad: torch.Tensor, ring_id: int, root: int, use_calc_stream: bool) -> Any:
     """Return the sum on root and zeros elsewhere; who is root is known when it runs."""
-    context, total = comm(ring_id), like(grad)
-    context.reduce(total, grad, root=root, use_calc_stream=use_calc_stream)
-    return total if context.rank == root else total.zero_()
+    ring, total = comm(ring_id), like(grad)
+    ring.reduce(total, grad, root=root, use_calc_stream=use_calc_stream)
+    return total if ring.rank == root else total.zero_()
 
 
-_grad_twin = register(
+_grad_op = register(
     "broadcast_grad(Tensor grad, int ring_id, int root, bool use_calc_stream) -> Tensor",
     _grad_run,
     _fake,
     backward=once("broadcast"),
     vmap="any",
 )
-_twin = register(
+_registered_op = register(
     "broadcast(Tensor x, int ring_id, int root, bool use_calc_stream) -> Tensor",
     _run,
     _fake,

@@ -27,18 +27,18 @@ def gather(
     """
     if traced("gather", use_calc_stream, sync_op, ring_id, x=x, out=out):
         size, rank = size_of(ring_id), rank_of(ring_id)
-        result = _twin(x.detach(), ring_id, size, rank, root, use_calc_stream)
+        result = _registered_op(x.detach(), ring_id, size, rank, root, use_calc_stream)
         if out is not None and rank != root:
             result, out = out, None
         return deliver(result, out, sync_op)
-    context = comm(ring_id)
+    ring = comm(ring_id)
     if out is None:
         out = (
-            _new(x, context.size, context.rank == root)
+            _new(x, ring.size, ring.rank == root)
             if fenced or use_calc_stream
-            else raw_output(context, _new, x, context.size, context.rank == root)
+            else raw_output(ring, _new, x, ring.size, ring.rank == root)
         )
-    return context.gather(
+    return ring.gather(
         out, x, root=root, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
 
@@ -51,9 +51,9 @@ def _new(x: torch.Tensor, size: int, at_root: bool) -> torch.Tensor:
 def _run(
     x: torch.Tensor, ring_id: int, size: int, rank: int, root: int, use_calc_stream: bool
 ) -> Any:
-    context = sized("gather", ring_id, size, rank)
+    ring = sized("gather", ring_id, size, rank)
     out = _new(x, size, rank == root)
-    return context.gather(out, x, root=root, use_calc_stream=use_calc_stream)
+    return ring.gather(out, x, root=root, use_calc_stream=use_calc_stream)
 
 
 def _fake(
@@ -63,7 +63,7 @@ def _fake(
     return _new(x, size, rank == root)
 
 
-_twin = register(
+_registered_op = register(
     "gather(Tensor x, int ring_id, int size, int rank, int root, bool use_calc_stream) -> Tensor",
     _run,
     _fake,

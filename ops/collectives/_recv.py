@@ -24,7 +24,7 @@ def recv(
     ``PeerError`` for a peer outside the ring or the rank itself.
     """
     if traced("recv", use_calc_stream, sync_op, ring_id, out=out):
-        return deliver(_twin(out.detach(), ring_id, peer, use_calc_stream), out, sync_op)
+        return deliver(_registered_op(out.detach(), ring_id, peer, use_calc_stream), out, sync_op)
     return comm(ring_id).recv(
         out, peer=peer, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
@@ -39,6 +39,6 @@ def _fake(shape: torch.Tensor, *rest: object) -> torch.Tensor:
     return like(shape)
 
 
-_twin = register(
+_registered_op = register(
     "recv(Tensor shape, int ring_id, int peer, bool use_calc_stream) -> Tensor", _run, _fake
 )

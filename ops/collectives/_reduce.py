@@ -26,16 +26,16 @@ def reduce(
     other than root do not write to it. No gradient. Streams and errors as ``all_reduce``.
     """
     if traced("reduce", use_calc_stream, sync_op, ring_id, x=x, out=out):
-        result = _twin(x.detach(), ring_id, root, op, use_calc_stream)
+        result = _registered_op(x.detach(), ring_id, root, op, use_calc_stream)
         if out is not None and rank_of(ring_id) != root:
             result, out = out, None
         return deliver(result, out, sync_op)
-    context = comm(ring_id)
+    ring = comm(ring_id)
     if out is None:
-        at_root = context.rank == root
+        at_root = ring.rank == root
         raw = at_root and not (fenced or use_calc_stream)
-        out = raw_output(context, like, x) if raw else _new(x, at_root)
-    return context.reduce(
+        out = raw_output(ring, like, x) if raw else _new(x, at_root)
+    return ring.reduce(
         out,
         x,
         root=root,
@@ -53,16 +53,16 @@ def _new(x: torch.Tensor, at_root: bool) -> torch.Tensor:
 
 
 def _run(x: torch.Tensor, ring_id: int, root: int, op: str, use_calc_stream: bool) -> Any:
-    context = comm(ring_id)
-    out = _new(x, context.rank == root)
-    return context.reduce(out, x, root=root, op=op, use_calc_stream=use_calc_stream)
+    ring = comm(ring_id)
+    out = _new(x, ring.rank == root)
+    return ring.reduce(out, x, root=root, op=op, use_calc_stream=use_calc_stream)
 
 
 def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
     return like(x)
 
 
-_twin = register(
+_registered_op = register(
     "reduce(Tensor x, int ring_id, int root, str op, bool use_calc_stream) -> Tensor",
     _run,
     _fake,

@@ -28,24 +28,24 @@ def reduce_scatter(
     errors as ``all_reduce``; ``ShapeError`` when n does not divide.
     """
     if registered("reduce_scatter", x, ring_id, out, use_calc_stream, sync_op):
-        return deliver(_twin(x, ring_id, size_of(ring_id), op, use_calc_stream), out, sync_op)
-    context = comm(ring_id)
-    if out is None:
-        out = (
-            _new(context, x) if fenced or use_calc_stream else raw_output(context, _new, context, x)
+        return deliver(
+            _registered_op(x, ring_id, size_of(ring_id), op, use_calc_stream), out, sync_op
         )
-    return context.reduce_scatter(
+    ring = comm(ring_id)
+    if out is None:
+        out = _new(ring, x) if fenced or use_calc_stream else raw_output(ring, _new, ring, x)
+    return ring.reduce_scatter(
         out, x, op=op, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
 
 
-def _new(context: CommContext, x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(rows_of(context.where("reduce_scatter"), x, context.size))
+def _new(ring: CommContext, x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(rows_of(ring.where("reduce_scatter"), x, ring.size))
 
 
 def _run(x: torch.Tensor, ring_id: int, size: int, op: str, use_calc_stream: bool) -> Any:
-    context = sized("reduce_scatter", ring_id, size)
-    return context.reduce_scatter(_new(context, x), x, op=op, use_calc_stream=use_calc_stream)
+    ring = sized("reduce_scatter", ring_id, size)
+    return ring.reduce_scatter(_new(ring, x), x, op=op, use_calc_stream=use_calc_stream)
 
 
 def _fake(x: torch.Tensor, ring_id: int, size: int, op: str, use_calc_stream: bool) -> torch.Tensor:
@@ -53,14 +53,14 @@ def _fake(x: torch.Tensor, ring_id: int, size: int, op: str, use_calc_stream: bo
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    ring_id, size, op, use_calc_stream = ctx.kept
+    ring_id, size, op, use_calc_stream = ctx.saved
     if op not in ("sum", "avg"):
-        raise ArgumentError(f"reduce_scatter with op={op!r} has no gradient; type x.detach()")
+        raise ArgumentError(f"reduce_scatter with op={op!r} has no gradient; pass x.detach()")
     whole = torch.ops.commlib.all_gather(grad, ring_id, size, use_calc_stream)
     return whole / size if op == "avg" else whole, None, None, None, None
 
 
-_twin = register(
+_registered_op = register(
     "reduce_scatter(Tensor x, int ring_id, int size, str op, bool use_calc_stream) -> Tensor",
     _run,
     _fake,

@@ -27,25 +27,23 @@ def scatter(
     Streams and errors as ``all_reduce``; ``ShapeError`` when n does not divide.
     """
     if traced("scatter", use_calc_stream, sync_op, ring_id, x=x, out=out):
-        result = _twin(x.detach(), ring_id, size_of(ring_id), root, use_calc_stream)
+        result = _registered_op(x.detach(), ring_id, size_of(ring_id), root, use_calc_stream)
         return deliver(result, out, sync_op)
-    context = comm(ring_id)
+    ring = comm(ring_id)
     if out is None:
-        out = (
-            _new(context, x) if fenced or use_calc_stream else raw_output(context, _new, context, x)
-        )
-    return context.scatter(
+        out = _new(ring, x) if fenced or use_calc_stream else raw_output(ring, _new, ring, x)
+    return ring.scatter(
         out, x, root=root, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
 
 
-def _new(context: CommContext, x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(rows_of(context.where("scatter"), x, context.size))
+def _new(ring: CommContext, x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(rows_of(ring.where("scatter"), x, ring.size))
 
 
 def _run(x: torch.Tensor, ring_id: int, size: int, root: int, use_calc_stream: bool) -> Any:
-    context = sized("scatter", ring_id, size)
-    return context.scatter(_new(context, x), x, root=root, use_calc_stream=use_calc_stream)
+    ring = sized("scatter", ring_id, size)
+    return ring.scatter(_new(ring, x), x, root=root, use_calc_stream=use_calc_stream)
 
 
 def _fake(
@@ -54,7 +52,7 @@ def _fake(
     return _new(sized("scatter", ring_id, size), x)
 
 
-_twin = register(
+_registered_op = register(
     "scatter(Tensor x, int ring_id, int size, int root, bool use_calc_stream) -> Tensor",
     _run,
     _fake,

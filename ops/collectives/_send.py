@@ -23,10 +23,10 @@ def send(
     ``x``: any shape and dtype. Returns None, or a ``Work`` with ``sync_op=False``. On a CPU blocks
     until the bytes are on their way. No gradient. Streams as ``all_reduce``. Raises ``PeerError``
     for a peer outside the ring or the rank itself. Several sends and receives between the same
-    ranks belong into ``with comm.group():``.
+    ranks belong into ``with ring.group():``.
     """
     if traced("send", use_calc_stream, sync_op, ring_id, x=x):
-        _twin(x.detach(), ring_id, peer, use_calc_stream)
+        _registered_op(x.detach(), ring_id, peer, use_calc_stream)
         return None if sync_op else Work(None)
     return comm(ring_id).send(
         x, peer=peer, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
@@ -41,4 +41,6 @@ def _fake(x: torch.Tensor, *rest: object) -> None:
     return None
 
 
-_twin = register("send(Tensor x, int ring_id, int peer, bool use_calc_stream) -> ()", _run, _fake)
+_registered_op = register(
+    "send(Tensor x, int ring_id, int peer, bool use_calc_stream) -> ()", _run, _fake
+)

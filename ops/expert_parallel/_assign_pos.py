@@ -28,7 +28,7 @@ def assign_pos(
         check_number("assign_pos", "total", total, 0)
         return _ordered(x, cum_count.shape[0])[:total]
     if needs_op(x, cum_count):
-        found: torch.Tensor = _twin(x, cum_count)
+        found: torch.Tensor = _registered_op(x, cum_count)
         return found
     return _ordered(x, cum_count.shape[0])[: _counted(x, cum_count)]
 
@@ -48,7 +48,7 @@ def _counted(x: torch.Tensor, cum_count: torch.Tensor) -> int:
     if x.is_cuda and capturing():
         if cum_count.is_cuda:
             raise ArgumentError(
-                "assign_pos: a capture can't read cum_count[-1]; type total=, the number of tokens "
+                "assign_pos: a capture can't read cum_count[-1]; pass total=, the number of tokens "
                 "that have an expert"
             )
         return int(cum_count[-1])
@@ -58,7 +58,7 @@ def _counted(x: torch.Tensor, cum_count: torch.Tensor) -> int:
         at = int((own != cum_count).nonzero()[0])
         raise ArgumentError(
             f"assign_pos: cum_count[{at}] is {int(cum_count[at])}; {int(own[at])} ids of x are 0 "
-            f"to {at}; type cum_count = ops.number_count(x, {len(cum_count)}).cumsum(0)"
+            f"to {at}; set cum_count = ops.number_count(x, {len(cum_count)}).cumsum(0)"
         )
     return int(total)
 
@@ -68,6 +68,6 @@ def _fake(x: torch.Tensor, cum_count: torch.Tensor) -> torch.Tensor:
     return x.new_empty(total, dtype=torch.int64)
 
 
-_twin = register(
+_registered_op = register(
     "assign_pos(Tensor x, Tensor cum_count) -> Tensor", assign_pos, _fake, ordered=False
 )

@@ -2,7 +2,7 @@
 
 import torch
 
-from commlib.ops.expert_parallel.row_counts import move, table, twin
+from commlib.ops.expert_parallel.row_counts import move, register_move, row_table
 from commlib.ops.registered.library import needs_op
 
 
@@ -21,11 +21,11 @@ def global_gather(
     there. Result: [sum(local_count), width], by rank, then expert. Gradient: ``global_scatter``.
     Streams, blocking, capture and errors as ``global_scatter``. Source: operator ``global_gather``.
     """
-    counts = table(x, local_count, global_count, ring_id, back=True)
+    counts = row_table(x, local_count, global_count, ring_id, back=True)
     if needs_op(x) or x.requires_grad:
-        moved: torch.Tensor = _twin(x, counts, ring_id, use_calc_stream, None)
+        moved: torch.Tensor = _registered_op(x, counts, ring_id, use_calc_stream, None)
         return moved
     return move(x, counts, ring_id, use_calc_stream, back=True)
 
 
-_twin = twin(back=True)
+_registered_op = register_move(back=True)

@@ -2,7 +2,7 @@
 
 import torch
 
-from commlib.ops.expert_parallel.row_counts import move, table, twin
+from commlib.ops.expert_parallel.row_counts import move, register_move, row_table
 from commlib.ops.registered.library import needs_op
 
 
@@ -26,11 +26,11 @@ def global_scatter(
     (or a kind of it) on every rank for counts that do not match, naming the two ranks; nothing is
     launched then. Source: operator ``global_scatter``.
     """
-    counts = table(x, local_count, global_count, ring_id, back=False)
+    counts = row_table(x, local_count, global_count, ring_id, back=False)
     if needs_op(x) or x.requires_grad:
-        moved: torch.Tensor = _twin(x, counts, ring_id, use_calc_stream, None)
+        moved: torch.Tensor = _registered_op(x, counts, ring_id, use_calc_stream, None)
         return moved
     return move(x, counts, ring_id, use_calc_stream, back=False)
 
 
-_twin = twin(back=False)
+_registered_op = register_move(back=False)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from commlib.core.manager import comm
-from commlib.ops.pipeline_parallel.slices import bounds, joined, pieces
+from commlib.ops.pipeline_parallel.slices import bounds, joined, slice_views
 from commlib.ops.registered.library import checked, deliver, like, raw_output, register, traced
 
 
@@ -27,21 +27,21 @@ def partial_all_gather(
     ``ShapeError``, ``DtypeError``, ``RingError``. Source: operator ``partial_allgather``.
     """
     if traced("partial_all_gather", use_calc_stream, sync_op, ring_id, x=x, out=out):
-        return deliver(_twin(x.detach(), ring_id, use_calc_stream), out, sync_op)
-    context = checked("partial_all_gather", x, ring_id)
+        return deliver(_registered_op(x.detach(), ring_id, use_calc_stream), out, sync_op)
+    ring = checked("partial_all_gather", x, ring_id)
     parts = _own(x.detach(), ring_id)
     fenced = fenced or len(parts) > 1  # the copy of several is made on the current stream
     if out is None:
-        out = like(x) if fenced or use_calc_stream else raw_output(context, like, x)
-    return context.all_gather(
+        out = like(x) if fenced or use_calc_stream else raw_output(ring, like, x)
+    return ring.all_gather(
         out, joined(parts), use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
 
 
 def _own(x: torch.Tensor, ring_id: int) -> list[torch.Tensor]:
-    context = comm(ring_id)
-    first, last = bounds("partial_all_gather", x, ring_id, context.size, context.rank)
-    return pieces(x, first, last)
+    ring = comm(ring_id)
+    first, last = bounds("partial_all_gather", x, ring_id, ring.size, ring.rank)
+    return slice_views(x, first, last)
 
 
 def _run(x: torch.Tensor, ring_id: int, use_calc_stream: bool) -> Any:
@@ -53,6 +53,6 @@ def _fake(x: torch.Tensor, ring_id: int, use_calc_stream: bool) -> torch.Tensor:
     return like(x)
 
 
-_twin = register(
+_registered_op = register(
     "partial_all_gather(Tensor x, int ring_id, bool use_calc_stream) -> Tensor", _run, _fake
 )

@@ -9,7 +9,7 @@ from commlib.core.validation import check_out, check_peer
 from commlib.core.work import Work
 from commlib.errors import ArgumentError
 from commlib.ops.collectives._recv import recv
-from commlib.ops.pipeline_parallel.slices import bounds, fill, pieces
+from commlib.ops.pipeline_parallel.slices import bounds, fill, slice_views
 from commlib.ops.registered.library import checked
 
 
@@ -33,18 +33,18 @@ def partial_recv(
     Streams as ``recv``. Raises ``ArgumentError`` for a slice that there is not, ``ShapeError``,
     ``PeerError``. Source: operator ``partial_recv``.
     """
-    context = None if torch.compiler.is_compiling() else checked("partial_recv", out, ring_id)
-    if context is not None:
-        check_peer(context, "partial_recv", peer)
-        check_out(context, "partial_recv", out)
+    ring = None if torch.compiler.is_compiling() else checked("partial_recv", out, ring_id)
+    if ring is not None:
+        check_peer(ring, "partial_recv", peer)
+        check_out(ring, "partial_recv", out)
     first, last = bounds("partial_recv", out, ring_id, num, id)
-    parts = pieces(out.detach(), first, last)
+    parts = slice_views(out.detach(), first, last)
     how = {"use_calc_stream": use_calc_stream, "sync_op": sync_op}
     if len(parts) == 1:
         done = recv(parts[0], ring_id, peer=peer, fenced=fenced, **how)
         return out if sync_op else _Whole(done, out)
-    if context is not None:
-        needs_result(context, "partial_recv", "pass out.contiguous()")
+    if ring is not None:
+        needs_result(ring, "partial_recv", "pass out.contiguous()")
     if not sync_op:
         raise ArgumentError(
             f"partial_recv on ring {ring_id}: sync_op=False with an out of strides "

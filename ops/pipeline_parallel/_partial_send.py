@@ -6,7 +6,7 @@ import torch
 
 from commlib.core.validation import check_peer
 from commlib.ops.collectives._send import send
-from commlib.ops.pipeline_parallel.slices import bounds, joined, pieces
+from commlib.ops.pipeline_parallel.slices import bounds, joined, slice_views
 from commlib.ops.registered.library import checked
 
 
@@ -31,7 +31,7 @@ def partial_send(
     if not torch.compiler.is_compiling():
         check_peer(checked("partial_send", x, ring_id), "partial_send", peer)
     first, last = bounds("partial_send", x, ring_id, num, id)
-    parts = pieces(x.detach(), first, last)
+    parts = slice_views(x.detach(), first, last)
     return send(
         joined(parts),
         ring_id,

@@ -12,10 +12,11 @@ from commlib.core.tensors import dense_copy, is_dense
 from commlib.core.validation import check_tensor
 from commlib.errors import ArgumentError, DtypeError, ShapeError
 from commlib.ops.registered.library import like, register, traced
-from commlib.p2p.fused_norm import FLOAT8, VERB, Norm
+from commlib.p2p.fused_norm import FLOAT8, Norm
 
 Tensor = torch.Tensor
 
+NAME = "all_reduce_residual_norm"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST = 448.0  # of FLOAT8
 
@@ -58,8 +59,8 @@ def all_reduce_residual_norm(
     tensors = x, residual, weight, bias, linear_bias, scale
     _check_gradients(tensors)
     named = {"residual": residual, "weight": weight, "bias": bias, "linear_bias": linear_bias}
-    traces = traced(VERB, use_calc_stream, True, ring_id, x=x, scale=scale, **named)
-    call: Any = _twin if traces else _run
+    traces = traced(NAME, use_calc_stream, True, ring_id, x=x, scale=scale, **named)
+    call: Any = _registered_op if traces else _run
     y, z = call(*tensors, ring_id, norm == "layer", float(eps), use_calc_stream)
     return y, z
 
@@ -73,23 +74,23 @@ def _check_options(
     dtype: torch.dtype | None,
 ) -> None:
     if norm not in ("rms", "layer"):
-        raise ArgumentError(f"{VERB}: norm={norm!r}; expected 'rms' or 'layer'")
+        raise ArgumentError(f"{NAME}: norm={norm!r}; expected 'rms' or 'layer'")
     if bias is not None and norm == "rms":
         raise ArgumentError(
-            f"{VERB}: bias with norm='rms', which adds none; type norm='layer', or linear_bias= "
+            f"{NAME}: bias with norm='rms', which adds none; pass norm='layer', or linear_bias= "
             f"for that of the linear layer"
         )
     number = isinstance(eps, (int, float)) and not isinstance(eps, bool)
     if not number or not 0 <= eps < math.inf:
-        raise ArgumentError(f"{VERB}: eps={eps!r}; expected a number from 0 on; type eps=1e-6")
+        raise ArgumentError(f"{NAME}: eps={eps!r}; expected a number from 0 on; pass eps=1e-6")
     if out_dtype not in (None, FLOAT8, dtype):
         raise DtypeError(
-            f"{VERB}: out_dtype={out_dtype}; expected {FLOAT8}, or nothing for that of x, {dtype}"
+            f"{NAME}: out_dtype={out_dtype}; expected {FLOAT8}, or nothing for that of x, {dtype}"
         )
     if (out_dtype == FLOAT8) != (scale is not None):
         given = "without scale=" if scale is None else f"with scale=, but out_dtype={out_dtype}"
         raise ArgumentError(
-            f"{VERB}: {given}; expected both or neither; type out_dtype={FLOAT8}, scale=..., one "
+            f"{NAME}: {given}; expected both or neither; pass out_dtype={FLOAT8}, scale=..., one "
             f"float32 on the ring's device"
         )
 
@@ -97,48 +98,50 @@ def _check_options(
 def _check_gradients(tensors: tuple[Any, ...]) -> None:
     if torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors):
         raise ArgumentError(
-            f"{VERB} has no gradient, and a tensor that it was given requires grad; type "
-            f"`with torch.no_grad():`, or .detach() behind the tensor"
+            f"{NAME} has no gradient, but one of its tensors requires grad; use "
+            f"`with torch.no_grad():`, or pass tensor.detach()"
         )
 
 
-def _check(context: CommContext, tensors: tuple[Any, ...]) -> None:
+def _check(ring: CommContext, tensors: tuple[Any, ...]) -> None:
     """Refuse tensors of other dtypes, shapes or devices."""
     x, residual, weight, bias, linear_bias, scale = tensors
-    where = context.where(VERB)
-    check_tensor(context, VERB, "x", x)
+    where = ring.where(NAME)
+    check_tensor(ring, NAME, "x", x)
     if x.dtype not in DTYPES:
         raise DtypeError(
-            f"{where}: x is {x.dtype}; expected bfloat16, float16 or float32; type x.float()"
+            f"{where}: x is {x.dtype}; expected bfloat16, float16 or float32; pass x.float()"
         )
     if x.dim() == 0:
-        raise ShapeError(f"{where}: x is 0-D; expected [..., H]; type x.view(1)")
-    _check_like(context, "residual", residual, x.dtype, tuple(x.shape))
+        raise ShapeError(f"{where}: x is 0-D; expected [..., H]; pass x.view(1)")
+    _check_like(ring, "residual", residual, x.dtype, tuple(x.shape))
     row = tuple(x.shape[-1:])
-    _check_like(context, "weight", weight, x.dtype, row)
+    _check_like(ring, "weight", weight, x.dtype, row)
     for name, tensor in (("bias", bias), ("linear_bias", linear_bias)):
         if tensor is not None:
-            _check_like(context, name, tensor, x.dtype, row)
+            _check_like(ring, name, tensor, x.dtype, row)
     if scale is not None:
-        check_tensor(context, VERB, "scale", scale)
+        check_tensor(ring, NAME, "scale", scale)
         if scale.dtype is not torch.float32:
-            raise DtypeError(f"{where}: scale is {scale.dtype}; expected float32; type .float()")
+            raise DtypeError(
+                f"{where}: scale is {scale.dtype}; expected float32; pass scale.float()"
+            )
         if scale.numel() != 1:
             raise ShapeError(f"{where}: scale has shape {tuple(scale.shape)}; expected one number")
 
 
 def _check_like(
-    context: CommContext, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
+    ring: CommContext, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
-    check_tensor(context, VERB, name, tensor)
+    check_tensor(ring, NAME, name, tensor)
     if tensor.dtype is not dtype:
         raise DtypeError(
-            f"{context.where(VERB)}: {name} is {tensor.dtype} and x is {dtype}; expected one "
-            f"dtype; type {name}.to({dtype})"
+            f"{ring.where(NAME)}: {name} is {tensor.dtype} and x is {dtype}; expected one "
+            f"dtype; pass {name}.to({dtype})"
         )
     if tuple(tensor.shape) != shape:
         raise ShapeError(
-            f"{context.where(VERB)}: {name} has shape {tuple(tensor.shape)}; expected {shape}, "
+            f"{ring.where(NAME)}: {name} has shape {tuple(tensor.shape)}; expected {shape}, "
             f"{'that of x' if name == 'residual' else 'the last dimension of x'}"
         )
 
@@ -155,13 +158,13 @@ def _run(
     eps: float,
     use_calc_stream: bool,
 ) -> tuple[Tensor, Tensor]:
-    context, tensors = comm(ring_id), (x, residual, weight, bias, linear_bias, scale)
-    _check(context, tensors)
-    needs_result(context, VERB)
+    ring, tensors = comm(ring_id), (x, residual, weight, bias, linear_bias, scale)
+    _check(ring, tensors)
+    needs_result(ring, NAME)
     x, residual, weight, bias, linear_bias, scale = map(_dense, tensors)
     norm = Norm(residual, weight, bias, linear_bias, scale, layer, eps)
-    done = context.all_reduce_norm(x, norm, use_calc_stream=use_calc_stream)
-    return composed(context, x, norm, use_calc_stream) if done is None else done
+    done = ring.all_reduce_norm(x, norm, use_calc_stream=use_calc_stream)
+    return composed(ring, x, norm, use_calc_stream) if done is None else done
 
 
 def _dense(x: Tensor | None) -> Any:
@@ -169,11 +172,11 @@ def _dense(x: Tensor | None) -> Any:
 
 
 def composed(
-    context: CommContext, x: Tensor, norm: Norm, use_calc_stream: bool
+    ring: CommContext, x: Tensor, norm: Norm, use_calc_stream: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the same from an all_reduce and torch operators: what the kernel is measured by."""
     added = like(x)
-    context.all_reduce(added, x, use_calc_stream=use_calc_stream)
+    ring.all_reduce(added, x, use_calc_stream=use_calc_stream)
     total = added.float()
     if norm.linear_bias is not None:
         total = total + norm.linear_bias.float()
@@ -202,8 +205,8 @@ def _fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=x.dtype if scale is None else FLOAT8), like(x)
 
 
-_twin = register(
-    f"{VERB}(Tensor x, Tensor residual, Tensor weight, Tensor? bias, Tensor? linear_bias,"
+_registered_op = register(
+    f"{NAME}(Tensor x, Tensor residual, Tensor weight, Tensor? bias, Tensor? linear_bias,"
     f" Tensor? scale, int ring_id, bool layer, float eps, bool use_calc_stream)"
     f" -> (Tensor, Tensor)",
     _run,

@@ -19,17 +19,17 @@ def concat(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True) -
     """
     if not torch.compiler.is_compiling():
         checked("concat", x, ring_id)
-    whole: torch.Tensor = _twin(x, ring_id, size_of(ring_id), use_calc_stream)
+    whole: torch.Tensor = _registered_op(x, ring_id, size_of(ring_id), use_calc_stream)
     return whole
 
 
 def _run(x: torch.Tensor, ring_id: int, size: int, use_calc_stream: bool) -> torch.Tensor:
-    context = sized("concat", ring_id, size)
+    ring = sized("concat", ring_id, size)
     if x.dim() == 0:
-        raise ShapeError(f"{context.where('concat')}: x is 0-D; expected a last axis")
-    needs_result(context, "concat")
+        raise ShapeError(f"{ring.where('concat')}: x is 0-D; expected a last axis")
+    needs_result(ring, "concat")
     parts = x.new_empty((size, *x.shape))
-    context.all_gather(parts, x, use_calc_stream=use_calc_stream)
+    ring.all_gather(parts, x, use_calc_stream=use_calc_stream)
     return parts.movedim(0, -2).reshape(_shape(x, size))
 
 
@@ -43,11 +43,11 @@ def _fake(x: torch.Tensor, ring_id: int, size: int, use_calc_stream: bool) -> to
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    ring_id, size, use_calc_stream = ctx.kept
+    ring_id, size, use_calc_stream = ctx.saved
     return torch.ops.commlib.split(grad, ring_id, size, use_calc_stream), None, None, None
 
 
-_twin = register(
+_registered_op = register(
     "concat(Tensor x, int ring_id, int size, bool use_calc_stream) -> Tensor",
     _run,
     _fake,

@@ -16,7 +16,7 @@ def identity(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True)
     """
     if not torch.compiler.is_compiling():
         checked("identity", x, ring_id)
-    copied: torch.Tensor = _twin(x, ring_id, use_calc_stream)
+    copied: torch.Tensor = _registered_op(x, ring_id, use_calc_stream)
     return copied
 
 
@@ -31,12 +31,12 @@ def _fake(x: torch.Tensor, ring_id: int, use_calc_stream: bool) -> torch.Tensor:
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    ring_id, calc = ctx.kept
+    ring_id, calc = ctx.saved
     total = torch.ops.commlib.all_reduce(grad, ring_id, "sum", None, "all_reduce", calc)
     return total, None, None
 
 
-_twin = register(
+_registered_op = register(
     "identity(Tensor x, int ring_id, bool use_calc_stream) -> Tensor",
     _run,
     _fake,

@@ -19,23 +19,23 @@ def split(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True) ->
     """
     if not torch.compiler.is_compiling():
         checked("split", x, ring_id)
-    part: torch.Tensor = _twin(x, ring_id, size_of(ring_id), use_calc_stream)
+    part: torch.Tensor = _registered_op(x, ring_id, size_of(ring_id), use_calc_stream)
     return part
 
 
-def _width(context: CommContext, x: torch.Tensor) -> int:
-    if x.dim() == 0 or x.shape[-1] % context.size:
+def _width(ring: CommContext, x: torch.Tensor) -> int:
+    if x.dim() == 0 or x.shape[-1] % ring.size:
         raise ShapeError(
-            f"{context.where('split')}: the last axis of shape {tuple(x.shape)} does not divide "
-            f"by the ring's size {context.size}; pad it"
+            f"{ring.where('split')}: the last axis of shape {tuple(x.shape)} does not divide "
+            f"by the ring's size {ring.size}; pad it"
         )
-    return x.shape[-1] // context.size
+    return x.shape[-1] // ring.size
 
 
 def _run(x: torch.Tensor, ring_id: int, size: int, use_calc_stream: bool) -> torch.Tensor:
-    context = sized("split", ring_id, size)
-    width = _width(context, x)
-    return x.narrow(-1, context.rank * width, width).clone(memory_format=torch.contiguous_format)
+    ring = sized("split", ring_id, size)
+    width = _width(ring, x)
+    return x.narrow(-1, ring.rank * width, width).clone(memory_format=torch.contiguous_format)
 
 
 def _fake(x: torch.Tensor, ring_id: int, size: int, use_calc_stream: bool) -> torch.Tensor:
@@ -43,11 +43,11 @@ def _fake(x: torch.Tensor, ring_id: int, size: int, use_calc_stream: bool) -> to
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    ring_id, size, use_calc_stream = ctx.kept
+    ring_id, size, use_calc_stream = ctx.saved
     return torch.ops.commlib.concat(grad, ring_id, size, use_calc_stream), None, None, None
 
 
-_twin = register(
+_registered_op = register(
     "split(Tensor x, int ring_id, int size, bool use_calc_stream) -> Tensor",
     _run,
     _fake,

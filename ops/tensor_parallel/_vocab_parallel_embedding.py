@@ -27,7 +27,7 @@ def vocab_parallel_embedding(
 
 def _check(ids: torch.Tensor, weight: torch.Tensor, start_index: int, vocab_size: int) -> None:
     if ids.dtype not in (torch.int32, torch.int64):
-        raise DtypeError(f"vocab_parallel_embedding: ids are {ids.dtype}; type ids.long()")
+        raise DtypeError(f"vocab_parallel_embedding: ids are {ids.dtype}; pass ids.long()")
     if weight.dim() != 2 or 0 in weight.shape:
         raise ShapeError(
             f"vocab_parallel_embedding: weight has shape {tuple(weight.shape)}; expected "
