@@ -31,26 +31,37 @@ def class_center_sample(
     padded: bool = False,
     use_calc_stream: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return (remapped label, sampled class centres) of a batch over classes in shards.
+    """Sample class centres for a batch of labels over sharded classes.
 
-    ``label``: [N], int32 or int64 ids of the whole class axis, the same on every rank; N above 0.
-    ``num_classes``: this rank's classes, 1 to 2**31 - 1, in rank order; it may differ between
-    ranks. Rank q samples n_q = max(num_samples, its distinct labels) of its classes: those of the
-    batch ascending, then others drawn without replacement, each equally likely.
-    The second result is [n_r], ids counted from the rank's first class; the first is [N], each
-    label's place in the samples of rank 0, 1, …: the same on every rank. Both have label's dtype.
-    ``seed`` plus the rank, 0 to 2**62, decides on the draw, alike on CPUs and GPUs; None draws one
-    from torch's generator of the device.
-    ``padded``: the second result is [max(num_samples, min(N, num_classes))] with -1 behind n_r,
-    and the host waits for no GPU, so that a CUDA graph can hold the call (a replay draws anew);
-    labels are then not checked: one that is no class becomes -1 and is no positive.
-    No gradient. Everything runs on the current stream, nothing is sent between devices, hence
-    ``use_calc_stream`` changes nothing; one exchange between the hosts, and without ``padded`` a
-    GPU call waits for its labels. Raises ``ShapeError`` for an empty label or another N,
-    ``ArgumentError`` for numbers or labels out of range, or labels that differ between ranks;
-    ``DtypeError``, ``DeviceError``; on every rank, an ``ArgumentError`` where another one is
-    wrong. ``RingError``.
-    Source: operator ``class_center_sample``, the intended rule of its counts.
+    Rank q samples n_q = max(num_samples, number of its distinct labels) of its classes: those of
+    the batch in ascending order, then others without replacement, each equally likely. There is no
+    gradient. Source: operator ``class_center_sample``, the intended rule of its counts.
+
+    Args:
+        label: [N], N above 0, int32 or int64 ids of the whole class axis, the same on every rank.
+        num_classes: This rank's classes, 1 to 2**31 - 1, in rank order; may differ between ranks.
+        num_samples: Least number of classes to sample on each rank.
+        ring_id: The ring, or its id.
+        seed: 0 to 2**62. Seed and rank decide the draw, alike on CPUs and GPUs. Default: a draw
+            from torch's generator of the device.
+        padded: Pad the samples with -1 to [max(num_samples, min(N, num_classes))], without waiting
+            for the GPU, so that a CUDA graph can hold the call; each replay draws again. Labels
+            are then not checked: a label outside the classes becomes -1 and is not sampled.
+        use_calc_stream: No effect: nothing is sent between devices, and everything runs on the
+            current stream.
+
+    Returns:
+        (remapped label, sampled classes), both of label's dtype. The first is [N], the index of
+        each label in the samples of rank 0, 1, …: the same on every rank. The second is [n_r], ids
+        counted from this rank's first class. The hosts exchange facts once; without ``padded`` a
+        GPU call waits for its labels.
+
+    Raises:
+        RingError: The ring does not exist, or it has failed.
+        ShapeError: ``label`` is empty, or N differs between ranks.
+        ArgumentError: A number or label is out of range, labels differ between ranks, or the
+            arguments of another rank are invalid.
+        DtypeError, DeviceError: ``label`` has another dtype or device.
     """
     if torch.compiler.is_compiling():
         by_op = traced(NAME, use_calc_stream, True)

@@ -36,21 +36,37 @@ def margin_cross_entropy(
     reduction: str | None = "mean",
     use_calc_stream: bool = True,
 ) -> Any:
-    """Return the cross entropy of scale * cosines, with a margin at the label, over all ranks.
+    """Compute cross entropy of cosines with a margin at the label, over sharded classes.
 
-    ``logits``: [N, D] cosines, this rank's classes, in rank order; float64, 32, 16 or bfloat16; D
-    may differ between ranks. ``label``: [N] or [N, 1], int32 or int64 ids of the whole axis, equal
-    on every rank; none is ignored. At the label the cosine x becomes
-    cos(margin1 * acos(x) + margin2) - margin3 (SphereFace, ArcFace, CosFace). The loss has logits'
-    dtype and is computed in float32 or wider: 0-D for "mean" and "sum", [N, 1] for ``reduction``
-    "none" or None; with ``return_softmax`` (loss, softmax) with the own [N, D].
-    Gradient: of the loss, by logits; local. None through the softmax. The slope of the margin is
-    margin1 * sin(margin1 * acos(x) + margin2) / sqrt(1 - x^2); at x = -1 and 1, where upstream
-    divides by 0, that of the nearest number inside.
-    Streams, blocking and errors as ``softmax_with_cross_entropy``. Also an ``ArgumentError``, on
-    every rank, is a label's cosine beyond -1 and 1 if margin1 or margin2 acts (in a CUDA graph: a
-    loss of NaN), and margins or a scale that are not finite, or a scale that is not above 0.
-    Source: operator ``margin_cross_entropy``.
+    At the label the cosine x becomes cos(margin1 * acos(x) + margin2) - margin3 (SphereFace,
+    ArcFace, CosFace); all cosines are multiplied by ``scale``. The gradient by logits is local;
+    the softmax has no gradient. At x = -1 and 1, where upstream divides by 0, the slope is that of
+    the nearest number inside. Source: operator ``margin_cross_entropy``.
+
+    Args:
+        logits: [N, D] cosines, this rank's classes in rank order; float64, float32, float16 or
+            bfloat16. D may differ between ranks.
+        label: [N] or [N, 1], int32 or int64 ids of the whole axis, the same on every rank.
+        ring_id: The ring, or its id.
+        margin1: Factor of the angle.
+        margin2: Added to the angle, in radians.
+        margin3: Subtracted from the cosine.
+        scale: Factor of all cosines, above 0.
+        return_softmax: Also return the softmax; it is not computed otherwise.
+        reduction: "mean", "sum", or "none" (the same as None).
+        use_calc_stream: Gather on the caller's current stream. False: gather on the ring's stream.
+            The rest runs on the current stream.
+
+    Returns:
+        The loss of logits' dtype, computed in float32 or wider: 0-D for "mean" and "sum", [N, 1]
+        otherwise. With ``return_softmax`` (loss, softmax), with this rank's [N, D] of the softmax.
+
+    Raises:
+        ArgumentError: On every rank, after the gather, for a label that is not a class or differs
+            between ranks, or a label's cosine outside [-1, 1] if margin1 or margin2 acts. To
+            check, a GPU call waits for the loss. In a CUDA graph the loss and gradient of such a
+            row are NaN instead. An invalid option: before any launch.
+        RingError, DeviceError, DtypeError, ShapeError: Before any launch.
     """
     numbers = _numbers((margin1, margin2, margin3, scale))
     if reduction not in (*REDUCTIONS, None):

@@ -32,22 +32,33 @@ def softmax_with_cross_entropy(
     return_softmax: bool = False,
     use_calc_stream: bool = True,
 ) -> Any:
-    """Return each row's log(sum(exp(logits))) - logits[label] over the classes of all ranks.
+    """Compute softmax cross entropy over classes that are sharded over the ranks.
 
-    ``logits``: [..., D], this rank's classes, in rank order; float64, 32, 16 or bfloat16; D may
-    differ between ranks. ``label``: int32 or int64 ids of the whole axis, equal on every rank:
-    [...], [..., 1], or [..., C] for a target of 1/C at each of C ids. The loss is [..., 1] of
-    logits' dtype, computed in float32 or wider; with ``return_softmax`` (loss, softmax) with the
-    own [..., D] of the softmax, which is written in no other case. A row with an id equal to
-    ``ignore_index`` has loss 0 and gradient 0, and its ordinary softmax. A target of -inf costs
-    inf; a row without a finite logit, or with NaN or inf, is NaN, as in torch.
-    Gradient: of the loss, by logits; local. None through the softmax.
-    One all_gather, on the stream of ``use_calc_stream``; the rest on the current one. Before it one
-    exchange between the hosts. A label that is no class, or not the same on all ranks, is an
-    ``ArgumentError`` on every rank, behind the gather; to know, a GPU call waits for the loss. In a
-    CUDA graph nothing can be raised: such a row's loss and gradient are NaN. Raises ``RingError``,
-    ``DeviceError``, ``DtypeError``, ``ShapeError``, ``ArgumentError`` before any launch.
+    The loss of a row is log(sum(exp(logits))) - logits[label]. The gradient by logits is local;
+    the softmax has no gradient. The hosts exchange facts once, then the ranks do one all_gather.
     Source: operator ``c_softmax_with_cross_entropy``.
+
+    Args:
+        logits: [..., D], this rank's classes in rank order; float64, float32, float16 or bfloat16.
+            D may differ between ranks.
+        label: int32 or int64 ids of the whole axis, the same on every rank: [...], [..., 1], or
+            [..., C] for a target of 1/C at each of C ids.
+        ring_id: The ring, or its id.
+        ignore_index: A row with this id has loss 0, gradient 0, and its ordinary softmax.
+        return_softmax: Also return the softmax; it is not computed otherwise.
+        use_calc_stream: Gather on the caller's current stream. False: gather on the ring's stream.
+            The rest runs on the current stream.
+
+    Returns:
+        The loss [..., 1] of logits' dtype, computed in float32 or wider; with ``return_softmax``
+        (loss, softmax), with this rank's [..., D] of the softmax. A target of -inf has loss inf. A
+        row without a finite logit, or with NaN or inf, has loss NaN, as in torch.
+
+    Raises:
+        ArgumentError: On every rank, after the gather, for a label that is not a class or differs
+            between ranks. To check, a GPU call waits for the loss. In a CUDA graph the loss and
+            gradient of such a row are NaN instead. An invalid option: before any launch.
+        RingError, DeviceError, DtypeError, ShapeError: Before any launch.
     """
     _check_ignore_index(ignore_index)
     call: Any = _run

@@ -18,10 +18,28 @@ def all_gather(
     sync_op: bool = True,
     fenced: bool = True,
 ) -> Any:
-    """Return, on every rank, the ``x`` of rank 0, 1, … concatenated along dim 0.
+    """Concatenate the tensors of all ranks along dim 0, on every rank.
 
-    ``x``: [n, …] of any dtype, the same shape on every rank; the result is [n * size, …], for a
-    0-D ``x`` [size]. Gradient: reduce_scatter (sum). Streams and errors as ``all_reduce``.
+    The gradient is the reduce_scatter (sum) of the gradients.
+
+    Args:
+        x: [n, …] of any dtype, the same shape on every rank. A 0-D tensor counts as one row.
+        ring_id: The ring, or its id.
+        out: The output, [n * size, …]. Default: a new tensor.
+        use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.
+        sync_op: Wait for the result: the current stream on a GPU, the host on a CPU, at most for
+            the ring's timeout. False, which needs ``use_calc_stream=False``: return a ``Work``
+            instead.
+        fenced: Order the ring's stream after the current stream. False leaves both waits to the
+            program.
+
+    Returns:
+        [n * size, …] in rank order; [size] for a 0-D ``x``. With ``sync_op=False`` a ``Work``
+        whose ``result`` is that tensor.
+
+    Raises:
+        RingError: The ring does not exist, or it has failed.
+        DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
     if registered("all_gather", x, ring_id, out, use_calc_stream, sync_op):
         return deliver(_registered_op(x, ring_id, size_of(ring_id), use_calc_stream), out, sync_op)

@@ -21,15 +21,35 @@ def all_reduce(
     sync_op: bool = True,
     fenced: bool = True,
 ) -> Any:
-    """Return, on every rank, the element-wise reduction of ``x`` over the ring.
+    """Reduce ``x`` element-wise over the ring, on every rank.
 
-    ``x``: any shape; the result has the same. ``op``: sum, max, min, prod, avg (floats), or
-    premul_sum with ``factor`` (NCCL). bool: sum means or; complex: sum and avg; 8-bit floats and
-    16-bit integers are refused. ``out=x`` works in place. Gradient (sum, avg, premul_sum): the same
-    reduction of the gradients, or with ``backward="identity"`` the gradient as it is (tensor
-    parallel loss that every rank computes). Runs on the caller's current stream; with
-    ``use_calc_stream=False`` on the ring's, and with ``sync_op=False`` too returns a ``Work``.
-    Raises ``RingError``, ``DtypeError``, ``ShapeError``, ``DeviceError`` before any launch.
+    bool: "sum" is a logical or. Complex: "sum" and "avg" only. 8-bit floats and 16-bit integers
+    raise ``DtypeError``.
+
+    Args:
+        x: Any shape, the same on every rank.
+        ring_id: The ring, or its id.
+        op: "sum", "prod", "min", "max" or "avg" in any case, or a ``torch.distributed.ReduceOp``.
+            "premul_sum" multiplies by ``factor`` first (NCCL only). "avg" takes floats only.
+        factor: The factor of "premul_sum".
+        out: The output, with as many elements as ``x``; ``out=x`` works in place. Default: a new
+            tensor.
+        backward: Gradient of "sum", "avg" and "premul_sum": "all_reduce", the same reduction of
+            the gradients, or "identity", for a loss that every rank computes (tensor parallelism).
+        use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.
+        sync_op: Wait for the result: the current stream on a GPU, the host on a CPU, at most for
+            the ring's timeout. False, which needs ``use_calc_stream=False``: return a ``Work``
+            instead.
+        fenced: Order the ring's stream after the current stream. False leaves both waits to the
+            program.
+
+    Returns:
+        A tensor of the shape and dtype of ``x``. With ``sync_op=False`` a ``Work`` whose
+        ``result`` is that tensor.
+
+    Raises:
+        RingError: The ring does not exist, or it has failed.
+        DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
     if registered("all_reduce", x, ring_id, out, use_calc_stream, sync_op):
         _check_backward(backward)

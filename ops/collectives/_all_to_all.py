@@ -21,12 +21,31 @@ def all_to_all(
     sync_op: bool = True,
     fenced: bool = True,
 ) -> Any:
-    """Return, on rank r, what every rank had for r, in rank order along dim 0.
+    """Exchange parts of ``x``: part j goes to rank j.
 
-    ``x``: [n, …] of any dtype. Without splits, n divides by the ring's size and every part is
-    n / size rows; with them ``in_splits[j]`` rows go to rank j and ``out_splits[j]`` come from it
-    (rank j's ``in_splits[r]``); the result is [sum(out_splits), …]. Gradient: the way back.
-    Streams and errors as ``all_reduce``; ``ShapeError`` for splits that do not add up.
+    The gradient is the reverse exchange.
+
+    Args:
+        x: [n, …] of any dtype. Without splits, n is a multiple of the ring's size.
+        ring_id: The ring, or its id.
+        out_splits: Rows received from each rank. ``out_splits[j]`` equals rank j's
+            ``in_splits[r]`` on rank r. Default: equal parts.
+        in_splits: Rows sent to each rank. Default: equal parts.
+        out: The output, [sum(out_splits), …]. Default: a new tensor.
+        use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.
+        sync_op: Wait for the result: the current stream on a GPU, the host on a CPU, at most for
+            the ring's timeout. False, which needs ``use_calc_stream=False``: return a ``Work``
+            instead.
+        fenced: Order the ring's stream after the current stream. False leaves both waits to the
+            program.
+
+    Returns:
+        [sum(out_splits), …], the received parts in rank order along dim 0; [n, …] without splits.
+        With ``sync_op=False`` a ``Work`` whose ``result`` is that tensor.
+
+    Raises:
+        RingError: The ring does not exist, or it has failed.
+        DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
     if registered("all_to_all", x, ring_id, out, use_calc_stream, sync_op):
         splits = _list(out_splits), _list(in_splits)

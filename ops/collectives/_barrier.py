@@ -8,11 +8,21 @@ from commlib.ops.registered.library import register, traced
 
 
 def barrier(ring_id: int = 0, *, use_calc_stream: bool = True, sync_op: bool = True) -> Any:
-    """Hold this rank until every rank of the ring has come here.
+    """Wait until every rank of the ring has called ``barrier``.
 
-    On a CPU the host blocks, at most for the ring's timeout. On a GPU the stream is held and the
-    host goes on; ``torch.cuda.current_stream().synchronize()`` holds the host too. Returns None, or
-    a ``Work`` with ``sync_op=False``.
+    Args:
+        ring_id: The ring, or its id.
+        use_calc_stream: Hold the caller's current stream. False: hold the ring's stream.
+        sync_op: False, which needs ``use_calc_stream=False``: return a ``Work`` instead.
+
+    Returns:
+        None, or a ``Work`` with ``sync_op=False``. On a CPU the host blocks, at most for the
+        ring's timeout. On a GPU the stream waits and the host does not;
+        ``torch.cuda.current_stream().synchronize()`` makes the host wait too.
+
+    Raises:
+        RingError: The ring does not exist, or it has failed.
+        CommTimeout: Ranks are missing at the ring's timeout (CPU).
     """
     if traced("barrier", use_calc_stream, sync_op):
         _registered_op(ring_id, use_calc_stream)

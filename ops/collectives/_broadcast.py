@@ -26,11 +26,31 @@ def broadcast(
     sync_op: bool = True,
     fenced: bool = True,
 ) -> Any:
-    """Return, on every rank, the ``x`` of position ``root``; ``out=x`` works in place.
+    """Copy the root's tensor to every rank.
 
-    ``x``: any shape and dtype, the same on every rank; elsewhere than on root only its shape and
-    dtype count. Gradient: the sum of all gradients on root, zeros elsewhere. Streams and errors as
-    ``all_reduce``; ``PeerError`` for a root outside the ring.
+    The gradient is the sum of all gradients on root, and zeros on the other ranks.
+
+    Args:
+        x: Any shape and dtype, the same on every rank. Only root's values are used.
+        ring_id: The ring, or its id.
+        root: Position of the source in the ring.
+        out: The output, with as many elements as ``x``; ``out=x`` works in place. Default: a new
+            tensor.
+        use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.
+        sync_op: Wait for the result: the current stream on a GPU, the host on a CPU, at most for
+            the ring's timeout. False, which needs ``use_calc_stream=False``: return a ``Work``
+            instead.
+        fenced: Order the ring's stream after the current stream. False leaves both waits to the
+            program.
+
+    Returns:
+        A tensor of the shape and dtype of ``x`` with root's values. With ``sync_op=False`` a
+        ``Work`` whose ``result`` is that tensor.
+
+    Raises:
+        RingError: The ring does not exist, or it has failed.
+        DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
+        PeerError: ``root`` is not a position of the ring.
     """
     if registered("broadcast", x, ring_id, out, use_calc_stream, sync_op):
         return deliver(_registered_op(x, ring_id, root, use_calc_stream), out, sync_op)

@@ -19,11 +19,28 @@ def gather(
     sync_op: bool = True,
     fenced: bool = True,
 ) -> Any:
-    """Return the ``x`` of rank 0, 1, … along dim 0 on ``root``, and an empty tensor elsewhere.
+    """Concatenate the tensors of all ranks along dim 0, on root. There is no gradient.
 
-    ``x``: [n, …] of any dtype, the same shape on every rank; root gets [n * size, …], the others
-    [0, …]. ``out`` is not written elsewhere than on root. No gradient. Streams and errors as
-    ``all_reduce``.
+    Args:
+        x: [n, …] of any dtype, the same shape on every rank.
+        ring_id: The ring, or its id.
+        root: Position of the destination in the ring.
+        out: The output, [n * size, …]; written on root only. Default: a new tensor.
+        use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.
+        sync_op: Wait for the result: the current stream on a GPU, the host on a CPU, at most for
+            the ring's timeout. False, which needs ``use_calc_stream=False``: return a ``Work``
+            instead.
+        fenced: Order the ring's stream after the current stream. False leaves both waits to the
+            program.
+
+    Returns:
+        [n * size, …] on root, [0, …] or the unchanged ``out`` on the other ranks. With
+        ``sync_op=False`` a ``Work`` whose ``result`` is that tensor.
+
+    Raises:
+        RingError: The ring does not exist, or it has failed.
+        DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
+        PeerError: ``root`` is not a position of the ring.
     """
     if traced("gather", use_calc_stream, sync_op, ring_id, x=x, out=out):
         size, rank = size_of(ring_id), rank_of(ring_id)

@@ -17,11 +17,26 @@ def recv(
     sync_op: bool = True,
     fenced: bool = True,
 ) -> Any:
-    """Fill ``out`` with what position ``peer`` sends, and return it.
+    """Receive a tensor that another rank sends. There is no gradient.
 
-    ``out``: any shape, dtype and strides; as many bytes as the peer's ``x``. With ``sync_op=False``
-    returns a ``Work`` whose ``result`` is ``out``. No gradient. Streams as ``all_reduce``. Raises
-    ``PeerError`` for a peer outside the ring or the rank itself.
+    Args:
+        out: The output: any shape, dtype and strides, as many bytes as the peer's ``x``.
+        ring_id: The ring, or its id.
+        peer: Position of the sender in the ring.
+        use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.
+        sync_op: Wait for the result: the current stream on a GPU, the host on a CPU, at most for
+            the ring's timeout. False, which needs ``use_calc_stream=False``: return a ``Work``
+            instead.
+        fenced: Order the ring's stream after the current stream. False leaves both waits to the
+            program.
+
+    Returns:
+        ``out``. With ``sync_op=False`` a ``Work`` whose ``result`` is that tensor.
+
+    Raises:
+        RingError: The ring does not exist, or it has failed.
+        DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
+        PeerError: The peer is not another position of the ring.
     """
     if traced("recv", use_calc_stream, sync_op, ring_id, out=out):
         return deliver(_registered_op(out.detach(), ring_id, peer, use_calc_stream), out, sync_op)

@@ -20,10 +20,30 @@ def reduce(
     sync_op: bool = True,
     fenced: bool = True,
 ) -> Any:
-    """Return the reduction of ``x`` over the ring on ``root``, and a copy of ``x`` elsewhere.
+    """Reduce ``x`` element-wise over the ring, on root. There is no gradient.
 
-    ``x``: any shape; ``op`` and dtypes as ``all_reduce`` (without premul_sum). With ``out``, ranks
-    other than root do not write to it. No gradient. Streams and errors as ``all_reduce``.
+    Args:
+        x: Any shape, the same on every rank; dtypes as in ``all_reduce``.
+        ring_id: The ring, or its id.
+        root: Position of the destination in the ring.
+        op: "sum", "prod", "min", "max" or "avg" in any case, or a ``torch.distributed.ReduceOp``.
+        out: The output, with as many elements as ``x``; written on root only. Default: a new
+            tensor.
+        use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.
+        sync_op: Wait for the result: the current stream on a GPU, the host on a CPU, at most for
+            the ring's timeout. False, which needs ``use_calc_stream=False``: return a ``Work``
+            instead.
+        fenced: Order the ring's stream after the current stream. False leaves both waits to the
+            program.
+
+    Returns:
+        The reduction on root, a copy of ``x`` or the unchanged ``out`` on the other ranks. With
+        ``sync_op=False`` a ``Work`` whose ``result`` is that tensor.
+
+    Raises:
+        RingError: The ring does not exist, or it has failed.
+        DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
+        PeerError: ``root`` is not a position of the ring.
     """
     if traced("reduce", use_calc_stream, sync_op, ring_id, x=x, out=out):
         result = _registered_op(x.detach(), ring_id, root, op, use_calc_stream)

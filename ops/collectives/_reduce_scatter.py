@@ -21,11 +21,30 @@ def reduce_scatter(
     sync_op: bool = True,
     fenced: bool = True,
 ) -> Any:
-    """Return, on rank r, the r-th part along dim 0 of the reduction of ``x`` over the ring.
+    """Reduce ``x`` over the ring and return this rank's part along dim 0.
 
-    ``x``: [n, …] with n divisible by the ring's size; the result is [n / size, …]. ``op`` and
-    dtypes as ``all_reduce`` (without premul_sum). Gradient (sum, avg): all_gather. Streams and
-    errors as ``all_reduce``; ``ShapeError`` when n does not divide.
+    The gradient of "sum" and "avg" is the all_gather of the gradients.
+
+    Args:
+        x: [n, …], the same shape on every rank, n a multiple of the ring's size; dtypes as in
+            ``all_reduce``.
+        ring_id: The ring, or its id.
+        op: "sum", "prod", "min", "max" or "avg" in any case, or a ``torch.distributed.ReduceOp``.
+        out: The output, [n / size, …]. Default: a new tensor.
+        use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.
+        sync_op: Wait for the result: the current stream on a GPU, the host on a CPU, at most for
+            the ring's timeout. False, which needs ``use_calc_stream=False``: return a ``Work``
+            instead.
+        fenced: Order the ring's stream after the current stream. False leaves both waits to the
+            program.
+
+    Returns:
+        [n / size, …]: on rank r the r-th part of the reduction. With ``sync_op=False`` a ``Work``
+        whose ``result`` is that tensor.
+
+    Raises:
+        RingError: The ring does not exist, or it has failed.
+        DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
     if registered("reduce_scatter", x, ring_id, out, use_calc_stream, sync_op):
         return deliver(

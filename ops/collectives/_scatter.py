@@ -20,11 +20,29 @@ def scatter(
     sync_op: bool = True,
     fenced: bool = True,
 ) -> Any:
-    """Return, on rank r, the r-th part along dim 0 of the ``x`` of position ``root``.
+    """Send each rank its part of the root's tensor along dim 0. There is no gradient.
 
-    ``x``: [n, …] of any dtype with n divisible by the ring's size, the same shape on every rank;
-    elsewhere than on root only shape and dtype count. The result is [n / size, …]. No gradient.
-    Streams and errors as ``all_reduce``; ``ShapeError`` when n does not divide.
+    Args:
+        x: [n, …] of any dtype, n a multiple of the ring's size, the same shape on every rank. Only
+            root's values are used.
+        ring_id: The ring, or its id.
+        root: Position of the source in the ring.
+        out: The output, [n / size, …]. Default: a new tensor.
+        use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.
+        sync_op: Wait for the result: the current stream on a GPU, the host on a CPU, at most for
+            the ring's timeout. False, which needs ``use_calc_stream=False``: return a ``Work``
+            instead.
+        fenced: Order the ring's stream after the current stream. False leaves both waits to the
+            program.
+
+    Returns:
+        [n / size, …]: on rank r the r-th part of root's ``x``. With ``sync_op=False`` a ``Work``
+        whose ``result`` is that tensor.
+
+    Raises:
+        RingError: The ring does not exist, or it has failed.
+        DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
+        PeerError: ``root`` is not a position of the ring.
     """
     if traced("scatter", use_calc_stream, sync_op, ring_id, x=x, out=out):
         result = _registered_op(x.detach(), ring_id, size_of(ring_id), root, use_calc_stream)

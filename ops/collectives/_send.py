@@ -18,12 +18,29 @@ def send(
     sync_op: bool = True,
     fenced: bool = True,
 ) -> Any:
-    """Send ``x`` to position ``peer``, which calls ``recv`` with a tensor of as many bytes.
+    """Send a tensor to another rank, which calls ``recv``. There is no gradient.
 
-    ``x``: any shape and dtype. Returns None, or a ``Work`` with ``sync_op=False``. On a CPU blocks
-    until the bytes are on their way. No gradient. Streams as ``all_reduce``. Raises ``PeerError``
-    for a peer outside the ring or the rank itself. Several sends and receives between the same
-    ranks belong into ``with ring.group():``.
+    Use ``with ring.group():`` for several sends and receives between the same ranks.
+
+    Args:
+        x: Any shape and dtype. The peer receives as many bytes.
+        ring_id: The ring, or its id.
+        peer: Position of the receiver in the ring.
+        use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.
+        sync_op: Wait for the result: the current stream on a GPU, the host on a CPU, at most for
+            the ring's timeout. False, which needs ``use_calc_stream=False``: return a ``Work``
+            instead.
+        fenced: Order the ring's stream after the current stream. False leaves both waits to the
+            program.
+
+    Returns:
+        None, or a ``Work`` with ``sync_op=False``. On a CPU the host blocks until the bytes are
+        sent.
+
+    Raises:
+        RingError: The ring does not exist, or it has failed.
+        DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
+        PeerError: The peer is not another position of the ring.
     """
     if traced("send", use_calc_stream, sync_op, ring_id, x=x):
         _registered_op(x.detach(), ring_id, peer, use_calc_stream)

@@ -12,15 +12,25 @@ from commlib.streams import capturing
 def assign_pos(
     x: torch.Tensor, cum_count: torch.Tensor, *, total: int | None = None
 ) -> torch.Tensor:
-    """Return the positions in the flattened ``x`` grouped by expert: int64 [cum_count[-1]].
+    """Return the positions of tokens grouped by expert. There is no communication.
 
-    ``x``: expert ids of any shape, int32 or int64; ids below 0 or without a count (dropped tokens)
-    are left away. ``cum_count``: inclusive sums of ``number_count``, on the CPU or with ``x``. The
-    last position of an expert comes first, as in upstream's own example: [[0, 2], [0, 2]] gives
-    2, 0, 3, 1; upstream's GPU kernel leaves that order open. ``total`` is cum_count[-1] where the
-    program knows it; without it the host waits for that number, and counts of another x are
-    refused (in a capture ``cum_count`` must then be on the CPU, and is not compared). No
-    communication. Raises ``ArgumentError``. Source: operator ``assign_pos``.
+    The last position of an expert comes first, as in upstream's example: [[0, 2], [0, 2]] gives 2,
+    0, 3, 1. Upstream's GPU kernel leaves that order open. Source: operator ``assign_pos``.
+
+    Args:
+        x: Expert ids of any shape, int32 or int64. Ids below 0 or without a count (dropped tokens)
+            are skipped.
+        cum_count: Inclusive sums of ``number_count``, on the CPU or on the device of ``x``.
+        total: ``cum_count[-1]``, if the program has it. Without it the host waits for the number
+            and compares ``cum_count`` with ``x``. In a capture ``cum_count`` must then be on the
+            CPU and is not compared.
+
+    Returns:
+        int64 [cum_count[-1]], positions in the flattened ``x``.
+
+    Raises:
+        ArgumentError: The counts do not belong to ``x``, or a capture can't read them.
+        DtypeError, ShapeError: An argument has another dtype or shape.
     """
     check_ids("assign_pos", "x", x, None)
     check_ids("assign_pos", "cum_count", cum_count)

@@ -14,17 +14,27 @@ def global_scatter(
     *,
     use_calc_stream: bool = True,
 ) -> torch.Tensor:
-    """Return the rows that all ranks have for this rank's experts, by expert, then by sender.
+    """Send the rows of every rank to their experts.
 
-    ``x``: [rows, width] of any dtype, ordered by receiving rank, then expert. ``local_count``:
-    int64 [experts * size], on the CPU or the ring's device: ``local_count[k + j * experts]`` rows
-    go to expert k of rank j. ``global_count``: as many, ``global_count[k + j * experts]`` rows come
-    from rank j for expert k. Result: [sum(global_count), width]. Gradient: ``global_gather``. The
-    ranks compare their counts first, host to host: it blocks the host, and counts on a GPU are
-    waited for. Under capture the counts must be on the CPU and become a part of the graph. Runs on
-    the caller's current stream; ``use_calc_stream=False`` on the ring's. Raises ``ArgumentError``
-    (or a kind of it) on every rank for counts that do not match, naming the two ranks; nothing is
-    launched then. Source: operator ``global_scatter``.
+    The gradient is ``global_gather``. The ranks compare their counts first, which blocks the host;
+    counts on a GPU are waited for. Under capture the counts must be on the CPU and become part of
+    the graph. Source: operator ``global_scatter``.
+
+    Args:
+        x: [rows, width] of any dtype, ordered by receiving rank, then expert.
+        local_count: int64 [experts * size], on the CPU or the ring's device. This rank sends
+            ``local_count[k + j * experts]`` rows to expert k of rank j.
+        global_count: int64 [experts * size]. This rank receives ``global_count[k + j * experts]``
+            rows from rank j for expert k.
+        ring_id: The ring, or its id.
+        use_calc_stream: Communicate on the caller's current stream. False: on the ring's stream.
+
+    Returns:
+        [sum(global_count), width], the rows for this rank's experts by expert, then by sender.
+
+    Raises:
+        ArgumentError: On every rank, if counts do not match; the text names the two ranks.
+        RingError, DtypeError, ShapeError, DeviceError: Before any launch.
     """
     counts = row_table(x, local_count, global_count, ring_id, back=False)
     if needs_op(x) or x.requires_grad:

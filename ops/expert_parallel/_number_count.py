@@ -6,11 +6,20 @@ from commlib.ops.expert_parallel.expert_ids import check_ids, check_number
 
 
 def number_count(numbers: torch.Tensor, upper_range: int) -> torch.Tensor:
-    """Return how often each of 0 … ``upper_range`` - 1 stands in ``numbers``: int64 [upper_range].
+    """Count the tokens of each expert. There is no communication.
 
-    ``numbers``: expert ids of any shape, int32 or int64; ids outside the range (-1 for a dropped
-    token) do not count. No communication, no host synchronisation. Raises ``ArgumentError``.
     Source: operator ``number_count``.
+
+    Args:
+        numbers: Expert ids of any shape, int32 or int64. Ids outside [0, upper_range), such as -1
+            for a dropped token, are not counted.
+        upper_range: Number of experts, at least 1.
+
+    Returns:
+        int64 [upper_range]. The host does not block.
+
+    Raises:
+        ArgumentError, DtypeError: An argument is invalid.
     """
     check_ids("number_count", "numbers", numbers, None)
     check_number("number_count", "upper_range", upper_range, 1)

@@ -18,13 +18,31 @@ def partial_all_gather(
     sync_op: bool = True,
     fenced: bool = True,
 ) -> Any:
-    """Return the shape of ``x`` with slice r of the flattened tensor from rank r.
+    """Gather one slice of a flattened tensor from every rank, on every rank.
 
-    ``x``: any shape and dtype, the same on every rank, its number of elements divisible by the
-    ring's size. ``out=x`` completes a tensor in place of which ``partial_recv`` has filled the own
-    slice. Of a strided ``x`` the own slice alone is copied, and such a call is always fenced. With
-    ``sync_op=False`` returns a ``Work``. No gradient. Streams as ``all_gather``. Raises
-    ``ShapeError``, ``DtypeError``, ``RingError``. Source: operator ``partial_allgather``.
+    There is no gradient. Source: operator ``partial_allgather``.
+
+    Args:
+        x: Any shape and dtype, the same on every rank; the number of elements is a multiple of the
+            ring's size. Rank r contributes slice r. The slice of a strided ``x`` is copied first;
+            such a call is always fenced.
+        ring_id: The ring, or its id.
+        out: The output, with as many elements as ``x``. Default: a new tensor. ``out=x`` completes
+            a tensor of which ``partial_recv`` has filled this rank's slice.
+        use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.
+        sync_op: Wait for the result: the current stream on a GPU, the host on a CPU, at most for
+            the ring's timeout. False, which needs ``use_calc_stream=False``: return a ``Work``
+            instead.
+        fenced: Order the ring's stream after the current stream. False leaves both waits to the
+            program.
+
+    Returns:
+        A tensor of the shape of ``x``, its slice r from rank r. With ``sync_op=False`` a ``Work``
+        whose ``result`` is that tensor.
+
+    Raises:
+        RingError: The ring does not exist, or it has failed.
+        DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
     if traced("partial_all_gather", use_calc_stream, sync_op, ring_id, x=x, out=out):
         return deliver(_registered_op(x.detach(), ring_id, use_calc_stream), out, sync_op)

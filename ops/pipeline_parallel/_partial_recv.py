@@ -24,14 +24,33 @@ def partial_recv(
     sync_op: bool = True,
     fenced: bool = True,
 ) -> Any:
-    """Fill slice ``id`` of ``num`` of the flattened ``out`` with what ``peer`` sends; return it.
+    """Receive one of the equal slices of a tensor. There is no gradient.
 
-    ``out``: any shape and dtype, its number of elements divisible by ``num``; the other slices keep
-    their values: ``partial_all_gather`` over another ring completes them. A slice that the strides
-    tear into pieces is filled through a copy of the slice, always fenced, and neither with
-    ``sync_op=False`` nor in ``ring.group()``. No gradient.
-    Streams as ``recv``. Raises ``ArgumentError`` for a slice that there is not, ``ShapeError``,
-    ``PeerError``. Source: operator ``partial_recv``.
+    ``partial_all_gather`` over another ring completes the tensor. Source: operator
+    ``partial_recv``.
+
+    Args:
+        out: Any shape and dtype; the number of elements is a multiple of ``num``. The other slices
+            keep their values. A slice that its strides cut into several views is received in a
+            copy, always fenced, and neither with ``sync_op=False`` nor in ``ring.group()``.
+        ring_id: The ring, or its id.
+        peer: Position of the sender in the ring; it calls ``partial_send``.
+        num: Number of equal slices.
+        id: Index of the slice, 0 to num - 1.
+        use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.
+        sync_op: Wait for the result: the current stream on a GPU, the host on a CPU, at most for
+            the ring's timeout. False, which needs ``use_calc_stream=False``: return a ``Work``
+            instead.
+        fenced: Order the ring's stream after the current stream. False leaves both waits to the
+            program.
+
+    Returns:
+        ``out``. With ``sync_op=False`` a ``Work`` whose ``result`` is that tensor.
+
+    Raises:
+        RingError: The ring does not exist, or it has failed.
+        DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
+        PeerError: The peer is not another position of the ring.
     """
     ring = None if torch.compiler.is_compiling() else checked("partial_recv", out, ring_id)
     if ring is not None:

@@ -35,25 +35,41 @@ def all_reduce_residual_norm(
     out_dtype: torch.dtype | None = None,
     use_calc_stream: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return (y, z) with z = all_reduce(x) + linear_bias + residual, and y the norm of its rows.
+    """Sum ``x`` over the ring, add a residual, and normalise the rows of the sum.
 
-    What follows a row-parallel linear layer. ``x``: [..., H], this rank's partial sums, bfloat16,
-    float16 or float32; ``residual``: as x; ``weight``, ``bias``, ``linear_bias``: [H]; one dtype,
-    and but for x the same on every rank. z is the next layer's residual: the sum is rounded as
-    all_reduce rounds it, then ``linear_bias`` (the linear layer's, so added once) and residual are
-    added in float32 and rounded once. y is computed in float32 from z and rounded once:
-    ``norm="rms"``: z / sqrt(mean(z^2) + eps) * weight. ``norm="layer"``: (z - mean) / sqrt(var +
-    eps) * weight + bias, var over H; ``bias`` is left away for 0.
-    With ``out_dtype=torch.float8_e4m3fn`` y is that of y / ``scale``, to the nearest, values beyond
-    ±448 become ±448; ``scale``: one float32 on the device, read when the call runs.
-    One kernel where the ring has push kernels, rows are multiples of 16 bytes up to 32 KiB, and its
-    table says so; else all_reduce and torch operators. z has the same bits on all ranks, and in
-    both as long as push kernels do the all_reduce; y may differ in its last bit, for the mean over
-    a row is added up in another order.
-    No gradient: a tensor that requires grad is refused. Results are new tensors. Runs on the
-    caller's stream, the sum on the ring's with ``use_calc_stream=False``; not in ``ring.group()``.
-    Raises ``RingError``, ``DtypeError``, ``ShapeError``, ``DeviceError``, ``ArgumentError`` before
-    any launch. Source: ``torch.nn.functional.rms_norm`` and ``layer_norm``.
+    z = all_reduce(x) + linear_bias + residual; y is the norm of the rows of z. There is no
+    gradient. Source: ``torch.nn.functional.rms_norm`` and ``layer_norm``.
+
+    One kernel does it where the ring has push kernels, a row is a multiple of 16 bytes up to 32
+    KiB, and the kernel table selects it; otherwise all_reduce and torch operators do. Both give
+    the same z if push kernels do the all_reduce. y may differ in its last bit between them.
+
+    Args:
+        x: [..., H], this rank's partial sums of a row-parallel linear layer, bfloat16, float16 or
+            float32. All other tensors have its dtype, and are the same on every rank.
+        residual: The shape of ``x``.
+        weight: [H], multiplied with the normalised rows.
+        ring_id: The ring, or its id.
+        norm: "rms": y = z / sqrt(mean(z^2) + eps) * weight. "layer": y = (z - mean) / sqrt(var +
+            eps) * weight + bias, with var over H.
+        bias: [H], for "layer" only. Default: 0.
+        linear_bias: [H], the bias of the linear layer, added once. Default: 0.
+        eps: Added to the mean of squares; a finite number >= 0.
+        scale: One float32 on the ring's device, read when the call runs; with ``out_dtype`` only.
+        out_dtype: ``torch.float8_e4m3fn``: y / scale, rounded to nearest and clamped to ±448.
+            Default: the dtype of ``x``.
+        use_calc_stream: Sum on the caller's current stream. False: sum on the ring's stream. The
+            rest runs on the current stream.
+
+    Returns:
+        (y, z), new tensors of the shape of ``x``. The sum is rounded as all_reduce rounds it; z is
+        then added up in float32 and rounded once, and so is y. z has the same bits on all ranks.
+        The host does not block on a GPU.
+
+    Raises:
+        RingError: The ring does not exist, or it has failed.
+        DtypeError, ShapeError, DeviceError: Before any launch.
+        ArgumentError: An option is invalid, a tensor requires grad, or ``ring.group()`` is open.
     """
     _check_options(norm, bias, eps, scale, out_dtype, getattr(x, "dtype", None))
     tensors = x, residual, weight, bias, linear_bias, scale

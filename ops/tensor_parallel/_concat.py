@@ -11,11 +11,22 @@ from commlib.ops.registered.traced_ring import size_of, sized
 
 
 def concat(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True) -> torch.Tensor:
-    """Return, on every rank, the ``x`` of rank 0, 1, … concatenated along the last axis.
+    """Concatenate the tensors of all ranks along the last axis, on every rank.
 
-    ``x``: [..., n] of any dtype, the same shape on every rank; the result is [..., n * size].
-    Gradient: the own part of the last axis (every rank computes the same loss), as ``split``.
-    Streams and errors as ``all_reduce``; ``ShapeError`` for a 0-D ``x``.
+    The gradient is this rank's part of the last axis, as ``split`` returns it: every rank computes
+    the same loss. The host does not block on a GPU.
+
+    Args:
+        x: [..., n] of any dtype, at least 1-D, the same shape on every rank.
+        ring_id: The ring, or its id.
+        use_calc_stream: Communicate on the caller's current stream. False: on the ring's stream.
+
+    Returns:
+        [..., n * size] in rank order, a new tensor.
+
+    Raises:
+        RingError: The ring does not exist, or it has failed.
+        DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
     if not torch.compiler.is_compiling():
         checked("concat", x, ring_id)

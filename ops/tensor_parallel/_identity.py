@@ -9,10 +9,22 @@ from commlib.ops.registered.library import checked, like, register, save
 
 
 def identity(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True) -> torch.Tensor:
-    """Return, on every rank, a copy of its own ``x``; the gradient is all-reduced (sum).
+    """Copy ``x``; the gradient is all-reduced (sum). Use it before a column-parallel layer.
 
-    ``x``: any shape and dtype. It stands before a column-parallel layer. No communication forward;
-    the backward runs on the stream that ``use_calc_stream`` chooses. Raises ``RingError``.
+    Only the backward communicates. The host does not block on a GPU.
+
+    Args:
+        x: Any shape and dtype.
+        ring_id: The ring, or its id.
+        use_calc_stream: Run the backward on the caller's current stream. False: on the ring's
+            stream.
+
+    Returns:
+        A copy of ``x``.
+
+    Raises:
+        RingError: The ring does not exist, or it has failed.
+        DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
     if not torch.compiler.is_compiling():
         checked("identity", x, ring_id)

@@ -11,11 +11,23 @@ from commlib.ops.registered.traced_ring import size_of, sized
 
 
 def split(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True) -> torch.Tensor:
-    """Return, on rank r, a copy of the r-th part of ``x`` along the last axis.
+    """Copy this rank's part of ``x`` along the last axis.
 
-    ``x``: [..., n] of any dtype with n divisible by the ring's size; the result is [..., n / size].
-    No communication forward. Gradient: ``concat`` of all ranks' gradients along the last axis, on
-    the stream that ``use_calc_stream`` chooses. Raises ``RingError``, ``ShapeError``.
+    Only the backward communicates: the gradient is the ``concat`` of all ranks' gradients. The
+    host does not block on a GPU.
+
+    Args:
+        x: [..., n] of any dtype, n a multiple of the ring's size.
+        ring_id: The ring, or its id.
+        use_calc_stream: Run the backward on the caller's current stream. False: on the ring's
+            stream.
+
+    Returns:
+        [..., n / size], a copy.
+
+    Raises:
+        RingError: The ring does not exist, or it has failed.
+        DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
     if not torch.compiler.is_compiling():
         checked("split", x, ring_id)

@@ -10,13 +10,25 @@ from commlib.streams import sees_capture
 def vocab_parallel_embedding(
     ids: torch.Tensor, weight: torch.Tensor, start_index: int = 0, *, vocab_size: int = -1
 ) -> torch.Tensor:
-    """Return rows of this rank's shard of an embedding table; an all_reduce (sum) completes them.
+    """Look up ids in this rank's shard of an embedding table.
 
-    ``ids``: any shape, int32 or int64, ids of the whole vocabulary. ``weight``: [rows, dim], the
-    rows ``start_index`` to ``start_index + rows`` of the table. Result: ids.shape + [dim] of
-    weight's dtype; ids of other shards give zeros. Gradient: scatter-add into the own rows. No
-    communication. ``vocab_size >= 0`` checks in eager code that every id lies in [0, vocab_size),
-    which on a GPU waits for the ids (not under compile or capture). Raises ``ArgumentError``.
+    An all_reduce (sum) of the results completes the lookup; this operator does not communicate.
+    The gradient is added to the shard's rows.
+
+    Args:
+        ids: Any shape, int32 or int64 ids of the whole vocabulary.
+        weight: [rows, dim], the rows ``start_index`` to ``start_index + rows`` of the table.
+        start_index: First id of the shard.
+        vocab_size: If >= 0, check in eager code that every id is in [0, vocab_size). On a GPU the
+            host then waits for the ids. Compiled and captured code does not check.
+
+    Returns:
+        ids.shape + [dim] of weight's dtype; zeros for ids of other shards.
+
+    Raises:
+        ArgumentError: ``start_index`` is negative, or an id is out of range.
+        DtypeError: ``ids`` are not int32 or int64.
+        ShapeError: ``weight`` is not a non-empty matrix.
     """
     _check(ids, weight, start_index, vocab_size)
     local = ids - start_index
