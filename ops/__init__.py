@@ -1,4 +1,4 @@
-"""The collective operators: one a file, the same call eager, compiled and on every engine."""
+"""Collective operators, one per file: the same call works eager, compiled and on every engine."""
 
 from commlib.ops._data_norm import data_norm
 from commlib.ops.classification._class_center_sample import class_center_sample

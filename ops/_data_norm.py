@@ -1,4 +1,4 @@
-"""data_norm: normalise columns by summaries of everything seen, and fold this batch into them."""
+"""data_norm: normalise columns by running summaries, and update the summaries."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from commlib.ops.registered.library import like, once, register, traced
 
 Tensor = torch.Tensor
 
-_NAMES = ("x", *SUMMARIES, "scale_w", "bias")
+_TENSORS = ("x", *SUMMARIES, "scale_w", "bias")
 SKIP_BELOW = 1e-7  # a group of columns whose first value is nearer to 0 is skipped
 
 
@@ -95,16 +95,16 @@ def data_norm(
     if torch.compiler.is_compiling():
         check_traced(behaviour, tensors[1:4])
         call = _registered_op
-    elif traced(NAME, use_calc_stream, True, ring_id, **dict(zip(_NAMES, tensors, strict=True))):
+    elif traced(NAME, use_calc_stream, True, ring_id, **dict(zip(_TENSORS, tensors, strict=True))):
         call = _registered_op
-    elif trains:  # the dispatcher would answer for other devices by itself
+    elif trains:  # before the dispatcher rejects another device
         ring = comm(ring_id)
         with refuse_together(ring, NAME, awaited=sync_stats):
             check_tensors(ring, tensors, slot_dim)
         call = _registered_op
     numbers = float(epsilon), slot_dim, float(summary_decay_rate)
-    how = sync_stats, behaviour == "gpu", trains, use_calc_stream
-    y, means, scales, _ = call(*tensors, ring_id, *numbers, *how)
+    options = sync_stats, behaviour == "gpu", trains, use_calc_stream
+    y, means, scales, _ = call(*tensors, ring_id, *numbers, *options)
     return (y, means.detach(), scales.detach()) if return_moments else y
 
 
@@ -124,7 +124,7 @@ def _run(
     trains: bool,
     use_calc_stream: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the result, mean and scale, and the batch's own summaries where a backward may ask."""
+    """Return the result, mean, scale, and the batch's summaries if a backward needs them."""
     ring = comm(ring_id)
     synced = trains and updates and sync_stats
     with refuse_together(ring, NAME, awaited=synced):
@@ -148,7 +148,7 @@ def _run(
 
 
 def _skipped(x: Tensor, slot_dim: int) -> Tensor:
-    """Return [N, C]: which values belong to a group whose first one is as good as 0."""
+    """Return a mask [N, C] of the groups whose first value is almost 0."""
     return (x[:, ::slot_dim].abs() < SKIP_BELOW).repeat_interleave(slot_dim, 1)
 
 
@@ -179,9 +179,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     x, *summaries, scale_w, _, ring_id, _, slot_dim, decay, sync_stats, updates, _, stream = inputs
     _, means, scales, batch = output
     ctx.save_for_backward(scales, batch, *(() if scale_w is None else (x, means, scale_w)))
-    # Not saved: autograd would take the update of an earlier backward for a mistake.
+    # Not saved: autograd would reject the in-place update of an earlier backward.
     ctx.summaries = [summary.detach() for summary in summaries] if updates else []
-    ctx.slot_dim, ctx.how = slot_dim, (ring_id, decay, sync_stats, stream)
+    ctx.slot_dim, ctx.options = slot_dim, (ring_id, decay, sync_stats, stream)
 
 
 def _backward(ctx: Any, grad: Tensor | None, *rest: object) -> tuple[Tensor | None, ...]:
@@ -196,7 +196,7 @@ def _backward(ctx: Any, grad: Tensor | None, *rest: object) -> tuple[Tensor | No
     by_summaries: tuple[Tensor | None, ...] = (None, None, None)
     if ctx.summaries:
         with torch.no_grad():
-            updated = _update_op(batch, *ctx.summaries, *ctx.how)
+            updated = _update_op(batch, *ctx.summaries, *ctx.options)
             for summary, value in zip(ctx.summaries, updated.unbind(0), strict=True):
                 summary.copy_(value)
     else:
@@ -214,7 +214,7 @@ def _update_run(
     sync_stats: bool,
     use_calc_stream: bool,
 ) -> Tensor:
-    """Return [3, C]: the summaries with the batch, of all ranks if they are synchronised."""
+    """Return [3, C]: the summaries updated with the batch, of all ranks if synchronised."""
     if sync_stats:
         ring, out = comm(ring_id), like(batch)
         needs_result(ring, NAME)

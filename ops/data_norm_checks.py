@@ -19,7 +19,7 @@ LARGEST_EPSILON = 1e-3
 
 
 def check_traced(behaviour: str, summaries: Sequence[Tensor]) -> None:
-    """Refuse what not every torch can trace: a backward that writes to what wants a gradient."""
+    """Raise if a summary requires grad: not every torch traces a backward that writes to it."""
     if behaviour == "gpu" and any(summary.requires_grad for summary in summaries):
         raise ArgumentError(
             f"{NAME}: compiled with behaviour='gpu', a summary requires grad, but its .grad stays "
@@ -36,6 +36,7 @@ def check_options(
     bias: Tensor | None,
     sync_stats: bool,
 ) -> None:
+    """Raise for options that are out of range or do not fit ``behaviour``."""
     if behaviour not in ("gpu", "cpu"):
         raise ArgumentError(f"{NAME}: behaviour={behaviour!r}; expected 'gpu' or 'cpu'")
     if not isinstance(epsilon, (int, float)) or not 0 <= epsilon <= LARGEST_EPSILON:
@@ -52,8 +53,8 @@ def check_options(
     if (scale_w is None) != (bias is None):
         missing = "scale_w" if scale_w is None else "bias"
         raise ArgumentError(f"{NAME}: {missing} is missing; pass scale_w= and bias=, or neither")
-    for name, given in (("slot_dim", slot_dim > 0), ("scale_w and bias", scale_w is not None)):
-        if given and behaviour == "gpu":
+    for name, is_set in (("slot_dim", slot_dim > 0), ("scale_w and bias", scale_w is not None)):
+        if is_set and behaviour == "gpu":
             raise ArgumentError(
                 f"{NAME}: {name} with behaviour='gpu', which does not support it; "
                 f"pass behaviour='cpu'"
@@ -66,39 +67,39 @@ def check_options(
 
 
 def check_tensors(ring: CommContext, tensors: Sequence[Any], slot_dim: int) -> None:
-    """Refuse tensors of other dtypes, shapes or devices, and columns that make no whole groups."""
+    """Raise for other dtypes, shapes or devices, and for columns that do not divide into groups."""
     x, *columns = tensors
-    where = ring.where(NAME)
+    prefix = ring.where(NAME)
     check_tensor(ring, NAME, "x", x)
     if x.dtype not in DTYPES:
-        raise DtypeError(f"{where}: x is {x.dtype}; expected float32 or float64; pass x.float()")
+        raise DtypeError(f"{prefix}: x is {x.dtype}; expected float32 or float64; pass x.float()")
     if x.dim() != 2:
         raise ShapeError(
-            f"{where}: x has shape {tuple(x.shape)}; expected [N, C]; pass x.flatten(1)"
+            f"{prefix}: x has shape {tuple(x.shape)}; expected [N, C]; pass x.flatten(1)"
         )
-    for name, given in zip((*SUMMARIES, "scale_w", "bias"), columns, strict=True):
-        if given is None and name not in SUMMARIES:
+    for name, tensor in zip((*SUMMARIES, "scale_w", "bias"), columns, strict=True):
+        if tensor is None and name not in SUMMARIES:
             continue
-        check_tensor(ring, NAME, name, given)
-        if given.dtype != x.dtype:
+        check_tensor(ring, NAME, name, tensor)
+        if tensor.dtype != x.dtype:
             raise DtypeError(
-                f"{where}: {name} is {given.dtype} and x is {x.dtype}; expected one dtype; "
+                f"{prefix}: {name} is {tensor.dtype} and x is {x.dtype}; expected one dtype; "
                 f"pass {name}.to({x.dtype})"
             )
-        if given.dim() != 1 or given.shape[0] != x.shape[1]:
+        if tensor.dim() != 1 or tensor.shape[0] != x.shape[1]:
             raise ShapeError(
-                f"{where}: {name} has shape {tuple(given.shape)} and x {tuple(x.shape)}; "
+                f"{prefix}: {name} has shape {tuple(tensor.shape)} and x {tuple(x.shape)}; "
                 f"expected ({x.shape[1]},), one value per column"
             )
     if slot_dim > 0 and x.shape[1] % slot_dim:
         raise ShapeError(
-            f"{where}: slot_dim={slot_dim} with x of shape {tuple(x.shape)}; expected a divisor "
+            f"{prefix}: slot_dim={slot_dim} with x of shape {tuple(x.shape)}; expected a divisor "
             f"of its {x.shape[1]} columns"
         )
 
 
 def check_writable(ring: CommContext, summaries: Sequence[Tensor]) -> None:
-    """Refuse summaries whose update would overwrite another."""
+    """Raise for summaries whose update would overwrite another one."""
     for name, summary in zip(SUMMARIES, summaries, strict=True):
         if overlaps_itself(summary):
             raise ArgumentError(
@@ -107,6 +108,6 @@ def check_writable(ring: CommContext, summaries: Sequence[Tensor]) -> None:
             )
     if len({summary.data_ptr() for summary in summaries}) < 3 and summaries[0].numel():
         raise ArgumentError(
-            f"{ring.where(NAME)}: two of {', '.join(SUMMARIES)} are one memory, and each has "
+            f"{ring.where(NAME)}: two of {', '.join(SUMMARIES)} are one memory, but each has "
             f"its own update; pass a .clone() of one of them"
         )

@@ -69,12 +69,12 @@ def class_center_sample(
         with refuse_together(comm(ring_id), NAME):
             by_op = traced(NAME, use_calc_stream, True, ring_id, label=label)
     call: Callable[..., tuple[Tensor, Tensor, Tensor]] = _registered_op if by_op else _run
-    how = seed, not padded, use_calc_stream
-    remapped, sampled, kept = call(label, num_classes, num_samples, ring_id, *how)
+    options = seed, not padded, use_calc_stream
+    remapped, sampled, count = call(label, num_classes, num_samples, ring_id, *options)
     if padded or len(sampled) == num_samples:  # nothing to cut, nothing to wait for
         return remapped, sampled
     cut: Callable[..., Tensor] = _cut_op if call is _registered_op else _cut
-    return remapped, cut(sampled, kept)
+    return remapped, cut(sampled, count)
 
 
 def _run(
@@ -86,22 +86,22 @@ def _run(
     checked: bool,
     use_calc_stream: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the remapped labels, the sample with -1 behind it, and [1]: how many are sampled."""
+    """Return the remapped labels, the sample padded with -1, and its size [1]."""
     ring = comm(ring_id)
     with refuse_together(ring, NAME):
         _check(ring, label, num_classes, num_samples, seed, checked)
     batch = batch_of(label)
     facts = [Fact("N", len(label), ShapeError), Fact("num_samples", num_samples)]
-    own = [num_classes, *(batch.facts() if checked else [])]
-    every = check_ranks_agree(ring, NAME, facts, own)
-    bounds = [0, *accumulate(row[0] for row in every)]
-    _compare(ring, {rank: row[1:] for rank, row in enumerate(every) if row[1:]}, bounds[-1])
+    values = [num_classes, *(batch.facts() if checked else [])]
+    rows_of_ranks = check_ranks_agree(ring, NAME, facts, values)
+    bounds = [0, *accumulate(row[0] for row in rows_of_ranks)]
+    _compare(ring, {rank: row[1:] for rank, row in enumerate(rows_of_ranks) if row[1:]}, bounds[-1])
     return batch.sampled(bounds, ring.rank, num_samples, seed)
 
 
-def _cut(sampled: Tensor, kept: Tensor) -> Tensor:
-    """Return what is sampled, without the rest; waits for a GPU."""
-    return sampled[: int(kept)]
+def _cut(sampled: Tensor, count: Tensor) -> Tensor:
+    """Return the sample without its padding; waits for a GPU."""
+    return sampled[: int(count)]
 
 
 def _check(
@@ -112,51 +112,51 @@ def _check(
     seed: object,
     checked: bool,
 ) -> None:
-    """Refuse what is wrong on this rank alone."""
+    """Check this rank's arguments."""
     check_tensor(ring, NAME, "label", label)
-    where = ring.where(NAME)
+    prefix = ring.where(NAME)
     if label.dtype not in LABELS:
         raise DtypeError(
-            f"{where}: label is {label.dtype}; expected int32 or int64; pass label.long()"
+            f"{prefix}: label is {label.dtype}; expected int32 or int64; pass label.long()"
         )
     if label.dim() != 1:
         raise ShapeError(
-            f"{where}: label has shape {tuple(label.shape)}; expected [N]; pass label.flatten()"
+            f"{prefix}: label has shape {tuple(label.shape)}; expected [N]; pass label.flatten()"
         )
     if not len(label):
-        raise ShapeError(f"{where}: label is empty; expected 1 or more ids")
+        raise ShapeError(f"{prefix}: label is empty; expected 1 or more ids")
     most = permutation.LARGEST
     for name, value in (("num_classes", num_classes), ("num_samples", num_samples)):
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
             limit = "2**31 - 1" if name == "num_classes" else f"num_classes={most}"
-            raise ArgumentError(f"{where}: {name}={value!r}; expected an int from 1 to {limit}")
+            raise ArgumentError(f"{prefix}: {name}={value!r}; expected an int from 1 to {limit}")
         most = value
     if seed is not None and (
         isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= SEEDS
     ):
-        raise ArgumentError(f"{where}: seed={seed!r}; expected an int from 0 to 2**62, or None")
+        raise ArgumentError(f"{prefix}: seed={seed!r}; expected an int from 0 to 2**62, or None")
     if not label.is_cuda or not torch.cuda.is_current_stream_capturing():
         return
     if checked:
         raise ArgumentError(
-            f"{where}: a CUDA graph can't hold a result whose size depends on the labels; "
+            f"{prefix}: a CUDA graph can't hold a result whose size depends on the labels; "
             f"pass padded=True"
         )
     if not has_triton():
-        raise ArgumentError(f"{where}: a CUDA graph needs Triton; run pip install triton")
+        raise ArgumentError(f"{prefix}: a CUDA graph needs Triton; run pip install triton")
 
 
 def _compare(ring: CommContext, labels: dict[int, Sequence[int]], total: int) -> None:
-    """Refuse labels that are no classes, and batches that differ.
+    """Raise for labels outside the classes, and for batches that differ between ranks.
 
-    ``labels``: digest, least and greatest label of each rank that has checked its own.
+    ``labels``: digest, least and greatest label of each rank that has checked its labels.
     """
-    where = ring.where(NAME)
+    prefix = ring.where(NAME)
     for rank, (_, *ends) in labels.items():
         outside = [label for label in ends if not 0 <= label < total]
         if outside:
             raise ArgumentError(
-                f"{where}: label {outside[0]} on rank {rank} is outside the {total} classes; "
+                f"{prefix}: label {outside[0]} on rank {rank} is outside the {total} classes; "
                 f"expected 0 to {total - 1}"
             )
     digests = {rank: tuple(facts) for rank, facts in labels.items()}
@@ -164,8 +164,8 @@ def _compare(ring: CommContext, labels: dict[int, Sequence[int]], total: int) ->
         first = next(iter(digests))
         others = [rank for rank, facts in digests.items() if facts != digests[first]]
         raise ArgumentError(
-            f"{where}: label of ranks {others} differs from that of rank {first}; give each rank "
-            f"the labels of the whole batch: ops.all_gather(label)"
+            f"{prefix}: label of ranks {others} differs from that of rank {first}; pass on each "
+            f"rank the labels of the whole batch: ops.all_gather(label)"
         )
 
 
@@ -179,11 +179,11 @@ def _fake(
     return like(label), sampled, label.new_empty(1, dtype=torch.int64)
 
 
-def _cut_copy(sampled: Tensor, kept: Tensor) -> Tensor:
-    return _cut(sampled, kept).clone()
+def _cut_copy(sampled: Tensor, count: Tensor) -> Tensor:
+    return _cut(sampled, count).clone()
 
 
-def _cut_fake(sampled: Tensor, kept: Tensor) -> Tensor:
+def _cut_fake(sampled: Tensor, count: Tensor) -> Tensor:
     return sampled.new_empty(torch.library.get_ctx().new_dynamic_size())
 
 
@@ -195,5 +195,5 @@ _registered_op = register(
     _fake,
 )
 _cut_op = register(
-    f"{NAME}_cut(Tensor sampled, Tensor kept) -> Tensor", _cut_copy, _cut_fake, ordered=False
+    f"{NAME}_cut(Tensor sampled, Tensor count) -> Tensor", _cut_copy, _cut_fake, ordered=False
 )

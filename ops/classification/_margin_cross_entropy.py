@@ -20,7 +20,7 @@ Margins = tuple[float, float, float]
 NAME = "margin_cross_entropy"
 REDUCTIONS = ("mean", "sum", "none")
 NAMES = ("margin1", "margin2", "margin3", "scale")
-LEAST = 1e-8  # a margin that is nearer to its neutral value does not act
+LEAST = 1e-8  # a margin closer to its neutral value has no effect
 
 
 def margin_cross_entropy(
@@ -74,20 +74,20 @@ def margin_cross_entropy(
     call: Any = _run
     if takes_registered_op(NAME, logits, label, ring_id, use_calc_stream):
         call = _registered_op
-    how = *numbers, return_softmax, reduction or "none", use_calc_stream
-    loss, whole, *_ = call(logits, label, ring_id, *how)
-    return (loss, whole.detach()) if return_softmax else loss
+    options = *numbers, return_softmax, reduction or "none", use_calc_stream
+    loss, probabilities, *_ = call(logits, label, ring_id, *options)
+    return (loss, probabilities.detach()) if return_softmax else loss
 
 
-def _numbers(given: tuple[Any, ...]) -> tuple[float, ...]:
-    """Return margins and scale as floats; raises ``ArgumentError`` for what gives NaN."""
-    for name, value in zip(NAMES, given, strict=True):
+def _numbers(values: tuple[Any, ...]) -> tuple[float, ...]:
+    """Return margins and scale as floats; raises ``ArgumentError`` for values that give NaN."""
+    for name, value in zip(NAMES, values, strict=True):
         # compared, not math.isfinite: that can't be traced once a number varies between calls
         if not isinstance(value, (int, float)) or not -math.inf < value < math.inf:
             raise ArgumentError(f"{NAME}: {name}={value!r}; expected a finite number")
-    if given[3] <= 0:
-        raise ArgumentError(f"{NAME}: scale={given[3]!r}; expected a number above 0")
-    return tuple(float(value) for value in given)
+    if values[3] <= 0:
+        raise ArgumentError(f"{NAME}: scale={values[3]!r}; expected a number above 0")
+    return tuple(float(value) for value in values)
 
 
 def _check(ring: CommContext, logits: Tensor, label: Tensor) -> None:
@@ -111,7 +111,7 @@ def _run(
     reduction: str,
     use_calc_stream: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the loss, the softmax or nothing of it, and what the backward needs."""
+    """Return the loss, the softmax or an empty tensor, and two tensors for the backward."""
     ring = comm(ring_id)
     with refuse_together(ring, NAME):
         _check(ring, logits, label)
@@ -125,12 +125,12 @@ def _run(
     rows = rows._replace(aim=_with_margin(cosines, margins).mul_(scale))
     checked = cosines if _turns(margins) else None
     loss, stats = shards.joined(rows, labels, checked, use_calc_stream)
-    whole = softmax(rows, stats) if return_softmax else logits.new_empty(0)
-    return _reduced(loss, reduction).to(logits.dtype), whole, stats, rows.columns
+    probabilities = softmax(rows, stats) if return_softmax else logits.new_empty(0)
+    return _reduced(loss, reduction).to(logits.dtype), probabilities, stats, rows.columns
 
 
 def _turns(margins: Margins) -> bool:
-    """Whether the margins change the angle."""
+    """Return True if the margins change the angle."""
     return abs(margins[0] - 1) > LEAST or abs(margins[1]) > LEAST
 
 
@@ -143,7 +143,7 @@ def _turned(cosines: Tensor, margins: Margins) -> Tensor:
 
 
 def _with_margin(cosines: Tensor, margins: Margins) -> Tensor:
-    """Return a new tensor with what stands for the cosines of the labels."""
+    """Return the labels' cosines with the margin, a new tensor."""
     moved = _turned(cosines, margins).cos_() if _turns(margins) else cosines.clone()
     return moved.sub_(margins[2]) if abs(margins[2]) > LEAST else moved
 
@@ -164,10 +164,10 @@ def _reduced(loss: Tensor, reduction: str) -> Tensor:
 
 
 def _fake(
-    logits: Tensor, label: Tensor, ring_id: int, *how: Any
+    logits: Tensor, label: Tensor, ring_id: int, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check(comm(ring_id), logits, label)
-    *_, return_softmax, reduction, _ = how
+    *_, return_softmax, reduction, _ = options
     count = logits.shape[0]
     return (
         logits.new_empty((count, 1) if reduction == "none" else ()),
@@ -183,8 +183,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _backward(ctx: Any, grad: Tensor | None, *rest: object) -> tuple[Tensor | None, ...]:
-    wanted = None if grad is None else _grad_op(grad, *ctx.saved_tensors, *ctx.saved)
-    return wanted, *([None] * 9)
+    by_logits = None if grad is None else _grad_op(grad, *ctx.saved_tensors, *ctx.saved)
+    return by_logits, *([None] * 9)
 
 
 def _grad_run(

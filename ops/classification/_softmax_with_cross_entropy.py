@@ -1,4 +1,4 @@
-"""softmax_with_cross_entropy: the loss of labels whose classes lie in shards on the ranks."""
+"""softmax_with_cross_entropy: the loss of labels whose classes are sharded over the ranks."""
 
 import math
 from typing import Any
@@ -64,8 +64,10 @@ def softmax_with_cross_entropy(
     call: Any = _run
     if takes_registered_op(NAME, logits, label, ring_id, use_calc_stream):
         call = _registered_op
-    loss, whole, *_ = call(logits, label, ring_id, ignore_index, return_softmax, use_calc_stream)
-    return (loss, whole.detach()) if return_softmax else loss
+    loss, probabilities, *_ = call(
+        logits, label, ring_id, ignore_index, return_softmax, use_calc_stream
+    )
+    return (loss, probabilities.detach()) if return_softmax else loss
 
 
 def _check_ignore_index(ignore_index: object) -> None:
@@ -76,7 +78,7 @@ def _check_ignore_index(ignore_index: object) -> None:
 
 
 def _ids(ring: CommContext, logits: Tensor, label: Tensor) -> int:
-    """Return how many ids a row of ``label`` has; raises what the arguments are refused for."""
+    """Return the number of ids per row of ``label`` after checking the arguments."""
     check_inputs(ring, NAME, logits, label)
     lead = tuple(logits.shape[:-1])
     if tuple(label.shape) == lead:
@@ -97,7 +99,7 @@ def _run(
     return_softmax: bool,
     use_calc_stream: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the loss, the softmax or nothing of it, and what the backward needs."""
+    """Return the loss, the softmax or an empty tensor, and two tensors for the backward."""
     ring = comm(ring_id)
     with refuse_together(ring, NAME):
         ids = _ids(ring, logits, label)
@@ -106,8 +108,10 @@ def _run(
     labels = label.reshape(len(x), ids).long()
     rows = Rows(x, shards.columns(labels))
     loss, stats = shards.joined(rows, labels, None, use_calc_stream)
-    whole = softmax(rows, stats).view(logits.shape) if return_softmax else logits.new_empty(0)
-    return loss.to(logits.dtype).view(*logits.shape[:-1], 1), whole, stats, rows.columns
+    probabilities = (
+        softmax(rows, stats).view(logits.shape) if return_softmax else logits.new_empty(0)
+    )
+    return loss.to(logits.dtype).view(*logits.shape[:-1], 1), probabilities, stats, rows.columns
 
 
 def _fake(
@@ -132,8 +136,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _backward(ctx: Any, grad: Tensor | None, *rest: object) -> tuple[Tensor | None, ...]:
-    wanted = None if grad is None else _grad_op(grad, *ctx.saved_tensors)
-    return wanted, None, None, None, None, None
+    by_logits = None if grad is None else _grad_op(grad, *ctx.saved_tensors)
+    return by_logits, None, None, None, None, None
 
 
 def _grad_run(grad: Tensor, logits: Tensor, stats: Tensor, columns: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""all_gather: every rank ends with the tensors of all ranks, one after the other."""
+"""all_gather: concatenate the tensors of all ranks on every rank."""
 
 from typing import Any
 
@@ -75,8 +75,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     ring_id, size, use_calc_stream = ctx.saved
-    mine = torch.ops.commlib.reduce_scatter(grad, ring_id, size, "sum", use_calc_stream)
-    return mine.view(()) if ctx.scalar else mine, None, None, None
+    part = torch.ops.commlib.reduce_scatter(grad, ring_id, size, "sum", use_calc_stream)
+    return part.view(()) if ctx.scalar else part, None, None, None
 
 
 _registered_op = register(

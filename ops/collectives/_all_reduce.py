@@ -1,4 +1,4 @@
-"""all_reduce: every rank ends with the reduction over all ranks."""
+"""all_reduce: reduce over all ranks, on every rank."""
 
 from typing import Any
 

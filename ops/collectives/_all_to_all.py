@@ -1,4 +1,4 @@
-"""all_to_all: rank r ends with the r-th part of every rank's tensor."""
+"""all_to_all: rank r receives the r-th part of every rank's tensor."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -108,7 +108,7 @@ def _fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-    """Keep the way back: what came goes out again, and the result has the rows of ``x``."""
+    """Save the reverse exchange: received parts are sent back, in the shape of ``x``."""
     x, ring_id, size, out_splits, in_splits, use_calc_stream = inputs
     if in_splits is None and out_splits is not None:
         in_splits = [rows(x)[0] // size] * size

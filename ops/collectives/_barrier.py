@@ -1,4 +1,4 @@
-"""barrier: no rank goes on before every rank has come."""
+"""barrier: no rank continues before every rank has arrived."""
 
 from typing import Any
 

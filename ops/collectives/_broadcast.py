@@ -1,4 +1,4 @@
-"""broadcast: every rank ends with the root's tensor."""
+"""broadcast: copy the root's tensor to every rank."""
 
 from typing import Any
 
@@ -77,7 +77,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
 
 def _grad_run(grad: torch.Tensor, ring_id: int, root: int, use_calc_stream: bool) -> Any:
-    """Return the sum on root and zeros elsewhere; who is root is known when it runs."""
+    """Return the sum on root and zeros elsewhere; this rank's role is decided at run time."""
     ring, total = comm(ring_id), like(grad)
     ring.reduce(total, grad, root=root, use_calc_stream=use_calc_stream)
     return total if ring.rank == root else total.zero_()

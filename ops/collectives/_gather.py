@@ -1,4 +1,4 @@
-"""gather: the root ends with the tensors of all ranks, the others with nothing."""
+"""gather: concatenate the tensors of all ranks on the root."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""recv: end with what one other rank sends."""
+"""recv: receive a tensor from one other rank."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""reduce: the root ends with the reduction over all ranks, the others with what they had."""
+"""reduce: reduce over all ranks, on the root."""
 
 from typing import Any
 

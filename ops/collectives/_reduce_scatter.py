@@ -1,4 +1,4 @@
-"""reduce_scatter: rank r ends with the r-th part of the reduction over all ranks."""
+"""reduce_scatter: rank r receives the r-th part of the reduction over all ranks."""
 
 from typing import Any
 
@@ -75,8 +75,8 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     ring_id, size, op, use_calc_stream = ctx.saved
     if op not in ("sum", "avg"):
         raise ArgumentError(f"reduce_scatter with op={op!r} has no gradient; pass x.detach()")
-    whole = torch.ops.commlib.all_gather(grad, ring_id, size, use_calc_stream)
-    return whole / size if op == "avg" else whole, None, None, None, None
+    gathered = torch.ops.commlib.all_gather(grad, ring_id, size, use_calc_stream)
+    return gathered / size if op == "avg" else gathered, None, None, None, None
 
 
 _registered_op = register(

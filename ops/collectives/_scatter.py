@@ -1,4 +1,4 @@
-"""scatter: rank r ends with the r-th part of the root's tensor."""
+"""scatter: rank r receives the r-th part of the root's tensor."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""send: hand a tensor to one other rank."""
+"""send: send a tensor to one other rank."""
 
 from typing import Any
 

@@ -38,13 +38,13 @@ def assign_pos(
         check_number("assign_pos", "total", total, 0)
         return _ordered(x, cum_count.shape[0])[:total]
     if needs_op(x, cum_count):
-        found: torch.Tensor = _registered_op(x, cum_count)
-        return found
+        positions: torch.Tensor = _registered_op(x, cum_count)
+        return positions
     return _ordered(x, cum_count.shape[0])[: _counted(x, cum_count)]
 
 
 def _ordered(x: torch.Tensor, experts: int) -> torch.Tensor:
-    """Every position: by expert, then from the last to the first, those without one behind."""
+    """Return all positions by expert, the last one first; dropped tokens are at the end."""
     flat = x.reshape(-1).flip(0)
     dropped = (flat < 0) | (flat >= experts)
     order = torch.where(dropped, experts, flat).argsort(stable=True)
@@ -52,7 +52,7 @@ def _ordered(x: torch.Tensor, experts: int) -> torch.Tensor:
 
 
 def _counted(x: torch.Tensor, cum_count: torch.Tensor) -> int:
-    """Read cum_count[-1], and compare what comes with it."""
+    """Return cum_count[-1] after comparing the counts with ``x``."""
     if not len(cum_count):
         return 0
     if x.is_cuda and capturing():
@@ -62,13 +62,13 @@ def _counted(x: torch.Tensor, cum_count: torch.Tensor) -> int:
                 "that have an expert"
             )
         return int(cum_count[-1])
-    own = number_count(x, len(cum_count)).cumsum(0).to(cum_count.device)
-    total, apart = torch.stack([cum_count[-1].long(), (own != cum_count).sum()]).tolist()
-    if apart:
-        at = int((own != cum_count).nonzero()[0])
+    expected = number_count(x, len(cum_count)).cumsum(0).to(cum_count.device)
+    total, differing = torch.stack([cum_count[-1].long(), (expected != cum_count).sum()]).tolist()
+    if differing:
+        at = int((expected != cum_count).nonzero()[0])
         raise ArgumentError(
-            f"assign_pos: cum_count[{at}] is {int(cum_count[at])}; {int(own[at])} ids of x are 0 "
-            f"to {at}; set cum_count = ops.number_count(x, {len(cum_count)}).cumsum(0)"
+            f"assign_pos: cum_count[{at}] is {int(cum_count[at])}; {int(expected[at])} ids of x "
+            f"are 0 to {at}; set cum_count = ops.number_count(x, {len(cum_count)}).cumsum(0)"
         )
     return int(total)
 

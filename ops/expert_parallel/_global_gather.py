@@ -1,4 +1,4 @@
-"""global_gather: the rows of ``global_scatter`` come back from the experts."""
+"""global_gather: return the rows of ``global_scatter`` from the experts."""
 
 import torch
 
@@ -37,8 +37,8 @@ def global_gather(
     """
     counts = row_table(x, local_count, global_count, ring_id, back=True)
     if needs_op(x) or x.requires_grad:
-        moved: torch.Tensor = _registered_op(x, counts, ring_id, use_calc_stream, None)
-        return moved
+        returned: torch.Tensor = _registered_op(x, counts, ring_id, use_calc_stream, None)
+        return returned
     return move(x, counts, ring_id, use_calc_stream, back=True)
 
 

@@ -1,4 +1,4 @@
-"""global_scatter: every rank's rows go to the experts that they are meant for."""
+"""global_scatter: send every rank's rows to their experts."""
 
 import torch
 
@@ -38,8 +38,8 @@ def global_scatter(
     """
     counts = row_table(x, local_count, global_count, ring_id, back=False)
     if needs_op(x) or x.requires_grad:
-        moved: torch.Tensor = _registered_op(x, counts, ring_id, use_calc_stream, None)
-        return moved
+        received: torch.Tensor = _registered_op(x, counts, ring_id, use_calc_stream, None)
+        return received
     return move(x, counts, ring_id, use_calc_stream, back=False)
 
 

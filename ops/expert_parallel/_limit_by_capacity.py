@@ -1,4 +1,4 @@
-"""limit_by_capacity: how many tokens of each worker an expert has room for."""
+"""limit_by_capacity: the tokens of each worker that fit an expert's capacity."""
 
 import torch
 
@@ -32,7 +32,7 @@ def limit_by_capacity(
             f"limit_by_capacity: expert_count has {expert_count.shape[0]} entries; expected "
             f"n_worker={n_worker} times the {capacity.shape[0]} of capacity"
         )
-    asked = expert_count.view(n_worker, capacity.shape[0])
-    served_before = asked.cumsum(0) - asked
-    room = (capacity.clamp(min=0) - served_before).clamp(min=0)
-    return torch.minimum(asked, room).to(asked.dtype).reshape(-1)
+    requested = expert_count.view(n_worker, capacity.shape[0])
+    served_before = requested.cumsum(0) - requested
+    remaining = (capacity.clamp(min=0) - served_before).clamp(min=0)
+    return torch.minimum(requested, remaining).to(requested.dtype).reshape(-1)

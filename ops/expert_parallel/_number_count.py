@@ -1,4 +1,4 @@
-"""number_count: how many tokens go to each expert."""
+"""number_count: count the tokens of each expert."""
 
 import torch
 
@@ -24,6 +24,6 @@ def number_count(numbers: torch.Tensor, upper_range: int) -> torch.Tensor:
     check_ids("number_count", "numbers", numbers, None)
     check_number("number_count", "upper_range", upper_range, 1)
     flat = numbers.reshape(-1).long()
-    known = (flat >= 0) & (flat < upper_range)
+    in_range = (flat >= 0) & (flat < upper_range)
     counts = torch.zeros(upper_range, dtype=torch.int64, device=numbers.device)
-    return counts.index_add_(0, flat.masked_fill(~known, 0), known.long())
+    return counts.index_add_(0, flat.masked_fill(~in_range, 0), in_range.long())

@@ -1,4 +1,4 @@
-"""prune_gate_by_capacity: drop the tokens that their expert has no room for."""
+"""prune_gate_by_capacity: drop the tokens beyond their expert's count."""
 
 import torch
 
@@ -38,12 +38,12 @@ def prune_gate_by_capacity(
             f"n_expert * n_worker = {count}"
         )
     flat = gate_idx.reshape(-1)
-    known = (flat >= 0) & (flat < count)
-    ids = torch.where(known, flat, count).long()
+    in_range = (flat >= 0) & (flat < count)
+    ids = torch.where(in_range, flat, count).long()
     order = ids.argsort(stable=True)
     grouped = ids[order]
-    # How many tokens of the same expert stand before each one: its place minus its group's first.
+    # Earlier tokens of the same expert: the index in the order minus the first index of the group.
     before = torch.arange(len(ids), device=ids.device) - torch.searchsorted(grouped, grouped)
-    place = torch.empty_like(before).scatter_(0, order, before)
-    room = torch.cat([expert_count, expert_count.new_zeros(1)])[ids]
-    return torch.where(known & (place >= room), -1, flat).view(gate_idx.shape)
+    position = torch.empty_like(before).scatter_(0, order, before)
+    limit = torch.cat([expert_count, expert_count.new_zeros(1)])[ids]
+    return torch.where(in_range & (position >= limit), -1, flat).view(gate_idx.shape)

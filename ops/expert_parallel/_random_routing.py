@@ -1,4 +1,4 @@
-"""random_routing: drop a token's second expert with a probability that its weight decides."""
+"""random_routing: drop a token's second expert at random, by its weight."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""partial_all_gather: every rank gives its own slice of a tensor and ends with all of them."""
+"""partial_all_gather: gather one slice of a tensor from every rank, on every rank."""
 
 from typing import Any
 
@@ -47,8 +47,8 @@ def partial_all_gather(
     if traced("partial_all_gather", use_calc_stream, sync_op, ring_id, x=x, out=out):
         return deliver(_registered_op(x.detach(), ring_id, use_calc_stream), out, sync_op)
     ring = checked("partial_all_gather", x, ring_id)
-    parts = _own(x.detach(), ring_id)
-    fenced = fenced or len(parts) > 1  # the copy of several is made on the current stream
+    parts = _own_slice(x.detach(), ring_id)
+    fenced = fenced or len(parts) > 1  # several views are copied on the current stream
     if out is None:
         out = like(x) if fenced or use_calc_stream else raw_output(ring, like, x)
     return ring.all_gather(
@@ -56,15 +56,15 @@ def partial_all_gather(
     )
 
 
-def _own(x: torch.Tensor, ring_id: int) -> list[torch.Tensor]:
+def _own_slice(x: torch.Tensor, ring_id: int) -> list[torch.Tensor]:
     ring = comm(ring_id)
     first, last = bounds("partial_all_gather", x, ring_id, ring.size, ring.rank)
     return slice_views(x, first, last)
 
 
 def _run(x: torch.Tensor, ring_id: int, use_calc_stream: bool) -> Any:
-    own = joined(_own(x, ring_id))
-    return comm(ring_id).all_gather(like(x), own, use_calc_stream=use_calc_stream)
+    part = joined(_own_slice(x, ring_id))
+    return comm(ring_id).all_gather(like(x), part, use_calc_stream=use_calc_stream)
 
 
 def _fake(x: torch.Tensor, ring_id: int, use_calc_stream: bool) -> torch.Tensor:

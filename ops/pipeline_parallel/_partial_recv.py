@@ -1,4 +1,4 @@
-"""partial_recv: fill one of the equal slices of a tensor with what another rank sends."""
+"""partial_recv: receive one of the equal slices of a tensor."""
 
 from typing import Any
 
@@ -58,24 +58,24 @@ def partial_recv(
         check_out(ring, "partial_recv", out)
     first, last = bounds("partial_recv", out, ring_id, num, id)
     parts = slice_views(out.detach(), first, last)
-    how = {"use_calc_stream": use_calc_stream, "sync_op": sync_op}
+    options = {"use_calc_stream": use_calc_stream, "sync_op": sync_op}
     if len(parts) == 1:
-        done = recv(parts[0], ring_id, peer=peer, fenced=fenced, **how)
-        return out if sync_op else _Whole(done, out)
+        result = recv(parts[0], ring_id, peer=peer, fenced=fenced, **options)
+        return out if sync_op else _SliceWork(result, out)
     if ring is not None:
         needs_result(ring, "partial_recv", "pass out.contiguous()")
     if not sync_op:
         raise ArgumentError(
             f"partial_recv on ring {ring_id}: sync_op=False with an out of strides "
-            f"{out.stride()}: nobody would put the slice in place; pass out.contiguous(), or call "
-            f"it with sync_op=True"
+            f"{out.stride()}: the received slice would not be copied to out; pass "
+            f"out.contiguous(), or call it with sync_op=True"
         )
-    fill(parts, recv(out.new_empty(last - first), ring_id, peer=peer, **how))
+    fill(parts, recv(out.new_empty(last - first), ring_id, peer=peer, **options))
     return out
 
 
-class _Whole(Work):
-    """The work of a slice, whose result is the whole tensor."""
+class _SliceWork(Work):
+    """The work of a slice; its result is the full tensor."""
 
     __slots__ = ("_part",)
 

@@ -1,4 +1,4 @@
-"""partial_send: hand one of the equal slices of a tensor to one other rank."""
+"""partial_send: send one of the equal slices of a tensor to another rank."""
 
 from typing import Any
 

@@ -225,10 +225,10 @@ def save(*indices: int) -> Callable[..., None]:
 def once(collective: str) -> Callable[..., None]:
     """Return a backward that raises: autograd would otherwise drop this gradient silently."""
 
-    def refuse(ctx: Any, *grads: object) -> None:
+    def fail(ctx: Any, *grads: object) -> None:
         raise ArgumentError(f"the gradient of {collective} has no gradient")
 
-    return refuse
+    return fail
 
 
 def rows(x: torch.Tensor) -> tuple[int, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""all_reduce_residual_norm: a sum over the ranks, a residual added to it, and the norm of that."""
+"""all_reduce_residual_norm: a sum over the ranks, plus a residual, and its norm."""
 
 import math
 from typing import Any
@@ -96,17 +96,17 @@ def _check_options(
             f"{NAME}: bias with norm='rms', which adds none; pass norm='layer', or linear_bias= "
             f"for that of the linear layer"
         )
-    number = isinstance(eps, (int, float)) and not isinstance(eps, bool)
-    if not number or not 0 <= eps < math.inf:
+    is_number = isinstance(eps, (int, float)) and not isinstance(eps, bool)
+    if not is_number or not 0 <= eps < math.inf:
         raise ArgumentError(f"{NAME}: eps={eps!r}; expected a number from 0 on; pass eps=1e-6")
     if out_dtype not in (None, FLOAT8, dtype):
         raise DtypeError(
             f"{NAME}: out_dtype={out_dtype}; expected {FLOAT8}, or nothing for that of x, {dtype}"
         )
     if (out_dtype == FLOAT8) != (scale is not None):
-        given = "without scale=" if scale is None else f"with scale=, but out_dtype={out_dtype}"
+        passed = "without scale=" if scale is None else f"with scale=, but out_dtype={out_dtype}"
         raise ArgumentError(
-            f"{NAME}: {given}; expected both or neither; pass out_dtype={FLOAT8}, scale=..., one "
+            f"{NAME}: {passed}; expected both or neither; pass out_dtype={FLOAT8}, scale=..., one "
             f"float32 on the ring's device"
         )
 
@@ -120,16 +120,16 @@ def _check_gradients(tensors: tuple[Any, ...]) -> None:
 
 
 def _check(ring: CommContext, tensors: tuple[Any, ...]) -> None:
-    """Refuse tensors of other dtypes, shapes or devices."""
+    """Raise for tensors of other dtypes, shapes or devices."""
     x, residual, weight, bias, linear_bias, scale = tensors
-    where = ring.where(NAME)
+    prefix = ring.where(NAME)
     check_tensor(ring, NAME, "x", x)
     if x.dtype not in DTYPES:
         raise DtypeError(
-            f"{where}: x is {x.dtype}; expected bfloat16, float16 or float32; pass x.float()"
+            f"{prefix}: x is {x.dtype}; expected bfloat16, float16 or float32; pass x.float()"
         )
     if x.dim() == 0:
-        raise ShapeError(f"{where}: x is 0-D; expected [..., H]; pass x.view(1)")
+        raise ShapeError(f"{prefix}: x is 0-D; expected [..., H]; pass x.view(1)")
     _check_like(ring, "residual", residual, x.dtype, tuple(x.shape))
     row = tuple(x.shape[-1:])
     _check_like(ring, "weight", weight, x.dtype, row)
@@ -140,10 +140,10 @@ def _check(ring: CommContext, tensors: tuple[Any, ...]) -> None:
         check_tensor(ring, NAME, "scale", scale)
         if scale.dtype is not torch.float32:
             raise DtypeError(
-                f"{where}: scale is {scale.dtype}; expected float32; pass scale.float()"
+                f"{prefix}: scale is {scale.dtype}; expected float32; pass scale.float()"
             )
         if scale.numel() != 1:
-            raise ShapeError(f"{where}: scale has shape {tuple(scale.shape)}; expected one number")
+            raise ShapeError(f"{prefix}: scale has shape {tuple(scale.shape)}; expected one number")
 
 
 def _check_like(
@@ -179,8 +179,8 @@ def _run(
     needs_result(ring, NAME)
     x, residual, weight, bias, linear_bias, scale = map(_dense, tensors)
     norm = Norm(residual, weight, bias, linear_bias, scale, layer, eps)
-    done = ring.all_reduce_norm(x, norm, use_calc_stream=use_calc_stream)
-    return composed(ring, x, norm, use_calc_stream) if done is None else done
+    result = ring.all_reduce_norm(x, norm, use_calc_stream=use_calc_stream)
+    return composed(ring, x, norm, use_calc_stream) if result is None else result
 
 
 def _dense(x: Tensor | None) -> Any:
@@ -190,7 +190,7 @@ def _dense(x: Tensor | None) -> Any:
 def composed(
     ring: CommContext, x: Tensor, norm: Norm, use_calc_stream: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the same from an all_reduce and torch operators: what the kernel is measured by."""
+    """Return the same from an all_reduce and torch operators: the reference for the kernel."""
     added = like(x)
     ring.all_reduce(added, x, use_calc_stream=use_calc_stream)
     total = added.float()

@@ -1,4 +1,4 @@
-"""concat: every rank ends with the shards of all ranks side by side on the last axis."""
+"""concat: concatenate the tensors of all ranks along the last axis."""
 
 from typing import Any
 
@@ -30,8 +30,8 @@ def concat(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True) -
     """
     if not torch.compiler.is_compiling():
         checked("concat", x, ring_id)
-    whole: torch.Tensor = _registered_op(x, ring_id, size_of(ring_id), use_calc_stream)
-    return whole
+    gathered: torch.Tensor = _registered_op(x, ring_id, size_of(ring_id), use_calc_stream)
+    return gathered
 
 
 def _run(x: torch.Tensor, ring_id: int, size: int, use_calc_stream: bool) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""split: each rank ends with its own part of the last axis."""
+"""split: keep this rank's part of the last axis."""
 
 from typing import Any
 

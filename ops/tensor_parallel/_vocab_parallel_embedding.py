@@ -1,4 +1,4 @@
-"""vocab_parallel_embedding: look up the ids whose rows this rank holds, zeros for the others."""
+"""vocab_parallel_embedding: look up ids in this rank's shard, zeros for other ids."""
 
 import torch
 
@@ -32,9 +32,9 @@ def vocab_parallel_embedding(
     """
     _check(ids, weight, start_index, vocab_size)
     local = ids - start_index
-    mine = (local >= 0) & (local < weight.shape[0])
-    found = torch.nn.functional.embedding(local.masked_fill(~mine, 0), weight)
-    return found.masked_fill(~mine.unsqueeze(-1), 0)
+    in_shard = (local >= 0) & (local < weight.shape[0])
+    rows = torch.nn.functional.embedding(local.masked_fill(~in_shard, 0), weight)
+    return rows.masked_fill(~in_shard.unsqueeze(-1), 0)
 
 
 def _check(ids: torch.Tensor, weight: torch.Tensor, start_index: int, vocab_size: int) -> None:
