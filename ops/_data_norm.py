@@ -1,6 +1,6 @@
 """data_norm: normalise columns by running summaries, and update the summaries."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -8,6 +8,7 @@ from commlib.core.group import needs_result
 from commlib.core.manager import comm
 from commlib.errors import DtypeError, ShapeError
 from commlib.ops.agreement import Fact, check_ranks_agree, refuse_together
+from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.data_norm_checks import (
     NAME,
     SUMMARIES,
@@ -24,14 +25,70 @@ _TENSORS = ("x", *SUMMARIES, "scale_w", "bias")
 SKIP_BELOW = 1e-7  # a group of columns whose first value is nearer to 0 is skipped
 
 
+@overload
 def data_norm(
     x: Tensor,
     batch_size: Tensor,
     batch_sum: Tensor,
     batch_square_sum: Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = ...,
     *,
-    epsilon: float = 1e-4,
+    epsilon: float = ...,
+    slot_dim: int = ...,
+    summary_decay_rate: float = ...,
+    scale_w: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    sync_stats: bool = ...,
+    behaviour: str = ...,
+    return_moments: Literal[False] = False,
+    use_calc_stream: bool = ...,
+) -> Tensor: ...
+@overload
+def data_norm(
+    x: Tensor,
+    batch_size: Tensor,
+    batch_sum: Tensor,
+    batch_square_sum: Tensor,
+    ring_id: Ring = ...,
+    *,
+    epsilon: float = ...,
+    slot_dim: int = ...,
+    summary_decay_rate: float = ...,
+    scale_w: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    sync_stats: bool = ...,
+    behaviour: str = ...,
+    return_moments: Literal[True],
+    use_calc_stream: bool = ...,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def data_norm(
+    x: Tensor,
+    batch_size: Tensor,
+    batch_sum: Tensor,
+    batch_square_sum: Tensor,
+    ring_id: Ring = ...,
+    *,
+    epsilon: float = ...,
+    slot_dim: int = ...,
+    summary_decay_rate: float = ...,
+    scale_w: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    sync_stats: bool = ...,
+    behaviour: str = ...,
+    return_moments: bool,
+    use_calc_stream: bool = ...,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]: ...
+
+
+def data_norm(
+    x: Tensor,
+    batch_size: Tensor,
+    batch_sum: Tensor,
+    batch_square_sum: Tensor,
+    ring_id: Ring = 0,
+    *,
+    epsilon: float = 0.0001,
     slot_dim: int = -1,
     summary_decay_rate: float = 0.9999999,
     scale_w: Tensor | None = None,
@@ -40,7 +97,7 @@ def data_norm(
     behaviour: str = "gpu",
     return_moments: bool = False,
     use_calc_stream: bool = True,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Normalise columns by running summaries, and add this batch to the summaries.
 
     The result is (x - mean) * scale, with mean = sum / size and scale = sqrt(size / square_sum).
@@ -88,6 +145,7 @@ def data_norm(
         ArgumentError, ShapeError, DtypeError, DeviceError, RingError: Before any launch; on every
             rank if ranks differ.
     """
+    ring_id = ring_number("data_norm", ring_id)
     check_options(epsilon, slot_dim, summary_decay_rate, behaviour, scale_w, bias, sync_stats)
     tensors = x, batch_size, batch_sum, batch_square_sum, scale_w, bias
     trains = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)

@@ -17,7 +17,7 @@ from tests.support.examples import examples
 from tests.support.operator import ABSENT_RING, calls, compile_whole, well_registered
 from tests.support.ranks import Ranks
 
-loss_of = ops.margin_cross_entropy
+loss_of: Any = ops.margin_cross_entropy
 Margins = tuple[float, float, float]
 
 ARCFACE, COSFACE, SPHEREFACE = (1.0, 0.5, 0.0), (1.0, 0.0, 0.35), (1.35, 0.0, 0.0)

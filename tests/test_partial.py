@@ -112,8 +112,8 @@ def handed(comm: Any, num: int, dtype: torch.dtype, layout: str, **mode: bool) -
             same(done is None, mode.get("sync_op", True), "what partial_send returns")
         else:
             frame = Framed(shape, dtype, comm.device, layout)
-            done = ops.partial_recv(frame.view.copy_(old), peer=0, num=num, id=id, **mode)
-            given = done.wait() if isinstance(done, commlib.Work) else done
+            result = ops.partial_recv(frame.view.copy_(old), peer=0, num=num, id=id, **mode)
+            given = result.wait() if isinstance(result, commlib.Work) else result
             same(given is frame.view, True, "returns out")
             want = old.clone()
             want[id] = x[id]
@@ -323,7 +323,7 @@ def refusals(comm: Any) -> None:
         with refused(RingError, ABSENT_RING):
             call(x, ABSENT_RING, peer=other, num=2)
         with refused(ArgumentError, "list"):
-            call([1.0], peer=other)
+            call([1.0], peer=other)  # type: ignore[call-overload]
     with refused(ArgumentError, "overlaps itself"):
         ops.partial_recv(x[:1].expand(6, 2), peer=other, num=2)
     with refused(ArgumentError, "sync_op=False", "contiguous()"):

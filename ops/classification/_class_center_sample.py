@@ -10,6 +10,7 @@ from commlib.core.manager import comm
 from commlib.core.validation import check_tensor
 from commlib.errors import ArgumentError, DtypeError, ShapeError
 from commlib.ops.agreement import Fact, check_ranks_agree, refuse_together
+from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.classification import permutation
 from commlib.ops.classification.label_batch import SEEDS, batch_of, length_of
 from commlib.ops.registered.library import like, register, traced
@@ -25,7 +26,7 @@ def class_center_sample(
     label: Tensor,
     num_classes: int,
     num_samples: int,
-    ring_id: int = 0,
+    ring_id: Ring = 0,
     *,
     seed: int | None = None,
     padded: bool = False,
@@ -63,6 +64,7 @@ def class_center_sample(
             arguments of another rank are invalid.
         DtypeError, DeviceError: ``label`` has another dtype or device.
     """
+    ring_id = ring_number("class_center_sample", ring_id)
     if torch.compiler.is_compiling():
         by_op = traced(NAME, use_calc_stream, True)
     else:

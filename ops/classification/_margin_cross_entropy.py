@@ -1,7 +1,7 @@
 """margin_cross_entropy: the loss of cosines with a margin at the label, over sharded classes."""
 
 import math
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -9,6 +9,7 @@ from commlib.core.context import CommContext
 from commlib.core.manager import comm
 from commlib.errors import ArgumentError, ShapeError
 from commlib.ops.agreement import refuse_together
+from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.classification.row_statistics import gradient, softmax, targets
 from commlib.ops.classification.rows import Rows, accumulates_in
 from commlib.ops.classification.shards import check_inputs, shards_of, takes_registered_op
@@ -23,10 +24,54 @@ NAMES = ("margin1", "margin2", "margin3", "scale")
 LEAST = 1e-8  # a margin closer to its neutral value has no effect
 
 
+@overload
 def margin_cross_entropy(
     logits: Tensor,
     label: Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = ...,
+    *,
+    margin1: float = ...,
+    margin2: float = ...,
+    margin3: float = ...,
+    scale: float = ...,
+    return_softmax: Literal[False] = False,
+    reduction: str | None = ...,
+    use_calc_stream: bool = ...,
+) -> Tensor: ...
+@overload
+def margin_cross_entropy(
+    logits: Tensor,
+    label: Tensor,
+    ring_id: Ring = ...,
+    *,
+    margin1: float = ...,
+    margin2: float = ...,
+    margin3: float = ...,
+    scale: float = ...,
+    return_softmax: Literal[True],
+    reduction: str | None = ...,
+    use_calc_stream: bool = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def margin_cross_entropy(
+    logits: Tensor,
+    label: Tensor,
+    ring_id: Ring = ...,
+    *,
+    margin1: float = ...,
+    margin2: float = ...,
+    margin3: float = ...,
+    scale: float = ...,
+    return_softmax: bool,
+    reduction: str | None = ...,
+    use_calc_stream: bool = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def margin_cross_entropy(
+    logits: Tensor,
+    label: Tensor,
+    ring_id: Ring = 0,
     *,
     margin1: float = 1.0,
     margin2: float = 0.5,
@@ -35,7 +80,7 @@ def margin_cross_entropy(
     return_softmax: bool = False,
     reduction: str | None = "mean",
     use_calc_stream: bool = True,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Compute cross entropy of cosines with a margin at the label, over sharded classes.
 
     At the label the cosine x becomes cos(margin1 * acos(x) + margin2) - margin3 (SphereFace,
@@ -68,6 +113,7 @@ def margin_cross_entropy(
             row are NaN instead. An invalid option: before any launch.
         RingError, DeviceError, DtypeError, ShapeError: Before any launch.
     """
+    ring_id = ring_number("margin_cross_entropy", ring_id)
     numbers = _numbers((margin1, margin2, margin3, scale))
     if reduction not in (*REDUCTIONS, None):
         raise ArgumentError(f"{NAME}: reduction={reduction!r}; expected one of {REDUCTIONS}, None")

@@ -1,7 +1,7 @@
 """softmax_with_cross_entropy: the loss of labels whose classes are sharded over the ranks."""
 
 import math
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -9,6 +9,7 @@ from commlib.core.context import CommContext
 from commlib.core.manager import comm
 from commlib.errors import ArgumentError, ShapeError
 from commlib.ops.agreement import refuse_together
+from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.classification.row_statistics import gradient, softmax
 from commlib.ops.classification.rows import Rows, accumulates_in
 from commlib.ops.classification.shards import (
@@ -23,15 +24,47 @@ Tensor = torch.Tensor
 NAME = "softmax_with_cross_entropy"
 
 
+@overload
 def softmax_with_cross_entropy(
     logits: Tensor,
     label: Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = ...,
+    *,
+    ignore_index: int = ...,
+    return_softmax: Literal[False] = False,
+    use_calc_stream: bool = ...,
+) -> Tensor: ...
+@overload
+def softmax_with_cross_entropy(
+    logits: Tensor,
+    label: Tensor,
+    ring_id: Ring = ...,
+    *,
+    ignore_index: int = ...,
+    return_softmax: Literal[True],
+    use_calc_stream: bool = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def softmax_with_cross_entropy(
+    logits: Tensor,
+    label: Tensor,
+    ring_id: Ring = ...,
+    *,
+    ignore_index: int = ...,
+    return_softmax: bool,
+    use_calc_stream: bool = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def softmax_with_cross_entropy(
+    logits: Tensor,
+    label: Tensor,
+    ring_id: Ring = 0,
     *,
     ignore_index: int = -100,
     return_softmax: bool = False,
     use_calc_stream: bool = True,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax cross entropy over classes that are sharded over the ranks.
 
     The loss of a row is log(sum(exp(logits))) - logits[label]. The gradient by logits is local;
@@ -60,6 +93,7 @@ def softmax_with_cross_entropy(
             gradient of such a row are NaN instead. An invalid option: before any launch.
         RingError, DeviceError, DtypeError, ShapeError: Before any launch.
     """
+    ring_id = ring_number("softmax_with_cross_entropy", ring_id)
     _check_ignore_index(ignore_index)
     call: Any = _run
     if takes_registered_op(NAME, logits, label, ring_id, use_calc_stream):

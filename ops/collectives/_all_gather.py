@@ -1,23 +1,57 @@
 """all_gather: concatenate the tensors of all ranks on every rank."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from commlib.core.manager import comm
+from commlib.core.work import Work
+from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.registered.library import deliver, raw_output, register, registered, rows, save
 from commlib.ops.registered.traced_ring import size_of, sized
 
 
+@overload
 def all_gather(
     x: torch.Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = ...,
+    *,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[True] = True,
+    fenced: bool = ...,
+) -> torch.Tensor: ...
+@overload
+def all_gather(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[False],
+    fenced: bool = ...,
+) -> Work: ...
+@overload
+def all_gather(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: bool,
+    fenced: bool = ...,
+) -> torch.Tensor | Work: ...
+
+
+def all_gather(
+    x: torch.Tensor,
+    ring_id: Ring = 0,
     *,
     out: torch.Tensor | None = None,
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> Any:
+) -> torch.Tensor | Work:
     """Concatenate the tensors of all ranks along dim 0, on every rank.
 
     The gradient is the reduce_scatter (sum) of the gradients.
@@ -41,6 +75,7 @@ def all_gather(
         RingError: The ring does not exist, or it has failed.
         DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
+    ring_id = ring_number("all_gather", ring_id)
     if registered("all_gather", x, ring_id, out, use_calc_stream, sync_op):
         return deliver(_registered_op(x, ring_id, size_of(ring_id), use_calc_stream), out, sync_op)
     ring = comm(ring_id)
@@ -50,7 +85,10 @@ def all_gather(
             if fenced or use_calc_stream
             else raw_output(ring, _new, x, ring.size)
         )
-    return ring.all_gather(out, x, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced)
+    result: torch.Tensor | Work = ring.all_gather(
+        out, x, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
+    )
+    return result
 
 
 def _new(x: torch.Tensor, size: int) -> torch.Tensor:

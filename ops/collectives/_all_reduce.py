@@ -1,26 +1,69 @@
 """all_reduce: reduce over all ranks, on every rank."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from commlib.core.manager import comm
+from commlib.core.work import Work
 from commlib.errors import ArgumentError
+from commlib.ops.arguments import Reduction, Ring, reduction_name, ring_number
 from commlib.ops.registered.library import deliver, like, raw_output, register, registered, save
+
+
+@overload
+def all_reduce(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    op: Reduction | Literal["premul_sum"] = ...,
+    factor: float | None = ...,
+    out: torch.Tensor | None = ...,
+    backward: str = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[True] = True,
+    fenced: bool = ...,
+) -> torch.Tensor: ...
+@overload
+def all_reduce(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    op: Reduction | Literal["premul_sum"] = ...,
+    factor: float | None = ...,
+    out: torch.Tensor | None = ...,
+    backward: str = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[False],
+    fenced: bool = ...,
+) -> Work: ...
+@overload
+def all_reduce(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    op: Reduction | Literal["premul_sum"] = ...,
+    factor: float | None = ...,
+    out: torch.Tensor | None = ...,
+    backward: str = ...,
+    use_calc_stream: bool = ...,
+    sync_op: bool,
+    fenced: bool = ...,
+) -> torch.Tensor | Work: ...
 
 
 def all_reduce(
     x: torch.Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = 0,
     *,
-    op: str = "sum",
+    op: Reduction | Literal["premul_sum"] = "sum",
     factor: float | None = None,
     out: torch.Tensor | None = None,
     backward: str = "all_reduce",
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> Any:
+) -> torch.Tensor | Work:
     """Reduce ``x`` element-wise over the ring, on every rank.
 
     bool: "sum" is a logical or. Complex: "sum" and "avg" only. 8-bit floats and 16-bit integers
@@ -51,6 +94,8 @@ def all_reduce(
         RingError: The ring does not exist, or it has failed.
         DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
+    ring_id = ring_number("all_reduce", ring_id)
+    op = reduction_name(op)
     if registered("all_reduce", x, ring_id, out, use_calc_stream, sync_op):
         _check_backward(backward)
         result = _registered_op(x, ring_id, op, factor, backward, use_calc_stream)
@@ -58,7 +103,7 @@ def all_reduce(
     ring = comm(ring_id)
     if out is None:
         out = like(x) if fenced or use_calc_stream else raw_output(ring, like, x)
-    return ring.all_reduce(
+    outcome: torch.Tensor | Work = ring.all_reduce(
         out,
         x,
         op=op,
@@ -67,6 +112,28 @@ def all_reduce(
         sync_op=sync_op,
         fenced=fenced,
     )
+    return outcome
+
+
+def all_reduce_(
+    x: torch.Tensor, ring_id: Ring = 0, *, op: Reduction = "sum", use_calc_stream: bool = True
+) -> torch.Tensor:
+    """Reduce ``x`` over the ring in place, on every rank.
+
+    Args:
+        x: Any shape; it must not require grad. Input and output.
+        ring_id: The ring, or its id.
+        op: As in ``all_reduce``.
+        use_calc_stream: Run on the caller's current stream. False: run on the ring's stream, and
+            the current stream waits for it.
+
+    Returns:
+        ``x`` with the reduction. The host blocks on a CPU only.
+
+    Raises:
+        As ``all_reduce``.
+    """
+    return all_reduce(x, ring_id, op=op, out=x, use_calc_stream=use_calc_stream)
 
 
 def _check_backward(backward: str) -> None:

@@ -1,18 +1,58 @@
 """all_to_all: rank r receives the r-th part of every rank's tensor."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from commlib.core.manager import comm
+from commlib.core.work import Work
+from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.registered.library import deliver, raw_output, register, registered, rows
 from commlib.ops.registered.traced_ring import size_of, sized
 
 
+@overload
 def all_to_all(
     x: torch.Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = ...,
+    *,
+    out_splits: Sequence[int] | None = ...,
+    in_splits: Sequence[int] | None = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[True] = True,
+    fenced: bool = ...,
+) -> torch.Tensor: ...
+@overload
+def all_to_all(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    out_splits: Sequence[int] | None = ...,
+    in_splits: Sequence[int] | None = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[False],
+    fenced: bool = ...,
+) -> Work: ...
+@overload
+def all_to_all(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    out_splits: Sequence[int] | None = ...,
+    in_splits: Sequence[int] | None = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: bool,
+    fenced: bool = ...,
+) -> torch.Tensor | Work: ...
+
+
+def all_to_all(
+    x: torch.Tensor,
+    ring_id: Ring = 0,
     *,
     out_splits: Sequence[int] | None = None,
     in_splits: Sequence[int] | None = None,
@@ -20,7 +60,7 @@ def all_to_all(
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> Any:
+) -> torch.Tensor | Work:
     """Exchange parts of ``x``: part j goes to rank j.
 
     The gradient is the reverse exchange.
@@ -47,6 +87,7 @@ def all_to_all(
         RingError: The ring does not exist, or it has failed.
         DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
+    ring_id = ring_number("all_to_all", ring_id)
     if registered("all_to_all", x, ring_id, out, use_calc_stream, sync_op):
         splits = _list(out_splits), _list(in_splits)
         result = _registered_op(x, ring_id, size_of(ring_id), *splits, use_calc_stream)
@@ -58,7 +99,7 @@ def all_to_all(
             if fenced or use_calc_stream
             else raw_output(ring, _new, x, out_splits)
         )
-    return ring.all_to_all(
+    outcome: torch.Tensor | Work = ring.all_to_all(
         out,
         x,
         out_splits=out_splits,
@@ -67,6 +108,7 @@ def all_to_all(
         sync_op=sync_op,
         fenced=fenced,
     )
+    return outcome
 
 
 def _list(splits: Sequence[int] | None) -> list[int] | None:

@@ -1,13 +1,28 @@
 """barrier: no rank continues before every rank has arrived."""
 
-from typing import Any
+from typing import Literal, overload
 
 from commlib.core.manager import comm
 from commlib.core.work import Work
+from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.registered.library import register, traced
 
 
-def barrier(ring_id: int = 0, *, use_calc_stream: bool = True, sync_op: bool = True) -> Any:
+@overload
+def barrier(
+    ring_id: Ring = ..., *, use_calc_stream: bool = ..., sync_op: Literal[True] = True
+) -> None: ...
+@overload
+def barrier(
+    ring_id: Ring = ..., *, use_calc_stream: bool = ..., sync_op: Literal[False]
+) -> Work: ...
+@overload
+def barrier(ring_id: Ring = ..., *, use_calc_stream: bool = ..., sync_op: bool) -> Work | None: ...
+
+
+def barrier(
+    ring_id: Ring = 0, *, use_calc_stream: bool = True, sync_op: bool = True
+) -> Work | None:
     """Wait until every rank of the ring has called ``barrier``.
 
     Args:
@@ -24,10 +39,12 @@ def barrier(ring_id: int = 0, *, use_calc_stream: bool = True, sync_op: bool = T
         RingError: The ring does not exist, or it has failed.
         CommTimeout: Ranks are missing at the ring's timeout (CPU).
     """
+    ring_id = ring_number("barrier", ring_id)
     if traced("barrier", use_calc_stream, sync_op):
         _registered_op(ring_id, use_calc_stream)
         return None if sync_op else Work(None)
-    return comm(ring_id).barrier(use_calc_stream=use_calc_stream, sync_op=sync_op)
+    result: Work | None = comm(ring_id).barrier(use_calc_stream=use_calc_stream, sync_op=sync_op)
+    return result
 
 
 def _run(ring_id: int, use_calc_stream: bool) -> None:

@@ -1,10 +1,12 @@
 """broadcast: copy the root's tensor to every rank."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from commlib.core.manager import comm
+from commlib.core.work import Work
+from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.registered.library import (
     deliver,
     like,
@@ -16,16 +18,51 @@ from commlib.ops.registered.library import (
 )
 
 
+@overload
 def broadcast(
     x: torch.Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = ...,
+    *,
+    root: int = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[True] = True,
+    fenced: bool = ...,
+) -> torch.Tensor: ...
+@overload
+def broadcast(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    root: int = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[False],
+    fenced: bool = ...,
+) -> Work: ...
+@overload
+def broadcast(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    root: int = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: bool,
+    fenced: bool = ...,
+) -> torch.Tensor | Work: ...
+
+
+def broadcast(
+    x: torch.Tensor,
+    ring_id: Ring = 0,
     *,
     root: int = 0,
     out: torch.Tensor | None = None,
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> Any:
+) -> torch.Tensor | Work:
     """Copy the root's tensor to every rank.
 
     The gradient is the sum of all gradients on root, and zeros on the other ranks.
@@ -52,14 +89,37 @@ def broadcast(
         DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
         PeerError: ``root`` is not a position of the ring.
     """
+    ring_id = ring_number("broadcast", ring_id)
     if registered("broadcast", x, ring_id, out, use_calc_stream, sync_op):
         return deliver(_registered_op(x, ring_id, root, use_calc_stream), out, sync_op)
     ring = comm(ring_id)
     if out is None:
         out = like(x) if fenced or use_calc_stream else raw_output(ring, like, x)
-    return ring.broadcast(
+    result: torch.Tensor | Work = ring.broadcast(
         out, x, root=root, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
+    return result
+
+
+def broadcast_(
+    x: torch.Tensor, ring_id: Ring = 0, *, root: int = 0, use_calc_stream: bool = True
+) -> torch.Tensor:
+    """Copy the root's tensor into ``x`` on every rank.
+
+    Args:
+        x: Any shape; it must not require grad. Input and output.
+        ring_id: The ring, or its id.
+        root: Position of the source in the ring.
+        use_calc_stream: Run on the caller's current stream. False: run on the ring's stream, and
+            the current stream waits for it.
+
+    Returns:
+        ``x`` with root's values. The host blocks on a CPU only.
+
+    Raises:
+        As ``broadcast``.
+    """
+    return broadcast(x, ring_id, root=root, out=x, use_calc_stream=use_calc_stream)
 
 
 def _run(x: torch.Tensor, ring_id: int, root: int, use_calc_stream: bool) -> Any:

@@ -1,24 +1,61 @@
 """gather: concatenate the tensors of all ranks on the root."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from commlib.core.manager import comm
+from commlib.core.work import Work
+from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.registered.library import deliver, raw_output, register, rows, traced
 from commlib.ops.registered.traced_ring import rank_of, size_of, sized
 
 
+@overload
 def gather(
     x: torch.Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = ...,
+    *,
+    root: int = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[True] = True,
+    fenced: bool = ...,
+) -> torch.Tensor: ...
+@overload
+def gather(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    root: int = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[False],
+    fenced: bool = ...,
+) -> Work: ...
+@overload
+def gather(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    root: int = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: bool,
+    fenced: bool = ...,
+) -> torch.Tensor | Work: ...
+
+
+def gather(
+    x: torch.Tensor,
+    ring_id: Ring = 0,
     *,
     root: int = 0,
     out: torch.Tensor | None = None,
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> Any:
+) -> torch.Tensor | Work:
     """Concatenate the tensors of all ranks along dim 0, on root. There is no gradient.
 
     Args:
@@ -42,6 +79,7 @@ def gather(
         DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
         PeerError: ``root`` is not a position of the ring.
     """
+    ring_id = ring_number("gather", ring_id)
     if traced("gather", use_calc_stream, sync_op, ring_id, x=x, out=out):
         size, rank = size_of(ring_id), rank_of(ring_id)
         result = _registered_op(x.detach(), ring_id, size, rank, root, use_calc_stream)
@@ -55,9 +93,10 @@ def gather(
             if fenced or use_calc_stream
             else raw_output(ring, _new, x, ring.size, ring.rank == root)
         )
-    return ring.gather(
+    outcome: torch.Tensor | Work = ring.gather(
         out, x, root=root, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
+    return outcome
 
 
 def _new(x: torch.Tensor, size: int, at_root: bool) -> torch.Tensor:

@@ -1,22 +1,56 @@
 """recv: receive a tensor from one other rank."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from commlib.core.manager import comm
+from commlib.core.work import Work
+from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.registered.library import deliver, like, register, traced
+
+
+@overload
+def recv(
+    out: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    peer: int,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[True] = True,
+    fenced: bool = ...,
+) -> torch.Tensor: ...
+@overload
+def recv(
+    out: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    peer: int,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[False],
+    fenced: bool = ...,
+) -> Work: ...
+@overload
+def recv(
+    out: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    peer: int,
+    use_calc_stream: bool = ...,
+    sync_op: bool,
+    fenced: bool = ...,
+) -> torch.Tensor | Work: ...
 
 
 def recv(
     out: torch.Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = 0,
     *,
     peer: int,
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> Any:
+) -> torch.Tensor | Work:
     """Receive a tensor that another rank sends. There is no gradient.
 
     Args:
@@ -38,11 +72,13 @@ def recv(
         DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
         PeerError: The peer is not another position of the ring.
     """
+    ring_id = ring_number("recv", ring_id)
     if traced("recv", use_calc_stream, sync_op, ring_id, out=out):
         return deliver(_registered_op(out.detach(), ring_id, peer, use_calc_stream), out, sync_op)
-    return comm(ring_id).recv(
+    result: torch.Tensor | Work = comm(ring_id).recv(
         out, peer=peer, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
+    return result
 
 
 def _run(shape: torch.Tensor, ring_id: int, peer: int, use_calc_stream: bool) -> Any:

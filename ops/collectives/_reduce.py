@@ -1,25 +1,65 @@
 """reduce: reduce over all ranks, on the root."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from commlib.core.manager import comm
+from commlib.core.work import Work
+from commlib.ops.arguments import Reduction, Ring, reduction_name, ring_number
 from commlib.ops.registered.library import deliver, like, raw_output, register, traced
 from commlib.ops.registered.traced_ring import rank_of
 
 
+@overload
 def reduce(
     x: torch.Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = ...,
+    *,
+    root: int = ...,
+    op: Reduction = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[True] = True,
+    fenced: bool = ...,
+) -> torch.Tensor: ...
+@overload
+def reduce(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    root: int = ...,
+    op: Reduction = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[False],
+    fenced: bool = ...,
+) -> Work: ...
+@overload
+def reduce(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    root: int = ...,
+    op: Reduction = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: bool,
+    fenced: bool = ...,
+) -> torch.Tensor | Work: ...
+
+
+def reduce(
+    x: torch.Tensor,
+    ring_id: Ring = 0,
     *,
     root: int = 0,
-    op: str = "sum",
+    op: Reduction = "sum",
     out: torch.Tensor | None = None,
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> Any:
+) -> torch.Tensor | Work:
     """Reduce ``x`` element-wise over the ring, on root. There is no gradient.
 
     Args:
@@ -45,6 +85,8 @@ def reduce(
         DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
         PeerError: ``root`` is not a position of the ring.
     """
+    ring_id = ring_number("reduce", ring_id)
+    op = reduction_name(op)
     if traced("reduce", use_calc_stream, sync_op, ring_id, x=x, out=out):
         result = _registered_op(x.detach(), ring_id, root, op, use_calc_stream)
         if out is not None and rank_of(ring_id) != root:
@@ -55,7 +97,7 @@ def reduce(
         at_root = ring.rank == root
         raw = at_root and not (fenced or use_calc_stream)
         out = raw_output(ring, like, x) if raw else _new(x, at_root)
-    return ring.reduce(
+    outcome: torch.Tensor | Work = ring.reduce(
         out,
         x,
         root=root,
@@ -64,6 +106,34 @@ def reduce(
         sync_op=sync_op,
         fenced=fenced,
     )
+    return outcome
+
+
+def reduce_(
+    x: torch.Tensor,
+    ring_id: Ring = 0,
+    *,
+    root: int = 0,
+    op: Reduction = "sum",
+    use_calc_stream: bool = True,
+) -> torch.Tensor:
+    """Reduce ``x`` over the ring in place, on root; other ranks keep ``x``.
+
+    Args:
+        x: Any shape; it must not require grad. Input and output.
+        ring_id: The ring, or its id.
+        root: Position of the destination in the ring.
+        op: As in ``all_reduce``.
+        use_calc_stream: Run on the caller's current stream. False: run on the ring's stream, and
+            the current stream waits for it.
+
+    Returns:
+        ``x`` with the reduction on root. The host blocks on a CPU only.
+
+    Raises:
+        As ``reduce``.
+    """
+    return reduce(x, ring_id, root=root, op=op, out=x, use_calc_stream=use_calc_stream)
 
 
 def _new(x: torch.Tensor, at_root: bool) -> torch.Tensor:

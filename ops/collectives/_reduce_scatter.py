@@ -1,26 +1,63 @@
 """reduce_scatter: rank r receives the r-th part of the reduction over all ranks."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from commlib.core.context import CommContext
 from commlib.core.manager import comm
+from commlib.core.work import Work
 from commlib.errors import ArgumentError
+from commlib.ops.arguments import Reduction, Ring, reduction_name, ring_number
 from commlib.ops.registered.library import deliver, raw_output, register, registered, rows_of, save
 from commlib.ops.registered.traced_ring import size_of, sized
 
 
+@overload
 def reduce_scatter(
     x: torch.Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = ...,
     *,
-    op: str = "sum",
+    op: Reduction = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[True] = True,
+    fenced: bool = ...,
+) -> torch.Tensor: ...
+@overload
+def reduce_scatter(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    op: Reduction = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[False],
+    fenced: bool = ...,
+) -> Work: ...
+@overload
+def reduce_scatter(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    op: Reduction = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: bool,
+    fenced: bool = ...,
+) -> torch.Tensor | Work: ...
+
+
+def reduce_scatter(
+    x: torch.Tensor,
+    ring_id: Ring = 0,
+    *,
+    op: Reduction = "sum",
     out: torch.Tensor | None = None,
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> Any:
+) -> torch.Tensor | Work:
     """Reduce ``x`` over the ring and return this rank's part along dim 0.
 
     The gradient of "sum" and "avg" is the all_gather of the gradients.
@@ -46,6 +83,8 @@ def reduce_scatter(
         RingError: The ring does not exist, or it has failed.
         DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
+    ring_id = ring_number("reduce_scatter", ring_id)
+    op = reduction_name(op)
     if registered("reduce_scatter", x, ring_id, out, use_calc_stream, sync_op):
         return deliver(
             _registered_op(x, ring_id, size_of(ring_id), op, use_calc_stream), out, sync_op
@@ -53,9 +92,10 @@ def reduce_scatter(
     ring = comm(ring_id)
     if out is None:
         out = _new(ring, x) if fenced or use_calc_stream else raw_output(ring, _new, ring, x)
-    return ring.reduce_scatter(
+    result: torch.Tensor | Work = ring.reduce_scatter(
         out, x, op=op, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
+    return result
 
 
 def _new(ring: CommContext, x: torch.Tensor) -> torch.Tensor:

@@ -1,25 +1,62 @@
 """scatter: rank r receives the r-th part of the root's tensor."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from commlib.core.context import CommContext
 from commlib.core.manager import comm
+from commlib.core.work import Work
+from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.registered.library import deliver, raw_output, register, rows_of, traced
 from commlib.ops.registered.traced_ring import size_of, sized
 
 
+@overload
 def scatter(
     x: torch.Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = ...,
+    *,
+    root: int = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[True] = True,
+    fenced: bool = ...,
+) -> torch.Tensor: ...
+@overload
+def scatter(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    root: int = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[False],
+    fenced: bool = ...,
+) -> Work: ...
+@overload
+def scatter(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    root: int = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: bool,
+    fenced: bool = ...,
+) -> torch.Tensor | Work: ...
+
+
+def scatter(
+    x: torch.Tensor,
+    ring_id: Ring = 0,
     *,
     root: int = 0,
     out: torch.Tensor | None = None,
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> Any:
+) -> torch.Tensor | Work:
     """Send each rank its part of the root's tensor along dim 0. There is no gradient.
 
     Args:
@@ -44,15 +81,17 @@ def scatter(
         DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
         PeerError: ``root`` is not a position of the ring.
     """
+    ring_id = ring_number("scatter", ring_id)
     if traced("scatter", use_calc_stream, sync_op, ring_id, x=x, out=out):
         result = _registered_op(x.detach(), ring_id, size_of(ring_id), root, use_calc_stream)
         return deliver(result, out, sync_op)
     ring = comm(ring_id)
     if out is None:
         out = _new(ring, x) if fenced or use_calc_stream else raw_output(ring, _new, ring, x)
-    return ring.scatter(
+    outcome: torch.Tensor | Work = ring.scatter(
         out, x, root=root, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
+    return outcome
 
 
 def _new(ring: CommContext, x: torch.Tensor) -> torch.Tensor:

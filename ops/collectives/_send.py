@@ -1,23 +1,56 @@
 """send: send a tensor to one other rank."""
 
-from typing import Any
+from typing import Literal, overload
 
 import torch
 
 from commlib.core.manager import comm
 from commlib.core.work import Work
+from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.registered.library import register, traced
+
+
+@overload
+def send(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    peer: int,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[True] = True,
+    fenced: bool = ...,
+) -> None: ...
+@overload
+def send(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    peer: int,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[False],
+    fenced: bool = ...,
+) -> Work: ...
+@overload
+def send(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    peer: int,
+    use_calc_stream: bool = ...,
+    sync_op: bool,
+    fenced: bool = ...,
+) -> Work | None: ...
 
 
 def send(
     x: torch.Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = 0,
     *,
     peer: int,
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> Any:
+) -> Work | None:
     """Send a tensor to another rank, which calls ``recv``. There is no gradient.
 
     Use ``with ring.group():`` for several sends and receives between the same ranks.
@@ -42,12 +75,14 @@ def send(
         DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
         PeerError: The peer is not another position of the ring.
     """
+    ring_id = ring_number("send", ring_id)
     if traced("send", use_calc_stream, sync_op, ring_id, x=x):
         _registered_op(x.detach(), ring_id, peer, use_calc_stream)
         return None if sync_op else Work(None)
-    return comm(ring_id).send(
+    result: Work | None = comm(ring_id).send(
         x, peer=peer, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
+    return result
 
 
 def _run(x: torch.Tensor, ring_id: int, peer: int, use_calc_stream: bool) -> None:

@@ -2,6 +2,7 @@
 
 import torch
 
+from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.expert_parallel.row_counts import move, register_move, row_table
 from commlib.ops.registered.library import needs_op
 
@@ -10,7 +11,7 @@ def global_scatter(
     x: torch.Tensor,
     local_count: torch.Tensor,
     global_count: torch.Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = 0,
     *,
     use_calc_stream: bool = True,
 ) -> torch.Tensor:
@@ -36,6 +37,7 @@ def global_scatter(
         ArgumentError: On every rank, if counts do not match; the text names the two ranks.
         RingError, DtypeError, ShapeError, DeviceError: Before any launch.
     """
+    ring_id = ring_number("global_scatter", ring_id)
     counts = row_table(x, local_count, global_count, ring_id, back=False)
     if needs_op(x) or x.requires_grad:
         received: torch.Tensor = _registered_op(x, counts, ring_id, use_calc_stream, None)

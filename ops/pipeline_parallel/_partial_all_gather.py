@@ -1,23 +1,57 @@
 """partial_all_gather: gather one slice of a tensor from every rank, on every rank."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from commlib.core.manager import comm
+from commlib.core.work import Work
+from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.pipeline_parallel.slices import bounds, joined, slice_views
 from commlib.ops.registered.library import checked, deliver, like, raw_output, register, traced
 
 
+@overload
 def partial_all_gather(
     x: torch.Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = ...,
+    *,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[True] = True,
+    fenced: bool = ...,
+) -> torch.Tensor: ...
+@overload
+def partial_all_gather(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[False],
+    fenced: bool = ...,
+) -> Work: ...
+@overload
+def partial_all_gather(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: bool,
+    fenced: bool = ...,
+) -> torch.Tensor | Work: ...
+
+
+def partial_all_gather(
+    x: torch.Tensor,
+    ring_id: Ring = 0,
     *,
     out: torch.Tensor | None = None,
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> Any:
+) -> torch.Tensor | Work:
     """Gather one slice of a flattened tensor from every rank, on every rank.
 
     There is no gradient. Source: operator ``partial_allgather``.
@@ -44,6 +78,7 @@ def partial_all_gather(
         RingError: The ring does not exist, or it has failed.
         DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
+    ring_id = ring_number("partial_all_gather", ring_id)
     if traced("partial_all_gather", use_calc_stream, sync_op, ring_id, x=x, out=out):
         return deliver(_registered_op(x.detach(), ring_id, use_calc_stream), out, sync_op)
     ring = checked("partial_all_gather", x, ring_id)
@@ -51,9 +86,10 @@ def partial_all_gather(
     fenced = fenced or len(parts) > 1  # several views are copied on the current stream
     if out is None:
         out = like(x) if fenced or use_calc_stream else raw_output(ring, like, x)
-    return ring.all_gather(
+    result: torch.Tensor | Work = ring.all_gather(
         out, joined(parts), use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
+    return result
 
 
 def _own_slice(x: torch.Tensor, ring_id: int) -> list[torch.Tensor]:

@@ -1,6 +1,6 @@
 """partial_recv: receive one of the equal slices of a tensor."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -8,14 +8,53 @@ from commlib.core.group import needs_result
 from commlib.core.validation import check_out, check_peer
 from commlib.core.work import Work
 from commlib.errors import ArgumentError
+from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.collectives._recv import recv
 from commlib.ops.pipeline_parallel.slices import bounds, fill, slice_views
 from commlib.ops.registered.library import checked
 
 
+@overload
 def partial_recv(
     out: torch.Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = ...,
+    *,
+    peer: int,
+    num: int = ...,
+    id: int = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[True] = True,
+    fenced: bool = ...,
+) -> torch.Tensor: ...
+@overload
+def partial_recv(
+    out: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    peer: int,
+    num: int = ...,
+    id: int = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[False],
+    fenced: bool = ...,
+) -> Work: ...
+@overload
+def partial_recv(
+    out: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    peer: int,
+    num: int = ...,
+    id: int = ...,
+    use_calc_stream: bool = ...,
+    sync_op: bool,
+    fenced: bool = ...,
+) -> torch.Tensor | Work: ...
+
+
+def partial_recv(
+    out: torch.Tensor,
+    ring_id: Ring = 0,
     *,
     peer: int,
     num: int = 1,
@@ -23,7 +62,7 @@ def partial_recv(
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> Any:
+) -> torch.Tensor | Work:
     """Receive one of the equal slices of a tensor. There is no gradient.
 
     ``partial_all_gather`` over another ring completes the tensor. Source: operator
@@ -52,6 +91,7 @@ def partial_recv(
         DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
         PeerError: The peer is not another position of the ring.
     """
+    ring_id = ring_number("partial_recv", ring_id)
     ring = None if torch.compiler.is_compiling() else checked("partial_recv", out, ring_id)
     if ring is not None:
         check_peer(ring, "partial_recv", peer)
@@ -60,7 +100,7 @@ def partial_recv(
     parts = slice_views(out.detach(), first, last)
     options = {"use_calc_stream": use_calc_stream, "sync_op": sync_op}
     if len(parts) == 1:
-        result = recv(parts[0], ring_id, peer=peer, fenced=fenced, **options)
+        result: Any = recv(parts[0], ring_id, peer=peer, fenced=fenced, **options)
         return out if sync_op else _SliceWork(result, out)
     if ring is not None:
         needs_result(ring, "partial_recv", "pass out.contiguous()")
@@ -70,7 +110,8 @@ def partial_recv(
             f"{out.stride()}: the received slice would not be copied to out; pass "
             f"out.contiguous(), or call it with sync_op=True"
         )
-    fill(parts, recv(out.new_empty(last - first), ring_id, peer=peer, **options))
+    received: Any = recv(out.new_empty(last - first), ring_id, peer=peer, **options)
+    fill(parts, received)
     return out
 
 

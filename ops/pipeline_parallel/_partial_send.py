@@ -1,18 +1,58 @@
 """partial_send: send one of the equal slices of a tensor to another rank."""
 
-from typing import Any
+from typing import Literal, overload
 
 import torch
 
 from commlib.core.validation import check_peer
+from commlib.core.work import Work
+from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.collectives._send import send
 from commlib.ops.pipeline_parallel.slices import bounds, joined, slice_views
 from commlib.ops.registered.library import checked
 
 
+@overload
 def partial_send(
     x: torch.Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = ...,
+    *,
+    peer: int,
+    num: int = ...,
+    id: int = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[True] = True,
+    fenced: bool = ...,
+) -> None: ...
+@overload
+def partial_send(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    peer: int,
+    num: int = ...,
+    id: int = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[False],
+    fenced: bool = ...,
+) -> Work: ...
+@overload
+def partial_send(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    peer: int,
+    num: int = ...,
+    id: int = ...,
+    use_calc_stream: bool = ...,
+    sync_op: bool,
+    fenced: bool = ...,
+) -> Work | None: ...
+
+
+def partial_send(
+    x: torch.Tensor,
+    ring_id: Ring = 0,
     *,
     peer: int,
     num: int = 1,
@@ -20,7 +60,7 @@ def partial_send(
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> Any:
+) -> Work | None:
     """Send one of the equal slices of a tensor. There is no gradient.
 
     Source: operator ``partial_send``.
@@ -48,6 +88,7 @@ def partial_send(
         DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
         PeerError: The peer is not another position of the ring.
     """
+    ring_id = ring_number("partial_send", ring_id)
     if not torch.compiler.is_compiling():
         check_peer(checked("partial_send", x, ring_id), "partial_send", peer)
     first, last = bounds("partial_send", x, ring_id, num, id)

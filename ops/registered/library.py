@@ -202,7 +202,7 @@ def raw_output(ring: CommContext, make: Callable[..., torch.Tensor], *args: Any)
     return out
 
 
-def deliver(result: torch.Tensor, out: torch.Tensor | None, sync_op: bool) -> Any:
+def deliver(result: torch.Tensor, out: torch.Tensor | None, sync_op: bool) -> torch.Tensor | Work:
     """Return the result of a registered op as the eager call does: in ``out``, or as Work."""
     if out is not None:
         if out.dtype != result.dtype:

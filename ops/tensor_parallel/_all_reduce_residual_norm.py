@@ -11,6 +11,7 @@ from commlib.core.manager import comm
 from commlib.core.tensors import dense_copy, is_dense
 from commlib.core.validation import check_tensor
 from commlib.errors import ArgumentError, DtypeError, ShapeError
+from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.registered.library import like, register, traced
 from commlib.p2p.fused_norm import FLOAT8, Norm
 
@@ -25,12 +26,12 @@ def all_reduce_residual_norm(
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = 0,
     *,
     norm: str = "rms",
     bias: Tensor | None = None,
     linear_bias: Tensor | None = None,
-    eps: float = 1e-6,
+    eps: float = 1e-06,
     scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_calc_stream: bool = True,
@@ -71,6 +72,7 @@ def all_reduce_residual_norm(
         DtypeError, ShapeError, DeviceError: Before any launch.
         ArgumentError: An option is invalid, a tensor requires grad, or ``ring.group()`` is open.
     """
+    ring_id = ring_number("all_reduce_residual_norm", ring_id)
     _check_options(norm, bias, eps, scale, out_dtype, getattr(x, "dtype", None))
     tensors = x, residual, weight, bias, linear_bias, scale
     _check_gradients(tensors)

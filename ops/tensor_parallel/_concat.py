@@ -6,11 +6,12 @@ import torch
 
 from commlib.core.group import needs_result
 from commlib.errors import ShapeError
+from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.registered.library import checked, register, save
 from commlib.ops.registered.traced_ring import size_of, sized
 
 
-def concat(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True) -> torch.Tensor:
+def concat(x: torch.Tensor, ring_id: Ring = 0, *, use_calc_stream: bool = True) -> torch.Tensor:
     """Concatenate the tensors of all ranks along the last axis, on every rank.
 
     The gradient is this rank's part of the last axis, as ``split`` returns it: every rank computes
@@ -28,6 +29,7 @@ def concat(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True) -
         RingError: The ring does not exist, or it has failed.
         DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
+    ring_id = ring_number("concat", ring_id)
     if not torch.compiler.is_compiling():
         checked("concat", x, ring_id)
     gathered: torch.Tensor = _registered_op(x, ring_id, size_of(ring_id), use_calc_stream)

@@ -5,10 +5,11 @@ from typing import Any
 import torch
 
 from commlib.core.manager import comm
+from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.registered.library import checked, like, register, save
 
 
-def identity(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True) -> torch.Tensor:
+def identity(x: torch.Tensor, ring_id: Ring = 0, *, use_calc_stream: bool = True) -> torch.Tensor:
     """Copy ``x``; the gradient is all-reduced (sum). Use it before a column-parallel layer.
 
     Only the backward communicates. The host does not block on a GPU.
@@ -26,6 +27,7 @@ def identity(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True)
         RingError: The ring does not exist, or it has failed.
         DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
+    ring_id = ring_number("identity", ring_id)
     if not torch.compiler.is_compiling():
         checked("identity", x, ring_id)
     copied: torch.Tensor = _registered_op(x, ring_id, use_calc_stream)

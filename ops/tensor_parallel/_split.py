@@ -6,11 +6,12 @@ import torch
 
 from commlib.core.context import CommContext
 from commlib.errors import ShapeError
+from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.registered.library import checked, register, save
 from commlib.ops.registered.traced_ring import size_of, sized
 
 
-def split(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True) -> torch.Tensor:
+def split(x: torch.Tensor, ring_id: Ring = 0, *, use_calc_stream: bool = True) -> torch.Tensor:
     """Copy this rank's part of ``x`` along the last axis.
 
     Only the backward communicates: the gradient is the ``concat`` of all ranks' gradients. The
@@ -29,6 +30,7 @@ def split(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True) ->
         RingError: The ring does not exist, or it has failed.
         DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
+    ring_id = ring_number("split", ring_id)
     if not torch.compiler.is_compiling():
         checked("split", x, ring_id)
     part: torch.Tensor = _registered_op(x, ring_id, size_of(ring_id), use_calc_stream)
