@@ -1,17 +1,17 @@
-"""The collective operators: one a file, the same call eager, compiled and on every engine."""
+"""Collective operators, one per file: the same call works eager, compiled and on every engine."""
 
 from commlib.ops._data_norm import data_norm
 from commlib.ops.classification._class_center_sample import class_center_sample
 from commlib.ops.classification._margin_cross_entropy import margin_cross_entropy
 from commlib.ops.classification._softmax_with_cross_entropy import softmax_with_cross_entropy
 from commlib.ops.collectives._all_gather import all_gather
-from commlib.ops.collectives._all_reduce import all_reduce
+from commlib.ops.collectives._all_reduce import all_reduce, all_reduce_
 from commlib.ops.collectives._all_to_all import all_to_all
 from commlib.ops.collectives._barrier import barrier
-from commlib.ops.collectives._broadcast import broadcast
+from commlib.ops.collectives._broadcast import broadcast, broadcast_
 from commlib.ops.collectives._gather import gather
 from commlib.ops.collectives._recv import recv
-from commlib.ops.collectives._reduce import reduce
+from commlib.ops.collectives._reduce import reduce, reduce_
 from commlib.ops.collectives._reduce_scatter import reduce_scatter
 from commlib.ops.collectives._scatter import scatter
 from commlib.ops.collectives._send import send
@@ -34,11 +34,13 @@ from commlib.ops.tensor_parallel._vocab_parallel_embedding import vocab_parallel
 __all__ = [
     "all_gather",
     "all_reduce",
+    "all_reduce_",
     "all_reduce_residual_norm",
     "all_to_all",
     "assign_pos",
     "barrier",
     "broadcast",
+    "broadcast_",
     "class_center_sample",
     "concat",
     "data_norm",
@@ -56,6 +58,7 @@ __all__ = [
     "random_routing",
     "recv",
     "reduce",
+    "reduce_",
     "reduce_scatter",
     "scatter",
     "send",

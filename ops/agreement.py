@@ -1,4 +1,4 @@
-"""What the ranks of a ring tell each other before an operator launches anything."""
+"""Rank agreement: ranks compare their arguments before an operator launches anything."""
 
 import struct
 import zlib
@@ -19,72 +19,74 @@ _DTYPES = {
 
 
 class Fact(NamedTuple):
-    """What must be the same on every rank, and the error of a call where it is not."""
+    """A value that must be the same on every rank, and the error if it differs."""
 
-    what: str
+    name: str
     value: int | float | torch.dtype
     error: type[ArgumentError] = ArgumentError
 
 
 @contextmanager
-def told(context: CommContext, verb: str, *, awaited: bool = True) -> Iterator[None]:
-    """Let the other ranks know when this one refuses its arguments in the block.
+def refuse_together(ring: CommContext, collective: str, *, awaited: bool = True) -> Iterator[None]:
+    """Report an argument error of the block to the other ranks, then raise it here.
 
-    They wait for it in ``agree``, if the call is ``awaited`` there, and raise too. This rank raises
-    what the block raised once they have come; if they do not, at the ring's deadline.
+    If the call is ``awaited``, the other ranks wait in ``check_ranks_agree`` and raise there. This
+    rank raises after they have arrived, or at the ring's deadline.
     """
     try:
         yield
     except CommError:
         if awaited:
-            with suppress(CommError):  # what is wrong here counts more
-                context.exchange([_number(verb)])
+            with suppress(CommError):  # this rank's own error comes first
+                ring.exchange([_number(collective)])
         raise
 
 
-def agree(
-    context: CommContext, verb: str, facts: Sequence[Fact], own: Sequence[int] = ()
+def check_ranks_agree(
+    ring: CommContext, collective: str, facts: Sequence[Fact], values: Sequence[int] = ()
 ) -> list[list[int]]:
-    """Return the ``own`` numbers of every rank, in rank order; their lengths may differ.
+    """Return the ``values`` of every rank, in rank order; their lengths may differ.
 
-    One exchange between the hosts; nothing is launched. Raises on every rank: ``ArgumentError``
-    where a rank has refused its arguments or is in another operator, and a fact's error where its
-    values differ.
+    The hosts exchange their facts once; nothing is launched.
+
+    Raises:
+        ArgumentError: On every rank, if a rank has invalid arguments or called another operator.
+            If a fact differs, every rank raises the fact's error.
     """
-    mine = [_number(verb), *(_code(fact.value) for fact in facts)]
-    every = context.exchange([*mine, *own])
-    where = context._describe(verb)
-    strangers = [rank for rank, row in enumerate(every) if row[:1] != mine[:1]]
-    if strangers:
+    mine = [_number(collective), *(_code(fact.value) for fact in facts)]
+    rows = ring.exchange([*mine, *values])
+    prefix = ring._describe(collective)
+    others = [rank for rank, row in enumerate(rows) if row[:1] != mine[:1]]
+    if others:
         raise ArgumentError(
-            f"{where}: ranks {strangers} of the ring are in another operator; every rank must "
+            f"{prefix}: ranks {others} of the ring called another operator; every rank must "
             f"call the same operators in the same order"
         )
-    refused = [rank for rank, row in enumerate(every) if len(row) == 1]
-    if refused:
-        raise ArgumentError(f"{where}: the arguments of ranks {refused} are refused there")
-    for place, fact in enumerate(facts, 1):
-        codes = [row[place] for row in every]
+    invalid = [rank for rank, row in enumerate(rows) if len(row) == 1]
+    if invalid:
+        raise ArgumentError(f"{prefix}: invalid arguments on ranks {invalid}")
+    for column, fact in enumerate(facts, 1):
+        codes = [row[column] for row in rows]
         if len(set(codes)) > 1:
-            values = by_rank([_decoded(code, fact.value) for code in codes])
-            raise fact.error(f"{where}: {fact.what}: {values}; expected the same on every rank")
-    return [row[len(mine) :] for row in every]
+            differing = by_rank([_decoded(code, fact.value) for code in codes])
+            raise fact.error(f"{prefix}: {fact.name}: {differing}; expected the same on every rank")
+    return [row[len(mine) :] for row in rows]
 
 
 def by_rank(values: Sequence[Any]) -> str:
-    """Write who has what: ``5 on ranks [0, 2], 6 on ranks [1]``."""
+    """List the ranks per value: ``5 on ranks [0, 2], 6 on ranks [1]``."""
     owners: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         owners.setdefault(str(value), []).append(rank)
     return ", ".join(f"{value} on ranks {ranks}" for value, ranks in owners.items())
 
 
-def _number(verb: str) -> int:
-    return zlib.crc32(verb.encode())
+def _number(collective: str) -> int:
+    return zlib.crc32(collective.encode())
 
 
 def _code(value: float | torch.dtype) -> int:
-    """Return a whole number of 64 bits that stands for ``value``."""
+    """Return ``value`` as a 64-bit integer."""
     if isinstance(value, torch.dtype):
         return zlib.crc32(str(value).encode())
     if isinstance(value, float):
@@ -93,7 +95,7 @@ def _code(value: float | torch.dtype) -> int:
 
 
 def _decoded(code: int, like: object) -> object:
-    """Return the value of another rank, of the kind of ``like``."""
+    """Return the value of another rank; ``like`` gives its type."""
     if isinstance(like, torch.dtype):
         return _DTYPES[code]
     return struct.unpack("<d", struct.pack("<q", code))[0] if isinstance(like, float) else code

@@ -1,4 +1,4 @@
-"""Whether Triton can compile this package's kernels."""
+"""Detection of Triton, which compiles this package's kernels."""
 
 from functools import cache
 from importlib.util import find_spec
@@ -6,5 +6,5 @@ from importlib.util import find_spec
 
 @cache
 def has_triton() -> bool:
-    """Whether this installation has Triton; importing it takes long, so nothing is imported."""
+    """Return True if Triton is installed, without the slow import."""
     return find_spec("triton") is not None

@@ -370,7 +370,7 @@ def captured(comm: Any) -> None:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 fixed = sample_of(label, size, samples, seed=6, padded=True)
                 drawn = sample_of(label, size, samples, padded=True)
-                with refused(ArgumentError, "type padded=True"):
+                with refused(ArgumentError, "pass padded=True"):
                     sample_of(label, size, samples)
             for seed in range(3):
                 label.copy_(labels(300, sum(sizes), kind, seed))
@@ -414,7 +414,7 @@ def bad_on_one(comm: Any) -> None:
     odd = comm.rank == 1
     for classes in (0, -3, 1):
         name = "num_classes" if classes < 1 else "num_samples"
-        with refused(ArgumentError, name if odd else "ranks [1] are refused there"):
+        with refused(ArgumentError, name if odd else "invalid arguments on ranks [1]"):
             sample_of(label, classes if odd else 10, 2)
     with refused(ArgumentError, "num_samples: 2 on ranks [0], 3 on ranks [1]"):
         sample_of(label, 10, 2 + odd)
@@ -431,7 +431,7 @@ def bad_on_one(comm: Any) -> None:
     with refused(ArgumentError, "label of ranks [1] differs from that of rank 0", "all_gather"):
         sample_of(swapped, 10, 2)
     for refused_there in (label.float(), label.view(2, 3), label[:0], label.to("meta"), [1, 2]):
-        with refused(ArgumentError, "label" if odd else "ranks [1] are refused there"):
+        with refused(ArgumentError, "label" if odd else "invalid arguments on ranks [1]"):
             sample_of(refused_there if odd else label, 10, 2)
     x = torch.zeros(6, 10, device=comm.device)
     with refused(ArgumentError, f"ranks [{1 - comm.rank}]", "another operator"):

@@ -66,7 +66,7 @@ def values(comm: Any) -> None:
         close(softmax, x.softmax(1) if comm.size == 1 else softmax, "softmax")
         (grad,) = torch.autograd.grad(loss.sum(), x)
         close(grad, torch.autograd.grad(want.sum(), other)[0], "gradient")
-    margins = {"margin1": 0.9, "margin2": 0.3, "margin3": 0.1, "scale": 8.0}
+    margins: Any = {"margin1": 0.9, "margin2": 0.3, "margin3": 0.1, "scale": 8.0}
     want, want_softmax = ops.margin_cross_entropy(
         other, label, reduction=None, return_softmax=True, **margins
     )

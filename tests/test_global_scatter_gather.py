@@ -253,7 +253,9 @@ def mismatches(comm: Any) -> None:
     with refused(ShapeError, "number of counts: 8 on ranks [0], 4 on ranks [1]"):
         ops.global_scatter(x, **(one if comm.rank else mine))
     reason = (
-        (ArgumentError, "ranks [0] are refused there") if comm.rank else (ShapeError, "adds up to")
+        (ArgumentError, "invalid arguments on ranks [0]")
+        if comm.rank
+        else (ShapeError, "adds up to")
     )
     with refused(*reason):
         ops.global_scatter(x if comm.rank else x[:-1], **mine)
@@ -273,7 +275,7 @@ def refusals(comm: Any) -> None:
     mine, before = own_counts(comm, counts), calls(comm)
     local, expected = mine.values()
     for call, verb in ((ops.global_scatter, "global_scatter"), (ops.global_gather, "global_gath")):
-        with refused(DtypeError, verb, "local_count is torch.int32", "type local_count.long()"):
+        with refused(DtypeError, verb, "local_count is torch.int32", "pass local_count.long()"):
             call(x, local.int(), expected)
         with refused(ArgumentError, "global_count[1] is -1"):
             call(x, local, torch.tensor([1, -1, 2, 2]))

@@ -30,7 +30,7 @@ manager = commlib.CommContextManager.instance()
 def gathered(ring: Any) -> list[int]:
     """The global ranks that answer on ``ring``, in its order."""
     mine = torch.tensor([commlib.comm().rank], device=ring.device)
-    return ops.all_gather(mine, ring.ring_id).tolist()  # type: ignore[no-any-return]
+    return ops.all_gather(mine, ring.ring_id).tolist()
 
 
 def twice(comm: Any) -> None:

@@ -17,7 +17,7 @@ from tests.support.examples import examples
 from tests.support.operator import ABSENT_RING, calls, compile_whole, well_registered
 from tests.support.ranks import Ranks
 
-loss_of = ops.margin_cross_entropy
+loss_of: Any = ops.margin_cross_entropy
 Margins = tuple[float, float, float]
 
 ARCFACE, COSFACE, SPHEREFACE = (1.0, 0.5, 0.0), (1.0, 0.0, 0.35), (1.35, 0.0, 0.0)
@@ -373,7 +373,7 @@ def unequal(comm: Any) -> None:
             loss_of(x, label, **{name: 0.25 + odd})
     for logits in (x, x.clone().requires_grad_()):
         for wrong in (label[:3], label.float(), label.to("meta"), None):
-            with refused(ArgumentError, "label" if odd else "ranks [1] are refused there"):
+            with refused(ArgumentError, "label" if odd else "invalid arguments on ranks [1]"):
                 loss_of(logits, wrong if odd else label)
     same(calls(comm), before, "calls launched by refused ones")
     zero = -0.0 if odd else 0.0

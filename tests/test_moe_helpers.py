@@ -190,7 +190,7 @@ def test_captured_total(all_gpu_ranks: Ranks) -> None:
 
 def test_refusals() -> None:
     ids = torch.tensor([0, 1])
-    with pytest.raises(DtypeError, match=r"numbers is torch.float32; type numbers.long\(\)"):
+    with pytest.raises(DtypeError, match=r"numbers is torch.float32; pass numbers.long\(\)"):
         ops.number_count(ids.float(), 2)
     with pytest.raises(ArgumentError, match="upper_range=0"):
         ops.number_count(ids, 0)

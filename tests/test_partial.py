@@ -11,7 +11,7 @@ import commlib
 from commlib import ops
 from commlib.compat import paddle
 from commlib.errors import ArgumentError, PeerError, RingError, ShapeError
-from commlib.ops.pipeline_parallel.slices import fill, joined, pieces
+from commlib.ops.pipeline_parallel.slices import fill, joined, slice_views
 from tests.support.checks import (
     STRIDED,
     Array,
@@ -44,7 +44,7 @@ def test_pieces(shape: list[int], data: Any) -> None:
     x.copy_(torch.arange(1.0, count + 1).view(x.shape))
     first = data.draw(st.integers(0, count))
     last = data.draw(st.integers(first, count))
-    found = pieces(x, first, last)
+    found = slice_views(x, first, last)
     assert len(found) <= max(1, 2 * x.dim() - 1)
     assert joined(found).reshape(-1).tolist() == list(range(first + 1, last + 1))
     fill(found, torch.full((last - first,), -1.0))
@@ -112,8 +112,8 @@ def handed(comm: Any, num: int, dtype: torch.dtype, layout: str, **mode: bool) -
             same(done is None, mode.get("sync_op", True), "what partial_send returns")
         else:
             frame = Framed(shape, dtype, comm.device, layout)
-            done = ops.partial_recv(frame.view.copy_(old), peer=0, num=num, id=id, **mode)
-            given = done.wait() if isinstance(done, commlib.Work) else done
+            result = ops.partial_recv(frame.view.copy_(old), peer=0, num=num, id=id, **mode)
+            given = result.wait() if isinstance(result, commlib.Work) else result
             same(given is frame.view, True, "returns out")
             want = old.clone()
             want[id] = x[id]
@@ -323,7 +323,7 @@ def refusals(comm: Any) -> None:
         with refused(RingError, ABSENT_RING):
             call(x, ABSENT_RING, peer=other, num=2)
         with refused(ArgumentError, "list"):
-            call([1.0], peer=other)
+            call([1.0], peer=other)  # type: ignore[call-overload]
     with refused(ArgumentError, "overlaps itself"):
         ops.partial_recv(x[:1].expand(6, 2), peer=other, num=2)
     with refused(ArgumentError, "sync_op=False", "contiguous()"):

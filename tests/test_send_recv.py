@@ -82,7 +82,7 @@ def not_done_before(comm: Any) -> None:
     """A receive under way is not done before its send; the send itself needs no second wait."""
     out = torch.zeros(3, device=comm.device)
     if comm.rank == 1:
-        work = ops.recv(out, peer=0, **MODES["async"])
+        work: Any = ops.recv(out, peer=0, **MODES["async"])
         same(work.done(), False, "done() before the send")
     comm.barrier()
     settle(comm)
@@ -116,7 +116,7 @@ def refuse(comm: Any) -> None:
         with refused(DeviceError, "sparse"):
             call(x.to_sparse(), peer=other)
         with refused(ArgumentError, "list"):
-            call([1.0], peer=other)
+            call([1.0], peer=other)  # type: ignore[call-overload]
     with refused(ArgumentError, "overlaps itself"):
         ops.recv(x[:1].expand(4), peer=other)
     with refused(ArgumentError, "requires grad"):

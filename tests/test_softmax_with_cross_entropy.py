@@ -16,7 +16,7 @@ from tests.support.examples import examples
 from tests.support.operator import ABSENT_RING, calls, compile_whole, generating, well_registered
 from tests.support.ranks import Ranks, fresh
 
-loss_of = ops.softmax_with_cross_entropy
+loss_of: Any = ops.softmax_with_cross_entropy
 IGNORE = -100
 
 
@@ -430,13 +430,13 @@ def unequal(comm: Any) -> None:
         loss_of(x[: 4 - odd], label[: 4 - odd])
     with refused(DtypeError, "torch.float32 on ranks [0], torch.float16 on ranks [1]"):
         loss_of(x.half() if odd else x, label)
-    with refused(ShapeError, "ids a row", "1 on ranks [0], 2 on ranks [1]"):
+    with refused(ShapeError, "ids per row", "1 on ranks [0], 2 on ranks [1]"):
         loss_of(x, label.view(4, 1).expand(4, 1 + odd))
     with refused(ArgumentError, "ignore_index: -100 on ranks [0], 0 on ranks [1]"):
         loss_of(x, label, ignore_index=0 if odd else -100)
     for logits in (x, x.clone().requires_grad_()):
         for wrong in (label[:3], label.float(), label.to("meta"), None):
-            with refused(ArgumentError, "label" if odd else "ranks [1] are refused there"):
+            with refused(ArgumentError, "label" if odd else "invalid arguments on ranks [1]"):
                 loss_of(logits, wrong if odd else label)
     other = ops.margin_cross_entropy if odd else loss_of
     with refused(ArgumentError, f"ranks [{1 - comm.rank}]", "another operator"):

@@ -15,7 +15,7 @@ from tests.support.checks import close, refused, same, sample, settle, until, wi
 from tests.support.formulas import total
 from tests.support.ranks import Ranks, World
 
-ASYNC = {"use_calc_stream": False, "sync_op": False}
+ASYNC: Any = {"use_calc_stream": False, "sync_op": False}
 
 
 def finished(comm: Any) -> None:

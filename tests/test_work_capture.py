@@ -9,7 +9,7 @@ from commlib.errors import ArgumentError
 from tests.support.checks import close, refused, same
 from tests.support.ranks import Ranks
 
-ASYNC = {"use_calc_stream": False, "sync_op": False}
+ASYNC: Any = {"use_calc_stream": False, "sync_op": False}
 
 
 def _stream() -> torch.cuda.Stream:

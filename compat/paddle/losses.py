@@ -1,5 +1,7 @@
 """The legacy losses over sharded classes, both with a gradient."""
 
+from typing import Any
+
 import torch
 
 from commlib import ops
@@ -53,7 +55,7 @@ def margin_cross_entropy(
     ``margin_cross_entropy``.
     """
     placed("margin_cross_entropy", ring_id, nranks, rank)
-    found = ops.margin_cross_entropy(
+    found: Any = ops.margin_cross_entropy(
         logits,
         label,
         ring_id,

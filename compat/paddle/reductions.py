@@ -4,10 +4,11 @@ import torch
 
 from commlib import ops
 from commlib.compat.paddle.checks import cut, position, ring, sized
+from commlib.ops.arguments import ReductionName
 
 
 def _all_reduce(
-    name: str, op: str, x: torch.Tensor, ring_id: int, use_calc_stream: bool
+    name: str, op: ReductionName, x: torch.Tensor, ring_id: int, use_calc_stream: bool
 ) -> torch.Tensor:
     ring(name, ring_id)
     total: torch.Tensor = ops.all_reduce(
@@ -71,7 +72,7 @@ def c_allreduce_prod(
 
 
 def _reduce(
-    name: str, op: str, x: torch.Tensor, ring_id: int, root_id: int, use_calc_stream: bool
+    name: str, op: ReductionName, x: torch.Tensor, ring_id: int, root_id: int, use_calc_stream: bool
 ) -> torch.Tensor:
     root = position(name, ring(name, ring_id), "root_id", root_id)
     total: torch.Tensor = ops.reduce(

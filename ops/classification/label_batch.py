@@ -1,4 +1,4 @@
-"""A batch of labels as its device computes it: its facts, its remapped labels, a rank's sample."""
+"""A batch of labels on its device: facts, remapped labels and one rank's sample."""
 
 from itertools import accumulate, pairwise
 
@@ -13,13 +13,13 @@ SEEDS = 2**62
 
 
 def batch_of(label: Tensor) -> "Batch":
-    """Return the batch as its device computes it."""
+    """Return the batch in the form for its device."""
     kind = KernelBatch if label.is_cuda and has_triton() else Batch
     return kind(label.contiguous())
 
 
 class Batch:
-    """The labels of a batch, with torch operators; on a GPU they wait for it."""
+    """The labels of a batch, with torch operators; the host waits for a GPU."""
 
     def __init__(self, label: Tensor) -> None:
         self.label = label
@@ -34,7 +34,7 @@ class Batch:
     def sampled(
         self, bounds: list[int], rank: int, samples: int, seed: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the remapped labels, the sample of ``rank`` with -1 behind it, and its size [1].
+        """Return the remapped labels, the sample of ``rank`` padded with -1, and its size [1].
 
         Rank q has the classes from ``bounds[q]`` on; the last of them is the number of all classes.
         """
@@ -43,35 +43,35 @@ class Batch:
         edges = torch.tensor(bounds, device=label.device)
         starts = torch.searchsorted(known, edges)
         ends: list[int] = starts.tolist()
-        counts = [max(samples, behind - begin) for begin, behind in pairwise(ends)]
+        counts = [max(samples, end - begin) for begin, end in pairwise(ends)]
         shift = torch.tensor([0, *accumulate(counts)], device=label.device) - starts
         owner = torch.bucketize(label, edges, right=True) - 1
         outside = (owner < 0) | (owner == len(counts))
         remapped = (places + shift[owner]).masked_fill_(outside, -1)
-        first, behind = bounds[rank], bounds[rank + 1]
+        first, end = bounds[rank], bounds[rank + 1]
         positives = known[ends[rank] : ends[rank + 1]] - first
-        others = self._others(positives, behind - first, counts[rank] - len(positives), rank, seed)
-        sampled = self.label.new_full((length_of(label, behind - first, samples),), -1)
+        others = self._others(positives, end - first, counts[rank] - len(positives), rank, seed)
+        sampled = self.label.new_full((length_of(label, end - first, samples),), -1)
         sampled[: counts[rank]] = torch.cat([positives, others])
         return remapped.to(self.label.dtype), sampled, label.new_tensor(counts[rank : rank + 1])
 
     def _others(
         self, positives: Tensor, classes: int, count: int, rank: int, seed: int | None
     ) -> Tensor:
-        """Return ``count`` of the classes that are no positives."""
-        device, given = positives.device, len(positives)
+        """Return ``count`` classes that are not positives."""
+        device, count_positives = positives.device, len(positives)
         if seed is None:
             seed = int(torch.empty(1, dtype=torch.int64, device=device).random_(SEEDS))
-        others = permuted(seed + rank, count, classes - given, device)
-        # The i-th class that is no positive has as many positives before it as have i others.
-        skipped = positives - torch.arange(given, device=device)
+        others = permuted(seed + rank, count, classes - count_positives, device)
+        # A positive precedes the i-th other class if at most i others precede the positive.
+        skipped = positives - torch.arange(count_positives, device=device)
         return others + torch.searchsorted(skipped, others, right=True)
 
 
 class KernelBatch(Batch):
-    """The same on a GPU in a few kernels; the host waits only to know the labels' facts.
+    """The same on a GPU in a few kernels; the host waits only for the labels' facts.
 
-    A bit a class says which are in the batch: no sort, neither of classes nor of labels.
+    One bit per class marks the classes of the batch, so nothing is sorted.
     """
 
     def __init__(self, label: Tensor) -> None:
@@ -81,7 +81,7 @@ class KernelBatch(Batch):
         self.kernels = sample_kernels
 
     def facts(self) -> list[int]:
-        """Return what ``Batch.facts`` does."""
+        """Return the same as ``Batch.facts``."""
         with torch.cuda.device(self.label.device):
             facts: list[int] = self.kernels.facts(self.label).tolist()
         return facts
@@ -89,7 +89,7 @@ class KernelBatch(Batch):
     def sampled(
         self, bounds: list[int], rank: int, samples: int, seed: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what ``Batch.sampled`` does, without waiting."""
+        """Return the same as ``Batch.sampled``, without waiting."""
         label = self.label
         with torch.cuda.device(label.device):
             marked = self.kernels.marked(label, bounds[-1])
@@ -97,10 +97,10 @@ class KernelBatch(Batch):
             start = start.random_(SEEDS) if seed is None else start.fill_(seed)
             edges = _on_device(bounds, label.device)
             length = length_of(label, bounds[rank + 1] - bounds[rank], samples)
-            found: tuple[Tensor, Tensor, Tensor] = self.kernels.sample(
+            result: tuple[Tensor, Tensor, Tensor] = self.kernels.sample(
                 label, *marked, edges, start, rank, samples, length
             )
-        return found
+        return result
 
 
 def length_of(label: Tensor, classes: int, samples: int) -> int:
@@ -110,7 +110,7 @@ def length_of(label: Tensor, classes: int, samples: int) -> int:
 
 
 def _on_device(numbers: list[int], device: torch.device) -> Tensor:
-    """Return ``numbers`` on a GPU, without waiting; a capture can't copy from the host."""
+    """Return ``numbers`` on a GPU without waiting; a capture can't copy from the host."""
     if not torch.cuda.is_current_stream_capturing():
         return torch.tensor(numbers, device="cpu").to(device, non_blocking=True)
     cells = torch.empty(len(numbers), dtype=torch.int64, device=device)

@@ -1,8 +1,8 @@
-"""A keyed pseudo-random permutation of range(size), evaluated only where it is asked.
+"""A keyed pseudo-random permutation of range(size), evaluated only at requested indices.
 
 A generalised Feistel network: numbers are pairs of Z_a x Z_b with a * b just above ``size``, and
-each round moves one half by a keyed function of the other. An image beyond ``size`` is put in
-again until it is none (Black and Rogaway, "Ciphers with arbitrary finite domains"). Integers of 64
+each round moves one half by a keyed function of the other. An image beyond ``size`` is mapped
+again until it is below (Black and Rogaway, "Ciphers with arbitrary finite domains"). Integers of 64
 bits only, so that torch operators and Triton kernels give the same numbers.
 """
 
@@ -42,10 +42,10 @@ def key(seed: int, number: int) -> int:
 def _image(x: torch.Tensor, keys: list[int], a: int, b: int) -> torch.Tensor:
     right = x // a
     left = x - right * a
-    rooms = torch.empty_like(x), torch.empty_like(x)
+    scratchs = torch.empty_like(x), torch.empty_like(x)
     for first, second in zip(keys[::2], keys[1::2], strict=True):
-        _move(left, right, first, a, *rooms)
-        _move(right, left, second, b, *rooms)
+        _move(left, right, first, a, *scratchs)
+        _move(right, left, second, b, *scratchs)
     return left.add_(right.mul_(a))
 
 
@@ -59,7 +59,7 @@ def _move(
     torch.add(other, key, out=x)
     _mix(x.bitwise_and_(HALF), y)
     half.add_(x.mul_(side).bitwise_right_shift_(32)).sub_(side)
-    torch.bitwise_right_shift(half, 63, out=y)  # all bits set where it is below 0
+    torch.bitwise_right_shift(half, 63, out=y)  # all bits set if it is below 0
     half.add_(y.bitwise_and_(side))
 
 
@@ -68,12 +68,12 @@ def mixed(x: torch.Tensor) -> torch.Tensor:
     return _mix(x.clone(), torch.empty_like(x))
 
 
-def _mix(x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+def _mix(x: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
     for _ in range(2):
-        torch.bitwise_right_shift(x, 16, out=room)
-        x.bitwise_xor_(room).mul_(FACTOR).bitwise_and_(HALF)
-    torch.bitwise_right_shift(x, 16, out=room)
-    return x.bitwise_xor_(room)
+        torch.bitwise_right_shift(x, 16, out=scratch)
+        x.bitwise_xor_(scratch).mul_(FACTOR).bitwise_and_(HALF)
+    torch.bitwise_right_shift(x, 16, out=scratch)
+    return x.bitwise_xor_(scratch)
 
 
 def _mixed(x: int) -> int:

@@ -1,6 +1,6 @@
-"""The keyed permutation of ``permutation`` as a part of Triton kernels: the same numbers."""
+"""The keyed permutation of ``permutation`` for Triton kernels: the same numbers."""
 
-# Triton ships no types, and its kernels are no Python.
+# Triton ships no types, and its kernels are not Python.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
 
@@ -30,7 +30,7 @@ def _key(seed, number):
 
 @triton.jit
 def _moved(x, other, key, side):
-    """One half of a round, in 32 bits: what ``permutation`` does in 64."""
+    """Compute one half of a round in 32 bits, as ``permutation`` does in 64."""
     h = other + key
     h = ((h >> 16) ^ h) * FACTOR
     h = ((h >> 16) ^ h) * FACTOR

@@ -3,7 +3,7 @@
 Only imported for tensors on a GPU. All arithmetic is float32; offsets of rows are 64-bit.
 """
 
-# Triton ships no types, and its kernels are no Python.
+# Triton ships no types, and its kernels are not Python.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
 
@@ -121,7 +121,7 @@ def combine(
 
 
 def _lined_up(x: Tensor) -> Tensor:
-    """Return ``x`` with its columns side by side; rows may lie anywhere."""
+    """Return ``x`` with contiguous columns; any row stride is kept."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 

@@ -1,6 +1,6 @@
 """The statistics, softmax and gradient of the rows of one class shard, each in one pass.
 
-On a GPU Triton kernels stream over the shard; on a CPU, in float64 and where Triton is missing,
+On a GPU Triton kernels stream over the shard; on a CPU, in float64 and without Triton,
 torch operators do it a block of rows at a time, so that no temporary grows with the shard.
 """
 
@@ -17,7 +17,7 @@ CPU_BLOCK, GPU_BLOCK = 2**18, 2**24  # elements of a temporary
 
 
 def on_kernels(x: Tensor) -> bool:
-    """Whether the Triton kernels take ``x``."""
+    """Return True if the Triton kernels support ``x``."""
     return x.is_cuda and x.dtype is not torch.float64 and has_triton()
 
 
@@ -25,7 +25,7 @@ def statistics(rows: Rows, out: Tensor) -> None:
     """Fill ``out`` [3, rows]: maximum, sum of exponentials relative to it, logit of the target.
 
     The maximum of an empty shard is -inf and its sum 0; so are those of a shard of -inf. The logit
-    of the target is the mean over its ids, where those of other ranks count 0.
+    of the target is the mean over its ids, with 0 for ids of other ranks.
     """
     if on_kernels(rows.x):
         from commlib.ops.classification import row_kernels
@@ -44,11 +44,11 @@ def statistics(rows: Rows, out: Tensor) -> None:
 
 
 def targets(rows: Rows) -> Tensor:
-    """Return ``x`` at the columns, 0 where another rank has them: [rows, ids]."""
+    """Return ``x`` at the columns, 0 for columns of other ranks: [rows, ids]."""
     if not rows.x.shape[1]:
         return torch.zeros_like(rows.columns, dtype=accumulates_in(rows.x.dtype))
-    found: Tensor = rows.x.gather(1, rows.places).to(accumulates_in(rows.x.dtype))
-    return found.masked_fill_(~rows.owned, 0)
+    logits: Tensor = rows.x.gather(1, rows.places).to(accumulates_in(rows.x.dtype))
+    return logits.masked_fill_(~rows.owned, 0)
 
 
 def softmax(rows: Rows, stats: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The rows of one class shard: their logits, and where their targets are."""
+"""The rows of one class shard: their logits and the columns of their targets."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ IGNORED = -(2**62)  # the column of every id of an ignored row
 
 
 class Rows(NamedTuple):
-    """The rows of a shard, and where their targets are.
+    """The rows of a shard and the columns of their targets.
 
     ``x``: [rows, classes]. ``columns``: [rows, ids] of int64, the ids of the label counted from the
     first class of the shard; those outside of it are on other ranks. A row's target is uniform over
@@ -26,7 +26,7 @@ class Rows(NamedTuple):
 
     @property
     def owned(self) -> Tensor:
-        """Which ids are in this shard: [rows, ids]."""
+        """A mask of the ids in this shard: [rows, ids]."""
         return (self.columns >= 0) & (self.columns < self.x.shape[1])
 
     @property
@@ -36,10 +36,10 @@ class Rows(NamedTuple):
 
 
 def accumulates_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of all arithmetic: float64 for itself, float32 for the others."""
+    """Return the dtype of all arithmetic: float64 for float64, otherwise float32."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def shift_of(top: Tensor) -> Tensor:
-    """Return what to subtract for a maximum: where all is -inf nothing, for -inf + inf is NaN."""
+    """Return the value to subtract for a maximum: 0 for -inf, because -inf + inf is NaN."""
     return top.masked_fill(top == -torch.inf, 0)

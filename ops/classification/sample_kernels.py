@@ -3,7 +3,7 @@
 Only imported for tensors on a GPU. Whole numbers alone: the same results as torch operators.
 """
 
-# Triton ships no types, and its kernels are no Python.
+# Triton ships no types, and its kernels are not Python.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
 
@@ -36,12 +36,12 @@ def facts(label: Tensor) -> Tensor:
 
 
 def marked(label: Tensor, classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a bit for each of the ``classes``, how many are set before each word, and which.
+    """Return one bit per class, the number of set bits before each word, and the set classes.
 
     int32 [words], int32 [words], and of the dtype of ``label`` [N], ascending; as many of them are
     written as there are bits set.
     """
-    words = classes // BITS.value + 1  # a bit behind the last class, to count all before it
+    words = classes // BITS.value + 1  # a bit after the last class, to count all before it
     blocks = _over(words, WORDS_BLOCK)
     count = label.numel()
     marks = torch.zeros(words + blocks, dtype=torch.int32, device=label.device)
@@ -66,10 +66,10 @@ def sample(
     samples: int,
     length: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the remapped labels, ``length`` sampled classes with -1 behind, how many are sampled.
+    """Return the remapped labels, ``length`` sampled classes padded with -1, and their number.
 
     ``marks``, ``before``, ``known``: of ``marked``; ``bounds`` [size + 1]: first class of each
-    rank, and behind the last; ``seed`` [1], to which ``rank`` is added.
+    rank, and the number of all classes; ``seed`` [1], to which ``rank`` is added.
     """
     remapped, sampled = torch.empty_like(label), label.new_empty(length)
     kept, size = bounds.new_empty(1), bounds.numel() - 1
@@ -102,7 +102,7 @@ def sample(
 
 @triton.jit
 def _ones(word):
-    """How many bits are set in words of 32 bits."""
+    """Count the set bits in words of 32 bits."""
     x = word.to(tl.uint32)
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
@@ -112,7 +112,7 @@ def _ones(word):
 
 @triton.jit
 def _below(marks, before, value, mask):
-    """How many marked classes are below ``value``."""
+    """Count the marked classes below ``value``."""
     word = tl.load(marks + value // BITS, mask=mask, other=0).to(tl.uint32)
     bit = (value % BITS).to(tl.uint32)
     lower = word & ((bit * 0 + 1 << bit) - 1)
@@ -170,7 +170,7 @@ def _count(marks, totals, before, known, words, BLOCK: tl.constexpr, TOTALS: tl.
 
 @triton.jit
 def _others_before(known, end, value, low, steps):
-    """The place from ``low`` to ``end`` of the first of ``known`` with ``value`` others before."""
+    """Return the first index in ``known`` from ``low`` to ``end`` with ``value`` others before."""
     start = low
     high = low * 0 + end
     for _ in range(steps):
@@ -209,13 +209,13 @@ def _sample(
     lane = tl.arange(0, LANES)
     owner = lane < size
     least = tl.load(bounds + lane, mask=owner, other=LARGEST)
-    behind = tl.load(bounds + lane + 1, mask=owner, other=LARGEST)
+    limit = tl.load(bounds + lane + 1, mask=owner, other=LARGEST)
     begin = _below(marks, before, least, owner)
-    end = _below(marks, before, behind, owner)
+    end = _below(marks, before, limit, owner)
     if program < sample_programs:
         mine = lane == rank
         base = tl.sum(tl.where(mine, least, 0), 0)
-        classes = tl.sum(tl.where(mine, behind - least, 0), 0)
+        classes = tl.sum(tl.where(mine, limit - least, 0), 0)
         first = tl.sum(tl.where(mine, begin, 0), 0)
         positives = tl.sum(tl.where(mine, end - begin, 0), 0)
         wanted = tl.maximum(positives, tl.cast(samples, tl.int64))
@@ -231,7 +231,7 @@ def _sample(
         at = tl.cast(program - sample_programs, tl.int64) * LABELS_BLOCK
         at += tl.arange(0, LABELS_BLOCK)
         one = tl.load(label + at, mask=at < count, other=0).to(tl.int64)
-        owned = (one[:, None] >= least[None, :]) & (one[:, None] < behind[None, :])
+        owned = (one[:, None] >= least[None, :]) & (one[:, None] < limit[None, :])
         owned = owned & owner[None, :]
         is_class = (at < count) & (tl.max(owned.to(tl.int32), 1) > 0)
         own = _below(marks, before, one, is_class)
@@ -241,7 +241,7 @@ def _sample(
 
 @triton.jit
 def _chosen(known, place, base, classes, first, positives, wanted, key, steps):
-    """The classes at some places of the sample: those of the batch, others, -1 behind."""
+    """Return classes of the sample by index: those of the batch, then others, then -1."""
     positive = place < positives
     other = (place >= positives) & (place < wanted)
     own = tl.load(known + first + place, mask=positive, other=0).to(tl.int64) - base

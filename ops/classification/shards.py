@@ -1,4 +1,4 @@
-"""A class axis in shards: what the ranks agree on, and the one gather that joins their rows."""
+"""A class axis in shards: rank agreement, and the gather that joins the rows."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from commlib.core.group import needs_result
 from commlib.core.manager import comm
 from commlib.core.validation import check_tensor
 from commlib.errors import ArgumentError, DtypeError, ShapeError
-from commlib.ops.agreement import Fact, agree, by_rank, told
+from commlib.ops.agreement import Fact, by_rank, check_ranks_agree, refuse_together
 from commlib.ops.classification.row_statistics import on_kernels, statistics
 from commlib.ops.classification.rows import IGNORED, Rows, accumulates_in, shift_of
 from commlib.ops.registered.library import needs_op, traced
@@ -23,31 +23,35 @@ LOGITS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 LABELS = (torch.int32, torch.int64)
 
 
-def by_twin(verb: str, logits: Tensor, label: Tensor, ring_id: int, use_calc_stream: bool) -> bool:
-    """Return True if a call has to take its registered op: as ``traced``, or for a gradient."""
-    if traced(verb, use_calc_stream, True):  # which then checks the arguments
+def takes_registered_op(
+    collective: str, logits: Tensor, label: Tensor, ring_id: int, use_calc_stream: bool
+) -> bool:
+    """Return True if a call has to take its registered op: if ``traced``, or for a gradient."""
+    if traced(collective, use_calc_stream, True):  # the registered op checks the arguments
         return True
-    context = comm(ring_id)
-    with told(context, verb):  # the dispatcher would answer for other devices by itself
-        check_inputs(context, verb, logits, label)
+    ring = comm(ring_id)
+    with refuse_together(
+        ring, collective
+    ):  # the dispatcher would answer for other devices by itself
+        check_inputs(ring, collective, logits, label)
     return needs_op(logits, label) or (logits.requires_grad and torch.is_grad_enabled())
 
 
-def check_inputs(context: CommContext, verb: str, logits: Tensor, label: Tensor) -> None:
-    """Refuse logits and labels of other dtypes or devices, no class axis, and an open group."""
-    needs_result(context, verb)
-    for role, given, dtypes in (("logits", logits, LOGITS), ("label", label, LABELS)):
-        check_tensor(context, verb, role, given)
-        if given.dtype not in dtypes:
+def check_inputs(ring: CommContext, collective: str, logits: Tensor, label: Tensor) -> None:
+    """Raise for other dtypes or devices, a missing class axis, and an open group."""
+    needs_result(ring, collective)
+    for role, tensor, dtypes in (("logits", logits, LOGITS), ("label", label, LABELS)):
+        check_tensor(ring, collective, role, tensor)
+        if tensor.dtype not in dtypes:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             fit = "float" if dtypes is LOGITS else "long"
             raise DtypeError(
-                f"{context._describe(verb)}: {role} is {given.dtype}; expected one of {names}; "
-                f"type {role}.{fit}()"
+                f"{ring._describe(collective)}: {role} is {tensor.dtype}; expected one of {names}; "
+                f"pass {role}.{fit}()"
             )
     if logits.dim() == 0:
         raise ShapeError(
-            f"{context._describe(verb)}: logits is 0-D; expected classes as its last axis"
+            f"{ring._describe(collective)}: logits is 0-D; expected classes as its last axis"
         )
 
 
@@ -60,11 +64,11 @@ def flattened(logits: Tensor) -> Tensor:
 class Shards:
     """The class axis over a ring: this rank has the classes from ``start`` on, all have ``total``.
 
-    ``ignore_index`` is a label that is no class, None if there is none.
+    ``ignore_index`` is the label of ignored rows, or None.
     """
 
-    context: CommContext
-    verb: str
+    ring: CommContext
+    collective: str
     start: int
     total: int
     ignore_index: int | None
@@ -79,43 +83,45 @@ class Shards:
     def joined(
         self, rows: Rows, labels: Tensor, cosines: Tensor | None, use_calc_stream: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss [rows], and [2, rows]: what to subtract from logits, and their sum.
+        """Return the loss [rows], and [2, rows]: shift and sum of exponentials.
 
         One all_gather carries labels and statistics of every rank. Raises ``ArgumentError`` on
         every rank for a bad row; with ``cosines`` [rows], 0 where another rank has the target, one
         beyond 1 is bad too. That waits for the GPU; a capture can't, there a bad row is NaN.
         """
-        mail = _Mail.of(rows, labels, cosines)
-        every = mail.packed.new_empty((self.context.size, mail.packed.numel()))
-        self.context.all_gather(every, mail.packed, use_calc_stream=use_calc_stream)
-        loss, stats, first_bad = self._combined(mail, every)
+        message = _Message.of(rows, labels, cosines)
+        of_ranks = message.packed.new_empty((self.ring.size, message.packed.numel()))
+        self.ring.all_gather(of_ranks, message.packed, use_calc_stream=use_calc_stream)
+        loss, stats, first_bad = self._combined(message, of_ranks)
         if loss.numel() and not sees_capture(loss):
             row = int(first_bad)
             if row < loss.numel():
-                raise ArgumentError(self._complaint(mail, every, row))
+                raise ArgumentError(self._row_error(message, of_ranks, row))
         return loss, stats
 
-    def _combined(self, mail: "_Mail", every: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _combined(self, message: "_Message", of_ranks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return loss, statistics, and the first bad row, or as many as there are rows."""
-        count, ids = mail.labels.shape
-        loss, stats = every.new_empty(count), every.new_empty((2, count))
-        first_bad = torch.full((1,), count, dtype=torch.int32, device=every.device)
+        count, ids = message.labels.shape
+        loss, stats = of_ranks.new_empty(count), of_ranks.new_empty((2, count))
+        first_bad = torch.full((1,), count, dtype=torch.int32, device=of_ranks.device)
         if not count:
             return loss, stats, first_bad
-        if on_kernels(every):
+        if on_kernels(of_ranks):
             from commlib.ops.classification import row_kernels
 
-            cosines = len(mail.stats) > 3
-            known = self.total, self.ignore_index
-            row_kernels.combine(every, mail.offset, ids, cosines, *known, loss, stats, first_bad)
+            cosines = len(message.stats) > 3
+            options = self.total, self.ignore_index
+            row_kernels.combine(
+                of_ranks, message.offset, ids, cosines, *options, loss, stats, first_bad
+            )
             return loss, stats, first_bad
-        labels, parts = mail.opened(every)
+        labels, parts = message.opened(of_ranks)
         bad = self._bad(labels, parts)
         shift = stats[0] = shift_of(parts[:, 0].amax(0))
         stats[1] = (parts[:, 1] * (parts[:, 0] - shift).exp_()).sum(0).masked_fill_(bad, torch.nan)
         torch.sub(stats[1].log(), parts[:, 2].sum(0) - shift, out=loss)
         loss.masked_fill_(self._ignored(labels[0]) & ~bad, 0)
-        at = torch.arange(count, dtype=torch.int32, device=every.device)
+        at = torch.arange(count, dtype=torch.int32, device=of_ranks.device)
         return loss, stats, at.masked_fill_(~bad, count).amin()
 
     def _ignored(self, labels: Tensor) -> Tensor:
@@ -124,41 +130,46 @@ class Shards:
         return (labels == self.ignore_index).any(1)
 
     def _bad(self, labels: Tensor, parts: Tensor) -> Tensor:
-        """Return which rows are bad, from all ranks' [size, rows, ids] and [size, 3 or 4, rows]."""
+        """Return a mask of the bad rows.
+
+        ``labels``: [size, rows, ids]; ``parts``: [size, 3 or 4, rows].
+        """
         outside = (labels < 0) | (labels >= self.total)
         if self.ignore_index is not None:
             outside &= labels != self.ignore_index
         bad = (outside | (labels != labels[0])).any(2).any(0)
         return bad | (parts[:, 3].abs() > 1).any(0) if parts.shape[1] > 3 else bad
 
-    def _complaint(self, mail: "_Mail", every: Tensor, row: int) -> str:
-        """Say what is bad about ``row``; the same on every rank."""
-        labels, parts = (of_all[:, ..., row].tolist() for of_all in mail.by_row(every))
-        where = self.context._describe(self.verb)
+    def _row_error(self, message: "_Message", of_ranks: Tensor, row: int) -> str:
+        """Return the error text for ``row``, the same on every rank."""
+        labels, parts = (of_all[:, ..., row].tolist() for of_all in message.by_row(of_ranks))
+        prefix = self.ring._describe(self.collective)
         if any(one != labels[0] for one in labels):
-            told = by_rank([one if len(one) > 1 else one[0] for one in labels])
+            by_value = by_rank([one if len(one) > 1 else one[0] for one in labels])
             return (
-                f"{where}: label of row {row}: {told}; expected the same on every rank; "
-                f"give each the labels of the whole batch"
+                f"{prefix}: label of row {row}: {by_value}; expected the same on every rank; "
+                f"pass the labels of the whole batch on every rank"
             )
         unknown = [one for one in labels[0] if not 0 <= one < self.total]
         unknown = [one for one in unknown if one != self.ignore_index]
         if unknown:
-            besides = "" if self.ignore_index is None else f" or ignore_index={self.ignore_index}"
+            alternative = (
+                "" if self.ignore_index is None else f" or ignore_index={self.ignore_index}"
+            )
             return (
-                f"{where}: label {unknown[0]} of row {row} is outside the {self.total} classes; "
-                f"expected 0 to {self.total - 1}{besides}"
+                f"{prefix}: label {unknown[0]} of row {row} is outside the {self.total} classes; "
+                f"expected 0 to {self.total - 1}{alternative}"
             )
         rank, cosine = max(enumerate(part[3] for part in parts), key=lambda pair: abs(pair[1]))
         return (
-            f"{where}: row {row} has the cosine {cosine:.9g} at its label {labels[0][0]}, on rank "
-            f"{rank}; an angle needs -1 to 1; call logits.clamp(-1, 1)"
+            f"{prefix}: row {row} has the cosine {cosine:.9g} at its label {labels[0][0]}, on rank "
+            f"{rank}; an angle needs -1 to 1; pass logits.clamp(-1, 1)"
         )
 
 
 @dataclass(frozen=True)
-class _Mail:
-    """What one rank sends: its labels as int64 bits, then its statistics, in one tensor."""
+class _Message:
+    """The message of one rank: its labels as int64 bits, then its statistics, in one tensor."""
 
     packed: Tensor
     labels: Tensor
@@ -166,48 +177,50 @@ class _Mail:
     offset: int
 
     @staticmethod
-    def of(rows: Rows, labels: Tensor, cosines: Tensor | None) -> "_Mail":
+    def of(rows: Rows, labels: Tensor, cosines: Tensor | None) -> "_Message":
         count, kinds = len(labels), 3 if cosines is None else 4
         dtype = accumulates_in(rows.x.dtype)
         offset = labels.numel() * labels.itemsize // dtype.itemsize
         width = offset + kinds * count
-        packed = rows.x.new_empty(width + width % 2, dtype=dtype)  # even, for int64 behind it
+        packed = rows.x.new_empty(
+            width + width % 2, dtype=dtype
+        )  # even, so that int64 rows stay aligned
         stats = packed[offset:width].view(kinds, count)
         packed[:offset].view(torch.int64).copy_(labels.view(-1))
         statistics(rows, stats)
         if cosines is not None:
             stats[3] = cosines
-        return _Mail(packed, labels, stats, offset)
+        return _Message(packed, labels, stats, offset)
 
-    def opened(self, every: Tensor) -> tuple[Tensor, Tensor]:
+    def opened(self, of_ranks: Tensor) -> tuple[Tensor, Tensor]:
         """Return the labels [size, rows, ids] and statistics [size, 3 or 4, rows] of all ranks."""
         end = self.offset + self.stats.numel()
-        labels = every[:, : self.offset].view(torch.int64).unflatten(1, self.labels.shape)
-        return labels, every[:, self.offset : end].unflatten(1, self.stats.shape)
+        labels = of_ranks[:, : self.offset].view(torch.int64).unflatten(1, self.labels.shape)
+        return labels, of_ranks[:, self.offset : end].unflatten(1, self.stats.shape)
 
-    def by_row(self, every: Tensor) -> tuple[Tensor, Tensor]:
+    def by_row(self, of_ranks: Tensor) -> tuple[Tensor, Tensor]:
         """Return the same with the rows last, on the host."""
-        labels, parts = self.opened(every.cpu())
+        labels, parts = self.opened(of_ranks.cpu())
         return labels.movedim(1, 2), parts
 
 
 def shards_of(
-    context: CommContext,
-    verb: str,
+    ring: CommContext,
+    collective: str,
     rows: Tensor,
     ids: int,
     options: Sequence[tuple[str, int | float]],
     ignore_index: int | None = None,
 ) -> Shards:
-    """Return the shards of all ranks; raises on every rank when they call differently.
+    """Return the shards of all ranks; raises on every rank if their calls differ.
 
     ``rows``: [rows, classes]; classes may differ. One exchange between the hosts, nothing launched.
     """
     facts = [
         Fact("rows of logits", rows.shape[0], ShapeError),
         Fact("the dtype of logits", rows.dtype, DtypeError),
-        Fact("ids a row of label", ids, ShapeError),
+        Fact("ids per row of label", ids, ShapeError),
         *(Fact(name, value) for name, value in options),
     ]
-    sizes = [classes for (classes,) in agree(context, verb, facts, [rows.shape[1]])]
-    return Shards(context, verb, sum(sizes[: context.rank]), sum(sizes), ignore_index)
+    sizes = [classes for (classes,) in check_ranks_agree(ring, collective, facts, [rows.shape[1]])]
+    return Shards(ring, collective, sum(sizes[: ring.rank]), sum(sizes), ignore_index)

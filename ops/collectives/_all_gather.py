@@ -1,40 +1,94 @@
-"""all_gather: every rank ends with the tensors of all ranks, one after the other."""
+"""all_gather: concatenate the tensors of all ranks on every rank."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from commlib.core.manager import comm
+from commlib.core.work import Work
+from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.registered.library import deliver, raw_output, register, registered, rows, save
 from commlib.ops.registered.traced_ring import size_of, sized
 
 
+@overload
 def all_gather(
     x: torch.Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = ...,
+    *,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[True] = True,
+    fenced: bool = ...,
+) -> torch.Tensor: ...
+@overload
+def all_gather(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[False],
+    fenced: bool = ...,
+) -> Work: ...
+@overload
+def all_gather(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: bool,
+    fenced: bool = ...,
+) -> torch.Tensor | Work: ...
+
+
+def all_gather(
+    x: torch.Tensor,
+    ring_id: Ring = 0,
     *,
     out: torch.Tensor | None = None,
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> Any:
-    """Return, on every rank, the ``x`` of rank 0, 1, … concatenated along dim 0.
+) -> torch.Tensor | Work:
+    """Concatenate the tensors of all ranks along dim 0, on every rank.
 
-    ``x``: [n, …] of any dtype, the same shape on every rank; the result is [n * size, …], for a
-    0-D ``x`` [size]. Gradient: reduce_scatter (sum). Streams and errors as ``all_reduce``.
+    The gradient is the reduce_scatter (sum) of the gradients.
+
+    Args:
+        x: [n, …] of any dtype, the same shape on every rank. A 0-D tensor counts as one row.
+        ring_id: The ring, or its id.
+        out: The output, [n * size, …]. Default: a new tensor.
+        use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.
+        sync_op: Wait for the result: the current stream on a GPU, the host on a CPU, at most for
+            the ring's timeout. False, which needs ``use_calc_stream=False``: return a ``Work``
+            instead.
+        fenced: Order the ring's stream after the current stream. False leaves both waits to the
+            program.
+
+    Returns:
+        [n * size, …] in rank order; [size] for a 0-D ``x``. With ``sync_op=False`` a ``Work``
+        whose ``result`` is that tensor.
+
+    Raises:
+        RingError: The ring does not exist, or it has failed.
+        DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
+    ring_id = ring_number("all_gather", ring_id)
     if registered("all_gather", x, ring_id, out, use_calc_stream, sync_op):
-        return deliver(_twin(x, ring_id, size_of(ring_id), use_calc_stream), out, sync_op)
-    context = comm(ring_id)
+        return deliver(_registered_op(x, ring_id, size_of(ring_id), use_calc_stream), out, sync_op)
+    ring = comm(ring_id)
     if out is None:
         out = (
-            _new(x, context.size)
+            _new(x, ring.size)
             if fenced or use_calc_stream
-            else raw_output(context, _new, x, context.size)
+            else raw_output(ring, _new, x, ring.size)
         )
-    return context.all_gather(
+    result: torch.Tensor | Work = ring.all_gather(
         out, x, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
+    return result
 
 
 def _new(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -43,8 +97,8 @@ def _new(x: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _run(x: torch.Tensor, ring_id: int, size: int, use_calc_stream: bool) -> Any:
-    context = sized("all_gather", ring_id, size)
-    return context.all_gather(_new(x, size), x, use_calc_stream=use_calc_stream)
+    ring = sized("all_gather", ring_id, size)
+    return ring.all_gather(_new(x, size), x, use_calc_stream=use_calc_stream)
 
 
 def _fake(x: torch.Tensor, ring_id: int, size: int, use_calc_stream: bool) -> torch.Tensor:
@@ -58,12 +112,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    ring_id, size, use_calc_stream = ctx.kept
-    mine = torch.ops.commlib.reduce_scatter(grad, ring_id, size, "sum", use_calc_stream)
-    return mine.view(()) if ctx.scalar else mine, None, None, None
+    ring_id, size, use_calc_stream = ctx.saved
+    part = torch.ops.commlib.reduce_scatter(grad, ring_id, size, "sum", use_calc_stream)
+    return part.view(()) if ctx.scalar else part, None, None, None
 
 
-_twin = register(
+_registered_op = register(
     "all_gather(Tensor x, int ring_id, int size, bool use_calc_stream) -> Tensor",
     _run,
     _fake,

@@ -1,44 +1,109 @@
-"""all_reduce: every rank ends with the reduction over all ranks."""
+"""all_reduce: reduce over all ranks, on every rank."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from commlib.core.manager import comm
+from commlib.core.work import Work
 from commlib.errors import ArgumentError
+from commlib.ops.arguments import Reduction, Ring, reduction_name, ring_number
 from commlib.ops.registered.library import deliver, like, raw_output, register, registered, save
+
+
+@overload
+def all_reduce(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    op: Reduction | Literal["premul_sum"] = ...,
+    factor: float | None = ...,
+    out: torch.Tensor | None = ...,
+    backward: str = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[True] = True,
+    fenced: bool = ...,
+) -> torch.Tensor: ...
+@overload
+def all_reduce(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    op: Reduction | Literal["premul_sum"] = ...,
+    factor: float | None = ...,
+    out: torch.Tensor | None = ...,
+    backward: str = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[False],
+    fenced: bool = ...,
+) -> Work: ...
+@overload
+def all_reduce(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    op: Reduction | Literal["premul_sum"] = ...,
+    factor: float | None = ...,
+    out: torch.Tensor | None = ...,
+    backward: str = ...,
+    use_calc_stream: bool = ...,
+    sync_op: bool,
+    fenced: bool = ...,
+) -> torch.Tensor | Work: ...
 
 
 def all_reduce(
     x: torch.Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = 0,
     *,
-    op: str = "sum",
+    op: Reduction | Literal["premul_sum"] = "sum",
     factor: float | None = None,
     out: torch.Tensor | None = None,
     backward: str = "all_reduce",
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> Any:
-    """Return, on every rank, the element-wise reduction of ``x`` over the ring.
+) -> torch.Tensor | Work:
+    """Reduce ``x`` element-wise over the ring, on every rank.
 
-    ``x``: any shape; the result has the same. ``op``: sum, max, min, prod, avg (floats), or
-    premul_sum with ``factor`` (NCCL). bool: sum means or; complex: sum and avg; 8-bit floats and
-    16-bit integers are refused. ``out=x`` works in place. Gradient (sum, avg, premul_sum): the same
-    reduction of the gradients, or with ``backward="identity"`` the gradient as it is (tensor
-    parallel loss that every rank computes). Runs on the caller's current stream; with
-    ``use_calc_stream=False`` on the ring's, and with ``sync_op=False`` too returns a ``Work``.
-    Raises ``RingError``, ``DtypeError``, ``ShapeError``, ``DeviceError`` before any launch.
+    bool: "sum" is a logical or. Complex: "sum" and "avg" only. 8-bit floats and 16-bit integers
+    raise ``DtypeError``.
+
+    Args:
+        x: Any shape, the same on every rank.
+        ring_id: The ring, or its id.
+        op: "sum", "prod", "min", "max" or "avg" in any case, or a ``torch.distributed.ReduceOp``.
+            "premul_sum" multiplies by ``factor`` first (NCCL only). "avg" takes floats only.
+        factor: The factor of "premul_sum".
+        out: The output, with as many elements as ``x``; ``out=x`` works in place. Default: a new
+            tensor.
+        backward: Gradient of "sum", "avg" and "premul_sum": "all_reduce", the same reduction of
+            the gradients, or "identity", for a loss that every rank computes (tensor parallelism).
+        use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.
+        sync_op: Wait for the result: the current stream on a GPU, the host on a CPU, at most for
+            the ring's timeout. False, which needs ``use_calc_stream=False``: return a ``Work``
+            instead.
+        fenced: Order the ring's stream after the current stream. False leaves both waits to the
+            program.
+
+    Returns:
+        A tensor of the shape and dtype of ``x``. With ``sync_op=False`` a ``Work`` whose
+        ``result`` is that tensor.
+
+    Raises:
+        RingError: The ring does not exist, or it has failed.
+        DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
+    ring_id = ring_number("all_reduce", ring_id)
+    op = reduction_name(op)
     if registered("all_reduce", x, ring_id, out, use_calc_stream, sync_op):
         _check_backward(backward)
-        result = _twin(x, ring_id, op, factor, backward, use_calc_stream)
+        result = _registered_op(x, ring_id, op, factor, backward, use_calc_stream)
         return deliver(result, out, sync_op)
-    context = comm(ring_id)
+    ring = comm(ring_id)
     if out is None:
-        out = like(x) if fenced or use_calc_stream else raw_output(context, like, x)
-    return context.all_reduce(
+        out = like(x) if fenced or use_calc_stream else raw_output(ring, like, x)
+    outcome: torch.Tensor | Work = ring.all_reduce(
         out,
         x,
         op=op,
@@ -47,6 +112,28 @@ def all_reduce(
         sync_op=sync_op,
         fenced=fenced,
     )
+    return outcome
+
+
+def all_reduce_(
+    x: torch.Tensor, ring_id: Ring = 0, *, op: Reduction = "sum", use_calc_stream: bool = True
+) -> torch.Tensor:
+    """Reduce ``x`` over the ring in place, on every rank.
+
+    Args:
+        x: Any shape; it must not require grad. Input and output.
+        ring_id: The ring, or its id.
+        op: As in ``all_reduce``.
+        use_calc_stream: Run on the caller's current stream. False: run on the ring's stream, and
+            the current stream waits for it.
+
+    Returns:
+        ``x`` with the reduction. The host blocks on a CPU only.
+
+    Raises:
+        As ``all_reduce``.
+    """
+    return all_reduce(x, ring_id, op=op, out=x, use_calc_stream=use_calc_stream)
 
 
 def _check_backward(backward: str) -> None:
@@ -71,15 +158,15 @@ def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    ring_id, op, factor, backward, use_calc_stream = ctx.kept
+    ring_id, op, factor, backward, use_calc_stream = ctx.saved
     if op in ("max", "min", "prod"):
-        raise ArgumentError(f"all_reduce with op={op!r} has no gradient; call x.detach()")
+        raise ArgumentError(f"all_reduce with op={op!r} has no gradient; pass x.detach()")
     if backward == "all_reduce":
-        grad = _twin(grad, ring_id, op, factor, backward, use_calc_stream)
+        grad = _registered_op(grad, ring_id, op, factor, backward, use_calc_stream)
     return grad, None, None, None, None, None
 
 
-_twin = register(
+_registered_op = register(
     "all_reduce(Tensor x, int ring_id, str op, float? factor, str backward, bool use_calc_stream)"
     " -> Tensor",
     _run,

@@ -1,18 +1,58 @@
-"""all_to_all: rank r ends with the r-th part of every rank's tensor."""
+"""all_to_all: rank r receives the r-th part of every rank's tensor."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from commlib.core.manager import comm
+from commlib.core.work import Work
+from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.registered.library import deliver, raw_output, register, registered, rows
 from commlib.ops.registered.traced_ring import size_of, sized
 
 
+@overload
 def all_to_all(
     x: torch.Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = ...,
+    *,
+    out_splits: Sequence[int] | None = ...,
+    in_splits: Sequence[int] | None = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[True] = True,
+    fenced: bool = ...,
+) -> torch.Tensor: ...
+@overload
+def all_to_all(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    out_splits: Sequence[int] | None = ...,
+    in_splits: Sequence[int] | None = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[False],
+    fenced: bool = ...,
+) -> Work: ...
+@overload
+def all_to_all(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    out_splits: Sequence[int] | None = ...,
+    in_splits: Sequence[int] | None = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: bool,
+    fenced: bool = ...,
+) -> torch.Tensor | Work: ...
+
+
+def all_to_all(
+    x: torch.Tensor,
+    ring_id: Ring = 0,
     *,
     out_splits: Sequence[int] | None = None,
     in_splits: Sequence[int] | None = None,
@@ -20,26 +60,46 @@ def all_to_all(
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> Any:
-    """Return, on rank r, what every rank had for r, in rank order along dim 0.
+) -> torch.Tensor | Work:
+    """Exchange parts of ``x``: part j goes to rank j.
 
-    ``x``: [n, …] of any dtype. Without splits, n divides by the ring's size and every part is
-    n / size rows; with them ``in_splits[j]`` rows go to rank j and ``out_splits[j]`` come from it
-    (rank j's ``in_splits[r]``); the result is [sum(out_splits), …]. Gradient: the way back.
-    Streams and errors as ``all_reduce``; ``ShapeError`` for splits that do not add up.
+    The gradient is the reverse exchange.
+
+    Args:
+        x: [n, …] of any dtype. Without splits, n is a multiple of the ring's size.
+        ring_id: The ring, or its id.
+        out_splits: Rows received from each rank. ``out_splits[j]`` equals rank j's
+            ``in_splits[r]`` on rank r. Default: equal parts.
+        in_splits: Rows sent to each rank. Default: equal parts.
+        out: The output, [sum(out_splits), …]. Default: a new tensor.
+        use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.
+        sync_op: Wait for the result: the current stream on a GPU, the host on a CPU, at most for
+            the ring's timeout. False, which needs ``use_calc_stream=False``: return a ``Work``
+            instead.
+        fenced: Order the ring's stream after the current stream. False leaves both waits to the
+            program.
+
+    Returns:
+        [sum(out_splits), …], the received parts in rank order along dim 0; [n, …] without splits.
+        With ``sync_op=False`` a ``Work`` whose ``result`` is that tensor.
+
+    Raises:
+        RingError: The ring does not exist, or it has failed.
+        DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
+    ring_id = ring_number("all_to_all", ring_id)
     if registered("all_to_all", x, ring_id, out, use_calc_stream, sync_op):
         splits = _list(out_splits), _list(in_splits)
-        result = _twin(x, ring_id, size_of(ring_id), *splits, use_calc_stream)
+        result = _registered_op(x, ring_id, size_of(ring_id), *splits, use_calc_stream)
         return deliver(result, out, sync_op)
-    context = comm(ring_id)
+    ring = comm(ring_id)
     if out is None:
         out = (
             _new(x, out_splits)
             if fenced or use_calc_stream
-            else raw_output(context, _new, x, out_splits)
+            else raw_output(ring, _new, x, out_splits)
         )
-    return context.all_to_all(
+    outcome: torch.Tensor | Work = ring.all_to_all(
         out,
         x,
         out_splits=out_splits,
@@ -48,6 +108,7 @@ def all_to_all(
         sync_op=sync_op,
         fenced=fenced,
     )
+    return outcome
 
 
 def _list(splits: Sequence[int] | None) -> list[int] | None:
@@ -89,21 +150,21 @@ def _fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-    """Keep the way back: what came goes out again, and the result has the rows of ``x``."""
+    """Save the reverse exchange: received parts are sent back, in the shape of ``x``."""
     x, ring_id, size, out_splits, in_splits, use_calc_stream = inputs
     if in_splits is None and out_splits is not None:
         in_splits = [rows(x)[0] // size] * size
-    ctx.kept = ring_id, size, out_splits, in_splits, use_calc_stream
+    ctx.saved = ring_id, size, out_splits, in_splits, use_calc_stream
     ctx.scalar = x.dim() == 0
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    ring_id, size, out_splits, in_splits, use_calc_stream = ctx.kept
-    back = _twin(grad, ring_id, size, in_splits, out_splits, use_calc_stream)
+    ring_id, size, out_splits, in_splits, use_calc_stream = ctx.saved
+    back = _registered_op(grad, ring_id, size, in_splits, out_splits, use_calc_stream)
     return back.view(()) if ctx.scalar else back, None, None, None, None, None
 
 
-_twin = register(
+_registered_op = register(
     "all_to_all(Tensor x, int ring_id, int size, SymInt[]? out_splits, SymInt[]? in_splits,"
     " bool use_calc_stream) -> Tensor",
     _run,

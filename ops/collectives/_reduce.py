@@ -1,41 +1,103 @@
-"""reduce: the root ends with the reduction over all ranks, the others with what they had."""
+"""reduce: reduce over all ranks, on the root."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from commlib.core.manager import comm
+from commlib.core.work import Work
+from commlib.ops.arguments import Reduction, Ring, reduction_name, ring_number
 from commlib.ops.registered.library import deliver, like, raw_output, register, traced
 from commlib.ops.registered.traced_ring import rank_of
 
 
+@overload
 def reduce(
     x: torch.Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = ...,
+    *,
+    root: int = ...,
+    op: Reduction = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[True] = True,
+    fenced: bool = ...,
+) -> torch.Tensor: ...
+@overload
+def reduce(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    root: int = ...,
+    op: Reduction = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[False],
+    fenced: bool = ...,
+) -> Work: ...
+@overload
+def reduce(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    root: int = ...,
+    op: Reduction = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: bool,
+    fenced: bool = ...,
+) -> torch.Tensor | Work: ...
+
+
+def reduce(
+    x: torch.Tensor,
+    ring_id: Ring = 0,
     *,
     root: int = 0,
-    op: str = "sum",
+    op: Reduction = "sum",
     out: torch.Tensor | None = None,
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> Any:
-    """Return the reduction of ``x`` over the ring on ``root``, and a copy of ``x`` elsewhere.
+) -> torch.Tensor | Work:
+    """Reduce ``x`` element-wise over the ring, on root. There is no gradient.
 
-    ``x``: any shape; ``op`` and dtypes as ``all_reduce`` (without premul_sum). With ``out``, ranks
-    other than root do not write to it. No gradient. Streams and errors as ``all_reduce``.
+    Args:
+        x: Any shape, the same on every rank; dtypes as in ``all_reduce``.
+        ring_id: The ring, or its id.
+        root: Position of the destination in the ring.
+        op: "sum", "prod", "min", "max" or "avg" in any case, or a ``torch.distributed.ReduceOp``.
+        out: The output, with as many elements as ``x``; written on root only. Default: a new
+            tensor.
+        use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.
+        sync_op: Wait for the result: the current stream on a GPU, the host on a CPU, at most for
+            the ring's timeout. False, which needs ``use_calc_stream=False``: return a ``Work``
+            instead.
+        fenced: Order the ring's stream after the current stream. False leaves both waits to the
+            program.
+
+    Returns:
+        The reduction on root, a copy of ``x`` or the unchanged ``out`` on the other ranks. With
+        ``sync_op=False`` a ``Work`` whose ``result`` is that tensor.
+
+    Raises:
+        RingError: The ring does not exist, or it has failed.
+        DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
+        PeerError: ``root`` is not a position of the ring.
     """
+    ring_id = ring_number("reduce", ring_id)
+    op = reduction_name(op)
     if traced("reduce", use_calc_stream, sync_op, ring_id, x=x, out=out):
-        result = _twin(x.detach(), ring_id, root, op, use_calc_stream)
+        result = _registered_op(x.detach(), ring_id, root, op, use_calc_stream)
         if out is not None and rank_of(ring_id) != root:
             result, out = out, None
         return deliver(result, out, sync_op)
-    context = comm(ring_id)
+    ring = comm(ring_id)
     if out is None:
-        at_root = context.rank == root
+        at_root = ring.rank == root
         raw = at_root and not (fenced or use_calc_stream)
-        out = raw_output(context, like, x) if raw else _new(x, at_root)
-    return context.reduce(
+        out = raw_output(ring, like, x) if raw else _new(x, at_root)
+    outcome: torch.Tensor | Work = ring.reduce(
         out,
         x,
         root=root,
@@ -44,6 +106,34 @@ def reduce(
         sync_op=sync_op,
         fenced=fenced,
     )
+    return outcome
+
+
+def reduce_(
+    x: torch.Tensor,
+    ring_id: Ring = 0,
+    *,
+    root: int = 0,
+    op: Reduction = "sum",
+    use_calc_stream: bool = True,
+) -> torch.Tensor:
+    """Reduce ``x`` over the ring in place, on root; other ranks keep ``x``.
+
+    Args:
+        x: Any shape; it must not require grad. Input and output.
+        ring_id: The ring, or its id.
+        root: Position of the destination in the ring.
+        op: As in ``all_reduce``.
+        use_calc_stream: Run on the caller's current stream. False: run on the ring's stream, and
+            the current stream waits for it.
+
+    Returns:
+        ``x`` with the reduction on root. The host blocks on a CPU only.
+
+    Raises:
+        As ``reduce``.
+    """
+    return reduce(x, ring_id, root=root, op=op, out=x, use_calc_stream=use_calc_stream)
 
 
 def _new(x: torch.Tensor, at_root: bool) -> torch.Tensor:
@@ -53,16 +143,16 @@ def _new(x: torch.Tensor, at_root: bool) -> torch.Tensor:
 
 
 def _run(x: torch.Tensor, ring_id: int, root: int, op: str, use_calc_stream: bool) -> Any:
-    context = comm(ring_id)
-    out = _new(x, context.rank == root)
-    return context.reduce(out, x, root=root, op=op, use_calc_stream=use_calc_stream)
+    ring = comm(ring_id)
+    out = _new(x, ring.rank == root)
+    return ring.reduce(out, x, root=root, op=op, use_calc_stream=use_calc_stream)
 
 
 def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
     return like(x)
 
 
-_twin = register(
+_registered_op = register(
     "reduce(Tensor x, int ring_id, int root, str op, bool use_calc_stream) -> Tensor",
     _run,
     _fake,

@@ -1,51 +1,110 @@
-"""reduce_scatter: rank r ends with the r-th part of the reduction over all ranks."""
+"""reduce_scatter: rank r receives the r-th part of the reduction over all ranks."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from commlib.core.context import CommContext
 from commlib.core.manager import comm
+from commlib.core.work import Work
 from commlib.errors import ArgumentError
+from commlib.ops.arguments import Reduction, Ring, reduction_name, ring_number
 from commlib.ops.registered.library import deliver, raw_output, register, registered, rows_of, save
 from commlib.ops.registered.traced_ring import size_of, sized
 
 
+@overload
 def reduce_scatter(
     x: torch.Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = ...,
     *,
-    op: str = "sum",
+    op: Reduction = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[True] = True,
+    fenced: bool = ...,
+) -> torch.Tensor: ...
+@overload
+def reduce_scatter(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    op: Reduction = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[False],
+    fenced: bool = ...,
+) -> Work: ...
+@overload
+def reduce_scatter(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    op: Reduction = ...,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: bool,
+    fenced: bool = ...,
+) -> torch.Tensor | Work: ...
+
+
+def reduce_scatter(
+    x: torch.Tensor,
+    ring_id: Ring = 0,
+    *,
+    op: Reduction = "sum",
     out: torch.Tensor | None = None,
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> Any:
-    """Return, on rank r, the r-th part along dim 0 of the reduction of ``x`` over the ring.
+) -> torch.Tensor | Work:
+    """Reduce ``x`` over the ring and return this rank's part along dim 0.
 
-    ``x``: [n, …] with n divisible by the ring's size; the result is [n / size, …]. ``op`` and
-    dtypes as ``all_reduce`` (without premul_sum). Gradient (sum, avg): all_gather. Streams and
-    errors as ``all_reduce``; ``ShapeError`` when n does not divide.
+    The gradient of "sum" and "avg" is the all_gather of the gradients.
+
+    Args:
+        x: [n, …], the same shape on every rank, n a multiple of the ring's size; dtypes as in
+            ``all_reduce``.
+        ring_id: The ring, or its id.
+        op: "sum", "prod", "min", "max" or "avg" in any case, or a ``torch.distributed.ReduceOp``.
+        out: The output, [n / size, …]. Default: a new tensor.
+        use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.
+        sync_op: Wait for the result: the current stream on a GPU, the host on a CPU, at most for
+            the ring's timeout. False, which needs ``use_calc_stream=False``: return a ``Work``
+            instead.
+        fenced: Order the ring's stream after the current stream. False leaves both waits to the
+            program.
+
+    Returns:
+        [n / size, …]: on rank r the r-th part of the reduction. With ``sync_op=False`` a ``Work``
+        whose ``result`` is that tensor.
+
+    Raises:
+        RingError: The ring does not exist, or it has failed.
+        DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
+    ring_id = ring_number("reduce_scatter", ring_id)
+    op = reduction_name(op)
     if registered("reduce_scatter", x, ring_id, out, use_calc_stream, sync_op):
-        return deliver(_twin(x, ring_id, size_of(ring_id), op, use_calc_stream), out, sync_op)
-    context = comm(ring_id)
-    if out is None:
-        out = (
-            _new(context, x) if fenced or use_calc_stream else raw_output(context, _new, context, x)
+        return deliver(
+            _registered_op(x, ring_id, size_of(ring_id), op, use_calc_stream), out, sync_op
         )
-    return context.reduce_scatter(
+    ring = comm(ring_id)
+    if out is None:
+        out = _new(ring, x) if fenced or use_calc_stream else raw_output(ring, _new, ring, x)
+    result: torch.Tensor | Work = ring.reduce_scatter(
         out, x, op=op, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
+    return result
 
 
-def _new(context: CommContext, x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(rows_of(context._describe("reduce_scatter"), x, context.size))
+def _new(ring: CommContext, x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(rows_of(ring._describe("reduce_scatter"), x, ring.size))
 
 
 def _run(x: torch.Tensor, ring_id: int, size: int, op: str, use_calc_stream: bool) -> Any:
-    context = sized("reduce_scatter", ring_id, size)
-    return context.reduce_scatter(_new(context, x), x, op=op, use_calc_stream=use_calc_stream)
+    ring = sized("reduce_scatter", ring_id, size)
+    return ring.reduce_scatter(_new(ring, x), x, op=op, use_calc_stream=use_calc_stream)
 
 
 def _fake(x: torch.Tensor, ring_id: int, size: int, op: str, use_calc_stream: bool) -> torch.Tensor:
@@ -53,14 +112,14 @@ def _fake(x: torch.Tensor, ring_id: int, size: int, op: str, use_calc_stream: bo
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    ring_id, size, op, use_calc_stream = ctx.kept
+    ring_id, size, op, use_calc_stream = ctx.saved
     if op not in ("sum", "avg"):
-        raise ArgumentError(f"reduce_scatter with op={op!r} has no gradient; call x.detach()")
-    whole = torch.ops.commlib.all_gather(grad, ring_id, size, use_calc_stream)
-    return whole / size if op == "avg" else whole, None, None, None, None
+        raise ArgumentError(f"reduce_scatter with op={op!r} has no gradient; pass x.detach()")
+    gathered = torch.ops.commlib.all_gather(grad, ring_id, size, use_calc_stream)
+    return gathered / size if op == "avg" else gathered, None, None, None, None
 
 
-_twin = register(
+_registered_op = register(
     "reduce_scatter(Tensor x, int ring_id, int size, str op, bool use_calc_stream) -> Tensor",
     _run,
     _fake,

@@ -12,15 +12,25 @@ from commlib.streams import capturing
 def assign_pos(
     x: torch.Tensor, cum_count: torch.Tensor, *, total: int | None = None
 ) -> torch.Tensor:
-    """Return the positions in the flattened ``x`` grouped by expert: int64 [cum_count[-1]].
+    """Return the positions of tokens grouped by expert. There is no communication.
 
-    ``x``: expert ids of any shape, int32 or int64; ids below 0 or without a count (dropped tokens)
-    are left away. ``cum_count``: inclusive sums of ``number_count``, on the CPU or with ``x``. The
-    last position of an expert comes first, as in upstream's own example: [[0, 2], [0, 2]] gives
-    2, 0, 3, 1; upstream's GPU kernel leaves that order open. ``total`` is cum_count[-1] where the
-    program knows it; without it the host waits for that number, and counts of another x are
-    refused (in a capture ``cum_count`` must then be on the CPU, and is not compared). No
-    communication. Raises ``ArgumentError``. Source: operator ``assign_pos``.
+    The last position of an expert comes first, as in upstream's example: [[0, 2], [0, 2]] gives 2,
+    0, 3, 1. Upstream's GPU kernel leaves that order open. Source: operator ``assign_pos``.
+
+    Args:
+        x: Expert ids of any shape, int32 or int64. Ids below 0 or without a count (dropped tokens)
+            are skipped.
+        cum_count: Inclusive sums of ``number_count``, on the CPU or on the device of ``x``.
+        total: ``cum_count[-1]``, if the program has it. Without it the host waits for the number
+            and compares ``cum_count`` with ``x``. In a capture ``cum_count`` must then be on the
+            CPU and is not compared.
+
+    Returns:
+        int64 [cum_count[-1]], positions in the flattened ``x``.
+
+    Raises:
+        ArgumentError: The counts do not belong to ``x``, or a capture can't read them.
+        DtypeError, ShapeError: An argument has another dtype or shape.
     """
     check_ids("assign_pos", "x", x, None)
     check_ids("assign_pos", "cum_count", cum_count)
@@ -28,13 +38,13 @@ def assign_pos(
         check_number("assign_pos", "total", total, 0)
         return _ordered(x, cum_count.shape[0])[:total]
     if needs_op(x, cum_count):
-        found: torch.Tensor = _twin(x, cum_count)
-        return found
+        positions: torch.Tensor = _registered_op(x, cum_count)
+        return positions
     return _ordered(x, cum_count.shape[0])[: _counted(x, cum_count)]
 
 
 def _ordered(x: torch.Tensor, experts: int) -> torch.Tensor:
-    """Every position: by expert, then from the last to the first, those without one behind."""
+    """Return all positions by expert, the last one first; dropped tokens are at the end."""
     flat = x.reshape(-1).flip(0)
     dropped = (flat < 0) | (flat >= experts)
     order = torch.where(dropped, experts, flat).argsort(stable=True)
@@ -42,7 +52,7 @@ def _ordered(x: torch.Tensor, experts: int) -> torch.Tensor:
 
 
 def _counted(x: torch.Tensor, cum_count: torch.Tensor) -> int:
-    """Read cum_count[-1], and compare what comes with it."""
+    """Return cum_count[-1] after comparing the counts with ``x``."""
     if not len(cum_count):
         return 0
     if x.is_cuda and capturing():
@@ -52,13 +62,13 @@ def _counted(x: torch.Tensor, cum_count: torch.Tensor) -> int:
                 "that have an expert"
             )
         return int(cum_count[-1])
-    own = number_count(x, len(cum_count)).cumsum(0).to(cum_count.device)
-    total, apart = torch.stack([cum_count[-1].long(), (own != cum_count).sum()]).tolist()
-    if apart:
-        at = int((own != cum_count).nonzero()[0])
+    expected = number_count(x, len(cum_count)).cumsum(0).to(cum_count.device)
+    total, differing = torch.stack([cum_count[-1].long(), (expected != cum_count).sum()]).tolist()
+    if differing:
+        at = int((expected != cum_count).nonzero()[0])
         raise ArgumentError(
-            f"assign_pos: cum_count[{at}] is {int(cum_count[at])}; {int(own[at])} ids of x are 0 "
-            f"to {at}; use cum_count = ops.number_count(x, {len(cum_count)}).cumsum(0)"
+            f"assign_pos: cum_count[{at}] is {int(cum_count[at])}; {int(expected[at])} ids of x "
+            f"are 0 to {at}; set cum_count = ops.number_count(x, {len(cum_count)}).cumsum(0)"
         )
     return int(total)
 
@@ -68,6 +78,6 @@ def _fake(x: torch.Tensor, cum_count: torch.Tensor) -> torch.Tensor:
     return x.new_empty(total, dtype=torch.int64)
 
 
-_twin = register(
+_registered_op = register(
     "assign_pos(Tensor x, Tensor cum_count) -> Tensor", assign_pos, _fake, ordered=False
 )

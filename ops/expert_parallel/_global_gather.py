@@ -1,8 +1,9 @@
-"""global_gather: the rows of ``global_scatter`` come back from the experts."""
+"""global_gather: return the rows of ``global_scatter`` from the experts."""
 
 import torch
 
-from commlib.ops.expert_parallel.row_counts import move, table, twin
+from commlib.ops.arguments import Ring, ring_number
+from commlib.ops.expert_parallel.row_counts import move, register_move, row_table
 from commlib.ops.registered.library import needs_op
 
 
@@ -10,22 +11,37 @@ def global_gather(
     x: torch.Tensor,
     local_count: torch.Tensor,
     global_count: torch.Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = 0,
     *,
     use_calc_stream: bool = True,
 ) -> torch.Tensor:
-    """Return this rank's own rows, back from all experts, in the order before ``global_scatter``.
+    """Return rows from the experts to their ranks: the reverse of ``global_scatter``.
 
-    ``x``: [sum(global_count), width] of any dtype, ordered by this rank's experts, then by the rank
-    that the rows came from, as ``global_scatter`` returns them. The counts are the same two as
-    there. Result: [sum(local_count), width], by rank, then expert. Gradient: ``global_scatter``.
-    Streams, blocking, capture and errors as ``global_scatter``. Source: operator ``global_gather``.
+    The gradient is ``global_scatter``. Blocking and capture are as in ``global_scatter``. Source:
+    operator ``global_gather``.
+
+    Args:
+        x: [sum(global_count), width] of any dtype, ordered by this rank's experts, then by the
+            rank that sent the rows: the order of ``global_scatter``'s result.
+        local_count: The counts that were given to ``global_scatter``.
+        global_count: The counts that were given to ``global_scatter``.
+        ring_id: The ring, or its id.
+        use_calc_stream: Communicate on the caller's current stream. False: on the ring's stream.
+
+    Returns:
+        [sum(local_count), width], this rank's rows by rank, then expert: the order before
+        ``global_scatter``.
+
+    Raises:
+        ArgumentError: On every rank, if counts do not match; the text names the two ranks.
+        RingError, DtypeError, ShapeError, DeviceError: Before any launch.
     """
-    counts = table(x, local_count, global_count, ring_id, back=True)
+    ring_id = ring_number("global_gather", ring_id)
+    counts = row_table(x, local_count, global_count, ring_id, back=True)
     if needs_op(x) or x.requires_grad:
-        moved: torch.Tensor = _twin(x, counts, ring_id, use_calc_stream, None)
-        return moved
+        returned: torch.Tensor = _registered_op(x, counts, ring_id, use_calc_stream, None)
+        return returned
     return move(x, counts, ring_id, use_calc_stream, back=True)
 
 
-_twin = twin(back=True)
+_registered_op = register_move(back=True)

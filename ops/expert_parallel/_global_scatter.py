@@ -1,8 +1,9 @@
-"""global_scatter: every rank's rows go to the experts that they are meant for."""
+"""global_scatter: send every rank's rows to their experts."""
 
 import torch
 
-from commlib.ops.expert_parallel.row_counts import move, table, twin
+from commlib.ops.arguments import Ring, ring_number
+from commlib.ops.expert_parallel.row_counts import move, register_move, row_table
 from commlib.ops.registered.library import needs_op
 
 
@@ -10,27 +11,38 @@ def global_scatter(
     x: torch.Tensor,
     local_count: torch.Tensor,
     global_count: torch.Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = 0,
     *,
     use_calc_stream: bool = True,
 ) -> torch.Tensor:
-    """Return the rows that all ranks have for this rank's experts, by expert, then by sender.
+    """Send the rows of every rank to their experts.
 
-    ``x``: [rows, width] of any dtype, ordered by receiving rank, then expert. ``local_count``:
-    int64 [experts * size], on the CPU or the ring's device: ``local_count[k + j * experts]`` rows
-    go to expert k of rank j. ``global_count``: as many, ``global_count[k + j * experts]`` rows come
-    from rank j for expert k. Result: [sum(global_count), width]. Gradient: ``global_gather``. The
-    ranks compare their counts first, host to host: it blocks the host, and counts on a GPU are
-    waited for. Under capture the counts must be on the CPU and become a part of the graph. Runs on
-    the caller's current stream; ``use_calc_stream=False`` on the ring's. Raises ``ArgumentError``
-    (or a kind of it) on every rank for counts that do not match, naming the two ranks; nothing is
-    launched then. Source: operator ``global_scatter``.
+    The gradient is ``global_gather``. The ranks compare their counts first, which blocks the host;
+    counts on a GPU are waited for. Under capture the counts must be on the CPU and become part of
+    the graph. Source: operator ``global_scatter``.
+
+    Args:
+        x: [rows, width] of any dtype, ordered by receiving rank, then expert.
+        local_count: int64 [experts * size], on the CPU or the ring's device. This rank sends
+            ``local_count[k + j * experts]`` rows to expert k of rank j.
+        global_count: int64 [experts * size]. This rank receives ``global_count[k + j * experts]``
+            rows from rank j for expert k.
+        ring_id: The ring, or its id.
+        use_calc_stream: Communicate on the caller's current stream. False: on the ring's stream.
+
+    Returns:
+        [sum(global_count), width], the rows for this rank's experts by expert, then by sender.
+
+    Raises:
+        ArgumentError: On every rank, if counts do not match; the text names the two ranks.
+        RingError, DtypeError, ShapeError, DeviceError: Before any launch.
     """
-    counts = table(x, local_count, global_count, ring_id, back=False)
+    ring_id = ring_number("global_scatter", ring_id)
+    counts = row_table(x, local_count, global_count, ring_id, back=False)
     if needs_op(x) or x.requires_grad:
-        moved: torch.Tensor = _twin(x, counts, ring_id, use_calc_stream, None)
-        return moved
+        received: torch.Tensor = _registered_op(x, counts, ring_id, use_calc_stream, None)
+        return received
     return move(x, counts, ring_id, use_calc_stream, back=False)
 
 
-_twin = twin(back=False)
+_registered_op = register_move(back=False)

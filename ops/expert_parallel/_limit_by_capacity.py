@@ -1,4 +1,4 @@
-"""limit_by_capacity: how many tokens of each worker an expert has room for."""
+"""limit_by_capacity: the tokens of each worker that fit an expert's capacity."""
 
 import torch
 
@@ -9,12 +9,20 @@ from commlib.ops.expert_parallel.expert_ids import check_ids, check_number
 def limit_by_capacity(
     expert_count: torch.Tensor, capacity: torch.Tensor, n_worker: int
 ) -> torch.Tensor:
-    """Return ``expert_count`` cut down so that no expert gets more than its capacity.
+    """Limit the tokens per expert to its capacity. There is no communication.
 
-    ``expert_count``: [n_worker * experts], the first worker's counts first; ``capacity``:
-    [experts]; both int32 or int64. The workers are served in their order. The result has the shape
-    and dtype of ``expert_count``. No communication. Raises ``ArgumentError``, ``ShapeError``.
-    Source: operator ``limit_by_capacity``.
+    Workers are served in order. Source: operator ``limit_by_capacity``.
+
+    Args:
+        expert_count: [n_worker * experts], int32 or int64, the first worker's counts first.
+        capacity: [experts], int32 or int64.
+        n_worker: Number of workers, at least 1.
+
+    Returns:
+        The reduced counts, with the shape and dtype of ``expert_count``. The host does not block.
+
+    Raises:
+        ArgumentError, DtypeError, ShapeError: An argument is invalid.
     """
     check_ids("limit_by_capacity", "expert_count", expert_count)
     check_ids("limit_by_capacity", "capacity", capacity)
@@ -24,7 +32,7 @@ def limit_by_capacity(
             f"limit_by_capacity: expert_count has {expert_count.shape[0]} entries; expected "
             f"n_worker={n_worker} times the {capacity.shape[0]} of capacity"
         )
-    asked = expert_count.view(n_worker, capacity.shape[0])
-    served_before = asked.cumsum(0) - asked
-    room = (capacity.clamp(min=0) - served_before).clamp(min=0)
-    return torch.minimum(asked, room).to(asked.dtype).reshape(-1)
+    requested = expert_count.view(n_worker, capacity.shape[0])
+    served_before = requested.cumsum(0) - requested
+    remaining = (capacity.clamp(min=0) - served_before).clamp(min=0)
+    return torch.minimum(requested, remaining).to(requested.dtype).reshape(-1)

@@ -1,4 +1,4 @@
-"""number_count: how many tokens go to each expert."""
+"""number_count: count the tokens of each expert."""
 
 import torch
 
@@ -6,15 +6,24 @@ from commlib.ops.expert_parallel.expert_ids import check_ids, check_number
 
 
 def number_count(numbers: torch.Tensor, upper_range: int) -> torch.Tensor:
-    """Return how often each of 0 … ``upper_range`` - 1 stands in ``numbers``: int64 [upper_range].
+    """Count the tokens of each expert. There is no communication.
 
-    ``numbers``: expert ids of any shape, int32 or int64; ids outside the range (-1 for a dropped
-    token) do not count. No communication, no host synchronisation. Raises ``ArgumentError``.
     Source: operator ``number_count``.
+
+    Args:
+        numbers: Expert ids of any shape, int32 or int64. Ids outside [0, upper_range), such as -1
+            for a dropped token, are not counted.
+        upper_range: Number of experts, at least 1.
+
+    Returns:
+        int64 [upper_range]. The host does not block.
+
+    Raises:
+        ArgumentError, DtypeError: An argument is invalid.
     """
     check_ids("number_count", "numbers", numbers, None)
     check_number("number_count", "upper_range", upper_range, 1)
     flat = numbers.reshape(-1).long()
-    known = (flat >= 0) & (flat < upper_range)
+    in_range = (flat >= 0) & (flat < upper_range)
     counts = torch.zeros(upper_range, dtype=torch.int64, device=numbers.device)
-    return counts.index_add_(0, flat.masked_fill(~known, 0), known.long())
+    return counts.index_add_(0, flat.masked_fill(~in_range, 0), in_range.long())

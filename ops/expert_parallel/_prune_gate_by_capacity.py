@@ -1,4 +1,4 @@
-"""prune_gate_by_capacity: drop the tokens that their expert has no room for."""
+"""prune_gate_by_capacity: drop the tokens beyond their expert's count."""
 
 import torch
 
@@ -9,12 +9,23 @@ from commlib.ops.expert_parallel.expert_ids import check_ids, check_number
 def prune_gate_by_capacity(
     gate_idx: torch.Tensor, expert_count: torch.Tensor, n_expert: int, n_worker: int
 ) -> torch.Tensor:
-    """Return ``gate_idx`` with -1 for every token beyond the count of its expert.
+    """Replace the expert id of tokens beyond the expert's count with -1.
 
-    ``gate_idx``: any shape, ids from 0 to n_expert * n_worker - 1, others are left as they are;
-    ``expert_count``: [n_expert * n_worker]; both int32 or int64. Earlier tokens go first. The
-    result has the shape and dtype of ``gate_idx``. No communication, no host synchronisation.
-    Raises ``ArgumentError``, ``ShapeError``. Source: operator ``prune_gate_by_capacity``.
+    Earlier tokens go first. There is no communication. Source: operator
+    ``prune_gate_by_capacity``.
+
+    Args:
+        gate_idx: Expert ids of any shape, int32 or int64. Ids outside [0, n_expert * n_worker) are
+            kept.
+        expert_count: [n_expert * n_worker], int32 or int64.
+        n_expert: Experts per worker, at least 1.
+        n_worker: Number of workers, at least 1.
+
+    Returns:
+        The ids, with the shape and dtype of ``gate_idx``. The host does not block.
+
+    Raises:
+        ArgumentError, DtypeError, ShapeError: An argument is invalid.
     """
     check_ids("prune_gate_by_capacity", "gate_idx", gate_idx, None)
     check_ids("prune_gate_by_capacity", "expert_count", expert_count)
@@ -27,12 +38,12 @@ def prune_gate_by_capacity(
             f"n_expert * n_worker = {count}"
         )
     flat = gate_idx.reshape(-1)
-    known = (flat >= 0) & (flat < count)
-    ids = torch.where(known, flat, count).long()
+    in_range = (flat >= 0) & (flat < count)
+    ids = torch.where(in_range, flat, count).long()
     order = ids.argsort(stable=True)
     grouped = ids[order]
-    # How many tokens of the same expert stand before each one: its place minus its group's first.
+    # Earlier tokens of the same expert: the index in the order minus the first index of the group.
     before = torch.arange(len(ids), device=ids.device) - torch.searchsorted(grouped, grouped)
-    place = torch.empty_like(before).scatter_(0, order, before)
-    room = torch.cat([expert_count, expert_count.new_zeros(1)])[ids]
-    return torch.where(known & (place >= room), -1, flat).view(gate_idx.shape)
+    position = torch.empty_like(before).scatter_(0, order, before)
+    limit = torch.cat([expert_count, expert_count.new_zeros(1)])[ids]
+    return torch.where(in_range & (position >= limit), -1, flat).view(gate_idx.shape)

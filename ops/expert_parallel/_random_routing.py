@@ -1,4 +1,4 @@
-"""random_routing: drop a token's second expert with a probability that its weight decides."""
+"""random_routing: drop a token's second expert at random, by its weight."""
 
 import torch
 
@@ -9,11 +9,21 @@ from commlib.ops.expert_parallel.expert_ids import check_ids, check_tensor
 def random_routing(
     topk_idx: torch.Tensor, topk_value: torch.Tensor, prob: torch.Tensor
 ) -> torch.Tensor:
-    """Return ``topk_idx`` with -1 as second expert where ``2 * topk_value[:, 1] < prob``.
+    """Drop a token's second expert at random, by its weight.
 
-    ``topk_idx``: [tokens, 2], int32 or int64; ``topk_value``: [tokens, 2] weights; ``prob``:
-    [tokens], drawn by the caller from [0, 1). No communication. Raises ``ShapeError``,
-    ``DtypeError``. Source: operator ``random_routing``.
+    The second expert becomes -1 where ``2 * topk_value[:, 1] < prob``. There is no communication.
+    Source: operator ``random_routing``.
+
+    Args:
+        topk_idx: [tokens, 2], int32 or int64 expert ids.
+        topk_value: [tokens, 2], their weights.
+        prob: [tokens], drawn by the caller from [0, 1).
+
+    Returns:
+        The ids, with the shape and dtype of ``topk_idx``. The host does not block.
+
+    Raises:
+        ArgumentError, DtypeError, ShapeError: An argument is invalid.
     """
     check_ids("random_routing", "topk_idx", topk_idx, 2)
     check_tensor("random_routing", "topk_value", topk_value)

@@ -1,4 +1,4 @@
-"""What the helpers of expert parallelism refuse."""
+"""Argument checks of the operators of expert parallelism."""
 
 import torch
 
@@ -7,22 +7,24 @@ from commlib.errors import ArgumentError, DtypeError, ShapeError
 IDS = (torch.int32, torch.int64)
 
 
-def check_ids(verb: str, role: str, ids: torch.Tensor, dims: int | None = 1) -> None:
-    """Refuse what is no int32 or int64 tensor of ``dims`` dims; None allows any number."""
-    check_tensor(verb, role, ids)
+def check_ids(collective: str, role: str, ids: torch.Tensor, dims: int | None = 1) -> None:
+    """Raise unless ``ids`` is an int32 or int64 tensor of ``dims`` dims; None allows any number."""
+    check_tensor(collective, role, ids)
     if ids.dtype not in IDS:
-        raise DtypeError(f"{verb}: {role} is {ids.dtype}; call {role}.long()")
+        raise DtypeError(f"{collective}: {role} is {ids.dtype}; pass {role}.long()")
     if dims is not None and ids.dim() != dims:
-        raise ShapeError(f"{verb}: {role} has shape {tuple(ids.shape)}; expected {dims} dims")
+        raise ShapeError(f"{collective}: {role} has shape {tuple(ids.shape)}; expected {dims} dims")
 
 
-def check_tensor(verb: str, role: str, given: torch.Tensor) -> None:
-    """Refuse what is no tensor."""
-    if not isinstance(given, torch.Tensor):
-        raise ArgumentError(f"{verb}: {role} is {type(given).__name__}; expected a torch.Tensor")
+def check_tensor(collective: str, role: str, value: torch.Tensor) -> None:
+    """Raise unless ``value`` is a tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentError(
+            f"{collective}: {role} is {type(value).__name__}; expected a torch.Tensor"
+        )
 
 
-def check_number(verb: str, role: str, given: int, low: int) -> None:
-    """Refuse what is no whole number from ``low`` on."""
-    if isinstance(given, bool) or not isinstance(given, int) or given < low:
-        raise ArgumentError(f"{verb}: {role}={given!r}; expected a whole number >= {low}")
+def check_number(collective: str, role: str, value: int, low: int) -> None:
+    """Raise unless ``value`` is a whole number >= ``low``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ArgumentError(f"{collective}: {role}={value!r}; expected a whole number >= {low}")

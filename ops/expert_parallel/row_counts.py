@@ -1,4 +1,4 @@
-"""How many rows go from every rank to every expert: told by all, checked by all, then trusted."""
+"""Agree on the number of rows that every rank sends to every expert, and exchange the rows."""
 
 from typing import Any
 
@@ -10,17 +10,17 @@ from commlib.core.group import needs_result
 from commlib.core.manager import comm
 from commlib.core.validation import check_readable, check_tensor
 from commlib.errors import ArgumentError, DeviceError, DtypeError, ShapeError
-from commlib.ops.agreement import Fact, agree, told
+from commlib.ops.agreement import Fact, check_ranks_agree, refuse_together
 from commlib.ops.registered.library import needs_op, register
 from commlib.ops.registered.traced_ring import size_of, sized
 from commlib.p2p.routes import routes
 from commlib.streams import capturing
 
 Table = np.ndarray[Any, Any]
-VERBS = {False: "global_scatter", True: "global_gather"}
+COLLECTIVES = {False: "global_scatter", True: "global_gather"}
 
 
-def agreed(
+def agreed_table(
     x: torch.Tensor,
     local_count: torch.Tensor,
     global_count: torch.Tensor,
@@ -29,42 +29,45 @@ def agreed(
 ) -> torch.Tensor:
     """Return the table [a, b, k] of the rows that rank a has for expert k of rank b, on the CPU.
 
-    ``local_count[k + b * experts]`` is this rank's row of it; ``global_count[k + a * experts]``
-    what this rank expects from a. ``x`` is what is to be sent: to the experts, or ``back`` from
-    them. One exchange between the hosts; counts on a GPU are copied first, which waits for them.
-    Raises ``ArgumentError`` (or a kind of it) on every rank, naming those that disagree.
+    ``local_count[k + b * experts]`` is this rank's row of the table. ``global_count[k + a *
+    experts]`` is the number of rows that this rank expects from rank a. ``x`` holds the rows to
+    send: to the experts, or ``back`` from them. The hosts exchange their counts once. Counts on a
+    GPU are copied to the host first, which waits for the GPU. Raises ``ArgumentError`` or a
+    subclass on every rank, and names the ranks that disagree.
     """
-    context, verb = comm(ring_id), VERBS[back]
-    with told(context, verb):
-        own = _checked(context, verb, x, local_count, global_count, back)
+    ring, collective = comm(ring_id), COLLECTIVES[back]
+    with refuse_together(ring, collective):
+        counts = _checked(ring, collective, x, local_count, global_count, back)
     facts = [
         Fact("width of x", x.shape[1], ShapeError),
         Fact("dtype of x", x.dtype, DtypeError),
-        Fact("number of counts", len(own), ShapeError),
+        Fact("number of counts", len(counts), ShapeError),
     ]
-    return torch.from_numpy(_compared(context, verb, agree(context, verb, facts, own)))
+    return torch.from_numpy(
+        _compared(ring, collective, check_ranks_agree(ring, collective, facts, counts))
+    )
 
 
 def _checked(
-    context: CommContext,
-    verb: str,
+    ring: CommContext,
+    collective: str,
     x: torch.Tensor,
     local_count: torch.Tensor,
     global_count: torch.Tensor,
     back: bool,
 ) -> list[int]:
     """Check this rank's own arguments and return its counts, the local ones first."""
-    where = context._describe(verb)
-    check_tensor(context, verb, "x", x)
+    where = ring._describe(collective)
+    check_tensor(ring, collective, "x", x)
     if x.dim() != 2:
         raise ShapeError(f"{where}: x has shape {tuple(x.shape)}; expected [rows, width]")
     for role, counts in (("local_count", local_count), ("global_count", global_count)):
-        _check_counts(context, where, role, counts)
-        check_readable(context, verb, role, counts)
+        _check_counts(ring, where, role, counts)
+        check_readable(ring, collective, role, counts)
     if len(local_count) != len(global_count):
         raise ShapeError(
             f"{where}: local_count has {len(local_count)} entries, global_count "
-            f"{len(global_count)}; expected experts * {context.size} in both"
+            f"{len(global_count)}; expected experts * {ring.size} in both"
         )
     both = torch.stack([local_count, global_count.to(local_count.device)]).tolist()
     for role, counts in zip(("local_count", "global_count"), both, strict=True):
@@ -80,38 +83,39 @@ def _checked(
     return [*both[0], *both[1]]
 
 
-def _check_counts(context: CommContext, where: str, role: str, counts: torch.Tensor) -> None:
+def _check_counts(ring: CommContext, where: str, role: str, counts: torch.Tensor) -> None:
     if not isinstance(counts, torch.Tensor):
         raise ArgumentError(f"{where}: {role} is {type(counts).__name__}; expected a torch.Tensor")
     if counts.dtype is not torch.int64:
-        raise DtypeError(f"{where}: {role} is {counts.dtype}; call {role}.long()")
-    if counts.dim() != 1 or not len(counts) or len(counts) % context.size:
+        raise DtypeError(f"{where}: {role} is {counts.dtype}; pass {role}.long()")
+    if counts.dim() != 1 or not len(counts) or len(counts) % ring.size:
         raise ShapeError(
             f"{where}: {role} has shape {tuple(counts.shape)}; expected [experts * "
-            f"{context.size}], the counts for rank 0's experts first"
+            f"{ring.size}], the counts for rank 0's experts first"
         )
-    if counts.device.type != "cpu" and counts.device != context.device:
+    if counts.device.type != "cpu" and counts.device != ring.device:
         raise DeviceError(
-            f"{where}: {role} is on {counts.device}; expected the CPU or {context.device}"
+            f"{where}: {role} is on {counts.device}; expected the CPU or {ring.device}"
         )
     if counts.is_cuda and capturing():
         raise ArgumentError(
             f"{where}: {role} is on {counts.device}, and a capture can't read it; the counts are a "
-            f"part of the graph: use {role} = {role}.cpu() before the capture"
+            f"part of the graph: set {role} = {role}.cpu() before the capture"
         )
 
 
-def _compared(context: CommContext, verb: str, every: list[list[int]]) -> Table:
+def _compared(ring: CommContext, collective: str, every: list[list[int]]) -> Table:
     """Return the table that all ranks agree on."""
-    counts = np.array(every, np.int64).reshape(context.size, 2, context.size, -1)
+    counts = np.array(every, np.int64).reshape(ring.size, 2, ring.size, -1)
     sent, expected = counts[:, 0], counts[:, 1].transpose(1, 0, 2)
     if not (sent == expected).all():
         a, b, k = np.argwhere(sent != expected)[0]
         raise ArgumentError(
-            f"{context._describe(verb)}: rank {a} has {sent[a, b, k]} rows for expert {k} of rank "
+            f"{ring._describe(collective)}: rank {a} has {sent[a, b, k]} rows for expert {k} of "
+            f"rank "
             f"{b} (local_count[{k + b * sent.shape[2]}]), but rank {b} expects {expected[a, b, k]} "
-            f"(global_count[{k + a * sent.shape[2]}]); exchange the counts first: type "
-            f"global_count = ops.all_to_all(local_count, {context.ring_id})"
+            f"(global_count[{k + a * sent.shape[2]}]); exchange the counts first: set "
+            f"global_count = ops.all_to_all(local_count, {ring.ring_id})"
         )
     return np.ascontiguousarray(sent)
 
@@ -124,8 +128,8 @@ def _run(
     size: int,
     back: bool,
 ) -> torch.Tensor:
-    sized(VERBS[back], ring_id, size)
-    return agreed(x, local_count, global_count, ring_id, back)
+    sized(COLLECTIVES[back], ring_id, size)
+    return agreed_table(x, local_count, global_count, ring_id, back)
 
 
 def _fake(
@@ -136,7 +140,7 @@ def _fake(
     size: int,
     back: bool,
 ) -> torch.Tensor:
-    sized(VERBS[back], ring_id, size)
+    sized(COLLECTIVES[back], ring_id, size)
     return torch.empty((size, size, len(local_count) // size), dtype=torch.int64, device="cpu")
 
 
@@ -148,42 +152,42 @@ _agreed = register(
 )
 
 
-def table(
+def row_table(
     x: torch.Tensor,
     local_count: torch.Tensor,
     global_count: torch.Tensor,
     ring_id: int,
     back: bool,
 ) -> torch.Tensor:
-    """``agreed``, eager or traced; no gradient flows through it."""
+    """Return the table of ``agreed_table``, eager or traced; no gradient flows through it."""
     if not torch.compiler.is_compiling():
-        with told(comm(ring_id), VERBS[back]):
-            check_tensor(comm(ring_id), VERBS[back], "x", x)
+        with refuse_together(comm(ring_id), COLLECTIVES[back]):
+            check_tensor(comm(ring_id), COLLECTIVES[back], "x", x)
     if needs_op(x, *(c for c in (local_count, global_count) if isinstance(c, torch.Tensor))):
         counts = local_count, global_count
-        agreed_on: torch.Tensor = _agreed(x.detach(), *counts, ring_id, size_of(ring_id), back)
-        return agreed_on
+        table: torch.Tensor = _agreed(x.detach(), *counts, ring_id, size_of(ring_id), back)
+        return table
     if x.requires_grad:
-        needs_result(comm(ring_id), VERBS[back])
-    return agreed(x, local_count, global_count, ring_id, back)
+        needs_result(comm(ring_id), COLLECTIVES[back])
+    return agreed_table(x, local_count, global_count, ring_id, back)
 
 
 def move(
     x: torch.Tensor, counts: torch.Tensor, ring_id: int, use_calc_stream: bool, back: bool
 ) -> torch.Tensor:
-    """Launch the exchange of an agreed table and return the rows that come to this rank."""
-    context, held = sized(VERBS[back], ring_id, len(counts)), counts.numpy()
-    mine = held[context.rank] if back else held[:, context.rank]
-    out = x.new_empty((int(mine.sum()), x.shape[1]))
-    way = routes(held, context.rank, back=back)
-    context._exchange_rows(out, x, way, use_calc_stream=use_calc_stream)
+    """Launch the exchange of an agreed table and return the rows that this rank receives."""
+    ring, rows_between = sized(COLLECTIVES[back], ring_id, len(counts)), counts.numpy()
+    received = rows_between[ring.rank] if back else rows_between[:, ring.rank]
+    out = x.new_empty((int(received.sum()), x.shape[1]))
+    plan = routes(rows_between, ring.rank, back=back)
+    ring._exchange_rows(out, x, plan, use_calc_stream=use_calc_stream)
     return out
 
 
-def twin(back: bool) -> Any:
-    """Register ``move`` in one direction; its gradient is the other one.
+def register_move(back: bool) -> Any:
+    """Register ``move`` in one direction; its gradient is the other direction.
 
-    ``rows`` of the result are known on the way of a gradient only.
+    ``rows``, the length of the result, is given for gradients only.
     """
     name, other = ("from_experts", "to_experts") if back else ("to_experts", "from_experts")
 
@@ -199,13 +203,13 @@ def twin(back: bool) -> Any:
         return x.new_empty((rows, x.shape[1]))
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        x, counts, *ctx.how, _ = inputs
+        x, counts, *ctx.options, _ = inputs
         ctx.rows = x.shape[0]
         ctx.save_for_backward(counts)
 
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         opposite = getattr(torch.ops.commlib, other)
-        return opposite(grad, *ctx.saved_tensors, *ctx.how, ctx.rows), None, None, None, None
+        return opposite(grad, *ctx.saved_tensors, *ctx.options, ctx.rows), None, None, None, None
 
     schema = "(Tensor x, Tensor counts, int ring_id, bool use_calc_stream, SymInt? rows) -> Tensor"
     return register(f"{name}{schema}", run, fake, setup=setup, backward=backward)

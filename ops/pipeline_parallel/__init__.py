@@ -1,1 +1,1 @@
-"""Slices that the stages of a pipeline exchange: one operator per file."""
+"""Operators of pipeline parallelism: slices that stages exchange, one operator per file."""

@@ -1,58 +1,112 @@
-"""partial_all_gather: every rank gives its own slice of a tensor and ends with all of them."""
+"""partial_all_gather: gather one slice of a tensor from every rank, on every rank."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from commlib.core.manager import comm
-from commlib.ops.pipeline_parallel.slices import bounds, joined, pieces
+from commlib.core.work import Work
+from commlib.ops.arguments import Ring, ring_number
+from commlib.ops.pipeline_parallel.slices import bounds, joined, slice_views
 from commlib.ops.registered.library import checked, deliver, like, raw_output, register, traced
+
+
+@overload
+def partial_all_gather(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[True] = True,
+    fenced: bool = ...,
+) -> torch.Tensor: ...
+@overload
+def partial_all_gather(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: Literal[False],
+    fenced: bool = ...,
+) -> Work: ...
+@overload
+def partial_all_gather(
+    x: torch.Tensor,
+    ring_id: Ring = ...,
+    *,
+    out: torch.Tensor | None = ...,
+    use_calc_stream: bool = ...,
+    sync_op: bool,
+    fenced: bool = ...,
+) -> torch.Tensor | Work: ...
 
 
 def partial_all_gather(
     x: torch.Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = 0,
     *,
     out: torch.Tensor | None = None,
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> Any:
-    """Return the shape of ``x`` with slice r of the flattened tensor from rank r.
+) -> torch.Tensor | Work:
+    """Gather one slice of a flattened tensor from every rank, on every rank.
 
-    ``x``: any shape and dtype, the same on every rank, its number of elements divisible by the
-    ring's size. ``out=x`` completes a tensor in place of which ``partial_recv`` has filled the own
-    slice. Of a strided ``x`` the own slice alone is copied, and such a call is always fenced. With
-    ``sync_op=False`` returns a ``Work``. No gradient. Streams as ``all_gather``. Raises
-    ``ShapeError``, ``DtypeError``, ``RingError``. Source: operator ``partial_allgather``.
+    There is no gradient. Source: operator ``partial_allgather``.
+
+    Args:
+        x: Any shape and dtype, the same on every rank; the number of elements is a multiple of the
+            ring's size. Rank r contributes slice r. The slice of a strided ``x`` is copied first;
+            such a call is always fenced.
+        ring_id: The ring, or its id.
+        out: The output, with as many elements as ``x``. Default: a new tensor. ``out=x`` completes
+            a tensor of which ``partial_recv`` has filled this rank's slice.
+        use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.
+        sync_op: Wait for the result: the current stream on a GPU, the host on a CPU, at most for
+            the ring's timeout. False, which needs ``use_calc_stream=False``: return a ``Work``
+            instead.
+        fenced: Order the ring's stream after the current stream. False leaves both waits to the
+            program.
+
+    Returns:
+        A tensor of the shape of ``x``, its slice r from rank r. With ``sync_op=False`` a ``Work``
+        whose ``result`` is that tensor.
+
+    Raises:
+        RingError: The ring does not exist, or it has failed.
+        DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
+    ring_id = ring_number("partial_all_gather", ring_id)
     if traced("partial_all_gather", use_calc_stream, sync_op, ring_id, x=x, out=out):
-        return deliver(_twin(x.detach(), ring_id, use_calc_stream), out, sync_op)
-    context = checked("partial_all_gather", x, ring_id)
-    parts = _own(x.detach(), ring_id)
-    fenced = fenced or len(parts) > 1  # the copy of several is made on the current stream
+        return deliver(_registered_op(x.detach(), ring_id, use_calc_stream), out, sync_op)
+    ring = checked("partial_all_gather", x, ring_id)
+    parts = _own_slice(x.detach(), ring_id)
+    fenced = fenced or len(parts) > 1  # several views are copied on the current stream
     if out is None:
-        out = like(x) if fenced or use_calc_stream else raw_output(context, like, x)
-    return context.all_gather(
+        out = like(x) if fenced or use_calc_stream else raw_output(ring, like, x)
+    result: torch.Tensor | Work = ring.all_gather(
         out, joined(parts), use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
+    return result
 
 
-def _own(x: torch.Tensor, ring_id: int) -> list[torch.Tensor]:
-    context = comm(ring_id)
-    first, last = bounds("partial_all_gather", x, ring_id, context.size, context.rank)
-    return pieces(x, first, last)
+def _own_slice(x: torch.Tensor, ring_id: int) -> list[torch.Tensor]:
+    ring = comm(ring_id)
+    first, last = bounds("partial_all_gather", x, ring_id, ring.size, ring.rank)
+    return slice_views(x, first, last)
 
 
 def _run(x: torch.Tensor, ring_id: int, use_calc_stream: bool) -> Any:
-    own = joined(_own(x, ring_id))
-    return comm(ring_id).all_gather(like(x), own, use_calc_stream=use_calc_stream)
+    part = joined(_own_slice(x, ring_id))
+    return comm(ring_id).all_gather(like(x), part, use_calc_stream=use_calc_stream)
 
 
 def _fake(x: torch.Tensor, ring_id: int, use_calc_stream: bool) -> torch.Tensor:
     return like(x)
 
 
-_twin = register(
+_registered_op = register(
     "partial_all_gather(Tensor x, int ring_id, bool use_calc_stream) -> Tensor", _run, _fake
 )

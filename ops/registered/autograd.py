@@ -25,18 +25,18 @@ def kernel(op: Any, setup: Setup | None, backward: Backward) -> Callable[..., An
         backward: Called as ``backward(ctx, *grads)``; returns one gradient or None per argument.
 
     Returns:
-        A function ``(keyset, *args)`` for ``Library.impl(..., with_keyset=True)``. It is what
-        ``torch.library.register_autograd`` makes, which has no functorch form, and it raises for a
-        tangent instead of dropping it.
+        A function ``(keyset, *args)`` for ``Library.impl(..., with_keyset=True)``. Unlike a kernel
+        of ``torch.library.register_autograd`` it supports functorch, and it raises for a tangent
+        instead of dropping it.
     """
 
     def below(args: tuple[Any, ...], keyset: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
-    def forward(ctx: Any, *given: Any) -> Any:
-        *args, keyset = given
-        # A node's forward runs without gradients; transforms further out want theirs.
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        *args, keyset = inputs
+        # A node's forward runs without gradients, but outer transforms need them.
         with torch.set_grad_enabled(torch._C._are_functorch_transforms_active()):
             output = below(tuple(args), keyset)
         if setup is not None:
@@ -51,10 +51,10 @@ def kernel(op: Any, setup: Setup | None, backward: Backward) -> Callable[..., An
 
     def differentiable(keyset: Any, *args: Any) -> Any:
         _check_tangents(op, args)
-        wanted = torch.is_grad_enabled() and any(
+        needs_grad = torch.is_grad_enabled() and any(
             isinstance(x, torch.Tensor) and x.requires_grad for x in args
         )
-        if not wanted:
+        if not needs_grad:
             return below(args, keyset)
         with _inside_transform():
             return node.apply(*args, keyset)
@@ -66,16 +66,16 @@ def kernel(op: Any, setup: Setup | None, backward: Backward) -> Callable[..., An
 def _inside_transform() -> Iterator[None]:
     """Allow a node at the level of the functorch transform that calls the kernel."""
     functorch = torch._C._functorch
-    before = functorch.get_single_level_autograd_function_allowed()
+    allowed = functorch.get_single_level_autograd_function_allowed()
     functorch.set_single_level_autograd_function_allowed(True)
     try:
         yield
     finally:
-        functorch.set_single_level_autograd_function_allowed(before)
+        functorch.set_single_level_autograd_function_allowed(allowed)
 
 
 def _check_tangents(op: Any, args: tuple[Any, ...]) -> None:
-    """Refuse forward-mode autograd: its tangent would be dropped."""
+    """Reject forward-mode autograd: its tangent would be dropped."""
     if forward_ad._current_level < 0:
         return
     for x in args:

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Carries the effect token that orders ops. The caches refuse it unless it is marked with a version.
+# Carries the effect token that orders ops. The caches reject it unless it is marked with a version.
 _CARRIER = "torch.ops.higher_order.with_effects"
 
 
 def cacheable(fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``fake`` so that tracing it also makes the graph cacheable.
+    """Return ``fake`` with a side effect: tracing it makes the graph cacheable.
 
-    torch.compile runs fakes before it looks a graph up. Doing it then, and not on import, keeps
+    torch.compile runs fakes before it looks up a graph. Marking then, and not on import, keeps
     the compiler out of programs that do not compile.
     """
 

@@ -1,4 +1,4 @@
-"""The registered twin of each operator: what torch.compile traces and autograd differentiates."""
+"""Registered ops: the form of an operator that torch.compile traces and autograd differentiates."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,10 +38,19 @@ def register(
 ) -> Any:
     """Register ``commlib::<schema>`` and return its overload.
 
-    ``ordered`` operators keep their place among each other and are not removed when nobody uses
-    their result: every rank must call them. An operator that writes to its arguments can't be
-    ordered, hence all of them return fresh tensors. ``vmap``: where the first argument, the
-    only tensor, may have one dimension more, and the result then too ("any", "first", "last").
+    Args:
+        schema: Name, arguments and results, without defaults and keyword arguments.
+        run: The implementation for every device. It returns new tensors.
+        fake: Returns tensors of the result's shapes and dtypes while a program is traced.
+        setup: Called as ``setup(ctx, inputs, output)`` after the forward.
+        backward: Called as ``backward(ctx, *grads)``; None for an op without a gradient.
+        ordered: Keep the op in program order among ordered ops, and keep it if its result is
+            unused: every rank must call it. Ops that write to arguments can't be ordered.
+        vmap: Position of the batch dimension in the first argument, the only tensor, and in the
+            result: "any", "first" or "last". None for an op that can't be batched.
+
+    Returns:
+        The overload ``torch.ops.commlib.<name>.default``.
     """
     name = f"commlib::{schema.partition('(')[0]}"
     # torch.jit.trace removes and merges what is not conservative.
@@ -67,58 +76,60 @@ def _kind(tensor: torch.Tensor) -> str:
 def needs_op(*tensors: Any) -> bool:
     """Return True if a call has to take its registered op.
 
-    That is so where something traces or watches operators, and for a tensor whose values torch's
-    dispatcher has to provide first (pending, zero, fake and functorch tensors).
+    It has to under modes and traces, and for a tensor without memory: the dispatcher has to provide
+    its values first (pending, zero, fake and functorch tensors).
     """
     return is_compiling() or active() or not all(map(has_memory, tensors))
 
 
 def traced(
-    verb: str, use_calc_stream: bool, sync_op: bool, ring_id: int = 0, **tensors: Any
+    collective: str, use_calc_stream: bool, sync_op: bool, ring_id: int = 0, **tensors: Any
 ) -> bool:
-    """Return True if ``needs_op``; refuses what an eager call refuses.
+    """Return True if ``needs_op``; raise the errors of an eager call.
 
-    ``tensors``: the arguments by name; None is left out, and ``out`` has to be writable.
+    ``tensors``: the arguments by name. None is skipped; ``out`` must be writable.
     """
     if is_compiling():
-        _check_async(verb, use_calc_stream, sync_op)
+        _check_async(collective, use_calc_stream, sync_op)
         return True
     needed = active()
     for role, tensor in tensors.items():
         if tensor is not None:
             needed = needed or not has_memory(tensor)
         elif role == "x":
-            needed = True  # to be refused
+            needed = True  # the check below raises
     if needed:
-        _check_traced(verb, ring_id, tensors)
-        _check_async(verb, use_calc_stream, sync_op)
+        _check_traced(collective, ring_id, tensors)
+        _check_async(collective, use_calc_stream, sync_op)
     return needed
 
 
-def _check_traced(verb: str, ring_id: int, tensors: dict[str, Any]) -> None:
-    """Refuse tensors that a registered op can't take, before it is called."""
-    context = comm(ring_id)
+def _check_traced(collective: str, ring_id: int, tensors: dict[str, Any]) -> None:
+    """Reject tensors that a registered op does not support, before it is called."""
+    ring = comm(ring_id)
     for role, tensor in tensors.items():
         if role != "out" and (tensor is not None or role == "x"):
-            check_tensor(context, verb, role, tensor)
+            check_tensor(ring, collective, role, tensor)
     out = tensors.get("out")
     if out is not None:
-        _check_traced_out(context, verb, out, tensors.get("x", out))
-    if context._open_group is not None:
-        context._open_group.expect_op()
+        _check_traced_out(ring, collective, out, tensors.get("x", out))
+    if ring._open_group is not None:
+        ring._open_group.expect_op()
 
 
-def _check_traced_out(context: CommContext, verb: str, out: torch.Tensor, x: torch.Tensor) -> None:
-    """Refuse an out that the result of a registered op can't be copied to."""
-    check_out(context, verb, out)
+def _check_traced_out(
+    ring: CommContext, collective: str, out: torch.Tensor, x: torch.Tensor
+) -> None:
+    """Reject an ``out`` that the result of a registered op can't be copied to."""
+    check_out(ring, collective, out)
     if is_symbolic(out) is not is_symbolic(x):
         raise ArgumentError(
-            f"{context._describe(verb)}: out is {_kind(out)} and x is {_kind(x)}; expected both "
-            f"from one mode or transform; leave out= away"
+            f"{ring._describe(collective)}: out is {_kind(out)} and x is {_kind(x)}; expected both "
+            f"from one mode or transform; omit out="
         )
-    if context._open_group is not None:
+    if ring._open_group is not None:
         raise ArgumentError(
-            f"{context._describe(verb)}: out inside comm.group() where a mode or a trace is "
+            f"{ring._describe(collective)}: out inside ring.group() where a mode or a trace is "
             f"active: "
             f"out would be filled before the group is launched; leave the mode, or make the call "
             f"outside of the group"
@@ -126,50 +137,51 @@ def _check_traced_out(context: CommContext, verb: str, out: torch.Tensor, x: tor
 
 
 def registered(
-    verb: str,
+    collective: str,
     x: torch.Tensor,
     ring_id: int,
     out: torch.Tensor | None,
     use_calc_stream: bool,
     sync_op: bool,
 ) -> bool:
-    """Return True if a call has to take its registered op: as ``traced``, or for a gradient."""
+    """Return True if a call has to take its registered op: if ``traced``, or for a gradient."""
     if is_compiling():
-        return traced(verb, use_calc_stream, sync_op)
+        return traced(collective, use_calc_stream, sync_op)
     needed = (
         depth() > 0
         or is_tracing()
         or forward_ad._current_level >= 0
         or not has_memory(x)
         or not (out is None or out is x or has_memory(out))
-    ) and traced(verb, use_calc_stream, sync_op, ring_id, x=x, out=out)
+    ) and traced(collective, use_calc_stream, sync_op, ring_id, x=x, out=out)
     if not (x.requires_grad and torch.is_grad_enabled()):
         return needed
-    context = checked(verb, x, ring_id)  # the dispatcher would answer for other devices by itself
-    _check_async(verb, use_calc_stream, sync_op)
-    needs_result(context, verb)
+    ring = checked(collective, x, ring_id)  # before the dispatcher rejects the device
+    _check_async(collective, use_calc_stream, sync_op)
+    needs_result(ring, collective)
     if out is not None:
         raise ArgumentError(
-            f"{context._describe(verb)}: out= of shape {tuple(out.shape)} and {out.dtype} with an "
-            f"x that requires grad: no gradient can flow through out; call x.detach(), or leave "
+            f"{ring._describe(collective)}: out= of shape {tuple(out.shape)} and {out.dtype} with "
+            f"an x that requires grad: no gradient can flow through out; pass x.detach(), or leave "
             f"out= away"
         )
     return True
 
 
-def _check_async(verb: str, use_calc_stream: bool, sync_op: bool) -> None:
+def _check_async(collective: str, use_calc_stream: bool, sync_op: bool) -> None:
     if use_calc_stream and not sync_op:
         raise ArgumentError(
-            f"{verb}: sync_op=False with use_calc_stream=True: a call on the caller's own stream "
-            f"is already ordered, so there is nothing to wait for; pass use_calc_stream=False"
+            f"{collective}: sync_op=False with use_calc_stream=True: a call on the caller's own "
+            f"stream is already ordered, so there is nothing to wait for; "
+            f"pass use_calc_stream=False"
         )
 
 
-def checked(verb: str, x: torch.Tensor, ring_id: int) -> CommContext:
-    """Return the ring of a call once ``x`` is known to be a readable tensor on its device."""
-    context = comm(ring_id)
-    check_tensor(context, verb, "x", x)
-    return context
+def checked(collective: str, x: torch.Tensor, ring_id: int) -> CommContext:
+    """Return the ring after checking that ``x`` is a readable tensor on its device."""
+    ring = comm(ring_id)
+    check_tensor(ring, collective, "x", x)
+    return ring
 
 
 def like(x: torch.Tensor) -> torch.Tensor:
@@ -177,24 +189,22 @@ def like(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def raw_output(
-    context: CommContext, make: Callable[..., torch.Tensor], *given: Any
-) -> torch.Tensor:
-    """Make the output of a raw call, which writes it on the ring's stream without a fence.
+def raw_output(ring: CommContext, make: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    """Allocate the output of an unfenced call, which writes it on the ring's stream.
 
-    On the current stream it could get memory that queued kernels of that stream still use.
+    An allocation on the current stream could reuse memory that its queued kernels still access.
     """
-    if needs_op() or context.stream is None or capturing():  # registered ops and captures fence
-        return make(*given)
-    calc = torch.cuda.current_stream(context.device)
-    with torch.cuda.stream(context.stream):
-        out = make(*given)
-    out.record_stream(calc)  # the program reads it there
+    if needs_op() or ring.stream is None or capturing():  # registered ops and captures are fenced
+        return make(*args)
+    calc = torch.cuda.current_stream(ring.device)
+    with torch.cuda.stream(ring.stream):
+        out = make(*args)
+    out.record_stream(calc)  # the program reads it on that stream
     return out
 
 
-def deliver(result: torch.Tensor, out: torch.Tensor | None, sync_op: bool) -> Any:
-    """Hand out what a registered twin returned as the eager call would: in ``out``, or as Work."""
+def deliver(result: torch.Tensor, out: torch.Tensor | None, sync_op: bool) -> torch.Tensor | Work:
+    """Return the result of a registered op as the eager call does: in ``out``, or as Work."""
     if out is not None:
         if out.dtype != result.dtype:
             raise DtypeError(f"out is {out.dtype}; expected {result.dtype}, the dtype of x")
@@ -204,22 +214,22 @@ def deliver(result: torch.Tensor, out: torch.Tensor | None, sync_op: bool) -> An
     return result if sync_op else Work(result)
 
 
-def save(*places: int) -> Callable[..., None]:
-    """Return a set-up that keeps the non-tensor arguments at ``places`` for the backward."""
+def save(*indices: int) -> Callable[..., None]:
+    """Return a ``setup`` that saves the non-tensor arguments at ``indices`` for the backward."""
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-        ctx.kept = tuple(inputs[place] for place in places)
+        ctx.saved = tuple(inputs[index] for index in indices)
 
     return setup
 
 
-def once(verb: str) -> Callable[..., None]:
-    """Return the backward of a gradient that has none, for it would be cut without a word."""
+def once(collective: str) -> Callable[..., None]:
+    """Return a backward that raises: autograd would otherwise drop this gradient silently."""
 
-    def refuse(ctx: Any, *grads: object) -> None:
-        raise ArgumentError(f"the gradient of {verb} has no gradient")
+    def fail(ctx: Any, *grads: object) -> None:
+        raise ArgumentError(f"the gradient of {collective} has no gradient")
 
-    return refuse
+    return fail
 
 
 def rows(x: torch.Tensor) -> tuple[int, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Ordered registered ops: kept in program order though unused, and saved by checkpoints."""
+"""Ordered registered ops: kept in program order even if unused, and saved by checkpoints."""
 
 from itertools import islice
 from typing import Any
@@ -11,7 +11,7 @@ from torch.utils import checkpoint
 
 
 def order(overload: Any, library: torch.library.Library) -> None:
-    """Keep ``overload`` in its place among all ordered ops, also where its result is unused."""
+    """Keep ``overload`` in program order among all ordered ops, even if its result is unused."""
     effects._register_effectful_op(overload, effects._EffectType.ORDERED)
     for mode in (FunctionalTensorMode, checkpoint._CachingTorchDispatchMode):
         torch.library.register_torch_dispatch(overload._name, mode, _saved, lib=library)
@@ -20,8 +20,8 @@ def order(overload: Any, library: torch.library.Library) -> None:
 def _saved(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Let ``mode`` handle the op, and save its result for backward in a traced checkpoint.
 
-    A recomputation would run in backward without its forward's place in the order, and torch's
-    partitioners fail on it. Eager checkpoints are left as they are.
+    A recomputation in backward would lose its position in the order, and torch's partitioners
+    fail on it. Eager checkpoints do not change.
     """
     proxies = get_proxy_mode()
     if proxies is None:

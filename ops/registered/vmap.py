@@ -1,4 +1,4 @@
-"""Registered ops under torch.vmap: a batch carried by one call, or a refusal before a launch."""
+"""Registered ops under torch.vmap: one call for the whole batch, or an error before a launch."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -9,14 +9,14 @@ Rule = Callable[..., Any]
 
 
 def batched(op: Any, batch: str) -> Rule:
-    """Return the rule of an op that carries the whole batch of its first argument in one call.
+    """Return the rule of an op that takes the whole batch of its first argument in one call.
 
     Args:
         op: The overload that is registered.
-        batch: Where the op takes another dimension: "any" place, the "first" or the "last".
+        batch: Position at which the op accepts a batch dimension: "any", "first" or "last".
 
     Returns:
-        A rule for ``torch.library.register_vmap``. All ranks have to batch alike.
+        A rule for ``torch.library.register_vmap``. All ranks must use the same batch.
     """
 
     def rule(info: Any, in_dims: tuple[Any, ...], x: Any, *rest: Any) -> tuple[Any, int]:
@@ -24,15 +24,15 @@ def batched(op: Any, batch: str) -> Rule:
             return op(x, *rest), in_dims[0]
         if x.dim() == 1:
             _refuse(op, "with 0-D x")
-        place = 0 if batch == "first" else -1
-        out = op(x.movedim(in_dims[0], place), *rest)
-        return out, place % out.dim()
+        position = 0 if batch == "first" else -1
+        out = op(x.movedim(in_dims[0], position), *rest)
+        return out, position % out.dim()
 
     return rule
 
 
 def unbatched(op: Any) -> Rule:
-    """Return the rule of an op that has none: torch would call it once per element of the batch."""
+    """Return a rule that raises: without one, torch calls the op once per element of the batch."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> NoReturn:
         _refuse(op, "has no batching rule")

@@ -1,4 +1,4 @@
-"""all_reduce_residual_norm: a sum over the ranks, a residual added to it, and the norm of that."""
+"""all_reduce_residual_norm: a sum over the ranks, plus a residual, and its norm."""
 
 import math
 from typing import Any
@@ -11,11 +11,13 @@ from commlib.core.manager import comm
 from commlib.core.tensors import dense_copy, is_dense
 from commlib.core.validation import check_tensor
 from commlib.errors import ArgumentError, DtypeError, ShapeError
+from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.registered.library import like, register, traced
-from commlib.p2p.fused_norm import FLOAT8, VERB, Norm
+from commlib.p2p.fused_norm import FLOAT8, Norm
 
 Tensor = torch.Tensor
 
+NAME = "all_reduce_residual_norm"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST = 448.0  # of FLOAT8
 
@@ -24,42 +26,59 @@ def all_reduce_residual_norm(
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
-    ring_id: int = 0,
+    ring_id: Ring = 0,
     *,
     norm: str = "rms",
     bias: Tensor | None = None,
     linear_bias: Tensor | None = None,
-    eps: float = 1e-6,
+    eps: float = 1e-06,
     scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_calc_stream: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return (y, z) with z = all_reduce(x) + linear_bias + residual, and y the norm of its rows.
+    """Sum ``x`` over the ring, add a residual, and normalise the rows of the sum.
 
-    What follows a row-parallel linear layer. ``x``: [..., H], this rank's partial sums, bfloat16,
-    float16 or float32; ``residual``: as x; ``weight``, ``bias``, ``linear_bias``: [H]; one dtype,
-    and but for x the same on every rank. z is the next layer's residual: the sum is rounded as
-    all_reduce rounds it, then ``linear_bias`` (the linear layer's, so added once) and residual are
-    added in float32 and rounded once. y is computed in float32 from z and rounded once:
-    ``norm="rms"``: z / sqrt(mean(z^2) + eps) * weight. ``norm="layer"``: (z - mean) / sqrt(var +
-    eps) * weight + bias, var over H; ``bias`` is left away for 0.
-    With ``out_dtype=torch.float8_e4m3fn`` y is that of y / ``scale``, to the nearest, values beyond
-    ±448 become ±448; ``scale``: one float32 on the device, read when the call runs.
-    One kernel where the ring has push kernels, rows are multiples of 16 bytes up to 32 KiB, and its
-    table says so; else all_reduce and torch operators. z has the same bits on all ranks, and in
-    both as long as push kernels do the all_reduce; y may differ in its last bit, for the mean over
-    a row is added up in another order.
-    No gradient: a tensor that requires grad is refused. Results are new tensors. Runs on the
-    caller's stream, the sum on the ring's with ``use_calc_stream=False``; not in ``ring.group()``.
-    Raises ``RingError``, ``DtypeError``, ``ShapeError``, ``DeviceError``, ``ArgumentError`` before
-    any launch. Source: ``torch.nn.functional.rms_norm`` and ``layer_norm``.
+    z = all_reduce(x) + linear_bias + residual; y is the norm of the rows of z. There is no
+    gradient. Source: ``torch.nn.functional.rms_norm`` and ``layer_norm``.
+
+    One kernel does it where the ring has push kernels, a row is a multiple of 16 bytes up to 32
+    KiB, and the kernel table selects it; otherwise all_reduce and torch operators do. Both give
+    the same z if push kernels do the all_reduce. y may differ in its last bit between them.
+
+    Args:
+        x: [..., H], this rank's partial sums of a row-parallel linear layer, bfloat16, float16 or
+            float32. All other tensors have its dtype, and are the same on every rank.
+        residual: The shape of ``x``.
+        weight: [H], multiplied with the normalised rows.
+        ring_id: The ring, or its id.
+        norm: "rms": y = z / sqrt(mean(z^2) + eps) * weight. "layer": y = (z - mean) / sqrt(var +
+            eps) * weight + bias, with var over H.
+        bias: [H], for "layer" only. Default: 0.
+        linear_bias: [H], the bias of the linear layer, added once. Default: 0.
+        eps: Added to the mean of squares; a finite number >= 0.
+        scale: One float32 on the ring's device, read when the call runs; with ``out_dtype`` only.
+        out_dtype: ``torch.float8_e4m3fn``: y / scale, rounded to nearest and clamped to ±448.
+            Default: the dtype of ``x``.
+        use_calc_stream: Sum on the caller's current stream. False: sum on the ring's stream. The
+            rest runs on the current stream.
+
+    Returns:
+        (y, z), new tensors of the shape of ``x``. The sum is rounded as all_reduce rounds it; z is
+        then added up in float32 and rounded once, and so is y. z has the same bits on all ranks.
+        The host does not block on a GPU.
+
+    Raises:
+        RingError: The ring does not exist, or it has failed.
+        DtypeError, ShapeError, DeviceError: Before any launch.
+        ArgumentError: An option is invalid, a tensor requires grad, or ``ring.group()`` is open.
     """
+    ring_id = ring_number("all_reduce_residual_norm", ring_id)
     _check_options(norm, bias, eps, scale, out_dtype, getattr(x, "dtype", None))
     tensors = x, residual, weight, bias, linear_bias, scale
     _check_gradients(tensors)
     named = {"residual": residual, "weight": weight, "bias": bias, "linear_bias": linear_bias}
-    traces = traced(VERB, use_calc_stream, True, ring_id, x=x, scale=scale, **named)
-    call: Any = _twin if traces else _run
+    traces = traced(NAME, use_calc_stream, True, ring_id, x=x, scale=scale, **named)
+    call: Any = _registered_op if traces else _run
     y, z = call(*tensors, ring_id, norm == "layer", float(eps), use_calc_stream)
     return y, z
 
@@ -73,23 +92,23 @@ def _check_options(
     dtype: torch.dtype | None,
 ) -> None:
     if norm not in ("rms", "layer"):
-        raise ArgumentError(f"{VERB}: norm={norm!r}; expected 'rms' or 'layer'")
+        raise ArgumentError(f"{NAME}: norm={norm!r}; expected 'rms' or 'layer'")
     if bias is not None and norm == "rms":
         raise ArgumentError(
-            f"{VERB}: bias with norm='rms', which adds none; pass norm='layer', or linear_bias= "
+            f"{NAME}: bias with norm='rms', which adds none; pass norm='layer', or linear_bias= "
             f"for that of the linear layer"
         )
-    number = isinstance(eps, (int, float)) and not isinstance(eps, bool)
-    if not number or not 0 <= eps < math.inf:
-        raise ArgumentError(f"{VERB}: eps={eps!r}; expected a number from 0 on; pass eps=1e-6")
+    is_number = isinstance(eps, (int, float)) and not isinstance(eps, bool)
+    if not is_number or not 0 <= eps < math.inf:
+        raise ArgumentError(f"{NAME}: eps={eps!r}; expected a number from 0 on; pass eps=1e-6")
     if out_dtype not in (None, FLOAT8, dtype):
         raise DtypeError(
-            f"{VERB}: out_dtype={out_dtype}; expected {FLOAT8}, or nothing for that of x, {dtype}"
+            f"{NAME}: out_dtype={out_dtype}; expected {FLOAT8}, or nothing for that of x, {dtype}"
         )
     if (out_dtype == FLOAT8) != (scale is not None):
-        given = "without scale=" if scale is None else f"with scale=, but out_dtype={out_dtype}"
+        passed = "without scale=" if scale is None else f"with scale=, but out_dtype={out_dtype}"
         raise ArgumentError(
-            f"{VERB}: {given}; expected both or neither; pass out_dtype={FLOAT8}, scale=..., one "
+            f"{NAME}: {passed}; expected both or neither; pass out_dtype={FLOAT8}, scale=..., one "
             f"float32 on the ring's device"
         )
 
@@ -97,48 +116,50 @@ def _check_options(
 def _check_gradients(tensors: tuple[Any, ...]) -> None:
     if torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors):
         raise ArgumentError(
-            f"{VERB} has no gradient, and a tensor that it was given requires grad; type "
-            f"`with torch.no_grad():`, or .detach() behind the tensor"
+            f"{NAME} has no gradient, but one of its tensors requires grad; use "
+            f"`with torch.no_grad():`, or pass tensor.detach()"
         )
 
 
-def _check(context: CommContext, tensors: tuple[Any, ...]) -> None:
-    """Refuse tensors of other dtypes, shapes or devices."""
+def _check(ring: CommContext, tensors: tuple[Any, ...]) -> None:
+    """Raise for tensors of other dtypes, shapes or devices."""
     x, residual, weight, bias, linear_bias, scale = tensors
-    where = context._describe(VERB)
-    check_tensor(context, VERB, "x", x)
+    prefix = ring._describe(NAME)
+    check_tensor(ring, NAME, "x", x)
     if x.dtype not in DTYPES:
         raise DtypeError(
-            f"{where}: x is {x.dtype}; expected bfloat16, float16 or float32; call x.float()"
+            f"{prefix}: x is {x.dtype}; expected bfloat16, float16 or float32; pass x.float()"
         )
     if x.dim() == 0:
-        raise ShapeError(f"{where}: x is 0-D; expected [..., H]; call x.view(1)")
-    _check_like(context, "residual", residual, x.dtype, tuple(x.shape))
+        raise ShapeError(f"{prefix}: x is 0-D; expected [..., H]; pass x.view(1)")
+    _check_like(ring, "residual", residual, x.dtype, tuple(x.shape))
     row = tuple(x.shape[-1:])
-    _check_like(context, "weight", weight, x.dtype, row)
+    _check_like(ring, "weight", weight, x.dtype, row)
     for name, tensor in (("bias", bias), ("linear_bias", linear_bias)):
         if tensor is not None:
-            _check_like(context, name, tensor, x.dtype, row)
+            _check_like(ring, name, tensor, x.dtype, row)
     if scale is not None:
-        check_tensor(context, VERB, "scale", scale)
+        check_tensor(ring, NAME, "scale", scale)
         if scale.dtype is not torch.float32:
-            raise DtypeError(f"{where}: scale is {scale.dtype}; expected float32; call .float()")
+            raise DtypeError(
+                f"{prefix}: scale is {scale.dtype}; expected float32; pass scale.float()"
+            )
         if scale.numel() != 1:
-            raise ShapeError(f"{where}: scale has shape {tuple(scale.shape)}; expected one number")
+            raise ShapeError(f"{prefix}: scale has shape {tuple(scale.shape)}; expected one number")
 
 
 def _check_like(
-    context: CommContext, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
+    ring: CommContext, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
-    check_tensor(context, VERB, name, tensor)
+    check_tensor(ring, NAME, name, tensor)
     if tensor.dtype is not dtype:
         raise DtypeError(
-            f"{context._describe(VERB)}: {name} is {tensor.dtype} and x is {dtype}; expected one "
-            f"dtype; call {name}.to({dtype})"
+            f"{ring._describe(NAME)}: {name} is {tensor.dtype} and x is {dtype}; expected one "
+            f"dtype; pass {name}.to({dtype})"
         )
     if tuple(tensor.shape) != shape:
         raise ShapeError(
-            f"{context._describe(VERB)}: {name} has shape {tuple(tensor.shape)}; expected {shape}, "
+            f"{ring._describe(NAME)}: {name} has shape {tuple(tensor.shape)}; expected {shape}, "
             f"{'that of x' if name == 'residual' else 'the last dimension of x'}"
         )
 
@@ -155,13 +176,13 @@ def _run(
     eps: float,
     use_calc_stream: bool,
 ) -> tuple[Tensor, Tensor]:
-    context, tensors = comm(ring_id), (x, residual, weight, bias, linear_bias, scale)
-    _check(context, tensors)
-    needs_result(context, VERB)
+    ring, tensors = comm(ring_id), (x, residual, weight, bias, linear_bias, scale)
+    _check(ring, tensors)
+    needs_result(ring, NAME)
     x, residual, weight, bias, linear_bias, scale = map(_dense, tensors)
     norm = Norm(residual, weight, bias, linear_bias, scale, layer, eps)
-    done = context._all_reduce_norm(x, norm, use_calc_stream=use_calc_stream)
-    return composed(context, x, norm, use_calc_stream) if done is None else done
+    result = ring._all_reduce_norm(x, norm, use_calc_stream=use_calc_stream)
+    return composed(ring, x, norm, use_calc_stream) if result is None else result
 
 
 def _dense(x: Tensor | None) -> Any:
@@ -169,11 +190,11 @@ def _dense(x: Tensor | None) -> Any:
 
 
 def composed(
-    context: CommContext, x: Tensor, norm: Norm, use_calc_stream: bool
+    ring: CommContext, x: Tensor, norm: Norm, use_calc_stream: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the same from an all_reduce and torch operators: what the kernel is measured by."""
+    """Return the same from an all_reduce and torch operators: the reference for the kernel."""
     added = like(x)
-    context.all_reduce(added, x, use_calc_stream=use_calc_stream)
+    ring.all_reduce(added, x, use_calc_stream=use_calc_stream)
     total = added.float()
     if norm.linear_bias is not None:
         total = total + norm.linear_bias.float()
@@ -202,8 +223,8 @@ def _fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=x.dtype if scale is None else FLOAT8), like(x)
 
 
-_twin = register(
-    f"{VERB}(Tensor x, Tensor residual, Tensor weight, Tensor? bias, Tensor? linear_bias,"
+_registered_op = register(
+    f"{NAME}(Tensor x, Tensor residual, Tensor weight, Tensor? bias, Tensor? linear_bias,"
     f" Tensor? scale, int ring_id, bool layer, float eps, bool use_calc_stream)"
     f" -> (Tensor, Tensor)",
     _run,

@@ -1,4 +1,4 @@
-"""concat: every rank ends with the shards of all ranks side by side on the last axis."""
+"""concat: concatenate the tensors of all ranks along the last axis."""
 
 from typing import Any
 
@@ -6,30 +6,43 @@ import torch
 
 from commlib.core.group import needs_result
 from commlib.errors import ShapeError
+from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.registered.library import checked, register, save
 from commlib.ops.registered.traced_ring import size_of, sized
 
 
-def concat(x: torch.Tensor, ring_id: int = 0, *, use_calc_stream: bool = True) -> torch.Tensor:
-    """Return, on every rank, the ``x`` of rank 0, 1, … concatenated along the last axis.
+def concat(x: torch.Tensor, ring_id: Ring = 0, *, use_calc_stream: bool = True) -> torch.Tensor:
+    """Concatenate the tensors of all ranks along the last axis, on every rank.
 
-    ``x``: [..., n] of any dtype, the same shape on every rank; the result is [..., n * size].
-    Gradient: the own part of the last axis (every rank computes the same loss), as ``split``.
-    Streams and errors as ``all_reduce``; ``ShapeError`` for a 0-D ``x``.
+    The gradient is this rank's part of the last axis, as ``split`` returns it: every rank computes
+    the same loss. The host does not block on a GPU.
+
+    Args:
+        x: [..., n] of any dtype, at least 1-D, the same shape on every rank.
+        ring_id: The ring, or its id.
+        use_calc_stream: Communicate on the caller's current stream. False: on the ring's stream.
+
+    Returns:
+        [..., n * size] in rank order, a new tensor.
+
+    Raises:
+        RingError: The ring does not exist, or it has failed.
+        DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
+    ring_id = ring_number("concat", ring_id)
     if not torch.compiler.is_compiling():
         checked("concat", x, ring_id)
-    whole: torch.Tensor = _twin(x, ring_id, size_of(ring_id), use_calc_stream)
-    return whole
+    gathered: torch.Tensor = _registered_op(x, ring_id, size_of(ring_id), use_calc_stream)
+    return gathered
 
 
 def _run(x: torch.Tensor, ring_id: int, size: int, use_calc_stream: bool) -> torch.Tensor:
-    context = sized("concat", ring_id, size)
+    ring = sized("concat", ring_id, size)
     if x.dim() == 0:
-        raise ShapeError(f"{context._describe('concat')}: x is 0-D; expected a last axis")
-    needs_result(context, "concat")
+        raise ShapeError(f"{ring._describe('concat')}: x is 0-D; expected a last axis")
+    needs_result(ring, "concat")
     parts = x.new_empty((size, *x.shape))
-    context.all_gather(parts, x, use_calc_stream=use_calc_stream)
+    ring.all_gather(parts, x, use_calc_stream=use_calc_stream)
     return parts.movedim(0, -2).reshape(_shape(x, size))
 
 
@@ -43,11 +56,11 @@ def _fake(x: torch.Tensor, ring_id: int, size: int, use_calc_stream: bool) -> to
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    ring_id, size, use_calc_stream = ctx.kept
+    ring_id, size, use_calc_stream = ctx.saved
     return torch.ops.commlib.split(grad, ring_id, size, use_calc_stream), None, None, None
 
 
-_twin = register(
+_registered_op = register(
     "concat(Tensor x, int ring_id, int size, bool use_calc_stream) -> Tensor",
     _run,
     _fake,

@@ -1,4 +1,4 @@
-"""vocab_parallel_embedding: look up the ids whose rows this rank holds, zeros for the others."""
+"""vocab_parallel_embedding: look up ids in this rank's shard, zeros for other ids."""
 
 import torch
 
@@ -10,24 +10,36 @@ from commlib.streams import sees_capture
 def vocab_parallel_embedding(
     ids: torch.Tensor, weight: torch.Tensor, start_index: int = 0, *, vocab_size: int = -1
 ) -> torch.Tensor:
-    """Return rows of this rank's shard of an embedding table; an all_reduce (sum) completes them.
+    """Look up ids in this rank's shard of an embedding table.
 
-    ``ids``: any shape, int32 or int64, ids of the whole vocabulary. ``weight``: [rows, dim], the
-    rows ``start_index`` to ``start_index + rows`` of the table. Result: ids.shape + [dim] of
-    weight's dtype; ids of other shards give zeros. Gradient: scatter-add into the own rows. No
-    communication. ``vocab_size >= 0`` checks in eager code that every id lies in [0, vocab_size),
-    which on a GPU waits for the ids (not under compile or capture). Raises ``ArgumentError``.
+    An all_reduce (sum) of the results completes the lookup; this operator does not communicate.
+    The gradient is added to the shard's rows.
+
+    Args:
+        ids: Any shape, int32 or int64 ids of the whole vocabulary.
+        weight: [rows, dim], the rows ``start_index`` to ``start_index + rows`` of the table.
+        start_index: First id of the shard.
+        vocab_size: If >= 0, check in eager code that every id is in [0, vocab_size). On a GPU the
+            host then waits for the ids. Compiled and captured code does not check.
+
+    Returns:
+        ids.shape + [dim] of weight's dtype; zeros for ids of other shards.
+
+    Raises:
+        ArgumentError: ``start_index`` is negative, or an id is out of range.
+        DtypeError: ``ids`` are not int32 or int64.
+        ShapeError: ``weight`` is not a non-empty matrix.
     """
     _check(ids, weight, start_index, vocab_size)
     local = ids - start_index
-    mine = (local >= 0) & (local < weight.shape[0])
-    found = torch.nn.functional.embedding(local.masked_fill(~mine, 0), weight)
-    return found.masked_fill(~mine.unsqueeze(-1), 0)
+    in_shard = (local >= 0) & (local < weight.shape[0])
+    rows = torch.nn.functional.embedding(local.masked_fill(~in_shard, 0), weight)
+    return rows.masked_fill(~in_shard.unsqueeze(-1), 0)
 
 
 def _check(ids: torch.Tensor, weight: torch.Tensor, start_index: int, vocab_size: int) -> None:
     if ids.dtype not in (torch.int32, torch.int64):
-        raise DtypeError(f"vocab_parallel_embedding: ids are {ids.dtype}; call ids.long()")
+        raise DtypeError(f"vocab_parallel_embedding: ids are {ids.dtype}; pass ids.long()")
     if weight.dim() != 2 or 0 in weight.shape:
         raise ShapeError(
             f"vocab_parallel_embedding: weight has shape {tuple(weight.shape)}; expected "

@@ -1,0 +1,73 @@
+"""Arguments that have several forms: a ring or its id, a reduction by name or as torch's enum."""
+
+from typing import Any, Literal, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+
+from commlib.core.context import CommContext
+from commlib.core.manager import _rings
+from commlib.errors import ArgumentError, RingError
+
+ReductionName: TypeAlias = Literal["sum", "prod", "min", "max", "avg"]
+UpperName: TypeAlias = Literal["SUM", "PROD", "MIN", "MAX", "AVG"]
+Reduction: TypeAlias = ReductionName | UpperName | dist.ReduceOp.RedOpType
+Ring: TypeAlias = int | CommContext
+
+_NAMES = frozenset({"sum", "prod", "min", "max", "avg", "premul_sum"})
+# A sequence and not a dict: torch.compile compares these members, but can't hash them.
+_TORCH_REDUCTIONS = (
+    (dist.ReduceOp.SUM, "sum"),
+    (dist.ReduceOp.PRODUCT, "prod"),
+    (dist.ReduceOp.MIN, "min"),
+    (dist.ReduceOp.MAX, "max"),
+    (dist.ReduceOp.AVG, "avg"),
+)
+_WITH_OUT = frozenset(
+    {
+        "all_gather",
+        "all_reduce",
+        "all_to_all",
+        "broadcast",
+        "gather",
+        "partial_all_gather",
+        "reduce",
+        "reduce_scatter",
+        "scatter",
+    }
+)
+
+
+def ring_number(collective: str, ring: Any) -> int:
+    """Return the id of ``ring``, a ring or its id; an invalid id is left to ``comm``.
+
+    Raises:
+        ArgumentError: ``ring`` is a tensor: the call has the order of torch.distributed.
+        RingError: The ring is closed.
+    """
+    if type(ring) is int:
+        return ring
+    if isinstance(ring, CommContext):
+        if _rings.get(ring.ring_id) is not ring:
+            raise RingError(
+                f"{collective}: ring {ring.ring_id} was closed; create it again and pass the new "
+                f"ring"
+            )
+        return ring.ring_id
+    if isinstance(ring, torch.Tensor) and collective in _WITH_OUT:
+        raise ArgumentError(
+            f"{collective}: ring_id is a tensor of shape {tuple(ring.shape)}; ops.{collective} "
+            f"takes x first; pass the output as out="
+        )
+    return cast(int, ring)
+
+
+def reduction_name(op: Any) -> ReductionName:
+    """Return the lower-case name of ``op``; an unknown reduction is left to the engine."""
+    if isinstance(op, str):
+        return cast(ReductionName, op if op in _NAMES else op.lower())
+    if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):  # an int equals them too
+        for reduction, name in _TORCH_REDUCTIONS:
+            if op == reduction:
+                return cast(ReductionName, name)
+    return cast(ReductionName, op)
