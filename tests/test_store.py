@@ -16,7 +16,8 @@ from torch.distributed import HashStore, TCPStore
 
 from commlib.deadlines import Deadline
 from commlib.errors import BootstrapError
-from commlib.rendezvous.store import BoundedStore, Connection
+from commlib.rendezvous.connection import Connection
+from commlib.rendezvous.store import BoundedStore
 from commlib.rendezvous.tcp_store import TcpOpening, addresses, serve
 from tests.support.checks import refused, same, until
 
@@ -200,7 +201,8 @@ import os, sys
 from torch.distributed import HashStore
 from commlib.deadlines import Deadline
 from commlib.errors import BootstrapError
-from commlib.rendezvous.store import BoundedStore, forget
+from commlib.rendezvous.connection import forget
+from commlib.rendezvous.store import BoundedStore
 store = BoundedStore.of(HashStore())
 store.set("x", "1", Deadline(10))
 child = os.fork()

@@ -17,8 +17,9 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from commlib.deadlines import Deadline
+from commlib.rendezvous.connection import Connection
 from commlib.rendezvous.roll_call import RollCall
-from commlib.rendezvous.store import BoundedStore, Connection
+from commlib.rendezvous.store import BoundedStore
 
 _REQUESTS = (
     *("set", "get", "add", "append", "check", "compare_set", "multi_get", "wait", "delete_key"),
