@@ -118,10 +118,7 @@ def texts(name: str) -> Iterator[tuple[int, str]]:
     """Yield the comments and strings of a program, or the prose of a document, with their lines."""
     text = (ROOT / name).read_text()
     if name.endswith(".md"):
-        prose = re.sub(
-            r"^```.*?^```", lambda code: "\n" * code[0].count("\n"), text, flags=re.M | re.S
-        )
-        yield 1, prose
+        yield 1, re.sub(r"(?ms)^```.*?^```", lambda code: "\n" * code[0].count("\n"), text)
         return
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:

@@ -265,6 +265,6 @@ def _logged(step: Step, answers: Callable[[], bool]) -> Step:
             if answers():
                 step(store)
         except Exception as error:
-            log.once("keys that nobody needs any more stay in the store: %s", error)
+            log.once("unused keys could not be deleted from the store: %s", error)
 
     return attempt

@@ -29,7 +29,7 @@ class Meeting:
         home: BoundedStore,
         *,
         ranks: tuple[int, ...],
-        where: str,
+        prefix: str,
         payload: bytes,
         one_network: bool,
     ) -> None:
@@ -40,11 +40,11 @@ class Meeting:
             generation: The generation in which the members registered.
             home: The keys of this generation.
             ranks: The members.
-            where: The prefix of error messages.
+            prefix: The prefix of error messages.
             payload: The bytes from the last member to register, such as NCCL's unique id.
             one_network: True if all members share one loopback interface.
         """
-        self.me, self.ranks, self.where = table.me, ranks, where
+        self.me, self.ranks, self.prefix = table.me, ranks, prefix
         self.payload, self.one_network = payload, one_network
         self.store = home.under("engine")
         self._table, self._generation = table, generation
@@ -67,14 +67,14 @@ class Meeting:
             EngineError: The set-up failed on a member.
             CommTimeout: Ranks did not finish by the deadline; the error names them.
         """
-        with naming(self.where):
+        with naming(self.prefix):
             verdict = self._built(error, deadline)
             if not verdict.startswith(GO):
                 self._generation.end(deadline)  # the rank that should do it may have died
         delete_address(self.store, self.ranks.index(self.me))
         self._generation.leave(len(self.ranks), KEYS)
         if not verdict.startswith(GO):
-            raise verdict_error(verdict, self.where) from error
+            raise verdict_error(verdict, self.prefix) from error
         for store in self._engine_stores:
             store.end()
 
@@ -102,9 +102,9 @@ class Meeting:
 
 
 @contextmanager
-def naming(where: str) -> Iterator[None]:
-    """Prefix errors of the store with ``where``."""
+def naming(prefix: str) -> Iterator[None]:
+    """Prefix errors of the store with ``prefix``."""
     try:
         yield
     except BootstrapError as error:
-        raise BootstrapError(f"{where}: {error}") from error
+        raise BootstrapError(f"{prefix}: {error}") from error

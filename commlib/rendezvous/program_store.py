@@ -123,8 +123,8 @@ def leave(deadline: Deadline, *, wait: bool) -> None:
             elif wait and world.hosts_store:
                 _wait_for_others(world, store, deadline)
         except BootstrapError:
-            where = store.connection.where
-            log.once("the process that serves the store at %s ended first", where)
+            address = store.connection.where
+            log.once("the process that serves the store at %s ended first", address)
     close_connections(_CLOSE_S)
     _clear()
 

@@ -50,7 +50,7 @@ class _Call:
     deadline: Deadline
     engine: str
     payload: Callable[[], bytes]
-    where: str
+    prefix: str
 
 
 class RollCall:
@@ -103,12 +103,12 @@ class RollCall:
             EngineError: The engines differ, or ``payload`` failed.
             BootstrapError: The store does not answer by ``deadline``.
         """
-        where = f"creating ring {ring_id} of ranks {list(ranks)} on rank {self.me}"
+        prefix = f"creating ring {ring_id} of ranks {list(ranks)} on rank {self.me}"
         self._history.append((ring_id, short(ranks)))
         try:
-            with naming(where):
+            with naming(prefix):
                 self.store.connection.revive()
-                call = _Call(ring_id, ranks, deadline, engine, payload, where)
+                call = _Call(ring_id, ranks, deadline, engine, payload, prefix)
                 return self._await_members(call)
         except BaseException:
             self._history.pop()
@@ -135,14 +135,14 @@ class RollCall:
         self._registered.pop(generation.key, None)
         if not verdict.startswith(GO):
             self._end_generations(generation, verdict, call.deadline)
-            raise verdict_error(verdict, call.where)
+            raise verdict_error(verdict, call.prefix)
         agreed = json.loads(verdict[len(GO) :])
         return Meeting(
             self._table,
             generation,
             self._home.under(generation.key),
             ranks=call.ranks,
-            where=call.where,
+            prefix=call.prefix,
             payload=base64.b64decode(agreed["payload"]),
             one_network=agreed["one_network"],
         )

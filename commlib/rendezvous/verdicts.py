@@ -12,21 +12,21 @@ ORDER = "order:"
 FAILED = "failed:"
 
 
-def verdict_error(verdict: str, where: str) -> CommError:
+def verdict_error(verdict: str, prefix: str) -> CommError:
     """Return the error that every member raises for ``verdict``."""
     if verdict.startswith(FAILED):
-        return EngineError(f"{where}: {verdict[len(FAILED) :]}")
+        return EngineError(f"{prefix}: {verdict[len(FAILED) :]}")
     if verdict.startswith(ORDER):
-        return _order_error(json.loads(verdict[len(ORDER) :])["orders"], where)
+        return _order_error(json.loads(verdict[len(ORDER) :])["orders"], prefix)
     late = json.loads(verdict[len(LATE) :])
     step = "join" if "ring" in late else "finish connecting"
     return CommTimeout(
-        f"{where}: rank {late['by']} timed out after {late['seconds']:g} s waiting for ranks "
+        f"{prefix}: rank {late['by']} timed out after {late['seconds']:g} s waiting for ranks "
         f"{late['missing']} to {step}; {_remedy(late)}, or raise timeout= or FLAGS_comm_timeout_s"
     )
 
 
-def _order_error(orders: dict[str, list[list[Any]]], where: str) -> RingError:
+def _order_error(orders: dict[str, list[list[Any]]], prefix: str) -> RingError:
     """Return the error for a cycle: different orders, or different members for one ring id."""
     created = [
         (rank, [(ring_id, long(members)) for ring_id, members in made])
@@ -37,7 +37,7 @@ def _order_error(orders: dict[str, list[list[Any]]], where: str) -> RingError:
     if len(ring_ids) == 1 and len(lists) > 1:
         given = "; ".join(f"rank {rank} gave {members}" for rank, _, members in waiting)
         return RingError(
-            f"{where}: the ranks gave different members: {given}; pass the same list of ranks, "
+            f"{prefix}: the ranks gave different members: {given}; pass the same list of ranks, "
             f"in the same order, on every rank"
         )
     lines = "; ".join(
@@ -45,7 +45,7 @@ def _order_error(orders: dict[str, list[list[Any]]], where: str) -> RingError:
         for rank, made in created
     )
     return RingOrderError(
-        f"{where}: the members wait for each other: {lines}. Every rank must create the rings "
+        f"{prefix}: the members wait for each other: {lines}. Every rank must create the rings "
         f"that it shares with others in one order; call new_ring in order of ring id"
     )
 
