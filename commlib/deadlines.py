@@ -1,4 +1,4 @@
-"""One moment by which something must have happened."""
+"""Deadlines, and steps that are bounded by one."""
 
 import math
 import time
@@ -9,7 +9,7 @@ from typing import Any
 from commlib.errors import ArgumentError, CommTimeout
 from commlib.worker_threads import workers
 
-_LOOK_S = 0.05  # how often a wait looks whether its deadline was cancelled
+_POLL_S = 0.05  # how often a wait checks whether its deadline was cancelled
 
 
 class Deadline:
@@ -21,34 +21,34 @@ class Deadline:
         if isinstance(seconds, timedelta):
             seconds = seconds.total_seconds()
         try:
-            fits = 0 < seconds < math.inf
-        except TypeError:  # no number at all
-            fits = False
-        if not fits:
+            valid = 0 < seconds < math.inf
+        except TypeError:  # not a number
+            valid = False
+        if not valid:
             raise ArgumentError(f"timeout={seconds!r}: expected a finite number of seconds above 0")
         self.seconds = float(seconds)
         self._end = time.monotonic() + self.seconds
         self.cancelled: str | None = None
 
     def cancel(self, reason: str) -> None:
-        """End every wait for this deadline, from any thread; ``reason`` says what overtook it."""
+        """End every wait for this deadline, from any thread; ``reason`` appears in their errors."""
         self.cancelled = reason
         self._end = -math.inf
 
     def left(self) -> float:
-        """Seconds that remain, never below 0."""
+        """Return the seconds that remain, never below 0."""
         return max(0.0, self._end - time.monotonic())
 
     def passed(self) -> bool:
-        """Return True if the moment is over, or the deadline was cancelled."""
+        """Return True if the deadline has passed or was cancelled."""
         return time.monotonic() >= self._end
 
     def timedelta(self) -> timedelta:
-        """What remains, at least a millisecond (a store takes 0 for "the default")."""
+        """Return the remaining time, at least 1 ms (a store takes 0 as "the default")."""
         return timedelta(seconds=max(0.001, self.left()))
 
     def poll(self, ready: Callable[[], bool], longest_sleep: float = 0.01) -> bool:
-        """Ask ``ready`` with growing pauses until it is true or the deadline has passed."""
+        """Call ``ready`` with growing pauses until it is true; return False at the deadline."""
         pause = 20e-6
         while not ready():
             if self.passed():
@@ -61,24 +61,24 @@ class Deadline:
 def bounded(step: Callable[[], Any], deadline: Deadline, what: str) -> Any:
     """Run a step that may block in a worker thread, and stop waiting for it at the deadline.
 
-    The thread is left alone then: nothing can end it.
+    A thread that is late continues to run, because nothing can end it.
 
     Args:
-        step: Takes no arguments.
+        step: A function without arguments.
         deadline: The wait also ends when the deadline is cancelled.
-        what: Names the step in errors.
+        what: The name of the step in errors.
 
     Returns:
-        What ``step`` returns.
+        The result of ``step``.
 
     Raises:
-        CommTimeout: The step is late, or no thread is left for it while the interpreter exits.
-        Exception: What ``step`` raises.
+        CommTimeout: The step is late, or the exiting interpreter has no thread for it.
+        Exception: Any error of ``step``.
     """
     task = workers.start(step, what)
     if task is None:
         raise CommTimeout(f"{what} was not started: earlier steps hold every worker thread")
-    while not task.wait(min(deadline.left(), _LOOK_S)):
+    while not task.wait(min(deadline.left(), _POLL_S)):
         if deadline.passed():
             if deadline.cancelled is not None:
                 raise CommTimeout(f"{what} was given up: {deadline.cancelled}")

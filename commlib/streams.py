@@ -1,4 +1,4 @@
-"""Which stream a call runs on, the fences between streams, and one issue lock per device."""
+"""Current streams and captures, the fences between streams, and one issue lock per device."""
 
 import threading
 from collections import defaultdict
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-# NCCL wants the collectives of one device issued by one thread at a time, over all communicators.
+# NCCL requires that one thread at a time issues collectives on a device, over all communicators.
 _issue_locks: defaultdict[torch.device, threading.RLock] = defaultdict(threading.RLock)
 
 
@@ -15,7 +15,7 @@ def _slow_current_raw(index: int) -> int:
 
 
 # The handle of torch's current stream on a CUDA device. torch's own look-up builds no Stream
-# object (0.1 µs against 0.7), but is private, hence the probe.
+# object (0.1 µs instead of 0.7 µs). It is private, hence getattr.
 current_raw: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", _slow_current_raw
 )
@@ -27,12 +27,12 @@ def issue_lock(device: torch.device) -> threading.RLock:
 
 
 def forget() -> None:
-    """Make new locks in a forked child: another thread of the parent may have held the old."""
+    """Create new locks in a forked child: a thread of the parent may have held the old ones."""
     _issue_locks.clear()
 
 
-# Whether the current stream is captured, from the driver. torch.cuda.is_current_stream_capturing
-# answers the same in a capture and in the runs before it (graph/capture_query.py).
+# True if the driver captures the current stream. torch.cuda.is_current_stream_capturing gives the
+# same answer in a capture and in the runs before it (graph/capture_query.py).
 stream_captures: Callable[[], bool] = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
@@ -43,13 +43,13 @@ def capturing() -> bool:
     return torch.cuda.is_available() and bool(stream_captures())
 
 
-query = threading.local()  # ``answer``: to programs that ask whether they are captured
+query = threading.local()  # ``answer``: for programs that query whether they are captured
 
 
 def sees_capture(tensor: torch.Tensor) -> bool:
-    """Return True if a call on ``tensor`` is to act as captured, also by a CPU's recording.
+    """Return True if a call on ``tensor`` is captured, also if a CPU recording captures it.
 
-    It reads no value of the tensor then: the values are those of later calls.
+    Such a call must not read the tensor's values, because each replay has other ones.
     """
     if tensor.is_cuda:
         return bool(torch.cuda.is_current_stream_capturing())
@@ -57,12 +57,12 @@ def sees_capture(tensor: torch.Tensor) -> bool:
 
 
 def capture_of(stream: int) -> int:
-    """Return the number of the capture that a stream (its handle) is part of, 0 if of none."""
-    if stream == 0:  # the default stream can't be captured, and must not be asked in a capture
+    """Return the id of the capture that a stream (its handle) takes part in; 0 without one."""
+    if stream == 0:  # the default stream can't be captured, nor queried during a capture
         return 0
     try:
         from cuda.bindings import driver
-    except ImportError:  # not needed by torch.distributed: one number for all
+    except ImportError:  # torch.distributed does not need it: one id for all captures
         with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
             return int(stream_captures())
     status, state, number = driver.cuStreamGetCaptureInfo(stream)[:3]
@@ -71,9 +71,9 @@ def capture_of(stream: int) -> int:
 
 
 def owned_by_torch(stream: torch.cuda.Stream) -> bool:
-    """Return True if torch made a stream: such a stream lives as long as the process.
+    """Return True if torch created the stream: then it exists as long as the process.
 
-    Another library may destroy its stream at any time. torch names a foreign stream by its handle.
+    Another library may destroy its stream at any time. The id of a foreign stream is its handle.
     """
     return bool(stream.stream_id != stream.cuda_stream or stream.cuda_stream == 0)
 
@@ -81,8 +81,8 @@ def owned_by_torch(stream: torch.cuda.Stream) -> bool:
 class Fences:
     """The comm stream of one ring and the events that order it with the caller's stream.
 
-    One event per direction, recorded and waited for in one step under the issue lock, so that
-    reusing it is safe.
+    There is one event per direction. It is recorded and waited for in one step under the issue
+    lock, so that it can be used again.
     """
 
     __slots__ = ("_comm_event", "_compute_event", "comm")
@@ -94,11 +94,11 @@ class Fences:
         self._comm_event = torch.cuda.Event()
 
     def comm_waits(self, calc: torch.cuda.Stream) -> None:
-        """Make the comm stream wait for the work of ``calc`` so far; the host does not block."""
+        """Make the comm stream wait for the current work of ``calc``; the host does not block."""
         self._compute_event.record(calc)
         self.comm.wait_event(self._compute_event)
 
     def calc_waits(self, calc: torch.cuda.Stream) -> None:
-        """Make ``calc`` wait for the work of the comm stream so far; the host does not block."""
+        """Make ``calc`` wait for the current work of the comm stream; the host does not block."""
         self._comm_event.record(self.comm)
         calc.wait_event(self._comm_event)

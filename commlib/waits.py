@@ -10,21 +10,21 @@ from typing import Any
 
 # While torch waits, Python runs no signal handler, so a wait is cut into slices of this length.
 _SLICE = timedelta(seconds=0.1)
-_SLICE_OVER = "Operation timed out"  # how torch says that a slice was too short
+_SLICE_OVER = "Operation timed out"  # in torch's error when a slice ends
 
-_idle: list["SimpleQueue[Callable[[], None]]"] = []  # helper threads without a job
+_idle: list["SimpleQueue[Callable[[], None]]"] = []  # of helper threads without a job
 
 
 def wait_for(handle: Any) -> None:
     """Block until ``handle`` has finished; a signal is handled after 0.1 s at most.
 
     Args:
-        handle: A work of a ``torch.distributed`` collective, which may be waited for again after
-            an interruption, or an object of ours whose ``wait()`` keeps the same promise.
+        handle: The work of a ``torch.distributed`` collective, or an ``Interruptible``. Both may
+            be waited for again after an interruption.
 
     Raises:
-        Exception: What the engine reports, at its own deadline at the latest.
-        BaseException: What a signal handler raises; the call continues.
+        Exception: An error of the engine, at the engine's deadline at the latest.
+        BaseException: An error of a signal handler; the collective continues.
     """
     if isinstance(handle, Interruptible):
         handle.wait()
@@ -46,19 +46,19 @@ class Interruptible:
     __slots__ = ()
 
     def wait(self) -> None:
-        """Block until it has finished."""
+        """Block until the operation has finished."""
         raise NotImplementedError
 
     def is_completed(self) -> bool:
-        """Return True if it has finished; never blocks."""
+        """Return True if the operation has finished; never blocks."""
         raise NotImplementedError
 
 
 class PointToPoint(Interruptible):
-    """Sends and receives of gloo, which can be waited for only once and only without a time limit.
+    """Sends and receives of gloo, which allow only one wait, and only without a timeout.
 
-    A limit that passes makes gloo close the connection. Hence the main thread, where Python
-    handles signals, has another thread wait for it; other threads wait by themselves.
+    A wait that times out makes gloo close the connection. The main thread, which handles signals
+    in Python, therefore waits through a helper thread. Other threads wait directly.
     """
 
     __slots__ = ("_ended", "_error", "works")
@@ -69,9 +69,9 @@ class PointToPoint(Interruptible):
         self._error: Exception | None = None
 
     def wait(self) -> None:
-        """Block until all have finished; raises what gloo reports, the same at every call."""
+        """Block until all have finished; raise gloo's error, the same at every call."""
         if self._ended is None and get_ident() != threading.main_thread().ident:
-            self._run()  # a second time there is nothing left
+            self._run()  # does nothing in a second call
         else:
             if self._ended is None:
                 self._hand_over()
@@ -82,7 +82,7 @@ class PointToPoint(Interruptible):
             raise self._error
 
     def is_completed(self) -> bool:
-        """Return True if all have finished; gloo does not say so of a receive before a wait."""
+        """Return True if all have finished; for a receive, gloo reports that only after a wait."""
         return all(work.is_completed() for work in self.works)
 
     def _run(self) -> None:
@@ -129,4 +129,4 @@ def _serve(jobs: "SimpleQueue[Callable[[], None]]") -> None:
         _idle.append(jobs)
 
 
-os.register_at_fork(after_in_child=_idle.clear)  # a child has none of its parent's threads
+os.register_at_fork(after_in_child=_idle.clear)  # a child does not have its parent's threads

@@ -1,4 +1,4 @@
-"""Daemon threads that are started ahead, for steps that may block for ever."""
+"""Daemon threads that are started in advance, for steps that may block forever."""
 
 import threading
 import time
@@ -8,8 +8,8 @@ from typing import Any
 
 from commlib.keepalive import keep_forever
 
-# Idle threads kept from the first ring on: a step that blocks for ever takes one with it, and no
-# thread can be started while the interpreter exits.
+# Idle threads from the first ring on. A step that blocks forever occupies one, and the interpreter
+# can't start threads while it exits.
 SPARES = 4
 
 
@@ -24,8 +24,8 @@ class Task:
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Run the step; its error is kept for the thread that waits."""
-        step, self._step = self._step, None  # what the step holds is freed when it ends
+        """Run the step and store its result, or its error for the thread that waits."""
+        step, self._step = self._step, None  # its objects are freed when it ends
         assert step is not None  # a task runs once
         try:
             self.result = step()
@@ -51,9 +51,9 @@ class Workers:
         """Start with no threads, as in a forked child, where none of the parent's exist."""
         self._lock = threading.Lock()
         self._tasks: SimpleQueue[Task] = SimpleQueue()
-        self._free = 0  # idle threads, less the tasks that none has taken yet
-        self._running: set[Task] = set()  # those that a thread has or will have
-        self._mine = threading.local()
+        self._free = 0  # idle threads minus queued tasks
+        self._running: set[Task] = set()  # including queued tasks
+        self._local = threading.local()
 
     def reserve(self) -> None:
         """Start threads until ``SPARES`` are idle; does nothing while the interpreter exits."""
@@ -65,14 +65,14 @@ class Workers:
         """Run ``step`` in an idle or a new thread.
 
         Returns:
-            The task, or None if every thread is busy and the interpreter, which is exiting, can
-            start no other. A step that was not started is never freed, because the destructor
-            of what it holds may block.
+            The task, or None if every thread is busy and the exiting interpreter can't start
+            another one. A step that was not started is never freed, because the destructors of
+            its objects may block.
         """
         task = Task(step, name)
         with self._lock:
             if self._free < 1 and not self._add():
-                if not getattr(self._mine, "working", False):
+                if not getattr(self._local, "working", False):
                     keep_forever(step)
                     return None
                 in_place = True  # the thread that waits for this worker has a deadline
@@ -89,10 +89,10 @@ class Workers:
         return task
 
     def await_steps(self, seconds: float) -> None:
-        """Wait at most ``seconds`` for the steps without a waiter.
+        """Wait at most ``seconds`` for the steps that nobody waits for any more.
 
-        Called at the exit: a step that returns from C++ into a dying interpreter aborts the
-        process.
+        Called at the exit: a step that returns from C++ to an interpreter that is shutting down
+        aborts the process.
         """
         end = time.monotonic() + seconds
         with self._lock:
@@ -101,7 +101,7 @@ class Workers:
             task.wait(max(0.0, end - time.monotonic()))
 
     def _add(self) -> bool:
-        """Start another idle thread; return False if the interpreter can't any more."""
+        """Start another idle thread; return False if the interpreter can't start threads."""
         try:
             threading.Thread(
                 target=self._work, args=(self._tasks,), name="commlib idle worker", daemon=True
@@ -112,17 +112,17 @@ class Workers:
         return True
 
     def _work(self, tasks: "SimpleQueue[Task]") -> None:
-        self._mine.working = True
+        self._local.working = True
         thread = threading.current_thread()
-        goes_on = True
-        while goes_on:
+        stays = True
+        while stays:
             task = tasks.get()
             thread.name = f"commlib {task.name}"
             task.run()
             thread.name = "commlib idle worker"
             with self._lock:  # before the waiter wakes, so that its next step finds this thread
-                goes_on = self._free < SPARES
-                self._free += goes_on
+                stays = self._free < SPARES
+                self._free += stays
                 self._running.discard(task)
             task.end()
             del task

@@ -1,4 +1,4 @@
-"""Finding the other ranks: the environments, and each way in which they can be wrong."""
+"""Rendezvous environments: correct, incomplete and wrong ones."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 
 import commlib
 from commlib.errors import ArgumentError, BootstrapError, CommTimeout, DeviceError
-from commlib.rendezvous import environment
+from commlib.rendezvous import environment, program_store
 from tests.support.ports import free_port
 from tests.support.processes import LAUNCHERS, RENDEZVOUS, start
 
@@ -24,7 +24,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     commlib.shutdown()
     commlib.CommContextManager.instance()._calls.clear()
-    for table in (environment._open, environment._rooms, environment._served):
+    for table in (program_store._stores, program_store._run_stores, program_store._servers):
         table.clear()
 
 
@@ -85,7 +85,7 @@ def test_one_rank_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     set_all(monkeypatch, RANK="0", WORLD_SIZE="3", MASTER_PORT=str(port), **LOOPBACK)
-    with pytest.raises(CommTimeout, match=r"ranks \[1, 2\] did not arrive within 5 s"):
+    with pytest.raises(CommTimeout, match=r"after 5 s waiting for ranks \[1, 2\] to join"):
         commlib.init("gloo", timeout=5)
     assert commlib.CommContextManager.instance().rings() == []
 
@@ -109,10 +109,10 @@ def test_unknown_host(monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
 
 
 def test_another_run_on_the_same_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store belongs to run a; a rank of run b is refused by name."""
+    """The store belongs to run a; a rank of run b gets an error that names both."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     set_all(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_PORT=str(store.port), **LOOPBACK)
-    missing = pytest.raises(CommTimeout, match=r"ranks \[0\] did not arrive")
+    missing = pytest.raises(CommTimeout, match=r"waiting for ranks \[0\] to join")
     with commlib.flags.override("FLAGS_comm_run_token", "a"), missing:
         commlib.init("gloo", timeout=5)
     assert all(key.startswith(("commlib/run/0/a/", "commlib/run")) for key in store.list_keys())
@@ -148,7 +148,7 @@ def test_paddle_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     world = environment.world()
     assert (world.rank, world.size, world.address) == (1, 4, ("127.0.0.1", 6170))
     assert (world.local_rank, world.local_size) == (1, 2)  # two endpoints of this rank's host
-    monkeypatch.setenv("LOCAL_RANK", "0")  # of another launcher: Paddle's environment is whole
+    monkeypatch.setenv("LOCAL_RANK", "0")  # of another launcher: Paddle's environment is complete
     assert environment.world() == world
     monkeypatch.setenv("PADDLE_LOCAL_SIZE", "4")
     assert environment.world().local_size == 4

@@ -53,14 +53,14 @@ def test_threads_are_reused() -> None:
 
 
 def test_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As at the interpreter's exit: idle threads do the steps, and stuck ones are left alone."""
+    """As at the interpreter's exit: idle threads run the steps, and stuck threads are abandoned."""
     workers, stuck = Workers(), threading.Event()
     workers.reserve()
 
-    def refuse(_: threading.Thread) -> None:
+    def fail(_: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", fail)
     done: list[int] = []
     for number in range(3 * SPARES):
         task = workers.start(lambda number=number: done.append(number), "a step")
@@ -74,8 +74,8 @@ def test_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         assert task is None or task.wait(30)
 
 
-def test_a_worker_does_steps_in_place_if_there_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ring that is aborted in a worker has steps of its own, and nobody else to do them."""
+def test_a_worker_runs_steps_in_place_if_no_other_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that aborts a ring runs the inner steps itself if no other worker is idle."""
     workers = Workers()
     workers.reserve()
     monkeypatch.setattr(workers, "_add", lambda: False)

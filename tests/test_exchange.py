@@ -1,4 +1,4 @@
-"""CommContext.exchange: whole numbers from every rank to every rank, host to host."""
+"""CommContext.exchange: an all-gather of integers between the hosts' processes."""
 
 import tempfile
 from typing import Any
@@ -17,7 +17,7 @@ EXTREMES = [0, -1, 2**63 - 1, -(2**63)]
 
 
 def numbers(comm: Any) -> None:
-    """Any lengths, also unequal ones, around the number that fits into one message."""
+    """Any lengths, also unequal ones, around the number of integers per message."""
     before = calls(comm)
     same(comm.exchange([]), [[]] * comm.size, "nothing")
     same(comm.exchange(EXTREMES), [EXTREMES] * comm.size, "the whole range of 64 bits")
@@ -32,7 +32,7 @@ def numbers(comm: Any) -> None:
 
 
 def wrong_values(comm: Any) -> None:
-    """Values that can't be sent are refused on their own rank, and the ring stays usable."""
+    """Values that can't be sent are an error on their rank, and the ring stays usable."""
     ring = commlib.new_ring(45 + comm.rank, [comm.rank])
     assert ring is not None
     wrong: list[Any] = [[2**63], [0, -(2**63) - 1], [1.5], ["a"], "12", b"12", 5, None, {1: 2}, {3}]
@@ -77,7 +77,7 @@ def test_after_close(ranks: Ranks) -> None:
 
 
 def alone(comm: Any) -> None:
-    """A rank that does not come is an error within the ring's timeout, and the ring has failed."""
+    """A missing rank is an error within the ring's timeout, and the ring has failed."""
     ring = commlib.new_ring(42, [0, 1], timeout=5)
     assert ring is not None
     if comm.rank == 0:
@@ -89,12 +89,12 @@ def alone(comm: Any) -> None:
     commlib.CommContextManager.instance().close(42)
 
 
-def test_a_rank_that_does_not_come(ranks: Ranks) -> None:
+def test_a_missing_rank(ranks: Ranks) -> None:
     ranks(alone)
 
 
 def captured(comm: Any) -> None:
-    """A capture on this thread goes on: an exchange touches no stream."""
+    """A capture on this thread continues: an exchange uses no stream."""
     x, graph = torch.zeros(1, device=comm.device), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         x += comm.exchange([1, comm.rank])[1][1]
@@ -107,7 +107,7 @@ def test_during_a_capture(all_gpu_ranks: Ranks) -> None:
 
 
 def by_gloo(comm: Any) -> None:
-    """Ranks that can't share memory use gloo, all of them alike."""
+    """If one rank can't share memory, all ranks use gloo."""
     from commlib.rendezvous import shared_memory
 
     for whose in (0, 1):
@@ -129,7 +129,7 @@ def test_without_shared_memory(ranks: Ranks) -> None:
 
 
 def left(comm: Any) -> None:
-    """Who has closed the ring is named at once, long before the deadline."""
+    """A rank that has closed the ring is named at once, long before the deadline."""
     ring = commlib.new_ring(44, [0, 1], timeout=60)
     assert ring is not None
     ring.exchange([])
@@ -146,7 +146,9 @@ def test_a_rank_that_has_closed_the_ring(ranks: Ranks) -> None:
     ranks(left)
 
 
-def test_a_rank_that_writes_and_closes_while_another_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_writes_and_closes_during_a_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with tempfile.TemporaryFile() as file:
         file.truncate(shared_memory._length(2))
         mine, other = (shared_memory.Mailbox(file.fileno(), rank, 2, 5) for rank in range(2))

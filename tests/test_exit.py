@@ -195,7 +195,7 @@ LATE = {
         "except commlib.errors.CommTimeout: pass\n"
     ),
     "store": (
-        "[(_, room)] = environment._rooms.values()\n"
+        "[(_, room)] = program_store._run_stores.values()\n"
         "other = room.apart()\n"
         "other.connection.post(lambda store: many_waits())\n"
     ),
@@ -211,7 +211,7 @@ def test_exit_while_a_step_that_nobody_waits_for_is_in_c(
     program = (
         BEGIN + "import torch.distributed as dist\n"
         "from datetime import timedelta\n"
-        "from commlib.rendezvous import environment\n"
+        "from commlib.rendezvous import program_store\n"
         "from commlib.deadlines import Deadline, bounded\n"
         "never = dist.HashStore()\n"
         "def many_waits():\n"

@@ -105,7 +105,7 @@ def outputs(comm: Any) -> None:
         same(whole.tolist(), [turn + i for i in range(comm.size)], f"turn {turn}")
     same(graph.report(g)[0]["replays"], 4, "replays")
     held.requires_grad_()
-    with refused(GraphError, "an output is a DTensor that wants a gradient", "to_local()"):
+    with refused(GraphError, "an output is a DTensor that requires grad", "to_local()"):
         graph.capture(lambda x: held * x)(2.0)
     with refused(GraphError, "tensor 0 of the arguments is a DTensor", "to_local()"):
         graph.capture(lambda x: x * 2)(held.detach())
@@ -190,7 +190,7 @@ def placements(comm: Any) -> None:
         same(g().tolist(), [want] * 4, f"turn {turn}")
     same(sum(row["replays"] for row in graph.report(g)) > 2, True, "replays")
     weight.grad = None
-    with refused(GraphError, "an output is a DTensor that wants a gradient", "to_local()"):
+    with refused(GraphError, "an output is a DTensor that requires grad", "to_local()"):
         graph.capture(lambda x: SimpleNamespace(y=weight * x))(2.0)
 
 

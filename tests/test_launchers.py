@@ -1,4 +1,4 @@
-"""Programs started by Slurm, mpirun or multiprocessing: joined, refused, or alone on purpose."""
+"""Programs started by Slurm, mpirun or multiprocessing: joined, rejected or alone."""
 
 from pathlib import Path
 
@@ -27,15 +27,15 @@ PROGRAM = (
 )
 
 
-def place(names: dict[str, str], rank: int, size: int) -> dict[str, str]:
+def variables(names: dict[str, str], rank: int, size: int) -> dict[str, str]:
     return {name: text.format(rank=rank, size=size) for name, text in names.items()}
 
 
 @LAUNCHERS
 def test_joined_with_an_address(names: dict[str, str]) -> None:
     port = str(free_port())
-    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [start("-c", PROGRAM, **place(names, rank, 2), **there) for rank in range(2)]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [start("-c", PROGRAM, **variables(names, rank, 2), **address) for rank in range(2)]
     try:
         ends = [rank.communicate(timeout=100) for rank in ranks]
     finally:
@@ -45,8 +45,8 @@ def test_joined_with_an_address(names: dict[str, str]) -> None:
 
 
 @LAUNCHERS
-def test_refused_without_an_address(names: dict[str, str]) -> None:
-    code, out, err = run("-c", PROGRAM, **place(names, 1, 4))
+def test_rejected_without_an_address(names: dict[str, str]) -> None:
+    code, out, err = run("-c", PROGRAM, **variables(names, 1, 4))
     assert (code, out) == (1, "")
     rank, size = list(names)[:2]
     text = err.splitlines()[-1]
@@ -57,11 +57,11 @@ def test_refused_without_an_address(names: dict[str, str]) -> None:
 
 @LAUNCHERS
 def test_one_rank_runs_alone(names: dict[str, str]) -> None:
-    assert run("-c", PROGRAM, **place(names, 0, 1)) == (0, "0 1 1.0\n", "")
+    assert run("-c", PROGRAM, **variables(names, 0, 1)) == (0, "0 1 1.0\n", "")
 
 
 def test_children_of_multiprocessing_are_warned(tmp_path: Path) -> None:
-    """torch.multiprocessing.spawn gives no rendezvous: each child would be alone in silence."""
+    """torch.multiprocessing.spawn sets no rendezvous: each child would be alone silently."""
     program = tmp_path / "program.py"
     program.write_text(
         "import torch.multiprocessing as mp\n"
@@ -80,29 +80,29 @@ def test_children_of_multiprocessing_are_warned(tmp_path: Path) -> None:
 def test_ranks_of_mpirun_inside_a_slurm_job() -> None:
     """Mpirun's daemons run as Slurm tasks, one per host, and their variables reach the ranks."""
     slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
-    found = launched({**place(OPEN_MPI, 3, 8), **slurm})
-    assert found is not None
-    assert (found.rank, found.size, found.local_rank, found.local_size) == (3, 8, 3, 8)
+    result = launched({**variables(OPEN_MPI, 3, 8), **slurm})
+    assert result is not None
+    assert (result.rank, result.size, result.local_rank, result.local_size) == (3, 8, 3, 8)
 
 
 @pytest.mark.parametrize(("text", "size"), [("8(x2)", 8), ("4", 4), ("2,1", None)])
 def test_the_local_size_of_slurm(text: str, size: int | None) -> None:
     step = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_NTASKS": "64", "SLURM_STEP_TASKS_PER_NODE": text}
-    found = launched({"SLURM_PROCID": "9", "SLURM_LOCALID": "1", **step})
-    assert found is not None
-    assert (found.rank, found.size, found.local_rank, found.local_size) == (9, 16, 1, size)
+    result = launched({"SLURM_PROCID": "9", "SLURM_LOCALID": "1", **step})
+    assert result is not None
+    assert (result.rank, result.size, result.local_rank, result.local_size) == (9, 16, 1, size)
 
 
 def test_the_local_rank_of_slurm_under_pmi() -> None:
     """Srun --mpi=pmi2 gives both; MPICH's local rank is missing there."""
-    found = launched({**place(MPICH, 9, 16), **place(SLURM, 9, 16), "SLURM_LOCALID": "1"})
-    assert found is not None
-    assert (found.names[0], found.rank, found.local_rank) == ("PMI_RANK", 9, 1)
+    result = launched({**variables(MPICH, 9, 16), **variables(SLURM, 9, 16), "SLURM_LOCALID": "1"})
+    assert result is not None
+    assert (result.names[0], result.rank, result.local_rank) == ("PMI_RANK", 9, 1)
 
 
 def test_unreadable_ranks() -> None:
     with pytest.raises(BootstrapError, match=r"SLURM_PROCID='x': expected a whole number"):
-        launched(place(SLURM, 0, 2) | {"SLURM_PROCID": "x"})
+        launched(variables(SLURM, 0, 2) | {"SLURM_PROCID": "x"})
     with pytest.raises(BootstrapError, match=r"PMIX_RANK='1'.*export RANK, WORLD_SIZE"):
         launched({"PMIX_RANK": "1"})
     assert launched({"PMIX_RANK": "0"}) is None

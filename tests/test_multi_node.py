@@ -17,7 +17,7 @@ SECONDS = 120
 
 
 def launch(host: Host, node: int, out: Path, **more: str) -> "subprocess.Popen[str]":
-    """Start the torchrun of one node; what it and its ranks say goes to a file."""
+    """Start torchrun on one node; its output and that of its ranks is written to a file."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
     torchrun.append(f"--nproc-per-node={more.pop('each')}")
     meeting = [
@@ -26,7 +26,7 @@ def launch(host: Host, node: int, out: Path, **more: str) -> "subprocess.Popen[s
         f"--master-port={more.pop('port')}",
     ]
     interfaces = {"GLOO_SOCKET_IFNAME": host.interface, "NCCL_SOCKET_IFNAME": host.interface}
-    with said(out, node).open("w") as text:
+    with output_of(out, node).open("w") as text:
         return subprocess.Popen(
             [*host.prefix, *torchrun, *meeting, f"--local-addr={host.address}", *PROGRAM],
             env=environment(**interfaces, FLAGS_comm_timeout_s="60", **more),
@@ -37,15 +37,15 @@ def launch(host: Host, node: int, out: Path, **more: str) -> "subprocess.Popen[s
         )
 
 
-def said(out: Path, node: int) -> Path:
-    """Return the file with what a node said."""
+def output_of(out: Path, node: int) -> Path:
+    """Return the output file of a node."""
     return out / f"node{node}.txt"
 
 
 def check_two_nodes(out: Path, flag: str, each: int, nodes: list[dict[str, str]]) -> None:
     """Run both nodes with ``each`` ranks to their end and compare what every rank wrote.
 
-    A node that does not end in time shows what both of them said.
+    If a node does not end in time, the error shows the output of both.
     """
     more = {"TWO_NODES_OUT": f"{out}/rank", "FLAGS_dynamic_static_unified_comm": flag}
     with two_hosts() as hosts:
@@ -60,12 +60,12 @@ def check_two_nodes(out: Path, flag: str, each: int, nodes: list[dict[str, str]]
             for agent in agents:
                 agent.kill()
                 agent.wait()
-    texts = (f"node {node}: {said(out, node).read_text()}" for node in range(2))
+    texts = (f"node {node}: {output_of(out, node).read_text()}" for node in range(2))
     assert ends == [0, 0], "\n".join(texts)  # None: still running
     for rank in range(2 * each):
-        told = (out / f"rank{rank}").read_text()
+        line = (out / f"rank{rank}").read_text()
         where = f"rank {rank} of {2 * each} on node {rank // each}"
-        assert told == f"{where}: ring 1 spans nodes [0, 1]"
+        assert line == f"{where}: ring 1 spans nodes [0, 1]"
 
 
 @pytest.mark.parametrize("flag", ["0", "1"], ids=["legacy", "unified"])

@@ -1,4 +1,4 @@
-"""The roll-call by itself: members are threads that meet over one store."""
+"""The roll-call alone: members are threads that share one store."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,14 +13,12 @@ from commlib.errors import RingOrderError
 from commlib.rendezvous.roll_call import RollCall
 from tests.support.checks import refused, same
 
-CIRCLE = {0: (20, (0, 1)), 1: (21, (1, 2)), 2: (22, (0, 2))}
-
-
+CYCLE = {0: (20, (0, 1)), 1: (21, (1, 2)), 2: (22, (0, 2))}
 _WAIT = timedelta(seconds=60)
 
 
 class _Slow(Store):
-    """A store in which a verdict takes long, as in a far one under load."""
+    """A store in which verdicts are slow, as in a remote store under load."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,26 +55,28 @@ class _Slow(Store):
 
 
 def _member(store: Store, me: int, again: list[int]) -> None:
-    """Run into the circle, then create the same rings in one order."""
+    """Create rings in a cycle, then the same rings in one order."""
     call, deadline = RollCall(store, me), Deadline(60)
 
     def meet(ring_id: int, members: tuple[int, ...]) -> bytes:
         return call.meet(ring_id, members, deadline, "gloo", lambda: b"id").payload
 
     with refused(RingOrderError, "ring 20", "ring 21", "ring 22"):
-        meet(*CIRCLE[me])
-    for ring_id, members in (CIRCLE[i] for i in again):
+        meet(*CYCLE[me])
+    for ring_id, members in (CYCLE[i] for i in again):
         if me in members:
             same(meet(ring_id, members), b"id", f"rank {me} in ring {ring_id}")
 
 
 @pytest.mark.parametrize("again", [[0, 1, 2], [2, 1, 0]], ids=("ascending", "descending"))
-def test_nobody_leaves_a_broken_circle_before_every_ring_of_it_is_told(again: list[int]) -> None:
-    """The first to leave must not be taken for the one that another ring still waits for."""
+def test_members_leave_a_broken_cycle_once_all_its_rings_have_the_verdict(
+    again: list[int],
+) -> None:
+    """The first member to leave must not count as the one that another ring still waits for."""
     slow = _Slow()
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(_member, slow, 1, again)
-        time.sleep(0.25)  # so that rank 1, whose verdicts take long, sees the circle first
+        time.sleep(0.25)  # so that rank 1, whose verdicts are slow, finds the cycle first
         others = [pool.submit(_member, slow.fast, me, again) for me in (0, 2)]
         for member in (first, *others):
             member.result(timeout=60)

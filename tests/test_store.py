@@ -1,4 +1,4 @@
-"""Operations of the rendezvous store: each ends within its deadline, whatever the server does."""
+"""Operations of the rendezvous store: each ends within its deadline with any server."""
 
 import os
 import signal
@@ -16,7 +16,8 @@ from torch.distributed import HashStore, TCPStore
 
 from commlib.deadlines import Deadline
 from commlib.errors import BootstrapError
-from commlib.rendezvous.store import BoundedStore, Connection
+from commlib.rendezvous.connection import Connection
+from commlib.rendezvous.store import BoundedStore
 from commlib.rendezvous.tcp_store import TcpOpening, addresses, serve
 from tests.support.checks import refused, same, until
 
@@ -31,7 +32,7 @@ sys.stdin.read()
 
 @contextmanager
 def server() -> Iterator[tuple[int, int]]:
-    """Give the port and the process id of a store in a process of its own."""
+    """Yield the port and the process id of a store in a separate process."""
     process = subprocess.Popen(
         [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -60,14 +61,14 @@ def test_operations() -> None:
     same([store.wait(["x"], soon), store.wait(["y"], Deadline(0.1))], [True, False])
     for _ in range(2):
         store.delete_after("left", 2, ["x", "n", "log", "v"])
-    until(lambda: store.num_keys() == 0, "the second one deletes all")
+    until(lambda: store.num_keys() == 0, "the second call deletes all")
     store.connection.close(5)
     with refused(BootstrapError, "is closed"):
         store.get("x", soon)
 
 
 def test_stopped_server() -> None:
-    """Each operation ends at its deadline; when the server goes on, the next meeting does too."""
+    """Each operation ends at its deadline; after that, a revived connection works."""
     with server() as (port, pid):
         store = opened(port)
         store.set("x", "1", Deadline(30))
@@ -85,7 +86,7 @@ def test_stopped_server() -> None:
         finally:
             os.kill(pid, signal.SIGCONT)
         store.connection.revive()
-        same(store.get("x", Deadline(30)), b"1", "after the server goes on")
+        same(store.get("x", Deadline(30)), b"1", "after the server continues")
 
 
 _CLIENT = """
@@ -99,7 +100,7 @@ print("found x:", store.wait(["x"], Deadline(3)), flush=True)
 
 
 def test_a_client_that_the_host_stops_past_its_deadline() -> None:
-    """It waits for the answer after it was stopped, and does not blame the store."""
+    """The client waits for the answer after it was stopped, and does not blame the store."""
     with server() as (port, _):
         client = subprocess.Popen(
             [sys.executable, "-c", _CLIENT, str(port)], stdout=subprocess.PIPE, text=True
@@ -122,12 +123,12 @@ def test_server_that_ends() -> None:
         store.set("x", "1", Deadline(30))
         os.kill(pid, signal.SIGKILL)
         with refused(BootstrapError, f"127.0.0.1:{port}", "is the process that serves it alive?"):
-            for _ in range(100):  # the first may still be sent
+            for _ in range(100):  # the first request may still be sent
                 store.get("x", Deadline(10))
 
 
 def test_silent_port() -> None:
-    """Something that accepts connections and never answers."""
+    """A port that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         store, begin = opened(silent.getsockname()[1]), time.monotonic()
         words = "the port is open", "may not be a rendezvous store", "within 1 s"
@@ -162,7 +163,7 @@ def test_a_resolver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> Non
         ended.set()
 
 
-def test_a_client_waits_for_a_server_that_comes_later(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_client_waits_for_a_server_that_starts_later(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -184,23 +185,24 @@ def test_loopback_alone_listens(host: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    kept = serve(host, port, "rank 0 of 2", Deadline(30))
+    store = serve(host, port, "rank 0 of 2", Deadline(30))
     assert addresses(host, port)[0][1][0] == "127.0.0.1"
     with socket.create_connection(("127.0.0.1", port), 10):
         pass
-    with pytest.raises(OSError, match="refused"):  # loopback too, and not ours
+    with pytest.raises(OSError, match="refused"):  # another loopback address
         socket.create_connection(("127.0.0.2", port), 10)
-    assert isinstance(kept, TCPStore)
+    assert isinstance(store, TCPStore)
 
 
 def test_forget() -> None:
-    """What a forked child does: no operation of its own reaches the parent's server."""
+    """In a forked child, no operation reaches the parent's server."""
     code = """
 import os, sys
 from torch.distributed import HashStore
 from commlib.deadlines import Deadline
 from commlib.errors import BootstrapError
-from commlib.rendezvous.store import BoundedStore, forget
+from commlib.rendezvous.connection import forget
+from commlib.rendezvous.store import BoundedStore
 store = BoundedStore.of(HashStore())
 store.set("x", "1", Deadline(10))
 child = os.fork()

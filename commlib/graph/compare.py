@@ -1,4 +1,4 @@
-"""Compares what a call of a function has left with what its replay has, bit for bit."""
+"""Compare the effects of a function call with those of its replay, bit for bit."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -15,11 +15,11 @@ from commlib.graph.python_state import Change
 from commlib.graph.signature import value
 
 Tolerance = tuple[float, float]
-Item = tuple[Any, int]  # one thing that is compared: its kind and its number
+Item = tuple[Any, int]  # a compared item: its kind and its number
 
 
 class Pair(NamedTuple):
-    """A tensor as the function has left it, and as the replay has."""
+    """A tensor after the function and after the replay."""
 
     item: Item
     name: str
@@ -28,11 +28,11 @@ class Pair(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What a call or a replay has left: results of some kinds, and all that it has changed.
+    """The results and side effects of a call or a replay.
 
     Attributes:
-        results: By what they are called.
-        bound: What it has bound to names: numbers, texts and tensors.
+        results: The results, by kind.
+        bound: The numbers, strings and tensors that were bound to names.
         held: Memory, gradients and generators.
     """
 
@@ -42,7 +42,7 @@ class Left(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """One thing that the graph has made otherwise than the function."""
+    """One difference between the replay and the function."""
 
     item: Item
     what: str
@@ -53,11 +53,11 @@ class Difference(NamedTuple):
 
 
 class Noise:
-    """What a function gives other bits of each time it is run, as far as is known.
+    """The items that are known to differ in bits between runs of a function.
 
     Attributes:
-        items: Numbers that have half of their digits in common from run to run.
-        wild: Items that have not, or that are no numbers: they can't be compared.
+        items: Numbers that agree to half of their digits from run to run.
+        wild: Other items, which can't be compared: numbers that differ more, and non-numbers.
     """
 
     def __init__(self) -> None:
@@ -69,18 +69,18 @@ class Noise:
 
 
 class Comparison:
-    """Compares what a call of the function has left with what a replay has."""
+    """A comparison of a function call's effects with those of a replay."""
 
     def __init__(
         self, effects: Effects, tolerance: Tolerance | None, noise: Noise, *, half: bool
     ) -> None:
-        """``half``: without a tolerance, numbers are equal whose digits are, by half."""
+        """``half``: without a tolerance, numbers that agree to half of their digits are equal."""
         self._effects, self._tolerance, self._noise, self._half = effects, tolerance, noise, half
 
     def differences(self, one: Left, other: Left) -> Iterator[Difference]:
-        """Yield what differs: results, memory, gradients, generators."""
-        found = self._all_differences(one, other)
-        return (each for each in found if each.item not in self._noise.wild)
+        """Yield the differences in results, memory, gradients and generators."""
+        differences = self._all_differences(one, other)
+        return (each for each in differences if each.item not in self._noise.wild)
 
     def _all_differences(self, one: Left, other: Left) -> Iterator[Difference]:
         for what, result in one.results.items():
@@ -129,14 +129,14 @@ class Comparison:
             name = f"grad of a {tuple(leaf.shape)} tensor"
             if one is None or other is None:
                 if one is not other:
-                    there, gone = ("None", "not") if one is None else ("not None", "None")
-                    yield Difference(item, name, f"is {there}, and replayed {gone}")
+                    states = ("None", "not") if one is None else ("not None", "None")
+                    yield Difference(item, name, f"is {states[0]}, and replayed {states[1]}")
             elif one is not other:
                 pairs += _pairs(item, name, one, other)
         yield from self._unequal(pairs)
 
     def _unequal(self, pairs: Sequence[Pair]) -> Iterator[Difference]:
-        """Yield the pairs that differ; small tensors with equal bits are compared side by side."""
+        """Yield the pairs that differ; small tensors are first compared in batches."""
         for batch in _batches(pairs):
             if not _same_bits(batch):
                 for pair in batch:
@@ -144,7 +144,7 @@ class Comparison:
                         yield Difference(pair.item, pair.name, self._first(pair))
 
     def _elements(self, pair: Pair) -> torch.Tensor:
-        """Return which elements differ; without a tolerance, which bytes."""
+        """Return a mask of the elements that differ; without a tolerance, of the bytes."""
         half = self._half or pair.item in self._noise.items
         within = self._tolerance or (_half_of_digits(pair.one) if half else None)
         if within is None or not pair.one.is_floating_point():
@@ -156,13 +156,13 @@ class Comparison:
     def _first(self, pair: Pair) -> str:
         unequal = self._elements(pair)
         per_element = max(1, unequal.numel() // max(1, pair.one.numel()))
-        place = int(unequal.nonzero()[0]) // per_element
-        real, replayed = (x.reshape(-1)[place].item() for x in (pair.one, pair.other))
-        return f"differs at element {place}: {real!r}, and replayed {replayed!r}"
+        index = int(unequal.nonzero()[0]) // per_element
+        real, replayed = (x.reshape(-1)[index].item() for x in (pair.one, pair.other))
+        return f"differs at element {index}: {real!r}, and replayed {replayed!r}"
 
 
 def _half_of_digits(x: torch.Tensor) -> Tolerance | None:
-    """Return the tolerance for numbers of the size of the largest."""
+    """Return a tolerance of half the digits of the largest element."""
     if not x.is_floating_point() or not x.numel():
         return None
     largest = float(x.nan_to_num(posinf=0, neginf=0).abs().max())
@@ -172,7 +172,7 @@ def _half_of_digits(x: torch.Tensor) -> Tolerance | None:
 def _in_leaf(
     item: Item, name: str, leaf: Any, other: Any, pairs: list[Pair]
 ) -> Iterator[Difference]:
-    """Yield what differs at sight; tensors whose elements are to be compared come to ``pairs``."""
+    """Yield differences in type, value and layout; append tensors to compare to ``pairs``."""
     if not isinstance(leaf, torch.Tensor) or not isinstance(other, torch.Tensor):
         if not _same_value(leaf, other):
             yield Difference(item, name, f"is {leaf!r:.80}, and replayed {other!r:.80}")
@@ -188,7 +188,7 @@ def _pairs(item: Item, name: str, one: torch.Tensor, other: torch.Tensor) -> lis
 
 
 def _bare(x: Any) -> Any:
-    """Return tensors without their past: a replay binds such."""
+    """Detach tensors: a replay binds tensors without autograd history."""
     return tree_map_only(torch.Tensor, torch.Tensor.detach, x)
 
 
@@ -197,7 +197,7 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
 
 
 def _batches(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
-    """Yield pairs of one device side by side, up to ``TOGETHER`` bytes."""
+    """Yield batches of pairs on one device, up to ``TOGETHER`` bytes each."""
     batch: list[Pair] = []
     nbytes = 0
     for pair in pairs:
@@ -225,15 +225,15 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _words(x: torch.Tensor) -> torch.Tensor:
-    """Return the bits as whole numbers, of four bytes where they can be."""
-    found = _bytes(x)
-    odd = found.numel() % 4 or found.storage_offset() % 4
-    return found if odd else found.view(torch.int32)
+    """Return the bits as integers of four bytes, or of one byte if the size is not a multiple."""
+    data = _bytes(x)
+    unaligned = data.numel() % 4 or data.storage_offset() % 4
+    return data if unaligned else data.view(torch.int32)
 
 
 @cache
 def load_kernels(device: int) -> None:
-    """Have torch load what comparisons launch, which takes tens of milliseconds, once a process."""
+    """Load the kernels of comparisons, once per process; this takes tens of milliseconds."""
     with torch.cuda.device(device):
         one, other = (torch.zeros(1 << 16, dtype=torch.int32, device="cuda") for _ in range(2))
         torch._foreach_copy_([one, one], [other, other])
@@ -245,7 +245,7 @@ def _layout(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _same_value(one: Any, other: Any) -> bool:
-    """Return True for equal values; objects that can't tell are compared by their type."""
+    """Return True for equal values; objects without ``__eq__`` are compared by type."""
     if one is other or type(one) is not type(other):
         return one is other
     if isinstance(one, np.ndarray):
@@ -253,5 +253,5 @@ def _same_value(one: Any, other: Any) -> bool:
         return bool(same and one.tobytes() == other.tobytes())
     if isinstance(one, (float, complex, np.generic)):
         return value(one) == value(other)
-    tells: Any = type(one).__eq__
-    return tells is object.__eq__ or bool(one == other)
+    equals: Any = type(one).__eq__
+    return equals is object.__eq__ or bool(one == other)

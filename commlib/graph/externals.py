@@ -1,4 +1,4 @@
-"""Tensors from outside that a graph reads: their memory stays, and their end is noticed."""
+"""Tensors from outside that a graph reads: their memory is kept and their release is detected."""
 
 import weakref
 from collections.abc import Callable, Collection
@@ -9,38 +9,38 @@ from commlib.graph.ledger import Ledger
 
 
 class Externals:
-    """What a graph reads in addition to its arguments.
+    """The tensors that a graph reads in addition to its arguments.
 
-    A tensor that the program releases was replaced by another, as a rule: a checkpoint was
-    loaded, a cache was reordered. The graph still reads the old one's memory.
+    If the program releases such a tensor, it has usually replaced it: it loaded a checkpoint, or
+    reordered a cache. The graph still reads the old tensor's memory.
     """
 
     def __init__(self, ledgers: Collection[Ledger], arguments: Collection[int]) -> None:
-        """Let ``ledgers`` keep memory in place of tensors; ``arguments``: memory that is given."""
+        """Let ``ledgers`` keep memory in place of tensors, except the memory of ``arguments``."""
         self.gone = False
-        found = []
+        references = []
         for ledger in ledgers:
             for key, tensor in ledger.externals.items():
                 if key not in arguments:
-                    found.append(weakref.ref(tensor, self._note))
+                    references.append(weakref.ref(tensor, self._note))
                 ledger.externals[key] = tensor.detach()
-            tensor = torch.empty(0)  # no name of a tensor is left
-        # One that nobody holds was made on the way, as p.data is.
-        there = ((reference, reference()) for reference in found)
-        self._places = [(one, x.data_ptr()) for one, x in there if x is not None]
+            tensor = torch.empty(0)  # drops the last reference of this frame
+        # A tensor that is already released was temporary, such as p.data.
+        pairs = ((reference, reference()) for reference in references)
+        self._addresses = [(each, x.data_ptr()) for each, x in pairs if x is not None]
         self.gone = False
 
     def _note(self, _: object) -> None:
         self.gone = True
 
     def forget(self) -> None:
-        """Point to none of them any more."""
-        self._places = []
+        """Drop all references."""
+        self._addresses = []
 
     def moved(self) -> list[torch.Tensor]:
-        """Return the tensors whose memory is elsewhere now."""
-        known = ((reference(), at) for reference, at in self._places)
-        return [x for x, at in known if x is not None and x.data_ptr() != at]
+        """Return the tensors whose memory has moved."""
+        pairs = ((reference(), address) for reference, address in self._addresses)
+        return [x for x, address in pairs if x is not None and x.data_ptr() != address]
 
 
 def _equal_one_by_one(
@@ -49,7 +49,7 @@ def _equal_one_by_one(
     return all(tensors[i].data_ptr() == pointers[i] for i in positions)
 
 
-# Compares addresses in one step, where torch has it.
+# Compares all addresses in one call, if torch has this function.
 at_addresses: Callable[[list[torch.Tensor], list[int], list[int]], bool] = getattr(
     torch._C, "_tensors_data_ptrs_at_indices_equal", _equal_one_by_one
 )

@@ -1,9 +1,9 @@
-"""What the host does in a captured call: operators on CPU tensors, before each launch.
+"""Host work of a captured call: operators on CPU tensors, which run before each launch.
 
-A GPU's graph holds none of it. Steps whose outcome may be another at each call, because they read
-or write tensors of the program or draw random numbers, are run again before each launch. What
-they give to the GPU is copied to memory that the graph reads. Where the function reads a value on
-the host, to branch on it, the graph fits that value alone: a call with another one runs eagerly.
+A GPU graph does not contain them. Steps whose result may change per call are run again before each
+launch: they read or write tensors of the program, or draw random numbers. Their results are copied
+to GPU memory that the graph reads. If the function reads a value on the host, to branch on it, the
+graph is valid for that value only. A call with another value runs eagerly.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,30 +17,30 @@ from commlib.graph.schema import OpCall
 from commlib.graph.step import Step, as_recorded, map_tensors, tensors_in
 
 
-class OtherValue(Exception):  # no failure: the call is made eagerly
-    """A value that the host reads is another than at the capture; nothing has been launched."""
+class OtherValue(Exception):  # not a failure: the call runs eagerly
+    """A value that the host reads differs from the capture; nothing has been launched."""
 
 
 class Item(Protocol):
-    """One thing that the host does."""
+    """One step of the host."""
 
     def again(self) -> None:
-        """Do it for the present call."""
+        """Run the step for the current call."""
 
 
 class Upload(NamedTuple):
-    """A copy from the host to where the graph reads it."""
+    """A copy from the host to memory that the graph reads."""
 
-    room: torch.Tensor
+    target: torch.Tensor
     source: torch.Tensor
 
     def again(self) -> None:
-        """Copy what the source holds now, on the current stream."""
-        self.room.copy_(self.source, non_blocking=True)
+        """Copy the source's current values, on the current stream."""
+        self.target.copy_(self.source, non_blocking=True)
 
 
 class Read(NamedTuple):
-    """A value that the function has read at the capture."""
+    """A value that the function read during the capture."""
 
     tensor: torch.Tensor
     value: torch.Tensor
@@ -48,7 +48,7 @@ class Read(NamedTuple):
     remedy: str | None
 
     def again(self) -> None:
-        """Raise ``OtherValue`` where it is another one now."""
+        """Raise ``OtherValue`` if the value has changed."""
         if not _same_bits(self.tensor, self.value):
             raise OtherValue(
                 f"a value that is read at {self.where} was {_text(self.value)} at the capture, and "
@@ -57,21 +57,21 @@ class Read(NamedTuple):
 
 
 class Seed:
-    """Check that the generator was not set: cuDNN would restart its own random numbers."""
+    """A check that the generator was not set: cuDNN would then restart its random numbers."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
         self._seed, self._offset = generator.initial_seed(), 0
 
     def again(self) -> None:
-        """Raise ``OtherValue`` where its seed is another one, or where it has gone back."""
+        """Raise ``OtherValue`` if its seed has changed or its offset has decreased."""
         seed, offset = self._generator.initial_seed(), self._generator.get_offset()
         if seed != self._seed or offset < self._offset:
             raise OtherValue("torch's generator was set, so that cuDNN restarts its dropout")
         self._offset = offset
 
 
-class _Noted(NamedTuple):
+class _Recorded(NamedTuple):
     """An item with the memory that it touches."""
 
     item: Item
@@ -81,17 +81,17 @@ class _Noted(NamedTuple):
 
 
 class HostPart:
-    """The host's part of one graph: noted in the capture, run before each launch.
+    """The host steps of one graph: recorded in the capture, run before each launch.
 
     Attributes:
-        reads: Where the function reads a value, so that the graph fits that one alone, if it does.
-        constants: Memory of the function's own that holds the same at each call.
+        reads: The line that reads a value, if the graph is valid for one value only.
+        constants: Memory of the function that holds the same values at each call.
     """
 
-    def __init__(self, room: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """``room``: returns memory for a tensor of the host, which no other graph writes."""
-        self._room = room
-        self._noted: list[_Noted] = []
+    def __init__(self, allocate: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """``allocate``: returns memory for a host tensor, which no other graph writes."""
+        self._allocate = allocate
+        self._recorded: list[_Recorded] = []
         self._items: list[Item] = []  # before each launch
         self._once: list[Item] = []  # before the first
         self._seeds: dict[int, Seed] = {}  # by generator
@@ -102,48 +102,48 @@ class HostPart:
     # -- in the capture ----------------------------------------------------------------------------
 
     def given(self, call: OpCall) -> tuple[Any, Any]:
-        """Return an operator's arguments with what the host gives to the GPU already there.
+        """Return an operator's arguments, with host tensors for the GPU replaced by GPU memory.
 
-        What the host reads for the operator is noted.
+        Values that the host reads for the operator are recorded.
         """
         args, kwargs = call.args, call.kwargs
-        own = [x for x in call.tensors if is_on_host(x)]
-        if not own:
+        on_host = [x for x in call.tensors if is_on_host(x)]
+        if not on_host:
             return args, kwargs
         if _is_upload(call):
-            return self._there(args), kwargs
-        elsewhere = len(own) < len(call.tensors)
-        if call.known.indexed and elsewhere:
-            own = [x for x in tensors_in((args[0], args[2:])) if is_on_host(x)]
-            args = (args[0], self._there(args[1]), *args[2:])
-        if elsewhere or call.known.syncs:
-            for tensor in own:
+            return self._uploaded(args), kwargs
+        on_gpu = len(on_host) < len(call.tensors)
+        if call.known.indexed and on_gpu:
+            on_host = [x for x in tensors_in((args[0], args[2:])) if is_on_host(x)]
+            args = (args[0], self._uploaded(args[1]), *args[2:])
+        if on_gpu or call.known.syncs:
+            for tensor in on_host:
                 self.note_read(tensor)
         return args, kwargs
 
-    def _there(self, tree: Any) -> Any:
+    def _uploaded(self, tree: Any) -> Any:
         return map_tensors(lambda x: self._upload(x) if is_on_host(x) else x, tree)
 
     def _upload(self, source: torch.Tensor) -> torch.Tensor:
-        """Return memory of the GPU that the host fills with ``source`` before each launch."""
+        """Return GPU memory that the host fills with ``source`` before each launch."""
         source = source.detach()
-        room = self._room(source)
-        # What is the same at each call is copied as it is now: later steps may write to it.
-        self._once.append(Upload(room, source.clone()))
-        self._note(Upload(room, source), [source], ())
-        return room
+        target = self._allocate(source)
+        # A constant is copied with its current values: later steps may write to it.
+        self._once.append(Upload(target, source.clone()))
+        self._note(Upload(target, source), [source], ())
+        return target
 
     def note_read(self, tensor: torch.Tensor) -> None:
-        """Know a value that the function reads on the host."""
+        """Record a value that the function reads on the host."""
         tensor = tensor.detach()
         self._note(Read(tensor, tensor.clone(), user_line(), remedy_here()), [tensor], ())
 
     def note_seed(self, generator: torch.Generator) -> None:
-        """Know an operator that draws from numbers which are made when a generator is set."""
+        """Record an operator whose random state is created when a generator is set."""
         self._seeds.setdefault(id(generator), Seed(generator))
 
     def note_step(self, step: Step, written: Iterable[torch.Tensor], *, draws: bool) -> None:
-        """Know an operator on tensors of the host. ``draws``: it draws random numbers."""
+        """Record an operator on host tensors. ``draws``: it draws random numbers."""
         changed = [*written, *(tensor for _, tensor in step.made)]
         self._note(step, tensors_in((step.args, step.kwargs)), changed, draws=draws)
 
@@ -155,56 +155,56 @@ class HostPart:
         *,
         draws: bool = False,
     ) -> None:
-        self._noted.append(_Noted(item, _memory(used), _memory(changed), draws))
+        self._recorded.append(_Recorded(item, _memory(used), _memory(changed), draws))
 
     def end(
         self, is_outside: Callable[[int], bool], written: dict[int, torch.Tensor], drawn: Any
     ) -> None:
-        """End the capture: keep what each call may do otherwise.
+        """End the capture: keep the steps whose result may differ per call.
 
         Args:
-            is_outside: Whether memory is the program's, by its key.
-            written: Memory of the program's that the host writes.
-            drawn: Generators that it draws from.
+            is_outside: Returns True for the key of memory that the program owns.
+            written: Memory of the program that the host writes.
+            drawn: Generators that the host draws from.
 
         Raises:
-            GraphError: A value is read that the function itself changes at each call.
+            GraphError: The host reads a value that the function itself changes at each call.
         """
-        kept = self._varying(is_outside)
-        self._refuse_own_values(kept, set(written))
-        self._items = [each.item for each in kept]
-        rooms = {id(item.room) for item in self._items if isinstance(item, Upload)}
-        self._once = [x for x in self._once if id(x.room) not in rooms]  # type: ignore[attr-defined]
+        varying = self._varying(is_outside)
+        self._check_reads(varying, set(written))
+        self._items = [each.item for each in varying]
+        targets = {id(item.target) for item in self._items if isinstance(item, Upload)}
+        self._once = [x for x in self._once if id(x.target) not in targets]  # type: ignore[attr-defined]
         reads = (item.where for item in self._items if isinstance(item, Read))
         self.reads = next(reads, None)
         if self.reads and (written or drawn):
             self._effects = Effects(written.values(), drawn, ())
-        self._noted = []
+        self._recorded = []
 
-    def _varying(self, is_outside: Callable[[int], bool]) -> list[_Noted]:
-        """Return the items that depend on the program, or whose memory such an item writes."""
-        touched = {key for each in self._noted for key in each.uses | each.changes}
+    def _varying(self, is_outside: Callable[[int], bool]) -> list[_Recorded]:
+        """Return the items that depend on the program, and items that share their memory."""
+        touched = {key for each in self._recorded for key in each.uses | each.changes}
         varying = set(filter(is_outside, touched))
-        kept: set[int] = set()
+        selected: set[int] = set()
         while True:
             more = [
                 i
-                for i, each in enumerate(self._noted)
-                if i not in kept and (each.draws or (each.uses | each.changes) & varying)
+                for i, each in enumerate(self._recorded)
+                if i not in selected and (each.draws or (each.uses | each.changes) & varying)
             ]
             if not more:
                 self.constants = touched - varying
-                return [self._noted[i] for i in sorted(kept)]
-            kept.update(more)
-            varying.update(key for i in more for key in self._noted[i].changes)
+                return [self._recorded[i] for i in sorted(selected)]
+            selected.update(more)
+            varying.update(key for i in more for key in self._recorded[i].changes)
 
-    def _refuse_own_values(self, kept: Iterable[_Noted], written: set[int]) -> None:
-        """Refuse reads of what the function itself changes: each call would have another value."""
+    def _check_reads(self, varying: Iterable[_Recorded], written: set[int]) -> None:
+        """Reject reads of values that the function changes: each call would read another value."""
         changing = set(written)
-        for each in kept:
+        for each in varying:
             if each.uses & changing:
                 changing |= each.changes
-        for each in kept:
+        for each in varying:
             if isinstance(each.item, Read) and each.uses & changing:
                 refuse_changing(each.item.where, each.item.remedy)
 
@@ -216,7 +216,7 @@ class HostPart:
     # -- before each launch ------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Do it for the present call. Raises ``OtherValue``; then nothing has changed."""
+        """Run all steps for the current call. Raises ``OtherValue``; then nothing has changed."""
         before = None if self._effects is None else self._effects.now()
         try:
             with as_recorded():

@@ -1,4 +1,4 @@
-"""Copies of tensors with the strides that they have, whatever these are."""
+"""Copies of tensors with the same strides."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,9 +14,9 @@ _EMPTY = {
 
 
 def maker(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Return what makes tensors like this one, without content, in half of ``empty_like``'s time.
+    """Return a function that allocates tensors like this one in half of ``empty_like``'s time.
 
-    They lie on the current device: in a backward that is the device of its node.
+    It allocates on the current device, which in a backward is the device of the node.
     """
     make = _EMPTY.get(tensor.device.type)
     if make is None:
@@ -26,29 +26,29 @@ def maker(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def is_packed(tensor: torch.Tensor) -> bool:
-    """Whether a clone has the same strides: no gaps, and no element twice."""
+    """Return True if a clone has the same strides: no gaps, and no element twice."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the same size and strides, as a leaf that wants a gradient as it does."""
-    own = tensor.detach()
-    if is_packed(own):
-        own = own.clone()
+    """Return a copy of the same size and strides, as a leaf with the same ``requires_grad``."""
+    copy = tensor.detach()
+    if is_packed(copy):
+        copy = copy.clone()
     else:
-        own = _span(own).clone().as_strided(own.size(), own.stride(), 0)
-    return own.requires_grad_(tensor.requires_grad)
+        copy = _span(copy).clone().as_strided(copy.size(), copy.stride(), 0)
+    return copy.requires_grad_(tensor.requires_grad)
 
 
 def elements(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor as one that can be written to: each of them once."""
+    """Return a view of a tensor that can be written to: each element is in it once."""
     pairs = sorted(zip(tensor.stride(), tensor.size(), strict=True))
-    behind = 0  # elements from the first to the last of the dimensions so far
+    span = 0  # elements from the first to the last of the dimensions so far
     for stride, count in pairs:
         if stride and count > 1:
-            if stride <= behind:
-                return _span(tensor)  # windows that slide over each other
-            behind += (count - 1) * stride
+            if stride <= span:
+                return _span(tensor)  # overlapping windows
+            span += (count - 1) * stride
     size = [
         1 if stride == 0 else n for stride, n in zip(tensor.stride(), tensor.size(), strict=True)
     ]

@@ -1,7 +1,7 @@
-"""Values that a function has typed: tensors of a GPU that are made from them, operator by operator.
+"""Literals in a function's code: GPU tensors that are created from Python values.
 
-Torch makes such a tensor on the host and copies it to the GPU out of sight, which ends a capture
-with an error. While somebody looks on, the copy is an operator of its own.
+torch creates such a tensor on the host and copies it to the GPU invisibly, which ends a capture
+with an error. While a run is observed, the copy is a separate operator.
 """
 
 import functools
@@ -16,14 +16,14 @@ from commlib.graph.exchange import Exchange
 
 
 def _shown(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``make`` with its copies to a GPU shown."""
-    how: Callable[..., Any] = _HOW.get(name, _made)
+    """Return ``make`` with its copies to a GPU as separate operators."""
+    replacement: Callable[..., Any] = _REPLACEMENTS.get(name, _made)
 
     @functools.wraps(make)
     def shown(*args: Any, **kwargs: Any) -> Any:
         if not observers.observers or not observers.looking_on():
             return make(*args, **kwargs)
-        return how(make, *args, **kwargs)
+        return replacement(make, *args, **kwargs)
 
     return shown
 
@@ -51,19 +51,19 @@ def _indexed(make: Callable[..., Any], x: torch.Tensor, index: Any, *value: Any)
 
 
 def _index(index: Any) -> Any:
-    """Return a list or an array of whole numbers as a tensor of the host."""
+    """Return a list or an array of integers as a host tensor; other indices unchanged."""
     numbers = isinstance(index, list) and index and all(type(i) is int for i in index)
     if numbers or (isinstance(index, np.ndarray) and index.dtype.kind in "iu" and index.ndim):
         return torch.tensor(index)
     return index
 
 
-_HOW: dict[str, Callable[..., Any]] = {
+_REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "new_tensor": _like_another,
     "__getitem__": _indexed,
     "__setitem__": _indexed,
 }
-made_on_host = Exchange(  # where torch has what makes tensors from values
+made_on_host = Exchange(  # torch's functions that create tensors from values
     [
         *[(torch, name) for name in ("tensor", "as_tensor", "asarray")],
         *[(torch.Tensor, name) for name in ("new_tensor", "__getitem__", "__setitem__")],

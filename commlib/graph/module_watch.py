@@ -1,7 +1,7 @@
-"""Which modules have changed: an attribute, a parameter, a buffer, a part or a hook of theirs.
+"""Detection of changed modules: attributes, parameters, buffers, submodules and hooks.
 
-Nothing is asked at a replay but whether something has changed: torch tells of parameters, buffers
-and parts that are registered, and ``nn.Module.__setattr__`` of attributes.
+A replay only checks whether something has changed. torch reports registered parameters, buffers
+and submodules, and ``nn.Module.__setattr__`` reports attributes.
 """
 
 import weakref
@@ -24,31 +24,31 @@ _PARTS = ("_parameters", "_buffers", "_modules")
 
 
 class ModuleWatch:
-    """Modules whose changes are noticed."""
+    """A set of modules whose changes are detected."""
 
     def __init__(self) -> None:
         self.modules: list[torch.nn.Module] = []
         self._hooks_made = -1
         self._own: set[tuple[int, str]] = set()
         self._changed = True
-        self.known: tuple[tuple[tuple[int, str], Any], ...] = ()  # facts when they were last asked
-        self._tensors: list[torch.Tensor] = []  # parameters and buffers, and where they lie
+        self.known: tuple[tuple[tuple[int, str], Any], ...] = ()  # the last facts
+        self._tensors: list[torch.Tensor] = []  # parameters and buffers, and their addresses
         self._pointers: list[int] = []
         self._hooked: list[tuple[dict[Any, Any], int]] = []  # hooks that may be removed
         self._positions: list[int] = []
 
     def add(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Watch some more."""
-        _have_changes_told()
-        known = set(map(id, self.modules))
+        """Watch more modules."""
+        _install_hooks()
+        watched = set(map(id, self.modules))
         for module in modules:
-            if id(module) not in known:
+            if id(module) not in watched:
                 self.modules.append(module)
                 _watch(module, self)
 
     @property
     def changed(self) -> bool:
-        """Return True if a module may have changed since ``facts()`` was asked."""
+        """Return True if a module may have changed since the last ``facts()``."""
         return (
             self._changed
             or self._hooks_made != RemovableHandle.next_id
@@ -59,32 +59,32 @@ class ModuleWatch:
         )
 
     def note(self) -> None:
-        """Know that a module has changed."""
+        """Record that a module has changed."""
         self._changed = True
 
     def facts(self) -> dict[tuple[int, str], Any]:
-        """Return what the modules hold, but for what the function itself changes."""
+        """Return the state of the modules without the state that the function itself changes."""
         self._changed, self._hooks_made = False, RemovableHandle.next_id
-        held = (x for module in self.modules for x in _hooks_of(module))
-        self._hooked = [(hooks, len(hooks)) for hooks in held if hooks]
+        all_hooks = (x for module in self.modules for x in _hooks_of(module))
+        self._hooked = [(hooks, len(hooks)) for hooks in all_hooks if hooks]
         self._tensors = [x for x in self.tensors() if type(x) in _WITH_ADDRESS]
         self._pointers = [x.data_ptr() for x in self._tensors]
         self._positions = list(range(len(self._tensors)))
-        found: dict[tuple[int, str], Any] = {(0, "addresses"): tuple(self._pointers)}
-        return found | {
-            (id(module), name): what
+        addresses: dict[tuple[int, str], Any] = {(0, "addresses"): tuple(self._pointers)}
+        return addresses | {
+            (id(module), name): fact
             for module in self.modules
-            for name, what in _facts(module)
+            for name, fact in _facts(module)
             if (id(module), name) not in self._own
         }
 
     def leave_out(self, names: Iterable[tuple[int, str]]) -> None:
-        """Forget facts that a call of the function has changed: they are its own state."""
+        """Ignore facts that a call of the function has changed: they are its own state."""
         self._own.update(names)
         self._changed = True
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return parameters and buffers of all modules."""
+        """Return the parameters and buffers of all modules."""
         parts = (
             x for each in self.modules for name in _PARTS[:2] for x in vars(each)[name].values()
         )
@@ -92,42 +92,42 @@ class ModuleWatch:
 
 
 def _facts(module: torch.nn.Module) -> Iterable[_Fact]:
-    """Yield an attribute by its value where that is plain, and else by which object it is."""
-    for name, found in list(vars(module).items()):
+    """Yield each attribute by its value if that is plain, else by identity."""
+    for name, value in list(vars(module).items()):
         if name in _PARTS:
-            yield from ((f"{name}.{part}", Same(x)) for part, x in found.items())
-        elif name.endswith("_hooks") and isinstance(found, dict):
-            yield name, tuple(map(Same, found.values()))
-        elif isinstance(found, _PLAIN):
-            yield name, (type(found), found)
-        elif isinstance(found, tuple) and all(isinstance(x, _PLAIN) for x in found):
-            yield name, found
-        elif callable(found) and not isinstance(found, torch.Tensor):
-            yield name, Same(found)
+            yield from ((f"{name}.{part}", Same(x)) for part, x in value.items())
+        elif name.endswith("_hooks") and isinstance(value, dict):
+            yield name, tuple(map(Same, value.values()))
+        elif isinstance(value, _PLAIN):
+            yield name, (type(value), value)
+        elif isinstance(value, tuple) and all(isinstance(x, _PLAIN) for x in value):
+            yield name, value
+        elif callable(value) and not isinstance(value, torch.Tensor):
+            yield name, Same(value)
 
 
 def _hooks_of(module: torch.nn.Module) -> Iterable[dict[Any, Any]]:
-    for name, found in vars(module).items():
-        if name.endswith("_hooks") and isinstance(found, dict):
-            yield found
+    for name, value in vars(module).items():
+        if name.endswith("_hooks") and isinstance(value, dict):
+            yield value
 
 
 class Same:
-    """Equal to what stands for the same object."""
+    """Identity of an object: equal for the same object."""
 
-    __slots__ = ("what",)
+    __slots__ = ("_object",)
 
-    def __init__(self, what: object) -> None:
-        self.what = what
+    def __init__(self, x: object) -> None:
+        self._object = x
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.what is other.what
+        return isinstance(other, Same) and self._object is other._object
 
     def __hash__(self) -> int:
-        return id(self.what)
+        return id(self._object)
 
     def __repr__(self) -> str:
-        return f"{type(self.what).__name__} at {id(self.what):#x}"
+        return f"{type(self._object).__name__} at {id(self._object):#x}"
 
 
 def _watch(module: torch.nn.Module, watch: ModuleWatch) -> None:
@@ -137,7 +137,7 @@ def _watch(module: torch.nn.Module, watch: ModuleWatch) -> None:
     _watched[id(module)].add(watch)
 
 
-def _tell(module: torch.nn.Module, *_: object) -> None:
+def _notify(module: torch.nn.Module, *_: object) -> None:
     for watch in _watched.get(id(module), ()):
         watch.note()
 
@@ -147,14 +147,14 @@ _plain_setattr = torch.nn.Module.__setattr__
 
 def _noted_setattr(self: torch.nn.Module, name: str, value: Any) -> None:
     if id(self) in _watched:
-        _tell(self)
+        _notify(self)
     _plain_setattr(self, name, value)
 
 
 @cache
-def _have_changes_told() -> None:
-    """Have modules tell of their changes, from the first one on that is watched."""
+def _install_hooks() -> None:
+    """Have all modules report their changes, once the first one is watched."""
     torch.nn.Module.__setattr__ = _noted_setattr  # type: ignore[method-assign]
-    torch_modules.register_module_parameter_registration_hook(_tell)
-    torch_modules.register_module_buffer_registration_hook(_tell)
-    torch_modules.register_module_module_registration_hook(_tell)
+    torch_modules.register_module_parameter_registration_hook(_notify)
+    torch_modules.register_module_buffer_registration_hook(_notify)
+    torch_modules.register_module_module_registration_hook(_notify)

@@ -1,7 +1,7 @@
-"""Objects in a result that pytree does not look into: their tensors are outputs as all others.
+"""Objects in a result that pytree does not open: their tensors are outputs like all others.
 
-Each replay hands out objects of its own around its tensors, as the function does: what leads to
-such a tensor is copied, and everything else is the same object as at the capture.
+Each replay returns new objects around its tensors, as the function does. Objects on the path to
+such a tensor are copied. All others are the same objects as at the capture.
 """
 
 import copy
@@ -16,20 +16,20 @@ from commlib.core.tensors import is_pending, is_wrapper, parts, rebuilt
 from commlib.errors import GraphError
 from commlib.graph.reach import attributes, is_of_the_program
 
-_MOST = 1000  # objects of one result that are looked through
+_MAX_DEPTH = 1000  # of objects in one result
 _NESTS = (list, tuple, dict)
 _CLOSED = (torch.nn.Module, torch.optim.Optimizer, Iterator, type)
 
 
 class Unfolded:
-    """An object of a result, with the tensors that it holds; a node of pytree."""
+    """An object of a result with the tensors that it holds; a node of pytree."""
 
     def __init__(self, whole: Any, tensors: list[torch.Tensor]) -> None:
         self.whole, self.tensors = whole, tensors
 
 
 class _Shape:
-    """What an object is apart from its tensors: equal for objects that differ in these alone."""
+    """An object without its tensors: equal for objects that differ only in tensors."""
 
     def __init__(self, unfolded: Unfolded) -> None:
         self.whole, self.tensors = unfolded.whole, unfolded.tensors
@@ -48,7 +48,7 @@ class _Shape:
 def unfold(x: Any) -> Any:
     """Return an ``Unfolded`` for an object that holds tensors, else ``x`` itself.
 
-    Raises ``GraphError`` for objects that hold themselves.
+    Raises ``GraphError`` for objects that contain themselves.
     """
     if isinstance(x, torch.Tensor):
         return _unwrapped(x)
@@ -65,19 +65,19 @@ def _unwrapped(x: torch.Tensor) -> Any:
 
 
 def _parts(x: torch.Tensor) -> list[torch.Tensor]:
-    """Return what a wrapper holds, else ``x``; so for what nobody has waited for."""
+    """Return the tensors in a wrapper, else ``[x]``; also ``[x]`` for a pending tensor."""
     if not is_wrapper(x) or is_pending(x):
         return [x]
     if x.requires_grad:
         raise GraphError(
-            f"an output is a {type(x).__qualname__} that wants a gradient, and a graph knows those "
-            f"of the tensors in it alone; return out.to_local()"
+            f"an output is a {type(x).__qualname__} that requires grad, and a graph has gradients "
+            f"only for the tensors in it; return out.to_local()"
         )
     return parts(x) or [x]
 
 
 def _is_open(x: Any) -> bool:
-    """Return True for objects of the program that are what they hold."""
+    """Return True for containers and objects of the program that are defined by their content."""
     if isinstance(x, (torch.Tensor, *_CLOSED)) or callable(x):
         return False
     if isinstance(x, (*_NESTS, SimpleNamespace)):
@@ -86,7 +86,7 @@ def _is_open(x: Any) -> bool:
 
 
 def _held(x: Any) -> Mapping[Any, Any]:
-    """Return what an open object holds, by its names or places."""
+    """Return the content of an open object by name or index."""
     if isinstance(x, dict):
         return {**x, **attributes(x)}
     if isinstance(x, list | tuple):
@@ -98,17 +98,17 @@ def _tensors(x: Any, inside: tuple[int, ...]) -> Iterator[torch.Tensor]:
     if isinstance(x, torch.Tensor):
         yield from _parts(x)
     elif _is_open(x):
-        if id(x) in inside or len(inside) > _MOST:
+        if id(x) in inside or len(inside) > _MAX_DEPTH:
             raise GraphError(
-                f"an output is a {type(x).__qualname__} that holds itself, in which no replay "
-                f"could put new tensors; return the tensors themselves"
+                f"an output is a {type(x).__qualname__} that holds itself, so that a replay "
+                f"can't put new tensors in it; return the tensors themselves"
             )
         for one in _held(x).values():
             yield from _tensors(one, (*inside, id(x)))
 
 
 def _facts(x: Any) -> Any:
-    """Return what is to be equal of two objects that hold other tensors."""
+    """Return the facts that are equal for objects that differ only in tensors."""
     if isinstance(x, torch.Tensor):
         wrapper: Any = x
         return repr(wrapper.__tensor_flatten__()) if is_wrapper(x) else "tensor"
@@ -118,25 +118,25 @@ def _facts(x: Any) -> Any:
 
 
 def _with_tensors(x: Any, tensors: Mapping[int, Any]) -> Any:
-    """Return ``x`` with other tensors; the same object where it holds none of these."""
+    """Return ``x`` with other tensors; the same object if it holds none of them."""
     if isinstance(x, torch.Tensor):
-        own = tensors.get(id(x))
-        return rebuilt(x, lambda part: tensors.get(id(part), part)) if own is None else own
+        new = tensors.get(id(x))
+        return rebuilt(x, lambda part: tensors.get(id(part), part)) if new is None else new
     if not _is_open(x):
         return x
-    now = {name: _with_tensors(one, tensors) for name, one in _held(x).items()}
-    if all(now[name] is one for name, one in _held(x).items()):
+    new = {name: _with_tensors(one, tensors) for name, one in _held(x).items()}
+    if all(new[name] is one for name, one in _held(x).items()):
         return x
-    now = {name: copy.copy(one) if isinstance(one, _NESTS) else one for name, one in now.items()}
+    new = {name: copy.copy(one) if isinstance(one, _NESTS) else one for name, one in new.items()}
     if isinstance(x, tuple):
-        return type(x)._make(now.values()) if hasattr(x, "_make") else type(x)(now.values())
-    made, named = copy.copy(x), attributes(x)
-    for name, one in now.items():
+        return type(x)._make(new.values()) if hasattr(x, "_make") else type(x)(new.values())
+    copied, named = copy.copy(x), attributes(x)
+    for name, one in new.items():
         if isinstance(x, list) or (isinstance(x, dict) and name in x):
-            made[name] = one
+            copied[name] = one
         if name in named:
-            object.__setattr__(made, name, one)
-    return made
+            object.__setattr__(copied, name, one)
+    return copied
 
 
 def _children(unfolded: Unfolded) -> tuple[list[torch.Tensor], _Shape]:
@@ -145,7 +145,7 @@ def _children(unfolded: Unfolded) -> tuple[list[torch.Tensor], _Shape]:
 
 def _folded(tensors: Any, shape: _Shape) -> Any:
     pairs = zip(shape.tensors, tensors, strict=True)
-    return _with_tensors(shape.whole, {id(was): now for was, now in pairs})
+    return _with_tensors(shape.whole, {id(old): new for old, new in pairs})
 
 
 register_pytree_node(Unfolded, _children, _folded)

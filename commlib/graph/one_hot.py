@@ -1,6 +1,6 @@
-"""`torch.nn.functional.one_hot` on a CPU, where it reads the largest number to check it.
+"""`torch.nn.functional.one_hot` on a CPU, where torch reads the largest class to check it.
 
-While a run is watched, the same tensor is made by an operator that checks each number itself.
+While a run is observed, an operator that checks each class itself creates the same tensor.
 """
 
 import functools
@@ -16,8 +16,8 @@ from commlib.graph.exchange import Exchange
 def _scattered(name: str, one_hot: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(one_hot)
     def scattered(tensor: torch.Tensor, num_classes: int = -1) -> Any:
-        watched = observers.observers and observers.refusing()
-        if not watched or num_classes < 1 or not tensor.numel() or tensor.device.type != "cpu":
+        observed = observers.observers and observers.refusing()
+        if not observed or num_classes < 1 or not tensor.numel() or tensor.device.type != "cpu":
             return one_hot(tensor, num_classes)
         zeros = torch.zeros(*tensor.shape, num_classes, dtype=tensor.dtype)
         return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)

@@ -9,7 +9,7 @@ from commlib.errors import GraphError
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of one captured function, checked; ``capture`` says what they mean."""
+    """The checked options of one captured function; ``capture`` documents them."""
 
     key: Callable[..., Any] | None = None
     warmup: int = 2
@@ -33,13 +33,13 @@ class Options:
             raise GraphError(f"max_graphs={self.max_graphs}: expected 1 or more")
 
     @classmethod
-    def of(cls, given: dict[str, Any]) -> "Options":
-        """Return the options that a program has given. Raises ``GraphError`` for others."""
-        known = [field.name for field in fields(cls)]
-        for name in given:
-            if name not in known:
-                raise GraphError(f"capture() has no option {name!r}; it has {', '.join(known)}")
-        return cls(**given)
+    def of(cls, options: dict[str, Any]) -> "Options":
+        """Return the options of a program. Raises ``GraphError`` for an unknown one."""
+        names = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in names:
+                raise GraphError(f"capture() has no option {name!r}; it has {', '.join(names)}")
+        return cls(**options)
 
 
 def _are_two_numbers(x: Any) -> bool:
@@ -48,6 +48,6 @@ def _are_two_numbers(x: Any) -> bool:
     return all(isinstance(each, (int, float)) and each >= 0 for each in x)
 
 
-def _one_of(name: str, given: str, *known: str) -> None:
-    if given not in known:
-        raise GraphError(f"{name}={given!r}: expected {' or '.join(map(repr, known))}")
+def _one_of(name: str, value: str, *choices: str) -> None:
+    if value not in choices:
+        raise GraphError(f"{name}={value!r}: expected {' or '.join(map(repr, choices))}")

@@ -1,4 +1,4 @@
-"""What has been captured, what it costs, and what stayed eager and why: rows, a table, a page."""
+"""The report of captured calls, their costs, and eager calls with reasons: rows, table, page."""
 
 import html as escape
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ _COLUMNS = {  # column of the table -> key of a row
 
 
 class Report(list[dict[str, Any]]):
-    """The rows, one a captured call; ``print`` shows a table."""
+    """Rows, one per captured call; ``print`` shows a table."""
 
     def __str__(self) -> str:
         lines = [tuple(_COLUMNS), *(_cells(row) for row in self)]
@@ -49,23 +49,33 @@ class Report(list[dict[str, Any]]):
 
 
 def report(graphed: Graphed | None = None, *, html: str | Path | None = None) -> Report:
-    """Return one row a captured call, of ``graphed`` or of all; ``print`` it for a table.
+    """Return one row per captured call; ``print`` shows them as a table.
 
-    A row is a dict: ``function``, ``key``, ``nodes`` (of all its graphs), ``pieces`` (graphs),
-    ``replays``, ``bytes_copied`` (by the last replay), ``pool_bytes`` (by which the GPU memory that
-    torch holds grew during the capture, for another thread too), ``capture_seconds``, ``verified``
-    (calls and backwards that were compared with the function), ``verify_seconds`` (what these
-    cost), ``repeats`` (False where runs of the function were found to differ in bits: what differs
-    is compared by half of its digits, or by ``tolerance=``), ``captured_variant`` (True where the
-    function asks whether it is captured and reads values if it is not: the answer is True then, and
-    the last digits may differ), ``launch_us`` (host time of one replay), ``eager_us`` (that of the
-    function, and of its backward, when it was verified last; None before that), ``collectives`` (in
-    order), and ``eager``: why the call stayed eager, or None. A row of a call that stayed eager has
-    ``function``, ``key`` and ``eager`` only.
-    ``html`` names a file to write the same to as a page.
+    Args:
+        graphed: The captured function to report; None reports all.
+        html: A file for the same report as an HTML page.
+
+    Returns:
+        A list of dicts. A call that stayed eager has ``function``, ``key`` and ``eager`` only.
+
+        * ``function``, ``key``: the function's name and the cache key.
+        * ``pieces``, ``nodes``: the number of graphs, and their nodes in total.
+        * ``replays``, ``bytes_copied``: the number of replays, and the bytes the last one copied.
+        * ``pool_bytes``: the growth of torch's GPU memory during the capture, by any thread.
+        * ``capture_seconds``, ``verify_seconds``: the cost of the capture and of all comparisons.
+        * ``verified``: the calls and backwards that were compared with the function.
+        * ``repeats``: False if runs of the function differ in bits. The differing items are
+          compared by half of their digits, or by ``tolerance=``.
+        * ``captured_variant``: True if the function queries whether it is captured and reads
+          values if not. The query then returns True, and the last digits may differ.
+        * ``launch_us``: the host time of one replay.
+        * ``eager_us``: the host time of the function and its backward at the last verification;
+          None before the first.
+        * ``collectives``: the collectives in order.
+        * ``eager``: the reason why the call stayed eager, or None.
     """
-    chosen = [graphed] if graphed is not None else sorted(everything, key=lambda one: one.name)
-    rows = Report(row for one in chosen for row in (*_captured(one), *_eager(one)))
+    selected = [graphed] if graphed is not None else sorted(everything, key=lambda one: one.name)
+    rows = Report(row for one in selected for row in (*_captured(one), *_eager(one)))
     if html is not None:
         Path(html).write_text(rows.page())
     return rows
@@ -106,8 +116,8 @@ def _parts(one: Graphed) -> Iterator[tuple[Any, Entry]]:
 
 
 def _eager(one: Graphed) -> Iterator[dict[str, Any]]:
-    for key, why in one.eager.items():
-        yield {"function": one.name, "key": key, "eager": why}
+    for key, reason in one.eager.items():
+        yield {"function": one.name, "key": key, "eager": reason}
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Which replays are verified: the same calls on all members of a ring."""
+"""The schedule of verified replays, the same on all members of a ring."""
 
 from commlib import flags
 from commlib.errors import GraphError
@@ -7,13 +7,13 @@ _FIRST = (1, 2)  # replays that the default schedule verifies first
 
 
 class Schedule:
-    """Which replays of a key are verified.
+    """The replays of a key that are verified.
 
-    ``"auto"``: the first two, then those whose number is a power of ten. A number N: every N-th.
+    ``"auto"`` selects the first two, then every power of ten. A number N selects every N-th.
     """
 
     def __init__(self, verify: "bool | int | str | None") -> None:
-        """``None``: as FLAGS_graph_verify says."""
+        """``None`` uses FLAGS_graph_verify."""
         if verify is None:
             verify = flags.get(flags.GRAPH_VERIFY)
         if not (verify == "auto" or isinstance(verify, bool) or _is_count(verify)):
@@ -29,7 +29,7 @@ class Schedule:
         return self._auto or self._every > 0
 
     def due(self, number: int) -> bool:
-        """Return True if replay ``number``, from 1 on, is a verified one."""
+        """Return True if replay ``number``, counted from 1, is verified."""
         if self._auto:
             return number in _FIRST or (number % 10 == 0 and _is_power_of_ten(number))
         return self._every > 0 and number % self._every == 0

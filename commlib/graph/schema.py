@@ -1,4 +1,4 @@
-"""What an operator of torch does, by its schema and its tags; asked at every operator of a run."""
+"""Facts about an operator of torch from its schema and tags, used at every operator of a run."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,8 +18,8 @@ _NO_KERNEL = {
 _COPIES = {_aten._to_copy.default, _aten.copy_.default}
 _INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default}
 _OWN_RANDOM = "dropout_state"  # the random numbers of cuDNN's recurrent networks
-_UNSAID = ("running_mean", "running_var", _OWN_RANDOM)  # that are written, and few operators say so
-_LEARNS = ("training", "train")  # when they do
+_UNSAID = ("running_mean", "running_var", _OWN_RANDOM)  # written, but mostly not by the schema
+_LEARNS = ("training", "train")  # arguments with which they are written
 _SYNCS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _OWN = ("aten", "prims")
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout)
@@ -28,27 +28,27 @@ Place = tuple[int, str]  # position and name of an argument
 
 
 class Facts(NamedTuple):
-    """What is known of an operator.
+    """The facts about an operator.
 
     Attributes:
-        text: Its name.
-        only_views: Whether it gives its input in another form, and reads none of it.
-        reshapes: Whether it gives its input another shape in place.
-        draws: Whether it draws random numbers.
-        generator: Whether it may be given a generator.
-        syncs: Whether the host waits for a value, or for a shape.
-        computes: Whether it does more than to allocate.
-        copies: Whether it may copy between devices.
-        indexed: Whether it takes indices, which may be masks.
-        takes_memory: Whether it is given memory that is no tensor's, to make a tensor of.
-        lifts: Whether it makes a tensor of what the function has typed.
-        detaches: Whether it is one of those that torch makes where a result is held.
+        text: The operator's name.
+        only_views: True if it returns a view and reads no element.
+        reshapes: True if it changes the shape of its input in place.
+        draws: True if it draws random numbers.
+        generator: True if it takes a generator.
+        syncs: True if the host waits for a value or a shape.
+        computes: True if it does more than allocate.
+        copies: True if it may copy between devices.
+        indexed: True if it takes indices, which may be masks.
+        takes_memory: True if it creates a tensor from a storage argument.
+        lifts: True if it creates a tensor from a literal.
+        detaches: True if it is the ``detach`` that torch calls for a saved result.
         writes: Arguments that it writes to.
-        unsaid: Arguments that it writes to where ``learns`` is true or None.
-        learns: The argument that says so.
-        own_random: Whether it draws from numbers of its own, which restart where torch's
+        unsaid: Arguments that it writes to if ``learns`` is true or None.
+        learns: The argument that selects this.
+        own_random: True if it draws from a separate random state, which restarts when torch's
             generator is set.
-        own: Whether it is torch's own: it makes no collective inside.
+        own: True if torch defines it, so that it contains no collective.
     """
 
     text: str
@@ -72,14 +72,14 @@ class Facts(NamedTuple):
 
 @cache
 def facts(func: Any) -> Facts:
-    """Return what is known of an operator."""
+    """Return the facts about an operator."""
     arguments = list(func._schema.arguments)
     writes = tuple(
         (i, x.name)
         for i, x in enumerate(arguments)
         if x.alias_info is not None and x.alias_info.is_write
     )
-    places = [(i, x.name) for i, x in enumerate(arguments) if (i, x.name) not in writes]
+    reads = [(i, x.name) for i, x in enumerate(arguments) if (i, x.name) not in writes]
     tags = set(func.tags)
     return Facts(
         text=str(func),
@@ -95,15 +95,15 @@ def facts(func: Any) -> Facts:
         lifts=func is _aten.lift_fresh.default,
         detaches=func is _aten.detach.default,
         writes=writes,
-        unsaid=tuple(place for place in places if place[1] in _UNSAID),
-        learns=next((place for place in places if place[1] in _LEARNS), None),
+        unsaid=tuple(place for place in reads if place[1] in _UNSAID),
+        learns=next((place for place in reads if place[1] in _LEARNS), None),
         own_random=any(x.name == _OWN_RANDOM for x in arguments),
         own=func.namespace in _OWN,
     )
 
 
 def memory(x: torch.Tensor) -> int:
-    """Return what stands for the memory of a tensor, or 0 if it is none of one piece (sparse)."""
+    """Return a key of a tensor's memory; 0 if it is not one storage (sparse)."""
     return x.untyped_storage()._cdata if x.layout is torch.strided else 0
 
 
@@ -112,11 +112,11 @@ class OpCall:
 
     Attributes:
         func: The operator.
-        known: What is known of it.
-        args: Its arguments by position.
-        kwargs: Its arguments by name.
+        known: The facts about it.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
         tensors: All tensors among them.
-        memory: What stands for the memory that it is given, of all its tensors in order.
+        memory: The memory keys of its tensors in order.
     """
 
     __slots__ = ("_leaves", "args", "func", "known", "kwargs", "memory", "tensors")
@@ -131,15 +131,15 @@ class OpCall:
 
     @property
     def written(self) -> list[torch.Tensor]:
-        """Return the tensors that it writes to, by its schema and otherwise."""
+        """Return the tensors that it writes to, in its schema or not."""
         known = self.known
         if not (known.writes or known.unsaid):
             return []
-        learns = known.learns is None or self._given(known.learns)
-        places = [*known.writes, *(known.unsaid if learns else ())]
-        return [tensor for place in places for tensor in tensors_in(self._given(place))]
+        learns = known.learns is None or self._argument(known.learns)
+        arguments = [*known.writes, *(known.unsaid if learns else ())]
+        return [tensor for place in arguments for tensor in tensors_in(self._argument(place))]
 
-    def _given(self, place: Place) -> Any:
+    def _argument(self, place: Place) -> Any:
         i, name = place
         return self.args[i] if i < len(self.args) else self.kwargs.get(name)
 

@@ -1,1 +1,1 @@
-"""How ranks find each other: the environment, the store, the roll-call, and the host exchange."""
+"""The rendezvous of ranks: environment, store, roll-call and host exchange."""

@@ -1,60 +1,39 @@
-"""Where the ranks of a program find each other: torchrun's or Paddle's environment, and a store."""
+"""The rendezvous environment: torchrun's, Paddle's or another launcher's variables."""
 
 import multiprocessing
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 
 import torch.distributed as dist
 
 from commlib import flags
-from commlib.deadlines import Deadline, bounded
-from commlib.errors import BootstrapError, CommTimeout
-from commlib.keepalive import keep_forever
+from commlib.deadlines import Deadline
+from commlib.errors import BootstrapError
 from commlib.log import log
+from commlib.rendezvous import program_store
 from commlib.rendezvous.launchers import Launched, launched
-from commlib.rendezvous.store import BoundedStore, Connection, close_connections
-from commlib.rendezvous.store import forget as forget_connections
-from commlib.rendezvous.tcp_store import LOOPBACK, TcpOpening, serve
+from commlib.rendezvous.program_store import forget, leave
+from commlib.rendezvous.store import BoundedStore
+from commlib.rendezvous.world import World
+
+__all__ = ["World", "connect", "forget", "leave", "paddle_endpoints", "run_token", "world"]
 
 _PREFIX = "commlib/run/0"
-_QUIET_S = 2.0  # ranks that end together need no line in the log
-
-
-@dataclass(frozen=True)
-class World:
-    """The place of this process among all ranks.
-
-    ``address`` is None for a process that is alone or that joins ``torch.distributed``. A local
-    rank or size is None where the environment does not give it.
-    """
-
-    rank: int
-    size: int
-    local_rank: int | None
-    local_size: int | None
-    address: tuple[str, int] | None
-    hosts_store: bool
-    prefix: str
 
 
 def world() -> World:
     """Read the rendezvous environment.
 
-    The first that is there decides: torchrun's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT;
+    The first source that is set decides: torchrun's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT;
     Paddle's PADDLE_TRAINER_ID, PADDLE_TRAINERS_NUM, and PADDLE_MASTER or PADDLE_TRAINER_ENDPOINTS;
     an initialised ``torch.distributed``; the ranks of Slurm, Open MPI, MVAPICH or MPICH together
     with MASTER_ADDR and MASTER_PORT. RANK and WORLD_SIZE without an address join an initialised
     ``torch.distributed``.
 
     Returns:
-        This process's place; size 1 if no launcher shows.
+        The position of this process; size 1 if there is no launcher.
 
     Raises:
-        BootstrapError: Half of an environment is there, a launcher started several ranks without
+        BootstrapError: The environment is incomplete, a launcher started several ranks without
             MASTER_ADDR and MASTER_PORT, or a value can't be read.
     """
     env = os.environ
@@ -68,7 +47,7 @@ def world() -> World:
     launcher = launched(env)
     if launcher is not None and launcher.size != 1:
         return _from_launcher(launcher)
-    if launcher is None and "LOCAL_RANK" in env:  # half an environment: running alone is wrong
+    if launcher is None and "LOCAL_RANK" in env:  # incomplete: running alone would be wrong
         return _torchrun()
     if launcher is None and multiprocessing.parent_process() is not None:
         log.warning_once(
@@ -80,7 +59,7 @@ def world() -> World:
 
 
 def _joined() -> World:
-    """Return the ranks of an initialised ``torch.distributed``, which lends its store."""
+    """Return the ranks of an initialised ``torch.distributed``, whose store is shared."""
     return World(
         dist.get_rank(),
         dist.get_world_size(),
@@ -100,13 +79,13 @@ def _from_launcher(launcher: Launched) -> World:
             f"{first}={launcher.rank} and {second}={launcher.size} show that a launcher started "
             f"{launcher.size} ranks, but {' and '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not set; export MASTER_ADDR (the host of "
-            f"rank 0) and MASTER_PORT (a free port there), or unset {first} and {second} to run "
-            f"alone"
+            f"rank 0) and MASTER_PORT (a free port of that host), or unset {first} and "
+            f"{second} to run alone"
         )
     rank, size = launcher.rank, launcher.size
     address = _text("MASTER_ADDR"), _number("MASTER_PORT")
-    places = launcher.local_rank, launcher.local_size
-    return _checked(World(rank, size, *places, address, rank == 0, _PREFIX))
+    local_ranks = launcher.local_rank, launcher.local_size
+    return World(rank, size, *local_ranks, address, rank == 0, _PREFIX).checked()
 
 
 def _torchrun() -> World:
@@ -116,22 +95,13 @@ def _torchrun() -> World:
     # The agent's store outlives a restart of the workers; their keys must not.
     run = os.environ.get("TORCHELASTIC_RUN_ID", "run")
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    local, here = _optional("LOCAL_RANK"), _optional("LOCAL_WORLD_SIZE")
-    launcher = launched(os.environ)  # whose ranks a job script may have exported as RANK
+    local_rank, local_size = _optional("LOCAL_RANK"), _optional("LOCAL_WORLD_SIZE")
+    launcher = launched(os.environ)  # a job script may have exported its ranks as RANK
     if launcher is not None and (launcher.rank, launcher.size) == (rank, size):
-        local = launcher.local_rank if local is None else local
-        here = launcher.local_size if here is None else here
-    return _checked(
-        World(
-            rank,
-            size,
-            local,
-            here,
-            (host, port),
-            rank == 0 and not agent,
-            f"commlib/{run}/{restart}",
-        )
-    )
+        local_rank = launcher.local_rank if local_rank is None else local_rank
+        local_size = launcher.local_size if local_size is None else local_size
+    prefix, hosts_store = f"commlib/{run}/{restart}", rank == 0 and not agent
+    return World(rank, size, local_rank, local_size, (host, port), hosts_store, prefix).checked()
 
 
 def _paddle() -> World:
@@ -141,21 +111,23 @@ def _paddle() -> World:
     if not host or not port.isdigit():
         raise BootstrapError(
             f"PADDLE_MASTER={os.environ.get('PADDLE_MASTER')!r} and PADDLE_TRAINER_ENDPOINTS="
-            f"{','.join(paddle_endpoints())!r} name no host:port; type "
+            f"{','.join(paddle_endpoints())!r} contain no host:port; run "
             f"`export PADDLE_MASTER=127.0.0.1:6170`"
         )
-    local = _number("PADDLE_LOCAL_RANK") if "PADDLE_LOCAL_RANK" in os.environ else rank
+    local_rank = _number("PADDLE_LOCAL_RANK") if "PADDLE_LOCAL_RANK" in os.environ else rank
     if "FLAGS_selected_gpus" in os.environ:
         first = os.environ["FLAGS_selected_gpus"].split(",")[0]
         if not first.isdigit():
-            raise BootstrapError(f"FLAGS_selected_gpus={first!r}: expected numbers of GPUs")
-        local = int(first)
-    here = max(local + 1, _paddle_neighbours(rank))
-    return _checked(World(rank, size, local, here, (host, int(port)), rank == 0, "commlib/paddle"))
+            raise BootstrapError(f"FLAGS_selected_gpus={first!r}: expected indices of GPUs")
+        local_rank = int(first)
+    local_size = max(local_rank + 1, _paddle_local_size(rank))
+    address = host, int(port)
+    world = World(rank, size, local_rank, local_size, address, rank == 0, "commlib/paddle")
+    return world.checked()
 
 
-def _paddle_neighbours(rank: int) -> int:
-    """Return how many ranks run on this host, as far as the environment shows it."""
+def _paddle_local_size(rank: int) -> int:
+    """Return the number of ranks on this rank's host; 1 if the environment does not give it."""
     if "PADDLE_LOCAL_SIZE" in os.environ:
         return _number("PADDLE_LOCAL_SIZE")
     hosts = [endpoint.rpartition(":")[0] for endpoint in paddle_endpoints()]
@@ -165,7 +137,7 @@ def _paddle_neighbours(rank: int) -> int:
 def paddle_endpoints() -> list[str]:
     """Return the host:port of every rank in PADDLE_TRAINER_ENDPOINTS; [] when it is not set."""
     text = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "")
-    return [one.strip() for one in text.split(",") if one.strip()]
+    return [endpoint.strip() for endpoint in text.split(",") if endpoint.strip()]
 
 
 def _text(name: str) -> str:
@@ -190,146 +162,22 @@ def _number(name: str) -> int:
     return int(text)
 
 
-def _checked(world: World) -> World:
-    if not 0 <= world.rank < world.size:
-        raise BootstrapError(
-            f"rank {world.rank} with world size {world.size}: expected 0 <= rank < size; "
-            f"correct RANK and WORLD_SIZE (or PADDLE_TRAINER_ID and PADDLE_TRAINERS_NUM)"
-        )
-    return world
-
-
-# The connections of the process by address. They outlive shutdown(), so that a rank that is slower
-# to close its rings, or faster to call init() again, always finds the same server.
-_open: dict[tuple[str, int], BoundedStore] = {}
-_served: dict[tuple[str, int], dist.Store] = {}
-_rooms: dict[tuple[str, int], tuple[World, BoundedStore]] = {}  # this run's part of them
-_LAST_S = 1.0  # for operations in flight on connections that are closed at the exit
-_LOOK_S = 0.05  # how often a wait for the lock looks whether its deadline was cancelled
-_lock = threading.Lock()  # held from the look into the tables until the entry is there
-
-
 def connect(world: World, deadline: Deadline) -> BoundedStore:
-    """Open the store of ``world``: its rank 0 serves it unless a launcher does.
-
-    An initialised ``torch.distributed`` lends its store. Blocks at most until ``deadline``.
-
-    Raises:
-        BootstrapError: the port is taken, the host is unknown, no server answers, or the store
-            belongs to a run with another token.
-    """
-    token = run_token()
-    if world.address not in _open and dist.is_initialized():
-        root = BoundedStore.of(dist.distributed_c10d._get_default_store())
-        return _checked_run(root, world, token, deadline)
-    if world.address is None:
-        raise BootstrapError("a ring of several ranks needs a rendezvous; start with torchrun")
-    with _locked(world, deadline):
-        if world.address not in _open:
-            _open[world.address] = _tcp_store(world, *world.address, deadline)
-        root = _open[world.address]
-    room = _checked_run(root, world, token, deadline)
-    _rooms[world.address] = world, room
-    return room
-
-
-@contextmanager
-def _locked(world: World, deadline: Deadline) -> Iterator[None]:
-    """Hold the lock of the tables; another thread may have it until its own deadline."""
-    lock = _lock
-    while not lock.acquire(timeout=min(deadline.left(), _LOOK_S)):
-        if deadline.passed():
-            raise BootstrapError(
-                f"rank {world.rank} of {world.size}: another thread of this process was still "
-                f"opening a store after {deadline.seconds:g} s"
-            )
-    try:
-        yield
-    finally:
-        lock.release()
+    """Open the store of ``world`` and return this run's keys in it (see ``program_store``)."""
+    return program_store.connect(world, run_token(), _on_one_host(world), deadline)
 
 
 def run_token() -> str:
-    """Return the identity of this run: FLAGS_comm_run_token, else torchrun's run id."""
-    given: str = flags.get(flags.RUN_TOKEN)
-    return given or os.environ.get("TORCHELASTIC_RUN_ID", "")
-
-
-def _checked_run(root: BoundedStore, world: World, token: str, deadline: Deadline) -> BoundedStore:
-    """Return this run's part of the store; the first rank names the run, the others compare."""
-    root.connection.revive()
-    first = root.compare_set("commlib/run", "", f"run {token}", deadline).removeprefix("run ")
-    if first != token:
-        raise BootstrapError(
-            f"rank {world.rank} of {world.size}: the store at {root.connection.where} belongs to "
-            f"run {first!r}, this rank to run {token!r}: another program uses the same address. "
-            f"Change MASTER_PORT, or set {flags.RUN_TOKEN} to the same text on every rank"
-        )
-    return root.under(f"{world.prefix}/{token}")
-
-
-def _tcp_store(world: World, host: str, port: int, deadline: Deadline) -> BoundedStore:
-    who = f"rank {world.rank} of {world.size}"
-    if _on_one_host(world):
-        host = LOOPBACK
-    if world.hosts_store and (host, port) not in _served:
-        what = f"serving the store at {host}:{port}"
-        try:
-            server = bounded(lambda: serve(host, port, who, deadline), deadline, what)
-        except CommTimeout as error:
-            raise BootstrapError(f"{who}: {error}; is MASTER_ADDR={host!r} known here?") from error
-        _served[host, port] = server
-    return BoundedStore(Connection(TcpOpening(host, port, who), f"{host}:{port}"))
+    """Return the text that identifies this run: FLAGS_comm_run_token, else torchrun's run id."""
+    token: str = flags.get(flags.RUN_TOKEN)
+    return token or os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def _on_one_host(world: World) -> bool:
-    """Return True if the launcher says that all ranks are here and that none of its own serves."""
+    """Return True if all ranks run on this host and the launcher does not serve the store."""
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return False
     if "PADDLE_TRAINER_ID" in env and "RANK" not in env:
-        return len({one.rpartition(":")[0] for one in paddle_endpoints()}) == 1
+        return len({endpoint.rpartition(":")[0] for endpoint in paddle_endpoints()}) == 1
     return env.get("LOCAL_WORLD_SIZE") == str(world.size)
-
-
-def leave(deadline: Deadline, *, wait: bool) -> None:
-    """Report the exit of this rank to the others.
-
-    Args:
-        deadline: The longest wait.
-        wait: Whether a rank that serves the store stays until all others have left.
-    """
-    for world, room in _rooms.values():
-        if not world.hosts_store and not room.connection.answers():
-            continue  # the server left first
-        try:
-            room.set(f"left/{world.rank}", "1", deadline)
-            if room.add("left", 1, deadline) == world.size:
-                room.set("all left", "1", deadline)
-            elif wait and world.hosts_store:
-                _wait_for_others(world, room, deadline)
-        except BootstrapError:
-            where = room.connection.where
-            log.once("the process that serves the store at %s ended first", where)
-    close_connections(_LAST_S)
-    for table in (_open, _rooms, _served):
-        table.clear()
-
-
-def _wait_for_others(world: World, room: BoundedStore, deadline: Deadline) -> None:
-    left = partial(room.check, ["all left"], deadline)
-    if Deadline(min(_QUIET_S, deadline.seconds)).poll(left, longest_sleep=0.05):
-        return
-    late = [rank for rank in range(world.size) if not room.check([f"left/{rank}"], deadline)]
-    log.warning("waiting for ranks %s to leave, at most %g s", late, deadline.seconds)
-    deadline.poll(left, longest_sleep=0.05)
-
-
-def forget() -> None:
-    """Give up every store in a forked child, without using or closing a socket."""
-    global _lock
-    keep_forever(dict(_served), dict(_open), dict(_rooms))
-    _lock = threading.Lock()  # another thread of the parent may have held the old one
-    forget_connections()
-    for table in (_open, _rooms, _served):
-        table.clear()

@@ -1,4 +1,4 @@
-"""A gloo group of a ring's hosts: integers from every rank to every rank, and its end."""
+"""The host exchange: all-gather of integers over a gloo group, and the group's set-up and end."""
 
 import hashlib
 import socket
@@ -17,10 +17,10 @@ from commlib.rendezvous.shared_memory import MOST, Rounds
 from commlib.rendezvous.store import BoundedStore, EngineStore
 from commlib.waits import PointToPoint
 
-_CUT = 2  # the tag of a receive without a sender
-_AT_ONCE = timedelta(milliseconds=1)
+_CUT_TAG = 2  # nobody sends with this tag
+_SHORTEST = timedelta(milliseconds=1)
 _LOOPBACK = "127.0.0.1"
-_TAG = 1  # the group of a CPU ring carries the ring's own sends too, with tag 0
+_TAG = 1  # the group of a CPU ring also carries the ring's sends, with tag 0
 
 
 def connect(
@@ -29,43 +29,43 @@ def connect(
     """Return a gloo group outside torch's registry; blocks until all members have connected.
 
     Args:
-        store: where the members find each other's addresses.
-        rank: this member's position.
-        size: how many members there are.
-        wait: the time limit of the group's calls.
-        one_network: all members share one loopback interface, so that gloo listens there alone.
+        store: The store for the members' addresses.
+        rank: This member's position in the ring.
+        size: The number of members.
+        wait: The timeout of the group's calls.
+        one_network: True if all members share one loopback interface, the only one gloo then uses.
     """
-    found = store.for_connecting()
+    c10d_store = store.for_connecting()
     if one_network:
         gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack the class of its options
         options = gloo._Options()
         options._timeout = wait
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
-        return dist.ProcessGroupGloo(found, rank, size, options)
-    return dist.ProcessGroupGloo(found, rank, size, wait)
+        return dist.ProcessGroupGloo(c10d_store, rank, size, options)
+    return dist.ProcessGroupGloo(c10d_store, rank, size, wait)
 
 
 def delete_address(store: BoundedStore, rank: int) -> None:
-    """Delete this rank's address, some time later; every member has connected."""
+    """Queue the deletion of this rank's address, after every member has connected."""
     store.delete([f"0/{rank}"])  # gloo's key: the first device, then the member
 
 
 def cut(group: Any) -> None:
-    """End every call of a gloo group that is under way, on this rank and soon on its peers.
+    """End all calls of a gloo group that are in progress, on this rank and soon on its peers.
 
-    ``abort()`` of torch leaves such calls, and threads that wait for them, to their deadline. But
-    a wait that times out makes gloo close the connections, and all calls on them fail at once.
+    With ``abort()`` of torch such calls, and threads that wait for them, last until their deadline.
+    A wait that times out makes gloo close the connections, so that all calls on them fail at once.
     """
     for peer in range(group.size()):
         if peer != group.rank():
             with suppress(RuntimeError):
-                group.recv([torch.zeros(1, device="cpu")], peer, _CUT).wait(_AT_ONCE)
+                group.recv([torch.zeros(1, device="cpu")], peer, _CUT_TAG).wait(_SHORTEST)
 
 
 def release(group: list[Any]) -> None:
-    """Give up the process group in the one-element list ``group``, its only reference.
+    """Free the process group in the one-element list ``group``, its only reference.
 
-    Blocks until the calls that are under way have ended, up to their own timeout.
+    Blocks until the calls in progress have ended, up to their own timeout.
     """
     group[0].abort()
     group.clear()
@@ -75,29 +75,29 @@ def whole_numbers(values: Sequence[int]) -> list[int]:
     """Return ``values`` as a list of ints.
 
     Raises:
-        ArgumentError: It is not a sequence, or holds what is not a whole number of 64 bits.
+        ArgumentError: ``values`` is not a sequence of integers of 64 bits.
     """
     if isinstance(values, (str, bytes, bytearray, dict)) or not hasattr(values, "__getitem__"):
         raise ArgumentError(
-            f"values is {type(values).__name__}; expected a list of whole numbers; "
+            f"values is {type(values).__name__}; expected a list of integers; "
             f"call exchange_bytes() for bytes"
         )
     try:
         numbers = list(map(index, values))
     except (TypeError, KeyError) as error:
-        raise ArgumentError(f"values={values!r:.80}: {error}; expected whole numbers") from None
+        raise ArgumentError(f"values={values!r:.80}: {error}; expected integers") from None
     if numbers and (min(numbers) < -(2**63) or max(numbers) >= 2**63):
         wrong = next(number for number in numbers if not -(2**63) <= number < 2**63)
         raise ArgumentError(
-            f"values contains {wrong}; expected numbers of 64 bits, -2**63 to 2**63 - 1"
+            f"values contains {wrong}; expected integers of 64 bits, -2**63 to 2**63 - 1"
         )
     return numbers
 
 
 def all_gather(rounds: Rounds, values: Sequence[int]) -> list[list[int]]:
-    """Return every rank's whole numbers, in rank order; lengths may differ.
+    """Return every rank's integers, in rank order; lengths may differ.
 
-    One round for up to 509 numbers, and one more for each further 510.
+    One call of ``rounds`` carries up to 509 integers, and each further call 510 more.
     """
     first = rounds([len(values), *values[: MOST - 1]])
     lengths = [row[0] for row in first]
@@ -109,19 +109,19 @@ def all_gather(rounds: Rounds, values: Sequence[int]) -> list[list[int]]:
 
 
 def gloo_round(group: Any, rank: int, size: int, values: list[int]) -> list[list[int]]:
-    """Everybody sends to everybody: one hop, where gloo's all-gather takes ``size`` of them."""
+    """Exchange integers with all peers in one hop; gloo's all-gather takes ``size`` hops."""
     every = torch.zeros((size, 1 + MOST), dtype=torch.int64, device="cpu")
     every[rank, : 1 + len(values)] = torch.tensor([len(values), *values], device="cpu")
     rows = every.unbind()
     peers = [peer for peer in range(size) if peer != rank]
-    under_way = [group.recv([rows[peer]], peer, _TAG) for peer in peers]
-    under_way += [group.send([rows[rank]], peer, _TAG) for peer in peers]
-    PointToPoint(under_way).wait()
+    works = [group.recv([rows[peer]], peer, _TAG) for peer in peers]
+    works += [group.send([rows[rank]], peer, _TAG) for peer in peers]
+    PointToPoint(works).wait()
     return [row[1 : 1 + row[0]] for row in every.tolist()]
 
 
 def host_number() -> int:
-    """A number that two processes share if they run on one host."""
+    """Return a number that two processes share if they run on one host."""
     return _number(_host())
 
 

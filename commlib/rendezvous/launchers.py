@@ -1,4 +1,4 @@
-"""The ranks that launchers other than torchrun give to their processes."""
+"""Ranks from the environment variables of launchers other than torchrun."""
 
 import re
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from commlib.errors import BootstrapError
 
 
 class Launched(NamedTuple):
-    """The place of this process among those that one launcher started."""
+    """The rank of this process among those that one launcher started."""
 
     names: tuple[str, str]  # the variables of rank and size
     rank: int
@@ -17,9 +17,9 @@ class Launched(NamedTuple):
     local_size: int | None
 
 
-# The variables of rank, size, local rank and local size. mpirun precedes srun: inside a Slurm
-# job it may start its own daemons with srun, whose variables then reach the ranks as well. The
-# task count of a job step precedes that of the job.
+# The variables of rank, size, local rank and local size. mpirun precedes srun: inside a Slurm job
+# it may start its daemons with srun, whose variables then reach the ranks as well. The task count
+# of a job step precedes that of the job.
 _VARIABLES = (
     (
         *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -42,23 +42,23 @@ def launched(environment: Mapping[str, str]) -> Launched | None:
         environment: The environment variables of this process.
 
     Returns:
-        Rank and size as Open MPI, MVAPICH, MPICH (Hydra) or Slurm give them. The local rank and
-        size are taken from any of them that agrees on rank and size. None without a launcher.
+        Rank and size from Open MPI, MVAPICH, MPICH (Hydra) or Slurm. The local rank and size are
+        those of any launcher that agrees on rank and size. None without a launcher.
 
     Raises:
         BootstrapError: A variable is not a whole number, or PMIx gives a rank without a size.
     """
     rows = [_row(environment, *names) for names in _VARIABLES]
-    found = [row for row in rows if row is not None]
-    if not found:
+    launchers = [row for row in rows if row is not None]
+    if not launchers:
         if environment.get("PMIX_RANK", "0") != "0":
             raise BootstrapError(
                 f"PMIX_RANK={environment['PMIX_RANK']!r} shows a launcher that does not give the "
                 f"number of ranks; export RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
             )
         return None
-    first = found[0]
-    agreeing = [row for row in found if (row.rank, row.size) == (first.rank, first.size)]
+    first = launchers[0]
+    agreeing = [row for row in launchers if (row.rank, row.size) == (first.rank, first.size)]
     ranks = [row.local_rank for row in agreeing if row.local_rank is not None]
     sizes = [row.local_size for row in agreeing if row.local_size is not None]
     return first._replace(local_rank=next(iter(ranks), None), local_size=next(iter(sizes), None))
@@ -72,9 +72,9 @@ def _row(
     for name in (rank, size):
         if not environment[name].isdigit():
             raise BootstrapError(f"{name}={environment[name]!r}: expected a whole number >= 0")
-    numbers = int(environment[rank]), int(environment[size])
-    places = _number(environment.get(local_rank)), _number(environment.get(local_size))
-    return Launched((rank, size), *numbers, *places)
+    ranks = int(environment[rank]), int(environment[size])
+    local_ranks = _number(environment.get(local_rank)), _number(environment.get(local_size))
+    return Launched((rank, size), *ranks, *local_ranks)
 
 
 def _number(text: str | None) -> int | None:

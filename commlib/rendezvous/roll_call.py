@@ -1,14 +1,11 @@
-"""The arrival roll-call: members meet in the store before anything that could block is started.
+"""The roll-call: all members of a ring register in the store before any blocking call is started.
 
-Every member signs in under a key that names ring, members and generation, and then waits on the
-server for the verdict. The last one to sign in writes it. The first one to sign in looks for the
-others while it waits (`_Waiting`), and refuses the ring at its deadline or when members wait for
-each other in a circle. ``compare_set`` lets exactly one verdict win, so that all members leave with
-the same answer. A verdict ends its generation: the next call on any member, also on one that came
-too late, begins the next generation, so that a retry always meets.
-
-After the engine's own set-up the members meet once more: a ring exists on all of them or on none,
-and no member closes it while another is still connecting. The last member deletes the keys.
+Every member registers under a key that names ring, members and generation, and then waits on the
+server for the verdict. The last member to register writes it. The first one searches for cycles
+of waiting rings meanwhile. It rejects the ring if it finds one, and at its deadline.
+``compare_set`` lets exactly one verdict win, so that all members get the same answer. A verdict
+ends its generation. The next call on any member, also on a late one, begins the next generation,
+so that a retry succeeds.
 """
 
 import base64
@@ -18,8 +15,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +23,16 @@ from torch.distributed import Store
 
 from commlib.deadlines import Deadline
 from commlib.errors import BootstrapError
-from commlib.rendezvous.host_exchange import delete_address, network_number
-from commlib.rendezvous.store import BoundedStore, EngineStore
-from commlib.rendezvous.verdicts import FAILED, GO, LATE, ORDER, refusal
-from commlib.rendezvous.wait_table import Place, State, Table, long, short
+from commlib.rendezvous.host_exchange import network_number
+from commlib.rendezvous.meeting import KEYS, Meeting, naming
+from commlib.rendezvous.store import BoundedStore
+from commlib.rendezvous.verdicts import FAILED, GO, LATE, ORDER, verdict_error
+from commlib.rendezvous.wait_table import Generation, State, Table, long, short
 
-_KEYS = ("arrived", "verdict", "ready", "built")  # of one generation
+__all__ = ["Meeting", "RollCall", "ring_key"]
+
 _HISTORY = 8
-_LAST_S = 1.0  # for what was posted to the connection of a roll call that ends
+_CLOSE_S = 1.0  # for queued operations when the connection is closed
 
 
 def ring_key(ring_id: int, ranks: tuple[int, ...]) -> str:
@@ -52,11 +50,11 @@ class _Call:
     deadline: Deadline
     engine: str
     payload: Callable[[], bytes]
-    where: str
+    prefix: str
 
 
 class RollCall:
-    """This rank's part in meeting other ranks over ``store``."""
+    """The roll-calls of one rank over ``store``."""
 
     def __init__(
         self,
@@ -65,28 +63,28 @@ class RollCall:
         slot: int = 0,
         home: "BoundedStore | None" = None,
     ) -> None:
-        """Begin with no meeting.
+        """Create the roll-call of a rank that waits for no ring.
 
         Args:
-            store: Where the members meet; this roll-call waits on its connection.
+            store: The store shared by the members; this roll-call waits on its connection.
             me: This rank.
-            slot: Tells the meetings apart that a rank is in at the same time.
-            home: The same keys for the time after a meeting; default: ``store``.
+            slot: Numbers the roll-calls that a rank uses at the same time.
+            home: The same keys for operations after a meeting; default: ``store``.
         """
         self.store, self.me, self.slot = BoundedStore.of(store), me, slot
         self._home = self.store if home is None else home
         self._history: deque[tuple[int, Any]] = deque(maxlen=_HISTORY)
         self._table = Table(self.store, me, slot)
-        self._inside: dict[str, int] = {}  # places that an interrupted call has signed in to
+        self._registered: dict[str, int] = {}  # generations of interrupted calls
 
     @property
     def unfinished(self) -> bool:
-        """Whether an interrupted call has signed in to a place, where the next one goes on."""
-        return bool(self._inside)
+        """True if an interrupted call has registered; the next call continues there."""
+        return bool(self._registered)
 
     def end(self) -> None:
-        """Close the connection after what was posted to it; waits a second at most."""
-        self.store.connection.close(_LAST_S)
+        """Close the connection after its queued operations; waits a second at most."""
+        self.store.connection.close(_CLOSE_S)
 
     def meet(
         self,
@@ -96,115 +94,124 @@ class RollCall:
         engine: str,
         payload: Callable[[], bytes],
     ) -> "Meeting":
-        """Wait until every member of the ring has signed in; ``payload`` runs on the last one.
+        """Wait until every member of the ring has registered; ``payload`` runs on the last one.
 
         Raises:
-            CommTimeout: names the missing ranks.
-            RingOrderError: shows the orders in which the members created their rings.
-            RingError: shows the lists of members where they differ.
-            EngineError: the engines differ, or ``payload`` failed.
-            BootstrapError: the store does not answer by ``deadline``.
+            CommTimeout: Members are missing at the deadline; the error names them.
+            RingOrderError: The members create their rings in different orders.
+            RingError: The members pass different lists of ranks.
+            EngineError: The engines differ, or ``payload`` failed.
+            BootstrapError: The store does not answer by ``deadline``.
         """
-        where = f"creating ring {ring_id} of ranks {list(ranks)} on rank {self.me}"
+        prefix = f"creating ring {ring_id} of ranks {list(ranks)} on rank {self.me}"
         self._history.append((ring_id, short(ranks)))
         try:
-            with naming(where):
+            with naming(prefix):
                 self.store.connection.revive()
-                call = _Call(ring_id, ranks, deadline, engine, payload, where)
-                return self._attend(call)
+                call = _Call(ring_id, ranks, deadline, engine, payload, prefix)
+                return self._await_members(call)
         except BaseException:
             self._history.pop()
             self._table.withdraw()
             raise
 
-    def _attend(self, call: _Call) -> "Meeting":
-        """Sign in to the ring's first generation without a verdict and wait for one."""
+    def _await_members(self, call: _Call) -> "Meeting":
+        """Register in the ring's first generation without a verdict and wait for one."""
+        ring = ring_key(call.ring_id, call.ranks)
         while True:
-            ring = ring_key(call.ring_id, call.ranks)
-            generation = self.store.add(f"{ring}/generation", 0, call.deadline)
-            place = Place(self.store, ring, generation)
-            self._table.publish(self._state(place, call), call.deadline)
-            number, arrived = self._sign_in(place, call)
-            # Ended may also mean that this rank was the last one that the others waited for.
-            if not place.ended(call.deadline) or place.room.check(["verdict"], call.deadline):
-                verdict = self._verdict(place, call, number, arrived)
+            number = self.store.add(f"{ring}/generation", 0, call.deadline)
+            generation = Generation(self.store, ring, number)
+            self._table.publish(self._state(generation, call), call.deadline)
+            order, arrived = self._register(generation, call)
+            # A generation also ends when this rank completes it: then there is a verdict.
+            active = not generation.ended(call.deadline)
+            if active or generation.keys.check(["verdict"], call.deadline):
+                verdict = self._verdict(generation, call, order, arrived)
                 if not self._too_late(verdict):
                     break
-                place.end(call.deadline)
-            place.leave("arrived", _KEYS)
-            self._inside.pop(place.key, None)
-        self._inside.pop(place.key, None)
+                generation.end(call.deadline)
+            generation.leave("arrived", KEYS)
+            self._registered.pop(generation.key, None)
+        self._registered.pop(generation.key, None)
         if not verdict.startswith(GO):
-            self._see_off(place, verdict, call.deadline)
-            raise refusal(verdict, call.where)
-        home = self._home.under(place.key)
-        return Meeting(self._table, call, place, home, json.loads(verdict[len(GO) :]))
+            self._end_generations(generation, verdict, call.deadline)
+            raise verdict_error(verdict, call.prefix)
+        agreed = json.loads(verdict[len(GO) :])
+        return Meeting(
+            self._table,
+            generation,
+            self._home.under(generation.key),
+            ranks=call.ranks,
+            prefix=call.prefix,
+            payload=base64.b64decode(agreed["payload"]),
+            one_network=agreed["one_network"],
+        )
 
-    def _state(self, place: Place, call: _Call) -> State:
+    def _state(self, generation: Generation, call: _Call) -> State:
         return State(
-            place.key,
-            "here",
+            generation.key,
+            "arrived",
             call.engine,
             f"process {os.getpid()} on {socket.gethostname()}",
             network_number(),
             list(self._history),
         )
 
-    def _sign_in(self, place: Place, call: _Call) -> tuple[int, int]:
-        """Return this rank's place in the order of arrival, and how many have arrived."""
-        number = self._inside.get(place.key, 0)
-        arrived = place.room.add("arrived", int(number == 0), call.deadline)
-        self._inside[place.key] = number or arrived
+    def _register(self, generation: Generation, call: _Call) -> tuple[int, int]:
+        """Return this rank's number in the order of arrival, and how many ranks have arrived."""
+        order = self._registered.get(generation.key, 0)
+        arrived = generation.keys.add("arrived", int(order == 0), call.deadline)
+        self._registered[generation.key] = order or arrived
         if arrived > len(call.ranks):
             raise BootstrapError(
-                f"{arrived} processes have signed in to a ring of {len(call.ranks)}: two programs "
+                f"{arrived} processes have registered in a ring of {len(call.ranks)}: two programs "
                 f"use one store, or two processes have one rank; change MASTER_PORT of one "
                 f"program, or give each its own FLAGS_comm_run_token"
             )
-        return number or arrived, arrived
+        return order or arrived, arrived
 
     def _too_late(self, verdict: str) -> bool:
-        """Return True if the others gave up while this rank was signing in."""
+        """Return True if the others timed out while this rank was registering."""
         return verdict.startswith(LATE) and self.me in json.loads(verdict[len(LATE) :])["missing"]
 
-    def _verdict(self, place: Place, call: _Call, number: int, arrived: int) -> str:
-        """Return the verdict of this generation; write it where that is this rank's part."""
+    def _verdict(self, generation: Generation, call: _Call, order: int, arrived: int) -> str:
+        """Return the verdict of this generation; the last member and a late one write it."""
         if arrived == len(call.ranks):
-            return place.decide("verdict", self._go(place, call), call.deadline)
-        if number == 1:
-            verdict = self._look_out(place, call)
+            return generation.decide("verdict", self._complete(generation, call), call.deadline)
+        if order == 1:
+            verdict = self._wait_and_search(generation, call)
             if verdict:
                 return verdict
-        elif place.room.wait(["verdict"], call.deadline):
-            return place.room.get("verdict", call.deadline).decode()
-        late = LATE + json.dumps(self._late(place, call))
-        return place.decide("verdict", late, call.deadline)
+        elif generation.keys.wait(["verdict"], call.deadline):
+            return generation.keys.get("verdict", call.deadline).decode()
+        late = LATE + json.dumps(self._late(generation, call))
+        return generation.decide("verdict", late, call.deadline)
 
-    def _look_out(self, place: Place, call: _Call) -> str:
-        """Wait for the verdict, and look for circles meanwhile; return "" at the deadline."""
-        pause, look_every = 0.001, 0.5
-        next_look = time.monotonic() + look_every
-        while not place.room.check(["verdict"], call.deadline):
+    def _wait_and_search(self, generation: Generation, call: _Call) -> str:
+        """Wait for the verdict and search for cycles meanwhile; return "" at the deadline."""
+        pause, search_every = 0.001, 0.5
+        next_search = time.monotonic() + search_every
+        while not generation.keys.check(["verdict"], call.deadline):
             if call.deadline.passed():
                 return ""
-            if time.monotonic() >= next_look:
-                circle = self._table.circle(place.key, call.deadline)
-                if circle is not None:
-                    return place.decide("verdict", ORDER + json.dumps(circle), call.deadline)
-                look_every = min(1.5 * look_every, self._table.look_s)
-                next_look = time.monotonic() + look_every
+            if time.monotonic() >= next_search:
+                cycle = self._table.find_cycle(generation.key, call.deadline)
+                if cycle is not None:
+                    return generation.decide("verdict", ORDER + json.dumps(cycle), call.deadline)
+                search_every = min(1.5 * search_every, self._table.search_s)
+                next_search = time.monotonic() + search_every
             time.sleep(min(pause, call.deadline.left()))
             pause = min(pause * 1.5, self._table.pause_s)
-        return place.room.get("verdict", call.deadline).decode()
+        return generation.keys.get("verdict", call.deadline).decode()
 
-    def _go(self, place: Place, call: _Call) -> str:
-        """Return the verdict when all members are here."""
-        states = self._table.at(place.key, call.ranks, call.deadline)
+    def _complete(self, generation: Generation, call: _Call) -> str:
+        """Return the verdict of a generation in which all members have registered."""
+        states = self._table.states_at(generation.key, call.ranks, call.deadline)
         absent = [rank for rank in call.ranks if rank not in states]
         if absent:
             return (
-                f"{FAILED}as many processes as members have signed in, but ranks {absent} have "
-                f"not: a rank was started again while it waited, or a process of another program "
+                f"{FAILED}as many processes as members have registered, but ranks {absent} have "
+                f"not: a rank was restarted while it waited, or a process of another program "
                 f"uses the same store"
             )
         engines: dict[str, list[int]] = {}
@@ -219,116 +226,34 @@ class RollCall:
             )
         try:
             payload = base64.b64encode(call.payload()).decode()
-        except Exception as error:  # the others must not wait in vain
+        except Exception as error:  # the others must not wait for it
             return f"{FAILED}rank {self.me}: {type(error).__name__}: {error}"
         one_network = len({states[rank].network for rank in call.ranks}) == 1
         return GO + json.dumps({"payload": payload, "one_network": one_network})
 
-    def _late(self, place: Place, call: _Call) -> dict[str, Any]:
-        """Return who is missing, and which other members those ranks have given this ring."""
-        known = self._table.known(call.ranks, call.deadline)
-        here = {rank for rank, states in known.items() if any(s.key == place.key for s in states)}
-        missing = [rank for rank in call.ranks if rank not in here]
-        histories = {
-            rank: [pair for state in known.get(rank, ()) for pair in state.history]
-            for rank in missing
+    def _late(self, generation: Generation, call: _Call) -> dict[str, Any]:
+        """Return the missing ranks, and any other members that they passed for this ring."""
+        states = self._table.states(call.ranks, call.deadline)
+        arrived = {
+            rank for rank, own in states.items() if any(each.key == generation.key for each in own)
         }
-        given = {
-            rank: dict(history)[call.ring_id]
-            for rank, history in histories.items()
-            if call.ring_id in dict(history)
-        }
-        members = list(call.ranks)
-        others = {rank: long(text) for rank, text in given.items() if long(text) != members}
+        missing = [rank for rank in call.ranks if rank not in arrived]
+        members, others = list(call.ranks), {}
+        for rank in missing:
+            history = dict(pair for state in states.get(rank, ()) for pair in state.history)
+            if call.ring_id in history and long(history[call.ring_id]) != members:
+                others[rank] = long(history[call.ring_id])
         late = {"by": self.me, "missing": missing, "seconds": call.deadline.seconds}
         return {**late, "ring": call.ring_id, "members": members, "others": others}
 
-    def _see_off(self, place: Place, verdict: str, deadline: Deadline) -> None:
-        """End the generation, and those of a broken circle, before this rank continues.
+    def _end_generations(self, generation: Generation, verdict: str, deadline: Deadline) -> None:
+        """End this generation and all generations of a broken cycle before this rank continues.
 
-        A rank that has read the verdict could otherwise sign in to another ring of the circle that
-        has none yet, and be taken for the member that this ring waits for.
+        A rank that has read the verdict could otherwise register in another ring of the cycle that
+        has no verdict yet, and count as the member that this ring waits for.
         """
         if verdict.startswith(ORDER):
             for key in self._table.unended(json.loads(verdict[len(ORDER) :])["keys"], deadline):
-                Place.at(self.store, key).decide("verdict", verdict, deadline)
-        place.end(deadline)
-        place.leave("arrived", _KEYS)
-
-
-class Meeting:
-    """Members that have found each other and are setting their engine up."""
-
-    def __init__(
-        self,
-        table: Table,
-        call: _Call,
-        place: Place,
-        home: BoundedStore,
-        agreed: dict[str, Any],
-    ) -> None:
-        self.me, self.ranks, self.where = table.me, call.ranks, call.where
-        self.payload = base64.b64decode(agreed["payload"])
-        self.one_network: bool = agreed["one_network"]
-        self.store = home.under("engine")
-        self._table, self._place = table, place
-        self._engine_stores: list[EngineStore] = []
-
-    def engine_store(self, deadline: Deadline) -> EngineStore:
-        """Return the store for the engine's set-up; its operations end by ``deadline``."""
-        store = EngineStore(self.store, deadline, lambda: self.connecting(deadline))
-        self._engine_stores.append(store)
-        return store
-
-    def connecting(self, deadline: Deadline) -> None:
-        """Note that this rank has begun to connect, and waits for the others from here on."""
-        self._table.step("connecting", deadline)
-
-    def finish(self, error: Exception | None, deadline: Deadline) -> None:
-        """Say how this rank's set-up went and wait for the others until ``deadline``.
-
-        Raises:
-            EngineError: the set-up failed on a member.
-            CommTimeout: names the ranks that did not finish.
-        """
-        with naming(self.where):
-            verdict = self._built(error, deadline)
-            if not verdict.startswith(GO):
-                self._place.end(deadline)  # the rank whose part this is may have died
-        delete_address(self.store, self.ranks.index(self.me))
-        self._place.leave(len(self.ranks), _KEYS)
-        if not verdict.startswith(GO):
-            raise refusal(verdict, self.where) from error
-        for store in self._engine_stores:
-            store.end()
-
-    def _built(self, error: Exception | None, deadline: Deadline) -> str:
-        place = self._place
-        if error is None:
-            self._table.step("ready", deadline)
-            if place.room.add("ready", 1, deadline) == len(self.ranks):
-                return place.room.compare_set("built", "", GO, deadline)
-        elif not deadline.passed():
-            failed = f"{FAILED}rank {self.me}: {type(error).__name__}: {error}"
-            return place.room.compare_set("built", "", failed, deadline)
-        if place.room.wait(["built"], deadline):
-            return place.room.get("built", deadline).decode()
-        late = LATE + json.dumps(self._late(deadline))
-        return place.room.compare_set("built", "", late, deadline)
-
-    def _late(self, deadline: Deadline) -> dict[str, Any]:
-        """Return who has not begun to connect; if all have, who has not finished."""
-        states = self._table.at(self._place.key, self.ranks, deadline)
-        steps = {rank: state.step for rank, state in states.items()}
-        idle = [rank for rank in self.ranks if steps.get(rank, "here") == "here"]
-        busy = [rank for rank in self.ranks if steps.get(rank) == "connecting"]
-        return {"by": self.me, "missing": idle or busy, "seconds": deadline.seconds}
-
-
-@contextmanager
-def naming(where: str) -> Iterator[None]:
-    """Put ``where`` before the text of an error of the store."""
-    try:
-        yield
-    except BootstrapError as error:
-        raise BootstrapError(f"{where}: {error}") from error
+                Generation.parse(self.store, key).decide("verdict", verdict, deadline)
+        generation.end(deadline)
+        generation.leave("arrived", KEYS)

@@ -1,4 +1,4 @@
-"""The shared-memory all-gather: integers between the ranks of one host."""
+"""All-gather of integers between the ranks of one host through shared memory."""
 
 import atexit
 import fcntl
@@ -15,19 +15,20 @@ from commlib.errors import CommTimeout, EngineError
 
 Rounds = Callable[[list[int]], list[list[int]]]
 
-MOST = 510  # numbers of one round
-_SLOT = 8 * (MOST + 2)  # a checksum, round and length in one word each, then the numbers
-_HEAD = struct.Struct("<Iiq")  # checksum, length, round
-_SPIN_S, _LONGEST_SLEEP_S, _LOOK_S = 30e-6, 1e-3, 0.05
+MOST = 510  # integers per rank and all-gather
+_SLOT = 8 * (MOST + 2)  # the header (checksum, length, number of the all-gather), then the integers
+_HEADER = struct.Struct("<Iiq")  # checksum, length, number of the all-gather
+_SPIN_S, _LONGEST_SLEEP_S, _CHECK_S = 30e-6, 1e-3, 0.05
 _FOLDER = Path("/dev/shm")
 
 
 class Mailbox:
-    """``box(values)`` gives every rank's numbers; every rank calls it as often as the others.
+    """The shared-memory all-gather: a call returns every rank's integers.
 
-    Two slots a rank take turns: a rank is one round ahead of another at most. A message carries
-    its round and a checksum, so that a reader never takes a half-written one, whatever order the
-    machine's stores become visible in. A rank that dies is noticed by the lock it held.
+    All ranks call it equally often. Two slots per rank alternate, because a rank is at most one
+    all-gather ahead of another. A message carries its number and a checksum, so that a reader
+    never accepts a partly written one, in whatever order the stores become visible. A rank that has
+    died is detected by the file lock that it held.
     """
 
     def __init__(self, file: int, rank: int, size: int, seconds: float) -> None:
@@ -36,20 +37,18 @@ class Mailbox:
         self._round = 0
 
     def __call__(self, values: list[int]) -> list[list[int]]:
-        """Return the numbers of every rank, in rank order; at most ``MOST`` each.
+        """Return the integers of every rank, in rank order; at most ``MOST`` each.
 
-        Raises ``CommTimeout`` naming the late ranks, ``EngineError`` for dead ones.
+        Raises:
+            CommTimeout: Ranks are late; the error names them.
+            EngineError: Ranks have ended or closed the ring.
         """
         self._round += 1
-        text = struct.pack(f"<{len(values)}q", *values)
-        head = _HEAD.pack(self._checksum(len(values), text), len(values), self._round)
-        at = self._place(self._rank)
-        self._memory[at + _HEAD.size : at + _HEAD.size + len(text)] = text
-        self._memory[at : at + _HEAD.size] = head
+        self._write(values)
         rows: list[list[int]] = [[]] * self._size
         missing = set(range(self._size))
         deadline, began, pause = Deadline(self._seconds), time.monotonic(), 0.0
-        looked = began
+        checked = began
         while missing:
             for rank in list(missing):
                 row = self._read(rank)
@@ -59,9 +58,9 @@ class Mailbox:
             now = time.monotonic()
             if not missing or now - began < _SPIN_S:
                 continue
-            if now - looked > _LOOK_S:
-                self._look(missing, deadline)
-                looked = now
+            if now - checked > _CHECK_S:
+                self._check_alive(missing, deadline)
+                checked = now
             time.sleep(pause)
             pause = min(pause * 1.5 + 1e-6, _LONGEST_SLEEP_S)
         return rows
@@ -72,31 +71,40 @@ class Mailbox:
         return [rank for rank in others if not _held(self._file, rank)]
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Unmap the memory and close the file, which releases this rank's lock."""
         self._memory.close()
         os.close(self._file)
 
-    def _place(self, rank: int) -> int:
+    def _offset(self, rank: int) -> int:
         return ((self._round & 1) * self._size + rank) * _SLOT
 
-    def _checksum(self, length: int, text: bytes) -> int:
-        return zlib.crc32(text, (self._round * 31 + length) & 0xFFFFFFFF)
+    def _checksum(self, length: int, payload: bytes) -> int:
+        return zlib.crc32(payload, (self._round * 31 + length) & 0xFFFFFFFF)
+
+    def _write(self, values: list[int]) -> None:
+        payload = struct.pack(f"<{len(values)}q", *values)
+        checksum = self._checksum(len(values), payload)
+        start = self._offset(self._rank)
+        end = start + _HEADER.size
+        self._memory[end : end + len(payload)] = payload
+        self._memory[start:end] = _HEADER.pack(checksum, len(values), self._round)
 
     def _read(self, rank: int) -> list[int] | None:
-        """The numbers of ``rank`` if its message of this round is complete."""
-        at = self._place(rank)
-        checksum, length, number = _HEAD.unpack_from(self._memory, at)
+        """Return the integers of ``rank`` if its message is complete, else None."""
+        start = self._offset(rank)
+        checksum, length, number = _HEADER.unpack_from(self._memory, start)
         if number != self._round or not 0 <= length <= MOST:
             return None
-        text = self._memory[at + _HEAD.size : at + _HEAD.size + 8 * length]
-        if self._checksum(length, text) != checksum:
+        start += _HEADER.size
+        payload = self._memory[start : start + 8 * length]
+        if self._checksum(length, payload) != checksum:
             return None
-        return list(struct.unpack(f"<{length}q", text))
+        return list(struct.unpack(f"<{length}q", payload))
 
-    def _look(self, missing: set[int], deadline: Deadline) -> None:
-        """Raise when a missing rank is dead, or all time is gone.
+    def _check_alive(self, missing: set[int], deadline: Deadline) -> None:
+        """Raise if a missing rank is dead or the deadline has passed.
 
-        A rank may have written its message and closed the ring since it was last looked for.
+        A rank may have written its message and closed the ring since it was last read.
         """
         dead = [rank for rank in missing if not _held(self._file, rank)]
         dead = [rank for rank in dead if self._read(rank) is None]
@@ -104,27 +112,36 @@ class Mailbox:
             raise EngineError(f"positions {sorted(dead)} in the ring have ended or closed it")
         if deadline.passed():
             raise CommTimeout(
-                f"positions {sorted(missing)} in the ring did not arrive within {self._seconds:g} s"
+                f"timed out after {self._seconds:g} s waiting for positions {sorted(missing)} in "
+                f"the ring"
             )
 
 
 def open_mailbox(rounds: Rounds, rank: int, size: int, host: int, seconds: float) -> Mailbox | None:
-    """Return a mailbox that all ranks share, or None, on all of them alike.
+    """Set up the shared-memory all-gather.
 
-    ``rounds`` carries the numbers that set it up; ``host`` differs between hosts.
+    Args:
+        rounds: Another all-gather, which carries the integers of this set-up.
+        rank: This rank's position in the ring.
+        size: The size of the ring.
+        host: A number that differs between hosts.
+        seconds: The timeout of one all-gather.
+
+    Returns:
+        The all-gather, or None on all ranks if they can't share memory.
     """
-    made, file, ready = 0, -1, False
+    created, file, ready = 0, -1, False
     try:
         if rank == 0 and _FOLDER.is_dir():
-            file, made = _create(size)
-        rows = rounds([host, made])
+            file, created = _create(size)
+        rows = rounds([host, created])
         name = rows[0][1] if len({row[0] for row in rows}) == 1 else 0
         if name:
-            file = _enter(file, name, rank)
+            file = _open_and_lock(file, name, rank)
         ready = all(row == [1] for row in rounds([int(name != 0 and file >= 0)]))
     finally:  # also after an error or a signal
-        if made:
-            _unlink(made)
+        if created:
+            _unlink(created)
         if not ready and file >= 0:
             os.close(file)
     return Mailbox(file, rank, size, seconds) if ready else None
@@ -139,13 +156,13 @@ def _path(name: int) -> Path:
 
 
 def _create(size: int) -> tuple[int, int]:
-    """Make an empty file that no other user may open; its name is a number."""
+    """Create an empty file that no other user may open; return it and the number in its name."""
     name, file = int.from_bytes(os.urandom(7), "little") | 1, -1
     _named.add(name)  # before there is a file
     try:
         file = os.open(_path(name), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         os.posix_fallocate(file, 0, _length(size))
-    except OSError:  # full, or not writable: the ranks go on without
+    except OSError:  # full, or not writable: the ranks use the other all-gather
         _unlink(name)
         if file >= 0:
             os.close(file)
@@ -164,27 +181,27 @@ def _unlink(name: int) -> None:
 
 @atexit.register
 def _unlink_left() -> None:
-    """Remove what a signal has left in the middle of a set-up."""
+    """Remove the files of set-ups that a signal interrupted."""
     for name in list(_named):
         _unlink(name)
 
 
-os.register_at_fork(after_in_child=_named.clear)  # the files are the parent's
+os.register_at_fork(after_in_child=_named.clear)  # the parent owns the files
 
 
-def _enter(file: int, name: int, rank: int) -> int:
-    """Open the file and hold this rank's lock in it; -1 when that can't be done here."""
+def _open_and_lock(file: int, name: int, rank: int) -> int:
+    """Open the file and lock this rank's byte in it; return -1 if that fails."""
     try:
         if file < 0:
             file = os.open(_path(name), os.O_RDWR | os.O_CLOEXEC)
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
-    except OSError:  # another container of the same host: the ranks go on without
+    except OSError:  # another container of the same host: the ranks use the other all-gather
         return -1
     return file
 
 
 def _held(file: int, rank: int) -> bool:
-    """Whether the process of ``rank`` lives: it holds the lock of its byte."""
+    """Return True if the process of ``rank`` is alive: it then holds the lock of its byte."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
     except OSError:

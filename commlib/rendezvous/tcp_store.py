@@ -1,4 +1,4 @@
-"""The TCP store of a program: rank 0 serves it, or the launcher does; every rank connects to it."""
+"""The TCP store of a program: rank 0 or the launcher serves it, and every rank connects to it."""
 
 import ipaddress
 import socket
@@ -15,10 +15,10 @@ _LONGEST_PAUSE_S = 1.0
 
 
 class TcpOpening:
-    """Connect to the TCP store at ``host:port``; the deadline includes finding the host.
+    """Connect to the TCP store at ``host:port``; the deadline includes the host look-up.
 
-    ``who`` begins the error texts. torch's own client prints a stack trace for each attempt that
-    finds no server, so a plain socket tries first.
+    ``who`` is the prefix of error messages. torch's client prints a stack trace for each attempt
+    that finds no server, so a plain socket tries first.
     """
 
     def __init__(self, host: str, port: int, who: str) -> None:
@@ -30,7 +30,7 @@ class TcpOpening:
         address = self._reach(deadline)
         self.stage = (
             f"{self.who} was waiting for an answer to its first request: the port is open, but "
-            "what listens there may not be a rendezvous store; look at MASTER_ADDR and MASTER_PORT"
+            "its server may not be a rendezvous store; check MASTER_ADDR and MASTER_PORT"
         )
         try:
             store = dist.TCPStore(
@@ -44,13 +44,14 @@ class TcpOpening:
         except Exception as error:
             reason = str(error).partition("\n")[0]
             raise self._error(
-                deadline, f"what listens there is not a rendezvous store, or ended ({reason})"
+                deadline,
+                f"the server of that port is not a rendezvous store, or has exited ({reason})",
             ) from error
         self.stage = ""
         return store
 
     def answers(self) -> bool:
-        """Return True if a process accepts connections there; takes at most a second."""
+        """Return True if a process accepts connections at the address; takes at most a second."""
         try:
             with socket.create_connection((self.host, self.port), timeout=1.0):
                 return True
@@ -58,27 +59,27 @@ class TcpOpening:
             return False
 
     def _reach(self, deadline: Deadline) -> str:
-        """Return the number of the address that accepts connections."""
-        pause, trouble = 0.01, "nothing was tried"
+        """Return the numeric address that accepts connections."""
+        pause, reason = 0.01, "nothing was tried"
         while True:
-            self.stage = f"{self.who} was looking up the host {self.host!r}; look at MASTER_ADDR"
+            self.stage = f"{self.who} was looking up the host {self.host!r}; check MASTER_ADDR"
             try:
-                found = addresses(self.host, self.port)
+                candidates = addresses(self.host, self.port)
                 self.stage = f"{self.who} was connecting"
-                for family, address in found:
+                for family, address in candidates:
                     with socket.socket(family, socket.SOCK_STREAM) as probe:
                         probe.settimeout(max(0.001, deadline.left()))
                         try:
                             probe.connect(address)
                             return str(address[0])
                         except OSError as error:
-                            trouble = f"{error.strerror or error}: is rank 0 running"
+                            reason = f"{error.strerror or error}: is rank 0 running"
             except socket.gaierror as error:
-                trouble = f"the host {self.host!r} is unknown ({error.strerror})"
+                reason = f"the host {self.host!r} is unknown ({error.strerror})"
             if deadline.left() <= pause:
                 time.sleep(deadline.left())
                 hint = "are MASTER_ADDR and MASTER_PORT right?"
-                raise self._error(deadline, f"{trouble}, and {hint}")
+                raise self._error(deadline, f"{reason}, and {hint}")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
@@ -90,19 +91,20 @@ class TcpOpening:
 
 
 def addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
-    """Return family and socket address of every number of ``host``, IPv4 first."""
+    """Return family and socket address of every address of ``host``, IPv4 first."""
     rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    found = {(family, address) for family, _, _, _, address in rows}
-    return sorted(found, key=lambda one: (one[0] != socket.AF_INET, str(one[1])))
+    pairs = {(family, address) for family, _, _, _, address in rows}
+    return sorted(pairs, key=lambda pair: (pair[0] != socket.AF_INET, str(pair[1])))
 
 
 def serve(host: str, port: int, who: str, deadline: Deadline) -> dist.Store:
-    """Serve a TCP store on ``port``: on loopback if ``host`` is there, else on every interface.
+    """Serve a TCP store on ``port``: on loopback if ``host`` is a loopback address, else on all.
 
-    Raises ``BootstrapError`` when the port is taken or the host is unknown.
+    Raises:
+        BootstrapError: The port is taken, or the host is unknown.
     """
     try:
-        listening, own = _listen(addresses(host, port), port)
+        listening, address = _listen(addresses(host, port), port)
     except socket.gaierror as error:
         raise BootstrapError(
             f"{who} can't serve the store at {host}:{port}: the host {host!r} is unknown "
@@ -114,7 +116,7 @@ def serve(host: str, port: int, who: str, deadline: Deadline) -> dist.Store:
             f"taken or the host is another one; change MASTER_PORT"
         ) from error
     return dist.TCPStore(
-        own,
+        address,
         port,
         None,
         True,
@@ -125,10 +127,12 @@ def serve(host: str, port: int, who: str, deadline: Deadline) -> dist.Store:
     )
 
 
-def _listen(found: list[tuple[socket.AddressFamily, Any]], port: int) -> tuple[socket.socket, str]:
+def _listen(
+    candidates: list[tuple[socket.AddressFamily, Any]], port: int
+) -> tuple[socket.socket, str]:
     """Return a bound socket, and the address at which this host reaches it."""
-    if all(ipaddress.ip_address(address[0]).is_loopback for _, address in found):
-        family, address = found[0]
+    if all(ipaddress.ip_address(address[0]).is_loopback for _, address in candidates):
+        family, address = candidates[0]
         return _bound(family, address), str(address[0])
     if socket.has_dualstack_ipv6():
         return _bound(socket.AF_INET6, ("::", port)), LOOPBACK

@@ -1,4 +1,4 @@
-"""The verdicts of a roll-call that refuse a ring, and the errors that they become."""
+"""Verdicts of a roll-call, and the errors that members raise for the negative ones."""
 
 import json
 from typing import Any
@@ -12,53 +12,53 @@ ORDER = "order:"
 FAILED = "failed:"
 
 
-def refusal(verdict: str, where: str) -> CommError:
+def verdict_error(verdict: str, prefix: str) -> CommError:
     """Return the error that every member raises for ``verdict``."""
     if verdict.startswith(FAILED):
-        return EngineError(f"{where}: {verdict[len(FAILED) :]}")
+        return EngineError(f"{prefix}: {verdict[len(FAILED) :]}")
     if verdict.startswith(ORDER):
-        return _crossed(json.loads(verdict[len(ORDER) :])["orders"], where)
+        return _order_error(json.loads(verdict[len(ORDER) :])["orders"], prefix)
     late = json.loads(verdict[len(LATE) :])
-    verb = "arrive" if "ring" in late else "finish connecting"
+    step = "join" if "ring" in late else "finish connecting"
     return CommTimeout(
-        f"{where}: ranks {late['missing']} did not {verb} within {late['seconds']:g} s (rank "
-        f"{late['by']} waited); {_remedy(late)}, or raise timeout= or FLAGS_comm_timeout_s"
+        f"{prefix}: rank {late['by']} timed out after {late['seconds']:g} s waiting for ranks "
+        f"{late['missing']} to {step}; {_remedy(late)}, or raise timeout= or FLAGS_comm_timeout_s"
     )
 
 
-def _crossed(orders: dict[str, list[list[Any]]], where: str) -> RingError:
-    """Return the error of a circle: other orders, or other members under one ring id."""
-    ranked = [
+def _order_error(orders: dict[str, list[list[Any]]], prefix: str) -> RingError:
+    """Return the error for a cycle: different orders, or different members for one ring id."""
+    created = [
         (rank, [(ring_id, long(members)) for ring_id, members in made])
         for rank, made in sorted(orders.items(), key=lambda item: int(item[0]))
     ]
-    waiting = [(rank, *made[-1]) for rank, made in ranked]
-    ids, lists = ({str(one[at]) for one in waiting} for at in (1, 2))
-    if len(ids) == 1 and len(lists) > 1:
+    waiting = [(rank, *made[-1]) for rank, made in created]
+    ring_ids, lists = ({str(each[field]) for each in waiting} for field in (1, 2))
+    if len(ring_ids) == 1 and len(lists) > 1:
         given = "; ".join(f"rank {rank} gave {members}" for rank, _, members in waiting)
         return RingError(
-            f"{where}: its members are not the same everywhere: {given}; pass the same list of "
-            f"ranks, in one order, on every rank"
+            f"{prefix}: the ranks gave different members: {given}; pass the same list of ranks, "
+            f"in the same order, on every rank"
         )
     lines = "; ".join(
         f"rank {rank} created {', then '.join(f'ring {i} {m}' for i, m in made)}"
-        for rank, made in ranked
+        for rank, made in created
     )
     return RingOrderError(
-        f"{where}: the members wait for each other: {lines}. Every rank must create the rings "
+        f"{prefix}: the members wait for each other: {lines}. Every rank must create the rings "
         f"that it shares with others in one order; call new_ring in order of ring id"
     )
 
 
 def _remedy(late: dict[str, Any]) -> str:
-    """Return what makes the missing ranks join a ring."""
-    if "ring" not in late:  # they came, and are still connecting
-        return "look at their logs"
+    """Return the remedy for missing ranks."""
+    if "ring" not in late:  # they joined, and are still connecting
+        return "check their logs"
     ring_id, members = late["ring"], late["members"]
     if not late["missing"]:
-        return "all have signed in, but the last of them did not start the ring: look at the logs"
+        return "all have joined, but the last of them did not start the ring: check the logs"
     if late["others"]:
         given = "; ".join(f"rank {rank} gave {other}" for rank, other in late["others"].items())
         return f"{given} for ring {ring_id}: pass the same list on every rank"
     call = f"new_ring({ring_id}, {members})" if ring_id else "init()"
-    return f"start them and have them call commlib.{call}"
+    return f"start them and call commlib.{call} on each"

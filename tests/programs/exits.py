@@ -14,7 +14,7 @@ import commlib
 from commlib import ops
 from commlib.core import call_reports
 from commlib.deadlines import Deadline
-from commlib.rendezvous import store
+from commlib.rendezvous import connection as connections
 from tests.support.ports import free_port
 
 
@@ -34,7 +34,7 @@ def settle() -> None:
     """Wait until the store has answered all that this rank's threads have asked of it."""
     for reports in list(call_reports._reporter._rings):
         reports.round()  # the next round finds nothing new
-    for connection in list(store._connections):
+    for connection in list(connections._connections):
         connection.run("settling", lambda store: store.num_keys(), Deadline(30))
 
 

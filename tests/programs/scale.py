@@ -1,8 +1,8 @@
-"""Many members as threads over one real TCP store: how many requests their waiting costs.
+"""Count the requests of many waiting members: threads over one real TCP store.
 
 ``python -m tests.programs.scale MEMBERS RINGS SECONDS`` lets all members but one of each ring wait
-for so many seconds, then lets the last ones come. It prints requests per second while all
-wait, and the requests per member of a whole meeting.
+for that time, and then starts the last ones. It prints the requests per second while all
+wait, and the requests per member of a complete meeting.
 """
 
 import json
@@ -17,8 +17,9 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from commlib.deadlines import Deadline
+from commlib.rendezvous.connection import Connection
 from commlib.rendezvous.roll_call import RollCall
-from commlib.rendezvous.store import BoundedStore, Connection
+from commlib.rendezvous.store import BoundedStore
 
 _REQUESTS = (
     *("set", "get", "add", "append", "check", "compare_set", "multi_get", "wait", "delete_key"),
@@ -55,7 +56,7 @@ class _Opening:
 
 
 class Crowd:
-    """``members`` ranks in ``rings`` equal rings; the last rank of each ring comes on demand."""
+    """``members`` ranks in ``rings`` equal rings; the last rank of each ring joins on demand."""
 
     def __init__(self, members: int, rings: int, timeout: float) -> None:
         self.counts: Counter[str] = Counter()
@@ -66,8 +67,8 @@ class Crowd:
         self.timeout, self.outcomes = timeout, dict[int, str]()
         self.threads: list[threading.Thread] = []
 
-    def come(self, ranks: Sequence[int]) -> None:
-        """Let ``ranks`` call ``meet`` and ``finish``, each in a thread."""
+    def join_rings(self, ranks: Sequence[int]) -> None:
+        """Have ``ranks`` call ``meet`` and ``finish``, each in a thread."""
         for rank in ranks:
             thread = threading.Thread(target=self._member, args=(rank,), daemon=True)
             thread.start()
@@ -93,8 +94,8 @@ class Crowd:
             self.outcomes[rank] = type(error).__name__
         where.close(self.timeout)
 
-    def signed_in(self) -> int:
-        """Return how many ranks wait (the server is asked directly: it is not counted)."""
+    def registered(self) -> int:
+        """Return how many ranks wait (a direct query of the server, which is not counted)."""
         keys = [f"run/{key}" for key in self._arrived()]
         return sum(int(self.server.add(key, 0)) for key in keys)
 
@@ -104,26 +105,26 @@ class Crowd:
         return [f"{ring_key(at, ring)}/0/arrived" for at, ring in enumerate(self.rings)]
 
     def requests(self) -> int:
-        """Return how many requests all members have made."""
+        """Return the number of requests of all members."""
         return sum(self.counts.values())
 
     def join(self) -> Counter[str]:
-        """Wait for every member; return how many ended how."""
+        """Wait for every member; return the number of members per outcome."""
         for thread in self.threads:
             thread.join(self.timeout)
         return Counter(self.outcomes.values())
 
 
 def load(members: int, rings: int, seconds: float, timeout: float = 300) -> dict[str, Any]:
-    """Return what ``members`` that wait in ``rings`` cost, and how their meetings end."""
+    """Return the requests of ``members`` that wait in ``rings``, and the outcomes."""
     crowd = Crowd(members, rings, timeout)
-    crowd.come(crowd.early())
+    crowd.join_rings(crowd.early())
     end = Deadline(timeout)
-    end.poll(lambda: crowd.signed_in() == len(crowd.early()), longest_sleep=0.2)
+    end.poll(lambda: crowd.registered() == len(crowd.early()), longest_sleep=0.2)
     before, began = crowd.requests(), time.monotonic()
     time.sleep(seconds)
     waited, spent = crowd.requests() - before, time.monotonic() - began
-    crowd.come(crowd.late())
+    crowd.join_rings(crowd.late())
     ended = crowd.join()
     Deadline(10).poll(lambda: crowd.server.num_keys() <= members + 2 * rings + 2)
     return {

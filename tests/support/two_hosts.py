@@ -1,4 +1,4 @@
-"""Two hosts for one test: network namespaces joined by a cable, or two names on the loopback."""
+"""Two hosts for one test: network namespaces with a veth link, or loopback twice."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Host:
-    """Where one node runs: how a command gets there, its address and its network interface."""
+    """The host of one node: its command prefix, address and network interface."""
 
     prefix: tuple[str, ...]
     address: str
@@ -22,12 +22,12 @@ def _ip(*words: str) -> bool:
 
 
 def _joined(names: tuple[str, str]) -> bool:
-    """Make two namespaces and a cable between them; False where the machine does not allow it."""
+    """Create two namespaces and a link between them; return False if the machine forbids it."""
     first, second = names
-    cable = ("link", "add", "eth0", "netns", first, "type", "veth")
+    link = ("link", "add", "eth0", "netns", first, "type", "veth")
     if not (_ip("netns", "add", first) and _ip("netns", "add", second)):
         return False
-    if not _ip(*cable, "peer", "name", "eth0", "netns", second):
+    if not _ip(*link, "peer", "name", "eth0", "netns", second):
         return False
     return all(
         _ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
@@ -39,7 +39,7 @@ def _joined(names: tuple[str, str]) -> bool:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Give two hosts to a test and take them away again."""
+    """Yield two hosts, and remove them after the test."""
     names = (f"commlib-a-{os.getpid()}", f"commlib-b-{os.getpid()}")
     try:
         if shutil.which("ip") and _joined(names):
