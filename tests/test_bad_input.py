@@ -36,7 +36,7 @@ manager = commlib.CommContextManager.instance
 
 
 def every_operator(comm: Any) -> None:
-    """One rank makes a wrong call; it alone hears of it, and the other rank never waits."""
+    """One rank makes a wrong call; only this rank gets an error, and the other rank never waits."""
     x = torch.ones(4, 4, device=comm.device)
     before = calls(comm)
     if comm.rank == 1:
@@ -52,7 +52,7 @@ def every_operator(comm: Any) -> None:
                 with refused(ArgumentError, type(wrong).__name__):
                     call(wrong)
             with refused(TypeError):
-                call(x, 0, None)  # everything behind ring_id goes by keyword
+                call(x, 0, None)  # everything after ring_id goes by keyword
     same(calls(comm), before, "calls launched by refused ones")
 
 

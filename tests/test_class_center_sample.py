@@ -34,7 +34,7 @@ def positives(label: Array, sizes: Sequence[int]) -> list[Array]:
 
 
 def expected(label: Array, sizes: Sequence[int], samples: int) -> tuple[Array, list[Array]]:
-    """Return the remapped labels, -1 for what is no class, and each rank's classes of the batch."""
+    """Return the remapped labels, -1 for other numbers, and each rank's classes of the batch."""
     of_rank = positives(label, sizes)
     place: dict[int, int] = {}
     begin = first = 0
@@ -161,7 +161,7 @@ def test_another_ring(trio: Ranks) -> None:
 
 
 def no_class(comm: Any) -> None:
-    """With padding a label that is no class is -1, and no positive."""
+    """With padding a label that is not a class is -1, and no positive."""
     label = torch.tensor([-1, 5, 99, 2, 5, -(2**40), 12, 2**40], device=comm.device)
     check(comm, label, [8, 7], 4, padded=True)
 
@@ -361,7 +361,7 @@ def test_any_batches(ranks: Ranks, batches: Any) -> None:
 
 
 def captured(comm: Any) -> None:
-    """A capture, replayed with new labels, equals eager; without a seed each replay draws anew."""
+    """A capture, replayed with new labels, equals eager; without a seed each replay draws again."""
     for kind in KINDS:
         for sizes, samples in (([700, 900], 60), ([70, 50], 3)):
             label = torch.zeros(300, dtype=kind, device=comm.device)
@@ -385,7 +385,7 @@ def captured(comm: Any) -> None:
                 close(sample_of(label, size, samples, padded=True)[1], first, "the generator")
                 graph.replay()
                 if int((first >= 0).sum()) == samples and samples > 3:
-                    same(torch.equal(first, drawn[1]), False, "a replay draws anew")
+                    same(torch.equal(first, drawn[1]), False, "a replay draws again")
 
 
 def test_captured(all_gpu_ranks: Ranks) -> None:

@@ -36,7 +36,7 @@ ASYNC = {"use_calc_stream": False, "sync_op": False}
 def ring_of(
     comm: Any, level: int, ring_id: int = 60, ranks: Any = None, timeout: float = 10
 ) -> Iterator[Any]:
-    """Give a ring with a level of its own, and close it.
+    """Give a ring with its own level, and close it.
 
     Its members have long to compare their calls: on a busy machine a second may be too short.
     """
@@ -445,7 +445,7 @@ def test_reset(cpu_ranks: Ranks) -> None:
 
 
 def keys(comm: Any) -> None:
-    """A closed ring leaves no key of its own in the store."""
+    """A closed ring leaves none of its keys in the store."""
     manager = commlib.CommContextManager.instance()
     with ring_of(comm, 1) as ring:
         store = ring._hosts.store("calls")

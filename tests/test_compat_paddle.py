@@ -399,7 +399,7 @@ KINDS: list[tuple[Any, torch.dtype]] = [
 
 
 def point_to_point(comm: Any) -> None:
-    """The peer's bits arrive, however the dtype is spelled, with the shape told or sent along."""
+    """The peer's bits arrive, however the dtype is spelled, with the shape given or sent along."""
     for given, dtype in KINDS:
         for calc in (False, True):
             x, want = (sample(r, (3, 2), dtype) for r in (comm.rank, 1 - comm.rank))
@@ -794,7 +794,7 @@ def test_compiled(ranks: Ranks) -> None:
 
 
 def compiled_refusals(comm: Any) -> None:
-    """A wrong call inside a compiled function is told as in eager code, before it runs."""
+    """A wrong call inside a compiled function is reported as in eager code, before it runs."""
     x, other = torch.ones(4, 4, device=comm.device), 1 - comm.rank
     inside = ("dynamic_shape=True inside compiled code",)
     before = calls(comm)

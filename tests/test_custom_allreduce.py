@@ -48,7 +48,7 @@ def on_gpu(comm: Any) -> bool:
 
 @contextlib.contextmanager
 def another(comm: Any, ring_id: int, timeout: float | None = None) -> Iterator[Any]:
-    """Give a ring of the same ranks, aborted behind the block: it may be broken by then."""
+    """Give a ring of the same ranks, aborted after the block: it may be broken by then."""
     yield commlib.new_ring(ring_id, range(comm.size), timeout=timeout)
     commlib.CommContextManager.instance().close(ring_id, abort=True)
 
@@ -290,7 +290,7 @@ def test_graphs_of_more_ranks(gpu_crowd: Ranks) -> None:
 
 
 def recapture(comm: Any) -> None:
-    """A thousand captures leave no memory behind."""
+    """A thousand captures leak no memory."""
     x = torch.ones(4096, dtype=torch.bfloat16, device=comm.device)
     pool, free = torch.cuda.graph_pool_handle(), []
     for turn in range(1000):
@@ -302,7 +302,7 @@ def recapture(comm: Any) -> None:
             same(set(out.tolist()), {float(comm.size)}, f"capture {turn}")
             free.append(torch.cuda.memory_reserved() + len(comm._engine._push._order._tags))
         del graph, out
-    same(free[1:], free[1:2] * (len(free) - 1), "memory behind each hundred captures")
+    same(free[1:], free[1:2] * (len(free) - 1), "memory after each hundred captures")
 
 
 def test_recapture(gpu_ranks: Ranks) -> None:
@@ -404,7 +404,7 @@ def test_two_rings_at_once(gpu_ranks: Ranks) -> None:
 
 
 def at_once(comm: Any) -> None:
-    """A replay beside an eager call on another stream is an error that names both, no hang."""
+    """A replay during an eager call on another stream is an error that names both, no hang."""
     with another(comm, 82, timeout=20) as ring:
         graph, _, _ = captured(ring, 64)
         x, side = torch.ones(64, device=comm.device), torch.cuda.Stream()
@@ -443,7 +443,7 @@ def late(comm: Any, how: str) -> None:
         torch.cuda.synchronize()
         ring.exchange([])
         if comm.rank != comm.size - 1:
-            for _ in range(3):  # what comes behind the fault leaves at once
+            for _ in range(3):  # what follows the fault leaves at once
                 if how == "eager":
                     with contextlib.suppress(PeerTimeout, RingError):
                         ring.all_reduce(out, x)
@@ -489,7 +489,7 @@ def test_a_peer_that_does_not_come(gpu_ranks: Ranks, how: str) -> None:
 
 
 def with_nccl(comm: Any) -> None:
-    """Calls of NCCL that wait behind the fault for that peer end too: reset() connects anew."""
+    """Calls of NCCL that wait after the fault for that peer end too: reset() connects again."""
     with another(comm, 87, timeout=30) as ring:
         ring.connect()  # which may take longer than the deadline below
         ring.timeout = LATE_S
@@ -512,7 +512,7 @@ def with_nccl(comm: Any) -> None:
         for given in (x, ints):
             same(set(held(given).tolist()), {comm.size + 1.0}, "captured again")
             same(set(ring.all_reduce(torch.empty_like(given), given).tolist()), {comm.size},
-                 "behind reset")  # fmt: skip
+                 "after reset")  # fmt: skip
         ring.barrier()
         torch.cuda.synchronize()
         ring.check()

@@ -94,7 +94,7 @@ def rows(rank: int, shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -
 
 
 def summaries(width: int, dtype: torch.dtype, seed: int = 0) -> Tensors:
-    """Return size, sum, square sum, scale and bias that are no round numbers."""
+    """Return size, sum, square sum, scale and bias that are not round numbers."""
     values = np.random.default_rng([seed, width]).uniform(0.5, 3.0, (5, width))
     return [torch.from_numpy(row).to(dtype) for row in values * [[9], [2], [7], [1], [1]]]
 
@@ -229,7 +229,7 @@ def test_one_rank(ranks: Ranks) -> None:
 
 
 def moments_of_update(comm: Any) -> None:
-    """Only a backward updates; each does, also two behind two forwards, in their own order."""
+    """Only a backward updates; each does, also two after two forwards, in their own order."""
     x, *columns = (
         t.to(comm.device) for t in (rows(0, (4, 3), torch.float64), *summaries(3, torch.float64))
     )

@@ -78,7 +78,7 @@ def test_large(ranks: Ranks) -> None:
 
 
 def strided(comm: Any) -> None:
-    """Views on both sides, one of them off any alignment, and no byte beside them."""
+    """Views on both sides, one of them off any alignment, and no byte next to them."""
     counts, way = drawn(comm.size, 2, 9, 5), None
     every = [sample(r, (int(counts[r].sum()), 6), torch.int8) for r in range(comm.size)]
     want, way = arrived(comm.rank, counts, every), routes(counts, comm.rank, back=False)
@@ -123,7 +123,7 @@ def streams(comm: Any) -> None:
             with torch.cuda.stream(first):
                 comm._exchange_rows(out, x, way)
             with torch.cuda.stream(then):
-                close(comm._exchange_rows(other, x, way), want, "behind another stream")
+                close(comm._exchange_rows(other, x, way), want, "after another stream")
         torch.cuda.synchronize(comm.device)
         close(out, want, f"turn {turn}")
 

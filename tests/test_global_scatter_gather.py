@@ -234,7 +234,7 @@ def test_captured(all_gpu_ranks: Ranks) -> None:
 
 
 def mismatches(comm: Any) -> None:
-    """Ranks that disagree are told so on every rank, by name, and nothing is launched."""
+    """Ranks that disagree are notified on every rank, by name, and nothing is launched."""
     counts = [[[1, 2], [3, 0]], [[2, 1], [1, 2]]]
     x = inputs(counts, 3, torch.float32)[comm.rank].to(comm.device)
     mine = own_counts(comm, counts)

@@ -231,7 +231,7 @@ def test_a_peer_that_never_comes_to_an_asynchronous_call(gpu_ranks: Ranks) -> No
 
 
 def contexts(comm: Any) -> None:
-    """Steps in threads of their own leave no context on GPU 0."""
+    """Steps in their own threads leave no context on GPU 0."""
     other = 1 - comm.rank
     before = has_context(other)
     manager = commlib.CommContextManager.instance()

@@ -62,7 +62,7 @@ def test_arguments(unified_ranks: Ranks) -> None:
 
 
 def counts_once(comm: Any, first: str) -> None:
-    """What accumulates has counted once behind the first call, and once a call from then on."""
+    """What accumulates has counted once after the first call, and once a call from then on."""
     low = [torch.full((4,), float(i), device=comm.device) for i in range(3)]
     high = [torch.zeros(4, device=comm.device) for _ in low]
 
@@ -129,7 +129,7 @@ def test_addresses(unified_ranks: Ranks) -> None:
 
 
 def written_arguments(comm: Any) -> None:
-    """An argument that is written to is the caller's, wherever it lies."""
+    """An argument that is written to is the caller's, at any address."""
     f = graph.capture(lambda x: x.mul_(3))
     for turn in range(4):
         x = torch.full((3,), turn + 1.0, device=comm.device)
@@ -143,7 +143,7 @@ def test_written_arguments(unified_ranks: Ranks) -> None:
 
 
 def borrowed(comm: Any) -> None:
-    """Reading an output behind the next replay raises, with both lines."""
+    """Reading an output after the next replay raises, with both lines."""
     f = graph.capture(lambda x: x + 1)
     x = torch.zeros(3, device=comm.device)
     called = f(x)  # the function itself, and no graph
@@ -164,7 +164,7 @@ def test_borrowed_outputs(unified_ranks: Ranks) -> None:
 
 
 def lent_again(comm: Any) -> None:
-    """Whoever holds an output, a view of it or its storage loses it to the next replay."""
+    """The holder of an output, a view of it or its storage loses it at the next replay."""
     f = graph.capture(lambda x: (x + 1, x * 2))
     holders: list[Callable[[torch.Tensor], Any]] = [
         lambda out: out,
@@ -238,7 +238,7 @@ def kept_storage(comm: Any) -> None:
         kept = out if held else None
         del out
     f(x)
-    same([*entry.parts[0].outputs._loans.values()] == [loan], False, "behind one that is held")
+    same([*entry.parts[0].outputs._loans.values()] == [loan], False, "after one that is held")
     del kept
 
 
@@ -247,7 +247,7 @@ def test_a_storage_is_lent_again(unified_ranks: Ranks) -> None:
 
 
 def taken_away(comm: Any) -> None:
-    """An output that was moved to memory of its own is the program's, and no later one."""
+    """An output that was moved to its own memory is the program's, and no later one."""
     f = graph.capture(lambda x: x + 1)
     for turn in range(4):
         x = torch.full((3,), float(turn))
@@ -277,7 +277,7 @@ def shared_memory(comm: Any) -> None:
     given = late(x)
     for _ in range(3):
         early()
-    close(given, torch.full((1000,), 3.0), "an output behind the replay of another graph")
+    close(given, torch.full((1000,), 3.0), "an output after the replay of another graph")
     if on_gpu(comm):
         one, other = torch.cuda.Stream(), torch.cuda.Stream()
         for turn in range(20):
@@ -367,7 +367,7 @@ def whole(comm: Any) -> None:
 
 
 def breaks_in_capture(comm: Any) -> None:
-    """An exception in the capture itself, where warm-up went well, leaves nothing behind."""
+    """An exception in the capture itself, where warm-up went well, leaves no state."""
     runs, over = count(1), list[int]()
 
     def f(x: torch.Tensor) -> torch.Tensor:
@@ -414,7 +414,7 @@ def test_random_numbers(unified_ranks: Ranks) -> None:
 
 
 def pieces(comm: Any) -> None:
-    """An eager part stands between two graphs: it reads values, and branches each time."""
+    """An eager part runs between two graphs: it reads values, and branches each time."""
     seen = []
 
     @graph.eager
@@ -514,7 +514,7 @@ def test_other_streams(gpu_ranks: Ranks) -> None:
 
 
 def different(comm: Any) -> None:
-    """Ranks that capture different collectives are told so, each with its first one."""
+    """Ranks that capture different collectives are notified, each with its first one."""
 
     def f(x: torch.Tensor) -> Any:
         y = ops.all_reduce(x)
@@ -561,7 +561,7 @@ def test_one_rank_fails(unified_ranks: Ranks) -> None:
 
 
 def teardown(comm: Any) -> None:
-    """A ring lets go of its graphs before its communicator; a call behind that is refused."""
+    """A ring releases its graphs before its communicator; a call after that is refused."""
     ring = commlib.new_ring(90, range(comm.size))
     assert ring is not None
     g = graph.capture(lambda x: ring.all_reduce(torch.zeros_like(x), x))
@@ -616,7 +616,7 @@ def reported(comm: Any, folder: str) -> None:
     (row,) = graph.report(one)
     same(row["replays"], 2, "replays")
     same(row["eager_us"] > 0 and row["launch_us"] > 0, True, f"times {row}")
-    with_gradients = graph.capture(lambda x: (x * x).sum())  # which have memory of their own
+    with_gradients = graph.capture(lambda x: (x * x).sum())  # which have their own memory
     with_gradients(x.detach().requires_grad_())
     same(graph.report(with_gradients)[0]["pool_bytes"] > 0, True, "bytes")
     file = Path(folder) / f"graphs-{comm.rank}.html"
@@ -646,7 +646,7 @@ class _Past(torch.autograd.Function):
 
 
 def histories(comm: Any) -> None:
-    """A gradient to a tensor that is no argument is refused; what led to arguments is let go."""
+    """A gradient to anything but an argument is refused; what led to arguments is released."""
     weight = torch.ones(3, device=comm.device, requires_grad=True)
     weight.grad = torch.zeros_like(weight)
     hidden = weight * 2
@@ -723,7 +723,7 @@ def agreeing(comm: Any) -> None:
     same(graph.report(g)[0]["replays"], 0, "replays of the new graph")
     with refused(GraphError, "different keys", "rank 0", "rank 1"):
         g(x, comm.rank)
-    close(g(x, 3), x * 3, "behind the refusal")
+    close(g(x, 3), x * 3, "after the refusal")
 
 
 def test_agree(unified_ranks: Ranks) -> None:
@@ -731,7 +731,7 @@ def test_agree(unified_ranks: Ranks) -> None:
 
 
 def lost(comm: Any) -> None:
-    """A graph that could not be captured again is dropped: the next call captures anew."""
+    """A graph that could not be captured again is dropped: the next call captures again."""
     broken = threading.Event()  # a list would be part of the key
 
     def f(x: torch.Tensor) -> torch.Tensor:
@@ -762,7 +762,7 @@ def test_a_recapture_that_breaks(unified_ranks: Ranks) -> None:
 
 
 def beside(comm: Any) -> None:
-    """What another thread exchanges while a graph is captured is no part of the graph."""
+    """What another thread exchanges while a graph is captured is not part of the graph."""
     ring = commlib.new_ring(71, range(comm.size))
     assert ring is not None
     x, y = torch.ones(3, device=comm.device), torch.ones(3, device=comm.device)
@@ -976,7 +976,7 @@ def test_unsteady_functions(unified_ranks: Ranks) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("before", ["nothing", "ring", "manager"])
 def test_the_end_of_a_process(before: str) -> None:
-    """Graphs go before their communicators, whoever ends first: no hang, no word."""
+    """Graphs go before their communicators, whichever ends first: no hang, no output."""
     code, out, err = run(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *("-m", "tests.programs.graph_exit", before),

@@ -34,7 +34,7 @@ def on_gpu(comm: Any) -> bool:
 
 
 def overlapping(comm: Any) -> None:
-    """Tensors of one begin and of empty memory are told apart; a written overlap is refused."""
+    """Tensors of one begin and of empty memory are distinguished; a written overlap is refused."""
     x = torch.arange(6.0, device=comm.device)
     both = graph.capture(lambda a, b: b.sum() + a.sum(), outputs="copy")
     for turn in range(3):
@@ -92,7 +92,7 @@ def test_overlaps_of_one_dimension(one: Any, other: Any, meet: bool) -> None:
 @given(st.tuples(*[st.tuples(st.integers(0, 3), st.integers(0, 4)) for _ in range(6)]))
 @examples(300)
 def test_no_overlap_is_overlooked(bounds: Any) -> None:
-    """Slices of one tensor that share an element are told to, in three dimensions."""
+    """Slices of one tensor that share an element are recognised, in three dimensions."""
     x, slices = np.arange(4 * 4 * 4).reshape(4, 4, 4), [slice(a, b) for a, b in bounds]
     tensor = torch.from_numpy(x)
     one, other = tuple(slices[:3]), tuple(slices[3:])
@@ -116,7 +116,7 @@ def test_one_tensor_twice(unified_ranks: Ranks) -> None:
 
 
 def partly(comm: Any) -> None:
-    """An argument that is written where it lies, and one that has its own copy, may not overlap."""
+    """An argument that is written where it is, and one that has its own copy, may not overlap."""
 
     @graph.capture(outputs="copy")
     def written(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -154,7 +154,7 @@ def test_leaves_of_the_function(unified_ranks: Ranks) -> None:
 
 
 def flat(comm: Any) -> None:
-    """Parameters that lie in one memory each get their gradient, beside an argument there too."""
+    """Parameters that lie in one memory each get their gradient, with an argument there too."""
     memory = torch.arange(12.0, device=comm.device)
     one, two = (torch.nn.Parameter(memory[i : i + 4]) for i in (0, 4))
     third = memory[8:].clone().requires_grad_()
@@ -177,7 +177,7 @@ def test_parameters_in_one_memory(unified_ranks: Ranks) -> None:
 
 
 def gradients(comm: Any) -> None:
-    """Each gradient has memory and a version of its own."""
+    """Each gradient has its own memory and version."""
     module = torch.nn.Linear(100, 100).to(comm.device)
     x = torch.ones(1, 100, device=comm.device, requires_grad=True)
     weight, bias, of_x = torch.autograd.grad(
@@ -196,7 +196,7 @@ def test_gradients_are_apart(unified_ranks: Ranks) -> None:
 
 
 def defaults(comm: Any) -> None:
-    """Functions of one code with other defaults are told apart, by value and type."""
+    """Functions of one code with other defaults are distinguished, by value and type."""
     x = torch.ones(1, device=comm.device, dtype=torch.int64)
 
     def named(scale: Any) -> Any:
@@ -268,7 +268,7 @@ def test_failures_count_once(unified_ranks: Ranks) -> None:
 
 
 def one_flight_more(comm: Any) -> None:
-    """A further slot that can't be captured is no wrong call: with on_fail="eager" it goes on."""
+    """A further slot that can't be captured is not an error: with on_fail="eager" it goes on."""
     weight = torch.ones(3, device=comm.device, requires_grad=True)
     broken = array("i")  # no key sees it
 
@@ -385,7 +385,7 @@ def test_one_rank_tells_the_others(unified_ranks: Ranks, how: str) -> None:
 
 
 def kept_runs(comm: Any) -> None:
-    """Where the call stands and the capture differs between ranks, it stays eager on all."""
+    """Where the call counts and the capture differs between ranks, it stays eager on all."""
     runs: list[int] = []
 
     def f(x: torch.Tensor) -> torch.Tensor:
@@ -430,7 +430,7 @@ def test_overlap_on_one_rank(cpu_ranks: Ranks) -> None:
 
 
 def alone(comm: Any) -> None:
-    """A rank whose function fails says so, also where its peer does not come to hear of it."""
+    """A rank whose function fails says so, also where its peer does not receive it."""
     ring = commlib.new_ring(72, range(comm.size), timeout=5)
     assert ring is not None
 
@@ -523,7 +523,7 @@ class _Deep(torch.autograd.Function):
 
 @pytest.mark.parametrize("watched", [False, True])
 def test_threads_of_a_backward(watched: bool) -> None:
-    """They work for the run before a capture that has begun them, and for nobody behind it."""
+    """They work for the run before a capture that has begun them, and for none after it."""
     _Deep.seen.clear()
 
     def back() -> None:

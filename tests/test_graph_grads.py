@@ -163,7 +163,7 @@ def trained(call: Callable[..., torch.Tensor], module: torch.nn.Module) -> list[
 
 
 def sums(comm: Any) -> None:
-    """Gradients are added up, made and let go of with the bits of eager code."""
+    """Gradients are added up, made and released with the bits of eager code."""
     module, plain = layers(comm.device), layers(comm.device)
     pairs = zip(trained(graph.capture(module), module), trained(plain, plain), strict=True)
     for number, (given, want) in enumerate(pairs):
@@ -175,7 +175,7 @@ def test_sums_of_gradients(unified_ranks: Ranks) -> None:
 
 
 def beside(comm: Any) -> None:
-    """A backward in another thread is no part of what this one captures, and breaks nothing."""
+    """A backward in another thread is not part of what this one captures, and breaks nothing."""
     weight = torch.ones(3, device=comm.device, requires_grad=True)
     x = torch.arange(3.0, device=comm.device)
     g = graph.capture(lambda x: x * weight)
@@ -220,7 +220,7 @@ class _Late(torch.autograd.Function):
 
 
 def in_order(comm: Any) -> None:
-    """The caller's stream comes behind the gradients, and the backward behind the caller's work."""
+    """The caller's stream follows the gradients, and the backward after the caller's work."""
     weight = torch.ones(3, device=comm.device, requires_grad=True)
     g = graph.capture(lambda x: _Late.apply(x * weight))  # type: ignore[no-untyped-call]
     x = torch.ones(3, device=comm.device)
@@ -234,14 +234,14 @@ def in_order(comm: Any) -> None:
                     torch.cuda._sleep(5_000_000)
                 out.backward(torch.full_like(out, turn + 1))
                 given = weight.grad.clone()
-                weight.grad.fill_(-1)  # behind the sum, so that it does not reach what was read
+                weight.grad.fill_(-1)  # after the sum, so that it does not reach what was read
                 close(given, x * (turn + 1), f"turn {turn}")
     if comm.device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def streams(device: torch.device) -> list[Any]:
-    """Return contexts: the default stream, and one of its own."""
+    """Return contexts: the default stream, and its own one."""
     if device.type == "cpu":
         return [torch.enable_grad()]
     aside = torch.cuda.Stream()
@@ -273,7 +273,7 @@ def test_nothing_outlives_a_captured_function(unified_ranks: Ranks) -> None:
 
 
 def one_of_two(comm: Any) -> None:
-    """A backward through the loss alone has a graph of its own; one through both has another."""
+    """A backward through the loss alone has its own graph; one through both has another."""
 
     def program(captured: Callable[..., Any]) -> list[torch.Tensor]:
         torch.manual_seed(0)

@@ -32,7 +32,7 @@ LATE_S = 2  # the deadline of a ring whose member does not come
 
 
 def ring_of(comm: Any, ring_id: int, **more: Any) -> Any:
-    """Return a fresh ring of the same ranks; it is closed behind the test."""
+    """Return a fresh ring of the same ranks; it is closed after the test."""
     return commlib.new_ring(ring_id, range(comm.size), **more)
 
 
@@ -55,7 +55,7 @@ def outlives(comm: Any) -> None:
     except RuntimeError as error:
         same("graph" in str(error), True, str(error))
     else:
-        close(given, x + 1, "behind the end of its graph")
+        close(given, x + 1, "after the end of its graph")
     del junk
 
 
@@ -64,7 +64,7 @@ def test_outputs_that_outlive_the_graph(unified_ranks: Ranks) -> None:
 
 
 def gradients_apart(comm: Any) -> None:
-    """Two backwards give gradients of their own, to be added up by the program (S5)."""
+    """Two backwards give their own gradients, to be added up by the program (S5)."""
     weight = torch.linspace(-1, 1, 6, device=comm.device, requires_grad=True)
     plain = [torch.linspace(turn, 2, 6, device=comm.device) for turn in range(4)]
 
@@ -93,7 +93,7 @@ def test_gradients_are_not_aliased(unified_ranks: Ranks) -> None:
 
 
 def plain_values(comm: Any) -> None:
-    """A flag, an int and a float are told apart, also where they compare equal (S6, S7)."""
+    """A flag, an int and a float are distinguished, also where they compare equal (S6, S7)."""
 
     def f(x: torch.Tensor, how: Any) -> torch.Tensor:
         if how is True:
@@ -221,7 +221,7 @@ def test_ranks_with_different_keys(unified_ranks: Ranks) -> None:
 
 
 def reset_between(comm: Any, size: int) -> None:
-    """ring.reset() between replays begins the ring's channels anew; its graphs stay right (S12)."""
+    """ring.reset() between replays resets the ring's channels; its graphs stay right (S12)."""
     ring = ring_of(comm, 90)
     g = graph.capture(lambda x: ring.all_reduce(torch.zeros_like(x), x), outputs="copy")
     for turn in range(6):
@@ -256,7 +256,7 @@ def outside_memory(comm: Any) -> None:
         close(view, torch.ones(2), "a view of the caller's own")
     g.reset()
     gc.collect()
-    close(part, torch.arange(2.0, 4.0) + 3, "behind the graph")
+    close(part, torch.arange(2.0, 4.0) + 3, "after the graph")
 
 
 def test_outputs_from_outside(unified_ranks: Ranks) -> None:
@@ -330,7 +330,7 @@ NOTHING: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def launches_nothing(comm: Any, what: str) -> None:
-    """A function without any kernel is no failed capture (S15)."""
+    """A function without any kernel is not a failed capture (S15)."""
     f = NOTHING[what]
     g = graph.capture(f)
     for turn in range(3):
@@ -530,7 +530,7 @@ def nobody_waits(comm: Any, held: bool) -> None:
         x.fill_(turn + 1.0)
         f(x)
         close(seen, torch.full((4,), total), f"turn {turn}, before")
-        close(out, torch.full((4,), 2 * (turn + 1.0)), f"turn {turn}, behind")
+        close(out, torch.full((4,), 2 * (turn + 1.0)), f"turn {turn}, after")
         total += 2 * (turn + 1.0)
     settle(comm)
 
@@ -578,7 +578,7 @@ def test_graphs_that_die_in_a_capture(unified_ranks: Ranks, how: str) -> None:
 
 
 class Helper:
-    """A thread that does one piece of work when it is told to."""
+    """A thread that does one piece of work on request."""
 
     def __init__(self, comm: Any, work: Callable[[], None]) -> None:
         self._comm, self._work = comm, work
@@ -760,7 +760,7 @@ def test_two_threads_capture_collectives(cpu_ranks: Ranks) -> None:
 
 
 def alone(comm: Any) -> None:
-    """A rank that captures while the other one replays is told who does not come (D1)."""
+    """A rank that captures while the other one replays learns which rank is late (D1)."""
     ring = ring_of(comm, 90, timeout=LATE_S)
 
     def f(x: torch.Tensor, scale: float) -> Any:
@@ -912,7 +912,7 @@ def segments() -> None:
         for turn in range(4):
             x = torch.full((count,), turn + 1.0, device=comm.device)
             assert g(x).unique().tolist() == [(turn + 1.0) * 2 * comm.size + 1]
-            rest.append(x)  # the next one lies elsewhere, in memory that was just mapped
+            rest.append(x)  # the next one is elsewhere, in memory that was just mapped
         del rest
         if on_gpu(comm):
             torch.cuda.empty_cache()
@@ -1050,7 +1050,7 @@ WIDTH, ROWS, RATE = 8, 6, 0.05
 
 
 class Sharded:
-    """A layer whose weight is spread over the ranks, and a tensor-parallel pair behind it."""
+    """A layer whose weight is spread over the ranks, and a tensor-parallel pair after it."""
 
     def __init__(self, comm: Any, ring: Any) -> None:
         draw = torch.Generator().manual_seed(11)
@@ -1220,7 +1220,7 @@ def failed_first(comm: Any) -> None:
     for _ in range(2):
         with refused(GraphError, "item"):
             deepspeed.graph_process(True, update)
-        close(total, torch.zeros(3), "behind the refusal")
+        close(total, torch.zeros(3), "after the refusal")
     reads[0] = False
     for turn in range(1, 6):
         deepspeed.graph_process(True, update)

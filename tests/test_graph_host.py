@@ -13,7 +13,7 @@ from commlib.graph.ledger import Ledger
 from tests.support.checks import close, refused, same
 from tests.support.ranks import Ranks
 
-META = torch.device("meta")  # in place of a GPU: what lies there is not on the host
+META = torch.device("meta")  # in place of a GPU: what is there is not on the host
 
 
 class Seen:

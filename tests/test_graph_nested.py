@@ -38,7 +38,7 @@ def test_graphed_modules(gpu_ranks: Ranks) -> None:
 
 
 def graph_of_the_program(comm: Any) -> None:
-    """A replay of the program's own graph is refused by name, and the call stands."""
+    """A replay of the program's own graph is refused by name, and the call counts."""
     total = torch.zeros(4, device=comm.device)
     own, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.graph(own, stream=stream):

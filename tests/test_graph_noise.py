@@ -147,7 +147,7 @@ def test_results_that_are_compared(what: str, caplog: pytest.LogCaptureFixture) 
 
 
 def test_names_that_are_bound() -> None:
-    """They are compared, are the function's own where that stands, and no graph writes to them."""
+    """They are compared, are the function's own where that is kept, and no graph writes to them."""
     hidden = Hidden()
 
     class State:
@@ -168,7 +168,7 @@ def test_names_that_are_bound() -> None:
     g(X)
     with pytest.raises(GraphError, match=r"binds, leaf 0 differs .* 5\.0, and replayed 2\.0"):
         g(X)
-    close(state.h, X * 5, "what the function did stands")
+    close(state.h, X * 5, "the eager effects are kept")
 
 
 def test_noise_of_one_name_hides_no_other() -> None:

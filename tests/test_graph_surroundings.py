@@ -787,7 +787,7 @@ def test_numbers_that_a_call_sets() -> None:
 
 
 def test_threads_and_verified_calls() -> None:
-    """What a verified call puts back is no work of another thread."""
+    """What a verified call puts back is not work of another thread."""
     total = torch.zeros(1, dtype=torch.float64)
 
     def f(x: torch.Tensor) -> torch.Tensor:

@@ -87,7 +87,7 @@ def literals(comm: Any) -> None:
 
 
 def views(comm: Any) -> None:
-    """A view of an argument is one of this call's, wherever it lies; other types are copies."""
+    """A view of an argument is one of this call's, wherever it is; other types are copies."""
 
     def program(captured: Callable[..., Any]) -> list[Any]:
         base = torch.arange(48.0, device=comm.device)
@@ -185,7 +185,7 @@ class Times(torch.autograd.Function):
 
 
 def autocast(comm: Any) -> None:
-    """The caller's autocast is over when operators are replayed, and in a backward behind it."""
+    """The caller's autocast is over when operators are replayed, and in a backward after it."""
     kind = comm.device.type
 
     def program(captured: Callable[..., Any]) -> list[Any]:
@@ -211,7 +211,7 @@ def autocast(comm: Any) -> None:
                     y = call(x)
                 (y.float() * torch.linspace(0, 1, 8, device=comm.device)).sum().backward()
                 found += [y.detach().clone(), x.grad]
-            with torch.autocast(kind, dtype=torch.bfloat16):  # also behind the forward
+            with torch.autocast(kind, dtype=torch.bfloat16):  # also after the forward
                 x = torch.randn(4, 8).to(comm.device).requires_grad_()
                 (call(x).float() * torch.linspace(0, 1, 8, device=comm.device)).sum().backward()
             found.append(x.grad)
@@ -440,7 +440,7 @@ def seeds(comm: Any) -> None:
         torch.manual_seed(8)
         with refused(GraphError, "sets a generator"):
             graph.capture(fn)(x)
-        close(torch.rand_like(x), want, "drawn behind")
+        close(torch.rand_like(x), want, "drawn after")
     draw: Any = graph.eager(lambda x: x + torch.rand_like(x))
 
     def between(x: torch.Tensor) -> torch.Tensor:
@@ -451,7 +451,7 @@ def seeds(comm: Any) -> None:
 
 
 def rebound(comm: Any) -> None:
-    """State under a name that each call binds anew can't be replayed; a table that is kept can."""
+    """State under a name that each call binds again can't be replayed; a table that is kept can."""
 
     class Counter(nn.Module):
         def __init__(self) -> None:
@@ -508,7 +508,7 @@ def shared(comm: Any) -> None:
     table = torch.zeros(2, 4, device=comm.device)
     call = graph.capture(lambda x: x + table[1].add_(1), outputs="copy")
     for turn in range(3):  # another place of the same memory
-        close(call(table[0]), torch.full((4,), turn + 1.0), f"beside, turn {turn}")
+        close(call(table[0]), torch.full((4,), turn + 1.0), f"during, turn {turn}")
 
 
 def containers(comm: Any) -> None:
@@ -685,7 +685,7 @@ def reads(comm: Any) -> None:
 
 
 def eager_parts(comm: Any) -> None:
-    """An eager part that returns something else than at the capture is told of."""
+    """An eager part that returns something else than at the capture is reported."""
     total: Any = graph.eager(lambda x: sum(x.tolist()))
     pick: Any = graph.eager(lambda x: x[x > 1])
     x = torch.tensor([2.0, 3.0, 0.0], device=comm.device)
@@ -701,7 +701,7 @@ def eager_parts(comm: Any) -> None:
 
 
 def shapes(comm: Any) -> None:
-    """Indices that are no masks are fine, and so are own tensors that get another shape."""
+    """Indices that are not masks are fine, and so are own tensors that get another shape."""
 
     def program(captured: Callable[..., Any]) -> list[Any]:
         rows = torch.tensor([2, 0], device=comm.device)
@@ -725,7 +725,7 @@ def shapes(comm: Any) -> None:
 
 
 def recurrent(comm: Any) -> None:
-    """On the CPU alone: cuDNN's own kernels are no business of the recording engine."""
+    """On the CPU alone: cuDNN's own kernels are not business of the recording engine."""
 
     def program(captured: Callable[..., Any]) -> list[Any]:
         torch.manual_seed(6)

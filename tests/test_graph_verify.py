@@ -54,7 +54,7 @@ def found(comm: Any) -> None:
     words = "aten.mul.Tensor(2.0) at the capture, and is aten.mul.Tensor(5.0) now"
     with refused(GraphError, "output 0 differs at element 0: 5.0, and replayed 2.0", words):
         g(x)
-    close(total, x * 2, "what the function did stands")
+    close(total, x * 2, "the eager effects are kept")
     close(g(x), x * 5, "captured again")
     close(total, x * 3, "and counts once")
 
@@ -87,7 +87,7 @@ def writes_later(comm: Any) -> None:
         hidden.scale = scale
         with refused(GraphError, words):
             g(x)
-    close(total, x, "what the function did stands")
+    close(total, x, "the eager effects are kept")
     same(weight.grad, None, "this too")
 
 
@@ -299,7 +299,7 @@ def test_functions_that_ask(unified_ranks: Ranks) -> None:
 
 
 def other_when_captured(comm: Any) -> None:
-    """One that computes something else in a capture is refused, and what it does stands."""
+    """One that computes something else in a capture is refused, and its effects are kept."""
 
     def f(x: torch.Tensor) -> torch.Tensor:
         if sees_capture():

@@ -119,7 +119,7 @@ def test_left_by_an_exception(ranks: Ranks) -> None:
 
 
 def in_a_thread(comm: Any, body: Callable[[], Any]) -> Any:
-    """Return what ``body`` returns in a thread of its own, at most after 20 s."""
+    """Return what ``body`` returns in its own thread, at most after 20 s."""
     found: list[Any] = []
 
     def run() -> None:

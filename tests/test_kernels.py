@@ -23,7 +23,7 @@ HELD = (1, 2, fused_norm.HELD)  # vectors of a thread
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home of its own, so that nothing is found compiled."""
+    """A separate home, so that nothing is found compiled."""
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path
 
@@ -89,7 +89,7 @@ def test_what_is_compiled_is_kept(home: Path) -> None:
     kept.write_bytes(kept.read_bytes()[:-1])  # torn
     assert nvrtc.binary(source, "sm_90") == first
     assert kept.read_bytes().endswith(first)
-    (home / "more.cuh").write_text("// a header beside it is part of it")
+    (home / "more.cuh").write_text("// a header next to it is part of it")
     assert nvrtc.binary(source, "sm_90", ("-DOTHER",))
     assert len(list(kept.parent.iterdir())) == 2
 

@@ -60,7 +60,7 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{path}: {ast.unparse(node)}; type `from commlib.... import`"
+            assert not node.level, f"{path}: {ast.unparse(node)}; write `from commlib.... import`"
             base = node.module or ""
             deep = {f"{base}.{alias.name}" for alias in node.names}
             found |= {name if name in FILES else base for name in deep}
@@ -94,5 +94,5 @@ def test_every_room_is_on_the_map() -> None:
 
 @pytest.mark.parametrize("name", LINKS)
 def test_links(name: str) -> None:
-    """A copy in place of the link would go stale without a word."""
+    """A copy in place of the link would go stale silently."""
     assert (ROOT / "commlib" / name).readlink() == Path("..", name)

@@ -497,7 +497,7 @@ def test_abort_beside_a_stuck_call(ranks: Ranks) -> None:
 
 
 def engines(comm: Any) -> None:
-    """Members that come with different engines are told so at once, by name."""
+    """Members that come with different engines are notified at once, by name."""
     commlib.shutdown()
     begin = time.monotonic()
     with commlib.flags.override("FLAGS_dynamic_static_unified_comm", comm.rank == 0):

@@ -137,7 +137,7 @@ class Wrapper(torch.Tensor):
 
 
 class Named(torch.Tensor):
-    """A subclass with memory of its own: torch functions alone know of it."""
+    """A subclass with its own memory: torch functions alone know of it."""
 
 
 def unreadable(comm: Any) -> None:

@@ -78,7 +78,7 @@ def test_gather(ranks: Ranks, suite: Any) -> None:
 
 
 def in_place(comm: Any) -> None:
-    """The normal use: a tensor of which this rank has its own slice is completed where it lies."""
+    """The normal use: a tensor of which this rank has its own slice is completed where it is."""
     for layout in STRIDED:
         every = [sample(r, (2 * comm.size, 3), torch.float64) for r in range(comm.size)]
         want = from_bits(own_slices([bits(x) for x in every], comm.rank), torch.float64)
@@ -259,7 +259,7 @@ def test_a_pipeline(world: World) -> None:
 
 
 def many(comm: Any) -> None:
-    """Element counts of 64 bits: the slice lies beyond what 32 bits can number."""
+    """Element counts of 64 bits: the slice is beyond what 32 bits can number."""
     count = 2**31 + 2**10
     half = count // 2
     x = torch.zeros(count, dtype=torch.uint8, device=comm.device)

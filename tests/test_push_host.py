@@ -28,7 +28,7 @@ A, B, C, S = 1, 2, 3, 4  # handles of streams
 
 
 class Order(stream_order.StreamOrder):
-    """One that notes its fences, and is told which streams are captured."""
+    """One that notes its fences, and knows which streams are captured."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(torch.device("cpu"))
@@ -54,7 +54,7 @@ class Order(stream_order.StreamOrder):
         if stream != self.last:
             self.change_to(stream)
         if self.foreign:
-            self._ended[stream] = stream  # type: ignore[assignment]  # stands for the event
+            self._ended[stream] = stream  # type: ignore[assignment]  # represents the event
         return list(self.fences)
 
 
@@ -234,7 +234,7 @@ def test_waiting_twice_launches_once(halves: Halves) -> None:
 
 
 def test_streams_of_waiters(halves: Halves) -> None:
-    """The stream that the tensors come from, and whoever waits later, are behind the end."""
+    """The stream that the tensors come from, and later waiters, follow the end."""
     work = halves.begin()
     halves.current = halves.streams[1]
     work.join()
@@ -331,7 +331,7 @@ class Lonely(Ring):
     """A ring whose other rank says what this one says."""
 
     def exchange(self, values: list[int]) -> list[list[int]]:
-        """Note what the other ranks are told."""
+        """Note what the other ranks receive."""
         self.told = values
         return [values] * 2
 

@@ -201,7 +201,7 @@ def test_a_rank_that_never_comes(size: int, verb: Verb, seed: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_rank_that_comes_when_the_others_give_up(size: int) -> None:
-    """No wrong result passes for a right one, and who has one is told why."""
+    """No wrong result passes for a right one, and its rank gets the reason."""
     faults = set()
     for seed in SEEDS:
         machine, calls = Machine(size, seed, limit=20_000 * size), some_calls(seed)

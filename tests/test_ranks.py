@@ -36,7 +36,7 @@ def dead_on(comm: Any, bad: int) -> None:
 
 
 def out_of_step(comm: Any) -> None:
-    """Rank 0 makes a call that its peer does not make: no error of its own, yet a broken pair."""
+    """Rank 0 makes a call that its peer does not make: no error here, yet a broken pair."""
     if comm.rank == 0:
         comm.all_reduce(torch.zeros(4), torch.zeros(4), use_calc_stream=False, sync_op=False)
 

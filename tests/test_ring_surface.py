@@ -50,7 +50,7 @@ def test_copies(ranks: Ranks) -> None:
 
 
 def names(comm: Any) -> None:
-    """A name finds the ring, stands in its errors, and belongs to one ring at a time."""
+    """A name finds the ring, is in its errors, and belongs to one ring at a time."""
     ring = commlib.new_ring(81, range(comm.size), name="tensor parallel")
     assert ring is not None
     same((ring.name, commlib.comm("tensor parallel") is ring), ("tensor parallel", True), "name")

@@ -68,7 +68,7 @@ def done_in_time(comm: Any) -> None:
 
 
 def _tell(comm: Any) -> None:
-    """Let rank 1 go on after rank 0, on a ring of its own: ring 0 has a call under way."""
+    """Let rank 1 go on after rank 0, on its own ring: ring 0 has a call under way."""
     side = commlib.new_ring(21, range(comm.size))
     assert side is not None
     side.barrier()
@@ -81,9 +81,9 @@ def order(comm: Any) -> None:
     works = [ops.all_reduce(x, **ASYNC) for x in xs]
     for n in (8, 2, 5):
         close(works[n - 1].wait(), torch.full((n,), 2 * n + 1), f"work {n}")
-    close(ops.all_reduce(xs[2]), torch.full((3,), 7), "a call behind unfinished ones")
+    close(ops.all_reduce(xs[2]), torch.full((3,), 7), "a call after unfinished ones")
     works.clear()
-    close(ops.all_reduce(xs[3]), torch.full((4,), 9), "a call behind dropped ones")
+    close(ops.all_reduce(xs[3]), torch.full((4,), 9), "a call after dropped ones")
 
 
 def test_finished(ranks: Ranks) -> None:
@@ -136,7 +136,7 @@ def missed(comm: Any) -> None:
 
 
 def missed_on_ring_0(comm: Any) -> None:
-    """Ring 0 comes back as its error says, whoever has seen the failure."""
+    """Ring 0 comes back as its error says, whichever rank has seen the failure."""
     commlib.shutdown()
     ring, x = commlib.init(timeout=5), torch.ones(3)
     if comm.rank == 0:
@@ -206,7 +206,7 @@ def _interrupt(*_: object) -> None:
 
 
 def interrupted(comm: Any) -> None:
-    """A wait that a signal ends is no result: the next wait() waits again and gets it."""
+    """A wait that a signal ends is not a result: the next wait() waits again and gets it."""
     x, whole = torch.full((4, 3), comm.rank + 1.0), {"sum": 3.0, "avg": 1.5}
     peer = 1 - comm.rank
     starts: dict[str, tuple[Callable[[], commlib.Work], float]] = {

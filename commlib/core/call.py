@@ -75,7 +75,7 @@ class Call:
         if self.dst is self.out:
             written(self.out)
             return
-        # Whoever waits may do so in another grad or inference mode than the caller's.
+        # A waiter may be in another grad or inference mode than the caller's.
         inference = torch.inference_mode(self.out.is_inference())
         with unwatched(), inference, torch.no_grad():
             self.out.copy_(self.dst)

@@ -94,7 +94,7 @@ def check_dtype(ring: Ring, collective: str, dtype: torch.dtype) -> None:
     """Refuse what is not a torch.dtype, such as its name."""
     if not isinstance(dtype, torch.dtype):
         raise ArgumentError(
-            f"{ring._describe(collective)}: dtype={dtype!r}; expected a torch.dtype; type "
+            f"{ring._describe(collective)}: dtype={dtype!r}; expected a torch.dtype; pass "
             f"torch.float32"
         )
 

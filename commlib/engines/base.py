@@ -187,7 +187,7 @@ class Engine(ABC):
 
     @contextmanager
     def bounded(self, blocks: int) -> Iterator[None]:
-        """Limit the push kernels inside to so many blocks; 0 is no limit."""
+        """Limit the push kernels inside to so many blocks; 0 means no limit."""
         yield
 
     def prepare(self, calls: Sequence[Launch]) -> None:

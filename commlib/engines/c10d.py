@@ -245,7 +245,7 @@ class C10dEngine(Engine):
 
 
 def _divide(target: Tensor, size: int) -> None:
-    # Whoever waits may do so in another grad or inference mode than the caller's.
+    # A waiter may be in another grad or inference mode than the caller's.
     with torch.inference_mode(target.is_inference()), torch.no_grad():
         target.div_(size)
 

@@ -103,7 +103,7 @@ class Bindings:
         return bool(self._others) and any(x.value() is None for x in self._others)
 
     def memory(self) -> Iterator[int]:
-        """Yield what stands for the memory of the program's tensors that are bound."""
+        """Yield keys of the memory of the program's tensors that are bound."""
         for x in self._others:
             tensor = x.value()
             if tensor is not None:

@@ -40,10 +40,10 @@ def capture(fn: Callable[..., Any] | None = None, **options: Unpack[Given]) -> A
     """Return ``fn`` as a function whose calls are captured once per kind and then replayed.
 
     The first call of a kind runs ``fn`` itself and counts. Later runs for the capture are undone.
-    Calls are told apart by structure, by shape, dtype, device, strides and ``requires_grad`` of
+    Calls are distinguished by structure, by shape, dtype, device, strides and ``requires_grad`` of
     tensors, by the value of all else, by torch's modes, by what ``fn`` uses without receiving it
     (settings of modules and optimizers, closures), and by ``key``. Where gradients flow, a forward
-    and a backward graph are joined by one autograd node; there are no second derivatives. Every
+    and a backward graph are joined by one autograd node; second derivatives are unsupported. Every
     member of a ring captures the same collectives, or all of them raise.
 
     Args:

@@ -28,7 +28,7 @@ class Recording(Protocol):
         """Do it again, in the memory that it was captured in; on the current stream of a GPU."""
 
     def release(self) -> None:
-        """Let go of it; it is not replayed any more."""
+        """Release it; it is not replayed any more."""
 
 
 class Engine(Protocol):
@@ -46,20 +46,20 @@ class Engine(Protocol):
     def begin(self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None) -> Ledger:
         """Begin a stretch; returns what watches it, already entered.
 
-        ``pool``: memory of its own, as ``own_pool`` gives it, in place of what all graphs share.
+        ``pool``: its own memory, as ``own_pool`` gives it, in place of what all graphs share.
         """
 
     def end(self) -> Recording:
         """End the stretch; nothing of it counts as done until it is replayed."""
 
     def join(self, rings: Sequence[Ring]) -> None:
-        """Order the current stream behind the comm streams of rings."""
+        """Order the current stream after the comm streams of rings."""
 
     def own_pool(self) -> Pool | None:
         """Return memory for graphs that keep something from one replay to the next."""
 
     def turn(self) -> None:
-        """Order the current stream behind the last replay: graphs share their memory."""
+        """Order the current stream after the last replay: graphs share their memory."""
 
     def side(self) -> SideStream | None:
         """Return the side stream of this thread and its current stream; None on a CPU."""
@@ -121,19 +121,19 @@ class HostEngine:
         return HostRecording(ledger.steps)
 
     def join(self, rings: Sequence[Ring]) -> None:
-        """There are no streams."""
+        """Do nothing: a CPU has no streams."""
 
     def own_pool(self) -> None:
-        """Every step has memory of its own."""
+        """Every step has its own memory."""
 
     def turn(self) -> None:
-        """There are no streams."""
+        """Do nothing: a CPU has no streams."""
 
     def side(self) -> None:
-        """There are no streams."""
+        """Do nothing: a CPU has no streams."""
 
     def waiting(self) -> AbstractContextManager[object]:
-        """There are no streams."""
+        """Do nothing: a CPU has no streams."""
         return nullcontext()
 
     def fail(self) -> None:

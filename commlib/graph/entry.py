@@ -139,7 +139,7 @@ class Entry:
         self.capture_seconds = time.perf_counter() - began
 
     def _note(self, given: Tensors) -> None:
-        """Know what the capture has done so far: what follows is no work of the function."""
+        """Know what the capture has done so far: what follows is not work of the function."""
         now = making()
         assert isinstance(now, Pieces)
         now.own = sum(len(ledger.names) for ledger in now.ledgers)
@@ -171,7 +171,7 @@ class Entry:
             if id(leaf) not in kept:
                 kept[id(leaf)] = found = standing(leaf, inputs, now.has_made)
                 room = self._rooms[i] if i < len(self._rooms) and not self._copy else None
-                if room is not None:  # copies are cloned behind each replay
+                if room is not None:  # copies are cloned after each replay
                     kept[id(leaf)] = room.copy_(found.detach())
         return tree_unflatten([kept[id(leaf)] for leaf in leaves], spec)
 
@@ -189,7 +189,7 @@ class Entry:
         return nullcontext()
 
     def _behind(self, result: Any, inputs: Tensors, *, again: bool) -> None:
-        """Capture what belongs to the function beside itself."""
+        """Capture what belongs to the function in addition to itself."""
         if any(map(leads_back, flat(result)[0])):
             raise GraphError(
                 "an output requires grad, but the backward was not run before the capture; pass "
@@ -379,9 +379,9 @@ class Entry:
         return None
 
     def _place(self, call: Arguments, pointers: Sequence[int], caller: FrameType) -> bool:
-        """Copy what lies elsewhere to where the graph reads it; says whether it captured again.
+        """Copy what is elsewhere to where the graph reads it; says whether it captured again.
 
-        What is copied may be an output of the last replay, so that one expires behind this.
+        What is copied may be an output of the last replay, so that one expires after this.
         """
         self._refuse_arguments(call, pointers)
         moved = [i for i, at in enumerate(pointers) if at != self._pointers[i]]
@@ -405,7 +405,7 @@ class Entry:
         return bool(fresh)
 
     def _refuse_grads(self, call: Arguments) -> None:
-        """Refuse a function that reads ``grad`` of an argument: the next one's lies elsewhere."""
+        """Refuse a function that reads ``grad`` of an argument: the next one's is elsewhere."""
         for i, tensor in enumerate(call.tensors[: len(call.tensors) - call.grads]):
             grad = tensor.grad if tensor.is_leaf and tensor.requires_grad else None
             key = None if grad is None else grad.untyped_storage()._cdata
@@ -466,14 +466,14 @@ class Entry:
             self._own[i] = shared.setdefault(layout, copy_of(tensor))
             if not is_packed(tensor):
                 self._strided.add(i)
-            # What a replay puts there is no change of what a backward has saved of the last.
+            # What a replay puts there is not a change of what a backward has saved of the last.
             self._targets[i] = self._elements(i, self._own[i].data)
 
     def _elements(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
         return elements(tensor) if i in self._strided else tensor
 
     def release(self) -> None:
-        """Let go of the graphs and of all that they read; what was returned can't be read any more.
+        """Release the graphs and all that they read; what was returned can't be read any more.
 
         Torch swaps the content of no tensor that a weak reference points to.
         """
@@ -517,5 +517,5 @@ def _reading(call: Arguments, inputs: Tensors) -> Iterator[None]:
 
 
 def place(caller: FrameType) -> str:
-    """Return file and line of whoever called a captured function."""
+    """Return file and line of the caller of a captured function."""
     return f"{caller.f_code.co_filename}:{caller.f_lineno}"

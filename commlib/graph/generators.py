@@ -38,7 +38,7 @@ class Drawn:
 
 @contextmanager
 def moved_on(generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Have them drawn from once more inside a ``with`` block: whoever sets them again shows."""
+    """Draw from them once more inside a ``with`` block, so that a second setting of them shows."""
     before = [(generator, generator.get_state()) for generator in generators]
     for generator in generators:
         torch.rand((), generator=generator, device=generator.device)

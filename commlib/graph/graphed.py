@@ -125,7 +125,7 @@ class Graphed:
             return self.fn(*args, **kwargs)
         try:
             if entry is not None:
-                # What a verified call puts back is no other thread's work. An eager part may wait
+                # What a verified call undoes is not another thread's work. An eager part may wait
                 # for a thread that calls this function too.
                 with nullcontext() if entry.has_eager_parts else self._lock:
                     self._turns += 1
@@ -150,16 +150,16 @@ class Graphed:
         return any(now.get(name) != place for name, place in places.items())
 
     def _drop_different(self, key: Any, error: Unequal) -> None:
-        """Let go of a graph that differs from the function; calls of its kind are eager now."""
+        """Release a graph that differs from the function; calls of its kind are eager now."""
         entry = self.entries.pop(key, None)
         if entry is not None and self.options.on_fail == "raise":
             entry.release()  # else backwards of earlier calls may follow
         self._stay_eager(key, error)
 
     def _drop_stale(self, key: Any, entry: Entry | Slots) -> None:
-        """Let go of graphs whose tensors were replaced: the call is captured again.
+        """Release graphs whose tensors were replaced: the call is captured again.
 
-        Where that happens at nearly every call, capturing is no gain, and the call stays eager.
+        Where that happens at nearly every call, capturing gains nothing, and the call stays eager.
         """
         entry.release()
         del self.entries[key]
@@ -256,9 +256,9 @@ class Graphed:
         if device.type == "cpu":
             refuse_hidden(self._around.modules)
         engine = engine_for(device)
-        stands = self.options.first == "warmup"
+        counted = self.options.first == "warmup"
         weights = [*self._around.weights, *self._grads.leaves]
-        how: dict[str, Any] = {"stands": stands, "weights": weights}
+        how: dict[str, Any] = {"counted": counted, "weights": weights}
         how["modules"] = self._around.modules
         warm = WarmUp(self.fn, engine, device, **how)
         self._around.before_call(*call.given)
@@ -281,7 +281,7 @@ class Graphed:
                 )  # fmt: skip
         except GraphError as error:
             if self.options.on_fail == "raise":
-                if stands or warm.unseen:
+                if counted or warm.unseen:
                     raise GraphError(
                         f"{error}; the effects of the call were kept: do not repeat it", done=True
                     ) from error
@@ -301,7 +301,7 @@ class Graphed:
     ) -> None:
         """Capture the call, from where it began."""
         with warm.put_back():
-            # What the call has changed of its surroundings is no part of the key from now on.
+            # What the call has changed of its surroundings is not part of the key from now on.
             call = self._arguments(*call.given)
             self._capture(call, engine, warm, device)
 
@@ -383,7 +383,7 @@ class Graphed:
             )
 
     def reset(self) -> None:
-        """Let go of every graph; the next calls capture again."""
+        """Release every graph; the next calls capture again."""
         self._drop_entries()
         self.eager.clear()
         self._seen.clear()

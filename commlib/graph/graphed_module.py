@@ -9,7 +9,7 @@ from commlib.graph.options import Options
 
 
 class GraphedModule(Graphed, torch.nn.Module):
-    """A captured module that stands where the module stood: ``model.part = capture(model.part)``.
+    """A captured module in the place of the module: ``model.part = capture(model.part)``.
 
     Attributes that are not the captured function's own are the module's, to be read and to be set,
     so that the names in ``state_dict()`` stay as they are.

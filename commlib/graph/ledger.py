@@ -98,7 +98,7 @@ class Ledger(TorchDispatchMode):
         self._save = True
         self.host: HostPart | None = None  # in a capture on a GPU
         self.constants: dict[int, StorageWeakRef] = {}  # of another graph, on the host
-        self._literals: set[int] = set()  # memory that what the function has typed lies in
+        self._literals: set[int] = set()  # memory that what the function has typed is in
         self._borrowed: set[int] = set()  # memory of arrays that the function has made tensors of
         self._given: dict[int, weakref.ref[torch.Tensor]] = {}  # by an operator of this run, by id
         self._left: dict[int, Drawn] = {}  # by generator
@@ -212,7 +212,7 @@ class Ledger(TorchDispatchMode):
         return written
 
     def _called(self, call: OpCall, written: Sequence[torch.Tensor]) -> Any:
-        """Run an operator; a collective inside it is no step of its own."""
+        """Run an operator; a collective inside it is not a separate step."""
         args, kwargs = call.args, call.kwargs
         if self.host is not None:
             if call.known.own_random and written:
@@ -272,7 +272,7 @@ class Ledger(TorchDispatchMode):
         """Return the operator that makes the tensor of ``torch.tensor([...])`` at each call.
 
         It copies from what nobody can write to. Memory that is shared (``torch.as_tensor`` of an
-        array) may be new or not: it is read where it lies.
+        array) may be new or not: it is read where it is.
         """
         if x.untyped_storage().resizable():
             self._literals.add(x.untyped_storage()._cdata)
@@ -330,7 +330,7 @@ class Ledger(TorchDispatchMode):
     def _as_they_are(self, tree: Any) -> Any:
         """Return other tensors over the same memory, for a replay.
 
-        Autograd is to know of writes to what lies outside, not of those to the graph's own memory:
+        Autograd is to know of writes to what is outside, not of those to the graph's own memory:
         that is right again when a backward reads it.
         """
 

@@ -189,7 +189,7 @@ def _kind(leaf: Any, given: Sequence[torch.Tensor], own: Callable[[torch.Tensor]
     return Lent(leaf.detach()) if own(leaf) else Plain(leaf)
 
 
-# Nodes of views that `as_strided` can stand for: each element lies in one place only.
+# Nodes of views that `as_strided` can stand for: each element is in one place only.
 _VIEWS = (
     "Alias", "AsStrided", "Diagonal", "Permute", "ReshapeAlias", "Select", "Slice", "Squeeze",
     "Swapaxes", "T", "Transpose", "UnsafeView", "Unsqueeze", "View",
@@ -199,7 +199,7 @@ _VIEWS = (
 def standing(leaf: Any, given: Sequence[torch.Tensor], own: Callable[[torch.Tensor], bool]) -> Any:
     """Return a leaf of a result in a form that each replay can hand out; in the capture.
 
-    What is no plain view of an argument becomes memory of the graph: other types over its bytes,
+    What is not a plain view of an argument becomes memory of the graph: other types over its bytes,
     what autograd reaches by other ways. Conjugates and negatives that are still to be computed are.
     Raises ``GraphError`` for an object that hides tensors of the graph.
     """
@@ -235,7 +235,7 @@ _MOST = 1000  # objects that are looked through
 
 
 def hides(leaf: Any, own: Callable[[torch.Tensor], bool]) -> bool:
-    """Whether an object that is no tensor holds one of the graph, or a run that goes on."""
+    """Whether an object that is not a tensor holds one of the graph, or a run that goes on."""
     if isinstance(leaf, Iterator) and not isinstance(leaf, IOBase):
         return True
     queue, seen = [leaf], set[int]()
@@ -264,7 +264,7 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *place)
 
 
-# Makes whoever reads a piece of memory raise; builds of torch without CUDA lack it.
+# Makes a read of a piece of memory raise; builds of torch without CUDA lack it.
 _SPOIL = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 
 
@@ -342,11 +342,11 @@ class _Loan:
 
     @property
     def moved(self) -> bool:
-        """Whether the program has given the output memory of its own (``share_memory_``)."""
+        """Whether the program has given the output its own memory (``share_memory_``)."""
         return self._storage.data_ptr() != self._place
 
     def begin(self, where: str) -> torch.Tensor:
-        """Return the output, for whoever called at ``where``."""
+        """Return the output for the caller at ``where``."""
         self._where = where
         if _SPOIL is not None:
             return self._alias.detach()

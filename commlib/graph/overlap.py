@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-Span = tuple[int, int]  # addresses of the first byte and behind the last
+Span = tuple[int, int]  # addresses of the first byte and after the last
 
 
 def overlaps(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
@@ -20,7 +20,7 @@ def overlaps(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return False where no element of a strided tensor can lie where one of the other's does.
 
-    Slices of one tensor are told apart where they have its strides: columns of rows lie in each
+    Slices of one tensor are distinguished where they have its strides: columns of rows are in each
     other's span without meeting.
     """
     (begin, end), (start, stop) = span(one), span(other)
@@ -33,7 +33,7 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _in_columns(one: torch.Tensor, other: torch.Tensor, apart: int, period: int) -> bool:
-    """Whether both lie in columns of their own, of a table with ``period`` elements a row."""
+    """Whether both lie in their own columns, of a table with ``period`` elements a row."""
     widths = []
     for tensor in (one, other):
         inner = 1

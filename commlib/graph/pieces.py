@@ -275,7 +275,7 @@ class Pieces:
                 self._one(part)
 
     def replay_rest(self) -> None:
-        """Run what the capture itself has not: behind an eager part, the last graph."""
+        """Run what the capture itself has not: after an eager part, the last graph."""
         if self.broken:
             self._one(self.parts[-1])
         else:
@@ -287,7 +287,7 @@ class Pieces:
             graph.replay()
 
     def release(self) -> None:
-        """Let go of every graph; a replay raises from then on."""
+        """Release every graph; a replay raises from then on."""
         for part in self.parts:
             part.release()
         self.parts, self.replay = [], _gone  # type: ignore[method-assign]  # no test at a replay
@@ -380,7 +380,7 @@ def eager(fn: F) -> F:
     """Mark a function that must stay outside any graph; usable as a decorator.
 
     A capture that meets it is made in pieces: it ends there, the function runs eagerly (it may
-    read values on the host, and branch), and a new graph begins behind it. Its tensors must keep
+    read values on the host, and branch), and a new graph begins after it. Its tensors must keep
     their shapes; no gradient flows through it. Outside a capture it changes nothing.
     """
 

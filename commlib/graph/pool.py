@@ -26,7 +26,7 @@ from commlib.streams import capture_of, capturing, current_raw
 
 _capturing = threading.RLock()  # torch captures one graph at a time
 _under_way: "list[CudaEngine]" = []  # the engine that captures now
-_late: list[torch.cuda.CUDAGraph] = []  # graphs to be destroyed behind that
+_late: list[torch.cuda.CUDAGraph] = []  # graphs to be destroyed after that
 _STREAMS = 32  # that torch deals out in turn
 
 
@@ -114,7 +114,7 @@ class CudaEngine:
 
     @contextmanager
     def warming(self) -> Iterator[None]:
-        """Run on the capture stream, with memory of its own.
+        """Run on the capture stream, with its own memory.
 
         What the function keeps from here, such as an optimizer's state, must not lie in the pool:
         a graph that was captured before may write there.
@@ -143,7 +143,7 @@ class CudaEngine:
         return torch.cuda.graph_pool_handle()
 
     def turn(self) -> None:
-        """Order the current stream behind the last replay: graphs share their memory."""
+        """Order the current stream after the last replay: graphs share their memory."""
         self._order.turn()
 
     def side(self) -> SideStream:
@@ -170,7 +170,7 @@ class CudaEngine:
         return self.side().current()
 
     def _collect(self) -> None:
-        """Let go of autograd nodes in reference cycles, which a failed capture leaves.
+        """Release autograd nodes in reference cycles, which a failed capture leaves.
 
         They belong to another stream, and a leaf whose node is still there gets no new one. All
         garbage is searched from the first failure on; that takes 0.2 s in a large program.
@@ -180,7 +180,7 @@ class CudaEngine:
     def begin(self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None) -> Ledger:
         """Begin a capture on the capture stream; garbage collection waits until its end.
 
-        ``generators`` are those that it draws from beside torch's own.
+        ``generators`` are those that it draws from in addition to torch's own.
         """
         with ExitStack() as scope:
             scope.enter_context(_capturing)
@@ -226,7 +226,7 @@ class CudaEngine:
         if nodes == 0 and (launches or now.ledger.collectives):
             raise GraphError(
                 f"the graph is empty though {launches} operators ran: they went to a stream that "
-                f"is no part of the capture; launch on the current stream, or on one that waits "
+                f"is not part of the capture; launch on the current stream, or on one that waits "
                 f"for it"
             )
         now.graph.instantiate()
@@ -240,7 +240,7 @@ class CudaEngine:
             return torch.empty_like(source, device=self.device)
 
     def join(self, rings: Sequence[Ring]) -> None:
-        """Order the current stream behind the comm streams of rings; those of its own capture."""
+        """Order the current stream after the comm streams of rings that belong to its capture."""
         here = torch.cuda.current_stream(self.device)
         own = capture_of(here.cuda_stream)
         for ring in rings:

@@ -57,7 +57,7 @@ class Change(NamedTuple):
 
     @property
     def sets(self) -> bool:
-        """Return True for what can be compared, in a place of its own.
+        """Return True for what can be compared, in its own place.
 
         These are plain values, tensors, and tuples, lists and dicts of such.
         """

@@ -47,18 +47,18 @@ class Reached(NamedTuple):
 def reached(roots: Iterable[object], *, ends: tuple[type, ...] = ()) -> Reached:
     """Return what ``roots`` lead to, once each.
 
-    Plain values are left out; so are objects of libraries that keep state of their own (the
+    Plain values are left out; so are objects of libraries that keep their own state (the
     standard library's, commlib's, most of torch's), and what these lead to, and what objects of the
     types in ``ends`` lead to.
     """
     kind_of: Callable[[Any], _Kind] = _kind
     queue, seen = deque[Any](roots), set[int]()
-    objects, tensors = list[Any](), list[torch.Tensor]()  # an id stands for one that is there
+    objects, tensors = list[Any](), list[torch.Tensor]()  # an id names an object that is alive
     while queue and len(seen) < _MOST:
         found = queue.popleft()
         kind = kind_of(type(found))
         while kind is _Kind.STANDS or kind is _Kind.REFERS:
-            # A captured function stands for its function; LR schedulers refer to their optimizer.
+            # A captured function represents its function; LR schedulers refer to their optimizer.
             found = found.__commlib_captures__ if kind is _Kind.STANDS else found()
             kind = kind_of(type(found))
         if kind is _Kind.NOTHING or id(found) in seen:
@@ -86,7 +86,7 @@ class _Kind(Enum):
     TENSOR = 1
     STANDS = 2
     REFERS = 3
-    DEFINED = 4  # a function or class, which belongs to a module of its own
+    DEFINED = 4  # a function or class, which belongs to its own module
     DICT = 5
     ITEMS = 6
     FOLLOWED = 7
@@ -113,7 +113,7 @@ def _kind(kind: type) -> _Kind:
 
 
 def is_of_the_program(kind: Any) -> bool:
-    """Return True for a class or function that is no library's with state of its own."""
+    """Return True for a class or function outside the libraries that keep their own state."""
     if kind in _NAMESPACES:
         return True
     module = str(kind.__module__)

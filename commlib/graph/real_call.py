@@ -160,7 +160,7 @@ class RealCall(TorchDispatchMode):
 
     def _note(self, tensor: torch.Tensor) -> None:
         if not memory(tensor):
-            return  # sparse: its parts are written as tensors of their own
+            return  # sparse: its parts are written as their own tensors
         self.written.add(memory(tensor))
         if self._copies and not self.has_made(tensor.untyped_storage()):
             self.undo.note_write(tensor)

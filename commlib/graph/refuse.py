@@ -66,7 +66,7 @@ def refuse_stray(call: OpCall, touched: Iterable[torch.Tensor]) -> None:
     if any(tensor.is_cuda for tensor in touched) and not stream_captures():
         name = _name_of(call)
         what = (
-            f"{name} ran on a stream that is no part of the capture, so no replay would repeat it"
+            f"{name} ran on a stream that is not part of the capture, so no replay would repeat it"
         )
         hint = "let it wait for the current stream first: stream.wait_stream(...)"
         raise _refusal(what, name, hint)
@@ -92,7 +92,7 @@ def refuse_unreadable(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _refused(name: str, read: Any) -> Any:
-    """Return a method in place of one that reads values: who looks on hears of it."""
+    """Return a method in place of one that reads values: observers see the call."""
 
     @functools.wraps(read)
     def refusing(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +140,7 @@ def refuse_reads(where: str, part: str) -> None:
 
 
 def refuse_wrappers(call: OpCall, tensors: Iterable[torch.Tensor]) -> None:
-    """Raise ``GraphError`` for an operator on tensors without memory of their own (DTensor)."""
+    """Raise ``GraphError`` for an operator on tensors without their own memory (DTensor)."""
     for tensor in tensors:
         found = fault(tensor, "it")
         if found is not None:
@@ -299,7 +299,7 @@ def line_of(error: BaseException) -> str | None:
 
 
 def user_line() -> str:
-    """Return file and line of the innermost frame that is no library's: torch's, ours, Python's."""
+    """Return file and line of the innermost frame outside torch, commlib and Python's library."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

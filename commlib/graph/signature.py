@@ -20,7 +20,7 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter, Watched, bool, int, float, str, type
 
 @dataclass(slots=True)
 class Arguments:
-    """The arguments of one call: tensors, and the key of all that is no tensor's content."""
+    """The arguments of one call: tensors, and the key of everything but the tensors' contents."""
 
     tensors: list[torch.Tensor]
     key: tuple[Any, ...]
@@ -82,13 +82,13 @@ def arguments(args: tuple[Any, ...], kwargs: dict[str, Any], own: tuple[Any, ...
     except TypeError as error:
         raise GraphError(
             f"an argument can't be part of a graph's key ({error}); pass tensors and hashable "
-            f"values, or give key= a function that stands for it"
+            f"values, or pass key= a function that represents it"
         ) from error
     return Arguments(tensors, key, leaves, spec, (args, kwargs))
 
 
 def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec, Any]:
-    """Return the leaves of a call, its structure, and what stands for that in a key."""
+    """Return the leaves of a call, its structure, and their representation in a key."""
     if not kwargs and all(type(x) in _PLAIN for x in args):  # 10 µs less than in general
         return list(args), _of_leaves(len(args)), len(args)
     leaves, spec = tree_flatten((args, kwargs))

@@ -125,7 +125,7 @@ class Slots:
         return lost
 
     def release(self) -> None:
-        """Let go of every graph."""
+        """Release every graph."""
         for slot in self.slots:
             slot.release()
 
@@ -159,14 +159,14 @@ class Slot(Entry):
         differs: Callable[[Unequal], None],
         later: bool,
     ) -> None:
-        """``differs`` is told of a backward that is not the function's; it may raise."""
+        """``differs`` gets a backward that differs from the function's; it may raise."""
         self._differs = differs
         self.parameters, self._later, self._waiting = list(parameters), later, engine.waiting
         self._side = engine.side()
         self._lease: weakref.ref[_Lease] | None = None
         # By the outputs whose gradients come, and the autocast that the backward is called under.
         self._backwards: dict[Any, Backward] = {}
-        # What lies between forward and backward is in a pool of their own.
+        # What is between forward and backward is in their own pool.
         made = functools.partial(make, pool=engine.own_pool())
         super().__init__(fn, call, made, (), known, Schedule(False))
 
@@ -244,7 +244,7 @@ class Slot(Entry):
     def _note_reads(self, whole: Backward, made: Tensors, inputs: Tensors) -> None:
         """Know what the forward has saved and the backward reads: nobody may write to it between.
 
-        What a hook reads beside that is to be as it is then.
+        Other inputs of a hook must be as they are then.
         """
         ledgers = (*self.pieces.ledgers, *whole.pieces.ledgers)
         written = {key for ledger in ledgers for key in ledger.written}
@@ -369,7 +369,7 @@ class Slot(Entry):
         return self._backwards[key]
 
     def release(self) -> None:
-        """Let go of all graphs."""
+        """Release all graphs."""
         super().release()
         self._release_backwards()
 

@@ -17,7 +17,7 @@ class Step(NamedTuple):
     call: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    made: tuple[tuple[int, torch.Tensor], ...]  # outputs with memory of their own, by position
+    made: tuple[tuple[int, torch.Tensor], ...]  # outputs with their own memory, by position
     grad: bool = False  # whether autograd was on: some operators return more then
 
     def again(self) -> None:
@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
 
 def computes_nothing() -> bool:
-    """Return True under a FakeTensorMode: operators tell shapes there, and there are no values."""
+    """Return True under a FakeTensorMode: operators compute shapes there, and no values."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 

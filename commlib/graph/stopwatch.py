@@ -8,7 +8,7 @@ import torch
 class Stopwatch:
     """Counts from where the current stream has done what it was given before.
 
-    The host may be many replays ahead of the GPU: waiting for these is no cost of the call.
+    The host may be many replays ahead of the GPU: waiting for these is not a cost of the call.
     """
 
     def __init__(self, device: torch.device) -> None:

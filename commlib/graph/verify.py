@@ -2,7 +2,7 @@
 
 On a verified call the function runs eagerly, so its result and the program's Python state are right
 by construction. What it wrote is put back, the graph is replayed on the same inputs, and both are
-compared bit for bit. Where they differ, what the function did stands.
+compared bit for bit. Where they differ, the eager effects are kept.
 """
 
 import time
@@ -101,7 +101,7 @@ class Verification(NamedTuple):
         costs what an eager one does, the copies of what it writes, and the comparison.
 
         Raises:
-            Unequal: They differ, here or on another member. What ``fn`` did stands.
+            Unequal: They differ, here or on another member. The effects of ``fn`` are kept.
         """
         effects, run, watch = self.effects, Verifying(self.roots), Stopwatch(self.device)
         before, counts, objects = effects.now(), Counts(self.watched), PythonState(self.roots)
@@ -115,12 +115,12 @@ class Verification(NamedTuple):
             raise
         seconds = time.perf_counter() - began
 
-        def stands() -> Verified:
+        def keep_eager() -> Verified:
             return Verified(expected, expected, seconds, watch.seconds(), replayed=False)
 
         self.join(self.rings)  # a raw collective without fences may still run
         if _worst(self.rings, _EQUAL) == _RAISED:  # that rank will make no collectives now
-            return stands()
+            return keep_eager()
         missed = counts.missed(effects, run.effects())
         by_parts = run.changed - self.binds
         bound = [x for x in objects.changes() if x.sets and (x.where, x.name) not in by_parts]
@@ -149,7 +149,7 @@ class Verification(NamedTuple):
             effects.put_versions(real.held)
             found = replayed.results[self.what]
             return Verified(expected, found, seconds, watch.seconds(), replayed=True)
-        return stands()
+        return keep_eager()
 
     def _replayed(
         self, run: Verifying, replay: Callable[[], Any], real: Left
@@ -158,7 +158,7 @@ class Verification(NamedTuple):
         try:
             with run.replaying():
                 found = replay()
-        except OtherValue:  # the graph is of other values, and the function stands
+        except OtherValue:  # the graph is of other values, and the eager effects are kept
             return None, None
         except GraphError as error:
             return Difference(("replay", 0), "the replay", f"raises: {error}"), None

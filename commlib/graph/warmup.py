@@ -52,7 +52,7 @@ class WarmUp:
         engine: Engine,
         device: torch.device,
         *,
-        stands: bool,
+        counted: bool,
         weights: Sequence[torch.Tensor],
         modules: Sequence[torch.nn.Module],
     ) -> None:
@@ -62,13 +62,13 @@ class WarmUp:
             fn: The function.
             engine: What captures it.
             device: Where it runs.
-            stands: The call counts even where no capture follows, so that nothing is copied.
+            counted: The call counts even where no capture follows, so that nothing is copied.
             weights: Leaves that the function can reach.
             modules: Modules that it can reach.
         """
         self.modules = weakref.WeakSet(modules)
         self.weights = [x for x in weights if x.is_leaf and x.requires_grad]
-        self._fn, self._engine, self._device, self._stands = fn, engine, device, stands
+        self._fn, self._engine, self._device, self._counted = fn, engine, device, counted
         self.generators: list[torch.Generator] = []
         self.rings: list[Any] = []
         self.differentiable = False
@@ -96,7 +96,7 @@ class WarmUp:
         self.leaves: list[torch.Tensor] = []  # that the function can reach or has read
         self.owners: list[torch.Tensor] = []  # of these, whose gradients it uses
         self._ledger = Ledger(device)
-        self._real = RealCall(device, (), copies=not stands)
+        self._real = RealCall(device, (), copies=not counted)
         self._before = self._after = PythonState(())
 
     def call(self, call: Arguments) -> Any:
@@ -119,7 +119,7 @@ class WarmUp:
         self._drawn = [generator for generator, _ in self._real.undo.generators]
         self._begun = self._real.begun_grads()
         try:
-            settle(self.rings, (), problem, counted=self._stands)
+            settle(self.rings, (), problem, counted=self._counted)
         except CommError:
             self.undo()
             raise
@@ -167,8 +167,8 @@ class WarmUp:
         return self._ledger.undo
 
     def undo(self) -> None:
-        """Put back what the call has done, unless it stands."""
-        if not self._stands:
+        """Put back what the call has done, unless it counts."""
+        if not self._counted:
             self._real.undo.restore()
             self._before.restore()
 
@@ -178,7 +178,7 @@ class WarmUp:
         self._made, self._carried, self._texts = {}, set(), {}
 
     def forget(self) -> None:
-        """Let go of what only the first call needs."""
+        """Release what only the first call needs."""
         self._real = RealCall(self._device, ())
         self._before = self._after = PythonState(())
         self._begun, self._roots, self.sets = [], [], []
@@ -269,7 +269,7 @@ class WarmUp:
                     f"the function runs once, and not again: {type(error).__name__}: {error}"
                 )
                 problem.__cause__ = error
-            for work in works:  # one that nobody waits for would write behind the undoing
+            for work in works:  # one that nobody waits for would write after the undoing
                 try:
                     work.wait()
                 except Exception as error:
@@ -277,7 +277,7 @@ class WarmUp:
             self._engine.join(ledger.rings)
             try:
                 ledger.restore()
-            except Exception as error:  # the other ranks wait to hear of it
+            except Exception as error:  # the other ranks wait for the outcome
                 problem = problem or error
         self.rings = ledger.rings
         self.generators = [
@@ -401,7 +401,7 @@ class WarmUp:
             )
 
     def check_carried(self, ledgers: Sequence[Ledger]) -> None:
-        """Refuse state that each run makes anew from the last one's: its name is rebound.
+        """Refuse state that each run makes again from the last one's: its name is rebound.
 
         What one run makes for all others, such as a table, the capture reads too.
         """

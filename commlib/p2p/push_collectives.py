@@ -183,7 +183,7 @@ class PushChannel:
         self.check()
         raise ArgumentError(
             f"a split all_reduce of ring {self._ring.ring_id} is open on rank "
-            f"{self._ring.rank}: one call at a time; wait() for its Work first, or type "
+            f"{self._ring.rank}: one call at a time; wait() for its Work first, or call "
             f"comm.reset() on every member where that is lost"
         )
 
@@ -228,7 +228,7 @@ class PushChannel:
             began = "a graph that is captured" if self._open_in else "no graph"
             raise ArgumentError(
                 f"the split all_reduce of ring {self._ring.ring_id} on rank {self._ring.rank} "
-                f"began in {began}, and wait() is not there; wait() where it began, or type "
+                f"began in {began}, and wait() is not there; wait() where it began, or call "
                 f"comm.reset() on every member where that is lost"
             )
         self._open = 0

@@ -16,7 +16,7 @@ import torch
 
 from tests.models.program import SEED, Program, Start
 
-_BY_TORCH = (  # refusals that torch raises for commlib, as errors of its own
+_BY_TORCH = (  # refusals that torch raises for commlib, as its own errors
     "a captured call has no second derivatives",
     "this output of a graph",
 )

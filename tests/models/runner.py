@@ -1,6 +1,6 @@
 """Run programs in forked processes, so that the crash of one does not reach the others.
 
-On a CPU each run has a process of its own, forked from one that has loaded the libraries. On GPUs a
+On a CPU each run has its own process, forked from one that has loaded the libraries. On GPUs a
 process runs one program after the other until something goes wrong.
 """
 
@@ -70,7 +70,7 @@ class Worker:
 def _serve(jobs: Any, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     sys.stdin.close()
-    os.dup2(2, 1)  # what programs print is no answer
+    os.dup2(2, 1)  # what programs print is not an answer
     while True:
         try:
             job = jobs.recv()

@@ -1,1 +1,1 @@
-"""Programs that tests start in processes of their own."""
+"""Programs that tests start in their own processes."""

@@ -1,4 +1,4 @@
-"""One rank that ends with graphs still alive; its argument says what it lets go of before.
+"""One rank that ends with graphs still alive; its argument names what it releases first.
 
 ``nothing``: everything is left to the interpreter's exit. ``ring``: the communicator is closed on
 purpose while a graph and an output are held. ``manager``: ``shutdown(abort=True)``.

@@ -1,4 +1,4 @@
-"""Ports for programs that must be told one before anybody listens there."""
+"""Ports for programs that need one before anybody listens there."""
 
 import itertools
 import os
@@ -15,7 +15,7 @@ def free_port() -> int:
     """Return a port that nobody serves, and that the system gives to nobody by itself.
 
     A port of the system's own range may become the end of any other connection before the program
-    listens on it. Each worker of pytest-xdist has ports of its own.
+    listens on it. Each worker of pytest-xdist has its own ports.
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     system = int(RANGE.read_text().split()[0]) if RANGE.exists() else 49152

@@ -1,4 +1,4 @@
-"""Run a small program in a process of its own, from the root of the checkout."""
+"""Run a small program in its own process, from the root of the checkout."""
 
 import os
 import subprocess

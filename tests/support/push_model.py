@@ -1,6 +1,6 @@
 """The protocol of the push kernels as messages; all that nothing orders comes in random order.
 
-A word stands for a vector, and says where it comes from; a reduced one is the tuple of what it was
+A word represents a vector and its source; a reduced one is the tuple of what it was
 made of, and one that is zero is not in the dict. In a call a place has one thread that stores to
 it, once, and one that waits for it, so no order between stores matters. Names are the kernels'.
 """
@@ -34,7 +34,7 @@ class Call(NamedTuple):
 
 
 class Rank:
-    """One rank: its memory, what its host is told, its kernels and those that are to come."""
+    """One rank: its memory, what its host is given, its kernels and those that are to come."""
 
     def __init__(self, index: int, epoch: int) -> None:
         self.index, self.epoch = index, epoch
@@ -63,15 +63,15 @@ class Machine:
         heapq.heappush(self.events, (time, next(self.numbers), action))
 
     def run(
-        self, programs: Sequence[Sequence[Call]], beside: Sequence[Call] = ()
+        self, programs: Sequence[Sequence[Call]], during: Sequence[Call] = ()
     ) -> list[list[list[Word]]]:
         """Run every rank's calls until nothing is under way, and return every rank's outputs.
 
-        ``beside``: calls that every rank makes on another stream at the same time.
+        ``during``: calls that every rank makes on another stream at the same time.
         """
-        self.misused = bool(beside)  # words may then land on each other
+        self.misused = bool(during)  # words may then land on each other
         kernels = [
-            [[Kernel(self, rank, call) for call in calls] for calls in (program, beside)]
+            [[Kernel(self, rank, call) for call in calls] for calls in (program, during)]
             for rank, program in zip(self.ranks, programs, strict=True)
         ]
         for streams in kernels:
@@ -227,7 +227,7 @@ class Thread:
         self.rank.launched = self.launched + self.kernel.blocks
 
     def slot(self, source: int, i: int, hop: int) -> tuple[int, int]:
-        """Return where vector i of a source's slice lies: the layout of a half is the call's."""
+        """Return where vector i of a source's slice is: the layout of a half is the call's."""
         return self.epoch & 1, (hop * self.ranks + source) * self.slice + i
 
     def poke(self, peer: int, i: int, word: Word, hop: int = 0) -> None:

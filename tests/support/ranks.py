@@ -112,7 +112,7 @@ class Ranks:
         from torch.distributed import TCPStore
 
         self.kill()
-        # A store of their own, on a port that the system chose: nothing to race for.
+        # Their own store, on a port that the system chose: nothing to race for.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.members = [self._spawn(rank) for rank in range(self.size)]
         self._run(_arrive, (), START_S)
@@ -258,7 +258,7 @@ def _outcome(job: bytes) -> str | None:
             manager.close(ring_id)  # the next test finds ring 0 alone
         if manager.has(0):
             commlib.comm().barrier()
-    except BaseException:  # the parent must hear of every failure
+    except BaseException:  # the parent must learn of every failure
         return traceback.format_exc()
     return None
 
@@ -273,12 +273,12 @@ def _init() -> Any:
 
 
 def _arrive(comm: Any) -> None:
-    """Come up; the barrier behind every job proves that the others did."""
+    """Come up; the barrier after every job proves that the others did."""
 
 
 @contextmanager
 def fresh(size: int, place: Place | None = None) -> Iterator[Ranks]:
-    """Give ``size`` ranks of their own to a test that needs more than two, or that breaks them."""
+    """Give ``size`` separate ranks to a test that needs more than two, or that breaks them."""
     ranks = Ranks(size, place)
     try:
         yield ranks

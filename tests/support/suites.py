@@ -44,7 +44,7 @@ def values(comm: Any, op: Operator) -> None:
 
 
 def layouts(comm: Any, op: Operator) -> None:
-    """Inputs and outputs of any strides: the right values, and no byte written beside them."""
+    """Inputs and outputs of any strides: the right values, and no byte written next to them."""
     for dtype in op.few():
         for name, layout, out_layout in _layouts():
             inputs = op.inputs(comm, op.shape(comm.size), dtype, layout=layout)
@@ -153,7 +153,7 @@ def compiled(comm: Any, op: Operator) -> None:
 
     graph = compile_whole(body)
     wants = [want for _, want in examples for _ in modes]
-    settle(comm)  # eager calls without fences need it, before and behind
+    settle(comm)  # eager calls without fences need it, before and after
     results = graph(inputs), body(inputs)
     settle(comm)
     for given, eager, want in zip(*results, wants, strict=True):

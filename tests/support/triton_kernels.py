@@ -1,4 +1,4 @@
-"""A kernel of Triton, which needs a file of its own; imported where there are GPUs."""
+"""A kernel of Triton, which needs its own file; imported where there are GPUs."""
 
 import triton
 import triton.language as tl
