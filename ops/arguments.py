@@ -15,7 +15,7 @@ Reduction: TypeAlias = ReductionName | UpperName | dist.ReduceOp.RedOpType
 Ring: TypeAlias = int | CommContext
 
 _NAMES: dict[str, Any] = {op: op for op in ("sum", "prod", "min", "max", "avg", "premul_sum")}
-# A sequence and not a dict: torch.compile compares these members, but can't hash them.
+# Compared with ==, which also holds between a ReduceOp and its RedOpType.
 _TORCH_REDUCTIONS = (
     (dist.ReduceOp.SUM, "sum"),
     (dist.ReduceOp.PRODUCT, "prod"),
