@@ -17,12 +17,12 @@ from commlib.ops.data_norm_checks import (
     check_traced,
     check_writable,
 )
+from commlib.ops.data_norm_summaries import batch_summaries, skipped_groups
 from commlib.ops.registered.library import like, once, register, traced
 
 Tensor = torch.Tensor
 
 _TENSORS = ("x", *SUMMARIES, "scale_w", "bias")
-SKIP_BELOW = 1e-7  # a group of columns whose first value is nearer to 0 is skipped
 
 
 @overload
@@ -113,8 +113,7 @@ def data_norm(
     ``behaviour="cpu"``: summaries are only read. dS is N, the sum of x, and the sum of (x -
     mean)^2 + N * ``epsilon``. It is added to the ``.grad`` of the summaries that require grad.
 
-    Summaries are constants for the gradient by x, which is the result's gradient times scale (and
-    ``scale_w``).
+    The gradient by x is the result's times scale (and ``scale_w``); summaries are constants.
 
     Args:
         x: [N, C], float32 or float64. All other tensors have its dtype.
@@ -128,9 +127,8 @@ def data_norm(
             skipped dS is 1, the mean of x, and the mean of (x - mean)^2 + n * ``epsilon``; 0 for n
             = 0. As upstream, a skipped group has gradient 0 only with ``scale_w``.
         summary_decay_rate: Decay of the summaries per backward ("gpu" only).
-        scale_w: [C], with ``bias`` ("cpu" only): the result is (x - mean) * scale * scale_w +
-            bias.
-        bias: [C], with ``scale_w``.
+        scale_w: [C], with ``bias`` ("cpu" only): factor of the result.
+        bias: [C], with ``scale_w``: added after ``scale_w``.
         sync_stats: Add the dS of all ranks ("gpu" only): one exchange between the hosts in a
             forward with gradient, and one all_reduce in its backward, on every rank.
         behaviour: "gpu" or "cpu".
@@ -200,29 +198,9 @@ def _run(
     if scale_w is not None and bias is not None:
         y.mul_(scale_w.detach()).add_(bias.detach())
     if slot_dim > 0:
-        y.masked_fill_(_skipped(x, slot_dim), 0)
-    batch = _summarised(x, means, epsilon, slot_dim, updates) if trains else x.new_empty(0)
+        y.masked_fill_(skipped_groups(x, slot_dim), 0)
+    batch = batch_summaries(x, means, epsilon, slot_dim, updates) if trains else x.new_empty(0)
     return y, means, scales, batch
-
-
-def _skipped(x: Tensor, slot_dim: int) -> Tensor:
-    """Return a mask [N, C] of the groups whose first value is almost 0."""
-    return (x[:, ::slot_dim].abs() < SKIP_BELOW).repeat_interleave(slot_dim, 1)
-
-
-def _summarised(x: Tensor, means: Tensor, epsilon: float, slot_dim: int, average: bool) -> Tensor:
-    """Return [3, C]: size, sum and square sum of the batch."""
-    count, squares = x.new_full((x.shape[1],), len(x)), (x - means).square_()
-    if slot_dim > 0:
-        skipped = _skipped(x, slot_dim)
-        count = (len(x) - skipped.sum(0)).to(x.dtype)
-        x, squares = x.masked_fill(skipped, 0), squares.masked_fill_(skipped, 0)
-    batch = torch.stack([count, x.sum(0), squares.sum(0)])
-    if average or slot_dim > 0:
-        batch /= count.clamp(min=1)
-    weight = count.clamp(max=1) if average else count
-    batch[2] += weight * epsilon
-    return batch
 
 
 def _fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -286,7 +264,7 @@ def _grad_run(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients by x, scale_w and bias."""
     if slot_dim > 0:
-        grad = grad.masked_fill(_skipped(x, slot_dim), 0)
+        grad = grad.masked_fill(skipped_groups(x, slot_dim), 0)
     by_scale = (x - means).mul_(scales).mul_(grad).sum(0)
     return (grad * scales).mul_(scale_w), by_scale, grad.sum(0)
 

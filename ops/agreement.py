@@ -37,7 +37,7 @@ def refuse_together(ring: CommContext, collective: str, *, awaited: bool = True)
         yield
     except CommError:
         if awaited:
-            with suppress(CommError):  # this rank's own error comes first
+            with suppress(CommError):  # this rank's error is the one to raise
                 ring.exchange([_number(collective)])
         raise
 

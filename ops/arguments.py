@@ -14,8 +14,8 @@ UpperName: TypeAlias = Literal["SUM", "PROD", "MIN", "MAX", "AVG"]
 Reduction: TypeAlias = ReductionName | UpperName | dist.ReduceOp.RedOpType
 Ring: TypeAlias = int | CommContext
 
-_NAMES = frozenset({"sum", "prod", "min", "max", "avg", "premul_sum"})
-# A sequence and not a dict: torch.compile compares these members, but can't hash them.
+_NAMES: dict[str, Any] = {op: op for op in ("sum", "prod", "min", "max", "avg", "premul_sum")}
+# Compared with ==, which also holds between a ReduceOp and its RedOpType.
 _TORCH_REDUCTIONS = (
     (dist.ReduceOp.SUM, "sum"),
     (dist.ReduceOp.PRODUCT, "prod"),
@@ -65,9 +65,10 @@ def ring_number(collective: str, ring: Any) -> int:
 def reduction_name(op: Any) -> ReductionName:
     """Return the lower-case name of ``op``; an unknown reduction is left to the engine."""
     if isinstance(op, str):
-        return cast(ReductionName, op if op in _NAMES else op.lower())
+        name: ReductionName = _NAMES.get(op) or _NAMES.get(op.lower(), op)
+        return name
     if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):  # an int equals them too
-        for reduction, name in _TORCH_REDUCTIONS:
+        for reduction, torch_name in _TORCH_REDUCTIONS:
             if op == reduction:
-                return cast(ReductionName, name)
+                return cast(ReductionName, torch_name)
     return cast(ReductionName, op)

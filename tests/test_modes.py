@@ -238,7 +238,7 @@ def by_the_ring(comm: Any) -> None:
             comm.all_reduce_begin(out, x)
         with refused(ArgumentError, "under Names", "commlib.ops.barrier"):
             comm.barrier()
-        with refused(ArgumentError, "recv on ring 0", "comm.group()"), comm.group():
+        with refused(ArgumentError, "recv on ring 0", "ring.group()"), comm.group():
             ops.recv(out, peer=1 - comm.rank)
         with refused(ArgumentError, "dynamic_shape"):
             compat.paddle.send_v2(x, peer=1 - comm.rank, dynamic_shape=True)

@@ -106,14 +106,14 @@ def handed(comm: Any, num: int, dtype: torch.dtype, layout: str, **mode: bool) -
     x, old = sample(0, shape, dtype), sample(1, shape, dtype)
     for id in range(num):
         if comm.rank == 0:
-            done = ops.partial_send(
+            done: Any = ops.partial_send(
                 laid_out(x, layout, comm.device), peer=1, num=num, id=id, **mode
             )
             same(done is None, mode.get("sync_op", True), "what partial_send returns")
         else:
             frame = Framed(shape, dtype, comm.device, layout)
-            result = ops.partial_recv(frame.view.copy_(old), peer=0, num=num, id=id, **mode)
-            given = result.wait() if isinstance(result, commlib.Work) else result
+            done = ops.partial_recv(frame.view.copy_(old), peer=0, num=num, id=id, **mode)
+            given = done.wait() if isinstance(done, commlib.Work) else done
             same(given is frame.view, True, "returns out")
             want = old.clone()
             want[id] = x[id]

@@ -27,8 +27,8 @@ class Batch:
     def facts(self) -> list[int]:
         """Return a digest of the labels, the least and the greatest."""
         x = self.label.long()
-        place = torch.arange(x.numel(), device=x.device)
-        marks = mixed(mixed((x + place * STEP) & HALF) ^ ((x >> 32) & HALF))
+        index = torch.arange(x.numel(), device=x.device)
+        marks = mixed(mixed((x + index * STEP) & HALF) ^ ((x >> 32) & HALF))
         return [int(fact) for fact in (marks.sum(), *x.aminmax())]
 
     def sampled(

@@ -14,8 +14,8 @@ def assign_pos(
 ) -> torch.Tensor:
     """Return the positions of tokens grouped by expert. There is no communication.
 
-    The last position of an expert comes first, as in upstream's example: [[0, 2], [0, 2]] gives 2,
-    0, 3, 1. Upstream's GPU kernel leaves that order open. Source: operator ``assign_pos``.
+    The positions of an expert are in descending order, as in upstream's example: [[0, 2], [0, 2]]
+    gives 2, 0, 3, 1. Upstream's GPU kernel leaves that order open. Source: operator ``assign_pos``.
 
     Args:
         x: Expert ids of any shape, int32 or int64. Ids below 0 or without a count (dropped tokens)

@@ -37,7 +37,7 @@ def slice_views(x: torch.Tensor, first: int, last: int) -> list[torch.Tensor]:
     if first == last or x.dim() == 1:
         return [x.new_empty(0) if first == last else x[first:last]]
     row = x[0].numel()
-    top, end = -(-first // row), last // row  # the whole rows
+    top, end = -(-first // row), last // row  # the complete rows
     if top > end:
         return slice_views(x[end], first - end * row, last - end * row)
     before = slice_views(x[top - 1], first - (top - 1) * row, row) if first % row else []
