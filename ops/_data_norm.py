@@ -120,7 +120,7 @@ def data_norm(
         batch_size: [C], the summary size.
         batch_sum: [C], the summary sum.
         batch_square_sum: [C], the summary square sum.
-        ring_id: The ring, or its id.
+        ring_id: The ring, its id or its name.
         epsilon: 0 to 1e-3, added to the square sum.
         slot_dim: Columns per group ("cpu" only); -1: no groups. A group of a row is skipped if its
             first value is between -1e-7 and 1e-7: its result is 0. Over the n rows that are not

@@ -1,4 +1,4 @@
-"""Arguments that have several forms: a ring or its id, a reduction by name or as torch's enum."""
+"""Arguments of several forms: a ring, its id or its name; a reduction by name or torch's enum."""
 
 from typing import Any, Literal, TypeAlias, cast
 
@@ -6,13 +6,13 @@ import torch
 import torch.distributed as dist
 
 from commlib.core.context import CommContext
-from commlib.core.manager import _rings
+from commlib.core.manager import _rings, comm
 from commlib.errors import ArgumentError, RingError
 
 ReductionName: TypeAlias = Literal["sum", "prod", "min", "max", "avg"]
 UpperName: TypeAlias = Literal["SUM", "PROD", "MIN", "MAX", "AVG"]
 Reduction: TypeAlias = ReductionName | UpperName | dist.ReduceOp.RedOpType
-Ring: TypeAlias = int | CommContext
+Ring: TypeAlias = int | str | CommContext
 
 _NAMES: dict[str, Any] = {op: op for op in ("sum", "prod", "min", "max", "avg", "premul_sum")}
 # Compared with ==, which also holds between a ReduceOp and its RedOpType.
@@ -39,7 +39,7 @@ _WITH_OUT = frozenset(
 
 
 def ring_number(collective: str, ring: Any) -> int:
-    """Return the id of ``ring``, a ring or its id; an invalid id is left to ``comm``.
+    """Return the id of ``ring``: a ring, its id or its name. ``comm`` refuses an invalid id.
 
     Raises:
         ArgumentError: ``ring`` is a tensor: the call has the order of torch.distributed.
@@ -54,6 +54,8 @@ def ring_number(collective: str, ring: Any) -> int:
                 f"ring"
             )
         return ring.ring_id
+    if isinstance(ring, str) and ring not in _NAMES:
+        return comm(ring).ring_id
     if isinstance(ring, torch.Tensor) and collective in _WITH_OUT:
         raise ArgumentError(
             f"{collective}: ring_id is a tensor of shape {tuple(ring.shape)}; ops.{collective} "

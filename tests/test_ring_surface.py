@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import commlib
+from commlib import ops
 from commlib.errors import ArgumentError, RingError, ShapeError
 from tests.support.checks import close, refused, same
 from tests.support.ranks import Ranks
@@ -56,6 +57,8 @@ def names(comm: Any) -> None:
     same((ring.name, commlib.comm("tensor parallel") is ring), ("tensor parallel", True), "name")
     same(commlib.comm(ring) is ring, True, "a ring itself")
     x = torch.ones(3, device=comm.device)
+    close(ops.all_reduce(x, "tensor parallel"), torch.full((3,), 2.0), "an operator, by name")
+    close(ops.all_reduce(x, ring), torch.full((3,), 2.0), "an operator, by ring")
     with refused(ShapeError, "all_gather on ring 81 'tensor parallel' (rank"):
         ring.all_gather(x, x)
     with refused(RingError, "the name 'tensor parallel' belongs to ring 81", "close_ring(81)"):

@@ -42,7 +42,7 @@ def class_center_sample(
         label: [N], N above 0, int32 or int64 ids of the whole class axis, the same on every rank.
         num_classes: This rank's classes, 1 to 2**31 - 1, in rank order; may differ between ranks.
         num_samples: Least number of classes to sample on each rank.
-        ring_id: The ring, or its id.
+        ring_id: The ring, its id or its name.
         seed: 0 to 2**62. Seed and rank decide the draw, alike on CPUs and GPUs. Default: a draw
             from torch's generator of the device.
         padded: Pad the samples with -1 to [max(num_samples, min(N, num_classes))], without waiting

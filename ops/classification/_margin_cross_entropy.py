@@ -92,7 +92,7 @@ def margin_cross_entropy(
         logits: [N, D] cosines, this rank's classes in rank order; float64, float32, float16 or
             bfloat16. D may differ between ranks.
         label: [N] or [N, 1], int32 or int64 ids of the whole axis, the same on every rank.
-        ring_id: The ring, or its id.
+        ring_id: The ring, its id or its name.
         margin1: Factor of the angle.
         margin2: Added to the angle, in radians.
         margin3: Subtracted from the cosine.

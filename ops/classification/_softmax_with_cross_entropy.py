@@ -76,7 +76,7 @@ def softmax_with_cross_entropy(
             D may differ between ranks.
         label: int32 or int64 ids of the whole axis, the same on every rank: [...], [..., 1], or
             [..., C] for a target of 1/C at each of C ids.
-        ring_id: The ring, or its id.
+        ring_id: The ring, its id or its name.
         ignore_index: A row with this id has loss 0, gradient 0, and its ordinary softmax.
         return_softmax: Also return the softmax; it is not computed otherwise.
         use_calc_stream: Gather on the caller's current stream. False: gather on the ring's stream.

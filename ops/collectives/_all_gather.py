@@ -58,7 +58,7 @@ def all_gather(
 
     Args:
         x: [n, …] of any dtype, the same shape on every rank. A 0-D tensor counts as one row.
-        ring_id: The ring, or its id.
+        ring_id: The ring, its id or its name.
         out: The output, [n * size, …]. Default: a new tensor.
         use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.
         sync_op: Wait for the result: the current stream on a GPU, the host on a CPU, at most for

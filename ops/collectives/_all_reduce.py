@@ -71,7 +71,7 @@ def all_reduce(
 
     Args:
         x: Any shape, the same on every rank.
-        ring_id: The ring, or its id.
+        ring_id: The ring, its id or its name.
         op: "sum", "prod", "min", "max" or "avg" in any case, or a ``torch.distributed.ReduceOp``.
             "premul_sum" multiplies by ``factor`` first (NCCL only). "avg" takes floats only.
         factor: The factor of "premul_sum".
@@ -122,7 +122,7 @@ def all_reduce_(
 
     Args:
         x: Any shape; it must not require grad. Input and output.
-        ring_id: The ring, or its id.
+        ring_id: The ring, its id or its name.
         op: As in ``all_reduce``.
         use_calc_stream: Run on the caller's current stream. False: run on the ring's stream, and
             the current stream waits for it.

@@ -67,7 +67,7 @@ def all_to_all(
 
     Args:
         x: [n, …] of any dtype. Without splits, n is a multiple of the ring's size.
-        ring_id: The ring, or its id.
+        ring_id: The ring, its id or its name.
         out_splits: Rows received from each rank. ``out_splits[j]`` equals rank j's
             ``in_splits[r]`` on rank r. Default: equal parts.
         in_splits: Rows sent to each rank. Default: equal parts.

@@ -26,7 +26,7 @@ def barrier(
     """Wait until every rank of the ring has called ``barrier``.
 
     Args:
-        ring_id: The ring, or its id.
+        ring_id: The ring, its id or its name.
         use_calc_stream: Hold the caller's current stream. False: hold the ring's stream.
         sync_op: False, which needs ``use_calc_stream=False``: return a ``Work`` instead.
 

@@ -69,7 +69,7 @@ def broadcast(
 
     Args:
         x: Any shape and dtype, the same on every rank. Only root's values are used.
-        ring_id: The ring, or its id.
+        ring_id: The ring, its id or its name.
         root: Position of the source in the ring.
         out: The output, with as many elements as ``x``; ``out=x`` works in place. Default: a new
             tensor.
@@ -108,7 +108,7 @@ def broadcast_(
 
     Args:
         x: Any shape; it must not require grad. Input and output.
-        ring_id: The ring, or its id.
+        ring_id: The ring, its id or its name.
         root: Position of the source in the ring.
         use_calc_stream: Run on the caller's current stream. False: run on the ring's stream, and
             the current stream waits for it.

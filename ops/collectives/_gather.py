@@ -60,7 +60,7 @@ def gather(
 
     Args:
         x: [n, …] of any dtype, the same shape on every rank.
-        ring_id: The ring, or its id.
+        ring_id: The ring, its id or its name.
         root: Position of the destination in the ring.
         out: The output, [n * size, …]; written on root only. Default: a new tensor.
         use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.

@@ -55,7 +55,7 @@ def recv(
 
     Args:
         out: The output: any shape, dtype and strides, as many bytes as the peer's ``x``.
-        ring_id: The ring, or its id.
+        ring_id: The ring, its id or its name.
         peer: Position of the sender in the ring.
         use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.
         sync_op: Wait for the result: the current stream on a GPU, the host on a CPU, at most for

@@ -64,7 +64,7 @@ def reduce(
 
     Args:
         x: Any shape, the same on every rank; dtypes as in ``all_reduce``.
-        ring_id: The ring, or its id.
+        ring_id: The ring, its id or its name.
         root: Position of the destination in the ring.
         op: "sum", "prod", "min", "max" or "avg" in any case, or a ``torch.distributed.ReduceOp``.
         out: The output, with as many elements as ``x``; written on root only. Default: a new
@@ -121,7 +121,7 @@ def reduce_(
 
     Args:
         x: Any shape; it must not require grad. Input and output.
-        ring_id: The ring, or its id.
+        ring_id: The ring, its id or its name.
         root: Position of the destination in the ring.
         op: As in ``all_reduce``.
         use_calc_stream: Run on the caller's current stream. False: run on the ring's stream, and

@@ -65,7 +65,7 @@ def reduce_scatter(
     Args:
         x: [n, …], the same shape on every rank, n a multiple of the ring's size; dtypes as in
             ``all_reduce``.
-        ring_id: The ring, or its id.
+        ring_id: The ring, its id or its name.
         op: "sum", "prod", "min", "max" or "avg" in any case, or a ``torch.distributed.ReduceOp``.
         out: The output, [n / size, …]. Default: a new tensor.
         use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.

@@ -62,7 +62,7 @@ def scatter(
     Args:
         x: [n, …] of any dtype, n a multiple of the ring's size, the same shape on every rank. Only
             root's values are used.
-        ring_id: The ring, or its id.
+        ring_id: The ring, its id or its name.
         root: Position of the source in the ring.
         out: The output, [n / size, …]. Default: a new tensor.
         use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.

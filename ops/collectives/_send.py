@@ -57,7 +57,7 @@ def send(
 
     Args:
         x: Any shape and dtype. The peer receives as many bytes.
-        ring_id: The ring, or its id.
+        ring_id: The ring, its id or its name.
         peer: Position of the receiver in the ring.
         use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.
         sync_op: Wait for the result: the current stream on a GPU, the host on a CPU, at most for

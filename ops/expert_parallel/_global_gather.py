@@ -25,7 +25,7 @@ def global_gather(
             rank that sent the rows: the order of ``global_scatter``'s result.
         local_count: The counts that were given to ``global_scatter``.
         global_count: The counts that were given to ``global_scatter``.
-        ring_id: The ring, or its id.
+        ring_id: The ring, its id or its name.
         use_calc_stream: Communicate on the caller's current stream. False: on the ring's stream.
 
     Returns:

@@ -27,7 +27,7 @@ def global_scatter(
             ``local_count[k + j * experts]`` rows to expert k of rank j.
         global_count: int64 [experts * size]. This rank receives ``global_count[k + j * experts]``
             rows from rank j for expert k.
-        ring_id: The ring, or its id.
+        ring_id: The ring, its id or its name.
         use_calc_stream: Communicate on the caller's current stream. False: on the ring's stream.
 
     Returns:

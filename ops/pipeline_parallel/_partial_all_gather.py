@@ -60,7 +60,7 @@ def partial_all_gather(
         x: Any shape and dtype, the same on every rank; the number of elements is a multiple of the
             ring's size. Rank r contributes slice r. The slice of a strided ``x`` is copied first;
             such a call is always fenced.
-        ring_id: The ring, or its id.
+        ring_id: The ring, its id or its name.
         out: The output, with as many elements as ``x``. Default: a new tensor. ``out=x`` completes
             a tensor of which ``partial_recv`` has filled this rank's slice.
         use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.

@@ -72,7 +72,7 @@ def partial_recv(
         out: Any shape and dtype; the number of elements is a multiple of ``num``. The other slices
             keep their values. A slice that its strides cut into several views is received in a
             copy, always fenced, and neither with ``sync_op=False`` nor in ``ring.group()``.
-        ring_id: The ring, or its id.
+        ring_id: The ring, its id or its name.
         peer: Position of the sender in the ring; it calls ``partial_send``.
         num: Number of equal slices.
         id: Index of the slice, 0 to num - 1.

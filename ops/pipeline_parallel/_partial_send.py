@@ -68,7 +68,7 @@ def partial_send(
     Args:
         x: Any shape and dtype; the number of elements is a multiple of ``num``. A slice that its
             strides cut into several views is copied first, always fenced.
-        ring_id: The ring, or its id.
+        ring_id: The ring, its id or its name.
         peer: Position of the receiver in the ring; it calls ``partial_recv``.
         num: Number of equal slices.
         id: Index of the slice, 0 to num - 1.

@@ -50,7 +50,7 @@ def all_reduce_residual_norm(
             float32. All other tensors have its dtype, and are the same on every rank.
         residual: The shape of ``x``.
         weight: [H], multiplied with the normalised rows.
-        ring_id: The ring, or its id.
+        ring_id: The ring, its id or its name.
         norm: "rms": y = z / sqrt(mean(z^2) + eps) * weight. "layer": y = (z - mean) / sqrt(var +
             eps) * weight + bias, with var over H.
         bias: [H], for "layer" only. Default: 0.

@@ -19,7 +19,7 @@ def concat(x: torch.Tensor, ring_id: Ring = 0, *, use_calc_stream: bool = True) 
 
     Args:
         x: [..., n] of any dtype, at least 1-D, the same shape on every rank.
-        ring_id: The ring, or its id.
+        ring_id: The ring, its id or its name.
         use_calc_stream: Communicate on the caller's current stream. False: on the ring's stream.
 
     Returns:

@@ -16,7 +16,7 @@ def identity(x: torch.Tensor, ring_id: Ring = 0, *, use_calc_stream: bool = True
 
     Args:
         x: Any shape and dtype.
-        ring_id: The ring, or its id.
+        ring_id: The ring, its id or its name.
         use_calc_stream: Run the backward on the caller's current stream. False: on the ring's
             stream.
 
