@@ -1,8 +1,8 @@
 """DeepSpeed's graph helpers over ``commlib.graph``: the same calls, kept apart and in one pool.
 
-``graph_process`` runs a function and replays it from then on. A function is told apart by its code,
+``graph_process`` runs a function and replays it from then on. A function is identified by its code,
 by what its closure and ``self`` are, and by its arguments, not by its name; other tensors, norms or
-list lengths are captured anew or copied, never ignored. ``graph_clear`` lets go of all.
+list lengths are captured again or copied, never ignored. ``graph_clear`` releases all.
 """
 
 import weakref
@@ -47,7 +47,7 @@ def graph_process(
 
 
 def graph_clear() -> None:
-    """Let go of every graph that ``graph_process`` has made."""
+    """Release every graph that ``graph_process`` has made."""
     for graphed in _captured.values():
         graphed.reset()
     _captured.clear()
@@ -96,7 +96,7 @@ class Graph:
     pieces: Pieces | None = None
 
     def reset(self) -> None:
-        """Let go of what was captured; rings that it uses do so before they close."""
+        """Release what was captured; rings that it uses do so before they close."""
         if self.pieces is not None:
             self.pieces.release()
             self.pieces = None
@@ -111,7 +111,7 @@ def create_graph() -> Graph:
 def capture_to_graph(graph: Graph, pool: object = None, stream: object = None) -> Iterator[None]:
     """Capture the work of a ``with`` block into ``graph``; none of it is done before a replay.
 
-    ``pool`` and ``stream`` are accepted and not needed: a graph has memory of its own, and all are
+    ``pool`` and ``stream`` are accepted and not needed: a graph has its own memory, and all are
     captured on one stream.
     """
     if inside():

@@ -2,7 +2,7 @@
 
 Each rank embeds its part of the batch and gathers the embeddings of all ranks; it holds some of
 the class centres, and trains only those that a step samples: the classes of the batch, and others
-drawn at random. Behind that, every rank trains the same model once more in one process of its own,
+drawn at random. After that, every rank trains the same model once more in one process,
 and compares the losses.
 
     torchrun --standalone --nproc-per-node 2 examples/face_classifier.py
@@ -10,7 +10,7 @@ and compares the losses.
 
 One process that holds all classes would draw others than the ranks do. A draw depends on the seed
 plus the rank and on the labels of the rank's own classes, so the one process asks for the sample
-of each shard in turn, on a ring of its own, with the seed of that rank. Then both sides have the
+of each shard in turn, on its own ring, with the seed of that rank. Then both sides have the
 same classes and differ only in the order of float64 sums: losses agree within 1e-9 (they fall from
 about 12 to 4, and are seen to differ by 5e-15). The program ends with exit code 1 if not.
 """

@@ -1,7 +1,7 @@
 """Train a tensor-parallel transformer block that knows only the legacy collective call sites.
 
 The program is what a team runs today: each collective is a statement of the legacy library, and
-commlib.init() stands where init_parallel_env() stood. FLAGS_dynamic_static_unified_comm chooses
+commlib.init() replaces init_parallel_env(). FLAGS_dynamic_static_unified_comm chooses
 the engine below, --compile puts torch.compile above; no line of the program depends on either.
 
     torchrun --standalone --nproc-per-node 2 examples/legacy_tp_block.py --json off.json
@@ -268,7 +268,7 @@ def start(backend: str | None) -> tuple[commlib.CommContext, int]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)  # a CPU rank has one thread: one order
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
-        torch.zeros(1, device=device)  # the CUDA context is no part of a communicator's memory
+        torch.zeros(1, device=device)  # the CUDA context is not part of a communicator's memory
     before = memory_in_use(device)
     return commlib.init(backend, device=device), before
 

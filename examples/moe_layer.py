@@ -113,7 +113,7 @@ def compare(steps: int) -> list[tuple[float, float]]:
     """Return the losses of all ranks together and of one process, step by step."""
     rank = commlib.comm().rank
     alone = commlib.new_ring(1 + rank, [rank])
-    assert alone is not None  # every rank is the one member of its own
+    assert alone is not None  # every rank is the only member of its ring
     pairs = list(zip(train(0, steps), train(alone.ring_id, steps), strict=True))
     commlib.CommContextManager.instance().close(alone.ring_id)
     return pairs

@@ -1,7 +1,7 @@
 """Train with an optimizer whose step is one CUDA graph: accumulate, norm, clip, update.
 
-Every rank trains a small model in bfloat16 on its own data. Behind each backward the low-precision
-gradients are added to float32 ones; behind the last one the global norm over all ranks is taken,
+Every rank trains a small model in bfloat16 on its own data. After each backward the low-precision
+gradients are added to float32 ones; after the last one the global norm over all ranks is taken,
 the gradients are clipped by it, and 200 and more small tensors are updated. Those are hundreds of
 short kernels and one all-reduce: captured once, replayed as two graphs. The program trains twice,
 eagerly and captured, and compares the losses bit for bit:
@@ -44,7 +44,7 @@ class Optimizer:
             weight.grad.zero_()
 
     def step(self) -> None:
-        """Clip by the norm over all ranks, update, and begin anew."""
+        """Clip by the norm over all ranks, update, and start again."""
         squares = torch.stack([grad.square().sum() for grad in self.grads]).sum()
         norm = ops.all_reduce(squares).sqrt()
         factor = torch.clamp(MOST / (norm + 1e-6), max=1.0)
@@ -80,7 +80,7 @@ def train(steps: int, captured: bool) -> tuple[list[float], list[str]]:
 
 
 def calls(function: Callable[[], None], captured: bool) -> Callable[[], object]:
-    """Return a function without gradients of its own, as it is or captured."""
+    """Return a function without its own gradients, as it is or captured."""
     quiet = torch.no_grad()(function)
     return graph.capture(quiet) if captured else quiet
 

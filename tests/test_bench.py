@@ -91,7 +91,7 @@ OVERLAP = ("matmul 4096", "matmul 8192", "attention", "softmax", "elementwise")
 PEERS = {
     "host": set(HOST),
     "gloo": {f"{size} | {call}" for size in ("4 B", "64 KiB", "4 MiB") for call in GLOO},
-    "import": {"import torch", "import torch, commlib", "import commlib behind torch"},
+    "import": {"import torch", "import torch, commlib", "import commlib after torch"},
     "memory": {f"{program} | {step}" for program, steps in MEMORY.items() for step in steps},
     "cross-entropy": {"ops.softmax_with_cross_entropy", "composition"},
     "experts": {
@@ -290,7 +290,7 @@ def test_a_group_beside_the_rings_is_told() -> None:
 
 
 def test_import_report_tells_what_was_opened() -> None:
-    one = {"whole": 0.5, "behind": 0.1, "sockets": 0, "cuda": 0}
+    one = {"whole": 0.5, "after": 0.1, "sockets": 0, "cuda": 0}
     runs = {"import torch": [one, one], "import torch, commlib": [one, one | {"sockets": 3}]}
 
     late, torch_alone, both = import_time.report(runs, {"rounds": 2}).findings
@@ -323,7 +323,7 @@ def test_a_race_takes_turns_and_leaves_warm_rounds_out() -> None:
     assert {name: len(values) for name, values in found.items()} == dict.fromkeys("abc", 4)
     assert all(value >= 0 for values in found.values() for value in values)
     assert len(order) == 3 * (WARM_ROUNDS + 4) * (1 + 3)
-    assert settled[:4] == [1, 4, 5, 8]  # behind the untimed call, and behind the timed ones
+    assert settled[:4] == [1, 4, 5, 8]  # after the untimed call, and after the timed ones
 
 
 def test_turns() -> None:

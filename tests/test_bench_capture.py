@@ -101,7 +101,7 @@ def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def same_bits(comm: Any) -> None:
-    """What is measured gives the same captured as eagerly, and is no work of zeros."""
+    """What is measured gives the same captured as eagerly, and is not work of zeros."""
     eager, ours = Update(comm, 5), Update(comm, 5)
     steps = {EAGER: eager.after(eager.step), OURS: ours.after(captured(ours.step))}
     check("sequence", steps)

@@ -63,7 +63,7 @@ def norms(comm: Any) -> None:
                 close(norm_of(tensors, kind), torch.cat(tensors).norm(kind), atol=1e-5)
     same(len(deepspeed._captured), 1, "functions")
     deepspeed.graph_clear()
-    same(len(deepspeed._captured), 0, "behind graph_clear")
+    same(len(deepspeed._captured), 0, "after graph_clear")
 
 
 def test_norms(unified_ranks: Ranks) -> None:
@@ -79,7 +79,7 @@ def accelerator(comm: Any) -> None:
     (x * 2).add_(1)  # warm
     with deepspeed.capture_to_graph(graph):
         y.add_(x * 2)
-    close(y, torch.zeros(3), "behind the capture")
+    close(y, torch.zeros(3), "after the capture")
     for turn in range(1, 4):
         deepspeed.replay_graph(graph)
         close(y, torch.full((3,), 2.0 * turn), f"replay {turn}")

@@ -192,7 +192,7 @@ SIGNATURES: dict[str, list[tuple[str, Any]]] = {
 }
 
 
-# Their values and refusals have test files of their own.
+# Their values and refusals have test their own files.
 ELSEWHERE = {
     "assign_pos",
     "c_softmax_with_cross_entropy",
@@ -304,7 +304,7 @@ CASES = {
 
 
 def ordered(call: Callable[..., Tensor], *arguments: Any, **named: Any) -> Tensor:
-    """Run a call of the comm stream as a legacy program does: the host waits before and behind."""
+    """Run a call of the comm stream as a legacy program does: the host waits before and after."""
     paddle.c_sync_calc_stream()
     result = call(*arguments, **named)
     same(paddle.c_sync_comm_stream(result) is result, True, "c_sync_comm_stream returns x")

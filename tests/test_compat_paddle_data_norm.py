@@ -48,7 +48,7 @@ def given(comm: Any, count: int = 5) -> list[torch.Tensor]:
 
 
 def outcome(call: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Return the results, the gradients and the summaries behind a backward."""
+    """Return the results, the gradients and the summaries after a backward."""
     found = call(*tensors)
     found[0].sum().backward()
     return [*found, *(t.grad for t in tensors), *tensors]

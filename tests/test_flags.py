@@ -101,7 +101,7 @@ def test_set_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_frozen_with_the_first_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
     with flags.override(NAME, True):
         commlib.init("gloo")
-        flags.set(NAME, "yes")  # the same value is no change
+        flags.set(NAME, "yes")  # the same value is not a change
         with pytest.raises(FlagError, match=r"frozen at True.*given False.*shutdown"):
             flags.set(NAME, False)
         commlib.shutdown()

@@ -1,6 +1,6 @@
 """The legacy operators of Paddle: their names, argument orders, defaults, shape rules and errors.
 
-Every function is one statement over ``commlib.ops`` behind the checks of the legacy operator, so
+Every function is one statement over ``commlib.ops`` after the checks of the legacy operator, so
 both engines, eager and compiled code give the same bits. ``docs/paddle_differences.md`` lists
 where upstream contradicts itself and what was decided here.
 
@@ -8,7 +8,7 @@ Streams. ``use_calc_stream=True`` runs on the caller's current stream. ``use_cal
 the legacy default of most operators, is the raw form: the call is put on the ring's comm stream and
 no event ties it to the current stream, neither before nor after. The program orders them with
 ``c_sync_calc_stream`` or ``c_wait_compute`` before, and ``c_sync_comm_stream`` or ``c_wait_comm``
-behind. Calls that carry a gradient, calls under ``torch.compile`` and everything on a CPU are
+after. Calls that carry a gradient, calls under ``torch.compile`` and everything on a CPU are
 ordered anyway.
 
 Gradients. Only operators with a gradient in Paddle have one: ``mp_allreduce_sum``, ``c_identity``,

@@ -1,4 +1,4 @@
-"""What the legacy operators refuse on this rank before anything is launched."""
+"""Checks of the legacy operators, made on this rank before anything is launched."""
 
 from typing import Any
 
@@ -9,63 +9,63 @@ from commlib.core.manager import comm
 from commlib.errors import ArgumentError, PeerError, RingError, ShapeError
 
 
-def ring(name: str, ring_id: int) -> CommContext:
+def ring_of(name: str, ring_id: int) -> CommContext:
     """Return the ring of an operator; raises ``RingError``."""
     if isinstance(ring_id, int) and ring_id < 0:
         raise RingError(f"{name}: ring_id={ring_id}; expected the number of a ring, 0 or above")
     return comm(ring_id)
 
 
-def sized(name: str, ring_id: int, nranks: int | None) -> CommContext:
-    """Return the ring of an operator that is told its size; another size is refused."""
-    context = ring(name, ring_id)
-    if nranks is None or nranks != context.size:
+def ring_of_size(name: str, ring_id: int, nranks: int | None) -> CommContext:
+    """Return the ring of an operator that takes its size; raises for another size."""
+    ring = ring_of(name, ring_id)
+    if nranks is None or nranks != ring.size:
         given = "nranks is missing" if nranks is None else f"nranks={nranks}"
         raise ArgumentError(
-            f"{context._describe(name)}: {given}; expected the size of the ring; "
-            f"type nranks={context.size}"
+            f"{ring._describe(name)}: {given}; expected the size of the ring; pass "
+            f"nranks={ring.size}"
         )
-    return context
+    return ring
 
 
-def placed(name: str, ring_id: int, nranks: int, rank: int) -> CommContext:
-    """Return the ring of an operator that is told its size and its rank in it."""
-    context = sized(name, ring_id, nranks)
-    if rank != context.rank:
+def ring_of_rank(name: str, ring_id: int, nranks: int, rank: int) -> CommContext:
+    """Return the ring of an operator that takes its size and this rank; raises for others."""
+    ring = ring_of_size(name, ring_id, nranks)
+    if rank != ring.rank:
         raise ArgumentError(
-            f"{context._describe(name)}: rank={rank}; expected this rank's position in the ring; "
-            f"type rank={context.rank}"
+            f"{ring._describe(name)}: rank={rank}; expected this rank's position in the ring; "
+            f"pass rank={ring.rank}"
         )
-    return context
+    return ring
 
 
-def position(name: str, context: CommContext, role: str, given: int) -> int:
+def position(name: str, ring: CommContext, role: str, value: int) -> int:
     """Return a root or peer that is a position in the ring; raises ``PeerError`` for another."""
-    if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given < context.size:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < ring.size:
         raise PeerError(
-            f"{context._describe(name)}: {role}={given!r}; expected a position in the ring, 0 to "
-            f"{context.size - 1} (its global ranks are {list(context.ranks)}); type {role}=0"
+            f"{ring._describe(name)}: {role}={value!r}; expected a position in the ring, 0 to "
+            f"{ring.size - 1} (its global ranks are {list(ring.ranks)}); pass {role}=0"
         )
-    return given
+    return value
 
 
-def tensor(name: str, context: CommContext, x: Any) -> torch.Tensor:
+def tensor(name: str, ring: CommContext, x: Any) -> torch.Tensor:
     """Return ``x`` if it is a tensor; raises ``ArgumentError``."""
     if not isinstance(x, torch.Tensor):
         raise ArgumentError(
-            f"{context._describe(name)}: x is {type(x).__name__}; expected a torch.Tensor"
+            f"{ring._describe(name)}: x is {type(x).__name__}; expected a torch.Tensor"
         )
     return x
 
 
-def has_rows(name: str, context: CommContext, x: Any) -> torch.Tensor:
+def tensor_with_rows(name: str, ring: CommContext, x: Any) -> torch.Tensor:
     """Return ``x`` if it is a tensor with a dim 0; raises ``ArgumentError`` or ``ShapeError``."""
-    given = tensor(name, context, x)
-    if given.dim() == 0:
-        raise ShapeError(f"{context._describe(name)}: x is 0-D; expected a dim 0; type x.view(1)")
-    return given
+    checked = tensor(name, ring, x)
+    if checked.dim() == 0:
+        raise ShapeError(f"{ring._describe(name)}: x is 0-D; expected a dim 0; pass x.view(1)")
+    return checked
 
 
-def cut(x: Any) -> Any:
+def detached(x: Any) -> Any:
     """Return ``x`` outside autograd: most legacy operators have no gradient."""
     return x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x

@@ -1,9 +1,9 @@
-"""The legacy exchange of rows with the experts of all ranks."""
+"""Legacy exchange of rows with the experts of all ranks."""
 
 import torch
 
 from commlib import ops
-from commlib.compat.paddle.checks import ring
+from commlib.compat.paddle.checks import ring_of
 
 
 def global_scatter(
@@ -13,14 +13,26 @@ def global_scatter(
     ring_id: int = 0,
     use_calc_stream: bool = False,
 ) -> torch.Tensor:
-    """Return the rows that all ranks have for this rank's experts, by expert, then by sender.
+    """Return the rows of all ranks for this rank's experts, by expert, then by sender.
 
-    ``x``: [rows, width]; the counts: int64 [experts * size]; the result is [sum(global_count),
-    width]. The gradient is ``global_gather``. Always fenced, on the stream that ``use_calc_stream``
-    chooses. Counts that do not match between ranks are an ``ArgumentError`` on all of them, where
-    upstream hangs. Source: operator ``global_scatter``.
+    Source: operator ``global_scatter``. Its gradient is ``global_gather``. Counts that do not match
+    between ranks are an error on every rank; upstream hangs.
+
+    Args:
+        x: [rows, width], this rank's rows by expert.
+        local_count: int64 [experts * size], rows that this rank sends to each expert.
+        global_count: int64 [experts * size], rows that this rank's experts receive.
+        ring_id: The ring.
+        use_calc_stream: True runs on the current stream, False on the ring's comm stream. Both are
+            fenced.
+
+    Returns:
+        [sum(global_count), width].
+
+    Raises:
+        ArgumentError: The counts do not match each other or ``x``.
     """
-    ring("global_scatter", ring_id)
+    ring_of("global_scatter", ring_id)
     return ops.global_scatter(
         x, local_count, global_count, ring_id, use_calc_stream=use_calc_stream
     )
@@ -33,10 +45,22 @@ def global_gather(
     ring_id: int = 0,
     use_calc_stream: bool = False,
 ) -> torch.Tensor:
-    """Return this rank's own rows back from all experts, in the order before ``global_scatter``.
+    """Return this rank's rows from all experts, in the order before ``global_scatter``.
 
-    ``x``: [sum(global_count), width]; the result is [sum(local_count), width]. The gradient is
-    ``global_scatter``; all else as there. Source: operator ``global_gather``.
+    Source: operator ``global_gather``. Its gradient is ``global_scatter``.
+
+    Args:
+        x: [sum(global_count), width], the rows of this rank's experts.
+        local_count: As in ``global_scatter``.
+        global_count: As in ``global_scatter``.
+        ring_id: The ring.
+        use_calc_stream: As in ``global_scatter``.
+
+    Returns:
+        [sum(local_count), width].
+
+    Raises:
+        ArgumentError: The counts do not match each other or ``x``.
     """
-    ring("global_gather", ring_id)
+    ring_of("global_gather", ring_id)
     return ops.global_gather(x, local_count, global_count, ring_id, use_calc_stream=use_calc_stream)

@@ -1,11 +1,11 @@
-"""The legacy losses over sharded classes, both with a gradient."""
+"""Legacy losses over sharded classes. Both have a gradient."""
 
 from typing import Any
 
 import torch
 
 from commlib import ops
-from commlib.compat.paddle.checks import placed, ring
+from commlib.compat.paddle.checks import ring_of, ring_of_rank
 
 Tensor = torch.Tensor
 
@@ -18,16 +18,27 @@ def c_softmax_with_cross_entropy(
     rank: int = 0,
     nranks: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return (softmax, loss) of labels over the classes of all ranks.
+    """Return the softmax and the cross-entropy of labels over the classes of all ranks.
 
-    ``logits``: [..., D], the shard of this rank; ``label``: [..., 1], or [..., C] for soft labels.
-    The softmax is [..., D] and without gradient, the loss [..., 1]. Always on the current stream.
-    ``nranks`` and ``rank`` are the ring's; both 0, the legacy defaults, leave them to the ring.
-    Raises ``ArgumentError`` when they are others, otherwise as ``ops.softmax_with_cross_entropy``.
-    Source: operator ``c_softmax_with_cross_entropy``.
+    Source: operator ``c_softmax_with_cross_entropy``. It runs on the current stream.
+
+    Args:
+        logits: [..., D], the classes of this rank.
+        label: [..., 1] class ids, or [..., C] for soft labels.
+        ignore_index: Label whose loss and gradient are 0.
+        ring_id: The ring.
+        rank: This rank's position in the ring.
+        nranks: Size of the ring. If ``rank`` and ``nranks`` are both 0, neither is checked.
+
+    Returns:
+        The softmax, [..., D] without a gradient, and the loss, [..., 1].
+
+    Raises:
+        ArgumentError: ``nranks`` or ``rank`` differs from the ring's.
+        CommError: As ``ops.softmax_with_cross_entropy``.
     """
     name = "c_softmax_with_cross_entropy"
-    placed(name, ring_id, nranks, rank) if nranks or rank else ring(name, ring_id)
+    ring_of_rank(name, ring_id, nranks, rank) if nranks or rank else ring_of(name, ring_id)
     loss, softmax = ops.softmax_with_cross_entropy(
         logits, label, ring_id, ignore_index=ignore_index, return_softmax=True
     )
@@ -46,16 +57,32 @@ def margin_cross_entropy(
     margin3: float = 0.0,
     scale: float = 64.0,
 ) -> tuple[Tensor | None, Tensor]:
-    """Return (softmax, loss) of cosines with a margin at the label, over the classes of all ranks.
+    """Return the softmax and loss of cosines with a margin at the label, over all ranks' classes.
 
-    ``logits``: [N, D], the shard of this rank; ``label``: [N] or [N, 1]. The loss is [N, 1]; the
-    softmax [N, D] and without gradient, None without ``return_softmax``: upstream's is overwritten
-    then. Always on the current stream. Raises ``ArgumentError`` when ``nranks`` or ``rank`` is not
-    the ring's, otherwise as ``ops.margin_cross_entropy``. Source: operator
-    ``margin_cross_entropy``.
+    Source: operator ``margin_cross_entropy``. It runs on the current stream.
+
+    Args:
+        logits: [N, D] cosines of this rank's classes.
+        label: [N] or [N, 1] class ids.
+        return_softmax: True also returns the softmax.
+        ring_id: The ring.
+        rank: This rank's position in the ring.
+        nranks: Size of the ring.
+        margin1: Factor of the angle.
+        margin2: Summand of the angle.
+        margin3: Subtrahend of the cosine.
+        scale: Factor of the logits.
+
+    Returns:
+        The softmax, [N, D] without a gradient, and the loss, [N, 1]. Without ``return_softmax``
+        the softmax is None; upstream overwrites it then.
+
+    Raises:
+        ArgumentError: ``nranks`` or ``rank`` differs from the ring's.
+        CommError: As ``ops.margin_cross_entropy``.
     """
-    placed("margin_cross_entropy", ring_id, nranks, rank)
-    found: Any = ops.margin_cross_entropy(
+    ring_of_rank("margin_cross_entropy", ring_id, nranks, rank)
+    result: Any = ops.margin_cross_entropy(
         logits,
         label,
         ring_id,
@@ -66,4 +93,4 @@ def margin_cross_entropy(
         return_softmax=return_softmax,
         reduction=None,
     )
-    return found[::-1] if return_softmax else (None, found)
+    return result[::-1] if return_softmax else (None, result)

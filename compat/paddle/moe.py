@@ -1,4 +1,4 @@
-"""The legacy helpers of expert parallelism: counting, ordering and dropping tokens."""
+"""Legacy helpers of expert parallelism: counting, ordering and dropping tokens."""
 
 import torch
 
@@ -16,10 +16,19 @@ __all__ = [
 
 
 def number_count(numbers: torch.Tensor, upper_range: int) -> torch.Tensor:
-    """Return how often each of 0 … ``upper_range`` - 1 stands in ``numbers``.
+    """Return how often each of 0 to ``upper_range`` - 1 occurs in ``numbers``.
 
-    As ``ops.number_count``, in the dtype of ``numbers``: ``global_scatter`` takes counts of int64
-    ids alone. Source: operator ``number_count``.
+    Source: operator ``number_count``. Only int64 ids give counts that ``global_scatter`` accepts.
+
+    Args:
+        numbers: Integers of any shape.
+        upper_range: Number of counts.
+
+    Returns:
+        [upper_range] in the dtype of ``numbers``.
+
+    Raises:
+        ArgumentError: As ``ops.number_count``.
     """
     return ops.number_count(numbers, upper_range).to(numbers.dtype)
 
@@ -29,9 +38,20 @@ def random_routing(
 ) -> torch.Tensor:
     """Return ``topk_idx`` with -1 as second expert where ``2 * topk_value[:, 1] < prob``.
 
-    As ``ops.random_routing``, which works on a copy too; ``topk`` other than 2 is an
-    ``ArgumentError``. Source: operator ``random_routing``.
+    Source: operator ``random_routing``.
+
+    Args:
+        topk_idx: [tokens, 2] ids of experts. It is not modified.
+        topk_value: [tokens, 2] values of the gate.
+        prob: [tokens] random numbers.
+        topk: Must be 2.
+
+    Returns:
+        A copy of ``topk_idx`` with the dropped experts.
+
+    Raises:
+        ArgumentError: ``topk`` is not 2, or as ``ops.random_routing``.
     """
     if topk != 2:
-        raise ArgumentError(f"random_routing: topk={topk!r}; expected 2, the only form there is")
+        raise ArgumentError(f"random_routing: topk={topk!r}; expected 2, the only supported value")
     return ops.random_routing(topk_idx, topk_value, prob)

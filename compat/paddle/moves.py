@@ -1,26 +1,41 @@
-"""The legacy operators that move whole tensors: c_allgather, c_broadcast, c_scatter, alltoall."""
+"""Legacy operators that move whole tensors: c_allgather, c_broadcast, c_scatter, alltoall."""
 
 import torch
 
 from commlib import ops
-from commlib.compat.paddle.checks import cut, has_rows, position, ring, sized
+from commlib.compat.paddle.checks import (
+    detached,
+    position,
+    ring_of,
+    ring_of_size,
+    tensor_with_rows,
+)
 
 
 def c_allgather(
     x: torch.Tensor, ring_id: int = 0, nranks: int | None = None, use_calc_stream: bool = False
 ) -> torch.Tensor:
-    """Return, on every rank, the ``x`` of rank 0, 1, … concatenated along dim 0.
+    """Return, on every rank, the ``x`` of all ranks concatenated along dim 0, in rank order.
 
-    ``x``: [n, …] of any dtype, the same shape on every rank; the result is [n * nranks, …], for a
-    0-D ``x`` [nranks]. ``nranks`` is required although an argument before it has a default. Raw on
-    the comm stream by default. No gradient. Raises ``ArgumentError`` when ``nranks`` is not the
-    ring's size. Source: operator ``c_allgather``.
+    Source: operator ``c_allgather``. It has no gradient.
+
+    Args:
+        x: [n, …] of any dtype, the same shape on every rank.
+        ring_id: The ring.
+        nranks: Size of the ring. It is required, although an argument before it has a default.
+        use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.
+
+    Returns:
+        [n * nranks, …]; for a 0-D ``x`` [nranks].
+
+    Raises:
+        ArgumentError: ``nranks`` differs from the ring's size.
     """
-    sized("c_allgather", ring_id, nranks)
-    whole: torch.Tensor = ops.all_gather(
-        cut(x), ring_id, use_calc_stream=use_calc_stream, fenced=use_calc_stream
+    ring_of_size("c_allgather", ring_id, nranks)
+    gathered: torch.Tensor = ops.all_gather(
+        detached(x), ring_id, use_calc_stream=use_calc_stream, fenced=use_calc_stream
     )
-    return whole
+    return gathered
 
 
 def c_broadcast(
@@ -28,12 +43,23 @@ def c_broadcast(
 ) -> torch.Tensor:
     """Return, on every rank, the ``x`` of position ``root``.
 
-    ``x``: any shape and dtype, the same on every rank. Raw on the comm stream by default. No
-    gradient. Raises ``PeerError`` for a root outside the ring. Source: operator ``c_broadcast``.
+    Source: operator ``c_broadcast``. It has no gradient.
+
+    Args:
+        x: Any shape and dtype, the same on every rank.
+        ring_id: The ring.
+        root: Position of the sender in the ring.
+        use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.
+
+    Returns:
+        A new tensor of the shape of ``x``.
+
+    Raises:
+        PeerError: ``root`` is not a position in the ring.
     """
-    root = position("c_broadcast", ring("c_broadcast", ring_id), "root", root)
+    root = position("c_broadcast", ring_of("c_broadcast", ring_id), "root", root)
     copy: torch.Tensor = ops.broadcast(
-        cut(x), ring_id, root=root, use_calc_stream=use_calc_stream, fenced=use_calc_stream
+        detached(x), ring_id, root=root, use_calc_stream=use_calc_stream, fenced=use_calc_stream
     )
     return copy
 
@@ -47,16 +73,28 @@ def c_scatter(
 ) -> torch.Tensor:
     """Return, on rank r, the r-th part along dim 0 of the ``x`` of position ``root``.
 
-    ``x``: [n, …] of any dtype, the full shape on every rank; the result is [n // nranks, …]. What
-    is left of n goes to nobody, as upstream. Raw on the comm stream by default. No gradient. Raises
-    ``ArgumentError`` when ``nranks`` is not the ring's size, ``PeerError`` for a root outside the
-    ring, ``ShapeError`` for a 0-D ``x``. Source: operator ``c_scatter``.
+    Source: operator ``c_scatter``. It has no gradient.
+
+    Args:
+        x: [n, …] of any dtype, the full shape on every rank.
+        ring_id: The ring.
+        root: Position of the sender in the ring.
+        nranks: Size of the ring.
+        use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.
+
+    Returns:
+        [n // nranks, …]. As upstream, the remainder of n / nranks is dropped.
+
+    Raises:
+        ArgumentError: ``nranks`` differs from the ring's size.
+        PeerError: ``root`` is not a position in the ring.
+        ShapeError: ``x`` is 0-D.
     """
-    context = sized("c_scatter", ring_id, nranks)
-    root = position("c_scatter", context, "root", root)
-    count = has_rows("c_scatter", context, x).shape[0] // context.size * context.size
+    ring = ring_of_size("c_scatter", ring_id, nranks)
+    root = position("c_scatter", ring, "root", root)
+    count = tensor_with_rows("c_scatter", ring, x).shape[0] // ring.size * ring.size
     part: torch.Tensor = ops.scatter(
-        cut(x)[:count],
+        detached(x)[:count],
         ring_id,
         root=root,
         use_calc_stream=use_calc_stream,
@@ -68,12 +106,21 @@ def c_scatter(
 def alltoall(x: torch.Tensor, ring_id: int = 0, use_calc_stream: bool = False) -> torch.Tensor:
     """Return, on rank r, the r-th part along dim 0 of every rank's ``x``, in rank order.
 
-    ``x``: [n, …] of any dtype with n divisible by the ring's size; the result has the same shape.
-    Raw on the comm stream by default. No gradient. Raises ``ShapeError`` when n does not divide.
-    Source: operator ``alltoall``.
+    Source: operator ``alltoall``. It has no gradient.
+
+    Args:
+        x: [n, …] of any dtype; the ring's size must divide n.
+        ring_id: The ring.
+        use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.
+
+    Returns:
+        A new tensor of the shape of ``x``.
+
+    Raises:
+        ShapeError: ``x`` is 0-D, or the ring's size does not divide n.
     """
-    has_rows("alltoall", ring("alltoall", ring_id), x)
+    tensor_with_rows("alltoall", ring_of("alltoall", ring_id), x)
     exchanged: torch.Tensor = ops.all_to_all(
-        cut(x), ring_id, use_calc_stream=use_calc_stream, fenced=use_calc_stream
+        detached(x), ring_id, use_calc_stream=use_calc_stream, fenced=use_calc_stream
     )
     return exchanged

@@ -1,9 +1,9 @@
-"""The legacy normalisation by data summaries, as its GPU or its CPU kernel."""
+"""Legacy normalisation by data summaries, with the behaviour of its GPU or its CPU kernel."""
 
 import torch
 
 from commlib import ops
-from commlib.compat.paddle.checks import ring
+from commlib.compat.paddle.checks import ring_of
 from commlib.errors import ArgumentError
 
 Tensor = torch.Tensor
@@ -26,39 +26,59 @@ def data_norm(
     *,
     behaviour: str = "gpu",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (y, means, scales) of ``ops.data_norm``; y alone has a gradient.
+    """Normalise ``x`` by summaries of the data that were seen so far.
 
-    ``x``: [N, C]; the summaries, ``scale_w`` and ``bias``: [C]; y: [N, C]; means and scales: [C].
-    ``behaviour`` is the kernel, on any device. As upstream, "gpu" takes no notice of ``slot_dim``,
-    ``enable_scale_and_shift``, ``scale_w`` and ``bias``, and "cpu" none of ``sync_stats`` and
-    ``summary_decay_rate``. Synchronises over ring 0 unless told otherwise; always on the current
-    stream. Errors as ``ops.data_norm``; also an ``ArgumentError`` is a layout other than NCHW and
-    NHWC, which mean the same for two dims. Source: operator ``data_norm``.
+    Source: operator ``data_norm``. It runs on the current stream. As upstream, "gpu" ignores
+    ``slot_dim``, ``enable_scale_and_shift``, ``scale_w`` and ``bias``. "cpu" ignores
+    ``sync_stats`` and ``summary_decay_rate``.
+
+    Args:
+        x: [N, C].
+        batch_size: [C] summary: number of rows.
+        batch_sum: [C] summary: sum of the rows.
+        batch_square_sum: [C] summary: sum of the squares.
+        scale_w: [C] factor of the result.
+        bias: [C] summand of the result.
+        epsilon: As ``ops.data_norm``.
+        slot_dim: As ``ops.data_norm``.
+        summary_decay_rate: As ``ops.data_norm``.
+        enable_scale_and_shift: True applies ``scale_w`` and ``bias``.
+        data_layout: "NCHW" or "NHWC", which are the same for two dims.
+        sync_stats: True sums the summaries over the ring.
+        ring_id: The ring.
+        behaviour: "gpu" or "cpu": the upstream kernel to follow, on any device.
+
+    Returns:
+        y, [N, C], with a gradient; means, [C], and scales, [C], without.
+
+    Raises:
+        ArgumentError: The layout is unknown, or ``scale_w`` or ``bias`` is missing.
+        CommError: As ``ops.data_norm``.
     """
-    context, own = ring("data_norm", ring_id), behaviour == "cpu"
+    ring, on_cpu = ring_of("data_norm", ring_id), behaviour == "cpu"
     if data_layout not in ("NCHW", "NHWC"):
         raise ArgumentError(
-            f"{context._describe('data_norm')}: data_layout={data_layout!r}; expected NCHW or NHWC"
+            f"{ring._describe('data_norm')}: data_layout={data_layout!r}; expected NCHW or NHWC"
         )
-    shifts = own and enable_scale_and_shift
+    shifts = on_cpu and enable_scale_and_shift
     if shifts and (scale_w is None or bias is None):
         raise ArgumentError(
-            f"{context._describe('data_norm')}: enable_scale_and_shift=True without scale_w or "
-            f"bias; give both, or type enable_scale_and_shift=False"
+            f"{ring._describe('data_norm')}: enable_scale_and_shift=True without scale_w or bias; "
+            f"pass both, or pass enable_scale_and_shift=False"
         )
-    found: tuple[Tensor, Tensor, Tensor] = ops.data_norm(
+    result: tuple[Tensor, Tensor, Tensor] = ops.data_norm(
         x,
         batch_size,
         batch_sum,
         batch_square_sum,
         ring_id,
         epsilon=epsilon,
-        slot_dim=slot_dim if own and slot_dim > 0 else -1,
+        slot_dim=slot_dim if on_cpu and slot_dim > 0 else -1,
         summary_decay_rate=summary_decay_rate,
         scale_w=scale_w if shifts else None,
         bias=bias if shifts else None,
-        sync_stats=sync_stats and not own,
+        sync_stats=sync_stats and not on_cpu,
         behaviour=behaviour,
         return_moments=True,
     )
-    return found
+    return result

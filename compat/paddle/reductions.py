@@ -3,16 +3,16 @@
 import torch
 
 from commlib import ops
-from commlib.compat.paddle.checks import cut, position, ring, sized
+from commlib.compat.paddle.checks import detached, position, ring_of, ring_of_size
 from commlib.ops.arguments import ReductionName
 
 
 def _all_reduce(
     name: str, op: ReductionName, x: torch.Tensor, ring_id: int, use_calc_stream: bool
 ) -> torch.Tensor:
-    ring(name, ring_id)
+    ring_of(name, ring_id)
     total: torch.Tensor = ops.all_reduce(
-        cut(x), ring_id, op=op, use_calc_stream=use_calc_stream, fenced=use_calc_stream
+        detached(x), ring_id, op=op, use_calc_stream=use_calc_stream, fenced=use_calc_stream
     )
     return total
 
@@ -74,9 +74,14 @@ def c_allreduce_prod(
 def _reduce(
     name: str, op: ReductionName, x: torch.Tensor, ring_id: int, root_id: int, use_calc_stream: bool
 ) -> torch.Tensor:
-    root = position(name, ring(name, ring_id), "root_id", root_id)
+    root = position(name, ring_of(name, ring_id), "root_id", root_id)
     total: torch.Tensor = ops.reduce(
-        cut(x), ring_id, root=root, op=op, use_calc_stream=use_calc_stream, fenced=use_calc_stream
+        detached(x),
+        ring_id,
+        root=root,
+        op=op,
+        use_calc_stream=use_calc_stream,
+        fenced=use_calc_stream,
     )
     return total
 
@@ -132,8 +137,8 @@ def c_reducescatter(
     stream by default. No gradient. Raises ``ArgumentError`` when ``nranks`` is not the ring's size,
     ``ShapeError`` when n does not divide. Source: operator ``c_reducescatter``.
     """
-    sized("c_reducescatter", ring_id, nranks)
+    ring_of_size("c_reducescatter", ring_id, nranks)
     part: torch.Tensor = ops.reduce_scatter(
-        cut(x), ring_id, use_calc_stream=use_calc_stream, fenced=use_calc_stream
+        detached(x), ring_id, use_calc_stream=use_calc_stream, fenced=use_calc_stream
     )
     return part

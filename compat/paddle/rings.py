@@ -20,7 +20,7 @@ def c_gen_nccl_id(
     """Return None on every rank: ids travel through the rendezvous store when the ring is created.
 
     Upstream opens sockets between ``endpoint`` and ``other_endpoints`` here and, with its new
-    library, does nothing. The arguments are checked, so that a wrong program is told here. Pass
+    library, does nothing. The arguments are checked, so that a wrong program fails here. Pass
     the result to ``c_comm_init`` as ``x``. Raises ``RingError``, ``PeerError``, ``ArgumentError``.
     Source: operator ``c_gen_nccl_id``.
     """
@@ -32,7 +32,7 @@ def c_gen_nccl_id(
         if one and not (host and port.isdigit()):
             raise ArgumentError(
                 f"c_gen_nccl_id: endpoint {one!r} for ring {ring_id} on rank {rank}; expected "
-                f"host:port; type for example '127.0.0.1:6170'"
+                f"host:port; for example '127.0.0.1:6170'"
             )
 
 
@@ -66,7 +66,7 @@ def c_comm_init(
         raise ArgumentError(
             f"c_comm_init: rank={rank} of ring {ring_id} is global rank {members[rank]}, this "
             f"process is global rank {me}; the ring's members are {list(members)}; give this "
-            f"process's position, or type commlib.new_ring({ring_id}, global_ranks)"
+            f"process's position, or call commlib.new_ring({ring_id}, global_ranks)"
         )
     device = _device(device_id)
     if device is not None:

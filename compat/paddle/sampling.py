@@ -1,9 +1,9 @@
-"""The legacy sampling of class centres, on the ring that it is told (upstream's Python: ring 0)."""
+"""The legacy sampling of class centres, on the given ring (in Paddle: ring 0)."""
 
 import torch
 
 from commlib import ops
-from commlib.compat.paddle.checks import placed
+from commlib.compat.paddle.checks import ring_of_rank
 
 Tensor = torch.Tensor
 
@@ -26,7 +26,7 @@ def class_center_sample(
     no gradient. Raises ``ArgumentError`` when ``nranks`` or ``rank`` is not the ring's, otherwise
     as ``ops.class_center_sample``. Source: operator ``class_center_sample``.
     """
-    placed("class_center_sample", ring_id, nranks, rank)
+    ring_of_rank("class_center_sample", ring_id, nranks, rank)
     return ops.class_center_sample(
         label, num_classes, num_samples, ring_id, seed=seed if fix_seed else None
     )

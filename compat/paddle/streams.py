@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from commlib import flags, ops
-from commlib.compat.paddle.checks import cut, ring
+from commlib.compat.paddle.checks import detached, ring_of
 from commlib.core.context import CommContext
 from commlib.core.group import needs_result
 from commlib.deadlines import Deadline
@@ -24,8 +24,8 @@ def barrier(x: torch.Tensor | None = None, ring_id: int = 0) -> torch.Tensor | N
     timeout (in a capture only the stream waits). Raises ``CommTimeout``, ``ArgumentError`` inside
     ``ring.group()``. Source: operator ``barrier``.
     """
-    needs_result(ring("barrier", ring_id), "barrier")
-    total: torch.Tensor | None = None if x is None else ops.all_reduce(cut(x), ring_id)
+    needs_result(ring_of("barrier", ring_id), "barrier")
+    total: torch.Tensor | None = None if x is None else ops.all_reduce(detached(x), ring_id)
     if total is None or not total.numel():
         ops.barrier(ring_id)
     _order("barrier", ring_id)
@@ -46,8 +46,8 @@ def c_sync_calc_stream(x: Any = None) -> Any:
 def c_sync_comm_stream(x: Any = None, ring_id: int = 0) -> Any:
     """Hold the host until the ring's comm stream has done what it was given; return ``x`` as it is.
 
-    ``x``: a tensor, several, or nothing. The current stream is ordered behind it too, and the
-    tensors of raw calls are let go. Does nothing on a CPU, where results are there already; in a
+    ``x``: a tensor, several, or nothing. The current stream is ordered after it too, and the
+    tensors of raw calls are released. Does nothing on a CPU, where results are there already; in a
     capture only the streams are ordered. Raises ``CommTimeout`` after the ring's timeout. Source:
     operator ``c_sync_comm_stream``.
     """
@@ -56,7 +56,7 @@ def c_sync_comm_stream(x: Any = None, ring_id: int = 0) -> Any:
 
 
 def c_wait_compute(x: Any = None, ring_id: int = 0) -> Any:
-    """Order the ring's comm stream behind what the current stream holds now; return ``x`` as it is.
+    """Order the ring's comm stream after what the current stream holds now; return ``x`` as it is.
 
     The host does not wait. Does nothing on a CPU. Source: operator ``c_wait_compute``.
     """
@@ -65,10 +65,10 @@ def c_wait_compute(x: Any = None, ring_id: int = 0) -> Any:
 
 
 def c_wait_comm(x: Any = None, ring_id: int = 0) -> Any:
-    """Order the current stream behind what the ring's comm stream holds now; return ``x`` as it is.
+    """Order the current stream after what the ring's comm stream holds now; return ``x`` as it is.
 
-    The host does not wait. The tensors of raw calls are let go. Does nothing on a CPU. Source:
-    operator ``c_wait_comm``; each direction has an event of its own.
+    The host does not wait. The tensors of raw calls are released. Does nothing on a CPU. Source:
+    operator ``c_wait_comm``; each direction has its own event.
     """
     _order("c_wait_comm", ring_id)
     return x
@@ -86,31 +86,31 @@ def _run(ring_id: int, step: str) -> None:
         if torch.cuda.is_initialized() and not capturing():
             _hold(torch.cuda.current_stream(), flags.get(flags.TIMEOUT), step)
         return
-    context = ring(step, ring_id)
-    calc = context.stream_for(True)
-    if context._fences is None or context.stream is None or calc is None:
+    ring = ring_of(step, ring_id)
+    calc = ring.stream_for(True)
+    if ring._fences is None or ring.stream is None or calc is None:
         return
     if step == "c_wait_compute":
-        with context._lock:
-            context._fences.comm_waits(calc)
+        with ring._lock:
+            ring._fences.comm_waits(calc)
         return
     if step in ("c_wait_comm", "c_sync_comm_stream"):
-        _join(context, calc)
+        _join(ring, calc)
     if step in ("barrier", "c_sync_comm_stream") and not capturing():
-        stream = calc if step == "barrier" else context.stream
-        _hold(stream, context.timeout, f"{context._describe(step)} of ranks {list(context.ranks)}")
+        stream = calc if step == "barrier" else ring.stream
+        _hold(stream, ring.timeout, f"{ring._describe(step)} of ranks {list(ring.ranks)}")
 
 
-def _join(context: CommContext, calc: torch.cuda.Stream) -> None:
-    """Order ``calc`` behind the comm stream, and let the tensors of raw calls go with it."""
-    with context._lock:
+def _join(ring: CommContext, calc: torch.cuda.Stream) -> None:
+    """Order ``calc`` after the comm stream, and release the tensors of raw calls."""
+    with ring._lock:
         if capturing():
-            with torch.cuda.stream(context.stream):
+            with torch.cuda.stream(ring.stream):
                 forked = capturing()
-            if not forked:  # what the comm stream holds is no part of this capture
+            if not forked:  # what the comm stream holds is not part of this capture
                 return
-        context._fences.calc_waits(calc)  # type: ignore[union-attr]  # the caller has looked
-        context._unfenced.release()
+        ring._fences.calc_waits(calc)  # type: ignore[union-attr]  # the caller has looked
+        ring._unfenced.release()
 
 
 def _hold(stream: torch.cuda.Stream, seconds: float, what: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from commlib import ops
-from commlib.compat.paddle.checks import placed, ring
+from commlib.compat.paddle.checks import ring_of, ring_of_rank
 
 
 def mp_allreduce_sum(
@@ -13,11 +13,11 @@ def mp_allreduce_sum(
 ) -> torch.Tensor:
     """Return, on every rank, the sum of ``x`` over the ring; the gradient passes as it is.
 
-    ``x``: any shape. It stands behind a row-parallel layer: every rank computes the same loss from
+    ``x``: any shape. It follows a row-parallel layer: every rank computes the same loss from
     the sum, hence the identity backward. Raw on the comm stream by default, unless ``x`` wants a
     gradient. Source: operator ``mp_allreduce_sum``, whose gradient is ``c_identity``.
     """
-    ring("mp_allreduce_sum", ring_id)
+    ring_of("mp_allreduce_sum", ring_id)
     total: torch.Tensor = ops.all_reduce(
         x, ring_id, backward="identity", use_calc_stream=use_calc_stream, fenced=use_calc_stream
     )
@@ -30,13 +30,13 @@ def c_identity(
     use_calc_stream: bool = True,
     use_model_parallel: bool = True,
 ) -> torch.Tensor:
-    """Return, on every rank, a copy of its own ``x``; the gradient is summed over the ring.
+    """Return, on every rank, a copy of this rank's ``x``; the gradient is summed over the ring.
 
-    ``x``: any shape. It stands before a column-parallel layer. The backward runs on the stream
+    ``x``: any shape. It precedes a column-parallel layer. The backward runs on the stream
     that ``use_calc_stream`` chooses, always fenced. ``use_model_parallel`` changes nothing.
     Source: operator ``c_identity``, whose gradient is ``c_allreduce_sum``.
     """
-    ring("c_identity", ring_id)
+    ring_of("c_identity", ring_id)
     return ops.identity(x, ring_id, use_calc_stream=use_calc_stream)
 
 
@@ -55,7 +55,7 @@ def c_concat(
     current stream. ``use_model_parallel`` changes nothing. Raises ``ArgumentError`` when ``nranks``
     or ``rank`` is not the ring's. Source: operator ``c_concat``, whose gradient is ``c_split``.
     """
-    placed("c_concat", ring_id, nranks, rank)
+    ring_of_rank("c_concat", ring_id, nranks, rank)
     return ops.concat(x, ring_id, use_calc_stream=use_calc_stream)
 
 
@@ -79,7 +79,7 @@ def c_split(
     ``rank`` is not the ring's, ``ShapeError`` when n does not divide. Source: operator ``c_split``,
     whose gradient is ``c_allgather``.
     """
-    placed("c_split", ring_id, nranks, rank)
+    ring_of_rank("c_split", ring_id, nranks, rank)
     if legacy_grad:
         part: torch.Tensor = _SplitGatheringRows.apply(x, ring_id, use_calc_stream)  # type: ignore[no-untyped-call]
         return part

@@ -56,7 +56,7 @@ CAPTION = (
     f"same processes, each right on random values first. graph: {CALLS} calls in a CUDA graph, "
     f"replayed {REPLAYS} times from a common start, by CUDA events, on the slowest rank. eager: "
     f"host time on rank 0, {BURST} calls back to back. fused: as graph, a sum of tokens x {WIDTH} "
-    f"with a residual and an RMS norm behind it. Peers: {NCCL}, torch.distributed.all_reduce in "
+    f"with a residual and an RMS norm after it. Peers: {NCCL}, torch.distributed.all_reduce in "
     f"place; {ONE_SHOT}, torch's kernel from symmetric into plain memory, up to "
     f"{size_label(ONE_SHOT_MOST)}; {TWO_SHOT}, torch's kernel in place in symmetric memory, on 2, "
     "4 and 8 GPUs. Nothing counts copies into symmetric memory. For fused, each of them and one "
@@ -171,7 +171,7 @@ def _norm_finding(sizes: Mapping[str, Samples]) -> str:
 
 
 def _carriers(said: Mapping[str, str]) -> Iterator[str]:
-    """Yield what ring 0 says of itself, once for sizes behind each other with the same answer."""
+    """Yield what ring 0 says of itself, once for consecutive sizes with the same answer."""
     for answer, same in groupby(said, key=lambda size: said[size]):
         sizes = list(same)
         span = sizes[0] if len(sizes) == 1 else f"{sizes[0]}..{sizes[-1]}"
@@ -188,7 +188,7 @@ def measure(rounds: int) -> dict[str, Any]:
 
 
 def _measure(ring: CommContext, rounds: int) -> dict[str, Any]:
-    """Let go of all graphs and symmetric memory at the end, before the group is destroyed."""
+    """Release all graphs and symmetric memory at the end, before the group is destroyed."""
     ways = Ways(ring, GRAPH_BYTES[-1])
     graph = {
         size_label(n): _replayed(ring, ways.of(n // DTYPE.itemsize), expect_sum, rounds)

@@ -37,7 +37,7 @@ OURS, BARE, GRAPHED = "graph.capture", "CUDAGraph by hand", "make_graphed_callab
 HOST, WALL, RESERVED = "host time, µs", "wall time, µs", "reserved, MiB"
 UNITS = {HOST: 1e6, WALL: 1e6, RESERVED: 2**-20}  # in a second, in a byte
 UPDATE_BURST, TINY_BURST = 10, 200  # calls of a turn: fewer than the launches a GPU's queue holds
-WALL_CALLS = 20  # behind each other in a turn
+WALL_CALLS = 20  # in a row in a turn
 FUNCTIONS = 8  # of memory
 CAPTION = (
     "Captured functions on {nproc} GPUs, one a rank, flag on, every peer in the same processes, "
@@ -50,7 +50,7 @@ CAPTION = (
     f"{FEATURES} with ReLU, batch {BATCH}, into gradients that are there. tiny: one kernel, no "
     f"argument, no result. memory: growth of torch.cuda.memory_reserved(), once, by {FUNCTIONS} "
     f"functions that take {LARGE_BYTES // 2**20} MiB each on their way. {BARE}: "
-    "torch.cuda.CUDAGraph of the same function, on a stream and in a pool of its own."
+    "torch.cuda.CUDAGraph of the same function, on a stream and in its own pool."
 )
 
 
@@ -199,7 +199,7 @@ def _memory(device: torch.device) -> Samples:
 
 
 def _results(sums: list[Large], calls: list[Call]) -> list[torch.Tensor]:
-    """Return what each writes, behind all of them: none may have written into another's."""
+    """Return what each writes, after all of them: none may have written into another's."""
     for one, call in zip(sums, calls, strict=True):
         one.out.zero_()
         call()
@@ -230,7 +230,7 @@ def walls(ring: CommContext, calls: Mapping[str, Call], rounds: int) -> Samples:
 def _wall(ring: CommContext, call: Call) -> float:
     """Return the seconds of one call on the slowest rank.
 
-    The ranks start together: behind a barrier and one call that is not timed.
+    The ranks start together: after a barrier and one call that is not timed.
     """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     ring.barrier()

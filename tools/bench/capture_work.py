@@ -28,7 +28,7 @@ def captured(call: Call) -> graph.Graphed:
 
 
 def by_hand(call: Call) -> torch.cuda.CUDAGraph:
-    """Capture a call as torch's manual says: warmed up, on a stream and in a pool of its own."""
+    """Capture a call as torch's manual says: warmed up, on a stream and in its own pool."""
     found, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -68,7 +68,7 @@ class Update:
         self.begin()
 
     def begin(self) -> None:
-        """Start anew: the same values at every call, other ones on every rank."""
+        """Start again: the same values at every call, other ones on every rank."""
         draw = torch.Generator(self.ring.device).manual_seed(1 + self.ring.rank)
         for tensor in (*self.low, *self.master):
             tensor.normal_(generator=draw)

@@ -21,7 +21,7 @@ LIMIT = 0.50
 SIZES = ("rows", "classes")
 ON_GPUS, ON_CPUS = (8192, 1_000_000), (512, 50_000)  # labels, classes of a rank
 CAPTION = (
-    "Time of one call on rank 0, flag on, synchronised behind every call. {rows} int64 labels, "
+    "Time of one call on rank 0, flag on, synchronised after every call. {rows} int64 labels, "
     f"{{classes}} classes over {{nproc}} ranks, one of {SHARE} sampled, on {{device}}. Peers, in "
     "the same processes: the legacy algorithm in torch operators, which gives every class a random "
     "64-bit key, the classes of the batch a negative one, sorts all of them (stable), and sums the "

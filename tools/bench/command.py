@@ -124,7 +124,7 @@ def _refusal(
 
 
 def _sizes(name: str) -> set[str]:
-    """Return the sizes that a benchmark can be told; most have none."""
+    """Return the sizes that a benchmark accepts; most have none."""
     return set(getattr(BENCHMARKS[name], "SIZES", ()))
 
 
@@ -158,5 +158,5 @@ def _one(
 
 
 def _say(console: Console, text: str, style: str | None = None) -> None:
-    """Print ``text`` as it is: unwrapped, and [brackets] are no markup."""
+    """Print ``text`` as it is: unwrapped, and [brackets] are not markup."""
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -21,7 +21,7 @@ SIZES = ("rows", "classes", "dtype")
 ON_GPUS, ON_CPUS = (8192, 152064, "bfloat16"), (256, 8192, "float32")
 MEBIBYTE = 2**20
 CAPTION = (
-    "Time of one forward and backward on rank 0, flag on, synchronised behind every call; peak "
+    "Time of one forward and backward on rank 0, flag on, synchronised after every call; peak "
     "memory beside the logits, by torch.cuda.max_memory_allocated. {rows} rows x {classes} classes "
     "over {nproc} ranks, {dtype}, on {place}. Peer: Megatron-style torch operators and three "
     "all_reduces of torch.distributed over the same ranks in the same processes: the maximum, "
@@ -142,7 +142,7 @@ def _relative(ours: torch.Tensor, peers: torch.Tensor) -> float:
 
 
 def _peak(call: Callable[[], object]) -> float:
-    """Return the most memory that one call has beside what was there before it."""
+    """Return the most memory that one call takes in addition to the earlier memory."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

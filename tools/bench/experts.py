@@ -14,7 +14,7 @@ from commlib.tools.bench.report import Report, target, timing_columns, timing_ro
 from commlib.tools.bench.rounds import Samples, race, ratio
 
 ROUNDS = 30
-BURST = 10  # pairs behind each other, then one synchronisation: what a busy program sees
+BURST = 10  # pairs in a row, then one synchronisation: what a busy program sees
 OURS, BY_NCCL = "global_scatter + global_gather", "the same, FLAGS_comm_channel_mib=0"
 PER_EXPERT, PEER = "a group of sends and receives an expert", "all_to_all_single, packed"
 LIMIT = 0.80
@@ -22,10 +22,10 @@ SIZES = ("rows", "width", "experts")
 ON_GPUS, ON_CPUS = (8192, 4096, 16), (256, 64, 8)
 CAPTION = (
     "Time of one way there and back on rank 0, flag on: {rows} bfloat16 rows x {width} on each of "
-    "{nproc} ranks, {experts} experts in all, random counts held on the CPU, {burst} pairs behind "
+    "{nproc} ranks, {experts} experts in all, random counts held on the CPU, {burst} pairs after "
     "each other and a synchronisation. {ours} compares the counts of all ranks at every call, no "
     "other does. Peer: torch.distributed.all_to_all_single over the same ranks and processes, "
-    f"with torch.cat of the parts behind it (there) and before it (back). Target on GPUs: {OURS} "
+    f"with torch.cat of the parts after it (there) and before it (back). Target on GPUs: {OURS} "
     f"at most {LIMIT:.2f} of {PEER}."
 )
 
@@ -121,7 +121,7 @@ class _Work:
         return ops.global_gather(there, self.local, self.expected, ring_id)
 
     def packed(self) -> torch.Tensor:
-        """One message a rank; the parts are put in order in a copy of their own."""
+        """One message a rank; the parts are put in order in their own copy."""
         sends, takes = self.sent.sum(1).tolist(), self.taken.sum(1).tolist()
         came = self.x.new_empty((sum(takes), self.x.shape[1]))
         dist.all_to_all_single(came, self.x, takes, sends)

@@ -7,11 +7,11 @@ import torch
 
 from commlib import CommContext
 
-CALLS, REPLAYS = 20, 50  # calls in a graph, and replays behind each other in a turn
+CALLS, REPLAYS = 20, 50  # calls in a graph, and replays in a row in a turn
 
 
 class Captured:
-    """A graph of ``CALLS`` calls behind each other, and the tensor that they read."""
+    """A graph of ``CALLS`` calls in a row, and the tensor that they read."""
 
     def __init__(self, ring: CommContext, x: torch.Tensor, call: Callable[[], Any]) -> None:
         """Capture ``call``, which every rank has made before, and replay it once."""
@@ -26,7 +26,7 @@ class Captured:
     def turn(self) -> float:
         """Return the seconds of one call on the slowest rank.
 
-        The ranks start together: behind a barrier and one replay that is not timed.
+        The ranks start together: after a barrier and one replay that is not timed.
         """
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # Fresh values, never zeros. Calls in place add up to inf, then NaN, within a turn; as many

@@ -12,7 +12,7 @@ from commlib.tools.launch import LaunchError, environment
 
 ROUNDS = 20
 DEADLINE_S = 120
-TORCH, BOTH, BEHIND = "import torch", "import torch, commlib", "import commlib behind torch"
+TORCH, BOTH, BEHIND = "import torch", "import torch, commlib", "import commlib after torch"
 LIMIT_MS = 60.0
 CAPTION = (
     f"Time of the statement inside fresh interpreters, which alternate between `{TORCH}` and "
@@ -32,7 +32,7 @@ opened = os.listdir(folder) if os.path.isdir(folder) else []
 links = [os.readlink(f"{folder}/{fd}") for fd in opened if os.path.exists(f"{folder}/{fd}")]
 sockets = sum("socket:" in link for link in links) if opened else None
 contexts = int(torch.cuda.is_initialized())
-print(json.dumps(dict(whole=ended - began, behind=ended - middle, sockets=sockets, cuda=contexts)))
+print(json.dumps(dict(whole=ended - began, after=ended - middle, sockets=sockets, cuda=contexts)))
 """
 
 Run = dict[str, Any]
@@ -57,7 +57,7 @@ def run(nproc: int, rounds: int) -> Report:
 def report(runs: dict[str, list[Run]], settings: dict[str, int]) -> Report:
     """Turn the interpreters' figures into a table and findings."""
     found = {statement: [one["whole"] for one in each] for statement, each in runs.items()}
-    found[BEHIND] = [one["behind"] for one in runs[BOTH]]
+    found[BEHIND] = [one["after"] for one in runs[BOTH]]
     return Report(
         name="import",
         caption=CAPTION,
@@ -72,7 +72,7 @@ def report(runs: dict[str, list[Run]], settings: dict[str, int]) -> Report:
 
 
 def _opened(statement: str, runs: Sequence[Run]) -> str:
-    """Say what any of the interpreters had opened behind ``statement``."""
+    """Say what any of the interpreters had opened after ``statement``."""
     counts = [one["sockets"] for one in runs]
     sockets = "unknown number of" if None in counts else max(counts)
     return f"{statement}: {max(one['cuda'] for one in runs)} CUDA contexts, {sockets} sockets open"

@@ -171,7 +171,7 @@ def _pass(ring: CommContext, rounds: int) -> Samples:
     for call in calls.values():
         call()
     check("pass", {name: passes[name].after(call) for name, call in calls.items()})
-    compiled = torch.compile(passes[COMPILED], mode="reduce-overhead")  # has bits of its own
+    compiled = torch.compile(passes[COMPILED], mode="reduce-overhead")  # its bits may differ
 
     def by_compiler() -> object:
         torch.compiler.cudagraph_mark_step_begin()

@@ -29,7 +29,7 @@ CAPTION = (
     "GPU memory that each step takes on rank 0: the fall of torch.cuda.mem_get_info, median and "
     "min..max over fresh processes; and, where pynvml is installed, what NVML counts for the "
     "process so far. Each of the three programs starts fresh. `flag on` adds a torch.distributed "
-    "group behind its rings. Communicators: live ones in CommContextManager.report(), with their "
+    "group after its rings. Communicators: live ones in CommContextManager.report(), with their "
     "engine; rings of one rank have none."
 )
 
@@ -80,7 +80,7 @@ def _row(program: str, same: tuple[Step, ...]) -> tuple[str, ...]:
 
 
 def _findings(runs: list[list[Step]]) -> tuple[str, ...]:
-    """Say whether the flag keeps torch.distributed from making a communicator of its own."""
+    """Say whether the flag keeps torch.distributed from making its own communicator."""
     ours = [step for steps in runs for step in steps if step["step"] != GROUP]
     beside = any(step["initialised"] for step in ours)
     engines = {engine for step in ours for engine in step["communicators"]}

@@ -45,7 +45,7 @@ def race(
     """Return each peer's median seconds a call, one value a round.
 
     A peer's turn is one call that is not timed, then ``calls`` back to back without garbage
-    collection; ``settle`` runs before and behind them. Ranks take the same turns.
+    collection; ``settle`` runs before and after them. Ranks take the same turns.
     """
     settle = settle or _nothing
     return interleave(

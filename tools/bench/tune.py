@@ -34,7 +34,7 @@ NORM_ROWS = (1, 4, 8, 16, 24, 32, 64, 128, 256, 1024)
 NORM_THREADS, NORM_BLOCKS = (512, 1024), (264, 1056)
 MOST = 2**28  # an all_reduce is cut into pieces: what is fastest at 64 MiB is so at 256
 ROUNDS = 3
-WORTH = 0.97  # a row of its own has to be faster by that much than the one before it
+WORTH = 0.97  # a separate row has to be faster by that much than the one before it
 
 refusal = gpu_refusal
 
