@@ -22,7 +22,8 @@ ON_GPUS, ON_CPUS = (8192, 152064, "bfloat16"), (256, 8192, "float32")
 MEBIBYTE = 2**20
 CAPTION = (
     "Time of one forward and backward on rank 0, flag on, synchronised after every call; peak "
-    "memory beside the logits, by torch.cuda.max_memory_allocated. {rows} rows x {classes} classes "
+    "memory in addition to the logits, by torch.cuda.max_memory_allocated. {rows} rows x "
+    "{classes} classes "
     "over {nproc} ranks, {dtype}, on {place}. Peer: Megatron-style torch operators and three "
     "all_reduces of torch.distributed over the same ranks in the same processes: the maximum, "
     "subtracted in place; the gathered target; exp in place and its sum; float32 throughout, the "
