@@ -450,11 +450,11 @@ def wrong_calls(comm: Any) -> list[tuple[Callable[[], Any], type[Exception], tup
     """Return calls that a legacy check refuses, with the error and what its text must say."""
     x, other, me = FLOAT.to(comm.device), 1 - comm.rank, comm.rank
     here = ("ring 0", f"rank {me} of 2")
-    told = ("nranks=3", "type nranks=2", *here)
+    told = ("nranks=3", "pass nranks=2", *here)
     odd, scalar = x.new_zeros(3, 5), x.new_zeros(())
     listed: Any = [1.0]
     return [
-        (lambda: paddle.c_allgather(x), ArgumentError, ("nranks is missing", "type nranks=2")),
+        (lambda: paddle.c_allgather(x), ArgumentError, ("nranks is missing", "pass nranks=2")),
         (lambda: paddle.c_allgather(x, nranks=3), ArgumentError, told),
         (lambda: paddle.c_allgather(x, nranks=1), ArgumentError, ("nranks=1",)),
         (lambda: paddle.c_reducescatter(x), ArgumentError, ("nranks=1", *here)),
@@ -799,7 +799,7 @@ def compiled_refusals(comm: Any) -> None:
     inside = ("dynamic_shape=True inside compiled code",)
     before = calls(comm)
     for call, words in (
-        (lambda x: paddle.c_allgather(x, nranks=3), ("nranks=3", "type nranks=2")),
+        (lambda x: paddle.c_allgather(x, nranks=3), ("nranks=3", "pass nranks=2")),
         (lambda x: paddle.c_broadcast(x, root=7), ("root=7", "0 to 1")),
         (lambda x: paddle.c_allreduce_sum(x, ABSENT_RING), (ABSENT_RING, "rings here")),
         (lambda x: paddle.c_reducescatter(x[:3], nranks=2), ("does not divide",)),

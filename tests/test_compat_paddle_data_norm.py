@@ -137,7 +137,7 @@ def refusals(comm: Any) -> None:
         with refused(ArgumentError, f"data_layout={layout!r}", "NCHW", "ring 0"):
             paddle.data_norm(x, *summaries, data_layout=layout)
     for one in ({}, {"scale_w": w}, {"bias": b}):
-        with refused(ArgumentError, "enable_scale_and_shift=True", "give both"):
+        with refused(ArgumentError, "enable_scale_and_shift=True", "pass both"):
             paddle.data_norm(x, *summaries, enable_scale_and_shift=True, behaviour="cpu", **one)
     with refused(ArgumentError, "epsilon=0.01"):
         paddle.data_norm(x, *summaries, epsilon=0.01)

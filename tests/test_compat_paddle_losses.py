@@ -112,15 +112,15 @@ def refusals(comm: Any) -> None:
         for ring_id in (-1, ABSENT_RING):
             with refused(RingError, ring_id):
                 call(x, label, ring_id=ring_id)
-        with refused(ArgumentError, "nranks=3", "type nranks=2"):
+        with refused(ArgumentError, "nranks=3", "pass nranks=2"):
             call(x, label, nranks=3, rank=comm.rank)
-        with refused(ArgumentError, "rank=5", f"type rank={comm.rank}"):
+        with refused(ArgumentError, "rank=5", f"pass rank={comm.rank}"):
             call(x, label, nranks=2, rank=5)
         with refused(ShapeError, (4, 1), (5, 3)):
             call(x, label[:4], nranks=2, rank=comm.rank)
-    with refused(ArgumentError, "nranks=1", "type nranks=2"):
+    with refused(ArgumentError, "nranks=1", "pass nranks=2"):
         paddle.margin_cross_entropy(x, label)
-    with refused(ArgumentError, "nranks=0", "type nranks=2"):
+    with refused(ArgumentError, "nranks=0", "pass nranks=2"):
         paddle.c_softmax_with_cross_entropy(x, label, rank=1)
     same(calls(comm), before, "calls launched by refused ones")
 

@@ -80,9 +80,9 @@ def refusals(comm: Any) -> None:
     for ring_id in (-1, ABSENT_RING):
         with refused(RingError, ring_id):
             paddle.class_center_sample(label, 10, 6, ring_id)
-    with refused(ArgumentError, "nranks=1", "type nranks=2"):
+    with refused(ArgumentError, "nranks=1", "pass nranks=2"):
         paddle.class_center_sample(label, 10, 6)
-    with refused(ArgumentError, "rank=5", f"type rank={comm.rank}"):
+    with refused(ArgumentError, "rank=5", f"pass rank={comm.rank}"):
         paddle.class_center_sample(label, 10, 6, 0, 5, 2)
     with refused(ArgumentError, "num_samples=11", "num_classes=10"):
         paddle.class_center_sample(label, 10, 11, 0, comm.rank, 2)

@@ -11,7 +11,7 @@ import torch
 import commlib
 from commlib import ops
 from commlib.errors import ArgumentError, RingError, ShapeError
-from tests.support.checks import close, refused, same
+from tests.support.checks import close, refused, same, settle
 from tests.support.ranks import Ranks
 
 RING = [
@@ -103,6 +103,7 @@ def reprs(comm: Any) -> None:
     x = torch.ones(3, device=comm.device)
     work = comm.all_reduce(x, x, use_calc_stream=False, sync_op=False)
     work.wait()
+    settle(comm)
     same(repr(work)[:29], "<Work of torch.float32 [3], f", "a work")
 
 

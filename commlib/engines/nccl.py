@@ -92,7 +92,6 @@ class NCCLEngine(Engine):
         self._branches: dict[int, torch.cuda.Stream] | None = None  # of the group that is launched
         self._branch_streams: list[torch.cuda.Stream] = []
         self._fills = False  # True if this ring's push kernels may fill a GPU
-        self._workspace_bytes = 0
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -102,9 +101,7 @@ class NCCLEngine(Engine):
         # What follows waits for the device.
         self.identity.bounded(self._synchronize, deadline, "connecting")
         self._fills = residency.claim(self.hosts)
-        free = torch.cuda.mem_get_info(self.device)[0]
         self._push = open_push(self.hosts, fills=self._fills)
-        self._workspace_bytes = max(0, free - torch.cuda.mem_get_info(self.device)[0])
         if isinstance(self._push, PushChannel):
             self._gathered = self._push.movement("all_gather")
             self._parted = self._push.movement("all_to_all")
@@ -126,8 +123,9 @@ class NCCLEngine(Engine):
 
     @property
     def memory(self) -> EngineMemory:
-        """Return the GPU memory of the communicators and of the push kernels' workspace."""
-        return EngineMemory(self._connection.nbytes, self._workspace_bytes)
+        """Return the GPU memory of the communicators and of the channels."""
+        channels = self.channels()
+        return EngineMemory(self._connection.nbytes, sum(each.nbytes for each in channels))
 
     @property
     def replaceable(self) -> bool:

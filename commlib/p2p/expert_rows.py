@@ -63,6 +63,11 @@ class RowChannel:
         self._calls = {most: _BLOCKS[most]() for most in functions}
         self._launches = {most: self._launch(most, found) for most, found in functions.items()}
 
+    @property
+    def nbytes(self) -> int:
+        """The GPU memory of the channel on this rank."""
+        return self._memory.nbytes
+
     def _launch(self, most: int, function: Any) -> nvrtc.Launch:
         """Return the launch of one kernel. All its blocks run at the same time: they wait."""
         device = self._ring.device.index

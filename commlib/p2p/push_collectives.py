@@ -90,6 +90,11 @@ class PushChannel:
         self._half = (memory.nbytes - _CONTROL) // 2
         self._set_limit()
 
+    @property
+    def nbytes(self) -> int:
+        """The GPU memory of the channel on this rank."""
+        return self._memory.nbytes
+
     # -- making calls ------------------------------------------------------------------------------
 
     def reduction(self, verb: str, dtype: torch.dtype, op: str) -> "Pushed | None":
