@@ -136,9 +136,9 @@ def compiled(ring: Any) -> None:
         ops.broadcast_(y, root=1)
         return ops.reduce_(y, ring)
 
-    functions = [forms, replaced, torch_reductions]
+    functions: list[Any] = [forms, replaced, torch_reductions]
     for function in functions if _reductions_can_be_traced() else functions[:2]:
-        fast = torch.compile(function, backend="aot_eager", fullgraph=True)
+        fast: Any = torch.compile(function, backend="aot_eager", fullgraph=True)
         results, expected = fast(sample_of(ring)), function(sample_of(ring))
         for result, value in zip(results, expected, strict=True):
             same(result.tolist(), value.tolist(), function.__name__)
