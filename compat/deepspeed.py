@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from commlib.errors import GraphError
-from commlib.graph import Graphed, capture
-from commlib.graph.graphed import engine_for
-from commlib.graph.pieces import Pieces, inside
-from commlib.graph.signature import value
+from commlib.graph import CapturedFunction, capture
+from commlib.graph.cache_key import value
+from commlib.graph.captured_function import engine_for
+from commlib.graph.segments import Segments, inside
 
 __all__ = [
     "Graph",
@@ -30,7 +30,7 @@ __all__ = [
 
 _VALUES = (bool, int, float, str, type(None))
 
-_captured: dict[Any, Graphed] = {}
+_captured: dict[Any, CapturedFunction] = {}
 _contents: dict[Any, list[Any]] = {}  # of closures: alive, so that nothing else has their ids
 
 
@@ -54,7 +54,7 @@ def graph_clear() -> None:
     _contents.clear()
 
 
-def _graphed(func: Callable[..., Any], first: str) -> Graphed:
+def _graphed(func: Callable[..., Any], first: str) -> CapturedFunction:
     owner = getattr(func, "__self__", None)
     plain = getattr(func, "__func__", func)
     named = tuple((plain.__kwdefaults__ or {}).items())
@@ -93,13 +93,13 @@ class _Weakly:
 class Graph:
     """An empty graph, until ``capture_to_graph`` fills it."""
 
-    pieces: Pieces | None = None
+    segments: Segments | None = None
 
     def reset(self) -> None:
         """Release what was captured; rings that it uses do so before they close."""
-        if self.pieces is not None:
-            self.pieces.release()
-            self.pieces = None
+        if self.segments is not None:
+            self.segments.release()
+            self.segments = None
 
 
 def create_graph() -> Graph:
@@ -118,18 +118,18 @@ def capture_to_graph(graph: Graph, pool: object = None, stream: object = None) -
         raise GraphError("capture_to_graph inside a function that is captured itself")
     engine = engine_for(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     graph.reset()
-    pieces = Pieces(engine, [], engine.own_pool())
-    with pieces.being_made():
+    segments = Segments(engine, [], engine.own_pool())
+    with segments.being_made():
         yield
-    graph.pieces = pieces
-    for call in pieces.collectives:
+    graph.segments = segments
+    for call in segments.collectives:
         call.ring._lifecycle.graphs.add(graph)
 
 
 def replay_graph(graph: Graph) -> None:
     """Do the captured work on the current stream. Raises ``GraphError`` for an empty graph."""
-    if graph.pieces is None:
+    if graph.segments is None:
         raise GraphError("replay_graph of an empty graph; fill it with capture_to_graph first")
-    with graph.pieces.lock:
-        graph.pieces.turn()
-        graph.pieces.replay()
+    with graph.segments.lock:
+        graph.segments.turn()
+        graph.segments.replay()

@@ -149,9 +149,9 @@ def movements(comm: Any, part: int) -> None:
             for r in range(comm.size)
         ]
         x = every[comm.rank].to(comm.device)
-        pieces = [t.view(comm.size, part) for t in every]
+        segments = [t.view(comm.size, part) for t in every]
         out = torch.zeros(comm.size * part, dtype=dtype, device=comm.device)
-        want = torch.cat([p[comm.rank] for p in pieces])
+        want = torch.cat([p[comm.rank] for p in segments])
         close(comm.all_to_all(out, x), want, f"all_to_all {part} {dtype}")
         close(comm.all_gather(out, x[:part]), torch.cat([t[:part] for t in every]), "all_gather")
         inside = out[comm.rank * part : (comm.rank + 1) * part]
@@ -159,7 +159,7 @@ def movements(comm: Any, part: int) -> None:
         close(comm.all_gather(out, inside), torch.cat([t[:part] for t in every]), "in place")
         if dtype.itemsize > 1:
             total = (
-                torch.stack(pieces)[:, comm.rank].double().sum(0).to(dtype)
+                torch.stack(segments)[:, comm.rank].double().sum(0).to(dtype)
             )  # small whole numbers
             close(comm.reduce_scatter(out[:part], x), total, f"reduce_scatter {part} {dtype}")
             close(comm.reduce_scatter(x.view(comm.size, -1)[comm.rank], x), total, "in place")

@@ -119,7 +119,7 @@ def by_gloo(comm: Any) -> None:
         for longest in (3, 600):
             every = [list(range(rank, longest)) for rank in range(2)]
             same(ring.exchange(every[comm.rank]), every, f"without shared memory on rank {whose}")
-        same(ring._hosts._mailbox, None, "the mailbox")
+        same(ring._hosts._shared_memory, None, "the shared memory")
         shared_memory._FOLDER = folder
         commlib.CommContextManager.instance().close(43)
 
@@ -151,7 +151,9 @@ def test_a_rank_that_writes_and_closes_during_a_check(
 ) -> None:
     with tempfile.TemporaryFile() as file:
         file.truncate(shared_memory._length(2))
-        mine, other = (shared_memory.Mailbox(file.fileno(), rank, 2, 5) for rank in range(2))
+        mine, other = (
+            shared_memory.SharedMemoryAllGather(file.fileno(), rank, 2, 5) for rank in range(2)
+        )
 
         def closed_just_now(_: int, rank: int) -> bool:
             same(other([7]), [[3], [7]], f"the numbers that rank {rank} gets before it closes")

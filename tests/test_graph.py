@@ -306,7 +306,7 @@ def externals(comm: Any) -> None:
     same(alive() is not None, True, "held by the graph")
     junk = [torch.full((4,), 7.0, device=comm.device) for _ in range(20)]
     (entry,) = f.entries.values()
-    entry.pieces.replay()
+    entry.segments.replay()
     close(f(), torch.arange(4.0) * 2)
     f.reset()
     del entry, junk
@@ -413,7 +413,7 @@ def test_random_numbers(unified_ranks: Ranks) -> None:
     unified_ranks(random_numbers)
 
 
-def pieces(comm: Any) -> None:
+def segments(comm: Any) -> None:
     """An eager part runs between two graphs: it reads values, and branches each time."""
     seen = []
 
@@ -429,13 +429,13 @@ def pieces(comm: Any) -> None:
     for turn, sign in enumerate((1.0, -1.0, 1.0, -1.0)):
         x = torch.full((2,), sign * (turn + 1), device=comm.device)
         close(f(x), (x * 2 + 10 * sign) * 3, f"turn {turn}")
-    same(graph.report(f)[0]["pieces"], 2, "graphs")
+    same(graph.report(f)[0]["segments"], 2, "graphs")
     same(seen[-1], -16.0, "what it has seen")
     close(look(torch.ones(2, device=comm.device)), torch.full((2,), 11.0), "outside a capture")
 
 
 def test_pieces(unified_ranks: Ranks) -> None:
-    unified_ranks(pieces)
+    unified_ranks(segments)
 
 
 def collectives(comm: Any) -> None:

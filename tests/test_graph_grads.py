@@ -27,7 +27,7 @@ def batch(turn: int, device: torch.device) -> torch.Tensor:
     return torch.linspace(-1, turn + 1, 12, device=device).view(3, 4)
 
 
-def slots(g: graph.Graphed) -> list[Any]:
+def slots(g: graph.CapturedFunction) -> list[Any]:
     (found,) = g.entries.values()
     return found.parts
 

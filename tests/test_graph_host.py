@@ -9,7 +9,7 @@ import torch
 from commlib import graph
 from commlib.errors import GraphError
 from commlib.graph.host import HostPart, OtherValue
-from commlib.graph.ledger import Ledger
+from commlib.graph.recorder import Recorder
 from tests.support.checks import close, refused, same
 from tests.support.ranks import Ranks
 
@@ -22,13 +22,13 @@ class Seen:
     def __init__(self, fn: Callable[[], object]) -> None:
         self.rooms: list[torch.Tensor] = []
         self.host = HostPart(self._room)
-        ledger = Ledger(META).in_capture(self.host)
+        recorder = Recorder(META).in_capture(self.host)
         try:
-            with ledger:
+            with recorder:
                 fn()
-            ledger.end_host()
+            recorder.end_host()
         finally:
-            ledger.restore()
+            recorder.restore()
 
     def _room(self, source: torch.Tensor) -> torch.Tensor:
         self.rooms.append(torch.full_like(source, -1))

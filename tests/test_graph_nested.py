@@ -1,4 +1,4 @@
-"""Graphed modules of torch.cuda, and graphs of the program, inside a capture."""
+"""CapturedFunction modules of torch.cuda, and graphs of the program, inside a capture."""
 
 import copy
 from typing import Any

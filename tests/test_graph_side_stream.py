@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from commlib import graph
-from commlib.graph.pieces import Pieces
+from commlib.graph.segments import Segments
 from tests.support.checks import refused, same
 from tests.support.ranks import Ranks
 
@@ -273,7 +273,7 @@ def fails(comm: Any) -> None:
     for turn in range(4):
         out = captured(rows(turn, comm.device))
         if turn == 2:
-            broken = mock.patch.object(Pieces, "replay", side_effect=RuntimeError("no launch"))
+            broken = mock.patch.object(Segments, "replay", side_effect=RuntimeError("no launch"))
             with broken, refused(RuntimeError, "no launch"):
                 out.sum().backward()
             same(taken(module), [], "gradients of a backward that failed")

@@ -566,7 +566,7 @@ def test_a_part_of_a_model() -> None:
     file.seek(0)
     for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
         close(other(x), want)
-    same(repr(model[0]), "<Graphed Linear: 1 graphs, 3 replays>")
+    same(repr(model[0]), "<CapturedFunction Linear: 1 graphs, 3 replays>")
 
 
 def test_reset_before_parameters_are_swapped() -> None:

@@ -177,8 +177,8 @@ def test_table(verb: str, size: int) -> None:
 @examples(200)
 def test_choice_is_pure(verb: str, nbytes: int, size: int) -> None:
     """The same at every call, the first row that holds the bytes, and NCCL beyond the last."""
-    found = kernel_table.choose(verb, nbytes, size)
-    assert found == kernel_table.choose(verb, nbytes, size)
+    found = kernel_table.select_kernel(verb, nbytes, size)
+    assert found == kernel_table.select_kernel(verb, nbytes, size)
     rows_of = kernel_table.table()[verb].get(size, ())
     holding = [row for row in rows_of if row.most >= nbytes]
     assert found == (holding[0] if holding and holding[0].kernel != "nccl" else None)

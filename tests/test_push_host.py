@@ -211,12 +211,12 @@ class Halves:
         self.channel.check()
         self.launched.append(step)
 
-    def begin(self) -> split_all_reduce.Split:
+    def begin(self) -> split_all_reduce.SplitAllReduce:
         """Launch a first half."""
         ring: Any = self.ring
         x, steps = torch.zeros(1), {"begin": ("begin",), "end": ("end",)}
         halves = push_collectives.Halves(**steps)
-        return split_all_reduce.Split(ring, ring, self.channel, halves, x, x)
+        return split_all_reduce.SplitAllReduce(ring, ring, self.channel, halves, x, x)
 
 
 @pytest.fixture
@@ -311,7 +311,7 @@ def test_halves_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
         gate=lambda moved, nbytes, signals: (),
         share=0,
     )
-    moved = push_collectives.Pushed(channel, "all_reduce", "_float32_sum", 4, 16, 0)
+    moved = push_collectives.PushCollective(channel, "all_reduce", "_float32_sum", 4, 16, 0)
     assert moved.split(48) is moved.split(48) is not None
     assert made == ["one_shot_begin", "one_shot_end"]
     channel.share = 16
@@ -320,7 +320,8 @@ def test_halves_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert moved.split(52) is None  # more than one launch does
     assert moved.split(104) is None
     assert (
-        push_collectives.Pushed(channel, "all_reduce", "_float32_max", 4, 16, 0).split(48) is None
+        push_collectives.PushCollective(channel, "all_reduce", "_float32_max", 4, 16, 0).split(48)
+        is None
     )
 
 

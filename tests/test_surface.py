@@ -145,7 +145,7 @@ def compiled(ring: Any) -> None:
 
 
 def _reductions_can_be_traced() -> bool:
-    """Return True if this torch can trace a comparison of its own reductions (2.11 can't)."""
+    """Return True if this torch can trace a comparison of its reductions (2.11 can't)."""
 
     def compare(x: torch.Tensor, op: Any) -> torch.Tensor:
         return x if op == dist.ReduceOp.SUM else -x

@@ -22,7 +22,7 @@ from commlib.core.work import Work
 from commlib.deadlines import Deadline
 from commlib.deferred import UnfencedCalls
 from commlib.engines.base import ABORT_S, Engine
-from commlib.engines.reductions import wire
+from commlib.engines.reductions import resolve_reduction
 from commlib.engines.single_rank import SingleRankEngine
 from commlib.errors import ArgumentError
 from commlib.rendezvous.hosts import HostExchange
@@ -310,7 +310,9 @@ class CommContext(Collectives):
                 f"{self._describe('explain')}: nbytes={nbytes!r}; expected a number of bytes; pass "
                 f"x.nbytes"
             )
-        reduction = wire(dtype, op, self._engine.reducer, 1.0 if op == "premul_sum" else None)
+        reduction = resolve_reduction(
+            dtype, op, self._engine.reducer, 1.0 if op == "premul_sum" else None
+        )
         if nbytes < 0 or nbytes % dtype.itemsize:
             raise ArgumentError(
                 f"{self._describe('explain')}: nbytes={nbytes}: expected a multiple of "

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 
 from commlib.deadlines import Deadline
-from commlib.engines.reductions import Reducer, Wire, wire
+from commlib.engines.reductions import Reducer, ReductionSpec, resolve_reduction
 from commlib.engines.works import All
 from commlib.p2p.fused_norm import Norm
 from commlib.p2p.routes import Routes
@@ -91,12 +91,12 @@ class Engine(ABC):
         known = None if factor is not None else self.reductions.get((dtype, op))
         if known is not None:
             return known
-        resolved = self.resolve(dtype, wire(dtype, op, self.reducer, factor))
+        resolved = self.resolve(dtype, resolve_reduction(dtype, op, self.reducer, factor))
         if factor is None:  # any number of factors exists, so they are not kept
             self.reductions[dtype, op] = resolved
         return resolved
 
-    def resolve(self, dtype: torch.dtype, reduction: Wire) -> Any:
+    def resolve(self, dtype: torch.dtype, reduction: ReductionSpec) -> Any:
         """Return the engine's form of ``reduction`` over ``dtype``: what its launches take."""
         return reduction
 
@@ -200,7 +200,7 @@ class Engine(ABC):
 
     # -- what a user asks --------------------------------------------------------------------------
 
-    def explain(self, nbytes: int, reduction: Wire) -> str:
+    def explain(self, nbytes: int, reduction: ReductionSpec) -> str:
         """Return what carries an all_reduce of so many bytes, and why."""
         return f"{self.name}: its own {reduction.op} of {reduction.dtype}, at any size"
 

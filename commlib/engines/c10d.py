@@ -14,7 +14,7 @@ from torch._C import _distributed_c10d as c10d
 
 from commlib.deadlines import Deadline, bounded
 from commlib.engines.base import ABORT_S, Engine
-from commlib.engines.reductions import NATIVE, Reducer, Wire
+from commlib.engines.reductions import NATIVE, Reducer, ReductionSpec
 from commlib.errors import CommTimeout
 from commlib.rendezvous import host_exchange
 from commlib.rendezvous.hosts import HostExchange
@@ -105,7 +105,7 @@ class C10dEngine(Engine):
             work.wait()
         return None
 
-    def resolve(self, dtype: torch.dtype, reduction: Wire) -> "_Plan":
+    def resolve(self, dtype: torch.dtype, reduction: ReductionSpec) -> "_Plan":
         """Return c10d's options of a reduction."""
         # gloo has no mean on every torch we support: sum, then divide.
         divides = self.on_host and reduction.op == "avg"
@@ -206,7 +206,7 @@ class C10dEngine(Engine):
     def barrier(self, out: None, x: None) -> Any:
         """Launch a barrier of the process group."""
         if not self.on_host:  # an all-reduce on the stream; c10d's own blocks the host
-            plan = self.resolve(torch.int32, Wire(torch.int32, "max"))
+            plan = self.resolve(torch.int32, ReductionSpec(torch.int32, "max"))
             return self.all_reduce(self._token, self._token, plan)
         return self.pg.barrier(c10d.BarrierOptions())
 

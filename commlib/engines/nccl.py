@@ -12,15 +12,15 @@ from commlib.deadlines import Deadline
 from commlib.engines.base import Engine, EngineMemory, Launch
 from commlib.engines.libnccl import library, raw
 from commlib.engines.nccl_connection import Connection
-from commlib.engines.reductions import Reducer, Wire
+from commlib.engines.reductions import Reducer, ReductionSpec
 from commlib.errors import EngineError
 from commlib.log import log
 from commlib.p2p import kernel_table, residency
 from commlib.p2p.expert_rows import RowChannel, open_channel
-from commlib.p2p.fused_norm import Norm, PushedNorm
-from commlib.p2p.push_collectives import PushChannel, Pushed, open_push
+from commlib.p2p.fused_norm import Norm, PushNorm
+from commlib.p2p.push_collectives import PushChannel, PushCollective, open_push
 from commlib.p2p.routes import Routes
-from commlib.p2p.split_all_reduce import Split
+from commlib.p2p.split_all_reduce import SplitAllReduce
 from commlib.rendezvous.hosts import HostExchange
 from commlib.rendezvous.identity import Health, RingIdentity
 from commlib.rendezvous.roll_call import Meeting
@@ -68,8 +68,8 @@ class _Reduction:
     parts: int  # elements of the reduction for each element of the tensor
     kind: int
     op: int
-    all_reduce: Pushed | None = None
-    reduce_scatter: Pushed | None = None
+    all_reduce: PushCollective | None = None
+    reduce_scatter: PushCollective | None = None
 
 
 class NCCLEngine(Engine):
@@ -86,9 +86,9 @@ class NCCLEngine(Engine):
         self._connection = Connection(hosts, health, self._token)
         self._rows: RowChannel | str | None = None  # why there is none, or None while that is open
         self._push: PushChannel | str = "not set up yet"  # or why there is none
-        self._gathered: Pushed | None = None
-        self._parted: Pushed | None = None
-        self._normed: PushedNorm | None = None
+        self._gathered: PushCollective | None = None
+        self._parted: PushCollective | None = None
+        self._normed: PushNorm | None = None
         self._branches: dict[int, torch.cuda.Stream] | None = None  # of the group that is launched
         self._branch_streams: list[torch.cuda.Stream] = []
         self._fills = False  # True if this ring's push kernels may fill a GPU
@@ -105,7 +105,7 @@ class NCCLEngine(Engine):
         if isinstance(self._push, PushChannel):
             self._gathered = self._push.movement("all_gather")
             self._parted = self._push.movement("all_to_all")
-            self._normed = PushedNorm(self._push, self.hosts)
+            self._normed = PushNorm(self._push, self.hosts)
         else:
             log.once("ring %d has no push kernels: %s", self.identity.ring_id, self._push)
 
@@ -227,7 +227,7 @@ class NCCLEngine(Engine):
             pushed, nbytes = reduction.reduce_scatter, nbytes // self.size
         return pushed is not None and pushed.takes(nbytes)
 
-    def resolve(self, dtype: torch.dtype, reduction: Wire) -> Any:
+    def resolve(self, dtype: torch.dtype, reduction: ReductionSpec) -> Any:
         """Return NCCL's numbers of a reduction, and the push kernels that carry it."""
         if reduction.op == "premul_sum":
             return reduction
@@ -240,7 +240,7 @@ class NCCLEngine(Engine):
         return replace(found, all_reduce=whole, reduce_scatter=part)
 
     @contextmanager
-    def _premul(self, reduction: Wire) -> Iterator[_Reduction]:
+    def _premul(self, reduction: ReductionSpec) -> Iterator[_Reduction]:
         """ncclRedOpCreatePreMulSum, which CuPy lacks; NCCL releases it when the call returns."""
         nccl, handle = raw(), self._ready().collective().comm
         scalar = torch.tensor([reduction.factor], dtype=reduction.dtype, device="cpu")
@@ -257,9 +257,9 @@ class NCCLEngine(Engine):
         finally:
             nccl.ncclRedOpDestroy(op, handle)
 
-    def all_reduce(self, out: Tensor, x: Tensor, reduction: "_Reduction | Wire") -> None:
+    def all_reduce(self, out: Tensor, x: Tensor, reduction: "_Reduction | ReductionSpec") -> None:
         """Launch a push kernel or ncclAllReduce."""
-        if isinstance(reduction, Wire):
+        if isinstance(reduction, ReductionSpec):
             with self._premul(reduction) as made:
                 self.all_reduce(out, x, made)
             return
@@ -282,13 +282,13 @@ class NCCLEngine(Engine):
         steps = self._normed.steps(x, norm)
         return (self._normed.launch, steps) if steps else None
 
-    def begin_all_reduce(self, out: Tensor, x: Tensor, reduction: Any) -> Split | None:
+    def begin_all_reduce(self, out: Tensor, x: Tensor, reduction: Any) -> SplitAllReduce | None:
         """Launch the first half of a push all_reduce."""
         pushed = reduction.all_reduce if isinstance(reduction, _Reduction) else None
         halves = None if pushed is None else pushed.split(x.nbytes)
         if halves is None or isinstance(self._push, str):
             return None
-        return Split(self.identity, self.health, self._push, halves, out, x)
+        return SplitAllReduce(self.identity, self.health, self._push, halves, out, x)
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         """Launch a push kernel or ncclAllGather."""
@@ -465,14 +465,14 @@ class NCCLEngine(Engine):
         finally:
             push.share = 0
 
-    def explain(self, nbytes: int, reduction: Wire) -> str:
+    def explain(self, nbytes: int, reduction: ReductionSpec) -> str:
         """Return what carries an all_reduce: the table's push kernel, or NCCL."""
         if isinstance(self._push, str):
             return self._by_nccl(self._push)
         reason = kernel_table.refusal(reduction.dtype, reduction.op)
         if reason:
             return self._by_nccl(reason)
-        row = kernel_table.choose("all_reduce", nbytes, self.size)
+        row = kernel_table.select_kernel("all_reduce", nbytes, self.size)
         if row is None:
             return self._by_nccl(f"the table leaves {nbytes} bytes over {self.size} ranks to it")
         return (

@@ -23,7 +23,7 @@ _BOOL_OPS = {"sum": "max", "max": "max", "prod": "min", "min": "min"}
 NATIVE = frozenset(_FLOATS + _INTEGERS)
 
 
-class Wire(NamedTuple):
+class ReductionSpec(NamedTuple):
     """A reduction as the engine sees it: the dtype to view the tensor as, and the operation."""
 
     dtype: torch.dtype
@@ -62,7 +62,9 @@ def _refusal(dtype: torch.dtype, op: str, reducer: Reducer) -> str | None:
     return "no engine reduces it; cast to torch.float32"
 
 
-def wire(dtype: torch.dtype, op: str, reducer: Reducer, factor: float | None = None) -> Wire:
+def resolve_reduction(
+    dtype: torch.dtype, op: str, reducer: Reducer, factor: float | None = None
+) -> ReductionSpec:
     """Return how ``op`` over ``dtype`` is handed to an engine.
 
     bool travels as uint8 with SUM meaning OR; complex as its real parts; uint32 and uint64 as the
@@ -77,12 +79,12 @@ def wire(dtype: torch.dtype, op: str, reducer: Reducer, factor: float | None = N
     if reason:
         raise DtypeError(f"{op} of {dtype} is refused: {reason}")
     if dtype is torch.bool:
-        return Wire(torch.uint8, _BOOL_OPS[op])
+        return ReductionSpec(torch.uint8, _BOOL_OPS[op])
     if dtype in _COMPLEX:
-        return Wire(_COMPLEX[dtype], op)
+        return ReductionSpec(_COMPLEX[dtype], op)
     if dtype in _UNSIGNED and not reducer.unsigned:
-        return Wire(_UNSIGNED[dtype], op)
-    return Wire(dtype, op, 1.0 if factor is None else factor)
+        return ReductionSpec(_UNSIGNED[dtype], op)
+    return ReductionSpec(dtype, op, 1.0 if factor is None else factor)
 
 
 def refusals(reducer: Reducer) -> dict[tuple[torch.dtype, str], str]:

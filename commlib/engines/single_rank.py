@@ -6,7 +6,7 @@ import torch
 
 from commlib.deadlines import Deadline
 from commlib.engines.base import Engine
-from commlib.engines.reductions import Reducer, Wire
+from commlib.engines.reductions import Reducer, ReductionSpec
 from commlib.p2p.routes import Routes
 from commlib.rendezvous.hosts import HostExchange
 from commlib.rendezvous.identity import Health, RingIdentity
@@ -26,7 +26,7 @@ class SingleRankEngine(Engine):
         super().__init__(identity, hosts, health)
         self.reducer = reducer  # type: ignore[misc]  # of the engine that it replaces
 
-    def all_reduce(self, out: Tensor, x: Tensor, reduction: Wire) -> None:
+    def all_reduce(self, out: Tensor, x: Tensor, reduction: ReductionSpec) -> None:
         """Copy, and apply the factor of premul_sum."""
         _copy(out, x)
         if reduction.factor != 1.0:
@@ -36,7 +36,7 @@ class SingleRankEngine(Engine):
         """Copy."""
         _copy(out, x)
 
-    def reduce_scatter(self, out: Tensor, x: Tensor, reduction: Wire) -> None:
+    def reduce_scatter(self, out: Tensor, x: Tensor, reduction: ReductionSpec) -> None:
         """Copy."""
         _copy(out, x)
 
@@ -44,7 +44,7 @@ class SingleRankEngine(Engine):
         """Copy."""
         _copy(out, x)
 
-    def reduce(self, out: Tensor | None, x: Tensor, root: int, reduction: Wire) -> None:
+    def reduce(self, out: Tensor | None, x: Tensor, root: int, reduction: ReductionSpec) -> None:
         """Copy."""
         _copy(out, x)
 

@@ -2,8 +2,8 @@
 
 from commlib.errors import GraphError
 from commlib.graph.capture import capture
-from commlib.graph.graphed import Graphed
-from commlib.graph.pieces import eager
+from commlib.graph.captured_function import CapturedFunction
 from commlib.graph.report import report
+from commlib.graph.segments import eager
 
-__all__ = ["GraphError", "Graphed", "capture", "eager", "report"]
+__all__ = ["CapturedFunction", "GraphError", "capture", "eager", "report"]

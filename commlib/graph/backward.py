@@ -7,7 +7,7 @@ import torch
 
 from commlib.core.tensors import is_wrapper, parts, rebuilt
 from commlib.graph.layout import maker
-from commlib.graph.pieces import Pieces
+from commlib.graph.segments import Segments
 from commlib.graph.side_stream import SideStream
 
 
@@ -16,7 +16,7 @@ class Backward:
 
     def __init__(
         self,
-        pieces: Pieces,
+        segments: Segments,
         given: Sequence[torch.Tensor],
         grads: dict[int, torch.Tensor],
         *,
@@ -25,13 +25,13 @@ class Backward:
         """Know the graph.
 
         Args:
-            pieces: What is replayed.
+            segments: What is replayed.
             given: Where it reads the gradients of outputs.
             grads: What it writes, by position of the tensor whose gradient it is.
             last: Whether no other backward can follow, but for one with ``retain_graph=True``.
         """
         self.last = last
-        self.pieces, self.given, self._grads = pieces, given, grads
+        self.segments, self.given, self._grads = segments, given, grads
         self._parts = [part for grad in grads.values() for part in parts(grad)]
         self._wrapped = any(map(is_wrapper, grads.values()))
         self._make = {} if self._wrapped else {i: maker(grad) for i, grad in grads.items()}
@@ -44,11 +44,11 @@ class Backward:
         ``side``: the current stream, if that is not the caller's.
         """
         fresh, places = self._fresh()
-        with self.pieces.lock, nullcontext() if side is None else side.run_on_callers():
-            self.pieces.turn()
+        with self.segments.lock, nullcontext() if side is None else side.run_on_callers():
+            self.segments.turn()
             for kept, grad in zip(self.given, coming, strict=True):
                 kept.copy_(grad)
-            self.pieces.replay()
+            self.segments.replay()
             if fresh:
                 torch._foreach_copy_(places, self._parts)
         return fresh

@@ -55,7 +55,7 @@ def _leaves(x: Any) -> list[Any]:
         return [x]
 
 
-def refuse_hidden(changes: Sequence[Change], own: Callable[[torch.Tensor], bool]) -> None:
+def check_hidden(changes: Sequence[Change], own: Callable[[torch.Tensor], bool]) -> None:
     """Raise ``GraphError`` for a name bound to an object that hides tensors of the graph."""
     for x in changes:
         for leaf in _leaves(x.now):

@@ -7,8 +7,8 @@ from typing import Any, TypedDict, overload
 import torch
 from typing_extensions import Unpack
 
-from commlib.graph.graphed import Graphed
-from commlib.graph.graphed_module import GraphedModule
+from commlib.graph.captured_function import CapturedFunction
+from commlib.graph.captured_module import CapturedModule
 from commlib.graph.options import Options
 
 
@@ -27,13 +27,13 @@ class Given(TypedDict, total=False):
 
 
 @overload
-def capture(fn: Callable[..., Any], **options: Unpack[Given]) -> Graphed: ...
+def capture(fn: Callable[..., Any], **options: Unpack[Given]) -> CapturedFunction: ...
 
 
 @overload
 def capture(
     fn: None = None, **options: Unpack[Given]
-) -> Callable[[Callable[..., Any]], Graphed]: ...
+) -> Callable[[Callable[..., Any]], CapturedFunction]: ...
 
 
 def capture(fn: Callable[..., Any] | None = None, **options: Unpack[Given]) -> Any:
@@ -67,7 +67,7 @@ def capture(fn: Callable[..., Any] | None = None, **options: Unpack[Given]) -> A
             max_graphs: Kinds that are captured (64); calls of further kinds run eagerly.
 
     Returns:
-        A ``Graphed``; for a module a ``GraphedModule``, which is a module too.
+        A ``CapturedFunction``; for a module a ``CapturedModule``, which is a module too.
 
     Raises:
         GraphError: An option is wrong. Calls raise it where they can't be captured, or differ.
@@ -76,5 +76,5 @@ def capture(fn: Callable[..., Any] | None = None, **options: Unpack[Given]) -> A
         return functools.partial(capture, **options)
     checked = Options.of(dict(options))
     if isinstance(fn, torch.nn.Module):
-        return GraphedModule(fn, checked)
-    return Graphed(fn, checked)
+        return CapturedModule(fn, checked)
+    return CapturedFunction(fn, checked)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from commlib.graph.ledger import Ledger
+from commlib.graph.recorder import Recorder
 
 
 class Externals:
@@ -15,15 +15,15 @@ class Externals:
     reordered a cache. The graph still reads the old tensor's memory.
     """
 
-    def __init__(self, ledgers: Collection[Ledger], arguments: Collection[int]) -> None:
-        """Let ``ledgers`` keep memory in place of tensors, except the memory of ``arguments``."""
+    def __init__(self, recorders: Collection[Recorder], arguments: Collection[int]) -> None:
+        """Let ``recorders`` keep memory in place of tensors, except the memory of ``arguments``."""
         self.gone = False
         references = []
-        for ledger in ledgers:
-            for key, tensor in ledger.externals.items():
+        for recorder in recorders:
+            for key, tensor in recorder.externals.items():
                 if key not in arguments:
                     references.append(weakref.ref(tensor, self._note))
-                ledger.externals[key] = tensor.detach()
+                recorder.externals[key] = tensor.detach()
             tensor = torch.empty(0)  # drops the last reference of this frame
         # A tensor that is already released was temporary, such as p.data.
         pairs = ((reference, reference()) for reference in references)

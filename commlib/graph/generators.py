@@ -9,7 +9,7 @@ import torch
 from commlib.graph.schema import OpCall
 
 
-class Drawn:
+class RngTracker:
     """A generator in a run, and the states that draws have left it in."""
 
     def __init__(self, generator: torch.Generator) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from commlib.core.tensors import is_wrapper, parts
-from commlib.graph.signature import Arguments, of_tensor
+from commlib.graph.cache_key import Arguments, of_tensor
 
 
 class Grads:

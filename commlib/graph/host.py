@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from commlib.graph.effects import Effects
-from commlib.graph.refuse import refuse_changing, remedy_here, user_line
 from commlib.graph.schema import OpCall
 from commlib.graph.step import Step, as_recorded, map_tensors, tensors_in
+from commlib.graph.unsupported import check_changing, remedy_here, user_line
 
 
 class OtherValue(Exception):  # not a failure: the call runs eagerly
@@ -206,7 +206,7 @@ class HostPart:
                 changing |= each.changes
         for each in varying:
             if isinstance(each.item, Read) and each.uses & changing:
-                refuse_changing(each.item.where, each.item.remedy)
+                check_changing(each.item.where, each.item.remedy)
 
     @property
     def empty(self) -> bool:

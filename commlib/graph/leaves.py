@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from commlib.graph.ledger import Ledger
+from commlib.graph.recorder import Recorder
 from commlib.graph.step import without_autocast
 
 Tensors = list[torch.Tensor]
@@ -66,7 +66,7 @@ def without_grads(leaves: Tensors, tensors: Sequence[torch.Tensor]) -> None:
             new.grad = None
 
 
-def parameters(ledger: Ledger, inputs: Sequence[torch.Tensor]) -> Tensors:
+def parameters(recorder: Recorder, inputs: Sequence[torch.Tensor]) -> Tensors:
     """Return the leaves that require grad and that a run has read in addition to its inputs."""
     input_ids = {id(tensor) for tensor in inputs}
-    return [tensor for tensor in ledger.known_leaves() if id(tensor) not in input_ids]
+    return [tensor for tensor in recorder.known_leaves() if id(tensor) not in input_ids]

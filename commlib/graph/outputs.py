@@ -42,7 +42,7 @@ class Again(NamedTuple):
     place: int
 
 
-class Lent(NamedTuple):
+class Borrowed(NamedTuple):
     """Memory of the graph, to be overwritten by its next replay."""
 
     tensor: torch.Tensor
@@ -54,7 +54,7 @@ class Plain(NamedTuple):
     value: Any
 
 
-Output = Argument | View | Again | Lent | Plain
+Output = Argument | View | Again | Borrowed | Plain
 Join = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
@@ -103,13 +103,13 @@ class Outputs:
         self._kinds: list[Output] = []
         for i, leaf in enumerate(leaves):
             same = next((j for j in range(i) if leaf is leaves[j]), None)
-            if same is not None and isinstance(self._kinds[same], Lent):
+            if same is not None and isinstance(self._kinds[same], Borrowed):
                 self._kinds.append(Again(same))
             else:
                 self._kinds.append(_kind(leaf, given, own))
-        self._lent = [i for i, kind in enumerate(self._kinds) if isinstance(kind, Lent)]
+        self._lent = [i for i, kind in enumerate(self._kinds) if isinstance(kind, Borrowed)]
         self._again = [(i, kind.place) for i, kind in enumerate(self._kinds) if type(kind) is Again]
-        self._loans: dict[int, _Loan] = {}  # by position
+        self._loans: dict[int, OutputGuard] = {}  # by position
         self.lends = bool(self._lent)
         kind = self._kinds[0] if self._alone else None
         self._only = kind if isinstance(kind, Plain) else None
@@ -166,7 +166,7 @@ class Outputs:
             return kind.tensor.clone()
         loan = self._loans.get(i)
         if loan is None:
-            loan = self._loans[i] = _Loan(kind.tensor)
+            loan = self._loans[i] = OutputGuard(kind.tensor)
         return loan.begin(where)
 
 
@@ -186,7 +186,7 @@ def _kind(leaf: Any, given: Sequence[torch.Tensor], own: Callable[[torch.Tensor]
             offset = int(leaf.storage_offset() - tensor.storage_offset())
             detached = tensor.requires_grad and not leaf.requires_grad
             return View(position, leaf.size(), leaf.stride(), offset, detached)
-    return Lent(leaf.detach()) if own(leaf) else Plain(leaf)
+    return Borrowed(leaf.detach()) if own(leaf) else Plain(leaf)
 
 
 # Nodes of views that `as_strided` can stand for: each element is in one place only.
@@ -268,7 +268,7 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 _SPOIL = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 
 
-class Watched(torch.Tensor):
+class GuardedTensor(torch.Tensor):
     """An output where torch can't guard memory: it knows itself that it was overwritten."""
 
     overwritten: Sequence[str] = ()  # one list for an output and its views: how it ended
@@ -277,7 +277,7 @@ class Watched(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        known = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Watched)]
+        known = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GuardedTensor)]
         for leaf in known:
             if leaf.overwritten:
                 raise RuntimeError(leaf.overwritten[0])
@@ -294,7 +294,7 @@ class Watched(torch.Tensor):
 _PLAINLY = {torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__, torch.Tensor.__format__}
 
 
-def _watch(found: Any, known: Sequence[Watched]) -> None:
+def _watch(found: Any, known: Sequence[GuardedTensor]) -> None:
     """Let tensors that an operator returns share the end of the outputs whose memory they share."""
     if type(found) not in (tuple, list):
         found = (found,)
@@ -307,7 +307,9 @@ def _watch(found: Any, known: Sequence[Watched]) -> None:
             continue
         end = ends.get(tensor.untyped_storage()._cdata)
         if end is not None:
-            tensor.__class__ = Watched  # a subclass made by torch would be one more autograd node
+            tensor.__class__ = (
+                GuardedTensor  # a subclass made by torch would be one more autograd node
+            )
             tensor.overwritten = end
 
 
@@ -315,7 +317,7 @@ def _watch(found: Any, known: Sequence[Watched]) -> None:
 _sharers: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
-class _Loan:
+class OutputGuard:
     """One output, under a storage that is used again unless the program still holds it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -350,7 +352,9 @@ class _Loan:
         self._where = where
         if _SPOIL is not None:
             return self._alias.detach()
-        given = torch.Tensor._make_subclass(Watched, self._alias)  # no view: it may be written to
+        given = torch.Tensor._make_subclass(
+            GuardedTensor, self._alias
+        )  # no view: it may be written to
         given.overwritten = self._ended
         return given
 

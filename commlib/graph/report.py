@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from commlib.graph.entry import Entry
-from commlib.graph.graphed import Graphed, everything
+from commlib.graph.captured_call import CapturedCall
+from commlib.graph.captured_function import CapturedFunction, everything
 
 _COLUMNS = {  # column of the table -> key of a row
     "function": "function",
-    "graphs": "pieces",
+    "graphs": "segments",
     "nodes": "nodes",
     "replays": "replays",
     "bytes copied": "bytes_copied",
@@ -48,7 +48,7 @@ class Report(list[dict[str, Any]]):
         )
 
 
-def report(graphed: Graphed | None = None, *, html: str | Path | None = None) -> Report:
+def report(graphed: CapturedFunction | None = None, *, html: str | Path | None = None) -> Report:
     """Return one row per captured call; ``print`` shows them as a table.
 
     Args:
@@ -59,7 +59,7 @@ def report(graphed: Graphed | None = None, *, html: str | Path | None = None) ->
         A list of dicts. A call that stayed eager has ``function``, ``key`` and ``eager`` only.
 
         * ``function``, ``key``: the function's name and the cache key.
-        * ``pieces``, ``nodes``: the number of graphs, and their nodes in total.
+        * ``segments``, ``nodes``: the number of graphs, and their nodes in total.
         * ``replays``, ``bytes_copied``: the number of replays, and the bytes the last one copied.
         * ``pool_bytes``: the growth of torch's GPU memory during the capture, by any thread.
         * ``capture_seconds``, ``verify_seconds``: the cost of the capture and of all comparisons.
@@ -81,15 +81,15 @@ def report(graphed: Graphed | None = None, *, html: str | Path | None = None) ->
     return rows
 
 
-def _captured(one: Graphed) -> Iterator[dict[str, Any]]:
+def _captured(one: CapturedFunction) -> Iterator[dict[str, Any]]:
     for key, entry in _parts(one):
         graphs = entry.graphs
-        parts = [part for pieces in graphs for part in pieces.parts]
+        parts = [part for segments in graphs for part in segments.parts]
         yield {
             "function": one.name,
             "key": key,
             "nodes": sum(part.nodes for part in parts),
-            "pieces": sum(len(pieces.ledgers) for pieces in graphs),
+            "segments": sum(len(segments.recorders) for segments in graphs),
             "replays": entry.replays,
             "bytes_copied": entry.bytes_copied,
             "pool_bytes": sum(part.nbytes for part in parts),
@@ -97,10 +97,10 @@ def _captured(one: Graphed) -> Iterator[dict[str, Any]]:
             "verified": entry.verified,
             "verify_seconds": entry.verify_seconds,
             "repeats": not entry.noise,
-            "captured_variant": entry.pieces.reports_capture,
+            "captured_variant": entry.segments.reports_capture,
             "launch_us": _microseconds(entry.launch_seconds),
             "eager_us": _microseconds(entry.eager_seconds),
-            "collectives": [str(call) for pieces in graphs for call in pieces.collectives],
+            "collectives": [str(call) for segments in graphs for call in segments.collectives],
             "eager": None,
         }
 
@@ -109,13 +109,13 @@ def _microseconds(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1e6
 
 
-def _parts(one: Graphed) -> Iterator[tuple[Any, Entry]]:
+def _parts(one: CapturedFunction) -> Iterator[tuple[Any, CapturedCall]]:
     for key, entry in one.entries.items():
         for part in entry.parts:
             yield key, part
 
 
-def _eager(one: Graphed) -> Iterator[dict[str, Any]]:
+def _eager(one: CapturedFunction) -> Iterator[dict[str, Any]]:
     for key, reason in one.eager.items():
         yield {"function": one.name, "key": key, "eager": reason}
 

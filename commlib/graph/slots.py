@@ -12,18 +12,18 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from commlib.core.tensors import parts, rebuilt
 from commlib.errors import GraphError
+from commlib.graph.backend import Backend
 from commlib.graph.backward import Backward
+from commlib.graph.cache_key import Arguments, any_autocast, modes
+from commlib.graph.captured_call import CapturedCall, Known
 from commlib.graph.effects import Effects
-from commlib.graph.engine import Engine
-from commlib.graph.entry import Entry, Known
 from commlib.graph.host import OtherValue
 from commlib.graph.leaves import Tensors, gradients, leaf, plain_gradients
 from commlib.graph.nodes import used_up
 from commlib.graph.outputs import Join
-from commlib.graph.pieces import Pieces
 from commlib.graph.schedule import Schedule
+from commlib.graph.segments import Segments
 from commlib.graph.side_stream import SideStream
-from commlib.graph.signature import Arguments, any_autocast, modes
 from commlib.graph.verify import Unequal
 
 
@@ -42,15 +42,15 @@ class Slots:
         self.slots = [build(call, later=False)]
         self.places: dict[Any, Any] = {}  # as an entry's
         self._failed = False  # whether one more could not be captured
-        self._lock = self.slots[0].pieces.lock
+        self._lock = self.slots[0].segments.lock
 
     def run(self, call: Arguments, caller: FrameType, turn: int) -> Any:
         """Replay the forward of a free slot; the gradients of its outputs lead to its backward.
 
-        ``turn``: as that of an ``Entry``.
+        ``turn``: as that of an ``CapturedCall``.
         """
         self.replays += 1
-        together = any(pieces.collectives for pieces in self.slots[0].graphs)
+        together = any(segments.collectives for segments in self.slots[0].graphs)
         if self._schedule.due(turn if together else self.replays) and self.slots[0].fits_all:
             return self._verified(call, caller)
         return self._replayed(call, caller)[1]
@@ -71,7 +71,7 @@ class Slots:
 
         effects = one.effects(call)
         all_slots = Effects(writes.values(), effects.generators, effects.leaves)
-        verification = one.verification("output", one.pieces, call)._replace(effects=all_slots)
+        verification = one.verification("output", one.segments, call)._replace(effects=all_slots)
         verified = verification.run(lambda: self._fn(*args, **kwargs), replay)
         one.note_verified(verified)
         if not verified.replayed:  # the graph is of other values than this call, or of noise
@@ -113,7 +113,7 @@ class Slots:
         return any(slot.has_eager_parts for slot in self.slots)
 
     @property
-    def parts(self) -> list[Entry]:
+    def parts(self) -> list[CapturedCall]:
         """The slots as entries of a report."""
         return list(self.slots)
 
@@ -144,15 +144,15 @@ class _Lease:
         self.versions: list[int] = []  # of these then
 
 
-class Slot(Entry):
+class Slot(CapturedCall):
     """One forward graph, its backward graph, and the memory between them."""
 
     def __init__(
         self,
         fn: Callable[..., Any],
         call: Arguments,
-        make: Callable[..., tuple[Pieces, Any]],
-        engine: Engine,
+        make: Callable[..., tuple[Segments, Any]],
+        engine: Backend,
         parameters: Sequence[torch.Tensor],
         known: Known,
         *,
@@ -171,9 +171,9 @@ class Slot(Entry):
         super().__init__(fn, call, made, (), known, Schedule(False))
 
     @property
-    def graphs(self) -> list[Pieces]:
+    def graphs(self) -> list[Segments]:
         """The forward, and its backwards."""
-        return [self.pieces, *(backward.pieces for backward in self._backwards.values())]
+        return [self.segments, *(backward.segments for backward in self._backwards.values())]
 
     @property
     def free(self) -> bool:
@@ -229,29 +229,29 @@ class Slot(Entry):
         """
         outs = [out for out, one in zip(self._outs, comes, strict=True) if one]
         given = [torch.zeros_like(out) for out in outs]
-        pieces, grads = self._make(
+        segments, grads = self._make(
             lambda: go_back(outs, self._wanted, given),
             again=again,
             part=f"backward from {comes}",
-            before=self.pieces,
+            before=self.segments,
         )
         places = [i for i, tensor in enumerate(self._tensors) if tensor.requires_grad]
         found = zip(places, grads, strict=True)
         others = [out for out, one in zip(self._outs, comes, strict=True) if not one]
         there = {i: grad for i, grad in found if grad is not None}
-        return Backward(pieces, given, there, last=used_up(outs, others))
+        return Backward(segments, given, there, last=used_up(outs, others))
 
     def _note_reads(self, whole: Backward, made: Tensors, inputs: Tensors) -> None:
         """Know what the forward has saved and the backward reads: nobody may write to it between.
 
         Other inputs of a hook must be as they are then.
         """
-        ledgers = (*self.pieces.ledgers, *whole.pieces.ledgers)
-        written = {key for ledger in ledgers for key in ledger.written}
+        recorders = (*self.segments.recorders, *whole.segments.recorders)
+        written = {key for recorder in recorders for key in recorder.written}
         read = {
             key: tensor
-            for ledger in whole.pieces.ledgers
-            for key, tensor in ledger.externals.items()
+            for recorder in whole.segments.recorders
+            for key, tensor in recorder.externals.items()
             if key in self._saved and key not in written
         }
         places = [x.untyped_storage()._cdata for x in inputs]
@@ -260,13 +260,13 @@ class Slot(Entry):
         ]
         lent = [x.untyped_storage()._cdata for x in made] if not self._copy else []
         self._reads_outputs = [i for i, key in enumerate(lent) if key in read]
-        for ledger in self.pieces.ledgers:  # the program's own tensors, whose versions count
-            read |= {key: x for key, x in ledger.externals.items() if key in read}
+        for recorder in self.segments.recorders:  # the program's own tensors, whose versions count
+            read |= {key: x for key, x in recorder.externals.items() if key in read}
         of_graph = {*places, *lent, *(x.untyped_storage()._cdata for x in whole.given)}
         self._reads = [
             tensor
             for key, tensor in read.items()
-            if key not in of_graph and not self.pieces.has_made(tensor)
+            if key not in of_graph and not self.segments.has_made(tensor)
         ]
 
     # -- replaying ---------------------------------------------------------------------------------
@@ -325,11 +325,11 @@ class Slot(Entry):
         outs, wanted = lease.expected
         given = self._of_leading(grads)
         coming = [(out, grad) for out, grad in zip(outs, given, strict=True) if grad is not None]
-        pieces = self._backward_of(given).pieces
+        segments = self._backward_of(given).segments
         wants = [tensor.requires_grad for tensor in self._tensors]
         back = functools.partial(self.backward, grads, lease.side)
         try:
-            verification = self.verification("gradient", pieces, None)
+            verification = self.verification("gradient", segments, None)
             verified = verification._replace(uncaptured=lease.uncaptured).run(
                 lambda: list(gradients([o for o, _ in coming], wanted, [g for _, g in coming])),
                 lambda: [x for x, each in zip(back(), wants, strict=True) if each],
@@ -375,7 +375,7 @@ class Slot(Entry):
 
     def _release_backwards(self) -> None:
         for backward in self._backwards.values():
-            backward.pieces.release()
+            backward.segments.release()
         self._backwards.clear()
 
 

@@ -20,10 +20,10 @@ from commlib.graph.capture_query import reporting
 from commlib.graph.compare import Comparison, Difference, Left, Noise, Tolerance
 from commlib.graph.effects import Effects, Held
 from commlib.graph.host import OtherValue
-from commlib.graph.pieces import Verifying
 from commlib.graph.python_state import Change, PythonState
 from commlib.graph.real_call import RealCall
 from commlib.graph.schema import memory
+from commlib.graph.segments import Verifying
 from commlib.graph.stopwatch import Stopwatch
 from commlib.log import log
 

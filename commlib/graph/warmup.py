@@ -11,24 +11,24 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from commlib.core import observers
 from commlib.core.tensors import has_memory, parts
 from commlib.errors import CommError, GraphError
+from commlib.graph.backend import Backend
 from commlib.graph.bindings import Kept, holds_tensor, kept
+from commlib.graph.cache_key import Arguments
 from commlib.graph.capture_query import reporting
 from commlib.graph.digest import digests, whole
-from commlib.graph.engine import Engine
 from commlib.graph.generators import default_generator, moved_on
 from commlib.graph.leaves import leaf, parameters, plain_gradients, with_grads, without_grads
-from commlib.graph.ledger import Ledger
 from commlib.graph.nested import unrolled
 from commlib.graph.outputs import awaited, flat, leads_back
-from commlib.graph.pieces import Pieces, Warming, apart
 from commlib.graph.python_state import Change, PythonState, random_state
+from commlib.graph.rank_agreement import settle
 from commlib.graph.reach import reached
 from commlib.graph.real_call import RealCall
-from commlib.graph.refuse import refuse_python_random, refuse_unseen
+from commlib.graph.recorder import Recorder
 from commlib.graph.schema import memory
-from commlib.graph.signature import Arguments
+from commlib.graph.segments import Segments, Warming, apart
 from commlib.graph.undo import UndoLog
-from commlib.graph.vote import settle
+from commlib.graph.unsupported import check_python_random, check_unseen
 
 
 def named(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
@@ -49,7 +49,7 @@ class WarmUp:
     def __init__(
         self,
         fn: Callable[..., Any],
-        engine: Engine,
+        engine: Backend,
         device: torch.device,
         *,
         counted: bool,
@@ -95,7 +95,7 @@ class WarmUp:
         self.binds = False  # whether it binds tensors to names outside
         self.leaves: list[torch.Tensor] = []  # that the function can reach or has read
         self.owners: list[torch.Tensor] = []  # of these, whose gradients it uses
-        self._ledger = Ledger(device)
+        self._recorder = Recorder(device)
         self._real = RealCall(device, (), copies=not counted)
         self._before = self._after = PythonState(())
 
@@ -157,14 +157,14 @@ class WarmUp:
     def save_again(self) -> None:
         """Know what the capture may write, where it runs for real: around eager parts."""
         if self.broken:
-            self._ledger.save_again()
+            self._recorder.save_again()
             for leaf in self.leaves:
-                self._ledger.undo.note_leaf(leaf)
+                self._recorder.undo.note_leaf(leaf)
 
     @property
     def capture_undo(self) -> UndoLog:
         """The log of what eager parts change in the capture."""
-        return self._ledger.undo
+        return self._recorder.undo
 
     def undo(self) -> None:
         """Put back what the call has done, unless it counts."""
@@ -197,9 +197,9 @@ class WarmUp:
         try:
             yield
         finally:
-            self._ledger.restore()  # what a capture around eager parts has done
+            self._recorder.restore()  # what a capture around eager parts has done
             self._real.undo.swap()
-            self._ledger = Ledger(self._device)
+            self._recorder = Recorder(self._device)
             for owner, grad in grads:
                 owner.grad = grad
             self._after.restore()
@@ -207,24 +207,24 @@ class WarmUp:
     def rehearse(self, call: Arguments, times: int) -> None:
         """Run the function ``times`` more, watched."""
         self._check_history(self._real.undo.tied)
-        refuse_unseen(self.unseen)
+        check_unseen(self.unseen)
         self._compared = times > 0
         for turn in range(times):
-            drawn, self._ledger = self._drawn, self._watching(self._drawn)
+            drawn, self._recorder = self._drawn, self._watching(self._drawn)
             objects = PythonState(self._roots) if turn else self._after
             self._once(call, drawn, objects, as_before=0 < turn == times - 1)
             own = default_generator(self._device)
-            self._drawn = [own, *(x for x in self._ledger.generators.values() if x is not own)]
+            self._drawn = [own, *(x for x in self._recorder.generators.values() if x is not own)]
 
-    def _watching(self, drawn: Sequence[torch.Generator]) -> Ledger:
+    def _watching(self, drawn: Sequence[torch.Generator]) -> Recorder:
         """Return what watches a run that draws from ``drawn``."""
-        ledger = Ledger(self._device, drawn=drawn)
-        ledger.empty = self.empty
-        return ledger
+        recorder = Recorder(self._device, drawn=drawn)
+        recorder.empty = self.empty
+        return recorder
 
-    def _note_emptied(self, ledger: Ledger) -> None:
+    def _note_emptied(self, recorder: Recorder) -> None:
         """Know memory that each run fills and empties, and refuse it where a backward follows."""
-        self.empty = self.empty | ledger.emptied
+        self.empty = self.empty | recorder.emptied
         if self.empty and self.differentiable:
             raise GraphError(
                 "the function empties memory that it uses (resize_), as FSDP does, and its "
@@ -244,8 +244,8 @@ class WarmUp:
         ``objects`` hold what they held before.
         """
         problem: Exception | None = None
-        ledger = self._ledger
-        run = Warming(ledger.undo, self._roots)
+        recorder = self._recorder
+        run = Warming(recorder.undo, self._roots)
         with (
             self._engine.warming(),
             moved_on(drawn),
@@ -256,9 +256,9 @@ class WarmUp:
         ):
             try:
                 for weight in self.weights:
-                    ledger.undo.note_leaf(weight)
+                    recorder.undo.note_leaf(weight)
                 before = self._names
-                self._run(call, ledger)
+                self._run(call, recorder)
                 self._note_changes(call, objects, run)
                 if as_before:
                     same("two runs of the function differ", before, self._names)
@@ -274,58 +274,58 @@ class WarmUp:
                     work.wait()
                 except Exception as error:
                     problem = problem or error
-            self._engine.join(ledger.rings)
+            self._engine.join(recorder.rings)
             try:
-                ledger.restore()
+                recorder.restore()
             except Exception as error:  # the other ranks wait for the outcome
                 problem = problem or error
-        self.rings = ledger.rings
+        self.rings = recorder.rings
         self.generators = [
             generator
-            for generator in ledger.generators.values()
+            for generator in recorder.generators.values()
             if generator.device.type == "cuda"
             and generator is not default_generator(generator.device)
         ]
         self.broken = self.broken or run.broken
-        settle(self.rings, ledger.collectives, problem, counted=False)
+        settle(self.rings, recorder.collectives, problem, counted=False)
 
-    def _run(self, call: Arguments, ledger: Ledger) -> None:
+    def _run(self, call: Arguments, recorder: Recorder) -> None:
         """Run the function and its backward."""
         grad = torch.is_grad_enabled()
         inputs = with_grads([leaf(x) if grad else x for x in call.tensors], call.tensors)
         args, kwargs = call.rebuilt(inputs)
-        ledger.note_unseen(self.unseen)
-        with ledger, apart():
+        recorder.note_unseen(self.unseen)
+        with recorder, apart():
             drawn = random_state()
             result = self._fn(*args, **kwargs)
             if random_state() != drawn:
-                refuse_python_random()
+                check_python_random()
             if not call.still(inputs, args, kwargs):
                 raise GraphError(
                     "the function changes a list or dict that it is given, and no replay would; "
                     "return what is new"
                 )
-            self._names, self._calls = list(ledger.names), list(map(str, ledger.collectives))
+            self._names, self._calls = list(recorder.names), list(map(str, recorder.collectives))
             result = awaited(result)
-            self._go_back(result, inputs, ledger)
+            self._go_back(result, inputs, recorder)
         without_grads(inputs, call.tensors)
-        self._note_emptied(ledger)
-        self._check_history(ledger.undo.tied)
-        self._note_grads((*call.tensors, *inputs), ledger)
-        self.check_state(ledger)
-        self._note_outputs(result, ledger)
+        self._note_emptied(recorder)
+        self._check_history(recorder.undo.tied)
+        self._note_grads((*call.tensors, *inputs), recorder)
+        self.check_state(recorder)
+        self._note_outputs(result, recorder)
         self._carried = {
-            key for key in ledger.externals if self._lives(key) or key in self._real.made
+            key for key in recorder.externals if self._lives(key) or key in self._real.made
         } - self.empty
-        self._made.update(ledger.made)
+        self._made.update(recorder.made)
 
-    def _go_back(self, result: Any, inputs: Sequence[torch.Tensor], ledger: Ledger) -> None:
+    def _go_back(self, result: Any, inputs: Sequence[torch.Tensor], recorder: Recorder) -> None:
         """Run the backward too, where there is one."""
         outs = [x for x in flat(result)[0] if leads_back(x)]
         self.differentiable = bool(outs)
         if not outs:
             return
-        computed, self.parameters = ledger.computed, parameters(ledger, inputs)
+        computed, self.parameters = recorder.computed, parameters(recorder, inputs)
         wanted = [x for x in (*inputs, *self.parameters) if x.requires_grad]
         ones = [torch.ones_like(x) for x in outs]
         if not wanted and not computed:
@@ -338,18 +338,18 @@ class WarmUp:
                     f"wants a gradient: pass it as an argument, or detach it"
                 )
 
-    def _note_grads(self, given: Sequence[torch.Tensor], ledger: Ledger) -> None:
+    def _note_grads(self, given: Sequence[torch.Tensor], recorder: Recorder) -> None:
         """Know which leaves' gradients the function reads, writes or binds, but for arguments."""
         arguments = {id(tensor) for tensor in given}
-        bound = [(leaf, grad) for leaf, grad in ledger.undo.grads if leaf.grad is not grad]
+        bound = [(leaf, grad) for leaf, grad in recorder.undo.grads if leaf.grad is not grad]
         self.binds_grads = bool(bound)
-        self.leaves = [leaf for leaf, _ in ledger.undo.grads if id(leaf) not in arguments]
+        self.leaves = [leaf for leaf, _ in recorder.undo.grads if id(leaf) not in arguments]
         # What is dropped before it is read may be there before a call or not.
         used = {id(leaf) for leaf, grad in bound if grad is None}
         used |= {
             id(leaf)
-            for leaf, grad in ledger.undo.grads
-            if grad is not None and any(memory(x) in ledger.externals for x in parts(grad))
+            for leaf, grad in recorder.undo.grads
+            if grad is not None and any(memory(x) in recorder.externals for x in parts(grad))
         }
         self.owners = [leaf for leaf in self.leaves if id(leaf) in used]
 
@@ -389,9 +389,9 @@ class WarmUp:
                 f"with something that wants a gradient; write x.detach() into it, or return it"
             )
 
-    def check_state(self, ledger: Ledger) -> None:
+    def check_state(self, recorder: Recorder) -> None:
         """Refuse state that a run after the call has made and the next one has written."""
-        written = [memory for key, memory in ledger.written.items() if self._lives(key)]
+        written = [memory for key, memory in recorder.written.items() if self._lives(key)]
         if written:
             sizes = ", ".join(f"{memory.nbytes()} bytes" for memory in written[:5])
             raise GraphError(
@@ -400,12 +400,14 @@ class WarmUp:
                 f"its state is made, and capture it then"
             )
 
-    def check_carried(self, ledgers: Sequence[Ledger]) -> None:
+    def check_carried(self, recorders: Sequence[Recorder]) -> None:
         """Refuse state that each run makes again from the last one's: its name is rebound.
 
         What one run makes for all others, such as a table, the capture reads too.
         """
-        lost = [key for key in self._carried if not any(key in each.externals for each in ledgers)]
+        lost = [
+            key for key in self._carried if not any(key in each.externals for each in recorders)
+        ]
         if lost:
             raise GraphError(
                 f"{len(lost)} tensors that the function makes in one run and reads in the next "
@@ -417,11 +419,11 @@ class WarmUp:
         """Whether memory is still there that an earlier run has made."""
         return key in self._made and not self._made[key].expired()
 
-    def _note_outputs(self, result: Any, ledger: Ledger) -> None:
+    def _note_outputs(self, result: Any, recorder: Recorder) -> None:
         """Know what the result is made of, and which of it the function has made."""
         self._outputs = [
             torch.empty_like(x, device="meta")
-            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata in ledger.made
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata in recorder.made
             else None
             for x in flat(result)[0]
         ]
@@ -435,16 +437,16 @@ class WarmUp:
             for x in self._outputs
         ]  # fmt: skip
 
-    def compare(self, part: str, pieces: Pieces) -> None:
+    def compare(self, part: str, segments: Segments) -> None:
         """Refuse a capture that has done something else than the run before it, or than the last.
 
         Such as a function that asks whether it is being captured.
         """
-        texts = list(map(str, pieces.collectives))
+        texts = list(map(str, segments.collectives))
         if part == "forward" and self._compared:
-            names = [name for ledger in pieces.ledgers for name in ledger.names]
+            names = [name for recorder in segments.recorders for name in recorder.names]
             what = "the run before the capture and the capture differ"
-            same(what, self._names, names[: pieces.own])
+            same(what, self._names, names[: segments.own])
             same(what, self._calls, texts)
         same("two captures of the function differ", self._texts.setdefault(part, texts), texts)
 

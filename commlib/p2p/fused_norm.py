@@ -69,7 +69,7 @@ class Step(NamedTuple):
     first: int
 
 
-class PushedNorm:
+class PushNorm:
     """The fused kernels of one channel: launches for each kind of rows that they take."""
 
     def __init__(self, channel: PushChannel, hosts: HostExchange) -> None:
@@ -91,7 +91,7 @@ class PushedNorm:
         if steps is None:
             if len(self._steps) >= _PLANS:
                 self._steps.clear()
-            row = kernel_table.choose(VERB, numel * x.itemsize, self._size)
+            row = kernel_table.select_kernel(VERB, numel * x.itemsize, self._size)
             found = () if row is None else self.plan(items, numel, x.dtype, row)
             steps = self._steps[key] = found
         return steps

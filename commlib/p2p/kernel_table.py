@@ -64,7 +64,7 @@ def _line(row: Row) -> str:
     return json.dumps(list(row))
 
 
-def choose(verb: str, nbytes: int, size: int) -> Row | None:
+def select_kernel(verb: str, nbytes: int, size: int) -> Row | None:
     """Return the row for ``nbytes`` in a ring of ``size``, or None: NCCL does it."""
     for row in table()[verb].get(size, ()):
         if nbytes <= row.most:

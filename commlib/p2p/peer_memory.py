@@ -116,7 +116,7 @@ def _mapped(hosts: HostExchange, nbytes: int, name: str) -> PeerMemory | str:
                     bases[peer] = _open(theirs)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
-    good = _agree(hosts, all(bases)) and _agree(hosts, _proved(hosts, bases, nbytes))
+    good = _agree(hosts, all(bases)) and _agree(hosts, _probe_peer_access(hosts, bases, nbytes))
     if good:
         return PeerMemory(hosts, bases, nbytes, name)
     _unmap(bases, ring.rank)
@@ -175,7 +175,7 @@ class _Proof(ctypes.Structure):
     ]
 
 
-def _proved(hosts: HostExchange, bases: list[int], nbytes: int) -> bool:
+def _probe_peer_access(hosts: HostExchange, bases: list[int], nbytes: int) -> bool:
     """Whether tokens that a kernel of each rank has written were found by one of every peer."""
     ring = hosts.identity
     tokens = [row[0] for row in hosts.exchange([secrets.randbits(62)])]

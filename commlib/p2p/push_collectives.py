@@ -97,23 +97,23 @@ class PushChannel:
 
     # -- making calls ------------------------------------------------------------------------------
 
-    def reduction(self, verb: str, dtype: torch.dtype, op: str) -> "Pushed | None":
+    def reduction(self, verb: str, dtype: torch.dtype, op: str) -> "PushCollective | None":
         """Return what reduces ``dtype`` by ``op``, or None without such a kernel."""
         if kernel_table.refusal(dtype, op):
             return None
         suffix, mean = f"_{FLOATS[dtype]}_{OPS[op]}", op == "avg"
-        return Pushed(self, verb, suffix, dtype.itemsize, VECTOR, int(mean))
+        return PushCollective(self, verb, suffix, dtype.itemsize, VECTOR, int(mean))
 
-    def movement(self, verb: str) -> "Pushed":
+    def movement(self, verb: str) -> "PushCollective":
         """Return what moves the bytes of equal parts; those of all_to_all differ by receiver."""
-        return Pushed(self, verb, "", 1, VECTOR // 2, int(verb == "all_to_all"))
+        return PushCollective(self, verb, "", 1, VECTOR // 2, int(verb == "all_to_all"))
 
-    def steps(self, moved: "Pushed", nbytes: int) -> tuple[Step, ...]:
+    def steps(self, moved: "PushCollective", nbytes: int) -> tuple[Step, ...]:
         """Return the launches of a call of ``nbytes``, none where NCCL is to do it."""
         row = self.row(moved, nbytes)
         return () if row is None else self.steps_of(moved, row, nbytes)
 
-    def steps_of(self, moved: "Pushed", row: Row, nbytes: int) -> tuple[Step, ...]:
+    def steps_of(self, moved: "PushCollective", row: Row, nbytes: int) -> tuple[Step, ...]:
         """Return the launches of a call of ``nbytes`` as ``row`` describes them."""
         window = self.window(row.kernel)
         if moved.verb != "all_reduce" and nbytes > window:
@@ -124,7 +124,7 @@ class PushChannel:
         )
         return (*self.gate(moved, nbytes, signals=True), *steps)
 
-    def gate(self, moved: "Pushed", nbytes: int, *, signals: bool) -> tuple[Step, ...]:
+    def gate(self, moved: "PushCollective", nbytes: int, *, signals: bool) -> tuple[Step, ...]:
         """Return the launch that waits for the peers before a large call that shares the GPU.
 
         ``signals``: the gate also signals to the peers that this rank has started the call.
@@ -138,11 +138,11 @@ class PushChannel:
         """Return the bytes that one launch of ``kernel`` can do."""
         return min(kernel_table.room(kernel, self._half, self._ring.size), WINDOW)
 
-    def row(self, moved: "Pushed", nbytes: int) -> Row | None:
+    def row(self, moved: "PushCollective", nbytes: int) -> Row | None:
         """Return the row of the table for a call of ``nbytes``."""
-        return kernel_table.choose(moved.verb, nbytes, self._ring.size)
+        return kernel_table.select_kernel(moved.verb, nbytes, self._ring.size)
 
-    def step(self, moved: "Pushed", row: Row, offset: int, nbytes: int) -> Step:
+    def step(self, moved: "PushCollective", row: Row, offset: int, nbytes: int) -> Step:
         """Return the launch that ``row`` describes for ``nbytes`` of a call, from ``offset`` on."""
         vectors = -(-nbytes // moved.vector)
         if row.kernel.startswith("two_shot"):
@@ -289,7 +289,7 @@ class PushChannel:
         self._memory.close()
 
 
-class Pushed:
+class PushCollective:
     """One verb over one kind of data: a launch for each size that the kernels take."""
 
     __slots__ = ("_channel", "_halves", "_steps", "itemsize", "option", "suffix", "vector", "verb")

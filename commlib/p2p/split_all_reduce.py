@@ -8,7 +8,7 @@ from commlib.rendezvous.identity import Health, RingIdentity
 from commlib.streams import capture_of, issue_lock, owned_by_torch
 
 
-class Split:
+class SplitAllReduce:
     """The second half of one call: launched by the first ``join``, on the joiner's stream."""
 
     def __init__(

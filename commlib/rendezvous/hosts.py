@@ -14,7 +14,7 @@ from commlib.errors import ArgumentError, CommTimeout, MismatchError
 from commlib.rendezvous import host_exchange
 from commlib.rendezvous.identity import Health, RingIdentity
 from commlib.rendezvous.roll_call import Meeting
-from commlib.rendezvous.shared_memory import Mailbox, Rounds, open_mailbox
+from commlib.rendezvous.shared_memory import Rounds, SharedMemoryAllGather, open_shared_memory
 from commlib.rendezvous.store import BoundedStore, EngineStore
 
 _BYTES = 7  # bytes that are sent as one number: it stays below 2**63
@@ -35,7 +35,7 @@ class HostExchange:
         self._meeting, self._health = meeting, health
         self._lock = threading.Lock()
         self._rounds: Rounds | None = None
-        self._mailbox: Mailbox | None = None
+        self._shared_memory: SharedMemoryAllGather | None = None
         self._group: Any = None  # the gloo group that this object has made
         self._lent: Any = None  # the engine's own gloo group
         self._pairs: Counter[tuple[int, bool]] = Counter()
@@ -123,17 +123,17 @@ class HostExchange:
 
     def dead(self) -> list[int]:
         """Return the positions of members on this host whose process has ended."""
-        return [] if self._mailbox is None else self._mailbox.dead()
+        return [] if self._shared_memory is None else self._shared_memory.dead()
 
     def _open_rounds(self) -> Rounds:
         """Return shared memory on one host, gloo between several."""
         rank, size = self.identity.rank, self.identity.size
         by_gloo = partial(host_exchange.gloo_round, self._gloo_group(), rank, size)
         place = rank, size, host_exchange.host_number(), self.identity.timeout
-        self._mailbox = open_mailbox(by_gloo, *place)
+        self._shared_memory = open_shared_memory(by_gloo, *place)
         if self._group is not None:
             host_exchange.delete_address(self.store("hosts"), rank)
-        return self._mailbox or by_gloo
+        return self._shared_memory or by_gloo
 
     def _gloo_group(self) -> Any:
         if self._lent is not None:
@@ -164,9 +164,9 @@ class HostExchange:
         if group[0] is not None:
             release = partial(host_exchange.release, group)
             self._health.attempt(release, deadline, "releasing the host exchange")
-        mailbox, self._mailbox = self._mailbox, None
-        if mailbox is not None and self._lock.acquire(timeout=deadline.left()):
-            mailbox.close()
+        shared, self._shared_memory = self._shared_memory, None
+        if shared is not None and self._lock.acquire(timeout=deadline.left()):
+            shared.close()
             self._lock.release()
 
     def forget(self) -> None:

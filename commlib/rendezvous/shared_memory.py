@@ -22,7 +22,7 @@ _SPIN_S, _LONGEST_SLEEP_S, _CHECK_S = 30e-6, 1e-3, 0.05
 _FOLDER = Path("/dev/shm")
 
 
-class Mailbox:
+class SharedMemoryAllGather:
     """The shared-memory all-gather: a call returns every rank's integers.
 
     All ranks call it equally often. Two slots per rank alternate, because a rank is at most one
@@ -117,7 +117,9 @@ class Mailbox:
             )
 
 
-def open_mailbox(rounds: Rounds, rank: int, size: int, host: int, seconds: float) -> Mailbox | None:
+def open_shared_memory(
+    rounds: Rounds, rank: int, size: int, host: int, seconds: float
+) -> SharedMemoryAllGather | None:
     """Set up the shared-memory all-gather.
 
     Args:
@@ -144,7 +146,7 @@ def open_mailbox(rounds: Rounds, rank: int, size: int, host: int, seconds: float
             _unlink(created)
         if not ready and file >= 0:
             os.close(file)
-    return Mailbox(file, rank, size, seconds) if ready else None
+    return SharedMemoryAllGather(file, rank, size, seconds) if ready else None
 
 
 def _length(size: int) -> int:

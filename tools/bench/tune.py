@@ -16,7 +16,7 @@ import commlib
 from commlib import CommContext, flags
 from commlib.p2p import fused_norm, kernel_table
 from commlib.p2p.kernel_table import Row
-from commlib.p2p.push_collectives import PushChannel, Pushed
+from commlib.p2p.push_collectives import PushChannel, PushCollective
 from commlib.tools.bench.graph import Captured
 from commlib.tools.bench.launch import launch
 from commlib.tools.bench.machine import gpu_refusal
@@ -100,7 +100,7 @@ class _Bench:
         most = max(SIZES[-1], PARTS[-1] * ring.size) // DTYPE.itemsize
         self.x = torch.randn(most, device=ring.device).to(DTYPE)
         self.out = torch.empty_like(self.x)
-        self.norm = fused_norm.PushedNorm(channel, ring._hosts)
+        self.norm = fused_norm.PushNorm(channel, ring._hosts)
 
     def rows(self, verb: str, kernels: Sequence[str], sizes: Iterable[int]) -> list[Row]:
         """Return the fastest row up to each size, and NCCL from where that is faster."""
@@ -150,7 +150,7 @@ class _Bench:
         steps = self.channel.steps_of(moved, row, row.most)
         return partial(self.channel.launch, steps, self.out, self.x)
 
-    def _moved(self, verb: str) -> Pushed:
+    def _moved(self, verb: str) -> PushCollective:
         if verb in MOVEMENTS:
             return self.channel.movement(verb)
         found = self.channel.reduction(verb, DTYPE, "sum")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from commlib.core.ring import Ring
 from commlib.errors import CommError, GraphError
-from commlib.graph.ledger import PEER_TO_PEER, Collective
+from commlib.graph.recorder import PEER_TO_PEER, Collective
 
 # What differs between ranks in the text of equal keys: the number of a device, an address.
 _PLACE = re.compile(r", index=\d+| at 0x[0-9a-f]+")
@@ -25,7 +25,7 @@ def settle(
     ``counted``: work of the call has been done, so that it must not be made again.
     """
     try:
-        vote(rings, collectives, problem, counted=counted)
+        check_ranks_agree(rings, collectives, problem, counted=counted)
     except CommError as told:
         if problem is None:
             raise
@@ -40,7 +40,7 @@ def settle(
         raise problem
 
 
-def vote(
+def check_ranks_agree(
     rings: Sequence[Ring],
     collectives: Sequence[Collective],
     problem: Exception | None,

@@ -16,39 +16,39 @@ import torch
 
 from commlib.core.manager import CommContextManager
 from commlib.errors import CommError, GraphError
-from commlib.graph import pool as pools
+from commlib.graph import cuda_backend as pools
+from commlib.graph.backend import Backend, CpuBackend, Pool
+from commlib.graph.cache_key import Arguments, arguments, bare, modes, value
+from commlib.graph.captured_call import CapturedCall, Known
 from commlib.graph.compare import Noise, load_kernels
-from commlib.graph.engine import Engine, HostEngine, Pool
-from commlib.graph.entry import Entry, Known
 from commlib.graph.grads import Grads
 from commlib.graph.host import OtherValue
 from commlib.graph.nested import unrolled
 from commlib.graph.options import Options
-from commlib.graph.pieces import Pieces, inside, refuse_foreign
-from commlib.graph.refuse import (
-    line_of,
-    refuse_hidden,
-    refuse_reads,
-    refuse_unreadable,
-    refuse_wanting,
-)
+from commlib.graph.rank_agreement import same_key, settle
 from commlib.graph.schedule import Schedule
-from commlib.graph.signature import Arguments, arguments, bare, modes, value
+from commlib.graph.segments import Segments, check_foreign, inside
 from commlib.graph.slots import Slot, Slots
 from commlib.graph.surroundings import Surroundings
+from commlib.graph.unsupported import (
+    check_hidden,
+    check_reads,
+    check_unreadable,
+    check_wanting,
+    line_of,
+)
 from commlib.graph.verify import Unequal
-from commlib.graph.vote import same_key, settle
 from commlib.graph.warmup import WarmUp, named
 from commlib.log import log
 from commlib.streams import capturing
 
-everything: "weakref.WeakSet[Graphed]" = weakref.WeakSet()
+everything: "weakref.WeakSet[CapturedFunction]" = weakref.WeakSet()
 
 
 _FEW, _OFTEN = 4, 8  # replays of a graph, and graphs of one kind of call
 
 
-class Graphed:
+class CapturedFunction:
     """A captured function; call it as the function. ``reset()`` releases its graphs."""
 
     def __init__(self, fn: Callable[..., Any], options: Options) -> None:
@@ -63,7 +63,7 @@ class Graphed:
         self.fn, self.options, self._schedule = fn, options, Schedule(options.verify)
         if self._schedule.ever and torch.cuda.is_initialized() and not capturing():
             load_kernels(torch.cuda.current_device())
-        self.entries: dict[Any, Entry | Slots] = {}
+        self.entries: dict[Any, CapturedCall | Slots] = {}
         self.eager: dict[Any, str] = {}  # calls that stay eager, and why
         self._warned = False  # of calls that are of ever new kinds
         self._seen: set[Any] = set()  # keys of calls that came once, and were not captured yet
@@ -86,18 +86,18 @@ class Graphed:
         """
         if owner is None:
             return self
-        bound = Graphed(types.MethodType(self.fn, owner), self.options)
+        bound = CapturedFunction(types.MethodType(self.fn, owner), self.options)
         try:  # found before this descriptor from now on
             object.__setattr__(owner, self.fn.__name__, bound)
         except AttributeError:
             return bound  # no place for it: each access captures again
         return bound
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Graphed":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CapturedFunction":
         """Return a captured copy of the function, which has no graph yet."""
         return type(self)(copy.deepcopy(self.fn, memo), self.options)
 
-    def __copy__(self) -> "Graphed":
+    def __copy__(self) -> "CapturedFunction":
         """Return the same function without its graphs."""
         return type(self)(self.fn, self.options)
 
@@ -156,7 +156,7 @@ class Graphed:
             entry.release()  # else backwards of earlier calls may follow
         self._stay_eager(key, error)
 
-    def _drop_stale(self, key: Any, entry: Entry | Slots) -> None:
+    def _drop_stale(self, key: Any, entry: CapturedCall | Slots) -> None:
         """Release graphs whose tensors were replaced: the call is captured again.
 
         Where that happens at nearly every call, capturing gains nothing, and the call stays eager.
@@ -218,7 +218,7 @@ class Graphed:
 
     def __repr__(self) -> str:
         replays = sum(part.replays for entry in self.entries.values() for part in entry.parts)
-        return f"<Graphed {self.name}: {len(self.entries)} graphs, {replays} replays>"
+        return f"<CapturedFunction {self.name}: {len(self.entries)} graphs, {replays} replays>"
 
     @property
     def __commlib_captures__(self) -> Callable[..., Any]:
@@ -249,12 +249,12 @@ class Graphed:
 
     def _first_call(self, call: Arguments) -> Any:
         """Make the call eagerly, and capture what the next ones of its kind will replay."""
-        refuse_foreign()
-        refuse_unreadable(call.tensors)
+        check_foreign()
+        check_unreadable(call.tensors)
         device = self._device(call)
         self._around.find()
         if device.type == "cpu":
-            refuse_hidden(self._around.modules)
+            check_hidden(self._around.modules)
         engine = engine_for(device)
         counted = self.options.first == "warmup"
         weights = [*self._around.weights, *self._grads.leaves]
@@ -267,7 +267,7 @@ class Graphed:
         self._around.after_call(*call.given)
         try:
             try:
-                refuse_wanting(call.tensors, wanted)
+                check_wanting(call.tensors, wanted)
                 self._captured(call, engine, warm, device)
             except GraphError as error:
                 if not error.reads:
@@ -297,7 +297,7 @@ class Graphed:
         return result
 
     def _captured(
-        self, call: Arguments, engine: Engine, warm: WarmUp, device: torch.device
+        self, call: Arguments, engine: Backend, warm: WarmUp, device: torch.device
     ) -> None:
         """Capture the call, from where it began."""
         with warm.put_back():
@@ -305,7 +305,9 @@ class Graphed:
             call = self._arguments(*call.given)
             self._capture(call, engine, warm, device)
 
-    def _capture(self, call: Arguments, engine: Engine, warm: WarmUp, device: torch.device) -> None:
+    def _capture(
+        self, call: Arguments, engine: Backend, warm: WarmUp, device: torch.device
+    ) -> None:
         if call.key in self.entries:
             return
         if warm.begins_grads and call.key not in self._seen:
@@ -330,8 +332,8 @@ class Graphed:
             ring._lifecycle.graphs.add(self)
 
     def _entry(
-        self, call: Arguments, engine: Engine, warm: WarmUp, device: torch.device
-    ) -> Entry | Slots:
+        self, call: Arguments, engine: Backend, warm: WarmUp, device: torch.device
+    ) -> CapturedCall | Slots:
         warm.save_again()
         make = functools.partial(_captured, engine, warm)
         known = Known(
@@ -347,7 +349,7 @@ class Graphed:
             unseen=warm.unseen,
         )
         if not warm.differentiable:
-            return Entry(self.fn, call, make, warm.rooms(), known, self._schedule)
+            return CapturedCall(self.fn, call, make, warm.rooms(), known, self._schedule)
         how: dict[str, Any] = {"make": make, "engine": engine, "parameters": warm.parameters}
         how["differs"] = functools.partial(self._drop_different, call.key)
         build = functools.partial(Slot, self.fn, known=known, **how)
@@ -396,10 +398,10 @@ class Graphed:
         self.entries.clear()
 
 
-def engine_for(device: torch.device) -> Engine:
+def engine_for(device: torch.device) -> Backend:
     """Return what captures on a device."""
     if device.type == "cpu":
-        return HostEngine()
+        return CpuBackend()
     return pools.engine(torch.cuda.current_device() if device.index is None else device.index)
 
 
@@ -412,15 +414,15 @@ _HINTS = {  # what the driver says, and what that means here
 
 
 def _captured(
-    engine: Engine,
+    engine: Backend,
     warm: WarmUp,
     fn: Callable[[], Any],
     *,
     again: bool,
     part: str,
     pool: Pool | None = None,
-    before: Pieces | None = None,
-) -> tuple[Pieces, Any]:
+    before: Segments | None = None,
+) -> tuple[Segments, Any]:
     """Capture ``fn``; every member of its rings succeeds, or all of them raise.
 
     ``again``: this rank captures ``part`` another time, the same, and no other rank is asked.
@@ -429,38 +431,38 @@ def _captured(
     # What runs outside may replay other graphs; gradients that are bound stay after a replay.
     if pool is None and (warm.broken or warm.binds_grads or warm.binds):
         pool = engine.own_pool()
-    pieces = Pieces(engine, warm.generators, pool)
+    segments = Segments(engine, warm.generators, pool)
     problem: Exception | None = None
     result = None
     try:
-        pieces.leaves, pieces.reports_capture = warm.leaves, warm.reports_capture
-        pieces.empty = warm.empty
-        pieces.before = {} if before is None else before.constants
+        segments.leaves, segments.reports_capture = warm.leaves, warm.reports_capture
+        segments.empty = warm.empty
+        segments.before = {} if before is None else before.constants
         if not again:
-            pieces.undo = warm.capture_undo
+            segments.undo = warm.capture_undo
         with unrolled(warm.modules):
-            result = pieces.make(fn)
-        for ledger in pieces.ledgers:
-            warm.check_state(ledger)
+            result = segments.make(fn)
+        for recorder in segments.recorders:
+            warm.check_state(recorder)
         if part == "forward" and not again:
-            warm.check_carried(pieces.ledgers)
-        warm.compare(part, pieces)
-        if pieces.reads and (pieces.broken or part != "forward"):
+            warm.check_carried(segments.recorders)
+        warm.compare(part, segments)
+        if segments.reads and (segments.broken or part != "forward"):
             inside = "a function with eager parts" if part == "forward" else "a backward"
-            refuse_reads(pieces.reads, inside)
-        warm.reads = warm.reads or pieces.reads is not None
+            check_reads(segments.reads, inside)
+        warm.reads = warm.reads or segments.reads is not None
     except Exception as error:
         if again and warm.reads:  # this call goes another way than the one that was captured
-            pieces.release()
+            segments.release()
             raise OtherValue(str(error)) from error
         problem = _as_ours(error)
     try:
         rings = [] if again else warm.rings
-        settle(rings, pieces.collectives, problem, counted=again and pieces.broken)
+        settle(rings, segments.collectives, problem, counted=again and segments.broken)
     except CommError:
-        pieces.release()
+        segments.release()
         raise
-    return pieces, result
+    return segments, result
 
 
 def _as_ours(error: Exception) -> GraphError:

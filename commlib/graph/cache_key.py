@@ -10,12 +10,12 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from commlib.errors import GraphError
-from commlib.graph.outputs import Watched
+from commlib.graph.outputs import GuardedTensor
 
 _DEVICES = ("cuda", "cpu")
 _NOTHING = tree_flatten(((), {}))[1]
 # What is never unfolded.
-_PLAIN = {torch.Tensor, torch.nn.Parameter, Watched, bool, int, float, str, type(None)}
+_PLAIN = {torch.Tensor, torch.nn.Parameter, GuardedTensor, bool, int, float, str, type(None)}
 
 
 @dataclass(slots=True)

@@ -16,16 +16,16 @@ from commlib.core import observers
 from commlib.core.ring import Ring
 from commlib.core.work import Work
 from commlib.errors import GraphError
-from commlib.graph.engine import Pool
+from commlib.graph.backend import Pool
 from commlib.graph.generators import put_state
 from commlib.graph.host import HostPart
-from commlib.graph.ledger import Ledger
+from commlib.graph.recorder import Recorder
 from commlib.graph.side_stream import SideStream
 from commlib.p2p.stream_order import StreamOrder
 from commlib.streams import capture_of, capturing, current_raw
 
 _capturing = threading.RLock()  # torch captures one graph at a time
-_under_way: "list[CudaEngine]" = []  # the engine that captures now
+_under_way: "list[CudaBackend]" = []  # the engine that captures now
 _late: list[torch.cuda.CUDAGraph] = []  # graphs to be destroyed after that
 _STREAMS = 32  # that torch deals out in turn
 
@@ -74,19 +74,19 @@ class _Capture(NamedTuple):
     held: int  # bytes that torch had taken from the GPU before
     random: torch.Tensor  # state of torch's own generator before
     number: int  # as the driver counts captures
-    ledger: Ledger
+    recorder: Recorder
     works: list[Work]  # that the function has begun
-    watching: ExitStack  # the ledger's
+    watching: ExitStack  # the recorder's
     scope: ExitStack  # streams and locks
 
 
 @cache
-def engine(index: int) -> "CudaEngine":
+def engine(index: int) -> "CudaBackend":
     """Return the engine of GPU ``index``."""
-    return CudaEngine(torch.device("cuda", index))
+    return CudaBackend(torch.device("cuda", index))
 
 
-class CudaEngine:
+class CudaBackend:
     """Captures on one GPU, with the calling thread's work alone in the capture."""
 
     def __init__(self, device: torch.device) -> None:
@@ -177,7 +177,9 @@ class CudaEngine:
         """
         gc.collect(2 if self._failed else 1)
 
-    def begin(self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None) -> Ledger:
+    def begin(
+        self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None
+    ) -> Recorder:
         """Begin a capture on the capture stream; garbage collection waits until its end.
 
         ``generators`` are those that it draws from in addition to torch's own.
@@ -198,13 +200,13 @@ class CudaEngine:
             held = torch.cuda.memory_reserved(self.device)
             graph.capture_begin(own, capture_error_mode="thread_local")
             _under_way.append(self)
-            ledger, watching = Ledger(self.device).in_capture(HostPart(self._room)), ExitStack()
+            recorder, watching = Recorder(self.device).in_capture(HostPart(self._room)), ExitStack()
             number = capture_of(self.stream.cuda_stream)
             works = watching.enter_context(observers.unwaited())
             self._now = _Capture(
-                graph, own, held, random, number, ledger, works, watching, scope.pop_all()
+                graph, own, held, random, number, recorder, works, watching, scope.pop_all()
             )
-        return watching.enter_context(ledger)
+        return watching.enter_context(recorder)
 
     def end(self) -> CudaRecording:
         """End the capture. Raises ``GraphError`` for one that holds nothing."""
@@ -213,26 +215,26 @@ class CudaEngine:
         now.watching.close()
         for work in now.works:  # the second half of a split call, where nobody has asked for it
             work.wait()
-        self.join(now.ledger.rings)
+        self.join(now.recorder.rings)
         own = capture_of(self.stream.cuda_stream)
         for side in [*self._sides.values()]:
             if capture_of(side.stream.cuda_stream) == own:  # a backward has met nodes of leaves
                 self.stream.wait_stream(side.stream)
-        now.ledger.end_host()
+        now.recorder.end_host()
         now.graph.capture_end()
         self._leave()
-        now.ledger.restore()  # what the host has done
-        nodes, launches = _nodes(now.graph), now.ledger.launches
-        if nodes == 0 and (launches or now.ledger.collectives):
+        now.recorder.restore()  # what the host has done
+        nodes, launches = _nodes(now.graph), now.recorder.launches
+        if nodes == 0 and (launches or now.recorder.collectives):
             raise GraphError(
                 f"the graph is empty though {launches} operators ran: they went to a stream that "
                 f"is not part of the capture; launch on the current stream, or on one that waits "
                 f"for it"
             )
         now.graph.instantiate()
-        assert now.ledger.host is not None
+        assert now.recorder.host is not None
         grown = torch.cuda.memory_reserved(self.device) - now.held
-        return CudaRecording(now.graph, nodes, max(grown, 0), now.ledger.host)
+        return CudaRecording(now.graph, nodes, max(grown, 0), now.recorder.host)
 
     def _room(self, source: torch.Tensor) -> torch.Tensor:
         """Return memory for a tensor of the host, outside the pool: replays write the pool."""
@@ -279,7 +281,7 @@ class CudaEngine:
             return
         self._failed = True
         now.watching.close()
-        for ring in now.ledger.rings:
+        for ring in now.recorder.rings:
             ring._engine.abandon(now.number)
         try:
             now.graph.capture_end()
@@ -290,7 +292,7 @@ class CudaEngine:
             try:
                 self._leave()
             finally:
-                now.ledger.restore()
+                now.recorder.restore()
 
     def _repair(self, now: "_Capture") -> None:
         """Do what ``capture_end`` has left out; the pool is not used again."""

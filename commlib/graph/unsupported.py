@@ -27,7 +27,7 @@ _REMEDY = {
 }
 
 
-def refuse_sync(call: OpCall, device: torch.device) -> None:
+def check_sync(call: OpCall, device: torch.device) -> None:
     """Raise ``GraphError`` for an operator that waits for the GPU, or would if there were one."""
     if not (call.known.syncs or call.known.copies or call.known.indexed):
         return
@@ -58,7 +58,7 @@ def remedy_here() -> str | None:
     return None
 
 
-def refuse_stray(call: OpCall, touched: Iterable[torch.Tensor]) -> None:
+def check_stray(call: OpCall, touched: Iterable[torch.Tensor]) -> None:
     """Raise ``GraphError`` for an operator on a stream outside the capture under way.
 
     It would run once, and never again; ``touched`` is what it has made or written.
@@ -72,7 +72,7 @@ def refuse_stray(call: OpCall, touched: Iterable[torch.Tensor]) -> None:
         raise _refusal(what, name, hint)
 
 
-def refuse_unreadable(tensors: Iterable[torch.Tensor]) -> None:
+def check_unreadable(tensors: Iterable[torch.Tensor]) -> None:
     """Raise ``GraphError`` for an argument whose values no graph could find at its address."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise GraphError(
@@ -110,13 +110,13 @@ watching_reads = Exchange(
 )
 
 
-def refuse_value(name: str) -> None:
+def check_value(name: str) -> None:
     """Raise ``GraphError`` for a method that reads the values of a tensor."""
     hint = _REMEDY.get(name, _REMEDY["item"])
     raise _refusal(f"{name} can't stand in a graph: {_NEEDED}", name, hint, reads=True)
 
 
-def refuse_changing(where: str, remedy: str | None) -> None:
+def check_changing(where: str, remedy: str | None) -> None:
     """Raise ``GraphError`` for a value that the host reads, and that each call changes."""
     hint = remedy or "keep it on the GPU (torch.where), or read it outside"
     raise GraphError(
@@ -128,7 +128,7 @@ def refuse_changing(where: str, remedy: str | None) -> None:
     )
 
 
-def refuse_reads(where: str, part: str) -> None:
+def check_reads(where: str, part: str) -> None:
     """Raise ``GraphError`` for a value that is read where no eager call could take over."""
     raise GraphError(
         f"the host reads a value of the program at {where}, in {part}, and a call with another "
@@ -139,7 +139,7 @@ def refuse_reads(where: str, part: str) -> None:
     )
 
 
-def refuse_wrappers(call: OpCall, tensors: Iterable[torch.Tensor]) -> None:
+def check_wrappers(call: OpCall, tensors: Iterable[torch.Tensor]) -> None:
     """Raise ``GraphError`` for an operator on tensors without their own memory (DTensor)."""
     for tensor in tensors:
         found = fault(tensor, "it")
@@ -150,7 +150,7 @@ def refuse_wrappers(call: OpCall, tensors: Iterable[torch.Tensor]) -> None:
             raise _refusal(text, name, f"capture what works on plain tensors; {remedy}")
 
 
-def refuse_layouts(call: OpCall, tensors: Iterable[torch.Tensor]) -> None:
+def check_layouts(call: OpCall, tensors: Iterable[torch.Tensor]) -> None:
     """Raise ``GraphError`` for an operator on sparse or jagged tensors."""
     for tensor in tensors:
         if tensor.layout is not torch.strided or tensor.is_nested:
@@ -160,14 +160,14 @@ def refuse_layouts(call: OpCall, tensors: Iterable[torch.Tensor]) -> None:
             raise _refusal(what, name, "use a padded or dense one (sparse=False, to_dense())")
 
 
-def refuse_reshaping(call: OpCall) -> None:
+def check_reshaping(call: OpCall) -> None:
     """Raise ``GraphError`` for an operator that gives a tensor from outside another shape."""
     name = _name_of(call)
     what = f"{name} can't stand in a graph: it changes the shape of a tensor from outside"
     raise _refusal(what, name, f"use {name.rstrip('_')}, which returns another tensor")
 
 
-def refuse_resized(nbytes: int, now: int) -> None:
+def check_resized(nbytes: int, now: int) -> None:
     """Raise ``GraphError`` for memory from outside that has another size now."""
     what = (
         f"memory of {nbytes} bytes from outside has {now} bytes now (resize_): a replay would "
@@ -176,7 +176,7 @@ def refuse_resized(nbytes: int, now: int) -> None:
     raise _refusal(what, "resize_", "keep its size, or allocate it in the function")
 
 
-def refuse_unseen(tensors: Iterable[torch.Tensor]) -> None:
+def check_unseen(tensors: Iterable[torch.Tensor]) -> None:
     """Raise ``GraphError`` for memory of the host that something has written past all operators."""
     for tensor in tensors:
         if tensor.device.type == "cpu":
@@ -188,7 +188,7 @@ def refuse_unseen(tensors: Iterable[torch.Tensor]) -> None:
             )
 
 
-def refuse_wanting(given: Iterable[torch.Tensor], wanted: Iterable[bool]) -> None:
+def check_wanting(given: Iterable[torch.Tensor], wanted: Iterable[bool]) -> None:
     """Raise ``GraphError`` for an argument that the function has made want a gradient, or not.
 
     ``wanted``: whether they wanted one before.
@@ -202,7 +202,7 @@ def refuse_wanting(given: Iterable[torch.Tensor], wanted: Iterable[bool]) -> Non
             )
 
 
-def refuse_python_random() -> None:
+def check_python_random() -> None:
     """Raise ``GraphError`` for a function that draws from Python's or NumPy's generator."""
     raise GraphError(
         "the function draws from Python's or NumPy's generator of random numbers, and a graph "
@@ -210,7 +210,7 @@ def refuse_python_random() -> None:
     )
 
 
-def refuse_hidden(modules: Iterable[torch.nn.Module]) -> None:
+def check_hidden(modules: Iterable[torch.nn.Module]) -> None:
     """Raise ``GraphError`` for modules whose work, on a CPU, no operator shows."""
     for module in modules:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
@@ -221,14 +221,14 @@ def refuse_hidden(modules: Iterable[torch.nn.Module]) -> None:
             )
 
 
-def refuse_borrowed(call: OpCall) -> None:
+def check_borrowed(call: OpCall) -> None:
     """Raise ``GraphError`` for a write to an array that the function has made a tensor of."""
     name = _name_of(call)
     what = f"{name} can't stand in a graph: it writes to an array, which may be another next time"
     raise _refusal(what, name, "make the tensor outside, or a new one: torch.tensor, torch.zeros")
 
 
-def refuse_seeding() -> None:
+def check_seeding() -> None:
     """Raise ``GraphError`` for a function that sets or makes a generator it draws from."""
     what = (
         "the function sets a generator (manual_seed, fork_rng, a checkpoint with dropout) or makes "

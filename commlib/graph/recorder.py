@@ -13,28 +13,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from commlib.core import observers
 from commlib.core.ring import Ring
 from commlib.core.tensors import fault, is_wrapper, parts
-from commlib.graph.generators import Drawn, default_generator, generator_of
+from commlib.graph.generators import RngTracker, default_generator, generator_of
 from commlib.graph.host import HostPart, is_on_host
 from commlib.graph.literals import made_on_host
 from commlib.graph.nested import watching_replays
 from commlib.graph.one_hot import checking_each
 from commlib.graph.overlap import Span, span
-from commlib.graph.refuse import (
-    refuse_borrowed,
-    refuse_layouts,
-    refuse_reshaping,
-    refuse_resized,
-    refuse_seeding,
-    refuse_stray,
-    refuse_sync,
-    refuse_value,
-    refuse_wrappers,
-    user_line,
-    watching_reads,
-)
 from commlib.graph.schema import OpCall
 from commlib.graph.step import Step, computes_nothing, map_tensors, tensors_in
 from commlib.graph.undo import UndoLog
+from commlib.graph.unsupported import (
+    check_borrowed,
+    check_layouts,
+    check_reshaping,
+    check_resized,
+    check_seeding,
+    check_stray,
+    check_sync,
+    check_value,
+    check_wrappers,
+    user_line,
+    watching_reads,
+)
 
 _aten = torch.ops.aten
 _BY_OUTPUT = ("scatter", "broadcast")  # the input is the root's alone
@@ -56,8 +56,8 @@ class Collective(NamedTuple):
         return f"{self.verb} of {self.items} x {self.dtype}{self.rest} on ring {self.ring.ring_id}"
 
 
-class Ledger(TorchDispatchMode):
-    """Records a run; ``with Ledger(device) as seen: fn()``.
+class Recorder(TorchDispatchMode):
+    """Records a run; ``with Recorder(device) as seen: fn()``.
 
     Refuses what can't stand in a graph before it runs: ``GraphError`` with operator and line. With
     ``keep=True`` every step stays, with its tensors, to be run again. Before the first write to a
@@ -101,7 +101,7 @@ class Ledger(TorchDispatchMode):
         self._literals: set[int] = set()  # memory that what the function has typed is in
         self._borrowed: set[int] = set()  # memory of arrays that the function has made tensors of
         self._given: dict[int, weakref.ref[torch.Tensor]] = {}  # by an operator of this run, by id
-        self._left: dict[int, Drawn] = {}  # by generator
+        self._left: dict[int, RngTracker] = {}  # by generator
         self.read: dict[int, Span] = {}  # addresses, by memory that is touched and not just viewed
         self.wrote: dict[int, Span] = {}
         self.empty: set[int] = set()  # memory that the run before has left without a byte
@@ -111,7 +111,7 @@ class Ledger(TorchDispatchMode):
 
     # -- watching ----------------------------------------------------------------------------------
 
-    def __enter__(self) -> "Ledger":
+    def __enter__(self) -> "Recorder":
         if not self._capturing:
             for generator in (default_generator(self.device), *(self._drawn or ())):
                 self._leave(generator)
@@ -151,8 +151,8 @@ class Ledger(TorchDispatchMode):
             call = OpCall(self._literal(args[0]), args, kwargs or {})
         if types and self._are_wrapped(call):
             return NotImplemented  # the wrapper's own operators on what it holds follow
-        refuse_layouts(call, call.tensors)
-        refuse_sync(call, self.device)
+        check_layouts(call, call.tensors)
+        check_sync(call, self.device)
         self._note_read(call)
         written = self._note_written(call)
         generator = self._note_random(call)
@@ -167,7 +167,7 @@ class Ledger(TorchDispatchMode):
             self._leave(generator)
         changed = [tensor for _, tensor in made] + written
         if self._capturing:
-            refuse_stray(call, changed)
+            check_stray(call, changed)
         if not call.known.detaches:
             self.names.append(name)
         on_host = on_host and all(map(is_on_host, changed))
@@ -185,7 +185,7 @@ class Ledger(TorchDispatchMode):
     def _are_wrapped(self, call: OpCall) -> bool:
         """Return True if an operator is called on wrappers, whose leaves are known from here on."""
         wrapped = [x for x in call.tensors if is_wrapper(x) and fault(x, "it") is not None]
-        refuse_wrappers(call, [x for x in wrapped if not parts(x)])
+        check_wrappers(call, [x for x in wrapped if not parts(x)])
         for tensor in wrapped:
             if tensor.is_leaf and tensor.requires_grad:
                 self._know_leaf(tensor)
@@ -199,7 +199,7 @@ class Ledger(TorchDispatchMode):
                 if not call.known.only_views:
                     self._touch(self.read, tensor)
         if call.known.reshapes and not self._own(call.args[0]):
-            refuse_reshaping(call)
+            check_reshaping(call)
 
     def _note_written(self, call: OpCall) -> list[torch.Tensor]:
         """Know what an operator writes to, before it does; returns that."""
@@ -207,7 +207,7 @@ class Ledger(TorchDispatchMode):
         for tensor in written:
             self._touch(self.wrote, tensor)
             if tensor.untyped_storage()._cdata in self._borrowed:
-                refuse_borrowed(call)
+                check_borrowed(call)
             self._before_write(tensor)
         return written
 
@@ -230,7 +230,7 @@ class Ledger(TorchDispatchMode):
     def _note_made(self, call: OpCall, result: Any) -> list[tuple[int, torch.Tensor]]:
         """Know what an operator has returned; returns what has new memory, by its place."""
         results, made = tensors_in(result), []
-        refuse_layouts(call, results)
+        check_layouts(call, results)
         for i, tensor in enumerate(results):
             storage = tensor.untyped_storage()
             if storage._cdata not in call.memory:
@@ -242,7 +242,7 @@ class Ledger(TorchDispatchMode):
     def before_read(self, tensor: torch.Tensor, name: str) -> None:
         """Note or refuse a method that reads the values of a tensor."""
         if self.device.type == "cpu":
-            refuse_value(name)
+            check_value(name)
         elif self.host is not None and is_on_host(tensor):
             with observers.unwatched():
                 self.host.note_read(tensor)
@@ -292,7 +292,7 @@ class Ledger(TorchDispatchMode):
             self.made[key] = StorageWeakRef(storage)
             return
         if nbytes != storage.nbytes():
-            refuse_resized(nbytes, storage.nbytes())
+            check_resized(nbytes, storage.nbytes())
         if tensor.is_leaf and tensor.requires_grad:
             self._know_leaf(tensor)
         computed = tensor.grad_fn is not None and self._save and not self._own(tensor)
@@ -309,10 +309,10 @@ class Ledger(TorchDispatchMode):
         now = storage.nbytes()
         if key in self.empty:
             if now:
-                refuse_resized(0, now)
+                check_resized(0, now)
         elif now != nbytes:
             if now or self._capturing or self.device.type == "cpu":
-                refuse_resized(nbytes, now)
+                check_resized(nbytes, now)
             self.emptied.add(key)
 
     def _touch(self, spans: dict[int, Span], tensor: torch.Tensor) -> None:
@@ -364,7 +364,7 @@ class Ledger(TorchDispatchMode):
         if self._save or (self.host is not None and is_on_host(tensor)):
             self.undo.note_write(tensor)
 
-    def in_capture(self, host: HostPart) -> "Ledger":
+    def in_capture(self, host: HostPart) -> "Recorder":
         """Note what a capture on a GPU does; what ``host`` does is put back by ``restore()``.
 
         No memory of the GPU is copied, and what runs on a stream outside the capture is refused.
@@ -417,7 +417,7 @@ class Ledger(TorchDispatchMode):
             return None
         if not self._capturing:  # in a capture it has no state that could be asked
             if self._drawn is not None and id(generator) not in self._left:
-                refuse_seeding()  # the function makes one at each call
+                check_seeding()  # the function makes one at each call
             self._check_generator(generator)
         if id(generator) not in self.generators:
             self.generators[id(generator)] = generator
@@ -426,7 +426,7 @@ class Ledger(TorchDispatchMode):
         return generator
 
     def _leave(self, generator: torch.Generator) -> None:
-        self._left.setdefault(id(generator), Drawn(generator)).leave()
+        self._left.setdefault(id(generator), RngTracker(generator)).leave()
 
     def _check_generator(self, generator: torch.Generator) -> None:
         """Refuse a run that sets a generator it draws from: a graph draws on from where it is."""
@@ -434,7 +434,7 @@ class Ledger(TorchDispatchMode):
         if drawn is not None and drawn.was_set():
             self.generators[id(generator)] = generator
             self.undo.note_generator(generator, drawn.begun)
-            refuse_seeding()
+            check_seeding()
 
 
 def _shared(args: Sequence[Any]) -> Iterator[str]:

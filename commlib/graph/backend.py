@@ -10,7 +10,7 @@ import torch
 from commlib.core import observers
 from commlib.core.ring import Ring
 from commlib.core.work import Work
-from commlib.graph.ledger import Ledger
+from commlib.graph.recorder import Recorder
 from commlib.graph.side_stream import SideStream
 from commlib.graph.step import Step, as_recorded
 
@@ -31,7 +31,7 @@ class Recording(Protocol):
         """Release it; it is not replayed any more."""
 
 
-class Engine(Protocol):
+class Backend(Protocol):
     """Captures on one kind of device; ``lock`` is held while something is replayed."""
 
     lock: threading.RLock
@@ -43,7 +43,9 @@ class Engine(Protocol):
     def calling(self) -> Any:
         """Return the context of the call that is followed by such runs."""
 
-    def begin(self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None) -> Ledger:
+    def begin(
+        self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None
+    ) -> Recorder:
         """Begin a stretch; returns what watches it, already entered.
 
         ``pool``: its own memory, as ``own_pool`` gives it, in place of what all graphs share.
@@ -71,7 +73,7 @@ class Engine(Protocol):
         """Give up the stretch that an exception has left, and repair what that breaks."""
 
 
-class HostRecording:
+class CpuRecording:
     """The steps of a stretch, with their tensors."""
 
     reads: str | None = None
@@ -92,13 +94,13 @@ class HostRecording:
         self._steps = []
 
 
-class HostEngine:
+class CpuBackend:
     """Records on a CPU: the same stale addresses and baked branches as a graph on a GPU."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.device = torch.device("cpu")
-        self._ledger: Ledger | None = None
+        self._recorder: Recorder | None = None
         self._works: list[Work] = []
         self._scope = ExitStack()
 
@@ -109,16 +111,18 @@ class HostEngine:
 
     calling = warming
 
-    def begin(self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None) -> Ledger:
+    def begin(
+        self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None
+    ) -> Recorder:
         """Watch what runs, and keep its steps."""
         self._works = self._scope.enter_context(observers.unwaited())
-        self._ledger = Ledger(torch.device("cpu"), keep=True)
-        return self._scope.enter_context(self._ledger)
+        self._recorder = Recorder(torch.device("cpu"), keep=True)
+        return self._scope.enter_context(self._recorder)
 
-    def end(self) -> HostRecording:
+    def end(self) -> CpuRecording:
         """Undo what the recorded run wrote, as a capture on a GPU would have written nothing."""
-        ledger = self._left()
-        return HostRecording(ledger.steps)
+        recorder = self._left()
+        return CpuRecording(recorder.steps)
 
     def join(self, rings: Sequence[Ring]) -> None:
         """Do nothing: a CPU has no streams."""
@@ -138,16 +142,16 @@ class HostEngine:
 
     def fail(self) -> None:
         """Undo what it wrote so far."""
-        if self._ledger is not None:
+        if self._recorder is not None:
             self._left()
 
-    def _left(self) -> Ledger:
-        ledger, self._ledger = self._ledger, None
-        assert ledger is not None
+    def _left(self) -> Recorder:
+        recorder, self._recorder = self._recorder, None
+        assert recorder is not None
         self._scope.close()
         try:
             for work in self._works:
                 work.wait()
         finally:
-            ledger.restore()
-        return ledger
+            recorder.restore()
+        return recorder

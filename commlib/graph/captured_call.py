@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_unflatten
 
 from commlib.core.tensors import rebuilt
 from commlib.errors import GraphError
-from commlib.graph.bindings import Bindings, Kept, holds_tensor, refuse_hidden
+from commlib.graph.bindings import Bindings, Kept, check_hidden, holds_tensor
+from commlib.graph.cache_key import Arguments, of_tensor
 from commlib.graph.compare import Noise, Tolerance
 from commlib.graph.effects import Effects
 from commlib.graph.externals import Externals
@@ -20,11 +21,10 @@ from commlib.graph.layout import copy_of, elements, is_packed
 from commlib.graph.leaves import Tensors, with_grads, without_grads
 from commlib.graph.outputs import Join, Outputs, flat, leads_back, standing
 from commlib.graph.overlap import overlaps, span
-from commlib.graph.pieces import Pieces, making, refuse_foreign
 from commlib.graph.python_state import Change, PythonState
-from commlib.graph.refuse import refuse_unreadable
 from commlib.graph.schedule import Schedule
-from commlib.graph.signature import Arguments, of_tensor
+from commlib.graph.segments import Segments, check_foreign, making
+from commlib.graph.unsupported import check_unreadable
 from commlib.graph.verify import Verification, Verified
 from commlib.log import log
 
@@ -57,7 +57,7 @@ class Known(NamedTuple):
     unseen: Sequence[torch.Tensor]
 
 
-class Entry:
+class CapturedCall:
     """A captured call without gradients.
 
     The graph reads the first caller's tensors where they lie. One that comes from somewhere else
@@ -68,7 +68,7 @@ class Entry:
         self,
         fn: Callable[..., Any],
         call: Arguments,
-        make: Callable[..., tuple[Pieces, Any]],
+        make: Callable[..., tuple[Segments, Any]],
         rooms: Sequence[torch.Tensor | None],
         known: Known,
         schedule: Schedule,
@@ -93,13 +93,13 @@ class Entry:
         self.uncaptured = False  # whether the next verified call answers "not captured", once
         self.places: dict[Any, Any] = {}  # where tensors lay that small lists and dicts hold
         self.lost = False  # it was to be captured again, and could not
-        self.pieces: Pieces
+        self.segments: Segments
         self._capture(call, again=False)
-        if self.pieces.reads and not known.own:  # a later capture may find other values
+        if self.segments.reads and not known.own:  # a later capture may find other values
             self._make_room(call, range(len(call.tensors) - call.grads))
-            self.pieces.release()
+            self.segments.release()
             self._capture(call, again=True)
-        self.uncaptured = self.pieces.reports_capture
+        self.uncaptured = self.segments.reports_capture
 
     def _capture(self, call: Arguments, *, again: bool) -> None:
         given = [self._own.get(i, tensor) for i, tensor in enumerate(call.tensors)]
@@ -110,8 +110,8 @@ class Entry:
         def function() -> Any:
             objects = PythonState(self._roots)
             now = making()
-            assert isinstance(now, Pieces)
-            now.ledgers[-1].note_unseen(
+            assert isinstance(now, Segments)
+            now.recorders[-1].note_unseen(
                 given[x].detach() if isinstance(x, int) else x for x in self._unseen
             )
             with self._saving():
@@ -123,14 +123,14 @@ class Entry:
             return self._kept(result, inputs)
 
         with _reading(call, inputs), _kept_grads(self._leaves) as before:
-            pieces, result = self._make(function, again=again, part="forward")
+            segments, result = self._make(function, again=again, part="forward")
         without_grads(inputs, call.tensors)
-        self._together = bool(pieces.collectives)  # whether all ranks replay it together
-        self.pieces, self._given = pieces, [tensor.detach() for tensor in given]  # kept alive
+        self._together = bool(segments.collectives)  # whether all ranks replay it together
+        self.segments, self._given = segments, [tensor.detach() for tensor in given]  # kept alive
         self._pointers = [tensor.data_ptr() for tensor in given]
         self._effects: dict[Any, Effects] = {}  # of a backward or a call, and of how many graphs
         places = {x.untyped_storage()._cdata for x in (*given, *call.tensors)}
-        self._externals = Externals(pieces.ledgers, places)
+        self._externals = Externals(segments.recorders, places)
         self.outputs = Outputs(result, inputs, self._is_own, copy=self._copy)
         self._bindings = Bindings(bound, self._sets, inputs, self._is_own)
         gives = self._written or self._bound or self._bindings.names or self.outputs.lends
@@ -141,30 +141,30 @@ class Entry:
     def _note(self, given: Tensors) -> None:
         """Know what the capture has done so far: what follows is not work of the function."""
         now = making()
-        assert isinstance(now, Pieces)
-        now.own = sum(len(ledger.names) for ledger in now.ledgers)
-        written = {key for ledger in now.ledgers for key in ledger.written}
+        assert isinstance(now, Segments)
+        now.own = sum(len(recorder.names) for recorder in now.recorders)
+        written = {key for recorder in now.recorders for key in recorder.written}
         places = [x.untyped_storage()._cdata for x in given]
         self._written = [i for i, key in enumerate(places) if key in written]
-        touched = [item for ledger in now.ledgers for item in ledger.read.items()]
-        changed = [item for ledger in now.ledgers for item in ledger.wrote.items()]
+        touched = [item for recorder in now.recorders for item in recorder.read.items()]
+        changed = [item for recorder in now.recorders for item in recorder.wrote.items()]
         self._outside = [(key, at) for key, at in touched if key not in places]  # no argument's
         self._outside_written = [(key, at) for key, at in changed if key not in places]
 
     def _note_bound(
-        self, pieces: Pieces, before: Sequence[torch.Tensor | None], objects: PythonState
+        self, segments: Segments, before: Sequence[torch.Tensor | None], objects: PythonState
     ) -> list[Change]:
         """Know the gradients that the function has given to leaves; returns what it has bound."""
         known = zip(self._leaves, before, strict=True)
         self._bound = [(leaf, leaf.grad) for leaf, grad in known if leaf.grad is not grad]
         changes = [x for x in objects.changes() if (x.where, x.name) not in self._by_parts]
-        refuse_hidden(changes, pieces.has_made)
+        check_hidden(changes, segments.has_made)
         return [x for x in changes if holds_tensor(x.now)]
 
     def _kept(self, result: Any, inputs: Tensors) -> Any:
         """Bring what is returned to where no other graph's replay writes."""
         now = making()
-        assert isinstance(now, Pieces)
+        assert isinstance(now, Segments)
         leaves, spec = flat(result)
         kept: dict[int, Any] = {}  # what is returned twice is one tensor
         for i, leaf in enumerate(leaves):
@@ -178,7 +178,7 @@ class Entry:
     def _is_own(self, tensor: torch.Tensor) -> bool:
         if any(tensor is room for room in self._rooms):
             return True
-        return self.pieces.has_made(tensor)
+        return self.segments.has_made(tensor)
 
     def _inputs(self, given: Tensors) -> Tensors:
         """Return the tensors that the function is captured with."""
@@ -199,17 +199,17 @@ class Entry:
     @property
     def has_eager_parts(self) -> bool:
         """Return True if Python runs between its graphs."""
-        return self.pieces.broken
+        return self.segments.broken
 
     @property
-    def parts(self) -> list["Entry"]:
+    def parts(self) -> list["CapturedCall"]:
         """The entry as one of a report."""
         return [] if self.lost else [self]
 
     @property
-    def graphs(self) -> list[Pieces]:
+    def graphs(self) -> list[Segments]:
         """All that it replays."""
-        return [self.pieces]
+        return [self.segments]
 
     def drop_lost(self) -> bool:
         """Return True if its graphs are lost."""
@@ -217,10 +217,10 @@ class Entry:
 
     def first(self, call: Arguments, caller: FrameType) -> Any:
         """Do what the capture itself has not done, and return the outputs."""
-        with self.pieces.lock:
+        with self.segments.lock:
             self.replays += 1
-            self.pieces.turn()
-            self.pieces.replay_rest()
+            self.segments.turn()
+            self.segments.replay_rest()
             return self._outcome(call.tensors, caller)
 
     def run(self, call: Arguments, caller: FrameType, turn: int) -> Any:
@@ -237,14 +237,14 @@ class Entry:
     @property
     def fits_all(self) -> bool:
         """Return False if a rank may have to leave out a replay, and its collectives."""
-        return not (self.pieces.collectives and self.pieces.reads)
+        return not (self.segments.collectives and self.segments.reads)
 
     def _verified(self, call: Arguments, caller: FrameType) -> Any:
         """Run the function for real and its graph after that; both must give the same."""
         self.check_call(call)
         self.order()
         args, kwargs = call.given
-        verified = self.verification("output", self.pieces, call).run(
+        verified = self.verification("output", self.segments, call).run(
             lambda: self._fn(*args, **kwargs), lambda: self._replayed(call, caller)
         )
         self.uncaptured = False
@@ -253,27 +253,27 @@ class Entry:
 
     def order(self) -> None:
         """Order the current stream after the last replay, which may have written what is read."""
-        with self.pieces.lock:
-            self.pieces.turn()
+        with self.segments.lock:
+            self.segments.turn()
 
-    def verification(self, what: str, pieces: Pieces, call: Arguments | None) -> Verification:
+    def verification(self, what: str, segments: Segments, call: Arguments | None) -> Verification:
         """Return what verifies a call of one of the graphs; a backward has no ``call``."""
-        names = [name for ledger in pieces.ledgers for name in ledger.names]
-        own = pieces.own or len(names)  # copies of outputs follow
-        rings = {call.ring.ring_id: call.ring for call in pieces.collectives}
+        names = [name for recorder in segments.recorders for name in recorder.names]
+        own = segments.own or len(names)  # copies of outputs follow
+        rings = {call.ring.ring_id: call.ring for call in segments.collectives}
         return Verification(
             self.effects(call),
-            pieces.device,
+            segments.device,
             [rings[i] for i in sorted(rings)],
             names[:own],
             what,
             self._tolerance,
             self.noise,
-            pieces.reports_capture,
+            segments.reports_capture,
             self.uncaptured,
             [x for x in (reference() for reference in self._watched) if x is not None],
             [self._fn, *(() if call is None else call.given)],
-            pieces.join,
+            segments.join,
             self._bindings.names if call is not None else set(),
         )
 
@@ -288,8 +288,8 @@ class Entry:
         return self._effects[kind]
 
     def _effects_of(self, call: Arguments | None) -> Effects:
-        ledgers = [ledger for pieces in self.graphs for ledger in pieces.ledgers]
-        generators = {id(x): x for ledger in ledgers for x in ledger.generators.values()}
+        recorders = [recorder for segments in self.graphs for recorder in segments.recorders]
+        generators = {id(x): x for recorder in recorders for x in recorder.generators.values()}
         leaves = [owner for owner, _ in self._bound]
         return Effects(self.writes(call).values(), generators.values(), leaves)
 
@@ -313,7 +313,7 @@ class Entry:
 
     def _refuse_arguments(self, call: Arguments, pointers: Sequence[int]) -> None:
         if 0 in pointers:
-            refuse_unreadable(call.tensors)
+            check_unreadable(call.tensors)
         self._refuse_overlaps(call.tensors, pointers)
 
     def writes(self, call: Arguments | None) -> dict[int, torch.Tensor]:
@@ -321,21 +321,21 @@ class Entry:
         own = {
             x.untyped_storage()._cdata for x in (*self._own.values(), *self._rooms) if x is not None
         }
-        ledgers = [ledger for pieces in self.graphs for ledger in pieces.ledgers]
-        found = {key: ledger.externals[key] for ledger in ledgers for key in ledger.written}
+        recorders = [recorder for segments in self.graphs for recorder in segments.recorders]
+        found = {key: recorder.externals[key] for recorder in recorders for key in recorder.written}
         given = [] if call is None else [call.tensors[i].detach() for i in self._written]
         found |= {x.untyped_storage()._cdata: x for x in given}
         return {
             key: each
             for key, each in found.items()
-            if key not in own and not any(pieces.made(key) for pieces in self.graphs)
+            if key not in own and not any(segments.made(key) for segments in self.graphs)
         }
 
     def _replayed(self, call: Arguments, caller: FrameType) -> Any:
         tensors = call.tensors
         pointers = [tensor.data_ptr() for tensor in tensors]
-        with self.pieces.lock:
-            self.pieces.turn()
+        with self.segments.lock:
+            self.segments.turn()
             self.bytes_copied = 0
             if pointers != self._pointers and self._place(call, pointers, caller):
                 return self.first(call, caller)
@@ -344,10 +344,10 @@ class Entry:
             self.replays += 1
             timed = not self.replays & (self.replays - 1)  # now and then: the clock takes its time
             began = time.perf_counter() if timed else 0.0
-            if self.pieces.broken:
+            if self.segments.broken:
                 self._replay_parts(call)
             else:
-                self.pieces.replay()
+                self.segments.replay()
             if timed:
                 self.launch_seconds = time.perf_counter() - began
             return self._outcome(tensors, caller)
@@ -357,7 +357,7 @@ class Entry:
         given = [self._own.get(i, tensor) for i, tensor in enumerate(call.tensors)]
         before = self._bindings.now()
         with _kept_grads(self._leaves), _reading(call, given):
-            self.pieces.replay()
+            self.segments.replay()
         self._bindings.check(before)
 
     def _outcome(self, tensors: Sequence[torch.Tensor], caller: FrameType) -> Any:
@@ -395,11 +395,11 @@ class Entry:
                 )
         self.bytes_copied = sum(call.tensors[i].nbytes for i in moved)
         if fresh:
-            refuse_foreign()
+            check_foreign()
             self._make_room(call, fresh)
             self.outputs.expire(f"the call at {place(caller)}")
             self.lost = True
-            self.pieces.release()
+            self.segments.release()
             self._capture(call, again=True)
             self.lost = False
         return bool(fresh)
@@ -454,7 +454,7 @@ class Entry:
 
     def uses(self, key: int) -> bool:
         """Return True if the graphs read or write the memory that ``key`` names, or bind it."""
-        known = (ledger.externals for pieces in self.graphs for ledger in pieces.ledgers)
+        known = (recorder.externals for segments in self.graphs for recorder in segments.recorders)
         return any(key in each for each in known) or key in self._bindings.memory()
 
     def _make_room(self, call: Arguments, positions: Iterable[int]) -> None:
@@ -478,7 +478,7 @@ class Entry:
         Torch swaps the content of no tensor that a weak reference points to.
         """
         self.outputs.expire("the release of the graph")
-        self.pieces.release()
+        self.segments.release()
         self._externals.forget()
         self._watched = ()
 

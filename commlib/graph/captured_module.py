@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from commlib.graph.graphed import Graphed
+from commlib.graph.captured_function import CapturedFunction
 from commlib.graph.options import Options
 
 
-class GraphedModule(Graphed, torch.nn.Module):
+class CapturedModule(CapturedFunction, torch.nn.Module):
     """A captured module in the place of the module: ``model.part = capture(model.part)``.
 
     Attributes that are not the captured function's own are the module's, to be read and to be set,
@@ -17,7 +17,7 @@ class GraphedModule(Graphed, torch.nn.Module):
 
     def __init__(self, module: torch.nn.Module, options: Options) -> None:
         object.__setattr__(self, "_own", None)  # what is set from here on is this object's
-        Graphed.__init__(self, module, options)
+        CapturedFunction.__init__(self, module, options)
         object.__setattr__(self, "_own", frozenset(vars(self)))
 
     def __getattr__(self, name: str) -> Any:
@@ -36,6 +36,6 @@ class GraphedModule(Graphed, torch.nn.Module):
         delattr(self.fn, name)
 
     def __repr__(self) -> str:
-        return Graphed.__repr__(self)
+        return CapturedFunction.__repr__(self)
 
-    __call__ = Graphed.__call__
+    __call__ = CapturedFunction.__call__

@@ -1,4 +1,4 @@
-"""A captured call in pieces: graphs, and the parts between them that must stay outside."""
+"""A captured call in segments: graphs, and the parts between them that must stay outside."""
 
 import functools
 import threading
@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from commlib.core import observers
 from commlib.errors import GraphError
+from commlib.graph.backend import Backend, Pool, Recording
+from commlib.graph.cache_key import value
 from commlib.graph.capture_query import reporting
 from commlib.graph.effects import Effects
-from commlib.graph.engine import Engine, Pool, Recording
-from commlib.graph.ledger import Collective, Ledger
 from commlib.graph.python_state import PythonState
 from commlib.graph.real_call import RealCall
-from commlib.graph.signature import value
+from commlib.graph.recorder import Collective, Recorder
 from commlib.graph.undo import UndoLog
 from commlib.streams import capturing
 
@@ -27,9 +27,9 @@ _making = threading.local()
 _runs: "list[Warming]" = []  # before a capture, under way in any thread
 
 
-def making() -> "Pieces | Warming | Verifying | None":
+def making() -> "Segments | Warming | Verifying | None":
     """Return what this thread is warming up or capturing, if anything."""
-    found: Pieces | Warming | Verifying | None = getattr(_making, "now", None)
+    found: Segments | Warming | Verifying | None = getattr(_making, "now", None)
     return found
 
 
@@ -43,14 +43,14 @@ def inside() -> bool:
     return bool(_runs) and isinstance(threading.current_thread(), threading._DummyThread)
 
 
-def refuse_foreign() -> None:
+def check_foreign() -> None:
     """Refuse to begin a capture inside one that is not ours."""
     if capturing():
         raise GraphError("a capture can't begin inside another one; make this call once before it")
 
 
 @contextmanager
-def _now(what: "Pieces | Warming | Verifying | None") -> Iterator[None]:
+def _now(what: "Segments | Warming | Verifying | None") -> Iterator[None]:
     before, _making.now = making(), what
     try:
         yield
@@ -85,7 +85,7 @@ def _unchanged(x: Any) -> Any:
     return x
 
 
-class Outside:
+class EagerSegment:
     """An eager part: called at every replay, its tensors copied to where the graph reads them."""
 
     nodes = nbytes = 0
@@ -176,18 +176,18 @@ def _shape(x: Any) -> Any:
     return value(x) if isinstance(x, _PLAIN) else type(x)
 
 
-class Pieces:
+class Segments:
     """What one capture is made of, in order."""
 
     def __init__(
-        self, engine: Engine, generators: list[torch.Generator], pool: Pool | None
+        self, engine: Backend, generators: list[torch.Generator], pool: Pool | None
     ) -> None:
         self._engine, self._generators, self._pool = engine, generators, pool
         self.device = engine.device
         self.turn, self.lock = engine.turn, engine.lock  # held from one to the end of a replay
         self.join = engine.join
         self.parts: list[Recording] = []
-        self.ledgers: list[Ledger] = []
+        self.recorders: list[Recorder] = []
         self.own = 0  # operators of the function itself; copies of its outputs follow
         self.broken = False  # whether parts lie outside, so that the capture has already run
         self.leaves: Sequence[torch.Tensor] = ()  # whose gradients parts outside may read
@@ -204,7 +204,7 @@ class Pieces:
     @contextmanager
     def being_made(self) -> Iterator[None]:
         """Capture what runs inside a ``with`` block."""
-        refuse_foreign()
+        check_foreign()
         with _now(self), reporting(self.reports_capture):
             self._open()
             try:
@@ -217,8 +217,8 @@ class Pieces:
                 raise
 
     def _open(self) -> None:
-        self.ledgers.append(self._engine.begin(self._generators, self._pool))
-        self.ledgers[-1].constants, self.ledgers[-1].empty = self.before, self.empty
+        self.recorders.append(self._engine.begin(self._generators, self._pool))
+        self.recorders[-1].constants, self.recorders[-1].empty = self.before, self.empty
 
     def leave(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """End a graph, let it run, call ``fn`` outside, and begin the next."""
@@ -229,7 +229,7 @@ class Pieces:
         if not self.broken:  # an eager part may wait for another thread's replays
             self.broken, self.lock = True, threading.RLock()
         self._one(self.parts[-1])
-        part = Outside(fn, args, kwargs, self.leaves, self.undo)
+        part = EagerSegment(fn, args, kwargs, self.leaves, self.undo)
         self.parts.append(part)
         self._open()
         return part.result
@@ -240,12 +240,12 @@ class Pieces:
 
     def made(self, key: int) -> bool:
         """Return True if the memory that ``key`` names is the graphs' own."""
-        return any(key in ledger.made for ledger in self.ledgers)
+        return any(key in recorder.made for recorder in self.recorders)
 
     @property
     def collectives(self) -> list[Collective]:
         """Every collective of the graphs, in order."""
-        return [call for ledger in self.ledgers for call in ledger.collectives]
+        return [call for recorder in self.recorders for call in recorder.collectives]
 
     @property
     def reads(self) -> str | None:
@@ -256,10 +256,10 @@ class Pieces:
     def constants(self) -> dict[int, StorageWeakRef]:
         """Return memory of the graphs' own on the host that holds the same at each call."""
         found: dict[int, StorageWeakRef] = {}
-        for ledger in self.ledgers:
-            if ledger.host is not None:
-                keys = ledger.host.constants & ledger.made.keys()
-                found |= {key: ledger.made[key] for key in keys}
+        for recorder in self.recorders:
+            if recorder.host is not None:
+                keys = recorder.host.constants & recorder.made.keys()
+                found |= {key: recorder.made[key] for key in keys}
         return found
 
     def replay(self) -> None:
@@ -269,7 +269,7 @@ class Pieces:
                 part.replay()
             return
         for part in self.parts:
-            if isinstance(part, Outside):
+            if isinstance(part, EagerSegment):
                 part.replay()
             else:
                 self._one(part)
@@ -379,15 +379,15 @@ class Verifying:
 def eager(fn: F) -> F:
     """Mark a function that must stay outside any graph; usable as a decorator.
 
-    A capture that meets it is made in pieces: it ends there, the function runs eagerly (it may
+    A capture that meets it is made in segments: it ends there, the function runs eagerly (it may
     read values on the host, and branch), and a new graph begins after it. Its tensors must keep
-    their shapes; no gradient flows through it. Outside a capture it changes nothing.
+    their shapes; no gradient flows through it. EagerSegment a capture it changes nothing.
     """
 
     @functools.wraps(fn)
     def outside(*args: Any, **kwargs: Any) -> Any:
         now = making()
-        if isinstance(now, Pieces):
+        if isinstance(now, Segments):
             return now.leave(fn, args, kwargs)
         if now is not None:
             return now.call(functools.partial(fn, *args, **kwargs))
