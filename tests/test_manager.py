@@ -294,6 +294,27 @@ def half_built(comm: Any) -> None:
     same(gathered(commlib.new_ring(66, [0, 1])), [0, 1], "the next attempt")
 
 
+def unbuilt(comm: Any) -> None:
+    """A member whose engine can't even be made is named on every member, by the deadline."""
+    kind = type(comm._engine)
+    make = kind.__init__
+
+    def fails(self: Any, identity: Any, *parts: Any) -> None:
+        make(self, identity, *parts)
+        if identity.rank == 1:
+            raise MemoryError("of one rank")
+
+    failing = mock.patch.object(kind, "__init__", fails)
+    with failing, refused(EngineError, "ring 71", "rank 1: MemoryError: of one rank"):
+        commlib.new_ring(71, [0, 1], timeout=4)
+    same(gathered(commlib.new_ring(71, [0, 1])), [0, 1], "the next attempt")
+    manager.close(71)
+
+
+def test_a_member_without_an_engine(cpu_ranks: Ranks) -> None:
+    cpu_ranks(unbuilt)
+
+
 def test_half_built_rings_free_their_parts(ranks: Ranks) -> None:
     ranks(half_built)
 

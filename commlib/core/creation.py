@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 
@@ -186,7 +187,7 @@ class Creation:
         kept = self.store is None
         with calls.borrowed(self._key, self._home, self.world.rank, kept=kept) as call:
             meeting = call.meet(self.ring_id, self.members, self.deadline, kind, bytes)
-            return self._set_up(CommContext(identity, engine, meeting), meeting)
+            return self._set_up(partial(CommContext, identity, engine, meeting), meeting)
 
     @property
     def _key(self) -> Hashable:
@@ -204,10 +205,11 @@ class Creation:
             return environment.connect(self.world, self.deadline)
         return BoundedStore.of(self.store)
 
-    def _set_up(self, ring: CommContext, meeting: Meeting) -> CommContext:
-        """Connect the ring; every member keeps it, or every member frees it."""
-        error = None
+    def _set_up(self, build: Callable[[], CommContext], meeting: Meeting) -> CommContext:
+        """Build and connect the ring; every member keeps it, or every member frees it."""
+        ring, error = None, None
         try:
+            ring = build()
             ring._open(meeting, self.deadline)
         except Exception as caught:  # every failure is reported to the other members
             error = caught
@@ -218,8 +220,10 @@ class Creation:
         try:
             meeting.finish(error, self.deadline)
         except BaseException:
-            ring.abort()
+            if ring is not None:
+                ring.abort()
             raise
+        assert ring is not None  # finish() raises on every member if one has failed
         return ring
 
     def given_up(self) -> RingError:
