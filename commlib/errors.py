@@ -12,7 +12,7 @@ CommError(RuntimeError)
 │   ├── PeerError                     a root or peer outside the ring, or the rank itself
 │   └── MismatchError                 the ranks of a ring make different calls (FLAGS_comm_check=2)
 ├── CommTimeout(TimeoutError)         a deadline passed; the text names who is late, if known
-│   └── PeerTimeout                   a kernel gave a peer up; comm.reset() repairs the ring
+│   └── PeerTimeout                   a kernel gave a peer up; ring.reset() repairs the ring
 ├── StreamError                       two streams used one ring's kernels at the same time
 ├── GraphError                        a function can't be captured, or a graph was used wrongly
 └── EngineError                       NCCL, gloo or torch.distributed reported a failure

@@ -189,7 +189,7 @@ class PushChannel:
         raise ArgumentError(
             f"a split all_reduce of ring {self._ring.ring_id} is open on rank "
             f"{self._ring.rank}: one call at a time; wait() for its Work first, or call "
-            f"comm.reset() on every member where that is lost"
+            f"ring.reset() on every member where that is lost"
         )
 
     def launch(self, steps: Sequence[Step], out: torch.Tensor, x: torch.Tensor) -> None:
@@ -234,7 +234,7 @@ class PushChannel:
             raise ArgumentError(
                 f"the split all_reduce of ring {self._ring.ring_id} on rank {self._ring.rank} "
                 f"began in {began}, and wait() is not there; wait() where it began, or call "
-                f"comm.reset() on every member where that is lost"
+                f"ring.reset() on every member where that is lost"
             )
         self._open = 0
         self.launch(end, out, x)

@@ -80,7 +80,7 @@ def whole_numbers(values: Sequence[int]) -> list[int]:
     if isinstance(values, (str, bytes, bytearray, dict)) or not hasattr(values, "__getitem__"):
         raise ArgumentError(
             f"values is {type(values).__name__}; expected a list of integers; "
-            f"call exchange_bytes() for bytes"
+            f"pass list(data) for bytes"
         )
     try:
         numbers = list(map(index, values))
