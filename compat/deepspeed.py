@@ -16,8 +16,10 @@ import torch
 from commlib.errors import GraphError
 from commlib.graph import CapturedFunction, capture
 from commlib.graph.cache_key import value
-from commlib.graph.captured_function import engine_for
-from commlib.graph.segments import Segments, inside
+from commlib.graph.capture_run import CaptureRun, Settings
+from commlib.graph.first_call import backend_of
+from commlib.graph.runs import inside
+from commlib.graph.segments import Segments
 
 __all__ = [
     "Graph",
@@ -116,10 +118,9 @@ def capture_to_graph(graph: Graph, pool: object = None, stream: object = None) -
     """
     if inside():
         raise GraphError("capture_to_graph inside a function that is captured itself")
-    engine = engine_for(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    backend = backend_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     graph.reset()
-    segments = Segments(engine, [], engine.own_pool())
-    with segments.being_made():
+    with CaptureRun(backend, Settings(pool=backend.own_pool())).under_way() as segments:
         yield
     graph.segments = segments
     for call in segments.collectives:

@@ -19,7 +19,7 @@ from commlib.errors import CommError
 from commlib.graph import GraphError
 from commlib.graph.overlap import overlap, overlaps
 from commlib.graph.recorder import Recorder
-from commlib.graph.segments import Warming, inside
+from commlib.graph.runs import WarmUpRun, inside
 from commlib.graph.undo import UndoLog
 from tests.support.checks import close, refused, same, settle
 from tests.support.examples import examples
@@ -529,7 +529,7 @@ def test_threads_of_a_backward(watched: bool) -> None:
     def back() -> None:
         _Deep.apply(torch.ones(1, requires_grad=True), 65).backward()  # type: ignore[no-untyped-call]
 
-    with Recorder(torch.device("cpu")) if watched else Warming(UndoLog()).under_way():
+    with Recorder(torch.device("cpu")) if watched else WarmUpRun(UndoLog()).under_way():
         back()
     back()
     (there, during), (_, behind) = _Deep.seen

@@ -29,7 +29,7 @@ def batch(turn: int, device: torch.device) -> torch.Tensor:
 
 def slots(g: graph.CapturedFunction) -> list[Any]:
     (found,) = g.entries.values()
-    return found.parts
+    return found.slots
 
 
 def loop(comm: Any) -> None:

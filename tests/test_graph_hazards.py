@@ -21,7 +21,8 @@ from commlib import graph, ops
 from commlib.compat import deepspeed
 from commlib.errors import CommError, CommTimeout
 from commlib.graph import GraphError
-from commlib.graph.segments import Segments, making
+from commlib.graph.capture_run import CaptureRun
+from commlib.graph.runs import current
 from tests.support.checks import close, refused, same, settle
 from tests.support.processes import run
 from tests.support.ranks import Ranks
@@ -38,7 +39,7 @@ def ring_of(comm: Any, ring_id: int, **more: Any) -> Any:
 
 def in_capture() -> bool:
     """Whether the function is being captured, and not run before it."""
-    return isinstance(making(), Segments)
+    return isinstance(current(), CaptureRun)
 
 
 # -- S: silent wrong numbers -----------------------------------------------------------------------

@@ -22,7 +22,7 @@ class Seen:
     def __init__(self, fn: Callable[[], object]) -> None:
         self.rooms: list[torch.Tensor] = []
         self.host = HostPart(self._room)
-        recorder = Recorder(META).in_capture(self.host)
+        recorder = Recorder(META, host=self.host)
         try:
             with recorder:
                 fn()

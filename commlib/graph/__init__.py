@@ -3,7 +3,7 @@
 from commlib.errors import GraphError
 from commlib.graph.capture import capture
 from commlib.graph.captured_function import CapturedFunction
+from commlib.graph.eager_parts import eager
 from commlib.graph.report import report
-from commlib.graph.segments import eager
 
 __all__ = ["CapturedFunction", "GraphError", "capture", "eager", "report"]

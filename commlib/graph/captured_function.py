@@ -15,35 +15,25 @@ from typing import Any
 import torch
 
 from commlib.core.manager import CommContextManager
-from commlib.errors import CommError, GraphError
-from commlib.graph import cuda_backend as pools
-from commlib.graph.backend import Backend, CpuBackend, Pool
+from commlib.errors import GraphError
 from commlib.graph.cache_key import Arguments, arguments, bare, modes, value
-from commlib.graph.captured_call import CapturedCall, Known
-from commlib.graph.compare import Noise, load_kernels
+from commlib.graph.compare import load_kernels
+from commlib.graph.entry import Entry
+from commlib.graph.first_call import FirstCall, Reach
 from commlib.graph.grads import Grads
 from commlib.graph.host import OtherValue
-from commlib.graph.nested import unrolled
+from commlib.graph.kinds_watch import KindsWatch
 from commlib.graph.options import Options
-from commlib.graph.rank_agreement import same_key, settle
+from commlib.graph.rank_agreement import same_key
+from commlib.graph.runs import check_foreign, inside
 from commlib.graph.schedule import Schedule
-from commlib.graph.segments import Segments, check_foreign, inside
-from commlib.graph.slots import Slot, Slots
 from commlib.graph.surroundings import Surroundings
-from commlib.graph.unsupported import (
-    check_hidden,
-    check_reads,
-    check_unreadable,
-    check_wanting,
-    line_of,
-)
+from commlib.graph.unsupported import check_hidden, check_unreadable, check_wanting
 from commlib.graph.verify import Unequal
-from commlib.graph.warmup import WarmUp, named
 from commlib.log import log
 from commlib.streams import capturing
 
 everything: "weakref.WeakSet[CapturedFunction]" = weakref.WeakSet()
-
 
 _FEW, _OFTEN = 4, 8  # replays of a graph, and graphs of one kind of call
 
@@ -63,15 +53,14 @@ class CapturedFunction:
         self.fn, self.options, self._schedule = fn, options, Schedule(options.verify)
         if self._schedule.ever and torch.cuda.is_initialized() and not capturing():
             load_kernels(torch.cuda.current_device())
-        self.entries: dict[Any, CapturedCall | Slots] = {}
+        self.entries: dict[Any, Entry] = {}
         self.eager: dict[Any, str] = {}  # calls that stay eager, and why
-        self._warned = False  # of calls that are of ever new kinds
+        self._kinds = KindsWatch(self.name)
         self._seen: set[Any] = set()  # keys of calls that came once, and were not captured yet
         self._grads = Grads()
         self._lock = threading.RLock()
         self._turns = 0  # replays of any kind since the last capture: the same on all ranks
         self._replaced: Counter[Any] = Counter()  # by key: graphs whose tensors were replaced
-        self._last: tuple[list[str], dict[str, str]] | None = None  # captured, and with what around
         owner = getattr(fn, "__self__", fn)  # of a bound method
         self._module = owner if isinstance(owner, torch.nn.Module) else None
         self._around = Surroundings(fn)
@@ -119,9 +108,8 @@ class CapturedFunction:
         if entry is None and call.key in self.eager:
             return self.fn(*args, **kwargs)
         if entry is None and len(self.entries) >= self.options.max_graphs:
-            self._warn_of_kinds(
-                call, f"calls of further kinds stay eager (max_graphs={self.options.max_graphs})"
-            )
+            what = f"calls of further kinds stay eager (max_graphs={self.options.max_graphs})"
+            self._kinds.warn(self.entries, call, self._around, what)
             return self.fn(*args, **kwargs)
         try:
             if entry is not None:
@@ -156,7 +144,7 @@ class CapturedFunction:
             entry.release()  # else backwards of earlier calls may follow
         self._stay_eager(key, error)
 
-    def _drop_stale(self, key: Any, entry: CapturedCall | Slots) -> None:
+    def _drop_stale(self, key: Any, entry: Entry) -> None:
         """Release graphs whose tensors were replaced: the call is captured again.
 
         Where that happens at nearly every call, capturing gains nothing, and the call stays eager.
@@ -173,28 +161,6 @@ class CapturedFunction:
                     f"nearly every call; write into its memory instead (copy_)"
                 ),
             )
-
-    def _warn_of_kinds(self, call: Arguments, what: str) -> None:
-        """Say once that the function is called in ever new ways, and what changes."""
-        if not self._warned:
-            self._warned = True
-            changed = "" if self._last is None else f" ({self._changed_since(*self._last, call)})"
-            log.warning(
-                "%s has %s graphs, and %s%s; pad what varies, or use a tensor in place of a "
-                "number (lr=torch.tensor(0.1))", self.name, len(self.entries), what, changed,
-            )  # fmt: skip
-
-    def _changed_since(self, last: list[str], around: dict[str, str], call: Arguments) -> str:
-        """Say in what a call differs from the one that was captured last."""
-        described = call.described()
-        if len(last) != len(described):
-            return f"the call has {len(described)} arguments, and had {len(last)}"
-        for i, (was, now) in enumerate(zip(last, described, strict=True)):
-            if was != now:
-                return f"argument {i} is {now}, and was {was}"
-        settings = self._around.named()
-        changed = [name for name in around | settings if around.get(name) != settings.get(name)]
-        return f"{changed[0]} has changed" if changed else "torch's modes have changed"
 
     def _stay_eager(self, key: Any, error: GraphError) -> None:
         """Have calls of this key run eagerly, unless the error is to be raised."""
@@ -217,8 +183,13 @@ class CapturedFunction:
                 entry.release()
 
     def __repr__(self) -> str:
-        replays = sum(part.replays for entry in self.entries.values() for part in entry.parts)
-        return f"<CapturedFunction {self.name}: {len(self.entries)} graphs, {replays} replays>"
+        eager = f", {len(self.eager)} eager" if self.eager else ""
+        graphs = f"{len(self.entries)} graphs{eager}, {self._replays} replays"
+        return f"<CapturedFunction {self.name}: {graphs}>"
+
+    @property
+    def _replays(self) -> int:
+        return sum(part.replays for entry in self.entries.values() for part in entry.parts)
 
     @property
     def __commlib_captures__(self) -> Callable[..., Any]:
@@ -255,105 +226,83 @@ class CapturedFunction:
         self._around.find()
         if device.type == "cpu":
             check_hidden(self._around.modules)
-        engine = engine_for(device)
-        counted = self.options.first == "warmup"
         weights = [*self._around.weights, *self._grads.leaves]
-        how: dict[str, Any] = {"counted": counted, "weights": weights}
-        how["modules"] = self._around.modules
-        warm = WarmUp(self.fn, engine, device, **how)
+        reach = Reach(weights, self._around.modules)
+        first = FirstCall(self.fn, self.options, self._schedule, device, reach)
         self._around.before_call(*call.given)
         wanted = [x.requires_grad for x in call.tensors]
-        result = warm.call(call)
+        result = first.counted.make(call)
         self._around.after_call(*call.given)
         try:
-            try:
-                check_wanting(call.tensors, wanted)
-                self._captured(call, engine, warm, device)
-            except GraphError as error:
-                if not error.reads:
-                    raise
-                warm.report_capture()
-                self._captured(call, engine, warm, device)
-                log.warning_once(
-                    "%s reads values on the host unless torch.cuda.is_current_stream_capturing() "
-                    "is true. Its graphs use the captured variant, whose last digits may differ",
-                    self.name,
-                )  # fmt: skip
+            check_wanting(call.tensors, wanted)
+            self._capture(call, first)
         except GraphError as error:
-            if self.options.on_fail == "raise":
-                if counted or warm.unseen:
-                    raise GraphError(
-                        f"{error}; the effects of the call were kept: do not repeat it", done=True
-                    ) from error
-                warm.undo()
-                for tensor, one in zip(call.tensors, wanted, strict=True):
-                    if tensor.requires_grad != one and tensor.is_leaf:
-                        tensor.requires_grad_(one)
-            if wanted != [x.requires_grad for x in call.tensors]:
-                self._stay_eager(call.key, error)  # the key of the next such call
-            self._stay_eager(self._arguments(*call.given).key, error)
+            self._give_up(call, first, wanted, error)
         finally:
-            warm.forget()
+            first.counted.forget()
         return result
 
-    def _captured(
-        self, call: Arguments, engine: Backend, warm: WarmUp, device: torch.device
-    ) -> None:
-        """Capture the call, from where it began."""
-        with warm.put_back():
-            # What the call has changed of its surroundings is not part of the key from now on.
-            call = self._arguments(*call.given)
-            self._capture(call, engine, warm, device)
+    def _capture(self, call: Arguments, first: FirstCall) -> None:
+        """Capture the call from where it began; once more if it asks whether it is captured."""
+        try:
+            with first.counted.put_back():
+                self._add_entry(call, first)
+        except GraphError as error:
+            if not error.reads:
+                raise
+            first.findings.report_capture()
+            with first.counted.put_back():
+                self._add_entry(call, first)
+            log.warning_once(
+                "%s reads values on the host unless torch.cuda.is_current_stream_capturing() "
+                "is true. Its graphs use the captured variant, whose last digits may differ",
+                self.name,
+            )  # fmt: skip
 
-    def _capture(
-        self, call: Arguments, engine: Backend, warm: WarmUp, device: torch.device
-    ) -> None:
+    def _add_entry(self, call: Arguments, first: FirstCall) -> None:
+        # What the call has changed of its surroundings is not part of the key from now on.
+        call = self._arguments(*call.given)
         if call.key in self.entries:
             return
-        if warm.begins_grads and call.key not in self._seen:
+        if first.counted.begins_grads and call.key not in self._seen:
             # The first of many calls, as a rule: the later ones add to these gradients.
             self._seen.add(call.key)
             return
-        least = 0 if self.options.first == "warmup" else 1
-        warm.rehearse(call, max(least, self.options.warmup - 1))
-        if self._grads.add(warm.owners):
+        first.rehearse(call)
+        if self._grads.add(first.findings.owners):
             self._drop_entries()
             call = self._grads.extend(call)
-        self.entries[call.key] = entry = self._entry(call, engine, warm, device)
+        entry = first.entry(call, functools.partial(self._drop_different, call.key))
+        self.entries[call.key] = entry
         places = self._around.places()
         entry.places = {name: place for name, place in places.items() if entry.uses(place[0])}
         self._turns = 0
-        replays = sum(part.replays for entry in self.entries.values() for part in entry.parts)
-        if len(self.entries) > _OFTEN and replays < len(self.entries):
-            self._warn_of_kinds(call, "hardly any was replayed")
-        self._last = call.described(), self._around.named()
-        self._at_capture = {name: weakref.ref(x) for name, x in named(self._module).items()}
-        for ring in warm.rings:
+        if len(self.entries) > _OFTEN and self._replays < len(self.entries):
+            self._kinds.warn(self.entries, call, self._around, "hardly any was replayed")
+        self._kinds.note(call, self._around)
+        self._at_capture = {name: weakref.ref(x) for name, x in _named(self._module).items()}
+        for ring in first.findings.rings:
             ring._lifecycle.graphs.add(self)
 
-    def _entry(
-        self, call: Arguments, engine: Backend, warm: WarmUp, device: torch.device
-    ) -> CapturedCall | Slots:
-        warm.save_again()
-        make = functools.partial(_captured, engine, warm)
-        known = Known(
-            copy=self.options.outputs == "copy",
-            own=device.type == "cpu",
-            tolerance=self.options.tolerance,
-            noise=Noise(),
-            sets=warm.sets,
-            by_parts=warm.by_parts,
-            leaves=warm.leaves,
-            roots=warm.roots,
-            watched=warm.watched,
-            unseen=warm.unseen,
-        )
-        if not warm.differentiable:
-            return CapturedCall(self.fn, call, make, warm.rooms(), known, self._schedule)
-        how: dict[str, Any] = {"make": make, "engine": engine, "parameters": warm.parameters}
-        how["differs"] = functools.partial(self._drop_different, call.key)
-        build = functools.partial(Slot, self.fn, known=known, **how)
-        return Slots(build, call, self.fn, self._schedule)
+    def _give_up(
+        self, call: Arguments, first: FirstCall, wanted: list[bool], error: GraphError
+    ) -> None:
+        """Undo the call and raise, or have the next calls of its kind run eagerly.
+
+        ``wanted``: which of its tensors wanted a gradient before the call.
+        """
+        if self.options.on_fail == "raise":
+            if first.counted.counted or first.findings.unseen:
+                raise GraphError(
+                    f"{error}; the effects of the call were kept: do not repeat it", done=True
+                ) from error
+            first.counted.undo()
+            for tensor, one in zip(call.tensors, wanted, strict=True):
+                if tensor.requires_grad != one and tensor.is_leaf:
+                    tensor.requires_grad_(one)
+        if wanted != [x.requires_grad for x in call.tensors]:
+            self._stay_eager(call.key, error)  # the key of the next such call
+        self._stay_eager(self._arguments(*call.given).key, error)
 
     def _device(self, call: Arguments) -> torch.device:
         tensors = [*call.tensors]
@@ -373,7 +322,7 @@ class CapturedFunction:
         captured module that is another tensor than at the capture. It takes some 50 ns a tensor, so
         the program asks: after loading weights, or once a step while looking for a bug.
         """
-        now = named(self._module)
+        now = _named(self._module)
         gone = [name for name, x in self._at_capture.items() if now.get(name) is not x()]
         for entry in (part for one in self.entries.values() for part in one.parts):
             names = {id(x()): name for name, x in self._at_capture.items()}
@@ -398,80 +347,8 @@ class CapturedFunction:
         self.entries.clear()
 
 
-def engine_for(device: torch.device) -> Backend:
-    """Return what captures on a device."""
-    if device.type == "cpu":
-        return CpuBackend()
-    return pools.engine(torch.cuda.current_device() if device.index is None else device.index)
-
-
-_HINTS = {  # what the driver says, and what that means here
-    "legacy stream depend on a capturing": (
-        "; an autograd node that an eager forward has made on the default stream is still held: "
-        "delete that forward's outputs first, or run it on another stream"
-    ),
-}
-
-
-def _captured(
-    engine: Backend,
-    warm: WarmUp,
-    fn: Callable[[], Any],
-    *,
-    again: bool,
-    part: str,
-    pool: Pool | None = None,
-    before: Segments | None = None,
-) -> tuple[Segments, Any]:
-    """Capture ``fn``; every member of its rings succeeds, or all of them raise.
-
-    ``again``: this rank captures ``part`` another time, the same, and no other rank is asked.
-    ``before``: the forward of a backward.
-    """
-    # What runs outside may replay other graphs; gradients that are bound stay after a replay.
-    if pool is None and (warm.broken or warm.binds_grads or warm.binds):
-        pool = engine.own_pool()
-    segments = Segments(engine, warm.generators, pool)
-    problem: Exception | None = None
-    result = None
-    try:
-        segments.leaves, segments.reports_capture = warm.leaves, warm.reports_capture
-        segments.empty = warm.empty
-        segments.before = {} if before is None else before.constants
-        if not again:
-            segments.undo = warm.capture_undo
-        with unrolled(warm.modules):
-            result = segments.make(fn)
-        for recorder in segments.recorders:
-            warm.check_state(recorder)
-        if part == "forward" and not again:
-            warm.check_carried(segments.recorders)
-        warm.compare(part, segments)
-        if segments.reads and (segments.broken or part != "forward"):
-            inside = "a function with eager parts" if part == "forward" else "a backward"
-            check_reads(segments.reads, inside)
-        warm.reads = warm.reads or segments.reads is not None
-    except Exception as error:
-        if again and warm.reads:  # this call goes another way than the one that was captured
-            segments.release()
-            raise OtherValue(str(error)) from error
-        problem = _as_ours(error)
-    try:
-        rings = [] if again else warm.rings
-        settle(rings, segments.collectives, problem, counted=again and segments.broken)
-    except CommError:
-        segments.release()
-        raise
-    return segments, result
-
-
-def _as_ours(error: Exception) -> GraphError:
-    """Return what is raised where a capture has failed with an error."""
-    if isinstance(error, GraphError):
-        return error
-    text = f"{type(error).__name__}: {error}"
-    why = next((hint for words, hint in _HINTS.items() if words in text), "")
-    where = line_of(error)
-    found = GraphError(f"capturing failed: {text}{why}" + (f"; at {where}" if where else ""))
-    found.__cause__ = error
-    return found
+def _named(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a module by name."""
+    if module is None:
+        return {}
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -200,7 +200,7 @@ class CudaBackend:
             held = torch.cuda.memory_reserved(self.device)
             graph.capture_begin(own, capture_error_mode="thread_local")
             _under_way.append(self)
-            recorder, watching = Recorder(self.device).in_capture(HostPart(self._room)), ExitStack()
+            recorder, watching = Recorder(self.device, host=HostPart(self._room)), ExitStack()
             number = capture_of(self.stream.cuda_stream)
             works = watching.enter_context(observers.unwaited())
             self._now = _Capture(

@@ -20,10 +20,10 @@ class Externals:
         self.gone = False
         references = []
         for recorder in recorders:
-            for key, tensor in recorder.externals.items():
+            for key, tensor in recorder.memory.externals.items():
                 if key not in arguments:
                     references.append(weakref.ref(tensor, self._note))
-                recorder.externals[key] = tensor.detach()
+                recorder.memory.externals[key] = tensor.detach()
             tensor = torch.empty(0)  # drops the last reference of this frame
         # A tensor that is already released was temporary, such as p.data.
         pairs = ((reference, reference()) for reference in references)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from commlib.core.ring import Ring
 from commlib.errors import CommError, GraphError
-from commlib.graph.recorder import PEER_TO_PEER, Collective
+from commlib.graph.recorded_collective import PEER_TO_PEER, Collective
 
 # What differs between ranks in the text of equal keys: the number of a device, an address.
 _PLACE = re.compile(r", index=\d+| at 0x[0-9a-f]+")

@@ -14,7 +14,6 @@ import torch
 
 from commlib.core import observers
 from commlib.core.ring import Ring
-from commlib.core.tensors import parts
 from commlib.errors import CommError, GraphError
 from commlib.graph.capture_query import reporting
 from commlib.graph.compare import Comparison, Difference, Left, Noise, Tolerance
@@ -22,9 +21,9 @@ from commlib.graph.effects import Effects, Held
 from commlib.graph.host import OtherValue
 from commlib.graph.python_state import Change, PythonState
 from commlib.graph.real_call import RealCall
-from commlib.graph.schema import memory
-from commlib.graph.segments import Verifying
+from commlib.graph.runs import DonePart, VerifiedRun, under_way
 from commlib.graph.stopwatch import Stopwatch
+from commlib.graph.write_counts import WriteCounts
 from commlib.log import log
 
 _EQUAL, _DIFFERS, _RAISED = range(3)  # what a member says of its call
@@ -94,20 +93,21 @@ class Verification(NamedTuple):
     join: Callable[[Sequence[Ring]], None]
     binds: Set[tuple[int, str]]
 
-    def run(self, fn: Callable[[], Any], replay: Callable[[], Any]) -> Verified:
+    def run(self, fn: Callable[[], Any], replay: Callable[[Sequence[DonePart]], Any]) -> Verified:
         """Run ``fn`` for real and its graph after that, and compare.
 
+        ``replay`` gets the eager parts of that run, which do the same again.
         Every member of the rings does so in the same call. Nobody watches the function: the call
         costs what an eager one does, the copies of what it writes, and the comparison.
 
         Raises:
             Unequal: They differ, here or on another member. The effects of ``fn`` are kept.
         """
-        effects, run, watch = self.effects, Verifying(self.roots), Stopwatch(self.device)
-        before, counts, objects = effects.now(), Counts(self.watched), PythonState(self.roots)
+        effects, run, watch = self.effects, VerifiedRun(self.roots), Stopwatch(self.device)
+        before, counts, objects = effects.now(), WriteCounts(self.watched), PythonState(self.roots)
         began = time.perf_counter()
         try:
-            with run.calling(), self._reporting():
+            with under_way(run), self._reporting():
                 expected = _with_works(fn)
         except Exception:
             with suppress(CommError):
@@ -152,12 +152,14 @@ class Verification(NamedTuple):
         return keep_eager()
 
     def _replayed(
-        self, run: Verifying, replay: Callable[[], Any], real: Left
+        self,
+        run: VerifiedRun,
+        replay: Callable[[Sequence[DonePart]], Any],
+        real: Left,
     ) -> tuple[Difference | None, Left | None]:
         """Replay; returns the first difference, and what was left if the graph fits the call."""
         try:
-            with run.replaying():
-                found = replay()
+            found = replay(run.parts)
         except OtherValue:  # the graph is of other values, and the eager effects are kept
             return None, None
         except GraphError as error:
@@ -176,7 +178,7 @@ class Verification(NamedTuple):
         now = [change.again() for change in bound]
         return Left({self.what: result}, now, self.effects.here())
 
-    def _put_back(self, run: Verifying, before: Held) -> Held:
+    def _put_back(self, run: VerifiedRun, before: Held) -> Held:
         """Put back what the call has changed; returns what it has left.
 
         That takes the place of ``before``, so that there is one copy at any time. Eager parts may
@@ -189,7 +191,7 @@ class Verification(NamedTuple):
         self.effects.put(before)
         return real
 
-    def _let_stand(self, run: Verifying, real: Left) -> None:
+    def _let_stand(self, run: VerifiedRun, real: Left) -> None:
         """Give the program back what the function has left."""
         run.again()
         self.effects.put(real.held)
@@ -210,7 +212,7 @@ class Verification(NamedTuple):
             real, objects = RealCall(self.device, (), named=True), PythonState(self.roots)
             real.note_leaves(x for x in self.watched if x.is_leaf and x.requires_grad)
             try:
-                with Verifying().calling(), self._reporting():
+                with under_way(VerifiedRun()), self._reporting():
                     result = real.run(fn)
                 self.join(self.rings)
                 left = self._left(result, bound)._replace(held=self.effects.now())
@@ -232,43 +234,6 @@ class Verification(NamedTuple):
         """Know what differs between two runs of the function, and by how much."""
         self.noise.items.update(x.item for x in self._compare().differences(one, other))
         self.noise.wild.update(x.item for x in self._compare().differences(one, other))
-
-
-class Counts:
-    """How often tensors were written to, and their gradients, before a call of the function."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        leaves = [x for x in tensors if x.is_leaf and x.requires_grad]
-        self._grads = [(leaf, leaf.grad) for leaf in leaves]
-        there = (grad for _, grad in self._grads if grad is not None)
-        held = [part for x in (*tensors, *there) for part in parts(x)]
-        self._tensors = [x for x in held if not x.is_inference()]
-        self._versions = [x._version for x in self._tensors]
-
-    def missed(self, effects: Effects, parts: Sequence[Effects]) -> Difference | None:
-        """Return what the call has changed and no replay would, if anything.
-
-        ``effects``: what the graph changes; ``parts``: what its eager parts do.
-        """
-        known = {memory(x) for each in (effects, *parts) for x in each.tensors}
-        pairs = zip(self._tensors, self._versions, strict=True)
-        for tensor, version in pairs:
-            if tensor._version == version or memory(tensor) in known:
-                continue
-            if tensor.untyped_storage().nbytes():  # what the function has emptied holds nothing
-                text = f"a {tuple(tensor.shape)} {tensor.dtype} tensor from outside"
-                detail = "is written by the function, and not by the graph"
-                return Difference(("missed", 0), text, detail)
-        leaves = {id(leaf) for each in (effects, *parts) for leaf in each.leaves}
-        for leaf, grad in self._grads:
-            if leaf.grad is not grad and id(leaf) not in leaves:
-                text = f"grad of a {tuple(leaf.shape)} tensor"
-                return Difference(
-                    ("missed", 1),
-                    text,
-                    "is another one after the function, and not after the graph",
-                )
-        return None
 
 
 def _with_works(fn: Callable[[], Any]) -> Any:

@@ -1,0 +1,94 @@
+"""The first call of a kind: it is made, rehearsed, and captured."""
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from commlib.graph import cuda_backend
+from commlib.graph.backend import Backend, CpuBackend
+from commlib.graph.cache_key import Arguments
+from commlib.graph.captured_call import CapturedCall
+from commlib.graph.compare import Noise
+from commlib.graph.counted_call import CountedCall
+from commlib.graph.entry import Entry
+from commlib.graph.findings import Findings
+from commlib.graph.options import Options
+from commlib.graph.recorded_call import Recipe
+from commlib.graph.rehearsal import rehearse
+from commlib.graph.schedule import Schedule
+from commlib.graph.slot import Slot
+from commlib.graph.slots import Slots
+from commlib.graph.verification_log import VerificationLog
+from commlib.graph.verify import Unequal
+
+
+class Reach(NamedTuple):
+    """What a function can reach.
+
+    Attributes:
+        weights: Leaves.
+        modules: Modules.
+    """
+
+    weights: Sequence[torch.Tensor]
+    modules: Sequence[torch.nn.Module]
+
+
+class FirstCall:
+    """The way of one call to an entry: ``make``, then inside ``put_back``: ``rehearse``, ``entry``.
+
+    Attributes:
+        findings: What is known of the function.
+        counted: The call itself.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        options: Options,
+        schedule: Schedule,
+        device: torch.device,
+        reach: Reach,
+    ) -> None:
+        self._fn, self._options, self._schedule = fn, options, schedule
+        self._backend = backend_of(device)
+        self.findings = Findings(weakref.WeakSet(reach.modules))
+        self.counted = CountedCall(
+            fn,
+            self._backend,
+            self.findings,
+            counted=options.first == "warmup",
+            weights=reach.weights,
+        )
+
+    def rehearse(self, call: Arguments) -> None:
+        """Run the function as often as the options say, to find what a graph would have to do."""
+        least = 0 if self._options.first == "warmup" else 1
+        times = max(least, self._options.warmup - 1)
+        rehearse(self._fn, self._backend, self.counted, call, times)
+
+    def entry(self, call: Arguments, differs: Callable[[Unequal], None]) -> Entry:
+        """Capture the call; ``differs`` gets a backward that differs from the function's."""
+        findings, options = self.findings, self._options
+        recipe = Recipe(self._fn, self._backend, findings, options.outputs == "copy")
+        log = functools.partial(VerificationLog, self._fn, options.tolerance, Noise())
+        if findings.differentiable:
+            slots = Slots(lambda: Slot(recipe, log(), differs), self._fn, self._schedule)
+            slots.capture(call)
+            return slots
+        rooms = findings.rooms(self._backend.device)
+        captured = CapturedCall(recipe._replace(rooms=rooms), log(), self._schedule)
+        captured.capture(call)
+        return captured
+
+
+def backend_of(device: torch.device) -> Backend:
+    """Return what captures on a device."""
+    if device.type == "cpu":
+        return CpuBackend()
+    return cuda_backend.engine(
+        torch.cuda.current_device() if device.index is None else device.index
+    )
