@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from commlib import graph
 from commlib.errors import GraphError
+from commlib.graph.slot import Slot
+from commlib.graph.slots import Slots
 from tests.support.checks import close, refused, same
 from tests.support.ranks import Ranks
 
@@ -27,8 +29,9 @@ def batch(turn: int, device: torch.device) -> torch.Tensor:
     return torch.linspace(-1, turn + 1, 12, device=device).view(3, 4)
 
 
-def slots(g: graph.CapturedFunction) -> list[Any]:
+def slots(g: graph.CapturedFunction) -> list[Slot]:
     (found,) = g.entries.values()
+    assert isinstance(found, Slots)
     return found.slots
 
 

@@ -8,8 +8,8 @@ import torch
 
 from commlib.core.tensors import is_wrapper
 from commlib.errors import GraphError
+from commlib.graph.changes import Change, Place
 from commlib.graph.outputs import Outputs, flat, hides
-from commlib.graph.python_state import Change, Place
 from commlib.graph.schema import memory
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from commlib.errors import GraphError
-from commlib.graph.outputs import GuardedTensor
+from commlib.graph.output_guard import GuardedTensor
 
 _DEVICES = ("cuda", "cpu")
 _NOTHING = tree_flatten(((), {}))[1]

@@ -11,10 +11,10 @@ from commlib.graph.bindings import Bindings
 from commlib.graph.cache_key import Arguments
 from commlib.graph.call_effects import CallEffects
 from commlib.graph.call_gradients import Gradients, NoGradients
-from commlib.graph.effects import Effects
 from commlib.graph.externals import Externals
 from commlib.graph.inputs import Inputs
 from commlib.graph.outputs import Outputs
+from commlib.graph.program_line import line_of_frame
 from commlib.graph.recorded_call import Recipe, kept_grads, reading, record_call
 from commlib.graph.runs import DonePart, check_foreign
 from commlib.graph.schedule import Schedule
@@ -35,6 +35,7 @@ class CapturedCall:
         segments: Its graphs.
         backwards: The graphs of its backwards.
         inputs: Where it reads its arguments.
+        effects: What it changes outside itself.
         outputs: What it returns.
         log: What its verified calls have shown.
         replays: How many calls it was used for.
@@ -101,7 +102,7 @@ class CapturedCall:
         self._bindings = Bindings(recorded.bindings, sets, given, self._is_own)
         self._grads = recorded.grads
         leaves = [leaf for leaf, _ in self._grads]
-        self._effects = CallEffects(self.inputs, self._recipe.rooms, leaves)
+        self.effects = CallEffects(self.inputs, self._recipe.rooms, leaves)
         gives = self.inputs.touched.written or self._grads or self._bindings.names
         self._only_launches = not (gives or self.outputs.lends)
         gradients.recorded(recorded, self.outputs, again=again)
@@ -144,7 +145,7 @@ class CapturedCall:
                     self._capture_again(call, fresh, caller, gradients, done)
                     return self.first(call, caller, gradients)
             if self.outputs.lends:
-                self.outputs.expire(f"the call at {place(caller)}")
+                self.outputs.expire(f"the call at {line_of_frame(caller)}")
             self.replays += 1
             timed = not self.replays & (self.replays - 1)  # now and then: the clock takes its time
             began = time.perf_counter() if timed else 0.0
@@ -184,7 +185,7 @@ class CapturedCall:
             if owner.grad is not grad or copy:
                 owner.grad = grad.clone() if copy and grad is not None else grad
         self._bindings.bind(tensors)
-        where = place(caller) if self.outputs.lends else ""
+        where = line_of_frame(caller) if self.outputs.lends else ""
         return self.outputs.give(tensors, where, gradients.join(list(tensors)))
 
     def _place(self, call: Arguments, pointers: Sequence[int]) -> list[int]:
@@ -209,7 +210,7 @@ class CapturedCall:
         """Capture the call with the graphs' own memory for some of its arguments."""
         check_foreign()
         self.inputs.make_room(call, positions)
-        self.outputs.expire(f"the call at {place(caller)}")
+        self.outputs.expire(f"the call at {line_of_frame(caller)}")
         self.lost = True
         self.segments.release()
         self._record(call, gradients, again=True, done=done)
@@ -232,7 +233,7 @@ class CapturedCall:
             lambda done: self.replay(call, caller, done=done),
         )
         self.log.uncaptured = False
-        self.log.note(verified)
+        self.log.note(verified.seconds, verified.eager_seconds)
         return verified.found
 
     def check_call(self, call: Arguments) -> None:
@@ -248,32 +249,17 @@ class CapturedCall:
 
     def verification(self, what: str, segments: Segments, call: Arguments | None) -> Verification:
         """Return what verifies a call of one of the graphs; a backward has no ``call``."""
-        found = self._recipe.findings
-        names = segments.names
-        rings = {each.ring.ring_id: each.ring for each in segments.collectives}
+        watched = (reference() for reference in self._recipe.findings.watched)
         return Verification(
-            self.effects(call),
-            segments.device,
-            [rings[i] for i in sorted(rings)],
-            names[: segments.own or len(names)],  # copies of outputs follow
+            segments,
+            self.effects.of(call, self.graphs),
+            self.log,
             what,
-            self.log.tolerance,
-            self.log.noise,
-            segments.reports_capture,
-            self.log.uncaptured,
-            [x for x in (reference() for reference in found.watched) if x is not None],
+            [x for x in watched if x is not None],
             [self._recipe.fn, *(() if call is None else call.given)],
-            segments.join,
             self._bindings.names if call is not None else set(),
+            self.log.uncaptured,
         )
-
-    def effects(self, call: Arguments | None) -> Effects:
-        """Return what the graphs, and what is copied to the arguments, change outside."""
-        return self._effects.of(call, self.graphs)
-
-    def writes(self, call: Arguments | None) -> dict[int, torch.Tensor]:
-        """Return the memory of the program that is written, as a tensor each."""
-        return self._effects.writes(call, self.graphs)
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -319,8 +305,3 @@ class CapturedCall:
         self.segments.release()
         self._externals.forget()
         self._recipe.findings.watched.clear()
-
-
-def place(caller: FrameType) -> str:
-    """Return file and line of the caller of a captured function."""
-    return f"{caller.f_code.co_filename}:{caller.f_lineno}"

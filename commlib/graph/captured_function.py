@@ -7,7 +7,6 @@ import sys
 import threading
 import types
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -18,8 +17,8 @@ from commlib.core.manager import CommContextManager
 from commlib.errors import GraphError
 from commlib.graph.cache_key import Arguments, arguments, bare, modes, value
 from commlib.graph.compare import load_kernels
-from commlib.graph.entry import Entry
-from commlib.graph.first_call import FirstCall, Reach
+from commlib.graph.entries import Entries
+from commlib.graph.first_call import FirstCall, Reach, device_of
 from commlib.graph.grads import Grads
 from commlib.graph.host import OtherValue
 from commlib.graph.kinds_watch import KindsWatch
@@ -29,13 +28,14 @@ from commlib.graph.runs import check_foreign, inside
 from commlib.graph.schedule import Schedule
 from commlib.graph.surroundings import Surroundings
 from commlib.graph.unsupported import check_hidden, check_unreadable, check_wanting
+from commlib.graph.used_tensors import UsedTensors
 from commlib.graph.verify import Unequal
 from commlib.log import log
 from commlib.streams import capturing
 
 everything: "weakref.WeakSet[CapturedFunction]" = weakref.WeakSet()
 
-_FEW, _OFTEN = 4, 8  # replays of a graph, and graphs of one kind of call
+_MANY = 8  # kinds of calls, where most are replayed
 
 
 class CapturedFunction:
@@ -53,19 +53,18 @@ class CapturedFunction:
         self.fn, self.options, self._schedule = fn, options, Schedule(options.verify)
         if self._schedule.ever and torch.cuda.is_initialized() and not capturing():
             load_kernels(torch.cuda.current_device())
-        self.entries: dict[Any, Entry] = {}
+        self.entries = Entries()
         self.eager: dict[Any, str] = {}  # calls that stay eager, and why
         self._kinds = KindsWatch(self.name)
         self._seen: set[Any] = set()  # keys of calls that came once, and were not captured yet
         self._grads = Grads()
         self._lock = threading.RLock()
         self._turns = 0  # replays of any kind since the last capture: the same on all ranks
-        self._replaced: Counter[Any] = Counter()  # by key: graphs whose tensors were replaced
         owner = getattr(fn, "__self__", fn)  # of a bound method
         self._module = owner if isinstance(owner, torch.nn.Module) else None
         self._around = Surroundings(fn)
         self._bare = bare(())  # the last call without arguments
-        self._at_capture: dict[str, weakref.ref[torch.Tensor]] = {}
+        self._used = UsedTensors()
         everything.add(self)
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
@@ -103,7 +102,7 @@ class CapturedFunction:
             self._agree_on(call.key, self.options.agree)
         entry = self.entries.get(call.key)
         if entry is not None and (entry.stale or (entry.places and self._have_moved(entry.places))):
-            self._drop_stale(call.key, entry)
+            self._drop_stale(call.key)
             entry = None
         if entry is None and call.key in self.eager:
             return self.fn(*args, **kwargs)
@@ -139,21 +138,15 @@ class CapturedFunction:
 
     def _drop_different(self, key: Any, error: Unequal) -> None:
         """Release a graph that differs from the function; calls of its kind are eager now."""
-        entry = self.entries.pop(key, None)
-        if entry is not None and self.options.on_fail == "raise":
-            entry.release()  # else backwards of earlier calls may follow
+        if self.options.on_fail == "raise":
+            self.entries.drop(key)
+        else:
+            self.entries.pop(key, None)  # backwards of earlier calls may follow
         self._stay_eager(key, error)
 
-    def _drop_stale(self, key: Any, entry: Entry) -> None:
-        """Release graphs whose tensors were replaced: the call is captured again.
-
-        Where that happens at nearly every call, capturing gains nothing, and the call stays eager.
-        """
-        entry.release()
-        del self.entries[key]
-        used = sum(part.replays for part in entry.parts)
-        self._replaced[key] = self._replaced[key] + 1 if used < _FEW else 1
-        if self._replaced[key] > _OFTEN:
+    def _drop_stale(self, key: Any) -> None:
+        """Have a call captured again whose tensors were replaced, unless they always are."""
+        if self.entries.drop_stale(key):
             self._stay_eager(
                 key,
                 GraphError(
@@ -178,18 +171,12 @@ class CapturedFunction:
         known = key in self.entries or key in self.eager
         if not same_key(CommContextManager.instance().get(ring_id), key, known) and known:
             self.eager.pop(key, None)
-            entry = self.entries.pop(key, None)
-            if entry is not None:
-                entry.release()
+            self.entries.drop(key)
 
     def __repr__(self) -> str:
         eager = f", {len(self.eager)} eager" if self.eager else ""
-        graphs = f"{len(self.entries)} graphs{eager}, {self._replays} replays"
+        graphs = f"{len(self.entries)} graphs{eager}, {self.entries.replays} replays"
         return f"<CapturedFunction {self.name}: {graphs}>"
-
-    @property
-    def _replays(self) -> int:
-        return sum(part.replays for entry in self.entries.values() for part in entry.parts)
 
     @property
     def __commlib_captures__(self) -> Callable[..., Any]:
@@ -222,7 +209,7 @@ class CapturedFunction:
         """Make the call eagerly, and capture what the next ones of its kind will replay."""
         check_foreign()
         check_unreadable(call.tensors)
-        device = self._device(call)
+        device = device_of(call, self._module)
         self._around.find()
         if device.type == "cpu":
             check_hidden(self._around.modules)
@@ -270,17 +257,17 @@ class CapturedFunction:
             return
         first.rehearse(call)
         if self._grads.add(first.findings.owners):
-            self._drop_entries()
+            self.entries.drop_all()
             call = self._grads.extend(call)
         entry = first.entry(call, functools.partial(self._drop_different, call.key))
         self.entries[call.key] = entry
         places = self._around.places()
         entry.places = {name: place for name, place in places.items() if entry.uses(place[0])}
         self._turns = 0
-        if len(self.entries) > _OFTEN and self._replays < len(self.entries):
+        if len(self.entries) > _MANY and self.entries.replays < len(self.entries):
             self._kinds.warn(self.entries, call, self._around, "hardly any was replayed")
         self._kinds.note(call, self._around)
-        self._at_capture = {name: weakref.ref(x) for name, x in _named(self._module).items()}
+        self._used.note(self._module)
         for ring in first.findings.rings:
             ring._lifecycle.graphs.add(self)
 
@@ -304,17 +291,6 @@ class CapturedFunction:
             self._stay_eager(call.key, error)  # the key of the next such call
         self._stay_eager(self._arguments(*call.given).key, error)
 
-    def _device(self, call: Arguments) -> torch.device:
-        tensors = [*call.tensors]
-        if self._module is not None:
-            tensors += [*self._module.parameters(), *self._module.buffers()]
-        for tensor in tensors:
-            if tensor.device.type == "cuda":
-                return tensor.device
-        if tensors or not torch.cuda.is_available():
-            return torch.device("cpu")
-        return torch.device("cuda", torch.cuda.current_device())
-
     def check(self) -> None:
         """Raise ``GraphError`` if a tensor that the graphs use was replaced since the capture.
 
@@ -322,11 +298,7 @@ class CapturedFunction:
         captured module that is another tensor than at the capture. It takes some 50 ns a tensor, so
         the program asks: after loading weights, or once a step while looking for a bug.
         """
-        now = _named(self._module)
-        gone = [name for name, x in self._at_capture.items() if now.get(name) is not x()]
-        for entry in (part for one in self.entries.values() for part in one.parts):
-            names = {id(x()): name for name, x in self._at_capture.items()}
-            gone += [names.get(id(x), f"a {tuple(x.shape)} tensor") for x in entry.moved()]
+        gone = self._used.replaced(self._module, self.entries.captured)
         if gone:
             raise GraphError(
                 f"{self.name}: {', '.join(gone[:5])} is not where the graph reads it any more; "
@@ -335,20 +307,8 @@ class CapturedFunction:
 
     def reset(self) -> None:
         """Release every graph; the next calls capture again."""
-        self._drop_entries()
+        self.entries.drop_all()
         self.eager.clear()
         self._seen.clear()
-        self._at_capture = {}
+        self._used = UsedTensors()
         self._around, self._bare = Surroundings(self.fn), bare(())
-
-    def _drop_entries(self) -> None:
-        for entry in self.entries.values():
-            entry.release()
-        self.entries.clear()
-
-
-def _named(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a module by name."""
-    if module is None:
-        return {}
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_map_only
 
 from commlib.core.tensors import parts
 from commlib.graph.cache_key import value
+from commlib.graph.changes import Change
 from commlib.graph.effects import TOGETHER, Effects, Held
 from commlib.graph.outputs import flat
-from commlib.graph.python_state import Change
 
 Tolerance = tuple[float, float]
 Item = tuple[Any, int]  # a compared item: its kind and its number

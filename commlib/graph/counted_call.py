@@ -11,9 +11,10 @@ from commlib.errors import CommError
 from commlib.graph.backend import Backend
 from commlib.graph.bindings import kept
 from commlib.graph.cache_key import Arguments
+from commlib.graph.changes import Change
 from commlib.graph.digest import digests, whole
 from commlib.graph.findings import Findings
-from commlib.graph.python_state import Change, PythonState
+from commlib.graph.python_state import PythonState
 from commlib.graph.rank_agreement import settle
 from commlib.graph.reach import reached
 from commlib.graph.real_call import RealCall

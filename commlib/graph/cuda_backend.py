@@ -1,13 +1,10 @@
-"""The CUDA engine: one pool and one capture stream a device, for every graph of the process."""
+"""The CUDA backend: one pool and one capture stream a device, for every graph of the process."""
 
-import ctypes
 import gc
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,53 +14,23 @@ from commlib.core.ring import Ring
 from commlib.core.work import Work
 from commlib.errors import GraphError
 from commlib.graph.backend import Pool
+from commlib.graph.cuda_driver import (
+    clear_error,
+    no_collection,
+    no_stale_streams,
+    nodes,
+    unsafe_calls,
+)
+from commlib.graph.cuda_graph import CudaRecording, end_late, under_way
 from commlib.graph.generators import put_state
 from commlib.graph.host import HostPart
 from commlib.graph.recorder import Recorder
 from commlib.graph.side_stream import SideStream
 from commlib.p2p.stream_order import StreamOrder
-from commlib.streams import capture_of, capturing, current_raw
+from commlib.streams import capture_of, current_raw
 
 _capturing = threading.RLock()  # torch captures one graph at a time
-_under_way: "list[CudaBackend]" = []  # the engine that captures now
-_late: list[torch.cuda.CUDAGraph] = []  # graphs to be destroyed after that
 _STREAMS = 32  # that torch deals out in turn
-
-
-class CudaRecording:
-    """One CUDA graph, and what the host does before each launch of it."""
-
-    def __init__(
-        self, graph: torch.cuda.CUDAGraph, nodes: int, nbytes: int, host: HostPart
-    ) -> None:
-        self._graph, self.nodes, self.nbytes, self._host = graph, nodes, nbytes, host
-        self.reads = host.reads
-        if host.empty:
-            self.replay = graph.replay  # type: ignore[method-assign]  # nothing between
-
-    def replay(self) -> None:
-        """Launch it on the current stream; never blocks."""
-        self._host.run()
-        self._graph.replay()
-        if self._host.empty:  # but for what it did before the first launch
-            self.replay = self._graph.replay  # type: ignore[method-assign]
-
-    def release(self) -> None:
-        """Destroy the graph; communicators that it uses must still be there."""
-        if _busy():
-            _late.append(self._graph)
-        else:
-            _end_late()
-            self._graph.reset()
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing() and _busy():
-            _late.append(self._graph)
-
-
-def _busy() -> bool:
-    """Whether something is being captured, by hand too: no capture survives a graph's end."""
-    return bool(_under_way) or capturing()
 
 
 class _Capture(NamedTuple):
@@ -81,8 +48,8 @@ class _Capture(NamedTuple):
 
 
 @cache
-def engine(index: int) -> "CudaBackend":
-    """Return the engine of GPU ``index``."""
+def of_gpu(index: int) -> "CudaBackend":
+    """Return the backend of GPU ``index``."""
     return CudaBackend(torch.device("cuda", index))
 
 
@@ -187,19 +154,19 @@ class CudaBackend:
         with ExitStack() as scope:
             scope.enter_context(_capturing)
             self._collect()
-            scope.enter_context(_no_collection())
+            scope.enter_context(no_collection())
             scope.enter_context(torch.cuda.stream(self.stream))
             torch.cuda.synchronize(self.device)
             torch.cuda.current_blas_handle()  # this thread's: a capture can't create it
-            _end_late()
+            end_late()
             graph, own = torch.cuda.CUDAGraph(keep_graph=True), self.pool if pool is None else pool
             for generator in generators:
                 graph.register_generator_state(generator)
             random = torch.cuda.default_generators[self.device.index].get_state()
-            scope.enter_context(_no_stale_streams())
+            scope.enter_context(no_stale_streams())
             held = torch.cuda.memory_reserved(self.device)
             graph.capture_begin(own, capture_error_mode="thread_local")
-            _under_way.append(self)
+            under_way.append(self)
             recorder, watching = Recorder(self.device, host=HostPart(self._room)), ExitStack()
             number = capture_of(self.stream.cuda_stream)
             works = watching.enter_context(observers.unwaited())
@@ -224,8 +191,8 @@ class CudaBackend:
         now.graph.capture_end()
         self._leave()
         now.recorder.restore()  # what the host has done
-        nodes, launches = _nodes(now.graph), now.recorder.launches
-        if nodes == 0 and (launches or now.recorder.collectives):
+        count, launches = nodes(now.graph), now.recorder.launches
+        if count == 0 and (launches or now.recorder.collectives):
             raise GraphError(
                 f"the graph is empty though {launches} operators ran: they went to a stream that "
                 f"is not part of the capture; launch on the current stream, or on one that waits "
@@ -234,11 +201,11 @@ class CudaBackend:
         now.graph.instantiate()
         assert now.recorder.host is not None
         grown = torch.cuda.memory_reserved(self.device) - now.held
-        return CudaRecording(now.graph, nodes, max(grown, 0), now.recorder.host)
+        return CudaRecording(now.graph, count, max(grown, 0), now.recorder.host)
 
     def _room(self, source: torch.Tensor) -> torch.Tensor:
         """Return memory for a tensor of the host, outside the pool: replays write the pool."""
-        with _unsafe_calls(), torch.cuda.stream(self._rooms):
+        with unsafe_calls(), torch.cuda.stream(self._rooms):
             return torch.empty_like(source, device=self.device)
 
     def join(self, rings: Sequence[Ring]) -> None:
@@ -254,9 +221,9 @@ class CudaBackend:
     def _leave(self) -> None:
         if self._now is not None:
             now, self._now = self._now, None
-            _under_way.remove(self)
+            under_way.remove(self)
             try:
-                _end_late()
+                end_late()
             finally:
                 now.scope.close()
             self._take_turn()
@@ -300,67 +267,6 @@ class CudaBackend:
         for step in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
             with suppress(RuntimeError):  # newer torch has done it
                 getattr(torch._C, step)(index, now.pool)
-        _clear_error()
+        clear_error()
         self._renew()  # a capture that ends well frees the generators
         put_state(torch.cuda.default_generators[index], now.random)
-
-
-def _end_late() -> None:
-    while _late:
-        _late.pop().reset()
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Hold garbage collection off: it could destroy a graph, which no capture survives."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@contextmanager
-def _no_stale_streams() -> Iterator[None]:
-    """Let autograd nodes that an eager forward made go on in the capture, where torch can."""
-    override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
-    if override is not None:
-        override(True)
-    try:
-        yield
-    finally:
-        if override is not None:
-            override(False)
-
-
-@contextmanager
-def _unsafe_calls() -> Iterator[None]:
-    """Allow this thread what no capture holds, such as an allocation, inside a ``with`` block."""
-    from cuda.bindings import driver
-
-    mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    status, before = driver.cuThreadExchangeStreamCaptureMode(mode)
-    if int(status) != 0:
-        raise GraphError(f"cuThreadExchangeStreamCaptureMode: {status}")
-    try:
-        yield
-    finally:
-        driver.cuThreadExchangeStreamCaptureMode(before)
-
-
-def _nodes(graph: torch.cuda.CUDAGraph) -> int:
-    from cuda.bindings import driver
-
-    status, _, count = driver.cuGraphGetNodes(graph.raw_cuda_graph(), 0)[:3]
-    if int(status) != 0:
-        raise GraphError(f"cuGraphGetNodes: {status}")
-    return int(count)
-
-
-def _clear_error() -> None:
-    """Take the last error from the runtime library that torch uses; it is not a lasting one."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    for path in sorted({line.split()[-1] for line in maps if "libcudart.so" in line}):
-        ctypes.CDLL(path).cudaGetLastError()

@@ -13,7 +13,7 @@ from commlib.graph.cache_key import Arguments
 from commlib.graph.captured_call import CapturedCall
 from commlib.graph.compare import Noise
 from commlib.graph.counted_call import CountedCall
-from commlib.graph.entry import Entry
+from commlib.graph.entries import Entry
 from commlib.graph.findings import Findings
 from commlib.graph.options import Options
 from commlib.graph.recorded_call import Recipe
@@ -89,6 +89,22 @@ def backend_of(device: torch.device) -> Backend:
     """Return what captures on a device."""
     if device.type == "cpu":
         return CpuBackend()
-    return cuda_backend.engine(
+    return cuda_backend.of_gpu(
         torch.cuda.current_device() if device.index is None else device.index
     )
+
+
+def device_of(call: Arguments, module: torch.nn.Module | None) -> torch.device:
+    """Return where a call runs: the GPU of its first tensor that has one, else the CPU.
+
+    Tensors of ``module`` count too. A call without any tensor runs on the current GPU.
+    """
+    tensors = [*call.tensors]
+    if module is not None:
+        tensors += [*module.parameters(), *module.buffers()]
+    for tensor in tensors:
+        if tensor.device.type == "cuda":
+            return tensor.device
+    if tensors or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from commlib.graph.effects import Effects
+from commlib.graph.program_line import remedy_here, user_line
 from commlib.graph.schema import OpCall
 from commlib.graph.step import Step, as_recorded, map_tensors, tensors_in
-from commlib.graph.unsupported import check_changing, remedy_here, user_line
+from commlib.graph.touched_memory import TouchedMemory
+from commlib.graph.unsupported import check_changing
 
 
 class OtherValue(Exception):  # not a failure: the call runs eagerly
@@ -157,19 +159,23 @@ class HostPart:
     ) -> None:
         self._recorded.append(_Recorded(item, _memory(used), _memory(changed), draws))
 
-    def end(
-        self, is_outside: Callable[[int], bool], written: dict[int, torch.Tensor], drawn: Any
-    ) -> None:
+    def end(self, memory: TouchedMemory, generators: Iterable[torch.Generator]) -> None:
         """End the capture: keep the steps whose result may differ per call.
 
         Args:
-            is_outside: Returns True for the key of memory that the program owns.
-            written: Memory of the program that the host writes.
-            drawn: Generators that the host draws from.
+            memory: What the capture has touched.
+            generators: Those that it draws from.
 
         Raises:
             GraphError: The host reads a value that the function itself changes at each call.
         """
+        written = {
+            key: memory.externals[key]
+            for key, x in memory.written.items()
+            if x.device.type == "cpu"
+        }
+        drawn = [x for x in generators if x.device.type == "cpu"]
+        is_outside = memory.is_outside
         varying = self._varying(is_outside)
         self._check_reads(varying, set(written))
         self._items = [each.item for each in varying]

@@ -1,18 +1,18 @@
 """What a captured function returns: the same memory at every replay, lent until the next."""
 
 import gc
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from io import IOBase
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from commlib.core.tensors import is_pending
 from commlib.errors import GraphError
 from commlib.graph.objects import unfold
+from commlib.graph.output_guard import OutputGuard
 
 
 class Argument(NamedTuple):
@@ -252,119 +252,3 @@ def hides(leaf: Any, own: Callable[[torch.Tensor], bool]) -> bool:
         else:
             queue += gc.get_referents(found)
     return False
-
-
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the same memory whose storage is its own and owns nothing."""
-    source = tensor.untyped_storage()
-    storage = torch._C._construct_storage_from_data_pointer(
-        source.data_ptr(), source.device, source.nbytes()
-    )
-    place = tensor.storage_offset(), tensor.size(), tensor.stride()
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *place)
-
-
-# Makes a read of a piece of memory raise; builds of torch without CUDA lack it.
-_SPOIL = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
-
-
-class GuardedTensor(torch.Tensor):
-    """An output where torch can't guard memory: it knows itself that it was overwritten."""
-
-    overwritten: Sequence[str] = ()  # one list for an output and its views: how it ended
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        known = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GuardedTensor)]
-        for leaf in known:
-            if leaf.overwritten:
-                raise RuntimeError(leaf.overwritten[0])
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in _PLAINLY:
-                return func(args[0].as_subclass(torch.Tensor), *args[1:], **(kwargs or {}))
-            found = func(*args, **(kwargs or {}))
-            if not torch.compiler.is_compiling():
-                _watch(found, known)
-            return found
-
-
-# What makes something else of a tensor: a copy, a pickle, a text.
-_PLAINLY = {torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__, torch.Tensor.__format__}
-
-
-def _watch(found: Any, known: Sequence[GuardedTensor]) -> None:
-    """Let tensors that an operator returns share the end of the outputs whose memory they share."""
-    if type(found) not in (tuple, list):
-        found = (found,)
-    if not found or not isinstance(found[0], torch.Tensor):
-        return
-    ends = {leaf.untyped_storage()._cdata: leaf.overwritten for leaf in known}
-    for tensor in found:
-        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-        if not plain or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            continue
-        end = ends.get(tensor.untyped_storage()._cdata)
-        if end is not None:
-            tensor.__class__ = (
-                GuardedTensor  # a subclass made by torch would be one more autograd node
-            )
-            tensor.overwritten = end
-
-
-# How many tensors share a storage; builds of torch may lack it.
-_sharers: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-
-
-class OutputGuard:
-    """One output, under a storage that is used again unless the program still holds it."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._alias = _alias(tensor)
-        self._storage = self._alias.untyped_storage()
-        self._place = self._storage.data_ptr()
-        self._at_rest = self._holders()
-        self._ended: list[str] = []
-        self._where = ""
-
-    def _holders(self) -> tuple[int, int]:
-        """Count the tensors that share the storage, and what names it in Python."""
-        return _sharers(self._storage._cdata) if _sharers else 0, sys.getrefcount(self._storage)
-
-    @property
-    def held(self) -> bool:
-        """Whether the program still has the output, a view of it, or its storage."""
-        return _sharers is None or self._holders() != self._at_rest
-
-    @property
-    def version(self) -> int:
-        """How often the output was written to, as autograd counts."""
-        return self._alias._version
-
-    @property
-    def moved(self) -> bool:
-        """Whether the program has given the output its own memory (``share_memory_``)."""
-        return self._storage.data_ptr() != self._place
-
-    def begin(self, where: str) -> torch.Tensor:
-        """Return the output for the caller at ``where``."""
-        self._where = where
-        if _SPOIL is not None:
-            return self._alias.detach()
-        given = torch.Tensor._make_subclass(
-            GuardedTensor, self._alias
-        )  # no view: it may be written to
-        given.overwritten = self._ended
-        return given
-
-    def end(self, where: str) -> None:
-        """Let reading it raise from now on, also through its views; it can't begin again."""
-        text = (
-            f"this output of a graph, returned at {self._where}, was overwritten by {where}; "
-            f'read it before, clone it, or capture with outputs="copy"'
-        )
-        if _SPOIL is not None:
-            _SPOIL(self._storage._cdata, text)
-        else:
-            self._ended.append(text)

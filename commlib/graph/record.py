@@ -9,10 +9,11 @@ from commlib.graph.capture_run import CaptureRun, Settings
 from commlib.graph.findings import Findings
 from commlib.graph.host import OtherValue
 from commlib.graph.nested import unrolled
+from commlib.graph.program_line import line_of
 from commlib.graph.rank_agreement import settle
 from commlib.graph.runs import DonePart
 from commlib.graph.segments import Segments
-from commlib.graph.unsupported import check_reads, line_of
+from commlib.graph.unsupported import check_reads
 
 _HINTS = {  # what the driver says, and what that means here
     "legacy stream depend on a capturing": (

@@ -13,11 +13,12 @@ from commlib.errors import GraphError
 from commlib.graph.backend import Backend, Pool
 from commlib.graph.bindings import check_hidden, holds_tensor
 from commlib.graph.cache_key import Arguments
+from commlib.graph.changes import Change
 from commlib.graph.findings import Findings
 from commlib.graph.inputs import Inputs, Touched
 from commlib.graph.leaves import Tensors, leaf, with_grads, without_grads
 from commlib.graph.outputs import flat, standing
-from commlib.graph.python_state import Change, PythonState
+from commlib.graph.python_state import PythonState
 from commlib.graph.record import record
 from commlib.graph.runs import DonePart
 from commlib.graph.segments import Segments

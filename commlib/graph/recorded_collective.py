@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from commlib.core.observers import Seen
 from commlib.core.ring import Ring
-from commlib.graph.unsupported import user_line
+from commlib.graph.program_line import user_line
 
 _BY_OUTPUT = ("scatter", "broadcast")  # the input is the root's alone
 _OWN_ITEMS = ("all_to_all", "exchange_rows", "send", "recv")  # differ between ranks

@@ -20,7 +20,7 @@ from commlib.graph.one_hot import checking_each
 from commlib.graph.recorded_collective import Collective
 from commlib.graph.rng_watch import RngWatch
 from commlib.graph.schema import OpCall
-from commlib.graph.step import Step, computes_nothing, map_tensors, tensors_in
+from commlib.graph.step import Step, as_they_are, computes_nothing, tensors_in
 from commlib.graph.touched_memory import TouchedMemory
 from commlib.graph.undo import UndoLog
 from commlib.graph.unsupported import (
@@ -134,7 +134,7 @@ class Recorder(TorchDispatchMode):
         on_host = self.host is not None and all(map(is_on_host, call.tensors))
         keep = (self.keep or on_host) and not call.known.reshapes
         # As they are now: they may get another shape later.
-        args, kwargs = self._as_they_are((call.args, call.kwargs)) if keep else ((), {})
+        args, kwargs = as_they_are((call.args, call.kwargs), self.memory.made) if keep else ((), {})
         name = str(call)
         result = self._called(call, written)
         results = tensors_in(result)
@@ -151,7 +151,7 @@ class Recorder(TorchDispatchMode):
         if call.known.computes and not on_host and any(map(torch.Tensor.numel, changed)):
             self.launches += 1
         if keep and (self.keep or (on_host and changed)):
-            kept = tuple((i, self._as_they_are(tensor)) for i, tensor in made)
+            kept = tuple((i, as_they_are(tensor, self.memory.made)) for i, tensor in made)
             step = Step(call.func, args, kwargs, kept, torch.is_grad_enabled())
             if self.host is None:
                 self.steps.append(step)
@@ -275,31 +275,12 @@ class Recorder(TorchDispatchMode):
         if self.host is None or is_on_host(tensor):
             self.undo.note_write(tensor)
 
-    def _as_they_are(self, tree: Any) -> Any:
-        """Return other tensors over the same memory, for a replay.
-
-        Autograd is to know of writes to what is outside, not of those to the graph's own memory:
-        that is right again when a backward reads it.
-        """
-
-        def own(x: torch.Tensor) -> torch.Tensor:
-            return x.data if x.untyped_storage()._cdata in self.memory.made else x.detach()
-
-        with torch._C.DisableTorchFunctionSubclass():
-            return map_tensors(own, tree)
-
     # -- after the run -----------------------------------------------------------------------------
 
     def end_host(self) -> None:
         """End the host's part. Raises ``GraphError`` where no graph fits what it reads."""
         assert self.host is not None
-        written = {
-            key: self.memory.externals[key]
-            for key, x in self.memory.written.items()
-            if x.device.type == "cpu"
-        }
-        drawn = [x for x in self.random.generators.values() if x.device.type == "cpu"]
-        self.host.end(self.memory.is_outside, written, drawn)
+        self.host.end(self.memory, self.random.generators.values())
 
     def note_again(self, undo: UndoLog) -> None:
         """Let ``undo`` note what the run changes, for a run that is not watched."""

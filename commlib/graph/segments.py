@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from commlib.core.ring import Ring
 from commlib.errors import GraphError
 from commlib.graph.backend import Backend, Recording
 from commlib.graph.eager_parts import EagerSegment
@@ -47,6 +48,18 @@ class Segments:
     def names(self) -> list[str]:
         """Return every operator of the graphs with its plain arguments, in order."""
         return [name for recorder in self.recorders for name in recorder.names]
+
+    @property
+    def own_names(self) -> list[str]:
+        """Return the operators of the function itself; a backward is nothing else."""
+        names = self.names
+        return names[: self.own or len(names)]
+
+    @property
+    def rings(self) -> list[Ring]:
+        """Return the rings of the collectives, by number."""
+        found = {call.ring.ring_id: call.ring for call in self.collectives}
+        return [found[number] for number in sorted(found)]
 
     @property
     def collectives(self) -> list[Collective]:

@@ -224,8 +224,7 @@ class Slot:
                 lambda _: [x for x, each in zip(back(), wants, strict=True) if each],
             )
             found, forward = verified.found, log.eager_seconds or 0
-            log.note(verified)
-            log.eager_seconds = forward + verified.eager_seconds
+            log.note(verified.seconds, forward + verified.eager_seconds)
         except Unequal as error:
             self._differs(error)
             found = error.result

@@ -57,7 +57,11 @@ class Slots:
         one.check_call(call)
         one.order()
         forwards = [slot.forward for slot in self.slots]
-        writes = {key: each for forward in forwards for key, each in forward.writes(call).items()}
+        writes = {
+            key: each
+            for forward in forwards
+            for key, each in forward.effects.writes(call, forward.graphs).items()
+        }
         args, kwargs = call.given
         used: list[Slot] = []
 
@@ -66,11 +70,11 @@ class Slots:
             used.append(slot)
             return found
 
-        effects = one.effects(call)
+        effects = one.effects.of(call, one.graphs)
         all_slots = Effects(writes.values(), effects.generators, effects.leaves)
         verification = one.verification("output", one.segments, call)._replace(effects=all_slots)
         verified = verification.run(lambda: self._fn(*args, **kwargs), replay)
-        one.log.note(verified)
+        one.log.note(verified.seconds, verified.eager_seconds)
         if not verified.replayed:  # the graph is of other values than this call, or of noise
             return verified.expected
         slot, expected = used[0], verified.expected

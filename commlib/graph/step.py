@@ -1,6 +1,6 @@
 """One operator of a captured stretch, with its tensors: it can be run again."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -74,6 +74,20 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return [tree]
     return [leaf for leaf in leaves_in(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def as_they_are(tree: Any, made: Container[int]) -> Any:
+    """Return what an operator takes or returns with other tensors over the same memory.
+
+    Autograd is to know of writes to what is outside, not of those to memory that a graph has
+    ``made``: that is right again when a backward reads it.
+    """
+
+    def other(x: torch.Tensor) -> torch.Tensor:
+        return x.data if x.untyped_storage()._cdata in made else x.detach()
+
+    with torch._C.DisableTorchFunctionSubclass():
+        return map_tensors(other, tree)
 
 
 def _wait(found: Any) -> None:

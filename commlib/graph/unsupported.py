@@ -1,12 +1,8 @@
 """What can't stand in a graph: it is refused before it runs, with the line of the program."""
 
 import functools
-import os
 import sys
-import sysconfig
-import traceback
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +11,7 @@ from commlib.core import observers
 from commlib.core.tensors import fault, has_memory
 from commlib.errors import GraphError
 from commlib.graph.exchange import Exchange
+from commlib.graph.program_line import in_ours, remedy_here, user_line
 from commlib.graph.schema import OpCall
 from commlib.streams import stream_captures
 
@@ -38,24 +35,6 @@ def check_sync(call: OpCall, device: torch.device) -> None:
         hint = _REMEDY.get(name, "do it outside, or mark the part with commlib.graph.eager")
         text = f"{name} can't stand in a graph: {why}"
         raise _refusal(text, name, remedy_here() or hint, reads=True)
-
-
-_PLACES = {  # files of torch that read values, and what a program does about it
-    os.path.join("torch", "optim", ""): "create the optimizer with capturable=True or fused=True",
-    os.path.join("torch", "amp", "grad_scaler"): "keep the GradScaler outside the function",
-    os.path.join("torch", "nn", "utils", "clip_grad"): "pass error_if_nonfinite=False",
-}
-
-
-def remedy_here() -> str | None:
-    """Return what to do where a part of torch reads a value that is known to."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        for place, remedy in _PLACES.items():
-            if place in frame.f_code.co_filename:
-                return remedy
-        frame = frame.f_back
-    return None
 
 
 def check_stray(call: OpCall, touched: Iterable[torch.Tensor]) -> None:
@@ -96,7 +75,7 @@ def _refused(name: str, read: Any) -> Any:
 
     @functools.wraps(read)
     def refusing(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if observers.observers and not _in_ours(sys._getframe(1)):
+        if observers.observers and not in_ours(sys._getframe(1)):
             for observer in observers.looking_on():
                 if observer.refuses:
                     observer.before_read(self, name.strip("_"))
@@ -280,30 +259,3 @@ def _copy(call: OpCall, device: torch.device) -> str | None:
     if source.type == "cpu" or device.type == "cpu" or source.type == target.type:
         return None
     return f"it copies from {source} to {target}, and the host waits for it"
-
-
-_OURS = (str(Path(__file__).parent.parent), str(Path(torch.__file__ or "").parent))
-_STANDARD = sysconfig.get_path("stdlib")
-
-
-def _in_ours(frame: Any) -> bool:
-    """Whether a frame is commlib's: it asks for numbers that are a part of the call."""
-    return str(frame.f_code.co_filename).startswith(_OURS[0])
-
-
-def line_of(error: BaseException) -> str | None:
-    """Return file and line of the program where an error came from."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [each for each in frames if not each.filename.startswith((*_OURS, "<"))]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else None
-
-
-def user_line() -> str:
-    """Return file and line of the innermost frame outside torch, commlib and Python's library."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((*_OURS, "<")) and os.path.dirname(file) != _STANDARD:
-            return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return traceback.format_stack(limit=1)[0].strip()

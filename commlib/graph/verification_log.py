@@ -3,7 +3,6 @@
 from typing import Any
 
 from commlib.graph.compare import Noise, Tolerance
-from commlib.graph.verify import Verified
 from commlib.log import log
 
 
@@ -26,11 +25,16 @@ class VerificationLog:
         self.eager_seconds: float | None = None
         self.uncaptured = False
 
-    def note(self, verified: Verified) -> None:
-        """Count a verified call, what it cost, and what was learned of the function."""
+    def note(self, seconds: float, eager_seconds: float) -> None:
+        """Count a verified call.
+
+        Args:
+            seconds: What it has cost.
+            eager_seconds: Host time of the function.
+        """
         self.verified += 1
-        self.seconds += verified.seconds
-        self.eager_seconds = verified.eager_seconds
+        self.seconds += seconds
+        self.eager_seconds = eager_seconds
         if self.noise:
             log.once(
                 "%s gives other bits each time it is run: numbers are compared by half of their "

@@ -16,13 +16,16 @@ from commlib.core import observers
 from commlib.core.ring import Ring
 from commlib.errors import CommError, GraphError
 from commlib.graph.capture_query import reporting
-from commlib.graph.compare import Comparison, Difference, Left, Noise, Tolerance
+from commlib.graph.changes import Change
+from commlib.graph.compare import Comparison, Difference, Left
 from commlib.graph.effects import Effects, Held
 from commlib.graph.host import OtherValue
-from commlib.graph.python_state import Change, PythonState
+from commlib.graph.python_state import PythonState
 from commlib.graph.real_call import RealCall
 from commlib.graph.runs import DonePart, VerifiedRun, under_way
+from commlib.graph.segments import Segments
 from commlib.graph.stopwatch import Stopwatch
+from commlib.graph.verification_log import VerificationLog
 from commlib.graph.write_counts import WriteCounts
 from commlib.log import log
 
@@ -63,35 +66,25 @@ class Verification(NamedTuple):
     """What a verified call needs to know of its graph.
 
     Attributes:
-        effects: What the graph changes outside itself.
-        device: Where the graph runs.
-        rings: The rings of its collectives.
-        names: The operators that were captured, with their plain arguments.
+        segments: The graph, with its eager parts.
+        effects: What it changes outside itself.
+        log: How results are compared, and what the function gives other bits of each time.
         what: What the results are called in errors.
-        tolerance: Relative and absolute, or None for the same bits.
-        noise: What the function gives other bits of each time; it may become more.
-        reports_capture: The answer when the function asks whether it is captured.
-        uncaptured: Whether the answer is False this once. The function may take another branch
-            then, whose last digits differ: half of the digits are compared.
         watched: Tensors that the function can reach.
         roots: What leads to the Python objects that it may change.
-        join: Orders the current stream after what the function has left on the rings' streams.
         binds: The names that a replay binds, and the objects that have them.
+        uncaptured: Whether the function gets the answer "not captured" this once. It may take
+            another branch then, whose last digits differ: half of the digits are compared.
     """
 
+    segments: Segments
     effects: Effects
-    device: torch.device
-    rings: Sequence[Ring]
-    names: Sequence[str]
+    log: VerificationLog
     what: str
-    tolerance: Tolerance | None
-    noise: Noise
-    reports_capture: bool
-    uncaptured: bool
     watched: Sequence[torch.Tensor]
     roots: Sequence[object]
-    join: Callable[[Sequence[Ring]], None]
     binds: Set[tuple[int, str]]
+    uncaptured: bool
 
     def run(self, fn: Callable[[], Any], replay: Callable[[Sequence[DonePart]], Any]) -> Verified:
         """Run ``fn`` for real and its graph after that, and compare.
@@ -103,7 +96,7 @@ class Verification(NamedTuple):
         Raises:
             Unequal: They differ, here or on another member. The effects of ``fn`` are kept.
         """
-        effects, run, watch = self.effects, VerifiedRun(self.roots), Stopwatch(self.device)
+        effects, run, watch = self.effects, VerifiedRun(self.roots), Stopwatch(self.segments.device)
         before, counts, objects = effects.now(), WriteCounts(self.watched), PythonState(self.roots)
         began = time.perf_counter()
         try:
@@ -118,7 +111,7 @@ class Verification(NamedTuple):
         def keep_eager() -> Verified:
             return Verified(expected, expected, seconds, watch.seconds(), replayed=False)
 
-        self.join(self.rings)  # a raw collective without fences may still run
+        self.segments.join(self.rings)  # a raw collective without fences may still run
         if _worst(self.rings, _EQUAL) == _RAISED:  # that rank will make no collectives now
             return keep_eager()
         missed = counts.missed(effects, run.effects())
@@ -167,11 +160,16 @@ class Verification(NamedTuple):
         left = self._left(found, real.bound)
         return next(self._compare().differences(real, left), None), left
 
+    @property
+    def rings(self) -> list[Ring]:
+        """Return the rings whose members verify together."""
+        return self.segments.rings
+
     def _compare(self) -> Comparison:
-        return Comparison(self.effects, self.tolerance, self.noise, half=self.uncaptured)
+        return Comparison(self.effects, self.log.tolerance, self.log.noise, half=self.uncaptured)
 
     def _reporting(self) -> AbstractContextManager[None]:
-        return reporting(self.reports_capture and not self.uncaptured)
+        return reporting(self.segments.reports_capture and not self.uncaptured)
 
     def _left(self, result: Any, bound: Sequence[Change]) -> Left:
         """Return what the program sees now, also under the names that the function binds."""
@@ -208,13 +206,13 @@ class Verification(NamedTuple):
         """
         first: Left | None = None
         names: list[str] = []
-        for _ in range(_RUNS if self.tolerance is None else 1):
-            real, objects = RealCall(self.device, (), named=True), PythonState(self.roots)
+        for _ in range(_RUNS if self.log.tolerance is None else 1):
+            real, objects = RealCall(self.segments.device, (), named=True), PythonState(self.roots)
             real.note_leaves(x for x in self.watched if x.is_leaf and x.requires_grad)
             try:
                 with under_way(VerifiedRun()), self._reporting():
                     result = real.run(fn)
-                self.join(self.rings)
+                self.segments.join(self.rings)
                 left = self._left(result, bound)._replace(held=self.effects.now())
                 if first is not None:
                     self._note_noise(first, left)
@@ -228,12 +226,12 @@ class Verification(NamedTuple):
                 objects.restore()
         if self.uncaptured:
             return "the function asks whether it is captured and behaves differently when it is"
-        return _first_other(self.names, names)
+        return _first_other(self.segments.own_names, names)
 
     def _note_noise(self, one: Left, other: Left) -> None:
         """Know what differs between two runs of the function, and by how much."""
-        self.noise.items.update(x.item for x in self._compare().differences(one, other))
-        self.noise.wild.update(x.item for x in self._compare().differences(one, other))
+        self.log.noise.items.update(x.item for x in self._compare().differences(one, other))
+        self.log.noise.wild.update(x.item for x in self._compare().differences(one, other))
 
 
 def _with_works(fn: Callable[[], Any]) -> Any:

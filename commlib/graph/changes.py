@@ -1,0 +1,90 @@
+"""A change of what an object of Python holds, and the place of what it holds."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+_PLAIN = (bool, int, float, complex, str, bytes)
+_VALUES = (*_PLAIN, type(None), torch.dtype, torch.device)
+GONE = object()  # where there is nothing under a name
+
+
+class _Unbound:
+    def __repr__(self) -> str:
+        return "not"
+
+
+UNBOUND = _Unbound()  # of a name that a replay has left alone
+
+
+class Place(NamedTuple):
+    """Where an object holds something."""
+
+    read: Callable[[], Any]
+    bind: Callable[[Any], None]  # gives the object something else in its place
+
+
+class Change(NamedTuple):
+    """Something that an object holds now, and did not before."""
+
+    where: int  # which object
+    name: str
+    before: Any
+    now: Any
+    place: Place
+
+    @property
+    def sets(self) -> bool:
+        """Return True for what can be compared, in its own place.
+
+        These are plain values, tensors, and tuples, lists and dicts of such.
+        """
+        return self.has_place and _can_be_compared(self.now)
+
+    @property
+    def has_place(self) -> bool:
+        """Return True if something can be bound there."""
+        return self.place is not NO_PLACE
+
+    @property
+    def is_plain(self) -> bool:
+        """Return True for a plain value, or a tuple of such."""
+        return _is_plain(self.now)
+
+    def undo(self) -> None:
+        """Bind the name to what it was bound to; one that was not there to None."""
+        self.place.bind(None if self.before is GONE else self.before)
+
+    def again(self) -> "Change":
+        """Return what the name is bound to since; to nothing where that is what it was before."""
+        now = self.place.read()
+        same = now is self.before or (now is None and self.before is GONE)
+        return self._replace(now=UNBOUND if same and not self.is_plain else now)
+
+    @property
+    def counts(self) -> bool:
+        """Return True for a number or text that is another, and for items that have come or gone.
+
+        Other objects may be new at each call and mean the same.
+        """
+        if isinstance(self.now, torch.Tensor):
+            return False
+        if isinstance(self.now, _PLAIN) and isinstance(self.before, _PLAIN):
+            return bool(self.now != self.before)
+        return self.name.startswith("the length")
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, _VALUES) or (type(x) is tuple and all(map(_is_plain, x)))
+
+
+def _can_be_compared(x: Any) -> bool:
+    if type(x) in (tuple, list):
+        return all(map(_can_be_compared, x))
+    if type(x) is dict:
+        return all(map(_can_be_compared, x.values()))
+    return isinstance(x, (*_VALUES, torch.Tensor))
+
+
+NO_PLACE = Place(lambda: None, lambda _: None)  # the items have no names

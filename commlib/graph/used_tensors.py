@@ -1,0 +1,35 @@
+"""The parameters and buffers of a captured module, by name: which are others since the capture."""
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from commlib.graph.captured_call import CapturedCall
+
+
+class UsedTensors:
+    """The tensors of a captured module at its last capture."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, weakref.ref[torch.Tensor]] = {}
+
+    def note(self, module: torch.nn.Module | None) -> None:
+        """Know what ``module`` has now."""
+        self._known = {name: weakref.ref(x) for name, x in _named(module).items()}
+
+    def replaced(
+        self, module: torch.nn.Module | None, entries: Sequence[CapturedCall]
+    ) -> list[str]:
+        """Return the names of tensors that are others now, or have other memory."""
+        now = _named(module)
+        gone = [name for name, x in self._known.items() if now.get(name) is not x()]
+        names = {id(x()): name for name, x in self._known.items()}
+        moved = [x for entry in entries for x in entry.moved()]
+        return gone + [names.get(id(x), f"a {tuple(x.shape)} tensor") for x in moved]
+
+
+def _named(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
+    if module is None:
+        return {}
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
