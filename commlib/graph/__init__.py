@@ -1,4 +1,41 @@
-"""Any callable as a graph that is replayed: collectives inside, nothing silently wrong."""
+"""Any callable as a graph that is replayed: collectives inside, nothing silently wrong.
+
+``capture(fn)`` returns a ``CapturedFunction``. Each call gets a key: its arguments but for their
+content, and what the function uses without receiving it. The life of one key::
+
+    first call         the call itself runs and counts               CountedCall.make
+      rehearse         fn runs again, watched, and all is put back   rehearse -> Findings
+      record           fn runs once more, and is captured            record_call -> RecordedCall
+        segments       graphs, and the eager parts between them      CaptureRun -> Segments
+        agree          all members of its rings succeed, or none     record, settle
+      keep             what later calls need                         CapturedCall, or Slots
+    later calls        a graph is launched                           CapturedCall.replay
+      verify           now and then fn runs first, and both must     Verification.run
+                       give the same bits
+    end                a tensor was replaced, reset(), or close of   Entries.drop
+                       a ring: graphs go before communicators
+
+Where gradients flow, a ``Slot`` has a captured call as its forward, and its backwards. One autograd
+node joins them. There are as many slots as forwards that wait for their backward.
+
+Invariants:
+
+1. The first call is right by construction: it is an eager call. Whatever runs for its capture is
+   put back: memory and gradients (``UndoLog``), generators (``RngWatch``), Python objects
+   (``PythonState``). A failed capture undoes the call too, or says that its effects were kept.
+2. A graph reads and writes three kinds of memory (``TouchedMemory``): its own, that of the
+   arguments (``Inputs``), and that of the program outside. Replays copy arguments that have moved.
+   Memory from outside is kept alive. Where the program replaces it, the call is captured again.
+3. What can't be in a graph is refused before it runs, with the line of the program. What a replay
+   would leave out is refused too: a number that the host reads, a Python counter, a name.
+4. All members of a ring capture the same collectives in the same order, or all of them raise.
+5. Outputs are memory of the graph, lent until its next replay: reading one after that raises.
+6. A replay runs no Python of the program but eager parts, and never blocks the host without them.
+7. All graphs of a device share one pool and one capture stream, and replay one after the other.
+
+A run asks for nothing by a global: only a function marked ``eager`` asks for the run of its thread,
+because it is called by the program's code (``runs.py``).
+"""
 
 from commlib.errors import GraphError
 from commlib.graph.capture import capture

@@ -20,6 +20,7 @@ from commlib.graph.reach import reached
 from commlib.graph.real_call import RealCall
 from commlib.graph.runs import WarmUpRun
 from commlib.graph.schema import memory
+from commlib.graph.undo import UndoLog
 
 
 class CountedCall:
@@ -151,7 +152,7 @@ class CountedCall:
 
     def forget(self) -> None:
         """Release what only the first call needs."""
-        self._real = RealCall(self._backend.device, ())
+        self._real.undo = UndoLog()
         self._before = self._after = PythonState(())
         self._begun, self.roots = [], []
 

@@ -55,6 +55,8 @@ class Plain(NamedTuple):
 
 
 Output = Argument | View | Again | Borrowed | Plain
+_PLAIN = (torch.Tensor, type(None))  # a result that is one leaf, as most are
+_ONE = tree_flatten(None)[1]
 Join = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
@@ -63,6 +65,8 @@ def flat(result: Any) -> tuple[list[Any], TreeSpec]:
 
     Tensors in objects are leaves too.
     """
+    if type(result) in _PLAIN:
+        return [result], _ONE
     leaves, spec = tree_flatten(result, is_leaf=_is_shape)
     unfolded = [leaf if _is_shape(leaf) else unfold(leaf) for leaf in leaves]
     if any(one is not leaf for one, leaf in zip(unfolded, leaves, strict=True)):
@@ -72,6 +76,8 @@ def flat(result: Any) -> tuple[list[Any], TreeSpec]:
 
 def awaited(result: Any) -> Any:
     """Return a result in which nothing is pending."""
+    if type(result) in _PLAIN:
+        return result
     leaves, spec = tree_flatten(result, is_leaf=_is_shape)
     pending = any(isinstance(x, torch.Tensor) and is_pending(x) for x in leaves)
     return tree_unflatten([_awaited(x) for x in leaves], spec) if pending else result

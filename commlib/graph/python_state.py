@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,9 +27,13 @@ class PythonState:
     library counts inside itself go on from where they are.
     """
 
-    def __init__(self, roots: Iterable[object]) -> None:
+    def __init__(self, roots: Sequence[object]) -> None:
+        self._held: list[Any] = []
+        self._undo: list[Callable[[], None]] = []
         found = reached(roots)
         self.tensors = found.tensors  # that the objects hold
+        if not roots:
+            return
         empty, others = list[Any](), list[Any]()  # most of a module's ten dicts for hooks are empty
         for x in found.objects:
             (others if type(x) not in CONTAINERS or x else empty).append(x)

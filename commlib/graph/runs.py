@@ -6,7 +6,7 @@ makes. Everything else gets what it needs as arguments.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -76,7 +76,7 @@ def call_apart(part: EagerPart, undo: UndoLog) -> Any:
 class WarmUpRun:
     """A run of a function before its capture; ``undo`` notes what its eager parts change."""
 
-    def __init__(self, undo: UndoLog, roots: Iterable[object] = ()) -> None:
+    def __init__(self, undo: UndoLog, roots: Sequence[object] = ()) -> None:
         """``roots``: what leads to the Python objects that eager parts may change."""
         self.broken = False  # whether it has met an eager part
         self.changed: dict[tuple[int, str], Any] = {}  # what eager parts bind names to
@@ -132,7 +132,7 @@ def do_again(done: list[DonePart], part: EagerPart) -> Any:
 class VerifiedRun:
     """A real call whose graph is replayed after it: eager parts run in the real call alone."""
 
-    def __init__(self, roots: Iterable[object] = ()) -> None:
+    def __init__(self, roots: Sequence[object] = ()) -> None:
         """``roots``: what leads to the Python objects that eager parts may change."""
         self.changed: set[tuple[int, str]] = set()  # by eager parts
         self.parts: list[DonePart] = []

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 
 _NESTS = (tuple, list, dict)
-_CHANGED = (torch.Tensor, *_NESTS)
 _COLLECTIVES = ("c10d", "_c10d_functional")  # of torch.distributed, which do not wait
 
 
@@ -66,7 +65,13 @@ def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
         return tree
     if isinstance(tree, dict):
         return {name: map_tensors(change, one) for name, one in tree.items()}
-    return type(tree)([map_tensors(change, x) if isinstance(x, _CHANGED) else x for x in tree])
+    found = []
+    for x in tree:
+        if isinstance(x, torch.Tensor):
+            found.append(change(x))
+        else:
+            found.append(map_tensors(change, x) if isinstance(x, _NESTS) else x)
+    return type(tree)(found)
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

@@ -111,7 +111,8 @@ class UndoLog:
         self._put_generators()
         self._generators = drawn
         before = {key: (tensor, tensor._version) for key, (tensor, _) in self._versions.items()}
-        self._put_versions()
+        if before:
+            self._put_versions()
         self._versions = before
 
     def _put_versions(self) -> None:
@@ -129,7 +130,8 @@ class UndoLog:
         for storage, content in self._memory.values():
             if storage.nbytes() == content.nbytes():
                 storage.copy_(content, non_blocking=True)
-        self._put_generators()
+        if self._generators:
+            self._put_generators()
         for leaf, grad in self.grads:
             if leaf.grad is not grad:
                 leaf.grad = grad
@@ -138,5 +140,6 @@ class UndoLog:
             (tensor if base is None else base).detach_()
         for tensor, shape in self._shapes.values():
             _reshape(tensor, shape)
-        self._put_versions()
+        if self._versions:
+            self._put_versions()
         self.__init__()  # type: ignore[misc]
