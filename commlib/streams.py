@@ -32,7 +32,7 @@ def forget() -> None:
 
 
 # True if the driver captures the current stream. torch.cuda.is_current_stream_capturing gives the
-# same answer in a capture and in the runs before it (graph/capture_query.py).
+# same answer in a capture and in the runs before it (graph/watching/capture_query.py).
 stream_captures: Callable[[], bool] = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )

@@ -15,11 +15,11 @@ import torch
 
 from commlib.errors import GraphError
 from commlib.graph import CapturedFunction, capture
-from commlib.graph.cache_key import value
-from commlib.graph.capture_run import CaptureRun, Settings
+from commlib.graph.calls.cache_key import value
 from commlib.graph.first_call import backend_of
-from commlib.graph.runs import inside
-from commlib.graph.segments import Segments
+from commlib.graph.recording.capture_run import CaptureRun, Settings
+from commlib.graph.recording.segments import Segments
+from commlib.graph.watching.runs import inside
 
 __all__ = [
     "Graph",

@@ -17,10 +17,10 @@ from commlib import graph
 from commlib.compat import deepspeed
 from commlib.errors import CommError
 from commlib.graph import GraphError
-from commlib.graph.overlap import overlap, overlaps
-from commlib.graph.recorder import Recorder
-from commlib.graph.runs import WarmUpRun, inside
-from commlib.graph.undo import UndoLog
+from commlib.graph.operators.overlap import overlap, overlaps
+from commlib.graph.watching.recorder import Recorder
+from commlib.graph.watching.runs import WarmUpRun, inside
+from commlib.graph.watching.undo import UndoLog
 from tests.support.checks import close, refused, same, settle
 from tests.support.examples import examples
 from tests.support.ranks import Ranks

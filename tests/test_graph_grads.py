@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from commlib import graph
 from commlib.errors import GraphError
-from commlib.graph.slot import Slot
-from commlib.graph.slots import Slots
+from commlib.graph.replaying.slot import Slot
+from commlib.graph.replaying.slots import Slots
 from tests.support.checks import close, refused, same
 from tests.support.ranks import Ranks
 

@@ -21,8 +21,8 @@ from commlib import graph, ops
 from commlib.compat import deepspeed
 from commlib.errors import CommError, CommTimeout
 from commlib.graph import GraphError
-from commlib.graph.capture_run import CaptureRun
-from commlib.graph.runs import current
+from commlib.graph.recording.capture_run import CaptureRun
+from commlib.graph.watching.runs import current
 from tests.support.checks import close, refused, same, settle
 from tests.support.processes import run
 from tests.support.ranks import Ranks

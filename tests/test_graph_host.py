@@ -8,8 +8,8 @@ import torch
 
 from commlib import graph
 from commlib.errors import GraphError
-from commlib.graph.host import HostPart, OtherValue
-from commlib.graph.recorder import Recorder
+from commlib.graph.watching.host import HostPart, OtherValue
+from commlib.graph.watching.recorder import Recorder
 from tests.support.checks import close, refused, same
 from tests.support.ranks import Ranks
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from commlib import graph
-from commlib.graph.generators import default_generator
+from commlib.graph.operators.generators import default_generator
 from tests.support.checks import same
 from tests.support.ranks import Ranks
 

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from commlib import graph
-from commlib.graph.segments import Segments
+from commlib.graph.recording.segments import Segments
 from tests.support.checks import refused, same
 from tests.support.ranks import Ranks
 

@@ -11,8 +11,8 @@ import torch
 import commlib
 from commlib import graph
 from commlib.errors import GraphError
-from commlib.graph import digest, effects
-from commlib.graph.nodes import used_up
+from commlib.graph.replaying.nodes import used_up
+from commlib.graph.watching import digest, effects
 from tests.support.checks import close, refused, same
 from tests.support.ranks import Ranks
 

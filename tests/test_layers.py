@@ -19,6 +19,13 @@ LAYERS = (  # lowest first: a module imports from lines above its own, or from i
     "commlib.p2p",
     "commlib.engines",
     "commlib.core",
+    "commlib.graph.python",
+    "commlib.graph.operators",
+    "commlib.graph.watching",
+    "commlib.graph.backends",
+    "commlib.graph.calls",
+    "commlib.graph.recording",
+    "commlib.graph.replaying",
     "commlib.graph",
     "commlib.ops",
     "commlib.compat",
@@ -46,9 +53,11 @@ FILES = _files()
 
 def layer(module: str) -> str:
     """Return the line of LAYERS that ``module`` belongs to: its folder, or the ground floor."""
-    room = ".".join(module.split(".")[:2])
-    if room in LAYERS:
-        return room
+    parts = module.split(".")
+    for depth in (3, 2):
+        room = ".".join(parts[:depth])
+        if room in LAYERS:
+            return room
     assert room in FILES, f"{module} is in a folder without a line in LAYERS"
     return "commlib.ground"
 

@@ -15,21 +15,21 @@ import torch
 
 from commlib.core.manager import CommContextManager
 from commlib.errors import GraphError
-from commlib.graph.cache_key import Arguments, arguments, bare, modes, value
-from commlib.graph.compare import load_kernels
-from commlib.graph.entries import Entries
+from commlib.graph.calls.cache_key import Arguments, arguments, bare, modes, value
+from commlib.graph.calls.grads import Grads
 from commlib.graph.first_call import FirstCall, Reach, device_of
-from commlib.graph.grads import Grads
-from commlib.graph.host import OtherValue
 from commlib.graph.kinds_watch import KindsWatch
+from commlib.graph.operators.unsupported import check_hidden, check_unreadable, check_wanting
 from commlib.graph.options import Options
-from commlib.graph.rank_agreement import same_key
-from commlib.graph.runs import check_foreign, inside
-from commlib.graph.schedule import Schedule
+from commlib.graph.recording.rank_agreement import same_key
+from commlib.graph.replaying.compare import load_kernels
+from commlib.graph.replaying.entries import Entries
+from commlib.graph.replaying.schedule import Schedule
+from commlib.graph.replaying.verify import Unequal
 from commlib.graph.surroundings import Surroundings
-from commlib.graph.unsupported import check_hidden, check_unreadable, check_wanting
 from commlib.graph.used_tensors import UsedTensors
-from commlib.graph.verify import Unequal
+from commlib.graph.watching.host import OtherValue
+from commlib.graph.watching.runs import check_foreign, inside
 from commlib.log import log
 from commlib.streams import capturing
 

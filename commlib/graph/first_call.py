@@ -7,22 +7,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-from commlib.graph import cuda_backend
-from commlib.graph.backend import Backend, CpuBackend
-from commlib.graph.cache_key import Arguments
-from commlib.graph.captured_call import CapturedCall
-from commlib.graph.compare import Noise
-from commlib.graph.counted_call import CountedCall
-from commlib.graph.entries import Entry
-from commlib.graph.findings import Findings
+from commlib.graph.backends import cuda as cuda_backend
+from commlib.graph.backends.base import Backend, CpuBackend
+from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.options import Options
-from commlib.graph.recorded_call import Recipe
-from commlib.graph.rehearsal import rehearse
-from commlib.graph.schedule import Schedule
-from commlib.graph.slot import Slot
-from commlib.graph.slots import Slots
-from commlib.graph.verification_log import VerificationLog
-from commlib.graph.verify import Unequal
+from commlib.graph.recording.counted_call import CountedCall
+from commlib.graph.recording.findings import Findings
+from commlib.graph.recording.recorded_call import Recipe
+from commlib.graph.recording.rehearsal import rehearse
+from commlib.graph.replaying.captured_call import CapturedCall
+from commlib.graph.replaying.compare import Noise
+from commlib.graph.replaying.entries import Entry
+from commlib.graph.replaying.schedule import Schedule
+from commlib.graph.replaying.slot import Slot
+from commlib.graph.replaying.slots import Slots
+from commlib.graph.replaying.verification_log import VerificationLog
+from commlib.graph.replaying.verify import Unequal
 
 
 class Reach(NamedTuple):

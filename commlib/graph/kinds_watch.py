@@ -2,7 +2,7 @@
 
 from collections.abc import Sized
 
-from commlib.graph.cache_key import Arguments
+from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.surroundings import Surroundings
 from commlib.log import log
 

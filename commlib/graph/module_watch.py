@@ -13,7 +13,7 @@ import torch
 from torch.nn.modules import module as torch_modules
 from torch.utils.hooks import RemovableHandle
 
-from commlib.graph.externals import at_addresses
+from commlib.graph.recording.externals import at_addresses
 
 _Fact = tuple[str, Any]
 

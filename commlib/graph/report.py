@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from commlib.graph.captured_call import CapturedCall
 from commlib.graph.captured_function import CapturedFunction, everything
+from commlib.graph.replaying.captured_call import CapturedCall
 
 _COLUMNS = {  # column of the table -> key of a row
     "function": "function",

@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from commlib.graph.module_watch import ModuleWatch, Same
-from commlib.graph.reach import Name, attributes, content, is_of_the_program, reached
-from commlib.graph.schema import memory
+from commlib.graph.operators.schema import memory
+from commlib.graph.python.reach import Name, attributes, content, is_of_the_program, reached
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _MOST = 200  # attributes of plain objects that are asked at every call

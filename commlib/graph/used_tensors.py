@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from commlib.graph.captured_call import CapturedCall
+from commlib.graph.replaying.captured_call import CapturedCall
 
 
 class UsedTensors:

@@ -1,0 +1,1 @@
+"""What captures: a CPU records steps, a GPU a CUDA graph."""

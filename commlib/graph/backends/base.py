@@ -1,0 +1,157 @@
+"""What holds a captured stretch of work: on a CPU its steps, run again into the same memory."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from commlib.core import observers
+from commlib.core.ring import Ring
+from commlib.core.work import Work
+from commlib.graph.backends.side_stream import SideStream
+from commlib.graph.operators.step import Step, as_recorded
+from commlib.graph.watching.recorder import Recorder
+
+Pool: TypeAlias = Any  # torch's handle of a private pool
+
+
+class Recording(Protocol):
+    """A stretch of captured work: its steps, and the bytes that its memory has grown by."""
+
+    nodes: int
+    nbytes: int
+    reads: str | None  # where the host reads a value that it fits alone
+
+    def replay(self) -> None:
+        """Do it again, in the memory that it was captured in; on the current stream of a GPU."""
+
+    def release(self) -> None:
+        """Release it; it is not replayed any more."""
+
+
+class Backend(Protocol):
+    """Captures on one kind of device; ``lock`` is held while something is replayed."""
+
+    lock: threading.RLock
+    device: torch.device
+
+    def warming(self) -> Any:
+        """Return the context in which a function runs before its capture."""
+
+    def calling(self) -> Any:
+        """Return the context of the call that is followed by such runs."""
+
+    def begin(
+        self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None
+    ) -> Recorder:
+        """Begin a stretch; returns what watches it, already entered.
+
+        ``pool``: its own memory, as ``own_pool`` gives it, in place of what all graphs share.
+        """
+
+    def end(self) -> Recording:
+        """End the stretch; nothing of it counts as done until it is replayed."""
+
+    def join(self, rings: Sequence[Ring]) -> None:
+        """Order the current stream after the comm streams of rings."""
+
+    def own_pool(self) -> Pool | None:
+        """Return memory for graphs that keep something from one replay to the next."""
+
+    def turn(self) -> None:
+        """Order the current stream after the last replay: graphs share their memory."""
+
+    def side(self) -> SideStream | None:
+        """Return the side stream of this thread and its current stream; None on a CPU."""
+
+    def waiting(self) -> AbstractContextManager[object]:
+        """Return the context to make autograd nodes in that outlive a capture."""
+
+    def fail(self) -> None:
+        """Give up the stretch that an exception has left, and repair what that breaks."""
+
+
+class CpuRecording:
+    """The steps of a stretch, with their tensors."""
+
+    reads: str | None = None
+
+    def __init__(self, steps: list[Step]) -> None:
+        self._steps, self.nodes = steps, len(steps)
+        made = (tensor.untyped_storage() for step in steps for _, tensor in step.made)
+        self.nbytes = sum({memory._cdata: memory.nbytes() for memory in made}.values())
+
+    def replay(self) -> None:
+        """Run every operator again on the recorded tensors; blocks as eager code does."""
+        with as_recorded():
+            for step in self._steps:
+                step.again()
+
+    def release(self) -> None:
+        """Drop the tensors."""
+        self._steps = []
+
+
+class CpuBackend:
+    """Records on a CPU: the same stale addresses and baked branches as a graph on a GPU."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.device = torch.device("cpu")
+        self._recorder: Recorder | None = None
+        self._works: list[Work] = []
+        self._scope = ExitStack()
+
+    @contextmanager
+    def warming(self) -> Iterator[None]:
+        """Run where the caller is."""
+        yield
+
+    calling = warming
+
+    def begin(
+        self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None
+    ) -> Recorder:
+        """Watch what runs, and keep its steps."""
+        self._works = self._scope.enter_context(observers.unwaited())
+        self._recorder = Recorder(torch.device("cpu"), keep=True)
+        return self._scope.enter_context(self._recorder)
+
+    def end(self) -> CpuRecording:
+        """Undo what the recorded run wrote, as a capture on a GPU would have written nothing."""
+        recorder = self._left()
+        return CpuRecording(recorder.steps)
+
+    def join(self, rings: Sequence[Ring]) -> None:
+        """Do nothing: a CPU has no streams."""
+
+    def own_pool(self) -> None:
+        """Every step has its own memory."""
+
+    def turn(self) -> None:
+        """Do nothing: a CPU has no streams."""
+
+    def side(self) -> None:
+        """Do nothing: a CPU has no streams."""
+
+    def waiting(self) -> AbstractContextManager[object]:
+        """Do nothing: a CPU has no streams."""
+        return nullcontext()
+
+    def fail(self) -> None:
+        """Undo what it wrote so far."""
+        if self._recorder is not None:
+            self._left()
+
+    def _left(self) -> Recorder:
+        recorder, self._recorder = self._recorder, None
+        assert recorder is not None
+        self._scope.close()
+        try:
+            for work in self._works:
+                work.wait()
+        finally:
+            recorder.restore()
+        return recorder

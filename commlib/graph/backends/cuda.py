@@ -1,0 +1,272 @@
+"""The CUDA backend: one pool and one capture stream a device, for every graph of the process."""
+
+import gc
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from commlib.core import observers
+from commlib.core.ring import Ring
+from commlib.core.work import Work
+from commlib.errors import GraphError
+from commlib.graph.backends.base import Pool
+from commlib.graph.backends.cuda_driver import (
+    clear_error,
+    no_collection,
+    no_stale_streams,
+    nodes,
+    unsafe_calls,
+)
+from commlib.graph.backends.cuda_graph import CudaRecording, end_late, under_way
+from commlib.graph.backends.side_stream import SideStream
+from commlib.graph.operators.generators import put_state
+from commlib.graph.watching.host import HostPart
+from commlib.graph.watching.recorder import Recorder
+from commlib.p2p.stream_order import StreamOrder
+from commlib.streams import capture_of, current_raw
+
+_capturing = threading.RLock()  # torch captures one graph at a time
+_STREAMS = 32  # that torch deals out in turn
+
+
+class _Capture(NamedTuple):
+    """A capture under way."""
+
+    graph: torch.cuda.CUDAGraph
+    pool: Pool
+    held: int  # bytes that torch had taken from the GPU before
+    random: torch.Tensor  # state of torch's own generator before
+    number: int  # as the driver counts captures
+    recorder: Recorder
+    works: list[Work]  # that the function has begun
+    watching: ExitStack  # the recorder's
+    scope: ExitStack  # streams and locks
+
+
+@cache
+def of_gpu(index: int) -> "CudaBackend":
+    """Return the backend of GPU ``index``."""
+    return CudaBackend(torch.device("cuda", index))
+
+
+class CudaBackend:
+    """Captures on one GPU, with the calling thread's work alone in the capture."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.lock = threading.RLock()
+        self._now: _Capture | None = None
+        self._failed = False  # whether a capture ever has
+        self._order = StreamOrder(device)
+        self._sides: dict[tuple[int, int], SideStream] = {}  # by thread and stream of callers
+        with torch.cuda.device(device):
+            self.stream, self._rooms = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._renew()
+            self._take_turn()
+
+    def _renew(self) -> None:
+        """Take a new pool, and an empty graph that keeps it alive."""
+        self.pool = torch.cuda.graph_pool_handle()
+        self._keeper = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self.stream):
+            self._keeper.capture_begin(self.pool, capture_error_mode="thread_local")
+            torch.empty(1, device=self.device).zero_()
+            self._keeper.capture_end()
+
+    # -- before a capture --------------------------------------------------------------------------
+
+    @contextmanager
+    def warming(self) -> Iterator[None]:
+        """Run on the capture stream, with its own memory.
+
+        What the function keeps from here, such as an optimizer's state, must not lie in the pool:
+        a graph that was captured before may write there.
+        """
+        here = torch.cuda.current_stream(self.device)
+        with _capturing:
+            self.stream.wait_stream(here)
+            with torch.cuda.stream(self.stream):
+                yield
+            here.wait_stream(self.stream)
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Make a call whose autograd nodes stay: on the side stream."""
+        with _capturing, self.side().run():
+            yield
+
+    # -- a capture ---------------------------------------------------------------------------------
+
+    def own_pool(self) -> Pool:
+        """Return a pool for graphs that keep something from one replay to the next.
+
+        In the shared one a graph's memory may be another's that was captured before it: what it
+        leaves there is gone when that one is replayed.
+        """
+        return torch.cuda.graph_pool_handle()
+
+    def turn(self) -> None:
+        """Order the current stream after the last replay: graphs share their memory."""
+        self._order.turn()
+
+    def side(self) -> SideStream:
+        """Return the side stream of this thread and its current stream."""
+        key = threading.get_ident(), current_raw(self.device.index)
+        if key not in self._sides:
+            self._sides[key] = self._new_side()
+        return self._sides[key]
+
+    def _new_side(self) -> SideStream:
+        """Make a side stream. Torch deals its streams in turn, so one may be in use already."""
+        used = {self.stream.cuda_stream, self._rooms.cuda_stream, current_raw(self.device.index)}
+        used |= {callers for _, callers in self._sides}
+        used |= {side.stream.cuda_stream for side in self._sides.values()}
+        for _ in range(_STREAMS):
+            stream = torch.cuda.Stream(self.device)
+            if stream.cuda_stream not in used:
+                return SideStream(stream, shared=False)
+        return SideStream(self._rooms, shared=True)
+
+    def waiting(self) -> AbstractContextManager[object]:
+        """Return the context to make autograd nodes in that outlive a capture."""
+        self._collect()
+        return self.side().current()
+
+    def _collect(self) -> None:
+        """Release autograd nodes in reference cycles, which a failed capture leaves.
+
+        They belong to another stream, and a leaf whose node is still there gets no new one. All
+        garbage is searched from the first failure on; that takes 0.2 s in a large program.
+        """
+        gc.collect(2 if self._failed else 1)
+
+    def begin(
+        self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None
+    ) -> Recorder:
+        """Begin a capture on the capture stream; garbage collection waits until its end.
+
+        ``generators`` are those that it draws from in addition to torch's own.
+        """
+        with ExitStack() as scope:
+            scope.enter_context(_capturing)
+            self._collect()
+            scope.enter_context(no_collection())
+            scope.enter_context(torch.cuda.stream(self.stream))
+            torch.cuda.synchronize(self.device)
+            torch.cuda.current_blas_handle()  # this thread's: a capture can't create it
+            end_late()
+            graph, own = torch.cuda.CUDAGraph(keep_graph=True), self.pool if pool is None else pool
+            for generator in generators:
+                graph.register_generator_state(generator)
+            random = torch.cuda.default_generators[self.device.index].get_state()
+            scope.enter_context(no_stale_streams())
+            held = torch.cuda.memory_reserved(self.device)
+            graph.capture_begin(own, capture_error_mode="thread_local")
+            under_way.append(self)
+            recorder, watching = Recorder(self.device, host=HostPart(self._room)), ExitStack()
+            number = capture_of(self.stream.cuda_stream)
+            works = watching.enter_context(observers.unwaited())
+            self._now = _Capture(
+                graph, own, held, random, number, recorder, works, watching, scope.pop_all()
+            )
+        return watching.enter_context(recorder)
+
+    def end(self) -> CudaRecording:
+        """End the capture. Raises ``GraphError`` for one that holds nothing."""
+        now = self._now
+        assert now is not None
+        now.watching.close()
+        for work in now.works:  # the second half of a split call, where nobody has asked for it
+            work.wait()
+        self.join(now.recorder.rings)
+        own = capture_of(self.stream.cuda_stream)
+        for side in [*self._sides.values()]:
+            if capture_of(side.stream.cuda_stream) == own:  # a backward has met nodes of leaves
+                self.stream.wait_stream(side.stream)
+        now.recorder.end_host()
+        now.graph.capture_end()
+        self._leave()
+        now.recorder.restore()  # what the host has done
+        count, launches = nodes(now.graph), now.recorder.launches
+        if count == 0 and (launches or now.recorder.collectives):
+            raise GraphError(
+                f"the graph is empty though {launches} operators ran: they went to a stream that "
+                f"is not part of the capture; launch on the current stream, or on one that waits "
+                f"for it"
+            )
+        now.graph.instantiate()
+        assert now.recorder.host is not None
+        grown = torch.cuda.memory_reserved(self.device) - now.held
+        return CudaRecording(now.graph, count, max(grown, 0), now.recorder.host)
+
+    def _room(self, source: torch.Tensor) -> torch.Tensor:
+        """Return memory for a tensor of the host, outside the pool: replays write the pool."""
+        with unsafe_calls(), torch.cuda.stream(self._rooms):
+            return torch.empty_like(source, device=self.device)
+
+    def join(self, rings: Sequence[Ring]) -> None:
+        """Order the current stream after the comm streams of rings that belong to its capture."""
+        here = torch.cuda.current_stream(self.device)
+        own = capture_of(here.cuda_stream)
+        for ring in rings:
+            fences = ring._fences
+            if fences is not None and capture_of(fences.comm.cuda_stream) == own:
+                with ring._lock:
+                    fences.calc_waits(here)
+
+    def _leave(self) -> None:
+        if self._now is not None:
+            now, self._now = self._now, None
+            under_way.remove(self)
+            try:
+                end_late()
+            finally:
+                now.scope.close()
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        """Order the next replay after what the last capture has written when it began.
+
+        Torch keeps the generator offset of all graphs in one GPU tensor. A replay sets it to its
+        own value, and the begin of a capture sets it to 0.
+        """
+        with self.lock, torch.cuda.stream(self.stream):
+            self.turn()
+
+    def fail(self) -> None:
+        """Give up a capture that an exception has left, so that the process is as before it.
+
+        Torch up to 2.13 leaves the allocator, the generators and the current stream in the capture
+        when it ends with an error.
+        """
+        now = self._now
+        if now is None:
+            return
+        self._failed = True
+        now.watching.close()
+        for ring in now.recorder.rings:
+            ring._engine.abandon(now.number)
+        try:
+            now.graph.capture_end()
+            now.graph.reset()
+        except RuntimeError:
+            self._repair(now)
+        finally:
+            try:
+                self._leave()
+            finally:
+                now.recorder.restore()
+
+    def _repair(self, now: "_Capture") -> None:
+        """Do what ``capture_end`` has left out; the pool is not used again."""
+        index = self.device.index
+        for step in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+            with suppress(RuntimeError):  # newer torch has done it
+                getattr(torch._C, step)(index, now.pool)
+        clear_error()
+        self._renew()  # a capture that ends well frees the generators
+        put_state(torch.cuda.default_generators[index], now.random)

@@ -1,0 +1,144 @@
+"""What a function binds to names outside at each call, and a replay in its place."""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from commlib.core.tensors import is_wrapper
+from commlib.errors import GraphError
+from commlib.graph.calls.outputs import Outputs, flat, hides
+from commlib.graph.operators.schema import memory
+from commlib.graph.python.changes import Change, Place
+
+
+class Kept(NamedTuple):
+    """What the first call has bound to a name, and the runs after it have left there.
+
+    Attributes:
+        where: In which object.
+        name: Under which name.
+        place: How it is bound.
+        position: Which argument it is, or None.
+        value: A plain value, or a weak reference to a tensor of the program.
+    """
+
+    where: int
+    name: str
+    place: Place
+    position: int | None
+    value: Any
+
+
+def kept(change: Change, given: Sequence[torch.Tensor]) -> Kept:
+    """Return what a call with the tensors ``given`` has bound."""
+    now = change.now
+    if not isinstance(now, torch.Tensor):
+        return Kept(change.where, change.name, change.place, None, now)
+    position = next((i for i, x in enumerate(given) if x is now), None)
+    value = weakref.ref(now) if position is None else None
+    return Kept(change.where, change.name, change.place, position, value)
+
+
+def holds_tensor(x: Any) -> bool:
+    """Return True for a tensor, and for what unfolds into tensors among others."""
+    return any(isinstance(leaf, torch.Tensor) for leaf in _leaves(x))
+
+
+def _leaves(x: Any) -> list[Any]:
+    if isinstance(x, torch.Tensor):
+        return [x]
+    try:
+        return flat(x)[0]
+    except GraphError:  # an object that holds itself
+        return [x]
+
+
+def check_hidden(changes: Sequence[Change], own: Callable[[torch.Tensor], bool]) -> None:
+    """Raise ``GraphError`` for a name bound to an object that hides tensors of the graph."""
+    for x in changes:
+        for leaf in _leaves(x.now):
+            plain = isinstance(leaf, (torch.Tensor, Iterator))
+            if not plain and hides(leaf, own):
+                raise GraphError(
+                    f"the function binds {x.name} to a {type(leaf).__qualname__}, in which no "
+                    f"replay could put new tensors; bind the tensors themselves, or return them"
+                )
+
+
+class Bindings:
+    """What each call gives to names."""
+
+    def __init__(
+        self,
+        made: Sequence[Change],
+        left: Sequence[Kept],
+        inputs: Sequence[torch.Tensor],
+        own: Callable[[torch.Tensor], bool],
+    ) -> None:
+        """Store what is bound.
+
+        Args:
+            made: What the capture has bound otherwise than the run before it.
+            left: What the first call has bound, and the runs after it have left.
+            inputs: What stood for the arguments in the capture.
+            own: Says whether a tensor's memory is the graph's.
+        """
+        known = {(x.where, x.name) for x in made}
+        left = [x for x in left if (x.where, x.name) not in known]
+        bound = [(x.place, _own_past(x.now)) for x in made]
+        bound += [(x.place, inputs[x.position]) for x in left if x.position is not None]
+        others = [x for x in left if x.position is None]
+        self._others = [x for x in others if isinstance(x.value, weakref.ref)]
+        self._plain = [x for x in others if not isinstance(x.value, weakref.ref)]
+        self._places = [place for place, _ in bound]
+        self.names = known | {(x.where, x.name) for x in left}
+        # The program may keep what a name was bound to.
+        self._named = Outputs([now for _, now in bound], inputs, own, copy=True)
+
+    @property
+    def gone(self) -> bool:
+        """Return True if the program has released a tensor that is to be bound."""
+        return bool(self._others) and any(x.value() is None for x in self._others)
+
+    def memory(self) -> Iterator[int]:
+        """Yield keys of the memory of the program's tensors that are bound."""
+        for x in self._others:
+            tensor = x.value()
+            if tensor is not None:
+                yield memory(tensor)
+
+    def now(self) -> list[Any]:
+        """Return what the names are bound to."""
+        places = (*self._places, *(x.place for x in (*self._others, *self._plain)))
+        return [place.read() for place in places]
+
+    def check(self, before: Sequence[Any]) -> None:
+        """Raise ``GraphError`` if an eager part has bound one of the names since ``before``."""
+        if any(now is not was for now, was in zip(self.now(), before, strict=True)):
+            raise GraphError(
+                "the function and an eager part of it both bind a name outside; bind it in one of "
+                "them. The effects of the call were kept: do not repeat it",
+                done=True,
+            )
+
+    def bind(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Bind all of it, as a call with ``tensors`` does."""
+        if self._places:
+            for place, tensor in zip(self._places, self._named.give(tensors, ""), strict=True):
+                place.bind(tensor)
+        for x in self._others:
+            _bind(x.place, x.value())
+        for x in self._plain:
+            _bind(x.place, x.value)
+
+
+def _own_past(x: Any) -> Any:
+    """Return a wrapper without its past, which no replay could give it."""
+    return x.detach() if isinstance(x, torch.Tensor) and is_wrapper(x) else x
+
+
+def _bind(place: Place, what: object) -> None:
+    if place.read() is not what:
+        place.bind(what)

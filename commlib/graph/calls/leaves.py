@@ -1,0 +1,72 @@
+"""Leaves of the autograd graph: those of a run, and those that replace a call's tensors."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from commlib.graph.operators.step import without_autocast
+from commlib.graph.watching.recorder import Recorder
+
+Tensors = list[torch.Tensor]
+
+
+def gradients(
+    outs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of ``wanted``, and keep the autograd graph.
+
+    Hooks of leaves are not called: the backward that continues to the leaves calls them.
+    """
+    with _without_hooks(wanted):
+        return torch.autograd.grad(outs, wanted, grads, retain_graph=True, allow_unused=True)
+
+
+def plain_gradients(
+    outs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of an eager backward that is called outside any autocast."""
+    with without_autocast():
+        return gradients(outs, wanted, grads)
+
+
+@contextmanager
+def _without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    retained = [(x, x.grad) for x in tensors if x.retains_grad]
+    hooks = [x._backward_hooks for x in tensors if x._backward_hooks]
+    copies = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, copy in zip(hooks, copies, strict=True):
+            each.update(copy)
+        for tensor, grad in retained:
+            tensor.grad = grad
+
+
+def leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a leaf with the memory of a tensor that requires grad, else the tensor itself."""
+    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
+
+
+def with_grads(leaves: Tensors, tensors: Sequence[torch.Tensor]) -> Tensors:
+    """Copy the ``grad`` of a call's tensors to the leaves that replace them."""
+    for new, tensor in zip(leaves, tensors, strict=True):
+        if new is not tensor and tensor.is_leaf and new.requires_grad:
+            new.grad = tensor.grad
+    return leaves
+
+
+def without_grads(leaves: Tensors, tensors: Sequence[torch.Tensor]) -> None:
+    """Clear the ``grad`` that ``with_grads`` has set."""
+    for new, tensor in zip(leaves, tensors, strict=True):
+        if new is not tensor and new.is_leaf:
+            new.grad = None
+
+
+def parameters(recorder: Recorder, inputs: Sequence[torch.Tensor]) -> Tensors:
+    """Return the leaves that require grad and that a run has read in addition to its inputs."""
+    input_ids = {id(tensor) for tensor in inputs}
+    return [tensor for tensor in recorder.known_leaves() if id(tensor) not in input_ids]

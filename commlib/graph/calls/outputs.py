@@ -1,0 +1,260 @@
+"""What a captured function returns: the same memory at every replay, lent until the next."""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from io import IOBase
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from commlib.core.tensors import is_pending
+from commlib.errors import GraphError
+from commlib.graph.calls.output_guard import OutputGuard
+from commlib.graph.python.objects import unfold
+
+
+class Argument(NamedTuple):
+    """The caller's own tensor, handed back."""
+
+    position: int
+
+
+class View(NamedTuple):
+    """A view of one of the caller's tensors."""
+
+    position: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # from that tensor's first element on
+    detached: bool
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return it of the tensor that this call was given."""
+        source = tensor.detach() if self.detached else tensor
+        return source.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+
+class Again(NamedTuple):
+    """The very tensor of an earlier place."""
+
+    place: int
+
+
+class Borrowed(NamedTuple):
+    """Memory of the graph, to be overwritten by its next replay."""
+
+    tensor: torch.Tensor
+
+
+class Plain(NamedTuple):
+    """Anything else: no tensor, or one that lives outside."""
+
+    value: Any
+
+
+Output = Argument | View | Again | Borrowed | Plain
+_PLAIN = (torch.Tensor, type(None))  # a result that is one leaf, as most are
+_ONE = tree_flatten(None)[1]
+Join = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+def flat(result: Any) -> tuple[list[Any], TreeSpec]:
+    """Return the leaves of a result and its structure; a shape is one leaf, and stays a shape.
+
+    Tensors in objects are leaves too.
+    """
+    if type(result) in _PLAIN:
+        return [result], _ONE
+    leaves, spec = tree_flatten(result, is_leaf=_is_shape)
+    unfolded = [leaf if _is_shape(leaf) else unfold(leaf) for leaf in leaves]
+    if any(one is not leaf for one, leaf in zip(unfolded, leaves, strict=True)):
+        leaves, spec = tree_flatten(tree_unflatten(unfolded, spec), is_leaf=_is_shape)
+    return [_awaited(leaf) for leaf in leaves], spec
+
+
+def awaited(result: Any) -> Any:
+    """Return a result in which nothing is pending."""
+    if type(result) in _PLAIN:
+        return result
+    leaves, spec = tree_flatten(result, is_leaf=_is_shape)
+    pending = any(isinstance(x, torch.Tensor) and is_pending(x) for x in leaves)
+    return tree_unflatten([_awaited(x) for x in leaves], spec) if pending else result
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, torch.Size)
+
+
+def _awaited(leaf: Any) -> Any:
+    """Return what nobody has waited for, the result of a functional collective, as it is then."""
+    return leaf.clone() if isinstance(leaf, torch.Tensor) and is_pending(leaf) else leaf
+
+
+class Outputs:
+    """The outputs of one captured call, and what of them the program still holds."""
+
+    def __init__(
+        self,
+        result: Any,
+        given: Sequence[torch.Tensor],
+        own: Callable[[torch.Tensor], bool],
+        *,
+        copy: bool,
+    ) -> None:
+        """``own`` says whether a tensor's memory is the graph's."""
+        leaves, self._spec = flat(result)
+        self._copy, self._alone = copy, len(leaves) == 1 and leaves[0] is result
+        self._kinds: list[Output] = []
+        for i, leaf in enumerate(leaves):
+            same = next((j for j in range(i) if leaf is leaves[j]), None)
+            if same is not None and isinstance(self._kinds[same], Borrowed):
+                self._kinds.append(Again(same))
+            else:
+                self._kinds.append(_kind(leaf, given, own))
+        self._lent = [i for i, kind in enumerate(self._kinds) if isinstance(kind, Borrowed)]
+        self._again = [(i, kind.place) for i, kind in enumerate(self._kinds) if type(kind) is Again]
+        self._loans: dict[int, OutputGuard] = {}  # by position
+        self.lends = bool(self._lent)
+        kind = self._kinds[0] if self._alone else None
+        self._only = kind if isinstance(kind, Plain) else None
+
+    def expire(self, where: str) -> None:
+        """Make what is still held of the last replay raise when it is read."""
+        for i, loan in list(self._loans.items()):
+            if loan.moved:
+                del self._loans[i]
+            elif loan.held:
+                loan.end(where)
+                del self._loans[i]
+
+    def __del__(self) -> None:
+        self.expire("the end of its graph")
+
+    def give(self, given: Sequence[torch.Tensor], where: str, join: Join | None = None) -> Any:
+        """Return the outputs of the replay that was just launched.
+
+        ``join`` gets those that the graph has made and returns them with their gradients.
+        """
+        if self._only is not None:  # the quick way for a function that returns None
+            return self._only.value
+        leaves = [self._one(i, given, where) for i in range(len(self._kinds))]
+        if join is not None:
+            joined = join([leaves[i] for i in self._lent])
+            for i, leaf in zip(self._lent, joined, strict=True):
+                leaves[i] = leaf
+        for i, place in self._again:
+            leaves[i] = leaves[place]
+        return leaves[0] if self._alone else tree_unflatten(leaves, self._spec)
+
+    def made(self, result: Any) -> list[torch.Tensor]:
+        """Return those leaves of ``result`` that ``join`` will be given."""
+        leaves, _ = flat(result)
+        return [leaves[i] for i in self._lent]
+
+    def versions(self, places: Sequence[int]) -> list[int]:
+        """Return how often what is lent in some of the places of ``made`` was written to."""
+        loans = [self._loans.get(self._lent[i]) for i in places]
+        return [-1 if loan is None else loan.version for loan in loans]
+
+    def _one(self, i: int, given: Sequence[torch.Tensor], where: str) -> Any:
+        kind = self._kinds[i]
+        if isinstance(kind, Plain):
+            return kind.value
+        if isinstance(kind, Argument):
+            return given[kind.position]
+        if isinstance(kind, View):
+            return kind.of(given[kind.position])
+        if isinstance(kind, Again):
+            return None  # known when all are
+        if self._copy:
+            return kind.tensor.clone()
+        loan = self._loans.get(i)
+        if loan is None:
+            loan = self._loans[i] = OutputGuard(kind.tensor)
+        return loan.begin(where)
+
+
+def leads_back(tensor: Any) -> bool:
+    """Whether gradients flow through an output."""
+    return isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.grad_fn is not None
+
+
+def _kind(leaf: Any, given: Sequence[torch.Tensor], own: Callable[[torch.Tensor], bool]) -> Output:
+    if not isinstance(leaf, torch.Tensor):
+        return Plain(leaf)
+    key = leaf.untyped_storage()._cdata
+    for position, tensor in enumerate(given):
+        if leaf is tensor:
+            return Argument(position)
+        if key == tensor.untyped_storage()._cdata:
+            offset = int(leaf.storage_offset() - tensor.storage_offset())
+            detached = tensor.requires_grad and not leaf.requires_grad
+            return View(position, leaf.size(), leaf.stride(), offset, detached)
+    return Borrowed(leaf.detach()) if own(leaf) else Plain(leaf)
+
+
+# Nodes of views that `as_strided` can stand for: each element is in one place only.
+_VIEWS = (
+    "Alias", "AsStrided", "Diagonal", "Permute", "ReshapeAlias", "Select", "Slice", "Squeeze",
+    "Swapaxes", "T", "Transpose", "UnsafeView", "Unsqueeze", "View",
+)  # fmt: skip
+
+
+def standing(leaf: Any, given: Sequence[torch.Tensor], own: Callable[[torch.Tensor], bool]) -> Any:
+    """Return a leaf of a result in a form that each replay can hand out; in the capture.
+
+    What is not a plain view of an argument becomes memory of the graph: other types over its bytes,
+    what autograd reaches by other ways. Conjugates and negatives that are still to be computed are.
+    Raises ``GraphError`` for an object that hides tensors of the graph.
+    """
+    if not isinstance(leaf, torch.Tensor):
+        if hides(leaf, own):
+            raise GraphError(
+                f"an output is a {type(leaf).__qualname__}, in which no replay could put new "
+                f"tensors; return the tensors themselves, or register the type with "
+                f"torch.utils._pytree.register_pytree_node"
+            )
+        return leaf
+    key = leaf.untyped_storage()._cdata
+    source = next((x for x in given if x.untyped_storage()._cdata == key), None)
+    if source is None:
+        return leaf.resolve_conj().resolve_neg() if own(leaf) else leaf
+    if leaf is source or _plain_view(leaf, source):
+        return leaf
+    return leaf.resolve_conj().resolve_neg().clone()
+
+
+def _plain_view(leaf: torch.Tensor, source: torch.Tensor) -> bool:
+    same = leaf.dtype == source.dtype
+    same = same and leaf.is_conj() == source.is_conj() and leaf.is_neg() == source.is_neg()
+    node = leaf.grad_fn
+    while same and node is not None and type(node).__name__ != "AccumulateGrad":
+        name = type(node).__name__.partition("Backward")[0]
+        same = name in _VIEWS and len(node.next_functions) == 1
+        node = node.next_functions[0][0]
+    return same
+
+
+_MOST = 1000  # objects that are looked through
+
+
+def hides(leaf: Any, own: Callable[[torch.Tensor], bool]) -> bool:
+    """Whether an object that is not a tensor holds one of the graph, or a run that goes on."""
+    if isinstance(leaf, Iterator) and not isinstance(leaf, IOBase):
+        return True
+    queue, seen = [leaf], set[int]()
+    while queue and len(seen) < _MOST:
+        found = queue.pop(0)
+        if id(found) in seen or isinstance(found, type | ModuleType):
+            continue
+        seen.add(id(found))
+        if isinstance(found, torch.Tensor):
+            if own(found):
+                return True
+        elif isinstance(found, FunctionType):
+            queue += [found.__closure__, found.__defaults__]
+        else:
+            queue += gc.get_referents(found)
+    return False

@@ -1,0 +1,57 @@
+"""Graphs of the program inside a captured function: those of graphed modules are unrolled.
+
+A graph can't hold the replay of another one. A module that torch.cuda.make_graphed_callables was
+given keeps its own forward, so that one graph is made of all.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from commlib.core import observers
+from commlib.errors import GraphError
+from commlib.graph.operators.exchange import Exchange
+
+
+@contextmanager
+def unrolled(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Run the own forwards of graphed modules inside a ``with`` block."""
+    found = [(module, own) for module in modules if (own := _own_forward(module)) is not None]
+    graphed = [vars(module)["forward"] for module, _ in found]
+    for module, own in found:
+        vars(module)["forward"] = own
+    try:
+        yield
+    finally:
+        for (module, _), forward in zip(found, graphed, strict=True):
+            vars(module)["forward"] = forward
+
+
+def _own_forward(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """Return the forward that a graphed module had; torch keeps it for the other training mode."""
+    forward = vars(module).get("forward")
+    if forward is None or getattr(forward, "__module__", "") != "torch.cuda.graphs":
+        return None
+    own: Callable[..., Any] | None = inspect.getclosurevars(forward).nonlocals.get("orig_fwd")
+    return own
+
+
+def _refused(name: str, replay: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(replay)
+    def refusing(self: torch.cuda.CUDAGraph) -> Any:
+        if observers.observers and observers.refusing():
+            raise GraphError(
+                f"{name} of a CUDA graph can't stand in a graph: no graph can hold another one; "
+                f"capture the function that it was made of (a module before "
+                f"torch.cuda.make_graphed_callables), or mark the part with commlib.graph.eager"
+            )
+        return replay(self)
+
+    return refusing
+
+
+watching_replays = Exchange([(torch.cuda.CUDAGraph, "replay")], _refused)

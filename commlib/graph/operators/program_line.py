@@ -1,0 +1,60 @@
+"""Lines of the program that messages name: outside torch, commlib and Python's library."""
+
+import os
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+_OURS = (str(Path(__file__).parents[2]), str(Path(torch.__file__ or "").parent))
+_STANDARD = sysconfig.get_path("stdlib")
+
+
+def in_ours(frame: Any) -> bool:
+    """Whether a frame is commlib's: it asks for numbers that are a part of the call."""
+    return str(frame.f_code.co_filename).startswith(_OURS[0])
+
+
+def line_of(error: BaseException) -> str | None:
+    """Return file and line of the program where an error came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [each for each in frames if not each.filename.startswith((*_OURS, "<"))]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else None
+
+
+def user_line() -> str:
+    """Return file and line of the innermost frame outside torch, commlib and Python's library."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((*_OURS, "<")) and os.path.dirname(file) != _STANDARD:
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return traceback.format_stack(limit=1)[0].strip()
+
+
+_PLACES = {  # files of torch that read values, and what a program does about it
+    os.path.join("torch", "optim", ""): "create the optimizer with capturable=True or fused=True",
+    os.path.join("torch", "amp", "grad_scaler"): "keep the GradScaler outside the function",
+    os.path.join("torch", "nn", "utils", "clip_grad"): "pass error_if_nonfinite=False",
+}
+
+
+def remedy_here() -> str | None:
+    """Return what to do where a part of torch reads a value that is known to."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        for place, remedy in _PLACES.items():
+            if place in frame.f_code.co_filename:
+                return remedy
+        frame = frame.f_back
+    return None
+
+
+def line_of_frame(frame: FrameType) -> str:
+    """Return file and line of a frame."""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

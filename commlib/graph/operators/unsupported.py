@@ -1,0 +1,261 @@
+"""What can't stand in a graph: it is refused before it runs, with the line of the program."""
+
+import functools
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from commlib.core import observers
+from commlib.core.tensors import fault, has_memory
+from commlib.errors import GraphError
+from commlib.graph.operators.exchange import Exchange
+from commlib.graph.operators.program_line import in_ours, remedy_here, user_line
+from commlib.graph.operators.schema import OpCall
+from commlib.streams import stream_captures
+
+_aten = torch.ops.aten
+_CALLED = {"_local_scalar_dense": "item"}  # what the user has typed
+_NEEDED = "the host needs a value that the replay has not computed yet"
+_REMEDY = {
+    "item": "keep the value in a tensor (torch.where, clamp), or read it outside",
+    "nonzero": "use a mask and torch.where, which keep the shape",
+}
+
+
+def check_sync(call: OpCall, device: torch.device) -> None:
+    """Raise ``GraphError`` for an operator that waits for the GPU, or would if there were one."""
+    if not (call.known.syncs or call.known.copies or call.known.indexed):
+        return
+    why = _sync(call, device)
+    if why:
+        name = _name_of(call)
+        name = _CALLED.get(name, name)
+        hint = _REMEDY.get(name, "do it outside, or mark the part with commlib.graph.eager")
+        text = f"{name} can't stand in a graph: {why}"
+        raise _refusal(text, name, remedy_here() or hint, reads=True)
+
+
+def check_stray(call: OpCall, touched: Iterable[torch.Tensor]) -> None:
+    """Raise ``GraphError`` for an operator on a stream outside the capture under way.
+
+    It would run once, and never again; ``touched`` is what it has made or written.
+    """
+    if any(tensor.is_cuda for tensor in touched) and not stream_captures():
+        name = _name_of(call)
+        what = (
+            f"{name} ran on a stream that is not part of the capture, so no replay would repeat it"
+        )
+        hint = "let it wait for the current stream first: stream.wait_stream(...)"
+        raise _refusal(what, name, hint)
+
+
+def check_unreadable(tensors: Iterable[torch.Tensor]) -> None:
+    """Raise ``GraphError`` for an argument whose values no graph could find at its address."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise GraphError(
+            "a captured function is called inside a transform (vmap, grad, jacfwd, ...), which "
+            "needs the function itself; capture the transformed function instead: "
+            "graph.capture(torch.func.vmap(fn))"
+        )
+    for i, tensor in enumerate(tensors):
+        found = fault(tensor, "the argument")
+        if found is None and not has_memory(tensor) and (tensor.numel() or tensor.is_meta):
+            found = f"is a {type(tensor).__name__} without memory", "pass a tensor that has memory"
+        if found is not None:
+            what, remedy = found
+            raise GraphError(
+                f"tensor {i} of the arguments {what}, and a graph can't read it; {remedy}"
+            )
+
+
+def _refused(name: str, read: Any) -> Any:
+    """Return a method in place of one that reads values: observers see the call."""
+
+    @functools.wraps(read)
+    def refusing(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if observers.observers and not in_ours(sys._getframe(1)):
+            for observer in observers.looking_on():
+                if observer.refuses:
+                    observer.before_read(self, name.strip("_"))
+        return read(self, *args, **kwargs)
+
+    return refusing
+
+
+watching_reads = Exchange(
+    [(torch.Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__")], _refused
+)
+
+
+def check_value(name: str) -> None:
+    """Raise ``GraphError`` for a method that reads the values of a tensor."""
+    hint = _REMEDY.get(name, _REMEDY["item"])
+    raise _refusal(f"{name} can't stand in a graph: {_NEEDED}", name, hint, reads=True)
+
+
+def check_changing(where: str, remedy: str | None) -> None:
+    """Raise ``GraphError`` for a value that the host reads, and that each call changes."""
+    hint = remedy or "keep it on the GPU (torch.where), or read it outside"
+    raise GraphError(
+        f"the host reads a value at {where} that the function itself changes at each call, so that "
+        f"no graph would fit the next one; {hint}",
+        where=where,
+        hint=hint,
+        reads=True,
+    )
+
+
+def check_reads(where: str, part: str) -> None:
+    """Raise ``GraphError`` for a value that is read where no eager call could take over."""
+    raise GraphError(
+        f"the host reads a value of the program at {where}, in {part}, and a call with another "
+        f"value could not be made eagerly from there; read it before, or mark the part with "
+        f"commlib.graph.eager",
+        where=where,
+        reads=True,
+    )
+
+
+def check_wrappers(call: OpCall, tensors: Iterable[torch.Tensor]) -> None:
+    """Raise ``GraphError`` for an operator on tensors without their own memory (DTensor)."""
+    for tensor in tensors:
+        found = fault(tensor, "it")
+        if found is not None:
+            name = _name_of(call)
+            what, remedy = found
+            text = f"{name} can't stand in a graph: a tensor that it takes {what}"
+            raise _refusal(text, name, f"capture what works on plain tensors; {remedy}")
+
+
+def check_layouts(call: OpCall, tensors: Iterable[torch.Tensor]) -> None:
+    """Raise ``GraphError`` for an operator on sparse or jagged tensors."""
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            name = _name_of(call)
+            kind = "jagged" if tensor.is_nested else "sparse"
+            what = f"{name} of a {kind} tensor can't stand in a graph: how much it holds may change"
+            raise _refusal(what, name, "use a padded or dense one (sparse=False, to_dense())")
+
+
+def check_reshaping(call: OpCall) -> None:
+    """Raise ``GraphError`` for an operator that gives a tensor from outside another shape."""
+    name = _name_of(call)
+    what = f"{name} can't stand in a graph: it changes the shape of a tensor from outside"
+    raise _refusal(what, name, f"use {name.rstrip('_')}, which returns another tensor")
+
+
+def check_resized(nbytes: int, now: int) -> None:
+    """Raise ``GraphError`` for memory from outside that has another size now."""
+    what = (
+        f"memory of {nbytes} bytes from outside has {now} bytes now (resize_): a replay would "
+        f"write where it was"
+    )
+    raise _refusal(what, "resize_", "keep its size, or allocate it in the function")
+
+
+def check_unseen(tensors: Iterable[torch.Tensor]) -> None:
+    """Raise ``GraphError`` for memory of the host that something has written past all operators."""
+    for tensor in tensors:
+        if tensor.device.type == "cpu":
+            raise GraphError(
+                f"the function writes {tensor.nbytes} bytes that it can reach, and no operator of "
+                f"torch says so (NumPy, ctypes, an extension), so that no replay would; make it an "
+                f"operator (torch.library.custom_op, mutates_args=...), or mark the part with "
+                f"commlib.graph.eager"
+            )
+
+
+def check_wanting(given: Iterable[torch.Tensor], wanted: Iterable[bool]) -> None:
+    """Raise ``GraphError`` for an argument that the function has made want a gradient, or not.
+
+    ``wanted``: whether they wanted one before.
+    """
+    for i, (tensor, before) in enumerate(zip(given, wanted, strict=True)):
+        if tensor.requires_grad != before:
+            raise GraphError(
+                f"the function sets requires_grad of tensor {i} of its arguments to "
+                f"{tensor.requires_grad}, and no replay would; set it before the call, or that of "
+                f"x.detach()"
+            )
+
+
+def check_python_random() -> None:
+    """Raise ``GraphError`` for a function that draws from Python's or NumPy's generator."""
+    raise GraphError(
+        "the function draws from Python's or NumPy's generator of random numbers, and a graph "
+        "would repeat the number; draw before the call and pass a tensor, or use torch.rand in it"
+    )
+
+
+def check_hidden(modules: Iterable[torch.nn.Module]) -> None:
+    """Raise ``GraphError`` for modules whose work, on a CPU, no operator shows."""
+    for module in modules:
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            raise GraphError(
+                "DistributedDataParallel averages gradients outside torch's operators, so that a "
+                "graph on a CPU would leave that out; capture its module, and average with "
+                "commlib.ops.all_reduce(grad, op='avg')"
+            )
+
+
+def check_borrowed(call: OpCall) -> None:
+    """Raise ``GraphError`` for a write to an array that the function has made a tensor of."""
+    name = _name_of(call)
+    what = f"{name} can't stand in a graph: it writes to an array, which may be another next time"
+    raise _refusal(what, name, "make the tensor outside, or a new one: torch.tensor, torch.zeros")
+
+
+def check_seeding() -> None:
+    """Raise ``GraphError`` for a function that sets or makes a generator it draws from."""
+    what = (
+        "the function sets a generator (manual_seed, fork_rng, a checkpoint with dropout) or makes "
+        "one, and a graph only draws on"
+    )
+    raise _refusal(what, "manual_seed", "set it before the call")
+
+
+def _refusal(what: str, name: str, hint: str, *, reads: bool = False) -> GraphError:
+    where = user_line()
+    return GraphError(f"{what}; at {where}; {hint}", op=name, where=where, hint=hint, reads=reads)
+
+
+def _name_of(call: OpCall) -> str:
+    """Return what an operator is called where it is typed."""
+    return str(call.func.name()).removeprefix("aten::").partition(".")[0]
+
+
+def _sync(call: OpCall, device: torch.device) -> str | None:
+    """Say why an operator waits for the GPU."""
+    if device.type != "cpu" and all(x.device.type == "cpu" for x in call.tensors):
+        return None  # the host's part of the call
+    if call.known.copies:
+        return _copy(call, device)
+    if not call.known.indexed:
+        return None if call.kwargs.get("output_size") is not None else _NEEDED
+    masks = [i for i in call.args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+    if masks and not _fills_masked(call.func, call.args):
+        return "the shape of an index by a mask depends on its values"
+    return None
+
+
+def _fills_masked(func: Any, args: Sequence[Any]) -> bool:
+    """Return True for a number written where a mask says: torch has a kernel for that."""
+    if func is _aten.index.Tensor or (len(args) > 3 and args[3]):
+        return False
+    indices = [i for i in args[1] if i is not None]
+    value: torch.Tensor = args[2]
+    return len(indices) == 1 and value.numel() == 1 and value.device.type == "cpu"
+
+
+def _copy(call: OpCall, device: torch.device) -> str | None:
+    """Say why a copy from the GPU to the host can't be replayed."""
+    args = call.args
+    if call.func is _aten.copy_.default:
+        source, target = args[1].device, args[0].device
+    else:
+        source, target = args[0].device, call.kwargs.get("device") or args[0].device
+    if source.type == "cpu" or device.type == "cpu" or source.type == target.type:
+        return None
+    return f"it copies from {source} to {target}, and the host waits for it"

@@ -1,0 +1,261 @@
+"""What objects of Python hold, remembered so that it can be put back, and what has changed."""
+
+import copy
+import random
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator, MutableMapping
+from functools import partial
+from types import CellType
+from typing import Any
+
+import numpy as np
+import torch
+
+from commlib.graph.python.changes import GONE, NO_PLACE, Change, Place
+from commlib.graph.python.reach import RANDOM, Name, slots
+
+_DICTS = (dict, OrderedDict, defaultdict)
+CONTAINERS = {*_DICTS, list, set}
+_ACCESS = ("__iter__", "__setitem__", "__getitem__", "clear", "get")  # that a subclass may change
+
+
+class _Items:
+    """A dict, or the attributes of an object, which are one."""
+
+    def __init__(
+        self, target: MutableMapping[Any, Any], kept: dict[Any, Any], of: object, *, dots: bool
+    ) -> None:
+        self._target, self._kept, self._of, self._dots = target, kept, of, dots
+
+    def restore(self) -> None:
+        if list(self._target) != list(self._kept):
+            self._target.clear()
+        for name, value in self._kept.items():
+            if self._target.get(name, GONE) is not value:
+                self._target[name] = value
+
+    def changes(self) -> Iterator[Change]:
+        for name in {**self._kept, **self._target}:
+            now = self._target.get(name, GONE)
+            if now is not self._kept.get(name, GONE):
+                kind = type(self._of).__name__
+                text = f"{kind}.{name}" if self._dots else f"item {name!r:.40} of a {kind}"
+                before = self._kept.get(name, GONE)
+                read = partial(self._target.get, name)
+                place = Place(read, partial(self._target.__setitem__, name))
+                yield Change(id(self._of), text, before, now, place)
+        if not self._dots and len(self._target) != len(self._kept):
+            text, was = "the length of a dict", len(self._kept)
+            yield Change(id(self._of), text, was, len(self._target), NO_PLACE)
+
+
+class Empty:
+    """Dicts, lists and sets that hold nothing."""
+
+    def __init__(self, targets: list[Any]) -> None:
+        self._targets = targets
+
+    def restore(self) -> None:
+        """Empty them again."""
+        for target in self._targets:
+            if target:
+                target.clear()
+
+    def changes(self) -> Iterator[Change]:
+        """Yield what they hold now."""
+        for target in self._targets:
+            if target:
+                is_dict = isinstance(target, dict)
+                held = _Items(target, {}, target, dots=False) if is_dict else _Sequence(target, [])
+                yield from held.changes()
+
+
+class _Sequence:
+    """A list, a set or a deque."""
+
+    def __init__(self, target: Any, kept: list[Any]) -> None:
+        self._target, self._kept = target, kept
+
+    def restore(self) -> None:
+        if len(self._target) != len(self._kept) or any(
+            a is not b for a, b in zip(self._target, self._kept, strict=True)
+        ):
+            self._target.clear()
+            add = self._target.update if isinstance(self._target, set) else self._target.extend
+            add(self._kept)
+
+    def changes(self) -> Iterator[Change]:
+        kind, now = type(self._target).__name__, list(self._target)
+        if len(now) != len(self._kept):
+            text = f"the length of a {kind}"
+            yield Change(id(self._target), text, len(self._kept), len(now), NO_PLACE)
+            return
+        for i, (before, after) in enumerate(zip(self._kept, now, strict=True)):
+            if before is not after:
+                place = NO_PLACE
+                if kind != "set":
+                    read = partial(self._target.__getitem__, i)
+                    place = Place(read, partial(self._target.__setitem__, i))
+                yield Change(id(self._target), f"item {i} of a {kind}", before, after, place)
+
+
+class _Variable:
+    """A variable of a closure, or a global one."""
+
+    def __init__(self, x: CellType | Name) -> None:
+        self._x, self._kept = x, _value_of(x)
+
+    def restore(self) -> None:
+        if self._kept is not GONE and _value_of(self._x) is not self._kept:
+            self._bind(self._kept)
+
+    def changes(self) -> Iterator[Change]:
+        now = _value_of(self._x)
+        if now is not self._kept:
+            name = self._x.name if isinstance(self._x, Name) else "a variable of its closure"
+            place = Place(partial(_value_of, self._x), self._bind)
+            yield Change(id(self._x), str(name), self._kept, now, place)
+
+    def _bind(self, value: Any) -> None:
+        if isinstance(self._x, Name):
+            self._x.names[self._x.name] = value
+        else:
+            self._x.cell_contents = value
+
+
+class _Slots:
+    """The attributes of an object that are in its slots."""
+
+    def __init__(self, target: object) -> None:
+        self._target, self._kept = target, self._now(target)
+
+    @staticmethod
+    def _now(target: object) -> dict[str, Any]:
+        kind: Any = type(target)
+        return {name: getattr(target, name, GONE) for name in slots(kind)}
+
+    def restore(self) -> None:
+        for name, value in self._kept.items():
+            if value is not GONE and getattr(self._target, name, GONE) is not value:
+                object.__setattr__(self._target, name, value)
+
+    def changes(self) -> Iterator[Change]:
+        for name, now in self._now(self._target).items():
+            before = self._kept[name]
+            if now is not before:
+                text = f"{type(self._target).__name__}.{name}"
+                read = partial(getattr, self._target, name)
+                place = Place(read, partial(object.__setattr__, self._target, name))
+                yield Change(id(self._target), text, before, now, place)
+
+
+class _Class:
+    """The attributes of a class of the program."""
+
+    def __init__(self, target: type) -> None:
+        self._target, self._kept = target, _own(target)
+
+    def restore(self) -> None:
+        for name in _own(self._target).keys() - self._kept.keys():
+            delattr(self._target, name)
+        for name, value in self._kept.items():
+            if vars(self._target).get(name, GONE) is not value:
+                setattr(self._target, name, value)
+
+    def changes(self) -> Iterator[Change]:
+        present = _own(self._target)
+        for name in {**self._kept, **present}:
+            now = present.get(name, GONE)
+            if now is not self._kept.get(name, GONE):
+                text = f"{self._target.__name__}.{name}"
+                read = partial(vars(self._target).get, name)
+                place, before = (
+                    Place(read, partial(setattr, self._target, name)),
+                    self._kept.get(name, GONE),
+                )
+                yield Change(id(self._target), text, before, now, place)
+
+
+class _Generator:
+    """A generator of torch, which the program holds."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator, self._kept = generator, generator.get_state()
+
+    def restore(self) -> None:
+        self._generator.set_state(self._kept)
+
+    def changes(self) -> Iterator[Change]:
+        yield from ()  # draws go on at replays
+
+
+class _Drawn:
+    """A generator of Python or NumPy, which the program holds."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+        if isinstance(generator, random.Random):
+            self._kept: Any = generator.getstate()
+        elif isinstance(generator, np.random.RandomState):
+            self._kept = generator.get_state()
+        else:
+            self._kept = copy.deepcopy(generator.bit_generator.state)
+
+    def restore(self) -> None:
+        if isinstance(self._generator, random.Random):
+            self._generator.setstate(self._kept)
+        elif isinstance(self._generator, np.random.RandomState):
+            self._generator.set_state(self._kept)
+        else:
+            self._generator.bit_generator.state = self._kept
+
+    def changes(self) -> Iterator[Change]:
+        yield from ()  # what is drawn shows in the numbers of operators
+
+
+def held(x: Any) -> Iterator[Any]:
+    """Yield what remembers the content of an object, for each kind of content that it has."""
+    if isinstance(x, Name | CellType):
+        yield _Variable(x)
+    elif isinstance(x, torch.Generator):
+        yield _Generator(x)
+    elif isinstance(x, RANDOM):
+        yield _Drawn(x)
+    elif isinstance(x, type):
+        yield _Class(x)
+    elif type(x) in _DICTS:
+        yield _Items(x, dict(x), x, dots=False)
+    elif type(x) in (list, set, deque):
+        yield _Sequence(x, list(x))
+    else:
+        if _keeps(x, dict):
+            yield _Items(x, dict(x), x, dots=False)
+        elif _keeps(x, list) or _keeps(x, set) or _keeps(x, deque):
+            yield _Sequence(x, list(x))
+        kind: Any = type(x)
+        if slots(kind):
+            yield _Slots(x)
+        attributes = getattr(x, "__dict__", None)
+        if type(attributes) is dict:
+            yield _Items(attributes, dict(attributes), x, dots=True)
+
+
+def _keeps(x: Any, kind: type) -> bool:
+    """Return True for an object of a subclass that keeps what it is given as ``kind`` does."""
+    if not isinstance(x, kind):
+        return False
+    own = [name for name in _ACCESS if hasattr(kind, name)]
+    return all(getattr(type(x), name) is getattr(kind, name) for name in own)
+
+
+def _value_of(x: CellType | Name) -> Any:
+    if isinstance(x, Name):
+        return x.names.get(x.name, GONE)
+    try:
+        return x.cell_contents
+    except ValueError:  # a variable without a value
+        return GONE
+
+
+def _own(kind: type) -> dict[str, Any]:
+    return {name: found for name, found in vars(kind).items() if not name.startswith("__")}

@@ -1,0 +1,57 @@
+"""Python objects as they were before a run of a function, so that the run can be put back."""
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from commlib.graph.python.changes import Change
+from commlib.graph.python.held_objects import CONTAINERS, Empty, held
+from commlib.graph.python.reach import reached
+
+
+def random_state() -> tuple[Any, ...]:
+    """Return the states of Python's and NumPy's own generators, to be compared."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    name, keys, *rest = numpy.random.get_state()
+    return random.getstate(), name, keys.tobytes(), *rest
+
+
+class PythonState:
+    """What the objects that a function can reach hold; ``restore()`` gives it back to them.
+
+    The objects stay, and hold the same items and attributes again. Iterators, files, and what a
+    library counts inside itself go on from where they are.
+    """
+
+    def __init__(self, roots: Sequence[object]) -> None:
+        self._held: list[Any] = []
+        self._undo: list[Callable[[], None]] = []
+        found = reached(roots)
+        self.tensors = found.tensors  # that the objects hold
+        if not roots:
+            return
+        empty, others = list[Any](), list[Any]()  # most of a module's ten dicts for hooks are empty
+        for x in found.objects:
+            (others if type(x) not in CONTAINERS or x else empty).append(x)
+        self._held = [one for x in others for one in held(x)]
+        self._held.append(Empty(empty))
+        self._undo = [partial(random.setstate, random.getstate())]
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            self._undo.append(partial(numpy.random.set_state, numpy.random.get_state()))
+
+    def restore(self) -> None:
+        """Give every object what it held."""
+        for each in self._held:
+            each.restore()
+        for undo in self._undo:
+            undo()
+
+    def changes(self) -> Iterator[Change]:
+        """Yield what objects hold now and did not before, or no longer."""
+        for each in self._held:
+            yield from each.changes()

@@ -1,0 +1,1 @@
+"""From the first call of a kind to its graphs: counted, rehearsed, recorded."""

@@ -1,0 +1,129 @@
+"""The run of a function that its graphs are recorded from."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from commlib.graph.backends.base import Backend, Pool
+from commlib.graph.recording.eager_parts import EagerSegment
+from commlib.graph.recording.segments import Segments
+from commlib.graph.watching.capture_query import reporting
+from commlib.graph.watching.runs import (
+    DonePart,
+    EagerPart,
+    call_apart,
+    check_foreign,
+    do_again,
+    under_way,
+)
+from commlib.graph.watching.undo import UndoLog
+
+
+class Settings(NamedTuple):
+    """How a run is captured.
+
+    Attributes:
+        generators: Those that it draws from in addition to torch's own.
+        pool: Its own memory, in place of what all graphs share.
+        leaves: Those whose gradients eager parts may read.
+        reports_capture: The answer when the function asks whether it is captured.
+        empty: Memory that the function fills and empties again.
+        constants: Memory of the forward that holds the same at each call, in a backward.
+        undo: Notes what eager parts change, where that does not count.
+        done: What the eager parts did in a verified call, to be done again in their place.
+    """
+
+    generators: Sequence[torch.Generator] = ()
+    pool: Pool | None = None
+    leaves: Sequence[torch.Tensor] = ()
+    reports_capture: bool = True
+    empty: Set[int] = frozenset()
+    constants: dict[int, StorageWeakRef] = {}  # noqa: RUF012  # never changed
+    undo: UndoLog | None = None
+    done: Sequence[DonePart] | None = None
+
+
+class CaptureRun:
+    """One run that is captured; ``segments`` are what it is made of so far."""
+
+    def __init__(self, backend: Backend, settings: Settings) -> None:
+        self._backend, self._settings = backend, settings
+        self._done = None if settings.done is None else list(settings.done)
+        self.segments = Segments(backend, reports_capture=settings.reports_capture)
+
+    @contextmanager
+    def under_way(self) -> Iterator[Segments]:
+        """Capture what runs inside a ``with`` block; an exception leaves nothing captured."""
+        check_foreign()
+        with under_way(self), reporting(self._settings.reports_capture):
+            self._begin()
+            try:
+                with isolated():
+                    yield self.segments
+                self.segments.parts.append(self._backend.end())
+            except BaseException:
+                self._backend.fail()
+                self.segments.release()
+                raise
+
+    def _begin(self) -> None:
+        settings = self._settings
+        recorder = self._backend.begin(settings.generators, settings.pool)
+        recorder.memory.constants, recorder.memory.empty = settings.constants, settings.empty
+        self.segments.recorders.append(recorder)
+
+    def eager_part(self, part: EagerPart) -> Any:
+        """End a graph, let it run, call ``part`` outside, and begin the next."""
+        segments = self.segments
+        grads = [(leaf, leaf.grad) for leaf in self._settings.leaves]
+        graph = self._backend.end()
+        segments.parts.append(graph)
+        for leaf, grad in grads:  # which the end of a graph has put back
+            leaf.grad = grad
+        if not segments.broken:  # an eager part may wait for another thread's replays
+            segments.broken, segments.lock = True, threading.RLock()
+        segments.replay_one(graph)
+        result = self._called(part)
+        segments.parts.append(EagerSegment(part, result, grads))
+        self._begin()
+        return result
+
+    @torch.no_grad()
+    def _called(self, part: EagerPart) -> Any:
+        if self._done is not None:
+            return do_again(self._done, part)
+        if self._settings.undo is not None:
+            return call_apart(part, self._settings.undo)
+        with under_way(None):
+            return part()
+
+
+# The hooks that autograd would call for what is saved now; None where there are none.
+_saved_hooks: Callable[[bool], Any] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: None
+)
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Run apart from what the caller's modes do with tensors on their way.
+
+    Autocast would reuse its casts of weights, and a graph go on reading an old one. Hooks on what
+    autograd saves (checkpoints, offloading) count and move it: no backward of theirs will need it.
+    """
+    torch.clear_autocast_cache()
+    hooked = _saved_hooks(True) is not None
+    hooks = torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
+    try:
+        with hooks if hooked else nullcontext():
+            yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+def _unchanged(x: Any) -> Any:
+    return x

@@ -1,0 +1,164 @@
+"""The first call of a kind: its result and all that it does count, unless no capture follows."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from commlib.core.tensors import has_memory, parts
+from commlib.errors import CommError
+from commlib.graph.backends.base import Backend
+from commlib.graph.calls.bindings import kept
+from commlib.graph.calls.cache_key import Arguments
+from commlib.graph.operators.schema import memory
+from commlib.graph.python.changes import Change
+from commlib.graph.python.python_state import PythonState
+from commlib.graph.python.reach import reached
+from commlib.graph.recording.findings import Findings
+from commlib.graph.recording.rank_agreement import settle
+from commlib.graph.watching.digest import digests, whole
+from commlib.graph.watching.real_call import RealCall
+from commlib.graph.watching.runs import WarmUpRun
+from commlib.graph.watching.undo import UndoLog
+
+
+class CountedCall:
+    """A call that is made for real and watched, so that it can be undone.
+
+    Attributes:
+        findings: What is known of the function.
+        counted: Whether the call counts even where no capture follows, so that nothing is copied.
+        roots: What leads to the Python objects that the function can reach.
+        drawn: The generators that it draws from.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        backend: Backend,
+        findings: Findings,
+        *,
+        counted: bool,
+        weights: Sequence[torch.Tensor],
+    ) -> None:
+        """``weights``: leaves that the function can reach."""
+        self.findings, self.counted = findings, counted
+        self.roots: list[object] = []
+        self.drawn: list[torch.Generator] = []
+        self.weights = [x for x in weights if x.is_leaf and x.requires_grad]
+        self._fn, self._backend = fn, backend
+        self._real = RealCall(backend.device, (), copies=not counted)
+        self._before = self._after = PythonState(())
+        self._begun: list[torch.Tensor] = []
+
+    def make(self, call: Arguments) -> Any:
+        """Make the call; every member of its rings comes through, or all of them raise."""
+        args, kwargs = call.given
+        self.roots = [self._fn, args, kwargs]
+        result, problem, run = None, None, WarmUpRun(self._real.undo, self.roots)
+        self._before = PythonState(self.roots)
+        self._real.note_leaves(self.weights)
+        held = _memory_of(self._before.tensors or reached(self.roots).tensors)
+        bits = digests(held)
+        with self._backend.calling(), run.under_way():
+            try:
+                result = self._real.run(lambda: self._fn(*args, **kwargs))
+            except Exception as error:
+                problem = error
+            rings = [ring for _, ring in sorted(self._real.rings.items())]
+            self._backend.join(rings)
+        self.drawn = [generator for generator, _ in self._real.undo.generators]
+        self._begun = self._real.begun_grads()
+        try:
+            settle(rings, (), problem, counted=self.counted)
+        except CommError:
+            self.undo()
+            raise
+        pairs = zip(held, bits, digests(held), strict=True)
+        changed = [whole(x) for x, before, after in pairs if before != after and x.nbytes()]
+        self._after = PythonState(self.roots)
+        self._find(call, run, rings, changed)
+        return result
+
+    def _find(
+        self,
+        call: Arguments,
+        run: WarmUpRun,
+        rings: Sequence[Any],
+        changed: Sequence[torch.Tensor],
+    ) -> None:
+        """Know what the call shows; ``changed``: memory that holds something else since."""
+        found, real = self.findings, self._real
+        found.rings, found.broken, found.by_parts = list(rings), run.broken, set(run.changed)
+        known = real.written  # that of eager parts is in the log
+        found.unseen = [
+            x for x in changed if memory(x) not in known and not real.undo.has_noted(memory(x))
+        ]
+        changes = [x for x in self._before.changes() if x.has_place and self._is_kept(x)]
+        found.sets = [kept(x, call.tensors) for x in changes]
+        found.note_watched(self._after.tensors)
+
+    def _is_kept(self, change: Change) -> bool:
+        """Return True for a plain value, and for a tensor that the call has not made."""
+        if isinstance(change.now, torch.Tensor):
+            return not self.has_made(memory(change.now))
+        return change.is_plain
+
+    def has_made(self, key: int) -> bool:
+        """Return True if the call has made the memory that ``key`` names."""
+        return key in self._real.made
+
+    @property
+    def begins_grads(self) -> bool:
+        """Return True if the call has given a gradient to a leaf that had none."""
+        return bool(self._begun)
+
+    @property
+    def tied(self) -> list[torch.Tensor]:
+        """Return the tensors from outside that the call made a part of an autograd graph."""
+        return self._real.undo.tied
+
+    @property
+    def after(self) -> PythonState:
+        """Return the Python state that the call has left."""
+        return self._after
+
+    def undo(self) -> None:
+        """Put back what the call has done, unless it counts."""
+        if not self.counted:
+            self._real.undo.restore()
+            self._before.restore()
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Begin where the call began inside a ``with`` block, and leave all as after the call.
+
+        A call may have used up what there was: it has filled a cache to its end.
+        """
+        noted = [(owner, grad, owner.grad) for owner, grad in self._real.undo.grads]
+        grads = [(owner, now) for owner, before, now in noted if before is not now]
+        for owner, before, _ in noted:
+            owner.grad = before
+        self._real.undo.swap()
+        try:
+            yield
+        finally:
+            self.findings.undo.restore()  # what a capture around eager parts has done
+            self._real.undo.swap()
+            for owner, grad in grads:
+                owner.grad = grad
+            self._after.restore()
+
+    def forget(self) -> None:
+        """Release what only the first call needs."""
+        self._real.undo = UndoLog()
+        self._before = self._after = PythonState(())
+        self._begun, self.roots = [], []
+
+
+def _memory_of(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """Return each piece of memory that tensors lie in."""
+    held = (part for x in tensors for part in parts(x))
+    plain = [x for x in held if has_memory(x) and x.numel()]
+    return [*{memory(x): x.untyped_storage() for x in plain}.values()]

@@ -1,0 +1,161 @@
+"""What the runs of a function before its capture show, and what its captures must agree with."""
+
+import weakref
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, field
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from commlib.core.ring import Ring
+from commlib.errors import GraphError
+from commlib.graph.calls.bindings import Kept
+from commlib.graph.recording.segments import Segments
+from commlib.graph.watching.recorder import Recorder
+from commlib.graph.watching.undo import UndoLog
+
+
+@dataclass
+class Findings:
+    """What is known of a function from the call that counts and the runs after it.
+
+    Attributes:
+        modules: Modules that it can reach.
+        watched: Tensors that it can reach.
+        unseen: Tensors that it writes, and no operator says so.
+        rings: The rings of its collectives.
+        sets: What the call has bound to names, and later runs leave.
+        by_parts: Names that eager parts bind.
+        broken: Whether it has eager parts.
+        binds: Whether it binds tensors to names outside.
+        binds_grads: Whether it binds gradients to leaves.
+        roots: What leads to the objects that it binds tensors to, if it does.
+        leaves: Leaves that it can reach or has read, but for arguments.
+        owners: Of these, whose gradients it uses.
+        generators: Those that it draws from, but for torch's own.
+        differentiable: Whether gradients flow back through its outputs.
+        parameters: The leaves that they flow to, but for arguments.
+        empty: Memory that each run fills itself, and leaves without a byte.
+        outputs: Of each leaf of the result that it makes, the size; else None.
+        names: Its operators in the last run.
+        calls: Its collectives in words in the last run.
+        made: Memory that the runs after the call have made.
+        carried: Of this, what the last run has read.
+        compared: Whether a capture has to be as the run before it.
+        reads: Whether its graphs fit only certain values that the host reads.
+        reports_capture: The answer when it asks whether it is captured.
+        undo: Notes what eager parts change in the capture.
+    """
+
+    modules: Iterable[torch.nn.Module]
+    watched: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    unseen: list[torch.Tensor] = field(default_factory=list)
+    rings: list[Ring] = field(default_factory=list)
+    sets: list[Kept] = field(default_factory=list)
+    by_parts: set[tuple[int, str]] = field(default_factory=set)
+    broken: bool = False
+    binds: bool = False
+    binds_grads: bool = False
+    roots: Sequence[object] = ()
+    leaves: list[torch.Tensor] = field(default_factory=list)
+    owners: list[torch.Tensor] = field(default_factory=list)
+    generators: list[torch.Generator] = field(default_factory=list)
+    differentiable: bool = False
+    parameters: list[torch.Tensor] = field(default_factory=list)
+    empty: Set[int] = frozenset()
+    outputs: list[torch.Tensor | None] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    made: dict[int, StorageWeakRef] = field(default_factory=dict)
+    carried: set[int] = field(default_factory=set)
+    compared: bool = False
+    reads: bool = False
+    reports_capture: bool = False
+    undo: UndoLog = field(default_factory=UndoLog)
+    _texts: dict[str, list[str]] = field(default_factory=dict)  # by part: its collectives in words
+
+    def report_capture(self) -> None:
+        """Begin again, and answer that the function is captured: it reads values otherwise."""
+        self.reports_capture = True
+        self.made, self.carried, self._texts = {}, set(), {}
+
+    def note_watched(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Know the tensors that the function can reach, and hold none of them."""
+        self.watched = [weakref.ref(x) for x in tensors]
+
+    def lives(self, key: int) -> bool:
+        """Return True if memory is still there that an earlier run has made."""
+        return key in self.made and not self.made[key].expired()
+
+    def rooms(self, device: torch.device) -> list[torch.Tensor | None]:
+        """Return memory outside the pool for each leaf of the result that the function makes."""
+        return [
+            None
+            if x is None
+            else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+            for x in self.outputs
+        ]
+
+    # -- what a run must agree with ----------------------------------------------------------------
+
+    def check(self, part: str, segments: Segments, *, again: bool) -> None:
+        """Refuse a capture of ``part`` that no replay could stand for.
+
+        ``again``: it was captured before.
+        """
+        for recorder in segments.recorders:
+            self.check_state(recorder)
+        if part == "forward" and not again:
+            self._check_carried(segments.recorders)
+        self._check_same(part, segments)
+
+    def check_state(self, recorder: Recorder) -> None:
+        """Refuse state that a run after the call has made and the next one has written."""
+        written = [x for key, x in recorder.memory.written.items() if self.lives(key)]
+        if written:
+            sizes = ", ".join(f"{x.nbytes()} bytes" for x in written[:5])
+            raise GraphError(
+                f"{len(written)} tensors ({sizes}) that the function makes in its second run and "
+                f"writes in the next would count a run too many; call the function eagerly until "
+                f"its state is made, and capture it then"
+            )
+
+    def _check_carried(self, recorders: Sequence[Recorder]) -> None:
+        """Refuse state that each run makes again from the last one's: its name is rebound.
+
+        What one run makes for all others, such as a table, the capture reads too.
+        """
+        read = {key for each in recorders for key in each.memory.externals}
+        lost = self.carried - read
+        if lost:
+            raise GraphError(
+                f"{len(lost)} tensors that the function makes in one run and reads in the next "
+                f"(state = state + ...) would be those of the capture at every replay; write into "
+                f"their memory instead (state.add_(...))"
+            )
+
+    def _check_same(self, part: str, segments: Segments) -> None:
+        """Refuse a capture that has done something else than the run before it, or than the last.
+
+        Such as a function that asks whether it is being captured.
+        """
+        texts = list(map(str, segments.collectives))
+        if part == "forward" and self.compared:
+            what = "the run before the capture and the capture differ"
+            check_same(what, self.names, segments.names[: segments.own])
+            check_same(what, self.calls, texts)
+        known = self._texts.setdefault(part, texts)
+        check_same("two captures of the function differ", known, texts)
+
+
+def check_same(what: str, before: list[str], after: list[str]) -> None:
+    """Raise ``GraphError`` naming the first of the calls in which two lists differ."""
+    if before == after:
+        return
+    shortest = min(len(before), len(after))
+    first = next((i for i in range(shortest) if before[i] != after[i]), shortest)
+    was, now = (names[first] if first < len(names) else "nothing" for names in (before, after))
+    raise GraphError(
+        f"{what}: call number {first} was {was}, then {now}; a graph would repeat one of them. "
+        f"More warmup= runs may settle it"
+    )

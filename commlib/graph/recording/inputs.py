@@ -1,0 +1,139 @@
+"""Where the graphs of a call read its arguments: where the first caller has them, or in copies."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from commlib.errors import GraphError
+from commlib.graph.calls.cache_key import Arguments, of_tensor
+from commlib.graph.calls.leaves import Tensors
+from commlib.graph.operators.layout import copy_of, elements, is_packed
+from commlib.graph.operators.overlap import Span, overlaps, span
+from commlib.graph.operators.unsupported import check_unreadable
+from commlib.graph.recording.segments import Segments
+
+
+class Touched(NamedTuple):
+    """What a function does with the memory of its arguments, and with that outside.
+
+    Attributes:
+        written: Positions of the arguments that it writes to.
+        outside: Memory from outside that it touches, and where.
+        outside_written: Memory from outside that it writes, and where.
+    """
+
+    written: list[int] = []  # noqa: RUF012  # never changed
+    outside: list[tuple[int, Span]] = []  # noqa: RUF012  # never changed
+    outside_written: list[tuple[int, Span]] = []  # noqa: RUF012  # never changed
+
+    @classmethod
+    def by(cls, segments: Segments, given: Tensors) -> "Touched":
+        """Return what the graphs do so far with the arguments ``given``."""
+        memories = [recorder.memory for recorder in segments.recorders]
+        written = {key for memory in memories for key in memory.written}
+        places = [x.untyped_storage()._cdata for x in given]
+        read = [item for memory in memories for item in memory.read.items()]
+        wrote = [item for memory in memories for item in memory.wrote.items()]
+        return cls(
+            [i for i, key in enumerate(places) if key in written],
+            [(key, at) for key, at in read if key not in places],
+            [(key, at) for key, at in wrote if key not in places],
+        )
+
+
+class Inputs:
+    """The tensors that the graphs of a call read, by the position of the argument.
+
+    A graph reads the first caller's tensors where they lie. One that comes from somewhere else gets
+    memory of the graph's own, once, by capturing again; from then on it is copied there.
+
+    Attributes:
+        copies: Memory of the graphs' own, by position.
+        pointers: Where the graphs read each argument.
+        touched: What the function does with them.
+    """
+
+    def __init__(self) -> None:
+        self.copies: dict[int, torch.Tensor] = {}
+        self.pointers: list[int] = []
+        self.touched = Touched()
+        self._targets: dict[int, torch.Tensor] = {}  # the copies, to be written to
+        self._strided: set[int] = set()  # those of them that have gaps, or elements twice
+        self._read: list[torch.Tensor] = []  # kept alive
+
+    def make_room(self, call: Arguments, positions: Iterable[int]) -> None:
+        """Give the graphs their own copies of some arguments; the same ones share one."""
+        shared: dict[Any, torch.Tensor] = {}
+        for i in positions:
+            tensor = call.tensors[i]
+            layout = tensor.data_ptr(), *of_tensor(tensor)
+            self.copies[i] = shared.setdefault(layout, copy_of(tensor))
+            if not is_packed(tensor):
+                self._strided.add(i)
+            # What a replay puts there is not a change of what a backward has saved of the last.
+            self._targets[i] = self._elements(i, self.copies[i].data)
+
+    def of(self, call: Arguments) -> Tensors:
+        """Return what the graphs read in the place of a call's tensors."""
+        return [self.copies.get(i, tensor) for i, tensor in enumerate(call.tensors)]
+
+    def fix(self, given: Tensors) -> None:
+        """Know where graphs that were just captured read what they were ``given``."""
+        self._read = [tensor.detach() for tensor in given]
+        self.pointers = [tensor.data_ptr() for tensor in given]
+
+    def put(self, call: Arguments, positions: Sequence[int]) -> None:
+        """Copy some arguments to where the graphs read them."""
+        if positions:
+            with torch.no_grad():
+                torch._foreach_copy_(
+                    [self._targets[i] for i in positions],
+                    [self._elements(i, call.tensors[i]) for i in positions],
+                )
+
+    def give_back(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy what a replay has written to the graphs' own memory to the caller's."""
+        for i in self.touched.written:
+            if i in self.copies:
+                with torch.no_grad():
+                    tensors[i].copy_(self.copies[i])
+
+    def _elements(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
+        return elements(tensor) if i in self._strided else tensor
+
+    def check(self, tensors: Tensors, pointers: Sequence[int]) -> None:
+        """Raise ``GraphError`` for arguments that the graphs can't take, before anything runs."""
+        if 0 in pointers:
+            check_unreadable(tensors)
+        self.refuse_overlaps(tensors, pointers)
+
+    def refuse_overlaps(self, tensors: Tensors, pointers: Sequence[int] = ()) -> None:
+        """Refuse memory that is shared outside, and not in the graph, where one side is written.
+
+        ``pointers``: where a call's arguments lie; those that moved get memory of the graph's own.
+        """
+        touched = self.touched
+        own: dict[int, object] = {i: id(copy) for i, copy in self.copies.items()}
+        for i, at in enumerate(pointers):
+            if at != self.pointers[i]:
+                own.setdefault(i, (at, of_tensor(tensors[i])))
+        for i in own if touched.outside else ():
+            key, (begin, end) = tensors[i].untyped_storage()._cdata, span(tensors[i])
+            others = touched.outside if i in touched.written else ()
+            for other, (low, high) in (*touched.outside_written, *others):
+                if other == key and low < end and begin < high:
+                    raise GraphError(
+                        f"argument tensor {i} shares memory with a tensor that the function uses "
+                        f"without receiving it, and one of them is written; pass the other tensor "
+                        f"too, or pass a copy"
+                    )
+        if not touched.written:
+            return
+        written = set(touched.written)
+        for i, j in overlaps(tensors):
+            if own.get(i) != own.get(j) and (i in written or j in written):
+                raise GraphError(
+                    f"tensors {i} and {j} of the arguments overlap, and the function writes one; "
+                    f"give it one of them, and slice inside"
+                )

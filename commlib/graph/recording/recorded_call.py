@@ -1,0 +1,199 @@
+"""Record a call of a function: its graphs, what they return, and what they bind."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_unflatten
+
+from commlib.core.tensors import parts, rebuilt
+from commlib.errors import GraphError
+from commlib.graph.backends.base import Backend, Pool
+from commlib.graph.calls.bindings import check_hidden, holds_tensor
+from commlib.graph.calls.cache_key import Arguments
+from commlib.graph.calls.leaves import Tensors, leaf, with_grads, without_grads
+from commlib.graph.calls.outputs import flat, standing
+from commlib.graph.python.changes import Change
+from commlib.graph.python.python_state import PythonState
+from commlib.graph.recording.findings import Findings
+from commlib.graph.recording.inputs import Inputs, Touched
+from commlib.graph.recording.record import record
+from commlib.graph.recording.segments import Segments
+from commlib.graph.watching.runs import DonePart
+
+Bound = list[tuple[torch.Tensor, torch.Tensor | None]]  # leaves, and what is bound as their grads
+
+
+class Recipe(NamedTuple):
+    """How the calls of one kind are recorded.
+
+    Attributes:
+        fn: The function.
+        backend: What captures it.
+        findings: What the runs before the capture have shown.
+        copy: Whether outputs are copies.
+        rooms: For each leaf of the result, where it is to lie if the graph makes it.
+        pool: Its own memory, in place of what all graphs share.
+    """
+
+    fn: Callable[..., Any]
+    backend: Backend
+    findings: Findings
+    copy: bool
+    rooms: Sequence[torch.Tensor | None] = ()
+    pool: Pool | None = None
+
+
+class RecordedCall(NamedTuple):
+    """A call that was recorded.
+
+    Attributes:
+        segments: Its graphs.
+        result: What it returns, in memory that no other graph's replay writes.
+        given: The tensors that it was recorded with.
+        grads: The gradients that it gives to leaves.
+        bindings: What it binds to names.
+        saved: The memory that autograd has saved for a backward.
+    """
+
+    segments: Segments
+    result: Any
+    given: Tensors
+    grads: Bound
+    bindings: list[Change]
+    saved: set[int]
+
+
+def record_call(
+    recipe: Recipe,
+    call: Arguments,
+    inputs: Inputs,
+    *,
+    again: bool,
+    done: Sequence[DonePart] | None = None,
+) -> RecordedCall:
+    """Record a call where ``inputs`` say that the graphs read its arguments.
+
+    Args:
+        recipe: How calls of its kind are recorded.
+        call: The call.
+        inputs: Where its arguments are read; knows afterwards what the graphs do with them.
+        again: The call was recorded before, and no other rank is asked.
+        done: What its eager parts have done already in a verified call.
+
+    Raises:
+        GraphError: No graph can hold it. Nothing is left of it.
+    """
+    found = recipe.findings
+    read = inputs.of(call)
+    given = with_grads(list(map(leaf, read)) if found.differentiable else read, call.tensors)
+    args, kwargs = call.rebuilt(given)
+    saved = set[int]()
+    unseen = [_place(x, call.tensors) for x in found.unseen]
+
+    def function(segments: Segments) -> tuple[Any, Bound, list[Change]]:
+        objects = PythonState(found.roots)
+        segments.recorders[-1].note_unseen(
+            read[x].detach() if isinstance(x, int) else x for x in unseen
+        )
+        with _saving(saved) if found.differentiable else nullcontext():
+            result = recipe.fn(*args, **kwargs)
+            grads = [(x, x.grad) for x, grad in before if x.grad is not grad]
+            bindings = _bound(objects, found, segments)
+        segments.own = len(segments.names)  # what follows is not work of the function
+        inputs.touched = Touched.by(segments, read)
+        _refuse_grads(call, inputs.touched)
+        inputs.refuse_overlaps(call.tensors)
+        return _kept(result, given, segments, recipe), grads, bindings
+
+    with reading(call, given), kept_grads(found.leaves) as before:
+        segments, (result, grads, bindings) = record(
+            recipe.backend,
+            found,
+            function,
+            part="forward",
+            again=again,
+            pool=recipe.pool,
+            done=done,
+        )
+    without_grads(given, call.tensors)
+    inputs.fix(read)
+    return RecordedCall(segments, result, given, grads, bindings, saved)
+
+
+def _place(tensor: torch.Tensor, arguments: Sequence[torch.Tensor]) -> torch.Tensor | int:
+    """Return a tensor, or in place of an argument's memory its position."""
+    positions = {x.untyped_storage()._cdata: i for i, x in enumerate(arguments)}
+    return positions.get(tensor.untyped_storage()._cdata, tensor)
+
+
+def _saving(saved: set[int]) -> AbstractContextManager[object]:
+    """Save memory, whatever is written there later: a replay of the forward comes between."""
+
+    # Autograd's graph holds this function, and a slot holds that graph: a reference to the slot
+    # would close a cycle that the garbage collector can't see.
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        saved.update(part.untyped_storage()._cdata for part in parts(x))
+        found: torch.Tensor = rebuilt(x, lambda part: part.data)
+        return found
+
+    return saved_tensors_hooks(pack, lambda x: x)
+
+
+def _bound(objects: PythonState, found: Findings, segments: Segments) -> list[Change]:
+    """Return the tensors that the function has bound to names."""
+    changes = [x for x in objects.changes() if (x.where, x.name) not in found.by_parts]
+    check_hidden(changes, segments.has_made)
+    return [x for x in changes if holds_tensor(x.now)]
+
+
+def _refuse_grads(call: Arguments, touched: Touched) -> None:
+    """Refuse a function that reads ``grad`` of an argument: the next one's is elsewhere."""
+    for i, tensor in enumerate(call.tensors[: len(call.tensors) - call.grads]):
+        grad = tensor.grad if tensor.is_leaf and tensor.requires_grad else None
+        key = None if grad is None else grad.untyped_storage()._cdata
+        if key is not None and any(key == known for known, _ in touched.outside):
+            raise GraphError(
+                f"the function reads .grad of argument tensor {i}; a replay could not read the "
+                f"gradient of the next call's tensor. Pass the gradient as an argument"
+            )
+
+
+def _kept(result: Any, given: Tensors, segments: Segments, recipe: Recipe) -> Any:
+    """Bring what is returned to where no other graph's replay writes."""
+    leaves, spec = flat(result)
+    kept: dict[int, Any] = {}  # what is returned twice is one tensor
+    for i, each in enumerate(leaves):
+        if id(each) not in kept:
+            kept[id(each)] = found = standing(each, given, segments.has_made)
+            room = recipe.rooms[i] if i < len(recipe.rooms) and not recipe.copy else None
+            if room is not None:  # copies are cloned after each replay
+                kept[id(each)] = room.copy_(found.detach())
+    return tree_unflatten([kept[id(each)] for each in leaves], spec)
+
+
+@contextmanager
+def kept_grads(leaves: Sequence[torch.Tensor]) -> Iterator[Bound]:
+    """Restore the gradients of leaves after a ``with`` block; yields those from before it."""
+    before = [(each, each.grad) for each in leaves]
+    try:
+        yield before
+    finally:
+        for each, grad in before:
+            each.grad = grad
+
+
+@contextmanager
+def reading(call: Arguments, inputs: Tensors) -> Iterator[None]:
+    """Let owners have their gradients where the graph reads them, inside a ``with`` block."""
+    owners, given = call.owners, iter(inputs[len(inputs) - call.grads :])
+    before = [owner.grad for owner in owners]
+    for owner, grad in zip(owners, before, strict=True):
+        owner.grad = None if grad is None else rebuilt(grad, lambda _: next(given))
+    try:
+        yield
+    finally:
+        for owner, kept in zip(owners, before, strict=True):
+            owner.grad = kept

@@ -1,0 +1,253 @@
+"""The runs of a function between its first call and its capture: watched, and put back."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from commlib.core import observers
+from commlib.core.tensors import parts
+from commlib.errors import CommError, GraphError
+from commlib.graph.backends.base import Backend
+from commlib.graph.calls.bindings import holds_tensor
+from commlib.graph.calls.cache_key import Arguments
+from commlib.graph.calls.leaves import leaf, parameters, plain_gradients, with_grads, without_grads
+from commlib.graph.calls.outputs import awaited, flat, leads_back
+from commlib.graph.operators.generators import default_generator, moved_on
+from commlib.graph.operators.nested import unrolled
+from commlib.graph.operators.schema import memory
+from commlib.graph.operators.unsupported import check_python_random, check_unseen
+from commlib.graph.python.python_state import PythonState, random_state
+from commlib.graph.recording.capture_run import isolated
+from commlib.graph.recording.counted_call import CountedCall
+from commlib.graph.recording.findings import check_same
+from commlib.graph.recording.rank_agreement import settle
+from commlib.graph.watching.capture_query import reporting
+from commlib.graph.watching.recorder import Recorder
+from commlib.graph.watching.runs import WarmUpRun
+
+
+def rehearse(
+    fn: Callable[..., Any], backend: Backend, first: CountedCall, call: Arguments, times: int
+) -> None:
+    """Run ``fn`` ``times`` more after its ``first`` call, and find what a graph would have to do.
+
+    Memory, gradients, generators and the Python objects that it can reach are put back.
+
+    Raises:
+        GraphError: No graph could do it; every member of its rings raises.
+    """
+    _check_tied(first.tied)
+    check_unseen(first.findings.unseen)
+    first.findings.compared = times > 0
+    rehearsal = _Rehearsal(fn, backend, first, call)
+    for turn in range(times):
+        objects = PythonState(first.roots) if turn else first.after
+        rehearsal.run(objects, as_before=0 < turn == times - 1)
+    rehearsal.note_capture()
+
+
+class _Rehearsal:
+    """The runs, in the order in which each finds what the one before has left."""
+
+    def __init__(
+        self, fn: Callable[..., Any], backend: Backend, first: CountedCall, call: Arguments
+    ) -> None:
+        self._fn, self._backend, self._first, self._call = fn, backend, first, call
+        self._found = first.findings
+        self._drawn = first.drawn  # generators that the run before has drawn from
+        self._recorder = Recorder(backend.device)
+
+    def run(self, objects: PythonState, *, as_before: bool) -> None:
+        """Run once; every member of the rings comes through, or all of them raise.
+
+        Args:
+            objects: What Python objects hold before the run.
+            as_before: Whether the run has to do the same as the one before it.
+        """
+        found, device = self._found, self._backend.device
+        recorder = self._recorder = Recorder(device, drawn=self._drawn)
+        recorder.memory.empty = found.empty
+        run = WarmUpRun(recorder.undo, self._first.roots)
+        problem: Exception | None = None
+        with (
+            self._backend.warming(),
+            moved_on(self._drawn),
+            reporting(found.reports_capture),
+            unrolled(found.modules),
+            run.under_way(),
+            observers.unwaited() as works,
+        ):
+            try:
+                for weight in self._first.weights:
+                    recorder.undo.note_leaf(weight)
+                before = found.names
+                self._watch(recorder)
+                self._note_changes(run, objects)
+                if as_before:
+                    check_same("two runs of the function differ", before, found.names)
+            except CommError as error:
+                problem = error
+            except Exception as error:
+                problem = GraphError(
+                    f"the function runs once, and not again: {type(error).__name__}: {error}"
+                )
+                problem.__cause__ = error
+            for work in works:  # one that nobody waits for would write after the undoing
+                try:
+                    work.wait()
+                except Exception as error:
+                    problem = problem or error
+            self._backend.join(recorder.rings)
+            try:
+                recorder.restore()
+            except Exception as error:  # the other ranks wait for the outcome
+                problem = problem or error
+        found.rings = recorder.rings
+        found.broken = found.broken or run.broken
+        self._note_generators(recorder)
+        settle(found.rings, recorder.collectives, problem, counted=False)
+
+    def note_capture(self) -> None:
+        """Know what the capture may write, where it runs for real: around eager parts."""
+        if self._found.broken:
+            self._recorder.note_again(self._found.undo)
+            for each in self._found.leaves:
+                self._found.undo.note_leaf(each)
+
+    def _note_generators(self, recorder: Recorder) -> None:
+        own = default_generator(self._backend.device)
+        others = [x for x in recorder.random.generators.values() if x is not own]
+        self._drawn = [own, *others]
+        self._found.generators = [
+            x
+            for x in recorder.random.generators.values()
+            if x.device.type == "cuda" and x is not default_generator(x.device)
+        ]
+
+    # -- one run -----------------------------------------------------------------------------------
+
+    def _watch(self, recorder: Recorder) -> None:
+        """Run the function and its backward."""
+        found, call, grad = self._found, self._call, torch.is_grad_enabled()
+        inputs = with_grads([leaf(x) if grad else x for x in call.tensors], call.tensors)
+        args, kwargs = call.rebuilt(inputs)
+        recorder.note_unseen(found.unseen)
+        with recorder, isolated():
+            drawn = random_state()
+            result = self._fn(*args, **kwargs)
+            if random_state() != drawn:
+                check_python_random()
+            if not call.still(inputs, args, kwargs):
+                raise GraphError(
+                    "the function changes a list or dict that it is given, and no replay would; "
+                    "return what is new"
+                )
+            found.names, found.calls = list(recorder.names), list(map(str, recorder.collectives))
+            result = awaited(result)
+            self._go_back(result, inputs, recorder)
+        without_grads(inputs, call.tensors)
+        self._note_emptied(recorder)
+        _check_tied(recorder.undo.tied)
+        self._note_grads((*call.tensors, *inputs), recorder)
+        found.check_state(recorder)
+        self._note_memory(result, recorder)
+
+    def _go_back(self, result: Any, inputs: Sequence[torch.Tensor], recorder: Recorder) -> None:
+        """Run the backward too, where there is one."""
+        outs = [x for x in flat(result)[0] if leads_back(x)]
+        self._found.differentiable = bool(outs)
+        if not outs:
+            return
+        computed = list(recorder.computed.values())
+        self._found.parameters = parameters(recorder, inputs)
+        wanted = [x for x in (*inputs, *self._found.parameters) if x.requires_grad]
+        ones = [torch.ones_like(x) for x in outs]
+        if not wanted and not computed:
+            raise GraphError("an output wants a gradient, and no tensor before it does")
+        grads = plain_gradients(outs, (*wanted, *computed), ones)
+        for tensor, grad in zip(computed, grads[len(wanted) :], strict=True):
+            if grad is not None:
+                raise GraphError(
+                    f"a {tuple(tensor.shape)} tensor that the function reads, but is not given, "
+                    f"wants a gradient: pass it as an argument, or detach it"
+                )
+
+    def _note_emptied(self, recorder: Recorder) -> None:
+        """Know memory that each run fills and empties, and refuse it where a backward follows."""
+        found = self._found
+        found.empty = found.empty | recorder.memory.emptied
+        if found.empty and found.differentiable:
+            raise GraphError(
+                "the function empties memory that it uses (resize_), as FSDP does, and its "
+                "backward fills it again; capture the whole step, with its backward"
+            )
+
+    def _note_grads(self, given: Sequence[torch.Tensor], recorder: Recorder) -> None:
+        """Know which leaves' gradients the function reads, writes or binds, but for arguments."""
+        found, noted = self._found, list(recorder.undo.grads)
+        arguments = {id(tensor) for tensor in given}
+        bound = [(leaf, grad) for leaf, grad in noted if leaf.grad is not grad]
+        found.binds_grads = bool(bound)
+        found.leaves = [leaf for leaf, _ in noted if id(leaf) not in arguments]
+        # What is dropped before it is read may be there before a call or not.
+        used = {id(leaf) for leaf, grad in bound if grad is None}
+        externals = recorder.memory.externals
+        used |= {
+            id(leaf)
+            for leaf, grad in noted
+            if grad is not None and any(memory(x) in externals for x in parts(grad))
+        }
+        found.owners = [leaf for leaf in found.leaves if id(leaf) in used]
+
+    def _note_memory(self, result: Any, recorder: Recorder) -> None:
+        """Know what the result is made of, and what the run has made and read of earlier runs."""
+        found, touched = self._found, recorder.memory
+        found.outputs = [
+            torch.empty_like(x, device="meta")
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata in touched.made
+            else None
+            for x in flat(result)[0]
+        ]
+        earlier = {k for k in touched.externals if found.lives(k) or self._first.has_made(k)}
+        found.carried = earlier - found.empty
+        found.made.update(touched.made)
+
+    def _note_changes(self, run: WarmUpRun, objects: PythonState) -> None:
+        """Refuse Python state that each run changes; tensors are bound again at each replay."""
+        found = self._found
+        changes = [x for x in objects.changes() if (x.where, x.name) not in run.changed]
+        found.by_parts |= run.changed.keys()
+        other = {(x.where, x.name) for x in changes if not x.is_plain} | found.by_parts
+        found.sets = [x for x in found.sets if (x.where, x.name) not in other]
+        there = {id(x) for x in objects.tensors} - {id(x) for x in self._call.tensors}
+        for change in (x for x in objects.changes() if x.has_place):
+            if change.now is not run.changed.get((change.where, change.name), change.now):
+                raise GraphError(
+                    f"the function and an eager part of it both bind {change.name}, and a replay "
+                    f"would not know which comes last; bind it in one of them"
+                )
+        for change in changes:
+            if id(change.now) in there:
+                raise GraphError(
+                    f"the function binds {change.name} to another of its tensors at each run, and "
+                    f"each replay would bind the same; copy_() what they hold"
+                )
+            if change.counts:
+                raise GraphError(
+                    f"the function changes {change.name} at each run ({change.before!r:.40}, then "
+                    f"{change.now!r:.40}), and no replay would; do that outside, or in a part that "
+                    f"is marked with commlib.graph.eager"
+                )
+        found.binds = any(holds_tensor(change.now) for change in changes)
+        rebinds = not all(change.is_plain for change in changes)
+        found.roots = self._first.roots if rebinds else ()
+
+
+def _check_tied(tied: Sequence[torch.Tensor]) -> None:
+    """Refuse to write outside what would be a part of the caller's autograd graph."""
+    if tied:
+        raise GraphError(
+            f"a {tuple(tied[0].shape)} tensor that the function is given, or uses, is written "
+            f"with something that wants a gradient; write x.detach() into it, or return it"
+        )

@@ -1,0 +1,1 @@
+"""Captured calls: replayed, verified, and joined with their backwards."""

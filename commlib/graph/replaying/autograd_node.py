@@ -1,0 +1,126 @@
+"""The one autograd node of a captured forward: its backward replays a graph."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from commlib.errors import GraphError
+from commlib.graph.backends.side_stream import SideStream
+from commlib.graph.calls.leaves import Tensors
+
+Grads = Sequence[torch.Tensor | None]
+
+
+class Lease:
+    """Held by the node of one forward: the forward's slot is free when it is gone.
+
+    Attributes:
+        side: The stream of the node; None if the node belongs to the caller's stream.
+        expected: Of a verified call, outputs of the function itself, and what gradients are wanted
+            of.
+        uncaptured: Whether the forward was verified with the answer "not captured".
+        reads: What the backward needs as it was.
+        versions: How often that had been written to then.
+    """
+
+    __slots__ = ("__weakref__", "expected", "reads", "side", "uncaptured", "versions")
+
+    def __init__(self, side: SideStream | None) -> None:
+        self.side = side
+        self.expected: tuple[Tensors, Tensors] | None = None
+        self.uncaptured = False
+        self.reads: Tensors = []
+        self.versions: list[int] = []
+
+
+class Slot(Protocol):
+    """What a node asks of the graphs that it replays."""
+
+    def not_differentiable(self, lent: Sequence[torch.Tensor]) -> Tensors:
+        """Return the outputs that no gradient comes back through."""
+
+    def check(self, lease: Lease) -> None:
+        """Raise ``GraphError`` where something was written to that the backward is to read."""
+
+    def backward(self, grads: Grads, side: SideStream | None) -> list[torch.Tensor | None]:
+        """Replay the backward with the gradients of the outputs; returns fresh tensors."""
+
+    def verified_backward(self, lease: Lease, grads: Grads) -> list[torch.Tensor | None]:
+        """Go back through the function's own outputs, and replay the backward after that."""
+
+    def is_last(self, grads: Grads) -> bool:
+        """Return True if no other backward can follow the one with these gradients."""
+
+
+class Node(torch.autograd.Function):
+    """The node; ``apply`` gets the slot, the lease, the outputs, and what leads to gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, slot: Slot, lease: Lease, lent: list[torch.Tensor], *_: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the outputs, as results of the node."""
+        ctx.slot, ctx.lease = slot, lease
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*slot.not_differentiable(lent))
+        return tuple(lent)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        """Return the gradients of all that leads to some."""
+        with torch.no_grad():
+            found = _gone_back(ctx, grads)
+        if torch.is_grad_enabled():  # create_graph=True
+            found = _refusing_more(found)
+        return None, None, None, *found
+
+
+def _refusing_more(grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return gradients that raise where something is derived from them: no graph has that."""
+    there = [grad.requires_grad_() for grad in grads if grad is not None]
+    refuses = torch._C._functions.DelayedError(
+        "a captured call has no second derivatives (create_graph=True, gradient penalties); call "
+        "the function itself where they are needed",
+        len(there),
+    )
+    marked = refuses(*there)
+    each = iter(marked if isinstance(marked, tuple) else (marked,))
+    return [None if grad is None else next(each) for grad in grads]
+
+
+def _gone_back(ctx: Any, grads: Grads) -> list[torch.Tensor | None]:
+    """Replay a node's backward, and free its slot when no other can come through it."""
+    slot: Slot | None = ctx.slot
+    if slot is None:
+        raise GraphError(
+            "second backward through one call; pass retain_graph=True to the first backward"
+        )
+    lease: Lease = ctx.lease
+    slot.check(lease)
+    if lease.expected is None:
+        found = slot.backward(grads, lease.side)
+    else:
+        found = slot.verified_backward(lease, grads)
+    if not _retains() and all(map(_runs, ctx.next_functions)) and slot.is_last(grads):
+        ctx.slot = ctx.lease = None
+    return found
+
+
+# Whether a backward goes on to a node, and whether it keeps the graph for another one; where torch
+# can't tell, as if there were another.
+_will_run: Callable[[Any], bool] = getattr(
+    torch._C, "_will_engine_execute_node", lambda node: False
+)
+_retains: Callable[[], bool] = getattr(
+    torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
+)
+
+
+def _runs(edge: tuple[Any, int]) -> bool:
+    """Return True if the backward under way takes this way out of a node, if there is one."""
+    node, _ = edge
+    try:
+        return node is None or _will_run(node)
+    except RuntimeError:  # a leaf that autograd.grad has asked for
+        return True

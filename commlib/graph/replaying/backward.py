@@ -1,0 +1,62 @@
+"""One captured backward of a slot, for those outputs whose gradients come."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+
+from commlib.core.tensors import is_wrapper, parts, rebuilt
+from commlib.graph.backends.side_stream import SideStream
+from commlib.graph.operators.layout import maker
+from commlib.graph.recording.segments import Segments
+
+
+class Backward:
+    """A graph from the gradients of outputs to those of tensors, and the memory at both ends."""
+
+    def __init__(
+        self,
+        segments: Segments,
+        given: Sequence[torch.Tensor],
+        grads: dict[int, torch.Tensor],
+        *,
+        last: bool,
+    ) -> None:
+        """Know the graph.
+
+        Args:
+            segments: What is replayed.
+            given: Where it reads the gradients of outputs.
+            grads: What it writes, by position of the tensor whose gradient it is.
+            last: Whether no other backward can follow, but for one with ``retain_graph=True``.
+        """
+        self.last = last
+        self.segments, self.given, self._grads = segments, given, grads
+        self._parts = [part for grad in grads.values() for part in parts(grad)]
+        self._wrapped = any(map(is_wrapper, grads.values()))
+        self._make = {} if self._wrapped else {i: maker(grad) for i, grad in grads.items()}
+
+    def run(
+        self, coming: Sequence[torch.Tensor], side: SideStream | None
+    ) -> dict[int, torch.Tensor]:
+        """Replay it with the gradients of outputs; returns fresh tensors, by position.
+
+        ``side``: the current stream, if that is not the caller's.
+        """
+        fresh, places = self._fresh()
+        with self.segments.lock, nullcontext() if side is None else side.run_on_callers():
+            self.segments.turn()
+            for kept, grad in zip(self.given, coming, strict=True):
+                kept.copy_(grad)
+            self.segments.replay()
+            if fresh:
+                torch._foreach_copy_(places, self._parts)
+        return fresh
+
+    def _fresh(self) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
+        """Return new gradients by position, and all memory that is to be written."""
+        if not self._wrapped:
+            plain = {i: make() for i, make in self._make.items()}
+            return plain, [*plain.values()]
+        fresh = {i: rebuilt(grad, torch.empty_like) for i, grad in self._grads.items()}
+        return fresh, [part for grad in fresh.values() for part in parts(grad)]

@@ -1,0 +1,62 @@
+"""What the graphs of a call, and what is copied to its arguments, change outside."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from commlib.graph.calls.cache_key import Arguments
+from commlib.graph.recording.inputs import Inputs
+from commlib.graph.recording.segments import Segments
+from commlib.graph.watching.effects import Effects
+
+
+class CallEffects:
+    """The effects of one captured call; they are the same at each call with the same memory."""
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        rooms: Sequence[torch.Tensor | None],
+        leaves: Sequence[torch.Tensor],
+    ) -> None:
+        """Know the call.
+
+        Args:
+            inputs: Where it reads its arguments.
+            rooms: Where its outputs lie.
+            leaves: Those whose ``grad`` it binds.
+        """
+        self._inputs, self._rooms, self._leaves = inputs, rooms, list(leaves)
+        self._known: dict[Any, Effects] = {}  # of a backward or a call, and of how many graphs
+
+    def of(self, call: Arguments | None, graphs: Sequence[Segments]) -> Effects:
+        """Return what ``graphs`` change in a call; a backward has no ``call``."""
+        kind = call is None, len(graphs)
+        written = [] if call is None else self._inputs.touched.written
+        pointers = self._inputs.pointers
+        if call is not None and any(call.tensors[i].data_ptr() != pointers[i] for i in written):
+            return self._effects(call, graphs)  # of tensors that are given this once
+        if kind not in self._known:
+            self._known[kind] = self._effects(call, graphs)
+        return self._known[kind]
+
+    def _effects(self, call: Arguments | None, graphs: Sequence[Segments]) -> Effects:
+        recorders = [recorder for segments in graphs for recorder in segments.recorders]
+        generators = {id(x): x for each in recorders for x in each.random.generators.values()}
+        return Effects(self.writes(call, graphs).values(), generators.values(), self._leaves)
+
+    def writes(self, call: Arguments | None, graphs: Sequence[Segments]) -> dict[int, torch.Tensor]:
+        """Return the memory of the program that ``graphs`` write, as a tensor each."""
+        rooms = (x for x in (*self._inputs.copies.values(), *self._rooms) if x is not None)
+        own = {x.untyped_storage()._cdata for x in rooms}
+        memories = [each.memory for segments in graphs for each in segments.recorders]
+        found = {key: memory.externals[key] for memory in memories for key in memory.written}
+        written = self._inputs.touched.written
+        given = [] if call is None else [call.tensors[i].detach() for i in written]
+        found |= {x.untyped_storage()._cdata: x for x in given}
+        return {
+            key: each
+            for key, each in found.items()
+            if key not in own and not any(segments.made(key) for segments in graphs)
+        }

@@ -1,0 +1,87 @@
+"""The entries of a captured function: by the key of a call, what is replayed for it."""
+
+from collections import Counter
+from types import FrameType
+from typing import Any, Protocol
+
+from commlib.graph.calls.cache_key import Arguments
+from commlib.graph.replaying.captured_call import CapturedCall
+
+
+class Entry(Protocol):
+    """A captured call, or the slots of calls that gradients flow back through.
+
+    Attributes:
+        places: Where tensors lay at the capture that small lists and dicts hold.
+    """
+
+    places: dict[Any, Any]
+
+    def run(self, call: Arguments, caller: FrameType, turn: int) -> Any:
+        """Replay on the tensors of ``call`` and return the outputs."""
+
+    @property
+    def stale(self) -> bool:
+        """Return True if the program has released a tensor that the graphs read."""
+
+    @property
+    def has_eager_parts(self) -> bool:
+        """Return True if Python runs between its graphs."""
+
+    @property
+    def parts(self) -> list[CapturedCall]:
+        """Return the captured calls that it is made of."""
+
+    def uses(self, key: int) -> bool:
+        """Return True if the graphs read or write the memory that ``key`` names, or bind it."""
+
+    def drop_lost(self) -> bool:
+        """Drop what has lost its graphs; returns whether anything has."""
+
+    def release(self) -> None:
+        """Release every graph."""
+
+
+_FEW = 4  # replays of a graph whose tensors are replaced all the time
+_OFTEN = 8  # times that this happens
+
+
+class Entries(dict[Any, Entry]):
+    """The entries by key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._replaced: Counter[Any] = Counter()  # by key: graphs whose tensors were replaced
+
+    @property
+    def replays(self) -> int:
+        """Return how many calls were replayed."""
+        return sum(part.replays for entry in self.values() for part in entry.parts)
+
+    @property
+    def captured(self) -> list[CapturedCall]:
+        """Return the captured calls of all entries."""
+        return [part for entry in self.values() for part in entry.parts]
+
+    def drop(self, key: Any) -> None:
+        """Release the graphs of a key, if there are any."""
+        entry = self.pop(key, None)
+        if entry is not None:
+            entry.release()
+
+    def drop_stale(self, key: Any) -> bool:
+        """Release graphs whose tensors were replaced.
+
+        Returns:
+            Whether that happens at nearly every call, so that capturing again gains nothing.
+        """
+        used = sum(part.replays for part in self[key].parts)
+        self.drop(key)
+        self._replaced[key] = self._replaced[key] + 1 if used < _FEW else 1
+        return self._replaced[key] > _OFTEN
+
+    def drop_all(self) -> None:
+        """Release every graph."""
+        for entry in self.values():
+            entry.release()
+        self.clear()

@@ -1,0 +1,262 @@
+"""A slot: one forward graph, its backward graphs, and the memory between them."""
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from commlib.errors import GraphError
+from commlib.graph.backends.side_stream import SideStream
+from commlib.graph.calls.cache_key import Arguments, any_autocast, modes
+from commlib.graph.calls.leaves import Tensors, gradients, plain_gradients
+from commlib.graph.calls.outputs import Join, Outputs
+from commlib.graph.recording.record import record
+from commlib.graph.recording.recorded_call import Recipe, RecordedCall
+from commlib.graph.recording.segments import Segments
+from commlib.graph.replaying.autograd_node import Grads, Lease, Node
+from commlib.graph.replaying.backward import Backward
+from commlib.graph.replaying.captured_call import CapturedCall
+from commlib.graph.replaying.nodes import used_up
+from commlib.graph.replaying.schedule import Schedule
+from commlib.graph.replaying.verification_log import VerificationLog
+from commlib.graph.replaying.verify import Unequal
+from commlib.graph.watching.runs import DonePart
+
+
+class Slot:
+    """A captured forward, and the backwards from its outputs.
+
+    Attributes:
+        forward: The captured call. This slot is how gradients flow back through it.
+        parameters: The leaves that gradients flow to, but for arguments.
+    """
+
+    def __init__(
+        self, recipe: Recipe, log: VerificationLog, differs: Callable[[Unequal], None]
+    ) -> None:
+        """``differs`` gets a backward that differs from the function's; it may raise."""
+        # What is between forward and backward is in their own pool.
+        self._recipe = recipe._replace(pool=recipe.backend.own_pool())
+        self.forward = CapturedCall(self._recipe, log, Schedule(False))
+        self.parameters = recipe.findings.parameters
+        self._differs, self._side = differs, recipe.backend.side()
+        self._lease: weakref.ref[Lease] | None = None
+        # By the outputs whose gradients come, and the autocast that the backward is called under.
+        self._backwards: dict[Any, Backward] = {}
+
+    @property
+    def free(self) -> bool:
+        """Return True if no node waits for its backward."""
+        return self._lease is None or self._lease() is None
+
+    # -- capturing ---------------------------------------------------------------------------------
+
+    def capture(
+        self, call: Arguments, *, later: bool, done: Sequence[DonePart] | None = None
+    ) -> None:
+        """Capture the forward and the backward; ``later`` and ``done`` as for any call."""
+        self.forward.capture(call, self, later=later, done=done)
+
+    def prepare(self) -> None:
+        """Hold the nodes of leaves, which then have these and no others in the capture."""
+        with self._recipe.backend.waiting():
+            self._ends = [get_gradient_edge(leaf) for leaf in self.parameters]
+
+    def recorded(self, recorded: RecordedCall, outputs: Outputs, *, again: bool) -> None:
+        """Capture the backward from all outputs of a forward that was just recorded."""
+        made, inputs = outputs.made(recorded.result), recorded.given
+        self._leads = [tensor.requires_grad for tensor in made]
+        self._outs = [tensor for tensor in made if tensor.requires_grad]
+        self._tensors = (*inputs, *self.parameters)
+        self._wanted = [tensor for tensor in self._tensors if tensor.requires_grad]
+        self._release_backwards()
+        every = (True,) * len(self._outs)
+        whole = self._capture_backward(recorded.segments, every, plain_gradients, again=again)
+        self._add((every, None), whole)
+        self._note_reads(recorded, whole, made)
+
+    def _add(self, key: Any, backward: Backward) -> None:
+        self._backwards[key] = backward
+        self.forward.backwards = [each.segments for each in self._backwards.values()]
+
+    def _capture_backward(
+        self,
+        forward: Segments,
+        comes: tuple[bool, ...],
+        go_back: Callable[..., Any],
+        *,
+        again: bool,
+    ) -> Backward:
+        """Capture the backward from those outputs whose gradients come.
+
+        An eager backward can't go over what a capture has saved: some kernels keep numbers on the
+        GPU then that they read on the host.
+        """
+        outs = [out for out, one in zip(self._outs, comes, strict=True) if one]
+        given = [torch.zeros_like(out) for out in outs]
+        segments, grads = record(
+            self._recipe.backend,
+            self._recipe.findings,
+            lambda _: go_back(outs, self._wanted, given),
+            part=f"backward from {comes}",
+            again=again,
+            pool=self._recipe.pool,
+            before=forward,
+        )
+        places = [i for i, tensor in enumerate(self._tensors) if tensor.requires_grad]
+        found = zip(places, grads, strict=True)
+        others = [out for out, one in zip(self._outs, comes, strict=True) if not one]
+        there = {i: grad for i, grad in found if grad is not None}
+        return Backward(segments, given, there, last=used_up(outs, others))
+
+    def _note_reads(self, recorded: RecordedCall, whole: Backward, made: Tensors) -> None:
+        """Know what the forward has saved and the backward reads: nobody may write to it between.
+
+        Other inputs of a hook must be as they are then.
+        """
+        forward = [each.memory for each in recorded.segments.recorders]
+        back = [each.memory for each in whole.segments.recorders]
+        written = {key for memory in (*forward, *back) for key in memory.written}
+        read = {
+            key: tensor
+            for memory in back
+            for key, tensor in memory.externals.items()
+            if key in recorded.saved and key not in written
+        }
+        places = [x.untyped_storage()._cdata for x in recorded.given]
+        own = self.forward.inputs.copies
+        self._reads_inputs = [i for i, key in enumerate(places) if key in read and i not in own]
+        lent = [x.untyped_storage()._cdata for x in made] if not self._recipe.copy else []
+        self._reads_outputs = [i for i, key in enumerate(lent) if key in read]
+        for memory in forward:  # the program's own tensors, whose versions count
+            read |= {key: x for key, x in memory.externals.items() if key in read}
+        of_graph = {*places, *lent, *(x.untyped_storage()._cdata for x in whole.given)}
+        self._reads = [
+            tensor
+            for key, tensor in read.items()
+            if key not in of_graph and not recorded.segments.has_made(tensor)
+        ]
+
+    # -- replaying ---------------------------------------------------------------------------------
+
+    def first(self, call: Arguments, caller: FrameType) -> Any:
+        """Do what the capture itself has not done, and return the outputs."""
+        return self.forward.first(call, caller, self)
+
+    def replay(
+        self, call: Arguments, caller: FrameType, done: Sequence[DonePart] | None = None
+    ) -> Any:
+        """Replay the forward; the gradients of its outputs lead to the backward."""
+        return self.forward.replay(call, caller, self, done)
+
+    def join(self, tensors: Tensors) -> Join:
+        """Return what makes its outputs results of the node of this forward."""
+        lease = Lease(self._side if self._side is not None and self._side.serves() else None)
+        self._lease = weakref.ref(lease)
+
+        def join(lent: list[torch.Tensor]) -> Any:
+            with nullcontext() if lease.side is None else lease.side.current():
+                outs = Node.apply(self, lease, lent, *tensors, *self.parameters)  # type: ignore[no-untyped-call]
+            lease.reads = [*self._reads, *(tensors[i] for i in self._reads_inputs)]
+            lease.versions = self._versions(lease)
+            return outs
+
+        return join
+
+    def _versions(self, lease: Lease) -> list[int]:
+        """Return how often what the backward reads was written to, as autograd counts."""
+        seen = [tensor._version for tensor in lease.reads]
+        lent = self._reads_outputs
+        return seen + self.forward.outputs.versions(lent) if lent else seen
+
+    def not_differentiable(self, lent: Sequence[torch.Tensor]) -> Tensors:
+        """Return the outputs that no gradient comes back through."""
+        return [tensor for tensor, leads in zip(lent, self._leads, strict=True) if not leads]
+
+    # -- going back --------------------------------------------------------------------------------
+
+    def check(self, lease: Lease) -> None:
+        """Raise ``GraphError`` where something was written to that the backward is to read."""
+        if self._versions(lease) != lease.versions:
+            raise GraphError(
+                "a tensor that this backward needs was modified in place since its forward; "
+                "run the backward before modifying the tensor, or clone the tensor"
+            )
+
+    def is_last(self, grads: Grads) -> bool:
+        """Return True if no other backward can follow the one with these gradients."""
+        return self._backward_of(self._of_leading(grads)).last
+
+    def backward(self, grads: Grads, side: SideStream | None) -> list[torch.Tensor | None]:
+        """Replay the backward with the gradients of the outputs; returns fresh tensors.
+
+        ``side``: the current stream, if that is not the caller's.
+        """
+        wanted = self._of_leading(grads)
+        fresh = self._backward_of(wanted).run([grad for grad in wanted if grad is not None], side)
+        return [fresh.get(i) for i in range(len(self._tensors))]
+
+    def expect(self, outs: Tensors, wanted: Tensors, *, uncaptured: bool) -> None:
+        """Verify the backward of the forward that was just replayed, with that of ``outs``."""
+        lease = None if self._lease is None else self._lease()
+        if lease is not None:
+            lease.expected, lease.uncaptured = (outs, wanted), uncaptured
+
+    def verified_backward(self, lease: Lease, grads: Grads) -> list[torch.Tensor | None]:
+        """Go back through the function's own outputs, and replay the backward after that."""
+        assert lease.expected is not None
+        outs, wanted = lease.expected
+        given = self._of_leading(grads)
+        coming = [(out, grad) for out, grad in zip(outs, given, strict=True) if grad is not None]
+        segments = self._backward_of(given).segments
+        wants = [tensor.requires_grad for tensor in self._tensors]
+        back = functools.partial(self.backward, grads, lease.side)
+        log = self.forward.log
+        try:
+            verification = self.forward.verification("gradient", segments, None)
+            verified = verification._replace(uncaptured=lease.uncaptured).run(
+                lambda: list(gradients([o for o, _ in coming], wanted, [g for _, g in coming])),
+                lambda _: [x for x, each in zip(back(), wants, strict=True) if each],
+            )
+            found, forward = verified.found, log.eager_seconds or 0
+            log.note(verified.seconds, forward + verified.eager_seconds)
+        except Unequal as error:
+            self._differs(error)
+            found = error.result
+        each_found = iter(found)
+        return [next(each_found) if each else None for each in wants]
+
+    def _of_leading(self, grads: Grads) -> list[torch.Tensor | None]:
+        """Return the gradients of those outputs that have one."""
+        return [grad for grad, leads in zip(grads, self._leads, strict=True) if leads]
+
+    def _backward_of(self, grads: Grads) -> Backward:
+        """Return the backward from those outputs whose gradients come; the first time, capture it.
+
+        Raises ``GraphError`` if the graphs were released.
+        """
+        if not self._backwards:
+            raise GraphError("the graph of this backward was released before it ran")
+        comes = tuple(grad is not None for grad in grads)
+        key = comes, modes() if any_autocast() else None
+        if key not in self._backwards:
+            go_back = gradients if any_autocast() else plain_gradients
+            segments = self.forward.segments
+            self._add(key, self._capture_backward(segments, comes, go_back, again=True))
+        return self._backwards[key]
+
+    def release(self) -> None:
+        """Release all graphs."""
+        self.forward.release()
+        self._release_backwards()
+
+    def _release_backwards(self) -> None:
+        for backward in self._backwards.values():
+            backward.segments.release()
+        self._backwards.clear()
+        self.forward.backwards = []

@@ -1,0 +1,135 @@
+"""The slots of one kind of call: as many as there are forwards still to go back."""
+
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+from commlib.graph.calls.cache_key import Arguments
+from commlib.graph.replaying.captured_call import CapturedCall
+from commlib.graph.replaying.schedule import Schedule
+from commlib.graph.replaying.slot import Slot
+from commlib.graph.watching.effects import Effects
+from commlib.graph.watching.host import OtherValue
+from commlib.graph.watching.runs import DonePart
+
+
+class Slots:
+    """All slots of one kind of call.
+
+    Attributes:
+        slots: The slots that are captured.
+        replays: How many calls were made of it.
+        places: As those of a ``CapturedCall``.
+    """
+
+    def __init__(
+        self, make: Callable[[], Slot], fn: Callable[..., Any], schedule: Schedule
+    ) -> None:
+        """``make`` returns one more slot, which is not captured yet."""
+        self._make, self._fn, self._schedule = make, fn, schedule
+        self.slots: list[Slot] = []
+        self.replays = 0
+        self.places: dict[Any, Any] = {}
+        self._failed = False  # whether one more could not be captured
+
+    def capture(self, call: Arguments) -> None:
+        """Capture the first slot."""
+        slot = self._make()
+        slot.capture(call, later=False)
+        self.slots.append(slot)
+        self._lock = slot.forward.segments.lock
+
+    def run(self, call: Arguments, caller: FrameType, turn: int) -> Any:
+        """Replay the forward of a free slot; the gradients of its outputs lead to its backward.
+
+        ``turn``: as that of a ``CapturedCall``.
+        """
+        self.replays += 1
+        one = self.slots[0].forward
+        together = any(segments.collectives for segments in one.graphs)
+        if self._schedule.due(turn if together else self.replays) and one.fits_all:
+            return self._verified(call, caller)
+        return self._replayed(call, caller)[1]
+
+    def _verified(self, call: Arguments, caller: FrameType) -> Any:
+        """Run the function for real and a forward after that; its backward will be verified too."""
+        one = self.slots[0].forward
+        one.check_call(call)
+        one.order()
+        forwards = [slot.forward for slot in self.slots]
+        writes = {
+            key: each
+            for forward in forwards
+            for key, each in forward.effects.writes(call, forward.graphs).items()
+        }
+        args, kwargs = call.given
+        used: list[Slot] = []
+
+        def replay(done: Sequence[DonePart]) -> Any:
+            slot, found = self._replayed(call, caller, done)
+            used.append(slot)
+            return found
+
+        effects = one.effects.of(call, one.graphs)
+        all_slots = Effects(writes.values(), effects.generators, effects.leaves)
+        verification = one.verification("output", one.segments, call)._replace(effects=all_slots)
+        verified = verification.run(lambda: self._fn(*args, **kwargs), replay)
+        one.log.note(verified.seconds, verified.eager_seconds)
+        if not verified.replayed:  # the graph is of other values than this call, or of noise
+            return verified.expected
+        slot, expected = used[0], verified.expected
+        wanted = [x for x in (*call.tensors, *slot.parameters) if x.requires_grad]
+        outs = [x for x in slot.forward.outputs.made(expected) if x.requires_grad]
+        slot.expect(outs, wanted, uncaptured=one.log.uncaptured)
+        one.log.uncaptured = False
+        return verified.found
+
+    def _replayed(
+        self, call: Arguments, caller: FrameType, done: Sequence[DonePart] | None = None
+    ) -> tuple[Slot, Any]:
+        """Return the slot that was used, and the outputs."""
+        with self._lock:
+            for slot in self.slots:
+                if slot.free:
+                    return slot, slot.replay(call, caller, done)
+            slot = self._make()
+            self._failed = True
+            try:
+                slot.capture(call, later=True, done=done)
+            except OtherValue:
+                self._failed = False
+                raise
+            self._failed = False
+            self.slots.append(slot)
+            return slot, slot.first(call, caller)
+
+    @property
+    def stale(self) -> bool:
+        """Return True if the program has released a tensor that a slot reads."""
+        return any(slot.forward.stale for slot in self.slots)
+
+    def uses(self, key: int) -> bool:
+        """Return as an entry does."""
+        return self.slots[0].forward.uses(key)
+
+    @property
+    def has_eager_parts(self) -> bool:
+        """Return True if Python runs between its graphs."""
+        return any(slot.forward.has_eager_parts for slot in self.slots)
+
+    @property
+    def parts(self) -> list[CapturedCall]:
+        """Return the forwards, with their backwards, as entries of a report."""
+        return [slot.forward for slot in self.slots]
+
+    def drop_lost(self) -> bool:
+        """Drop slots that have lost their graphs; says whether one has, or was never made."""
+        kept = [slot for slot in self.slots if not slot.forward.lost]
+        lost, self._failed = self._failed or len(kept) < len(self.slots), False
+        self.slots = kept
+        return lost
+
+    def release(self) -> None:
+        """Release every graph."""
+        for slot in self.slots:
+            slot.release()

@@ -1,0 +1,269 @@
+"""Verified replays: the function runs for real, and its graph must then give the same bits.
+
+On a verified call the function runs eagerly, so its result and the program's Python state are right
+by construction. What it wrote is put back, the graph is replayed on the same inputs, and both are
+compared bit for bit. Where they differ, the eager effects are kept.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import AbstractContextManager, suppress
+from typing import Any, NamedTuple
+
+import torch
+
+from commlib.core import observers
+from commlib.core.ring import Ring
+from commlib.errors import CommError, GraphError
+from commlib.graph.python.changes import Change
+from commlib.graph.python.python_state import PythonState
+from commlib.graph.recording.segments import Segments
+from commlib.graph.replaying.compare import Comparison, Difference, Left
+from commlib.graph.replaying.stopwatch import Stopwatch
+from commlib.graph.replaying.verification_log import VerificationLog
+from commlib.graph.replaying.write_counts import WriteCounts
+from commlib.graph.watching.capture_query import reporting
+from commlib.graph.watching.effects import Effects, Held
+from commlib.graph.watching.host import OtherValue
+from commlib.graph.watching.real_call import RealCall
+from commlib.graph.watching.runs import DonePart, VerifiedRun, under_way
+from commlib.log import log
+
+_EQUAL, _DIFFERS, _RAISED = range(3)  # what a member says of its call
+_RUNS = 3  # of a function whose graph differs, to see whether its own runs do
+
+
+class Unequal(GraphError):
+    """A replay differed from the function; ``result`` is what the function returned."""
+
+    def __init__(self, difference: Difference, cause: str, result: Any) -> None:
+        super().__init__(
+            f"the replay differs from the eager call: {difference}; {cause}. The effects of the "
+            f"eager call were kept: do not repeat it"
+        )
+        self.result = result
+
+
+class Verified(NamedTuple):
+    """What a verified call has come to.
+
+    Attributes:
+        expected: What the function returned.
+        found: What the replay returned: the same. Where none counts, what the function returned.
+        eager_seconds: Host time of the function.
+        seconds: What all of it has cost.
+        replayed: Whether the replay counts.
+    """
+
+    expected: Any
+    found: Any
+    eager_seconds: float
+    seconds: float
+    replayed: bool
+
+
+class Verification(NamedTuple):
+    """What a verified call needs to know of its graph.
+
+    Attributes:
+        segments: The graph, with its eager parts.
+        effects: What it changes outside itself.
+        log: How results are compared, and what the function gives other bits of each time.
+        what: What the results are called in errors.
+        watched: Tensors that the function can reach.
+        roots: What leads to the Python objects that it may change.
+        binds: The names that a replay binds, and the objects that have them.
+        uncaptured: Whether the function gets the answer "not captured" this once. It may take
+            another branch then, whose last digits differ: half of the digits are compared.
+    """
+
+    segments: Segments
+    effects: Effects
+    log: VerificationLog
+    what: str
+    watched: Sequence[torch.Tensor]
+    roots: Sequence[object]
+    binds: Set[tuple[int, str]]
+    uncaptured: bool
+
+    def run(self, fn: Callable[[], Any], replay: Callable[[Sequence[DonePart]], Any]) -> Verified:
+        """Run ``fn`` for real and its graph after that, and compare.
+
+        ``replay`` gets the eager parts of that run, which do the same again.
+        Every member of the rings does so in the same call. Nobody watches the function: the call
+        costs what an eager one does, the copies of what it writes, and the comparison.
+
+        Raises:
+            Unequal: They differ, here or on another member. The effects of ``fn`` are kept.
+        """
+        effects, run, watch = self.effects, VerifiedRun(self.roots), Stopwatch(self.segments.device)
+        before, counts, objects = effects.now(), WriteCounts(self.watched), PythonState(self.roots)
+        began = time.perf_counter()
+        try:
+            with under_way(run), self._reporting():
+                expected = _with_works(fn)
+        except Exception:
+            with suppress(CommError):
+                _worst(self.rings, _RAISED)
+            raise
+        seconds = time.perf_counter() - began
+
+        def keep_eager() -> Verified:
+            return Verified(expected, expected, seconds, watch.seconds(), replayed=False)
+
+        self.segments.join(self.rings)  # a raw collective without fences may still run
+        if _worst(self.rings, _EQUAL) == _RAISED:  # that rank will make no collectives now
+            return keep_eager()
+        missed = counts.missed(effects, run.effects())
+        by_parts = run.changed - self.binds
+        bound = [x for x in objects.changes() if x.sets and (x.where, x.name) not in by_parts]
+        real = Left({self.what: expected}, bound, self._put_back(run, before))
+        del before
+        try:
+            for change in bound:
+                change.undo()
+            problem, replayed = self._replayed(run, replay, real)
+            problem = problem or missed
+            worst = _worst(self.rings, _DIFFERS if problem else _EQUAL)
+            if replayed is not None and worst == _DIFFERS:
+                replayed = replayed._replace(held=effects.now())
+        except BaseException:
+            self._let_stand(run, real)
+            raise
+        if replayed is None or worst != _EQUAL:
+            self._let_stand(run, real)
+        if worst == _DIFFERS:
+            cause = self._again(fn, real.bound)
+            if replayed is not None and not missed:  # what is noise does not count
+                problem = next(self._compare().differences(real, replayed), None)
+            if _worst(self.rings, _DIFFERS if problem else _EQUAL) == _DIFFERS:
+                raise Unequal(problem or _elsewhere(self.rings), cause, expected)
+        elif worst == _EQUAL and replayed is not None:
+            effects.put_versions(real.held)
+            found = replayed.results[self.what]
+            return Verified(expected, found, seconds, watch.seconds(), replayed=True)
+        return keep_eager()
+
+    def _replayed(
+        self,
+        run: VerifiedRun,
+        replay: Callable[[Sequence[DonePart]], Any],
+        real: Left,
+    ) -> tuple[Difference | None, Left | None]:
+        """Replay; returns the first difference, and what was left if the graph fits the call."""
+        try:
+            found = replay(run.parts)
+        except OtherValue:  # the graph is of other values, and the eager effects are kept
+            return None, None
+        except GraphError as error:
+            return Difference(("replay", 0), "the replay", f"raises: {error}"), None
+        left = self._left(found, real.bound)
+        return next(self._compare().differences(real, left), None), left
+
+    @property
+    def rings(self) -> list[Ring]:
+        """Return the rings whose members verify together."""
+        return self.segments.rings
+
+    def _compare(self) -> Comparison:
+        return Comparison(self.effects, self.log.tolerance, self.log.noise, half=self.uncaptured)
+
+    def _reporting(self) -> AbstractContextManager[None]:
+        return reporting(self.segments.reports_capture and not self.uncaptured)
+
+    def _left(self, result: Any, bound: Sequence[Change]) -> Left:
+        """Return what the program sees now, also under the names that the function binds."""
+        now = [change.again() for change in bound]
+        return Left({self.what: result}, now, self.effects.here())
+
+    def _put_back(self, run: VerifiedRun, before: Held) -> Held:
+        """Put back what the call has changed; returns what it has left.
+
+        That takes the place of ``before``, so that there is one copy at any time. Eager parts may
+        write the same memory, and are put back first.
+        """
+        if not run.parts:
+            return self.effects.exchange(before)
+        real = self.effects.now()
+        run.restore()
+        self.effects.put(before)
+        return real
+
+    def _let_stand(self, run: VerifiedRun, real: Left) -> None:
+        """Give the program back what the function has left."""
+        run.again()
+        self.effects.put(real.held)
+        for change in real.bound:
+            change.place.bind(change.now)
+
+    def _again(self, fn: Callable[[], Any], bound: Sequence[Change]) -> str:
+        """Run ``fn`` some more times, watched and then put back.
+
+        What it gives other bits of is noise from now on.
+
+        Returns:
+            What it does otherwise than at the capture.
+        """
+        first: Left | None = None
+        names: list[str] = []
+        for _ in range(_RUNS if self.log.tolerance is None else 1):
+            real, objects = RealCall(self.segments.device, (), named=True), PythonState(self.roots)
+            real.note_leaves(x for x in self.watched if x.is_leaf and x.requires_grad)
+            try:
+                with under_way(VerifiedRun()), self._reporting():
+                    result = real.run(fn)
+                self.segments.join(self.rings)
+                left = self._left(result, bound)._replace(held=self.effects.now())
+                if first is not None:
+                    self._note_noise(first, left)
+                first = first or left
+            except Exception as error:  # one too many: it has filled its cache to the end
+                log.once("a function whose graph differs can't be run once more: %s", error)
+                break
+            finally:
+                names = real.names
+                real.undo.restore()
+                objects.restore()
+        if self.uncaptured:
+            return "the function asks whether it is captured and behaves differently when it is"
+        return _first_other(self.segments.own_names, names)
+
+    def _note_noise(self, one: Left, other: Left) -> None:
+        """Know what differs between two runs of the function, and by how much."""
+        self.log.noise.items.update(x.item for x in self._compare().differences(one, other))
+        self.log.noise.wild.update(x.item for x in self._compare().differences(one, other))
+
+
+def _with_works(fn: Callable[[], Any]) -> Any:
+    """Return ``fn()``; every Work that it began has ended."""
+    with observers.unwaited() as works:
+        result = fn()
+    for work in works:
+        work.wait()
+    return result
+
+
+def _worst(rings: Iterable[Ring], said: int) -> int:
+    """Return the worst of what this member and those of its rings say."""
+    for ring in rings:
+        said = max(row[0] for row in ring._hosts.exchange([said]))
+    return said
+
+
+def _elsewhere(rings: Sequence[Ring]) -> Difference:
+    numbers = ", ".join(str(ring.ring_id) for ring in rings)
+    return Difference(("replay", 1), "a replay", f"differs on another rank of ring {numbers}")
+
+
+def _first_other(captured: Sequence[str], now: Sequence[str]) -> str:
+    """Say what is another than at the capture: the first operator or number, or what it read."""
+    for number, (before, after) in enumerate(zip(captured, now, strict=False)):
+        if before != after:
+            return f"operator {number} was {before} at the capture, and is {after} now"
+    if len(captured) != len(now):
+        return f"{len(captured)} operators ran at the capture, and {len(now)} now"
+    return (
+        "the same operators ran with the same numbers. Possible causes: a replaced tensor, a "
+        "generator that torch does not know, or a kernel that writes memory outside torch's "
+        "operators"
+    )

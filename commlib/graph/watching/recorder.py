@@ -1,0 +1,307 @@
+"""What one run of a function touches: tensors from outside, writes, random numbers, collectives."""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from commlib.core import observers
+from commlib.core.ring import Ring
+from commlib.core.tensors import fault, is_wrapper, parts
+from commlib.graph.operators.generators import default_generator
+from commlib.graph.operators.literals import made_on_host
+from commlib.graph.operators.nested import watching_replays
+from commlib.graph.operators.one_hot import checking_each
+from commlib.graph.operators.schema import OpCall
+from commlib.graph.operators.step import Step, as_they_are, computes_nothing, tensors_in
+from commlib.graph.operators.unsupported import (
+    check_borrowed,
+    check_layouts,
+    check_reshaping,
+    check_stray,
+    check_sync,
+    check_value,
+    check_wrappers,
+    watching_reads,
+)
+from commlib.graph.watching.host import HostPart, is_on_host
+from commlib.graph.watching.recorded_collective import Collective
+from commlib.graph.watching.rng_watch import RngWatch
+from commlib.graph.watching.touched_memory import TouchedMemory
+from commlib.graph.watching.undo import UndoLog
+
+_aten = torch.ops.aten
+
+
+class Recorder(TorchDispatchMode):
+    """Records a run; ``with Recorder(device) as seen: fn()``.
+
+    Refuses what can't stand in a graph before it runs: ``GraphError`` with operator and line.
+
+    Attributes:
+        memory: What the run makes, reads and writes.
+        random: The generators that it draws from.
+        undo: What it has changed outside itself, as that was before.
+        names: Operators with their plain arguments, in order.
+        launches: How many compute something, as views and new memory don't.
+        steps: Every operator with its tensors, where they are kept.
+        collectives: Its collectives, in order.
+        leaves: Leaves from outside that want a gradient, by id.
+        computed: Tensors from outside that autograd has made, by id.
+        host: What the host does before each launch, in a capture on a GPU.
+    """
+
+    refuses = True
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        keep: bool = False,
+        drawn: Sequence[torch.Generator] | None = None,
+        host: HostPart | None = None,
+    ) -> None:
+        """Know what is watched.
+
+        Args:
+            device: Where the function runs.
+            keep: Whether every step stays, to be run again.
+            drawn: The generators that the run before has drawn from, where there was one.
+            host: Gets the host's part of a capture on a GPU. No memory of the GPU is copied then,
+                and what runs on a stream outside the capture is refused.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device, self.keep, self.host = device, keep, host
+        self.undo, self.memory = UndoLog(), TouchedMemory()
+        self.random = RngWatch(device, drawn, self.undo)
+        self.names: list[str] = []
+        self.launches = 0
+        self.steps: list[Step] = []
+        self.collectives: list[Collective] = []
+        self.leaves: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.computed: dict[int, torch.Tensor] = {}
+        self._nested = False
+        self._reading = ExitStack()
+
+    # -- watching ----------------------------------------------------------------------------------
+
+    def __enter__(self) -> "Recorder":
+        if self.host is None:
+            self.random.begin()
+        observers.observers.append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._reading.enter_context(watching_reads())
+        if self.device.type != "cpu":
+            self._reading.enter_context(made_on_host())
+            self._reading.enter_context(watching_replays())
+        else:
+            self._reading.enter_context(checking_each())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._reading.close()
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        observers.observers.remove(self)
+        if kind is None:
+            if self.host is None:
+                self.random.end()
+            self.memory.check_sizes(may_empty=self.host is None and self.device.type != "cpu")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if computes_nothing():
+            return func(*args, **(kwargs or {}))
+        call = OpCall(func, args, kwargs or {})
+        if call.known.lifts:
+            call = OpCall(self._literal(args[0]), args, kwargs or {})
+        if types and self._are_wrapped(call):
+            return NotImplemented  # the wrapper's own operators on what it holds follow
+        check_layouts(call, call.tensors)
+        check_sync(call, self.device)
+        self._note_read(call)
+        written = self._note_written(call)
+        generator = self._note_random(call)
+        on_host = self.host is not None and all(map(is_on_host, call.tensors))
+        keep = (self.keep or on_host) and not call.known.reshapes
+        # As they are now: they may get another shape later.
+        args, kwargs = as_they_are((call.args, call.kwargs), self.memory.made) if keep else ((), {})
+        name = str(call)
+        result = self._called(call, written)
+        results = tensors_in(result)
+        check_layouts(call, results)
+        made = self.memory.note_made(results, call.memory)
+        if generator is not None and self.host is None:
+            self.random.leave(generator)
+        changed = [tensor for _, tensor in made] + written
+        if self.host is not None:
+            check_stray(call, changed)
+        if not call.known.detaches:
+            self.names.append(name)
+        on_host = on_host and all(map(is_on_host, changed))
+        if call.known.computes and not on_host and any(map(torch.Tensor.numel, changed)):
+            self.launches += 1
+        if keep and (self.keep or (on_host and changed)):
+            kept = tuple((i, as_they_are(tensor, self.memory.made)) for i, tensor in made)
+            step = Step(call.func, args, kwargs, kept, torch.is_grad_enabled())
+            if self.host is None:
+                self.steps.append(step)
+            else:
+                self.host.note_step(step, written, draws=generator is not None)
+        return result
+
+    def _are_wrapped(self, call: OpCall) -> bool:
+        """Return True if an operator is called on wrappers, whose leaves are known from here on."""
+        wrapped = [x for x in call.tensors if is_wrapper(x) and fault(x, "it") is not None]
+        check_wrappers(call, [x for x in wrapped if not parts(x)])
+        for tensor in wrapped:
+            if tensor.is_leaf and tensor.requires_grad:
+                self._know_leaf(tensor)
+        return bool(wrapped)
+
+    def _literal(self, x: torch.Tensor) -> Any:
+        """Return the operator that makes the tensor of ``torch.tensor([...])`` at each call.
+
+        It copies from what nobody can write to. Memory that is shared (``torch.as_tensor`` of an
+        array) may be new or not: it is read where it is.
+        """
+        if x.untyped_storage().resizable():
+            self.memory.literals.add(x.untyped_storage()._cdata)
+            return _aten.clone.default
+        self.memory.borrowed.add(x.untyped_storage()._cdata)
+        return _aten.lift_fresh.default
+
+    def _note_read(self, call: OpCall) -> None:
+        """Know what an operator reads from outside."""
+        made = self.memory.made
+        for tensor, key in zip(call.tensors, call.memory, strict=False):
+            if key not in made and self._know(tensor) and not call.known.only_views:
+                self.memory.note_read(tensor)
+        if call.known.reshapes and not self.memory.has_given(call.args[0]):
+            check_reshaping(call)
+
+    def _note_written(self, call: OpCall) -> list[torch.Tensor]:
+        """Know what an operator writes to, before it does; returns that."""
+        written = call.written
+        for tensor in written:
+            if tensor.untyped_storage()._cdata in self.memory.borrowed:
+                check_borrowed(call)
+            self._before_write(tensor)
+        return written
+
+    def _note_random(self, call: OpCall) -> torch.Generator | None:
+        note = self.random.note if self.host is None else self.random.note_in_capture
+        return note(call)
+
+    def _called(self, call: OpCall, written: Sequence[torch.Tensor]) -> Any:
+        """Run an operator; a collective inside it is not a separate step."""
+        args, kwargs = call.args, call.kwargs
+        if self.host is not None:
+            if call.known.own_random and written:
+                self.host.note_seed(default_generator(self.device))
+            args, kwargs = self.host.given(call)
+        if call.known.own:
+            return call.func(*args, **kwargs)
+        before, self._nested = self._nested, True
+        try:
+            with observers.still_watched(self):
+                return call.func(*args, **kwargs)
+        finally:
+            self._nested = before
+
+    # -- what is not an operator -------------------------------------------------------------------
+
+    def before_read(self, tensor: torch.Tensor, name: str) -> None:
+        """Note or refuse a method that reads the values of a tensor."""
+        if self.device.type == "cpu":
+            check_value(name)
+        elif self.host is not None and is_on_host(tensor):
+            with observers.unwatched():
+                self.host.note_read(tensor)
+
+    def before(self, call: observers.Seen) -> None:
+        """Note a collective; the gate says so before it launches."""
+        if not self._nested:  # an operator has said what it reads and writes
+            for known in tensors_in((call.x, call.out, call.args)):
+                if self._know(known):
+                    self.memory.note_read(known)
+            if call.out is not None:
+                self._before_write(call.out)
+        self.collectives.append(Collective.of(call))
+        if self.keep and not self._nested:
+            self.steps.append(Step(call.again, (), {}, ()))
+
+    def note_unseen(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Know memory that the function writes, though no operator says so."""
+        for tensor in tensors:
+            if self._know(tensor):
+                self.memory.note_read(tensor)
+            self._before_write(tensor)
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def _know(self, tensor: torch.Tensor) -> bool:
+        """Return True for a tensor from outside, and know it."""
+        if not self.memory.know(tensor):
+            return False
+        if tensor.is_leaf and tensor.requires_grad:
+            self._know_leaf(tensor)
+        if self.host is None and tensor.grad_fn is not None and not self.memory.has_given(tensor):
+            self.computed.setdefault(id(tensor), tensor)
+        return True
+
+    def _know_leaf(self, tensor: torch.Tensor) -> None:
+        """Several leaves may lie in one memory, as in flat buffers; the function's own go again."""
+        known = self.leaves.get(id(tensor))
+        if known is None or known() is None:
+            self.leaves[id(tensor)] = weakref.ref(tensor)
+            if self.host is None:
+                self.undo.note_leaf(tensor)
+
+    def _before_write(self, tensor: torch.Tensor) -> None:
+        """Know what is written, and copy its memory before the first write to it."""
+        if tensor.untyped_storage()._cdata in self.memory.made:
+            return
+        self.memory.note_written(tensor)
+        if self.host is None or is_on_host(tensor):
+            self.undo.note_write(tensor)
+
+    # -- after the run -----------------------------------------------------------------------------
+
+    def end_host(self) -> None:
+        """End the host's part. Raises ``GraphError`` where no graph fits what it reads."""
+        assert self.host is not None
+        self.host.end(self.memory, self.random.generators.values())
+
+    def note_again(self, undo: UndoLog) -> None:
+        """Let ``undo`` note what the run changes, for a run that is not watched."""
+        for storage in self.memory.written.values():
+            undo.note_memory(storage)
+        for generator in self.random.generators.values():
+            undo.note_generator(generator)
+        for leaf in self.known_leaves():
+            undo.note_leaf(leaf)
+
+    def known_leaves(self) -> list[torch.Tensor]:
+        """Return the leaves from outside that the run has read and that are still there."""
+        known = (reference() for reference in self.leaves.values())
+        return [leaf for leaf in known if leaf is not None]
+
+    def restore(self) -> None:
+        """Put back what memory from outside, and generators, held before the run."""
+        self.undo.restore()
+
+    @property
+    def rings(self) -> list[Ring]:
+        """Return the rings of the collectives, by number."""
+        found = {call.ring.ring_id: call.ring for call in self.collectives}
+        return [found[number] for number in sorted(found)]

@@ -1,0 +1,75 @@
+"""The generators that a run draws from; a run that sets one of them is refused."""
+
+from collections.abc import Sequence
+
+import torch
+
+from commlib.graph.operators.generators import RngTracker, default_generator, generator_of
+from commlib.graph.operators.schema import OpCall
+from commlib.graph.operators.unsupported import check_seeding
+from commlib.graph.watching.undo import UndoLog
+
+
+class RngWatch:
+    """What a run does with generators.
+
+    Attributes:
+        generators: Those that it draws from, by id.
+    """
+
+    def __init__(
+        self, device: torch.device, drawn: Sequence[torch.Generator] | None, undo: UndoLog
+    ) -> None:
+        """Know the run.
+
+        Args:
+            device: Where the function runs.
+            drawn: The generators that the run before has drawn from, where there was one.
+            undo: Notes the states that generators had.
+        """
+        self.generators: dict[int, torch.Generator] = {}
+        self._device, self._drawn, self._undo = device, drawn, undo
+        self._trackers: dict[int, RngTracker] = {}  # by generator
+
+    def begin(self) -> None:
+        """Know where the generators are before the run."""
+        for generator in (default_generator(self._device), *(self._drawn or ())):
+            self.leave(generator)
+
+    def end(self) -> None:
+        """Refuse a run that has set a generator after it drew from it."""
+        for generator in self.generators.values():
+            self._check(generator)
+
+    def note(self, call: OpCall) -> torch.Generator | None:
+        """Return the generator of an operator that draws numbers, and know its state before."""
+        generator = generator_of(call, self._device)
+        if generator is not None:
+            if self._drawn is not None and id(generator) not in self._trackers:
+                check_seeding()  # the function makes one at each call
+            self._check(generator)
+            if id(generator) not in self.generators:
+                self.generators[id(generator)] = generator
+                self._undo.note_generator(generator)
+        return generator
+
+    def note_in_capture(self, call: OpCall) -> torch.Generator | None:
+        """Return the generator of an operator; one of a GPU has no state that could be asked."""
+        generator = generator_of(call, self._device)
+        if generator is not None and id(generator) not in self.generators:
+            self.generators[id(generator)] = generator
+            if generator.device.type == "cpu":
+                self._undo.note_generator(generator)
+        return generator
+
+    def leave(self, generator: torch.Generator) -> None:
+        """Know the state that a draw has left."""
+        self._trackers.setdefault(id(generator), RngTracker(generator)).leave()
+
+    def _check(self, generator: torch.Generator) -> None:
+        """Refuse a run that sets a generator it draws from: a graph draws on from where it is."""
+        tracker = self._trackers.get(id(generator))
+        if tracker is not None and tracker.was_set():
+            self.generators[id(generator)] = generator
+            self._undo.note_generator(generator, tracker.begun)
+            check_seeding()

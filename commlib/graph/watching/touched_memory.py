@@ -1,0 +1,121 @@
+"""The memory that a run of a function makes, reads and writes."""
+
+import weakref
+from collections.abc import Iterable, Set
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from commlib.graph.operators.overlap import Span, span
+from commlib.graph.operators.unsupported import check_resized
+
+
+class TouchedMemory:
+    """Memory by its key, and whether it is the run's own or from outside.
+
+    Attributes:
+        made: The run's own.
+        externals: A tensor of each piece from outside.
+        written: Storages from outside that are written.
+        read: Addresses from outside that are touched, and not just viewed.
+        wrote: Addresses from outside that are written.
+        empty: What the run before has left without a byte.
+        emptied: What this run leaves so.
+        constants: That of another graph on the host, which holds the same at each call.
+        literals: What the function has typed (``torch.tensor([...])``).
+        borrowed: Arrays that the function has made tensors of.
+    """
+
+    def __init__(self) -> None:
+        self.made: dict[int, StorageWeakRef] = {}
+        self.externals: dict[int, torch.Tensor] = {}
+        self.written: dict[int, torch.UntypedStorage] = {}
+        self.read: dict[int, Span] = {}
+        self.wrote: dict[int, Span] = {}
+        self.empty: Set[int] = frozenset()
+        self.emptied: set[int] = set()
+        self.constants: dict[int, StorageWeakRef] = {}
+        self.literals: set[int] = set()
+        self.borrowed: set[int] = set()
+        self._given: dict[int, weakref.ref[torch.Tensor]] = {}  # by an operator of this run, by id
+        self._sizes: dict[int, tuple[torch.UntypedStorage, int]] = {}  # of memory from outside
+
+    def note_made(
+        self, results: Iterable[torch.Tensor], taken: Iterable[int]
+    ) -> list[tuple[int, torch.Tensor]]:
+        """Know what an operator has returned; returns what has new memory, by its place.
+
+        ``taken``: the memory of what the operator was given.
+        """
+        made = []
+        for i, tensor in enumerate(results):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in taken:
+                made.append((i, tensor))
+                self.made[storage._cdata] = StorageWeakRef(storage)
+            self._given[id(tensor)] = weakref.ref(tensor)
+        return made
+
+    def has_given(self, tensor: torch.Tensor) -> bool:
+        """Return True if an operator of this run has returned the tensor, if only as a view."""
+        known = self._given.get(id(tensor))
+        return known is not None and known() is tensor
+
+    def note_read(self, tensor: torch.Tensor) -> None:
+        """Know that the elements of a tensor from outside are touched."""
+        _touch(self.read, tensor)
+
+    def note_written(self, tensor: torch.Tensor) -> None:
+        """Know that the elements of a tensor from outside are written."""
+        _touch(self.wrote, tensor)
+        storage = tensor.untyped_storage()
+        self.written[storage._cdata] = storage
+
+    def know(self, tensor: torch.Tensor) -> bool:
+        """Return True for a tensor from outside, and keep its memory.
+
+        Raises:
+            GraphError: The memory has another size than when the run first saw it.
+        """
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.made:
+            return False
+        _, nbytes = self._sizes.setdefault(key, (storage, storage.nbytes()))
+        if key in self.empty:  # the function has filled it, and will empty it again
+            self.made[key] = StorageWeakRef(storage)
+            return False
+        if nbytes != storage.nbytes():
+            check_resized(nbytes, storage.nbytes())
+        if key not in self.externals:  # its memory is what counts, not what it was computed from
+            self.externals[key] = tensor if tensor.grad_fn is None else tensor.detach()
+        return True
+
+    def is_outside(self, key: int) -> bool:
+        """Return True for memory of the program, which may hold something else at each call."""
+        if key in self.made or key in self.literals:
+            return False
+        return key not in self.constants or self.constants[key].expired()
+
+    def check_sizes(self, *, may_empty: bool) -> None:
+        """Refuse memory from outside that has another size now, but for what each run empties.
+
+        What one run leaves empty the next one fills itself, as FSDP does with gathered parameters.
+        ``may_empty``: whether this run may be the first to empty it.
+        """
+        for key, (storage, nbytes) in self._sizes.items():
+            now = storage.nbytes()
+            if key in self.empty:
+                if now:
+                    check_resized(0, now)
+            elif now != nbytes:
+                if now or not may_empty:
+                    check_resized(nbytes, now)
+                self.emptied.add(key)
+
+
+def _touch(spans: dict[int, Span], tensor: torch.Tensor) -> None:
+    if tensor.numel():
+        key, (begin, end) = tensor.untyped_storage()._cdata, span(tensor)
+        low, high = spans.get(key, (begin, end))
+        spans[key] = min(low, begin), max(high, end)

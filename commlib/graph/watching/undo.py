@@ -1,0 +1,145 @@
+"""What a run of a function has changed outside itself, so that it can be put back or compared."""
+
+import weakref
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from commlib.graph.operators.generators import put_state
+from commlib.graph.watching.effects import Effects, set_versions
+
+Shape = tuple[torch.Size, tuple[int, ...], int]
+
+
+def shape_of(tensor: torch.Tensor) -> Shape:
+    """Return size, strides and offset."""
+    return tensor.size(), tensor.stride(), int(tensor.storage_offset())
+
+
+def _reshape(tensor: torch.Tensor, shape: Shape) -> None:
+    if shape_of(tensor) != shape:
+        with torch.no_grad():
+            tensor.as_strided_(*shape)
+
+
+class UndoLog:
+    """Memory, generators and gradients as they were before a run; ``restore()`` gives them back.
+
+    Each storage is copied before the first write to it: the copies take as much memory as the run
+    writes.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        self._grads: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = {}
+        self._versions: dict[int, tuple[torch.Tensor, int]] = {}
+        self._shapes: dict[int, tuple[torch.Tensor, Shape]] = {}
+        self._plain: dict[int, torch.Tensor] = {}  # that no operator of autograd had made
+
+    def note_write(self, tensor: torch.Tensor) -> None:
+        """Copy the memory of ``tensor``, and keep how often it was written to, unless known."""
+        self.note_memory(tensor.untyped_storage())
+        if not tensor.is_inference() and id(tensor) not in self._versions:
+            self._versions[id(tensor)] = tensor, tensor._version
+        if tensor.grad_fn is None:
+            self._plain[id(tensor)] = tensor
+
+    def note_shape(self, tensor: torch.Tensor) -> None:
+        """Keep where the elements of ``tensor`` lie unless that was done before."""
+        if id(tensor) not in self._shapes:
+            self._shapes[id(tensor)] = tensor, shape_of(tensor)
+
+    @property
+    def tied(self) -> list[torch.Tensor]:
+        """Those tensors that have become a part of an autograd graph."""
+        return [tensor for tensor in self._plain.values() if tensor.grad_fn is not None]
+
+    def note_memory(self, storage: torch.UntypedStorage) -> None:
+        """Copy ``storage`` unless that was done before."""
+        if storage._cdata not in self._memory:
+            self._memory[storage._cdata] = storage, storage.clone()
+
+    def has_noted(self, key: int) -> bool:
+        """Return True if the memory that ``key`` names was copied."""
+        return key in self._memory
+
+    def note_generator(self, generator: torch.Generator, state: torch.Tensor | None = None) -> None:
+        """Keep ``state``, or the present one, of ``generator`` unless that was done before."""
+        if id(generator) not in self._generators:
+            state = generator.get_state() if state is None else state
+            self._generators[id(generator)] = generator, state
+
+    def note_leaf(self, leaf: torch.Tensor) -> None:
+        """Keep the ``grad`` of ``leaf`` unless that was done before."""
+        known = self._grads.get(id(leaf))
+        if known is None or known[0]() is not leaf:
+            self._grads[id(leaf)] = weakref.ref(leaf), leaf.grad
+
+    @property
+    def generators(self) -> Iterable[tuple[torch.Generator, torch.Tensor]]:
+        """Each noted generator with the state that it had."""
+        return self._generators.values()
+
+    @property
+    def grads(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Each noted leaf with the ``grad`` that it had."""
+        for reference, grad in self._grads.values():
+            leaf = reference()
+            if leaf is not None:
+                yield leaf, grad
+
+    def effects(self) -> Effects:
+        """Return what has changed since it was noted, to be held and put back as it is now."""
+        tensors = {x.untyped_storage()._cdata: x for x, _ in self._versions.values()}
+        generators = [generator for generator, _ in self._generators.values()]
+        leaves = [leaf for leaf, grad in self.grads if leaf.grad is not grad]
+        return Effects(tensors.values(), generators, leaves)
+
+    def swap(self) -> None:
+        """Exchange what memory and generators hold now for what the log holds.
+
+        Storages that were resized since keep their content: all of it is new.
+        """
+        for key, (storage, other) in self._memory.items():
+            if storage.nbytes() == other.nbytes():
+                now = storage.clone()
+                storage.copy_(other, non_blocking=True)
+                self._memory[key] = storage, now
+        noted = self._generators
+        drawn = {number: (one, one.get_state()) for number, (one, _) in noted.items()}
+        self._put_generators()
+        self._generators = drawn
+        before = {key: (tensor, tensor._version) for key, (tensor, _) in self._versions.items()}
+        if before:
+            self._put_versions()
+        self._versions = before
+
+    def _put_versions(self) -> None:
+        """Put back all counts, the first that was noted last: a view shares that of its base."""
+        known = list(reversed(self._versions.values()))
+        set_versions([x for x, _ in known], [count for _, count in known])
+
+    def _put_generators(self) -> None:
+        """Put back all states, the first that was noted last: two may stand for one generator."""
+        for generator, state in reversed(self._generators.values()):
+            put_state(generator, state)
+
+    def restore(self) -> None:
+        """Give back what memory, generators and leaves held, and forget it."""
+        for storage, content in self._memory.values():
+            if storage.nbytes() == content.nbytes():
+                storage.copy_(content, non_blocking=True)
+        if self._generators:
+            self._put_generators()
+        for leaf, grad in self.grads:
+            if leaf.grad is not grad:
+                leaf.grad = grad
+        for tensor in self.tied:
+            base = tensor._base
+            (tensor if base is None else base).detach_()
+        for tensor, shape in self._shapes.values():
+            _reshape(tensor, shape)
+        if self._versions:
+            self._put_versions()
+        self.__init__()  # type: ignore[misc]
