@@ -112,19 +112,19 @@ def _hooks_of(module: torch.nn.Module) -> Iterable[dict[Any, Any]]:
             yield value
 
 
-class Same:
-    """Identity of an object: equal for the same object."""
+class Same(int):
+    """Identity of an object: equal for the same object.
 
-    __slots__ = ("_object",)
+    A number, so that no Python code runs where a key with many of them is looked up.
+    """
 
-    def __init__(self, x: object) -> None:
+    _object: object
+
+    def __new__(cls, x: object) -> "Same":
+        """Return the number of ``x``, and hold it: its number belongs to no other object then."""
+        self = super().__new__(cls, id(x))
         self._object = x
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self._object is other._object
-
-    def __hash__(self) -> int:
-        return id(self._object)
+        return self
 
     def __repr__(self) -> str:
         return f"{type(self._object).__name__} at {id(self._object):#x}"

@@ -98,9 +98,10 @@ class Surroundings:
             self._holds_items = any(_is_small(x) for _, _, x in self._variables())
             self._is_steady = not (self._optimizers or self._holds_items)
             self._known = tuple(what for name, what in self._facts() if name not in own)
-        if not args and not kwargs:
+        objects = _objects_in(args, kwargs) if args or kwargs else ()
+        if not objects:
             return (self._number, self._known)
-        asked = chain(*map(_of_object, _objects_in(args, kwargs)))
+        asked = chain(*map(_of_object, objects))
         return (self._number, self._known, *(what for name, what in asked if name not in own))
 
     def _facts(self) -> Iterator[_Fact]:
@@ -159,7 +160,7 @@ class Surroundings:
 
 def _objects_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the plain objects among the arguments, and in lists and tuples there."""
-    if all(type(x) in _SIMPLE for x in args) and not kwargs:
+    if not kwargs and _SIMPLE.issuperset(map(type, args)):
         return []
     return [x for x in tree_leaves((args, kwargs)) if _is_open(type(x))]
 

@@ -97,15 +97,13 @@ class Bindings:
         # The program may keep what a name was bound to.
         self._named = Outputs([now for _, now in bound], inputs, own, copy=True)
 
-    @property
-    def gone(self) -> bool:
-        """Return True if the program has released a tensor that is to be bound."""
-        return bool(self._others) and any(x.value() is None for x in self._others)
+    def tensors(self) -> list[torch.Tensor | None]:
+        """Return the program's tensors that are to be bound; None for one that it has released."""
+        return [x.value() for x in self._others]
 
     def memory(self) -> Iterator[int]:
-        """Yield keys of the memory of the program's tensors that are bound."""
-        for x in self._others:
-            tensor = x.value()
+        """Yield keys of the memory of these tensors."""
+        for tensor in self.tensors():
             if tensor is not None:
                 yield memory(tensor)
 

@@ -89,7 +89,7 @@ def arguments(args: tuple[Any, ...], kwargs: dict[str, Any], own: tuple[Any, ...
 
 def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec, Any]:
     """Return the leaves of a call, its structure, and their representation in a key."""
-    if not kwargs and all(type(x) in _PLAIN for x in args):  # 10 µs less than in general
+    if not kwargs and _PLAIN.issuperset(map(type, args)):  # 10 µs less than in general
         return list(args), _of_leaves(len(args)), len(args)
     leaves, spec = tree_flatten((args, kwargs))
     return leaves, spec, spec

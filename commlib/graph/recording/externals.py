@@ -1,7 +1,7 @@
 """Tensors from outside that a graph reads: their memory is kept and their release is detected."""
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 
@@ -18,6 +18,7 @@ class Externals:
     def __init__(self, recorders: Collection[Recorder], arguments: Collection[int]) -> None:
         """Let ``recorders`` keep memory in place of tensors, except the memory of ``arguments``."""
         self.gone = False
+        self._more: list[weakref.ref[torch.Tensor]] = []
         references = []
         for recorder in recorders:
             for key, tensor in recorder.memory.externals.items():
@@ -33,9 +34,18 @@ class Externals:
     def _note(self, _: object) -> None:
         self.gone = True
 
+    def watch(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Detect the release of more tensors; None for one that is released already."""
+        for tensor in tensors:
+            if tensor is None:
+                self.gone = True
+            else:
+                self._more.append(weakref.ref(tensor, self._note))
+
     def forget(self) -> None:
         """Drop all references."""
         self._addresses = []
+        self._more = []
 
     def moved(self) -> list[torch.Tensor]:
         """Return the tensors whose memory has moved."""

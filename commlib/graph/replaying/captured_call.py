@@ -43,6 +43,7 @@ class CapturedCall:
         launch_seconds: Host time of one of the replays.
         capture_seconds: What the capture has cost.
         lost: It was to be captured again, and could not.
+        has_eager_parts: Whether Python runs between its graphs.
         places: Where tensors lay that small lists and dicts hold.
     """
 
@@ -55,7 +56,7 @@ class CapturedCall:
         self.replays = self.bytes_copied = 0
         self.launch_seconds: float | None = None
         self.capture_seconds = 0.0
-        self.lost = False
+        self.lost = self.has_eager_parts = False
         self.places: dict[Any, Any] = {}
 
     # -- capture -----------------------------------------------------------------------------------
@@ -94,12 +95,14 @@ class CapturedCall:
         gradients.prepare()
         recorded = record_call(self._recipe, call, self.inputs, again=again, done=done)
         self.segments, given = recorded.segments, recorded.given
+        self.has_eager_parts = self.segments.broken
         self._together = bool(self.segments.collectives)  # whether all ranks replay it together
         read = {x.untyped_storage()._cdata for x in (*self.inputs.of(call), *call.tensors)}
         self._externals = Externals(self.segments.recorders, read)
         self.outputs = Outputs(recorded.result, given, self._is_own, copy=self._recipe.copy)
         sets = self._recipe.findings.sets
         self._bindings = Bindings(recorded.bindings, sets, given, self._is_own)
+        self._externals.watch(self._bindings.tensors())
         self._grads = recorded.grads
         leaves = [leaf for leaf, _ in self._grads]
         self.effects = CallEffects(self.inputs, self._recipe.rooms, leaves)
@@ -264,11 +267,6 @@ class CapturedCall:
     # -- state -------------------------------------------------------------------------------------
 
     @property
-    def has_eager_parts(self) -> bool:
-        """Return True if Python runs between its graphs."""
-        return self.segments.broken
-
-    @property
     def parts(self) -> list["CapturedCall"]:
         """Return the entry as one of a report."""
         return [] if self.lost else [self]
@@ -289,7 +287,7 @@ class CapturedCall:
     @property
     def stale(self) -> bool:
         """Return True if the program has released a tensor that the graph reads."""
-        return self._externals.gone or self._bindings.gone
+        return self._externals.gone
 
     def uses(self, key: int) -> bool:
         """Return True if the graphs read or write the memory that ``key`` names, or bind it."""

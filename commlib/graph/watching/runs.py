@@ -56,7 +56,9 @@ def inside() -> bool:
 
     These have the mode of whatever watches; where nothing does, they are known by not being ours.
     """
-    if current() is not None or (observers.observers and observers.looking_on()):
+    if getattr(_thread, "run", None) is not None or (
+        observers.observers and observers.looking_on()
+    ):
         return True
     return bool(_watched) and isinstance(threading.current_thread(), threading._DummyThread)
 
