@@ -73,7 +73,9 @@ class FirstCall:
     def entry(self, call: Arguments, differs: Callable[[Unequal], None]) -> Entry:
         """Capture the call; ``differs`` gets a backward that differs from the function's."""
         findings, options = self.findings, self._options
-        recipe = Recipe(self._fn, self._backend, findings, options.outputs == "copy")
+        unseen = findings.unseen_in(call.tensors)
+        copy = options.outputs == "copy"
+        recipe = Recipe(self._fn, self._backend, findings, copy, unseen=unseen)
         log = functools.partial(VerificationLog, self._fn, options.tolerance, Noise())
         if findings.differentiable:
             slots = Slots(lambda: Slot(recipe, log(), differs), self._fn, self._schedule)

@@ -83,6 +83,11 @@ class Findings:
         """Know the tensors that the function can reach, and hold none of them."""
         self.watched = [weakref.ref(x) for x in tensors]
 
+    def unseen_in(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | int]:
+        """Return ``unseen``, with the position in ``tensors`` where a tensor has that memory."""
+        positions = {x.untyped_storage()._cdata: i for i, x in enumerate(tensors)}
+        return [positions.get(x.untyped_storage()._cdata, x) for x in self.unseen]
+
     def lives(self, key: int) -> bool:
         """Return True if memory is still there that an earlier run has made."""
         return key in self.made and not self.made[key].expired()

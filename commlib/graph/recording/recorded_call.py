@@ -35,6 +35,7 @@ class Recipe(NamedTuple):
         findings: What the runs before the capture have shown.
         copy: Whether outputs are copies.
         rooms: For each leaf of the result, where it is to lie if the graph makes it.
+        unseen: Tensors that it writes, and no operator says so: of the arguments their positions.
         pool: Its own memory, in place of what all graphs share.
     """
 
@@ -43,6 +44,7 @@ class Recipe(NamedTuple):
     findings: Findings
     copy: bool
     rooms: Sequence[torch.Tensor | None] = ()
+    unseen: Sequence[torch.Tensor | int] = ()
     pool: Pool | None = None
 
 
@@ -91,12 +93,11 @@ def record_call(
     given = with_grads(list(map(leaf, read)) if found.differentiable else read, call.tensors)
     args, kwargs = call.rebuilt(given)
     saved = set[int]()
-    unseen = [_place(x, call.tensors) for x in found.unseen]
 
     def function(segments: Segments) -> tuple[Any, Bound, list[Change]]:
         objects = PythonState(found.roots)
         segments.recorders[-1].note_unseen(
-            read[x].detach() if isinstance(x, int) else x for x in unseen
+            read[x].detach() if isinstance(x, int) else x for x in recipe.unseen
         )
         with _saving(saved) if found.differentiable else nullcontext():
             result = recipe.fn(*args, **kwargs)
@@ -121,12 +122,6 @@ def record_call(
     without_grads(given, call.tensors)
     inputs.fix(read)
     return RecordedCall(segments, result, given, grads, bindings, saved)
-
-
-def _place(tensor: torch.Tensor, arguments: Sequence[torch.Tensor]) -> torch.Tensor | int:
-    """Return a tensor, or in place of an argument's memory its position."""
-    positions = {x.untyped_storage()._cdata: i for i, x in enumerate(arguments)}
-    return positions.get(tensor.untyped_storage()._cdata, tensor)
 
 
 def _saving(saved: set[int]) -> AbstractContextManager[object]:
