@@ -101,8 +101,12 @@ class CapturedFunction:
         if self.options.agree is not None:
             self._agree_on(call.key, self.options.agree)
         entry = self.entries.get(call.key)
-        if entry is not None and (entry.stale or (entry.places and self._have_moved(entry.places))):
-            self._drop_stale(call.key)
+        if entry is not None and (
+            entry.stale or (entry.places and self._around.moved(entry.places))
+        ):
+            error = self.entries.drop_stale(call.key, self.name)
+            if error is not None:
+                self._stay_eager(call.key, error)
             entry = None
         if entry is None and call.key in self.eager:
             return self.fn(*args, **kwargs)
@@ -131,11 +135,6 @@ class CapturedFunction:
             self._stay_eager(call.key, error)
         return self.fn(*args, **kwargs)
 
-    def _have_moved(self, places: dict[Any, Any]) -> bool:
-        """Return True if a list or dict holds another tensor where the graph knows one."""
-        now = self._around.places()
-        return any(now.get(name) != place for name, place in places.items())
-
     def _drop_different(self, key: Any, error: Unequal) -> None:
         """Release a graph that differs from the function; calls of its kind are eager now."""
         if self.options.on_fail == "raise":
@@ -143,17 +142,6 @@ class CapturedFunction:
         else:
             self.entries.pop(key, None)  # backwards of earlier calls may follow
         self._stay_eager(key, error)
-
-    def _drop_stale(self, key: Any) -> None:
-        """Have a call captured again whose tensors were replaced, unless they always are."""
-        if self.entries.drop_stale(key):
-            self._stay_eager(
-                key,
-                GraphError(
-                    f"{self.name}: a tensor that the function uses is replaced by another at "
-                    f"nearly every call; write into its memory instead (copy_)"
-                ),
-            )
 
     def _stay_eager(self, key: Any, error: GraphError) -> None:
         """Have calls of this key run eagerly, unless the error is to be raised."""
@@ -174,9 +162,8 @@ class CapturedFunction:
             self.entries.drop(key)
 
     def __repr__(self) -> str:
-        eager = f", {len(self.eager)} eager" if self.eager else ""
-        graphs = f"{len(self.entries)} graphs{eager}, {self.entries.replays} replays"
-        return f"<CapturedFunction {self.name}: {graphs}>"
+        graphs = f"{len(self.entries)} graphs{f', {len(self.eager)} eager' if self.eager else ''}"
+        return f"<CapturedFunction {self.name}: {graphs}, {self.entries.replays} replays>"
 
     @property
     def __commlib_captures__(self) -> Callable[..., Any]:
@@ -294,9 +281,8 @@ class CapturedFunction:
     def check(self) -> None:
         """Raise ``GraphError`` if a tensor that the graphs use was replaced since the capture.
 
-        That is a tensor that has other memory now (``p.data = ...``), or a parameter or buffer of a
-        captured module that is another tensor than at the capture. It takes some 50 ns a tensor, so
-        the program asks: after loading weights, or once a step while looking for a bug.
+        It has other memory now (``p.data = ...``), or is another parameter or buffer of a captured
+        module. Each tensor takes some 50 ns: ask after loading weights, or while looking for a bug.
         """
         gone = self._used.replaced(self._module, self.entries.captured)
         if gone:

@@ -132,6 +132,11 @@ class Surroundings:
         found = (fact for variable in self._variables() for fact in _places(*variable))
         return {name: place for name, place in found if name not in self._own}
 
+    def moved(self, places: dict[Any, Any]) -> bool:
+        """Return True if a list or dict holds another tensor than when ``places`` were asked."""
+        now = self.places()
+        return any(now.get(name) != place for name, place in places.items())
+
     def named(self) -> dict[str, str]:
         """Return the settings in words, by their names."""
         known = {name: repr(what) for (_, name), what in self._facts()}

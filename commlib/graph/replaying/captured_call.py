@@ -99,22 +99,20 @@ class CapturedCall:
         self._together = bool(self.segments.collectives)  # whether all ranks replay it together
         read = {x.untyped_storage()._cdata for x in (*self.inputs.of(call), *call.tensors)}
         self._externals = Externals(self.segments.recorders, read)
-        self.outputs = Outputs(recorded.result, given, self._is_own, copy=self._recipe.copy)
-        sets = self._recipe.findings.sets
-        self._bindings = Bindings(recorded.bindings, sets, given, self._is_own)
+        recipe = self._recipe
+        self.outputs = Outputs(recorded.result, given, self._is_own, copy=recipe.copy)
+        self._bindings = Bindings(recorded.bindings, recipe.findings.sets, given, self._is_own)
         self._externals.watch(self._bindings.tensors())
         self._grads = recorded.grads
-        leaves = [leaf for leaf, _ in self._grads]
-        self.effects = CallEffects(self.inputs, self._recipe.rooms, leaves)
+        self.effects = CallEffects(self.inputs, recipe.rooms, [x for x, _ in self._grads])
         gives = self.inputs.touched.written or self._grads or self._bindings.names
         self._only_launches = not (gives or self.outputs.lends)
         gradients.recorded(recorded, self.outputs, again=again)
         self.capture_seconds = time.perf_counter() - began
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
-        if any(tensor is room for room in self._recipe.rooms):
-            return True
-        return self.segments.has_made(tensor)
+        rooms = self._recipe.rooms
+        return any(tensor is room for room in rooms) or self.segments.has_made(tensor)
 
     # -- replay ------------------------------------------------------------------------------------
 
@@ -228,8 +226,7 @@ class CapturedCall:
 
     def _verified(self, call: Arguments, caller: FrameType) -> Any:
         """Run the function for real and its graph after that; both must give the same."""
-        self.check_call(call)
-        self.order()
+        self.begin_verified(call)
         args, kwargs = call.given
         verified = self.verification("output", self.segments, call).run(
             lambda: self._recipe.fn(*args, **kwargs),
@@ -239,14 +236,14 @@ class CapturedCall:
         self.log.note(verified.seconds, verified.eager_seconds)
         return verified.found
 
-    def check_call(self, call: Arguments) -> None:
-        """Raise ``GraphError`` for arguments that the graph can't take, before anything runs."""
+    def begin_verified(self, call: Arguments) -> None:
+        """Order the current stream after the last replay, which may have written what is read.
+
+        Raises ``GraphError`` for arguments that the graph can't take, before anything runs.
+        """
         pointers = [tensor.data_ptr() for tensor in call.tensors]
         if pointers != self.inputs.pointers:
             self.inputs.check(call.tensors, pointers)
-
-    def order(self) -> None:
-        """Order the current stream after the last replay, which may have written what is read."""
         with self.segments.lock:
             self.segments.turn()
 

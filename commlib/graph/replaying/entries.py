@@ -4,6 +4,7 @@ from collections import Counter
 from types import FrameType
 from typing import Any, Protocol
 
+from commlib.errors import GraphError
 from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.replaying.captured_call import CapturedCall
 
@@ -69,16 +70,22 @@ class Entries(dict[Any, Entry]):
         if entry is not None:
             entry.release()
 
-    def drop_stale(self, key: Any) -> bool:
+    def drop_stale(self, key: Any, name: str) -> GraphError | None:
         """Release graphs whose tensors were replaced.
 
         Returns:
-            Whether that happens at nearly every call, so that capturing again gains nothing.
+            An error that names the function where that happens at nearly every call, so that
+            capturing again gains nothing.
         """
         used = sum(part.replays for part in self[key].parts)
         self.drop(key)
         self._replaced[key] = self._replaced[key] + 1 if used < _FEW else 1
-        return self._replaced[key] > _OFTEN
+        if self._replaced[key] <= _OFTEN:
+            return None
+        return GraphError(
+            f"{name}: a tensor that the function uses is replaced by another at nearly every call; "
+            f"write into its memory instead (copy_)"
+        )
 
     def drop_all(self) -> None:
         """Release every graph."""

@@ -54,8 +54,7 @@ class Slots:
     def _verified(self, call: Arguments, caller: FrameType) -> Any:
         """Run the function for real and a forward after that; its backward will be verified too."""
         one = self.slots[0].forward
-        one.check_call(call)
-        one.order()
+        one.begin_verified(call)
         forwards = [slot.forward for slot in self.slots]
         writes = {
             key: each

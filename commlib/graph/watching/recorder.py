@@ -77,7 +77,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.keep, self.host = device, keep, host
         self.undo, self.memory = UndoLog(), TouchedMemory()
-        self.random = RngWatch(device, drawn, self.undo)
+        self.random = RngWatch(device, drawn, self.undo, captured=host is not None)
         self.names: list[str] = []
         self.launches = 0
         self.steps: list[Step] = []
@@ -90,8 +90,7 @@ class Recorder(TorchDispatchMode):
     # -- watching ----------------------------------------------------------------------------------
 
     def __enter__(self) -> "Recorder":
-        if self.host is None:
-            self.random.begin()
+        self.random.begin()
         observers.observers.append(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         self._reading.enter_context(watching_reads())
@@ -112,8 +111,7 @@ class Recorder(TorchDispatchMode):
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         observers.observers.remove(self)
         if kind is None:
-            if self.host is None:
-                self.random.end()
+            self.random.end()
             self.memory.check_sizes(may_empty=self.host is None and self.device.type != "cpu")
 
     def __torch_dispatch__(
@@ -130,7 +128,7 @@ class Recorder(TorchDispatchMode):
         check_sync(call, self.device)
         self._note_read(call)
         written = self._note_written(call)
-        generator = self._note_random(call)
+        generator = self.random.note(call)
         on_host = self.host is not None and all(map(is_on_host, call.tensors))
         keep = (self.keep or on_host) and not call.known.reshapes
         # As they are now: they may get another shape later.
@@ -140,7 +138,7 @@ class Recorder(TorchDispatchMode):
         results = tensors_in(result)
         check_layouts(call, results)
         made = self.memory.note_made(results, call.memory)
-        if generator is not None and self.host is None:
+        if generator is not None:
             self.random.leave(generator)
         changed = [tensor for _, tensor in made] + written
         if self.host is not None:
@@ -197,10 +195,6 @@ class Recorder(TorchDispatchMode):
                 check_borrowed(call)
             self._before_write(tensor)
         return written
-
-    def _note_random(self, call: OpCall) -> torch.Generator | None:
-        note = self.random.note if self.host is None else self.random.note_in_capture
-        return note(call)
 
     def _called(self, call: OpCall, written: Sequence[torch.Tensor]) -> Any:
         """Run an operator; a collective inside it is not a separate step."""
@@ -293,8 +287,7 @@ class Recorder(TorchDispatchMode):
 
     def known_leaves(self) -> list[torch.Tensor]:
         """Return the leaves from outside that the run has read and that are still there."""
-        known = (reference() for reference in self.leaves.values())
-        return [leaf for leaf in known if leaf is not None]
+        return [leaf for known in self.leaves.values() if (leaf := known()) is not None]
 
     def restore(self) -> None:
         """Put back what memory from outside, and generators, held before the run."""

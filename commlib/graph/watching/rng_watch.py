@@ -18,7 +18,12 @@ class RngWatch:
     """
 
     def __init__(
-        self, device: torch.device, drawn: Sequence[torch.Generator] | None, undo: UndoLog
+        self,
+        device: torch.device,
+        drawn: Sequence[torch.Generator] | None,
+        undo: UndoLog,
+        *,
+        captured: bool,
     ) -> None:
         """Know the run.
 
@@ -26,44 +31,43 @@ class RngWatch:
             device: Where the function runs.
             drawn: The generators that the run before has drawn from, where there was one.
             undo: Notes the states that generators had.
+            captured: It is captured on a GPU, whose generators have no state then to be asked for.
         """
         self.generators: dict[int, torch.Generator] = {}
-        self._device, self._drawn, self._undo = device, drawn, undo
+        self._device, self._drawn, self._undo, self._captured = device, drawn, undo, captured
         self._trackers: dict[int, RngTracker] = {}  # by generator
 
     def begin(self) -> None:
         """Know where the generators are before the run."""
+        if self._captured:
+            return
         for generator in (default_generator(self._device), *(self._drawn or ())):
             self.leave(generator)
 
     def end(self) -> None:
         """Refuse a run that has set a generator after it drew from it."""
-        for generator in self.generators.values():
+        for generator in () if self._captured else self.generators.values():
             self._check(generator)
 
     def note(self, call: OpCall) -> torch.Generator | None:
         """Return the generator of an operator that draws numbers, and know its state before."""
         generator = generator_of(call, self._device)
-        if generator is not None:
+        if generator is None:
+            return None
+        if not self._captured:
             if self._drawn is not None and id(generator) not in self._trackers:
                 check_seeding()  # the function makes one at each call
             self._check(generator)
-            if id(generator) not in self.generators:
-                self.generators[id(generator)] = generator
-                self._undo.note_generator(generator)
-        return generator
-
-    def note_in_capture(self, call: OpCall) -> torch.Generator | None:
-        """Return the generator of an operator; one of a GPU has no state that could be asked."""
-        generator = generator_of(call, self._device)
-        if generator is not None and id(generator) not in self.generators:
+        if id(generator) not in self.generators:
             self.generators[id(generator)] = generator
-            if generator.device.type == "cpu":
+            if not self._captured or generator.device.type == "cpu":
                 self._undo.note_generator(generator)
         return generator
 
     def leave(self, generator: torch.Generator) -> None:
         """Know the state that a draw has left."""
+        if self._captured:
+            return
         self._trackers.setdefault(id(generator), RngTracker(generator)).leave()
 
     def _check(self, generator: torch.Generator) -> None:
