@@ -8,7 +8,8 @@ import torch
 
 import commlib
 from commlib import graph
-from commlib.graph import GraphError
+from commlib.graph import GraphError, captured_function
+from commlib.graph.captured_call import Known
 from commlib.graph.rank_agreement import check_ranks_agree, same_key
 from commlib.graph.recorder import Collective
 from tests.support.checks import refused, same
@@ -32,6 +33,25 @@ def test_one_tensor_in_two_places(twice_first: bool) -> None:
             found = call(x, x if one else y)
             assert found.tolist() == ([11.0, 11.0] if one else [1.0, 1.0])
             assert x.tolist() == [1.0, 1.0]
+
+
+def test_an_input_that_a_backward_needs_is_written_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the graph reads the caller's tensor in place, as on a GPU."""
+    in_place: Any = lambda **known: Known(**{**known, "own": False})  # noqa: E731
+    monkeypatch.setattr(captured_function, "Known", in_place)
+    call, x = graph.capture(lambda x: x * x), torch.ones(2, requires_grad=True)
+    for turn in range(1, TURNS):
+        call(x).sum().backward()
+        assert x.grad is not None
+        assert x.grad.tolist() == [2.0 * turn] * 2
+    y = call(x)
+    with torch.no_grad():
+        x.add_(1)
+
+    with pytest.raises(GraphError, match="modified in place since its forward"):
+        y.sum().backward()
 
 
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
