@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from commlib import ops
+
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = ROOT / "tests" / "typed" / "user_program.py"
 CHECKERS = {
@@ -44,3 +46,8 @@ def test_user_program(checker: str) -> None:
 
     assert not [error for line, error in errors.items() if line not in wrong]
     assert not [program[line - 1].strip() for line in wrong - errors.keys()], "not refused"
+
+
+def test_the_program_calls_every_operator() -> None:
+    called = set(re.findall(r"\bops\.(\w+)", PROGRAM.read_text()))
+    assert {*ops.__all__} <= called

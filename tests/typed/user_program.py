@@ -45,11 +45,14 @@ def collectives(x: Tensor, ring: commlib.CommContext, sync_op: bool) -> None:
     assert_type(ops.all_reduce(x, use_calc_stream=False, sync_op=False), commlib.Work)
     assert_type(ops.all_reduce(x, use_calc_stream=False, sync_op=sync_op), Tensor | commlib.Work)
     assert_type(ops.all_reduce_(x, op="AVG"), Tensor)
-    for gather in (ops.all_gather, ops.all_to_all, ops.reduce_scatter):
+    for gather in (ops.all_gather, ops.all_to_all, ops.reduce_scatter, ops.partial_all_gather):
         assert_type(gather(x), Tensor)
         assert_type(gather(x, use_calc_stream=False, sync_op=False), commlib.Work)
-    assert_type(ops.broadcast(x, root=1), Tensor)
-    assert_type(ops.reduce(x, 1, root=1, use_calc_stream=False, sync_op=False), commlib.Work)
+    for rooted in (ops.broadcast, ops.reduce, ops.gather, ops.scatter):
+        assert_type(rooted(x, root=1), Tensor)
+        assert_type(rooted(x, 1, root=1, use_calc_stream=False, sync_op=False), commlib.Work)
+    assert_type(ops.broadcast_(x, root=1), Tensor)
+    assert_type(ops.reduce_(x, op="min", root=1), Tensor)
     assert_type(ops.barrier(), None)
     assert_type(ops.barrier(use_calc_stream=False, sync_op=False), commlib.Work)
     assert_type(ops.send(x, peer=1), None)
@@ -57,6 +60,8 @@ def collectives(x: Tensor, ring: commlib.CommContext, sync_op: bool) -> None:
     assert_type(ops.send(x, peer=1, use_calc_stream=False, sync_op=sync_op), commlib.Work | None)
     assert_type(ops.recv(x, peer=0), Tensor)
     assert_type(ops.recv(x, peer=0, use_calc_stream=False, sync_op=False), commlib.Work)
+    assert_type(ops.partial_send(x, peer=1, num=2, id=0), None)
+    assert_type(ops.partial_recv(x, peer=0, num=2, id=0), Tensor)
     work = ops.all_gather(x, use_calc_stream=False, sync_op=False)
     assert_type(work.done(), bool)
     with ring.group(use_calc_stream=False, sync_op=False) as group:
@@ -72,12 +77,26 @@ def operators(x: Tensor, label: Tensor, weight: Tensor, flag: bool) -> None:
     either = ops.margin_cross_entropy(x, label, return_softmax=flag)
     assert_type(either, Tensor | tuple[Tensor, Tensor])
     assert_type(ops.class_center_sample(label, 100, 10), tuple[Tensor, Tensor])
+    total, normal = ops.all_reduce_residual_norm(x, x, weight)
+    assert_type((total, normal), tuple[Tensor, Tensor])
     assert_type(ops.concat(ops.split(ops.identity(x))), Tensor)
     assert_type(ops.vocab_parallel_embedding(label, weight), Tensor)
     assert_type(ops.data_norm(x, label, label, label), Tensor)
     assert_type(
         ops.data_norm(x, label, label, label, return_moments=True), tuple[Tensor, Tensor, Tensor]
     )
+
+
+def experts(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Send rows to experts and back."""
+    counts = ops.number_count(ids, 4)
+    order = ops.assign_pos(ids, counts.cumsum(0))
+    assert_type(ops.limit_by_capacity(counts, counts, 1), Tensor)
+    assert_type(ops.prune_gate_by_capacity(ids, counts, 4, 1), Tensor)
+    assert_type(ops.random_routing(ids, weights, weights[:, 0]), Tensor)
+    rows = ops.global_scatter(x[order], counts, counts)
+    assert_type(rows, Tensor)
+    return ops.global_gather(rows, counts, counts)
 
 
 def wrong_calls(x: Tensor, ring: commlib.CommContext) -> None:
