@@ -69,7 +69,7 @@ def ring() -> Iterator[commlib.CommContext]:
 
 
 def test_a_collective_that_writes_memory_of_an_argument(ring: commlib.CommContext) -> None:
-    """The argument gets a copy of its own in the graph, which the collective does not write."""
+    """The graph has its own copy of the argument, which the collective does not write."""
     table = torch.zeros(6)
     state = table[:4]
 
