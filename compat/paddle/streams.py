@@ -118,6 +118,9 @@ def c_wait_compute(x: object = None, ring_id: int = 0) -> object:
 
     Returns:
         ``x``, unchanged.
+
+    Raises:
+        RingError: The ring does not exist.
     """
     _order("c_wait_compute", ring_id)
     return x
@@ -141,6 +144,9 @@ def c_wait_comm(x: object = None, ring_id: int = 0) -> object:
 
     Returns:
         ``x``, unchanged.
+
+    Raises:
+        RingError: The ring does not exist.
     """
     _order("c_wait_comm", ring_id)
     return x
