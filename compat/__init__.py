@@ -1,4 +1,4 @@
-"""Old dialects over commlib: one module a dialect, one statement a call."""
+"""Old dialects over commlib: one module per dialect, one statement per call."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -30,6 +30,9 @@ __all__ = [
     "replay_graph",
 ]
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _VALUES = (bool, int, float, str, type(None))
 
 _captured: dict[Any, CapturedFunction] = {}
@@ -37,19 +40,29 @@ _contents: dict[Any, list[Any]] = {}  # of closures: alive, so that nothing else
 
 
 def graph_process(
-    replay_first_step: bool, func: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+    replay_first_step: bool, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
     """Call ``func``; the first call of a kind captures it, later ones replay.
 
-    ``replay_first_step=False``: the run before the capture is the first call; True: that run is
-    undone and the graph's first replay is the call. The sums are the same either way. Returns what
-    ``func`` returns, valid until its next call. Raises ``GraphError``.
+    Args:
+        replay_first_step: False keeps the run before the capture as the first call. True undoes
+            that run and replays the graph as the first call. The sums are the same either way.
+        func: A function or a bound method, whose object is not kept alive.
+        *args: Its positional arguments.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        What ``func`` returns. Tensors are valid until the next call of ``func``.
+
+    Raises:
+        GraphError: The call can't be captured.
     """
-    return _graphed(func, "once" if replay_first_step else "warmup")(*args, **kwargs)
+    result: T = _graphed(func, "once" if replay_first_step else "warmup")(*args, **kwargs)
+    return result
 
 
 def graph_clear() -> None:
-    """Release every graph that ``graph_process`` has made."""
+    """Release every graph that ``graph_process`` has captured."""
     for graphed in _captured.values():
         graphed.reset()
     _captured.clear()
@@ -93,19 +106,23 @@ class _Weakly:
 
 
 class Graph:
-    """An empty graph, until ``capture_to_graph`` fills it."""
+    """A graph that is empty until ``capture_to_graph`` fills it.
+
+    Attributes:
+        segments: The captured work; None while the graph is empty.
+    """
 
     segments: Segments | None = None
 
     def reset(self) -> None:
-        """Release what was captured; rings that it uses do so before they close."""
+        """Release the captured work. A ring that closes resets the graphs that use it."""
         if self.segments is not None:
             self.segments.release()
             self.segments = None
 
 
 def create_graph() -> Graph:
-    """Return a graph for ``capture_to_graph``."""
+    """Return an empty graph, for ``capture_to_graph``."""
     return Graph()
 
 
@@ -113,8 +130,13 @@ def create_graph() -> Graph:
 def capture_to_graph(graph: Graph, pool: object = None, stream: object = None) -> Iterator[None]:
     """Capture the work of a ``with`` block into ``graph``; none of it is done before a replay.
 
-    ``pool`` and ``stream`` are accepted and not needed: a graph has its own memory, and all are
-    captured on one stream.
+    Args:
+        graph: The graph to fill. Its earlier work is released.
+        pool: Ignored: every graph has its own memory.
+        stream: Ignored: all graphs of a device are captured on one stream.
+
+    Raises:
+        GraphError: The block can't be captured, or is inside a captured function.
     """
     if inside():
         raise GraphError("capture_to_graph inside a function that is captured itself")
@@ -128,7 +150,14 @@ def capture_to_graph(graph: Graph, pool: object = None, stream: object = None) -
 
 
 def replay_graph(graph: Graph) -> None:
-    """Do the captured work on the current stream. Raises ``GraphError`` for an empty graph."""
+    """Do the captured work on the current stream.
+
+    Args:
+        graph: A graph that ``capture_to_graph`` has filled.
+
+    Raises:
+        GraphError: The graph is empty.
+    """
     if graph.segments is None:
         raise GraphError("replay_graph of an empty graph; fill it with capture_to_graph first")
     with graph.segments.lock:

@@ -1,7 +1,5 @@
 """Checks of the legacy operators, made on this rank before anything is launched."""
 
-from typing import Any
-
 import torch
 
 from commlib.core.context import CommContext
@@ -10,14 +8,23 @@ from commlib.errors import ArgumentError, PeerError, RingError, ShapeError
 
 
 def ring_of(name: str, ring_id: int) -> CommContext:
-    """Return the ring of an operator; raises ``RingError``."""
+    """Return the ring of an operator.
+
+    Raises:
+        RingError: The ring does not exist.
+    """
     if isinstance(ring_id, int) and ring_id < 0:
         raise RingError(f"{name}: ring_id={ring_id}; expected the number of a ring, 0 or above")
     return comm(ring_id)
 
 
 def ring_of_size(name: str, ring_id: int, nranks: int | None) -> CommContext:
-    """Return the ring of an operator that takes its size; raises for another size."""
+    """Return the ring of an operator that takes its size.
+
+    Raises:
+        RingError: The ring does not exist.
+        ArgumentError: ``nranks`` differs from the ring's size.
+    """
     ring = ring_of(name, ring_id)
     if nranks is None or nranks != ring.size:
         given = "nranks is missing" if nranks is None else f"nranks={nranks}"
@@ -29,7 +36,12 @@ def ring_of_size(name: str, ring_id: int, nranks: int | None) -> CommContext:
 
 
 def ring_of_rank(name: str, ring_id: int, nranks: int, rank: int) -> CommContext:
-    """Return the ring of an operator that takes its size and this rank; raises for others."""
+    """Return the ring of an operator that takes its size and this rank.
+
+    Raises:
+        RingError: The ring does not exist.
+        ArgumentError: ``nranks`` or ``rank`` differs from the ring's.
+    """
     ring = ring_of_size(name, ring_id, nranks)
     if rank != ring.rank:
         raise ArgumentError(
@@ -40,7 +52,11 @@ def ring_of_rank(name: str, ring_id: int, nranks: int, rank: int) -> CommContext
 
 
 def position(name: str, ring: CommContext, role: str, value: int) -> int:
-    """Return a root or peer that is a position in the ring; raises ``PeerError`` for another."""
+    """Return ``value``, a root or peer, if it is a position in the ring.
+
+    Raises:
+        PeerError: It is not.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < ring.size:
         raise PeerError(
             f"{ring._describe(name)}: {role}={value!r}; expected a position in the ring, 0 to "
@@ -49,8 +65,12 @@ def position(name: str, ring: CommContext, role: str, value: int) -> int:
     return value
 
 
-def tensor(name: str, ring: CommContext, x: Any) -> torch.Tensor:
-    """Return ``x`` if it is a tensor; raises ``ArgumentError``."""
+def tensor(name: str, ring: CommContext, x: object) -> torch.Tensor:
+    """Return ``x`` if it is a tensor.
+
+    Raises:
+        ArgumentError: It is not.
+    """
     if not isinstance(x, torch.Tensor):
         raise ArgumentError(
             f"{ring._describe(name)}: x is {type(x).__name__}; expected a torch.Tensor"
@@ -58,14 +78,22 @@ def tensor(name: str, ring: CommContext, x: Any) -> torch.Tensor:
     return x
 
 
-def tensor_with_rows(name: str, ring: CommContext, x: Any) -> torch.Tensor:
-    """Return ``x`` if it is a tensor with a dim 0; raises ``ArgumentError`` or ``ShapeError``."""
+def tensor_with_rows(name: str, ring: CommContext, x: object) -> torch.Tensor:
+    """Return ``x`` if it is a tensor with a dim 0.
+
+    Raises:
+        ArgumentError: It is not a tensor.
+        ShapeError: It is 0-D.
+    """
     checked = tensor(name, ring, x)
     if checked.dim() == 0:
         raise ShapeError(f"{ring._describe(name)}: x is 0-D; expected a dim 0; pass x.view(1)")
     return checked
 
 
-def detached(x: Any) -> Any:
-    """Return ``x`` outside autograd: most legacy operators have no gradient."""
+def detached(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` outside autograd, since most legacy operators have no gradient.
+
+    A value that is not a tensor is returned as it is, for the checks of the operator.
+    """
     return x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x

@@ -25,9 +25,19 @@ def c_allreduce_sum(
 ) -> torch.Tensor:
     """Return, on every rank, the sum of ``x`` over the ring.
 
-    ``x``: any shape; the result has the same. Dtypes and errors as ``commlib.ops.all_reduce``.
-    Raw on the comm stream by default. No gradient. ``use_model_parallel`` was a note for Paddle's
-    passes and changes nothing. Source: operator ``c_allreduce_sum``.
+    Source: operator ``c_allreduce_sum``. It has no gradient.
+
+    Args:
+        x: Any shape, the same on every rank; a dtype of ``ops.all_reduce``.
+        ring_id: The ring.
+        use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.
+        use_model_parallel: Ignored. Upstream marks the operator for its passes with it.
+
+    Returns:
+        A new tensor of the shape of ``x``.
+
+    Raises:
+        CommError: As ``ops.all_reduce``.
     """
     return _all_reduce("c_allreduce_sum", "sum", x, ring_id, use_calc_stream)
 
@@ -38,9 +48,21 @@ def c_allreduce_max(
     use_calc_stream: bool = False,
     use_model_parallel: bool = False,
 ) -> torch.Tensor:
-    """Return, on every rank, the maximum of ``x`` over the ring; otherwise as ``c_allreduce_sum``.
+    """Return, on every rank, the maximum of ``x`` over the ring.
 
-    Source: operator ``c_allreduce_max``.
+    Source: operator ``c_allreduce_max``. It has no gradient.
+
+    Args:
+        x: As in ``c_allreduce_sum``.
+        ring_id: The ring.
+        use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.
+        use_model_parallel: Ignored.
+
+    Returns:
+        A new tensor of the shape of ``x``.
+
+    Raises:
+        CommError: As ``ops.all_reduce``.
     """
     return _all_reduce("c_allreduce_max", "max", x, ring_id, use_calc_stream)
 
@@ -51,9 +73,21 @@ def c_allreduce_min(
     use_calc_stream: bool = False,
     use_model_parallel: bool = False,
 ) -> torch.Tensor:
-    """Return, on every rank, the minimum of ``x`` over the ring; otherwise as ``c_allreduce_sum``.
+    """Return, on every rank, the minimum of ``x`` over the ring.
 
-    Source: operator ``c_allreduce_min``.
+    Source: operator ``c_allreduce_min``. It has no gradient.
+
+    Args:
+        x: As in ``c_allreduce_sum``.
+        ring_id: The ring.
+        use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.
+        use_model_parallel: Ignored.
+
+    Returns:
+        A new tensor of the shape of ``x``.
+
+    Raises:
+        CommError: As ``ops.all_reduce``.
     """
     return _all_reduce("c_allreduce_min", "min", x, ring_id, use_calc_stream)
 
@@ -64,9 +98,21 @@ def c_allreduce_prod(
     use_calc_stream: bool = False,
     use_model_parallel: bool = False,
 ) -> torch.Tensor:
-    """Return, on every rank, the product of ``x`` over the ring; otherwise as ``c_allreduce_sum``.
+    """Return, on every rank, the product of ``x`` over the ring.
 
-    Source: operator ``c_allreduce_prod``.
+    Source: operator ``c_allreduce_prod``. It has no gradient.
+
+    Args:
+        x: As in ``c_allreduce_sum``.
+        ring_id: The ring.
+        use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.
+        use_model_parallel: Ignored.
+
+    Returns:
+        A new tensor of the shape of ``x``.
+
+    Raises:
+        CommError: As ``ops.all_reduce``.
     """
     return _all_reduce("c_allreduce_prod", "prod", x, ring_id, use_calc_stream)
 
@@ -89,11 +135,23 @@ def _reduce(
 def c_reduce_sum(
     x: torch.Tensor, ring_id: int = 0, root_id: int = 0, use_calc_stream: bool = False
 ) -> torch.Tensor:
-    """Return the sum of ``x`` over the ring on position ``root_id``, and a copy of ``x`` elsewhere.
+    """Return the sum of ``x`` over the ring on position ``root_id``.
 
-    ``x``: any shape; the result has the same. Upstream leaves the result undefined off the root.
-    Raw on the comm stream by default. No gradient. Raises ``PeerError`` for a root outside the
-    ring. Source: operator ``c_reduce_sum``.
+    Source: operator ``c_reduce_sum``. It has no gradient.
+
+    Args:
+        x: Any shape, the same on every rank; a dtype of ``ops.reduce``.
+        ring_id: The ring.
+        root_id: Position of the root in the ring.
+        use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.
+
+    Returns:
+        A new tensor of the shape of ``x``. On other ranks it is a copy of ``x``, which upstream
+        leaves undefined.
+
+    Raises:
+        PeerError: ``root_id`` is not a position in the ring.
+        CommError: As ``ops.reduce``.
     """
     return _reduce("c_reduce_sum", "sum", x, ring_id, root_id, use_calc_stream)
 
@@ -101,9 +159,22 @@ def c_reduce_sum(
 def c_reduce_max(
     x: torch.Tensor, ring_id: int = 0, root_id: int = 0, use_calc_stream: bool = False
 ) -> torch.Tensor:
-    """Return the maximum over the ring on ``root_id``, a copy of ``x`` elsewhere.
+    """Return the maximum of ``x`` over the ring on position ``root_id``.
 
-    Otherwise as ``c_reduce_sum``. Source: operator ``c_reduce_max``.
+    Source: operator ``c_reduce_max``. It has no gradient.
+
+    Args:
+        x: As in ``c_reduce_sum``.
+        ring_id: The ring.
+        root_id: Position of the root in the ring.
+        use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.
+
+    Returns:
+        A new tensor of the shape of ``x``. On other ranks it is a copy of ``x``.
+
+    Raises:
+        PeerError: ``root_id`` is not a position in the ring.
+        CommError: As ``ops.reduce``.
     """
     return _reduce("c_reduce_max", "max", x, ring_id, root_id, use_calc_stream)
 
@@ -111,9 +182,22 @@ def c_reduce_max(
 def c_reduce_min(
     x: torch.Tensor, ring_id: int = 0, root_id: int = 0, use_calc_stream: bool = False
 ) -> torch.Tensor:
-    """Return the minimum over the ring on ``root_id``, a copy of ``x`` elsewhere.
+    """Return the minimum of ``x`` over the ring on position ``root_id``.
 
-    Otherwise as ``c_reduce_sum``. Source: operator ``c_reduce_min``.
+    Source: operator ``c_reduce_min``. It has no gradient.
+
+    Args:
+        x: As in ``c_reduce_sum``.
+        ring_id: The ring.
+        root_id: Position of the root in the ring.
+        use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.
+
+    Returns:
+        A new tensor of the shape of ``x``. On other ranks it is a copy of ``x``.
+
+    Raises:
+        PeerError: ``root_id`` is not a position in the ring.
+        CommError: As ``ops.reduce``.
     """
     return _reduce("c_reduce_min", "min", x, ring_id, root_id, use_calc_stream)
 
@@ -121,9 +205,22 @@ def c_reduce_min(
 def c_reduce_prod(
     x: torch.Tensor, ring_id: int = 0, root_id: int = 0, use_calc_stream: bool = False
 ) -> torch.Tensor:
-    """Return the product over the ring on ``root_id``, a copy of ``x`` elsewhere.
+    """Return the product of ``x`` over the ring on position ``root_id``.
 
-    Otherwise as ``c_reduce_sum``. Source: operator ``c_reduce_prod``.
+    Source: operator ``c_reduce_prod``. It has no gradient.
+
+    Args:
+        x: As in ``c_reduce_sum``.
+        ring_id: The ring.
+        root_id: Position of the root in the ring.
+        use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.
+
+    Returns:
+        A new tensor of the shape of ``x``. On other ranks it is a copy of ``x``.
+
+    Raises:
+        PeerError: ``root_id`` is not a position in the ring.
+        CommError: As ``ops.reduce``.
     """
     return _reduce("c_reduce_prod", "prod", x, ring_id, root_id, use_calc_stream)
 
@@ -133,9 +230,21 @@ def c_reducescatter(
 ) -> torch.Tensor:
     """Return, on rank r, the r-th part along dim 0 of the sum of ``x`` over the ring.
 
-    ``x``: [n, …] with n divisible by ``nranks``; the result is [n / nranks, …]. Raw on the comm
-    stream by default. No gradient. Raises ``ArgumentError`` when ``nranks`` is not the ring's size,
-    ``ShapeError`` when n does not divide. Source: operator ``c_reducescatter``.
+    Source: operator ``c_reducescatter``. It has no gradient.
+
+    Args:
+        x: [n, …], the same shape on every rank; ``nranks`` must divide n.
+        ring_id: The ring.
+        nranks: Size of the ring.
+        use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.
+
+    Returns:
+        [n / nranks, …].
+
+    Raises:
+        ArgumentError: ``nranks`` differs from the ring's size.
+        ShapeError: ``nranks`` does not divide n.
+        CommError: As ``ops.reduce_scatter``.
     """
     ring_of_size("c_reducescatter", ring_id, nranks)
     part: torch.Tensor = ops.reduce_scatter(

@@ -1,7 +1,6 @@
 """The legacy bring-up of a ring: c_gen_nccl_id and c_comm_init."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -17,12 +16,22 @@ _ENDPOINTS = "PADDLE_TRAINER_ENDPOINTS"
 def c_gen_nccl_id(
     rank: int, endpoint: str = "", other_endpoints: Sequence[str] = (), ring_id: int = 0
 ) -> None:
-    """Return None on every rank: ids travel through the rendezvous store when the ring is created.
+    """Check the arguments of upstream's exchange of ids, which is part of ``c_comm_init`` here.
 
-    Upstream opens sockets between ``endpoint`` and ``other_endpoints`` here and, with its new
-    library, does nothing. The arguments are checked, so that a wrong program fails here. Pass
-    the result to ``c_comm_init`` as ``x``. Raises ``RingError``, ``PeerError``, ``ArgumentError``.
-    Source: operator ``c_gen_nccl_id``.
+    Source: operator ``c_gen_nccl_id``. Upstream connects ``endpoint`` and ``other_endpoints`` by
+    sockets here, or does nothing with its new library. Here the arguments are checked, so that a
+    wrong program fails early.
+
+    Args:
+        rank: This rank's position in the ring.
+        endpoint: This rank's address, "host:port".
+        other_endpoints: The addresses of the other ranks.
+        ring_id: The ring, which does not exist yet.
+
+    Raises:
+        RingError: ``ring_id`` is negative.
+        PeerError: ``rank`` is negative.
+        ArgumentError: An address is not "host:port".
     """
     _checked_ring("c_gen_nccl_id", ring_id)
     if rank < 0:
@@ -42,18 +51,34 @@ def c_comm_init(
     device_id: int = -1,
     ring_id: int = 0,
     endpoints: str = "",
-    x: Any = None,
+    x: object = None,
 ) -> CommContext:
-    """Create ring ``ring_id``, with this process at position ``rank``, and return its context.
+    """Create ring ``ring_id``, with this process at position ``rank``, and return it.
 
-    Called by the ring's ``nranks`` members alone; blocks until all have come, at most
-    FLAGS_comm_timeout_s seconds. The same call again returns the same context. ``endpoints``,
-    joined by commas, names the members in order: each is looked up in PADDLE_TRAINER_ENDPOINTS.
-    Without one of both the members are the global ranks 0 to nranks - 1. ``device_id`` is the GPU
-    to use, which becomes the current one, -1 for the program's; on a CPU it has no meaning. ``x``,
-    the id that ``c_gen_nccl_id`` wrote upstream, is not read. A ring of one rank is allowed. Raises
-    ``ArgumentError``, ``PeerError``, ``DeviceError``, ``RingError`` when the ring exists with other
-    members, and what ``CommContextManager.create`` raises. Source: operator ``c_comm_init``.
+    Source: operator ``c_comm_init``. Every member of the ring calls it, and no other rank. It
+    blocks until all members have called it, at most FLAGS_comm_timeout_s seconds. The same call
+    again returns the same ring.
+
+    Args:
+        nranks: Number of members; 1 is allowed.
+        rank: This rank's position in the ring.
+        device_id: GPU of this rank, which becomes the current one; -1 lets
+            ``CommContextManager.create`` choose. Ignored on a CPU.
+        ring_id: The ring.
+        endpoints: Addresses of the members, joined by commas, in the order of the ring. Each is
+            looked up in PADDLE_TRAINER_ENDPOINTS. If either is empty, the members are the global
+            ranks 0 to ``nranks`` - 1.
+        x: Ignored. Upstream passes the id that ``c_gen_nccl_id`` wrote.
+
+    Returns:
+        The ring.
+
+    Raises:
+        ArgumentError: This process is not at position ``rank``, or ``endpoints`` is wrong.
+        PeerError: ``rank`` is not in 0 to ``nranks`` - 1.
+        DeviceError: There is no such GPU.
+        RingError: ``ring_id`` is negative, or the ring exists with other members.
+        CommError: As ``CommContextManager.create``.
     """
     _checked_ring("c_comm_init", ring_id)
     if nranks < 1 or not 0 <= rank < nranks:
@@ -65,7 +90,7 @@ def c_comm_init(
     if members[rank] != me:
         raise ArgumentError(
             f"c_comm_init: rank={rank} of ring {ring_id} is global rank {members[rank]}, this "
-            f"process is global rank {me}; the ring's members are {list(members)}; give this "
+            f"process is global rank {me}; the ring's members are {list(members)}; pass this "
             f"process's position, or call commlib.new_ring({ring_id}, global_ranks)"
         )
     device = _device(device_id)
@@ -85,7 +110,7 @@ def _members(ring_id: int, nranks: int, endpoints: str) -> tuple[int, ...]:
     if named and len(named) != nranks:
         raise ArgumentError(
             f"c_comm_init: {len(named)} endpoints {named} with nranks={nranks} for ring {ring_id}; "
-            f"expected one a rank, joined by commas"
+            f"expected one per rank, joined by commas"
         )
     known = environment.paddle_endpoints()
     if not named or not known:

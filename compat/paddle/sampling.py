@@ -18,13 +18,28 @@ def class_center_sample(
     fix_seed: bool = False,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return (remapped label, sampled local class centres) of ``ops.class_center_sample``.
+    """Sample this rank's class centres, among them every class that a label names.
 
-    ``label``: [N] global ids, the same on every rank; ``num_classes`` of this rank. The first
-    result is [N], the second [max(num_samples, distinct labels of this rank)]. ``seed`` counts with
-    ``fix_seed`` alone, plus the rank; the draws are others than upstream's. On the current stream;
-    no gradient. Raises ``ArgumentError`` when ``nranks`` or ``rank`` is not the ring's, otherwise
-    as ``ops.class_center_sample``. Source: operator ``class_center_sample``.
+    Source: operator ``class_center_sample``. It runs on the current stream and has no gradient.
+    Its random draws differ from upstream's.
+
+    Args:
+        label: [N] global class ids, the same on every rank.
+        num_classes: Number of this rank's classes.
+        num_samples: Least number of classes to sample on each rank.
+        ring_id: The ring.
+        rank: This rank's position in the ring.
+        nranks: Size of the ring.
+        fix_seed: True draws from ``seed`` plus the rank, False from torch's default generator.
+        seed: Ignored without ``fix_seed``.
+
+    Returns:
+        The index of each label in the samples of rank 0, 1, …, [N], and the sampled
+        classes of this rank, [max(num_samples, distinct labels of this rank)].
+
+    Raises:
+        ArgumentError: ``nranks`` or ``rank`` differs from the ring's.
+        CommError: As ``ops.class_center_sample``.
     """
     ring_of_rank("class_center_sample", ring_id, nranks, rank)
     return ops.class_center_sample(

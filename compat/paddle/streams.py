@@ -1,6 +1,6 @@
 """The legacy ways to order the current stream, the comm stream of a ring, and the host."""
 
-from typing import Any
+from typing import TypeVar, overload
 
 import torch
 
@@ -15,14 +15,31 @@ from commlib.streams import capturing
 
 _LONGEST_SLEEP = 0.0002
 
+Value = TypeVar("Value")
+
+
+@overload
+def barrier(x: None = None, ring_id: int = ...) -> None: ...
+@overload
+def barrier(x: torch.Tensor, ring_id: int = ...) -> torch.Tensor: ...
+
 
 def barrier(x: torch.Tensor | None = None, ring_id: int = 0) -> torch.Tensor | None:
-    """Hold the host of this rank until every rank of the ring has come here.
+    """Hold the host until every rank of the ring has called ``barrier``.
 
-    With ``x``, on every rank or on none, returns its sum over the ring, which is how upstream
-    builds the barrier. On the current stream; then the host waits for it, at most for the ring's
-    timeout (in a capture only the stream waits). Raises ``CommTimeout``, ``ArgumentError`` inside
-    ``ring.group()``. Source: operator ``barrier``.
+    Source: operator ``barrier``. It runs on the current stream, for which the host then waits, at
+    most for the ring's timeout. During a capture only the stream waits.
+
+    Args:
+        x: A tensor to sum, which is how upstream builds the barrier; on every rank or on none.
+        ring_id: The ring.
+
+    Returns:
+        The sum of ``x`` over the ring, or None without ``x``.
+
+    Raises:
+        CommTimeout: Ranks are missing at the timeout.
+        ArgumentError: The call is inside ``ring.group()``.
     """
     needs_result(ring_of("barrier", ring_id), "barrier")
     total: torch.Tensor | None = None if x is None else ops.all_reduce(detached(x), ring_id)
@@ -32,43 +49,104 @@ def barrier(x: torch.Tensor | None = None, ring_id: int = 0) -> torch.Tensor | N
     return total
 
 
-def c_sync_calc_stream(x: Any = None) -> Any:
-    """Hold the host until the current stream has done what it was given; return ``x`` as it is.
+@overload
+def c_sync_calc_stream(x: None = None) -> None: ...
+@overload
+def c_sync_calc_stream(x: Value) -> Value: ...
 
-    Raw calls that follow see its results. Does nothing on a CPU, where results are there already,
-    and in a capture. Raises ``CommTimeout`` after FLAGS_comm_timeout_s. Source: operator
-    ``c_sync_calc_stream``.
+
+def c_sync_calc_stream(x: object = None) -> object:
+    """Hold the host until the current stream has finished its work.
+
+    Source: operator ``c_sync_calc_stream``. Later raw calls see the results. It does nothing on a
+    CPU, where the work has finished already, and nothing during a capture.
+
+    Args:
+        x: A tensor, several tensors, or nothing.
+
+    Returns:
+        ``x``, unchanged.
+
+    Raises:
+        CommTimeout: The stream is still busy after FLAGS_comm_timeout_s seconds.
     """
     _order("c_sync_calc_stream", 0)
     return x
 
 
-def c_sync_comm_stream(x: Any = None, ring_id: int = 0) -> Any:
-    """Hold the host until the ring's comm stream has done what it was given; return ``x`` as it is.
+@overload
+def c_sync_comm_stream(x: None = None, ring_id: int = ...) -> None: ...
+@overload
+def c_sync_comm_stream(x: Value, ring_id: int = ...) -> Value: ...
 
-    ``x``: a tensor, several, or nothing. The current stream is ordered after it too, and the
-    tensors of raw calls are released. Does nothing on a CPU, where results are there already; in a
-    capture only the streams are ordered. Raises ``CommTimeout`` after the ring's timeout. Source:
-    operator ``c_sync_comm_stream``.
+
+def c_sync_comm_stream(x: object = None, ring_id: int = 0) -> object:
+    """Hold the host until the ring's comm stream has finished its work.
+
+    Source: operator ``c_sync_comm_stream``. The current stream waits for the comm stream too, and
+    the tensors of raw calls are released. It does nothing on a CPU, where the work has finished
+    already. During a capture only the streams wait.
+
+    Args:
+        x: A tensor, several tensors, or nothing.
+        ring_id: The ring.
+
+    Returns:
+        ``x``, unchanged.
+
+    Raises:
+        CommTimeout: The comm stream is still busy after the ring's timeout.
     """
     _order("c_sync_comm_stream", ring_id)
     return x
 
 
-def c_wait_compute(x: Any = None, ring_id: int = 0) -> Any:
-    """Order the ring's comm stream after what the current stream holds now; return ``x`` as it is.
+@overload
+def c_wait_compute(x: None = None, ring_id: int = ...) -> None: ...
+@overload
+def c_wait_compute(x: Value, ring_id: int = ...) -> Value: ...
 
-    The host does not wait. Does nothing on a CPU. Source: operator ``c_wait_compute``.
+
+def c_wait_compute(x: object = None, ring_id: int = 0) -> object:
+    """Make the ring's comm stream wait for the work that is on the current stream now.
+
+    Source: operator ``c_wait_compute``. The host does not wait. It does nothing on a CPU.
+
+    Args:
+        x: A tensor, several tensors, or nothing.
+        ring_id: The ring.
+
+    Returns:
+        ``x``, unchanged.
+
+    Raises:
+        RingError: The ring does not exist.
     """
     _order("c_wait_compute", ring_id)
     return x
 
 
-def c_wait_comm(x: Any = None, ring_id: int = 0) -> Any:
-    """Order the current stream after what the ring's comm stream holds now; return ``x`` as it is.
+@overload
+def c_wait_comm(x: None = None, ring_id: int = ...) -> None: ...
+@overload
+def c_wait_comm(x: Value, ring_id: int = ...) -> Value: ...
 
-    The host does not wait. The tensors of raw calls are released. Does nothing on a CPU. Source:
-    operator ``c_wait_comm``; each direction has its own event.
+
+def c_wait_comm(x: object = None, ring_id: int = 0) -> object:
+    """Make the current stream wait for the work that is on the ring's comm stream now.
+
+    Source: operator ``c_wait_comm``. The host does not wait. The tensors of raw calls are
+    released. It does nothing on a CPU.
+
+    Args:
+        x: A tensor, several tensors, or nothing.
+        ring_id: The ring.
+
+    Returns:
+        ``x``, unchanged.
+
+    Raises:
+        RingError: The ring does not exist.
     """
     _order("c_wait_comm", ring_id)
     return x

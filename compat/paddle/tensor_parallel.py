@@ -11,11 +11,22 @@ from commlib.compat.paddle.checks import ring_of, ring_of_rank
 def mp_allreduce_sum(
     x: torch.Tensor, ring_id: int = 0, use_calc_stream: bool = False
 ) -> torch.Tensor:
-    """Return, on every rank, the sum of ``x`` over the ring; the gradient passes as it is.
+    """Return, on every rank, the sum of ``x`` over the ring; the gradient passes unchanged.
 
-    ``x``: any shape. It follows a row-parallel layer: every rank computes the same loss from
-    the sum, hence the identity backward. Raw on the comm stream by default, unless ``x`` wants a
-    gradient. Source: operator ``mp_allreduce_sum``, whose gradient is ``c_identity``.
+    Source: operator ``mp_allreduce_sum``, whose gradient is ``c_identity``. It follows a
+    row-parallel layer: every rank computes the same loss from the sum.
+
+    Args:
+        x: Any shape, the same on every rank.
+        ring_id: The ring.
+        use_calc_stream: True runs on the current stream, False raw on the ring's comm stream. A
+            call whose ``x`` requires grad is always fenced.
+
+    Returns:
+        A new tensor of the shape of ``x``.
+
+    Raises:
+        CommError: As ``ops.all_reduce``.
     """
     ring_of("mp_allreduce_sum", ring_id)
     total: torch.Tensor = ops.all_reduce(
@@ -32,9 +43,21 @@ def c_identity(
 ) -> torch.Tensor:
     """Return, on every rank, a copy of this rank's ``x``; the gradient is summed over the ring.
 
-    ``x``: any shape. It precedes a column-parallel layer. The backward runs on the stream
-    that ``use_calc_stream`` chooses, always fenced. ``use_model_parallel`` changes nothing.
-    Source: operator ``c_identity``, whose gradient is ``c_allreduce_sum``.
+    Source: operator ``c_identity``, whose gradient is ``c_allreduce_sum``. It precedes a
+    column-parallel layer.
+
+    Args:
+        x: Any shape, the same on every rank.
+        ring_id: The ring.
+        use_calc_stream: True runs the backward on the current stream, False on the ring's comm
+            stream. Both are fenced.
+        use_model_parallel: Ignored.
+
+    Returns:
+        A new tensor of the shape of ``x``.
+
+    Raises:
+        CommError: As ``ops.identity``.
     """
     ring_of("c_identity", ring_id)
     return ops.identity(x, ring_id, use_calc_stream=use_calc_stream)
@@ -50,10 +73,24 @@ def c_concat(
 ) -> torch.Tensor:
     """Return, on every rank, the ``x`` of rank 0, 1, … concatenated along the last axis.
 
-    ``x``: [..., n], the same shape on every rank; the result is [..., n * nranks]. The gradient is
-    the own part of the last axis. Always fenced, for the parts are put side by side on the
-    current stream. ``use_model_parallel`` changes nothing. Raises ``ArgumentError`` when ``nranks``
-    or ``rank`` is not the ring's. Source: operator ``c_concat``, whose gradient is ``c_split``.
+    Source: operator ``c_concat``, whose gradient is ``c_split``: this rank's part of the last
+    axis.
+
+    Args:
+        x: [..., n], the same shape on every rank.
+        rank: This rank's position in the ring.
+        nranks: Size of the ring.
+        ring_id: The ring.
+        use_calc_stream: True runs on the current stream, False on the ring's comm stream. Both are
+            fenced.
+        use_model_parallel: Ignored.
+
+    Returns:
+        [..., n * nranks].
+
+    Raises:
+        ArgumentError: ``nranks`` or ``rank`` differs from the ring's.
+        CommError: As ``ops.concat``.
     """
     ring_of_rank("c_concat", ring_id, nranks, rank)
     return ops.concat(x, ring_id, use_calc_stream=use_calc_stream)
@@ -71,13 +108,26 @@ def c_split(
 ) -> torch.Tensor:
     """Return, on rank r, a copy of the r-th part of ``x`` along the last axis.
 
-    ``x``: [..., n] with n divisible by ``nranks``; the result is [..., n / nranks]. No
-    communication forward. The gradient concatenates all ranks' gradients along the last axis.
-    Upstream gathers them along axis 0, which is another tensor unless ``x`` is 1-D:
-    ``legacy_grad=True`` gives those values, in that order, under the shape of ``x``. The backward
-    is fenced. ``use_model_parallel`` changes nothing. Raises ``ArgumentError`` when ``nranks`` or
-    ``rank`` is not the ring's, ``ShapeError`` when n does not divide. Source: operator ``c_split``,
-    whose gradient is ``c_allgather``.
+    Source: operator ``c_split``, whose gradient is ``c_allgather``. The forward does not
+    communicate. The backward concatenates the gradients of all ranks along the last axis.
+
+    Args:
+        x: [..., n]; ``nranks`` must divide n.
+        rank: This rank's position in the ring.
+        nranks: Size of the ring.
+        ring_id: The ring.
+        use_calc_stream: True runs the backward on the current stream, False on the ring's comm
+            stream. Both are fenced.
+        use_model_parallel: Ignored.
+        legacy_grad: True concatenates the gradients along axis 0, as upstream does, and views
+            them in the shape of ``x``. The two differ unless ``x`` is 1-D.
+
+    Returns:
+        [..., n / nranks].
+
+    Raises:
+        ArgumentError: ``nranks`` or ``rank`` differs from the ring's.
+        ShapeError: ``nranks`` does not divide n.
     """
     ring_of_rank("c_split", ring_id, nranks, rank)
     if legacy_grad:
@@ -106,10 +156,20 @@ def c_embedding(
 ) -> torch.Tensor:
     """Return the rows of this rank's shard that the ids ``x`` name, and zeros for other ids.
 
-    ``weight``: [rows, dim], the rows from ``start_index`` on of the whole table; ``x``: ids of any
-    shape, int32 or int64. The result is x.shape + [dim]; ``mp_allreduce_sum`` completes it. The
-    gradient of ``weight`` adds up the rows that were used. No communication. ``vocab_size >= 0``
-    refuses ids outside of it in eager code. Raises ``ArgumentError`` for ``start_index`` < 0,
-    ``ShapeError`` for an empty or not 2-D ``weight``. Source: operator ``c_embedding``.
+    Source: operator ``c_embedding``. It does not communicate; ``mp_allreduce_sum`` adds the shards.
+    The gradient of ``weight`` adds up the gradients of equal ids.
+
+    Args:
+        weight: [rows, dim], this rank's shard of the table.
+        x: int32 or int64 ids, any shape.
+        start_index: Id of the first row of the shard.
+        vocab_size: Number of ids; eager code raises for an id outside of it. -1 checks nothing.
+
+    Returns:
+        x.shape + [dim].
+
+    Raises:
+        ArgumentError: ``start_index`` is negative, or an id is outside of the table.
+        ShapeError: ``weight`` is empty or not 2-D.
     """
     return ops.vocab_parallel_embedding(x, weight, start_index, vocab_size=vocab_size)

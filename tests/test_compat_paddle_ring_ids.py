@@ -1,0 +1,96 @@
+"""The legacy operators pass their ring_id on: ring 5 is the only ring of this process."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import commlib
+from commlib.compat import paddle
+
+RING = 5
+ONE = torch.ones(1, dtype=torch.int64)
+
+
+@pytest.fixture(autouse=True)
+def _only_ring_5() -> Iterator[None]:
+    commlib.CommContextManager.instance().create(RING, [0], device="cpu")
+    yield
+    commlib.shutdown()
+
+
+def summaries() -> list[torch.Tensor]:
+    return [torch.full((2,), value) for value in (1e4, 0.0, 1e4)]
+
+
+CALLS: dict[str, Callable[[torch.Tensor], object]] = {
+    "alltoall": lambda x: paddle.alltoall(x, RING),
+    "barrier": lambda x: paddle.barrier(x, RING),
+    "c_allgather": lambda x: paddle.c_allgather(x, RING, 1),
+    "c_allreduce_max": lambda x: paddle.c_allreduce_max(x, RING),
+    "c_allreduce_min": lambda x: paddle.c_allreduce_min(x, RING),
+    "c_allreduce_prod": lambda x: paddle.c_allreduce_prod(x, RING),
+    "c_allreduce_sum": lambda x: paddle.c_allreduce_sum(x, RING),
+    "c_broadcast": lambda x: paddle.c_broadcast(x, RING),
+    "c_concat": lambda x: paddle.c_concat(x, 0, 1, RING),
+    "c_identity": lambda x: paddle.c_identity(x, RING),
+    "c_reduce_max": lambda x: paddle.c_reduce_max(x, RING),
+    "c_reduce_min": lambda x: paddle.c_reduce_min(x, RING),
+    "c_reduce_prod": lambda x: paddle.c_reduce_prod(x, RING),
+    "c_reduce_sum": lambda x: paddle.c_reduce_sum(x, RING),
+    "c_reducescatter": lambda x: paddle.c_reducescatter(x, RING, 1),
+    "c_scatter": lambda x: paddle.c_scatter(x, RING, 0, 1),
+    "c_softmax_with_cross_entropy": lambda x: paddle.c_softmax_with_cross_entropy(
+        x, ONE[:, None] * 0, ring_id=RING
+    ),
+    "c_split": lambda x: paddle.c_split(x, 0, 1, RING),
+    "c_sync_comm_stream": lambda x: paddle.c_sync_comm_stream(x, RING),
+    "c_wait_comm": lambda x: paddle.c_wait_comm(x, RING),
+    "c_wait_compute": lambda x: paddle.c_wait_compute(x, RING),
+    "class_center_sample": lambda x: paddle.class_center_sample(ONE, 4, 2, RING),
+    "data_norm": lambda x: paddle.data_norm(x, *summaries(), sync_stats=True, ring_id=RING),
+    "global_gather": lambda x: paddle.global_gather(x, ONE, ONE, RING),
+    "global_scatter": lambda x: paddle.global_scatter(x, ONE, ONE, RING),
+    "margin_cross_entropy": lambda x: paddle.margin_cross_entropy(x, ONE * 0, ring_id=RING),
+    "mp_allreduce_sum": lambda x: paddle.mp_allreduce_sum(x, RING),
+    "partial_allgather": lambda x: paddle.partial_allgather(x, 1, 0, RING),
+}
+# Counts, ids and streams know no ring; a ring of one has nobody to send to.
+WITHOUT = {
+    *("assign_pos", "c_comm_init", "c_embedding", "c_gen_nccl_id", "c_sync_calc_stream"),
+    *("limit_by_capacity", "number_count", "prune_gate_by_capacity", "random_routing"),
+    *("partial_recv", "partial_send", "recv_v2", "send_v2"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_ring_id(name: str) -> None:
+    """On ring 0, which does not exist, a call would raise."""
+    CALLS[name](torch.full((1, 2), 0.5))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "c_concat",
+        "c_identity",
+        "c_split",
+        "data_norm",
+        "global_gather",
+        "global_scatter",
+        "mp_allreduce_sum",
+    ],
+)
+def test_ring_id_of_a_gradient(name: str) -> None:
+    x = torch.full((1, 2), 0.5, requires_grad=True)
+    result = CALLS[name](x)
+    y = result[0] if isinstance(result, tuple) else result
+    assert isinstance(y, torch.Tensor)
+
+    y.sum().backward()
+
+    assert x.grad is not None
+
+
+def test_every_legacy_operator_is_here() -> None:
+    assert {*CALLS, *WITHOUT} == {*paddle.__all__}

@@ -1,0 +1,186 @@
+"""What the push kernels are planned and reported to do: rows of the table, cuts, faults, ends."""
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from commlib.deadlines import Deadline
+from commlib.errors import PeerTimeout
+from commlib.p2p import expert_rows, kernel_table, nvrtc, peer_memory, push_collectives
+from commlib.p2p.kernel_table import Row
+from commlib.p2p.peer_memory import PeerMemory
+from commlib.p2p.routes import SEGMENT, Routes, routes
+from commlib.p2p.split_all_reduce import SplitAllReduce
+from commlib.p2p.stream_order import StreamOrder
+from commlib.rendezvous.identity import RingIdentity
+from commlib.rendezvous.store import BoundedStore
+
+RANKS = (10, 11, 12, 13)  # global ranks of the positions 0 to 3
+LATE = 1  # the reason in a record, as in channel.cuh
+
+
+class Hosts:
+    """The host exchange of a ring of four, of which this process is position 0."""
+
+    compares = False
+
+    def __init__(self) -> None:
+        self.identity = RingIdentity(7, 0, RANKS, torch.device("cpu"), 30.0, "nccl")
+        self._store = BoundedStore.of(HashStore())
+
+    def store(self, name: str) -> BoundedStore:
+        return self._store.under(name)
+
+
+def memory_of(nbytes: int) -> Any:
+    return SimpleNamespace(
+        nbytes=nbytes, bases=[0] * len(RANKS), put=lambda *given: None, zero=lambda: None
+    )
+
+
+@pytest.fixture(autouse=True)
+def _host_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let kernels report into memory of this process."""
+    word = lambda: SimpleNamespace(word=ctypes.c_uint64(), address=0)  # noqa: E731
+    monkeypatch.setattr(nvrtc, "HostWord", word)
+
+
+@pytest.fixture
+def channel() -> push_collectives.PushChannel:
+    hosts: Any = Hosts()
+    return push_collectives.PushChannel(hosts, memory_of(64 << 20), [], fills=True)
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", push_collectives.VERBS)
+@pytest.mark.parametrize("size", kernel_table.SIZES)
+def test_a_row_serves_its_largest_call(verb: str, size: int) -> None:
+    for row in kernel_table.table()[verb][size]:
+        selected = None if row.kernel == "nccl" else row
+        assert kernel_table.select_kernel(verb, row.most, size) == selected
+        assert kernel_table.select_kernel(verb, row.most + 1, size) != row
+
+
+@pytest.mark.parametrize(("vectors", "blocks"), [(0, 1), (1, 1), (32, 1), (33, 2), (9999, 8)])
+def test_one_vector_per_thread_while_there_are_blocks(vectors: int, blocks: int) -> None:
+    assert kernel_table.blocks(Row(1 << 20, "one_shot", 32, 8), vectors) == blocks
+
+
+def test_refusals_name_the_reason() -> None:
+    """Another float has no kernel; an integer could have none."""
+    assert kernel_table.refusal(torch.float64, "sum") == "no kernel takes torch.float64"
+    assert "no bit pattern free" in str(kernel_table.refusal(torch.int64, "sum"))
+
+
+# -- calls that exceed one launch ------------------------------------------------------------------
+
+
+def test_parts_of_ranks_are_not_cut(
+    channel: push_collectives.PushChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large all_reduce takes several launches; every other collective is left to NCCL."""
+    monkeypatch.setattr(channel, "prepare", lambda name, grid, call: name)
+    row, window = Row(1 << 40, "packets", 256, 8), channel.window("packets")
+
+    def offsets(verb: str, nbytes: int) -> list[int]:
+        moved = push_collectives.PushCollective(channel, verb, "", 1, 8, 0)
+        return [step.offset for step in channel.steps_of(moved, row, nbytes)]
+
+    assert offsets("all_reduce", 2 * window + 16) == [0, window, 2 * window]
+    assert offsets("all_gather", window) == [0]
+    assert offsets("all_gather", window + 16) == []
+
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+def test_a_record_names_the_peer_the_collective_and_the_call(
+    channel: push_collectives.PushChannel,
+) -> None:
+    verb = push_collectives.VERBS.index("all_to_all")
+    channel._word.value = LATE << 61 | verb << 53 | 1 << 45 | 77
+
+    with pytest.raises(PeerTimeout, match=r"waiting for rank 11 in all_to_all \(call 77 of ring 7"):
+        channel.check()
+
+
+def test_a_reset_forgets_the_fault(channel: push_collectives.PushChannel) -> None:
+    channel._word.value = LATE << 61
+    channel.reset()
+
+    channel.check()
+    channel.ready()
+
+
+def test_a_split_call_is_done_when_its_event_has_happened() -> None:
+    work = SplitAllReduce.__new__(SplitAllReduce)
+    work._capture, happened = 0, False
+    event: Any = SimpleNamespace(query=lambda: happened)
+    work._event = event
+
+    assert not work.done()
+    happened = True
+    assert work.done()
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def row_channel(window: int) -> expert_rows.RowChannel:
+    hosts: Any = Hosts()
+    return expert_rows.RowChannel(
+        hosts, memory_of(expert_rows._HALVES + 2 * window), {}, fills=True
+    )
+
+
+@pytest.mark.parametrize(("segments", "fits"), [(33, True), (256, True), (257, False)])
+def test_the_largest_kernel_decides_how_many_segments_fit(segments: int, fits: bool) -> None:
+    sends = np.zeros(segments, SEGMENT)
+    assert row_channel(4096).takes(Routes(sends, sends, 1)) == fits
+
+
+def test_rows_that_exceed_the_window_take_several_launches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    window, width = 4096, 256  # bytes, floats
+    channel, firsts = row_channel(window), []
+    least = min(expert_rows._BLOCKS)
+    call: Any = expert_rows._BLOCKS[least]()
+    launch: Any = lambda stream: firsts.append(call.first)  # noqa: E731
+    channel._calls, channel._launches = {least: call}, {least: launch}
+    monkeypatch.setattr(StreamOrder, "turn", lambda order: 0)
+    monkeypatch.setattr(expert_rows, "stream_captures", lambda: False)
+    counts = np.full((4, 4, 1), 3)  # 9 rows of 1024 bytes come from others
+
+    x = torch.zeros(12, width)
+    channel.exchange(torch.zeros(12, width), x, routes(counts, 0, back=False))
+
+    assert firsts == [0, window, 2 * window]
+
+
+# -- shared memory ---------------------------------------------------------------------------------
+
+
+def test_memory_is_freed_only_when_every_peer_has_unmapped_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    freed: list[int] = []
+    monkeypatch.setattr(peer_memory, "_runtime", lambda: SimpleNamespace(free=freed.append))
+    hosts: Any = Hosts()
+    memory = PeerMemory(hosts, [5, 6, 7, 8], 4096, "push")
+    monkeypatch.setattr(peer_memory, "_closed", [memory])
+
+    after = []
+    for _ in RANKS:
+        memory._store.add("unmapped", 1, Deadline(5))
+        peer_memory._free_closed()
+        after.append(list(freed))
+
+    assert after == [[], [], [], [5]]

@@ -1,0 +1,182 @@
+"""A user's program, which type checkers read and nothing runs.
+
+A checker must report the lines marked as refused and no other line.
+"""
+
+import datetime
+
+import torch
+from torch import Tensor
+from typing_extensions import assert_type
+
+import commlib
+from commlib import compat, errors, flags, graph, ops
+
+
+def start() -> commlib.CommContext:
+    """Create the ring of all ranks and a ring of two."""
+    ring = commlib.init("gloo", device="cpu", timeout=datetime.timedelta(seconds=30))
+    assert_type(ring, commlib.CommContext)
+    assert_type((ring.ring_id, ring.rank, ring.size), tuple[int, int, int])
+    assert_type(ring.ranks, tuple[int, ...])
+    assert_type(ring.device, torch.device)
+    assert_type(ring.stream, torch.cuda.Stream | None)
+    assert_type(commlib.comm("pair"), commlib.CommContext)
+    pair = commlib.new_ring(1, range(2), timeout=30, name="pair")
+    assert_type(pair, commlib.CommContext | None)
+    print(pair.rank)  # refused: None on ranks that are not members
+    if pair is not None:
+        print(pair.rank)
+        pair.close(timeout=1.5)
+    commlib.init(backend=3)  # refused
+    commlib.new_ring("pair", [0, 1])  # refused: the number of a ring
+    commlib.new_ring(2, 3)  # refused: not a sequence of ranks
+    commlib.new_ring(2, [0, 1], backend="nccl")  # refused: no such argument
+    commlib.CommContextManager.instance().get(0).missing()  # refused
+    return ring
+
+
+def collectives(x: Tensor, ring: commlib.CommContext, sync_op: bool) -> None:
+    """Call operators in their three forms: with a result, with a Work, with a variable."""
+    assert_type(ops.all_reduce(x), Tensor)
+    assert_type(ops.all_reduce(x, ring, op="max", sync_op=True), Tensor)
+    assert_type(ops.all_reduce(x, op=torch.distributed.ReduceOp.SUM), Tensor)
+    assert_type(ops.all_reduce(x, "pair", op="premul_sum", factor=0.5), Tensor)
+    assert_type(ops.all_reduce(x, use_calc_stream=False, sync_op=False), commlib.Work)
+    assert_type(ops.all_reduce(x, use_calc_stream=False, sync_op=sync_op), Tensor | commlib.Work)
+    assert_type(ops.all_reduce_(x, op="AVG"), Tensor)
+    for gather in (ops.all_gather, ops.all_to_all, ops.reduce_scatter, ops.partial_all_gather):
+        assert_type(gather(x), Tensor)
+        assert_type(gather(x, use_calc_stream=False, sync_op=False), commlib.Work)
+    for rooted in (ops.broadcast, ops.reduce, ops.gather, ops.scatter):
+        assert_type(rooted(x, root=1), Tensor)
+        assert_type(rooted(x, 1, root=1, use_calc_stream=False, sync_op=False), commlib.Work)
+    assert_type(ops.broadcast_(x, root=1), Tensor)
+    assert_type(ops.reduce_(x, op="min", root=1), Tensor)
+    assert_type(ops.barrier(), None)
+    assert_type(ops.barrier(use_calc_stream=False, sync_op=False), commlib.Work)
+    assert_type(ops.send(x, peer=1), None)
+    assert_type(ops.send(x, peer=1, use_calc_stream=False, sync_op=False), commlib.Work)
+    assert_type(ops.send(x, peer=1, use_calc_stream=False, sync_op=sync_op), commlib.Work | None)
+    assert_type(ops.recv(x, peer=0), Tensor)
+    assert_type(ops.recv(x, peer=0, use_calc_stream=False, sync_op=False), commlib.Work)
+    assert_type(ops.partial_send(x, peer=1, num=2, id=0), None)
+    assert_type(ops.partial_recv(x, peer=0, num=2, id=0), Tensor)
+    work = ops.all_gather(x, use_calc_stream=False, sync_op=False)
+    assert_type(work.done(), bool)
+    with ring.group(use_calc_stream=False, sync_op=False) as group:
+        ops.send(x, peer=1)
+        assert_type(group, commlib.Work)
+
+
+def operators(x: Tensor, label: Tensor, weight: Tensor, flag: bool) -> None:
+    """Call operators whose result depends on an option."""
+    assert_type(ops.softmax_with_cross_entropy(x, label), Tensor)
+    both = ops.softmax_with_cross_entropy(x, label, return_softmax=True)
+    assert_type(both, tuple[Tensor, Tensor])
+    either = ops.margin_cross_entropy(x, label, return_softmax=flag)
+    assert_type(either, Tensor | tuple[Tensor, Tensor])
+    assert_type(ops.class_center_sample(label, 100, 10), tuple[Tensor, Tensor])
+    total, normal = ops.all_reduce_residual_norm(x, x, weight)
+    assert_type((total, normal), tuple[Tensor, Tensor])
+    assert_type(ops.concat(ops.split(ops.identity(x))), Tensor)
+    assert_type(ops.vocab_parallel_embedding(label, weight), Tensor)
+    assert_type(ops.data_norm(x, label, label, label), Tensor)
+    assert_type(
+        ops.data_norm(x, label, label, label, return_moments=True), tuple[Tensor, Tensor, Tensor]
+    )
+
+
+def experts(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Send rows to experts and back."""
+    counts = ops.number_count(ids, 4)
+    order = ops.assign_pos(ids, counts.cumsum(0))
+    assert_type(ops.limit_by_capacity(counts, counts, 1), Tensor)
+    assert_type(ops.prune_gate_by_capacity(ids, counts, 4, 1), Tensor)
+    assert_type(ops.random_routing(ids, weights, weights[:, 0]), Tensor)
+    rows = ops.global_scatter(x[order], counts, counts)
+    assert_type(rows, Tensor)
+    return ops.global_gather(rows, counts, counts)
+
+
+def wrong_calls(x: Tensor, ring: commlib.CommContext) -> None:
+    """Call operators in ways that no rank can carry out."""
+    ops.all_reduce([1.0, 2.0])  # refused: not a tensor
+    ops.all_reduce(x, x)  # refused: the order of torch.distributed
+    ops.all_reduce(x, op="median")  # refused: not a reduction
+    ops.all_reduce(x, ring, "sum")  # refused: options are keywords
+    ops.all_reduce(x, sync_op=False).sum()  # refused: a Work is not a tensor
+    ops.all_reduce(x).wait()  # refused: a tensor is not a Work
+    count: int = ops.all_reduce(x)  # refused
+    ops.broadcast(x, ring, 1)  # refused: options are keywords
+    ops.reduce(x, root="0")  # refused: a position in the ring
+    ops.send(x)  # refused: no peer
+    ops.recv(peer=0)  # refused: no output
+    ops.barrier(x)  # refused: a tensor is not a ring
+    ops.allreduce(x)  # refused: no such operator
+    print(count)
+
+
+def legacy(x: Tensor) -> None:
+    """Call legacy operators."""
+    assert_type(compat.paddle.c_allreduce_sum(x, 0, use_calc_stream=True), Tensor)
+    assert_type(compat.paddle.recv_v2([2, 3], "float32", peer=1), Tensor)
+    assert_type(compat.paddle.c_sync_comm_stream(x, 0), Tensor)
+    assert_type(compat.paddle.c_sync_comm_stream(), None)
+    assert_type(compat.paddle.c_wait_compute([x, x]), list[Tensor])
+    assert_type(compat.paddle.barrier(x), Tensor)
+    assert_type(compat.paddle.barrier(ring_id=1), None)
+    assert_type(compat.deepspeed.graph_process(True, norm, x, 2.0), Tensor)
+    compat.deepspeed.graph_process(True, norm, x, "2")  # refused: the argument of norm
+    compat.deepspeed.graph_process(True, norm)  # refused: no arguments
+    compat.paddle.c_allreduce_sum(x, root_id=0)  # refused: no such argument
+    compat.paddle.c_broadcast(x, root="0")  # refused: a position in the ring
+    compat.horovod.allreduce(x)  # refused: no such dialect
+
+
+def norm(x: Tensor, kind: float) -> Tensor:
+    """Return the norm of ``x`` over all ranks."""
+    return ops.all_reduce((x.abs() ** kind).sum()) ** (1 / kind)
+
+
+def captured(x: Tensor) -> None:
+    """Capture a function with arguments, and a module."""
+    fast = graph.capture(norm, warmup=1, outputs="copy", tolerance=(1e-5, 1e-8))
+    fast(x, 2.0)
+    fast.reset()
+    graph.capture(torch.nn.Linear(2, 2), agree=0)(x)
+    graph.capture(norm, warmup="2")  # refused: a number
+    graph.capture(norm, warm_up=2)  # refused: no such option
+    graph.capture(3)  # refused: not a function
+
+
+@graph.capture
+def step(x: Tensor) -> Tensor:
+    """Return the sum over the ranks."""
+    return ops.all_reduce(x)
+
+
+@graph.capture(on_fail="eager")
+def slow_step(x: Tensor) -> Tensor:
+    """Return the sum over the ranks."""
+    return ops.all_reduce(x)
+
+
+def main() -> None:
+    """Run the program."""
+    ring = start()
+    x = torch.ones(4, device=ring.device)
+    try:
+        collectives(x, ring, sync_op=ring.rank == 0)
+        captured(x)
+    except errors.PeerTimeout:
+        ring.reset()
+    except errors.MissingError:  # refused
+        raise
+    flags.set("FLAGS_comm_timeout_s", 60)
+    commlib.shutdown(abort=True)
+    commlib.shutdown(True)  # refused: options are keywords
+
+
+if __name__ == "__main__":
+    main()
