@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 _VALUES = (bool, int, float, str, type(None))
 
-_captured: dict[Any, CapturedFunction] = {}
+_captured: dict[Any, CapturedFunction[..., Any]] = {}
 _contents: dict[Any, list[Any]] = {}  # of closures: alive, so that nothing else has their ids
 
 
@@ -69,7 +69,7 @@ def graph_clear() -> None:
     _contents.clear()
 
 
-def _graphed(func: Callable[..., Any], first: str) -> CapturedFunction:
+def _graphed(func: Callable[..., Any], first: str) -> CapturedFunction[..., Any]:
     owner = getattr(func, "__self__", None)
     plain = getattr(func, "__func__", func)
     named = tuple((plain.__kwdefaults__ or {}).items())

@@ -8,10 +8,10 @@ import torch
 
 import commlib
 from commlib import graph
-from commlib.graph import GraphError, captured_function
-from commlib.graph.captured_call import Known
-from commlib.graph.rank_agreement import check_ranks_agree, same_key
-from commlib.graph.recorder import Collective
+from commlib.graph import GraphError
+from commlib.graph.backends.base import CpuBackend
+from commlib.graph.recording.rank_agreement import check_ranks_agree, same_key
+from commlib.graph.watching.recorded_collective import Collective
 from tests.support.checks import refused, same
 from tests.support.ranks import Ranks
 
@@ -39,8 +39,7 @@ def test_an_input_that_a_backward_needs_is_written_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where the graph reads the caller's tensor in place, as on a GPU."""
-    in_place: Any = lambda **known: Known(**{**known, "own": False})  # noqa: E731
-    monkeypatch.setattr(captured_function, "Known", in_place)
+    monkeypatch.setattr(CpuBackend, "copies_arguments", False)
     call, x = graph.capture(lambda x: x * x), torch.ones(2, requires_grad=True)
     for turn in range(1, TURNS):
         call(x).sum().backward()

@@ -29,7 +29,7 @@ def batch(turn: int, device: torch.device) -> torch.Tensor:
     return torch.linspace(-1, turn + 1, 12, device=device).view(3, 4)
 
 
-def slots(g: graph.CapturedFunction) -> list[Slot]:
+def slots(g: graph.CapturedFunction[..., Any]) -> list[Slot]:
     (found,) = g.entries.values()
     assert isinstance(found, Slots)
     return found.slots

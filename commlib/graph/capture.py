@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypedDict, overload
+from typing import Any, ParamSpec, TypedDict, TypeVar, overload
 
 import torch
 from typing_extensions import Unpack
@@ -26,14 +26,22 @@ class Given(TypedDict, total=False):
     max_graphs: int
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
 @overload
-def capture(fn: Callable[..., Any], **options: Unpack[Given]) -> CapturedFunction: ...
+def capture(fn: torch.nn.Module, **options: Unpack[Given]) -> CapturedModule: ...
+
+
+@overload
+def capture(fn: Callable[P, R], **options: Unpack[Given]) -> CapturedFunction[P, R]: ...
 
 
 @overload
 def capture(
     fn: None = None, **options: Unpack[Given]
-) -> Callable[[Callable[..., Any]], CapturedFunction]: ...
+) -> Callable[[Callable[P, R]], CapturedFunction[P, R]]: ...
 
 
 def capture(fn: Callable[..., Any] | None = None, **options: Unpack[Given]) -> Any:

@@ -9,9 +9,11 @@ import types
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Concatenate, Generic, TypeVar, overload
 
 import torch
+from typing_extensions import ParamSpec, Self
+from typing_extensions import TypeVar as DefaultVar
 
 from commlib.core.manager import CommContextManager
 from commlib.errors import GraphError
@@ -33,15 +35,21 @@ from commlib.graph.watching.runs import check_foreign, inside
 from commlib.log import log
 from commlib.streams import capturing
 
-everything: "weakref.WeakSet[CapturedFunction]" = weakref.WeakSet()
+everything: "weakref.WeakSet[CapturedFunction[..., Any]]" = weakref.WeakSet()
 
 _MANY = 8  # kinds of calls, where most are replayed
 
 
-class CapturedFunction:
+P = ParamSpec("P", default=...)
+R = DefaultVar("R", default=Any)
+Q = ParamSpec("Q")
+Owner = TypeVar("Owner")
+
+
+class CapturedFunction(Generic[P, R]):
     """A captured function; call it as the function. ``reset()`` releases its graphs."""
 
-    def __init__(self, fn: Callable[..., Any], options: Options) -> None:
+    def __init__(self, fn: Callable[P, R], options: Options) -> None:
         if not callable(fn):
             raise GraphError(f"capture({fn!r}): expected a function or a module")
         if inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
@@ -67,6 +75,13 @@ class CapturedFunction:
         self._used = UsedTensors()
         everything.add(self)
 
+    @overload
+    def __get__(self, owner: None, kind: type | None = None) -> Self: ...
+    @overload
+    def __get__(
+        self: "CapturedFunction[Concatenate[Owner, Q], R]", owner: Owner, kind: type | None = None
+    ) -> Callable[Q, R]: ...
+
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
         """Return the method bound to ``owner``, captured for that object alone.
 
@@ -81,11 +96,11 @@ class CapturedFunction:
             return bound  # no place for it: each access captures again
         return bound
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "CapturedFunction":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CapturedFunction[P, R]":
         """Return a captured copy of the function, which has no graph yet."""
         return type(self)(copy.deepcopy(self.fn, memo), self.options)
 
-    def __copy__(self) -> "CapturedFunction":
+    def __copy__(self) -> "CapturedFunction[P, R]":
         """Return the same function without its graphs."""
         return type(self)(self.fn, self.options)
 
@@ -93,7 +108,7 @@ class CapturedFunction:
         """Pickle the function and the options; graphs stay in their process."""
         return type(self), (self.fn, self.options)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Replay the call's graph on the current stream, or capture it first."""
         if inside():
             return self.fn(*args, **kwargs)  # part of a larger capture
@@ -120,11 +135,13 @@ class CapturedFunction:
                 # for a thread that calls this function too.
                 with nullcontext() if entry.has_eager_parts else self._lock:
                     self._turns += 1
-                    return entry.run(call, sys._getframe(1), self._turns)
+                    replayed: R = entry.run(call, sys._getframe(1), self._turns)
+                    return replayed
             return self._first_call(call)
         except Unequal as error:
             self._drop_different(call.key, error)
-            return error.result
+            real: R = error.result
+            return real
         except OtherValue as error:
             log.once("a call of %s is made eagerly: %s", self.name, error)
         except GraphError as error:
@@ -166,7 +183,7 @@ class CapturedFunction:
         return f"<CapturedFunction {self.name}: {graphs}, {self.entries.replays} replays>"
 
     @property
-    def __commlib_captures__(self) -> Callable[..., Any]:
+    def __commlib_captures__(self) -> Callable[P, R]:
         """The function itself."""
         return self.fn
 
@@ -192,7 +209,7 @@ class CapturedFunction:
 
     # -- the first call of a kind ------------------------------------------------------------------
 
-    def _first_call(self, call: Arguments) -> Any:
+    def _first_call(self, call: Arguments) -> R:
         """Make the call eagerly, and capture what the next ones of its kind will replay."""
         check_foreign()
         check_unreadable(call.tensors)
@@ -205,7 +222,7 @@ class CapturedFunction:
         first = FirstCall(self.fn, self.options, self._schedule, device, reach)
         self._around.before_call(*call.given)
         wanted = [x.requires_grad for x in call.tensors]
-        result = first.counted.make(call)
+        result: R = first.counted.make(call)
         self._around.after_call(*call.given)
         try:
             check_wanting(call.tensors, wanted)

@@ -8,7 +8,7 @@ from commlib.graph.captured_function import CapturedFunction
 from commlib.graph.options import Options
 
 
-class CapturedModule(CapturedFunction, torch.nn.Module):
+class CapturedModule(CapturedFunction[..., Any], torch.nn.Module):
     """A captured module in the place of the module: ``model.part = capture(model.part)``.
 
     Attributes that are not the captured function's own are the module's, to be read and to be set,

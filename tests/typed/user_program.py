@@ -142,12 +142,34 @@ def norm(x: Tensor, kind: float) -> Tensor:
 def captured(x: Tensor) -> None:
     """Capture a function with arguments, and a module."""
     fast = graph.capture(norm, warmup=1, outputs="copy", tolerance=(1e-5, 1e-8))
-    fast(x, 2.0)
+    assert_type(fast(x, 2.0), Tensor)
+    assert_type(fast(x, kind=2.0), Tensor)
     fast.reset()
+    fast(x)  # refused: kind is missing
+    fast(x, "2")  # refused: the argument of norm
+    assert_type(step(x), Tensor)
+    step(x, x)  # refused: one argument
+    assert_type(Model().step(x, 3), Tensor)
+    Model().step(3)  # refused: not a tensor
+    assert_type(graph.capture(Model().plain)(x), Tensor)
+    layer = graph.capture(torch.nn.Linear(2, 2))
+    layer(x)
+    print(list(layer.parameters()))
     graph.capture(torch.nn.Linear(2, 2), agree=0)(x)
     graph.capture(norm, warmup="2")  # refused: a number
     graph.capture(norm, warm_up=2)  # refused: no such option
     graph.capture(3)  # refused: not a function
+
+
+class Model:
+    @graph.capture
+    def step(self, x: Tensor, n: int = 2) -> Tensor:
+        """Return the sum."""
+        return x * n
+
+    def plain(self, x: Tensor) -> Tensor:
+        """Return x."""
+        return x
 
 
 @graph.capture

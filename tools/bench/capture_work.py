@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 Call = Callable[[], object]
 
 
-def captured(call: Call) -> graph.CapturedFunction:
+def captured(call: Call) -> graph.CapturedFunction[[], object]:
     """Capture a call by commlib; it has been called once then."""
     found = graph.capture(call)
     found()

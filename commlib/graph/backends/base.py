@@ -32,10 +32,17 @@ class Recording(Protocol):
 
 
 class Backend(Protocol):
-    """Captures on one kind of device; ``lock`` is held while something is replayed."""
+    """Captures on one kind of device.
+
+    Attributes:
+        lock: Held while something is replayed.
+        device: Where it captures.
+        copies_arguments: Whether a graph has copies of all arguments from the start.
+    """
 
     lock: threading.RLock
     device: torch.device
+    copies_arguments: bool
 
     def warming(self) -> Any:
         """Return the context in which a function runs before its capture."""
@@ -96,6 +103,8 @@ class CpuRecording:
 
 class CpuBackend:
     """Records on a CPU: the same stale addresses and baked branches as a graph on a GPU."""
+
+    copies_arguments = True
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

@@ -56,6 +56,8 @@ def of_gpu(index: int) -> "CudaBackend":
 class CudaBackend:
     """Captures on one GPU, with the calling thread's work alone in the capture."""
 
+    copies_arguments = False  # until one comes from somewhere else
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lock = threading.RLock()
