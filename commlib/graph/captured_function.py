@@ -17,8 +17,8 @@ from typing_extensions import TypeVar as DefaultVar
 
 from commlib.core.manager import CommContextManager
 from commlib.errors import GraphError
-from commlib.graph.calls.cache_key import Arguments, arguments, bare, modes, value
-from commlib.graph.calls.grads import Grads
+from commlib.graph.call_keys import CallKeys
+from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.first_call import FirstCall, Reach, device_of
 from commlib.graph.kinds_watch import KindsWatch
 from commlib.graph.operators.unsupported import check_hidden, check_unreadable, check_wanting
@@ -28,7 +28,6 @@ from commlib.graph.replaying.compare import load_kernels
 from commlib.graph.replaying.entries import Entries
 from commlib.graph.replaying.schedule import Schedule
 from commlib.graph.replaying.verify import Unequal
-from commlib.graph.surroundings import Surroundings
 from commlib.graph.used_tensors import UsedTensors
 from commlib.graph.watching.host import OtherValue
 from commlib.graph.watching.runs import check_foreign, inside
@@ -65,13 +64,11 @@ class CapturedFunction(Generic[P, R]):
         self.eager: dict[Any, str] = {}  # calls that stay eager, and why
         self._kinds = KindsWatch(self.name)
         self._seen: set[Any] = set()  # keys of calls that came once, and were not captured yet
-        self._grads = Grads()
         self._lock = threading.RLock()
         self._turns = 0  # replays of any kind since the last capture: the same on all ranks
         owner = getattr(fn, "__self__", fn)  # of a bound method
         self._module = owner if isinstance(owner, torch.nn.Module) else None
-        self._around = Surroundings(fn)
-        self._bare = bare(())  # the last call without arguments
+        self._keys = CallKeys(fn, options.key)
         self._used = UsedTensors()
         everything.add(self)
 
@@ -112,12 +109,12 @@ class CapturedFunction(Generic[P, R]):
         """Replay the call's graph on the current stream, or capture it first."""
         if inside():
             return self.fn(*args, **kwargs)  # part of a larger capture
-        call = self._arguments(args, kwargs)
+        call = self._keys.of(args, kwargs)
         if self.options.agree is not None:
             self._agree_on(call.key, self.options.agree)
         entry = self.entries.get(call.key)
         if entry is not None and (
-            entry.stale or (entry.places and self._around.moved(entry.places))
+            entry.stale or (entry.places and self._keys.around.moved(entry.places))
         ):
             error = self.entries.drop_stale(call.key, self.name)
             if error is not None:
@@ -127,7 +124,7 @@ class CapturedFunction(Generic[P, R]):
             return self.fn(*args, **kwargs)
         if entry is None and len(self.entries) >= self.options.max_graphs:
             what = f"calls of further kinds stay eager (max_graphs={self.options.max_graphs})"
-            self._kinds.warn(self.entries, call, self._around, what)
+            self._kinds.warn(self.entries, call, self._keys.around, what)
             return self.fn(*args, **kwargs)
         try:
             if entry is not None:
@@ -192,21 +189,6 @@ class CapturedFunction(Generic[P, R]):
         """The function's name."""
         return str(getattr(self.fn, "__qualname__", type(self.fn).__qualname__))
 
-    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        own = self._around.key(args, kwargs)
-        weights = self._around.weights
-        if weights and torch.is_grad_enabled():
-            own = (*own, *[x.requires_grad for x in weights])
-        if self.options.key is not None:
-            own = (*own, value(self.options.key(*args, **kwargs)))
-        if args or kwargs:
-            call = arguments(args, kwargs, own)
-        else:
-            key, call = modes() + own, self._bare
-            if key != call.key:
-                call = self._bare = bare(key)
-        return self._grads.extend(call) if self._grads.leaves else call
-
     # -- the first call of a kind ------------------------------------------------------------------
 
     def _first_call(self, call: Arguments) -> R:
@@ -214,16 +196,16 @@ class CapturedFunction(Generic[P, R]):
         check_foreign()
         check_unreadable(call.tensors)
         device = device_of(call, self._module)
-        self._around.find()
+        self._keys.around.find()
         if device.type == "cpu":
-            check_hidden(self._around.modules)
-        weights = [*self._around.weights, *self._grads.leaves]
-        reach = Reach(weights, self._around.modules)
+            check_hidden(self._keys.around.modules)
+        weights = [*self._keys.around.weights, *self._keys.grads.leaves]
+        reach = Reach(weights, self._keys.around.modules)
         first = FirstCall(self.fn, self.options, self._schedule, device, reach)
-        self._around.before_call(*call.given)
+        self._keys.around.before_call(*call.given)
         wanted = [x.requires_grad for x in call.tensors]
         result: R = first.counted.make(call)
-        self._around.after_call(*call.given)
+        self._keys.around.after_call(*call.given)
         try:
             check_wanting(call.tensors, wanted)
             self._capture(call, first)
@@ -252,7 +234,7 @@ class CapturedFunction(Generic[P, R]):
 
     def _add_entry(self, call: Arguments, first: FirstCall) -> None:
         # What the call has changed of its surroundings is not part of the key from now on.
-        call = self._arguments(*call.given)
+        call = self._keys.of(*call.given)
         if call.key in self.entries:
             return
         if first.counted.begins_grads and call.key not in self._seen:
@@ -260,17 +242,17 @@ class CapturedFunction(Generic[P, R]):
             self._seen.add(call.key)
             return
         first.rehearse(call)
-        if self._grads.add(first.findings.owners):
+        if self._keys.grads.add(first.findings.owners):
             self.entries.drop_all()
-            call = self._grads.extend(call)
+            call = self._keys.grads.extend(call)
         entry = first.entry(call, functools.partial(self._drop_different, call.key))
         self.entries[call.key] = entry
-        places = self._around.places()
+        places = self._keys.around.places()
         entry.places = {name: place for name, place in places.items() if entry.uses(place[0])}
         self._turns = 0
         if len(self.entries) > _MANY and self.entries.replays < len(self.entries):
-            self._kinds.warn(self.entries, call, self._around, "hardly any was replayed")
-        self._kinds.note(call, self._around)
+            self._kinds.warn(self.entries, call, self._keys.around, "hardly any was replayed")
+        self._kinds.note(call, self._keys.around)
         self._used.note(self._module)
         for ring in first.findings.rings:
             ring._lifecycle.graphs.add(self)
@@ -293,7 +275,7 @@ class CapturedFunction(Generic[P, R]):
                     tensor.requires_grad_(one)
         if wanted != [x.requires_grad for x in call.tensors]:
             self._stay_eager(call.key, error)  # the key of the next such call
-        self._stay_eager(self._arguments(*call.given).key, error)
+        self._stay_eager(self._keys.of(*call.given).key, error)
 
     def check(self) -> None:
         """Raise ``GraphError`` if a tensor that the graphs use was replaced since the capture.
@@ -314,4 +296,4 @@ class CapturedFunction(Generic[P, R]):
         self.eager.clear()
         self._seen.clear()
         self._used = UsedTensors()
-        self._around, self._bare = Surroundings(self.fn), bare(())
+        self._keys = CallKeys(self.fn, self.options.key)

@@ -261,8 +261,6 @@ class CapturedCall:
             self.log.uncaptured,
         )
 
-    # -- state -------------------------------------------------------------------------------------
-
     @property
     def parts(self) -> list["CapturedCall"]:
         """Return the entry as one of a report."""

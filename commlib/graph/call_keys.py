@@ -1,0 +1,41 @@
+"""The keys of a captured function's calls: arguments, torch's modes, and what is around it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from commlib.graph.calls.cache_key import Arguments, arguments, bare, modes, value
+from commlib.graph.calls.grads import Grads
+from commlib.graph.surroundings import Surroundings
+
+
+class CallKeys:
+    """What tells the calls of one function apart.
+
+    Attributes:
+        around: Settings that the function reads from where it can reach.
+        grads: The leaves whose gradients it uses: further inputs of each call.
+    """
+
+    def __init__(self, fn: Callable[..., Any], key: Callable[..., Any] | None) -> None:
+        """``key``: the program's own part of the key."""
+        self.around, self.grads = Surroundings(fn), Grads()
+        self._key = key
+        self._bare = bare(())  # the last call without arguments
+
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Return a call with its key."""
+        own = self.around.key(args, kwargs)
+        weights = self.around.weights
+        if weights and torch.is_grad_enabled():
+            own = (*own, *[x.requires_grad for x in weights])
+        if self._key is not None:
+            own = (*own, value(self._key(*args, **kwargs)))
+        if args or kwargs:
+            call = arguments(args, kwargs, own)
+        else:
+            key, call = modes() + own, self._bare
+            if key != call.key:
+                call = self._bare = bare(key)
+        return self.grads.extend(call) if self.grads.leaves else call
