@@ -17,6 +17,7 @@ from commlib.errors import GraphError
 from commlib.graph import CapturedFunction, capture
 from commlib.graph.calls.cache_key import value
 from commlib.graph.first_call import backend_of
+from commlib.graph.options import First
 from commlib.graph.recording.capture_run import CaptureRun, Settings
 from commlib.graph.recording.segments import Segments
 from commlib.graph.watching.runs import inside
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 _VALUES = (bool, int, float, str, type(None))
 
-_captured: dict[Any, CapturedFunction[..., Any]] = {}
+_captured: dict[Any, CapturedFunction] = {}
 _contents: dict[Any, list[Any]] = {}  # of closures: alive, so that nothing else has their ids
 
 
@@ -69,7 +70,7 @@ def graph_clear() -> None:
     _contents.clear()
 
 
-def _graphed(func: Callable[..., Any], first: str) -> CapturedFunction[..., Any]:
+def _graphed(func: Callable[..., Any], first: First) -> CapturedFunction:
     owner = getattr(func, "__self__", None)
     plain = getattr(func, "__func__", func)
     named = tuple((plain.__kwdefaults__ or {}).items())

@@ -22,6 +22,7 @@ import commlib
 from commlib import graph, ops
 from commlib.errors import CommError
 from commlib.graph import GraphError
+from commlib.graph.options import First
 from tests.support.checks import close, refused, same, settle
 from tests.support.processes import run
 from tests.support.ranks import Ranks
@@ -61,7 +62,7 @@ def test_arguments(unified_ranks: Ranks) -> None:
     unified_ranks(arguments)
 
 
-def counts_once(comm: Any, first: str) -> None:
+def counts_once(comm: Any, first: First) -> None:
     """What accumulates has counted once after the first call, and once a call from then on."""
     low = [torch.full((4,), float(i), device=comm.device) for i in range(3)]
     high = [torch.zeros(4, device=comm.device) for _ in low]
@@ -80,7 +81,7 @@ def counts_once(comm: Any, first: str) -> None:
 
 
 @pytest.mark.parametrize("first", ["once", "warmup"])
-def test_the_first_call_counts_once(unified_ranks: Ranks, first: str) -> None:
+def test_the_first_call_counts_once(unified_ranks: Ranks, first: First) -> None:
     unified_ranks(counts_once, first)
 
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from commlib import graph
 from commlib.errors import GraphError
+from commlib.graph.options import First, OnFail
 from tests.support.checks import close, refused, same
 from tests.support.ranks import Ranks
 from tests.test_modes import Wrapper
@@ -299,7 +300,7 @@ VALUES: list[Callable[[torch.Tensor], Any]] = [
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("value", VALUES)
 def test_values_that_names_are_bound_to(
-    value: Callable[[torch.Tensor], Any], verify: bool, first: str
+    value: Callable[[torch.Tensor], Any], verify: bool, first: First
 ) -> None:
     """Made again at each call: numbers, texts, None, and tensors in tuples and lists."""
     state = types.SimpleNamespace(held=0)
@@ -432,7 +433,7 @@ def test_a_name_that_a_replay_leaves_alone() -> None:
 
 
 @pytest.mark.parametrize("on_fail", ["raise", "eager"])
-def test_a_refused_call(on_fail: str) -> None:
+def test_a_refused_call(on_fail: OnFail) -> None:
     """A refused call has counted once, or not at all: memory, objects and gradients."""
     weight, total, seen = torch.ones(2, requires_grad=True), torch.zeros(2), list[float]()
     weight.grad = grad = torch.zeros(2)
@@ -751,7 +752,7 @@ def _counted_in_a_global() -> tuple[Any, Callable[[], int]]:
     ],
 )
 @pytest.mark.parametrize("on_fail", ["raise", "eager"])
-def test_counters(made: Callable[[], Any], on_fail: str) -> None:
+def test_counters(made: Callable[[], Any], on_fail: OnFail) -> None:
     """They count each call once, and are put back where a call is refused."""
     note, counted = made()
 

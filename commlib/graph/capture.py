@@ -2,14 +2,14 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypedDict, TypeVar, overload
+from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, overload
 
 import torch
 from typing_extensions import Unpack
 
 from commlib.graph.captured_function import CapturedFunction
 from commlib.graph.captured_module import CapturedModule
-from commlib.graph.options import Options
+from commlib.graph.options import First, OnFail, Options, Outputs
 
 
 class Given(TypedDict, total=False):
@@ -17,11 +17,11 @@ class Given(TypedDict, total=False):
 
     key: Callable[..., Any] | None
     warmup: int
-    first: str
-    outputs: str
+    first: First
+    outputs: Outputs
     agree: int | None
-    on_fail: str
-    verify: bool | int | str | None
+    on_fail: OnFail
+    verify: bool | int | Literal["auto"] | None
     tolerance: tuple[float, float] | None
     max_graphs: int
 

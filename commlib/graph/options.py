@@ -2,9 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from commlib.errors import GraphError
+
+First: TypeAlias = Literal["once", "warmup"]
+Outputs: TypeAlias = Literal["borrow", "copy"]
+OnFail: TypeAlias = Literal["raise", "eager"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,10 +17,10 @@ class Options:
 
     key: Callable[..., Any] | None = None
     warmup: int = 2
-    first: str = "once"
-    outputs: str = "borrow"
+    first: First = "once"
+    outputs: Outputs = "borrow"
     agree: int | None = None
-    on_fail: str = "raise"
+    on_fail: OnFail = "raise"
     verify: bool | int | str | None = None
     tolerance: tuple[float, float] | None = None
     max_graphs: int = 64
