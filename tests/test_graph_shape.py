@@ -61,7 +61,7 @@ def test_one_kernel_a_reduction(gpu_ranks: Ranks) -> None:
 
 
 def backward_without_copies(comm: Any) -> None:
-    """A backward is one graph of its own, which copies nothing."""
+    """A backward is a separate graph, which copies nothing."""
     weight = torch.ones(8, 8, device=comm.device, requires_grad=True)
     g = graph.capture(lambda x: (x @ weight).relu().sum())
     for _ in range(4):
