@@ -46,7 +46,7 @@ def test_one_copy_an_output(unified_ranks: Ranks) -> None:
 
 
 def one_kernel_a_reduction(comm: Any) -> None:
-    """Push kernels reduce what lies in the program's memory without a copy before or after."""
+    """Push kernels reduce the program's memory in place, without a copy before or after."""
     x = torch.ones(1 << 12, dtype=torch.bfloat16, device=comm.device)
     g = graph.capture(lambda: ops.all_reduce(x, out=x))
     for _ in range(3):
