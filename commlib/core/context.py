@@ -11,7 +11,9 @@ from commlib import flags
 from commlib.core import group
 from commlib.core.call_log import CallLog, level
 from commlib.core.call_reports import CallReports
-from commlib.core.collectives import Collectives
+from commlib.core.collectives.copies import Copies
+from commlib.core.collectives.exchanges import Exchanges
+from commlib.core.collectives.reductions import Reductions
 from commlib.core.compiler import leave_to_eager, untraced
 from commlib.core.health import RingHealth
 from commlib.core.lifecycle import RingLifecycle
@@ -28,7 +30,7 @@ from commlib.errors import ArgumentError
 from commlib.rendezvous.hosts import HostExchange
 from commlib.rendezvous.identity import RingIdentity
 from commlib.rendezvous.roll_call import Meeting
-from commlib.streams import Fences, issue_lock, stream_captures
+from commlib.streams import Fences, issue_lock
 
 Tensor = torch.Tensor
 
@@ -39,7 +41,7 @@ _GROUP = (
 )
 
 
-class CommContext(Collectives):
+class CommContext(Reductions, Copies, Exchanges):
     """One ring: rank, size, ranks, device and streams, and the collectives over it.
 
     Collectives take the output first, then the input, and positions in the ring as peers and roots.
@@ -74,7 +76,7 @@ class CommContext(Collectives):
         self._call_log: CallLog | None = None
         reports: CallReports | None = None
         if check:
-            self._call_log = CallLog(self.size, None if self._fences is None else stream_captures)
+            self._call_log = CallLog()
             reports = CallReports(self.ring_id, self.rank, self.ranks, self.timeout, self._call_log)
         self._health = RingHealth(identity, reports)
         self._hosts = HostExchange(identity, meeting, self._health, compares=self._compares)
