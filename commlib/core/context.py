@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from commlib import flags
-from commlib.core import group
+from commlib.core import group, ring_report
 from commlib.core.call_log import CallLog, level
 from commlib.core.call_reports import CallReports
 from commlib.core.collectives.copies import Copies
@@ -17,16 +17,11 @@ from commlib.core.collectives.reductions import Reductions
 from commlib.core.compiler import leave_to_eager, untraced
 from commlib.core.health import RingHealth
 from commlib.core.lifecycle import RingLifecycle
-from commlib.core.validation import (
-    check_dtype,
-)
 from commlib.core.work import Work
 from commlib.deadlines import Deadline
 from commlib.deferred import UnfencedCalls
 from commlib.engines.base import ABORT_S, Engine
-from commlib.engines.reductions import resolve_reduction
 from commlib.engines.single_rank import SingleRankEngine
-from commlib.errors import ArgumentError
 from commlib.rendezvous.hosts import HostExchange
 from commlib.rendezvous.identity import RingIdentity
 from commlib.rendezvous.roll_call import Meeting
@@ -133,31 +128,10 @@ class CommContext(Reductions, Copies, Exchanges):
             ``communicator``, True if the engine has one; ``bytes`` and ``workspace_bytes`` of GPU
             memory; ``errors``, oldest first.
         """
-        memory, fault = self._engine.memory, self._health.fault
-        return {
-            "ring_id": self.ring_id,
-            "engine": self.engine,
-            "ranks": list(self.ranks),
-            "rank": self.rank,
-            "size": self.size,
-            "device": str(self.device),
-            "state": fault or "ready",
-            "calls": self._calls,
-            "last": self._last,
-            "communicator": fault is None and self._engine.connected,
-            "bytes": memory.communicator,
-            "workspace_bytes": memory.workspace,
-            "errors": self._errors(),
-        }
+        return ring_report.report(self)
 
     def _errors(self) -> list[str]:
-        errors = self._health.errors()
-        if not self._health.ended:
-            try:
-                self._engine.check()
-            except Exception as error:
-                errors.append(f"{self._describe('asynchronous error')}: {error}")
-        return errors
+        return ring_report.errors(self)
 
     @property
     def _open_group(self) -> "group.Group | None":
@@ -302,26 +276,15 @@ class CommContext(Reductions, Copies, Exchanges):
         return untraced(group.group(self, use_calc_stream, sync_op))
 
     def explain(self, nbytes: int, dtype: torch.dtype, op: str = "sum") -> str:
-        """Say what carries an ``all_reduce`` of ``nbytes`` bytes of ``dtype`` here, and why.
+        """Return what carries an ``all_reduce`` here, and why, as text.
 
-        Raises ``DtypeError`` for an unsupported reduction, ``ArgumentError`` for a wrong size.
+        Args:
+            nbytes: Bytes of ``x``.
+            dtype: Its dtype.
+            op: The reduction.
+
+        Raises:
+            DtypeError: The engine does not reduce the dtype.
+            ArgumentError: ``nbytes`` is not a multiple of an element's bytes.
         """
-        check_dtype(self, "explain", dtype)
-        if not hasattr(nbytes, "__index__"):
-            raise ArgumentError(
-                f"{self._describe('explain')}: nbytes={nbytes!r}; expected a number of bytes; pass "
-                f"x.nbytes"
-            )
-        reduction = resolve_reduction(
-            dtype, op, self._engine.reducer, 1.0 if op == "premul_sum" else None
-        )
-        if nbytes < 0 or nbytes % dtype.itemsize:
-            raise ArgumentError(
-                f"{self._describe('explain')}: nbytes={nbytes}: expected a multiple of "
-                f"{dtype.itemsize}, the bytes of one {dtype}"
-            )
-        if self._health.fault is not None:
-            return f"nothing: the ring can't be used: {self._health.fault}"
-        if nbytes == 0 or self.size == 1:
-            return f"nothing is sent: {'a ring of one rank' if nbytes else 'no bytes'}"
-        return self._engine.explain(nbytes, reduction)
+        return ring_report.explain(self, nbytes, dtype, op)
