@@ -68,11 +68,9 @@ class CommContext(Reductions, Copies, Exchanges):
         self._unfenced = UnfencedCalls()
         check = 0 if meeting is None else level()
         self._compares = check == 2  # every call, before its launch
-        self._call_log: CallLog | None = None
-        reports: CallReports | None = None
-        if check:
-            self._call_log = CallLog()
-            reports = CallReports(self.ring_id, self.rank, self.ranks, self.timeout, self._call_log)
+        self._call_log = log = CallLog() if check else None
+        place = self.ring_id, self.rank, self.ranks, self.timeout
+        reports = None if log is None else CallReports(*place, log)
         self._health = RingHealth(identity, reports)
         self._hosts = HostExchange(identity, meeting, self._health, compares=self._compares)
         self._health.find_dead = self._hosts.dead
@@ -238,16 +236,21 @@ class CommContext(Reductions, Copies, Exchanges):
     # -- host exchange -----------------------------------------------------------------------------
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
-        """Return every rank's integers (int64), in rank order; lengths may differ.
+        """Return every rank's integers.
 
-        For what the ranks must agree on before a launch: shapes, counts, options. It uses
-        shared memory on one host and over TCP (gloo) between several, uses no GPU and is allowed
-        during a capture. Every member calls it; the first call sets it up. It blocks the host at
-        most ``timeout`` seconds.
+        For what the ranks must agree on before a launch. It uses shared memory on one host and TCP
+        (gloo) between several, and is allowed during a capture. Every member calls it; the first
+        call sets it up. It blocks the host at most ``timeout`` seconds.
+
+        Args:
+            values: Integers of 64 bits; lengths may differ between ranks.
+
+        Returns:
+            The values of each rank, in rank order.
 
         Raises:
-            ArgumentError: A value is not an integer of 64 bits. Nothing is sent and the ring stays
-                usable. The other members wait, at most ``timeout`` seconds, for a correct call.
+            ArgumentError: A value is another one. Nothing is sent and the ring stays usable. The
+                other members wait, at most ``timeout`` seconds, for a correct call.
             CommTimeout: Naming the positions of the members that are late.
             EngineError: A member has ended.
             RingError: The ring has failed or is closed.
@@ -261,15 +264,21 @@ class CommContext(Reductions, Copies, Exchanges):
     ) -> AbstractContextManager[Work]:
         """Collect the calls of a ``with`` block and launch them as one operation at its end.
 
-        Sends and receives in one group can't wait for each other in a circle. Results are valid
-        after the block (with ``sync_op=False``: after ``wait()`` of the yielded ``Work``). An
-        exception inside the block launches nothing. torch.compile leaves a function with a group
-        to eager code.
+        Sends and receives in one group can't wait for each other in a circle. An exception inside
+        the block launches nothing. torch.compile leaves a function with a group to eager code.
 
         Only the calls that the block itself makes on this ring are collected. Those of other
-        threads, of other rings, and of a backward inside the block are launched at once, before
-        the group. An operator that computes with its collective's result, and an ``x`` that
-        requires grad, are an ``ArgumentError`` inside the block.
+        threads, and of a backward inside the block, are launched at once, before the group.
+
+        Args:
+            use_calc_stream: See the class, also for ``sync_op``; for all calls of the group.
+            sync_op: False: the results are valid after ``wait()`` of the yielded ``Work``.
+
+        Returns:
+            A context manager that yields a ``Work``. Results are valid after the block.
+
+        Raises:
+            ArgumentError: In the block: an operator computes with a result, or x requires grad.
         """
         if torch.compiler.is_compiling():
             leave_to_eager(_GROUP)
