@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -22,6 +22,7 @@ from commlib.errors import ArgumentError
 from commlib.streams import stream_captures
 
 Tensor = torch.Tensor
+Outcome = TypeVar("Outcome")
 
 
 def is_plain(ring: Ring, x: Tensor, out: Tensor) -> bool:
@@ -58,15 +59,11 @@ def is_plain(ring: Ring, x: Tensor, out: Tensor) -> bool:
 
 def dispatch(ring: Ring, call: Call[Result], mode: StreamMode) -> Result | Work:
     """Pass one validated call to the engine: at once, or tracked until it ends."""
-    collective, out, x = call.collective, call.out, call.x
     if not call.plain:
-        check_untraced(ring, collective, out, x)
-        if x is not None and x.requires_grad:
-            call.x = x = x.detach()  # gradients take the registered ops instead
+        _check_special(ring, call)
     if observers and ring._open_group is None and looking_on():
-        again: Callable[[], Result | Work] = partial(dispatch, ring, call, mode)
-        with watched([Seen(ring, collective, out, x, call.args, partial(finished, again))]):
-            return again()
+        return _observed(ring, call, partial(dispatch, ring, call, mode))
+    collective, out, x = call.collective, call.out, call.x
     if not (
         mode.sync_op
         and (mode.use_calc_stream or ring._fences is None)
@@ -105,6 +102,20 @@ def dispatch(ring: Ring, call: Call[Result], mode: StreamMode) -> Result | Work:
     if out is not None and not out.is_inference():
         increment_version((out,))
     return call.result
+
+
+def _check_special(ring: Ring, call: Call[Any]) -> None:
+    """Refuse a call that a mode or a trace would miss; drop the gradient of an input."""
+    check_untraced(ring, call.collective, call.out, call.x)
+    if call.x is not None and call.x.requires_grad:
+        call.x = call.x.detach()  # gradients take the registered ops instead
+
+
+def _observed(ring: Ring, call: Call[Any], again: Callable[[], Outcome]) -> Outcome:
+    """Notify the observers of a call, and make it without them."""
+    redo = partial(finished, again)
+    with watched([Seen(ring, call.collective, call.out, call.x, call.args, redo)]):
+        return again()
 
 
 def count(ring: Ring, call: Call[Any]) -> None:
@@ -203,9 +214,7 @@ def begin(ring: Ring, call: Call[Any], blocks: int) -> Work | None:
     if ring._compares or not as_they_are(out, x, 0) or (observed and ring._fences is None):
         return None
     if observed:
-        again = partial(begin, ring, call, blocks)
-        with watched([Seen(ring, collective, out, x, call.args, partial(finished, again))]):
-            return again()
+        return _observed(ring, call, partial(begin, ring, call, blocks))
     assert out is not None and x is not None
     with ring._lock:
         if ring._health.fault is not None:
