@@ -28,7 +28,8 @@ from commlib.streams import current_raw
 
 Tensor = torch.Tensor
 
-_aborted: list[PushChannel | RowChannel] = []  # whose kernels may still run
+_Channel = PushChannel | RowChannel
+_aborted: list[_Channel] = []  # whose kernels may still run
 
 
 class NCCLEngine(NCCLExchanges):
@@ -119,10 +120,9 @@ class NCCLEngine(NCCLExchanges):
         """Raise what NCCL reports asynchronously."""
         self._connection.check()
 
-    def channels(self) -> list[PushChannel | RowChannel]:
+    def channels(self) -> list[_Channel]:
         """Return the channels of the push kernels."""
-        opened = (self._push, self._rows)
-        return [one for one in opened if isinstance(one, PushChannel | RowChannel)]
+        return [one for one in (self._push, self._rows) if isinstance(one, _Channel)]
 
     def close(self, deadline: Deadline) -> None:
         """Free the channels and the communicators."""
