@@ -3,41 +3,11 @@
 import os
 import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from queue import SimpleQueue
 from threading import get_ident
 from typing import Any
 
-# While torch waits, Python runs no signal handler, so a wait is cut into slices of this length.
-_SLICE = timedelta(seconds=0.1)
-_SLICE_OVER = "Operation timed out"  # in torch's error when a slice ends
-
 _idle: list["SimpleQueue[Callable[[], None]]"] = []  # of helper threads without a job
-
-
-def wait_for(handle: Any) -> None:
-    """Block until ``handle`` has finished; a signal is handled after 0.1 s at most.
-
-    Args:
-        handle: The work of a ``torch.distributed`` collective, or an ``Interruptible``. Both may
-            be waited for again after an interruption.
-
-    Raises:
-        Exception: An error of the engine, at the engine's deadline at the latest.
-        BaseException: An error of a signal handler; the collective continues.
-    """
-    if isinstance(handle, Interruptible):
-        handle.wait()
-        return
-    while not handle.is_completed():
-        try:
-            handle.wait(_SLICE)
-        except RuntimeError as error:
-            if _SLICE_OVER not in str(error):
-                raise
-        else:
-            return
-    handle.wait()
 
 
 class Interruptible:

@@ -1,19 +1,24 @@
 """Arguments of several forms: a ring, its id or its name; a reduction by name or torch's enum."""
 
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
 import torch.distributed as dist
+from torch.compiler import is_compiling
 
 from commlib.core.context import CommContext
+from commlib.core.dispatch import is_plain
 from commlib.core.manager import _rings, comm
 from commlib.errors import ArgumentError, RingError
+from commlib.ops.registered.library import registered
 
 ReductionName: TypeAlias = Literal["sum", "prod", "min", "max", "avg"]
 UpperName: TypeAlias = Literal["SUM", "PROD", "MIN", "MAX", "AVG"]
 Reduction: TypeAlias = ReductionName | UpperName | dist.ReduceOp.RedOpType
 Ring: TypeAlias = int | str | CommContext
 
+# Names as the engines know them; other forms are looked up by ``reduction_name``.
+REDUCTIONS: dict[Any, ReductionName] = {op: op for op in get_args(ReductionName)}
 _NAMES: dict[str, Any] = {op: op for op in ("sum", "prod", "min", "max", "avg", "premul_sum")}
 # Compared with ==, which also holds between a ReduceOp and its RedOpType.
 _TORCH_REDUCTIONS = (
@@ -62,6 +67,33 @@ def ring_number(collective: str, ring: Any) -> int:
             f"takes x first; pass the output as out="
         )
     return cast(int, ring)
+
+
+def eager_ring(
+    collective: str,
+    ring: Any,
+    x: torch.Tensor,
+    out: torch.Tensor | None,
+    use_calc_stream: bool,
+    sync_op: bool,
+) -> tuple[CommContext | None, bool]:
+    """Return the ring that makes a call itself, and True if no check of the tensors can fail.
+
+    Returns:
+        None in place of the ring if the call takes its registered op: under torch.compile, a mode
+        or a trace, for a gradient, and for tensors without memory.
+
+    Raises:
+        As ``ring_number``, ``comm`` and ``registered``.
+    """
+    number = ring if type(ring) is int else ring_number(collective, ring)
+    if not is_compiling() and type(number) is int:
+        known = _rings.get(number)
+        if known is not None and is_plain(known, x, x if out is None else out):
+            return known, True
+    if registered(collective, x, number, out, use_calc_stream, sync_op):
+        return None, False
+    return comm(number), False
 
 
 def reduction_name(op: Any) -> ReductionName:

@@ -26,7 +26,7 @@ from commlib.errors import (
 )
 from commlib.ops.tensor_parallel import _all_reduce_residual_norm as room
 from commlib.p2p import fused_norm as fused
-from commlib.p2p import kernel_table, push_collectives
+from commlib.p2p import kernel_table, push_channel
 from tests.support.checks import (
     Array,
     Shape,
@@ -618,11 +618,11 @@ def test_a_row_fits_into_the_channel(size: int) -> None:
         for width in (1, size - 1, size, size + 1, fused.WIDEST):
             slots = fused.slots(row.kernel, width, size)
             assert slots >= (size if row.kernel == "norm_one_shot" else 2) * width
-            assert slots * 16 <= 2 * push_collectives.WINDOW
+            assert slots * 16 <= 2 * push_channel.WINDOW
 
 
 def test_arguments_lie_as_the_kernel_sees_them() -> None:
-    call, norm = ctypes.sizeof(push_collectives.Call), fused.NormCall
+    call, norm = ctypes.sizeof(push_channel.Call), fused.NormCall
     assert call == 128
     assert norm.residual.offset == call
     assert norm.eps.offset == call + 6 * 8

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 import commlib
-from commlib.core import call_reports
+from commlib.core import call_reports, dispatch
+from commlib.core.call import Call, nothing
 from commlib.core.call_log import EVERY, CallLog
 from commlib.deadlines import Deadline
 from commlib.errors import (
@@ -525,23 +527,34 @@ def test_flag() -> None:
     same(commlib.flags.get(CHECK), 1, "the default")
 
 
-def test_calls_of_a_capture_are_left_out() -> None:
-    capturing = [False]
-    log = CallLog(2, lambda: capturing[0])
-    log.note("barrier", test_flag, (), None, None)
-    capturing[0] = True
-    log.note("barrier", test_flag, (), None, None)
-    same((log.snapshot().number, log.snapshot().captured), (1, True), "the log")
+def counting(fences: object) -> Any:
+    """Return what of a ring is used to count its calls; ``fences`` is None on a CPU."""
+    return SimpleNamespace(_calls=0, _last=None, _call_log=CallLog(), _fences=fences)
+
+
+def made(elements: int) -> Call[None]:
+    entry = ("all_gather", elements, torch.float32, None, None)
+    return Call("all_gather", nothing, (), None, None, None, True, entry, None)
+
+
+def test_calls_of_a_capture_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = counting(fences=object())
+    for capturing in (False, True):
+        monkeypatch.setattr(dispatch, "stream_captures", lambda value=capturing: value)
+        dispatch.count(ring, made(1))
+    shot = ring._call_log.snapshot()
+    same((ring._calls, shot.number, shot.captured), (2, 1, True), "the log")
 
 
 def test_a_log_of_many_calls_stays_small() -> None:
-    log = CallLog(2, None)
-    for count in range(3 * EVERY):
-        log.note("all_gather", test_flag, (), None, torch.empty(count))
-    shot = log.snapshot()
-    same((shot.number, len(shot.recent)), (3 * EVERY, 32), "the log")
-    same(shot.recent[-1], (3 * EVERY, f"all_gather float32 [{3 * EVERY - 1}]"), "the last call")
+    ring = counting(fences=None)
+    for count in range(3 * EVERY + 1):
+        dispatch.count(ring, made(count))
+    shot = ring._call_log.snapshot()
+    same((shot.number, len(shot.recent)), (3 * EVERY + 1, 32), "the log")
+    same(shot.recent[-1], (3 * EVERY + 1, f"all_gather float32 [{3 * EVERY}]"), "the last call")
     same([number for number, _ in shot.windows], [EVERY, 2 * EVERY, 3 * EVERY], "windows")
+    same(len(ring._call_log.window), 1, "entries that are kept")
 
 
 def test_wrong_arguments_are_errors_of_ours() -> None:

@@ -14,10 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlib.errors import EngineError
-from commlib.p2p import expert_rows, fused_norm, kernel_table, nvrtc, peer_memory, push_collectives
+from commlib.p2p import (
+    expert_rows,
+    fused_norm,
+    kernel_table,
+    nvrtc,
+    peer_memory,
+    push_channel,
+    push_collectives,
+)
 from tests.support.examples import examples
 
-HALF = 2 * push_collectives.WINDOW + push_collectives._SPARE  # bytes
+HALF = 2 * push_channel.WINDOW + push_channel.SPARE  # bytes
 HELD = (1, 2, fused_norm.HELD)  # vectors of a thread
 
 
@@ -154,7 +162,7 @@ def test_no_home_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 # -- the choice ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", push_collectives.VERBS)
+@pytest.mark.parametrize("verb", push_channel.VERBS)
 @pytest.mark.parametrize("size", kernel_table.SIZES)
 def test_table(verb: str, size: int) -> None:
     """Rows ascend, name kernels that there are, and every ring the kernels serve has some."""
@@ -170,7 +178,7 @@ def test_table(verb: str, size: int) -> None:
 
 
 @given(
-    verb=st.sampled_from(push_collectives.VERBS),
+    verb=st.sampled_from(push_channel.VERBS),
     nbytes=st.integers(1, 1 << 33),
     size=st.integers(2, 20),
 )
@@ -207,8 +215,8 @@ def test_rows_fit_into_blocks_and_the_channel(size: int, most: int, threads: int
         held, block, team = fused_norm.block(width, threads, most)
         assert held in HELD
         assert team in {2**power for power in range(4) if 2**power <= most}
-        assert width <= block * held * team < width + push_collectives.WARP * held * team
-        assert block % push_collectives.WARP == 0
+        assert width <= block * held * team < width + push_channel.WARP * held * team
+        assert block % push_channel.WARP == 0
         assert 0 < block <= fused_norm.THREADS
         for kernel, copies in (("norm_one_shot", size), ("norm_two_shot", 2)):
             slots = fused_norm.slots(kernel, width, size)
@@ -246,7 +254,8 @@ def test_version_follows_what_it_counts(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    "file", ["push_collectives.py", "fused_norm.py", "csrc/hops.cuh", "csrc/split.cu"]
+    "file",
+    ["push_collectives.py", "push_channel.py", "fused_norm.py", "csrc/hops.cuh", "csrc/split.cu"],
 )
 def test_version_follows_each_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str

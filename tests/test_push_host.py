@@ -2,7 +2,7 @@
 
 import ctypes
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from commlib.p2p import (
     expert_rows,
     nvrtc,
     peer_memory,
+    push_channel,
     push_collectives,
     split_all_reduce,
     stream_order,
@@ -143,7 +144,7 @@ def test_a_launch_finds_its_device(
     fake = Driver(failure)
     monkeypatch.setattr(nvrtc, "_driver", lambda: fake)
     nvrtc._context.cache_clear()
-    launch = nvrtc.Launch("kernel", 1, nvrtc.Grid(1, 32), push_collectives.Call())
+    launch = nvrtc.Launch("kernel", 1, nvrtc.Grid(1, 32), push_channel.Call())
     if failure == 700:
         with pytest.raises(EngineError, match="700"):
             launch(5)
@@ -196,15 +197,15 @@ class Halves:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         monkeypatch.setattr(torch.cuda, "Event", lambda: event)
         self.capture = 0  # that all streams are part of
-        monkeypatch.setattr(push_collectives, "current_raw", lambda index: self.current.cuda_stream)
-        for module in (push_collectives, split_all_reduce):
+        monkeypatch.setattr(push_channel, "current_raw", lambda index: self.current.cuda_stream)
+        for module in (push_channel, split_all_reduce):
             monkeypatch.setattr(module, "capture_of", lambda stream: self.capture)
         monkeypatch.setattr(
             nvrtc, "HostWord", lambda: SimpleNamespace(word=ctypes.c_uint64(), address=0)
         )
         ring: Any = self.ring
         shared: Any = SimpleNamespace(nbytes=4096, put=lambda *given: None, zero=lambda: None)
-        self.channel = push_collectives.PushChannel(ring, shared, [], fills=True)
+        self.channel = push_channel.PushChannel(ring, shared, [], fills=True)
         monkeypatch.setattr(self.channel, "launch", lambda steps, *given: self._launch(*steps))
 
     def _launch(self, step: Any) -> None:
@@ -302,27 +303,52 @@ def test_a_half_of_a_capture_that_failed(halves: Halves) -> None:
     halves.channel.ready()
 
 
+@pytest.mark.parametrize("foreign", [False, True])
+def test_a_call_is_one_tag_on_one_stream(halves: Halves, foreign: bool) -> None:
+    """The end of a call on a foreign stream is recorded while that stream certainly exists."""
+    ended: list[int] = []
+    order: Any = SimpleNamespace(last=A, foreign=foreign, tag=3, ended=ended.append)
+    halves.channel._order = order
+    streams: list[int] = []
+    launch: Any = streams.append
+    steps = [push_channel.Step(push_channel.Call(), launch, offset) for offset in (0, 16)]
+    x, out = torch.zeros(8), torch.zeros(8)
+    for number in (1, 2):
+        push_channel.PushChannel.launch(halves.channel, steps, out, x)
+        assert {call.tag for call, _, _ in steps} == {3 << 17 | number}
+    assert [call.x - x.data_ptr() for call, _, _ in steps] == [0, 16]
+    assert [call.out - out.data_ptr() for call, _, _ in steps] == [0, 16]
+    assert streams == 4 * [A]
+    assert ended == (2 * [A] if foreign else [])
+
+
+class Planned(push_collectives.PushCollective):
+    """One that notes the kernels of its steps."""
+
+    made: ClassVar[list[str]] = []
+
+    def _row(self, nbytes: int) -> Row | None:
+        return Row(100, "one_shot", 32, 1) if nbytes <= 100 else None
+
+    def _step(self, row: Row, offset: int, nbytes: int) -> Any:
+        self.made.append(row.kernel)
+
+    def _gate(self, nbytes: int, *, signals: bool) -> Any:
+        return ()
+
+
 def test_halves_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-    channel: Any = SimpleNamespace(
-        row=lambda moved, nbytes: Row(100, "one_shot", 32, 1) if nbytes <= 100 else None,
-        window=lambda kernel: 50,
-        step=lambda moved, row, offset, nbytes: made.append(row.kernel),
-        gate=lambda moved, nbytes, signals: (),
-        share=0,
-    )
-    moved = push_collectives.PushCollective(channel, "all_reduce", "_float32_sum", 4, 16, 0)
+    monkeypatch.setattr(Planned, "made", [])
+    channel: Any = SimpleNamespace(window=lambda kernel: 50, share=0)
+    moved = Planned(channel, "all_reduce", "_float32_sum", 4, 16, 0)
     assert moved.split(48) is moved.split(48) is not None
-    assert made == ["one_shot_begin", "one_shot_end"]
+    assert Planned.made == ["one_shot_begin", "one_shot_end"]
     channel.share = 16
     assert moved.split(48) is not None
-    assert made == 2 * ["one_shot_begin", "one_shot_end"]  # another grid
+    assert Planned.made == 2 * ["one_shot_begin", "one_shot_end"]  # another grid
     assert moved.split(52) is None  # more than one launch does
     assert moved.split(104) is None
-    assert (
-        push_collectives.PushCollective(channel, "all_reduce", "_float32_max", 4, 16, 0).split(48)
-        is None
-    )
+    assert Planned(channel, "all_reduce", "_float32_max", 4, 16, 0).split(48) is None
 
 
 # -- what goes wrong on one rank -------------------------------------------------------------------

@@ -58,14 +58,15 @@ def _member(store: Store, me: int, again: list[int]) -> None:
     """Create rings in a cycle, then the same rings in one order."""
     call, deadline = RollCall(store, me), Deadline(60)
 
-    def meet(ring_id: int, members: tuple[int, ...]) -> bytes:
-        return call.meet(ring_id, members, deadline, "gloo", lambda: b"id").payload
+    def meet(ring_id: int, members: tuple[int, ...]) -> str:
+        return call.meet(ring_id, members, deadline, "gloo").prefix
 
     with refused(RingOrderError, "ring 20", "ring 21", "ring 22"):
         meet(*CYCLE[me])
     for ring_id, members in (CYCLE[i] for i in again):
         if me in members:
-            same(meet(ring_id, members), b"id", f"rank {me} in ring {ring_id}")
+            prefix = f"creating ring {ring_id} of ranks {list(members)} on rank {me}"
+            same(meet(ring_id, members), prefix, f"rank {me} in ring {ring_id}")
 
 
 @pytest.mark.parametrize("again", [[0, 1, 2], [2, 1, 0]], ids=("ascending", "descending"))

@@ -1,6 +1,9 @@
 """The forms of arguments that every operator takes, and the in-place operators."""
 
-from typing import Any
+import ast
+import inspect
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ import torch.distributed as dist
 
 import commlib
 from commlib import ops
+from commlib.core import collectives
 from commlib.errors import ArgumentError, RingError
 from tests.support.checks import refused, same
 from tests.support.ranks import Ranks
@@ -161,6 +165,35 @@ def test_compiled_code_takes_the_same_forms(unified_ranks: Ranks) -> None:
     unified_ranks(compiled)
 
 
-@pytest.mark.parametrize("call", WITH_OUT)
+METHODS = [
+    method
+    for name, method in inspect.getmembers(commlib.CommContext, inspect.isfunction)
+    if not name.startswith("_")
+]
+WAITED = [method for method in METHODS if "sync_op" in inspect.signature(method).parameters]
+FAMILIES = [ast.parse(path.read_text()) for path in Path(*collectives.__path__).glob("*.py")]
+
+
+@pytest.mark.parametrize("call", [*WITH_OUT, *METHODS])
 def test_hints_name_no_any(call: Any) -> None:
-    assert "Any" not in str(call.__annotations__["return"])
+    found = get_type_hints(call)["return"]
+    assert found == dict[str, Any] if call.__name__ == "report" else "Any" not in str(found)
+
+
+def returns_of_overloads(name: str) -> list[str]:
+    """Return what the overloads of a ring's method return, from the source."""
+    nodes = (node for family in FAMILIES for node in ast.walk(family))
+    return [
+        ast.unparse(node.returns)
+        for node in nodes
+        if isinstance(node, ast.FunctionDef) and node.name == name
+        if node.decorator_list and node.returns is not None
+    ]
+
+
+@pytest.mark.parametrize("method", [one for one in WAITED if one.__name__ != "group"])
+def test_a_ring_returns_a_work_only_without_sync_op(method: Any) -> None:
+    waited, unwaited, either = returns_of_overloads(method.__name__)
+    assert waited in ("Tensor", "AtRoot", "None")
+    assert unwaited == "Work"
+    assert set(either.split(" | ")) == {waited, "Work"}

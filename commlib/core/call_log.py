@@ -1,7 +1,6 @@
 """The collectives that a rank has made on one ring: number, fingerprint and the last few."""
 
 import hashlib
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +11,13 @@ from commlib import flags
 EVERY = 1000  # calls per window; fingerprints of whole windows are kept
 RECENT = 32  # calls that are shown
 _WINDOWS = 64  # windows whose fingerprints are kept
-_KNOWN = 4096  # different calls whose facts are kept
+_KNOWN = 4096  # different calls whose codes are kept
 
 PAIRED = frozenset(("send", "recv"))  # calls of two members; no other member makes them
-_ROOTED = frozenset(("broadcast", "reduce", "gather", "scatter"))
-_REDUCED = frozenset(("all_reduce", "reduce_scatter", "reduce"))
-_PLAIN = _ROOTED | _REDUCED | PAIRED | {"all_gather"}  # verbs whose arguments decide their facts
+
+# What every member must give alike, as a call states it: the collective, the number of elements,
+# the dtype, the engine's reduction and the root. ``Facts`` has the meaning of each.
+Entry = tuple[str, int | None, torch.dtype | None, Any, int | None]
 
 
 def level() -> int:
@@ -51,37 +51,18 @@ class Facts(NamedTuple):
             parts.append(f"root={self.root}")
         return " ".join(parts)
 
+    @classmethod
+    def of(cls, entry: Entry) -> "Facts":
+        """Return the facts of an entry: those of its reduction's name."""
+        verb, elements, dtype, reduction, root = entry
+        op = None if reduction is None else getattr(reduction, "name", None) or reduction.op
+        return cls(verb, elements, dtype, op, root)
+
     @property
     def code(self) -> int:
         """A number below 2**56 that is the same in every process; never 0."""
         digest = hashlib.blake2b(str(self).encode(), digest_size=7).digest()
         return int.from_bytes(digest, "little") or 1
-
-
-def facts(
-    verb: str,
-    launch: Callable[..., Any],
-    args: tuple[Any, ...],
-    out: torch.Tensor | None,
-    x: torch.Tensor | None,
-    size: int,
-) -> Facts:
-    """Return what every member must give alike, from the call of one member."""
-    tensor = out if x is None else x
-    if tensor is None:
-        return Facts(verb)
-    count: int | None = tensor.numel()
-    if verb == "all_to_all":
-        count = None if getattr(launch, "__name__", "") == "all_to_all" else count
-    elif verb == "exchange_rows":
-        count = args[0].most * tensor.shape[1]
-    elif verb == "scatter" and x is not None:
-        count = x.numel() // size
-    op = None
-    if verb in _REDUCED:
-        reduction = args[-1]
-        op = str(getattr(reduction, "name", None) or reduction.op)
-    return Facts(verb, count, tensor.dtype, op, args[0] if verb in _ROOTED else None)
 
 
 class Snapshot(NamedTuple):
@@ -97,83 +78,33 @@ class Snapshot(NamedTuple):
 class CallLog:
     """Numbers the collectives of one ring and folds them into a fingerprint.
 
-    ``note`` is called under the ring's lock. ``snapshot`` may be called from any thread.
+    A call appends its entry to ``window``, and calls ``fold`` when it has ``EVERY`` of them. Both
+    are done under the ring's lock. ``snapshot`` may be called from any thread.
+
+    Attributes:
+        window: The entries of the calls since the last full window.
+        captured: A call was captured: its replays are not in the log.
     """
 
-    __slots__ = (
-        *("_capturing", "_known", "_size", "_state", "_texts", "_window"),
-        *("captured", "note"),
-    )
+    __slots__ = ("_codes", "_state", "captured", "window")
 
-    def __init__(self, size: int, capturing: Callable[[], bool] | None) -> None:
-        """``capturing`` returns True if the current stream is captured; None on a CPU."""
+    def __init__(self) -> None:
         self.captured = False
-        self.note = self._note if capturing is None else self._note_unless_captured
-        self._size, self._capturing = size, capturing
-        self._known: dict[Any, int] = {}
-        self._texts: dict[int, str] = {}
-        self._window: list[int] = []
+        self.window: list[Entry] = []
+        self._codes: dict[Entry, int] = {}
         # Calls before the window, their fingerprint, the window, the end of the one before, and
         # the fingerprints of the windows so far: replaced as one, never changed.
-        self._state = (0, 0, self._window, list[int](), list[tuple[int, int]]())
+        self._state = (0, 0, self.window, list[Entry](), list[tuple[int, int]]())
 
-    def _note_unless_captured(self, *call: Any) -> None:
-        """Leave captured calls out: the replays of a graph are not seen here."""
-        if self._capturing is not None and self._capturing():
-            self.captured = True
-        else:
-            self._note(*call)
-
-    def _note(
-        self,
-        verb: str,
-        launch: Callable[..., Any],
-        args: tuple[Any, ...],
-        out: torch.Tensor | None,
-        x: torch.Tensor | None,
-    ) -> None:
-        """Add a collective; sends and receives are left out."""
-        tensor = out if x is None else x
-        try:
-            code = self._known[verb, tensor.numel(), tensor.dtype, args]  # type: ignore[union-attr]
-        except (KeyError, TypeError, AttributeError):
-            code = self._learn(verb, launch, args, out, x)
-        if not code:  # a send or a receive
-            return
-        window = self._window
-        window.append(code)
-        if len(window) == EVERY:
-            self._fold()
-
-    def _learn(
-        self,
-        verb: str,
-        launch: Callable[..., Any],
-        args: tuple[Any, ...],
-        out: torch.Tensor | None,
-        x: torch.Tensor | None,
-    ) -> int:
-        """Return the code of a call; keep it unless its arguments hold tensors."""
-        fact = facts(verb, launch, args, out, x, self._size)
-        code = self._known.get(fact)
-        if code is None:
-            code = self._known[fact] = 0 if verb in PAIRED else fact.code
-        tensor = out if x is None else x
-        if verb in _PLAIN and tensor is not None:
-            self._known[verb, tensor.numel(), tensor.dtype, args] = code
-        self._texts[code] = str(fact)
-        return code
-
-    def _fold(self) -> None:
+    def fold(self) -> None:
         """Close the window. A reader sees the state before or after, never half of it."""
         number, value, window, _, windows = self._state
-        number, value = number + len(window), _folded(value, window)
-        self._window, last = [], window[-RECENT:]
-        if len(self._known) > _KNOWN:  # a program whose sizes never repeat
-            self._known.clear()
-            self._texts = {code: self._texts[code] for code in last}
+        number, value = number + len(window), self._folded(value, window)
+        self.window = []
+        if len(self._codes) > _KNOWN:  # a program whose sizes never repeat
+            self._codes.clear()
         kept = [*windows[1 - _WINDOWS :], (number, value)]
-        self._state = (number, value, self._window, last, kept)
+        self._state = (number, value, self.window, window[-RECENT:], kept)
 
     def snapshot(self) -> Snapshot:
         """Return number, fingerprint and last calls as they are now."""
@@ -182,10 +113,15 @@ class CallLog:
         recent = [*last, *window][-RECENT:]
         number = start + len(window)
         first = number - len(recent) + 1
-        shown = [(first + at, self._texts.get(code, "?")) for at, code in enumerate(recent)]
-        return Snapshot(number, _folded(value, window), windows, shown, self.captured)
+        shown = [(first + at, str(Facts.of(entry))) for at, entry in enumerate(recent)]
+        return Snapshot(number, self._folded(value, window), windows, shown, self.captured)
 
+    def _folded(self, value: int, entries: list[Entry]) -> int:
+        """Return the fingerprint after more calls; hashes of whole numbers are equal everywhere."""
+        return hash((value, *map(self._code, entries))) if entries else value
 
-def _folded(value: int, codes: list[int]) -> int:
-    """Return the fingerprint after more calls; hashes of whole numbers are equal everywhere."""
-    return hash((value, *codes)) if codes else value
+    def _code(self, entry: Entry) -> int:
+        code = self._codes.get(entry)
+        if code is None:
+            code = self._codes[entry] = Facts.of(entry).code
+        return code

@@ -8,27 +8,24 @@ from typing import Any
 import torch
 
 from commlib import flags
-from commlib.core import group
+from commlib.core import group, ring_report
 from commlib.core.call_log import CallLog, level
 from commlib.core.call_reports import CallReports
-from commlib.core.collectives import Collectives
+from commlib.core.collectives.copies import Copies
+from commlib.core.collectives.exchanges import Exchanges
+from commlib.core.collectives.reductions import Reductions
 from commlib.core.compiler import leave_to_eager, untraced
 from commlib.core.health import RingHealth
 from commlib.core.lifecycle import RingLifecycle
-from commlib.core.validation import (
-    check_dtype,
-)
 from commlib.core.work import Work
 from commlib.deadlines import Deadline
 from commlib.deferred import UnfencedCalls
 from commlib.engines.base import ABORT_S, Engine
-from commlib.engines.reductions import resolve_reduction
 from commlib.engines.single_rank import SingleRankEngine
-from commlib.errors import ArgumentError
 from commlib.rendezvous.hosts import HostExchange
 from commlib.rendezvous.identity import RingIdentity
 from commlib.rendezvous.roll_call import Meeting
-from commlib.streams import Fences, issue_lock, stream_captures
+from commlib.streams import Fences, issue_lock
 
 Tensor = torch.Tensor
 
@@ -39,7 +36,7 @@ _GROUP = (
 )
 
 
-class CommContext(Collectives):
+class CommContext(Reductions, Copies, Exchanges):
     """One ring: rank, size, ranks, device and streams, and the collectives over it.
 
     Collectives take the output first, then the input, and positions in the ring as peers and roots.
@@ -71,11 +68,9 @@ class CommContext(Collectives):
         self._unfenced = UnfencedCalls()
         check = 0 if meeting is None else level()
         self._compares = check == 2  # every call, before its launch
-        self._call_log: CallLog | None = None
-        reports: CallReports | None = None
-        if check:
-            self._call_log = CallLog(self.size, None if self._fences is None else stream_captures)
-            reports = CallReports(self.ring_id, self.rank, self.ranks, self.timeout, self._call_log)
+        self._call_log = log = CallLog() if check else None
+        place = self.ring_id, self.rank, self.ranks, self.timeout
+        reports = None if log is None else CallReports(*place, log)
         self._health = RingHealth(identity, reports)
         self._hosts = HostExchange(identity, meeting, self._health, compares=self._compares)
         self._health.find_dead = self._hosts.dead
@@ -131,31 +126,10 @@ class CommContext(Collectives):
             ``communicator``, True if the engine has one; ``bytes`` and ``workspace_bytes`` of GPU
             memory; ``errors``, oldest first.
         """
-        memory, fault = self._engine.memory, self._health.fault
-        return {
-            "ring_id": self.ring_id,
-            "engine": self.engine,
-            "ranks": list(self.ranks),
-            "rank": self.rank,
-            "size": self.size,
-            "device": str(self.device),
-            "state": fault or "ready",
-            "calls": self._calls,
-            "last": self._last,
-            "communicator": fault is None and self._engine.connected,
-            "bytes": memory.communicator,
-            "workspace_bytes": memory.workspace,
-            "errors": self._errors(),
-        }
+        return ring_report.report(self)
 
     def _errors(self) -> list[str]:
-        errors = self._health.errors()
-        if not self._health.ended:
-            try:
-                self._engine.check()
-            except Exception as error:
-                errors.append(f"{self._describe('asynchronous error')}: {error}")
-        return errors
+        return ring_report.errors(self)
 
     @property
     def _open_group(self) -> "group.Group | None":
@@ -262,16 +236,21 @@ class CommContext(Collectives):
     # -- host exchange -----------------------------------------------------------------------------
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
-        """Return every rank's integers (int64), in rank order; lengths may differ.
+        """Return every rank's integers.
 
-        For what the ranks must agree on before a launch: shapes, counts, options. It uses
-        shared memory on one host and over TCP (gloo) between several, uses no GPU and is allowed
-        during a capture. Every member calls it; the first call sets it up. It blocks the host at
-        most ``timeout`` seconds.
+        For what the ranks must agree on before a launch. It uses shared memory on one host and TCP
+        (gloo) between several, and is allowed during a capture. Every member calls it; the first
+        call sets it up. It blocks the host at most ``timeout`` seconds.
+
+        Args:
+            values: Integers of 64 bits; lengths may differ between ranks.
+
+        Returns:
+            The values of each rank, in rank order.
 
         Raises:
-            ArgumentError: A value is not an integer of 64 bits. Nothing is sent and the ring stays
-                usable. The other members wait, at most ``timeout`` seconds, for a correct call.
+            ArgumentError: A value is another one. Nothing is sent and the ring stays usable. The
+                other members wait, at most ``timeout`` seconds, for a correct call.
             CommTimeout: Naming the positions of the members that are late.
             EngineError: A member has ended.
             RingError: The ring has failed or is closed.
@@ -285,41 +264,36 @@ class CommContext(Collectives):
     ) -> AbstractContextManager[Work]:
         """Collect the calls of a ``with`` block and launch them as one operation at its end.
 
-        Sends and receives in one group can't wait for each other in a circle. Results are valid
-        after the block (with ``sync_op=False``: after ``wait()`` of the yielded ``Work``). An
-        exception inside the block launches nothing. torch.compile leaves a function with a group
-        to eager code.
+        Sends and receives in one group can't wait for each other in a circle. An exception inside
+        the block launches nothing. torch.compile leaves a function with a group to eager code.
 
         Only the calls that the block itself makes on this ring are collected. Those of other
-        threads, of other rings, and of a backward inside the block are launched at once, before
-        the group. An operator that computes with its collective's result, and an ``x`` that
-        requires grad, are an ``ArgumentError`` inside the block.
+        threads, and of a backward inside the block, are launched at once, before the group.
+
+        Args:
+            use_calc_stream: See the class, also for ``sync_op``; for all calls of the group.
+            sync_op: False: the results are valid after ``wait()`` of the yielded ``Work``.
+
+        Returns:
+            A context manager that yields a ``Work``. Results are valid after the block.
+
+        Raises:
+            ArgumentError: In the block: an operator computes with a result, or x requires grad.
         """
         if torch.compiler.is_compiling():
             leave_to_eager(_GROUP)
         return untraced(group.group(self, use_calc_stream, sync_op))
 
     def explain(self, nbytes: int, dtype: torch.dtype, op: str = "sum") -> str:
-        """Say what carries an ``all_reduce`` of ``nbytes`` bytes of ``dtype`` here, and why.
+        """Return what carries an ``all_reduce`` here, and why, as text.
 
-        Raises ``DtypeError`` for an unsupported reduction, ``ArgumentError`` for a wrong size.
+        Args:
+            nbytes: Bytes of ``x``.
+            dtype: Its dtype.
+            op: The reduction.
+
+        Raises:
+            DtypeError: The engine does not reduce the dtype.
+            ArgumentError: ``nbytes`` is not a multiple of an element's bytes.
         """
-        check_dtype(self, "explain", dtype)
-        if not hasattr(nbytes, "__index__"):
-            raise ArgumentError(
-                f"{self._describe('explain')}: nbytes={nbytes!r}; expected a number of bytes; pass "
-                f"x.nbytes"
-            )
-        reduction = resolve_reduction(
-            dtype, op, self._engine.reducer, 1.0 if op == "premul_sum" else None
-        )
-        if nbytes < 0 or nbytes % dtype.itemsize:
-            raise ArgumentError(
-                f"{self._describe('explain')}: nbytes={nbytes}: expected a multiple of "
-                f"{dtype.itemsize}, the bytes of one {dtype}"
-            )
-        if self._health.fault is not None:
-            return f"nothing: the ring can't be used: {self._health.fault}"
-        if nbytes == 0 or self.size == 1:
-            return f"nothing is sent: {'a ring of one rank' if nbytes else 'no bytes'}"
-        return self._engine.explain(nbytes, reduction)
+        return ring_report.explain(self, nbytes, dtype, op)

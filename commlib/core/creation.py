@@ -186,7 +186,7 @@ class Creation:
         kind = f"{engine.name} ({self.device.type}), {flags.CHECK}={level()}"
         kept = self.store is None
         with calls.borrowed(self._key, self._home, self.world.rank, kept=kept) as call:
-            meeting = call.meet(self.ring_id, self.members, self.deadline, kind, bytes)
+            meeting = call.meet(self.ring_id, self.members, self.deadline, kind)
             return self._set_up(partial(CommContext, identity, engine, meeting), meeting)
 
     @property

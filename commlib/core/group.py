@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from commlib.core.call import Call
-from commlib.core.dispatch import async_unsupported, connected, finished, launch, settle
+from commlib.core.dispatch import async_unsupported, finished, issue, settle
 from commlib.core.mismatch import compare
 from commlib.core.modes import watched as under_mode
 from commlib.core.observers import Seen, looking_on, observers, unwatched, watched
 from commlib.core.ring import Ring
-from commlib.core.stream_mode import stream_mode
+from commlib.core.stream_mode import MODES
 from commlib.core.work import Unlaunched, Work
 from commlib.errors import ArgumentError
 
@@ -38,7 +38,7 @@ class Group:
 
     def __init__(self, ring: Ring, use_calc_stream: bool, sync_op: bool) -> None:
         self.ring, self.use_calc_stream, self.sync_op = ring, use_calc_stream, sync_op
-        self.calls: list[Call] = []
+        self.calls: list[Call[Any]] = []
         self._expects_op = False
         self._task = _backward_task()
         inside = "wait() inside its own group; leave the `with ring.group():` block first"
@@ -57,7 +57,7 @@ class Group:
         """Return True if the calling code is in the block itself, not in a backward inside it."""
         return self._task == _backward_task()
 
-    def add(self, call: Call, use_calc_stream: bool) -> Any:
+    def add(self, call: Call[Any], use_calc_stream: bool) -> None:
         """Keep ``call`` for later; its result is valid after the group."""
         if self.use_calc_stream and not use_calc_stream:
             raise ArgumentError(
@@ -66,7 +66,6 @@ class Group:
             )
         self.calls.append(call)
         self.work._result.append(call.result)
-        return call.result
 
     def _seen(self, again: Callable[[], Any]) -> Iterator[Seen]:
         """Yield the calls as observers see them; the first one makes all of them again."""
@@ -97,16 +96,9 @@ class Group:
         self.work._pending = done._pending if isinstance(done, Work) else None
 
     def _launch(self) -> Any:
-        mode = stream_mode(self.use_calc_stream, self.sync_op)
+        mode = MODES[self.use_calc_stream, self.sync_op, True]
         calls = compare(self.ring, self.calls) if self.ring._compares else self.calls
-
-        def launch_all() -> Any:
-            with self.ring._lock:
-                if self.ring._health.fault is not None:
-                    raise self.ring._health.unusable("group")
-                return launch(self.ring, calls, None, mode)
-
-        return connected(self.ring, "group", launch_all)
+        return issue(self.ring, "group", calls, None, mode)
 
 
 @contextmanager

@@ -14,12 +14,18 @@ from commlib import flags, streams
 from commlib.core.closing import abort_all, close_all
 from commlib.core.context import CommContext
 from commlib.core.creation import Creation, RollCalls
-from commlib.core.devices import check_backend, checked_device, default_device
-from commlib.core.membership import Seconds, belongs, checked_members, other_members, same_ring
+from commlib.core.devices import checked_device, default_device
+from commlib.core.membership import (
+    Seconds,
+    belongs,
+    check_place,
+    checked_members,
+    other_members,
+    same_ring,
+)
 from commlib.core.process_exit import is_failing, watch_exit
+from commlib.core.ring_table import RingTable
 from commlib.deadlines import Deadline
-from commlib.engines.reductions import OPS
-from commlib.errors import ArgumentError, DeviceError, RingError
 from commlib.keepalive import keep_forever
 from commlib.log import log
 from commlib.rendezvous import environment
@@ -41,12 +47,9 @@ class CommContextManager:
     """
 
     def __init__(self) -> None:
-        self._rings: dict[int, CommContext] = {}
+        self._table = RingTable()
         self._creating: dict[int, Creation] = {}
         self._closing: list[CommContext] = []
-        self._closed: set[int] = set()
-        self._elsewhere: dict[int, tuple[int, ...]] = {}  # rings that this rank is not a member of
-        self._inherited: dict[int, int] = {}  # rings of the process that forked this one, its id
         self._calls = RollCalls()
         self._lock = threading.RLock()
         self._device: torch.device | None = None
@@ -103,9 +106,9 @@ class CommContextManager:
             with self._lock:
                 world = self.world()
                 members = checked_members(ring_id, ranks, world)
-                self._check_place(ring_id, members, world)
-                known = self._usable(ring_id)
-                self._check_name(ring_id, name)
+                check_place(ring_id, members, world, self._parent)
+                known = self._table.usable(ring_id)
+                self._table.check_name(ring_id, name)
                 if known is not None:
                     return same_ring(known, members, device=device, timeout=timeout)
                 shared = self._creating.get(ring_id)
@@ -138,11 +141,8 @@ class CommContextManager:
                 if creation.deadline.cancelled is not None:
                     raise creation.given_up()
                 del self._creating[ring_id]
-                self._rings[ring_id] = ring
+                self._table.add(ring)
                 self._world = creation.world
-                self._closed.discard(ring_id)
-                self._elsewhere.pop(ring_id, None)
-                self._inherited.pop(ring_id, None)
             log.info("created %r", ring)
         except BaseException as error:
             if ring is not None:
@@ -156,46 +156,6 @@ class CommContextManager:
             raise
         creation.end(ring)
         return ring
-
-    def _check_place(self, ring_id: int, members: tuple[int, ...], world: World) -> None:
-        """Refuse a rank that is not a member, and a forked child in the place of its parent."""
-        if world.rank not in members:
-            raise RingError(
-                f"creating ring {ring_id} on rank {world.rank}: the ring's ranks are "
-                f"{list(members)}; only members create it; call commlib.new_ring(...), which "
-                f"returns None elsewhere"
-            )
-        if self._parent is None or len(members) == 1:
-            return
-        process, theirs = self._parent
-        if (world.rank, world.address) == (theirs.rank, theirs.address):
-            raise RingError(
-                f"creating ring {ring_id}: rank {world.rank} of this rendezvous is process "
-                f"{process}; this is its fork {self._process}; set RANK, WORLD_SIZE, MASTER_ADDR "
-                f"and MASTER_PORT of the child's own rendezvous first, or start the child with "
-                f"spawn"
-            )
-
-    def _check_name(self, ring_id: int, name: str) -> None:
-        """Refuse a name that is not text, or that another ring has."""
-        if not isinstance(name, str):
-            raise ArgumentError(f"ring {ring_id}: name={name!r}; expected a str")
-        for other in self._rings.values():
-            if name and other.name == name and other.ring_id != ring_id:
-                raise RingError(
-                    f"ring {ring_id}: the name {name!r} belongs to ring {other.ring_id}; choose "
-                    f"another, or call commlib.close_ring({other.ring_id}) first"
-                )
-
-    def _usable(self, ring_id: int) -> CommContext | None:
-        """Return the ring if it exists; drop one that was aborted or closed by its own method."""
-        known = self._rings.get(ring_id)
-        if known is None or known._health.fault is None:
-            return known
-        if not known._health.ended:
-            raise RingError(f"ring {ring_id} exists and can't be used: {known._health.fault}")
-        del self._rings[ring_id]
-        return None
 
     def _place(self, world: World, device: torch.device | str | None) -> torch.device:
         """The device of a ring: as given, else as ``init`` chose, else chosen now."""
@@ -213,57 +173,19 @@ class CommContextManager:
         Raises:
             RingError: There is no such ring on this rank; the text lists those that exist.
         """
-        if isinstance(ring, CommContext):
-            if ring._health.ended:
-                raise ring._health.unusable("a call")
-            return ring
-        for known in list(self._rings.values()):
-            if isinstance(ring, str) and ring and known.name == ring:
-                return known
-        try:
-            return self._rings[ring]  # type: ignore[index]  # a str is an unknown id
-        except (KeyError, TypeError):
-            raise self._unknown(ring) from None
-
-    def _unknown(self, ring_id: Any) -> RingError:
-        if isinstance(ring_id, torch.Tensor):
-            return RingError(
-                f"ring_id is a tensor of shape {tuple(ring_id.shape)}; expected a whole number; "
-                f"rings here: {self.rings()}; pass the output as out=, or ring_id=ring.ring_id"
-            )
-        if not hasattr(ring_id, "__index__") or ring_id < 0:
-            names = isinstance(ring_id, str) and ring_id in OPS
-            hint = f"; pass op={ring_id!r} for a reduction" if names else ""
-            return RingError(
-                f"ring_id={ring_id!r}: expected a whole number >= 0; rings here: {self.rings()}"
-                f"{hint}"
-            )
-        if ring_id in self._elsewhere:
-            members = list(self._elsewhere[ring_id])
-            return RingError(
-                f"this rank is not a member of ring {ring_id} ({members}); rings here: "
-                f"{self.rings()}; call it on its members alone: new_ring returns None elsewhere"
-            )
-        if ring_id in self._inherited:
-            return RingError(f"ring {ring_id} {belongs(self._inherited[ring_id], self._process)}")
-        if ring_id == 0 and not self._rings:
-            hint = "call commlib.init() first"
-        else:
-            hint = f"call commlib.new_ring({ring_id}, ranks) on its members first"
-        state = "was closed" if ring_id in self._closed else "does not exist on this rank"
-        return RingError(f"ring {ring_id!r} {state}; rings here: {self.rings()}; {hint}")
+        return self._table.get(ring)
 
     def has(self, ring_id: int) -> bool:
         """Whether ``ring_id`` exists on this rank."""
-        return ring_id in self._rings
+        return ring_id in self._table.open
 
     def rings(self) -> list[int]:
         """Return the ids of the rings on this rank, in the order of their creation."""
-        return [ring_id for ring_id, ring in self._rings.items() if not ring._health.ended]
+        return self._table.ids()
 
     def report(self) -> list[dict[str, Any]]:
         """Return ``CommContext.report()`` of every ring on this rank."""
-        return [ring.report() for ring in list(self._rings.values())]
+        return [ring.report() for ring in list(self._table.open.values())]
 
     # -- close -----------------------------------------------------------------------------------
 
@@ -286,22 +208,16 @@ class CommContextManager:
         name = "shutdown()" if ring_id is None else f"close({ring_id})"
         deadline = Deadline(seconds)
         with self._lock:
-            if ring_id is None:
-                self._elsewhere.clear()
-            chosen = list(reversed(self._rings)) if ring_id is None else [ring_id]
-            creations = list(self._creating.values())
-            if ring_id is not None:
-                creations = [one for one in creations if one.ring_id == ring_id]
-                if ring_id not in self._rings and ring_id not in self._closed and not creations:
-                    raise self._unknown(ring_id)
+            creations = [one for one in self._creating.values() if ring_id in (None, one.ring_id)]
+            if ring_id is not None and not creations:
+                self._table.check_known(ring_id)
             for creation in creations:
                 creation.deadline.cancel(name)
                 self._creating.pop(creation.ring_id)
-            rings = [self._rings.pop(one) for one in chosen if one in self._rings]
-            others = [ring for ring in self._closing if ring.ring_id in chosen or ring_id is None]
+            rings = self._table.take(ring_id)
+            others = [ring for ring in self._closing if ring_id in (None, ring.ring_id)]
             self._closing += rings
-            self._closed.update(ring.ring_id for ring in rings)
-            self._closed.update(creation.ring_id for creation in creations)
+            self._table.closed.update(creation.ring_id for creation in creations)
         try:
             errors = abort_all(rings + others, deadline) if abort else close_all(rings)
         finally:
@@ -316,14 +232,14 @@ class CommContextManager:
 
     def _thaw_if_empty(self) -> list[RollCall]:
         """Forget what holds while there are rings; return the roll calls that the caller ends."""
-        if self._rings or self._creating or self._closing:
+        if self._table.open or self._creating or self._closing:
             return []
         flags.thaw()
         self._world = None
         return self._calls.drop_lent()
 
     def _at_exit(self) -> None:
-        failing = is_failing() or any(ring._health.has_failed for ring in self._rings.values())
+        failing = is_failing() or any(ring._health.has_failed for ring in self._table.open.values())
         seconds = flags.get(flags.CLOSE_TIMEOUT)
         try:
             self._close(None, failing, _FAILING_S)
@@ -349,12 +265,12 @@ class CommContextManager:
         environment.forget()
         keep_forever(dict(vars(self)), list(self._creating.values()), list(self._closing))
         why = belongs(parent, self._process)
-        for ring in [*self._rings.values(), *self._closing]:
+        for ring in [*self._table.open.values(), *self._closing]:
             ring._forget(why)
-        self._inherited.update(dict.fromkeys([*self._rings, *self._creating], parent))
+        self._table.inherited.update(dict.fromkeys([*self._table.open, *self._creating], parent))
         if self._world is not None:
             self._parent = parent, self._world
-        self._rings.clear()  # the same dict: lookups hold it
+        self._table.open.clear()  # the same dict: lookups hold it
         self._creating, self._closing, self._calls = {}, [], RollCalls()
         self._device = self._world = None
         flags.thaw()
@@ -367,74 +283,9 @@ def _end_all(calls: list[RollCall]) -> None:
 
 copyreg.pickle(CommContext, lambda ring: (comm, (ring.ring_id,)))  # a copy is the same ring
 _manager = CommContextManager()
-_rings = _manager._rings  # looked up at every call
+_rings = _manager._table.open  # looked up at every call
 atexit.register(_manager._at_exit)
 os.register_at_fork(after_in_child=_manager.after_fork)
-
-
-def init(
-    backend: str | None = None,
-    *,
-    device: torch.device | str | None = None,
-    timeout: Seconds | None = None,
-) -> CommContext:
-    """Find the other ranks and return ring 0, which holds all of them.
-
-    Reads the environment of torchrun, Paddle, Slurm or mpirun, or joins an initialised
-    ``torch.distributed``; without any of them the ring has size 1. Makes the GPU the current one.
-    Blocks until all ranks have called it. A second call returns the same ring.
-
-    Args:
-        backend: "nccl" (GPUs) or "gloo" (CPUs). Default: a GPU wherever one is visible.
-        device: This rank's GPU. Default: the GPU of the local rank.
-        timeout: Seconds until missing ranks are an error, and of later waits on a CPU. Default:
-            FLAGS_comm_timeout_s.
-
-    Raises:
-        BootstrapError: The environment or the store can't be used.
-        DeviceError: There is no such GPU, or the backend does not run on the device.
-        RingError: Ring 0 exists with another device or timeout, or it has failed.
-        CommTimeout: Ranks are missing; the text names them.
-    """
-    check_backend(backend)
-    manager = _manager
-    with manager._lock:
-        known = manager._usable(0)
-    if known is not None:
-        ranks = known.ranks
-        return same_ring(known, ranks, backend=backend, device=device, timeout=timeout)
-    world = manager.world()
-    where = default_device(world, backend) if device is None else checked_device(device)
-    if backend is not None and (backend == "nccl") != (where.type == "cuda"):
-        raise DeviceError(
-            f"backend={backend!r} with device {where}: nccl runs on GPUs, gloo on CPUs"
-        )
-    if where.type == "cuda":
-        torch.cuda.set_device(where)
-    ring = manager.create(0, range(world.size), device=where, timeout=timeout)
-    manager._device = where
-    return ring
-
-
-def new_ring(
-    ring_id: int, ranks: Iterable[int], *, timeout: Seconds | None = None, name: str = ""
-) -> CommContext | None:
-    """Create a ring of some ranks and return it; other ranks get None at once.
-
-    Blocks the members until all have called it, at most ``timeout`` seconds.
-
-    Args:
-        ring_id: A whole number >= 0.
-        ranks: Global ranks in the order of the ring.
-        timeout: As in ``CommContextManager.create``, which also lists the exceptions.
-        name: The program's own name of the ring, for ``commlib.comm(name)`` and messages.
-    """
-    world = _manager.world()
-    members = checked_members(ring_id, ranks, world)
-    if world.rank not in members:
-        _manager._elsewhere[ring_id] = members
-        return None
-    return _manager.create(ring_id, members, timeout=timeout, name=name)
 
 
 def comm(ring_id: int | str | CommContext = 0) -> CommContext:
@@ -447,26 +298,3 @@ def comm(ring_id: int | str | CommContext = 0) -> CommContext:
         return _rings[ring_id]  # type: ignore[index]  # anything but an id is looked up below
     except (KeyError, TypeError):
         return _manager.get(ring_id)  # which raises the error
-
-
-def close_ring(ring_id: int, *, abort: bool = False) -> None:
-    """Close one ring on this rank; a ring that is closed already is not an error.
-
-    Args:
-        ring_id: The ring.
-        abort: Wait for no call. Returns within 5 s, whatever other threads do.
-
-    Raises:
-        RingError: The ring never existed.
-    """
-    _manager.close(ring_id, abort)
-
-
-def shutdown(*, abort: bool = False) -> None:
-    """Close every ring in reverse order of creation and let the flags change again.
-
-    Waits for the calls that are under way, at most FLAGS_comm_close_timeout_s seconds per ring;
-    ``abort=True`` does not wait and returns within 5 s. Twice is harmless; ``init`` may follow.
-    """
-    _manager.close(abort=abort)
-    _manager._device = None

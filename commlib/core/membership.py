@@ -1,5 +1,6 @@
 """The ring that a caller describes: its id, ranks, device and timeout."""
 
+import os
 from collections.abc import Iterable
 from datetime import timedelta
 from operator import index
@@ -27,6 +28,35 @@ def checked_members(ring_id: int, ranks: Iterable[int], world: World) -> tuple[i
             f"different global ranks from 0 to {world.size - 1}"
         )
     return members
+
+
+def check_place(
+    ring_id: int, members: tuple[int, ...], world: World, parent: tuple[int, World] | None
+) -> None:
+    """Refuse a rank that is not a member, and a forked child in the place of its parent.
+
+    Args:
+        ring_id: The ring.
+        members: Its global ranks.
+        world: This process's place among the ranks.
+        parent: Id and place of the process that forked this one while it had rings.
+    """
+    if world.rank not in members:
+        raise RingError(
+            f"creating ring {ring_id} on rank {world.rank}: the ring's ranks are "
+            f"{list(members)}; only members create it; call commlib.new_ring(...), which "
+            f"returns None elsewhere"
+        )
+    if parent is None or len(members) == 1:
+        return
+    process, theirs = parent
+    if (world.rank, world.address) == (theirs.rank, theirs.address):
+        raise RingError(
+            f"creating ring {ring_id}: rank {world.rank} of this rendezvous is process "
+            f"{process}; this is its fork {os.getpid()}; set RANK, WORLD_SIZE, MASTER_ADDR "
+            f"and MASTER_PORT of the child's own rendezvous first, or start the child with "
+            f"spawn"
+        )
 
 
 def _whole_numbers(ring_id: int, ranks: Iterable[int], world: World) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ concern two members: these swap a header over the gloo group of the hosts, with 
 import json
 import threading
 from collections.abc import Callable
-from copy import copy
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from commlib.call_lines import call_line
 from commlib.core.call import Call
-from commlib.core.call_log import PAIRED, facts
+from commlib.core.call_log import PAIRED, Facts
 from commlib.core.failures import named
 from commlib.core.ring import Ring
 from commlib.errors import MismatchError
@@ -24,7 +24,7 @@ _HEADER = 2048  # bytes
 _TAGS, _FIRST, _MOST = 3, 16, 1 << 26  # per message: the sender's header, the receiver's, data
 
 
-def compare(ring: Ring, calls: list[Call]) -> list[Call]:
+def compare(ring: Ring, calls: list[Call[Any]]) -> list[Call[Any]]:
     """Compare calls that are about to be launched as one with those of the other members.
 
     Blocks the host, at most the ring's timeout. Sends and receives on a CPU block nothing: their
@@ -54,16 +54,14 @@ def compare(ring: Ring, calls: list[Call]) -> list[Call]:
     return fit + unfit
 
 
-def _launched_by(call: Call, launch: Callable[..., Any]) -> Call:
+def _launched_by(call: Call[Any], launch: Callable[..., Any]) -> Call[Any]:
     """Return the same call with another launch: the given one may be made again."""
-    other = copy(call)
-    other.launch = launch
-    return other
+    return replace(call, launch=launch)
 
 
-def _agree(ring: Ring, calls: list[Call], collective: str) -> None:
+def _agree(ring: Ring, calls: list[Call[Any]], collective: str) -> None:
     """Compare collectives: codes of all of them, and who sends how much to whom."""
-    summaries = [facts(c.collective, c.launch, c.args, c.out, c.x, ring.size) for c in calls]
+    summaries = [Facts.of(call.entry) for call in calls if call.entry is not None]
     splits = [
         c.args for c, t in zip(calls, summaries, strict=True) if t.elements is None and c.args
     ]
@@ -86,7 +84,7 @@ def _fit(size: int, rows: list[list[int]], start: int) -> bool:
     return True
 
 
-def _shown(call: Call, fact: str) -> str:
+def _shown(call: Call[Any], fact: str) -> str:
     """Describe a call to the reader of an error: also its shapes and splits."""
     tensor = call.out if call.x is None else call.x
     text = fact if tensor is None else f"{fact}, shape {tuple(tensor.shape)}"
@@ -98,7 +96,7 @@ def _shown(call: Call, fact: str) -> str:
 class _Pair:
     """The headers of one send and its receive; both members post theirs and read the other's."""
 
-    def __init__(self, ring: Ring, call: Call) -> None:
+    def __init__(self, ring: Ring, call: Call[Any]) -> None:
         """Post this member's header, and the receive of the peer's; blocks nothing."""
         self.ring, self.collective, self.peer = ring, call.collective, call.args[0]
         sends = call.collective == "send"

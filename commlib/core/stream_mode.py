@@ -1,6 +1,6 @@
 """The stream mode of a call: which stream it runs on, and which streams wait."""
 
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 
 class StreamMode(NamedTuple):
@@ -19,14 +19,38 @@ class StreamMode(NamedTuple):
     blocks: int = 0
 
 
-CALC = StreamMode(True, True, True)  # the default: on the caller's current stream
+class _Modes(dict[tuple[bool, bool, bool], StreamMode]):
+    def __missing__(self, options: tuple[Any, Any, Any]) -> StreamMode:
+        """Return the mode of options that are true or false in another form."""
+        use_calc_stream, sync_op, fenced = options
+        return self[bool(use_calc_stream), bool(sync_op), bool(fenced)]
+
+
 _BOOLS = False, True
-_MODES = {(a, b, c): StreamMode(a, b, c) for a in _BOOLS for b in _BOOLS for c in _BOOLS}
+# By use_calc_stream, sync_op and fenced; one object per mode without a limit of blocks.
+MODES = _Modes({(a, b, c): StreamMode(a, b, c) for a in _BOOLS for b in _BOOLS for c in _BOOLS})
 
 
-def stream_mode(
-    use_calc_stream: bool, sync_op: bool, fenced: bool = True, blocks: int = 0
-) -> StreamMode:
-    """Return the stream mode of a call; one object per mode without a limit of blocks."""
-    mode = _MODES[bool(use_calc_stream), bool(sync_op), bool(fenced)]
-    return mode._replace(blocks=blocks) if blocks else mode
+class Options(TypedDict, total=False):
+    """Options of every collective, for its overloads."""
+
+    use_calc_stream: bool
+    fenced: bool
+
+
+class Waited(Options, total=False):
+    """Options of a call that returns its result."""
+
+    sync_op: Literal[True]
+
+
+class Unwaited(Options):
+    """Options of a call that returns a ``Work``."""
+
+    sync_op: Literal[False]
+
+
+class Either(Options):
+    """Options of a call whose ``sync_op`` is a variable."""
+
+    sync_op: bool

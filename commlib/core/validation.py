@@ -4,8 +4,9 @@ from collections.abc import Iterable
 
 import torch
 
+from commlib.core.dispatch import is_plain
 from commlib.core.ring import Ring
-from commlib.core.tensors import NO_DISPATCH, fault, has_memory, output_fault
+from commlib.core.tensors import fault, has_memory, output_fault
 from commlib.errors import ArgumentError, DeviceError, DtypeError, PeerError, ShapeError
 
 Tensor = torch.Tensor
@@ -72,14 +73,8 @@ def check_out(ring: Ring, collective: str, out: torch.Tensor) -> None:
         )
 
 
-def check_pair(ring: Ring, collective: str, out: Tensor, x: Tensor) -> bool:
-    """Refuse what ``check_tensor`` and ``check_out`` refuse, and two dtypes.
-
-    Returns True if both are known to be dense and to want no gradient, False if that is open.
-    """
-    number = ring._device_number
-    if _plain(out, number) and (out is x or _plain(x, number)) and out.dtype is x.dtype:
-        return True
+def check_pair(ring: Ring, collective: str, out: Tensor, x: Tensor) -> None:
+    """Refuse what ``check_tensor`` and ``check_out`` refuse, and two dtypes."""
     check_tensor(ring, collective, "x", x)
     check_out(ring, collective, out)
     if out.dtype is not x.dtype:
@@ -87,7 +82,6 @@ def check_pair(ring: Ring, collective: str, out: Tensor, x: Tensor) -> bool:
             f"{ring._describe(collective)}: out is {out.dtype} and x is {x.dtype}; expected one "
             f"dtype; call x.to({out.dtype})"
         )
-    return False
 
 
 def check_dtype(ring: Ring, collective: str, dtype: torch.dtype) -> None:
@@ -97,24 +91,6 @@ def check_dtype(ring: Ring, collective: str, dtype: torch.dtype) -> None:
             f"{ring._describe(collective)}: dtype={dtype!r}; expected a torch.dtype; pass "
             f"torch.float32"
         )
-
-
-def _plain(tensor: Tensor, device_number: int) -> bool:
-    """Return True if no check below can fail: the common case, in as few look-ups as possible."""
-    try:
-        return (  # has_memory, written out: a call of it would cost more than it asks
-            (type(tensor) is Tensor or type(tensor).__torch_dispatch__ is NO_DISPATCH)
-            and tensor.data_ptr() != 0
-            and tensor.get_device() == device_number
-            and not tensor.requires_grad
-            and not tensor.is_nested
-            and not tensor.is_quantized
-            and tensor.is_contiguous()
-            and not tensor.is_neg()
-            and not tensor.is_conj()
-        )
-    except (AttributeError, RuntimeError):
-        return False
 
 
 def shape_mismatch(
@@ -180,32 +156,42 @@ def check_blocks(ring: Ring, max_blocks: int) -> int:
     return max_blocks
 
 
-def at_root(ring: Ring, collective: str, root: int, out: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return the output where it counts; ranks other than ``root`` do not touch theirs."""
+def at_root(
+    ring: Ring, collective: str, root: int, out: Tensor | None, x: Tensor
+) -> tuple[Tensor | None, bool]:
+    """Return the output where it counts, and ``is_plain``; other ranks do not touch theirs."""
     check_position(ring, collective, "root", root)
     if ring.rank != root:
-        check_tensor(ring, collective, "x", x)
-        return None
-    check_pair(ring, collective, out, x)  # type: ignore[arg-type]  # None is refused there
-    return out
+        plain = is_plain(ring, x, x)
+        if not plain:
+            check_tensor(ring, collective, "x", x)
+        return None, plain
+    plain = out is not None and is_plain(ring, x, out)
+    if not plain:
+        check_pair(ring, collective, out, x)  # type: ignore[arg-type]  # None is refused there
+    return out, plain
 
 
 def from_root(
     ring: Ring, collective: str, root: int, out: Tensor, x: Tensor | None, parts: int
-) -> Tensor | None:
-    """Return the input where it counts, ``parts`` times the size of ``out``.
+) -> tuple[Tensor | None, bool]:
+    """Return the input where it counts, ``parts`` times the size of ``out``, and ``is_plain``.
 
     Ranks other than ``root`` do not read theirs. If they give one, it must fit all the same.
     """
     check_position(ring, collective, "root", root)
     if x is None and ring.rank != root:
-        check_out(ring, collective, out)
-        return None
-    check_pair(ring, collective, out, x)  # type: ignore[arg-type]  # None is refused there
+        plain = is_plain(ring, out, out)
+        if not plain:
+            check_out(ring, collective, out)
+        return None, plain
+    plain = x is not None and is_plain(ring, x, out)
+    if not plain:
+        check_pair(ring, collective, out, x)  # type: ignore[arg-type]  # None is refused there
     count = x.numel()  # type: ignore[union-attr]
     if out.numel() * parts != count:
         raise shape_mismatch(ring, collective, out, count / parts, f"x.numel() / {parts}")
-    return x if ring.rank == root else None
+    return x if ring.rank == root else None, plain
 
 
 def new_like(ring: Ring, collective: str, x: Tensor, times: int = 1, parts: int = 1) -> Tensor:

@@ -9,12 +9,12 @@ import torch
 
 from commlib.deadlines import Deadline
 from commlib.engines.reductions import Reducer, ReductionSpec, resolve_reduction
-from commlib.engines.works import All
 from commlib.p2p.fused_norm import Norm
 from commlib.p2p.routes import Routes
 from commlib.rendezvous.hosts import HostExchange
 from commlib.rendezvous.identity import Health, RingIdentity
 from commlib.rendezvous.roll_call import Meeting
+from commlib.waits import PointToPoint
 
 Tensor = torch.Tensor
 
@@ -52,9 +52,17 @@ class Channel(Protocol):
 class Launch(Protocol):
     """A collective as ``Engine.prepare`` sees it."""
 
-    launch: Any
-    args: tuple[Any, ...]
-    x: Tensor | None
+    @property
+    def launch(self) -> Any:
+        """The launch of the engine."""
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """What the launch gets in addition to the tensors."""
+
+    @property
+    def x(self) -> Tensor | None:
+        """The input."""
 
 
 class EngineMemory(NamedTuple):
@@ -68,7 +76,7 @@ class Engine(ABC):
     """Carries the collectives of one ring: NCCL, gloo, or ``torch.distributed``.
 
     Launches take dense tensors and run on the current stream. They return None if the stream
-    orders the result, else an object with ``wait()`` and ``is_completed()``.
+    orders the result, else a handle for ``wait``, with ``is_completed()``.
     """
 
     name: ClassVar[str]
@@ -152,7 +160,7 @@ class Engine(ABC):
 
     def exchange_rows(self, out: Tensor, x: Tensor, routes: Routes) -> Any:
         """Launch one group of sends and receives, a pair per segment."""
-        in_flight = []
+        in_flight = []  # on a host, of PointToPoint
         with self.coalesced():
             for s in routes.sends:
                 if s["peer"] != self.rank and s["rows"]:
@@ -161,8 +169,8 @@ class Engine(ABC):
                 if t["peer"] != self.rank and t["rows"]:
                     in_flight.append(self.recv(_rows(out, t, "target"), None, int(t["peer"])))
         self.own_rows(out, x, routes)
-        handles = [handle for handle in in_flight if handle is not None]
-        return All(handles) if handles else None
+        works = [work for handle in in_flight if handle is not None for work in handle.works]
+        return PointToPoint(works) if works else None
 
     def own_rows(self, out: Tensor, x: Tensor, routes: Routes) -> None:
         """Copy the rows that this rank sends to itself."""
@@ -177,6 +185,18 @@ class Engine(ABC):
     def begin_all_reduce(self, out: Tensor, x: Tensor, reduction: Any) -> Any:
         """Launch the first half of an all_reduce; return None, launch nothing, if it has none."""
         return None
+
+    def wait(self, handle: Any) -> None:
+        """Block until a launch has finished; a signal is handled after 0.1 s at most.
+
+        Args:
+            handle: What the launch returned. It may be waited for again after an interruption.
+
+        Raises:
+            Exception: An error of the library, at its deadline at the latest.
+            BaseException: An error of a signal handler; the collective continues.
+        """
+        handle.wait()
 
     # -- several launches --------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from commlib.rendezvous.hosts import HostExchange
 from commlib.rendezvous.identity import Health, RingIdentity
 from commlib.rendezvous.roll_call import Meeting
 from commlib.rendezvous.store import EngineStore
-from commlib.waits import Interruptible, PointToPoint, wait_for
+from commlib.waits import Interruptible, PointToPoint
 
 Tensor = torch.Tensor
 
@@ -45,6 +45,11 @@ class _Plan:
     all_reduce: Any
 
 
+# While torch waits, Python runs no signal handler, so a wait is cut into slices of this length.
+_SLICE = timedelta(seconds=0.1)
+_SLICE_OVER = "Operation timed out"  # in torch's error when a slice ends
+
+
 class _Then(Interruptible):
     """A c10d work with a step of ours after it, which is taken once."""
 
@@ -52,13 +57,29 @@ class _Then(Interruptible):
         self.work, self.step = work, step
 
     def wait(self) -> None:
-        wait_for(self.work)
+        _wait(self.work)
         step, self.step = self.step, _interrupted
         step()
         self.step = _nothing
 
     def is_completed(self) -> bool:
         return bool(self.work.is_completed())
+
+
+def _wait(handle: Any) -> None:
+    """Block until a work of torch or an ``Interruptible`` has finished."""
+    if isinstance(handle, Interruptible):
+        handle.wait()
+        return
+    while not handle.is_completed():
+        try:
+            handle.wait(_SLICE)
+        except RuntimeError as error:
+            if _SLICE_OVER not in str(error):
+                raise
+        else:
+            return
+    handle.wait()
 
 
 def _interrupted() -> None:
@@ -73,6 +94,8 @@ class C10dEngine(Engine):
     """Collectives of a process group ``pg`` that no other code knows of."""
 
     reducer: ClassVar[Reducer] = Reducer("c10d", unsigned=False, premul=False)
+
+    wait = staticmethod(_wait)
 
     pg: Any = None
 
@@ -125,7 +148,10 @@ class C10dEngine(Engine):
         if out is not x and out.data_ptr() != x.data_ptr():
             out.copy_(x)
         target = out if plan.dtype is out.dtype else _flat(out, plan.dtype)
-        return self._reduced(self.pg.allreduce([target], plan.all_reduce), target, plan)
+        work = self.pg.allreduce([target], plan.all_reduce)
+        if self.on_host and not plan.divides:
+            return work
+        return self._reduced(work, target, plan)
 
     def all_gather(self, out: Tensor, x: Tensor) -> Any:
         """Launch an all_gather of the process group."""

@@ -1,24 +1,24 @@
 """The GPU engine: NCCL through CuPy, over the library that `libnccl` finds."""
 
-import ctypes
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
 from commlib.deadlines import Deadline
-from commlib.engines.base import Engine, EngineMemory, Launch
-from commlib.engines.libnccl import library, raw
-from commlib.engines.nccl_connection import Connection
+from commlib.engines.base import EngineMemory, Launch
+from commlib.engines.nccl_exchanges import NCCLExchanges
+from commlib.engines.nccl_reductions import BYTES, OPS, TYPES, Reduction, premul
 from commlib.engines.reductions import Reducer, ReductionSpec
-from commlib.errors import EngineError
 from commlib.log import log
 from commlib.p2p import kernel_table, residency
 from commlib.p2p.expert_rows import RowChannel, open_channel
 from commlib.p2p.fused_norm import Norm, PushNorm
-from commlib.p2p.push_collectives import PushChannel, PushCollective, open_push
+from commlib.p2p.push_channel import PushChannel
+from commlib.p2p.push_collectives import PushCollective, open_push
 from commlib.p2p.routes import Routes
 from commlib.p2p.split_all_reduce import SplitAllReduce
 from commlib.rendezvous.hosts import HostExchange
@@ -28,51 +28,11 @@ from commlib.streams import current_raw
 
 Tensor = torch.Tensor
 
-# ncclDataType_t and ncclRedOp_t (nccl.h); CuPy's own constants stop before the 8-bit floats.
-_BYTES = 0
-_TYPES = {
-    torch.int8: 0,
-    torch.uint8: 1,
-    torch.int32: 2,
-    torch.uint32: 3,
-    torch.int64: 4,
-    torch.uint64: 5,
-    torch.float16: 6,
-    torch.float32: 7,
-    torch.float64: 8,
-    torch.bfloat16: 9,
-}
-_OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
+_Channel = PushChannel | RowChannel
+_aborted: list[_Channel] = []  # whose kernels may still run
 
 
-# Launches by what they need of NCCL where no push kernel carries them.
-_BETWEEN_TWO = ("send", "recv")
-_EXCHANGES = ("gather", "scatter", "all_to_all", "equal_parts", "exchange_rows")
-_COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "broadcast",
-    "reduce",
-    "barrier",
-)
-
-_aborted: list[PushChannel | RowChannel] = []  # whose kernels may still run
-
-
-@dataclass(frozen=True, eq=False)  # equal by identity: a key at every call
-class _Reduction:
-    """How NCCL is asked for a reduction, and what may carry it instead."""
-
-    name: str
-    parts: int  # elements of the reduction for each element of the tensor
-    kind: int
-    op: int
-    all_reduce: PushCollective | None = None
-    reduce_scatter: PushCollective | None = None
-
-
-class NCCLEngine(Engine):
+class NCCLEngine(NCCLExchanges):
     """GPU ranks over NCCL communicators that commlib owns, and push kernels on one host."""
 
     name: ClassVar[str] = "nccl"
@@ -81,16 +41,11 @@ class NCCLEngine(Engine):
 
     def __init__(self, identity: RingIdentity, hosts: HostExchange, health: Health) -> None:
         super().__init__(identity, hosts, health)
-        self._index = identity.device.index
-        self._token = torch.zeros(1, dtype=torch.int32, device=identity.device)
-        self._connection = Connection(hosts, health, self._token)
         self._rows: RowChannel | str | None = None  # why there is none, or None while that is open
         self._push: PushChannel | str = "not set up yet"  # or why there is none
         self._gathered: PushCollective | None = None
         self._parted: PushCollective | None = None
         self._normed: PushNorm | None = None
-        self._branches: dict[int, torch.cuda.Stream] | None = None  # of the group that is launched
-        self._branch_streams: list[torch.cuda.Stream] = []
         self._fills = False  # True if this ring's push kernels may fill a GPU
 
     # -- life --------------------------------------------------------------------------------------
@@ -99,18 +54,16 @@ class NCCLEngine(Engine):
         """Set the push kernels up; NCCL connects at the first call that needs it."""
         meeting.connecting(deadline)
         # What follows waits for the device.
-        self.identity.bounded(self._synchronize, deadline, "connecting")
+        synchronize = partial(torch.cuda.synchronize, self.device)
+        self.identity.bounded(synchronize, deadline, "connecting")
         self._fills = residency.claim(self.hosts)
         self._push = open_push(self.hosts, fills=self._fills)
         if isinstance(self._push, PushChannel):
-            self._gathered = self._push.movement("all_gather")
-            self._parted = self._push.movement("all_to_all")
+            self._gathered = PushCollective.moving(self._push, "all_gather")
+            self._parted = PushCollective.moving(self._push, "all_to_all")
             self._normed = PushNorm(self._push, self.hosts)
         else:
             log.once("ring %d has no push kernels: %s", self.identity.ring_id, self._push)
-
-    def _synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
 
     def connect(self) -> None:
         """Make the NCCL communicator now, and connect all peers; every member calls it."""
@@ -167,10 +120,9 @@ class NCCLEngine(Engine):
         """Raise what NCCL reports asynchronously."""
         self._connection.check()
 
-    def channels(self) -> list[PushChannel | RowChannel]:
+    def channels(self) -> list[_Channel]:
         """Return the channels of the push kernels."""
-        opened = (self._push, self._rows)
-        return [one for one in opened if isinstance(one, PushChannel | RowChannel)]
+        return [one for one in (self._push, self._rows) if isinstance(one, _Channel)]
 
     def close(self, deadline: Deadline) -> None:
         """Free the channels and the communicators."""
@@ -190,28 +142,6 @@ class NCCLEngine(Engine):
 
     # -- what carries a call -----------------------------------------------------------------------
 
-    def _ready(self) -> Connection:
-        """Return the connection for a launch, after a check that no kernel has reported a fault."""
-        for channel in self.channels():
-            channel.check()
-        return self._connection
-
-    def prepare(self, calls: Sequence[Launch]) -> None:
-        """Raise ``Unconnected`` for the first of the calls that has no communicator yet.
-
-        A group can't be taken back once some of its calls are launched. What all members connect
-        precedes the pairs, and these follow one order on all members: no circle of ranks waits.
-        """
-        connection = self._connection
-        names = {call.launch.__name__ for call in calls if not self._pushes(call)}
-        if not names.isdisjoint(_EXCHANGES):
-            connection.exchange()
-        elif not names.isdisjoint(_COLLECTIVES):
-            connection.collective()
-        peers = {call.args[0] for call in calls if call.launch.__name__ in _BETWEEN_TWO}
-        for peer in sorted(peers, key=lambda peer: sorted((self.rank, peer))):
-            connection.to(peer)
-
     def _pushes(self, call: Launch) -> bool:
         """Return True if push kernels carry a call."""
         name = call.launch.__name__
@@ -221,9 +151,9 @@ class NCCLEngine(Engine):
             pushed = self._gathered
         elif name == "equal_parts":
             pushed, nbytes = self._parted, nbytes // self.size
-        elif name == "all_reduce" and isinstance(reduction, _Reduction):
+        elif name == "all_reduce" and isinstance(reduction, Reduction):
             pushed = reduction.all_reduce
-        elif name == "reduce_scatter" and isinstance(reduction, _Reduction):
+        elif name == "reduce_scatter" and isinstance(reduction, Reduction):
             pushed, nbytes = reduction.reduce_scatter, nbytes // self.size
         return pushed is not None and pushed.takes(nbytes)
 
@@ -232,47 +162,27 @@ class NCCLEngine(Engine):
         if reduction.op == "premul_sum":
             return reduction
         parts = dtype.itemsize // reduction.dtype.itemsize
-        found = _Reduction(reduction.op, parts, _TYPES[reduction.dtype], _OPS[reduction.op])
+        found = Reduction(reduction.op, parts, TYPES[reduction.dtype], OPS[reduction.op])
         if isinstance(self._push, str):
             return found
-        whole = self._push.reduction("all_reduce", reduction.dtype, reduction.op)
-        part = self._push.reduction("reduce_scatter", reduction.dtype, reduction.op)
+        kind = reduction.dtype, reduction.op
+        whole = PushCollective.reducing(self._push, "all_reduce", *kind)
+        part = PushCollective.reducing(self._push, "reduce_scatter", *kind)
         return replace(found, all_reduce=whole, reduce_scatter=part)
 
-    @contextmanager
-    def _premul(self, reduction: ReductionSpec) -> Iterator[_Reduction]:
-        """ncclRedOpCreatePreMulSum, which CuPy lacks; NCCL releases it when the call returns."""
-        nccl, handle = raw(), self._ready().collective().comm
-        scalar = torch.tensor([reduction.factor], dtype=reduction.dtype, device="cpu")
-        op, host_immediate, kind = ctypes.c_int(), 1, _TYPES[reduction.dtype]
-        status = nccl.ncclRedOpCreatePreMulSum(
-            ctypes.byref(op), scalar.data_ptr(), kind, host_immediate, handle
-        )
-        if status != 0:
-            raise EngineError(
-                f"{self.identity.describe('premul_sum')}: ncclRedOpCreatePreMulSum: {status}"
-            )
-        try:
-            yield _Reduction(reduction.op, 1, kind, op.value)
-        finally:
-            nccl.ncclRedOpDestroy(op, handle)
-
-    def all_reduce(self, out: Tensor, x: Tensor, reduction: "_Reduction | ReductionSpec") -> None:
+    def all_reduce(self, out: Tensor, x: Tensor, reduction: Reduction | ReductionSpec) -> None:
         """Launch a push kernel or ncclAllReduce."""
         if isinstance(reduction, ReductionSpec):
-            with self._premul(reduction) as made:
+            comm = self._ready().collective().comm
+            with premul(self.identity.describe("premul_sum"), comm, reduction) as made:
                 self.all_reduce(out, x, made)
             return
         pushed = reduction.all_reduce
         if pushed is not None and pushed(out, x, x.nbytes):
             return
+        count, stream = x.numel() * reduction.parts, current_raw(self._index)
         self._ready().collective().allReduce(
-            x.data_ptr(),
-            out.data_ptr(),
-            x.numel() * reduction.parts,
-            reduction.kind,
-            reduction.op,
-            current_raw(self._index),
+            x.data_ptr(), out.data_ptr(), count, reduction.kind, reduction.op, stream
         )
 
     def fused_norm(self, x: Tensor, norm: Norm) -> tuple[Any, Any] | None:
@@ -284,7 +194,7 @@ class NCCLEngine(Engine):
 
     def begin_all_reduce(self, out: Tensor, x: Tensor, reduction: Any) -> SplitAllReduce | None:
         """Launch the first half of a push all_reduce."""
-        pushed = reduction.all_reduce if isinstance(reduction, _Reduction) else None
+        pushed = reduction.all_reduce if isinstance(reduction, Reduction) else None
         halves = None if pushed is None else pushed.split(x.nbytes)
         if halves is None or isinstance(self._push, str):
             return None
@@ -295,71 +205,33 @@ class NCCLEngine(Engine):
         if self._gathered is not None and self._gathered(out, x, x.nbytes):
             return
         self._ready().collective().allGather(
-            x.data_ptr(), out.data_ptr(), x.nbytes, _BYTES, current_raw(self._index)
+            x.data_ptr(), out.data_ptr(), x.nbytes, BYTES, current_raw(self._index)
         )
 
-    def reduce_scatter(self, out: Tensor, x: Tensor, reduction: _Reduction) -> None:
+    def reduce_scatter(self, out: Tensor, x: Tensor, reduction: Reduction) -> None:
         """Launch a push kernel or ncclReduceScatter."""
         pushed = reduction.reduce_scatter
         if pushed is not None and pushed(out, x, out.nbytes):
             return
+        count, stream = out.numel() * reduction.parts, current_raw(self._index)
         self._ready().collective().reduceScatter(
-            x.data_ptr(),
-            out.data_ptr(),
-            out.numel() * reduction.parts,
-            reduction.kind,
-            reduction.op,
-            current_raw(self._index),
+            x.data_ptr(), out.data_ptr(), count, reduction.kind, reduction.op, stream
         )
 
     def broadcast(self, out: Tensor, x: Tensor | None, root: int) -> None:
         """Launch ncclBroadcast."""
-        source = out if x is None else x
+        source, stream = out if x is None else x, current_raw(self._index)
         self._ready().collective().broadcast(
-            source.data_ptr(),
-            out.data_ptr(),
-            out.nbytes,
-            _BYTES,
-            root,
-            current_raw(self._index),
+            source.data_ptr(), out.data_ptr(), out.nbytes, BYTES, root, stream
         )
 
-    def reduce(self, out: Tensor | None, x: Tensor, root: int, reduction: _Reduction) -> None:
+    def reduce(self, out: Tensor | None, x: Tensor, root: int, reduction: Reduction) -> None:
         """Launch ncclReduce."""
         target, stream = 0 if out is None else out.data_ptr(), current_raw(self._index)
         count = x.numel() * reduction.parts
         self._ready().collective().reduce(
             x.data_ptr(), target, count, reduction.kind, reduction.op, root, stream
         )
-
-    def gather(self, out: Tensor | None, x: Tensor, root: int) -> None:
-        """Launch sends to the root."""
-        comm = self._ready().exchange()
-        with self.coalesced():
-            if out is not None:
-                for peer in range(self.size):
-                    self._take(comm, out, peer * x.nbytes, x.nbytes, peer)
-            self._give(comm, x, 0, x.nbytes, root)
-
-    def scatter(self, out: Tensor, x: Tensor | None, root: int) -> None:
-        """Launch sends from the root."""
-        comm = self._ready().exchange()
-        with self.coalesced():
-            if x is not None:
-                for peer in range(self.size):
-                    self._give(comm, x, peer * out.nbytes, out.nbytes, peer)
-            self._take(comm, out, 0, out.nbytes, root)
-
-    def all_to_all(self, out: Tensor, x: Tensor, takes: list[int], sends: list[int]) -> None:
-        """Launch a send and a receive per peer."""
-        item, taken, sent = out.itemsize, 0, 0
-        comm = self._ready().exchange()
-        with self.coalesced():
-            for peer in range(self.size):
-                self._give(comm, x, sent, sends[peer] * item, peer)
-                self._take(comm, out, taken, takes[peer] * item, peer)
-                sent += sends[peer] * item
-                taken += takes[peer] * item
 
     def equal_parts(self, out: Tensor, x: Tensor, takes: list[int], sends: list[int]) -> None:
         """Launch a push kernel, or a send and a receive per peer."""
@@ -380,77 +252,11 @@ class NCCLEngine(Engine):
         self._ready().exchange()
         return super().exchange_rows(out, x, routes)
 
-    def send(self, out: None, x: Tensor, peer: int) -> None:
-        """Launch ncclSend."""
-        comm, number = self._ready().to(peer)
-        with self._branch(peer):
-            self._give(comm, x, 0, x.nbytes, number)
-
-    def recv(self, out: Tensor, x: None, peer: int) -> None:
-        """Launch ncclRecv."""
-        comm, number = self._ready().to(peer)
-        with self._branch(peer):
-            self._take(comm, out, 0, out.nbytes, number)
-
-    def _branch(self, peer: int) -> AbstractContextManager[Any]:
-        """Give the calls of a group with one peer a stream, where pairs have communicators.
-
-        Kernels of several communicators on one stream would run in turn, and a circle of sends and
-        receives would wait for ever.
-        """
-        branches = self._branches
-        if branches is None or self.size == 2 or self._ready().exchanges:
-            return nullcontext()
-        if peer not in branches:
-            while len(self._branch_streams) <= len(branches):
-                self._branch_streams.append(torch.cuda.Stream(self.device))
-            branches[peer] = self._branch_streams[len(branches)]
-            branches[peer].wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(branches[peer])
-
-    @contextmanager
-    def _branched(self) -> Iterator[None]:
-        """Join the branches of a group when all of it is launched."""
-        if self._branches is not None:  # a group in a group
-            yield
-            return
-        branches = self._branches = {}
-        try:
-            yield
-        finally:
-            self._branches = None
-            for stream in branches.values():
-                torch.cuda.current_stream(self.device).wait_stream(stream)
-
-    def _give(self, comm: Any, x: Tensor, offset: int, nbytes: int, peer: int) -> None:
-        if nbytes:
-            comm.send(x.data_ptr() + offset, nbytes, _BYTES, peer, current_raw(self._index))
-
-    def _take(self, comm: Any, out: Tensor, offset: int, nbytes: int, peer: int) -> None:
-        if nbytes:
-            comm.recv(out.data_ptr() + offset, nbytes, _BYTES, peer, current_raw(self._index))
-
     def barrier(self, out: None, x: None) -> None:
         """Launch an all-reduce of one number."""
-        token, kind, op = self._token.data_ptr(), _TYPES[torch.int32], _OPS["max"]
+        token, kind, op = self._token.data_ptr(), TYPES[torch.int32], OPS["max"]
         comm = self._ready().collective()
         comm.allReduce(token, token, 1, kind, op, current_raw(self._index))
-
-    @contextmanager
-    def coalesced(self) -> Iterator[None]:
-        """Bracket launches with ncclGroupStart and ncclGroupEnd (which nest).
-
-        What would refuse a call inside does so before the first one: a group can't be taken back.
-        """
-        nccl = library()
-        for channel in self.channels():
-            channel.ready()
-        with self._branched():
-            nccl.groupStart()
-            try:
-                yield
-            finally:
-                nccl.groupEnd()
 
     @contextmanager
     def bounded(self, blocks: int) -> Iterator[None]:
@@ -467,9 +273,8 @@ class NCCLEngine(Engine):
 
     def explain(self, nbytes: int, reduction: ReductionSpec) -> str:
         """Return what carries an all_reduce: the table's push kernel, or NCCL."""
-        if isinstance(self._push, str):
-            return self._by_nccl(self._push)
-        reason = kernel_table.refusal(reduction.dtype, reduction.op)
+        closed = self._push if isinstance(self._push, str) else None
+        reason = closed or kernel_table.refusal(reduction.dtype, reduction.op)
         if reason:
             return self._by_nccl(reason)
         row = kernel_table.select_kernel("all_reduce", nbytes, self.size)

@@ -92,5 +92,9 @@ class SingleRankEngine(Engine):
 
 
 def _copy(out: Tensor | None, x: Tensor | None) -> None:
-    if out is not None and x is not None and out.data_ptr() != x.data_ptr():
+    if out is None or x is None or out.data_ptr() == x.data_ptr():
+        return
+    if out.shape == x.shape:
+        out.copy_(x)
+    else:
         out.view(-1).copy_(x.view(-1))

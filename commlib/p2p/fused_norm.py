@@ -8,7 +8,7 @@ import torch
 
 from commlib.p2p import kernel_table, nvrtc
 from commlib.p2p.kernel_table import FLOATS, VECTOR, Row
-from commlib.p2p.push_collectives import WARP, Call, PushChannel
+from commlib.p2p.push_channel import WARP, Call, PushChannel
 from commlib.rendezvous.hosts import HostExchange
 
 Tensor = torch.Tensor

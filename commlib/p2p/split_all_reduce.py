@@ -3,7 +3,8 @@
 import torch
 
 from commlib.deferred import hold_until, release_deferred
-from commlib.p2p.push_collectives import Halves, PushChannel
+from commlib.p2p.push_channel import PushChannel
+from commlib.p2p.push_collectives import Halves
 from commlib.rendezvous.identity import Health, RingIdentity
 from commlib.streams import capture_of, issue_lock, owned_by_torch
 

@@ -30,7 +30,6 @@ class Meeting:
         *,
         ranks: tuple[int, ...],
         prefix: str,
-        payload: bytes,
         one_network: bool,
     ) -> None:
         """Store the outcome of a roll-call.
@@ -41,11 +40,10 @@ class Meeting:
             home: The keys of this generation.
             ranks: The members.
             prefix: The prefix of error messages.
-            payload: The bytes from the last member to register, such as NCCL's unique id.
             one_network: True if all members share one loopback interface.
         """
         self.me, self.ranks, self.prefix = table.me, ranks, prefix
-        self.payload, self.one_network = payload, one_network
+        self.one_network = one_network
         self.store = home.under("engine")
         self._table, self._generation = table, generation
         self._engine_stores: list[EngineStore] = []

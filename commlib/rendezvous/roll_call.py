@@ -8,14 +8,12 @@ ends its generation. The next call on any member, also on a late one, begins the
 so that a retry succeeds.
 """
 
-import base64
 import hashlib
 import json
 import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +47,6 @@ class _Call:
     ranks: tuple[int, ...]
     deadline: Deadline
     engine: str
-    payload: Callable[[], bytes]
     prefix: str
 
 
@@ -87,20 +84,15 @@ class RollCall:
         self.store.connection.close(_CLOSE_S)
 
     def meet(
-        self,
-        ring_id: int,
-        ranks: tuple[int, ...],
-        deadline: Deadline,
-        engine: str,
-        payload: Callable[[], bytes],
+        self, ring_id: int, ranks: tuple[int, ...], deadline: Deadline, engine: str
     ) -> "Meeting":
-        """Wait until every member of the ring has registered; ``payload`` runs on the last one.
+        """Wait until every member of the ring has registered.
 
         Raises:
             CommTimeout: Members are missing at the deadline; the error names them.
             RingOrderError: The members create their rings in different orders.
             RingError: The members pass different lists of ranks.
-            EngineError: The engines differ, or ``payload`` failed.
+            EngineError: The engines differ.
             BootstrapError: The store does not answer by ``deadline``.
         """
         prefix = f"creating ring {ring_id} of ranks {list(ranks)} on rank {self.me}"
@@ -108,7 +100,7 @@ class RollCall:
         try:
             with naming(prefix):
                 self.store.connection.revive()
-                call = _Call(ring_id, ranks, deadline, engine, payload, prefix)
+                call = _Call(ring_id, ranks, deadline, engine, prefix)
                 return self._await_members(call)
         except BaseException:
             self._history.pop()
@@ -143,7 +135,6 @@ class RollCall:
             self._home.under(generation.key),
             ranks=call.ranks,
             prefix=call.prefix,
-            payload=base64.b64decode(agreed["payload"]),
             one_network=agreed["one_network"],
         )
 
@@ -224,12 +215,8 @@ class RollCall:
                 f"Set FLAGS_dynamic_static_unified_comm, FLAGS_comm_check and "
                 f"TORCH_DISTRIBUTED_DEBUG alike on every rank, and use one kind of device"
             )
-        try:
-            payload = base64.b64encode(call.payload()).decode()
-        except Exception as error:  # the others must not wait for it
-            return f"{FAILED}rank {self.me}: {type(error).__name__}: {error}"
         one_network = len({states[rank].network for rank in call.ranks}) == 1
-        return GO + json.dumps({"payload": payload, "one_network": one_network})
+        return GO + json.dumps({"one_network": one_network})
 
     def _late(self, generation: Generation, call: _Call) -> dict[str, Any]:
         """Return the missing ranks, and any other members that they passed for this ring."""

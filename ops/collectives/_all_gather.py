@@ -4,10 +4,10 @@ from typing import Any, Literal, overload
 
 import torch
 
-from commlib.core.manager import comm
+from commlib.core.stream_mode import MODES
 from commlib.core.work import Work
-from commlib.ops.arguments import Ring, ring_number
-from commlib.ops.registered.library import deliver, raw_output, register, registered, rows, save
+from commlib.ops.arguments import Ring, eager_ring, ring_number
+from commlib.ops.registered.library import deliver, raw_output, register, rows, save
 from commlib.ops.registered.traced_ring import size_of, sized
 
 
@@ -75,20 +75,17 @@ def all_gather(
         RingError: The ring does not exist, or it has failed.
         DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
-    ring_id = ring_number("all_gather", ring_id)
-    if registered("all_gather", x, ring_id, out, use_calc_stream, sync_op):
-        return deliver(_registered_op(x, ring_id, size_of(ring_id), use_calc_stream), out, sync_op)
-    ring = comm(ring_id)
+    ring, plain = eager_ring("all_gather", ring_id, x, out, use_calc_stream, sync_op)
+    if ring is None:
+        number = ring_number("all_gather", ring_id)
+        return deliver(_registered_op(x, number, size_of(number), use_calc_stream), out, sync_op)
     if out is None:
         out = (
             _new(x, ring.size)
             if fenced or use_calc_stream
             else raw_output(ring, _new, x, ring.size)
         )
-    result: torch.Tensor | Work = ring.all_gather(
-        out, x, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
-    )
-    return result
+    return ring._all_gather(out, x, MODES[use_calc_stream, sync_op, fenced], plain)
 
 
 def _new(x: torch.Tensor, size: int) -> torch.Tensor:

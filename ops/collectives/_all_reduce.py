@@ -5,10 +5,18 @@ from typing import Any, Literal, overload
 import torch
 
 from commlib.core.manager import comm
+from commlib.core.stream_mode import MODES
 from commlib.core.work import Work
 from commlib.errors import ArgumentError
-from commlib.ops.arguments import Reduction, Ring, reduction_name, ring_number
-from commlib.ops.registered.library import deliver, like, raw_output, register, registered, save
+from commlib.ops.arguments import (
+    REDUCTIONS,
+    Reduction,
+    Ring,
+    eager_ring,
+    reduction_name,
+    ring_number,
+)
+from commlib.ops.registered.library import deliver, like, raw_output, register, save
 
 
 @overload
@@ -94,25 +102,19 @@ def all_reduce(
         RingError: The ring does not exist, or it has failed.
         DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
-    ring_id = ring_number("all_reduce", ring_id)
-    op = reduction_name(op)
-    if registered("all_reduce", x, ring_id, out, use_calc_stream, sync_op):
+    ring, plain = eager_ring("all_reduce", ring_id, x, out, use_calc_stream, sync_op)
+    if ring is None:
         _check_backward(backward)
-        result = _registered_op(x, ring_id, op, factor, backward, use_calc_stream)
+        number, name = ring_number("all_reduce", ring_id), reduction_name(op)
+        result = _registered_op(x, number, name, factor, backward, use_calc_stream)
         return deliver(result, out, sync_op)
-    ring = comm(ring_id)
-    if out is None:
-        out = like(x) if fenced or use_calc_stream else raw_output(ring, like, x)
-    outcome: torch.Tensor | Work = ring.all_reduce(
-        out,
-        x,
-        op=op,
-        factor=factor,
-        use_calc_stream=use_calc_stream,
-        sync_op=sync_op,
-        fenced=fenced,
-    )
-    return outcome
+    if out is None and (fenced or use_calc_stream):
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)  # as ``like``
+    elif out is None:
+        out = raw_output(ring, like, x)
+    name = REDUCTIONS.get(op) or reduction_name(op)
+    mode = MODES[use_calc_stream, sync_op, fenced]
+    return ring._all_reduce(out, x, name, factor, mode, plain)
 
 
 def all_reduce_(

@@ -5,10 +5,9 @@ from typing import Any, Literal, overload
 
 import torch
 
-from commlib.core.manager import comm
 from commlib.core.work import Work
-from commlib.ops.arguments import Ring, ring_number
-from commlib.ops.registered.library import deliver, raw_output, register, registered, rows
+from commlib.ops.arguments import Ring, eager_ring, ring_number
+from commlib.ops.registered.library import deliver, raw_output, register, rows
 from commlib.ops.registered.traced_ring import size_of, sized
 
 
@@ -87,19 +86,19 @@ def all_to_all(
         RingError: The ring does not exist, or it has failed.
         DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
-    ring_id = ring_number("all_to_all", ring_id)
-    if registered("all_to_all", x, ring_id, out, use_calc_stream, sync_op):
+    ring, _ = eager_ring("all_to_all", ring_id, x, out, use_calc_stream, sync_op)
+    if ring is None:
+        number = ring_number("all_to_all", ring_id)
         splits = _list(out_splits), _list(in_splits)
-        result = _registered_op(x, ring_id, size_of(ring_id), *splits, use_calc_stream)
+        result = _registered_op(x, number, size_of(number), *splits, use_calc_stream)
         return deliver(result, out, sync_op)
-    ring = comm(ring_id)
     if out is None:
         out = (
             _new(x, out_splits)
             if fenced or use_calc_stream
             else raw_output(ring, _new, x, out_splits)
         )
-    outcome: torch.Tensor | Work = ring.all_to_all(
+    return ring.all_to_all(
         out,
         x,
         out_splits=out_splits,
@@ -108,7 +107,6 @@ def all_to_all(
         sync_op=sync_op,
         fenced=fenced,
     )
-    return outcome
 
 
 def _list(splits: Sequence[int] | None) -> list[int] | None:

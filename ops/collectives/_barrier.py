@@ -43,8 +43,7 @@ def barrier(
     if traced("barrier", use_calc_stream, sync_op):
         _registered_op(ring_id, use_calc_stream)
         return None if sync_op else Work(None)
-    result: Work | None = comm(ring_id).barrier(use_calc_stream=use_calc_stream, sync_op=sync_op)
-    return result
+    return comm(ring_id).barrier(use_calc_stream=use_calc_stream, sync_op=sync_op)
 
 
 def _run(ring_id: int, use_calc_stream: bool) -> None:

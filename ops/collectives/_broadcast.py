@@ -6,14 +6,13 @@ import torch
 
 from commlib.core.manager import comm
 from commlib.core.work import Work
-from commlib.ops.arguments import Ring, ring_number
+from commlib.ops.arguments import Ring, eager_ring, ring_number
 from commlib.ops.registered.library import (
     deliver,
     like,
     once,
     raw_output,
     register,
-    registered,
     save,
 )
 
@@ -89,16 +88,15 @@ def broadcast(
         DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
         PeerError: ``root`` is not a position of the ring.
     """
-    ring_id = ring_number("broadcast", ring_id)
-    if registered("broadcast", x, ring_id, out, use_calc_stream, sync_op):
-        return deliver(_registered_op(x, ring_id, root, use_calc_stream), out, sync_op)
-    ring = comm(ring_id)
+    ring, _ = eager_ring("broadcast", ring_id, x, out, use_calc_stream, sync_op)
+    if ring is None:
+        number = ring_number("broadcast", ring_id)
+        return deliver(_registered_op(x, number, root, use_calc_stream), out, sync_op)
     if out is None:
         out = like(x) if fenced or use_calc_stream else raw_output(ring, like, x)
-    result: torch.Tensor | Work = ring.broadcast(
+    return ring.broadcast(
         out, x, root=root, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
-    return result
 
 
 def broadcast_(

@@ -93,10 +93,9 @@ def gather(
             if fenced or use_calc_stream
             else raw_output(ring, _new, x, ring.size, ring.rank == root)
         )
-    outcome: torch.Tensor | Work = ring.gather(
+    return ring.gather(
         out, x, root=root, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
-    return outcome
 
 
 def _new(x: torch.Tensor, size: int, at_root: bool) -> torch.Tensor:

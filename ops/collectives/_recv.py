@@ -75,10 +75,9 @@ def recv(
     ring_id = ring_number("recv", ring_id)
     if traced("recv", use_calc_stream, sync_op, ring_id, out=out):
         return deliver(_registered_op(out.detach(), ring_id, peer, use_calc_stream), out, sync_op)
-    result: torch.Tensor | Work = comm(ring_id).recv(
+    return comm(ring_id).recv(
         out, peer=peer, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
-    return result
 
 
 def _run(shape: torch.Tensor, ring_id: int, peer: int, use_calc_stream: bool) -> Any:

@@ -97,7 +97,7 @@ def reduce(
         at_root = ring.rank == root
         raw = at_root and not (fenced or use_calc_stream)
         out = raw_output(ring, like, x) if raw else _new(x, at_root)
-    outcome: torch.Tensor | Work = ring.reduce(
+    return ring.reduce(
         out,
         x,
         root=root,
@@ -106,7 +106,6 @@ def reduce(
         sync_op=sync_op,
         fenced=fenced,
     )
-    return outcome
 
 
 def reduce_(

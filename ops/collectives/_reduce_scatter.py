@@ -5,11 +5,18 @@ from typing import Any, Literal, overload
 import torch
 
 from commlib.core.context import CommContext
-from commlib.core.manager import comm
+from commlib.core.stream_mode import MODES
 from commlib.core.work import Work
 from commlib.errors import ArgumentError
-from commlib.ops.arguments import Reduction, Ring, reduction_name, ring_number
-from commlib.ops.registered.library import deliver, raw_output, register, registered, rows_of, save
+from commlib.ops.arguments import (
+    REDUCTIONS,
+    Reduction,
+    Ring,
+    eager_ring,
+    reduction_name,
+    ring_number,
+)
+from commlib.ops.registered.library import deliver, raw_output, register, rows_of, save
 from commlib.ops.registered.traced_ring import size_of, sized
 
 
@@ -83,19 +90,15 @@ def reduce_scatter(
         RingError: The ring does not exist, or it has failed.
         DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
-    ring_id = ring_number("reduce_scatter", ring_id)
-    op = reduction_name(op)
-    if registered("reduce_scatter", x, ring_id, out, use_calc_stream, sync_op):
-        return deliver(
-            _registered_op(x, ring_id, size_of(ring_id), op, use_calc_stream), out, sync_op
-        )
-    ring = comm(ring_id)
+    ring, plain = eager_ring("reduce_scatter", ring_id, x, out, use_calc_stream, sync_op)
+    if ring is None:
+        number, name = ring_number("reduce_scatter", ring_id), reduction_name(op)
+        result = _registered_op(x, number, size_of(number), name, use_calc_stream)
+        return deliver(result, out, sync_op)
     if out is None:
         out = _new(ring, x) if fenced or use_calc_stream else raw_output(ring, _new, ring, x)
-    result: torch.Tensor | Work = ring.reduce_scatter(
-        out, x, op=op, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
-    )
-    return result
+    name = REDUCTIONS.get(op) or reduction_name(op)
+    return ring._reduce_scatter(out, x, name, MODES[use_calc_stream, sync_op, fenced], plain)
 
 
 def _new(ring: CommContext, x: torch.Tensor) -> torch.Tensor:

@@ -88,10 +88,9 @@ def scatter(
     ring = comm(ring_id)
     if out is None:
         out = _new(ring, x) if fenced or use_calc_stream else raw_output(ring, _new, ring, x)
-    outcome: torch.Tensor | Work = ring.scatter(
+    return ring.scatter(
         out, x, root=root, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
-    return outcome
 
 
 def _new(ring: CommContext, x: torch.Tensor) -> torch.Tensor:

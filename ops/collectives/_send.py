@@ -79,10 +79,9 @@ def send(
     if traced("send", use_calc_stream, sync_op, ring_id, x=x):
         _registered_op(x.detach(), ring_id, peer, use_calc_stream)
         return None if sync_op else Work(None)
-    result: Work | None = comm(ring_id).send(
+    return comm(ring_id).send(
         x, peer=peer, use_calc_stream=use_calc_stream, sync_op=sync_op, fenced=fenced
     )
-    return result
 
 
 def _run(x: torch.Tensor, ring_id: int, peer: int, use_calc_stream: bool) -> None:

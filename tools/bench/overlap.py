@@ -154,5 +154,7 @@ class _Turn:
         return float(start.elapsed_time(end)) / 1e3
 
     def _begin(self, ring: CommContext, calls: int) -> list[commlib.Work]:
-        begin = partial(ring.all_reduce, use_calc_stream=False, sync_op=False)
-        return [begin(self.out, self.x) for _ in range(calls)]
+        return [
+            ring.all_reduce(self.out, self.x, use_calc_stream=False, sync_op=False)
+            for _ in range(calls)
+        ]

@@ -16,7 +16,8 @@ import commlib
 from commlib import CommContext, flags
 from commlib.p2p import fused_norm, kernel_table
 from commlib.p2p.kernel_table import Row
-from commlib.p2p.push_collectives import PushChannel, PushCollective
+from commlib.p2p.push_channel import PushChannel
+from commlib.p2p.push_collectives import PushCollective
 from commlib.tools.bench.graph import Captured
 from commlib.tools.bench.launch import launch
 from commlib.tools.bench.machine import gpu_refusal
@@ -57,7 +58,7 @@ def measure(rounds: int) -> dict[str, list[Row]]:
     """Return the rows of each verb for the ring of all ranks."""
     with flags.override(flags.CUSTOM_ALLREDUCE, True):
         ring = commlib.init("nccl")
-    channel = getattr(ring, "_push", None)
+    channel = getattr(ring._engine, "_push", None)
     if not isinstance(channel, PushChannel):
         raise RuntimeError(f"no push kernels here: {channel}")
     dist.init_process_group("nccl")
@@ -147,13 +148,13 @@ class _Bench:
 
     def _pushed(self, verb: str, row: Row) -> Callable[[], object]:
         moved = self._moved(verb)
-        steps = self.channel.steps_of(moved, row, row.most)
+        steps = moved.steps_of(row, row.most)
         return partial(self.channel.launch, steps, self.out, self.x)
 
     def _moved(self, verb: str) -> PushCollective:
         if verb in MOVEMENTS:
-            return self.channel.movement(verb)
-        found = self.channel.reduction(verb, DTYPE, "sum")
+            return PushCollective.moving(self.channel, verb)
+        found = PushCollective.reducing(self.channel, verb, DTYPE, "sum")
         assert found is not None  # bfloat16 sums are what the kernels are for
         return found
 

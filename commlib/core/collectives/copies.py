@@ -1,0 +1,241 @@
+"""Collectives that copy between all ranks, or a root and all ranks, and the barrier."""
+
+from typing import TYPE_CHECKING, TypeVar, overload
+
+import torch
+
+from commlib.core.call import Call, nothing
+from commlib.core.dispatch import dispatch, is_plain
+from commlib.core.ring import Ring
+from commlib.core.stream_mode import MODES, Either, StreamMode, Unwaited, Waited
+from commlib.core.validation import at_root, check_pair, from_root, new_like, shape_mismatch
+from commlib.core.work import Work
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in typing from Python 3.11 on
+
+Tensor = torch.Tensor
+AtRoot = TypeVar("AtRoot", bound=Tensor | None)
+
+
+class Copies(Ring):
+    """The collectives of a ring that copy tensors to all ranks, from a root or to a root."""
+
+    @overload
+    def all_gather(
+        self, out: Tensor, x: Tensor | None = None, **options: "Unpack[Waited]"
+    ) -> Tensor: ...
+    @overload
+    def all_gather(
+        self, out: Tensor, x: Tensor | None = None, **options: "Unpack[Unwaited]"
+    ) -> Work: ...
+    @overload
+    def all_gather(
+        self, out: Tensor, x: Tensor | None = None, **options: "Unpack[Either]"
+    ) -> Tensor | Work: ...
+
+    def all_gather(
+        self,
+        out: Tensor,
+        x: Tensor | None = None,
+        *,
+        use_calc_stream: bool = True,
+        sync_op: bool = True,
+        fenced: bool = True,
+    ) -> Tensor | Work:
+        """Fill ``out`` on every rank with the ``x`` of rank 0, 1, … along dim 0.
+
+        Args:
+            out: ``size`` times the elements of ``x``. As the only tensor it is the input.
+            x: Any shape, the same on every rank. Default: the only tensor is the input, and the
+                output is a new one with ``size`` times the rows.
+            use_calc_stream, sync_op, fenced: See ``CommContext``.
+
+        Returns:
+            The output, or a ``Work`` with ``sync_op=False``.
+
+        Raises:
+            ArgumentError, DeviceError, DtypeError, ShapeError: Before any launch.
+            RingError: The ring has failed or is closed.
+            CommTimeout, EngineError: The call failed; the ring can't be used any more.
+        """
+        if x is None:
+            x, out = out, new_like(self, "all_gather", out, self.size)
+        mode = MODES[use_calc_stream, sync_op, fenced]
+        return self._all_gather(out, x, mode, is_plain(self, x, out))
+
+    def _all_gather(self, out: Tensor, x: Tensor, mode: StreamMode, plain: bool) -> Tensor | Work:
+        """Make an all_gather; ``plain``: the tensors need no check."""
+        if not plain:
+            check_pair(self, "all_gather", out, x)
+        count = x.numel()
+        if out.numel() != count * self.size:
+            raise shape_mismatch(self, "all_gather", out, count * self.size, "size * x.numel()")
+        place = self.rank * count if self._engine.parts_in_place else None
+        launch = self._engine.all_gather if count else nothing
+        entry = ("all_gather", count, x.dtype, None, None)
+        call = Call("all_gather", launch, (), out, x, place, plain, entry, out)
+        return dispatch(self, call, mode)
+
+    @overload
+    def broadcast(
+        self, out: Tensor, x: Tensor | None, *, root: int, **options: "Unpack[Waited]"
+    ) -> Tensor: ...
+    @overload
+    def broadcast(
+        self, out: Tensor, x: Tensor | None, *, root: int, **options: "Unpack[Unwaited]"
+    ) -> Work: ...
+    @overload
+    def broadcast(
+        self, out: Tensor, x: Tensor | None, *, root: int, **options: "Unpack[Either]"
+    ) -> Tensor | Work: ...
+
+    def broadcast(
+        self,
+        out: Tensor,
+        x: Tensor | None,
+        *,
+        root: int,
+        use_calc_stream: bool = True,
+        sync_op: bool = True,
+        fenced: bool = True,
+    ) -> Tensor | Work:
+        """Fill ``out`` on every rank with ``x`` of ``root``.
+
+        Args:
+            out: Any shape, with as many elements on every rank.
+            x: As many elements; may be ``out``, and None on other ranks, where it is not read.
+            root: Position of the rank that sends.
+            use_calc_stream, sync_op, fenced: See ``CommContext``.
+
+        Returns:
+            ``out``, or a ``Work`` with ``sync_op=False``.
+
+        Raises:
+            PeerError: ``root`` is not a position in the ring.
+            Otherwise as ``all_gather``.
+        """
+        source, plain = from_root(self, "broadcast", root, out, x, 1)
+        count = out.numel()
+        launch = self._engine.broadcast if count else nothing
+        entry = ("broadcast", count, out.dtype, None, root)
+        call = Call("broadcast", launch, (root,), out, source, 0, plain, entry, out)
+        return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])
+
+    @overload
+    def gather(
+        self, out: AtRoot, x: Tensor, *, root: int, **options: "Unpack[Waited]"
+    ) -> AtRoot: ...
+    @overload
+    def gather(
+        self, out: Tensor | None, x: Tensor, *, root: int, **options: "Unpack[Unwaited]"
+    ) -> Work: ...
+    @overload
+    def gather(
+        self, out: AtRoot, x: Tensor, *, root: int, **options: "Unpack[Either]"
+    ) -> AtRoot | Work: ...
+
+    def gather(
+        self,
+        out: Tensor | None,
+        x: Tensor,
+        *,
+        root: int,
+        use_calc_stream: bool = True,
+        sync_op: bool = True,
+        fenced: bool = True,
+    ) -> Tensor | Work | None:
+        """Fill ``out`` of ``root`` with every rank's ``x`` in turn; elsewhere it is not touched.
+
+        Args:
+            out: ``size`` times the elements of ``x``; may be None on other ranks.
+            x: Any shape, the same on every rank.
+            root: Position of the rank that receives.
+            use_calc_stream, sync_op, fenced: See ``CommContext``.
+
+        Returns:
+            ``out``, or a ``Work`` with ``sync_op=False``.
+
+        Raises:
+            PeerError: ``root`` is not a position in the ring.
+            Otherwise as ``all_gather``.
+        """
+        target, plain = at_root(self, "gather", root, out, x)
+        count = x.numel()
+        if target is not None and target.numel() != count * self.size:
+            raise shape_mismatch(self, "gather", target, count * self.size, "size * x.numel()")
+        launch = self._engine.gather if count else nothing
+        entry = ("gather", count, x.dtype, None, root)
+        call = Call("gather", launch, (root,), target, x, None, plain, entry, out)
+        return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])
+
+    @overload
+    def scatter(
+        self, out: Tensor, x: Tensor | None, *, root: int, **options: "Unpack[Waited]"
+    ) -> Tensor: ...
+    @overload
+    def scatter(
+        self, out: Tensor, x: Tensor | None, *, root: int, **options: "Unpack[Unwaited]"
+    ) -> Work: ...
+    @overload
+    def scatter(
+        self, out: Tensor, x: Tensor | None, *, root: int, **options: "Unpack[Either]"
+    ) -> Tensor | Work: ...
+
+    def scatter(
+        self,
+        out: Tensor,
+        x: Tensor | None,
+        *,
+        root: int,
+        use_calc_stream: bool = True,
+        sync_op: bool = True,
+        fenced: bool = True,
+    ) -> Tensor | Work:
+        """Fill ``out`` of rank r with part r of ``x`` of ``root``.
+
+        Args:
+            out: Any shape, with as many elements on every rank.
+            x: ``size`` times the elements; may be None on other ranks, where it is not read.
+            root: Position of the rank that sends.
+            use_calc_stream, sync_op, fenced: See ``CommContext``.
+
+        Returns:
+            ``out``, or a ``Work`` with ``sync_op=False``.
+
+        Raises:
+            PeerError: ``root`` is not a position in the ring.
+            Otherwise as ``all_gather``.
+        """
+        source, plain = from_root(self, "scatter", root, out, x, self.size)
+        count = out.numel()
+        launch = self._engine.scatter if count else nothing
+        entry = ("scatter", count, out.dtype, None, root)
+        call = Call("scatter", launch, (root,), out, source, None, plain, entry, out)
+        return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])
+
+    @overload
+    def barrier(self, **options: "Unpack[Waited]") -> None: ...
+    @overload
+    def barrier(self, **options: "Unpack[Unwaited]") -> Work: ...
+    @overload
+    def barrier(self, **options: "Unpack[Either]") -> Work | None: ...
+
+    def barrier(
+        self, *, use_calc_stream: bool = True, sync_op: bool = True, fenced: bool = True
+    ) -> Work | None:
+        """Hold this rank's stream (GPU) or host (CPU) until every rank has called it.
+
+        Args:
+            use_calc_stream, sync_op, fenced: See ``CommContext``.
+
+        Returns:
+            None, or a ``Work`` with ``sync_op=False``.
+
+        Raises:
+            RingError: The ring has failed or is closed.
+            CommTimeout, EngineError: The call failed; the ring can't be used any more.
+        """
+        entry = ("barrier", None, None, None, None)
+        call = Call("barrier", self._engine.barrier, (), None, None, None, False, entry, None)
+        return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])

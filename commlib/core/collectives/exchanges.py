@@ -1,0 +1,209 @@
+"""Collectives between pairs of ranks: all_to_all, the exchange of rows, send, recv."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+
+from commlib.core.call import Call, Launch, nothing
+from commlib.core.dispatch import dispatch, is_plain
+from commlib.core.ring import Ring
+from commlib.core.stream_mode import MODES, Either, Unwaited, Waited
+from commlib.core.validation import check_out, check_pair, check_peer, check_tensor, counts
+from commlib.core.work import Work
+from commlib.errors import ShapeError
+from commlib.p2p.routes import Routes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in typing from Python 3.11 on
+
+Tensor = torch.Tensor
+Splits = Iterable[int] | None
+
+
+class Exchanges(Ring):
+    """The collectives of a ring in which pairs of ranks exchange parts or tensors."""
+
+    @overload
+    def all_to_all(
+        self,
+        out: Tensor,
+        x: Tensor,
+        *,
+        out_splits: Splits = None,
+        in_splits: Splits = None,
+        **options: "Unpack[Waited]",
+    ) -> Tensor: ...
+    @overload
+    def all_to_all(
+        self,
+        out: Tensor,
+        x: Tensor,
+        *,
+        out_splits: Splits = None,
+        in_splits: Splits = None,
+        **options: "Unpack[Unwaited]",
+    ) -> Work: ...
+    @overload
+    def all_to_all(
+        self,
+        out: Tensor,
+        x: Tensor,
+        *,
+        out_splits: Splits = None,
+        in_splits: Splits = None,
+        **options: "Unpack[Either]",
+    ) -> Tensor | Work: ...
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        x: Tensor,
+        *,
+        out_splits: Splits = None,
+        in_splits: Splits = None,
+        use_calc_stream: bool = True,
+        sync_op: bool = True,
+        fenced: bool = True,
+    ) -> Tensor | Work:
+        """Send part j of ``x`` to rank j; fill ``out`` with the received parts in rank order.
+
+        Args:
+            out: The received parts, rows along dim 0.
+            x: The parts to send, rows along dim 0.
+            out_splits: Rows from each rank. Default: equal parts. All members pass splits, or none.
+            in_splits: Rows to each rank.
+            use_calc_stream, sync_op, fenced: See ``CommContext``.
+
+        Returns:
+            ``out``, or a ``Work`` with ``sync_op=False``.
+
+        Raises:
+            ArgumentError, DeviceError, DtypeError, ShapeError: Before any launch.
+            RingError: The ring has failed or is closed.
+            CommTimeout, EngineError: The call failed; the ring can't be used any more.
+        """
+        plain = is_plain(self, x, out)
+        if not plain:
+            check_pair(self, "all_to_all", out, x)
+        sends = counts(self, "all_to_all", "in_splits", x, in_splits)
+        takes = counts(self, "all_to_all", "out_splits", out, out_splits)
+        if sends[self.rank] != takes[self.rank]:
+            raise ShapeError(
+                f"{self._describe('all_to_all')}: this rank sends itself {sends[self.rank]} "
+                f"elements but expects {takes[self.rank]}; make in_splits[{self.rank}] and "
+                f"out_splits[{self.rank}] name the same rows"
+            )
+        # With splits every rank takes part, however few rows are its own: others may have some.
+        launch: Launch = self._engine.all_to_all
+        elements = None
+        if in_splits is None and out_splits is None:
+            elements = x.numel()
+            launch = self._engine.equal_parts if elements else nothing
+        entry = ("all_to_all", elements, x.dtype, None, None)
+        call = Call("all_to_all", launch, (takes, sends), out, x, None, plain, entry, out)
+        return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])
+
+    def _exchange_rows(
+        self,
+        out: Tensor,
+        x: Tensor,
+        routes: Routes,
+        *,
+        use_calc_stream: bool = True,
+        sync_op: bool = True,
+        fenced: bool = True,
+    ) -> Any:
+        """Fill the 2-D ``out`` with rows of every rank's 2-D ``x``, each where ``routes`` says.
+
+        Every member calls it with the routes that belong together; nothing checks that here. On
+        GPUs of one host the first call sets a channel up and blocks the host for it.
+        """
+        plain = is_plain(self, x, out)
+        if not plain:
+            check_pair(self, "exchange_rows", out, x)
+        # Every rank takes part in what any rank does.
+        elements = routes.most * x.shape[1]
+        launch = self._engine.own_rows
+        if elements:
+            launch = self._engine.exchange_rows
+            self._engine.prepare_rows()
+        entry = ("exchange_rows", elements, x.dtype, None, None)
+        call = Call("exchange_rows", launch, (routes,), out, x, None, plain, entry, out)
+        return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])
+
+    @overload
+    def send(self, x: Tensor, *, peer: int, **options: "Unpack[Waited]") -> None: ...
+    @overload
+    def send(self, x: Tensor, *, peer: int, **options: "Unpack[Unwaited]") -> Work: ...
+    @overload
+    def send(self, x: Tensor, *, peer: int, **options: "Unpack[Either]") -> Work | None: ...
+
+    def send(
+        self,
+        x: Tensor,
+        *,
+        peer: int,
+        use_calc_stream: bool = True,
+        sync_op: bool = True,
+        fenced: bool = True,
+    ) -> Work | None:
+        """Send ``x`` to rank ``peer``, which must call ``recv`` with as many bytes.
+
+        Args:
+            x: Any shape.
+            peer: Position of the rank that receives.
+            use_calc_stream, sync_op, fenced: See ``CommContext``.
+
+        Returns:
+            None, or a ``Work`` with ``sync_op=False``.
+
+        Raises:
+            PeerError: ``peer`` is not another position in the ring.
+            Otherwise as ``all_to_all``.
+        """
+        check_peer(self, "send", peer)
+        plain = is_plain(self, x, x)
+        if not plain:
+            check_tensor(self, "send", "x", x)
+        launch = self._engine.send if x.numel() else nothing
+        call = Call("send", launch, (peer,), None, x, None, plain, None, None)
+        return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])
+
+    @overload
+    def recv(self, out: Tensor, *, peer: int, **options: "Unpack[Waited]") -> Tensor: ...
+    @overload
+    def recv(self, out: Tensor, *, peer: int, **options: "Unpack[Unwaited]") -> Work: ...
+    @overload
+    def recv(self, out: Tensor, *, peer: int, **options: "Unpack[Either]") -> Tensor | Work: ...
+
+    def recv(
+        self,
+        out: Tensor,
+        *,
+        peer: int,
+        use_calc_stream: bool = True,
+        sync_op: bool = True,
+        fenced: bool = True,
+    ) -> Tensor | Work:
+        """Fill ``out`` with what rank ``peer`` sends.
+
+        Args:
+            out: Any shape, with as many bytes as the peer sends.
+            peer: Position of the rank that sends.
+            use_calc_stream, sync_op, fenced: See ``CommContext``.
+
+        Returns:
+            ``out``, or a ``Work`` with ``sync_op=False``.
+
+        Raises:
+            PeerError: ``peer`` is not another position in the ring.
+            Otherwise as ``all_to_all``.
+        """
+        check_peer(self, "recv", peer)
+        plain = is_plain(self, out, out)
+        if not plain:
+            check_out(self, "recv", out)
+        launch = self._engine.recv if out.numel() else nothing
+        call = Call("recv", launch, (peer,), out, None, None, plain, None, out)
+        return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])

@@ -1,0 +1,104 @@
+"""Launches of calls that need more than their launch: staging, fences, a Work, several as one."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from commlib import flags
+from commlib.core.call import Call, Result
+from commlib.core.observers import begun
+from commlib.core.ring import Ring
+from commlib.core.stream_mode import StreamMode
+from commlib.core.work import OnHost, OnStream, Work
+from commlib.deferred import release_deferred
+from commlib.engines.base import Unconnected
+from commlib.errors import CommError, PeerTimeout, StreamError
+from commlib.streams import capture_of, stream_captures
+
+
+def launch(ring: Ring, calls: list[Call[Any]], result: Result, mode: StreamMode) -> Result | Work:
+    """Launch ``calls`` as one operation; return ``result``, or a Work where one is unfinished."""
+    use_calc_stream, sync_op, fenced, blocks = mode
+    fences = ring._fences
+    if fences is None:
+        handles = _start(ring, calls)
+        wait = partial(_wait, ring, calls, handles)
+        return begun(Work(result, OnHost(handles, wait, calls)))
+    if use_calc_stream:
+        with ring._engine.bounded(blocks):
+            _on_stream(ring, calls)
+        return result
+    calc = torch.cuda.current_stream(ring.device)
+    capturing = stream_captures()
+    if not capturing:
+        release_deferred()
+    # Without a fence the comm stream would run outside a capture, once, and never at a replay.
+    fenced = fenced or capturing
+    if fenced:
+        fences.comm_waits(calc)
+    if not (sync_op and fenced):  # the program's own kernels run at the same time
+        blocks = blocks or flags.get(flags.ASYNC_BLOCKS)
+    with torch.cuda.stream(fences.comm), ring._engine.bounded(blocks):
+        _on_stream(ring, calls)
+    if fenced and sync_op:
+        fences.calc_waits(calc)
+        return result
+    event = torch.cuda.Event()
+    event.record(fences.comm)
+    capture = capture_of(calc.cuda_stream) if capturing else 0
+    work = begun(Work(result, OnStream(event, calc, calls, capture)))
+    if sync_op:
+        ring._unfenced.keep(event, calls)
+        return result
+    return work
+
+
+def _on_stream(ring: Ring, calls: list[Call[Any]]) -> None:
+    _start(ring, calls)
+    for call in calls:
+        call.finish()
+
+
+def _start(ring: Ring, calls: list[Call[Any]]) -> list[Any]:
+    if len(calls) > 1:
+        ring._engine.prepare(calls)
+    try:
+        if len(calls) == 1:
+            return [_guarded(ring, calls[0], calls[0].start)]
+        with ring._engine.coalesced():
+            return [_guarded(ring, call, call.start) for call in calls]
+    except CommError:
+        raise
+    except Unconnected as error:
+        if len(calls) == 1:
+            raise
+        raise ring._health.failed(
+            calls[-1].collective, error
+        ) from error  # calls of the group may be launched
+    except Exception as error:  # an engine may report a failure only at the end of the group
+        raise ring._health.failed(calls[-1].collective, error) from error
+    except BaseException:
+        ring._health.interrupted(calls[-1].collective)
+        raise
+
+
+def _wait(ring: Ring, calls: list[Call[Any]], handles: list[Any]) -> None:
+    """Block until calls on a host have ended; may be interrupted anywhere, and called again."""
+    for call, handle in zip(calls, handles, strict=True):
+        if handle is not None:
+            _guarded(ring, call, partial(ring._engine.wait, handle))
+        _guarded(ring, call, call.finish)
+
+
+def _guarded(ring: Ring, call: Call[Any], step: Callable[[], Any]) -> Any:
+    """Run one step of the library below; its failure is the ring's failure, in our words."""
+    try:
+        return step()
+    except (PeerTimeout, StreamError) as error:
+        raise ring._health.failed(call.collective, error, call.args) from error
+    except (CommError, Unconnected):
+        raise
+    except Exception as error:
+        raise ring._health.failed(call.collective, error, call.args) from error

@@ -1,0 +1,63 @@
+"""What a ring reports of itself: its state, its errors, and what carries a call."""
+
+from typing import Any
+
+import torch
+
+from commlib.core.ring import Ring
+from commlib.core.validation import check_dtype
+from commlib.engines.reductions import resolve_reduction
+from commlib.errors import ArgumentError
+
+
+def report(ring: Ring) -> dict[str, Any]:
+    """Return the rows of ``CommContext.report``."""
+    memory, fault = ring._engine.memory, ring._health.fault
+    return {
+        "ring_id": ring.ring_id,
+        "engine": ring.engine,
+        "ranks": list(ring.ranks),
+        "rank": ring.rank,
+        "size": ring.size,
+        "device": str(ring.device),
+        "state": fault or "ready",
+        "calls": ring._calls,
+        "last": ring._last,
+        "communicator": fault is None and ring._engine.connected,
+        "bytes": memory.communicator,
+        "workspace_bytes": memory.workspace,
+        "errors": errors(ring),
+    }
+
+
+def errors(ring: Ring) -> list[str]:
+    """Return what went wrong so far, oldest first, and what the library reports now."""
+    found = ring._health.errors()
+    if not ring._health.ended:
+        try:
+            ring._engine.check()
+        except Exception as error:
+            found.append(f"{ring._describe('asynchronous error')}: {error}")
+    return found
+
+
+def explain(ring: Ring, nbytes: int, dtype: torch.dtype, op: str) -> str:
+    """Return what carries an all_reduce, and why; see ``CommContext.explain``."""
+    where = ring._describe("explain")
+    check_dtype(ring, "explain", dtype)
+    if not hasattr(nbytes, "__index__"):
+        raise ArgumentError(
+            f"{where}: nbytes={nbytes!r}; expected a number of bytes; pass x.nbytes"
+        )
+    factor = 1.0 if op == "premul_sum" else None
+    reduction = resolve_reduction(dtype, op, ring._engine.reducer, factor)
+    if nbytes < 0 or nbytes % dtype.itemsize:
+        raise ArgumentError(
+            f"{where}: nbytes={nbytes}: expected a multiple of {dtype.itemsize}, the bytes of one "
+            f"{dtype}"
+        )
+    if ring._health.fault is not None:
+        return f"nothing: the ring can't be used: {ring._health.fault}"
+    if nbytes == 0 or ring.size == 1:
+        return f"nothing is sent: {'a ring of one rank' if nbytes else 'no bytes'}"
+    return ring._engine.explain(nbytes, reduction)

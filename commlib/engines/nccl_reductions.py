@@ -1,0 +1,65 @@
+"""Reductions in NCCL's own numbers, and the push kernels that may carry them instead."""
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from commlib.engines.libnccl import raw
+from commlib.engines.reductions import ReductionSpec
+from commlib.errors import EngineError
+from commlib.p2p.push_collectives import PushCollective
+
+# ncclDataType_t and ncclRedOp_t (nccl.h); CuPy's own constants stop before the 8-bit floats.
+BYTES = 0
+TYPES = {
+    torch.int8: 0,
+    torch.uint8: 1,
+    torch.int32: 2,
+    torch.uint32: 3,
+    torch.int64: 4,
+    torch.uint64: 5,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+}
+OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
+
+
+@dataclass(frozen=True, eq=False)  # equal by identity: a key at every call
+class Reduction:
+    """How NCCL is asked for a reduction, and what may carry it instead."""
+
+    name: str
+    parts: int  # elements of the reduction for each element of the tensor
+    kind: int
+    op: int
+    all_reduce: PushCollective | None = None
+    reduce_scatter: PushCollective | None = None
+
+
+@contextmanager
+def premul(where: str, comm: Any, reduction: ReductionSpec) -> Iterator[Reduction]:
+    """ncclRedOpCreatePreMulSum, which CuPy lacks; NCCL releases it when the call returns.
+
+    Args:
+        where: The start of an error text.
+        comm: NCCL's communicator, a pointer.
+        reduction: The reduction with its factor.
+    """
+    nccl = raw()
+    scalar = torch.tensor([reduction.factor], dtype=reduction.dtype, device="cpu")
+    op, host_immediate, kind = ctypes.c_int(), 1, TYPES[reduction.dtype]
+    status = nccl.ncclRedOpCreatePreMulSum(
+        ctypes.byref(op), scalar.data_ptr(), kind, host_immediate, comm
+    )
+    if status != 0:
+        raise EngineError(f"{where}: ncclRedOpCreatePreMulSum: {status}")
+    try:
+        yield Reduction(reduction.op, 1, kind, op.value)
+    finally:
+        nccl.ncclRedOpDestroy(op, comm)

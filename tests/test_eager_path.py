@@ -1,0 +1,126 @@
+"""The eager path is short, and takes the calls that need no check."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
+
+import commlib
+from commlib import ops
+from commlib.core.dispatch import is_plain
+from tests.support.checks import same
+from tests.support.ranks import Ranks
+
+PACKAGE = Path(commlib.__file__).parent
+# Functions, and files that they are in. torch.distributed also looks its process group up, which it
+# may not have yet. On GPUs a push kernel is launched, and nothing is waited for.
+MOST = {"gloo": (8, 5), "c10d": (9, 6), "nccl": (11, 8)}
+
+
+def functions_of(call: Callable[[], object]) -> list[tuple[str, str]]:
+    """Return the file and the name of every function of the package that ``call`` runs."""
+    seen = []
+
+    def watch(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+            seen.append((frame.f_code.co_filename, frame.f_code.co_name))
+
+    sys.setprofile(watch)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+def short(comm: Any) -> None:
+    x = torch.ones(64, device=comm.device)
+    calls: dict[str, Callable[[], object]] = {
+        "in place": lambda: ops.all_reduce(x, out=x),
+        "a new output": lambda: ops.all_reduce(x),
+    }
+    most, files = MOST[comm.engine]
+    for name, call in calls.items():
+        for _ in range(3):
+            call()
+        found = functions_of(call)
+        listed = "\n".join(f"{file}: {function}" for file, function in found)
+        same(len(found) <= most, True, f"{name}, {len(found)} functions:\n{listed}")
+        same(len({file for file, _ in found}) <= files, True, f"{name}, files:\n{listed}")
+        same("dispatch" in {function for _, function in found}, True, listed)
+
+
+def test_few_functions_run_in_an_eager_call(cpu_ranks: Ranks) -> None:
+    cpu_ranks(short)
+
+
+def test_few_functions_launch_a_push_kernel(gpu_ranks: Ranks) -> None:
+    gpu_ranks(short)
+
+
+@pytest.fixture
+def ring() -> Iterator[commlib.CommContext]:
+    yield commlib.init(device="cpu")
+    commlib.shutdown()
+
+
+def freed() -> torch.Tensor:
+    x = torch.ones(4)
+    x.untyped_storage().resize_(0)
+    return x
+
+
+SPECIAL = {
+    "strided": lambda: torch.ones(4, 4).t(),
+    "negated": lambda: torch._neg_view(torch.ones(4)),
+    "conjugated": lambda: torch.ones(4, dtype=torch.complex64).conj(),
+    "with a gradient": lambda: torch.ones(4, requires_grad=True),
+    "on another device": lambda: torch.ones(4, device="meta"),
+    "without memory": freed,
+    "empty": lambda: torch.ones(0),
+    "sparse": lambda: torch.ones(4).to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+    "a number": lambda: 1.0,
+    "none": lambda: None,
+}
+
+
+@pytest.mark.parametrize("make", SPECIAL.values(), ids=SPECIAL)
+def test_what_needs_a_check_is_not_plain(
+    ring: commlib.CommContext, make: Callable[[], Any]
+) -> None:
+    x, other = torch.ones(4), make()
+    assert [is_plain(ring, *pair) for pair in ((other, other), (x, other), (other, x))] == 3 * [
+        False
+    ]
+
+
+def test_plain_pairs(ring: commlib.CommContext) -> None:
+    x = torch.ones(8)
+    assert is_plain(ring, x, x)
+    assert is_plain(ring, x, torch.nn.Parameter(torch.ones(8), requires_grad=False))
+    assert is_plain(ring, x[:4], x[4:])
+    assert not is_plain(ring, x[:5], x[3:])
+    assert not is_plain(ring, x, torch.ones(8, dtype=torch.int32))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
+def test_no_call_is_plain_where_operators_are_watched(ring: commlib.CommContext) -> None:
+    x, seen = torch.ones(4), []
+
+    def add(y: torch.Tensor) -> torch.Tensor:
+        seen.append(is_plain(ring, y, y))
+        return y + 1
+
+    with FlopCounterMode(display=False):
+        add(x)
+    with forward_ad.dual_level():
+        add(x)
+    torch.jit.trace(add, x, check_trace=False)
+    assert seen == 3 * [False]
