@@ -11,7 +11,14 @@ from torch.distributed import HashStore
 
 from commlib.deadlines import Deadline
 from commlib.errors import PeerTimeout
-from commlib.p2p import expert_rows, kernel_table, nvrtc, peer_memory, push_collectives
+from commlib.p2p import (
+    expert_rows,
+    kernel_table,
+    nvrtc,
+    peer_memory,
+    push_channel,
+    push_collectives,
+)
 from commlib.p2p.kernel_table import Row
 from commlib.p2p.peer_memory import PeerMemory
 from commlib.p2p.routes import SEGMENT, Routes, routes
@@ -51,15 +58,15 @@ def _host_word(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def channel() -> push_collectives.PushChannel:
+def channel() -> push_channel.PushChannel:
     hosts: Any = Hosts()
-    return push_collectives.PushChannel(hosts, memory_of(64 << 20), [], fills=True)
+    return push_channel.PushChannel(hosts, memory_of(64 << 20), [], fills=True)
 
 
 # -- the table -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", push_collectives.VERBS)
+@pytest.mark.parametrize("verb", push_channel.VERBS)
 @pytest.mark.parametrize("size", kernel_table.SIZES)
 def test_a_row_serves_its_largest_call(verb: str, size: int) -> None:
     for row in kernel_table.table()[verb][size]:
@@ -83,7 +90,7 @@ def test_refusals_name_the_reason() -> None:
 
 
 def test_parts_of_ranks_are_not_cut(
-    channel: push_collectives.PushChannel, monkeypatch: pytest.MonkeyPatch
+    channel: push_channel.PushChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large all_reduce takes several launches; every other collective is left to NCCL."""
     monkeypatch.setattr(channel, "prepare", lambda name, grid, call: name)
@@ -91,7 +98,7 @@ def test_parts_of_ranks_are_not_cut(
 
     def offsets(verb: str, nbytes: int) -> list[int]:
         moved = push_collectives.PushCollective(channel, verb, "", 1, 8, 0)
-        return [step.offset for step in channel.steps_of(moved, row, nbytes)]
+        return [step.offset for step in moved.steps_of(row, nbytes)]
 
     assert offsets("all_reduce", 2 * window + 16) == [0, window, 2 * window]
     assert offsets("all_gather", window) == [0]
@@ -102,16 +109,16 @@ def test_parts_of_ranks_are_not_cut(
 
 
 def test_a_record_names_the_peer_the_collective_and_the_call(
-    channel: push_collectives.PushChannel,
+    channel: push_channel.PushChannel,
 ) -> None:
-    verb = push_collectives.VERBS.index("all_to_all")
+    verb = push_channel.VERBS.index("all_to_all")
     channel._word.value = LATE << 61 | verb << 53 | 1 << 45 | 77
 
     with pytest.raises(PeerTimeout, match=r"waiting for rank 11 in all_to_all \(call 77 of ring 7"):
         channel.check()
 
 
-def test_a_reset_forgets_the_fault(channel: push_collectives.PushChannel) -> None:
+def test_a_reset_forgets_the_fault(channel: push_channel.PushChannel) -> None:
     channel._word.value = LATE << 61
     channel.reset()
 

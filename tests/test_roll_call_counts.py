@@ -14,7 +14,7 @@ RING, MEMBERS = 20, (0, 1)
 
 
 def meet(call: RollCall, deadline: Deadline) -> Meeting:
-    return call.meet(RING, MEMBERS, deadline, "gloo", lambda: b"id")
+    return call.meet(RING, MEMBERS, deadline, "gloo")
 
 
 def test_a_ring_is_built_only_when_every_member_is_ready() -> None:
@@ -53,4 +53,4 @@ def test_a_member_that_was_interrupted_counts_once() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         met = [pool.submit(meet, one, Deadline(30)) for one in (call, RollCall(store, 1))]
-        assert [one.result(timeout=30).payload for one in met] == [b"id", b"id"]
+        assert [one.result(timeout=30).ranks for one in met] == [MEMBERS, MEMBERS]
