@@ -21,7 +21,7 @@ demo: setup
 	@$(RUN) -m commlib demo $(ARGS)
 
 test: setup
-	@$(RUN) -m pytest -n $(WORKERS) $(ARGS)
+	@$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 check: setup
 	$(RUN) -m ruff check .

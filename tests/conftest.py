@@ -3,6 +3,7 @@
 import functools
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,13 +39,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Name the marker of the cases that need two GPUs; let Ctrl-C reach the programs of tests.
+    """Name the marker of the cases that need two GPUs; set what programs of tests inherit.
 
-    A shell starts its background jobs with SIGINT ignored, and programs inherit that.
+    Ctrl-C reaches them: a shell starts its background jobs with SIGINT ignored. All of them compile
+    into one folder of this run, so that no other run decides on cache hits.
     """
     config.addinivalue_line("markers", "gpu: runs on a pair of GPUs")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not hasattr(config, "workerinput"):  # workers of xdist inherit it too
+        folder = tempfile.TemporaryDirectory(prefix="commlib-tests-", ignore_cleanup_errors=True)
+        config.add_cleanup(folder.cleanup)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
+        # Trying the vector instructions costs 7 s, and compiling with them costs more: the
+        # generated loops are Inductor's, the collectives between them are ours.
+        os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
 
 
 def pytest_report_header() -> str:

@@ -7,7 +7,6 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -61,14 +60,7 @@ class Place:
             **torchrun_environment(port, rank, size),
             "FLAGS_dynamic_static_unified_comm": UNIFIED[self.engine],
             "CUDA_VISIBLE_DEVICES": ",".join(self.gpus),
-            "TORCHINDUCTOR_CACHE_DIR": _compile_cache().name,
         }
-
-
-@functools.cache
-def _compile_cache() -> tempfile.TemporaryDirectory[str]:
-    """Keep compiled code for this run alone, so that no earlier run decides on its hits."""
-    return tempfile.TemporaryDirectory(prefix="commlib-tests-")
 
 
 @functools.cache
