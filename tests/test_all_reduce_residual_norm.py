@@ -42,6 +42,7 @@ from tests.support.checks import (
 from tests.support.class_shards import near
 from tests.support.operator import ABSENT_RING, calls, compile_whole, generating, well_registered
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 norm_of = ops.all_reduce_residual_norm
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -178,7 +179,8 @@ def test_values_of_more_ranks(crowd: Ranks) -> None:
     crowd(values, (8, 24, 136, 1001, 8192), [(1,), (3,), (5,)], deadline=240)
 
 
-def exact_sum(comm: Any) -> None:
+@runs_on("ranks")
+def test_sum_of_two(comm: Any) -> None:
     """The rows before the norm by NumPy alone: two ranks' sum has one rounding on every engine."""
     for dtype in DTYPES:
         case = Case(comm, (3, 136), dtype, {"linear_bias": True})
@@ -187,11 +189,8 @@ def exact_sum(comm: Any) -> None:
         close(case.call()[1], added + wide(case.residual), f"{dtype}")
 
 
-def test_sum_of_two(ranks: Ranks) -> None:
-    ranks(exact_sum)
-
-
-def empty(comm: Any) -> None:
+@runs_on("ranks")
+def test_empty(comm: Any) -> None:
     """No rows, or rows without values: empty results, one call like any other."""
     for dtype, shape in itertools.product(DTYPES, [(0, 64), (2, 0, 8), (0,), (3, 0)]):
         for kind in KINDS[3:5]:
@@ -202,11 +201,8 @@ def empty(comm: Any) -> None:
             same((tuple(total.shape), total.dtype), (shape, dtype), case.what)
 
 
-def test_empty(ranks: Ranks) -> None:
-    ranks(empty)
-
-
-def specials(comm: Any) -> None:
+@runs_on("ranks")
+def test_specials(comm: Any) -> None:
     """NaN and infinity give what the formula makes of them; a row of zeros is 0, or the bias."""
     for dtype, kind in itertools.product(DTYPES, KINDS):
         case = Case(comm, (4, 64), dtype, kind)
@@ -224,11 +220,8 @@ def specials(comm: Any) -> None:
             same(int(total[3].count_nonzero()), 0, f"{case.what}: zeros before the norm")
 
 
-def test_specials(ranks: Ranks) -> None:
-    ranks(specials)
-
-
-def saturated(comm: Any) -> None:
+@runs_on("ranks")
+def test_eight_bits(comm: Any) -> None:
     """What is too large for 8 bits becomes the largest; a scale that changes counts."""
     for dtype in DTYPES:
         case = Case(comm, (2, 64), dtype, {"scale": 1e-5})
@@ -241,11 +234,8 @@ def saturated(comm: Any) -> None:
         case.check(*case.call())
 
 
-def test_eight_bits(ranks: Ranks) -> None:
-    ranks(saturated)
-
-
-def strided(comm: Any) -> None:
+@runs_on("ranks")
+def test_strided(comm: Any) -> None:
     """Tensors of any strides and at any address count with their values."""
     for dtype, items in itertools.product(DTYPES, (136, 1001)):
         case = Case(comm, (3, items), dtype, KINDS[3])
@@ -272,20 +262,13 @@ def strided(comm: Any) -> None:
         case.check(*case.call())
 
 
-def test_strided(ranks: Ranks) -> None:
-    ranks(strided)
-
-
-def streams(comm: Any) -> None:
+@runs_on("ranks")
+def test_streams(comm: Any) -> None:
     """On the ring's stream too, in a new dtype or not, while the results are used at once."""
     for kind in (KINDS[0], KINDS[5]):
         case = Case(comm, (4, 256), torch.bfloat16, kind)
         for given, want in zip(case.call(use_calc_stream=False), case.call(), strict=True):
             close(given, want, case.what)
-
-
-def test_streams(ranks: Ranks) -> None:
-    ranks(streams)
 
 
 # -- compiled --------------------------------------------------------------------------------------
@@ -321,7 +304,8 @@ def test_generated_code(unified_ranks: Ranks) -> None:
     generating(unified_ranks)(compiled, "inductor", KINDS[3:5], deadline=240)
 
 
-def compiled_sizes(comm: Any) -> None:
+@runs_on("ranks", deadline=120)
+def test_compiled_sizes(comm: Any) -> None:
     """One graph for any number and length of rows."""
     graph = compile_whole(norm_of, dynamic=True)
     for shape in ((2, 64), (5, 136), (3, 1001), (7, 8)):
@@ -330,11 +314,8 @@ def compiled_sizes(comm: Any) -> None:
             close(given, want, case.what)
 
 
-def test_compiled_sizes(ranks: Ranks) -> None:
-    ranks(compiled_sizes, deadline=120)
-
-
-def registered(comm: Any) -> None:
+@runs_on("ranks")
+def test_registered(comm: Any) -> None:
     operator = torch.ops.commlib.all_reduce_residual_norm.default
     for kind in KINDS:
         case = Case(comm, (2, 64), torch.bfloat16, kind)
@@ -344,14 +325,11 @@ def registered(comm: Any) -> None:
         well_registered(operator, given)
 
 
-def test_registered(ranks: Ranks) -> None:
-    ranks(registered)
-
-
 # -- bad input -------------------------------------------------------------------------------------
 
 
-def refusals(comm: Any) -> None:
+@runs_on("ranks")
+def test_refusals(comm: Any) -> None:
     """A wrong call is one of our errors with the numbers in it; nothing is launched by it."""
     x, row = torch.ones(4, 24, device=comm.device), torch.ones(24, device=comm.device)
     scale = row[:1]
@@ -412,11 +390,8 @@ def refusals(comm: Any) -> None:
     same((set(total.view(-1).tolist()), y.dtype), ({comm.size + 1.0}, x.dtype), "after refusals")
 
 
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refusals)
-
-
-def gradients(comm: Any) -> None:
+@runs_on("ranks")
+def test_gradients(comm: Any) -> None:
     """There is none, and a call that seems to want one says so; under no_grad it is a call."""
     x, row = torch.ones(4, 24, device=comm.device), torch.ones(24, device=comm.device)
     before = calls(comm)
@@ -436,14 +411,11 @@ def gradients(comm: Any) -> None:
         before += 2
 
 
-def test_gradients(ranks: Ranks) -> None:
-    ranks(gradients)
-
-
 # -- rings -----------------------------------------------------------------------------------------
 
 
-def alone(comm: Any) -> None:
+@runs_on("ranks")
+def test_one_rank(comm: Any) -> None:
     """A ring of one rank: the norm of x and residual."""
     ring = commlib.new_ring(50 + comm.rank, [comm.rank])
     assert ring is not None
@@ -458,14 +430,11 @@ def alone(comm: Any) -> None:
         near(given, case.formula(wide(total)), f"{case.what}: y", *NEAR[y.dtype])
 
 
-def test_one_rank(ranks: Ranks) -> None:
-    ranks(alone)
-
-
 # -- the kernels -----------------------------------------------------------------------------------
 
 
-def taken(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_which_rows_are_taken(comm: Any) -> None:
     """Which rows the kernels take: whole vectors, up to what a block holds."""
     for dtype, items, want in (
         (torch.bfloat16, 8, True),
@@ -478,10 +447,6 @@ def taken(comm: Any) -> None:
     ):
         x = torch.ones(2, items, dtype=dtype, device=comm.device)
         same(kernel_for(comm, x), want, f"{items} x {dtype}")
-
-
-def test_which_rows_are_taken(gpu_ranks: Ranks) -> None:
-    gpu_ranks(taken)
 
 
 def borders(comm: Any, items: int, counts: list[int]) -> None:
@@ -540,7 +505,8 @@ def test_between_other_calls_of_more_ranks(crowd: Ranks) -> None:
     crowd(mixed, deadline=120)
 
 
-def captured(comm: Any) -> None:
+@runs_on("all_gpu_ranks")
+def test_captured(comm: Any) -> None:
     """A capture, the first call of its kind, is replayed with new inputs: eager's bits."""
     for (dtype, shape), kind in itertools.product(
         ((torch.bfloat16, (3, 2048)), (torch.float32, (70, 1024)), (torch.float16, (2, 1001))),
@@ -569,11 +535,10 @@ def captured(comm: Any) -> None:
                 close(given, wanted, f"{case.what} replay {seed}")
 
 
-def test_captured(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(captured)
-
-
-def late(comm: Any, rows: int, kind: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[5]], ids=["rms", "layer-float8"])
+@pytest.mark.parametrize("rows", [1, 300, 2000])
+@runs_on("gpu_ranks")
+def test_a_peer_that_does_not_come(comm: Any, rows: int, kind: dict[str, Any]) -> None:
     """A peer that does not come is named on every rank, results are NaN; reset() repairs."""
     ring = commlib.new_ring(87, range(comm.size), timeout=LATE_S)
     assert ring is not None
@@ -601,12 +566,6 @@ def late(comm: Any, rows: int, kind: dict[str, Any]) -> None:
         close(given, wanted, "after reset")
     torch.cuda.synchronize()
     ring.check()
-
-
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[5]], ids=["rms", "layer-float8"])
-@pytest.mark.parametrize("rows", [1, 300, 2000])
-def test_a_peer_that_does_not_come(gpu_ranks: Ranks, rows: int, kind: dict[str, Any]) -> None:
-    gpu_ranks(late, rows, kind)
 
 
 # -- what the host decides -------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from tests.support.examples import examples
 from tests.support.formulas import parts_for_rank
 from tests.support.operator import MODES, Operator, calls, compile_whole
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 from tests.support.suites import cases
 
 # Any: the tests also pass arguments that a type checker rejects.
@@ -72,7 +73,8 @@ def test_splits_on_three_ranks(trio: Ranks) -> None:
     trio(split_values, [[0, 0, 0], [0, 0, 0], [0, 7, 0]])
 
 
-def one_side(comm: Any) -> None:
+@runs_on("ranks")
+def test_splits_on_one_side(comm: Any) -> None:
     """Splits on one side alone: the other side is equal parts, also for the gradient."""
     counts = [[1, 1], [3, 3]]
     x = sample(comm.rank, (sum(counts[comm.rank]), 2), torch.float64).to(comm.device)
@@ -85,11 +87,8 @@ def one_side(comm: Any) -> None:
     close(x.grad, x, "gradient of out_splits alone")
 
 
-def test_splits_on_one_side(ranks: Ranks) -> None:
-    ranks(one_side)
-
-
-def wrong_splits(comm: Any) -> None:
+@runs_on("ranks")
+def test_wrong_splits(comm: Any) -> None:
     x = torch.zeros(4, 3, device=comm.device)
     before = calls(comm)
     even = [2, 2]
@@ -109,18 +108,11 @@ def wrong_splits(comm: Any) -> None:
     same(calls(comm), before, "calls launched by refused ones")
 
 
-def test_wrong_splits(ranks: Ranks) -> None:
-    ranks(wrong_splits)
-
-
-def compiled_splits(comm: Any) -> None:
+@runs_on("ranks")
+def test_compiled_splits(comm: Any) -> None:
     """One graph for any number of rows: splits and shapes may change between calls."""
     graph = compile_whole(ops.all_to_all, dynamic=True)
     for counts in ([[2, 1], [0, 3]], [[4, 2], [1, 1]], [[3, 5], [2, 6]]):
         x = sample(comm.rank, (sum(counts[comm.rank]), 3), torch.float64).to(comm.device)
         splits = {"in_splits": counts[comm.rank], "out_splits": column(counts, comm.rank)}
         close(graph(x, **splits), all_to_all(x, **splits), counts)
-
-
-def test_compiled_splits(ranks: Ranks) -> None:
-    ranks(compiled_splits)

@@ -17,7 +17,8 @@ from commlib.errors import (
 )
 from tests.support.checks import close, refused, same
 from tests.support.operator import calls
-from tests.support.ranks import Ranks, World
+from tests.support.ranks import World
+from tests.support.runs_on import runs_on
 
 UNARY = (
     ops.all_gather,
@@ -35,7 +36,14 @@ UNARY = (
 manager = commlib.CommContextManager.instance
 
 
-def every_operator(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_explain(comm: Any) -> None:
+    with refused(ArgumentError, "explain on ring 0", "dtype='float32'", "pass torch.float32"):
+        comm.explain(1024, "float32")
+
+
+@runs_on("ranks")
+def test_wrong_on_one_rank(comm: Any) -> None:
     """One rank makes a wrong call; only this rank gets an error, and the other rank never waits."""
     x = torch.ones(4, 4, device=comm.device)
     before = calls(comm)
@@ -56,20 +64,8 @@ def every_operator(comm: Any) -> None:
     same(calls(comm), before, "calls launched by refused ones")
 
 
-def explained(comm: Any) -> None:
-    with refused(ArgumentError, "explain on ring 0", "dtype='float32'", "pass torch.float32"):
-        comm.explain(1024, "float32")
-
-
-def test_explain(cpu_ranks: Ranks) -> None:
-    cpu_ranks(explained)
-
-
-def test_wrong_on_one_rank(ranks: Ranks) -> None:
-    ranks(every_operator)
-
-
-def no_operator(comm: Any) -> None:
+@runs_on("ranks")
+def test_unknown_names(comm: Any) -> None:
     with refused(AttributeError, "all_reduced"):
         _ = getattr(ops, "all_" + "reduced")
     with refused(AttributeError, "all_reduced"):
@@ -78,11 +74,8 @@ def no_operator(comm: Any) -> None:
         ops.all_reduce(torch.ones(2, device=comm.device), op="Add")  # type: ignore[call-overload]
 
 
-def test_unknown_names(ranks: Ranks) -> None:
-    ranks(no_operator)
-
-
-def verbs(comm: Any) -> None:
+@runs_on("ranks")
+def test_verbs(comm: Any) -> None:
     """The verbs of a ring refuse by themselves; ``out`` comes first."""
     x, before = torch.ones(4, 3, device=comm.device), calls(comm)
     half, twice = torch.ones(2, 3, device=comm.device), torch.ones(8, 3, device=comm.device)
@@ -107,11 +100,8 @@ def verbs(comm: Any) -> None:
     same(calls(comm), before, "calls launched by refused ones")
 
 
-def test_verbs(ranks: Ranks) -> None:
-    ranks(verbs)
-
-
-def other_devices(comm: Any) -> None:
+@runs_on("ranks")
+def test_other_devices(comm: Any) -> None:
     x = torch.ones(2, device=comm.device)
     with refused(DeviceError, "meta", comm.device, f".to('{comm.device}')"):
         comm.all_reduce(x.to("meta"), x)
@@ -122,11 +112,8 @@ def other_devices(comm: Any) -> None:
                 ops.all_reduce(wrong)
 
 
-def test_other_devices(ranks: Ranks) -> None:
-    ranks(other_devices)
-
-
-def rings(comm: Any) -> None:
+@runs_on("ranks")
+def test_rings(comm: Any) -> None:
     """Ring ids and members: reused, doubled, outside; all refused at once on every rank."""
     with refused(RingError, "ring 0", "[0, 1]", f"[{comm.rank}]"):
         commlib.new_ring(0, [comm.rank])
@@ -159,11 +146,8 @@ def rings(comm: Any) -> None:
         own.all_reduce(x, x)
 
 
-def test_rings(ranks: Ranks) -> None:
-    ranks(rings)
-
-
-def flag_later(comm: Any) -> None:
+@runs_on("ranks")
+def test_flag_changed_after_start(comm: Any) -> None:
     """The engine is chosen once: a flag that changes later is refused, one that repeats is not."""
     name = "FLAGS_dynamic_static_unified_comm"
     now = commlib.flags.get(name)
@@ -180,11 +164,8 @@ def flag_later(comm: Any) -> None:
     same(commlib.flags.get(name), now, "the flag afterwards")
 
 
-def test_flag_changed_after_start(ranks: Ranks) -> None:
-    ranks(flag_later)
-
-
-def environment_later(comm: Any) -> None:
+@runs_on("ranks")
+def test_environment_changed_after_start(comm: Any) -> None:
     """Changed in the environment it is refused when the next communicator would be created."""
     name = "FLAGS_dynamic_static_unified_comm"
     before = os.environ[name]
@@ -196,10 +177,6 @@ def environment_later(comm: Any) -> None:
         os.environ[name] = before
     same(commlib.new_ring(35, [0, 1]) is not None, True, "the flag put back")
     manager().close(35)
-
-
-def test_environment_changed_after_start(ranks: Ranks) -> None:
-    ranks(environment_later)
 
 
 def nothing_created(comm: Any) -> None:

@@ -11,6 +11,7 @@ from commlib.errors import ArgumentError, RingError
 from tests.support.checks import refused, same, settle
 from tests.support.operator import ABSENT_RING, MODES, calls, compile_whole
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 LATE_S = 0.1
 
@@ -51,7 +52,8 @@ def test_holds_three(trio: Ranks) -> None:
     trio(held)
 
 
-def counted(comm: Any) -> None:
+@runs_on("ranks")
+def test_counted(comm: Any) -> None:
     """A barrier is a collective: refused ones launch nothing, compiled ones are not dropped."""
     before = calls(comm)
     with refused(RingError, ABSENT_RING):
@@ -67,7 +69,3 @@ def counted(comm: Any) -> None:
 
     compile_whole(three)(torch.zeros(2, device=comm.device))
     same(calls(comm) - before, 3, "barriers of a compiled function")
-
-
-def test_counted(ranks: Ranks) -> None:
-    ranks(counted)

@@ -20,6 +20,7 @@ from tests.support.checks import Array, close, laid_out, refused, rounded, same
 from tests.support.examples import examples
 from tests.support.operator import ABSENT_RING, calls, compile_whole, generating, well_registered
 from tests.support.ranks import Ranks, fresh
+from tests.support.runs_on import runs_on
 
 CPU = torch.device("cpu")
 KINDS = (torch.int32, torch.int64)
@@ -114,7 +115,8 @@ def test_four_ranks() -> None:
         ranks(values, CASES[3:5])
 
 
-def vector(comm: Any) -> None:
+@runs_on("ranks")
+def test_one_rank(comm: Any) -> None:
     """The check vector of the legacy operator, on one rank."""
     ring = commlib.new_ring(50 + comm.rank, [comm.rank])
     assert ring is not None
@@ -128,11 +130,8 @@ def vector(comm: Any) -> None:
         sample_of(label + 1, 20, 6, ring.ring_id)
 
 
-def test_one_rank(ranks: Ranks) -> None:
-    ranks(vector)
-
-
-def counts(comm: Any) -> None:
+@runs_on("ranks")
+def test_counts_of_each_rank(comm: Any) -> None:
     """Each rank's count is its own: 2 and 9 classes of the batch with 6 samples give 6 and 9."""
     label = torch.tensor([3, 1, *range(20, 29)], device=comm.device)
     remapped, sampled = sample_of(label, 20, 6)
@@ -140,11 +139,8 @@ def counts(comm: Any) -> None:
     same(remapped.tolist(), [1, 0, *range(6, 15)], "remapped")
 
 
-def test_counts_of_each_rank(ranks: Ranks) -> None:
-    ranks(counts)
-
-
-def other_ring(comm: Any) -> None:
+@runs_on("trio")
+def test_another_ring(comm: Any) -> None:
     """The ring that is asked counts, its ranks in any order: not ring 0."""
     ring = commlib.new_ring(60, [2, 0])
     if ring is None:
@@ -156,24 +152,18 @@ def other_ring(comm: Any) -> None:
     same(sampled[: 2 - ring.rank].tolist(), ([0, 3], [7])[ring.rank], "classes of the batch")
 
 
-def test_another_ring(trio: Ranks) -> None:
-    trio(other_ring)
-
-
-def no_class(comm: Any) -> None:
+@runs_on("ranks")
+def test_no_class_with_padding(comm: Any) -> None:
     """With padding a label that is not a class is -1, and no positive."""
     label = torch.tensor([-1, 5, 99, 2, 5, -(2**40), 12, 2**40], device=comm.device)
     check(comm, label, [8, 7], 4, padded=True)
 
 
-def test_no_class_with_padding(ranks: Ranks) -> None:
-    ranks(no_class)
-
-
 # -- the draw ------------------------------------------------------------------------------------
 
 
-def seeds(comm: Any) -> None:
+@runs_on("ranks")
+def test_seeds(comm: Any) -> None:
     """The generator or a seed decides; each rank draws for itself; a CPU draws alike."""
     label = torch.arange(0, 2000, 100, device=comm.device)
 
@@ -192,10 +182,6 @@ def seeds(comm: Any) -> None:
     # Seed 7 of rank 1 is seed 8 of rank 0: alike where their classes of the batch are.
     every = ops.all_gather(torch.tensor(draw(8 - comm.rank), device=comm.device)).view(2, -1)
     close(every[0], every[1], "seed plus rank")
-
-
-def test_seeds(ranks: Ranks) -> None:
-    ranks(seeds)
 
 
 @examples(60)
@@ -315,7 +301,8 @@ def test_compiled_with_generated_code(unified_ranks: Ranks) -> None:
     generating(unified_ranks)(compiled, "inductor", deadline=240)
 
 
-def registration(comm: Any) -> None:
+@runs_on("ranks")
+def test_registration(comm: Any) -> None:
     """Run torch's own checks: schema, fake against real, autograd, tracing with any sizes."""
     label = labels(12, 10 * comm.size, torch.int64).to(comm.device)
     operator = torch.ops.commlib.class_center_sample.default
@@ -324,10 +311,6 @@ def registration(comm: Any) -> None:
         well_registered(operator, arguments)
     cut = torch.ops.commlib.class_center_sample_cut.default
     well_registered(cut, (label, torch.tensor([3])))
-
-
-def test_registration(ranks: Ranks) -> None:
-    ranks(registration)
 
 
 # -- any batch -----------------------------------------------------------------------------------
@@ -341,7 +324,10 @@ def batch(draw: st.DrawFn) -> tuple[list[int], int, list[int], int]:
     return sizes, draw(st.integers(1, min(sizes))), label, draw(st.integers(0, 2**62))
 
 
-def any_batches(comm: Any, batches: list[tuple[list[int], int, list[int], int]]) -> None:
+@examples(8)
+@given(batches=st.lists(batch(), min_size=8, max_size=8))
+@runs_on("ranks")
+def test_any_batches(comm: Any, batches: list[tuple[list[int], int, list[int], int]]) -> None:
     for sizes, samples, ids, seed in batches:
         label = torch.tensor(ids, device=comm.device)
         drawn = check(comm, label, sizes, samples, seed=seed)
@@ -351,16 +337,11 @@ def any_batches(comm: Any, batches: list[tuple[list[int], int, list[int], int]])
         close(drawn, whole[: len(drawn)], "as on a CPU")
 
 
-@examples(8)
-@given(batches=st.lists(batch(), min_size=8, max_size=8))
-def test_any_batches(ranks: Ranks, batches: Any) -> None:
-    ranks(any_batches, batches)
-
-
 # -- on GPUs -------------------------------------------------------------------------------------
 
 
-def captured(comm: Any) -> None:
+@runs_on("all_gpu_ranks", deadline=120)
+def test_captured(comm: Any) -> None:
     """A capture, replayed with new labels, equals eager; without a seed each replay draws again."""
     for kind in KINDS:
         for sizes, samples in (([700, 900], 60), ([70, 50], 3)):
@@ -388,11 +369,8 @@ def captured(comm: Any) -> None:
                     same(torch.equal(first, drawn[1]), False, "a replay draws again")
 
 
-def test_captured(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(captured, deadline=120)
-
-
-def other_device(comm: Any) -> None:
+@runs_on("all_gpu_ranks")
+def test_another_current_device(comm: Any) -> None:
     """The ring's GPU need not be the current one."""
     label = labels(50, 200, torch.int64).to(comm.device)
     want = sample_of(label, 100, 30, seed=1)
@@ -401,14 +379,11 @@ def other_device(comm: Any) -> None:
             close(got, wanted)
 
 
-def test_another_current_device(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(other_device)
-
-
 # -- bad input -----------------------------------------------------------------------------------
 
 
-def bad_on_one(comm: Any) -> None:
+@runs_on("ranks")
+def test_wrong_on_one_rank(comm: Any) -> None:
     """What is wrong on one rank, or differs, is an error on every rank that names who is wrong."""
     label = labels(6, 20, torch.int64).to(comm.device)
     odd = comm.rank == 1
@@ -439,22 +414,16 @@ def bad_on_one(comm: Any) -> None:
     check(comm, label, [10], 2)
 
 
-def test_wrong_on_one_rank(ranks: Ranks) -> None:
-    ranks(bad_on_one)
-
-
-def test_wrong_on_one_of_three(trio: Ranks) -> None:
-    trio(unequal_of_three)
-
-
-def unequal_of_three(comm: Any) -> None:
+@runs_on("trio")
+def test_wrong_on_one_of_three(comm: Any) -> None:
     label = labels(6, 30, torch.int32)
     label[5] = 7 if comm.rank == 2 else 8
     with refused(ArgumentError, "ranks [2] differs from that of rank 0"):
         sample_of(label, 10, 2)
 
 
-def refusals(comm: Any) -> None:
+@runs_on("ranks")
+def test_refusals(comm: Any) -> None:
     """A wrong call is one of our errors with what to type; nothing is launched."""
     label = labels(6, 20, torch.int64).to(comm.device)
     before = calls(comm)
@@ -490,7 +459,3 @@ def refusals(comm: Any) -> None:
         sample_of(label[:0], 10, 2)
     same(calls(comm), before, "calls launched by refused ones")
     same(torch.equal(torch.get_rng_state(), state), True, "the generator is left alone")
-
-
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refusals)

@@ -26,6 +26,7 @@ from commlib.errors import (
 )
 from tests.support.checks import close, refused, same, until
 from tests.support.ranks import Ranks, World
+from tests.support.runs_on import runs_on
 
 CHECK = "FLAGS_comm_check"
 DETECTED = "detected mismatch"
@@ -149,7 +150,8 @@ def test_different_calls(ranks: Ranks) -> None:
     ranks(different, list(DIFFERENT))
 
 
-def lines(comm: Any) -> None:
+@runs_on("ranks")
+def test_both_lines(comm: Any) -> None:
     """The error shows the line of each rank's call."""
     with ring_of(comm, 2) as ring:
         calls: list[Callable[[], Any]] = [
@@ -166,11 +168,8 @@ def lines(comm: Any) -> None:
         works(ring, "a mismatch")
 
 
-def test_both_lines(ranks: Ranks) -> None:
-    ranks(lines)
-
-
-def grouped(comm: Any) -> None:
+@runs_on("ranks")
+def test_group(comm: Any) -> None:
     """A group is compared as one call, and messages in it by pairs."""
     with ring_of(comm, 2) as ring:
         x, y = ones(4), ones(8)
@@ -190,11 +189,8 @@ def grouped(comm: Any) -> None:
         works(ring, "a group")
 
 
-def test_group(ranks: Ranks) -> None:
-    ranks(grouped)
-
-
-def messages(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_messages(comm: Any) -> None:
     """A send and a receive that do not fit are an error on both, and nothing is half filled."""
     other = 1 - comm.rank
     with ring_of(comm, 2, ranks=[1, 0]) as ring:
@@ -219,11 +215,8 @@ def messages(comm: Any) -> None:
         equals(takes[1].result, ones(3) * 5 * (2 - ring.rank), "the second message")
 
 
-def test_messages(cpu_ranks: Ranks) -> None:
-    cpu_ranks(messages)
-
-
-def pipeline(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_messages_wait_for_nobody_at_their_launch(comm: Any) -> None:
     """Receives are posted before sends, in a group and by a lone call on the other rank."""
     with ring_of(comm, 2) as ring:
         mine, theirs = ones(3) * comm.rank, torch.empty(3)
@@ -241,10 +234,6 @@ def pipeline(comm: Any) -> None:
         for work in late:
             work.wait()
         equals(theirs, ones(3) * (1 - comm.rank), "receives before sends")
-
-
-def test_messages_wait_for_nobody_at_their_launch(cpu_ranks: Ranks) -> None:
-    cpu_ranks(pipeline)
 
 
 def equal(comm: Any) -> None:
@@ -282,7 +271,8 @@ def test_equal_calls_of_three(trio: Ranks) -> None:
     trio(equal)
 
 
-def detail(comm: Any) -> None:
+@runs_on("ranks")
+def test_torch_detail(comm: Any) -> None:
     """The switch of torch asks for the same comparison, on both engines."""
     before = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -295,11 +285,8 @@ def detail(comm: Any) -> None:
         dist.set_debug_level(before)
 
 
-def test_torch_detail(ranks: Ranks) -> None:
-    ranks(detail)
-
-
-def levels(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_levels_that_differ(comm: Any) -> None:
     """Levels that differ are an error on every rank, with ranks and levels."""
     with commlib.flags.override(CHECK, 1 + comm.rank):
         texts = (f"ranks [0] on {comm.engine} (cpu), {CHECK}=1", f"{CHECK}=2")
@@ -308,14 +295,11 @@ def levels(comm: Any) -> None:
     same(commlib.CommContextManager.instance().has(61), False, "a ring of two levels")
 
 
-def test_levels_that_differ(cpu_ranks: Ranks) -> None:
-    cpu_ranks(levels)
-
-
 # -- level 1 -------------------------------------------------------------------------------------
 
 
-def in_other_calls(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_ranks_that_wait_in_different_calls(comm: Any) -> None:
     """Two ranks wait in different calls: both deadlines name both."""
     with ring_of(comm, 1, timeout=8) as ring:
         for _ in range(15):
@@ -329,11 +313,8 @@ def in_other_calls(comm: Any) -> None:
         comm.barrier()
 
 
-def test_ranks_that_wait_in_different_calls(cpu_ranks: Ranks) -> None:
-    cpu_ranks(in_other_calls)
-
-
-def one_never_called(comm: Any) -> None:
+@runs_on("trio")
+def test_a_rank_that_never_called(comm: Any) -> None:
     """A deadline names the rank that has not called, where each rank is, and gloo only as cause."""
     with ring_of(comm, 1, timeout=8) as ring:
         for _ in range(5):
@@ -349,11 +330,8 @@ def one_never_called(comm: Any) -> None:
         comm.barrier()
 
 
-def test_a_rank_that_never_called(trio: Ranks) -> None:
-    trio(one_never_called)
-
-
-def at_close(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_close(comm: Any) -> None:
     """The rank that closes last finds that calls have differed, though none has failed."""
     said: list[str] = []
     handler = logging.Handler()
@@ -379,11 +357,8 @@ def at_close(comm: Any) -> None:
         same(any(text in line for line in said), True, f"no warning in {said}")
 
 
-def test_close(cpu_ranks: Ranks) -> None:
-    cpu_ranks(at_close)
-
-
-def in_a_window(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_windows_of_calls(comm: Any) -> None:
     """A difference that the last calls do not show any more is found by windows of calls."""
     with ring_of(comm, 1, timeout=8) as ring:
         x = ones(1)
@@ -397,11 +372,8 @@ def in_a_window(comm: Any) -> None:
             same(f"they differ in calls {EVERY + 1} to " in text, True, text)
 
 
-def test_windows_of_calls(cpu_ranks: Ranks) -> None:
-    cpu_ranks(in_a_window)
-
-
-def in_step(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_right_calls_have_one_fingerprint(comm: Any) -> None:
     """Right calls, with what ranks may give differently, have one fingerprint."""
     with ring_of(comm, 1) as ring:
         total = torch.zeros(2) if comm.rank == 0 else None
@@ -424,11 +396,8 @@ def in_step(comm: Any) -> None:
     same(ring._errors(), [], "differences")
 
 
-def test_right_calls_have_one_fingerprint(cpu_ranks: Ranks) -> None:
-    cpu_ranks(in_step)
-
-
-def repaired(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_reset(comm: Any) -> None:
     """After reset() calls are compared again, and the next failure shows the calls of then."""
     with ring_of(comm, 1) as ring:
         for calls in (1, 2):
@@ -440,11 +409,8 @@ def repaired(comm: Any) -> None:
         same(ring._call_log.snapshot().number, 2, "calls")
 
 
-def test_reset(cpu_ranks: Ranks) -> None:
-    cpu_ranks(repaired)
-
-
-def keys(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_keys_are_taken_away(comm: Any) -> None:
     """A closed ring leaves none of its keys in the store."""
     manager = commlib.CommContextManager.instance()
     with ring_of(comm, 1) as ring:
@@ -461,11 +427,8 @@ def keys(comm: Any) -> None:
         until(lambda: not left(), "keys stay")
 
 
-def test_keys_are_taken_away(cpu_ranks: Ranks) -> None:
-    cpu_ranks(keys)
-
-
-def off(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_level_0(comm: Any) -> None:
     """Level 0 keeps no log, and its deadlines name what the call itself says."""
     with ring_of(comm, 0, timeout=6, ranks=[1, 0]) as ring:
         same((ring._call_log, ring._compares), (None, False), "level 0")
@@ -475,11 +438,8 @@ def off(comm: Any) -> None:
         comm.barrier()
 
 
-def test_level_0(cpu_ranks: Ranks) -> None:
-    cpu_ranks(off)
-
-
-def gone(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_a_rank_that_has_gone(comm: Any) -> None:
     """A closed connection names the rank that closed it; gloo's own words are the cause only."""
     with ring_of(comm, 1, timeout=20) as ring:
         ring.barrier()
@@ -496,10 +456,6 @@ def gone(comm: Any) -> None:
             same("gloo/" in text or "GLHF" in text, False, text)
             same("onnection" in str(caught.value.__cause__), True, repr(caught.value.__cause__))
         comm.barrier()
-
-
-def test_a_rank_that_has_gone(cpu_ranks: Ranks) -> None:
-    cpu_ranks(gone)
 
 
 def killed(comm: Any, rank: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from commlib.compat import deepspeed
 from commlib.errors import GraphError
 from tests.support.checks import close, refused, same
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 
 class Engine:
@@ -25,7 +25,9 @@ class Engine:
             high.add_(low)
 
 
-def engines(comm: Any, replay_first_step: bool) -> None:
+@pytest.mark.parametrize("replay_first_step", [False, True])
+@runs_on("unified_ranks")
+def test_engines(comm: Any, replay_first_step: bool) -> None:
     """Two engines with one function of one name stay apart, and each call counts once."""
     both = Engine(comm.device, 1.0), Engine(comm.device, 10.0)
     for turn in range(1, 6):
@@ -40,12 +42,8 @@ def engines(comm: Any, replay_first_step: bool) -> None:
     same(len(deepspeed._captured), before - 2, "nor are its graphs")
 
 
-@pytest.mark.parametrize("replay_first_step", [False, True])
-def test_engines(unified_ranks: Ranks, replay_first_step: bool) -> None:
-    unified_ranks(engines, replay_first_step)
-
-
-def norms(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_norms(comm: Any) -> None:
     """Arguments count: other tensors, another norm, another length."""
 
     def norm_of(tensors: list[torch.Tensor], kind: float) -> Any:
@@ -66,11 +64,8 @@ def norms(comm: Any) -> None:
     same(len(deepspeed._captured), 0, "after graph_clear")
 
 
-def test_norms(unified_ranks: Ranks) -> None:
-    unified_ranks(norms)
-
-
-def accelerator(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_accelerator(comm: Any) -> None:
     """create_graph, capture_to_graph, replay_graph: nothing counts before a replay."""
     x, y = torch.ones(3, device=comm.device), torch.zeros(3, device=comm.device)
     graph = deepspeed.create_graph()
@@ -87,7 +82,3 @@ def accelerator(comm: Any) -> None:
         y.sum().item()
     with refused(GraphError, "empty"):
         deepspeed.replay_graph(graph)
-
-
-def test_accelerator(unified_ranks: Ranks) -> None:
-    unified_ranks(accelerator)

@@ -54,6 +54,7 @@ from tests.support.formulas import (
 )
 from tests.support.operator import ABSENT_RING, calls, compile_whole
 from tests.support.ranks import Ranks, World
+from tests.support.runs_on import runs_on
 
 Tensor = torch.Tensor
 COMPILE_S = 240
@@ -311,7 +312,9 @@ def ordered(call: Callable[..., Tensor], *arguments: Any, **named: Any) -> Tenso
     return result
 
 
-def values(comm: Any, name: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+@runs_on("ranks")
+def test_values(comm: Any, name: str) -> None:
     """Every shape, dtype, stride and stream gives the bits of the formula; x stays as it was."""
     case = CASES[name]
     encode, decode = (wide, rounded) if case.reduces else (bits, from_bits)
@@ -327,28 +330,21 @@ def values(comm: Any, name: str) -> None:
                     close(x, inputs[comm.rank], f"input of {dtype} {shape} afterwards")
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_values(ranks: Ranks, name: str) -> None:
-    ranks(values, name)
-
-
 def test_every_operator_has_a_case() -> None:
     others = {n for n, arguments in SIGNATURES.items() if X not in arguments}
     assert set(CASES) == set(SIGNATURES) - others - {"c_embedding", "send_v2"} - ELSEWHERE
 
 
-def leftovers(comm: Any) -> None:
+@runs_on("ranks")
+def test_scatter_drops_what_does_not_divide(comm: Any) -> None:
     """c_scatter of five rows over two ranks: two rows each, the fifth goes to nobody."""
     x = torch.arange(30.0, device=comm.device).view(5, 6) + 100 * comm.rank
     want = (torch.arange(30.0).view(5, 6) + 100)[2 * comm.rank : 2 * comm.rank + 2]
     close(ordered(paddle.c_scatter, x, root=1, nranks=2), want)
 
 
-def test_scatter_drops_what_does_not_divide(ranks: Ranks) -> None:
-    ranks(leftovers)
-
-
-def embed(comm: Any) -> None:
+@runs_on("ranks")
+def test_embedding(comm: Any) -> None:
     """Own rows for own ids, zeros for the rest; the sum over the ring is the whole look-up."""
     table = np.random.default_rng(1).standard_normal((8, 3))
     ids = np.array([[0, 3, 4], [7, 7, 1]])
@@ -363,10 +359,6 @@ def embed(comm: Any) -> None:
     close(paddle.c_embedding(shard, strange, 4 * comm.rank), np.zeros((3, 3)), "ids of no rank")
     with refused(ArgumentError, -1, 100, 7):
         paddle.c_embedding(shard, strange, 4 * comm.rank, vocab_size=8)
-
-
-def test_embedding(ranks: Ranks) -> None:
-    ranks(embed)
 
 
 # -- send_v2 and recv_v2 ---------------------------------------------------------------------------
@@ -398,7 +390,8 @@ KINDS: list[tuple[Any, torch.dtype]] = [
 ]
 
 
-def point_to_point(comm: Any) -> None:
+@runs_on("ranks")
+def test_point_to_point(comm: Any) -> None:
     """The peer's bits arrive, however the dtype is spelled, with the shape given or sent along."""
     for given, dtype in KINDS:
         for calc in (False, True):
@@ -420,11 +413,8 @@ def point_to_point(comm: Any) -> None:
     same(got.device, comm.device, "device")
 
 
-def test_point_to_point(ranks: Ranks) -> None:
-    ranks(point_to_point)
-
-
-def sizes_on_the_wire(comm: Any) -> None:
+@runs_on("ranks")
+def test_dynamic_shape_on_the_wire(comm: Any) -> None:
     """A dynamic shape is int32 ndim, int32 dims, then the data: what upstream peers expect."""
     if comm.rank == 0:
         paddle.send_v2(torch.ones(2, 3, device=comm.device), 0, 1, True, True)
@@ -435,10 +425,6 @@ def sizes_on_the_wire(comm: Any) -> None:
     close(paddle.recv_v2([2, 3], 5, 0, 0, True), np.ones((2, 3)), "data")
     with refused(ShapeError, 65, "rank 0", "dynamic_shape=True"):
         paddle.recv_v2(peer=0, dynamic_shape=True)
-
-
-def test_dynamic_shape_on_the_wire(ranks: Ranks) -> None:
-    ranks(sizes_on_the_wire)
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -514,7 +500,8 @@ def wrong_calls(comm: Any) -> list[tuple[Callable[[], Any], type[Exception], tup
     ]
 
 
-def refuse(comm: Any) -> None:
+@runs_on("ranks")
+def test_errors(comm: Any) -> None:
     """A wrong call is an error on its rank, says what to type, and launches nothing."""
     before = calls(comm)
     for call, error, words in wrong_calls(comm):
@@ -534,10 +521,6 @@ def refuse(comm: Any) -> None:
                 call(**given, ring_id=ABSENT_RING)
     same(calls(comm), before, "calls launched by refused ones")
     close(ordered(paddle.c_allreduce_sum, x + 1), FLOAT + 2, "after refusals")
-
-
-def test_errors(ranks: Ranks) -> None:
-    ranks(refuse)
 
 
 # -- gradients -------------------------------------------------------------------------------------
@@ -584,7 +567,8 @@ def test_gradients(ranks: Ranks) -> None:
     ranks(gradients)
 
 
-def embedding_gradient(comm: Any) -> None:
+@runs_on("ranks")
+def test_embedding_gradient(comm: Any) -> None:
     """Rows that were used add up; ids of other ranks leave no trace."""
     weight = torch.zeros(4, 3, dtype=torch.float64, device=comm.device)
     ids = torch.tensor([[0, 5, 5], [4, 7, 3]], device=comm.device)
@@ -598,11 +582,8 @@ def embedding_gradient(comm: Any) -> None:
     close(got, want, "scatter-add", atol=1e-12)
 
 
-def test_embedding_gradient(ranks: Ranks) -> None:
-    ranks(embedding_gradient)
-
-
-def without_gradient(comm: Any) -> None:
+@runs_on("ranks")
+def test_other_operators_have_no_gradient(comm: Any) -> None:
     """Operators without a gradient in Paddle cut it; the raw form stays raw for a parameter too."""
     for name in sorted(set(CASES) - {"mp_allreduce_sum", "c_identity", "c_concat", "c_split"}):
         x = torch.ones(4, 6, device=comm.device, requires_grad=True)
@@ -611,10 +592,6 @@ def without_gradient(comm: Any) -> None:
     x = torch.ones(2, device=comm.device, requires_grad=True)
     got = passed_on(comm, x, out_shape=[2], dtype=5)
     same(got.requires_grad, False, "recv_v2")
-
-
-def test_other_operators_have_no_gradient(ranks: Ranks) -> None:
-    ranks(without_gradient)
 
 
 # -- streams, host and barrier ---------------------------------------------------------------------
@@ -632,7 +609,8 @@ def idle(stream: Any) -> bool:
     return stream is None or bool(stream.query())
 
 
-def orders(comm: Any) -> None:
+@runs_on("ranks")
+def test_orders(comm: Any) -> None:
     """Waits order raw calls with the current stream, syncs hold the host; x comes back as it is."""
     x = torch.ones(3, device=comm.device)
     for name in ORDERS:
@@ -658,10 +636,6 @@ def orders(comm: Any) -> None:
         paddle.c_sync_comm_stream(summed)
         same(idle(comm.stream), True, "comm stream after c_sync_comm_stream")
         close(summed, np.full(big.shape, step + 1.0), f"sync pair, step {step}")
-
-
-def test_orders(ranks: Ranks) -> None:
-    ranks(orders)
 
 
 def raw_tensors_live(comm: Any) -> None:
@@ -691,7 +665,8 @@ def test_raw_form(ranks: Ranks, scene: Any) -> None:
     ranks(scene)
 
 
-def meets(comm: Any) -> None:
+@runs_on("ranks")
+def test_barrier(comm: Any) -> None:
     """No rank leaves before the last has come; with x the result is its sum."""
     for form in (
         (),
@@ -709,10 +684,6 @@ def meets(comm: Any) -> None:
             close(given, np.array([2], dtype=np.int32), "sum of x")
     same(paddle.barrier(), None, "result without x")
     settle(comm)
-
-
-def test_barrier(ranks: Ranks) -> None:
-    ranks(meets)
 
 
 # -- compiled --------------------------------------------------------------------------------------
@@ -769,7 +740,8 @@ def train(x: Tensor, table: Tensor, rank: int, size: int) -> Tensor:
     return paddle.mp_allreduce_sum((part * upstream).sum())
 
 
-def compiled(comm: Any) -> None:
+@runs_on("ranks", deadline=COMPILE_S)
+def test_compiled(comm: Any) -> None:
     """Compiled as one graph, values and gradients have eager's bits, for two shapes."""
     graph, train_graph = compile_whole(step), compile_whole(train)
     for rows in (4, 6):
@@ -789,11 +761,8 @@ def compiled(comm: Any) -> None:
             close(given, want, f"gradients of {rows} rows")
 
 
-def test_compiled(ranks: Ranks) -> None:
-    ranks(compiled, deadline=COMPILE_S)
-
-
-def compiled_refusals(comm: Any) -> None:
+@runs_on("ranks", deadline=COMPILE_S)
+def test_compiled_refusals(comm: Any) -> None:
     """A wrong call inside a compiled function is reported as in eager code, before it runs."""
     x, other = torch.ones(4, 4, device=comm.device), 1 - comm.rank
     inside = ("dynamic_shape=True inside compiled code",)
@@ -820,11 +789,8 @@ def compiled_refusals(comm: Any) -> None:
     same(calls(comm), before, "calls launched by refused ones")
 
 
-def test_compiled_refusals(ranks: Ranks) -> None:
-    ranks(compiled_refusals, deadline=COMPILE_S)
-
-
-def in_a_group(comm: Any) -> None:
+@runs_on("ranks")
+def test_inside_a_group(comm: Any) -> None:
     """A group delivers at its end, so a shape can't be read inside; a plain pair may cross."""
     x, peer = torch.full((2,), float(comm.rank), device=comm.device), 1 - comm.rank
     with comm.group():
@@ -833,10 +799,6 @@ def in_a_group(comm: Any) -> None:
         with refused(ArgumentError, "a group", "dynamic_shape=False"):
             paddle.recv_v2(peer=peer, dynamic_shape=True)
     close(got, np.full(2, float(peer)), "crossed")
-
-
-def test_inside_a_group(ranks: Ranks) -> None:
-    ranks(in_a_group)
 
 
 # -- bring-up --------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from commlib.compat import paddle
 from commlib.errors import ArgumentError, RingError, ShapeError
 from tests.support.checks import close, refused, same, sample
 from tests.support.operator import ABSENT_RING, calls, compile_whole
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 # Any: the tests also pass arguments that a type checker rejects.
 data_norm: Any = ops.data_norm
@@ -63,7 +63,8 @@ def alike(comm: Any, legacy: Any, operator: Any, what: str) -> None:
             close(one, other, what)
 
 
-def values(comm: Any) -> None:
+@runs_on("ranks")
+def test_values(comm: Any) -> None:
     """Each kernel takes its own arguments and ignores the other's."""
 
     def gpu(*t: torch.Tensor, **how: Any) -> Any:
@@ -101,11 +102,8 @@ def values(comm: Any) -> None:
     same(calls(comm) - before, 1, "collectives of a synchronised backward")
 
 
-def test_values(ranks: Ranks) -> None:
-    ranks(values)
-
-
-def compiled(comm: Any) -> None:
+@runs_on("ranks")
+def test_compiled(comm: Any) -> None:
     """Compiled as one graph it gives eager's bits and updates the summaries."""
     for behaviour in ("gpu", "cpu"):
 
@@ -121,11 +119,8 @@ def compiled(comm: Any) -> None:
         alike(comm, graph, body, f"compiled {behaviour}")
 
 
-def test_compiled(ranks: Ranks) -> None:
-    ranks(compiled)
-
-
-def refusals(comm: Any) -> None:
+@runs_on("ranks")
+def test_refusals(comm: Any) -> None:
     """Layouts, rings and missing scales are refused before any launch."""
     x, *columns = given(comm)
     summaries, (w, b) = columns[:3], columns[3:]
@@ -148,7 +143,3 @@ def refusals(comm: Any) -> None:
     with refused(ShapeError, (20,), "[N, C]"):
         paddle.data_norm(x.flatten(), *summaries)
     same(calls(comm), before, "calls launched by refused ones")
-
-
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refusals)

@@ -7,10 +7,11 @@ import torch
 from commlib.compat import paddle
 from commlib.errors import DtypeError, RingError
 from tests.support.checks import close, refused, sample
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 
-def legacy(comm: Any) -> None:
+@runs_on("ranks")
+def test_legacy_names(comm: Any) -> None:
     """On both streams; every rank has one row for each of 2 * size experts."""
     x = sample(comm.rank, (2 * comm.size, 3), torch.float64).to(comm.device).requires_grad_()
     counts = torch.ones(2 * comm.size, dtype=torch.int64)
@@ -29,7 +30,3 @@ def legacy(comm: Any) -> None:
             call(x, counts, counts, -1)
         with refused(DtypeError, "global_count is torch.int32", "long()"):
             call(x, counts, counts.int())
-
-
-def test_legacy_names(ranks: Ranks) -> None:
-    ranks(legacy)

@@ -13,7 +13,7 @@ from commlib.errors import ArgumentError, RingError, ShapeError
 from tests.support.checks import close, refused, same
 from tests.support.class_shards import drawn, labels, own
 from tests.support.operator import ABSENT_RING, calls, compile_whole
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 NEEDED = inspect.Parameter.empty
 PLACE = [("ring_id", 0), ("rank", 0)]
@@ -53,7 +53,8 @@ def inputs(comm: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return shard.to(comm.device).requires_grad_(), label
 
 
-def values(comm: Any) -> None:
+@runs_on("ranks")
+def test_values(comm: Any) -> None:
     """Softmax first, then the loss of each row, with the gradient of the operators below."""
     place = {"rank": comm.rank, "nranks": comm.size}
     (x, label), (other, _) = inputs(comm), inputs(comm)
@@ -83,11 +84,8 @@ def values(comm: Any) -> None:
     close(arcface, ops.margin_cross_entropy(other, label, reduction="none"), "defaults")
 
 
-def test_values(ranks: Ranks) -> None:
-    ranks(values)
-
-
-def compiled(comm: Any) -> None:
+@runs_on("ranks")
+def test_compiled(comm: Any) -> None:
     """Compiled as one graph they give eager's bits."""
     x, label = inputs(comm)
 
@@ -100,11 +98,8 @@ def compiled(comm: Any) -> None:
         close(given, want, "compiled")
 
 
-def test_compiled(ranks: Ranks) -> None:
-    ranks(compiled)
-
-
-def refusals(comm: Any) -> None:
+@runs_on("ranks")
+def test_refusals(comm: Any) -> None:
     """A wrong rank or size, and what the operators refuse, is an error before any launch."""
     x, label = inputs(comm)
     before = calls(comm)
@@ -125,11 +120,8 @@ def refusals(comm: Any) -> None:
     same(calls(comm), before, "calls launched by refused ones")
 
 
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refusals)
-
-
-def alone(comm: Any) -> None:
+@runs_on("ranks")
+def test_one_rank(comm: Any) -> None:
     """On a ring of one rank the legacy defaults of margin_cross_entropy are right."""
     ring = commlib.new_ring(80 + comm.rank, [comm.rank])
     assert ring is not None
@@ -141,7 +133,3 @@ def alone(comm: Any) -> None:
     assert softmax is not None
     softmax, _ = paddle.c_softmax_with_cross_entropy(x, label, ring_id=ring.ring_id)
     close(softmax.sum(1), torch.ones(5).double(), "softmax", atol=1e-12)
-
-
-def test_one_rank(ranks: Ranks) -> None:
-    ranks(alone)

@@ -11,7 +11,7 @@ from commlib.compat import paddle
 from commlib.errors import ArgumentError, DtypeError, RingError
 from tests.support.checks import close, refused, same
 from tests.support.operator import ABSENT_RING, calls, compile_whole
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 NEEDED = inspect.Parameter.empty
 SIGNATURE = [
@@ -28,7 +28,8 @@ def test_arguments() -> None:
     assert "``class_center_sample``" in str(inspect.getdoc(paddle.class_center_sample))
 
 
-def values(comm: Any) -> None:
+@runs_on("ranks")
+def test_values(comm: Any) -> None:
     """The operator below; a seed counts with fix_seed alone; the legacy defaults: one rank."""
     label = torch.tensor(IDS, device=comm.device)
     place = {"rank": comm.rank, "nranks": comm.size}
@@ -55,11 +56,8 @@ def values(comm: Any) -> None:
     same(sampled.tolist(), [5, 8, 10, 14, 17, 18, 19], "sampled")
 
 
-def test_values(ranks: Ranks) -> None:
-    ranks(values)
-
-
-def compiled(comm: Any) -> None:
+@runs_on("ranks")
+def test_compiled(comm: Any) -> None:
     label = torch.tensor(IDS, device=comm.device)
 
     def body(label: torch.Tensor) -> Any:
@@ -69,11 +67,8 @@ def compiled(comm: Any) -> None:
         close(given, want, "compiled")
 
 
-def test_compiled(ranks: Ranks) -> None:
-    ranks(compiled)
-
-
-def refusals(comm: Any) -> None:
+@runs_on("ranks")
+def test_refusals(comm: Any) -> None:
     """A wrong rank or size, and what the operator refuses, is an error before any launch."""
     label = torch.tensor(IDS, device=comm.device)
     before = calls(comm)
@@ -89,7 +84,3 @@ def refusals(comm: Any) -> None:
     with refused(DtypeError, "float32"):
         paddle.class_center_sample(label.float(), 10, 6, 0, comm.rank, 2)
     same(calls(comm), before, "calls launched by refused ones")
-
-
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refusals)

@@ -11,6 +11,7 @@ from commlib import ops
 from tests.support.checks import bits, close, same, sample
 from tests.support.operator import calls, compile_whole, generating, well_registered
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 
 def chain(x: torch.Tensor) -> torch.Tensor:
@@ -105,7 +106,8 @@ def relay(x: torch.Tensor, other: torch.Tensor, rank: int) -> torch.Tensor:
     return other
 
 
-def relayed(comm: Any) -> None:
+@runs_on("ranks")
+def test_sends_and_receives(comm: Any) -> None:
     """A compiled chain of sends and receives against an eager one."""
     x = sample(comm.rank, (4,), torch.float64).to(comm.device)
     compiled = compile_whole(relay)
@@ -115,11 +117,8 @@ def relayed(comm: Any) -> None:
         close(wants[-1], wants[0], ways)
 
 
-def test_sends_and_receives(ranks: Ranks) -> None:
-    ranks(relayed)
-
-
-def sizes(comm: Any) -> None:
+@runs_on("ranks", deadline=120)
+def test_sizes(comm: Any) -> None:
     """Sizes may change: at most one graph for a first size and one for all others."""
     for call in (chain, unused):
         counter = CompileCounterWithBackend("aot_eager")
@@ -135,11 +134,8 @@ def sizes(comm: Any) -> None:
             close(compiled(x), call(x), f"{call.__name__} of {rows} rows, dynamic from the start")
 
 
-def test_sizes(ranks: Ranks) -> None:
-    ranks(sizes, deadline=120)
-
-
-def mutated(comm: Any) -> None:
+@runs_on("ranks")
+def test_mutation(comm: Any) -> None:
     """Inputs that are outputs elsewhere: aliases, in-place arithmetic, views of one buffer."""
 
     def body(x: torch.Tensor) -> torch.Tensor:
@@ -157,11 +153,8 @@ def mutated(comm: Any) -> None:
     same(bool((bits(x) == before).all()), True, "input unchanged")
 
 
-def test_mutation(ranks: Ranks) -> None:
-    ranks(mutated)
-
-
-def wrong_call(comm: Any) -> None:
+@runs_on("ranks")
+def test_wrong_call(comm: Any) -> None:
     """A graph with a wrong call fails where it is compiled, before anything is launched."""
     x = torch.ones(3, 3, device=comm.device)
     before = calls(comm)
@@ -181,11 +174,8 @@ def wrong_call(comm: Any) -> None:
     same(calls(comm), before, "calls launched by refused ones")
 
 
-def test_wrong_call(ranks: Ranks) -> None:
-    ranks(wrong_call)
-
-
-def registrations(comm: Any) -> None:
+@runs_on("ranks")
+def test_registrations(comm: Any) -> None:
     """Run torch's own checks of a registered operator: schema, fake against real, autograd."""
     x = sample(comm.rank, (4, 6), torch.float64).to(comm.device)
     registered = torch.ops.commlib
@@ -202,7 +192,3 @@ def registrations(comm: Any) -> None:
     for operator, rest in rows:
         leaf = x.clone().requires_grad_()
         well_registered(operator.default, (leaf, *rest))
-
-
-def test_registrations(ranks: Ranks) -> None:
-    ranks(registrations)

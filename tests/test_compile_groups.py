@@ -11,7 +11,7 @@ from commlib import ops
 from commlib.errors import ArgumentError
 from tests.support.checks import close, refused, same
 from tests.support.operator import calls, compile_whole
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 Tensor = torch.Tensor
 
@@ -44,7 +44,8 @@ def nested(x: Tensor) -> Tensor:
 BODIES = (both_ways, collected, nested)
 
 
-def left_to_eager(comm: Any) -> None:
+@runs_on("ranks")
+def test_functions_with_a_group(comm: Any) -> None:
     """Without fullgraph the group is eager code; with it the error names what to call."""
     x = torch.arange(4.0, device=comm.device) + comm.rank
     for body in BODIES:
@@ -58,11 +59,8 @@ def left_to_eager(comm: Any) -> None:
         close(body(x), want, f"{body.__name__} after that")
 
 
-def test_functions_with_a_group(ranks: Ranks) -> None:
-    ranks(left_to_eager)
-
-
-def compiled_inside(comm: Any) -> None:
+@runs_on("ranks")
+def test_compiled_code_inside_a_group(comm: Any) -> None:
     """Compiled code inside a group would use results before they are there: refused."""
     x = torch.arange(4.0, device=comm.device)
     bodies: list[Callable[[Tensor], Any]] = [
@@ -75,7 +73,3 @@ def compiled_inside(comm: Any) -> None:
             compiled(x)
         same(calls(comm) - before, 0, "calls launched by a refused group")
     close(ops.all_reduce(x), x * 2, "the ring after that")
-
-
-def test_compiled_code_inside_a_group(ranks: Ranks) -> None:
-    ranks(compiled_inside)

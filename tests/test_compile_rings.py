@@ -16,6 +16,7 @@ from commlib.errors import PeerError, RingError
 from tests.support.checks import close, refused, same, sample
 from tests.support.operator import calls, compile_whole, generating
 from tests.support.ranks import Ranks, World
+from tests.support.runs_on import runs_on
 
 Tensor = torch.Tensor
 RING = 1
@@ -102,7 +103,8 @@ def test_rings_created_again_with_generated_code(trio: Ranks) -> None:
     generating(trio)(created_again, ("all_of_them",), {"backend": "inductor"}, deadline=300)
 
 
-def lost_root(comm: Any) -> None:
+@runs_on("trio")
+def test_lost_root(comm: Any) -> None:
     """A root that the smaller ring has not is refused by compiled code before any launch."""
     x = torch.ones(6, 6)
     bodies: list[Callable[[Tensor], Tensor]] = [
@@ -126,10 +128,6 @@ def lost_root(comm: Any) -> None:
         comm.barrier()
 
 
-def test_lost_root(trio: Ranks) -> None:
-    trio(lost_root)
-
-
 REGISTERED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "all_gather": lambda to, x: to.all_gather(x, RING, 2, True),
     "reduce_scatter": lambda to, x: to.reduce_scatter(x, RING, 2, "sum", True),
@@ -141,7 +139,8 @@ REGISTERED: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-def stale(comm: Any) -> None:
+@runs_on("trio")
+def test_stale_graphs(comm: Any) -> None:
     """What has no guards, a graph that was traced by hand or a backward, names both rings."""
     x, graphs = torch.ones(6, 6, dtype=torch.float64), {}
     if commlib.new_ring(RING, (0, 1)) is not None:
@@ -164,11 +163,8 @@ def stale(comm: Any) -> None:
     same(calls(ring), 0, "calls launched by refused ones")
 
 
-def test_stale_graphs(trio: Ranks) -> None:
-    trio(stale)
-
-
-def closed(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_closed_ring(comm: Any) -> None:
     """Compiled code of a ring that is closed, and not created again, says so."""
     compiled = compile_whole(BODIES["all_gather"])
     x = torch.ones(2, 2)
@@ -177,10 +173,6 @@ def closed(comm: Any) -> None:
     commlib.CommContextManager.instance().close(RING)
     with pytest.raises(Exception, match="ring 1 was closed"):
         compiled(x)
-
-
-def test_closed_ring(cpu_ranks: Ranks) -> None:
-    cpu_ranks(closed)
 
 
 def remembered(x: Tensor) -> Tensor:

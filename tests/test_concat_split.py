@@ -11,6 +11,7 @@ from tests.support.checks import Shape, close, refused, same, sample
 from tests.support.formulas import own_columns, side_by_side
 from tests.support.operator import ABSENT_RING, Operator, calls
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 from tests.support.suites import compiled, gradients, lazy_bits, values
 
 
@@ -32,7 +33,8 @@ def test_suite(ranks: Ranks, suite: Any, op: Operator) -> None:
     ranks(suite, op)
 
 
-def inverse(comm: Any) -> None:
+@runs_on("ranks")
+def test_inverse(comm: Any) -> None:
     """Each undoes the other, values and gradients."""
     x = sample(5, (3, 4), torch.float64).to(comm.device).requires_grad_()
     back = ops.concat(ops.split(x))
@@ -42,11 +44,8 @@ def inverse(comm: Any) -> None:
     close(x.grad, weights, "gradient")
 
 
-def test_inverse(ranks: Ranks) -> None:
-    ranks(inverse)
-
-
-def refuse(comm: Any) -> None:
+@runs_on("ranks")
+def test_refusals(comm: Any) -> None:
     x = torch.zeros(2, 3, device=comm.device)
     before = calls(comm)
     with refused(ShapeError, "(2, 3)", "size 2", f"rank {comm.rank}"):
@@ -60,7 +59,3 @@ def refuse(comm: Any) -> None:
         ops.concat(x.to("meta"))
     same(calls(comm), before, "calls launched by refused ones")
     same(ops.split(x[:, :2]).is_contiguous(), True, "split is dense")
-
-
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refuse)

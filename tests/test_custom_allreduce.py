@@ -36,6 +36,7 @@ from tests.support.checks import bits, close, refused, rounded, same, settle, wi
 from tests.support.operator import calls, generating
 from tests.support.processes import run
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SPECIALS = (0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, -1e-40, 3e38, 6e-8)
@@ -126,7 +127,8 @@ def test_values_of_more_ranks(gpu_crowd: Ranks) -> None:
     gpu_crowd(values, [1, 9, 1025, 20_011, 70_001, 300_007, 1_000_003], deadline=240)
 
 
-def every_length(comm: Any) -> None:
+@runs_on("gpu_ranks", deadline=120)
+def test_every_length(comm: Any) -> None:
     """Every odd number of bytes up to 600, and some up to 64 KiB, moved."""
     for nbytes in [*range(1, 600, 2), *range(601, 65536, 997)]:
         parts = [
@@ -135,10 +137,6 @@ def every_length(comm: Any) -> None:
         x = parts[comm.rank].to(comm.device)
         out = torch.zeros(comm.size * nbytes, dtype=torch.uint8, device=comm.device)
         close(comm.all_gather(out, x), torch.cat(parts), f"{nbytes} bytes")
-
-
-def test_every_length(gpu_ranks: Ranks) -> None:
-    gpu_ranks(every_length, deadline=120)
 
 
 def movements(comm: Any, part: int) -> None:
@@ -239,7 +237,8 @@ def test_mixed_calls_of_more_ranks(crowd: Ranks, request: pytest.FixtureRequest)
     crowd(mixed, request.config.getoption("mixed_calls"), 4, deadline=900)
 
 
-def wrap(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_call_numbers_wrap(comm: Any) -> None:
     """The numbers of calls and of blocks pass 2**32: halves go on taking turns."""
     with another(comm, 80) as ring:
         torch.cuda.synchronize()
@@ -249,10 +248,6 @@ def wrap(comm: Any) -> None:
         ring._engine._push._memory.put(0, words)
         ring.exchange([])
         mixed(ring, 40, 5)
-
-
-def test_call_numbers_wrap(gpu_ranks: Ranks) -> None:
-    gpu_ranks(wrap)
 
 
 def captured(comm: Any, items: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
@@ -289,7 +284,8 @@ def test_graphs_of_more_ranks(gpu_crowd: Ranks) -> None:
     gpu_crowd(graphs)
 
 
-def recapture(comm: Any) -> None:
+@runs_on("gpu_ranks", deadline=120)
+def test_recapture(comm: Any) -> None:
     """A thousand captures leak no memory."""
     x = torch.ones(4096, dtype=torch.bfloat16, device=comm.device)
     pool, free = torch.cuda.graph_pool_handle(), []
@@ -305,11 +301,8 @@ def recapture(comm: Any) -> None:
     same(free[1:], free[1:2] * (len(free) - 1), "memory after each hundred captures")
 
 
-def test_recapture(gpu_ranks: Ranks) -> None:
-    gpu_ranks(recapture, deadline=120)
-
-
-def forked(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_forked_streams(comm: Any) -> None:
     """Streams inside one graph, and eager streams, take the channel one after the other."""
     side = [torch.cuda.Stream() for _ in range(3)]
     x = torch.full((30_000,), 1.0, device=comm.device)
@@ -340,11 +333,8 @@ def forked(comm: Any) -> None:
             same(set(out.tolist()), {float(comm.size)}, f"turn {turn}")
 
 
-def test_forked_streams(gpu_ranks: Ranks) -> None:
-    gpu_ranks(forked)
-
-
-def after_another_stream(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_a_call_on_another_stream_waits(comm: Any) -> None:
     """A call waits for all that the stream of the call before it holds, the default one too."""
     default, one, other = torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()
     x, out = torch.zeros(64, device=comm.device), torch.zeros(64, device=comm.device)
@@ -361,11 +351,8 @@ def after_another_stream(comm: Any) -> None:
         same(set(out.tolist()), {float(comm.size * turn)}, (before, after))
 
 
-def test_a_call_on_another_stream_waits(gpu_ranks: Ranks) -> None:
-    gpu_ranks(after_another_stream)
-
-
-def uncompiled(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_a_rank_that_cannot_compile(comm: Any) -> None:
     """Where one rank can't compile the kernels, all ranks use NCCL, and say why."""
     with pytest.MonkeyPatch.context() as patch:
         if comm.rank:
@@ -376,11 +363,8 @@ def uncompiled(comm: Any) -> None:
             same(set(ring.all_reduce(x, x).tolist()), {float(comm.size)}, "sum")
 
 
-def test_a_rank_that_cannot_compile(gpu_ranks: Ranks) -> None:
-    gpu_ranks(uncompiled)
-
-
-def two_rings(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_two_rings_at_once(comm: Any) -> None:
     """Two rings whose calls each fill the GPU, on two streams that the ranks come to unevenly."""
     with another(comm, 87, timeout=20) as one, another(comm, 88, timeout=20) as other:
         streams = [torch.cuda.Stream() for _ in range(2)]
@@ -399,11 +383,8 @@ def two_rings(comm: Any) -> None:
             same(out.unique().tolist(), [float(comm.size)], "sums")
 
 
-def test_two_rings_at_once(gpu_ranks: Ranks) -> None:
-    gpu_ranks(two_rings)
-
-
-def at_once(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_two_streams_at_once(comm: Any) -> None:
     """A replay during an eager call on another stream is an error that names both, no hang."""
     with another(comm, 82, timeout=20) as ring:
         graph, _, _ = captured(ring, 64)
@@ -430,10 +411,6 @@ def at_once(comm: Any) -> None:
         graph.replay()
         same(set(ring.all_reduce(torch.zeros_like(x), torch.ones_like(x)).tolist()),
              {float(comm.size)}, "after reset")  # fmt: skip
-
-
-def test_two_streams_at_once(gpu_ranks: Ranks) -> None:
-    gpu_ranks(at_once)
 
 
 def late(comm: Any, how: str) -> None:
@@ -488,7 +465,8 @@ def test_a_peer_that_does_not_come(gpu_ranks: Ranks, how: str) -> None:
     gpu_ranks(late, how)
 
 
-def with_nccl(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_calls_of_nccl_behind_a_lost_peer(comm: Any) -> None:
     """Calls of NCCL that wait after the fault for that peer end too: reset() connects again."""
     with another(comm, 87, timeout=30) as ring:
         ring.connect()  # which may take longer than the deadline below
@@ -518,15 +496,12 @@ def with_nccl(comm: Any) -> None:
         ring.check()
 
 
-def test_calls_of_nccl_behind_a_lost_peer(gpu_ranks: Ranks) -> None:
-    gpu_ranks(with_nccl)
-
-
 def test_a_peer_that_does_not_come_of_more(gpu_crowd: Ranks) -> None:
     gpu_crowd(late, "graph")
 
 
-def killed(comm: Any) -> None:
+@runs_on("unified_ranks", lost=frozenset([1]), deadline=90)
+def test_a_killed_peer(comm: Any) -> None:
     """A peer whose process is gone is named within the deadline; the ring can't be repaired."""
     with another(comm, 86, timeout=LATE_S) as ring:
         x = torch.ones(1000, device=comm.device)
@@ -548,10 +523,6 @@ def killed(comm: Any) -> None:
     commlib.shutdown(abort=True)
 
 
-def test_a_killed_peer(unified_ranks: Ranks) -> None:
-    unified_ranks(killed, lost=frozenset([1]), deadline=90)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("allocator", ["expandable_segments:True", "backend:cudaMallocAsync"])
 def test_allocators(allocator: str) -> None:
@@ -567,7 +538,8 @@ def test_allocators(allocator: str) -> None:
     assert "right" in out
 
 
-def whole_ring(comm: Any) -> None:
+@runs_on("ranks")
+def test_reset_of_a_whole_ring(comm: Any) -> None:
     """reset() and check() of a ring without any fault change nothing, on every engine."""
     with another(comm, 84) as ring:
         ring.check()
@@ -580,11 +552,8 @@ def whole_ring(comm: Any) -> None:
         ring.reset()
 
 
-def test_reset_of_a_whole_ring(ranks: Ranks) -> None:
-    ranks(whole_ring)
-
-
-def split(comm: Any) -> None:
+@runs_on("ranks")
+def test_split(comm: Any) -> None:
     """Between the halves other work runs; nothing else of the ring may come there."""
     for items in (1, 1000, 70_001, 700_000, 12_000_000):
         for dtype in (torch.bfloat16, torch.float32, torch.int64):
@@ -605,11 +574,8 @@ def split(comm: Any) -> None:
     same(work.done(), True, "done")
 
 
-def test_split(ranks: Ranks) -> None:
-    ranks(split)
-
-
-def split_wrongly(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_split_wrongly_and_captured(comm: Any) -> None:
     x = torch.ones(100, device=comm.device)
     work = comm.all_reduce_begin(torch.zeros_like(x), x)
     with refused(ArgumentError, "split all_reduce", "wait()"):
@@ -650,10 +616,6 @@ def split_wrongly(comm: Any) -> None:
         graph.replay()
         same(set(out.tolist()), {float(comm.size * turn)}, "captured")
         same(set(y.tolist()), {2.0 * turn}, "between")
-
-
-def test_split_wrongly_and_captured(gpu_ranks: Ranks) -> None:
-    gpu_ranks(split_wrongly)
 
 
 def doubled(x: torch.Tensor) -> Any:
@@ -705,7 +667,8 @@ def answers(comm: Any) -> list[str]:
     return [comm.explain(n, d) for n in (4, 10**5, 10**10) for d in (torch.bfloat16, torch.int32)]
 
 
-def explained(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_explain(comm: Any) -> None:
     """Says what runs, the same on every rank."""
     told = answers(comm)
     same(len({tuple(row) for row in comm.exchange([zlib.crc32("".join(told).encode())])}), 1, told)
@@ -719,19 +682,13 @@ def explained(comm: Any) -> None:
     same("float64" in comm.explain(8, torch.float64), True, "a dtype without a kernel")
 
 
-def test_explain(unified_ranks: Ranks) -> None:
-    unified_ranks(explained)
-
-
-def explained_on_a_cpu(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_explain_on_a_cpu(comm: Any) -> None:
     same({text.split(":")[0] for text in answers(comm)}, {comm.engine})
 
 
-def test_explain_on_a_cpu(cpu_ranks: Ranks) -> None:
-    cpu_ranks(explained_on_a_cpu)
-
-
-def explained_on_a_gpu(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_explain_on_a_gpu(comm: Any) -> None:
     """Says which sizes push kernels take, and the flag turns all of it off."""
     heads = ["one_shot", "NCCL:", "one_shot", "NCCL:", "NCCL:", "NCCL:"]
     same([text.split()[0] for text in answers(comm)], heads)
@@ -746,11 +703,8 @@ def explained_on_a_gpu(comm: Any) -> None:
         same(ring.all_reduce_begin(x, x).wait().unique().tolist(), [comm.size**2], "begun")
 
 
-def test_explain_on_a_gpu(gpu_ranks: Ranks) -> None:
-    gpu_ranks(explained_on_a_gpu)
-
-
-def by_nccl(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_ranks_that_push_kernels_can_t_serve(comm: Any) -> None:
     """A rank with another table, or whose memory its peers can't prove, leaves all of them NCCL."""
     text, proof = kernel_table.text, peer_memory.PROOF
     here, x = comm.rank == 0, torch.ones(9, device=comm.device)
@@ -768,7 +722,3 @@ def by_nccl(comm: Any) -> None:
             same(set(ring.all_reduce(x, torch.ones_like(x)).tolist()), {float(comm.size)}, "NCCL")
     finally:
         kernel_table.text, peer_memory.PROOF = text, proof
-
-
-def test_ranks_that_push_kernels_can_t_serve(gpu_ranks: Ranks) -> None:
-    gpu_ranks(by_nccl)

@@ -16,6 +16,7 @@ from tests.support.checks import Array, close, refused, same, sample, wide
 from tests.support.examples import examples
 from tests.support.operator import ABSENT_RING, calls, compile_whole, generating, well_registered
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 # Any: the tests also pass arguments that a type checker rejects.
 data_norm: Any = ops.data_norm
@@ -158,7 +159,8 @@ def test_values(ranks: Ranks) -> None:
     ranks(values)
 
 
-def nothing_shown(comm: Any) -> None:
+@runs_on("ranks")
+def test_nothing_shown(comm: Any) -> None:
     """A group that no row shows adds nothing to its summaries; the bounds themselves show."""
     x = torch.zeros(3, 4, dtype=torch.float64)
     x[:, 1] = 5.0
@@ -173,10 +175,6 @@ def nothing_shown(comm: Any) -> None:
     same([g.grad[:2].tolist() for g in given if g.grad is not None], [[0.0, 0.0]] * 3, "summaries")
     assert given[0].grad is not None
     same(given[0].grad[2:].tolist(), [1.0, 1.0], "size where one row shows something")
-
-
-def test_nothing_shown(ranks: Ranks) -> None:
-    ranks(nothing_shown)
 
 
 def synchronised(comm: Any) -> None:
@@ -211,7 +209,8 @@ def test_synchronised_over_three(trio: Ranks) -> None:
     trio(synchronised)
 
 
-def alone(comm: Any) -> None:
+@runs_on("ranks")
+def test_one_rank(comm: Any) -> None:
     """On a ring of one rank nothing is launched, and the batch is the whole."""
     ring = commlib.new_ring(80 + comm.rank, [comm.rank])
     assert ring is not None
@@ -224,11 +223,8 @@ def alone(comm: Any) -> None:
         close(one, other, "alone")
 
 
-def test_one_rank(ranks: Ranks) -> None:
-    ranks(alone)
-
-
-def moments_of_update(comm: Any) -> None:
+@runs_on("ranks")
+def test_when_summaries_are_updated(comm: Any) -> None:
     """Only a backward updates; each does, also two after two forwards, in their own order."""
     x, *columns = (
         t.to(comm.device) for t in (rows(0, (4, 3), torch.float64), *summaries(3, torch.float64))
@@ -270,11 +266,8 @@ def moments_of_update(comm: Any) -> None:
     same(copy.deepcopy([s.grad for s in only]), [None] * 3, "their gradients")
 
 
-def test_when_summaries_are_updated(ranks: Ranks) -> None:
-    ranks(moments_of_update)
-
-
-def failed(comm: Any) -> None:
+@runs_on("ranks")
+def test_failed_update(comm: Any) -> None:
     """A backward whose all-reduce fails leaves all three summaries as they are."""
     ring = commlib.new_ring(90, list(range(comm.size)))
     assert ring is not None
@@ -285,10 +278,6 @@ def failed(comm: Any) -> None:
     with refused(CommError, 90):
         y.sum().backward()
     same([t.tolist() for t in given], before, "summaries")
-
-
-def test_failed_update(ranks: Ranks) -> None:
-    ranks(failed)
 
 
 def stacked(x: torch.Tensor, columns: Tensors, **how: Any) -> Any:
@@ -331,18 +320,16 @@ def test_generated_code(unified_ranks: Ranks) -> None:
     )
 
 
-def compiled_refusal(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_compiled_refusal(comm: Any) -> None:
     """Not every torch can trace the update of a summary that wants a gradient."""
     leaf, *given = leaves(comm, rows(0, (4, 3), torch.float64), *summaries(3, torch.float64)[:3])
     with refused(Exception, "requires_grad_(False)"):  # some torch wraps errors of traced code
         compile_whole(ops.data_norm)(leaf, *given)
 
 
-def test_compiled_refusal(cpu_ranks: Ranks) -> None:
-    cpu_ranks(compiled_refusal)
-
-
-def compiled_sizes(comm: Any) -> None:
+@runs_on("ranks", deadline=120)
+def test_compiled_sizes(comm: Any) -> None:
     """One graph for changing sizes and rates; under no_grad nothing is updated, nothing agreed."""
     compiled = compile_whole(ops.data_norm, dynamic=True)
     given = [t.to(comm.device) for t in summaries(6, torch.float32)[:3]]
@@ -367,11 +354,8 @@ def compiled_sizes(comm: Any) -> None:
     same(calls(comm), launched, "collectives")
 
 
-def test_compiled_sizes(ranks: Ranks) -> None:
-    ranks(compiled_sizes, deadline=120)
-
-
-def compiled_forwards(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_two_compiled_forwards(comm: Any) -> None:
     """Two forwards of one graph before the first backward: torch refuses the second backward."""
     compiled = compile_whole(ops.data_norm)
     given = [t.to(comm.device) for t in summaries(3, torch.float64)[:3]]
@@ -384,11 +368,8 @@ def compiled_forwards(comm: Any) -> None:
     same([t.tolist() for t in given], once, "summaries after the refused backward")
 
 
-def test_two_compiled_forwards(cpu_ranks: Ranks) -> None:
-    cpu_ranks(compiled_forwards)
-
-
-def strided(comm: Any) -> None:
+@runs_on("ranks")
+def test_strided(comm: Any) -> None:
     """Inputs of any strides; summaries that are rows or columns of one buffer are updated there."""
     x, columns = rows(0, (6, 4), torch.float64).to(comm.device), summaries(4, torch.float64)
     want_leaf, *want = leaves(comm, x, *columns[:3])
@@ -408,11 +389,8 @@ def strided(comm: Any) -> None:
             close(state, torch.stack(want).detach(), f"summaries, {name}", atol=1e-12)
 
 
-def test_strided(ranks: Ranks) -> None:
-    ranks(strided)
-
-
-def derivative(comm: Any) -> None:
+@runs_on("ranks")
+def test_gradcheck(comm: Any) -> None:
     """Numeric against analytic; the summaries are constants, and fresh at every call."""
     x = sample(0, (3, 6), torch.float64)
     columns = [t.to(comm.device) for t in summaries(6, torch.float64)]
@@ -442,11 +420,8 @@ def derivative(comm: Any) -> None:
         first.sum().backward()
 
 
-def test_gradcheck(ranks: Ranks) -> None:
-    ranks(derivative)
-
-
-def registration(comm: Any) -> None:
+@runs_on("ranks")
+def test_registration(comm: Any) -> None:
     """Run torch's own checks of a registered operator: schema, fake against real, autograd."""
     named = torch.ops.commlib
     for dtype in DTYPES:
@@ -465,18 +440,6 @@ def registration(comm: Any) -> None:
     well_registered(named.data_norm_update.default, (batch, *given[:3], 0, 0.5, True, True))
 
 
-def test_registration(ranks: Ranks) -> None:
-    ranks(registration)
-
-
-def any_batches(comm: Any, cases: list[tuple[int, int, int, bool, int]]) -> None:
-    for count, groups, slot_dim, shifts, seed in cases:
-        x = rows(comm.rank, (count, groups * slot_dim), torch.float64, seed)
-        columns = summaries(groups * slot_dim, torch.float64, seed)
-        agrees(comm, x, columns, ("cpu", slot_dim, shifts))
-        agrees(comm, x, columns, ("gpu", -1, False), decay=0.5 + seed / 10)
-
-
 SIZES = st.tuples(
     *(st.integers(0, 6), st.integers(0, 4), st.integers(1, 4), st.booleans(), st.integers(0, 5))
 )
@@ -484,14 +447,20 @@ SIZES = st.tuples(
 
 @examples(5)
 @given(cases=st.lists(SIZES, min_size=8, max_size=8))
-def test_any_batches(ranks: Ranks, cases: Any) -> None:
-    ranks(any_batches, cases)
+@runs_on("ranks")
+def test_any_batches(comm: Any, cases: list[tuple[int, int, int, bool, int]]) -> None:
+    for count, groups, slot_dim, shifts, seed in cases:
+        x = rows(comm.rank, (count, groups * slot_dim), torch.float64, seed)
+        columns = summaries(groups * slot_dim, torch.float64, seed)
+        agrees(comm, x, columns, ("cpu", slot_dim, shifts))
+        agrees(comm, x, columns, ("gpu", -1, False), decay=0.5 + seed / 10)
 
 
 # -- on GPUs -------------------------------------------------------------------------------------
 
 
-def captured(comm: Any) -> None:
+@runs_on("all_gpu_ranks", deadline=120)
+def test_captured(comm: Any) -> None:
     """A captured forward and backward update the summaries at each replay, to eager's bits."""
     kinds: list[Any] = [(KINDS[0], True), (KINDS[0], False), (KINDS[4], False)]
     for dtype in DTYPES:
@@ -522,14 +491,11 @@ def captured(comm: Any) -> None:
                         close(got.grad, other.grad, f"their gradients {dtype} {kind}")
 
 
-def test_captured(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(captured, deadline=120)
-
-
 # -- bad input -----------------------------------------------------------------------------------
 
 
-def unequal(comm: Any) -> None:
+@runs_on("ranks")
+def test_unequal_calls(comm: Any) -> None:
     """Synchronised calls that differ between the ranks are an error on each, before any launch."""
     odd = comm.rank == 1
     before = calls(comm)
@@ -556,11 +522,8 @@ def unequal(comm: Any) -> None:
     same(calls(comm), before, "calls launched by refused ones")
 
 
-def test_unequal_calls(ranks: Ranks) -> None:
-    ranks(unequal)
-
-
-def refusals(comm: Any) -> None:
+@runs_on("ranks")
+def test_refusals(comm: Any) -> None:
     """A wrong call is one of our errors with the numbers in it, in every mode."""
     x = torch.zeros(4, 6, device=comm.device)
     size, total, square, w, b = (t.to(comm.device) for t in summaries(6, torch.float32))
@@ -623,10 +586,6 @@ def refusals(comm: Any) -> None:
     same([t.tolist() for t in given], kept, "summaries")
     same(calls(comm), before, "calls launched by refused ones")
     same(bool(data_norm(x, size, total, size).isfinite().all()), True, "only read")
-
-
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refusals)
 
 
 @pytest.mark.parametrize("how", [{"epsilon": 0.01}, {"slot_dim": 2}, {"behaviour": "tpu"}])

@@ -12,6 +12,7 @@ from commlib.rendezvous import shared_memory
 from tests.support.checks import refused, same
 from tests.support.operator import calls
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 EXTREMES = [0, -1, 2**63 - 1, -(2**63)]
 
@@ -31,7 +32,8 @@ def numbers(comm: Any) -> None:
     commlib.CommContextManager.instance().close(40 + comm.rank)
 
 
-def wrong_values(comm: Any) -> None:
+@runs_on("ranks")
+def test_wrong_values(comm: Any) -> None:
     """Values that can't be sent are an error on their rank, and the ring stays usable."""
     ring = commlib.new_ring(45 + comm.rank, [comm.rank])
     assert ring is not None
@@ -47,10 +49,6 @@ def wrong_values(comm: Any) -> None:
     commlib.CommContextManager.instance().close(45 + comm.rank)
 
 
-def test_wrong_values(ranks: Ranks) -> None:
-    ranks(wrong_values)
-
-
 def test_numbers(ranks: Ranks) -> None:
     ranks(numbers)
 
@@ -59,7 +57,8 @@ def test_numbers_of_three(trio: Ranks) -> None:
     trio(numbers)
 
 
-def after_close(comm: Any) -> None:
+@runs_on("ranks")
+def test_after_close(comm: Any) -> None:
     ring = commlib.new_ring(41, [0, 1])
     assert ring is not None
     ring.exchange([1])
@@ -72,11 +71,8 @@ def after_close(comm: Any) -> None:
     commlib.CommContextManager.instance().close(41)
 
 
-def test_after_close(ranks: Ranks) -> None:
-    ranks(after_close)
-
-
-def alone(comm: Any) -> None:
+@runs_on("ranks")
+def test_a_missing_rank(comm: Any) -> None:
     """A missing rank is an error within the ring's timeout, and the ring has failed."""
     ring = commlib.new_ring(42, [0, 1], timeout=5)
     assert ring is not None
@@ -89,11 +85,8 @@ def alone(comm: Any) -> None:
     commlib.CommContextManager.instance().close(42)
 
 
-def test_a_missing_rank(ranks: Ranks) -> None:
-    ranks(alone)
-
-
-def captured(comm: Any) -> None:
+@runs_on("all_gpu_ranks")
+def test_during_a_capture(comm: Any) -> None:
     """A capture on this thread continues: an exchange uses no stream."""
     x, graph = torch.zeros(1, device=comm.device), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -102,11 +95,8 @@ def captured(comm: Any) -> None:
     same(x.item(), 1.0, "the number of rank 1")
 
 
-def test_during_a_capture(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(captured)
-
-
-def by_gloo(comm: Any) -> None:
+@runs_on("ranks")
+def test_without_shared_memory(comm: Any) -> None:
     """If one rank can't share memory, all ranks use gloo."""
     from commlib.rendezvous import shared_memory
 
@@ -124,11 +114,8 @@ def by_gloo(comm: Any) -> None:
         commlib.CommContextManager.instance().close(43)
 
 
-def test_without_shared_memory(ranks: Ranks) -> None:
-    ranks(by_gloo)
-
-
-def left(comm: Any) -> None:
+@runs_on("ranks")
+def test_a_rank_that_has_closed_the_ring(comm: Any) -> None:
     """A rank that has closed the ring is named at once, long before the deadline."""
     ring = commlib.new_ring(44, [0, 1], timeout=60)
     assert ring is not None
@@ -140,10 +127,6 @@ def left(comm: Any) -> None:
             ring.exchange([1])
     comm.exchange([])
     commlib.CommContextManager.instance().close(44)
-
-
-def test_a_rank_that_has_closed_the_ring(ranks: Ranks) -> None:
-    ranks(left)
 
 
 def test_a_rank_that_writes_and_closes_during_a_check(

@@ -13,6 +13,7 @@ from commlib.p2p.routes import routes
 from tests.support.checks import Framed, bits, close, from_bits, refused, same, sample
 from tests.support.operator import MODES, calls
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 Counts = np.ndarray[Any, Any]  # [from, to, segment]: rows
 
@@ -60,7 +61,8 @@ def test_values_of_three(trio: Ranks) -> None:
     trio(values)
 
 
-def large(comm: Any) -> None:
+@runs_on("ranks")
+def test_large(comm: Any) -> None:
     """More bytes than fit into the channel at once, and rows that one sender alone has."""
     lopsided = np.zeros((comm.size, comm.size, 2), int)
     lopsided[0, -1] = 3000, 1
@@ -73,11 +75,8 @@ def large(comm: Any) -> None:
         commlib.CommContextManager.instance().close(60)
 
 
-def test_large(ranks: Ranks) -> None:
-    ranks(large)
-
-
-def strided(comm: Any) -> None:
+@runs_on("ranks")
+def test_strided(comm: Any) -> None:
     """Views on both sides, one of them off any alignment, and no byte next to them."""
     counts, way = drawn(comm.size, 2, 9, 5), None
     every = [sample(r, (int(counts[r].sum()), 6), torch.int8) for r in range(comm.size)]
@@ -94,11 +93,8 @@ def strided(comm: Any) -> None:
     close(comm._exchange_rows(result, x1, way), want, "one byte off")
 
 
-def test_strided(ranks: Ranks) -> None:
-    ranks(strided)
-
-
-def streams(comm: Any) -> None:
+@runs_on("all_gpu_ranks")
+def test_streams_and_graphs(comm: Any) -> None:
     """Calls from several streams at once, and in a graph that is replayed among them."""
     counts = drawn(comm.size, 2, 200, 8)
     every = [sample(r, (int(counts[r].sum()), 64), torch.float32) for r in range(comm.size)]
@@ -128,11 +124,8 @@ def streams(comm: Any) -> None:
         close(out, want, f"turn {turn}")
 
 
-def test_streams_and_graphs(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(streams)
-
-
-def misfits(comm: Any) -> None:
+@runs_on("ranks")
+def test_on_a_closed_ring(comm: Any) -> None:
     ring = commlib.new_ring(61, range(comm.size))
     assert ring is not None
     before = calls(ring)
@@ -143,10 +136,6 @@ def misfits(comm: Any) -> None:
             torch.zeros_like(x), x, routes(drawn(comm.size, 1, 1, 1), comm.rank, back=False)
         )
     same(before, 0, "calls")
-
-
-def test_on_a_closed_ring(ranks: Ranks) -> None:
-    ranks(misfits)
 
 
 @pytest.mark.gpu
@@ -163,7 +152,8 @@ def channel(comm: Any) -> None:
     same(type(comm._engine._rows), RowChannel, "what carries the rows")
 
 
-def late(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_a_peer_that_does_not_come(comm: Any) -> None:
     """A peer that does not come is named at the next call; the ring can be created again."""
     ring = commlib.new_ring(62, range(comm.size), timeout=5)
     assert ring is not None
@@ -181,7 +171,3 @@ def late(comm: Any) -> None:
     again = commlib.new_ring(62, range(comm.size))
     check(again, counts, 64, torch.float32)
     commlib.CommContextManager.instance().close(62)
-
-
-def test_a_peer_that_does_not_come(gpu_ranks: Ranks) -> None:
-    gpu_ranks(late)

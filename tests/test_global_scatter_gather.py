@@ -24,6 +24,7 @@ from tests.support.checks import (
 from tests.support.examples import examples
 from tests.support.operator import ABSENT_RING, calls, compile_whole, generating
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 Counts = list[list[list[int]]]  # [a][b][k]: rows from rank a to expert k of rank b
 
@@ -64,7 +65,8 @@ def inputs(counts: Counts, width: int, dtype: torch.dtype) -> list[torch.Tensor]
     return [sample(r, (sum(map(sum, own)), width), dtype) for r, own in enumerate(counts)]
 
 
-def known(comm: Any) -> None:
+@runs_on("ranks")
+def test_the_known_vector(comm: Any) -> None:
     x = torch.arange(1.0, 11.0, device=comm.device).view(5, 2)
     mine = own_counts(comm, KNOWN)
     there = ops.global_scatter(x, **mine)
@@ -72,10 +74,6 @@ def known(comm: Any) -> None:
     close(there, torch.stack([x[row - 1] for row in rows]).cpu(), "scattered")
     rows = [[1, 2, 4, 1, 4], [3, 5, 2, 3, 5]][comm.rank]
     close(ops.global_gather(x, **mine), torch.stack([x[row - 1] for row in rows]).cpu(), "gathered")
-
-
-def test_the_known_vector(ranks: Ranks) -> None:
-    ranks(known)
 
 
 def both_ways(comm: Any, counts: Counts, width: int, dtype: torch.dtype, **how: Any) -> None:
@@ -116,7 +114,8 @@ def test_any_counts(ranks: Ranks, flat: list[int]) -> None:
     ranks(both_ways, np.array(flat).reshape(2, 2, 2).tolist(), 3, torch.float64)
 
 
-def gradients(comm: Any) -> None:
+@runs_on("ranks")
+def test_gradients(comm: Any) -> None:
     """The gradient of one is the other, eager and compiled."""
     counts = drawn(comm.size, 2, 4, 11)
     every = inputs(counts, 3, torch.float64)
@@ -134,10 +133,6 @@ def gradients(comm: Any) -> None:
         close(out.detach(), every[comm.rank], "gathered")
         out.backward(out.detach() * 3)
         close(there.grad, want * 3, "what came, sent there again")
-
-
-def test_gradients(ranks: Ranks) -> None:
-    ranks(gradients)
 
 
 def expert_layer(x: torch.Tensor, **mine: torch.Tensor) -> torch.Tensor:
@@ -180,17 +175,15 @@ def replicated(comm: Any, whole: torch.Tensor, counts: Counts) -> torch.Tensor:
     return total
 
 
-def checked_gradient(comm: Any) -> None:
+@runs_on("ranks")
+def test_gradcheck(comm: Any) -> None:
     counts = drawn(comm.size, 2, 2, 4)
     whole = torch.cat(inputs(counts, 2, torch.float64)).to(comm.device).requires_grad_()
     torch.autograd.gradcheck(lambda x: replicated(comm, x, counts), whole)
 
 
-def test_gradcheck(ranks: Ranks) -> None:
-    ranks(checked_gradient)
-
-
-def registered(comm: Any) -> None:
+@runs_on("ranks", deadline=120)
+def test_opcheck(comm: Any) -> None:
     counts = drawn(comm.size, 2, 3, 6)
     mine = list(own_counts(comm, counts).values())
     x = inputs(counts, 2, torch.float64)[comm.rank].to(comm.device)
@@ -204,11 +197,8 @@ def registered(comm: Any) -> None:
         torch.library.opcheck(operators.from_experts.default, (rows, whole, 0, True, len(x)))
 
 
-def test_opcheck(ranks: Ranks) -> None:
-    ranks(registered, deadline=120)
-
-
-def captured(comm: Any) -> None:
+@runs_on("all_gpu_ranks")
+def test_captured(comm: Any) -> None:
     """The counts are a part of the graph; rows are not."""
     counts = drawn(comm.size, 2, 40, 2)
     mine, every = own_counts(comm, counts), inputs(counts, 16, torch.bfloat16)
@@ -229,11 +219,8 @@ def captured(comm: Any) -> None:
         ops.global_scatter(x, **there)
 
 
-def test_captured(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(captured)
-
-
-def mismatches(comm: Any) -> None:
+@runs_on("ranks")
+def test_mismatches(comm: Any) -> None:
     """Ranks that disagree are notified on every rank, by name, and nothing is launched."""
     counts = [[[1, 2], [3, 0]], [[2, 1], [1, 2]]]
     x = inputs(counts, 3, torch.float32)[comm.rank].to(comm.device)
@@ -265,11 +252,8 @@ def mismatches(comm: Any) -> None:
     both_ways(comm, counts, 3, torch.float32)
 
 
-def test_mismatches(ranks: Ranks) -> None:
-    ranks(mismatches)
-
-
-def refusals(comm: Any) -> None:
+@runs_on("ranks")
+def test_refusals(comm: Any) -> None:
     counts = [[[1, 2], [3, 0]], [[2, 1], [1, 2]]]
     x = inputs(counts, 3, torch.float32)[comm.rank].to(comm.device)
     mine, before = own_counts(comm, counts), calls(comm)
@@ -298,11 +282,8 @@ def refusals(comm: Any) -> None:
     same(calls(comm), before, "calls launched by refused ones")
 
 
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refusals)
-
-
-def alone(comm: Any) -> None:
+@runs_on("ranks")
+def test_a_ring_of_one(comm: Any) -> None:
     ring = commlib.new_ring(70 + comm.rank, [comm.rank])
     assert ring is not None
     x = sample(1, (5, 2), torch.float32).to(comm.device).requires_grad_()
@@ -314,11 +295,8 @@ def alone(comm: Any) -> None:
     commlib.CommContextManager.instance().close(ring.ring_id)
 
 
-def test_a_ring_of_one(ranks: Ranks) -> None:
-    ranks(alone)
-
-
-def ahead(comm: Any) -> None:
+@runs_on("crowd")
+def test_a_sender_that_is_ahead(comm: Any) -> None:
     """A rank that nobody makes wait is a call ahead of its receiver, whose flags must not mix."""
     slow, quick, target = 0, 1, 2
     if comm.size <= target:
@@ -339,7 +317,3 @@ def ahead(comm: Any) -> None:
         for sender, rows_found in zip((slow, quick), found, strict=True):
             wanted = torch.full((rows if comm.rank == target else 0, width), turn + sender / 2)
             close(rows_found, wanted, f"turn {turn}, from rank {sender}")
-
-
-def test_a_sender_that_is_ahead(crowd: Ranks) -> None:
-    crowd(ahead)

@@ -14,7 +14,8 @@ from commlib import flags, ops
 from commlib.compat import paddle
 from commlib.errors import ArgumentError, PeerTimeout, RingError, StreamError
 from tests.support.checks import close, refused, same
-from tests.support.ranks import Ranks, World
+from tests.support.ranks import World
+from tests.support.runs_on import runs_on
 
 Call = Callable[[], Any]
 MIB = 1 << 20
@@ -45,7 +46,10 @@ def ones(comm: Any, nbytes: int) -> torch.Tensor:
     return torch.full((nbytes // 2,), comm.rank + 1.0, dtype=torch.bfloat16, device=comm.device)
 
 
-def side_by_side(comm: Any, nbytes: int, count: int) -> None:
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("nbytes", [64 << 10, MIB, 16 * MIB, 64 * MIB])
+@runs_on("gpu_ranks")
+def test_graphs_of_rings_on_streams(comm: Any, nbytes: int, count: int) -> None:
     """Graphs of rings on a stream each, whose first one is another ring's on each rank."""
     rings = [new_ring(131 + i, timeout=LATE_S) for i in range(count)]
     streams = [torch.cuda.Stream() for _ in rings]
@@ -72,13 +76,9 @@ def side_by_side(comm: Any, nbytes: int, count: int) -> None:
     del graphs
 
 
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("nbytes", [64 << 10, MIB, 16 * MIB, 64 * MIB])
-def test_graphs_of_rings_on_streams(gpu_ranks: Ranks, nbytes: int, count: int) -> None:
-    gpu_ranks(side_by_side, nbytes, count)
-
-
-def one_ring(comm: Any, nbytes: int) -> None:
+@pytest.mark.parametrize("nbytes", [MIB, 16 * MIB, 64 * MIB])
+@runs_on("gpu_ranks")
+def test_two_streams_of_one_ring(comm: Any, nbytes: int) -> None:
     """Graphs of one ring side by side: right, or ``StreamError``; nothing else."""
     ring = new_ring(33, timeout=LATE_S)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
@@ -112,12 +112,8 @@ def one_ring(comm: Any, nbytes: int) -> None:
     del graphs
 
 
-@pytest.mark.parametrize("nbytes", [MIB, 16 * MIB, 64 * MIB])
-def test_two_streams_of_one_ring(gpu_ranks: Ranks, nbytes: int) -> None:
-    gpu_ranks(one_ring, nbytes)
-
-
-def destroyed(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_a_stream_that_is_destroyed(comm: Any) -> None:
     """The stream of the last call, of another library, is gone at the next one."""
     from cupy.cuda import runtime
 
@@ -138,11 +134,9 @@ def destroyed(comm: Any) -> None:
         close(first, torch.full_like(x, 3.0), f"turn {turn}, on the stream")
 
 
-def test_a_stream_that_is_destroyed(gpu_ranks: Ranks) -> None:
-    gpu_ranks(destroyed)
-
-
-def raw_results(comm: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+@runs_on("gpu_ranks")
+def test_results_of_raw_calls(comm: Any, dtype: torch.dtype) -> None:
     """Memory that queued kernels of the calc stream still write is not a raw call's result."""
     count = MIB
     x = torch.full((count,), comm.rank + 1, dtype=dtype, device=comm.device)
@@ -176,12 +170,9 @@ def raw_results(comm: Any, dtype: torch.dtype) -> None:
             close(double, torch.full_like(double, 154), "the program's own")
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
-def test_results_of_raw_calls(gpu_ranks: Ranks, dtype: torch.dtype) -> None:
-    gpu_ranks(raw_results, dtype)
-
-
-def beside_compute(comm: Any, nbytes: int) -> None:
+@pytest.mark.parametrize("nbytes", [256 << 10, 16 * MIB, 64 * MIB])
+@runs_on("gpu_ranks")
+def test_compute_while_a_peer_is_late(comm: Any, nbytes: int) -> None:
     """Kernels that fill the GPU end while an asynchronous call still waits for its peer."""
     ring = new_ring(34)
     a = torch.randn(4096, 4096, dtype=torch.bfloat16, device=comm.device)
@@ -207,12 +198,8 @@ def beside_compute(comm: Any, nbytes: int) -> None:
         ring.all_reduce(x, x, max_blocks=0)
 
 
-@pytest.mark.parametrize("nbytes", [256 << 10, 16 * MIB, 64 * MIB])
-def test_compute_while_a_peer_is_late(gpu_ranks: Ranks, nbytes: int) -> None:
-    gpu_ranks(beside_compute, nbytes)
-
-
-def gate_times_out(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_a_peer_that_never_comes_to_an_asynchronous_call(comm: Any) -> None:
     """A peer that never comes is named by the gate too."""
     ring = new_ring(35, timeout=5)
     x = ones(comm, 16 * MIB)
@@ -226,11 +213,8 @@ def gate_times_out(comm: Any) -> None:
     commlib.CommContextManager.instance().close(35, abort=True)
 
 
-def test_a_peer_that_never_comes_to_an_asynchronous_call(gpu_ranks: Ranks) -> None:
-    gpu_ranks(gate_times_out)
-
-
-def contexts(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_no_context_on_another_gpu(comm: Any) -> None:
     """Steps in their own threads leave no context on GPU 0."""
     other = 1 - comm.rank
     before = has_context(other)
@@ -246,11 +230,8 @@ def contexts(comm: Any) -> None:
     same(has_context(other), before, "a context on the other GPU")
 
 
-def test_no_context_on_another_gpu(gpu_ranks: Ranks) -> None:
-    gpu_ranks(contexts)
-
-
-def on_demand(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_communicators_on_demand(comm: Any) -> None:
     """No NCCL communicator before a call needs one; in a capture it is refused by name."""
     ring = new_ring(37)
     small = torch.ones(1024, device=comm.device)
@@ -286,11 +267,8 @@ def on_demand(comm: Any) -> None:
     graph.reset()
 
 
-def test_communicators_on_demand(gpu_ranks: Ranks) -> None:
-    gpu_ranks(on_demand)
-
-
-def warmed_up(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_first_calls_connect(comm: Any) -> None:
     """The runs before a capture of ours connect what it needs."""
     ring = new_ring(38)
     x = torch.arange(8, dtype=torch.int64, device=comm.device)
@@ -308,11 +286,8 @@ def warmed_up(comm: Any) -> None:
     close(total, x * 2, "reduced in the first group")
 
 
-def test_first_calls_connect(gpu_ranks: Ranks) -> None:
-    gpu_ranks(warmed_up)
-
-
-def first_group_of_an_exchange(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_a_group_that_connects_is_launched_once(comm: Any) -> None:
     """The calls of a group that still has to connect are launched once."""
     with flags.override("FLAGS_custom_allreduce", False):
         ring = new_ring(52)
@@ -325,11 +300,8 @@ def first_group_of_an_exchange(comm: Any) -> None:
     close(out, torch.tensor([1.0] * 4 + [2.0] * 4, device=comm.device), "the exchange")
 
 
-def test_a_group_that_connects_is_launched_once(gpu_ranks: Ranks) -> None:
-    gpu_ranks(first_group_of_an_exchange)
-
-
-def graphs_hold(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_closing_beside_a_graph_of_the_program(comm: Any) -> None:
     """close() does not wait for graphs of the program; the communicator goes after them."""
     from commlib.engines import nccl_connection
 
@@ -354,11 +326,8 @@ def graphs_hold(comm: Any) -> None:
     same(len(nccl_connection._released), 0, "communicators after the graph")
 
 
-def test_closing_beside_a_graph_of_the_program(gpu_ranks: Ranks) -> None:
-    gpu_ranks(graphs_hold)
-
-
-def suspended(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_suspend_and_resume(comm: Any) -> None:
     """Memory is given back, graphs stay valid, calls in between are refused."""
     ring = new_ring(41)
     x = torch.full((4096,), comm.rank + 1.0, device=comm.device)
@@ -382,10 +351,6 @@ def suspended(comm: Any) -> None:
     close(whole, torch.full_like(whole, 2), "NCCL connected again")
     ring.suspend()
     commlib.CommContextManager.instance().close(41)
-
-
-def test_suspend_and_resume(gpu_ranks: Ranks) -> None:
-    gpu_ranks(suspended)
 
 
 def lone_pairs(comm: Any) -> None:
@@ -430,7 +395,8 @@ def test_pairs_in_a_larger_ring(gpu_world: World) -> None:
         ranks(circle_of_pairs, 51, 64 * MIB, deadline=120)
 
 
-def first_in_a_capture(comm: Any) -> None:
+@runs_on("legacy_gpu_ranks")
+def test_first_call_in_a_capture(comm: Any) -> None:
     """With the flag off a first call in a capture is refused; the ring survives."""
     ring = new_ring(43)
     x = torch.ones(64, device=comm.device)
@@ -456,7 +422,3 @@ def first_in_a_capture(comm: Any) -> None:
     torch.cuda.synchronize()
     close(out, torch.full_like(out, 2.0), "captured after connect()")
     graph.reset()
-
-
-def test_first_call_in_a_capture(legacy_gpu_ranks: Ranks) -> None:
-    legacy_gpu_ranks(first_in_a_capture)

@@ -25,13 +25,15 @@ from commlib.graph import GraphError
 from tests.support.checks import close, refused, same, settle
 from tests.support.processes import run
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 
 def on_gpu(comm: Any) -> bool:
     return bool(comm.device.type == "cuda")
 
 
-def arguments(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_arguments(comm: Any) -> None:
     """Any tree of arguments and results; shapes and plain values make kinds of calls."""
 
     @graph.capture(outputs="copy")
@@ -57,11 +59,9 @@ def arguments(comm: Any) -> None:
         f(torch.ones(3, device=comm.device), scale={"a"})
 
 
-def test_arguments(unified_ranks: Ranks) -> None:
-    unified_ranks(arguments)
-
-
-def counts_once(comm: Any, first: str) -> None:
+@pytest.mark.parametrize("first", ["once", "warmup"])
+@runs_on("unified_ranks")
+def test_the_first_call_counts_once(comm: Any, first: str) -> None:
     """What accumulates has counted once after the first call, and once a call from then on."""
     low = [torch.full((4,), float(i), device=comm.device) for i in range(3)]
     high = [torch.zeros(4, device=comm.device) for _ in low]
@@ -79,12 +79,8 @@ def counts_once(comm: Any, first: str) -> None:
             same(h.tolist(), [float(sum(range(i, i + turn)))] * 4, f"turn {turn}")
 
 
-@pytest.mark.parametrize("first", ["once", "warmup"])
-def test_the_first_call_counts_once(unified_ranks: Ranks, first: str) -> None:
-    unified_ranks(counts_once, first)
-
-
-def same_names(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_functions_of_one_name(comm: Any) -> None:
     """Two functions of one name, and two instances of one module, are captured apart."""
 
     def made(value: float) -> Any:
@@ -101,11 +97,8 @@ def same_names(comm: Any) -> None:
         same((one().tolist(), other().tolist()), ([turn * 1.0] * 2, [turn * 10.0] * 2))
 
 
-def test_functions_of_one_name(unified_ranks: Ranks) -> None:
-    unified_ranks(same_names)
-
-
-def addresses(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_addresses(comm: Any) -> None:
     """Tensors at new addresses count with their values; unchanged ones are not copied."""
     f = graph.capture(lambda x, y: x * 2 + y, outputs="copy")
     x, y = torch.ones(5, device=comm.device), torch.ones(5, device=comm.device)
@@ -124,11 +117,8 @@ def addresses(comm: Any) -> None:
     close(f(x, x), x * 2 + x, "one tensor twice")
 
 
-def test_addresses(unified_ranks: Ranks) -> None:
-    unified_ranks(addresses)
-
-
-def written_arguments(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_written_arguments(comm: Any) -> None:
     """An argument that is written to is the caller's, at any address."""
     f = graph.capture(lambda x: x.mul_(3))
     for turn in range(4):
@@ -138,11 +128,8 @@ def written_arguments(comm: Any) -> None:
         same(x.tolist(), [3 * (turn + 1.0)] * 3)
 
 
-def test_written_arguments(unified_ranks: Ranks) -> None:
-    unified_ranks(written_arguments)
-
-
-def borrowed(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_borrowed_outputs(comm: Any) -> None:
     """Reading an output after the next replay raises, with both lines."""
     f = graph.capture(lambda x: x + 1)
     x = torch.zeros(3, device=comm.device)
@@ -159,11 +146,8 @@ def borrowed(comm: Any) -> None:
     close(kept, torch.ones(3))
 
 
-def test_borrowed_outputs(unified_ranks: Ranks) -> None:
-    unified_ranks(borrowed)
-
-
-def lent_again(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_outputs_are_lent_again(comm: Any) -> None:
     """The holder of an output, a view of it or its storage loses it at the next replay."""
     f = graph.capture(lambda x: (x + 1, x * 2))
     holders: list[Callable[[torch.Tensor], Any]] = [
@@ -190,11 +174,8 @@ def lent_again(comm: Any) -> None:
         del kept
 
 
-def test_outputs_are_lent_again(unified_ranks: Ranks) -> None:
-    unified_ranks(lent_again)
-
-
-def ordinary(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_outputs_are_tensors(comm: Any) -> None:
     """An output does what any tensor does, also where torch can't guard its memory."""
     weight = torch.ones(4, device=comm.device, requires_grad=True)
     for call in (lambda x: x * 2 + 1, lambda x: x * weight * 2 + 1):
@@ -219,11 +200,8 @@ def ordinary(comm: Any) -> None:
             close(out, expected, f"written to, turn {turn}")
 
 
-def test_outputs_are_tensors(unified_ranks: Ranks) -> None:
-    unified_ranks(ordinary)
-
-
-def kept_storage(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_a_storage_is_lent_again(comm: Any) -> None:
     """An output that nobody holds any more leaves its storage to the next one."""
     f = graph.capture(lambda x: x + 1)
     x = torch.ones(3, device=comm.device)
@@ -242,11 +220,8 @@ def kept_storage(comm: Any) -> None:
     del kept
 
 
-def test_a_storage_is_lent_again(unified_ranks: Ranks) -> None:
-    unified_ranks(kept_storage)
-
-
-def taken_away(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_outputs_in_shared_memory(comm: Any) -> None:
     """An output that was moved to its own memory is the program's, and no later one."""
     f = graph.capture(lambda x: x + 1)
     for turn in range(4):
@@ -258,11 +233,8 @@ def taken_away(comm: Any) -> None:
         del out
 
 
-def test_outputs_in_shared_memory(cpu_ranks: Ranks) -> None:
-    cpu_ranks(taken_away)
-
-
-def shared_memory(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_shared_memory(comm: Any) -> None:
     """Graphs share memory for what they only need while they run, in any order, on any stream."""
     total = torch.zeros((), device=comm.device)
     x = torch.ones(1000, device=comm.device)
@@ -287,11 +259,8 @@ def shared_memory(comm: Any) -> None:
         close(total, torch.full((), 24 * 15000.0), "replays on two streams")
 
 
-def test_shared_memory(unified_ranks: Ranks) -> None:
-    unified_ranks(shared_memory)
-
-
-def externals(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_externals_stay_alive(comm: Any) -> None:
     """Tensors of closures live as long as the graph that reads them."""
 
     def made() -> Any:
@@ -314,10 +283,6 @@ def externals(comm: Any) -> None:
     same(alive(), None, "freed with it")
 
 
-def test_externals_stay_alive(unified_ranks: Ranks) -> None:
-    unified_ranks(externals)
-
-
 SYNCS = {
     "item": lambda x: x.sum().item(),
     "branch": lambda x: x if x.sum() > 0 else -x,
@@ -328,7 +293,9 @@ SYNCS = {
 }
 
 
-def refuses(comm: Any, what: str) -> None:
+@pytest.mark.parametrize("what", SYNCS)
+@runs_on("unified_ranks")
+def test_host_syncs(comm: Any, what: str) -> None:
     """What waits for a value is refused with its name and line, and the process stays whole."""
     x = torch.ones(4, device=comm.device)
     f = graph.capture(SYNCS[what])
@@ -341,11 +308,6 @@ def refuses(comm: Any, what: str) -> None:
     fall(x)
     fall(x)
     same("can't stand" in graph.report(fall)[0]["eager"], True, "why it stays eager")
-
-
-@pytest.mark.parametrize("what", SYNCS)
-def test_host_syncs(unified_ranks: Ranks, what: str) -> None:
-    unified_ranks(refuses, what)
 
 
 def whole(comm: Any) -> None:
@@ -366,7 +328,8 @@ def whole(comm: Any) -> None:
     close(weight.grad, torch.full((3,), 2.0))
 
 
-def breaks_in_capture(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_a_capture_that_breaks(comm: Any) -> None:
     """An exception in the capture itself, where warm-up went well, leaves no state."""
     runs, over = count(1), list[int]()
 
@@ -387,11 +350,8 @@ def breaks_in_capture(comm: Any) -> None:
     close(g(torch.ones(3, device=comm.device)), torch.full((3,), 2.0), "captured at last")
 
 
-def test_a_capture_that_breaks(unified_ranks: Ranks) -> None:
-    unified_ranks(breaks_in_capture)
-
-
-def random_numbers(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_random_numbers(comm: Any) -> None:
     """Replays draw new numbers: those of eager code with the same seed, the first call included."""
     own = torch.Generator(device=comm.device)
 
@@ -409,11 +369,8 @@ def random_numbers(comm: Any) -> None:
     same(len({tuple(row) for row in results[1]}), 5, "different draws")
 
 
-def test_random_numbers(unified_ranks: Ranks) -> None:
-    unified_ranks(random_numbers)
-
-
-def segments(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_pieces(comm: Any) -> None:
     """An eager part runs between two graphs: it reads values, and branches each time."""
     seen = []
 
@@ -434,11 +391,8 @@ def segments(comm: Any) -> None:
     close(look(torch.ones(2, device=comm.device)), torch.full((2,), 11.0), "outside a capture")
 
 
-def test_pieces(unified_ranks: Ranks) -> None:
-    unified_ranks(segments)
-
-
-def collectives(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_collectives(comm: Any) -> None:
     """Every verb in a graph, on the calc and the comm stream, gives eager's bits."""
 
     def f(x: torch.Tensor) -> list[torch.Tensor]:
@@ -464,11 +418,8 @@ def collectives(comm: Any) -> None:
           "send", "recv"])  # fmt: skip
 
 
-def test_collectives(unified_ranks: Ranks) -> None:
-    unified_ranks(collectives)
-
-
-def streams(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_streams(comm: Any) -> None:
     """A collective on the comm stream that nobody waits for joins by itself."""
     x = torch.ones(4, device=comm.device)
 
@@ -482,11 +433,8 @@ def streams(comm: Any) -> None:
     settle(comm)
 
 
-def test_streams(unified_ranks: Ranks) -> None:
-    unified_ranks(streams)
-
-
-def other_streams(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_other_streams(comm: Any) -> None:
     """Work on a stream outside the capture is refused with its line."""
     side, total = torch.cuda.Stream(), torch.zeros(4, device=comm.device)
 
@@ -509,11 +457,8 @@ def other_streams(comm: Any) -> None:
         same(total.tolist(), [float(turn)] * 4, "on a stream of the capture")
 
 
-def test_other_streams(gpu_ranks: Ranks) -> None:
-    gpu_ranks(other_streams)
-
-
-def different(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_different_collectives(comm: Any) -> None:
     """Ranks that capture different collectives are notified, each with its first one."""
 
     def f(x: torch.Tensor) -> Any:
@@ -531,11 +476,8 @@ def different(comm: Any) -> None:
         close(h(x), x * comm.size, "the next capture")
 
 
-def test_different_collectives(unified_ranks: Ranks) -> None:
-    unified_ranks(different)
-
-
-def one_fails(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_one_rank_fails(comm: Any) -> None:
     """An exception on one rank in the capture is an error on all of them; the next one works."""
     runs, over = count(1), list[int]()
 
@@ -556,11 +498,8 @@ def one_fails(comm: Any) -> None:
         close(g(x), torch.full((3,), 2.0 * comm.size), "captured at last")
 
 
-def test_one_rank_fails(unified_ranks: Ranks) -> None:
-    unified_ranks(one_fails)
-
-
-def teardown(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_teardown(comm: Any) -> None:
     """A ring releases its graphs before its communicator; a call after that is refused."""
     ring = commlib.new_ring(90, range(comm.size))
     assert ring is not None
@@ -577,11 +516,8 @@ def teardown(comm: Any) -> None:
         g(x)
 
 
-def test_teardown(unified_ranks: Ranks) -> None:
-    unified_ranks(teardown)
-
-
-def exchanged(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_check(comm: Any) -> None:
     """check() names a parameter that was replaced, or whose memory was."""
     module = torch.nn.Linear(3, 3).to(comm.device)
     f = graph.capture(module, outputs="copy")
@@ -600,10 +536,6 @@ def exchanged(comm: Any) -> None:
         module.bias = torch.nn.Parameter(torch.ones_like(module.bias))
         with refused(GraphError, "bias"):
             f.check()
-
-
-def test_check(unified_ranks: Ranks) -> None:
-    unified_ranks(exchanged)
 
 
 def reported(comm: Any, folder: str) -> None:
@@ -645,7 +577,8 @@ class _Past(torch.autograd.Function):
         return grad * 3, None
 
 
-def histories(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_what_came_before(comm: Any) -> None:
     """A gradient to anything but an argument is refused; what led to arguments is released."""
     weight = torch.ones(3, device=comm.device, requires_grad=True)
     weight.grad = torch.zeros_like(weight)
@@ -667,11 +600,8 @@ def histories(comm: Any) -> None:
     same(kept() is None, True, "the history of an argument is gone")
 
 
-def test_what_came_before(unified_ranks: Ranks) -> None:
-    unified_ranks(histories)
-
-
-def lazy_state(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_lazily_made_state(comm: Any) -> None:
     """What the first call makes, later ones go on from; what a later one makes is refused."""
     state: list[torch.Tensor] = []
 
@@ -707,11 +637,8 @@ def lazy_state(comm: Any) -> None:
     same(len(g.entries), 0, "graphs")
 
 
-def test_lazily_made_state(unified_ranks: Ranks) -> None:
-    unified_ranks(lazy_state)
-
-
-def agreeing(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_agree(comm: Any) -> None:
     """With agree= keys are compared before anything runs; where one rank has none, all capture."""
     g = graph.capture(lambda x, n: x * n, agree=0, outputs="copy")
     x = torch.ones(2, device=comm.device)
@@ -726,11 +653,8 @@ def agreeing(comm: Any) -> None:
     close(g(x, 3), x * 3, "after the refusal")
 
 
-def test_agree(unified_ranks: Ranks) -> None:
-    unified_ranks(agreeing)
-
-
-def lost(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_a_recapture_that_breaks(comm: Any) -> None:
     """A graph that could not be captured again is dropped: the next call captures again."""
     broken = threading.Event()  # a list would be part of the key
 
@@ -757,11 +681,8 @@ def lost(comm: Any) -> None:
         close(g(x), x + 1, "and again")
 
 
-def test_a_recapture_that_breaks(unified_ranks: Ranks) -> None:
-    unified_ranks(lost)
-
-
-def beside(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_another_thread(comm: Any) -> None:
     """What another thread exchanges while a graph is captured is not part of the graph."""
     ring = commlib.new_ring(71, range(comm.size))
     assert ring is not None
@@ -794,32 +715,14 @@ def beside(comm: Any) -> None:
     commlib.CommContextManager.instance().close(71)
 
 
-def test_another_thread(unified_ranks: Ranks) -> None:
-    unified_ranks(beside)
+def random_order(count: int, turn: int) -> list[int]:
+    order = list(range(count))
+    return order[turn % count :] + order[: turn % count]
 
 
-def nested(comm: Any) -> None:
-    """A captured function inside another one is part of its graph; a module is captured too."""
-    inner = graph.capture(lambda x: x + 1)
-    outer = graph.capture(lambda x: inner(x) * 2, outputs="copy")
-    x = torch.ones(2, device=comm.device)
-    for turn in range(3):
-        close(outer(x + turn), (x + turn + 1) * 2)
-    same(len(inner.entries), 0, "graphs of the inner one")
-    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout(0.5)).to(comm.device)
-    g = graph.capture(module, outputs="copy")
-    with torch.no_grad():
-        for training in (False, True, False):
-            module.train(training)
-            batch = torch.ones(4, 3, device=comm.device)
-            torch.manual_seed(1)
-            given = g(batch)
-            torch.manual_seed(1)
-            close(given, module(batch), f"training {training}")
-    same(len(g.entries), 2, "training and not")
-
-
-def gradients(comm: Any, flights: int) -> None:
+@pytest.mark.parametrize("flights", [1, 3])
+@runs_on("unified_ranks")
+def test_gradients(comm: Any, flights: int) -> None:
     """Several outputs, unused and integer ones, and several forwards before their backwards."""
 
     class Layer(torch.nn.Module):
@@ -861,17 +764,33 @@ def gradients(comm: Any, flights: int) -> None:
     same({row["replays"] for row in graph.report(captured)}, {3}, "replays of each slot")
 
 
-def random_order(count: int, turn: int) -> list[int]:
-    order = list(range(count))
-    return order[turn % count :] + order[: turn % count]
+@runs_on("unified_ranks")
+def test_gradients_that_are_used_up(comm: Any) -> None:
+    """A function that uses gradients up, as step() and zero_grad() do, finds the next ones."""
+
+    def train(captured: Callable[..., Any]) -> list[torch.Tensor]:
+        weight = torch.ones(3, device=comm.device, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+
+        def step() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        call, found = captured(step), []
+        for turn in range(6):
+            (weight * turn).sum().backward()
+            call()
+            same(weight.grad, None, f"turn {turn}")
+            found.append(weight.detach().clone())
+        return found
+
+    pairs = zip(train(graph.capture), train(lambda f: f), strict=True)
+    for turn, (one, want) in enumerate(pairs):
+        close(one, want, f"turn {turn}")
 
 
-@pytest.mark.parametrize("flights", [1, 3])
-def test_gradients(unified_ranks: Ranks, flights: int) -> None:
-    unified_ranks(gradients, flights)
-
-
-def no_grad_yet(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_grad_is_none_at_first(comm: Any) -> None:
     """A backward inside the function may be the first that gives gradients."""
 
     class Step(torch.nn.Module):
@@ -897,39 +816,8 @@ def no_grad_yet(comm: Any) -> None:
     same(len(f.entries), 2, "with gradients, and without")
 
 
-def grads_dropped(comm: Any) -> None:
-    """A function that uses gradients up, as step() and zero_grad() do, finds the next ones."""
-
-    def train(captured: Callable[..., Any]) -> list[torch.Tensor]:
-        weight = torch.ones(3, device=comm.device, requires_grad=True)
-        optimizer = torch.optim.SGD([weight], lr=0.1)
-
-        def step() -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        call, found = captured(step), []
-        for turn in range(6):
-            (weight * turn).sum().backward()
-            call()
-            same(weight.grad, None, f"turn {turn}")
-            found.append(weight.detach().clone())
-        return found
-
-    pairs = zip(train(graph.capture), train(lambda f: f), strict=True)
-    for turn, (one, want) in enumerate(pairs):
-        close(one, want, f"turn {turn}")
-
-
-def test_gradients_that_are_used_up(unified_ranks: Ranks) -> None:
-    unified_ranks(grads_dropped)
-
-
-def test_grad_is_none_at_first(unified_ranks: Ranks) -> None:
-    unified_ranks(no_grad_yet)
-
-
-def kept_gradients(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_kept_gradients(comm: Any) -> None:
     """Gradients that the program keeps are not overwritten by the next backward."""
     weight = torch.ones(3, device=comm.device, requires_grad=True)
     f = graph.capture(lambda x: weight * x)
@@ -947,15 +835,30 @@ def kept_gradients(comm: Any) -> None:
     close(weight.grad, torch.full((3,), 3.0), "accumulated")
 
 
-def test_kept_gradients(unified_ranks: Ranks) -> None:
-    unified_ranks(kept_gradients)
+@runs_on("unified_ranks")
+def test_nested_and_modules(comm: Any) -> None:
+    """A captured function inside another one is part of its graph; a module is captured too."""
+    inner = graph.capture(lambda x: x + 1)
+    outer = graph.capture(lambda x: inner(x) * 2, outputs="copy")
+    x = torch.ones(2, device=comm.device)
+    for turn in range(3):
+        close(outer(x + turn), (x + turn + 1) * 2)
+    same(len(inner.entries), 0, "graphs of the inner one")
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout(0.5)).to(comm.device)
+    g = graph.capture(module, outputs="copy")
+    with torch.no_grad():
+        for training in (False, True, False):
+            module.train(training)
+            batch = torch.ones(4, 3, device=comm.device)
+            torch.manual_seed(1)
+            given = g(batch)
+            torch.manual_seed(1)
+            close(given, module(batch), f"training {training}")
+    same(len(g.entries), 2, "training and not")
 
 
-def test_nested_and_modules(unified_ranks: Ranks) -> None:
-    unified_ranks(nested)
-
-
-def unsteady(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_unsteady_functions(comm: Any) -> None:
     """A function that does something else at each run is refused, naming the first difference."""
     runs = count(1)
 
@@ -967,10 +870,6 @@ def unsteady(comm: Any) -> None:
     for options in (many, {}):
         with refused(GraphError, "differ", "number 0", "aten.add.Tensor", "aten.mul.Tensor"):
             graph.capture(f, **options)(x)
-
-
-def test_unsteady_functions(unified_ranks: Ranks) -> None:
-    unified_ranks(unsteady)
 
 
 @pytest.mark.gpu

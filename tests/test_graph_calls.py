@@ -23,7 +23,7 @@ from commlib.graph.segments import Warming, inside
 from commlib.graph.undo import UndoLog
 from tests.support.checks import close, refused, same, settle
 from tests.support.examples import examples
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 
 def on_gpu(comm: Any) -> bool:
@@ -33,7 +33,8 @@ def on_gpu(comm: Any) -> bool:
 # -- arguments -------------------------------------------------------------------------------------
 
 
-def overlapping(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_overlapping_arguments(comm: Any) -> None:
     """Tensors of one begin and of empty memory are distinguished; a written overlap is refused."""
     x = torch.arange(6.0, device=comm.device)
     both = graph.capture(lambda a, b: b.sum() + a.sum(), outputs="copy")
@@ -67,10 +68,6 @@ def overlapping(comm: Any) -> None:
     close(more, torch.zeros(6), "nothing has changed")
 
 
-def test_overlapping_arguments(unified_ranks: Ranks) -> None:
-    unified_ranks(overlapping)
-
-
 @pytest.mark.parametrize(
     ("one", "other", "meet"),
     [
@@ -102,7 +99,8 @@ def test_no_overlap_is_overlooked(bounds: Any) -> None:
         assert [set(pair) for pair in found] == [{0, 2}]
 
 
-def with_and_without(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_one_tensor_twice(comm: Any) -> None:
     """A tensor that is given with and without its gradient keeps it."""
     g = graph.capture(lambda a, b: (a * b).sum())
     for turn in range(3):
@@ -111,11 +109,8 @@ def with_and_without(comm: Any) -> None:
         close(x.grad, x)
 
 
-def test_one_tensor_twice(unified_ranks: Ranks) -> None:
-    unified_ranks(with_and_without)
-
-
-def partly(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_overlap_with_a_copy(comm: Any) -> None:
     """An argument that is written where it is, and one that has its own copy, may not overlap."""
 
     @graph.capture(outputs="copy")
@@ -131,11 +126,8 @@ def partly(comm: Any) -> None:
     close(x, torch.tensor([3.0, 3.0, 3.0, 1.0, 1.0]), "nothing has changed")
 
 
-def test_overlap_with_a_copy(unified_ranks: Ranks) -> None:
-    unified_ranks(partly)
-
-
-def inner_leaves(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_leaves_of_the_function(comm: Any) -> None:
     """Leaves that the function makes for itself are its own business."""
 
     def f(x: torch.Tensor) -> torch.Tensor:
@@ -149,11 +141,8 @@ def inner_leaves(comm: Any) -> None:
         close(g(torch.full((3,), float(turn), device=comm.device)), torch.ones(3))
 
 
-def test_leaves_of_the_function(unified_ranks: Ranks) -> None:
-    unified_ranks(inner_leaves)
-
-
-def flat(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_parameters_in_one_memory(comm: Any) -> None:
     """Parameters that lie in one memory each get their gradient, with an argument there too."""
     memory = torch.arange(12.0, device=comm.device)
     one, two = (torch.nn.Parameter(memory[i : i + 4]) for i in (0, 4))
@@ -172,11 +161,8 @@ def flat(comm: Any) -> None:
             close(got, want)
 
 
-def test_parameters_in_one_memory(unified_ranks: Ranks) -> None:
-    unified_ranks(flat)
-
-
-def gradients(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_gradients_are_apart(comm: Any) -> None:
     """Each gradient has its own memory and version."""
     module = torch.nn.Linear(100, 100).to(comm.device)
     x = torch.ones(1, 100, device=comm.device, requires_grad=True)
@@ -191,11 +177,8 @@ def gradients(comm: Any) -> None:
     close(own.grad, bias)
 
 
-def test_gradients_are_apart(unified_ranks: Ranks) -> None:
-    unified_ranks(gradients)
-
-
-def defaults(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_deepspeed_defaults(comm: Any) -> None:
     """Functions of one code with other defaults are distinguished, by value and type."""
     x = torch.ones(1, device=comm.device, dtype=torch.int64)
 
@@ -217,10 +200,6 @@ def defaults(comm: Any) -> None:
             same(given.tolist(), [scale], f"{scale}")
             same(given.dtype, (x * scale).dtype, f"type of {scale}")
     deepspeed.graph_clear()
-
-
-def test_deepspeed_defaults(unified_ranks: Ranks) -> None:
-    unified_ranks(defaults)
 
 
 # -- calls that fail -------------------------------------------------------------------------------
@@ -245,7 +224,8 @@ def _outside(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
-def counted(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_failures_count_once(comm: Any) -> None:
     """A call counts once, whether it is captured, stays eager or raises."""
     x = torch.ones(1, device=comm.device)
     for first in ("once", "warmup"):
@@ -263,11 +243,8 @@ def counted(comm: Any) -> None:
         same(f.total.tolist(), [0.0], "as before")
 
 
-def test_failures_count_once(unified_ranks: Ranks) -> None:
-    unified_ranks(counted)
-
-
-def one_flight_more(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_a_slot_that_breaks(comm: Any) -> None:
     """A further slot that can't be captured is not an error: with on_fail="eager" it goes on."""
     weight = torch.ones(3, device=comm.device, requires_grad=True)
     broken = array("i")  # no key sees it
@@ -292,11 +269,8 @@ def one_flight_more(comm: Any) -> None:
             close(found, x)
 
 
-def test_a_slot_that_breaks(unified_ranks: Ranks) -> None:
-    unified_ranks(one_flight_more)
-
-
-def replayed_between(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_replays_in_an_eager_part(comm: Any) -> None:
     """An eager part may call and go back through other captured functions, at replays too."""
     inner = graph.capture(lambda x: (x * x).sum())
 
@@ -313,11 +287,8 @@ def replayed_between(comm: Any) -> None:
         close(g(x), 6 * (x + 1), f"turn {turn}")
 
 
-def test_replays_in_an_eager_part(unified_ranks: Ranks) -> None:
-    unified_ranks(replayed_between)
-
-
-def moved(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_moved_arguments_of_pieces(comm: Any) -> None:
     """A function with an eager part that is captured again counts once too."""
     f = Sum(comm, None, broken=True)
     g = graph.capture(f, outputs="copy")
@@ -327,11 +298,8 @@ def moved(comm: Any) -> None:
         close(f.total, x * turn, f"turn {turn}")
 
 
-def test_moved_arguments_of_pieces(unified_ranks: Ranks) -> None:
-    unified_ranks(moved)
-
-
-def unwaited(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_collectives_of_a_failing_run(comm: Any) -> None:
     """A collective that a failing run has begun ends before its writes are undone."""
 
     def f(x: torch.Tensor) -> torch.Tensor:
@@ -346,11 +314,9 @@ def unwaited(comm: Any) -> None:
         same(x.unique().tolist(), [float(comm.size)], f"turn {turn}")
 
 
-def test_collectives_of_a_failing_run(unified_ranks: Ranks) -> None:
-    unified_ranks(unwaited)
-
-
-def one_rank(comm: Any, how: str) -> None:
+@pytest.mark.parametrize("how", ["differs", "advances"])
+@runs_on("unified_ranks")
+def test_one_rank_tells_the_others(comm: Any, how: str) -> None:
     """What one rank finds out about its runs, all ranks raise."""
     state: list[torch.Tensor] = []
     runs = [count(1)]
@@ -379,12 +345,8 @@ def one_rank(comm: Any, how: str) -> None:
     close(comm.all_reduce(torch.zeros_like(x), x), x * comm.size, "the ring works")
 
 
-@pytest.mark.parametrize("how", ["differs", "advances"])
-def test_one_rank_tells_the_others(unified_ranks: Ranks, how: str) -> None:
-    unified_ranks(one_rank, how)
-
-
-def kept_runs(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_runs_that_count_are_not_repeated(comm: Any) -> None:
     """Where the call counts and the capture differs between ranks, it stays eager on all."""
     runs: list[int] = []
 
@@ -404,11 +366,8 @@ def kept_runs(comm: Any) -> None:
     same(len(runs), 1, "runs that count")
 
 
-def test_runs_that_count_are_not_repeated(unified_ranks: Ranks) -> None:
-    unified_ranks(kept_runs)
-
-
-def one_overlaps(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_overlap_on_one_rank(comm: Any) -> None:
     """Arguments that overlap on one rank alone are refused on all.
 
     On a GPU the first call's graph uses the memory of its arguments, so that nothing is refused.
@@ -425,11 +384,8 @@ def one_overlaps(comm: Any) -> None:
         f(memory[:3], memory[shift : shift + 3])
 
 
-def test_overlap_on_one_rank(cpu_ranks: Ranks) -> None:
-    cpu_ranks(one_overlaps)
-
-
-def alone(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_the_first_problem_is_kept(comm: Any) -> None:
     """A rank whose function fails says so, also where its peer does not receive it."""
     ring = commlib.new_ring(72, range(comm.size), timeout=5)
     assert ring is not None
@@ -450,11 +406,8 @@ def alone(comm: Any) -> None:
     commlib.CommContextManager.instance().close(72, abort=True)
 
 
-def test_the_first_problem_is_kept(unified_ranks: Ranks) -> None:
-    unified_ranks(alone)
-
-
-def stays_usable(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_inside_a_foreign_capture(comm: Any) -> None:
     """A capture that can't begin leaves the thread as it was: the next one captures."""
     x = torch.ones(3, device=comm.device)
     g = graph.capture(lambda x: x * 2, outputs="copy")
@@ -470,11 +423,8 @@ def stays_usable(comm: Any) -> None:
     same(len(g.entries), 1, "captured")
 
 
-def test_inside_a_foreign_capture(gpu_ranks: Ranks) -> None:
-    gpu_ranks(stays_usable)
-
-
-def recomputed(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_calls_from_a_backward(comm: Any) -> None:
     """A captured function that a backward calls again is part of the graph, in any thread."""
     inner = graph.capture(lambda x: x * 2)
     names: list[str] = []
@@ -494,10 +444,6 @@ def recomputed(comm: Any) -> None:
     # The first call is eager code: its backward calls the inner one by itself.
     same(len(inner.entries), 1, "graphs of the inner one")
     same(len(set(names)), 2 if on_gpu(comm) else 1, f"threads {set(names)}")
-
-
-def test_calls_from_a_backward(unified_ranks: Ranks) -> None:
-    unified_ranks(recomputed)
 
 
 class _Deep(torch.autograd.Function):
@@ -540,7 +486,8 @@ def test_threads_of_a_backward(watched: bool) -> None:
 # -- threads and keys ------------------------------------------------------------------------------
 
 
-def threads(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_threads_share_a_function(comm: Any) -> None:
     """Two threads that call one captured function each get their own result."""
     g = graph.capture(lambda x: x * 2, outputs="copy")
     wrong: list[float] = []
@@ -561,17 +508,10 @@ def threads(comm: Any) -> None:
     same(wrong, [], "results of the other thread")
 
 
-def test_threads_share_a_function(unified_ranks: Ranks) -> None:
-    unified_ranks(threads)
-
-
-def sets(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_sets_as_keys(comm: Any) -> None:
     """A set in a key is the same on ranks whose hashes differ."""
     g = graph.capture(lambda x, names: x * len(names), agree=0, outputs="copy")
     x = torch.ones(2, device=comm.device)
     for _ in range(2):
         close(g(x, frozenset({"a", "b", "c", "d", "e"})), x * 5)
-
-
-def test_sets_as_keys(unified_ranks: Ranks) -> None:
-    unified_ranks(sets)

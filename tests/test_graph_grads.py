@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from commlib import graph
 from commlib.errors import GraphError
 from tests.support.checks import close, refused, same
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 
 def layers(device: torch.device) -> torch.nn.Sequential:
@@ -32,7 +32,8 @@ def slots(g: graph.CapturedFunction) -> list[Any]:
     return found.parts
 
 
-def loop(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_a_training_loop_has_one_slot(comm: Any) -> None:
     """A loop that holds its losses takes one slot: a backward has freed it for the next call."""
     module = layers(comm.device)
     g, losses = graph.capture(module), []
@@ -48,11 +49,8 @@ def loop(comm: Any) -> None:
             loss.backward()
 
 
-def test_a_training_loop_has_one_slot(unified_ranks: Ranks) -> None:
-    unified_ranks(loop)
-
-
-def again(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_backwards_that_may_come_again(comm: Any) -> None:
     """A slot waits while another backward may come: asked for by torch's means, or the way left."""
     one, two = (torch.ones(3, device=comm.device, requires_grad=True) for _ in range(2))
     x = torch.arange(3.0, device=comm.device)
@@ -94,11 +92,8 @@ def again(comm: Any) -> None:
             same(len(slots(g)), 1, "slots")
 
 
-def test_backwards_that_may_come_again(unified_ranks: Ranks) -> None:
-    unified_ranks(again)
-
-
-def kept_losses(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_gradients_that_are_handed_over(comm: Any) -> None:
     """Gradients of all that a function has, asked for by autograd.grad, free the slot too."""
     module = layers(comm.device)
     wanted = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -111,11 +106,8 @@ def kept_losses(comm: Any) -> None:
     same(len(slots(g)), 1, "slots")
 
 
-def test_gradients_that_are_handed_over(unified_ranks: Ranks) -> None:
-    unified_ranks(kept_losses)
-
-
-def checkpointed(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_hooks_on_saved_tensors(comm: Any) -> None:
     """A first call in a checkpoint, or where saved tensors move, captures as any other."""
     x = batch(2, comm.device).requires_grad_()
 
@@ -140,10 +132,6 @@ def checkpointed(comm: Any) -> None:
         same(len(slots(g)), 1, "slots")
 
 
-def test_hooks_on_saved_tensors(unified_ranks: Ranks) -> None:
-    unified_ranks(checkpointed)
-
-
 def trained(call: Callable[..., torch.Tensor], module: torch.nn.Module) -> list[torch.Tensor]:
     """Return what some steps with sums of gradients lead to, and their outputs."""
     found = []
@@ -162,7 +150,8 @@ def trained(call: Callable[..., torch.Tensor], module: torch.nn.Module) -> list[
     return [*found, *module.parameters()]
 
 
-def sums(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_sums_of_gradients(comm: Any) -> None:
     """Gradients are added up, made and released with the bits of eager code."""
     module, plain = layers(comm.device), layers(comm.device)
     pairs = zip(trained(graph.capture(module), module), trained(plain, plain), strict=True)
@@ -170,11 +159,8 @@ def sums(comm: Any) -> None:
         same(torch.equal(given, want), True, f"tensor {number}")
 
 
-def test_sums_of_gradients(unified_ranks: Ranks) -> None:
-    unified_ranks(sums)
-
-
-def beside(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_a_backward_beside_a_capture(comm: Any) -> None:
     """A backward in another thread is not part of what this one captures, and breaks nothing."""
     weight = torch.ones(3, device=comm.device, requires_grad=True)
     x = torch.arange(3.0, device=comm.device)
@@ -201,10 +187,6 @@ def beside(comm: Any) -> None:
     close(weight.grad, x * 5, "after two runs and the capture")
 
 
-def test_a_backward_beside_a_capture(unified_ranks: Ranks) -> None:
-    unified_ranks(beside)
-
-
 class _Late(torch.autograd.Function):
     """The identity, with a backward that takes its time on a GPU."""
 
@@ -219,7 +201,17 @@ class _Late(torch.autograd.Function):
         return grad * 1
 
 
-def in_order(comm: Any) -> None:
+def streams(device: torch.device) -> list[Any]:
+    """Return contexts: the default stream, and its own one."""
+    if device.type == "cpu":
+        return [torch.enable_grad()]
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    return [torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.stream(aside)]
+
+
+@runs_on("unified_ranks")
+def test_order_of_streams(comm: Any) -> None:
     """The caller's stream follows the gradients, and the backward after the caller's work."""
     weight = torch.ones(3, device=comm.device, requires_grad=True)
     g = graph.capture(lambda x: _Late.apply(x * weight))  # type: ignore[no-untyped-call]
@@ -240,20 +232,8 @@ def in_order(comm: Any) -> None:
         torch.cuda.synchronize()
 
 
-def streams(device: torch.device) -> list[Any]:
-    """Return contexts: the default stream, and its own one."""
-    if device.type == "cpu":
-        return [torch.enable_grad()]
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    return [torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.stream(aside)]
-
-
-def test_order_of_streams(unified_ranks: Ranks) -> None:
-    unified_ranks(in_order)
-
-
-def forgotten(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_nothing_outlives_a_captured_function(comm: Any) -> None:
     """A captured function with gradients holds nothing of itself alive: no cycle through autograd.
 
     A node that outlives a failed capture belongs to another stream, and no capture can use it.
@@ -268,11 +248,8 @@ def forgotten(comm: Any) -> None:
     same(held() is None, True, "the slot is gone")
 
 
-def test_nothing_outlives_a_captured_function(unified_ranks: Ranks) -> None:
-    unified_ranks(forgotten)
-
-
-def one_of_two(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_backwards_through_one_of_two_outputs(comm: Any) -> None:
     """A backward through the loss alone has its own graph; one through both has another."""
 
     def program(captured: Callable[..., Any]) -> list[torch.Tensor]:
@@ -309,7 +286,3 @@ def one_of_two(comm: Any) -> None:
             close(one, want, f"number {number}, {options}")
         (slot,) = slots(seen[0])
         same(len(slot._backwards), 2, "captured backwards")
-
-
-def test_backwards_through_one_of_two_outputs(unified_ranks: Ranks) -> None:
-    unified_ranks(one_of_two)

@@ -25,6 +25,7 @@ from commlib.graph.segments import Segments, making
 from tests.support.checks import close, refused, same, settle
 from tests.support.processes import run
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 from tests.test_graph import on_gpu, whole
 
 WAIT_S = 20  # for another thread; it is there at once
@@ -44,7 +45,8 @@ def in_capture() -> bool:
 # -- S: silent wrong numbers -----------------------------------------------------------------------
 
 
-def outlives(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_outputs_that_outlive_the_graph(comm: Any) -> None:
     """An output that is held longer than its graph is right, or raises (S2, S4)."""
     x = torch.ones(1000, device=comm.device)
     held = graph.capture(lambda x: x + 1)(x)
@@ -59,11 +61,8 @@ def outlives(comm: Any) -> None:
     del junk
 
 
-def test_outputs_that_outlive_the_graph(unified_ranks: Ranks) -> None:
-    unified_ranks(outlives)
-
-
-def gradients_apart(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_gradients_are_not_aliased(comm: Any) -> None:
     """Two backwards give their own gradients, to be added up by the program (S5)."""
     weight = torch.linspace(-1, 1, 6, device=comm.device, requires_grad=True)
     plain = [torch.linspace(turn, 2, 6, device=comm.device) for turn in range(4)]
@@ -88,11 +87,8 @@ def gradients_apart(comm: Any) -> None:
     same(len(next(iter(f.entries.values())).parts), 1, "slots")
 
 
-def test_gradients_are_not_aliased(unified_ranks: Ranks) -> None:
-    unified_ranks(gradients_apart)
-
-
-def plain_values(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_plain_values_are_keys(comm: Any) -> None:
     """A flag, an int and a float are distinguished, also where they compare equal (S6, S7)."""
 
     def f(x: torch.Tensor, how: Any) -> torch.Tensor:
@@ -111,11 +107,8 @@ def plain_values(comm: Any) -> None:
     same(len(g.entries), len(given), "kinds of calls")
 
 
-def test_plain_values_are_keys(unified_ranks: Ranks) -> None:
-    unified_ranks(plain_values)
-
-
-def signed_zero(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_signed_zeros_are_keys(comm: Any) -> None:
     """0.0 and -0.0 compare equal and divide differently (S7)."""
     g = graph.capture(lambda x, by: x / by, outputs="copy")
     x = torch.ones(2, device=comm.device)
@@ -123,11 +116,8 @@ def signed_zero(comm: Any) -> None:
         close(g(x, by), x / by, f"by {by}")
 
 
-def test_signed_zeros_are_keys(unified_ranks: Ranks) -> None:
-    unified_ranks(signed_zero)
-
-
-def modes(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_modes_are_keys(comm: Any) -> None:
     """Grad mode, autocast, its dtype, and ``key=`` for what the arguments do not show (S6)."""
     weight = torch.linspace(-1, 1, 16, device=comm.device).view(4, 4)
     doubled = [False]
@@ -152,11 +142,8 @@ def modes(comm: Any) -> None:
     same(len(g.entries), 8, "kinds of calls")
 
 
-def test_modes_are_keys(unified_ranks: Ranks) -> None:
-    unified_ranks(modes)
-
-
-def autocast_weights(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_autocast_around_a_capture(comm: Any) -> None:
     """Autocast keeps its copies of weights to itself: a replay reads the weights of now (S6)."""
     torch.manual_seed(4)
     module = torch.nn.Linear(4, 4).to(comm.device)
@@ -171,11 +158,8 @@ def autocast_weights(comm: Any) -> None:
             module.weight.mul_(2)
 
 
-def test_autocast_around_a_capture(unified_ranks: Ranks) -> None:
-    unified_ranks(autocast_weights)
-
-
-def frozen_part(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_training_flag_of_a_part(comm: Any) -> None:
     """The training flag of a part of the module counts as that of the whole does (S6)."""
     module = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Dropout(1.0)).to(comm.device)
     g = graph.capture(module, outputs="copy")
@@ -187,11 +171,8 @@ def frozen_part(comm: Any) -> None:
     close(g(x), torch.zeros(8), "drops all again")
 
 
-def test_training_flag_of_a_part(unified_ranks: Ranks) -> None:
-    unified_ranks(frozen_part)
-
-
-def different_lists(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_ranks_with_different_keys(comm: Any) -> None:
     """Ranks whose calls have other keys: well with the same collectives, else refused (S11)."""
     g = graph.capture(lambda x, scale: ops.all_reduce(x * scale), outputs="copy")
     for turn in range(3):
@@ -216,11 +197,9 @@ def different_lists(comm: Any) -> None:
     settle(comm)
 
 
-def test_ranks_with_different_keys(unified_ranks: Ranks) -> None:
-    unified_ranks(different_lists)
-
-
-def reset_between(comm: Any, size: int) -> None:
+@pytest.mark.parametrize("size", [5, 30_000, 400_000])
+@runs_on("unified_ranks")
+def test_reset_between_replays(comm: Any, size: int) -> None:
     """ring.reset() between replays resets the ring's channels; its graphs stay right (S12)."""
     ring = ring_of(comm, 90)
     g = graph.capture(lambda x: ring.all_reduce(torch.zeros_like(x), x), outputs="copy")
@@ -232,12 +211,8 @@ def reset_between(comm: Any, size: int) -> None:
     ring.check()
 
 
-@pytest.mark.parametrize("size", [5, 30_000, 400_000])
-def test_reset_between_replays(unified_ranks: Ranks, size: int) -> None:
-    unified_ranks(reset_between, size)
-
-
-def outside_memory(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_outputs_from_outside(comm: Any) -> None:
     """What the graph has not made is returned as it is, and no replay ends its life (S13)."""
     table = torch.arange(6.0, device=comm.device)
 
@@ -257,10 +232,6 @@ def outside_memory(comm: Any) -> None:
     g.reset()
     gc.collect()
     close(part, torch.arange(2.0, 4.0) + 3, "after the graph")
-
-
-def test_outputs_from_outside(unified_ranks: Ranks) -> None:
-    unified_ranks(outside_memory)
 
 
 OPTIMIZERS: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
@@ -329,7 +300,9 @@ NOTHING: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-def launches_nothing(comm: Any, what: str) -> None:
+@pytest.mark.parametrize("what", NOTHING)
+@runs_on("unified_ranks")
+def test_functions_without_kernels(comm: Any, what: str) -> None:
     """A function without any kernel is not a failed capture (S15)."""
     f = NOTHING[what]
     g = graph.capture(f)
@@ -342,12 +315,8 @@ def launches_nothing(comm: Any, what: str) -> None:
             same(given, want, f"turn {turn}")
 
 
-@pytest.mark.parametrize("what", NOTHING)
-def test_functions_without_kernels(unified_ranks: Ranks, what: str) -> None:
-    unified_ranks(launches_nothing, what)
-
-
-def unfenced(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_unfenced_collectives(comm: Any) -> None:
     """A raw collective on the comm stream is part of the graph all the same (S16)."""
     out = torch.zeros(4, device=comm.device)
 
@@ -364,10 +333,6 @@ def unfenced(comm: Any) -> None:
     same([len(row["collectives"]) for row in graph.report(f)], [1])
 
 
-def test_unfenced_collectives(unified_ranks: Ranks) -> None:
-    unified_ranks(unfenced)
-
-
 # -- C: a crash or an error at the capture ---------------------------------------------------------
 
 COPIES: dict[str, tuple[Callable[[torch.Tensor], Any], tuple[str, ...]]] = {
@@ -379,7 +344,9 @@ COPIES: dict[str, tuple[Callable[[torch.Tensor], Any], tuple[str, ...]]] = {
 }
 
 
-def copies(comm: Any, what: str) -> None:
+@pytest.mark.parametrize("what", COPIES)
+@runs_on("gpu_ranks")
+def test_copies_to_the_host(comm: Any, what: str) -> None:
     """Copies between host and GPU for which the host waits; the process stays whole (C1)."""
     f, words = COPIES[what]
     x = torch.ones(4, device=comm.device)
@@ -394,12 +361,8 @@ def copies(comm: Any, what: str) -> None:
         torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("what", COPIES)
-def test_copies_to_the_host(gpu_ranks: Ranks, what: str) -> None:
-    gpu_ranks(copies, what)
-
-
-def first_uses(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_first_uses(comm: Any) -> None:
     """Libraries and verbs that this process, or this ring, has not used before (C2, C8)."""
     ring = ring_of(comm, 90)
 
@@ -436,11 +399,8 @@ def first_uses(comm: Any) -> None:
             close(one, want, f"tensor {i}, turn {turn}")
 
 
-def test_first_uses(unified_ranks: Ranks) -> None:
-    unified_ranks(first_uses)
-
-
-def waits_inside(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_work_from_before(comm: Any) -> None:
     """A Work from before the capture is waited for in the function, or refused cleanly (C3)."""
     x = torch.full((4,), comm.rank + 1.0, device=comm.device)
     work = ops.all_gather(x, use_calc_stream=False, sync_op=False)
@@ -459,11 +419,9 @@ def waits_inside(comm: Any) -> None:
         close(h(), wanted, "waited for before")
 
 
-def test_work_from_before(unified_ranks: Ranks) -> None:
-    unified_ranks(waits_inside)
-
-
-def stale_nodes(comm: Any, inside: bool) -> None:
+@pytest.mark.parametrize("inside", [False, True])
+@runs_on("unified_ranks")
+def test_stale_autograd_nodes(comm: Any, inside: bool) -> None:
     """Autograd nodes of an eager forward that is still held know another stream (C4)."""
     torch.manual_seed(6)
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
@@ -500,12 +458,9 @@ def stale_nodes(comm: Any, inside: bool) -> None:
     settle(comm)
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_stale_autograd_nodes(unified_ranks: Ranks, inside: bool) -> None:
-    unified_ranks(stale_nodes, inside)
-
-
-def nobody_waits(comm: Any, held: bool) -> None:
+@pytest.mark.parametrize("held", [False, True])
+@runs_on("unified_ranks")
+def test_work_that_nobody_waits_for(comm: Any, held: bool) -> None:
     """Collectives on the comm stream that nobody waits for: joined, and undone, as any (C5, S8)."""
     out, seen = torch.zeros(4, device=comm.device), torch.zeros(4, device=comm.device)
     works: list[Any] = []
@@ -535,12 +490,9 @@ def nobody_waits(comm: Any, held: bool) -> None:
     settle(comm)
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_work_that_nobody_waits_for(unified_ranks: Ranks, held: bool) -> None:
-    unified_ranks(nobody_waits, held)
-
-
-def garbage(comm: Any, how: str) -> None:
+@pytest.mark.parametrize("how", ["cycle", "last reference"])
+@runs_on("unified_ranks")
+def test_graphs_that_die_in_a_capture(comm: Any, how: str) -> None:
     """A graph that becomes garbage while another one is captured does not end the capture (C6)."""
     x = torch.ones(1000, device=comm.device)
     held: list[Any] = []
@@ -570,11 +522,6 @@ def garbage(comm: Any, how: str) -> None:
     gc.collect()
     same([one() for one in gone], [None] * 3, "all gone")
     whole(comm)
-
-
-@pytest.mark.parametrize("how", ["cycle", "last reference"])
-def test_graphs_that_die_in_a_capture(unified_ranks: Ranks, how: str) -> None:
-    unified_ranks(garbage, how)
 
 
 class Helper:
@@ -608,7 +555,8 @@ class Helper:
             raise self.problem
 
 
-def beside(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_tensors_of_another_thread(comm: Any) -> None:
     """What another thread computes, pins and waits for while a capture goes on is its own (C7)."""
     theirs = torch.full((5,), 2.0, device=comm.device)
 
@@ -638,11 +586,8 @@ def beside(comm: Any) -> None:
     close(theirs, torch.full((5,), 4.0), "what the thread has done, once")
 
 
-def test_tensors_of_another_thread(unified_ranks: Ranks) -> None:
-    unified_ranks(beside)
-
-
-def from_streams(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_captures_from_any_stream(comm: Any) -> None:
     """A capture begins on any current stream, which stays the current one (C9)."""
     default, side = torch.cuda.default_stream(), torch.cuda.Stream()
     for stream in (default, side, torch.cuda.Stream(priority=-1)):
@@ -661,11 +606,8 @@ def from_streams(comm: Any) -> None:
     whole(comm)
 
 
-def test_captures_from_any_stream(gpu_ranks: Ranks) -> None:
-    gpu_ranks(from_streams)
-
-
-def conditional(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_conditional_nodes(comm: Any) -> None:
     """torch.cond, in which no collective may stand, is refused by name (C10)."""
 
     def f(x: torch.Tensor) -> Any:
@@ -676,11 +618,9 @@ def conditional(comm: Any) -> None:
     whole(comm)
 
 
-def test_conditional_nodes(unified_ranks: Ranks) -> None:
-    unified_ranks(conditional)
-
-
-def hooks(comm: Any, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
+@runs_on("unified_ranks")
+def test_hooks_that_read_values(comm: Any, kind: str) -> None:
     """A module's hook that reads a value is named by operator and line (C11)."""
     module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)).to(comm.device)
     seen: list[float] = []
@@ -700,11 +640,6 @@ def hooks(comm: Any, kind: str) -> None:
     remove()
     for turn in range(3):
         close(g(x + turn), module(x + turn), f"turn {turn} without the hook")
-
-
-@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
-def test_hooks_that_read_values(unified_ranks: Ranks, kind: str) -> None:
-    unified_ranks(hooks, kind)
 
 
 def two_threads(comm: Any, what: str) -> None:
@@ -759,7 +694,8 @@ def test_two_threads_capture_collectives(cpu_ranks: Ranks) -> None:
 # -- D: several ranks ------------------------------------------------------------------------------
 
 
-def alone(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_one_rank_captures_alone(comm: Any) -> None:
     """A rank that captures while the other one replays learns which rank is late (D1)."""
     ring = ring_of(comm, 90, timeout=LATE_S)
 
@@ -786,10 +722,6 @@ def alone(comm: Any) -> None:
     close(h(x), torch.full((4,), 4.0), "another ring")
 
 
-def test_one_rank_captures_alone(unified_ranks: Ranks) -> None:
-    unified_ranks(alone)
-
-
 def of_two_rings(comm: Any) -> tuple[list[Any], list[Any]]:
     """Return two rings and a captured function over each."""
     rings = [ring_of(comm, 90 + i) for i in range(2)]
@@ -799,7 +731,8 @@ def of_two_rings(comm: Any) -> tuple[list[Any], list[Any]]:
     ]
 
 
-def two_rings(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_replays_of_two_rings(comm: Any) -> None:
     """Graphs of two rings are replayed in turn (D3)."""
     _, graphs = of_two_rings(comm)
     x = torch.ones(100, device=comm.device)
@@ -807,11 +740,8 @@ def two_rings(comm: Any) -> None:
         close(graphs[turn % 2](x + turn), (x + turn) * 2, f"turn {turn}")
 
 
-def test_replays_of_two_rings(unified_ranks: Ranks) -> None:
-    unified_ranks(two_rings)
-
-
-def two_rings_on_streams(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_replays_of_two_rings_on_streams(comm: Any) -> None:
     """The same from two streams, whose order is another one on each rank."""
     rings, graphs = of_two_rings(comm)
     x = torch.ones(100_000, device=comm.device)
@@ -833,11 +763,8 @@ def two_rings_on_streams(comm: Any) -> None:
         ring.check()
 
 
-def test_replays_of_two_rings_on_streams(gpu_ranks: Ranks) -> None:
-    gpu_ranks(two_rings_on_streams)
-
-
-def circle(comm: Any) -> None:
+@runs_on("crowd")
+def test_sends_in_a_circle(comm: Any) -> None:
     """Everybody sends to the next and to the one before, over one ring, as in a pipeline (D4)."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
@@ -858,11 +785,9 @@ def circle(comm: Any) -> None:
         close(back, torch.full((2000,), (after + turn * 10.0) * 3 + 1), f"back, turn {turn}")
 
 
-def test_sends_in_a_circle(crowd: Ranks) -> None:
-    crowd(circle)
-
-
-def ring_first(comm: Any, abort: bool) -> None:
+@pytest.mark.parametrize("abort", [False, True])
+@runs_on("unified_ranks")
+def test_ring_ends_before_its_graphs(comm: Any, abort: bool) -> None:
     """A ring ends before its graphs, in mid use: graphs of all kinds go with it (D5)."""
     manager = commlib.CommContextManager.instance()
     ring = ring_of(comm, 90)
@@ -898,11 +823,6 @@ def ring_first(comm: Any, abort: bool) -> None:
     gc.collect()
 
 
-@pytest.mark.parametrize("abort", [False, True])
-def test_ring_ends_before_its_graphs(unified_ranks: Ranks, abort: bool) -> None:
-    unified_ranks(ring_first, abort)
-
-
 def segments() -> None:
     """Replay collectives of all sizes in memory that torch's allocator maps piece by piece."""
     comm = commlib.init()
@@ -934,7 +854,8 @@ def test_expandable_segments() -> None:
     assert out == "right\n"
 
 
-def mixed(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_eager_calls_between_replays(comm: Any) -> None:
     """Eager calls of a ring between replays that hold calls of it (D8)."""
     for count in (7, 16_000_000 if on_gpu(comm) else 1000):
         g = graph.capture(lambda x: ops.all_reduce(x + 1), outputs="copy")
@@ -951,11 +872,8 @@ def mixed(comm: Any) -> None:
             close(once_more[-5:], torch.full((5,), 2.0 * (turn + 1)), f"turn {turn}")
 
 
-def test_eager_calls_between_replays(unified_ranks: Ranks) -> None:
-    unified_ranks(mixed)
-
-
-def from_a_thread(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_threads_share_a_rank(comm: Any) -> None:
     """A process is one rank: its threads share rings and graphs (D9)."""
     g = graph.capture(lambda x: ops.all_reduce(x) * 3, outputs="copy")
     found: list[torch.Tensor] = []
@@ -977,11 +895,8 @@ def from_a_thread(comm: Any) -> None:
     same(len(g.entries), 1, "graphs")
 
 
-def test_threads_share_a_rank(unified_ranks: Ranks) -> None:
-    unified_ranks(from_a_thread)
-
-
-def priority(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_priority_of_the_comm_stream(comm: Any) -> None:
     """Collectives on the comm stream go before other work, in a graph too (D10)."""
     least, greatest = torch.cuda.Stream.priority_range()
     same(greatest < least, True, "a device with priorities")
@@ -989,11 +904,8 @@ def priority(comm: Any) -> None:
         same(ring.stream.priority, greatest, f"priority of ring {ring.ring_id}")
 
 
-def test_priority_of_the_comm_stream(gpu_ranks: Ranks) -> None:
-    gpu_ranks(priority)
-
-
-def late_begin(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_a_capture_that_begins_late(comm: Any) -> None:
     """What torch writes when a capture begins comes late: the replay after it draws right."""
     begin = torch.cuda.CUDAGraph.capture_begin
 
@@ -1018,11 +930,8 @@ def late_begin(comm: Any) -> None:
         close(one, want, f"call {turn}")
 
 
-def test_a_capture_that_begins_late(gpu_ranks: Ranks) -> None:
-    gpu_ranks(late_begin)
-
-
-def far_pools(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_many_pools(comm: Any) -> None:
     """Torch numbers pools; numbers above 256 are objects, which torch's snapshot gives up."""
     for _ in range(300):
         torch.cuda.graph_pool_handle()
@@ -1038,10 +947,6 @@ def far_pools(comm: Any) -> None:
         close(found, module.weight.grad, f"pool {turn}")
     numbers = [torch.cuda.graph_pool_handle()[1] for _ in range(3)]
     same(numbers, [numbers[0], numbers[0] + 1, numbers[0] + 2], "numbers of pools")
-
-
-def test_many_pools(gpu_ranks: Ranks) -> None:
-    gpu_ranks(far_pools)
 
 
 # -- the programs that the rows come from ----------------------------------------------------------
@@ -1089,7 +994,8 @@ class Sharded:
         return loss.detach()
 
 
-def sharded(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_a_sharded_step(comm: Any) -> None:
     """Sharded data parallel and tensor parallel as one captured step, bit for bit as eager."""
     manager = commlib.CommContextManager.instance()
     ring = ring_of(comm, 90)
@@ -1124,11 +1030,8 @@ def sharded(comm: Any) -> None:
         step(x, target, RATE)
 
 
-def test_a_sharded_step(unified_ranks: Ranks) -> None:
-    unified_ranks(sharded)
-
-
-def clips(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_deepspeed_clip(comm: Any) -> None:
     """DeepSpeed's norm and clip: the coefficient stays on the device, lists may change."""
 
     def clip(tensors: list[torch.Tensor], most: float) -> Any:
@@ -1157,11 +1060,8 @@ def clips(comm: Any) -> None:
     deepspeed.graph_clear()
 
 
-def test_deepspeed_clip(unified_ranks: Ranks) -> None:
-    unified_ranks(clips)
-
-
-def changing_closure(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_deepspeed_numbers_in_closures(comm: Any) -> None:
     """A number that the function's closure holds may change between calls."""
     total = torch.zeros(3, device=comm.device)
     value, want, places = 0.0, 0.0, set()
@@ -1180,11 +1080,8 @@ def changing_closure(comm: Any) -> None:
     deepspeed.graph_clear()
 
 
-def test_deepspeed_numbers_in_closures(unified_ranks: Ranks) -> None:
-    unified_ranks(changing_closure)
-
-
-def missing_gradient(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_deepspeed_gradient_is_none(comm: Any) -> None:
     """A gradient that the first call makes is added to by the later ones."""
     weight = torch.ones(3, device=comm.device, requires_grad=True)
     total = torch.zeros(3, device=comm.device)
@@ -1203,11 +1100,8 @@ def missing_gradient(comm: Any) -> None:
     deepspeed.graph_clear()
 
 
-def test_deepspeed_gradient_is_none(unified_ranks: Ranks) -> None:
-    unified_ranks(missing_gradient)
-
-
-def failed_first(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_deepspeed_failed_capture(comm: Any) -> None:
     """A capture that fails leaves no entry that later calls would replay in vain."""
     total = torch.zeros(3, device=comm.device)
     reads = [True]
@@ -1226,10 +1120,6 @@ def failed_first(comm: Any) -> None:
         deepspeed.graph_process(True, update)
         close(total, torch.full((3,), float(turn)), f"turn {turn}")
     deepspeed.graph_clear()
-
-
-def test_deepspeed_failed_capture(unified_ranks: Ranks) -> None:
-    unified_ranks(failed_first)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from commlib.errors import GraphError
 from commlib.graph.host import HostPart, OtherValue
 from commlib.graph.recorder import Recorder
 from tests.support.checks import close, refused, same
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 META = torch.device("meta")  # in place of a GPU: what is there is not on the host
 
@@ -138,7 +138,8 @@ def test_values_that_the_function_changes_are_refused() -> None:
 # -- on GPUs -------------------------------------------------------------------------------------
 
 
-def steps(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_steps(comm: Any) -> None:
     """Replays do on the host what eager calls do: the same bits, state and random numbers."""
     gpu = comm.device
 
@@ -175,11 +176,8 @@ def steps(comm: Any) -> None:
     same((row["replays"], len(graphs[0].eager)), (11, 0), "replays, and calls that stay eager")
 
 
-def test_steps(gpu_ranks: Ranks) -> None:
-    gpu_ranks(steps)
-
-
-def branches(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_branches(comm: Any) -> None:
     """A call with another value on the host is made eagerly, and the graph stays."""
     gate = torch.ones(())
     ran: list[int] = []
@@ -216,11 +214,8 @@ def branches(comm: Any) -> None:
             close(one, want, f"turn {turn}, {grad}")
 
 
-def test_branches(gpu_ranks: Ranks) -> None:
-    gpu_ranks(branches)
-
-
-def refusals(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_refusals(comm: Any) -> None:
     """What no eager call could take over from is refused."""
     count = torch.zeros(())
 
@@ -243,7 +238,3 @@ def refusals(comm: Any) -> None:
 
     with refused(GraphError, "a function with eager parts"):
         graph.capture(behind_a_part)(x)
-
-
-def test_refusals(gpu_ranks: Ranks) -> None:
-    gpu_ranks(refusals)

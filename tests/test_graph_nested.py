@@ -8,10 +8,11 @@ import torch
 from commlib import graph
 from commlib.errors import GraphError
 from tests.support.checks import refused, same
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 
-def graphed_module(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_graphed_modules(comm: Any) -> None:
     """One runs in a captured function, forward and backward, with the bits of eager code."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 4)]
@@ -33,11 +34,8 @@ def graphed_module(comm: Any) -> None:
         same(torch.equal(graphed(x), eager(x)), True, "the graphed module itself")
 
 
-def test_graphed_modules(gpu_ranks: Ranks) -> None:
-    gpu_ranks(graphed_module)
-
-
-def graph_of_the_program(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_graphs_of_the_program(comm: Any) -> None:
     """A replay of the program's own graph is refused by name, and the call counts."""
     total = torch.zeros(4, device=comm.device)
     own, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -57,11 +55,8 @@ def graph_of_the_program(comm: Any) -> None:
         same(kept(x).tolist(), [1.0] * 4, f"turn {turn}")
 
 
-def test_graphs_of_the_program(gpu_ranks: Ranks) -> None:
-    gpu_ranks(graph_of_the_program)
-
-
-def emptied(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_memory_that_each_call_empties(comm: Any) -> None:
     """Memory that each call fills and empties, as FSDP does, is the graph's own while it runs."""
     count, buffer = 1 << 12, torch.zeros(1 << 12, device=comm.device)
     memory = buffer.untyped_storage()
@@ -84,11 +79,8 @@ def emptied(comm: Any) -> None:
     same(graph.report(g)[0]["replays"], 5, "replays")
 
 
-def test_memory_that_each_call_empties(gpu_ranks: Ranks) -> None:
-    gpu_ranks(emptied)
-
-
-def fsdp_step(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_steps_with_fsdp(comm: Any) -> None:
     """A training step with FSDP2 has the bits of eager code when all of it is captured."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -128,7 +120,3 @@ def fsdp_step(comm: Any) -> None:
     equal = [torch.equal(a, b) for a, b in zip(trained(captured), want, strict=True)]
     same(equal, [True] * len(want), "bits")
     same(graph.report(graphs[0])[0]["replays"] > 1, True, "replays")
-
-
-def test_steps_with_fsdp(gpu_ranks: Ranks) -> None:
-    gpu_ranks(fsdp_step)

@@ -21,7 +21,7 @@ from torch import nn
 from commlib import graph
 from commlib.errors import GraphError
 from tests.support.checks import close, refused, same
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 from tests.test_modes import Wrapper
 
 Program = Callable[[Callable[..., Any], torch.device], list[torch.Tensor]]
@@ -191,7 +191,9 @@ PROGRAMS = (
 )
 
 
-def as_eager(comm: Any, program: Program) -> None:
+@pytest.mark.parametrize("program", PROGRAMS)
+@runs_on("unified_ranks")
+def test_programs(comm: Any, program: Program) -> None:
     """A program gives the bits of eager code, and replays."""
     graphs: list[Any] = []
 
@@ -204,11 +206,6 @@ def as_eager(comm: Any, program: Program) -> None:
         same(torch.equal(one, other), True, f"tensor {number}: {one}, and eagerly {other}")
     replays = sum(row["replays"] for row in graph.report(graphs[0]))
     same(replays > 0, True, f"{replays} replays")
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_programs(unified_ranks: Ranks, program: Program) -> None:
-    unified_ranks(as_eager, program)
 
 
 # -- what Python holds -----------------------------------------------------------------------------

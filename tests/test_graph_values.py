@@ -16,6 +16,7 @@ from commlib import graph, ops
 from commlib.errors import GraphError
 from tests.support.checks import close, refused, same
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 
 def alike(program: Callable[[Callable[..., Any]], list[Any]], what: str) -> None:
@@ -58,29 +59,6 @@ def batch_norms(comm: Any) -> None:
         return found + [part.grad for part in norm.parameters()]
 
     alike(program, "batch norms")
-
-
-def literals(comm: Any) -> None:
-    """A tensor that is written down in a function is new at each call, on a CPU."""
-
-    def program(captured: Callable[..., Any]) -> list[Any]:
-        def step(x: torch.Tensor) -> Any:
-            total, other = torch.tensor([0.0, 1.0]), x.new_tensor([2.0, 3.0])
-            total += x
-            other *= x
-            return total * 1, other + 0
-
-        call = captured(step)
-        return [part.clone() for _ in range(3) for part in call(torch.full((2,), 2.0))]
-
-    alike(program, "literals")
-    array = np.zeros(2, np.float32)
-    with refused(GraphError, "writes to an array"):
-        graph.capture(lambda x: torch.as_tensor(np.zeros(2, np.float32)).add_(x))(torch.ones(2))
-    read = graph.capture(lambda x: x + torch.from_numpy(array))
-    for turn in range(3):
-        array += 1
-        close(read(torch.ones(2)), torch.full((2,), turn + 2.0), "an array that is read")
 
 
 # -- views -----------------------------------------------------------------------------------------
@@ -724,23 +702,6 @@ def shapes(comm: Any) -> None:
     same(tuple(x.shape), (3,), "as before")
 
 
-def recurrent(comm: Any) -> None:
-    """On the CPU alone: cuDNN's own kernels are not business of the recording engine."""
-
-    def program(captured: Callable[..., Any]) -> list[Any]:
-        torch.manual_seed(6)
-        module = nn.LSTM(3, 4)
-        call, found = captured(module), []
-        for _ in range(3):
-            x = torch.randn(5, 2, 3)
-            y, (h, c) = call(x)
-            (y.sum() + h.sum() * 2 + c.sum()).backward()
-            found += [y.detach().clone(), h.detach().clone(), c.detach().clone()]
-        return found + [weight.grad for weight in module.parameters()]
-
-    alike(program, "LSTM")
-
-
 CASES = (
     batch_norms, views, gradients_of_views, same_twice, autocast, hooks, some_outputs,
     unfrozen, tied, written_between, written_in_passing, inference, freed, own_grad, seeds,
@@ -754,11 +715,32 @@ def test_values(unified_ranks: Ranks, case: Callable[[Any], None]) -> None:
     unified_ranks(case)
 
 
-def test_literals(cpu_ranks: Ranks) -> None:
-    cpu_ranks(literals)
+@runs_on("cpu_ranks")
+def test_literals(comm: Any) -> None:
+    """A tensor that is written down in a function is new at each call, on a CPU."""
+
+    def program(captured: Callable[..., Any]) -> list[Any]:
+        def step(x: torch.Tensor) -> Any:
+            total, other = torch.tensor([0.0, 1.0]), x.new_tensor([2.0, 3.0])
+            total += x
+            other *= x
+            return total * 1, other + 0
+
+        call = captured(step)
+        return [part.clone() for _ in range(3) for part in call(torch.full((2,), 2.0))]
+
+    alike(program, "literals")
+    array = np.zeros(2, np.float32)
+    with refused(GraphError, "writes to an array"):
+        graph.capture(lambda x: torch.as_tensor(np.zeros(2, np.float32)).add_(x))(torch.ones(2))
+    read = graph.capture(lambda x: x + torch.from_numpy(array))
+    for turn in range(3):
+        array += 1
+        close(read(torch.ones(2)), torch.full((2,), turn + 2.0), "an array that is read")
 
 
-def literals_on_a_gpu(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_literals_on_a_gpu(comm: Any) -> None:
     """A tensor that is written down in a function is new at each call, on a GPU too."""
 
     def program(captured: Callable[..., Any]) -> list[Any]:
@@ -775,15 +757,26 @@ def literals_on_a_gpu(comm: Any) -> None:
     alike(program, "literals")
 
 
-def test_literals_on_a_gpu(gpu_ranks: Ranks) -> None:
-    gpu_ranks(literals_on_a_gpu)
+@runs_on("cpu_ranks")
+def test_recurrent(comm: Any) -> None:
+    """On the CPU alone: cuDNN's own kernels are not business of the recording engine."""
+
+    def program(captured: Callable[..., Any]) -> list[Any]:
+        torch.manual_seed(6)
+        module = nn.LSTM(3, 4)
+        call, found = captured(module), []
+        for _ in range(3):
+            x = torch.randn(5, 2, 3)
+            y, (h, c) = call(x)
+            (y.sum() + h.sum() * 2 + c.sum()).backward()
+            found += [y.detach().clone(), h.detach().clone(), c.detach().clone()]
+        return found + [weight.grad for weight in module.parameters()]
+
+    alike(program, "LSTM")
 
 
-def test_recurrent(cpu_ranks: Ranks) -> None:
-    cpu_ranks(recurrent)
-
-
-def classes(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_one_hot(comm: Any) -> None:
     """one_hot with a number of classes, whose check of the values is a part of each call."""
 
     def f(x: torch.Tensor) -> torch.Tensor:
@@ -799,11 +792,8 @@ def classes(comm: Any) -> None:
             g(torch.tensor([[1, 1], [4, 1]]))
 
 
-def test_one_hot(unified_ranks: Ranks) -> None:
-    unified_ranks(classes)
-
-
-def wanting(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_arguments_that_are_made_to_want_a_gradient(comm: Any) -> None:
     """A function that makes an argument want a gradient is refused, or eager at every call."""
 
     def f(x: torch.Tensor) -> torch.Tensor:
@@ -820,7 +810,3 @@ def wanting(comm: Any) -> None:
         close(g(x), given(turn) * 2, f"turn {turn}")
         same(x.requires_grad, True, "the argument")
     same((len(g.entries), len(graph.report(g))), (0, 2), "graphs, and kinds that stay eager")
-
-
-def test_arguments_that_are_made_to_want_a_gradient(unified_ranks: Ranks) -> None:
-    unified_ranks(wanting)

@@ -15,6 +15,7 @@ from commlib.graph import digest, effects
 from commlib.graph.nodes import used_up
 from tests.support.checks import close, refused, same
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 
 class Hidden:
@@ -63,7 +64,8 @@ def test_a_number_that_changes(unified_ranks: Ranks) -> None:
     unified_ranks(found)
 
 
-def writes_later(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_writes_that_come_later(comm: Any) -> None:
     """What the function has come to write, and the graph does not, is found."""
     weight = torch.ones(3, device=comm.device, requires_grad=True)
     hidden, total = Hidden(), torch.zeros(3, device=comm.device)
@@ -91,11 +93,8 @@ def writes_later(comm: Any) -> None:
     same(weight.grad, None, "this too")
 
 
-def test_writes_that_come_later(unified_ranks: Ranks) -> None:
-    unified_ranks(writes_later)
-
-
-def past_operators(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_writes_past_operators(comm: Any) -> None:
     """Memory that something writes past all operators is found at the first call."""
     total, x = torch.zeros(64), torch.ones(3)
 
@@ -113,11 +112,8 @@ def past_operators(comm: Any) -> None:
         same(total.sum().item(), turn + 2.0, "eager calls count once")
 
 
-def test_writes_past_operators(cpu_ranks: Ranks) -> None:
-    cpu_ranks(past_operators)
-
-
-def stays_right(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_eager_from_then_on(comm: Any) -> None:
     """With on_fail="eager" each call is right, its backward too, and later ones are eager."""
     hidden, f, total = scaled(comm)
     weight = torch.ones(3, device=comm.device, requires_grad=True)
@@ -134,10 +130,6 @@ def stays_right(comm: Any) -> None:
     same((len(g.entries), len(g.eager)), (0, 1), "graphs, and calls that stay eager")
 
 
-def test_eager_from_then_on(unified_ranks: Ranks) -> None:
-    unified_ranks(stays_right)
-
-
 class _Backward(torch.autograd.Function):
     """The identity, whose backward reads a hidden number."""
 
@@ -151,7 +143,8 @@ class _Backward(torch.autograd.Function):
         return grad * ctx.hidden.scale, None
 
 
-def backwards(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_backwards(comm: Any) -> None:
     """Forward and backward of one call are verified together."""
     for on_fail in ("raise", "eager"):
         hidden = Hidden()
@@ -168,10 +161,6 @@ def backwards(comm: Any) -> None:
             y.sum().backward()
             close(x.grad, torch.full((3,), 9.0), "the gradient of the function")
             same(len(g.eager), 1, "calls that stay eager")
-
-
-def test_backwards(unified_ranks: Ranks) -> None:
-    unified_ranks(backwards)
 
 
 def together(comm: Any) -> None:
@@ -270,7 +259,8 @@ def sees_capture() -> bool:
         return False
 
 
-def asking(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_functions_that_ask(comm: Any) -> None:
     """A function that asks whether it is captured may take another way for the same numbers."""
     weight = torch.full((3,), 3.0, device=comm.device, requires_grad=True)
 
@@ -294,11 +284,8 @@ def asking(comm: Any) -> None:
         same(verified, 4 if differentiable else 2, "verified calls and backwards")
 
 
-def test_functions_that_ask(unified_ranks: Ranks) -> None:
-    unified_ranks(asking)
-
-
-def other_when_captured(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_functions_that_do_something_else_in_a_capture(comm: Any) -> None:
     """One that computes something else in a capture is refused, and its effects are kept."""
 
     def f(x: torch.Tensor) -> torch.Tensor:
@@ -316,11 +303,8 @@ def other_when_captured(comm: Any) -> None:
         close(tamed(x), x * 2, f"turn {turn}")
 
 
-def test_functions_that_do_something_else_in_a_capture(unified_ranks: Ranks) -> None:
-    unified_ranks(other_when_captured)
-
-
-def kernels(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_kernels_that_no_operator_shows(comm: Any) -> None:
     """A kernel of Triton that writes memory from outside, and no operator says so, counts once."""
     from tests.support.triton_kernels import add_one
 
@@ -343,11 +327,8 @@ def kernels(comm: Any) -> None:
         same((len(g.entries), len(g.eager)), (1, 0), "graphs, and calls that stay eager")
 
 
-def test_kernels_that_no_operator_shows(gpu_ranks: Ranks) -> None:
-    gpu_ranks(kernels)
-
-
-def other_kinds(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_ranks_with_other_kinds(comm: Any) -> None:
     """Ranks whose calls are of other kinds verify the same ones, whose collectives meet."""
     g = graph.capture(lambda x, mode: commlib.ops.all_reduce(x) * mode, outputs="copy")
     modes = (1, 2, 1, 1, 2, 2, 1) if comm.rank else (1, 3, 3, 3, 3, 3, 1)
@@ -356,11 +337,8 @@ def other_kinds(comm: Any) -> None:
         close(g(x, mode), x * comm.size * mode, f"turn {turn}")
 
 
-def test_ranks_with_other_kinds(unified_ranks: Ranks) -> None:
-    unified_ranks(other_kinds)
-
-
-def raises_on_one(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_a_rank_that_raises_in_a_verified_call(comm: Any) -> None:
     """A rank whose function raises in a verified call, its collectives made, holds up nobody."""
     hidden = Hidden()
 
@@ -381,10 +359,6 @@ def raises_on_one(comm: Any) -> None:
     hidden.scale = 2.0
     for turn in range(3):
         close(call(x), x * comm.size, f"turn {turn}")
-
-
-def test_a_rank_that_raises_in_a_verified_call(unified_ranks: Ranks) -> None:
-    unified_ranks(raises_on_one)
 
 
 @pytest.mark.parametrize("together", [16, 1 << 26])

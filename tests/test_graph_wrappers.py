@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 from commlib import graph
 from commlib.errors import GraphError
 from tests.support.checks import refused, same
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 
 def sharded(comm: Any) -> torch.nn.Module:
@@ -69,7 +69,9 @@ def step(model: Any, optimizer: Any, captured: Callable[[Any], Any]) -> Any:
     return lambda x: call(x).clone()
 
 
-def as_eager(comm: Any, of: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("of", [module, step])
+@runs_on("unified_ranks")
+def test_tensor_parallel(comm: Any, of: Callable[..., Any]) -> None:
     """A module with DTensor parameters has the bits of eager code, and replays."""
     graphs: list[Any] = []
 
@@ -83,12 +85,8 @@ def as_eager(comm: Any, of: Callable[..., Any]) -> None:
     same(graph.report(graphs[0])[0]["replays"] > 1, True, "replays")
 
 
-@pytest.mark.parametrize("of", [module, step])
-def test_tensor_parallel(unified_ranks: Ranks, of: Callable[..., Any]) -> None:
-    unified_ranks(as_eager, of)
-
-
-def outputs(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_outputs(comm: Any) -> None:
     """A DTensor that is returned is one again at each replay; one with a gradient is refused."""
     mesh = init_device_mesh(comm.device.type, (comm.size,))
     weight = torch.arange(float(comm.size), device=comm.device)
@@ -110,10 +108,6 @@ def outputs(comm: Any) -> None:
     with refused(GraphError, "tensor 0 of the arguments is a DTensor", "to_local()"):
         graph.capture(lambda x: x * 2)(held.detach())
     dist.barrier()
-
-
-def test_outputs(unified_ranks: Ranks) -> None:
-    unified_ranks(outputs)
 
 
 class Quantized(torch.Tensor):
@@ -148,7 +142,8 @@ class Quantized(torch.Tensor):
         return func(*plain, **(kwargs or {}))
 
 
-def quantized(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_quantized_weights(comm: Any) -> None:
     """A weight that is a wrapper is read where its parts lie, and can be returned."""
     numbers = torch.arange(6, dtype=torch.int8, device=comm.device).view(2, 3)
     weight = Quantized(numbers, torch.tensor(0.5, device=comm.device))
@@ -167,11 +162,8 @@ def quantized(comm: Any) -> None:
     same(graph.report(g)[0]["replays"], 5, "replays")
 
 
-def test_quantized_weights(unified_ranks: Ranks) -> None:
-    unified_ranks(quantized)
-
-
-def placements(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_placements_of_gradients(comm: Any) -> None:
     """A gradient that is held otherwise is another kind of call."""
     mesh = init_device_mesh(comm.device.type, (comm.size,))
     zeros = torch.zeros(4, device=comm.device)
@@ -192,7 +184,3 @@ def placements(comm: Any) -> None:
     weight.grad = None
     with refused(GraphError, "an output is a DTensor that requires grad", "to_local()"):
         graph.capture(lambda x: SimpleNamespace(y=weight * x))(2.0)
-
-
-def test_placements_of_gradients(unified_ranks: Ranks) -> None:
-    unified_ranks(placements)

@@ -14,6 +14,7 @@ from tests.support.checks import Framed, close, refused, same, sample, settle, u
 from tests.support.formulas import joined, total
 from tests.support.operator import calls
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 BOTH: tuple[dict[str, bool], ...] = (
     {},
@@ -47,7 +48,8 @@ def test_crossing_sends_of_three(trio: Ranks) -> None:
     trio(crossing)
 
 
-def mixed(comm: Any) -> None:
+@runs_on("ranks")
+def test_collectives(comm: Any) -> None:
     """Collectives of several kinds, one with a strided output; the Work holds all results."""
     every = [sample(rank, (3, 4), torch.float64) for rank in range(2)]
     x, arrays = every[comm.rank].to(comm.device), [wide(x) for x in every]
@@ -70,11 +72,8 @@ def mixed(comm: Any) -> None:
         until(work.done, "done() after wait()")
 
 
-def test_collectives(ranks: Ranks) -> None:
-    ranks(mixed)
-
-
-def nothing_launched(comm: Any) -> None:
+@runs_on("ranks")
+def test_nothing_launched(comm: Any) -> None:
     """An exception in the block, a wrong call in it and an empty block launch nothing."""
     x = torch.ones(4, device=comm.device)
     before = calls(comm)
@@ -99,11 +98,8 @@ def nothing_launched(comm: Any) -> None:
     close(comm.all_reduce(out, x), torch.full((4,), 2.0), "after it all")
 
 
-def test_nothing_launched(ranks: Ranks) -> None:
-    ranks(nothing_launched)
-
-
-def left_by_an_exception(comm: Any) -> None:
+@runs_on("ranks")
+def test_left_by_an_exception(comm: Any) -> None:
     """The Work of a group that was never launched says so."""
     x, before = torch.ones(3, device=comm.device), calls(comm)
     with refused(ZeroDivisionError), comm.group(use_calc_stream=False, sync_op=False) as work:
@@ -112,10 +108,6 @@ def left_by_an_exception(comm: Any) -> None:
     with refused(ArgumentError, "an exception left the group"):
         work.wait()
     same((work.done(), calls(comm)), (False, before), "done, calls")
-
-
-def test_left_by_an_exception(ranks: Ranks) -> None:
-    ranks(left_by_an_exception)
 
 
 def in_a_thread(comm: Any, body: Callable[[], Any]) -> Any:
@@ -139,7 +131,15 @@ def in_a_thread(comm: Any, body: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def other_threads(comm: Any) -> None:
+def _grouped(comm: Any, x: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    with comm.group():
+        comm.all_reduce(out, x * 2)
+    return out
+
+
+@runs_on("ranks")
+def test_other_threads(comm: Any) -> None:
     """Calls of another thread, on the same ring and on another one, do not wait for the block."""
     other = commlib.new_ring(31, [0, 1])
     assert other is not None
@@ -155,18 +155,8 @@ def other_threads(comm: Any) -> None:
     close(twice, [6.0] * 4, "the group")
 
 
-def _grouped(comm: Any, x: torch.Tensor) -> torch.Tensor:
-    out = torch.zeros_like(x)
-    with comm.group():
-        comm.all_reduce(out, x * 2)
-    return out
-
-
-def test_other_threads(ranks: Ranks) -> None:
-    ranks(other_threads)
-
-
-def composites(comm: Any) -> None:
+@runs_on("ranks")
+def test_composites(comm: Any) -> None:
     """What computes with a collective's result says so inside a group; nothing is launched."""
     x = torch.ones(2, 3, device=comm.device)
     wants_grad = x.clone().requires_grad_()
@@ -196,10 +186,6 @@ def composites(comm: Any) -> None:
     with comm.group():
         plain = ops.all_reduce(wants_grad.detach())
     close(plain, torch.full((2, 3), 2.0), "the remedy")
-
-
-def test_composites(ranks: Ranks) -> None:
-    ranks(composites)
 
 
 def backwards(comm: Any) -> None:
@@ -258,7 +244,8 @@ def test_backwards(ranks: Ranks) -> None:
     ranks(group_in_backward)
 
 
-def failed_launch(comm: Any) -> None:
+@runs_on("ranks")
+def test_failed_launch(comm: Any) -> None:
     """The Work of a group whose launch failed raises what the block has raised."""
     ring = commlib.new_ring(32, [0, 1])
     assert ring is not None
@@ -270,7 +257,3 @@ def failed_launch(comm: Any) -> None:
         with refused(RingError, "group on ring 32", "aborted"):
             work.wait()
     same(work.done(), False, "done()")
-
-
-def test_failed_launch(ranks: Ranks) -> None:
-    ranks(failed_launch)

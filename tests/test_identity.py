@@ -12,6 +12,7 @@ from tests.support.checks import close, refused, same
 from tests.support.formulas import own, total
 from tests.support.operator import ABSENT_RING, Operator, calls
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 from tests.support.suites import compiled, gradients, lazy_bits, values
 
 IDENTITY = Operator(ops.identity, own, adjoint=total, modes=("calc", "comm"))
@@ -22,7 +23,8 @@ def test_suite(ranks: Ranks, suite: Any) -> None:
     ranks(suite, IDENTITY)
 
 
-def copied(comm: Any) -> None:
+@runs_on("ranks")
+def test_copy(comm: Any) -> None:
     """A fresh, dense tensor, without communication forward."""
     x = torch.arange(6.0, device=comm.device).view(2, 3).t()
     before = calls(comm)
@@ -35,11 +37,8 @@ def copied(comm: Any) -> None:
         ops.identity(x, ABSENT_RING)
 
 
-def test_copy(ranks: Ranks) -> None:
-    ranks(copied)
-
-
-def column_parallel(comm: Any) -> None:
+@runs_on("ranks")
+def test_tensor_parallel_pair(comm: Any) -> None:
     """Identity, shard, all_reduce: output and gradients of the whole layer on every rank.
 
     Integers in floats, so that the order of the sums does not count.
@@ -58,7 +57,3 @@ def column_parallel(comm: Any) -> None:
     want.sum().backward()
     close(out, want.detach(), "output")
     close(leaf.grad, reference.grad, "gradient")
-
-
-def test_tensor_parallel_pair(ranks: Ranks) -> None:
-    ranks(column_parallel)

@@ -23,6 +23,7 @@ from commlib.errors import (
 from commlib.worker_threads import workers
 from tests.support.checks import close, refused, same, until
 from tests.support.ranks import Ranks, World
+from tests.support.runs_on import runs_on
 
 manager = commlib.CommContextManager.instance()
 
@@ -33,7 +34,8 @@ def gathered(ring: Any) -> list[int]:
     return ops.all_gather(mine, ring.ring_id).tolist()
 
 
-def twice(comm: Any) -> None:
+@runs_on("ranks")
+def test_same_members_give_the_same_ring(comm: Any) -> None:
     ring = commlib.new_ring(5, [1, 0])
     assert ring is not None
     same((ring.rank, ring.size, ring.ranks), (1 - comm.rank, 2, (1, 0)), "position in the ring")
@@ -59,11 +61,8 @@ def twice(comm: Any) -> None:
     manager.close(5)
 
 
-def test_same_members_give_the_same_ring(ranks: Ranks) -> None:
-    ranks(twice)
-
-
-def bad_members(comm: Any) -> None:
+@runs_on("ranks")
+def test_bad_members(comm: Any) -> None:
     for ring_id, members in ((6, [0, 0]), (6, [0, 2]), (6, []), (6, [-1, 0]), (-1, [0, 1])):
         with refused(RingError, str(ring_id)):
             commlib.new_ring(ring_id, members)
@@ -78,10 +77,6 @@ def bad_members(comm: Any) -> None:
     with refused(RingError, f"on rank {comm.rank}", "only members"):
         manager.create(6, [1 - comm.rank])
     same(manager.rings(), [0], "nothing was created")
-
-
-def test_bad_members(ranks: Ranks) -> None:
-    ranks(bad_members)
 
 
 def subgroups(comm: Any) -> None:
@@ -264,7 +259,26 @@ def test_creations_that_are_overtaken(ranks: Ranks) -> None:
     ranks(overtaken_by_shutdown)
 
 
-def half_built(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_a_member_without_an_engine(comm: Any) -> None:
+    """A member whose engine can't even be made is named on every member, by the deadline."""
+    kind = type(comm._engine)
+    make = kind.__init__
+
+    def fails(self: Any, identity: Any, *parts: Any) -> None:
+        make(self, identity, *parts)
+        if identity.rank == 1:
+            raise MemoryError("of one rank")
+
+    failing = mock.patch.object(kind, "__init__", fails)
+    with failing, refused(EngineError, "ring 71", "rank 1: MemoryError: of one rank"):
+        commlib.new_ring(71, [0, 1], timeout=4)
+    same(gathered(commlib.new_ring(71, [0, 1])), [0, 1], "the next attempt")
+    manager.close(71)
+
+
+@runs_on("ranks")
+def test_half_built_rings_free_their_parts(comm: Any) -> None:
     """A member that fails after it has connected frees everything, and so do the others."""
     kind = type(comm._engine)
     connect = kind.open
@@ -294,32 +308,8 @@ def half_built(comm: Any) -> None:
     same(gathered(commlib.new_ring(66, [0, 1])), [0, 1], "the next attempt")
 
 
-def unbuilt(comm: Any) -> None:
-    """A member whose engine can't even be made is named on every member, by the deadline."""
-    kind = type(comm._engine)
-    make = kind.__init__
-
-    def fails(self: Any, identity: Any, *parts: Any) -> None:
-        make(self, identity, *parts)
-        if identity.rank == 1:
-            raise MemoryError("of one rank")
-
-    failing = mock.patch.object(kind, "__init__", fails)
-    with failing, refused(EngineError, "ring 71", "rank 1: MemoryError: of one rank"):
-        commlib.new_ring(71, [0, 1], timeout=4)
-    same(gathered(commlib.new_ring(71, [0, 1])), [0, 1], "the next attempt")
-    manager.close(71)
-
-
-def test_a_member_without_an_engine(cpu_ranks: Ranks) -> None:
-    cpu_ranks(unbuilt)
-
-
-def test_half_built_rings_free_their_parts(ranks: Ranks) -> None:
-    ranks(half_built)
-
-
-def interrupted(comm: Any) -> None:
+@runs_on("ranks")
+def test_interrupted_creation(comm: Any) -> None:
     """An interrupt while the engine is set up ends the creation on every member."""
     kind = type(comm._engine)
     connect = kind.open
@@ -342,11 +332,8 @@ def interrupted(comm: Any) -> None:
     same(gathered(commlib.new_ring(67, [0, 1])), [0, 1], "the next attempt")
 
 
-def test_interrupted_creation(ranks: Ranks) -> None:
-    ranks(interrupted)
-
-
-def interrupted_at_the_start(comm: Any) -> None:
+@runs_on("ranks")
+def test_interrupted_at_the_start(comm: Any) -> None:
     """Ctrl-C before anything is made leaves the ring id free."""
     interrupting = mock.patch.object(workers, "reserve", side_effect=KeyboardInterrupt)
     with interrupting, refused(KeyboardInterrupt):
@@ -355,11 +342,12 @@ def interrupted_at_the_start(comm: Any) -> None:
     manager.close(68)
 
 
-def test_interrupted_at_the_start(ranks: Ranks) -> None:
-    ranks(interrupted_at_the_start)
+def _thread_names() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
 
 
-def given_stores(comm: Any) -> None:
+@runs_on("ranks")
+def test_given_stores(comm: Any) -> None:
     """A store that the caller gives leaves nothing of it with the manager."""
     port = int(os.environ["MASTER_PORT"])
     base = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
@@ -373,15 +361,8 @@ def given_stores(comm: Any) -> None:
         until(lambda: "commlib store a PrefixStore" not in _thread_names(), "its thread has ended")
 
 
-def _thread_names() -> list[str]:
-    return [thread.name for thread in threading.enumerate()]
-
-
-def test_given_stores(ranks: Ranks) -> None:
-    ranks(given_stores)
-
-
-def threads(comm: Any) -> None:
+@runs_on("ranks")
+def test_threads(comm: Any) -> None:
     """Many threads ask for one ring at once: one is made, all get it."""
     got: list[Any] = []
     asking = [
@@ -394,10 +375,6 @@ def threads(comm: Any) -> None:
     same([ring is got[0] for ring in got], [True] * 8, "one context for all threads")
     same(gathered(got[0]), [0, 1], "and it works")
     manager.close(8)
-
-
-def test_threads(ranks: Ranks) -> None:
-    ranks(threads)
 
 
 def restarted(comm: Any) -> None:
@@ -422,24 +399,8 @@ def test_shutdown_and_init(world: World) -> None:
         ranks(restarted)
 
 
-def aborted(comm: Any) -> None:
-    ring = commlib.new_ring(9, [0, 1])
-    assert ring is not None
-    ring.abort()
-    with refused(RingError, "ring 9", "aborted"):
-        ops.all_reduce(torch.ones(2, device=comm.device), 9)
-    again = commlib.new_ring(9, [1, 0])
-    same(again is ring, False, "an aborted ring is created again")
-    same(gathered(again), [1, 0], "with other members, too")
-    manager.close(9)
-    same(gathered(commlib.new_ring(9, [0, 1])), [0, 1], "created again")
-    manager.close(9, abort=True)
-    comm.abort()
-    same(commlib.init() is comm, False, "ring 0 is created again")
-    same(gathered(commlib.comm()), [0, 1], "and works")
-
-
-def failed(comm: Any) -> None:
+@runs_on("ranks")
+def test_failed_rings_are_not_returned(comm: Any) -> None:
     """A failed ring is not returned: the program closes it first."""
     ring = commlib.new_ring(9, [0, 1])
     assert ring is not None
@@ -453,11 +414,8 @@ def failed(comm: Any) -> None:
     same(gathered(commlib.new_ring(9, [0, 1])), [0, 1], "created again")
 
 
-def test_failed_rings_are_not_returned(ranks: Ranks) -> None:
-    ranks(failed)
-
-
-def described(comm: Any) -> None:
+@runs_on("ranks")
+def test_another_device_or_timeout(comm: Any) -> None:
     """A second init() returns the ring, unless it asks for another one."""
     same(commlib.init() is comm, True, "the same ring")
     same(commlib.init(device=comm.device, timeout=comm.timeout) is comm, True, "as it is")
@@ -472,12 +430,22 @@ def described(comm: Any) -> None:
         commlib.new_ring(9, [0, 1], timeout=5)
 
 
-def test_another_device_or_timeout(ranks: Ranks) -> None:
-    ranks(described)
-
-
-def test_abort(ranks: Ranks) -> None:
-    ranks(aborted)
+@runs_on("ranks")
+def test_abort(comm: Any) -> None:
+    ring = commlib.new_ring(9, [0, 1])
+    assert ring is not None
+    ring.abort()
+    with refused(RingError, "ring 9", "aborted"):
+        ops.all_reduce(torch.ones(2, device=comm.device), 9)
+    again = commlib.new_ring(9, [1, 0])
+    same(again is ring, False, "an aborted ring is created again")
+    same(gathered(again), [1, 0], "with other members, too")
+    manager.close(9)
+    same(gathered(commlib.new_ring(9, [0, 1])), [0, 1], "created again")
+    manager.close(9, abort=True)
+    comm.abort()
+    same(commlib.init() is comm, False, "ring 0 is created again")
+    same(gathered(commlib.comm()), [0, 1], "and works")
 
 
 def stuck(comm: Any) -> None:
@@ -503,7 +471,8 @@ def test_close_with_a_call_that_never_ends(cpu_ranks: Ranks) -> None:
     cpu_ranks(stuck)
 
 
-def aborted_meanwhile(comm: Any) -> None:
+@runs_on("ranks")
+def test_abort_beside_a_stuck_call(comm: Any) -> None:
     """abort() takes no lock: a thread that is stuck in a call, holding it, can be helped."""
     ring = commlib.new_ring(52, [0, 1])
     assert ring is not None
@@ -515,10 +484,6 @@ def aborted_meanwhile(comm: Any) -> None:
     with refused(RingError, "aborted"):
         ring.barrier()
     manager.close(52)
-
-
-def test_abort_beside_a_stuck_call(ranks: Ranks) -> None:
-    ranks(aborted_meanwhile)
 
 
 def engines(comm: Any) -> None:

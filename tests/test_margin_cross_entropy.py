@@ -16,6 +16,7 @@ from tests.support.class_shards import NEAR, drawn, exponentials, labels, near, 
 from tests.support.examples import examples
 from tests.support.operator import ABSENT_RING, calls, compile_whole, well_registered
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 loss_of: Any = ops.margin_cross_entropy
 Margins = tuple[float, float, float]
@@ -97,7 +98,8 @@ def test_values_of_three(trio: Ranks) -> None:
     trio(values)
 
 
-def upstream_shards(comm: Any) -> None:
+@runs_on("ranks")
+def test_upstream_shards(comm: Any) -> None:
     """The shards of the upstream test, all of them uneven or small, and its scale."""
     for sizes in ([4, 8], [2, 2], [4, 2], [3, 9], [0, 5], [6, 0], [1, 0]):
         for rows in (5, 1, 0):
@@ -111,11 +113,8 @@ def upstream_shards(comm: Any) -> None:
     same(loss_of(x, label, reduction="sum").item(), 0.0, "sum of no rows")
 
 
-def test_upstream_shards(ranks: Ranks) -> None:
-    ranks(upstream_shards)
-
-
-def large(comm: Any) -> None:
+@runs_on("ranks")
+def test_large(comm: Any) -> None:
     """Classes that fill many blocks of one row, and rows that fill many blocks of temporaries."""
     for rows, classes in ((3, 70001), (2001, 257)):
         sizes = [classes, classes]
@@ -123,11 +122,8 @@ def large(comm: Any) -> None:
         agrees(comm, whole, labels((rows,), sum(sizes), torch.int64), sizes, ARCFACE, 8.0)
 
 
-def test_large(ranks: Ranks) -> None:
-    ranks(large)
-
-
-def defaults(comm: Any) -> None:
+@runs_on("ranks")
+def test_defaults(comm: Any) -> None:
     """ArcFace with scale 64, the mean of the rows."""
     x = drawn((4, 8), torch.float64, reach=0.9)[:, own([4, 4], comm.rank)].to(comm.device)
     label = labels((4,), 8, torch.int64).to(comm.device)
@@ -135,11 +131,8 @@ def defaults(comm: Any) -> None:
     close(loss_of(x, label), loss_of(x, label, **how), "defaults")
 
 
-def test_defaults(ranks: Ranks) -> None:
-    ranks(defaults)
-
-
-def at_the_ends(comm: Any) -> None:
+@runs_on("ranks")
+def test_at_the_ends(comm: Any) -> None:
     """At cosines of -1 and 1 the slope is that of the number next to it: finite and large."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         wider = torch.float64 if dtype is torch.float64 else torch.float32
@@ -157,11 +150,8 @@ def at_the_ends(comm: Any) -> None:
         near(x.grad, want[2][:, own([2, 2], comm.rank)], f"gradient {dtype}", 1e-2, 1e-2)
 
 
-def test_at_the_ends(ranks: Ranks) -> None:
-    ranks(at_the_ends)
-
-
-def ways(comm: Any) -> None:
+@runs_on("ranks", deadline=120)
+def test_streams_and_compiled(comm: Any) -> None:
     """Streams and compiled code give eager's bits, the gradient too."""
     sizes = [5, 3]
     label = labels((6,), 8, torch.int64).to(comm.device)
@@ -182,11 +172,8 @@ def ways(comm: Any) -> None:
                     close(other, first, f"{dtype} {reduction}")
 
 
-def test_streams_and_compiled(ranks: Ranks) -> None:
-    ranks(ways, deadline=120)
-
-
-def strided(comm: Any) -> None:
+@runs_on("ranks")
+def test_strided(comm: Any) -> None:
     """Cosines and labels of any strides count with their values."""
     whole, label = drawn((6, 8), torch.float32, reach=0.9), labels((6,), 8, torch.int64)
     x, label = whole[:, own([4, 4], comm.rank)].to(comm.device), label.to(comm.device)
@@ -204,11 +191,8 @@ def strided(comm: Any) -> None:
         close(leaf.grad, want.grad, f"gradient of {name}")
 
 
-def test_strided(ranks: Ranks) -> None:
-    ranks(strided)
-
-
-def derivative(comm: Any) -> None:
+@runs_on("ranks")
+def test_gradcheck(comm: Any) -> None:
     """Numeric against analytic, for every kind of margin and reduction."""
     sizes = [2, 3]
     whole = drawn((3, 5), torch.float64, reach=0.8).to(comm.device).requires_grad_()
@@ -229,11 +213,8 @@ def derivative(comm: Any) -> None:
         first.sum().backward()
 
 
-def test_gradcheck(ranks: Ranks) -> None:
-    ranks(derivative)
-
-
-def registration(comm: Any) -> None:
+@runs_on("ranks")
+def test_registration(comm: Any) -> None:
     """Run torch's own checks of a registered operator: schema, fake against real, autograd."""
     registered = torch.ops.commlib.margin_cross_entropy.default
     backward = torch.ops.commlib.margin_cross_entropy_grad.default
@@ -249,16 +230,6 @@ def registration(comm: Any) -> None:
             well_registered(backward, given)
 
 
-def test_registration(ranks: Ranks) -> None:
-    ranks(registration)
-
-
-def any_margins(comm: Any, heads: list[tuple[list[int], list[int], Margins, float]]) -> None:
-    for sizes, rows, margins, scale in heads:
-        whole = drawn((len(rows), sum(sizes)), torch.float64, reach=0.95)
-        agrees(comm, whole, torch.tensor(rows), sizes, margins, scale)
-
-
 @st.composite
 def head(draw: st.DrawFn) -> tuple[list[int], list[int], Margins, float]:
     """Shards of two ranks, labels, margins and scale."""
@@ -271,14 +242,18 @@ def head(draw: st.DrawFn) -> tuple[list[int], list[int], Margins, float]:
 
 @examples(6)
 @given(heads=st.lists(head(), min_size=8, max_size=8))
-def test_any_margins(ranks: Ranks, heads: Any) -> None:
-    ranks(any_margins, heads)
+@runs_on("ranks")
+def test_any_margins(comm: Any, heads: list[tuple[list[int], list[int], Margins, float]]) -> None:
+    for sizes, rows, margins, scale in heads:
+        whole = drawn((len(rows), sum(sizes)), torch.float64, reach=0.95)
+        agrees(comm, whole, torch.tensor(rows), sizes, margins, scale)
 
 
 # -- on GPUs -------------------------------------------------------------------------------------
 
 
-def captured(comm: Any) -> None:
+@runs_on("all_gpu_ranks", deadline=120)
+def test_captured(comm: Any) -> None:
     """A capture, the first use of these kernels, is replayed with new inputs: eager's bits."""
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         sizes = [130, 133]
@@ -309,14 +284,11 @@ def captured(comm: Any) -> None:
         same(grad.isnan().all(1).tolist(), [False, False, True, False, True], "their gradient")
 
 
-def test_captured(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(captured, deadline=120)
-
-
 # -- bad input -----------------------------------------------------------------------------------
 
 
-def bad_rows(comm: Any) -> None:
+@runs_on("ranks", deadline=120)
+def test_bad_rows(comm: Any) -> None:
     """A bad label, or a cosine without an angle, is the same error on every rank."""
     whole = drawn((6, 8), torch.float32, reach=0.9)
     x = whole[:, own([4, 4], comm.rank)].to(comm.device)
@@ -354,11 +326,8 @@ def bad_rows(comm: Any) -> None:
     close(loss_of(x, good), want, "after refusals")
 
 
-def test_bad_rows(ranks: Ranks) -> None:
-    ranks(bad_rows, deadline=120)
-
-
-def unequal(comm: Any) -> None:
+@runs_on("ranks")
+def test_unequal_calls(comm: Any) -> None:
     """Calls that differ between the ranks are an error on each, before anything is launched."""
     odd = comm.rank == 1
     x = torch.zeros(4, 3, device=comm.device)
@@ -380,11 +349,8 @@ def unequal(comm: Any) -> None:
     same(bool(loss_of(x, label, margin3=zero).isfinite()), True, "two zeros are one number")
 
 
-def test_unequal_calls(ranks: Ranks) -> None:
-    ranks(unequal)
-
-
-def refusals(comm: Any) -> None:
+@runs_on("ranks")
+def test_refusals(comm: Any) -> None:
     """A wrong call is one of our errors with the numbers in it, with and without gradient."""
     x = torch.zeros(4, 3, device=comm.device)
     label = torch.zeros(4, dtype=torch.int64, device=comm.device)
@@ -419,11 +385,8 @@ def refusals(comm: Any) -> None:
     same(calls(comm), before, "calls launched by refused ones")
 
 
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refusals)
-
-
-def alone(comm: Any) -> None:
+@runs_on("ranks")
+def test_one_rank(comm: Any) -> None:
     """A ring of one rank: the same loss, and errors like everywhere."""
     ring = commlib.new_ring(70 + comm.rank, [comm.rank])
     assert ring is not None
@@ -436,7 +399,3 @@ def alone(comm: Any) -> None:
         near(found, expected, "alone", 1e-10, 1e-12)
     with refused(ArgumentError, "label 6 of row 0"):
         loss_of(x, label + 6 - label[0], ring.ring_id)
-
-
-def test_one_rank(ranks: Ranks) -> None:
-    ranks(alone)

@@ -20,12 +20,14 @@ from commlib.errors import ArgumentError, DeviceError
 from tests.support.checks import close, refused, same, sample
 from tests.support.modes import UNARY, Names, every, given
 from tests.support.operator import calls
-from tests.support.ranks import Ranks, World
+from tests.support.ranks import World
+from tests.support.runs_on import runs_on
 
 # -- kinds of tensors ----------------------------------------------------------------------------
 
 
-def zeros(comm: Any) -> None:
+@runs_on("ranks")
+def test_zero_tensors(comm: Any) -> None:
     """A ZeroTensor has no memory; its values arrive all the same."""
     for name, call in every(comm).items():
         zero = torch._efficientzerotensor((4, 6), device=comm.device)
@@ -47,10 +49,6 @@ def zeros(comm: Any) -> None:
     same(calls(comm), before, "calls launched by refused ones")
 
 
-def test_zero_tensors(ranks: Ranks) -> None:
-    ranks(zeros)
-
-
 class _Zero(torch.autograd.Function):
     """An identity whose gradient is a ZeroTensor, as torch's own formulas return it."""
 
@@ -63,16 +61,13 @@ class _Zero(torch.autograd.Function):
         return torch._efficientzerotensor(grads[0].shape, device=grads[0].device)
 
 
-def zero_gradients(comm: Any) -> None:
+@runs_on("ranks")
+def test_zero_gradients(comm: Any) -> None:
     for name in ("all_gather", "all_reduce", "all_to_all", "broadcast", "concat", "reduce_scatter"):
         x = given(comm).requires_grad_()
         _Zero.apply(UNARY[name](x)).sum().backward()  # type: ignore[no-untyped-call]
         assert x.grad is not None
         close(x.grad, torch.zeros_like(x), name)
-
-
-def test_zero_gradients(ranks: Ranks) -> None:
-    ranks(zero_gradients)
 
 
 def pending(comm: Any) -> None:
@@ -140,7 +135,8 @@ class Named(torch.Tensor):
     """A subclass with its own memory: torch functions alone know of it."""
 
 
-def unreadable(comm: Any) -> None:
+@runs_on("ranks")
+def test_tensors_without_readable_memory(comm: Any) -> None:
     """Refused on the rank that passes it, before anything is launched, with what to pass."""
     x, before = given(comm), calls(comm)
     freed = given(comm)
@@ -169,14 +165,11 @@ def unreadable(comm: Any) -> None:
     close(ops.all_reduce(torch.nn.Parameter(x)), ops.all_reduce(x), "a parameter")
 
 
-def test_tensors_without_readable_memory(ranks: Ranks) -> None:
-    ranks(unreadable)
-
-
 # -- modes ---------------------------------------------------------------------------------------
 
 
-def seen_once(comm: Any) -> None:
+@runs_on("ranks")
+def test_a_mode_sees_every_collective_once(comm: Any) -> None:
     """A user's mode sees every collective once, with the values and calls of eager code."""
     x = given(comm)
     for name, call in every(comm).items():
@@ -191,11 +184,8 @@ def seen_once(comm: Any) -> None:
         same(mode.ours()[0].startswith("commlib."), True, f"{name}: {mode.ours()}")
 
 
-def test_a_mode_sees_every_collective_once(ranks: Ranks) -> None:
-    ranks(seen_once)
-
-
-def forms(comm: Any) -> None:
+@runs_on("ranks")
+def test_forms_under_a_mode(comm: Any) -> None:
     """out=, an asynchronous call, messages, a barrier and gradients under a mode."""
     x = given(comm)
     want, out = ops.all_reduce(x), torch.empty_like(x)
@@ -222,11 +212,8 @@ def forms(comm: Any) -> None:
     close(leaf.grad, 4 * x, "gradient")
 
 
-def test_forms_under_a_mode(ranks: Ranks) -> None:
-    ranks(forms)
-
-
-def by_the_ring(comm: Any) -> None:
+@runs_on("ranks")
+def test_calls_without_an_operator(comm: Any) -> None:
     """A ring's own collectives and calls that a group delays have no operator: refused by name."""
     x, before = given(comm), calls(comm)
     out = torch.empty_like(x)
@@ -258,11 +245,8 @@ def by_the_ring(comm: Any) -> None:
     close(total, ops.all_reduce(x[::2]), "in a group under a mode")
 
 
-def test_calls_without_an_operator(ranks: Ranks) -> None:
-    ranks(by_the_ring)
-
-
-def fakes(comm: Any) -> None:
+@runs_on("ranks")
+def test_fake_tensors(comm: Any) -> None:
     """Fake tensors give shapes and launch nothing, inside their mode and without it."""
     x = given(comm)
     wants = {name: call(x) for name, call in every(comm).items()}
@@ -285,11 +269,9 @@ def fakes(comm: Any) -> None:
     same(calls(comm), before, "calls launched for fake tensors")
 
 
-def test_fake_tensors(ranks: Ranks) -> None:
-    ranks(fakes)
-
-
-def traced(comm: Any, tracing: str) -> None:
+@pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
+@runs_on("ranks")
+def test_make_fx(comm: Any, tracing: str) -> None:
     """The graph of make_fx holds each collective, also unused ones, and replays against eager."""
     x = given(comm)
 
@@ -314,12 +296,8 @@ def traced(comm: Any, tracing: str) -> None:
         close(call(x), want, f"{name} replayed")
 
 
-@pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
-def test_make_fx(ranks: Ranks, tracing: str) -> None:
-    ranks(traced, tracing)
-
-
-def jit_traced(comm: Any) -> None:
+@runs_on("ranks")
+def test_jit_trace(comm: Any) -> None:
     """torch.jit.trace keeps collectives that nobody uses, and equal ones."""
     x = given(comm)
 
@@ -344,10 +322,6 @@ def jit_traced(comm: Any) -> None:
             torch.jit.trace(lambda t: comm.all_reduce(torch.empty_like(t), t), (x,))
 
 
-def test_jit_trace(ranks: Ranks) -> None:
-    ranks(jit_traced)
-
-
 class Functions(TorchFunctionMode):
     """A user's function mode that changes nothing."""
 
@@ -357,7 +331,8 @@ class Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def functions(comm: Any) -> None:
+@runs_on("ranks")
+def test_function_modes(comm: Any) -> None:
     x = given(comm)
     for name, call in every(comm).items():
         want = call(x)
@@ -372,11 +347,8 @@ def functions(comm: Any) -> None:
         comm.all_reduce(x, x)
 
 
-def test_function_modes(ranks: Ranks) -> None:
-    ranks(functions)
-
-
-def several(comm: Any) -> None:
+@runs_on("ranks")
+def test_operators_of_several_ops(comm: Any) -> None:
     """Operators of two registered ops, and those whose sizes depend on values."""
     x, one = given(comm), torch.ones(2, dtype=torch.int64, device=comm.device)
     labels = torch.tensor([0, 3, 3, 6], device=comm.device)
@@ -397,7 +369,3 @@ def several(comm: Any) -> None:
         ops.vocab_parallel_embedding(labels, x, vocab_size=7)
         compat.paddle.c_sync_comm_stream(x)
     same(mode.ours(), ["commlib.paddle_order.default"], "without a collective")
-
-
-def test_operators_of_several_ops(ranks: Ranks) -> None:
-    ranks(several)

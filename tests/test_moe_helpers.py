@@ -14,7 +14,7 @@ from commlib.errors import ArgumentError, DtypeError, ShapeError
 from tests.support.checks import close, refused
 from tests.support.examples import examples
 from tests.support.operator import compile_whole
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 
 @pytest.mark.parametrize("name", ["assign_pos", "limit_by_capacity", "prune_gate_by_capacity"])
@@ -123,17 +123,15 @@ def gate_inputs(device: str, seed: int) -> tuple[torch.Tensor, ...]:
     return tuple(torch.from_numpy(array).to(device) for array in arrays)
 
 
-def compiled(comm: Any) -> None:
+@runs_on("ranks")
+def test_compiled(comm: Any) -> None:
     """One compiled function with the helpers gives eager's bits."""
     inputs = gate_inputs(str(comm.device), 1)
     close(compile_whole(gate)(*inputs), gate(*inputs), "compiled")
 
 
-def test_compiled(ranks: Ranks) -> None:
-    ranks(compiled)
-
-
-def captured(comm: Any) -> None:
+@runs_on("all_gpu_ranks")
+def test_captured(comm: Any) -> None:
     """One graph with the helpers gives eager's bits; none of them waits for the GPU."""
     device = str(comm.device)
     inputs = gate_inputs(device, 1)
@@ -148,11 +146,8 @@ def captured(comm: Any) -> None:
         close(out, gate(*inputs), f"replay {seed}")
 
 
-def test_captured(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(captured)
-
-
-def unknown_total(comm: Any) -> None:
+@runs_on("ranks")
+def test_unknown_total(comm: Any) -> None:
     """The number of positions is known at run time alone: one graph for any; counts anywhere."""
     graph = compile_whole(lambda ids, counts: ops.assign_pos(ids, counts) * 2)
     for seed in range(3):
@@ -166,11 +161,8 @@ def unknown_total(comm: Any) -> None:
     torch.library.opcheck(torch.ops.commlib.assign_pos.default, (ids, cum_count))
 
 
-def test_unknown_total(ranks: Ranks) -> None:
-    ranks(unknown_total)
-
-
-def captured_total(comm: Any) -> None:
+@runs_on("all_gpu_ranks")
+def test_captured_total(comm: Any) -> None:
     """A capture reads counts on the CPU; on the GPU it can't, and says what to type."""
     ids = gate_inputs(str(comm.device), 1)[0]
     cum_count = ops.number_count(ids, 4).cumsum(0)
@@ -182,10 +174,6 @@ def captured_total(comm: Any) -> None:
             ops.assign_pos(ids, cum_count)
     graph.replay()
     close(out, want, "captured")
-
-
-def test_captured_total(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(captured_total)
 
 
 def test_refusals() -> None:

@@ -5,10 +5,11 @@ from typing import Any
 from examples import optimizer_graph
 from tests.support.checks import same
 from tests.support.processes import start
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 
-def trained(comm: Any) -> None:
+@runs_on("unified_ranks", deadline=120)
+def test_trains_as_eager(comm: Any) -> None:
     pairs, graphs = optimizer_graph.compare(4)
     names = [line.partition(":")[0] for line in graphs]  # other tests may have left some
     own = [name for name in names if name.startswith("Optimizer.")]
@@ -16,10 +17,6 @@ def trained(comm: Any) -> None:
     for number, (eager, captured) in enumerate(pairs):
         same(captured, eager, f"loss of backward {number}")
     same(pairs[-1][0] < pairs[0][0], True, f"the loss falls: {pairs}")
-
-
-def test_trains_as_eager(unified_ranks: Ranks) -> None:
-    unified_ranks(trained, deadline=120)
 
 
 def test_the_program() -> None:

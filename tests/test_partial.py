@@ -27,6 +27,7 @@ from tests.support.checks import (
 from tests.support.examples import examples
 from tests.support.operator import ABSENT_RING, MODES, Operator, calls, compile_whole
 from tests.support.ranks import Ranks, World
+from tests.support.runs_on import runs_on
 from tests.support.suites import compiled, compiled_out, layouts, lazy_bits, raw, values, waiting
 
 lengths = st.lists(st.integers(1, 4), min_size=1, max_size=4)
@@ -123,7 +124,8 @@ def handed(comm: Any, num: int, dtype: torch.dtype, layout: str, **mode: bool) -
             done.wait()
 
 
-def slices(comm: Any) -> None:
+@runs_on("ranks")
+def test_slices(comm: Any) -> None:
     for dtype in DTYPES:
         for mode in MODES.values():
             handed(comm, 4, dtype, "contiguous", **mode)
@@ -132,11 +134,8 @@ def slices(comm: Any) -> None:
         handed(comm, 1, torch.float32, layout, use_calc_stream=False)
 
 
-def test_slices(ranks: Ranks) -> None:
-    ranks(slices)
-
-
-def torn(comm: Any) -> None:
+@runs_on("ranks")
+def test_torn_slices(comm: Any) -> None:
     """A slice in several pieces, on either side or both, in every form that can have one."""
     want = sample(0, (5, 4, 3), torch.float32)
     old = sample(1, (5, 4, 3), torch.float32)
@@ -160,11 +159,8 @@ def torn(comm: Any) -> None:
             frame.intact(theirs)
 
 
-def test_torn_slices(ranks: Ranks) -> None:
-    ranks(torn)
-
-
-def grouped(comm: Any) -> None:
+@runs_on("ranks")
+def test_in_a_group(comm: Any) -> None:
     """Slices of one group; one in pieces would be put in place before it came, so it is refused."""
     x, out = sample(comm.rank, (4, 3), torch.float32).to(comm.device), torch.zeros(4, 3)
     out, peer = out.to(comm.device), 1 - comm.rank
@@ -179,21 +175,15 @@ def grouped(comm: Any) -> None:
     same(calls(comm), before, "calls launched by a refused one")
 
 
-def test_in_a_group(ranks: Ranks) -> None:
-    ranks(grouped)
-
-
-def registered(comm: Any) -> None:
+@runs_on("ranks")
+def test_opcheck(comm: Any) -> None:
     twin = torch.ops.commlib.partial_all_gather.default
     for shape in ((4, 3), (2,), (0, 2)):
         torch.library.opcheck(twin, (sample(0, shape, torch.float32).to(comm.device), 0, True))
 
 
-def test_opcheck(ranks: Ranks) -> None:
-    ranks(registered)
-
-
-def compiled_torn(comm: Any) -> None:
+@runs_on("ranks")
+def test_compiled_torn_slices(comm: Any) -> None:
     whole = sample(0, (4, 3), torch.float32).to(comm.device)
     if comm.rank == 0:
         compile_whole(lambda x: ops.partial_send(x.t(), peer=1, num=2, id=1))(whole)
@@ -205,11 +195,8 @@ def compiled_torn(comm: Any) -> None:
         close(out, want.view(3, 4), "compiled, in pieces")
 
 
-def test_compiled_torn_slices(ranks: Ranks) -> None:
-    ranks(compiled_torn)
-
-
-def compiled_slices(comm: Any) -> None:
+@runs_on("ranks")
+def test_compiled_slices(comm: Any) -> None:
     x = sample(0, (4, 3), torch.float32).to(comm.device)
     if comm.rank == 0:
         compile_whole(lambda x: ops.partial_send(x * 2, peer=1, num=4, id=2))(x)
@@ -217,10 +204,6 @@ def compiled_slices(comm: Any) -> None:
         out = torch.zeros(4, 3, device=comm.device)
         compile_whole(lambda out: ops.partial_recv(out, peer=0, num=4, id=2) + 0)(out)
         close(out, torch.cat([torch.zeros(2, 3), x[2:3].cpu() * 2, torch.zeros(1, 3)]), "compiled")
-
-
-def test_compiled_slices(ranks: Ranks) -> None:
-    ranks(compiled_slices)
 
 
 def pipeline(comm: Any, legacy: bool) -> None:
@@ -258,7 +241,8 @@ def test_a_pipeline(world: World) -> None:
         ranks(pipelines)
 
 
-def many(comm: Any) -> None:
+@runs_on("all_gpu_ranks")
+def test_many_elements(comm: Any) -> None:
     """Element counts of 64 bits: the slice is beyond what 32 bits can number."""
     count = 2**31 + 2**10
     half = count // 2
@@ -274,11 +258,8 @@ def many(comm: Any) -> None:
     same((int(x[0]), int(x[half - 1]), int(x[half]), int(x[-1])), (5, 5, 6, 6), "gathered")
 
 
-def test_many_elements(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(many)
-
-
-def captured(comm: Any) -> None:
+@runs_on("all_gpu_ranks")
+def test_captured(comm: Any) -> None:
     x, out = (torch.zeros(6, 4, device=comm.device) for _ in range(2))
     ops.partial_all_gather(x)
 
@@ -301,11 +282,8 @@ def captured(comm: Any) -> None:
         close(given.clone(), step(), f"replay {seed}")
 
 
-def test_captured(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(captured)
-
-
-def refusals(comm: Any) -> None:
+@runs_on("ranks")
+def test_refusals(comm: Any) -> None:
     x, before, other = torch.zeros(6, 2, device=comm.device), calls(comm), 1 - comm.rank
     for call in (ops.partial_send, ops.partial_recv):
         for num in (0, -1, 1.5, True):
@@ -335,11 +313,8 @@ def refusals(comm: Any) -> None:
     same(calls(comm), before, "calls launched by refused ones")
 
 
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refusals)
-
-
-def legacy_errors(comm: Any) -> None:
+@runs_on("ranks")
+def test_legacy_errors(comm: Any) -> None:
     x, before = torch.zeros(6, 2, device=comm.device), calls(comm)
     for nranks, rank in ((3, comm.rank), (2, 1 - comm.rank)):
         with refused(ArgumentError, "partial_allgather"):
@@ -353,7 +328,3 @@ def legacy_errors(comm: Any) -> None:
     with refused(ShapeError, "out_shape=(2, 0)"):
         paddle.partial_recv([2, 0], peer=1 - comm.rank)
     same(calls(comm), before, "calls launched by refused ones")
-
-
-def test_legacy_errors(ranks: Ranks) -> None:
-    ranks(legacy_errors)

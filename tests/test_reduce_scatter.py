@@ -23,6 +23,7 @@ from tests.support.formulas import (
 )
 from tests.support.operator import MODES, Operator
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 from tests.support.suites import cases
 
 # Any: the tests also pass arguments that a type checker rejects.
@@ -55,7 +56,8 @@ def test_suite(ranks: Ranks, suite: Any, op: Operator) -> None:
     ranks(suite, op)
 
 
-def own_place(comm: Any) -> None:
+@runs_on("ranks")
+def test_output_inside_input(comm: Any) -> None:
     """The output may be this rank's own part of the input."""
     for dtype in SUM.dtypes:
         both = [sample(rank, (6, 5), dtype) for rank in range(2)]
@@ -66,11 +68,8 @@ def own_place(comm: Any) -> None:
             close(SUM(x, out=out, **mode), want, f"{dtype} {name}")
 
 
-def test_output_inside_input(ranks: Ranks) -> None:
-    ranks(own_place)
-
-
-def refuse(comm: Any) -> None:
+@runs_on("ranks")
+def test_refused_reductions(comm: Any) -> None:
     x = torch.zeros(4, device=comm.device)
     with refused(DtypeError, "int16", "torch.int32"):
         reduce_scatter(x.short())
@@ -78,7 +77,3 @@ def refuse(comm: Any) -> None:
         reduce_scatter(x, op="mean")
     with refused(ArgumentError, "no gradient", "max"):
         reduce_scatter(x.requires_grad_(), op="max").sum().backward()
-
-
-def test_refused_reductions(ranks: Ranks) -> None:
-    ranks(refuse)

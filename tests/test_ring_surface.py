@@ -12,7 +12,7 @@ import commlib
 from commlib import ops
 from commlib.errors import ArgumentError, RingError, ShapeError
 from tests.support.checks import close, refused, same, settle
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 RING = [
     *("abort", "all_gather", "all_reduce", "all_reduce_begin", "all_to_all", "barrier"),
@@ -28,29 +28,24 @@ def public(x: object) -> list[str]:
     return [name for name in dir(x) if not name.startswith("_")]
 
 
-def surface(comm: Any) -> None:
+@runs_on("ranks")
+def test_public_names(comm: Any) -> None:
     same(public(comm), RING, "names of a ring")
     same(sorted(comm.report()), sorted({*comm.report()}), "keys")
     same("compat" in dir(commlib) and "graph" in dir(commlib), True, "names of the package")
     same([name for name in dir(commlib) if name in ("Any", "core", "import_module")], [], "others")
 
 
-def test_public_names(ranks: Ranks) -> None:
-    ranks(surface)
-
-
-def copies(comm: Any) -> None:
+@runs_on("ranks")
+def test_copies(comm: Any) -> None:
     """A copy of a ring is the ring."""
     same(copy.deepcopy({"ring": comm})["ring"] is comm, True, "deepcopy")
     same(copy.copy(comm) is comm, True, "copy")
     same(pickle.loads(pickle.dumps(comm)) is comm, True, "pickle")
 
 
-def test_copies(ranks: Ranks) -> None:
-    ranks(copies)
-
-
-def names(comm: Any) -> None:
+@runs_on("ranks")
+def test_names(comm: Any) -> None:
     """A name finds the ring, is in its errors, and belongs to one ring at a time."""
     ring = commlib.new_ring(81, range(comm.size), name="tensor parallel")
     assert ring is not None
@@ -74,11 +69,8 @@ def names(comm: Any) -> None:
     commlib.close_ring(81)
 
 
-def test_names(ranks: Ranks) -> None:
-    ranks(names)
-
-
-def new_tensors(comm: Any) -> None:
+@runs_on("ranks")
+def test_new_tensors(comm: Any) -> None:
     """With one tensor, all_reduce, all_gather and reduce_scatter return a new one."""
     x = torch.arange(4.0, device=comm.device).reshape(4, 1) + comm.rank
     close(comm.all_reduce(x), sum(torch.arange(4.0).reshape(4, 1) + r for r in range(comm.size)))
@@ -91,11 +83,8 @@ def new_tensors(comm: Any) -> None:
         comm.reduce_scatter(x[:3, 0].contiguous())
 
 
-def test_new_tensors(ranks: Ranks) -> None:
-    ranks(new_tensors)
-
-
-def reprs(comm: Any) -> None:
+@runs_on("ranks")
+def test_reprs(comm: Any) -> None:
     same(repr(comm)[:39], f"<CommContext ring 0: rank {comm.rank} of 2 [0, 1]", "a ring")
     same(
         repr(commlib.CommContextManager.instance()), "<CommContextManager of rings [0]>", "manager"
@@ -107,11 +96,8 @@ def reprs(comm: Any) -> None:
     same(repr(work)[:29], "<Work of torch.float32 [3], f", "a work")
 
 
-def test_reprs(ranks: Ranks) -> None:
-    ranks(reprs)
-
-
-def logged(comm: Any) -> None:
+@runs_on("ranks")
+def test_logged(comm: Any) -> None:
     """One line per ring created and closed."""
     lines: list[str] = []
     handler = logging.Handler()
@@ -128,10 +114,6 @@ def logged(comm: Any) -> None:
         logger.removeHandler(handler)
     same(sum("created <CommContext ring 83" in line for line in lines), 1, str(lines))
     same(sum("close on ring 83" in line for line in lines), 1, str(lines))
-
-
-def test_logged(ranks: Ranks) -> None:
-    ranks(logged)
 
 
 @pytest.mark.parametrize("name", ["close_ring", "comm", "init", "new_ring", "shutdown"])

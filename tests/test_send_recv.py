@@ -12,6 +12,7 @@ from tests.support.checks import Framed, close, refused, same, sample, settle, u
 from tests.support.formulas import of_the_other
 from tests.support.operator import ABSENT_RING, MODES, Operator, calls, compile_whole
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 from tests.support.suites import compiled, compiled_out, layouts, lazy_bits, raw, values, waiting
 
 
@@ -41,7 +42,8 @@ def test_exchange(ranks: Ranks, suite: Any) -> None:
     ranks(suite, EXCHANGE)
 
 
-def many(comm: Any) -> None:
+@runs_on("ranks")
+def test_order(comm: Any) -> None:
     """Messages between two ranks arrive in the order in which they were sent."""
     for mode in MODES.values():
         sizes, works = range(1, 20), []
@@ -59,11 +61,8 @@ def many(comm: Any) -> None:
             close(out, torch.full((n,), n * 1.5 * comm.rank), f"message {n}")
 
 
-def test_order(ranks: Ranks) -> None:
-    ranks(many)
-
-
-def other_shape(comm: Any) -> None:
+@runs_on("ranks")
+def test_other_shape(comm: Any) -> None:
     """Bytes count, not shapes: a matrix may arrive as a strided vector."""
     frame = Framed((6,), torch.int16, comm.device, "stepped")
     if comm.rank == 0:
@@ -74,11 +73,8 @@ def other_shape(comm: Any) -> None:
         frame.intact()
 
 
-def test_other_shape(ranks: Ranks) -> None:
-    ranks(other_shape)
-
-
-def not_done_before(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_done(comm: Any) -> None:
     """A receive under way is not done before its send; the send itself needs no second wait."""
     out = torch.zeros(3, device=comm.device)
     if comm.rank == 1:
@@ -93,11 +89,8 @@ def not_done_before(comm: Any) -> None:
         until(work.done, "done() after wait()")
 
 
-def test_done(cpu_ranks: Ranks) -> None:
-    cpu_ranks(not_done_before)
-
-
-def refuse(comm: Any) -> None:
+@runs_on("ranks")
+def test_refusals(comm: Any) -> None:
     x = torch.zeros(4, device=comm.device)
     before = calls(comm)
     for call in (ops.send, ops.recv):
@@ -124,11 +117,8 @@ def refuse(comm: Any) -> None:
     same(calls(comm), before, "calls launched by refused ones")
 
 
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refuse)
-
-
-def compiled_alone(comm: Any) -> None:
+@runs_on("ranks")
+def test_compiled_alone(comm: Any) -> None:
     """A graph that only sends and one that only receives keep their calls."""
     x = sample(0, (5,), torch.float32).to(comm.device)
     if comm.rank == 0:
@@ -137,7 +127,3 @@ def compiled_alone(comm: Any) -> None:
         out = torch.zeros(5, device=comm.device)
         compile_whole(lambda out: ops.recv(out, peer=0))(out)
         close(out, x)
-
-
-def test_compiled_alone(ranks: Ranks) -> None:
-    ranks(compiled_alone)

@@ -15,6 +15,7 @@ from tests.support.class_shards import cross_entropy, drawn, labels, near, near_
 from tests.support.examples import examples
 from tests.support.operator import ABSENT_RING, calls, compile_whole, generating, well_registered
 from tests.support.ranks import Ranks, fresh
+from tests.support.runs_on import runs_on
 
 loss_of: Any = ops.softmax_with_cross_entropy
 IGNORE = -100
@@ -74,7 +75,8 @@ def test_values_of_three(trio: Ranks) -> None:
     trio(values)
 
 
-def upstream_case(comm: Any) -> None:
+@runs_on("ranks")
+def test_upstream_case(comm: Any) -> None:
     """The batch of the upstream test: 1024 rows, 1000 classes, logits in ±40, int32 labels."""
     per_rank = 1000 // comm.size
     total = per_rank * comm.size
@@ -89,11 +91,8 @@ def upstream_case(comm: Any) -> None:
     near(softmax, want[1][:, mine], "softmax", 1e-5, 1e-9)
 
 
-def test_upstream_case(ranks: Ranks) -> None:
-    ranks(upstream_case)
-
-
-def shapes(comm: Any) -> None:
+@runs_on("ranks")
+def test_shapes(comm: Any) -> None:
     """Empty, single and odd sizes, shards of unequal size, and one without a class."""
     for sizes in ([1, 1], [4, 0], [0, 3], [2, 7]):
         total = sum(sizes)
@@ -105,11 +104,8 @@ def shapes(comm: Any) -> None:
     same((tuple(none.shape), calls(comm) - before), ((0, 1), 1), "shape without rows or classes")
 
 
-def test_shapes(ranks: Ranks) -> None:
-    ranks(shapes)
-
-
-def strided(comm: Any) -> None:
+@runs_on("ranks")
+def test_strided(comm: Any) -> None:
     """Logits, labels and incoming gradients of any strides count with their values."""
     size = comm.size
     whole, label = drawn((6, 4 * size), torch.float32), labels((6,), 4 * size, torch.int64)
@@ -131,11 +127,8 @@ def strided(comm: Any) -> None:
     close(loss_of(rows, label), loss_of(rows.contiguous(), label), "expanded")
 
 
-def test_strided(ranks: Ranks) -> None:
-    ranks(strided)
-
-
-def one_infinite(comm: Any) -> None:
+@runs_on("ranks")
+def test_infinities(comm: Any) -> None:
     """What torch gives for infinities and NaN, also where a whole shard is -inf."""
     sizes = [3] * comm.size
     total = sum(sizes)
@@ -166,22 +159,16 @@ def one_infinite(comm: Any) -> None:
         close(x.grad[6], torch.zeros_like(x.grad[6]), f"gradient of an ignored row {dtype}")
 
 
-def test_infinities(ranks: Ranks) -> None:
-    ranks(one_infinite)
-
-
-def large(comm: Any) -> None:
+@runs_on("ranks")
+def test_large(comm: Any) -> None:
     """Classes that fill many blocks of one row, and rows that fill many blocks of temporaries."""
     for rows, classes in ((3, 70001), (3001, 257)):
         whole = drawn((rows, classes * comm.size), torch.float32)
         agrees(comm, whole, labels((rows,), whole.shape[1], torch.int64), [classes] * 2, 1)
 
 
-def test_large(ranks: Ranks) -> None:
-    ranks(large)
-
-
-def ways(comm: Any) -> None:
+@runs_on("ranks", deadline=120)
+def test_streams_and_compiled(comm: Any) -> None:
     """Streams and compiled code give eager's bits, the gradient too."""
     sizes = [5] * comm.size
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
@@ -207,11 +194,8 @@ def ways(comm: Any) -> None:
     close(loss_of(shard, label), found[0][0], "without gradient")
 
 
-def test_streams_and_compiled(ranks: Ranks) -> None:
-    ranks(ways, deadline=120)
-
-
-def any_batch(comm: Any) -> None:
+@runs_on("ranks", deadline=120)
+def test_compiled_for_any_batch(comm: Any) -> None:
     """One graph for any number of rows; the compiler may join nothing across the operator."""
 
     def body(x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -228,10 +212,6 @@ def any_batch(comm: Any) -> None:
             call(leaf, label).backward()
         same(calls(comm) - before, 2, "collectives")
         close(leaves[0].grad, leaves[1].grad, rows)
-
-
-def test_compiled_for_any_batch(ranks: Ranks) -> None:
-    ranks(any_batch, deadline=120)
 
 
 def generated(comm: Any) -> None:
@@ -251,7 +231,8 @@ def test_generated_code(unified_ranks: Ranks) -> None:
     generating(unified_ranks)(generated, deadline=240)
 
 
-def derivative(comm: Any) -> None:
+@runs_on("ranks")
+def test_gradcheck(comm: Any) -> None:
     """Numeric against analytic, with every form of label; no second derivative."""
     sizes = [2, 4]
     whole = drawn((3, 6), torch.float64, reach=2).to(comm.device).requires_grad_()
@@ -269,11 +250,8 @@ def derivative(comm: Any) -> None:
         first.sum().backward()
 
 
-def test_gradcheck(ranks: Ranks) -> None:
-    ranks(derivative)
-
-
-def registration(comm: Any) -> None:
+@runs_on("ranks")
+def test_registration(comm: Any) -> None:
     """Run torch's own checks of a registered operator: schema, fake against real, autograd."""
     registered = torch.ops.commlib.softmax_with_cross_entropy.default
     backward = torch.ops.commlib.softmax_with_cross_entropy_grad.default
@@ -288,17 +266,6 @@ def registration(comm: Any) -> None:
             well_registered(backward, given)
 
 
-def test_registration(ranks: Ranks) -> None:
-    ranks(registration)
-
-
-def any_batches(comm: Any, batches: list[tuple[list[int], list[list[int]], int]]) -> None:
-    for sizes, rows, ignore_index in batches:
-        label = torch.tensor(rows)
-        whole = drawn((len(rows), sum(sizes)), torch.float64)
-        agrees(comm, whole, label, sizes, label.shape[1], ignore_index=ignore_index)
-
-
 @st.composite
 def batch(draw: st.DrawFn) -> tuple[list[int], list[list[int]], int]:
     """Shards of two ranks, the ids of each row, and which id is ignored."""
@@ -311,14 +278,19 @@ def batch(draw: st.DrawFn) -> tuple[list[int], list[list[int]], int]:
 
 @examples(6)
 @given(batches=st.lists(batch(), min_size=8, max_size=8))
-def test_any_batches(ranks: Ranks, batches: Any) -> None:
-    ranks(any_batches, batches)
+@runs_on("ranks")
+def test_any_batches(comm: Any, batches: list[tuple[list[int], list[list[int]], int]]) -> None:
+    for sizes, rows, ignore_index in batches:
+        label = torch.tensor(rows)
+        whole = drawn((len(rows), sum(sizes)), torch.float64)
+        agrees(comm, whole, label, sizes, label.shape[1], ignore_index=ignore_index)
 
 
 # -- on GPUs -------------------------------------------------------------------------------------
 
 
-def captured(comm: Any) -> None:
+@runs_on("all_gpu_ranks", deadline=120)
+def test_captured(comm: Any) -> None:
     """A capture, the first use of these kernels, is replayed with new inputs: eager's bits."""
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         sizes = [131, 131]
@@ -346,11 +318,8 @@ def captured(comm: Any) -> None:
         same(bool(grad[2].isnan().all()), True, "its gradient")
 
 
-def test_captured(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(captured, deadline=120)
-
-
-def peak(comm: Any) -> None:
+@runs_on("all_gpu_ranks")
+def test_peak_memory(comm: Any) -> None:
     """Forward without softmax takes a few numbers a row, the backward one gradient."""
     x = torch.zeros(512, 2**15, dtype=torch.bfloat16, device=comm.device, requires_grad=True)
     label = torch.zeros(512, dtype=torch.int64, device=comm.device)
@@ -365,11 +334,8 @@ def peak(comm: Any) -> None:
     same(torch.cuda.max_memory_allocated() - base < x.nbytes * 1.05, True, "with backward")
 
 
-def test_peak_memory(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(peak)
-
-
-def other_device(comm: Any) -> None:
+@runs_on("all_gpu_ranks")
+def test_another_current_device(comm: Any) -> None:
     """The ring's GPU need not be the current one."""
     x = drawn((4, 6), torch.float32)[:, own([3, 3], comm.rank)].to(comm.device)
     label = labels((4,), 6, torch.int64).to(comm.device)
@@ -378,14 +344,11 @@ def other_device(comm: Any) -> None:
         close(loss_of(x, label), want)
 
 
-def test_another_current_device(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(other_device)
-
-
 # -- bad input -----------------------------------------------------------------------------------
 
 
-def bad_labels(comm: Any) -> None:
+@runs_on("ranks", deadline=120)
+def test_bad_labels(comm: Any) -> None:
     """A bad label is the same error on every rank, with row, label and range; the ring goes on."""
     size = comm.size
     whole = drawn((6, 4 * size), torch.float32)
@@ -417,11 +380,8 @@ def bad_labels(comm: Any) -> None:
     near_dtype(loss_of(x, good), want[0], torch.float32, "after refusals")
 
 
-def test_bad_labels(ranks: Ranks) -> None:
-    ranks(bad_labels, deadline=120)
-
-
-def unequal(comm: Any) -> None:
+@runs_on("ranks")
+def test_unequal_calls(comm: Any) -> None:
     """Calls that differ between the ranks are an error on each, before anything is launched."""
     device, odd = comm.device, comm.rank == 1
     x, label = torch.zeros(4, 3, device=device), torch.zeros(4, dtype=torch.int64, device=device)
@@ -444,11 +404,8 @@ def unequal(comm: Any) -> None:
     same(calls(comm), before, "calls launched by refused ones")
 
 
-def test_unequal_calls(ranks: Ranks) -> None:
-    ranks(unequal)
-
-
-def refusals(comm: Any) -> None:
+@runs_on("ranks")
+def test_refusals(comm: Any) -> None:
     """A wrong call is one of our errors with the numbers in it, with and without gradient."""
     x = torch.zeros(4, 3, device=comm.device)
     label = torch.zeros(4, dtype=torch.int64, device=comm.device)
@@ -483,11 +440,8 @@ def refusals(comm: Any) -> None:
     same(calls(comm), before, "calls launched by refused ones")
 
 
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refusals)
-
-
-def alone(comm: Any) -> None:
+@runs_on("ranks")
+def test_one_rank(comm: Any) -> None:
     """A ring of one rank: the plain cross entropy, and errors like everywhere."""
     ring = commlib.new_ring(50 + comm.rank, [comm.rank])
     assert ring is not None
@@ -504,11 +458,8 @@ def alone(comm: Any) -> None:
         loss_of(x, label + 6 - label[0], ring.ring_id)
 
 
-def test_one_rank(ranks: Ranks) -> None:
-    ranks(alone)
-
-
-def order(comm: Any) -> None:
+@runs_on("trio")
+def test_a_ring_in_another_order(comm: Any) -> None:
     """A ring may list its ranks in any order; classes follow the positions in it."""
     ring = commlib.new_ring(60, [2, 0])
     if ring is None:
@@ -520,10 +471,6 @@ def order(comm: Any) -> None:
     near_dtype(loss, want[0], torch.float64, "loss")
     same(bits(ops.all_gather(loss, 60)).reshape(2, -1).tolist(),
          np.tile(bits(loss).reshape(-1), (2, 1)).tolist(), "bits of all ranks")  # fmt: skip
-
-
-def test_a_ring_in_another_order(trio: Ranks) -> None:
-    trio(order)
 
 
 def test_four_ranks() -> None:

@@ -10,7 +10,7 @@ import commlib
 from commlib import ops
 from commlib.errors import ArgumentError, RingError
 from tests.support.checks import refused, same
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 REDUCTIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -36,7 +36,8 @@ def sample_of(ring: Any) -> torch.Tensor:
     return torch.arange(4.0, device=ring.device).add(float(ring.rank + 1))
 
 
-def rings(ring: Any) -> None:
+@runs_on("ranks")
+def test_operators_take_a_ring_or_its_id(ring: Any) -> None:
     x = sample_of(ring)
     expected = ops.all_reduce(x, 0)
     same(ops.all_reduce(x, ring).tolist(), expected.tolist(), "all_reduce on a ring object")
@@ -46,11 +47,8 @@ def rings(ring: Any) -> None:
     ops.barrier(ring)
 
 
-def test_operators_take_a_ring_or_its_id(ranks: Ranks) -> None:
-    ranks(rings)
-
-
-def closed(ring: Any) -> None:
+@runs_on("ranks")
+def test_a_closed_ring_is_an_error_even_if_its_id_is_used_again(ring: Any) -> None:
     old = commlib.new_ring(61, [0, 1])
     assert old is not None
     commlib.CommContextManager.instance().close(61)
@@ -62,11 +60,8 @@ def closed(ring: Any) -> None:
     commlib.CommContextManager.instance().close(61)
 
 
-def test_a_closed_ring_is_an_error_even_if_its_id_is_used_again(ranks: Ranks) -> None:
-    ranks(closed)
-
-
-def reductions(ring: Any) -> None:
+@runs_on("ranks")
+def test_reductions_have_several_names(ring: Any) -> None:
     x = sample_of(ring)
     wide: Any = torch.cat([x, x])
     forms: Any = [
@@ -81,22 +76,16 @@ def reductions(ring: Any) -> None:
             ops.all_reduce(x, op=form)
 
 
-def test_reductions_have_several_names(ranks: Ranks) -> None:
-    ranks(reductions)
-
-
-def torch_order(ring: Any) -> None:
+@runs_on("ranks")
+def test_the_order_of_torch_distributed_is_an_error(ring: Any) -> None:
     x, out = sample_of(ring), sample_of(ring)
     for call in WITH_OUT:
         with refused(ArgumentError, f"{call.__name__} takes x first; pass the output as out="):
             call(out, x)
 
 
-def test_the_order_of_torch_distributed_is_an_error(ranks: Ranks) -> None:
-    ranks(torch_order)
-
-
-def in_place(ring: Any) -> None:
+@runs_on("ranks")
+def test_in_place_operators_return_their_argument(ring: Any) -> None:
     for stream in (True, False):
         x, before = sample_of(ring), sample_of(ring)
         expected = ops.all_reduce(before, op="max")
@@ -112,11 +101,21 @@ def in_place(ring: Any) -> None:
         ops.all_reduce_(sample_of(ring).requires_grad_())
 
 
-def test_in_place_operators_return_their_argument(ranks: Ranks) -> None:
-    ranks(in_place)
+def _reductions_can_be_traced() -> bool:
+    """Return True if this torch can trace a comparison of its reductions (2.11 can't)."""
+
+    def compare(x: torch.Tensor, op: Any) -> torch.Tensor:
+        return x if op == dist.ReduceOp.SUM else -x
+
+    try:
+        torch.compile(compare, backend="eager", fullgraph=True)(torch.ones(1), dist.ReduceOp.SUM)
+    except torch._dynamo.exc.Unsupported:
+        return False
+    return True
 
 
-def compiled(ring: Any) -> None:
+@runs_on("unified_ranks")
+def test_compiled_code_takes_the_same_forms(ring: Any) -> None:
     def forms(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (
             ops.all_reduce(x, ring),
@@ -142,23 +141,6 @@ def compiled(ring: Any) -> None:
         results, expected = fast(sample_of(ring)), function(sample_of(ring))
         for result, value in zip(results, expected, strict=True):
             same(result.tolist(), value.tolist(), function.__name__)
-
-
-def _reductions_can_be_traced() -> bool:
-    """Return True if this torch can trace a comparison of its reductions (2.11 can't)."""
-
-    def compare(x: torch.Tensor, op: Any) -> torch.Tensor:
-        return x if op == dist.ReduceOp.SUM else -x
-
-    try:
-        torch.compile(compare, backend="eager", fullgraph=True)(torch.ones(1), dist.ReduceOp.SUM)
-    except torch._dynamo.exc.Unsupported:
-        return False
-    return True
-
-
-def test_compiled_code_takes_the_same_forms(unified_ranks: Ranks) -> None:
-    unified_ranks(compiled)
 
 
 @pytest.mark.parametrize("call", WITH_OUT)

@@ -10,7 +10,7 @@ from commlib.errors import ArgumentError
 from tests.support.checks import close, refused, same
 from tests.support.modes import UNARY, Body, composite, given
 from tests.support.operator import calls
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 DIFFERENTIABLE = (
     "all_gather",
@@ -24,7 +24,8 @@ DIFFERENTIABLE = (
 )
 
 
-def gradients(comm: Any) -> None:
+@runs_on("ranks")
+def test_gradients_of_transforms(comm: Any) -> None:
     """torch.func has the gradients of backward(), of the second order too."""
     x = given(comm)
 
@@ -49,11 +50,8 @@ def gradients(comm: Any) -> None:
         close(torch.func.grad(lambda t: first(t).sum())(x), want, f"second order of {name}")  # noqa: B023
 
 
-def test_gradients_of_transforms(ranks: Ranks) -> None:
-    ranks(gradients)
-
-
-def batched(comm: Any) -> None:
+@runs_on("ranks")
+def test_vmap(comm: Any) -> None:
     """Vmap: one call for the whole batch, with the values of a call per element."""
     stack = torch.stack([given(comm) + i for i in range(3)])
     for name in (*DIFFERENTIABLE, "gather", "reduce", "scatter"):
@@ -73,11 +71,8 @@ def batched(comm: Any) -> None:
         close(whole(stack), leaf.grad, f"grad of vmap of {name}")
 
 
-def test_vmap(ranks: Ranks) -> None:
-    ranks(batched)
-
-
-def refused_transforms(comm: Any) -> None:
+@runs_on("ranks")
+def test_refused_transforms(comm: Any) -> None:
     """What has no rule is refused before a launch, never dropped or run per element."""
     x, before = given(comm), calls(comm)
     ones = torch.ones_like(x)
@@ -98,7 +93,3 @@ def refused_transforms(comm: Any) -> None:
     same(calls(comm), before, "calls launched by refused ones")
     with forward_ad.dual_level():
         close(ops.all_reduce(x), ops.all_reduce(x.clone()), "without a tangent")
-
-
-def test_refused_transforms(ranks: Ranks) -> None:
-    ranks(refused_transforms)

@@ -9,7 +9,7 @@ from commlib import ops
 from commlib.errors import ArgumentError, DtypeError, ShapeError
 from tests.support.checks import Array, bits, close, from_bits, refused, sample
 from tests.support.operator import compile_whole
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 ROWS, DIM = 6, 3
 
@@ -28,7 +28,8 @@ def ids_on(comm: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tenso
     return torch.from_numpy(np.asarray(drawn)).to(dtype).to(comm.device)
 
 
-def shard_values(comm: Any) -> None:
+@runs_on("ranks")
+def test_values(comm: Any) -> None:
     """The own rows' bits, for ids of any shape; the sum over the ranks is the whole lookup."""
     start = comm.rank * ROWS
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
@@ -44,11 +45,8 @@ def shard_values(comm: Any) -> None:
                 close(ops.all_reduce(given), complete, f"sum of {dtype} {kind} {shape}")
 
 
-def test_values(ranks: Ranks) -> None:
-    ranks(shard_values)
-
-
-def compiled_values(comm: Any) -> None:
+@runs_on("ranks")
+def test_compiled(comm: Any) -> None:
     """One graph for any number of ids gives eager's bits."""
     start = comm.rank * ROWS
     graph = compile_whole(ops.vocab_parallel_embedding, dynamic=True)
@@ -59,11 +57,8 @@ def compiled_values(comm: Any) -> None:
         close(graph(ids, shard, start), want, shape)
 
 
-def test_compiled(ranks: Ranks) -> None:
-    ranks(compiled_values)
-
-
-def scattered(comm: Any) -> None:
+@runs_on("ranks")
+def test_gradient(comm: Any) -> None:
     """The gradient is a scatter-add into the own rows.
 
     Weights are small integers, so that the order in which repeated ids are added does not count.
@@ -80,11 +75,8 @@ def scattered(comm: Any) -> None:
         close(shard.grad, want[start : start + ROWS], "gradient")
 
 
-def test_gradient(ranks: Ranks) -> None:
-    ranks(scattered)
-
-
-def strided(comm: Any) -> None:
+@runs_on("ranks")
+def test_strided(comm: Any) -> None:
     """Transposed ids and a transposed, stepped table count with their values."""
     table = sample(1, (DIM, 2 * ROWS), torch.float32).to(comm.device)
     ids = ids_on(comm, torch.int64, (4, 7))
@@ -93,11 +85,8 @@ def strided(comm: Any) -> None:
         close(ops.vocab_parallel_embedding(ids.t(), shard, ROWS), want)
 
 
-def test_strided(ranks: Ranks) -> None:
-    ranks(strided)
-
-
-def refuse(comm: Any) -> None:
+@runs_on("ranks")
+def test_refusals(comm: Any) -> None:
     lookup = ops.vocab_parallel_embedding
     ids = torch.tensor([0, 3, 12], device=comm.device)
     weight = torch.zeros(ROWS, DIM, device=comm.device)
@@ -114,7 +103,3 @@ def refuse(comm: Any) -> None:
             lookup(ids, torch.zeros(shape, device=comm.device))
     close(lookup(ids, weight, vocab_size=13), torch.zeros(3, DIM), "ids at the bounds")
     close(lookup(ids - 5, weight), torch.zeros(3, DIM), "unchecked ids below 0 give zeros")
-
-
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refuse)

@@ -14,18 +14,29 @@ from commlib.errors import CommTimeout, RingError
 from tests.support.checks import close, refused, same, sample, settle, until, wide
 from tests.support.formulas import total
 from tests.support.ranks import Ranks, World
+from tests.support.runs_on import runs_on
 
 ASYNC: Any = {"use_calc_stream": False, "sync_op": False}
 
 
-def finished(comm: Any) -> None:
+def _tell(comm: Any) -> None:
+    """Let rank 1 go on after rank 0, on its own ring: ring 0 has a call under way."""
+    side = commlib.new_ring(21, range(comm.size))
+    assert side is not None
+    side.barrier()
+    commlib.CommContextManager.instance().close(21)
+
+
+@runs_on("ranks")
+def test_finished(comm: Any) -> None:
     """A Work of nothing is done; its result is what it was given."""
     x = torch.ones(3)
     work = commlib.Work(x)
     same((work.done(), work.wait() is x, work.result is x), (True, True, True), "finished Work")
 
 
-def many_threads(comm: Any) -> None:
+@runs_on("ranks")
+def test_many_threads(comm: Any) -> None:
     """Any number of threads may wait at once; every one sees the finished result."""
     every = [sample(rank, (100_001,), torch.float32) for rank in range(2)]
     want = torch.from_numpy(total([wide(x) for x in every], 0))
@@ -53,7 +64,8 @@ def many_threads(comm: Any) -> None:
     same([thread.is_alive() for thread in threads], [False] * 8, "threads still waiting")
 
 
-def done_in_time(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_done_by_itself(comm: Any) -> None:
     """done() is False while the other rank has not come, and turns True without a wait()."""
     x = torch.full((5,), comm.rank + 1.0, device=comm.device)
     if comm.rank == 0:
@@ -67,15 +79,8 @@ def done_in_time(comm: Any) -> None:
     close(work.wait(), torch.full((5,), 3.0), "result")
 
 
-def _tell(comm: Any) -> None:
-    """Let rank 1 go on after rank 0, on its own ring: ring 0 has a call under way."""
-    side = commlib.new_ring(21, range(comm.size))
-    assert side is not None
-    side.barrier()
-    commlib.CommContextManager.instance().close(21)
-
-
-def order(comm: Any) -> None:
+@runs_on("ranks")
+def test_order(comm: Any) -> None:
     """Waiting out of order, and not at all, changes no result and no later call."""
     xs = [torch.full((n,), comm.rank + n, device=comm.device) for n in range(1, 9)]
     works = [ops.all_reduce(x, **ASYNC) for x in xs]
@@ -84,22 +89,6 @@ def order(comm: Any) -> None:
     close(ops.all_reduce(xs[2]), torch.full((3,), 7), "a call after unfinished ones")
     works.clear()
     close(ops.all_reduce(xs[3]), torch.full((4,), 9), "a call after dropped ones")
-
-
-def test_finished(ranks: Ranks) -> None:
-    ranks(finished)
-
-
-def test_many_threads(ranks: Ranks) -> None:
-    ranks(many_threads)
-
-
-def test_done_by_itself(cpu_ranks: Ranks) -> None:
-    cpu_ranks(done_in_time)
-
-
-def test_order(ranks: Ranks) -> None:
-    ranks(order)
 
 
 def missed(comm: Any) -> None:
@@ -157,7 +146,8 @@ def test_missed_deadline(world: World) -> None:
         ranks(missed_on_ring_0)
 
 
-def written(comm: Any) -> None:
+@runs_on("ranks")
+def test_writes_are_known_to_autograd(comm: Any) -> None:
     """A write into ``out`` counts for autograd, and inference tensors are as good as others."""
     saved = torch.ones(3, device=comm.device)
     x = torch.ones(3, device=comm.device, requires_grad=True)
@@ -178,11 +168,8 @@ def written(comm: Any) -> None:
         close(ops.all_gather(y), [4.0] * 6, "in inference mode")
 
 
-def test_writes_are_known_to_autograd(ranks: Ranks) -> None:
-    ranks(written)
-
-
-def other_modes(comm: Any) -> None:
+@runs_on("ranks")
+def test_waiting_in_another_mode(comm: Any) -> None:
     """Waiting in another grad or inference mode than the caller's changes nothing."""
     leaf = torch.full((4,), 2.0 * (comm.rank + 1), device=comm.device, requires_grad=True)
     with torch.no_grad():
@@ -195,10 +182,6 @@ def other_modes(comm: Any) -> None:
         work = comm.all_reduce(strided, ones, **ASYNC)
     close(work.wait(), [2.0] * 4, "inference tensors, waited for outside")
     same(comm.report()["state"], "ready", "the ring afterwards")
-
-
-def test_waiting_in_another_mode(ranks: Ranks) -> None:
-    ranks(other_modes)
 
 
 def _interrupt(*_: object) -> None:

@@ -8,6 +8,7 @@ from commlib import deferred, ops
 from commlib.errors import ArgumentError
 from tests.support.checks import close, refused, same
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 ASYNC: Any = {"use_calc_stream": False, "sync_op": False}
 
@@ -53,7 +54,12 @@ def dropped(comm: Any) -> None:
     same(comm.report()["state"], "ready", "the ring")
 
 
-def dropped_inside(comm: Any) -> None:
+def test_dropped(gpu_ranks: Ranks) -> None:
+    gpu_ranks(dropped)
+
+
+@runs_on("gpu_ranks")
+def test_dropped_inside(comm: Any) -> None:
     """A Work of the capture itself that nobody waits for is joined: the capture ends well."""
     x = torch.ones(1000, device=comm.device)
     stream, out = _stream(), torch.empty_like(x)
@@ -68,7 +74,8 @@ def dropped_inside(comm: Any) -> None:
     close(out, torch.full_like(out, float(comm.size)), "the replay")
 
 
-def waited(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_waited(comm: Any) -> None:
     """wait() in a capture for a call before it is refused, and the capture goes on."""
     x = torch.ones(1000, device=comm.device)
     stream, out = _stream(), torch.empty_like(x)
@@ -86,18 +93,6 @@ def waited(comm: Any) -> None:
     close(work.wait(), torch.full_like(x, float(comm.size)), "the Work after the capture")
     torch.cuda.synchronize()
     close(out, torch.full_like(x, 3.0), "the replay")
-
-
-def test_dropped(gpu_ranks: Ranks) -> None:
-    gpu_ranks(dropped)
-
-
-def test_dropped_inside(gpu_ranks: Ranks) -> None:
-    gpu_ranks(dropped_inside)
-
-
-def test_waited(gpu_ranks: Ranks) -> None:
-    gpu_ranks(waited)
 
 
 def test_dropped_without_the_flag(legacy_gpu_ranks: Ranks) -> None:
