@@ -192,9 +192,14 @@ def laid_out(x: torch.Tensor, layout: str, device: Any) -> torch.Tensor:
     return view.copy_(x)
 
 
+def on_gpu(comm: Any) -> bool:
+    """Return True if the ring is on a GPU."""
+    return bool(comm.device.type == "cuda")
+
+
 def settle(comm: Any) -> None:
     """Wait for everything on the ring's device, where there are streams to wait for."""
-    if comm.device.type == "cuda":
+    if on_gpu(comm):
         torch.cuda.synchronize(comm.device)
 
 

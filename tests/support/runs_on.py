@@ -6,8 +6,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from tests.support.ranks import Ranks
-
 Body = Callable[..., None]
 _bodies: dict[tuple[str, str], Body] = {}
 
@@ -30,16 +28,16 @@ def runs_on(
     def test_of(body: Body) -> Body:
         name = (body.__module__, body.__qualname__)
         _bodies[name] = body
+        first = inspect.Parameter(fixture, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         further = list(inspect.signature(body).parameters.values())[1:]
+        signature = inspect.Signature([first, *further])
 
         @functools.wraps(body)
-        def test(**given: Any) -> None:
-            ranks: Ranks = given.pop(fixture)
-            arguments = [given[each.name] for each in further if each.name in given]
+        def test(*values: Any, **named: Any) -> None:
+            ranks, *arguments = signature.bind(*values, **named).arguments.values()
             ranks(_run, name, *arguments, deadline=deadline, lost=lost)
 
-        first = inspect.Parameter(fixture, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        test.__signature__ = inspect.Signature([first, *further])  # type: ignore[attr-defined]
+        test.__signature__ = signature  # type: ignore[attr-defined]
         return test
 
     return test_of
