@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.ranks import UNIFIED, Place, Ranks, World, fresh
+from tests.support.ranks import UNIFIED, NewRanks, Place, Ranks, fresh
 
 # NVML counts the GPUs: no CUDA context is made in the parent.
 GPUS = torch.cuda.device_count()
@@ -99,9 +99,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _gpus_needed(item: pytest.Item) -> int:
     fixtures = {*getattr(item, "fixturenames", ())}
-    if "gpu_crowd" in fixtures:
+    if "many_gpu_ranks" in fixtures:
         return 3
-    pairs = {"gpu_ranks", "legacy_gpu_ranks", "all_gpu_ranks", "gpu_world", "compared_on_gpu"}
+    pairs = {"gpu_ranks", "legacy_gpu_ranks", "all_gpu_ranks", "new_gpu_ranks", "compared_on_gpu"}
     return 2 if fixtures & pairs or item.get_closest_marker("gpu") is not None else 0
 
 
@@ -124,7 +124,7 @@ def all_gpu_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], 
 
 
 @pytest.fixture(params=_gpu_places("unified"))
-def gpu_world(request: pytest.FixtureRequest) -> World:
+def new_gpu_ranks(request: pytest.FixtureRequest) -> NewRanks:
     """``with gpu_world(4) as ranks:`` starts that many ranks, which see a pair of GPUs."""
     return functools.partial(fresh, place=request.param)
 
@@ -136,12 +136,12 @@ def cpu_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Rank
 
 
 @pytest.fixture(params=UNIFIED)
-def trio(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
+def three_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
     """The same with three ranks on the CPU."""
     return _live(3, Place(request.param))
 
 
-def _crowds() -> Iterator[Any]:
+def _many_ranks() -> Iterator[Any]:
     """More than two ranks: on as many GPUs as there are, else three on the CPU."""
     if GPUS < 3:
         yield pytest.param((3, Place()), id="3")
@@ -154,19 +154,19 @@ def _crowds() -> Iterator[Any]:
         )
 
 
-@pytest.fixture(params=_crowds())
-def crowd(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
+@pytest.fixture(params=_many_ranks())
+def many_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
     """The same on one engine with three and more ranks."""
     return _live(*request.param)
 
 
-@pytest.fixture(params=[crowd for crowd in _crowds() if crowd.marks] or [None])
-def gpu_crowd(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
+@pytest.fixture(params=[place for place in _many_ranks() if place.marks] or [None])
+def many_gpu_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
     """The same on GPUs alone."""
     return _live(*request.param)
 
 
 @pytest.fixture(params=UNIFIED)
-def world(request: pytest.FixtureRequest) -> World:
+def new_ranks(request: pytest.FixtureRequest) -> NewRanks:
     """``with world(3) as ranks:`` starts that many CPU ranks for one test."""
     return functools.partial(fresh, place=Place(request.param))

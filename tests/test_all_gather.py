@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from commlib import ops
-from tests.support.checks import MOVABLE, bits, close, from_bits, sample
+from tests.support.checks import MOVABLE, assert_bits_equal, bits, from_bits, sample
 from tests.support.formulas import joined, own_part_of_total
 from tests.support.operator import MODES, Operator
 from tests.support.ranks import Ranks
@@ -30,13 +30,15 @@ def test_input_inside_output(comm: Any) -> None:
             out = torch.zeros(6, 5, dtype=dtype, device=comm.device)
             mine = out[3 * comm.rank : 3 * comm.rank + 3].copy_(both[comm.rank])
             given = GATHER(mine, out=out, **mode)
-            close(given, from_bits(joined([bits(x) for x in both], 0), dtype), f"{dtype} {name}")
+            assert_bits_equal(
+                given, from_bits(joined([bits(x) for x in both], 0), dtype), f"{dtype} {name}"
+            )
 
 
 @runs_on("ranks")
 def test_scalars(comm: Any) -> None:
     x = torch.tensor(float(comm.rank + 1), device=comm.device, requires_grad=True)
     gathered = ops.all_gather(x)
-    close(gathered, torch.tensor([1.0, 2.0]), "0-D inputs")
+    assert_bits_equal(gathered, torch.tensor([1.0, 2.0]), "0-D inputs")
     (gathered * torch.tensor([3.0, 5.0], device=comm.device)).sum().backward()
-    close(x.grad, torch.tensor([6.0, 10.0][comm.rank]), "gradient")
+    assert_bits_equal(x.grad, torch.tensor([6.0, 10.0][comm.rank]), "gradient")

@@ -17,10 +17,10 @@ from commlib.errors import (
 from commlib.p2p import fused_norm as fused
 from commlib.p2p import kernel_table, push_collectives
 from tests.support.checks import (
-    close,
+    assert_bits_equal,
+    assert_equal,
     on_gpu,
-    refused,
-    same,
+    raises,
     settle,
 )
 from tests.support.ranks import Ranks
@@ -52,7 +52,7 @@ def test_which_rows_are_taken(comm: Any) -> None:
         (torch.float32, 8196, False),
     ):
         x = torch.ones(2, items, dtype=dtype, device=comm.device)
-        same(kernel_for(comm, x), want, f"{items} x {dtype}")
+        assert_equal(kernel_for(comm, x), want, f"{items} x {dtype}")
 
 
 def borders(comm: Any, items: int, counts: list[int]) -> None:
@@ -60,12 +60,12 @@ def borders(comm: Any, items: int, counts: list[int]) -> None:
     for count, dtype in itertools.product(counts, (torch.bfloat16, torch.float32)):
         for kind in (KINDS[3], KINDS[4]):
             case = Case(comm, (count, items), dtype, kind)
-            same(kernel_for(comm, case.x), True, case.what)
+            assert_equal(kernel_for(comm, case.x), True, case.what)
             (y, total), (want, want_total) = case.call(), case.composed()
-            close(total, want_total, f"{case.what}: before the norm")
+            assert_bits_equal(total, want_total, f"{case.what}: before the norm")
             rtol, atol = (2 * each for each in NEAR[y.dtype])
             apart = (y.float() - want.float()).abs() > atol + rtol * want.float().abs()
-            same(int(apart.sum()), 0, f"{case.what}: values of y apart")
+            assert_equal(int(apart.sum()), 0, f"{case.what}: values of y apart")
             equal_everywhere(comm, case.what, y, total)
 
 
@@ -82,9 +82,9 @@ def test_borders(gpu_ranks: Ranks, items: int, counts: list[int]) -> None:
     gpu_ranks(borders, items, counts, deadline=400)
 
 
-def test_borders_of_more_ranks(gpu_crowd: Ranks) -> None:
-    gpu_crowd(borders, 4096, [1, 7, 8, 9, 32, 33, 64, 65, 300, 2600], deadline=400)
-    gpu_crowd(borders, 8, [1, 4097, 40_000], deadline=400)
+def test_borders_of_more_ranks(many_gpu_ranks: Ranks) -> None:
+    many_gpu_ranks(borders, 4096, [1, 7, 8, 9, 32, 33, 64, 65, 300, 2600], deadline=400)
+    many_gpu_ranks(borders, 8, [1, 4097, 40_000], deadline=400)
 
 
 def mixed(comm: Any) -> None:
@@ -99,7 +99,7 @@ def mixed(comm: Any) -> None:
         given = each.call(use_calc_stream=turn % 7 != 3)
         ops.all_reduce(each.x)
         for one, other in zip(given, (y, total), strict=True):
-            close(one, other, f"turn {turn}")
+            assert_bits_equal(one, other, f"turn {turn}")
     settle(comm)
 
 
@@ -107,8 +107,8 @@ def test_between_other_calls(unified_ranks: Ranks) -> None:
     unified_ranks(mixed, deadline=120)
 
 
-def test_between_other_calls_of_more_ranks(crowd: Ranks) -> None:
-    crowd(mixed, deadline=120)
+def test_between_other_calls_of_more_ranks(many_ranks: Ranks) -> None:
+    many_ranks(mixed, deadline=120)
 
 
 @runs_on("all_gpu_ranks")
@@ -138,7 +138,7 @@ def test_captured(comm: Any) -> None:
                 (*want, *norm_of(case.x, want[1], case.weight)),
                 strict=True,
             ):
-                close(given, wanted, f"{case.what} replay {seed}")
+                assert_bits_equal(given, wanted, f"{case.what} replay {seed}")
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[5]], ids=["rms", "layer-float8"])
@@ -155,21 +155,21 @@ def test_a_peer_that_does_not_come(comm: Any, rows: int, kind: dict[str, Any]) -
     if comm.rank:
         y, total = case.call(ring_id=87)
         torch.cuda.synchronize()
-        same(bool(y.float().isnan().all() and total.isnan().all()), True, "results are NaN")
+        assert_equal(bool(y.float().isnan().all() and total.isnan().all()), True, "results are NaN")
         if y.dtype is FLOAT8:
-            same(set(y.view(torch.uint8).view(-1).tolist()), {0x7F}, "bytes")
+            assert_equal(set(y.view(torch.uint8).view(-1).tolist()), {0x7F}, "bytes")
     comm.exchange([])
     if comm.rank == 0:
         with contextlib.suppress(PeerTimeout):
             case.call(ring_id=87)
         torch.cuda.synchronize()
-    with refused(RingError if ring._health.fault else PeerTimeout, "reset()"):
+    with raises(RingError if ring._health.fault else PeerTimeout, "reset()"):
         ring.check()
     named = any("waiting for rank 0 in all_reduce_residual_norm" in e for e in ring._errors())
-    same(named, True, f"errors {ring._errors()}")
+    assert_equal(named, True, f"errors {ring._errors()}")
     ring.reset()
     for given, wanted in zip(case.call(ring_id=87), want, strict=True):
-        close(given, wanted, "after reset")
+        assert_bits_equal(given, wanted, "after reset")
     torch.cuda.synchronize()
     ring.check()
 

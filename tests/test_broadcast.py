@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from commlib import ops
-from tests.support.checks import close
+from tests.support.checks import assert_bits_equal
 from tests.support.formulas import ROOT, from_root, total_or_zeros
 from tests.support.operator import Operator
 from tests.support.ranks import Ranks
@@ -26,5 +26,5 @@ def test_suite(ranks: Ranks, suite: Any, op: Operator) -> None:
 @runs_on("ranks")
 def test_default_root(comm: Any) -> None:
     x = torch.full((3,), comm.rank + 5.0, device=comm.device)
-    close(ops.broadcast(x), torch.full((3,), 5.0), "the default root is 0")
-    close(x, torch.full((3,), comm.rank + 5.0), "input afterwards")
+    assert_bits_equal(ops.broadcast(x), torch.full((3,), 5.0), "the default root is 0")
+    assert_bits_equal(x, torch.full((3,), comm.rank + 5.0), "input afterwards")

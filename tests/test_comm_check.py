@@ -15,7 +15,7 @@ from commlib.errors import (
     EngineError,
     MismatchError,
 )
-from tests.support.checks import close, refused, same
+from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
 
@@ -54,7 +54,7 @@ def _device() -> torch.device:
 
 
 def equals(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    same(actual.tolist(), expected.tolist(), what)
+    assert_equal(actual.tolist(), expected.tolist(), what)
 
 
 def works(ring: Any, what: str) -> None:
@@ -131,10 +131,10 @@ def different(comm: Any, names: list[str]) -> None:
     with ring_of(comm, 2) as ring:
         for name in names:
             *steps, shown = DIFFERENT[name]
-            with refused(MismatchError, f"ring 60 (rank {comm.rank} of 2", DETECTED, *shown):
+            with raises(MismatchError, f"ring 60 (rank {comm.rank} of 2", DETECTED, *shown):
                 steps[comm.rank](ring)
             works(ring, name)
-        same(ring._errors(), [], "errors of calls that were never launched")
+        assert_equal(ring._errors(), [], "errors of calls that were never launched")
 
 
 def test_different_calls(ranks: Ranks) -> None:
@@ -152,10 +152,10 @@ def test_both_lines(comm: Any) -> None:
         with pytest.raises(MismatchError) as caught:
             calls[comm.rank]()
         here = [part for part in str(caught.value).split() if "test_comm_check.py:" in part]
-        same(len(here), 2, str(caught.value))
+        assert_equal(len(here), 2, str(caught.value))
         numbers = [int(one.rstrip(".;").rpartition(":")[2]) for one in here]
-        same(numbers[1] - numbers[0], 1, f"two lines of this function: {numbers}")
-        same(isinstance(caught.value, ArgumentError), True, "a refused call")
+        assert_equal(numbers[1] - numbers[0], 1, f"two lines of this function: {numbers}")
+        assert_equal(isinstance(caught.value, ArgumentError), True, "a refused call")
         works(ring, "a mismatch")
 
 
@@ -164,17 +164,17 @@ def test_group(comm: Any) -> None:
     """A group is compared as one call, and messages in it by pairs."""
     with ring_of(comm, 2) as ring:
         x, y = ones(4), ones(8)
-        with refused(MismatchError, DETECTED, "op=sum", "op=max"), ring.group():
+        with raises(MismatchError, DETECTED, "op=sum", "op=max"), ring.group():
             ring.all_reduce(x, x)
             ring.all_reduce(y, y, op="max" if comm.rank else "sum")
         equals(x, ones(4), "what was not launched")
-        with refused(MismatchError, DETECTED, "all_reduce float32 [4]"), ring.group():
+        with raises(MismatchError, DETECTED, "all_reduce float32 [4]"), ring.group():
             ring.all_reduce(x, x)
             if comm.rank:
                 ring.barrier()
         out = ones(4)
         shown = ("send float32 (4,)", "recv float32 (3,)")
-        with refused(MismatchError, DETECTED, *shown), ring.group():
+        with raises(MismatchError, DETECTED, *shown), ring.group():
             ring.send(x, peer=1 - comm.rank)
             ring.recv(out if comm.rank else out[:3], peer=1 - comm.rank)
         works(ring, "a group")
@@ -189,7 +189,7 @@ def test_messages(comm: Any) -> None:
             shown = f"{str(taken.dtype)[6:]} {tuple(taken.shape)}"
             texts = (DETECTED, f"recv {shown}", "test_comm_check.py:", f"rank {comm.rank}: ")
             before = taken.clone()
-            with refused(MismatchError, *texts, f"rank {other} (position {1 - ring.rank}"):
+            with raises(MismatchError, *texts, f"rank {other} (position {1 - ring.rank}"):
                 if ring.rank == 0:
                     ring.send(sent * 7, peer=1)
                 else:
@@ -233,24 +233,26 @@ def equal(comm: Any) -> None:
         wide = torch.arange(12.0, device=comm.device).view(3, 4).t()  # strided: staged
         out = torch.empty_like(wide)
         ring.all_reduce(out, wide, op="avg")
-        close(out, wide, "avg of a strided tensor")
+        assert_bits_equal(out, wide, "avg of a strided tensor")
         parts = ones(2 * comm.size)
         ring.all_gather(parts, ones(2) * comm.rank, use_calc_stream=False)
-        same(parts.view(-1, 2)[:, 0].tolist(), [float(r) for r in range(comm.size)], "all_gather")
+        assert_equal(
+            parts.view(-1, 2)[:, 0].tolist(), [float(r) for r in range(comm.size)], "all_gather"
+        )
         counts = [1 + (comm.rank + peer) % 2 for peer in range(comm.size)]
         given, taken = ones(sum(counts)) * comm.rank, ones(sum(counts))
         ring.all_to_all(taken, given, in_splits=counts, out_splits=counts)
         want = [float(peer) for peer, count in enumerate(counts) for _ in range(count)]
-        same(taken.tolist(), want, "all_to_all with splits")
+        assert_equal(taken.tolist(), want, "all_to_all with splits")
         root = comm.size - 1
         total = ones(2) if comm.rank == root else None
         ring.reduce(total, ones(2), root=root)
         got = ones(2)
         ring.scatter(got, ones(2 * comm.size) * 3 if comm.rank == root else None, root=root)
         equals(got, ones(2) * 3, "scatter")
-        same(ring.exchange([comm.rank]), [[rank] for rank in range(comm.size)], "exchange")
-        same(ring._hosts.exchange_bytes(b"x"), [b"x"] * comm.size, "exchange_bytes")
-        same(ring._errors(), [], "errors")
+        assert_equal(ring.exchange([comm.rank]), [[rank] for rank in range(comm.size)], "exchange")
+        assert_equal(ring._hosts.exchange_bytes(b"x"), [b"x"] * comm.size, "exchange_bytes")
+        assert_equal(ring._errors(), [], "errors")
         works(ring, "right calls")
 
 
@@ -258,8 +260,8 @@ def test_equal_calls(ranks: Ranks) -> None:
     ranks(equal)
 
 
-def test_equal_calls_of_three(trio: Ranks) -> None:
-    trio(equal)
+def test_equal_calls_of_three(three_ranks: Ranks) -> None:
+    three_ranks(equal)
 
 
 @runs_on("ranks")
@@ -269,7 +271,7 @@ def test_torch_detail(comm: Any) -> None:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         with ring_of(comm, 1) as ring:
-            with refused(MismatchError, DETECTED, "float32 [4]", "float32 [6]"):
+            with raises(MismatchError, DETECTED, "float32 [4]", "float32 [6]"):
                 ring.all_reduce(*[ones(6 if comm.rank else 4)] * 2)
             works(ring, "DETAIL")
     finally:
@@ -281,6 +283,6 @@ def test_levels_that_differ(comm: Any) -> None:
     """Levels that differ are an error on every rank, with ranks and levels."""
     with commlib.flags.override(CHECK, 1 + comm.rank):
         texts = (f"ranks [0] on {comm.engine} (cpu), {CHECK}=1", f"{CHECK}=2")
-        with refused(EngineError, *texts, "ranks [1]"):
+        with raises(EngineError, *texts, "ranks [1]"):
             commlib.new_ring(61, [0, 1], timeout=20)
-    same(commlib.CommContextManager.instance().has(61), False, "a ring of two levels")
+    assert_equal(commlib.CommContextManager.instance().has(61), False, "a ring of two levels")

@@ -19,8 +19,8 @@ from commlib.errors import (
     FlagError,
     PeerTimeout,
 )
-from tests.support.checks import refused, same, until
-from tests.support.ranks import World
+from tests.support.checks import assert_equal, raises, until
+from tests.support.ranks import NewRanks
 from tests.support.runs_on import runs_on
 from tests.test_comm_check import ASYNC, CHECK, ones, ring_of, works
 
@@ -34,7 +34,7 @@ def test_ranks_that_wait_in_different_calls(comm: Any) -> None:
         for _ in range(15):
             ring.all_reduce(*[ones(4)] * 2)
         texts = ["call 16 is", "all_reduce float32 [4] op=sum", "all_gather float32 [6]"]
-        with refused((CommTimeout, EngineError), f"rank {1 - comm.rank} (position", *texts):
+        with raises((CommTimeout, EngineError), f"rank {1 - comm.rank} (position", *texts):
             if comm.rank == 0:
                 ring.all_reduce(*[ones(4)] * 2)
             else:
@@ -42,7 +42,7 @@ def test_ranks_that_wait_in_different_calls(comm: Any) -> None:
         comm.barrier()
 
 
-@runs_on("trio")
+@runs_on("three_ranks")
 def test_a_rank_that_never_called(comm: Any) -> None:
     """A deadline names the rank that has not called, where each rank is, and gloo only as cause."""
     with ring_of(comm, 1, timeout=8) as ring:
@@ -52,10 +52,10 @@ def test_a_rank_that_never_called(comm: Any) -> None:
             with pytest.raises((CommTimeout, EngineError)) as caught:
                 ring.all_reduce(*[ones(4)] * 2)
             text, cause = str(caught.value), caught.value.__cause__
-            same("rank 1 (position 1 in the ring) is at call 5" in text, True, text)
-            same("has not made call 6" in text, True, text)
-            same("gloo/" in text or "third_party" in text, False, text)
-            same(isinstance(cause, RuntimeError), True, repr(cause))
+            assert_equal("rank 1 (position 1 in the ring) is at call 5" in text, True, text)
+            assert_equal("has not made call 6" in text, True, text)
+            assert_equal("gloo/" in text or "third_party" in text, False, text)
+            assert_equal(isinstance(cause, RuntimeError), True, repr(cause))
         comm.barrier()
 
 
@@ -78,12 +78,12 @@ def test_close(comm: Any) -> None:
             comm.barrier()
     logging.getLogger("commlib").removeHandler(handler)
     found = comm.exchange([len(ring._errors())])
-    same(sum(row[0] for row in found) > 0, True, "somebody has found it")
+    assert_equal(sum(row[0] for row in found) > 0, True, "somebody has found it")
     if comm.rank == 1:
         text = ring._errors()[0]
         sum_, max_ = "all_reduce float32 [4] op=sum", "all_reduce float32 [4] op=max"
-        same(f"call 2 is {max_} here and {sum_} there" in text, True, text)
-        same(any(text in line for line in said), True, f"no warning in {said}")
+        assert_equal(f"call 2 is {max_} here and {sum_} there" in text, True, text)
+        assert_equal(any(text in line for line in said), True, f"no warning in {said}")
 
 
 @runs_on("cpu_ranks")
@@ -98,7 +98,7 @@ def test_windows_of_calls(comm: Any) -> None:
             lambda: any(r[0] for r in comm.exchange([len(ring._errors())])), "nobody has found it"
         )
         for text in ring._errors():
-            same(f"they differ in calls {EVERY + 1} to " in text, True, text)
+            assert_equal(f"they differ in calls {EVERY + 1} to " in text, True, text)
 
 
 @runs_on("cpu_ranks")
@@ -119,10 +119,10 @@ def test_right_calls_have_one_fingerprint(comm: Any) -> None:
             ring.send(ones(1), peer=1 - comm.rank)
             ring.recv(ones(1), peer=1 - comm.rank)
         log = ring._call_log.snapshot()
-        same(log.number, 8, "calls of all members: messages are left out")
+        assert_equal(log.number, 8, "calls of all members: messages are left out")
         values = comm.exchange([log.value])
-        same(values[0], values[1], f"fingerprints of {log.recent}")
-    same(ring._errors(), [], "differences")
+        assert_equal(values[0], values[1], f"fingerprints of {log.recent}")
+    assert_equal(ring._errors(), [], "differences")
 
 
 @runs_on("cpu_ranks")
@@ -133,9 +133,11 @@ def test_reset(comm: Any) -> None:
             works(ring, "reset")
             comm.barrier()
             error = ring._health.failed("all_reduce", PeerTimeout("a rank did not come"))
-            same(f"this rank is at call {calls} (all_reduce" in str(error), True, str(error))
+            assert_equal(
+                f"this rank is at call {calls} (all_reduce" in str(error), True, str(error)
+            )
             ring.reset()
-        same(ring._call_log.snapshot().number, 2, "calls")
+        assert_equal(ring._call_log.snapshot().number, 2, "calls")
 
 
 @runs_on("cpu_ranks")
@@ -160,7 +162,7 @@ def test_keys_are_taken_away(comm: Any) -> None:
 def test_level_0(comm: Any) -> None:
     """Level 0 keeps no log, and its deadlines name what the call itself says."""
     with ring_of(comm, 0, timeout=6, ranks=[1, 0]) as ring:
-        same((ring._call_log, ring._compares), (None, False), "level 0")
+        assert_equal((ring._call_log, ring._compares), (None, False), "level 0")
         if comm.rank == 0:
             with pytest.raises(CommTimeout, match=r"waiting for rank 1 \(position 0 in the ring\)"):
                 ring.recv(ones(2), peer=0)
@@ -181,9 +183,13 @@ def test_a_rank_that_has_gone(comm: Any) -> None:
             with pytest.raises(EngineError) as caught:
                 work.wait()
             text = str(caught.value)
-            same("rank 1 (position 1 in the ring) closed its connection" in text, True, text)
-            same("gloo/" in text or "GLHF" in text, False, text)
-            same("onnection" in str(caught.value.__cause__), True, repr(caught.value.__cause__))
+            assert_equal(
+                "rank 1 (position 1 in the ring) closed its connection" in text, True, text
+            )
+            assert_equal("gloo/" in text or "GLHF" in text, False, text)
+            assert_equal(
+                "onnection" in str(caught.value.__cause__), True, repr(caught.value.__cause__)
+            )
         comm.barrier()
 
 
@@ -192,14 +198,14 @@ def killed(comm: Any, rank: int) -> None:
     comm.exchange([])  # sets the shared memory up
     if comm.rank == rank:
         os.kill(os.getpid(), signal.SIGKILL)
-    with refused((EngineError, CommTimeout), f"rank {rank} (position {rank} in the ring)"):
+    with raises((EngineError, CommTimeout), f"rank {rank} (position {rank} in the ring)"):
         for _ in range(100):
             comm.all_reduce(*[ones(2)] * 2)
     commlib.shutdown(abort=True)
 
 
-def test_a_rank_that_was_killed(world: World) -> None:
-    with world(3) as ranks:
+def test_a_rank_that_was_killed(new_ranks: NewRanks) -> None:
+    with new_ranks(3) as ranks:
         ranks(killed, 1, lost=frozenset([1]))
 
 
@@ -207,7 +213,7 @@ def test_flag() -> None:
     for text in ("3", "-1", "", "on", "1.0"):
         with pytest.raises(FlagError, match="expected 0, 1 or 2"):
             commlib.flags.set(CHECK, text)
-    same(commlib.flags.get(CHECK), 1, "the default")
+    assert_equal(commlib.flags.get(CHECK), 1, "the default")
 
 
 def test_calls_of_a_capture_are_left_out() -> None:
@@ -216,7 +222,7 @@ def test_calls_of_a_capture_are_left_out() -> None:
     log.note("barrier", test_flag, (), None, None)
     capturing[0] = True
     log.note("barrier", test_flag, (), None, None)
-    same((log.snapshot().number, log.snapshot().captured), (1, True), "the log")
+    assert_equal((log.snapshot().number, log.snapshot().captured), (1, True), "the log")
 
 
 def test_a_log_of_many_calls_stays_small() -> None:
@@ -224,9 +230,11 @@ def test_a_log_of_many_calls_stays_small() -> None:
     for count in range(3 * EVERY):
         log.note("all_gather", test_flag, (), None, torch.empty(count))
     shot = log.snapshot()
-    same((shot.number, len(shot.recent)), (3 * EVERY, 32), "the log")
-    same(shot.recent[-1], (3 * EVERY, f"all_gather float32 [{3 * EVERY - 1}]"), "the last call")
-    same([number for number, _ in shot.windows], [EVERY, 2 * EVERY, 3 * EVERY], "windows")
+    assert_equal((shot.number, len(shot.recent)), (3 * EVERY, 32), "the log")
+    assert_equal(
+        shot.recent[-1], (3 * EVERY, f"all_gather float32 [{3 * EVERY - 1}]"), "the last call"
+    )
+    assert_equal([number for number, _ in shot.windows], [EVERY, 2 * EVERY, 3 * EVERY], "windows")
 
 
 def test_wrong_arguments_are_errors_of_ours() -> None:

@@ -16,9 +16,9 @@ from commlib.errors import (
     ShapeError,
 )
 from tests.support.checks import (
-    close,
-    refused,
-    same,
+    assert_bits_equal,
+    assert_equal,
+    raises,
 )
 from tests.support.operator import ABSENT_RING, calls
 from tests.support.runs_on import runs_on
@@ -184,7 +184,7 @@ def ordered(call: Callable[..., Tensor], *arguments: Any, **named: Any) -> Tenso
     """Run a call of the comm stream as a legacy program does: the host waits before and after."""
     paddle.c_sync_calc_stream()
     result = call(*arguments, **named)
-    same(paddle.c_sync_comm_stream(result) is result, True, "c_sync_comm_stream returns x")
+    assert_equal(paddle.c_sync_comm_stream(result) is result, True, "c_sync_comm_stream returns x")
     return result
 
 
@@ -285,7 +285,7 @@ def test_errors(comm: Any) -> None:
     """A wrong call is an error on its rank, says what to type, and launches nothing."""
     before = calls(comm)
     for call, error, words in wrong_calls(comm):
-        with refused(error, *words):
+        with raises(error, *words):
             call()
     x = FLOAT.to(comm.device)
     for name in sorted(set(SIGNATURES) - ELSEWHERE):
@@ -294,10 +294,10 @@ def test_errors(comm: Any) -> None:
             continue
         needed = [argument for argument, default in SIGNATURES[name] if default is NEEDED]
         given: dict[str, Any] = {argument: x if argument == "x" else 1 for argument in needed}
-        with refused(RingError, "ring_id=-1", name):
+        with raises(RingError, "ring_id=-1", name):
             call(**given, ring_id=-1)
         if name not in ("c_gen_nccl_id", "c_comm_init"):
-            with refused(RingError, ABSENT_RING):
+            with raises(RingError, ABSENT_RING):
                 call(**given, ring_id=ABSENT_RING)
-    same(calls(comm), before, "calls launched by refused ones")
-    close(ordered(paddle.c_allreduce_sum, x + 1), FLOAT + 2, "after refusals")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
+    assert_bits_equal(ordered(paddle.c_allreduce_sum, x + 1), FLOAT + 2, "after refusals")

@@ -6,7 +6,7 @@ import torch
 
 from commlib.compat import paddle
 from commlib.errors import DtypeError, RingError
-from tests.support.checks import close, refused, sample
+from tests.support.checks import assert_bits_equal, raises, sample
 from tests.support.runs_on import runs_on
 
 
@@ -20,13 +20,13 @@ def test_legacy_names(comm: Any) -> None:
     want = torch.stack([rows[first + k] for k in range(2) for rows in every])
     for stream in (False, True):
         there = paddle.global_scatter(x, counts, counts, 0, stream)
-        close(there.detach(), want, f"scattered, use_calc_stream={stream}")
+        assert_bits_equal(there.detach(), want, f"scattered, use_calc_stream={stream}")
         back = paddle.global_gather(there, counts, counts, ring_id=0, use_calc_stream=stream)
-        close(back.detach(), x.detach(), f"gathered, use_calc_stream={stream}")
+        assert_bits_equal(back.detach(), x.detach(), f"gathered, use_calc_stream={stream}")
     back.sum().backward()
-    close(x.grad, torch.ones_like(every[0]), "gradient")
+    assert_bits_equal(x.grad, torch.ones_like(every[0]), "gradient")
     for call in (paddle.global_scatter, paddle.global_gather):
-        with refused(RingError, "ring_id=-1"):
+        with raises(RingError, "ring_id=-1"):
             call(x, counts, counts, -1)
-        with refused(DtypeError, "global_count is torch.int32", "long()"):
+        with raises(DtypeError, "global_count is torch.int32", "long()"):
             call(x, counts, counts.int())

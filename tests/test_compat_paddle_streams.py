@@ -20,14 +20,14 @@ from commlib.errors import (
     RingError,
 )
 from tests.support.checks import (
-    close,
-    refused,
-    same,
+    assert_bits_equal,
+    assert_equal,
+    raises,
     sample,
     settle,
 )
 from tests.support.operator import ABSENT_RING, calls, compile_whole
-from tests.support.ranks import Ranks, World
+from tests.support.ranks import NewRanks, Ranks
 from tests.support.runs_on import runs_on
 from tests.test_compat_paddle import RING, SIGNATURES, Tensor
 from tests.test_compat_paddle_values import CASES
@@ -56,8 +56,8 @@ def test_orders(comm: Any) -> None:
     x = torch.ones(3, device=comm.device)
     for name in ORDERS:
         for given in (x, [x, x], None):
-            same(getattr(paddle, name)(given) is given, True, name)
-        same(getattr(paddle, name)(), None, name)
+            assert_equal(getattr(paddle, name)(given) is given, True, name)
+        assert_equal(getattr(paddle, name)(), None, name)
 
     calc = comm.stream_for(True)
     big = torch.zeros(1 << 18, device=comm.device)
@@ -67,16 +67,16 @@ def test_orders(comm: Any) -> None:
         paddle.c_wait_compute(big)
         summed = paddle.c_allreduce_sum(big)
         paddle.c_wait_comm(summed)
-        close(summed * 2, np.full(big.shape, 4.0 * step + 2), f"wait pair, step {step}")
+        assert_bits_equal(summed * 2, np.full(big.shape, 4.0 * step + 2), f"wait pair, step {step}")
     for step in range(5):
         keep_busy(comm)
         big.fill_(step + comm.rank)
         paddle.c_sync_calc_stream(big)
-        same(idle(calc), True, "current stream after c_sync_calc_stream")
+        assert_equal(idle(calc), True, "current stream after c_sync_calc_stream")
         summed = paddle.c_allreduce_max(big)
         paddle.c_sync_comm_stream(summed)
-        same(idle(comm.stream), True, "comm stream after c_sync_comm_stream")
-        close(summed, np.full(big.shape, step + 1.0), f"sync pair, step {step}")
+        assert_equal(idle(comm.stream), True, "comm stream after c_sync_comm_stream")
+        assert_bits_equal(summed, np.full(big.shape, step + 1.0), f"sync pair, step {step}")
 
 
 def raw_tensors_live(comm: Any) -> None:
@@ -88,7 +88,7 @@ def raw_tensors_live(comm: Any) -> None:
         summed = paddle.c_allreduce_sum(given.pop())
         junk = torch.full((1 << 16,), -1.0, device=comm.device)
         paddle.c_wait_comm()
-        close(summed, np.full(1 << 16, 2.0 + 2 * step), f"step {step}")
+        assert_bits_equal(summed, np.full(1 << 16, 2.0 + 2 * step), f"step {step}")
         del junk
 
 
@@ -97,8 +97,8 @@ def inputs_ready_raw(comm: Any) -> None:
     paddle.c_sync_calc_stream()
     results = [paddle.c_allreduce_sum(x), paddle.c_allgather(x, nranks=2)]
     paddle.c_sync_comm_stream(results)
-    close(results[0], np.full(3, 2.0), "sum")
-    close(results[1], np.ones(6), "gathered")
+    assert_bits_equal(results[0], np.full(3, 2.0), "sum")
+    assert_bits_equal(results[1], np.ones(6), "gathered")
 
 
 @pytest.mark.parametrize("scene", [raw_tensors_live, inputs_ready_raw])
@@ -120,10 +120,10 @@ def test_barrier(comm: Any) -> None:
         left = torch.tensor([time.monotonic()], dtype=torch.float64, device=comm.device)
         last = paddle.c_allreduce_max(came, use_calc_stream=True)
         first = paddle.c_allreduce_min(left, use_calc_stream=True)
-        same(bool(first >= last), True, "left before the last came")
+        assert_equal(bool(first >= last), True, "left before the last came")
         if given is not None and given.numel():
-            close(given, np.array([2], dtype=np.int32), "sum of x")
-    same(paddle.barrier(), None, "result without x")
+            assert_bits_equal(given, np.array([2], dtype=np.int32), "sum of x")
+    assert_equal(paddle.barrier(), None, "result without x")
     settle(comm)
 
 
@@ -191,7 +191,7 @@ def test_compiled(comm: Any) -> None:
         for place, (given, want) in enumerate(
             zip(graph(x, comm.rank, comm.size), eager, strict=True)
         ):
-            close(given, want, f"result {place} of {rows} rows")
+            assert_bits_equal(given, want, f"result {place} of {rows} rows")
 
         gradients = []
         for function in (train, train_graph):
@@ -199,7 +199,7 @@ def test_compiled(comm: Any) -> None:
             loss = function(*leaves, comm.rank, comm.size)
             gradients.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
         for given, want in zip(*reversed(gradients), strict=True):
-            close(given, want, f"gradients of {rows} rows")
+            assert_bits_equal(given, want, f"gradients of {rows} rows")
 
 
 @runs_on("ranks", deadline=COMPILE_S)
@@ -224,10 +224,10 @@ def test_compiled_refusals(comm: Any) -> None:
         ):  # torch 2.11 trips over a user's exception: no text of ours
             continue
         except RuntimeError as error:
-            same([word for word in words if str(word) not in str(error)], [], str(error))
+            assert_equal([word for word in words if str(word) not in str(error)], [], str(error))
         else:
             raise AssertionError(f"nothing was refused: {words}")
-    same(calls(comm), before, "calls launched by refused ones")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
 
 
 @runs_on("ranks")
@@ -237,9 +237,9 @@ def test_inside_a_group(comm: Any) -> None:
     with comm.group():
         paddle.send_v2(x, 0, peer, True)
         got = paddle.recv_v2([2], 5, peer, 0, True)
-        with refused(ArgumentError, "a group", "dynamic_shape=False"):
+        with raises(ArgumentError, "a group", "dynamic_shape=False"):
             paddle.recv_v2(peer=peer, dynamic_shape=True)
-    close(got, np.full(2, float(peer)), "crossed")
+    assert_bits_equal(got, np.full(2, float(peer)), "crossed")
 
 
 # -- bring-up --------------------------------------------------------------------------------------
@@ -252,35 +252,37 @@ def rings(comm: Any) -> None:
     if position is not None:
         told = paddle.c_gen_nccl_id(position, "h:3", ["h:1"], 7)  # type: ignore[func-returns-value]
         ring = paddle.c_comm_init(2, position, -1, 7, "h:3,h:1", told)
-        same(ring.ranks, (2, 0), "members in the order of the endpoints")
-        same(ring.rank, position, "position")
-        same(ring.engine, comm.engine, "engine: the flag's, as for every other ring")
-        same(paddle.c_comm_init(2, position, ring_id=7, endpoints="h:3,h:1") is ring, True, "again")
+        assert_equal(ring.ranks, (2, 0), "members in the order of the endpoints")
+        assert_equal(ring.rank, position, "position")
+        assert_equal(ring.engine, comm.engine, "engine: the flag's, as for every other ring")
+        assert_equal(
+            paddle.c_comm_init(2, position, ring_id=7, endpoints="h:3,h:1") is ring, True, "again"
+        )
         got = paddle.c_allgather(torch.tensor([comm.rank]), 7, 2, True)
-        close(got, np.array([2, 0]), "gathered in the ring's order")
+        assert_bits_equal(got, np.array([2, 0]), "gathered in the ring's order")
     if comm.rank == 0:
-        with refused(RingError, "[2, 0]", "[0, 2]"):
+        with raises(RingError, "[2, 0]", "[0, 2]"):
             paddle.c_comm_init(2, 0, ring_id=7, endpoints="h:1,h:3")
-        with refused(ArgumentError, "h:9", "PADDLE_TRAINER_ENDPOINTS"):
+        with raises(ArgumentError, "h:9", "PADDLE_TRAINER_ENDPOINTS"):
             paddle.c_comm_init(2, 0, ring_id=8, endpoints="h:1,h:9")
-        with refused(ArgumentError, "rank=0", "global rank 1", "new_ring(8"):
+        with raises(ArgumentError, "rank=0", "global rank 1", "new_ring(8"):
             paddle.c_comm_init(2, 0, ring_id=8, endpoints="h:2,h:3")
     del os.environ["PADDLE_TRAINER_ENDPOINTS"]
     if comm.rank < 2:  # without the environment: the first ranks
-        same(paddle.c_comm_init(2, comm.rank, ring_id=9, endpoints="a:1,b:2").ranks, (0, 1))
+        assert_equal(paddle.c_comm_init(2, comm.rank, ring_id=9, endpoints="a:1,b:2").ranks, (0, 1))
     commlib.comm().barrier()
 
 
 def nobody_comes(comm: Any) -> None:
     """A member that never comes is named when the deadline has passed."""
     if comm.rank == 0:
-        with flags.override(flags.TIMEOUT, 1), refused(CommTimeout, "ring 5", "[1]", "1 s"):
+        with flags.override(flags.TIMEOUT, 1), raises(CommTimeout, "ring 5", "[1]", "1 s"):
             paddle.c_comm_init(2, 0, ring_id=5)
     comm.barrier()
 
 
-def test_rings(world: World) -> None:
-    with world(3) as ranks:
+def test_rings(new_ranks: NewRanks) -> None:
+    with new_ranks(3) as ranks:
         ranks(rings)
         ranks(nobody_comes)
 
@@ -296,14 +298,14 @@ def one_rank(comm: Any) -> None:
         thread.start()
     for thread in threads:
         thread.join(30)
-    same(len(found), 8, "threads that got a ring")
-    same(len(set(found)), 1, "different rings")
+    assert_equal(len(found), 8, "threads that got a ring")
+    assert_equal(len(set(found)), 1, "different rings")
 
     x = torch.arange(6.0).view(2, 3)
     for name in (n for n in CASES if (RING in SIGNATURES[n])):
         legacy = dict(SIGNATURES[name])
         how = {"nranks": 1} if "nranks" in legacy else {}
-        close(getattr(paddle, name)(x, ring_id=6, **how), x, name)
+        assert_bits_equal(getattr(paddle, name)(x, ring_id=6, **how), x, name)
     for name in ORDERS[1:]:
         getattr(paddle, name)(x, 6)
     paddle.barrier(None, 6)
@@ -319,20 +321,20 @@ def one_parser(comm: Any) -> None:
     for engine, spellings in texts.items():
         for text in spellings:
             os.environ[flags.UNIFIED] = text
-            same(paddle.c_comm_init(1, 0, ring_id=2).engine, engine, text)
-            with refused(FlagError, "frozen"):
+            assert_equal(paddle.c_comm_init(1, 0, ring_id=2).engine, engine, text)
+            with raises(FlagError, "frozen"):
                 flags.set(flags.UNIFIED, engine == "c10d")
             os.environ[flags.UNIFIED] = "1" if engine == "c10d" else "0"
-            with refused(FlagError, "frozen"):  # upstream: an id of nothing, and a crash later
+            with raises(FlagError, "frozen"):  # upstream: an id of nothing, and a crash later
                 paddle.c_comm_init(1, 0, ring_id=3)
-            close(paddle.c_allreduce_sum(torch.ones(2), 2), np.ones(2), text)
+            assert_bits_equal(paddle.c_allreduce_sum(torch.ones(2), 2), np.ones(2), text)
             commlib.shutdown()
     os.environ[flags.UNIFIED] = "maybe"
-    with refused(FlagError, "maybe", "true"):
+    with raises(FlagError, "maybe", "true"):
         paddle.c_comm_init(1, 0, ring_id=2)
 
 
-def test_one_rank(world: World) -> None:
-    with world(1) as ranks:
+def test_one_rank(new_ranks: NewRanks) -> None:
+    with new_ranks(1) as ranks:
         ranks(one_rank)
         ranks(one_parser)

@@ -15,13 +15,13 @@ from commlib.errors import (
 )
 from tests.support.checks import (
     Array,
+    assert_bits_equal,
+    assert_equal,
     bits,
-    close,
     from_bits,
     laid_out,
-    refused,
+    raises,
     rounded,
-    same,
     sample,
     wide,
 )
@@ -128,8 +128,8 @@ def test_values(comm: Any, name: str) -> None:
                 for calc in (False, True):
                     x = laid_out(inputs[comm.rank], layout, comm.device)
                     given = ordered(case.call, x, comm, calc)
-                    close(given, want, f"{dtype} {shape} {layout} {calc}")
-                    close(x, inputs[comm.rank], f"input of {dtype} {shape} afterwards")
+                    assert_bits_equal(given, want, f"{dtype} {shape} {layout} {calc}")
+                    assert_bits_equal(x, inputs[comm.rank], f"input of {dtype} {shape} afterwards")
 
 
 def test_every_operator_has_a_case() -> None:
@@ -142,7 +142,7 @@ def test_scatter_drops_what_does_not_divide(comm: Any) -> None:
     """c_scatter of five rows over two ranks: two rows each, the fifth goes to nobody."""
     x = torch.arange(30.0, device=comm.device).view(5, 6) + 100 * comm.rank
     want = (torch.arange(30.0).view(5, 6) + 100)[2 * comm.rank : 2 * comm.rank + 2]
-    close(ordered(paddle.c_scatter, x, root=1, nranks=2), want)
+    assert_bits_equal(ordered(paddle.c_scatter, x, root=1, nranks=2), want)
 
 
 @runs_on("ranks")
@@ -155,11 +155,13 @@ def test_embedding(comm: Any) -> None:
         x = torch.from_numpy(ids).to(comm.device, dtype)
         found = paddle.c_embedding(shard, x, 4 * comm.rank, 8)
         mine = (ids // 4 == comm.rank)[..., None]
-        close(found, np.where(mine, table[ids], 0.0), "own rows")
-        close(ordered(paddle.mp_allreduce_sum, found), table[ids], "all rows")
+        assert_bits_equal(found, np.where(mine, table[ids], 0.0), "own rows")
+        assert_bits_equal(ordered(paddle.mp_allreduce_sum, found), table[ids], "all rows")
     strange = torch.tensor([-1, 8, 100], device=comm.device)
-    close(paddle.c_embedding(shard, strange, 4 * comm.rank), np.zeros((3, 3)), "ids of no rank")
-    with refused(ArgumentError, -1, 100, 7):
+    assert_bits_equal(
+        paddle.c_embedding(shard, strange, 4 * comm.rank), np.zeros((3, 3)), "ids of no rank"
+    )
+    with raises(ArgumentError, -1, 100, 7):
         paddle.c_embedding(shard, strange, 4 * comm.rank, vocab_size=8)
 
 
@@ -201,18 +203,20 @@ def test_point_to_point(comm: Any) -> None:
             what = f"{given!r} {calc}"
             x = laid_out(x, "transposed", comm.device)
             got = passed_on(comm, x, out_shape=[3, 2], dtype=given, use_calc_stream=calc)
-            close(got, want, what)
+            assert_bits_equal(got, want, what)
     for shape in ((), (4,), (0,), (2, 0, 3), (1,) * 9, (2, 3, 4)):
         for calc in (False, True):
             mine, theirs = ((*shape, 1 + r) for r in (comm.rank, 1 - comm.rank))
             x = sample(comm.rank, mine, torch.float16).to(comm.device)
             how = {"use_calc_stream": calc, "dynamic_shape": True}
             got = passed_on(comm, x, out_shape=(), dtype="float16", **how)
-            close(got, sample(1 - comm.rank, theirs, torch.float16), f"dynamic {shape} {calc}")
+            assert_bits_equal(
+                got, sample(1 - comm.rank, theirs, torch.float16), f"dynamic {shape} {calc}"
+            )
     scalar = torch.tensor(float(comm.rank), device=comm.device)
     got = passed_on(comm, scalar, out_shape=(), dtype=5, dynamic_shape=True)
-    close(got, torch.tensor(1.0 - comm.rank), "dynamic 0-D")
-    same(got.device, comm.device, "device")
+    assert_bits_equal(got, torch.tensor(1.0 - comm.rank), "dynamic 0-D")
+    assert_equal(got.device, comm.device, "device")
 
 
 @runs_on("ranks")
@@ -223,9 +227,9 @@ def test_dynamic_shape_on_the_wire(comm: Any) -> None:
         paddle.send_v2(torch.tensor([65], dtype=torch.int32, device=comm.device), 0, 1, True)
         return
     said = [paddle.recv_v2([n], "int32", 0, 0, True).tolist() for n in (1, 2)]
-    same(said, [[2], [2, 3]], "header")
-    close(paddle.recv_v2([2, 3], 5, 0, 0, True), np.ones((2, 3)), "data")
-    with refused(ShapeError, 65, "rank 0", "dynamic_shape=True"):
+    assert_equal(said, [[2], [2, 3]], "header")
+    assert_bits_equal(paddle.recv_v2([2, 3], 5, 0, 0, True), np.ones((2, 3)), "data")
+    with raises(ShapeError, 65, "rank 0", "dynamic_shape=True"):
         paddle.recv_v2(peer=0, dynamic_shape=True)
 
 
@@ -248,25 +252,25 @@ def gradients(comm: Any) -> None:
         weights = torch.from_numpy(drawn[r]).to(comm.device)
         for calc in (False, True):
             got = gradient(paddle.mp_allreduce_sum, x, weights, 0, calc)
-            close(got, drawn[r], f"mp_allreduce_sum {shape} {calc}")
+            assert_bits_equal(got, drawn[r], f"mp_allreduce_sum {shape} {calc}")
             got = gradient(paddle.c_identity, x, weights, 0, calc)
-            close(got, drawn[0] + drawn[1], f"c_identity {shape} {calc}")
+            assert_bits_equal(got, drawn[0] + drawn[1], f"c_identity {shape} {calc}")
 
             wide_weights = torch.cat([weights, 2 * weights], -1)
             got = gradient(paddle.c_concat, x, wide_weights, r, n, 0, calc)
-            close(got, (1 + r) * drawn[r], f"c_concat {shape} {calc}")
+            assert_bits_equal(got, (1 + r) * drawn[r], f"c_concat {shape} {calc}")
 
             half = weights.tensor_split(2, -1)[0].contiguous()
             halves = [np.split(w, 2, -1)[0] for w in drawn]
             got = gradient(paddle.c_split, x, half, r, n, 0, calc)
-            close(got, np.concatenate(halves, -1), f"c_split {shape} {calc}")
+            assert_bits_equal(got, np.concatenate(halves, -1), f"c_split {shape} {calc}")
 
             def upstream(x: Tensor, calc: bool = calc) -> Tensor:
                 return paddle.c_split(x, r, n, 0, calc, legacy_grad=True)
 
-            close(upstream(x), np.split(x.cpu().numpy(), n, -1)[r], "forward")
+            assert_bits_equal(upstream(x), np.split(x.cpu().numpy(), n, -1)[r], "forward")
             want = np.concatenate(halves, 0).reshape(shape)
-            close(gradient(upstream, x, half), want, f"c_split upstream {shape} {calc}")
+            assert_bits_equal(gradient(upstream, x, half), want, f"c_split upstream {shape} {calc}")
 
 
 def test_gradients(ranks: Ranks) -> None:
@@ -285,7 +289,7 @@ def test_embedding_gradient(comm: Any) -> None:
             want[one % 4] += weights[place].numpy()
     start = 4 * comm.rank
     got = gradient(paddle.c_embedding, weight, weights.to(comm.device), ids, start)
-    close(got, want, "scatter-add", atol=1e-12)
+    assert_bits_equal(got, want, "scatter-add", atol=1e-12)
 
 
 @runs_on("ranks")
@@ -294,7 +298,7 @@ def test_other_operators_have_no_gradient(comm: Any) -> None:
     for name in sorted(set(CASES) - {"mp_allreduce_sum", "c_identity", "c_concat", "c_split"}):
         x = torch.ones(4, 6, device=comm.device, requires_grad=True)
         given = ordered(CASES[name].call, x, comm, False)
-        same(given.requires_grad, False, name)
+        assert_equal(given.requires_grad, False, name)
     x = torch.ones(2, device=comm.device, requires_grad=True)
     got = passed_on(comm, x, out_shape=[2], dtype=5)
-    same(got.requires_grad, False, "recv_v2")
+    assert_equal(got.requires_grad, False, "recv_v2")

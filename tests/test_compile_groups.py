@@ -9,7 +9,7 @@ import torch
 import commlib
 from commlib import ops
 from commlib.errors import ArgumentError
-from tests.support.checks import close, refused, same
+from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.operator import calls, compile_whole
 from tests.support.runs_on import runs_on
 
@@ -51,12 +51,12 @@ def test_functions_with_a_group(comm: Any) -> None:
     for body in BODIES:
         want, before = body(x), calls(comm)
         torch._dynamo.reset()
-        close(torch.compile(body, backend="aot_eager")(x), want, body.__name__)
-        same(calls(comm) - before, 2, f"{body.__name__}: calls")
+        assert_bits_equal(torch.compile(body, backend="aot_eager")(x), want, body.__name__)
+        assert_equal(calls(comm) - before, 2, f"{body.__name__}: calls")
         with pytest.raises(Exception, match=r"ring.group\(\).*ops.all_to_all"):
             compile_whole(body)(x)
-        same(calls(comm) - before, 2, f"{body.__name__}: calls of the refused one")
-        close(body(x), want, f"{body.__name__} after that")
+        assert_equal(calls(comm) - before, 2, f"{body.__name__}: calls of the refused one")
+        assert_bits_equal(body(x), want, f"{body.__name__} after that")
 
 
 @runs_on("ranks")
@@ -69,7 +69,7 @@ def test_compiled_code_inside_a_group(comm: Any) -> None:
     ]
     for body in bodies:
         compiled, before = compile_whole(body), calls(comm)
-        with refused(ArgumentError, "inside `with ring.group():`", "outside"), comm.group():
+        with raises(ArgumentError, "inside `with ring.group():`", "outside"), comm.group():
             compiled(x)
-        same(calls(comm) - before, 0, "calls launched by a refused group")
-    close(ops.all_reduce(x), x * 2, "the ring after that")
+        assert_equal(calls(comm) - before, 0, "calls launched by a refused group")
+    assert_bits_equal(ops.all_reduce(x), x * 2, "the ring after that")

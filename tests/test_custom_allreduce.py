@@ -21,7 +21,16 @@ from commlib.errors import (
     ArgumentError,
 )
 from commlib.p2p import kernel_table, peer_memory
-from tests.support.checks import bits, close, on_gpu, refused, rounded, same, settle, wide
+from tests.support.checks import (
+    assert_bits_equal,
+    assert_equal,
+    bits,
+    on_gpu,
+    raises,
+    rounded,
+    settle,
+    wide,
+)
 from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
 
@@ -70,13 +79,13 @@ def alike(actual: torch.Tensor, expected: torch.Tensor, what: object) -> None:
     """Raise unless all bits are equal; NaNs count as equal."""
     fixed = torch.where(actual.cpu().isnan(), torch.full_like(expected, float("nan")), actual.cpu())
     wanted = torch.where(expected.isnan(), torch.full_like(expected, float("nan")), expected)
-    close(fixed, wanted, what)
+    assert_bits_equal(fixed, wanted, what)
 
 
 def equal_everywhere(comm: Any, x: torch.Tensor, what: object) -> None:
     """Raise unless all ranks hold the same bits, NaNs included."""
     found = comm.exchange([zlib.crc32(bits(x).tobytes())])
-    same(found, [found[0]] * comm.size, f"{what}: digest of the bits on each rank")
+    assert_equal(found, [found[0]] * comm.size, f"{what}: digest of the bits on each rank")
 
 
 def values(comm: Any, sizes: list[int]) -> None:
@@ -105,8 +114,8 @@ def test_values(gpu_ranks: Ranks, sizes: list[int]) -> None:
     gpu_ranks(values, sizes, deadline=240)
 
 
-def test_values_of_more_ranks(gpu_crowd: Ranks) -> None:
-    gpu_crowd(values, [1, 9, 1025, 20_011, 70_001, 300_007, 1_000_003], deadline=240)
+def test_values_of_more_ranks(many_gpu_ranks: Ranks) -> None:
+    many_gpu_ranks(values, [1, 9, 1025, 20_011, 70_001, 300_007, 1_000_003], deadline=240)
 
 
 @runs_on("gpu_ranks", deadline=120)
@@ -118,7 +127,7 @@ def test_every_length(comm: Any) -> None:
         ]
         x = parts[comm.rank].to(comm.device)
         out = torch.zeros(comm.size * nbytes, dtype=torch.uint8, device=comm.device)
-        close(comm.all_gather(out, x), torch.cat(parts), f"{nbytes} bytes")
+        assert_bits_equal(comm.all_gather(out, x), torch.cat(parts), f"{nbytes} bytes")
 
 
 def movements(comm: Any, part: int) -> None:
@@ -132,17 +141,25 @@ def movements(comm: Any, part: int) -> None:
         segments = [t.view(comm.size, part) for t in every]
         out = torch.zeros(comm.size * part, dtype=dtype, device=comm.device)
         want = torch.cat([p[comm.rank] for p in segments])
-        close(comm.all_to_all(out, x), want, f"all_to_all {part} {dtype}")
-        close(comm.all_gather(out, x[:part]), torch.cat([t[:part] for t in every]), "all_gather")
+        assert_bits_equal(comm.all_to_all(out, x), want, f"all_to_all {part} {dtype}")
+        assert_bits_equal(
+            comm.all_gather(out, x[:part]), torch.cat([t[:part] for t in every]), "all_gather"
+        )
         inside = out[comm.rank * part : (comm.rank + 1) * part]
         inside.copy_(x[:part])
-        close(comm.all_gather(out, inside), torch.cat([t[:part] for t in every]), "in place")
+        assert_bits_equal(
+            comm.all_gather(out, inside), torch.cat([t[:part] for t in every]), "in place"
+        )
         if dtype.itemsize > 1:
             total = (
                 torch.stack(segments)[:, comm.rank].double().sum(0).to(dtype)
             )  # small whole numbers
-            close(comm.reduce_scatter(out[:part], x), total, f"reduce_scatter {part} {dtype}")
-            close(comm.reduce_scatter(x.view(comm.size, -1)[comm.rank], x), total, "in place")
+            assert_bits_equal(
+                comm.reduce_scatter(out[:part], x), total, f"reduce_scatter {part} {dtype}"
+            )
+            assert_bits_equal(
+                comm.reduce_scatter(x.view(comm.size, -1)[comm.rank], x), total, "in place"
+            )
 
 
 @pytest.mark.parametrize("part", [1, 3, 1000, 40_001, 600_000])
@@ -150,9 +167,9 @@ def test_movements(unified_ranks: Ranks, part: int) -> None:
     unified_ranks(movements, part)
 
 
-def test_movements_of_more_ranks(crowd: Ranks) -> None:
+def test_movements_of_more_ranks(many_ranks: Ranks) -> None:
     for part in (3, 40_001):
-        crowd(movements, part)
+        many_ranks(movements, part)
 
 
 class Script:
@@ -196,7 +213,7 @@ class Script:
             self.x.add_(0)
             work.wait()
             wrong = check and not torch.equal(self.out[:items], self.total[:items])
-        same(wrong, False, f"{items} items, kind {kind}")
+        assert_equal(wrong, False, f"{items} items, kind {kind}")
 
 
 def mixed(comm: Any, count: int, seed: int) -> None:
@@ -215,8 +232,8 @@ def test_mixed_calls(unified_ranks: Ranks, request: pytest.FixtureRequest) -> No
     unified_ranks(mixed, request.config.getoption("mixed_calls"), 3, deadline=900)
 
 
-def test_mixed_calls_of_more_ranks(crowd: Ranks, request: pytest.FixtureRequest) -> None:
-    crowd(mixed, request.config.getoption("mixed_calls"), 4, deadline=900)
+def test_mixed_calls_of_more_ranks(many_ranks: Ranks, request: pytest.FixtureRequest) -> None:
+    many_ranks(mixed, request.config.getoption("mixed_calls"), 4, deadline=900)
 
 
 @runs_on("gpu_ranks")
@@ -240,36 +257,40 @@ def answers(comm: Any) -> list[str]:
 def test_explain(comm: Any) -> None:
     """Says what runs, the same on every rank."""
     told = answers(comm)
-    same(len({tuple(row) for row in comm.exchange([zlib.crc32("".join(told).encode())])}), 1, told)
-    same(comm.explain(0, torch.float32), "nothing is sent: no bytes", "no bytes")
+    assert_equal(
+        len({tuple(row) for row in comm.exchange([zlib.crc32("".join(told).encode())])}), 1, told
+    )
+    assert_equal(comm.explain(0, torch.float32), "nothing is sent: no bytes", "no bytes")
     for wrong in (3, -2):
-        with refused(ArgumentError, f"nbytes={wrong}", "multiple of 2"):
+        with raises(ArgumentError, f"nbytes={wrong}", "multiple of 2"):
             comm.explain(wrong, torch.bfloat16)
     with another(comm, 88) as ring:
         ring.abort()
-        same("aborted" in ring.explain(4, torch.float32), True, "of a ring that has ended")
-    same("float64" in comm.explain(8, torch.float64), True, "a dtype without a kernel")
+        assert_equal("aborted" in ring.explain(4, torch.float32), True, "of a ring that has ended")
+    assert_equal("float64" in comm.explain(8, torch.float64), True, "a dtype without a kernel")
 
 
 @runs_on("cpu_ranks")
 def test_explain_on_a_cpu(comm: Any) -> None:
-    same({text.split(":")[0] for text in answers(comm)}, {comm.engine})
+    assert_equal({text.split(":")[0] for text in answers(comm)}, {comm.engine})
 
 
 @runs_on("gpu_ranks")
 def test_explain_on_a_gpu(comm: Any) -> None:
     """Says which sizes push kernels take, and the flag turns all of it off."""
     heads = ["one_shot", "NCCL:", "one_shot", "NCCL:", "NCCL:", "NCCL:"]
-    same([text.split()[0] for text in answers(comm)], heads)
+    assert_equal([text.split()[0] for text in answers(comm)], heads)
     with (
         commlib.flags.override("FLAGS_custom_allreduce", comm.rank == 0),
         another(comm, 85) as ring,
     ):
-        same("FLAGS_custom_allreduce" in ring.explain(64, torch.float32), True, "explained")
+        assert_equal("FLAGS_custom_allreduce" in ring.explain(64, torch.float32), True, "explained")
         x = torch.ones(9, device=comm.device)
-        same(set(ring.all_reduce(x, x).tolist()), {float(comm.size)}, "by NCCL")
-        same("FLAGS_" in ring.explain(4, torch.float32, "premul_sum"), True, "of a scaled sum")
-        same(ring.all_reduce_begin(x, x).wait().unique().tolist(), [comm.size**2], "begun")
+        assert_equal(set(ring.all_reduce(x, x).tolist()), {float(comm.size)}, "by NCCL")
+        assert_equal(
+            "FLAGS_" in ring.explain(4, torch.float32, "premul_sum"), True, "of a scaled sum"
+        )
+        assert_equal(ring.all_reduce_begin(x, x).wait().unique().tolist(), [comm.size**2], "begun")
 
 
 @runs_on("gpu_ranks")
@@ -281,13 +302,17 @@ def test_ranks_that_push_kernels_can_t_serve(comm: Any) -> None:
         if here:
             kernel_table.text = lambda: text() + "\n"  # type: ignore[assignment]
         with another(comm, 89) as ring:
-            same("different tables or kernels" in ring.explain(64, torch.float32), True, "table")
-            same(set(ring.all_reduce(x, x * 1).tolist()), {float(comm.size)}, "by NCCL")
+            assert_equal(
+                "different tables or kernels" in ring.explain(64, torch.float32), True, "table"
+            )
+            assert_equal(set(ring.all_reduce(x, x * 1).tolist()), {float(comm.size)}, "by NCCL")
         kernel_table.text = text
         if here:
             peer_memory.PROOF = proof.with_name("missing.cu")
         with another(comm, 89) as ring:
-            same("no peer access" in ring.explain(64, torch.float32), True, "proof")
-            same(set(ring.all_reduce(x, torch.ones_like(x)).tolist()), {float(comm.size)}, "NCCL")
+            assert_equal("no peer access" in ring.explain(64, torch.float32), True, "proof")
+            assert_equal(
+                set(ring.all_reduce(x, torch.ones_like(x)).tolist()), {float(comm.size)}, "NCCL"
+            )
     finally:
         kernel_table.text, peer_memory.PROOF = text, proof

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from commlib import ops
-from tests.support.checks import close, refused, same
+from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.operator import calls, compile_whole, generating
 from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
@@ -41,12 +41,12 @@ def ways(comm: Any, backend: str, dtype: torch.dtype, cases: list[Any]) -> None:
                 for _ in range(2):
                     y = call(leaf, given, **how, **keywords(given, kind))
                     y.sum().backward()
-                same(calls(comm) - before, 4 * sync, f"collectives {kind} {sync}")
+                assert_equal(calls(comm) - before, 4 * sync, f"collectives {kind} {sync}")
                 grads = [t.grad for t in (leaf, *given) if t.grad is not None]
                 found.append([y, *given, *grads])
         for others in found[1:]:
             for other, first in zip(others, found[0], strict=True):
-                close(other, first, f"{dtype} {kind} sync_stats={sync}")
+                assert_bits_equal(other, first, f"{dtype} {kind} sync_stats={sync}")
 
 
 def test_streams_and_compiled(ranks: Ranks) -> None:
@@ -65,7 +65,7 @@ def test_generated_code(unified_ranks: Ranks) -> None:
 def test_compiled_refusal(comm: Any) -> None:
     """Not every torch can trace the update of a summary that wants a gradient."""
     leaf, *given = leaves(comm, rows(0, (4, 3), torch.float64), *summaries(3, torch.float64)[:3])
-    with refused(Exception, "requires_grad_(False)"):  # some torch wraps errors of traced code
+    with raises(Exception, "requires_grad_(False)"):  # some torch wraps errors of traced code
         compile_whole(ops.data_norm)(leaf, *given)
 
 
@@ -79,7 +79,7 @@ def test_compiled_sizes(comm: Any) -> None:
         x = rows(comm.rank, (count, 6), torch.float32).to(comm.device).requires_grad_()
         with torch.no_grad():
             if comm.rank == 0:  # one rank alone may evaluate
-                close(
+                assert_bits_equal(
                     compiled(x, *given, sync_stats=True),
                     data_norm(x, *given, sync_stats=True),
                     "compiled under no_grad",
@@ -90,9 +90,9 @@ def test_compiled_sizes(comm: Any) -> None:
         want = [torch.tensor(b, device=comm.device) for b in before]
         data_norm(x.detach().requires_grad_(), *want, summary_decay_rate=decay).sum().backward()
         for got, one in zip(given, want, strict=True):
-            close(got, one, f"{count} rows, dynamic")
+            assert_bits_equal(got, one, f"{count} rows, dynamic")
         before = [t.tolist() for t in given]
-    same(calls(comm), launched, "collectives")
+    assert_equal(calls(comm), launched, "collectives")
 
 
 @runs_on("cpu_ranks")
@@ -104,9 +104,9 @@ def test_two_compiled_forwards(comm: Any) -> None:
     first, second = (compiled(x, *given) for x in batches)
     first.sum().backward()
     once = [t.tolist() for t in given]
-    with refused(RuntimeError, "modified by an inplace operation"):
+    with raises(RuntimeError, "modified by an inplace operation"):
         second.sum().backward()
-    same([t.tolist() for t in given], once, "summaries after the refused backward")
+    assert_equal([t.tolist() for t in given], once, "summaries after the refused backward")
 
 
 # -- on GPUs -------------------------------------------------------------------------------------
@@ -136,9 +136,9 @@ def test_captured(comm: Any) -> None:
                 again = {**keywords(others, kind), "sync_stats": sync}
                 want = data_norm(leaf, *others[:3], **again)
                 want.sum().backward()
-                close(y, want, f"{dtype} {kind}")
-                close(x.grad, leaf.grad, f"gradient {dtype} {kind}")
+                assert_bits_equal(y, want, f"{dtype} {kind}")
+                assert_bits_equal(x.grad, leaf.grad, f"gradient {dtype} {kind}")
                 for got, other in zip(given, others, strict=True):
-                    close(got, other, f"summaries {dtype} {kind}")
+                    assert_bits_equal(got, other, f"summaries {dtype} {kind}")
                     if other.grad is not None:
-                        close(got.grad, other.grad, f"their gradients {dtype} {kind}")
+                        assert_bits_equal(got.grad, other.grad, f"their gradients {dtype} {kind}")

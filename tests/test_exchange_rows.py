@@ -10,7 +10,15 @@ import torch
 import commlib
 from commlib.errors import CommTimeout, EngineError, RingError
 from commlib.p2p.routes import routes
-from tests.support.checks import Framed, bits, close, from_bits, refused, same, sample
+from tests.support.checks import (
+    Framed,
+    assert_bits_equal,
+    assert_equal,
+    bits,
+    from_bits,
+    raises,
+    sample,
+)
 from tests.support.operator import MODES, calls
 from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
@@ -38,10 +46,14 @@ def check(comm: Any, counts: Counts, width: int, dtype: torch.dtype, **mode: boo
     x, way = every[comm.rank].to(comm.device), routes(counts, comm.rank, back=False)
     out = torch.zeros(want.shape, dtype=dtype, device=comm.device)
     result = comm._exchange_rows(out, x, way, **mode)
-    close(result.wait() if isinstance(result, commlib.Work) else result, want, (counts, mode))
+    assert_bits_equal(
+        result.wait() if isinstance(result, commlib.Work) else result, want, (counts, mode)
+    )
     back = torch.zeros_like(x)
     result = comm._exchange_rows(back, out, routes(counts, comm.rank, back=True), **mode)
-    close(result.wait() if isinstance(result, commlib.Work) else result, x, ("back", counts, mode))
+    assert_bits_equal(
+        result.wait() if isinstance(result, commlib.Work) else result, x, ("back", counts, mode)
+    )
 
 
 def values(comm: Any) -> None:
@@ -57,8 +69,8 @@ def test_values(ranks: Ranks) -> None:
     ranks(values)
 
 
-def test_values_of_three(trio: Ranks) -> None:
-    trio(values)
+def test_values_of_three(three_ranks: Ranks) -> None:
+    three_ranks(values)
 
 
 @runs_on("ranks")
@@ -85,12 +97,12 @@ def test_strided(comm: Any) -> None:
         x = Framed(tuple(every[comm.rank].shape), torch.int8, comm.device, layout)
         out = Framed(tuple(want.shape), torch.int8, comm.device, layout)
         comm._exchange_rows(out.view, x.view.copy_(every[comm.rank]), way)
-        close(out.view, want, layout)
+        assert_bits_equal(out.view, want, layout)
         out.intact(layout)
     flat = torch.zeros(every[comm.rank].numel() + 1, dtype=torch.int8, device=comm.device)
     x1 = flat[1:].view(every[comm.rank].shape).copy_(every[comm.rank])
     result = torch.zeros(want.shape, dtype=torch.int8, device=comm.device)
-    close(comm._exchange_rows(result, x1, way), want, "one byte off")
+    assert_bits_equal(comm._exchange_rows(result, x1, way), want, "one byte off")
 
 
 @runs_on("all_gpu_ranks")
@@ -119,9 +131,9 @@ def test_streams_and_graphs(comm: Any) -> None:
             with torch.cuda.stream(first):
                 comm._exchange_rows(out, x, way)
             with torch.cuda.stream(then):
-                close(comm._exchange_rows(other, x, way), want, "after another stream")
+                assert_bits_equal(comm._exchange_rows(other, x, way), want, "after another stream")
         torch.cuda.synchronize(comm.device)
-        close(out, want, f"turn {turn}")
+        assert_bits_equal(out, want, f"turn {turn}")
 
 
 @runs_on("ranks")
@@ -131,11 +143,11 @@ def test_on_a_closed_ring(comm: Any) -> None:
     before = calls(ring)
     commlib.CommContextManager.instance().close(61)
     x = torch.zeros(2, 2, device=comm.device)
-    with refused(RingError, "closed"):
+    with raises(RingError, "closed"):
         ring._exchange_rows(
             torch.zeros_like(x), x, routes(drawn(comm.size, 1, 1, 1), comm.rank, back=False)
         )
-    same(before, 0, "calls")
+    assert_equal(before, 0, "calls")
 
 
 @pytest.mark.gpu
@@ -149,7 +161,7 @@ def channel(comm: Any) -> None:
     from commlib.p2p.expert_rows import RowChannel
 
     check(comm, drawn(comm.size, 2, 4, 2), 8, torch.float32)
-    same(type(comm._engine._rows), RowChannel, "what carries the rows")
+    assert_equal(type(comm._engine._rows), RowChannel, "what carries the rows")
 
 
 @runs_on("gpu_ranks")
@@ -164,7 +176,7 @@ def test_a_peer_that_does_not_come(comm: Any) -> None:
         out = torch.zeros((int(counts[:, 0].sum()), 64), device=comm.device)
         ring._exchange_rows(out, every, routes(counts, 0, back=False))
         torch.cuda.synchronize(comm.device)
-        with refused((CommTimeout, EngineError), "waiting for rank 1", "5 s"):
+        with raises((CommTimeout, EngineError), "waiting for rank 1", "5 s"):
             ring._exchange_rows(out, every, routes(counts, 0, back=False))
     comm.exchange([])
     commlib.CommContextManager.instance().close(62, abort=True)

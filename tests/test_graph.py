@@ -16,7 +16,7 @@ import torch
 import commlib
 from commlib import graph, ops
 from commlib.graph import GraphError
-from tests.support.checks import close, on_gpu, refused, same
+from tests.support.checks import assert_bits_equal, assert_equal, on_gpu, raises
 from tests.support.processes import run
 from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
@@ -36,16 +36,16 @@ def test_arguments(comm: Any) -> None:
             for scale in (1.0, 0.5):
                 x = torch.full(shape, turn + 1.0, device=comm.device)
                 given = f(x, more=[x, x * 2], scale=scale)
-                close(given["y"], x * scale)
-                close(given["more"][1], x * 2 + 1)
-                same(
+                assert_bits_equal(given["y"], x * scale)
+                assert_bits_equal(given["more"][1], x * 2 + 1)
+                assert_equal(
                     (given["n"][0].item(), *given["n"][1:]), (float((x * scale).sum()), "label", 3)
                 )
-    same(len(f.entries), 4, "kinds of calls")
+    assert_equal(len(f.entries), 4, "kinds of calls")
     with torch.inference_mode():
-        close(f(torch.ones(3, device=comm.device))["y"], torch.ones(3))
-    same(len(f.entries), 5, "with inference mode")
-    with refused(GraphError, "unhashable", "key="):
+        assert_bits_equal(f(torch.ones(3, device=comm.device))["y"], torch.ones(3))
+    assert_equal(len(f.entries), 5, "with inference mode")
+    with raises(GraphError, "unhashable", "key="):
         f(torch.ones(3, device=comm.device), scale={"a"})
 
 
@@ -65,8 +65,8 @@ def test_the_first_call_counts_once(comm: Any, first: str) -> None:
     for turn in range(1, 5):
         step()
         for i, (h, lo) in enumerate(zip(high, low, strict=True)):
-            same(lo.tolist(), [float(i + turn)] * 4, f"turn {turn}")
-            same(h.tolist(), [float(sum(range(i, i + turn)))] * 4, f"turn {turn}")
+            assert_equal(lo.tolist(), [float(i + turn)] * 4, f"turn {turn}")
+            assert_equal(h.tolist(), [float(sum(range(i, i + turn)))] * 4, f"turn {turn}")
 
 
 @runs_on("unified_ranks")
@@ -84,7 +84,7 @@ def test_functions_of_one_name(comm: Any) -> None:
 
     one, other = made(1.0), made(10.0)
     for turn in range(1, 4):
-        same((one().tolist(), other().tolist()), ([turn * 1.0] * 2, [turn * 10.0] * 2))
+        assert_equal((one().tolist(), other().tolist()), ([turn * 1.0] * 2, [turn * 10.0] * 2))
 
 
 @runs_on("unified_ranks")
@@ -94,17 +94,21 @@ def test_addresses(comm: Any) -> None:
     x, y = torch.ones(5, device=comm.device), torch.ones(5, device=comm.device)
     for turn in range(3):
         x.fill_(turn)
-        close(f(x, y), x * 2 + y)
+        assert_bits_equal(f(x, y), x * 2 + y)
     if on_gpu(comm):
-        same([row["bytes_copied"] for row in graph.report(f)], [0], "bytes of the last replay")
+        assert_equal(
+            [row["bytes_copied"] for row in graph.report(f)], [0], "bytes of the last replay"
+        )
     for turn in range(4):
         other = torch.full((5,), float(turn), device=comm.device)
-        close(f(other, y), other * 2 + y, f"elsewhere, turn {turn}")
-        close(other, torch.full((5,), float(turn)), "the caller's own")
-        close(x, torch.full((5,), 2.0), "the first caller's")
+        assert_bits_equal(f(other, y), other * 2 + y, f"elsewhere, turn {turn}")
+        assert_bits_equal(other, torch.full((5,), float(turn)), "the caller's own")
+        assert_bits_equal(x, torch.full((5,), 2.0), "the first caller's")
     if on_gpu(comm):
-        same([row["bytes_copied"] for row in graph.report(f)], [20], "bytes of the last replay")
-    close(f(x, x), x * 2 + x, "one tensor twice")
+        assert_equal(
+            [row["bytes_copied"] for row in graph.report(f)], [20], "bytes of the last replay"
+        )
+    assert_bits_equal(f(x, x), x * 2 + x, "one tensor twice")
 
 
 @runs_on("unified_ranks")
@@ -114,8 +118,8 @@ def test_written_arguments(comm: Any) -> None:
     for turn in range(4):
         x = torch.full((3,), turn + 1.0, device=comm.device)
         given = f(x)
-        same(given is x, True, "returns its argument")
-        same(x.tolist(), [3 * (turn + 1.0)] * 3)
+        assert_equal(given is x, True, "returns its argument")
+        assert_equal(x.tolist(), [3 * (turn + 1.0)] * 3)
 
 
 SYNCS = {
@@ -134,21 +138,21 @@ def test_host_syncs(comm: Any, what: str) -> None:
     """What waits for a value is refused with its name and line, and the process stays whole."""
     x = torch.ones(4, device=comm.device)
     f = graph.capture(SYNCS[what])
-    with refused(GraphError, "can't stand in a graph", "test_graph.py"):
+    with raises(GraphError, "can't stand in a graph", "test_graph.py"):
         f(x)
     whole(comm)
     rows = graph.report(f)
-    same(rows, [], "nothing was captured")
+    assert_equal(rows, [], "nothing was captured")
     fall = graph.capture(SYNCS[what], on_fail="eager")
     fall(x)
     fall(x)
-    same("can't stand" in graph.report(fall)[0]["eager"], True, "why it stays eager")
+    assert_equal("can't stand" in graph.report(fall)[0]["eager"], True, "why it stays eager")
 
 
 def whole(comm: Any) -> None:
     """Memory, random numbers, streams and captures work as in a fresh process."""
     if on_gpu(comm):
-        same(torch.cuda.current_stream(), torch.cuda.default_stream(), "the current stream")
+        assert_equal(torch.cuda.current_stream(), torch.cuda.default_stream(), "the current stream")
         torch.cuda.empty_cache()
     torch.nn.functional.dropout(torch.ones(8, device=comm.device))
     f = graph.capture(lambda x: torch.nn.functional.dropout(x) + 1, outputs="copy")
@@ -157,10 +161,10 @@ def whole(comm: Any) -> None:
     drawn = [f(x).tolist() for _ in range(4)]
     torch.manual_seed(3)
     wanted = [(torch.nn.functional.dropout(x) + 1).tolist() for _ in range(4)]
-    same(drawn, wanted, "random numbers")
+    assert_equal(drawn, wanted, "random numbers")
     weight = torch.ones(3, device=comm.device, requires_grad=True)
     (weight * 2).sum().backward()
-    close(weight.grad, torch.full((3,), 2.0))
+    assert_bits_equal(weight.grad, torch.full((3,), 2.0))
 
 
 @runs_on("unified_ranks")
@@ -178,11 +182,13 @@ def test_a_capture_that_breaks(comm: Any) -> None:
         return y
 
     g = graph.capture(f)
-    with refused(GraphError, "capturing failed"):
+    with raises(GraphError, "capturing failed"):
         g(torch.ones(3, device=comm.device))
     over.append(1)
     whole(comm)
-    close(g(torch.ones(3, device=comm.device)), torch.full((3,), 2.0), "captured at last")
+    assert_bits_equal(
+        g(torch.ones(3, device=comm.device)), torch.full((3,), 2.0), "captured at last"
+    )
 
 
 @runs_on("unified_ranks")
@@ -200,8 +206,8 @@ def test_random_numbers(comm: Any) -> None:
         torch.manual_seed(7)
         own.manual_seed(9)
         results.append([call(x).tolist() for _ in range(5)])
-    same(results[1], results[0], "drawn")
-    same(len({tuple(row) for row in results[1]}), 5, "different draws")
+    assert_equal(results[1], results[0], "drawn")
+    assert_equal(len({tuple(row) for row in results[1]}), 5, "different draws")
 
 
 @runs_on("unified_ranks")
@@ -220,10 +226,12 @@ def test_pieces(comm: Any) -> None:
 
     for turn, sign in enumerate((1.0, -1.0, 1.0, -1.0)):
         x = torch.full((2,), sign * (turn + 1), device=comm.device)
-        close(f(x), (x * 2 + 10 * sign) * 3, f"turn {turn}")
-    same(graph.report(f)[0]["segments"], 2, "graphs")
-    same(seen[-1], -16.0, "what it has seen")
-    close(look(torch.ones(2, device=comm.device)), torch.full((2,), 11.0), "outside a capture")
+        assert_bits_equal(f(x), (x * 2 + 10 * sign) * 3, f"turn {turn}")
+    assert_equal(graph.report(f)[0]["segments"], 2, "graphs")
+    assert_equal(seen[-1], -16.0, "what it has seen")
+    assert_bits_equal(
+        look(torch.ones(2, device=comm.device)), torch.full((2,), 11.0), "outside a capture"
+    )
 
 
 def reported(comm: Any, folder: str) -> None:
@@ -234,18 +242,18 @@ def reported(comm: Any, folder: str) -> None:
     for call in (one, one, one, two):
         call(x)
     (row,) = graph.report(one)
-    same(row["replays"], 2, "replays")
-    same(row["eager_us"] > 0 and row["launch_us"] > 0, True, f"times {row}")
+    assert_equal(row["replays"], 2, "replays")
+    assert_equal(row["eager_us"] > 0 and row["launch_us"] > 0, True, f"times {row}")
     with_gradients = graph.capture(lambda x: (x * x).sum())  # which have their own memory
     with_gradients(x.detach().requires_grad_())
-    same(graph.report(with_gradients)[0]["pool_bytes"] > 0, True, "bytes")
+    assert_equal(graph.report(with_gradients)[0]["pool_bytes"] > 0, True, "bytes")
     file = Path(folder) / f"graphs-{comm.rank}.html"
     text = str(graph.report(html=file))
     for word in ("function", "nodes", "item can't stand in a graph"):
-        same(word in text, True, f"{word} in the table")
+        assert_equal(word in text, True, f"{word} in the table")
     page = file.read_text()
     for word in ("<table>", "all_reduce of 3 x float32", "item can&#x27;t stand in a graph"):
-        same(word in page, True, f"{word} in the page")
+        assert_equal(word in page, True, f"{word} in the page")
 
 
 def test_report(unified_ranks: Ranks, tmp_path: Path) -> None:
@@ -266,18 +274,18 @@ def test_a_recapture_that_breaks(comm: Any) -> None:
     how: dict[str, Any] = {"outputs": "copy", "verify": False}
     once, careful = (graph.capture(f, on_fail=on_fail, **how) for on_fail in ("raise", "eager"))
     for g in (once, careful):
-        close(g(x), x + 1)
+        assert_bits_equal(g(x), x + 1)
     moved = torch.zeros(3, device=comm.device)
     if on_gpu(comm):  # on a CPU arguments are copied from the first call on
         broken.set()
-        with refused(GraphError, "broken"):
+        with raises(GraphError, "broken"):
             once(moved)
-        with refused(ValueError, "broken"):
+        with raises(ValueError, "broken"):
             careful(moved)
         broken.clear()
     for g in (once, careful):
-        close(g(moved), moved + 1, "again")
-        close(g(x), x + 1, "and again")
+        assert_bits_equal(g(moved), moved + 1, "again")
+        assert_bits_equal(g(x), x + 1, "and again")
 
 
 @runs_on("unified_ranks")
@@ -307,10 +315,10 @@ def test_another_thread(comm: Any) -> None:
 
     g = graph.capture(f, outputs="copy", verify=False)
     for _ in range(2):
-        close(g(), x * comm.size)
+        assert_bits_equal(g(), x * comm.size)
     (row,) = graph.report(g)
-    same(row["collectives"], ["all_reduce of 3 x float32, op sum on ring 0"], "collectives")
-    same(seen, [3.0 * comm.size] * 3, "the other's, in two runs and the capture")
+    assert_equal(row["collectives"], ["all_reduce of 3 x float32, op sum on ring 0"], "collectives")
+    assert_equal(seen, [3.0 * comm.size] * 3, "the other's, in two runs and the capture")
     commlib.CommContextManager.instance().close(71)
 
 
@@ -321,8 +329,8 @@ def test_nested_and_modules(comm: Any) -> None:
     outer = graph.capture(lambda x: inner(x) * 2, outputs="copy")
     x = torch.ones(2, device=comm.device)
     for turn in range(3):
-        close(outer(x + turn), (x + turn + 1) * 2)
-    same(len(inner.entries), 0, "graphs of the inner one")
+        assert_bits_equal(outer(x + turn), (x + turn + 1) * 2)
+    assert_equal(len(inner.entries), 0, "graphs of the inner one")
     module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout(0.5)).to(comm.device)
     g = graph.capture(module, outputs="copy")
     with torch.no_grad():
@@ -332,8 +340,8 @@ def test_nested_and_modules(comm: Any) -> None:
             torch.manual_seed(1)
             given = g(batch)
             torch.manual_seed(1)
-            close(given, module(batch), f"training {training}")
-    same(len(g.entries), 2, "training and not")
+            assert_bits_equal(given, module(batch), f"training {training}")
+    assert_equal(len(g.entries), 2, "training and not")
 
 
 @runs_on("unified_ranks")
@@ -347,7 +355,7 @@ def test_unsteady_functions(comm: Any) -> None:
     x = torch.full((2,), 3.0, device=comm.device)
     many: dict[str, Any] = {"warmup": 3}
     for options in (many, {}):
-        with refused(GraphError, "differ", "number 0", "aten.add.Tensor", "aten.mul.Tensor"):
+        with raises(GraphError, "differ", "number 0", "aten.add.Tensor", "aten.mul.Tensor"):
             graph.capture(f, **options)(x)
 
 

@@ -12,7 +12,7 @@ from commlib import graph
 from commlib.compat import deepspeed
 from commlib.graph import GraphError
 from commlib.graph.overlap import overlap, overlaps
-from tests.support.checks import close, on_gpu, refused, same
+from tests.support.checks import assert_bits_equal, assert_equal, on_gpu, raises
 from tests.support.examples import examples
 from tests.support.runs_on import runs_on
 
@@ -26,10 +26,10 @@ def test_overlapping_arguments(comm: Any) -> None:
     both = graph.capture(lambda a, b: b.sum() + a.sum(), outputs="copy")
     for turn in range(3):
         y = x + turn  # at another place
-        close(both(y[:2], y), y[:2].sum() + y.sum(), f"turn {turn}")
+        assert_bits_equal(both(y[:2], y), y[:2].sum() + y.sum(), f"turn {turn}")
     shapes = graph.capture(lambda a, b: torch.zeros(b.shape[1]) + b.sum(0).cpu(), outputs="copy")
     if not on_gpu(comm):
-        same(shapes(torch.empty(0, 3), torch.empty(0, 5)).shape, (5,), "empty")
+        assert_equal(shapes(torch.empty(0, 3), torch.empty(0, 5)).shape, (5,), "empty")
 
     @graph.capture(outputs="copy")
     def written(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -44,14 +44,16 @@ def test_overlapping_arguments(comm: Any) -> None:
     for _ in range(2):
         table = torch.zeros(3, 5, device=comm.device)
         columns(table[:, :2], table[:, 2:4])
-        close(table, torch.tensor([[1.0, 1.0, 2.0, 2.0, 0.0]] * 3), "columns do not meet")
+        assert_bits_equal(
+            table, torch.tensor([[1.0, 1.0, 2.0, 2.0, 0.0]] * 3), "columns do not meet"
+        )
     zeros, more = torch.zeros(6, device=comm.device), torch.zeros(6, device=comm.device)
     if on_gpu(comm):  # the graph works where the tensors lie, as the function does
-        close(written(zeros[:4], zeros[2:]), torch.tensor([1.0, 1.0, 0.0, 0.0]))
-        close(zeros, torch.tensor([1.0] * 4 + [0.0] * 2))
-    with refused(GraphError, "overlap", "writes one"):
+        assert_bits_equal(written(zeros[:4], zeros[2:]), torch.tensor([1.0, 1.0, 0.0, 0.0]))
+        assert_bits_equal(zeros, torch.tensor([1.0] * 4 + [0.0] * 2))
+    with raises(GraphError, "overlap", "writes one"):
         written(more[:4], more[2:])
-    close(more, torch.zeros(6), "nothing has changed")
+    assert_bits_equal(more, torch.zeros(6), "nothing has changed")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ def test_one_tensor_twice(comm: Any) -> None:
     for turn in range(3):
         x = torch.full((3,), turn + 1.0, device=comm.device, requires_grad=True)
         g(x.detach(), x).backward()
-        close(x.grad, x)
+        assert_bits_equal(x.grad, x)
 
 
 @runs_on("unified_ranks")
@@ -105,11 +107,11 @@ def test_overlap_with_a_copy(comm: Any) -> None:
         return b * 1
 
     x, y, z = (torch.full((5,), turn, device=comm.device) for turn in (1.0, 2.0, 3.0))
-    close(written(x[:3], y[:3]), torch.full((3,), 2.0))
-    close(written(x[:3], z[:3]), torch.full((3,), 3.0))
-    with refused(GraphError, "overlap"):
+    assert_bits_equal(written(x[:3], y[:3]), torch.full((3,), 2.0))
+    assert_bits_equal(written(x[:3], z[:3]), torch.full((3,), 3.0))
+    with raises(GraphError, "overlap"):
         written(x[:3], x[2:])
-    close(x, torch.tensor([3.0, 3.0, 3.0, 1.0, 1.0]), "nothing has changed")
+    assert_bits_equal(x, torch.tensor([3.0, 3.0, 3.0, 1.0, 1.0]), "nothing has changed")
 
 
 @runs_on("unified_ranks")
@@ -124,7 +126,7 @@ def test_leaves_of_the_function(comm: Any) -> None:
 
     g = graph.capture(f, outputs="copy")
     for turn in range(2):
-        close(g(torch.full((3,), float(turn), device=comm.device)), torch.ones(3))
+        assert_bits_equal(g(torch.full((3,), float(turn), device=comm.device)), torch.ones(3))
 
 
 @runs_on("unified_ranks")
@@ -144,7 +146,7 @@ def test_parameters_in_one_memory(comm: Any) -> None:
             call(x).backward()
             found.append([one.grad, two.grad, x.grad])
         for want, got in zip(*found, strict=True):
-            close(got, want)
+            assert_bits_equal(got, want)
 
 
 @runs_on("unified_ranks")
@@ -155,12 +157,12 @@ def test_gradients_are_apart(comm: Any) -> None:
     weight, bias, of_x = torch.autograd.grad(
         graph.capture(module)(x).sum(), (module.weight, module.bias, x)
     )
-    same(of_x.untyped_storage().nbytes(), of_x.nbytes, "memory that is kept")
+    assert_equal(of_x.untyped_storage().nbytes(), of_x.nbytes, "memory that is kept")
     own = torch.ones(100, device=comm.device, requires_grad=True)
     loss = (bias * own).sum()
     weight.mul_(0.5)
     loss.backward()
-    close(own.grad, bias)
+    assert_bits_equal(own.grad, bias)
 
 
 @runs_on("unified_ranks")
@@ -183,6 +185,6 @@ def test_deepspeed_defaults(comm: Any) -> None:
     for make in (named, plain):
         for scale in (2, 3, 1, 1.0, True):
             given = deepspeed.graph_process(True, make(scale), x)
-            same(given.tolist(), [scale], f"{scale}")
-            same(given.dtype, (x * scale).dtype, f"type of {scale}")
+            assert_equal(given.tolist(), [scale], f"{scale}")
+            assert_equal(given.dtype, (x * scale).dtype, f"type of {scale}")
     deepspeed.graph_clear()

@@ -11,7 +11,7 @@ import torch
 
 from commlib import graph, ops
 from commlib.graph import GraphError
-from tests.support.checks import close, refused, same
+from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.runs_on import runs_on
 
 
@@ -36,11 +36,11 @@ def test_what_came_before(comm: Any) -> None:
     hidden = weight * 2
     g = graph.capture(lambda x: x * hidden, outputs="copy")
     x = torch.ones(3, device=comm.device, requires_grad=True)
-    with refused(GraphError, "(3,) tensor", "is not given", "argument"):
+    with raises(GraphError, "(3,) tensor", "is not given", "argument"):
         g(x)
     detached = graph.capture(lambda x: x * hidden.detach(), outputs="copy")
     for _ in range(2):
-        close(detached(x), hidden.detach())
+        assert_bits_equal(detached(x), hidden.detach())
     double = graph.capture(lambda x: x * 2, outputs="copy")
     token = torch.zeros(1)
     past, kept = _Past.apply(weight, token), weakref.ref(token)  # type: ignore[no-untyped-call]
@@ -48,7 +48,7 @@ def test_what_came_before(comm: Any) -> None:
         double(past)
     del past, token
     gc.collect()
-    same(kept() is None, True, "the history of an argument is gone")
+    assert_equal(kept() is None, True, "the history of an argument is gone")
 
 
 @runs_on("unified_ranks")
@@ -70,22 +70,22 @@ def test_lazily_made_state(comm: Any) -> None:
         state.clear()
         g = graph.capture(momentum, outputs="copy", **options)
         for value in want:
-            close(g(x), value, f"{options}")
-        same(len(g.entries), 1, f"graphs with {options}")
+            assert_bits_equal(g(x), value, f"{options}")
+        assert_equal(len(g.entries), 1, f"graphs with {options}")
     calls = count(1)
 
     def late(x: torch.Tensor) -> torch.Tensor:
         return momentum(x) if next(calls) > 1 else x + 0
 
     state.clear()
-    with refused(GraphError, "changes the length of a list", "(0, then 1)", "no replay would"):
+    with raises(GraphError, "changes the length of a list", "(0, then 1)", "no replay would"):
         graph.capture(late)(x)
-    same(state, [], "as before")
+    assert_equal(state, [], "as before")
     calls = count(1)
     g = graph.capture(late, outputs="copy", on_fail="eager")
     for value in (want[0], *want):
-        close(g(x), value, "eager")
-    same(len(g.entries), 0, "graphs")
+        assert_bits_equal(g(x), value, "eager")
+    assert_equal(len(g.entries), 0, "graphs")
 
 
 def random_order(count: int, turn: int) -> list[int]:
@@ -121,7 +121,7 @@ def test_gradients(comm: Any, flights: int) -> None:
             found.append(module.inner.weight.grad.clone())
             found.append(outs[-1]["n"].clone())
             del outs  # and with it the nodes: their slots are free
-            same(module.spare.weight.grad, None, "gradient of what is not used")
+            assert_equal(module.spare.weight.grad, None, "gradient of what is not used")
         return found
 
     torch.manual_seed(5)
@@ -131,10 +131,10 @@ def test_gradients(comm: Any, flights: int) -> None:
     captured = graph.capture(module)
     captured(torch.ones(3, 4, device=comm.device, requires_grad=True) * 1, scale=0.5)
     for turn, (one, want) in enumerate(zip(train(captured, module), plain, strict=True)):
-        close(one, want, f"tensor {turn}")
+        assert_bits_equal(one, want, f"tensor {turn}")
     (slots,) = captured.entries.values()
-    same(len(slots.parts), flights, "slots")
-    same({row["replays"] for row in graph.report(captured)}, {3}, "replays of each slot")
+    assert_equal(len(slots.parts), flights, "slots")
+    assert_equal({row["replays"] for row in graph.report(captured)}, {3}, "replays of each slot")
 
 
 @runs_on("unified_ranks")
@@ -153,13 +153,13 @@ def test_gradients_that_are_used_up(comm: Any) -> None:
         for turn in range(6):
             (weight * turn).sum().backward()
             call()
-            same(weight.grad, None, f"turn {turn}")
+            assert_equal(weight.grad, None, f"turn {turn}")
             found.append(weight.detach().clone())
         return found
 
     pairs = zip(train(graph.capture), train(lambda f: f), strict=True)
     for turn, (one, want) in enumerate(pairs):
-        close(one, want, f"turn {turn}")
+        assert_bits_equal(one, want, f"turn {turn}")
 
 
 @runs_on("unified_ranks")
@@ -179,14 +179,16 @@ def test_grad_is_none_at_first(comm: Any) -> None:
     f = graph.capture(module)
     for turn in range(1, 6):
         f(x)
-        close(module.weight.grad, torch.full((3,), float(turn)), f"turn {turn}")
-    same(len(f.entries), 1, "with gradients to add to")
+        assert_bits_equal(module.weight.grad, torch.full((3,), float(turn)), f"turn {turn}")
+    assert_equal(len(f.entries), 1, "with gradients to add to")
     for turn in range(1, 9):
         if turn % 2:
             module.zero_grad(set_to_none=True)
         f(x * turn)
-        close(module.weight.grad, x * (turn if turn % 2 else 2 * turn - 1), f"turn {turn}")
-    same(len(f.entries), 2, "with gradients, and without")
+        assert_bits_equal(
+            module.weight.grad, x * (turn if turn % 2 else 2 * turn - 1), f"turn {turn}"
+        )
+    assert_equal(len(f.entries), 2, "with gradients, and without")
 
 
 @runs_on("unified_ranks")
@@ -201,8 +203,8 @@ def test_kept_gradients(comm: Any) -> None:
         f(x).sum().backward()
         kept.append(weight.grad)
     for turn, grad in enumerate(kept):
-        close(grad, torch.full((3,), turn + 1.0), f"turn {turn}")
+        assert_bits_equal(grad, torch.full((3,), turn + 1.0), f"turn {turn}")
     weight.grad = None
     for _ in range(3):
         f(torch.ones(3, device=comm.device)).sum().backward()
-    close(weight.grad, torch.full((3,), 3.0), "accumulated")
+    assert_bits_equal(weight.grad, torch.full((3,), 3.0), "accumulated")

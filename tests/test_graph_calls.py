@@ -16,7 +16,7 @@ from commlib.graph import GraphError
 from commlib.graph.recorder import Recorder
 from commlib.graph.segments import Warming, inside
 from commlib.graph.undo import UndoLog
-from tests.support.checks import close, on_gpu, refused, same, settle
+from tests.support.checks import assert_bits_equal, assert_equal, on_gpu, raises, settle
 from tests.support.runs_on import runs_on
 
 # -- calls that fail -------------------------------------------------------------------------------
@@ -50,14 +50,14 @@ def test_failures_count_once(comm: Any) -> None:
             f = Sum(comm, odd, broken=broken)
             g = graph.capture(f, first=first, on_fail="eager")
             for turn in range(1, 4):
-                close(g(x), x * 2, f"{first}, {odd}, {broken}, turn {turn}")
-                close(f.total, x * turn, f"{first}, {odd}, {broken}, turn {turn}")
-            same(len(g.eager), int(odd is not None), "calls that stay eager")
+                assert_bits_equal(g(x), x * 2, f"{first}, {odd}, {broken}, turn {turn}")
+                assert_bits_equal(f.total, x * turn, f"{first}, {odd}, {broken}, turn {turn}")
+            assert_equal(len(g.eager), int(odd is not None), "calls that stay eager")
     for broken in (False, True):
         f = Sum(comm, 3, broken=broken)
-        with refused(GraphError, "differ"):
+        with raises(GraphError, "differ"):
             graph.capture(f)(x)
-        same(f.total.tolist(), [0.0], "as before")
+        assert_equal(f.total.tolist(), [0.0], "as before")
 
 
 @runs_on("unified_ranks")
@@ -78,12 +78,12 @@ def test_a_slot_that_breaks(comm: Any) -> None:
         flights = [g(x), g(x)]
         broken.append(1)
         if how == "raise":
-            with refused(GraphError, "broken"):
+            with raises(GraphError, "broken"):
                 g(x)
         flights += [g(x), g(x)]
         for flight in flights:
             (found,) = torch.autograd.grad(flight.sum(), weight)
-            close(found, x)
+            assert_bits_equal(found, x)
 
 
 @runs_on("unified_ranks")
@@ -101,7 +101,7 @@ def test_replays_in_an_eager_part(comm: Any) -> None:
     g = graph.capture(lambda x: part(x + 1) * 3, outputs="copy")
     for turn in range(4):
         x = torch.full((3,), float(turn), device=comm.device)
-        close(g(x), 6 * (x + 1), f"turn {turn}")
+        assert_bits_equal(g(x), 6 * (x + 1), f"turn {turn}")
 
 
 @runs_on("unified_ranks")
@@ -111,8 +111,8 @@ def test_moved_arguments_of_pieces(comm: Any) -> None:
     g = graph.capture(f, outputs="copy")
     places = [torch.ones(1, device=comm.device) for _ in range(4)]
     for turn, x in enumerate(places, 1):
-        close(g(x), x * 2)
-        close(f.total, x * turn, f"turn {turn}")
+        assert_bits_equal(g(x), x * 2)
+        assert_bits_equal(f.total, x * turn, f"turn {turn}")
 
 
 @runs_on("unified_ranks")
@@ -128,7 +128,7 @@ def test_collectives_of_a_failing_run(comm: Any) -> None:
         x = torch.ones(1_000_000, device=comm.device)
         graph.capture(f, on_fail="eager")(x)
         settle(comm)
-        same(x.unique().tolist(), [float(comm.size)], f"turn {turn}")
+        assert_equal(x.unique().tolist(), [float(comm.size)], f"turn {turn}")
 
 
 @pytest.mark.parametrize("how", ["differs", "advances"])
@@ -152,14 +152,14 @@ def test_one_rank_tells_the_others(comm: Any, how: str) -> None:
 
     x = torch.ones(4, device=comm.device)
     f, words = {"differs": (differs, "differ"), "advances": (advances, "no replay would")}[how]
-    with refused(GraphError, "rank 0", words):
+    with raises(GraphError, "rank 0", words):
         graph.capture(f)(x)
     runs[0] = count(1)
     g = graph.capture(f, on_fail="eager", outputs="copy")
     for _ in range(3):
-        close(g(x), x * comm.size, "eager on all ranks")
-    same(len(g.eager), 1, "calls that stay eager")
-    close(comm.all_reduce(torch.zeros_like(x), x), x * comm.size, "the ring works")
+        assert_bits_equal(g(x), x * comm.size, "eager on all ranks")
+    assert_equal(len(g.eager), 1, "calls that stay eager")
+    assert_bits_equal(comm.all_reduce(torch.zeros_like(x), x), x * comm.size, "the ring works")
 
 
 @runs_on("unified_ranks")
@@ -177,12 +177,12 @@ def test_runs_that_count_are_not_repeated(comm: Any) -> None:
     x = torch.ones(3, device=comm.device)
     how: dict[str, Any] = {"first": "warmup", "warmup": 1}
     g = graph.capture(f, on_fail="eager", **how)
-    close(g(x), x * comm.size, "the call")
-    same([len(runs), len(g.eager)], [1, 1], "runs that count, and calls that stay eager")
+    assert_bits_equal(g(x), x * comm.size, "the call")
+    assert_equal([len(runs), len(g.eager)], [1, 1], "runs that count, and calls that stay eager")
     runs.clear()
-    with refused(GraphError, "different collectives", "the effects of the call were kept"):
+    with raises(GraphError, "different collectives", "the effects of the call were kept"):
         graph.capture(f, **how)(x)
-    same(len(runs), 1, "runs that count")
+    assert_equal(len(runs), 1, "runs that count")
 
 
 @runs_on("cpu_ranks")
@@ -199,7 +199,7 @@ def test_overlap_on_one_rank(comm: Any) -> None:
         a.add_(1)
         return comm.all_reduce(torch.zeros_like(b), b)  # type: ignore[no-any-return]
 
-    with refused(GraphError, "rank 0", "overlap"):
+    with raises(GraphError, "rank 0", "overlap"):
         f(memory[:3], memory[shift : shift + 3])
 
 
@@ -220,7 +220,7 @@ def test_the_first_problem_is_kept(comm: Any) -> None:
     else:
         with pytest.raises(CommError) as found:
             graph.capture(f)(x)
-        same("the real reason" in str(found.value.__cause__), True, f"{found.value!r}")
+        assert_equal("the real reason" in str(found.value.__cause__), True, f"{found.value!r}")
     comm.exchange([])
     commlib.CommContextManager.instance().close(72, abort=True)
 
@@ -232,14 +232,14 @@ def test_inside_a_foreign_capture(comm: Any) -> None:
     g = graph.capture(lambda x: x * 2, outputs="copy")
     foreign, out = torch.cuda.CUDAGraph(), torch.zeros(3, device=comm.device)
     with torch.cuda.graph(foreign, capture_error_mode="thread_local"):
-        with refused(GraphError, "inside another one", "before"):
+        with raises(GraphError, "inside another one", "before"):
             g(x)
         out.add_(1)
     foreign.replay()
-    close(out, torch.ones(3), "the foreign graph")
+    assert_bits_equal(out, torch.ones(3), "the foreign graph")
     for _ in range(2):
-        close(g(x), x * 2)
-    same(len(g.entries), 1, "captured")
+        assert_bits_equal(g(x), x * 2)
+    assert_equal(len(g.entries), 1, "captured")
 
 
 @runs_on("unified_ranks")
@@ -257,12 +257,12 @@ def test_calls_from_a_backward(comm: Any) -> None:
     for turn in range(3):
         x = torch.full((3,), turn + 1.0, device=comm.device, requires_grad=True)
         y = g(x)
-        close(y, (x * 2).sin())
+        assert_bits_equal(y, (x * 2).sin())
         y.sum().backward()
-        close(x.grad, 2 * (x * 2).cos())
+        assert_bits_equal(x.grad, 2 * (x * 2).cos())
     # The first call is eager code: its backward calls the inner one by itself.
-    same(len(inner.entries), 1, "graphs of the inner one")
-    same(len(set(names)), 2 if on_gpu(comm) else 1, f"threads {set(names)}")
+    assert_equal(len(inner.entries), 1, "graphs of the inner one")
+    assert_equal(len(set(names)), 2 if on_gpu(comm) else 1, f"threads {set(names)}")
 
 
 class _Deep(torch.autograd.Function):
@@ -324,7 +324,7 @@ def test_threads_share_a_function(comm: Any) -> None:
         worker.start()
     for worker in workers:
         worker.join()
-    same(wrong, [], "results of the other thread")
+    assert_equal(wrong, [], "results of the other thread")
 
 
 @runs_on("unified_ranks")
@@ -333,4 +333,4 @@ def test_sets_as_keys(comm: Any) -> None:
     g = graph.capture(lambda x, names: x * len(names), agree=0, outputs="copy")
     x = torch.ones(2, device=comm.device)
     for _ in range(2):
-        close(g(x, frozenset({"a", "b", "c", "d", "e"})), x * 5)
+        assert_bits_equal(g(x, frozenset({"a", "b", "c", "d", "e"})), x * 5)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from commlib import graph
 from commlib.errors import GraphError
-from tests.support.checks import close, refused, same
+from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.runs_on import runs_on
 
 
@@ -42,10 +42,10 @@ def test_a_training_loop_has_one_slot(comm: Any) -> None:
         loss = g(batch(turn, comm.device)).sum()
         loss.backward()
         losses.append(loss)
-    same(len(slots(g)), 1, "slots")
+    assert_equal(len(slots(g)), 1, "slots")
     for turn, loss in enumerate(losses):
-        close(loss, module(batch(turn, comm.device)).sum(), f"loss {turn}")
-        with refused(GraphError, "second backward", "retain_graph=True"):
+        assert_bits_equal(loss, module(batch(turn, comm.device)).sum(), f"loss {turn}")
+        with raises(GraphError, "second backward", "retain_graph=True"):
             loss.backward()
 
 
@@ -60,13 +60,13 @@ def test_backwards_that_may_come_again(comm: Any) -> None:
     def retained() -> None:
         loss = sum(part.sum() for part in g(x))
         loss.backward(retain_graph=True)
-        same([slot.free for slot in slots(g)], [False], "free")
+        assert_equal([slot.free for slot in slots(g)], [False], "free")
         loss.backward()
 
     def output_by_output() -> None:
         first, second = g(x)
         first.sum().backward(torch.tensor(2.0, device=comm.device))
-        same([slot.free for slot in slots(g)], [False], "free")
+        assert_equal([slot.free for slot in slots(g)], [False], "free")
         second.sum().backward(torch.tensor(2.0, device=comm.device))
 
     def leaf_by_leaf() -> None:
@@ -81,15 +81,17 @@ def test_backwards_that_may_come_again(comm: Any) -> None:
             (grad,) = torch.autograd.grad(loss, weight)
             assert weight.grad is not None
             weight.grad.add_(grad, alpha=2)
-        same([slot.free for slot in slots(g)], [False], "free")
+        assert_equal([slot.free for slot in slots(g)], [False], "free")
 
     ways: list[Callable[[], None]] = [retained, output_by_output, leaf_by_leaf, handed_over]
     for number, way in enumerate(ways):
         for turn in range(2):
             way()
             for weight in (one, two):
-                close(weight.grad, x * (4 * number + 2 * turn + 2), f"{way.__name__}, {turn}")
-            same(len(slots(g)), 1, "slots")
+                assert_bits_equal(
+                    weight.grad, x * (4 * number + 2 * turn + 2), f"{way.__name__}, {turn}"
+                )
+            assert_equal(len(slots(g)), 1, "slots")
 
 
 @runs_on("unified_ranks")
@@ -102,8 +104,8 @@ def test_gradients_that_are_handed_over(comm: Any) -> None:
         losses.append(g(batch(turn, comm.device)).sum())
         want = torch.autograd.grad(module(batch(turn, comm.device)).sum(), wanted)
         for grad, expected in zip(torch.autograd.grad(losses[-1], wanted), want, strict=True):
-            close(grad, expected, f"turn {turn}")
-    same(len(slots(g)), 1, "slots")
+            assert_bits_equal(grad, expected, f"turn {turn}")
+    assert_equal(len(slots(g)), 1, "slots")
 
 
 @runs_on("unified_ranks")
@@ -128,8 +130,8 @@ def test_hooks_on_saved_tensors(comm: Any) -> None:
                 for call in (g, module)
             )
             for one, other in zip(given, want, strict=True):
-                close(one, other, f"{way.__name__}, turn {turn}")
-        same(len(slots(g)), 1, "slots")
+                assert_bits_equal(one, other, f"{way.__name__}, turn {turn}")
+        assert_equal(len(slots(g)), 1, "slots")
 
 
 def trained(call: Callable[..., torch.Tensor], module: torch.nn.Module) -> list[torch.Tensor]:
@@ -156,7 +158,7 @@ def test_sums_of_gradients(comm: Any) -> None:
     module, plain = layers(comm.device), layers(comm.device)
     pairs = zip(trained(graph.capture(module), module), trained(plain, plain), strict=True)
     for number, (given, want) in enumerate(pairs):
-        same(torch.equal(given, want), True, f"tensor {number}")
+        assert_equal(torch.equal(given, want), True, f"tensor {number}")
 
 
 @runs_on("unified_ranks")
@@ -183,8 +185,8 @@ def test_a_backward_beside_a_capture(comm: Any) -> None:
 
     captured = graph.capture(f, outputs="copy", verify=False)
     for turn in range(3):
-        close(captured(), x + 1, f"turn {turn}")
-    close(weight.grad, x * 5, "after two runs and the capture")
+        assert_bits_equal(captured(), x + 1, f"turn {turn}")
+    assert_bits_equal(weight.grad, x * 5, "after two runs and the capture")
 
 
 class _Late(torch.autograd.Function):
@@ -227,7 +229,7 @@ def test_order_of_streams(comm: Any) -> None:
                 out.backward(torch.full_like(out, turn + 1))
                 given = weight.grad.clone()
                 weight.grad.fill_(-1)  # after the sum, so that it does not reach what was read
-                close(given, x * (turn + 1), f"turn {turn}")
+                assert_bits_equal(given, x * (turn + 1), f"turn {turn}")
     if comm.device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -245,7 +247,7 @@ def test_nothing_outlives_a_captured_function(comm: Any) -> None:
     held = weakref.ref(slot)
     del slot, captured
     gc.collect()
-    same(held() is None, True, "the slot is gone")
+    assert_equal(held() is None, True, "the slot is gone")
 
 
 @runs_on("unified_ranks")
@@ -283,6 +285,6 @@ def test_backwards_through_one_of_two_outputs(comm: Any) -> None:
 
         pairs = zip(program(captured), program(lambda fn: fn), strict=True)
         for number, (one, want) in enumerate(pairs):
-            close(one, want, f"number {number}, {options}")
+            assert_bits_equal(one, want, f"number {number}, {options}")
         (slot,) = slots(seen[0])
-        same(len(slot._backwards), 2, "captured backwards")
+        assert_equal(len(slot._backwards), 2, "captured backwards")

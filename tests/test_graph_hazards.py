@@ -14,7 +14,7 @@ import torch
 import commlib
 from commlib import graph, ops
 from commlib.graph import GraphError
-from tests.support.checks import close, refused, same, settle
+from tests.support.checks import assert_bits_equal, assert_equal, raises, settle
 from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
 
@@ -37,9 +37,9 @@ def test_outputs_that_outlive_the_graph(comm: Any) -> None:
     try:
         given = held.clone()
     except RuntimeError as error:
-        same("graph" in str(error), True, str(error))
+        assert_equal("graph" in str(error), True, str(error))
     else:
-        close(given, x + 1, "after the end of its graph")
+        assert_bits_equal(given, x + 1, "after the end of its graph")
     del junk
 
 
@@ -65,8 +65,8 @@ def test_gradients_are_not_aliased(comm: Any) -> None:
 
     f = graph.capture(lambda x: torch.sin(x * weight) * x)
     for turn, (one, want) in enumerate(zip(both(f), both(f.fn), strict=True)):
-        close(one, want, f"tensor {turn}")
-    same(len(next(iter(f.entries.values())).parts), 1, "slots")
+        assert_bits_equal(one, want, f"tensor {turn}")
+    assert_equal(len(next(iter(f.entries.values())).parts), 1, "slots")
 
 
 @runs_on("unified_ranks")
@@ -85,8 +85,8 @@ def test_plain_values_are_keys(comm: Any) -> None:
     for turn in range(3):
         x = torch.full((3,), turn + 1.0, device=comm.device)
         for how in given:
-            close(g(x, how), f(x, how), f"{how!r}, turn {turn}")
-    same(len(g.entries), len(given), "kinds of calls")
+            assert_bits_equal(g(x, how), f(x, how), f"{how!r}, turn {turn}")
+    assert_equal(len(g.entries), len(given), "kinds of calls")
 
 
 @runs_on("unified_ranks")
@@ -95,7 +95,7 @@ def test_signed_zeros_are_keys(comm: Any) -> None:
     g = graph.capture(lambda x, by: x / by, outputs="copy")
     x = torch.ones(2, device=comm.device)
     for by in (0.0, -0.0, 0.0):
-        close(g(x, by), x / by, f"by {by}")
+        assert_bits_equal(g(x, by), x / by, f"by {by}")
 
 
 @runs_on("unified_ranks")
@@ -113,15 +113,15 @@ def test_modes_are_keys(comm: Any) -> None:
     x = torch.linspace(0, 1, 8, device=comm.device).view(2, 4)
     for turn in range(2):
         for doubled[0] in (False, True):
-            close(g(x), f(x), f"plain, turn {turn}")
+            assert_bits_equal(g(x), f(x), f"plain, turn {turn}")
             with torch.no_grad():
-                close(g(x), f(x), f"no_grad, turn {turn}")
+                assert_bits_equal(g(x), f(x), f"no_grad, turn {turn}")
             for dtype in (torch.bfloat16, torch.float16):
                 with torch.autocast(comm.device.type, dtype):
                     given = g(x)
-                    same(given.dtype, dtype, "of autocast")
-                    close(given, f(x), f"autocast to {dtype}, turn {turn}")
-    same(len(g.entries), 8, "kinds of calls")
+                    assert_equal(given.dtype, dtype, "of autocast")
+                    assert_bits_equal(given, f(x), f"autocast to {dtype}, turn {turn}")
+    assert_equal(len(g.entries), 8, "kinds of calls")
 
 
 @runs_on("unified_ranks")
@@ -135,7 +135,7 @@ def test_autocast_around_a_capture(comm: Any) -> None:
         with torch.autocast(comm.device.type, torch.bfloat16):
             given = g(x)
         with torch.autocast(comm.device.type, torch.bfloat16):
-            close(given, module(x), f"turn {turn}")
+            assert_bits_equal(given, module(x), f"turn {turn}")
         with torch.no_grad():
             module.weight.mul_(2)
 
@@ -146,11 +146,11 @@ def test_training_flag_of_a_part(comm: Any) -> None:
     module = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Dropout(1.0)).to(comm.device)
     g = graph.capture(module, outputs="copy")
     x = torch.ones(8, device=comm.device)
-    close(g(x), torch.zeros(8), "drops all")
+    assert_bits_equal(g(x), torch.zeros(8), "drops all")
     module[1].eval()
-    close(g(x), torch.ones(8), "drops nothing")
+    assert_bits_equal(g(x), torch.ones(8), "drops nothing")
     module[1].train()
-    close(g(x), torch.zeros(8), "drops all again")
+    assert_bits_equal(g(x), torch.zeros(8), "drops all again")
 
 
 @runs_on("unified_ranks")
@@ -159,7 +159,7 @@ def test_ranks_with_different_keys(comm: Any) -> None:
     g = graph.capture(lambda x, scale: ops.all_reduce(x * scale), outputs="copy")
     for turn in range(3):
         x = torch.full((3,), turn + 1.0, device=comm.device)
-        close(g(x, comm.rank + 1), x * 3, f"turn {turn}")  # 1 + 2
+        assert_bits_equal(g(x, comm.rank + 1), x * 3, f"turn {turn}")  # 1 + 2
     ring = ring_of(comm, 90)
 
     @graph.capture
@@ -169,13 +169,13 @@ def test_ranks_with_different_keys(comm: Any) -> None:
 
     x = torch.ones(3, device=comm.device)
     mine, theirs = ("max", "sum") if comm.rank else ("sum", "max")
-    with refused(GraphError, "ring 90", "number 0", "rank 0", "rank 1", "test_graph_hazards.py"):
+    with raises(GraphError, "ring 90", "number 0", "rank 0", "rank 1", "test_graph_hazards.py"):
         other(x, mine)
-    same(len(other.entries), 0, "graphs")
+    assert_equal(len(other.entries), 0, "graphs")
     settle(comm)
-    with refused(GraphError, "different collectives"):
+    with raises(GraphError, "different collectives"):
         other(x, theirs)
-    close(other(x, "max"), torch.full((3,), 2.0), "the next capture")
+    assert_bits_equal(other(x, "max"), torch.full((3,), 2.0), "the next capture")
     settle(comm)
 
 
@@ -187,7 +187,7 @@ def test_reset_between_replays(comm: Any, size: int) -> None:
     g = graph.capture(lambda x: ring.all_reduce(torch.zeros_like(x), x), outputs="copy")
     for turn in range(6):
         x = torch.full((size,), turn + comm.rank + 1.0, device=comm.device)
-        close(g(x), torch.full((size,), 2 * turn + 3.0), f"turn {turn}")
+        assert_bits_equal(g(x), torch.full((size,), 2 * turn + 3.0), f"turn {turn}")
         if turn % 2:
             ring.reset()
     ring.check()
@@ -204,16 +204,16 @@ def test_outputs_from_outside(comm: Any) -> None:
     g = graph.capture(f)
     x = torch.ones(3, device=comm.device)
     whole_table, part, view, _ = g(x)
-    same(whole_table is table, True, "the table itself")
+    assert_equal(whole_table is table, True, "the table itself")
     for turn in range(3):
         table.add_(1)
         g(torch.full((3,), float(turn), device=comm.device))
-        close(whole_table, torch.arange(6.0) + turn + 1, "still to be read")
-        close(part, torch.arange(2.0, 4.0) + turn + 1, "a view of it")
-        close(view, torch.ones(2), "a view of the caller's own")
+        assert_bits_equal(whole_table, torch.arange(6.0) + turn + 1, "still to be read")
+        assert_bits_equal(part, torch.arange(2.0, 4.0) + turn + 1, "a view of it")
+        assert_bits_equal(view, torch.ones(2), "a view of the caller's own")
     g.reset()
     gc.collect()
-    close(part, torch.arange(2.0, 4.0) + 3, "after the graph")
+    assert_bits_equal(part, torch.arange(2.0, 4.0) + 3, "after the graph")
 
 
 OPTIMIZERS: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
@@ -258,7 +258,7 @@ def optimizers(comm: Any, kind: str, how: str) -> None:
 
     plain = train(captured=False)
     for i, given in enumerate(train(captured=True)):
-        close(given, plain[i], f"weight {i}")
+        assert_bits_equal(given, plain[i], f"weight {i}")
 
 
 @pytest.mark.parametrize("how", ["lazy", "kept", "stepped"])
@@ -292,9 +292,9 @@ def test_functions_without_kernels(comm: Any, what: str) -> None:
         x = torch.full((4,), float(turn), device=comm.device)
         given, want = g(x), f(x)
         if isinstance(want, torch.Tensor):
-            close(given, want, f"turn {turn}")
+            assert_bits_equal(given, want, f"turn {turn}")
         else:
-            same(given, want, f"turn {turn}")
+            assert_equal(given, want, f"turn {turn}")
 
 
 @runs_on("unified_ranks")
@@ -311,5 +311,5 @@ def test_unfenced_collectives(comm: Any) -> None:
         settle(comm)  # an eager call reads it on the comm stream, and nothing orders that
         f(x)
         settle(comm)
-        close(out, torch.full((4,), 2 * (turn + 1.0)), f"turn {turn}")
-    same([len(row["collectives"]) for row in graph.report(f)], [1])
+        assert_bits_equal(out, torch.full((4,), 2 * (turn + 1.0)), f"turn {turn}")
+    assert_equal([len(row["collectives"]) for row in graph.report(f)], [1])

@@ -13,7 +13,7 @@ import torch
 from commlib import graph, ops
 from commlib.graph import GraphError
 from commlib.graph.segments import Segments, making
-from tests.support.checks import close, on_gpu, refused, same, settle
+from tests.support.checks import assert_bits_equal, assert_equal, on_gpu, raises, settle
 from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
 from tests.test_graph import whole
@@ -44,14 +44,14 @@ def test_copies_to_the_host(comm: Any, what: str) -> None:
     """Copies between host and GPU for which the host waits; the process stays whole (C1)."""
     f, words = COPIES[what]
     x = torch.ones(4, device=comm.device)
-    with refused(GraphError, *words):
+    with raises(GraphError, *words):
         graph.capture(f)(x)
     whole(comm)
     pinned = torch.ones(4).pin_memory()
     g = graph.capture(lambda x: x + pinned.to(x.device, non_blocking=True), outputs="copy")
     for turn in range(3):
         pinned.fill_(turn)
-        close(g(x), torch.full((4,), turn + 1.0), "from pinned memory")
+        assert_bits_equal(g(x), torch.full((4,), turn + 1.0), "from pinned memory")
         torch.cuda.synchronize()
 
 
@@ -90,7 +90,7 @@ def test_first_uses(comm: Any) -> None:
         x = torch.linspace(turn, 1, 840, device=comm.device).view(24, 35)
         given = g(x)
         for i, (one, want) in enumerate(zip(given, f(x), strict=True)):
-            close(one, want, f"tensor {i}, turn {turn}")
+            assert_bits_equal(one, want, f"tensor {i}, turn {turn}")
 
 
 @runs_on("unified_ranks")
@@ -102,15 +102,15 @@ def test_work_from_before(comm: Any) -> None:
     wanted = torch.tensor([2.0] * 4 + [4.0] * 4)
     try:
         for _ in range(3):
-            close(g(), wanted, "waited for inside")
+            assert_bits_equal(g(), wanted, "waited for inside")
     except GraphError:
-        same(on_gpu(comm), True, "refused on a GPU alone")
+        assert_equal(on_gpu(comm), True, "refused on a GPU alone")
         whole(comm)
-    close(work.wait() * 2, wanted, "outside")
+    assert_bits_equal(work.wait() * 2, wanted, "outside")
     work.wait()
     h = graph.capture(lambda: work.result * 2, outputs="copy")
     for _ in range(3):
-        close(h(), wanted, "waited for before")
+        assert_bits_equal(h(), wanted, "waited for before")
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -136,7 +136,7 @@ def test_stale_autograd_nodes(comm: Any, inside: bool) -> None:
 
     captured = graph.capture(backward if inside else module)
     if on_gpu(comm) and not hasattr(torch.autograd.graph, "set_override_stale_capture_stream"):
-        with refused(GraphError, "autograd node", "default stream", "delete that forward"):
+        with raises(GraphError, "autograd node", "default stream", "delete that forward"):
             step(captured)
         whole(comm)
         held = torch.zeros(1, requires_grad=True)  # and the nodes are gone
@@ -147,7 +147,7 @@ def test_stale_autograd_nodes(comm: Any, inside: bool) -> None:
             step(call)
         found.append([torch.clone(parameter.grad) for parameter in module.parameters()])
     for one, want in zip(*found, strict=True):
-        close(one, want)
+        assert_bits_equal(one, want)
     held.sum().backward()
     settle(comm)
 
@@ -178,8 +178,8 @@ def test_work_that_nobody_waits_for(comm: Any, held: bool) -> None:
     for turn in range(4):
         x.fill_(turn + 1.0)
         f(x)
-        close(seen, torch.full((4,), total), f"turn {turn}, before")
-        close(out, torch.full((4,), 2 * (turn + 1.0)), f"turn {turn}, after")
+        assert_bits_equal(seen, torch.full((4,), total), f"turn {turn}, before")
+        assert_bits_equal(out, torch.full((4,), 2 * (turn + 1.0)), f"turn {turn}, after")
         total += 2 * (turn + 1.0)
     settle(comm)
 
@@ -210,11 +210,11 @@ def test_graphs_that_die_in_a_capture(comm: Any, how: str) -> None:
 
     g = graph.capture(f, outputs="copy")
     for turn in range(3):
-        close(g(x + turn), (x + turn) * 2, f"turn {turn}")
+        assert_bits_equal(g(x + turn), (x + turn) * 2, f"turn {turn}")
     if on_gpu(comm) and how == "cycle":
-        same(alive[0], 3, "graphs that the capture leaves alone")
+        assert_equal(alive[0], 3, "graphs that the capture leaves alone")
     gc.collect()
-    same([one() for one in gone], [None] * 3, "all gone")
+    assert_equal([one() for one in gone], [None] * 3, "all gone")
     whole(comm)
 
 
@@ -241,7 +241,7 @@ class Helper:
     def act(self) -> None:
         """Let it work, and wait until it has."""
         self._go.set()
-        same(self._done.wait(WAIT_S), True, "the thread has finished")
+        assert_equal(self._done.wait(WAIT_S), True, "the thread has finished")
 
     def raise_problem(self) -> None:
         """Raise what went wrong in the thread."""
@@ -260,7 +260,7 @@ def test_tensors_of_another_thread(comm: Any) -> None:
             y = y.pin_memory().to(comm.device, non_blocking=True)
             torch.cuda.current_stream().record_event().synchronize()
         theirs.mul_(2)
-        same(float(y.sum()), 6_000_000.0 + 2 * comm.rank)
+        assert_equal(float(y.sum()), 6_000_000.0 + 2 * comm.rank)
 
     helper = Helper(comm, work)
 
@@ -274,10 +274,10 @@ def test_tensors_of_another_thread(comm: Any) -> None:
     g = graph.capture(f, outputs="copy")
     for turn in range(4):
         x = torch.full((3,), turn + 1.0, device=comm.device)
-        close(g(x), x * 8, f"turn {turn}")
+        assert_bits_equal(g(x), x * 8, f"turn {turn}")
     helper.raise_problem()
     settle(comm)
-    close(theirs, torch.full((5,), 4.0), "what the thread has done, once")
+    assert_bits_equal(theirs, torch.full((5,), 4.0), "what the thread has done, once")
 
 
 @runs_on("gpu_ranks")
@@ -292,11 +292,11 @@ def test_captures_from_any_stream(comm: Any) -> None:
                 torch.cuda._sleep(10_000_000)  # what the capture reads is not there yet
                 x = torch.full((1000,), turn + 1.0, device=comm.device)
                 given = g(x)
-                same(torch.cuda.current_stream(), stream, "the current stream")
+                assert_equal(torch.cuda.current_stream(), stream, "the current stream")
             default.wait_stream(stream)
-            close(given, x * 4 + 1, f"turn {turn}")
+            assert_bits_equal(given, x * 4 + 1, f"turn {turn}")
         with torch.cuda.stream(default):  # and is replayed on another one
-            close(g(x), x * 4 + 1, "on the default stream")
+            assert_bits_equal(g(x), x * 4 + 1, "on the default stream")
     whole(comm)
 
 
@@ -307,7 +307,7 @@ def test_conditional_nodes(comm: Any) -> None:
     def f(x: torch.Tensor) -> Any:
         return torch.cond(x.sum() > 0, lambda x: ops.all_reduce(x), lambda x: x * 2, (x,))
 
-    with refused((GraphError, NotImplementedError), "cond"):
+    with raises((GraphError, NotImplementedError), "cond"):
         graph.capture(f)(torch.ones(3, device=comm.device))
     whole(comm)
 
@@ -327,13 +327,13 @@ def test_hooks_that_read_values(comm: Any, kind: str) -> None:
     remove = getattr(module[1], f"register_{kind}_hook")(look).remove
     x = torch.ones(2, 3, device=comm.device)
     g = graph.capture(module, outputs="copy")
-    with refused(GraphError, "item can't stand in a graph", line):
+    with raises(GraphError, "item can't stand in a graph", line):
         g(x)
-    same(seen, [], "what it has read")
+    assert_equal(seen, [], "what it has read")
     whole(comm)
     remove()
     for turn in range(3):
-        close(g(x + turn), module(x + turn), f"turn {turn} without the hook")
+        assert_bits_equal(g(x + turn), module(x + turn), f"turn {turn} without the hook")
 
 
 def two_threads(comm: Any, what: str) -> None:
@@ -356,8 +356,10 @@ def two_threads(comm: Any, what: str) -> None:
         for turn in range(5):
             x = torch.full((100,), turn + 1.0, device=comm.device)
             want = x * (i + 2) * 2 if what == "collectives" else x * (i + 2) + 1
-            close(g(x), want, f"thread {i}, turn {turn}")
-        same([len(row["collectives"]) for row in graph.report(g)], [int(what == "collectives")])
+            assert_bits_equal(g(x), want, f"thread {i}, turn {turn}")
+        assert_equal(
+            [len(row["collectives"]) for row in graph.report(g)], [int(what == "collectives")]
+        )
 
     def guarded(i: int) -> None:
         try:
@@ -371,8 +373,8 @@ def two_threads(comm: Any, what: str) -> None:
         thread.start()
     for thread in threads:
         thread.join(2 * WAIT_S)
-    same([thread.is_alive() for thread in threads], [False] * 2, "threads that hang")
-    same(found, [None, None], "what went wrong")
+    assert_equal([thread.is_alive() for thread in threads], [False] * 2, "threads that hang")
+    assert_equal(found, [None, None], "what went wrong")
     whole(comm)
 
 

@@ -9,7 +9,7 @@ from commlib import graph, ops
 from commlib.compat import deepspeed
 from commlib.errors import CommError
 from commlib.graph import GraphError
-from tests.support.checks import close, on_gpu, refused, same
+from tests.support.checks import assert_bits_equal, assert_equal, on_gpu, raises
 from tests.support.runs_on import runs_on
 from tests.test_graph_hazards import ring_of
 
@@ -71,26 +71,30 @@ def test_a_sharded_step(comm: Any) -> None:
     for turn in range(4):
         x.copy_(torch.randn(ROWS, WIDTH, generator=draw))
         target.copy_(torch.randn(ROWS, WIDTH, generator=draw))
-        close(step(x, target, RATE), plain.step(x, target, RATE), f"loss of step {turn}")
+        assert_bits_equal(
+            step(x, target, RATE), plain.step(x, target, RATE), f"loss of step {turn}"
+        )
         for name in ("shard", "up", "down", "steps"):
-            close(getattr(captured, name), getattr(plain, name), f"{name}, step {turn}")
-        same(
+            assert_bits_equal(getattr(captured, name), getattr(plain, name), f"{name}, step {turn}")
+        assert_equal(
             captured.dropped.get_state().tolist() == plain.dropped.get_state().tolist(),
             True,
             f"random numbers, step {turn}",
         )
         losses.append(captured.shard.tolist())
-    same(len({tuple(one) for one in losses}), 4, "updates")
+    assert_equal(len({tuple(one) for one in losses}), 4, "updates")
     (row,) = graph.report(step)
     arguments = 0 if on_gpu(comm) else x.nbytes + target.nbytes  # a CPU always copies these
-    same(row["bytes_copied"], arguments, "bytes copied: no parameters")
-    same([text.split()[0] for text in row["collectives"]],
+    assert_equal(row["bytes_copied"], arguments, "bytes copied: no parameters")
+    assert_equal([text.split()[0] for text in row["collectives"]],
          ["all_gather", "all_reduce", "all_reduce", "reduce_scatter"])  # fmt: skip
-    close(step(x, target, 0.0), plain.step(x, target, 0.0), "another rate is another graph")
-    same(len(step.entries), 2, "kinds of calls")
+    assert_bits_equal(
+        step(x, target, 0.0), plain.step(x, target, 0.0), "another rate is another graph"
+    )
+    assert_equal(len(step.entries), 2, "kinds of calls")
     manager.close(90)  # before its graphs, on purpose
-    same(len(step.entries), 0, "graphs left")
-    with refused(CommError, "closed"):
+    assert_equal(len(step.entries), 0, "graphs left")
+    with raises(CommError, "closed"):
         step(x, target, RATE)
 
 
@@ -118,9 +122,9 @@ def test_deepspeed_clip(comm: Any) -> None:
                 want = torch.cat(tensors * comm.size).norm()
                 factor = torch.clamp(most / (want + 1e-6), max=1.0)
                 after = [t * factor for t in tensors]
-                close(clip(tensors, most), want, "norm", atol=1e-4)
+                assert_bits_equal(clip(tensors, most), want, "norm", atol=1e-4)
                 for t, expected in zip(tensors, after, strict=True):
-                    close(t, expected, f"clipped, turn {turn}", atol=1e-5)
+                    assert_bits_equal(t, expected, f"clipped, turn {turn}", atol=1e-5)
     deepspeed.graph_clear()
 
 
@@ -140,7 +144,7 @@ def test_deepspeed_numbers_in_closures(comm: Any) -> None:
         del drawn
         want += value
         deepspeed.graph_process(True, add_value)
-        same(total.tolist(), [want] * 3, f"turn {turn}")
+        assert_equal(total.tolist(), [want] * 3, f"turn {turn}")
     deepspeed.graph_clear()
 
 
@@ -159,8 +163,8 @@ def test_deepspeed_gradient_is_none(comm: Any) -> None:
         total.zero_()
         for turn in range(1, 6):
             deepspeed.graph_process(first, accumulate)
-            close(weight.grad, torch.full((3,), 2.0 * turn), f"turn {turn}, grad")
-            close(total, torch.full((3,), turn * (turn + 1.0)), f"turn {turn}")
+            assert_bits_equal(weight.grad, torch.full((3,), 2.0 * turn), f"turn {turn}, grad")
+            assert_bits_equal(total, torch.full((3,), turn * (turn + 1.0)), f"turn {turn}")
     deepspeed.graph_clear()
 
 
@@ -176,11 +180,11 @@ def test_deepspeed_failed_capture(comm: Any) -> None:
             total.sum().item()
 
     for _ in range(2):
-        with refused(GraphError, "item"):
+        with raises(GraphError, "item"):
             deepspeed.graph_process(True, update)
-        close(total, torch.zeros(3), "after the refusal")
+        assert_bits_equal(total, torch.zeros(3), "after the refusal")
     reads[0] = False
     for turn in range(1, 6):
         deepspeed.graph_process(True, update)
-        close(total, torch.full((3,), float(turn)), f"turn {turn}")
+        assert_bits_equal(total, torch.full((3,), float(turn)), f"turn {turn}")
     deepspeed.graph_clear()

@@ -13,7 +13,7 @@ import commlib
 from commlib import graph, ops
 from commlib.errors import CommError, CommTimeout
 from commlib.graph import GraphError
-from tests.support.checks import close, on_gpu, refused, same, settle
+from tests.support.checks import assert_bits_equal, assert_equal, on_gpu, raises, settle
 from tests.support.processes import run
 from tests.support.runs_on import runs_on
 from tests.test_graph import whole
@@ -37,21 +37,21 @@ def test_one_rank_captures_alone(comm: Any) -> None:
     g = graph.capture(f, outputs="copy", verify=False)
     x = torch.ones(4, device=comm.device)
     for _ in range(2):
-        close(g(x, 1.0), torch.full((4,), 2.0), "together")
+        assert_bits_equal(g(x, 1.0), torch.full((4,), 2.0), "together")
     settle(comm)
     comm.exchange([])
     if comm.rank == 1:
-        with refused((CommTimeout, CommError), "ring 90"):
+        with raises((CommTimeout, CommError), "ring 90"):
             g(x, 2.0)
-        same(ring.report()["state"] == "ready", False, "the ring has failed")
+        assert_equal(ring.report()["state"] == "ready", False, "the ring has failed")
     else:
         g(x, 1.0)
     comm.exchange([])
     commlib.CommContextManager.instance().close(90, abort=True)
     settle(comm)
-    same(len(g.entries), 0, "graphs of the ring")
+    assert_equal(len(g.entries), 0, "graphs of the ring")
     h = graph.capture(lambda x: ops.all_reduce(x) * 2, outputs="copy")
-    close(h(x), torch.full((4,), 4.0), "another ring")
+    assert_bits_equal(h(x), torch.full((4,), 4.0), "another ring")
 
 
 def of_two_rings(comm: Any) -> tuple[list[Any], list[Any]]:
@@ -69,7 +69,7 @@ def test_replays_of_two_rings(comm: Any) -> None:
     _, graphs = of_two_rings(comm)
     x = torch.ones(100, device=comm.device)
     for turn in range(8):
-        close(graphs[turn % 2](x + turn), (x + turn) * 2, f"turn {turn}")
+        assert_bits_equal(graphs[turn % 2](x + turn), (x + turn) * 2, f"turn {turn}")
 
 
 @runs_on("gpu_ranks")
@@ -78,7 +78,7 @@ def test_replays_of_two_rings_on_streams(comm: Any) -> None:
     rings, graphs = of_two_rings(comm)
     x = torch.ones(100_000, device=comm.device)
     for g in graphs:
-        close(g(x), x * 2)
+        assert_bits_equal(g(x), x * 2)
     streams, found = [torch.cuda.Stream(), torch.cuda.Stream()], []
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream())
@@ -90,12 +90,12 @@ def test_replays_of_two_rings_on_streams(comm: Any) -> None:
                 found.append(g(x))
     torch.cuda.synchronize()
     for one in found:
-        same(one.unique().tolist(), [2.0], "sums")
+        assert_equal(one.unique().tolist(), [2.0], "sums")
     for ring in rings:
         ring.check()
 
 
-@runs_on("crowd")
+@runs_on("many_ranks")
 def test_sends_in_a_circle(comm: Any) -> None:
     """Everybody sends to the next and to the one before, over one ring, as in a pipeline (D4)."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -113,8 +113,12 @@ def test_sends_in_a_circle(comm: Any) -> None:
     for turn in range(4):
         x = torch.full((2000,), comm.rank + turn * 10.0, device=comm.device)
         ahead, back = f(x)
-        close(ahead, torch.full((2000,), (before + turn * 10.0) * 2 + 1), f"ahead, turn {turn}")
-        close(back, torch.full((2000,), (after + turn * 10.0) * 3 + 1), f"back, turn {turn}")
+        assert_bits_equal(
+            ahead, torch.full((2000,), (before + turn * 10.0) * 2 + 1), f"ahead, turn {turn}"
+        )
+        assert_bits_equal(
+            back, torch.full((2000,), (after + turn * 10.0) * 3 + 1), f"back, turn {turn}"
+        )
 
 
 @pytest.mark.parametrize("abort", [False, True])
@@ -132,24 +136,24 @@ def test_ring_ends_before_its_graphs(comm: Any, abort: bool) -> None:
     both = graph.capture(lambda x: ops.all_reduce(ring.all_reduce(torch.zeros_like(x), x)))
     trained = graph.capture(f)
     x = torch.ones(4, device=comm.device)
-    close(both(x), torch.full((4,), 4.0), "over two rings")
+    assert_bits_equal(both(x), torch.full((4,), 4.0), "over two rings")
     out = trained(x)
     out.sum().backward()
-    close(weight.grad, torch.full((4,), 2.0), "with gradients")
+    assert_bits_equal(weight.grad, torch.full((4,), 2.0), "with gradients")
     pending = trained(x).sum()
     settle(comm)
     comm.exchange([])
     manager.close(90, abort=abort)
-    same([len(both.entries), len(trained.entries)], [0, 0], "graphs left")
-    with refused(GraphError, "released"):
+    assert_equal([len(both.entries), len(trained.entries)], [0, 0], "graphs left")
+    with raises(GraphError, "released"):
         pending.backward()
     for g in (both, trained):
-        with refused(CommError, "aborted" if abort else "closed"):
+        with raises(CommError, "aborted" if abort else "closed"):
             g(x)
     whole(comm)
     del out, pending
     ring = ring_of(comm, 90)
-    close(both(x), torch.full((4,), 4.0), "captured again over the next ring")
+    assert_bits_equal(both(x), torch.full((4,), 4.0), "captured again over the next ring")
     manager.close(90, abort=abort)
     del both, trained
     gc.collect()
@@ -199,9 +203,9 @@ def test_eager_calls_between_replays(comm: Any) -> None:
             apart = ops.all_reduce(x * 3, use_calc_stream=False)
             once_more = g(x)
             for one, want in ((given, turn + 1), (eager, turn * 2), (apart, turn * 3)):
-                close(one[:5], torch.full((5,), 2.0 * want), f"turn {turn}")
-                same(bool((one == one[0]).all()), True, f"turn {turn}")
-            close(once_more[-5:], torch.full((5,), 2.0 * (turn + 1)), f"turn {turn}")
+                assert_bits_equal(one[:5], torch.full((5,), 2.0 * want), f"turn {turn}")
+                assert_equal(bool((one == one[0]).all()), True, f"turn {turn}")
+            assert_bits_equal(once_more[-5:], torch.full((5,), 2.0 * (turn + 1)), f"turn {turn}")
 
 
 @runs_on("unified_ranks")
@@ -212,7 +216,7 @@ def test_threads_share_a_rank(comm: Any) -> None:
     x = torch.ones(5, device=comm.device)
 
     def work() -> None:
-        same(commlib.comm() is comm, True, "the ring of the process")
+        assert_equal(commlib.comm() is comm, True, "the ring of the process")
         for turn in range(3):
             found.append(g(x * (turn + 1)))
         settle(comm)
@@ -223,17 +227,17 @@ def test_threads_share_a_rank(comm: Any) -> None:
     helper.raise_problem()
     found.append(g(x * 4))  # and replayed here
     for turn, one in enumerate(found):
-        close(one, torch.full((5,), 6.0 * (turn + 1)), f"turn {turn}")
-    same(len(g.entries), 1, "graphs")
+        assert_bits_equal(one, torch.full((5,), 6.0 * (turn + 1)), f"turn {turn}")
+    assert_equal(len(g.entries), 1, "graphs")
 
 
 @runs_on("gpu_ranks")
 def test_priority_of_the_comm_stream(comm: Any) -> None:
     """Collectives on the comm stream go before other work, in a graph too (D10)."""
     least, greatest = torch.cuda.Stream.priority_range()
-    same(greatest < least, True, "a device with priorities")
+    assert_equal(greatest < least, True, "a device with priorities")
     for ring in (comm, ring_of(comm, 90)):
-        same(ring.stream.priority, greatest, f"priority of ring {ring.ring_id}")
+        assert_equal(ring.stream.priority, greatest, f"priority of ring {ring.ring_id}")
 
 
 @runs_on("gpu_ranks")
@@ -259,7 +263,7 @@ def test_a_capture_that_begins_late(comm: Any) -> None:
                 x = x.clone()  # the second call captures again, with memory of the graph's own
                 found.append(call(x))
     for turn, (one, want) in enumerate(zip(*drawn, strict=True)):
-        close(one, want, f"call {turn}")
+        assert_bits_equal(one, want, f"call {turn}")
 
 
 @runs_on("gpu_ranks")
@@ -276,9 +280,9 @@ def test_many_pools(comm: Any) -> None:
         module.zero_grad()
         for _ in range(3):
             module(x).sum().backward()
-        close(found, module.weight.grad, f"pool {turn}")
+        assert_bits_equal(found, module.weight.grad, f"pool {turn}")
     numbers = [torch.cuda.graph_pool_handle()[1] for _ in range(3)]
-    same(numbers, [numbers[0], numbers[0] + 1, numbers[0] + 2], "numbers of pools")
+    assert_equal(numbers, [numbers[0], numbers[0] + 1, numbers[0] + 2], "numbers of pools")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import torch
 
 from commlib import graph
 from commlib.errors import GraphError
-from tests.support.checks import refused, same
+from tests.support.checks import assert_equal, raises
 from tests.support.runs_on import runs_on
 
 
@@ -23,15 +23,17 @@ def test_graphed_modules(comm: Any) -> None:
     for turn in range(5):
         x = torch.full((3, 8), float(turn), device=comm.device)
         found, want = scored(x), eager(x) * 2
-        same(torch.equal(found, want), True, f"turn {turn}")
+        assert_equal(torch.equal(found, want), True, f"turn {turn}")
         for module, out in ((graphed, found), (eager, want)):
             module.zero_grad()
             out.sum().backward()
         pairs = zip(graphed.parameters(), eager.parameters(), strict=True)
-        same([torch.equal(a.grad, b.grad) for a, b in pairs], [True] * 4, f"gradients, turn {turn}")
-    same(graph.report(scored)[0]["replays"] > 0, True, "replays")
+        assert_equal(
+            [torch.equal(a.grad, b.grad) for a, b in pairs], [True] * 4, f"gradients, turn {turn}"
+        )
+    assert_equal(graph.report(scored)[0]["replays"] > 0, True, "replays")
     with torch.no_grad():
-        same(torch.equal(graphed(x), eager(x)), True, "the graphed module itself")
+        assert_equal(torch.equal(graphed(x), eager(x)), True, "the graphed module itself")
 
 
 @runs_on("gpu_ranks")
@@ -47,12 +49,12 @@ def test_graphs_of_the_program(comm: Any) -> None:
         return x + total
 
     x = torch.zeros(4, device=comm.device)
-    with refused(GraphError, "replay of a CUDA graph can't stand in a graph"):
+    with raises(GraphError, "replay of a CUDA graph can't stand in a graph"):
         graph.capture(f)(x)
     kept = graph.capture(f, on_fail="eager")
     for turn in range(1, 4):
         total.zero_()
-        same(kept(x).tolist(), [1.0] * 4, f"turn {turn}")
+        assert_equal(kept(x).tolist(), [1.0] * 4, f"turn {turn}")
 
 
 @runs_on("gpu_ranks")
@@ -73,10 +75,12 @@ def test_memory_that_each_call_empties(comm: Any) -> None:
     for turn in range(6):
         others.append(torch.full((count,), -1.0, device=comm.device))  # it may lie there now
         found = g(torch.full((count,), float(turn), device=comm.device))
-        same(torch.unique(found).tolist(), [2.0 * turn], f"turn {turn}")
-        same({x.sum().item() for x in others}, {-1.0 * count}, f"other memory in turn {turn}")
-        same(memory.nbytes(), 0, "bytes after the call")
-    same(graph.report(g)[0]["replays"], 5, "replays")
+        assert_equal(torch.unique(found).tolist(), [2.0 * turn], f"turn {turn}")
+        assert_equal(
+            {x.sum().item() for x in others}, {-1.0 * count}, f"other memory in turn {turn}"
+        )
+        assert_equal(memory.nbytes(), 0, "bytes after the call")
+    assert_equal(graph.report(g)[0]["replays"], 5, "replays")
 
 
 @runs_on("gpu_ranks")
@@ -118,5 +122,5 @@ def test_steps_with_fsdp(comm: Any) -> None:
 
     want = trained(lambda step: step)
     equal = [torch.equal(a, b) for a, b in zip(trained(captured), want, strict=True)]
-    same(equal, [True] * len(want), "bits")
-    same(graph.report(graphs[0])[0]["replays"] > 1, True, "replays")
+    assert_equal(equal, [True] * len(want), "bits")
+    assert_equal(graph.report(graphs[0])[0]["replays"] > 1, True, "replays")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from commlib import graph
-from tests.support.checks import close, on_gpu, refused, same
+from tests.support.checks import assert_bits_equal, assert_equal, on_gpu, raises
 from tests.support.runs_on import runs_on
 
 
@@ -21,15 +21,15 @@ def test_borrowed_outputs(comm: Any) -> None:
     x = torch.zeros(3, device=comm.device)
     called = f(x)  # the function itself, and no graph
     first = f(x)
-    close(first, torch.ones(3))
+    assert_bits_equal(first, torch.ones(3))
     second = f(first)  # its own output: read before it is overwritten
-    close(second, torch.full((3,), 2.0))
-    with refused(RuntimeError, "overwritten", "test_graph_outputs.py", "clone"):
+    assert_bits_equal(second, torch.full((3,), 2.0))
+    with raises(RuntimeError, "overwritten", "test_graph_outputs.py", "clone"):
         print(first + 1)
-    close(called, torch.ones(3), "of the first call")
+    assert_bits_equal(called, torch.ones(3), "of the first call")
     kept = f(x).clone()
     f(x)
-    close(kept, torch.ones(3))
+    assert_bits_equal(kept, torch.ones(3))
 
 
 @runs_on("unified_ranks")
@@ -51,9 +51,9 @@ def test_outputs_are_lent_again(comm: Any) -> None:
         kept, gone = held(up), held(twice)
         del up, twice, gone
         up, twice = f(x + 1)
-        close(up, x + 2, f"turn {turn}")
-        close(twice, x * 2 + 2, f"turn {turn}")
-        with refused(RuntimeError, "overwritten", "test_graph_outputs.py"):
+        assert_bits_equal(up, x + 2, f"turn {turn}")
+        assert_bits_equal(twice, x * 2 + 2, f"turn {turn}")
+        with raises(RuntimeError, "overwritten", "test_graph_outputs.py"):
             if not isinstance(kept, torch.Tensor):
                 kept = torch.empty(0, device=comm.device).set_(kept)
             print(kept + 1)
@@ -70,20 +70,22 @@ def test_outputs_are_tensors(comm: Any) -> None:
         want = x * 2 + 1
         for turn in range(2):
             out = f(x)
-            same((type(out.shape), out.shape.numel(), out[1:].shape[0]), (torch.Size, 4, 3))
-            same(f"{out[1]:.1f} {out.detach().sum():.1f}", "3.0 16.0", "as text")
+            assert_equal((type(out.shape), out.shape.numel(), out[1:].shape[0]), (torch.Size, 4, 3))
+            assert_equal(f"{out[1]:.1f} {out.detach().sum():.1f}", "3.0 16.0", "as text")
             part = out.detach()[1:]
-            close(copy.deepcopy(part), want[1:], "a copy")
+            assert_bits_equal(copy.deepcopy(part), want[1:], "a copy")
             file = io.BytesIO()
             torch.save(part, file)
             file.seek(0)
-            close(torch.load(file, weights_only=True), want[1:], "from a file")
-            close(torch.compile(lambda y: y * 3, backend="eager", fullgraph=True)(part), part * 3)
-            close(torch.stack(part.unbind()), want[1:], "taken apart")
+            assert_bits_equal(torch.load(file, weights_only=True), want[1:], "from a file")
+            assert_bits_equal(
+                torch.compile(lambda y: y * 3, backend="eager", fullgraph=True)(part), part * 3
+            )
+            assert_bits_equal(torch.stack(part.unbind()), want[1:], "taken apart")
             out.add_(1)
             out[1:].mul_(2)
             expected = torch.cat([want[:1] + 1, (want[1:] + 1) * 2])
-            close(out, expected, f"written to, turn {turn}")
+            assert_bits_equal(out, expected, f"written to, turn {turn}")
 
 
 @runs_on("unified_ranks")
@@ -98,11 +100,13 @@ def test_a_storage_is_lent_again(comm: Any) -> None:
     for held in (False, False, True):
         out = f(x)
         (now,) = entry.parts[0].outputs._loans.values()
-        same(now is loan, True, "the same loan")
+        assert_equal(now is loan, True, "the same loan")
         kept = out if held else None
         del out
     f(x)
-    same([*entry.parts[0].outputs._loans.values()] == [loan], False, "after one that is held")
+    assert_equal(
+        [*entry.parts[0].outputs._loans.values()] == [loan], False, "after one that is held"
+    )
     del kept
 
 
@@ -113,7 +117,7 @@ def test_outputs_in_shared_memory(comm: Any) -> None:
     for turn in range(4):
         x = torch.full((3,), float(turn))
         out = f(x)
-        close(out, x + 1, f"turn {turn}")
+        assert_bits_equal(out, x + 1, f"turn {turn}")
         if turn % 2:
             out.share_memory_()
         del out
@@ -135,14 +139,16 @@ def test_shared_memory(comm: Any) -> None:
     given = late(x)
     for _ in range(3):
         early()
-    close(given, torch.full((1000,), 3.0), "an output after the replay of another graph")
+    assert_bits_equal(
+        given, torch.full((1000,), 3.0), "an output after the replay of another graph"
+    )
     if on_gpu(comm):
         one, other = torch.cuda.Stream(), torch.cuda.Stream()
         for turn in range(20):
             with torch.cuda.stream(one if turn % 2 else other):
                 early()
         torch.cuda.synchronize()
-        close(total, torch.full((), 24 * 15000.0), "replays on two streams")
+        assert_bits_equal(total, torch.full((), 24 * 15000.0), "replays on two streams")
 
 
 @runs_on("unified_ranks")
@@ -158,12 +164,12 @@ def test_externals_stay_alive(comm: Any) -> None:
     f.fn = None
     del f.__wrapped__
     gc.collect()
-    same(alive() is not None, True, "held by the graph")
+    assert_equal(alive() is not None, True, "held by the graph")
     junk = [torch.full((4,), 7.0, device=comm.device) for _ in range(20)]
     (entry,) = f.entries.values()
     entry.segments.replay()
-    close(f(), torch.arange(4.0) * 2)
+    assert_bits_equal(f(), torch.arange(4.0) * 2)
     f.reset()
     del entry, junk
     gc.collect()
-    same(alive(), None, "freed with it")
+    assert_equal(alive(), None, "freed with it")

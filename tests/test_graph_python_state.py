@@ -17,7 +17,7 @@ from torch import nn
 
 from commlib import graph
 from commlib.errors import GraphError
-from tests.support.checks import close, refused, same
+from tests.support.checks import assert_bits_equal, assert_equal, raises
 
 # -- what Python holds -----------------------------------------------------------------------------
 
@@ -42,15 +42,15 @@ def test_python_counts_once() -> None:
         count()
         return x + 1
 
-    with refused(GraphError, "the function changes a variable of its closure", "graph.eager"):
+    with raises(GraphError, "the function changes a variable of its closure", "graph.eager"):
         graph.capture(f)(torch.ones(2))
-    same((number, counter.calls, len(seen)), (0, 0, 0), "as before")
+    assert_equal((number, counter.calls, len(seen)), (0, 0, 0), "as before")
     count = graph.eager(count)
     g = graph.capture(f, outputs="copy")
     for turn in range(1, 8):
-        close(g(torch.ones(2)), torch.full((2,), 2.0))
-        same((number, counter.calls, len(seen)), (turn, turn, turn), f"turn {turn}")
-    same(graph.report(g)[0]["replays"], 6, "replays")
+        assert_bits_equal(g(torch.ones(2)), torch.full((2,), 2.0))
+        assert_equal((number, counter.calls, len(seen)), (turn, turn, turn), f"turn {turn}")
+    assert_equal(graph.report(g)[0]["replays"], 6, "replays")
 
 
 def test_names_that_each_call_binds() -> None:
@@ -66,9 +66,9 @@ def test_names_that_each_call_binds() -> None:
     with torch.no_grad():
         for turn in range(6):
             x = torch.full((1, 2), float(turn))
-            close(g(x), model(x) * 2, f"turn {turn}")
-            close(model.last, model(x), f"turn {turn}, under its name")
-    same(graph.report(g)[0]["replays"], 5, "replays")
+            assert_bits_equal(g(x), model(x) * 2, f"turn {turn}")
+            assert_bits_equal(model.last, model(x), f"turn {turn}, under its name")
+    assert_equal(graph.report(g)[0]["replays"], 5, "replays")
 
 
 @pytest.mark.parametrize("verify", [False, True])
@@ -86,13 +86,15 @@ def test_names_of_tensors_that_stay(verify: bool) -> None:
     for turn, k in enumerate((0, 1, 0, 0, 1, 1, 0, 1, 0)):
         x = torch.full((2,), float(turn))
         want[k] += turn
-        close(g(k, x), torch.full((2,), want[k] * 2), f"turn {turn}")
-        same(cache["last"] is cache[k], True, f"the same tensor at turn {turn}")
-        same(seen.x is x, True, f"the argument itself at turn {turn}")
+        assert_bits_equal(g(k, x), torch.full((2,), want[k] * 2), f"turn {turn}")
+        assert_equal(cache["last"] is cache[k], True, f"the same tensor at turn {turn}")
+        assert_equal(seen.x is x, True, f"the argument itself at turn {turn}")
     cache[0] = torch.zeros(2)
     for turn in range(3):
-        close(g(0, torch.ones(2)), torch.full((2,), turn * 2 + 2.0), f"turn {turn} of another one")
-        same(cache["last"] is cache[0], True, "the other one")
+        assert_bits_equal(
+            g(0, torch.ones(2)), torch.full((2,), turn * 2 + 2.0), f"turn {turn} of another one"
+        )
+        assert_equal(cache["last"] is cache[0], True, "the other one")
 
 
 VALUES: list[Callable[[torch.Tensor], Any]] = [
@@ -119,10 +121,12 @@ def test_values_that_names_are_bound_to(
     g = graph.capture(f, outputs="copy", verify=verify, first=first)
     for turn in range(10):
         x = torch.full((2 + turn % 2,), float(turn))
-        close(g(x), x * 2, f"turn {turn}")
+        assert_bits_equal(g(x), x * 2, f"turn {turn}")
         found, want = torch.utils._pytree.tree_leaves(state.held), value(x)
         for one, other in zip(found, torch.utils._pytree.tree_leaves(want), strict=True):
-            same(torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, True)
+            assert_equal(
+                torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, True
+            )
 
 
 def test_an_eager_part_that_binds_names() -> None:
@@ -146,15 +150,15 @@ def test_an_eager_part_that_binds_names() -> None:
         g = graph.capture(f, outputs="copy", verify=verify)
         for turn in range(6):
             x = torch.full((2,), float(turn))
-            close(g(x), x * 2 + 1)
-            close(state.part, x * 2, f"what the part has bound at turn {turn}")
-            close(state.own, x * 2, f"what the function has bound at turn {turn}")
+            assert_bits_equal(g(x), x * 2 + 1)
+            assert_bits_equal(state.part, x * 2, f"what the part has bound at turn {turn}")
+            assert_bits_equal(state.own, x * 2, f"what the function has bound at turn {turn}")
         assert len(log) == 1006, len(log)
         del log[1000:]
         negative.set()
         with pytest.raises(GraphError) as found:
             g(torch.ones(2))
-        same(found.value.done, True, "whether the call was made")
+        assert_equal(found.value.done, True, "whether the call was made")
         negative.clear()
         del log[1000:]
 
@@ -191,8 +195,8 @@ def test_keys_that_are_tensors() -> None:
         want = [w - held for w in want]
         g(x)
         for weight, one in zip(weights, want, strict=True):
-            close(weight, one, f"turn {turn}")
-    same(graph.report(g)[0]["replays"], 11, "replays")
+            assert_bits_equal(weight, one, f"turn {turn}")
+    assert_equal(graph.report(g)[0]["replays"], 11, "replays")
 
 
 def test_an_object_that_hides_tensors_of_the_graph() -> None:
@@ -235,8 +239,8 @@ def test_a_name_that_a_replay_leaves_alone() -> None:
     words = r"key, which the function binds, leaf 0 is 7, and replayed 0"
     with pytest.raises(GraphError, match=words) as found:
         g(torch.ones(2))
-    same(found.value.done, True, "whether the call was made")
-    same(state.key, 7, "what the function did")
+    assert_equal(found.value.done, True, "whether the call was made")
+    assert_equal(state.key, 7, "what the function did")
 
 
 @pytest.mark.parametrize("on_fail", ["raise", "eager"])
@@ -255,16 +259,16 @@ def test_a_refused_call(on_fail: str) -> None:
 
     g, x = graph.capture(f, on_fail=on_fail, outputs="copy"), torch.ones(2)
     if on_fail == "raise":
-        with refused(GraphError, "item can't stand in a graph"):
+        with raises(GraphError, "item can't stand in a graph"):
             g(x)
-        same((counter.calls, total.tolist(), seen), (0, [0.0, 0.0], []), "as before")
-        same((weight.grad is grad, grad.tolist()), (True, [0.0, 0.0]), "the gradient")
+        assert_equal((counter.calls, total.tolist(), seen), (0, [0.0, 0.0], []), "as before")
+        assert_equal((weight.grad is grad, grad.tolist()), (True, [0.0, 0.0]), "the gradient")
         return
     for turn in range(1, 4):
-        close(g(x), x * 2)
-        same((counter.calls, len(seen)), (turn, turn), f"turn {turn}")
-        close(total, x * turn)
-        close(weight.grad, x * turn)
+        assert_bits_equal(g(x), x * 2)
+        assert_equal((counter.calls, len(seen)), (turn, turn), f"turn {turn}")
+        assert_bits_equal(total, x * turn)
+        assert_bits_equal(weight.grad, x * turn)
 
 
 def test_python_random() -> None:
@@ -291,7 +295,7 @@ def test_generators_of_the_program(made: Callable[[], Callable[[], float]]) -> N
         lambda x: x * float(getattr(holder.draw, holder.name)()), outputs="copy", on_fail="eager"
     )
     for turn in range(6):
-        close(g(x), x * float(other()), f"turn {turn}")
+        assert_bits_equal(g(x), x * float(other()), f"turn {turn}")
 
 
 # -- kinds of Python state -------------------------------------------------------------------------
@@ -340,8 +344,8 @@ def test_settings_that_change(made: Callable[[], Any]) -> None:
     g = graph.capture(fn, outputs="copy", verify=False)
     for scale in (2.0, 2.0, 2.0, 7.0, 7.0, 2.0):
         set_to(scale)
-        close(g(torch.ones(2)), torch.full((2,), scale), f"scale {scale}")
-    same(sum(row["replays"] for row in graph.report(g)) > 2, True, "replays")
+        assert_bits_equal(g(torch.ones(2)), torch.full((2,), scale), f"scale {scale}")
+    assert_equal(sum(row["replays"] for row in graph.report(g)) > 2, True, "replays")
 
 
 def _counted_in_slots() -> tuple[Any, Callable[[], int]]:
@@ -417,11 +421,11 @@ def test_counters(made: Callable[[], Any], on_fail: str) -> None:
     g, x = graph.capture(f, on_fail=on_fail, outputs="copy"), torch.zeros(2)
     for turn in range(1, 6):
         if on_fail == "raise":
-            with refused(GraphError, "at each run (1, then 2)"):
+            with raises(GraphError, "at each run (1, then 2)"):
                 g(x)
         else:
-            close(g(x), x + turn, f"turn {turn}")
-        same(counted(), turn if on_fail == "eager" else 0, f"turn {turn}")
+            assert_bits_equal(g(x), x + turn, f"turn {turn}")
+        assert_equal(counted(), turn if on_fail == "eager" else 0, f"turn {turn}")
 
 
 def test_numbers_that_a_call_sets() -> None:
@@ -435,6 +439,6 @@ def test_numbers_that_a_call_sets() -> None:
     g = graph.capture(f, outputs="copy", verify=False)
     for turn in range(10):
         n = 2 if turn % 2 else 3
-        close(g(torch.ones(n)), torch.full((n,), 2.0), f"turn {turn}")
-        same((state.count, state.used), (n, True), f"turn {turn}")
+        assert_bits_equal(g(torch.ones(n)), torch.full((n,), 2.0), f"turn {turn}")
+        assert_equal((state.count, state.used), (n, True), f"turn {turn}")
         state.used = False

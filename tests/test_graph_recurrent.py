@@ -8,7 +8,7 @@ import torch
 
 from commlib import graph
 from commlib.graph.generators import default_generator
-from tests.support.checks import same
+from tests.support.checks import assert_equal
 from tests.support.runs_on import runs_on
 
 _SEEDED_AT = 6  # the turn before which the program sets the generator
@@ -43,5 +43,5 @@ def test_dropout_of_recurrent_networks(comm: Any, kind: Any) -> None:
     want = losses(kind, comm, lambda network: network)
     found = losses(kind, comm, captured)
     equal = [torch.equal(a, b) for a, b in zip(found, want, strict=True)]
-    same(equal, [True] * len(want), "bits")
-    same(graph.report(graphs[0])[0]["replays"] > 1, True, "replays")
+    assert_equal(equal, [True] * len(want), "bits")
+    assert_equal(graph.report(graphs[0])[0]["replays"] > 1, True, "replays")

@@ -12,7 +12,7 @@ import torch
 
 from commlib import graph
 from commlib.graph.segments import Segments
-from tests.support.checks import refused, same
+from tests.support.checks import assert_equal, raises
 from tests.support.runs_on import runs_on
 
 _A_WHILE = 50_000_000  # cycles of a GPU: more than the host takes for a backward
@@ -43,9 +43,9 @@ def images(device: torch.device) -> torch.nn.Sequential:
 
 
 def equal(found: list[torch.Tensor], wanted: list[torch.Tensor], what: str) -> None:
-    same(len(found), len(wanted), what)
+    assert_equal(len(found), len(wanted), what)
     for i, (one, want) in enumerate(zip(found, wanted, strict=True)):
-        same(bool(torch.equal(one, want)), True, f"{what}, gradient {i}")
+        assert_equal(bool(torch.equal(one, want)), True, f"{what}, gradient {i}")
 
 
 def waits(layers: int, device: torch.device) -> int:
@@ -66,8 +66,8 @@ def waits(layers: int, device: torch.device) -> int:
 def test_number_of_fences(comm: Any) -> None:
     """The gradients of many parameters take no more fences than those of one."""
     few = waits(1, comm.device)
-    same(few > 0, True, "fences that the profiler has seen")
-    same(waits(30, comm.device), few, "fences of 30 parameters")
+    assert_equal(few > 0, True, "fences that the profiler has seen")
+    assert_equal(waits(30, comm.device), few, "fences of 30 parameters")
 
 
 @runs_on("gpu_ranks")
@@ -254,9 +254,9 @@ def test_a_backward_that_fails(comm: Any) -> None:
         out = captured(rows(turn, comm.device))
         if turn == 2:
             broken = mock.patch.object(Segments, "replay", side_effect=RuntimeError("no launch"))
-            with broken, refused(RuntimeError, "no launch"):
+            with broken, raises(RuntimeError, "no launch"):
                 out.sum().backward()
-            same(taken(module), [], "gradients of a backward that failed")
+            assert_equal(taken(module), [], "gradients of a backward that failed")
             continue
         out.sum().backward()
         other(rows(turn, comm.device)).sum().backward()

@@ -13,7 +13,7 @@ from torch import nn
 
 from commlib import graph, ops
 from commlib.errors import GraphError
-from tests.support.checks import close, on_gpu, refused, same
+from tests.support.checks import assert_bits_equal, assert_equal, on_gpu, raises
 from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
 from tests.test_graph_values import alike
@@ -61,16 +61,16 @@ def seeds(comm: Any) -> None:
         torch.manual_seed(8)
         want = torch.rand_like(x)
         torch.manual_seed(8)
-        with refused(GraphError, "sets a generator"):
+        with raises(GraphError, "sets a generator"):
             graph.capture(fn)(x)
-        close(torch.rand_like(x), want, "drawn after")
+        assert_bits_equal(torch.rand_like(x), want, "drawn after")
     draw: Any = graph.eager(lambda x: x + torch.rand_like(x))
 
     def between(x: torch.Tensor) -> torch.Tensor:
         return torch.dropout(draw(torch.dropout(x + 1, 0.5, True)), 0.5, True)
 
     drawing = graph.capture(between, outputs="copy")
-    same(tuple(drawing(x).shape), (3,), "drawn where no operator shows it")
+    assert_equal(tuple(drawing(x).shape), (3,), "drawn where no operator shows it")
 
 
 def rebound(comm: Any) -> None:
@@ -93,14 +93,14 @@ def rebound(comm: Any) -> None:
                 self.table = torch.arange(3.0, device=x.device)
             return x + self.table
 
-    with refused(GraphError, "state = state +", "add_"):
+    with raises(GraphError, "state = state +", "add_"):
         graph.capture(Counter())(torch.ones(1, device=comm.device))
-    with refused(GraphError, "state = state +"):
+    with raises(GraphError, "state = state +"):
         graph.capture(Counter(), first="warmup")(torch.ones(1, device=comm.device))
     call = graph.capture(Table(), warmup=3)
     for turn in range(3):
         x = torch.full((3,), float(turn), device=comm.device)
-        close(call(x), x + torch.arange(3.0, device=comm.device), f"turn {turn}")
+        assert_bits_equal(call(x), x + torch.arange(3.0, device=comm.device), f"turn {turn}")
 
 
 def shared(comm: Any) -> None:
@@ -123,15 +123,17 @@ def shared(comm: Any) -> None:
             behind = buffer.clone()
             buffer.copy_(before)
             try:
-                close(call(buffer[start : start + 2]), want, f"{fn.__name__} at {start}")
-                close(buffer, behind, f"{fn.__name__} at {start}: the buffer")
+                assert_bits_equal(
+                    call(buffer[start : start + 2]), want, f"{fn.__name__} at {start}"
+                )
+                assert_bits_equal(buffer, behind, f"{fn.__name__} at {start}: the buffer")
             except GraphError as error:
-                same("without receiving it" in str(error), True, str(error))
+                assert_equal("without receiving it" in str(error), True, str(error))
                 break
     table = torch.zeros(2, 4, device=comm.device)
     call = graph.capture(lambda x: x + table[1].add_(1), outputs="copy")
     for turn in range(3):  # another place of the same memory
-        close(call(table[0]), torch.full((4,), turn + 1.0), f"during, turn {turn}")
+        assert_bits_equal(call(table[0]), torch.full((4,), turn + 1.0), f"during, turn {turn}")
 
 
 def containers(comm: Any) -> None:
@@ -145,9 +147,9 @@ def containers(comm: Any) -> None:
 
     arguments: list[tuple[Any, Any]] = [(put, {"x": x}), (append, [x])]
     for fn, given in arguments:
-        with refused(GraphError, "changes a list or dict"):
+        with raises(GraphError, "changes a list or dict"):
             graph.capture(fn)(given)
-        same(len(given), 1, "as before")
+        assert_equal(len(given), 1, "as before")
 
 
 # -- arguments and outputs -------------------------------------------------------------------------
@@ -203,10 +205,10 @@ def objects(comm: Any) -> None:
         for turn in range(4):
             out = call(torch.full((2,), turn + 1.0, device=comm.device))
             cache = out["cache"]
-            same((type(cache), cache.count, cache.settings is SETTINGS), (Cache, 2, True))
-            same(cache.rows[0].value is y, True, "a tensor from outside")
+            assert_equal((type(cache), cache.count, cache.settings is SETTINGS), (Cache, 2, True))
+            assert_equal(cache.rows[0].value is y, True, "a tensor from outside")
             cache.rows.append(turn)  # no part of the next one
-            same(len(cache.rows), 3, "rows")
+            assert_equal(len(cache.rows), 3, "rows")
             cache.rows[0].key.square().sum().backward()
             found += [cache.rows[0].key, cache.rows[1]["more"][0], out["total"], weight.grad]
             found = [x.detach().clone() for x in found]
@@ -216,7 +218,7 @@ def objects(comm: Any) -> None:
     alike(program, "objects")
     kept = graph.capture(lambda x: (outside, x * 2))
     for _ in range(3):
-        same(kept(y)[0] is outside, True, "an object from outside")
+        assert_equal(kept(y)[0] is outside, True, "an object from outside")
 
 
 def hiding(comm: Any) -> None:
@@ -231,10 +233,10 @@ def hiding(comm: Any) -> None:
         return found
 
     x = torch.ones(2, device=comm.device)
-    with refused(GraphError, "holds itself"):
+    with raises(GraphError, "holds itself"):
         graph.capture(round_about)(x)
     for fn in (lambda x: [{"y": {(x * 2, 1)}}], run):
-        with refused(GraphError, "register_pytree_node"):
+        with raises(GraphError, "register_pytree_node"):
             graph.capture(fn)(x)
 
 
@@ -263,15 +265,17 @@ def keys(comm: Any) -> None:
     """Values that compare as equal, and act otherwise, are other kinds of calls."""
     x = torch.ones(1, device=comm.device)
     sign = graph.capture(lambda x, c: x * math.copysign(1, c.imag))
-    same([float(sign(x, c)) for c in (0j, complex(0, -0.0), 0j)], [1.0, -1.0, 1.0], "complex")
+    assert_equal(
+        [float(sign(x, c)) for c in (0j, complex(0, -0.0), 0j)], [1.0, -1.0, 1.0], "complex"
+    )
     other = graph.capture(lambda x, c: x * math.copysign(1, c))
     found = [float(other(x, c)) for c in (np.float32(0), np.float32(-0.0))]
-    same(found, [1.0, -1.0], "numpy")
+    assert_equal(found, [1.0, -1.0], "numpy")
     mode: Any = 1
     by_key = graph.capture(lambda x: x * (2 if mode is True else 3), key=lambda x: (mode,))
     first = float(by_key(x))
     mode = True
-    same((first, float(by_key(x))), (3.0, 2.0), "key=")
+    assert_equal((first, float(by_key(x))), (3.0, 2.0), "key=")
     drop: Any = nn.Dropout(0.5)
     as_argument = graph.capture(lambda module, x: module(x) * 1)
     as_method = graph.capture(drop.forward)
@@ -279,9 +283,9 @@ def keys(comm: Any) -> None:
     calls: list[Callable[[], Any]] = [lambda: as_argument(drop, ones), lambda: as_method(ones)]
     for call in calls:
         drop.train()
-        same(bool((call() == 0).any()), True, "training")
+        assert_equal(bool((call() == 0).any()), True, "training")
         drop.eval()
-        close(call(), ones, "evaluation")
+        assert_bits_equal(call(), ones, "evaluation")
     typed = graph.capture(lambda x: torch.full((2,), 1.5, device=x.device))
     before = torch.get_default_dtype()
     try:
@@ -290,7 +294,7 @@ def keys(comm: Any) -> None:
         dtypes.append(typed(x).dtype)
     finally:
         torch.set_default_dtype(before)
-    same(dtypes, [torch.float32, torch.float64], "default dtype")
+    assert_equal(dtypes, [torch.float32, torch.float64], "default dtype")
 
 
 def reads(comm: Any) -> None:
@@ -303,7 +307,7 @@ def reads(comm: Any) -> None:
         lambda x: x + torch.from_dlpack(x.cpu()).sum(),
     ]
     for way in ways:
-        with refused(GraphError, "can't stand in a graph"):
+        with raises(GraphError, "can't stand in a graph"):
             graph.capture(way)(x)
 
 
@@ -314,12 +318,12 @@ def eager_parts(comm: Any) -> None:
     x = torch.tensor([2.0, 3.0, 0.0], device=comm.device)
     times = graph.capture(lambda x: x * total(x), outputs="copy")
     some = graph.capture(lambda x: pick(x).sum(), outputs="copy")
-    close(times(x), x * 5, "a value")
-    close(times(x.flip(0)), x.flip(0) * 5, "the same one")
-    with refused(GraphError, "an eager part", "key="):
+    assert_bits_equal(times(x), x * 5, "a value")
+    assert_bits_equal(times(x.flip(0)), x.flip(0) * 5, "the same one")
+    with raises(GraphError, "an eager part", "key="):
         times(x + 1)
-    same([float(some(x)), float(some(x.flip(0)))], [5.0, 5.0], "a shape")
-    with refused(GraphError, "an eager part"):
+    assert_equal([float(some(x)), float(some(x.flip(0)))], [5.0, 5.0], "a shape")
+    with raises(GraphError, "an eager part"):
         some(x + 2)
 
 
@@ -342,9 +346,9 @@ def shapes(comm: Any) -> None:
 
     alike(program, "shapes")
     x = torch.ones(3, device=comm.device)
-    with refused(GraphError, "unsqueeze_", "from outside"):
+    with raises(GraphError, "unsqueeze_", "from outside"):
         graph.capture(lambda x: x.unsqueeze_(0) * 2)(x)
-    same(tuple(x.shape), (3,), "as before")
+    assert_equal(tuple(x.shape), (3,), "as before")
 
 
 @runs_on("cpu_ranks")
@@ -363,12 +367,14 @@ def test_literals(comm: Any) -> None:
 
     alike(program, "literals")
     array = np.zeros(2, np.float32)
-    with refused(GraphError, "writes to an array"):
+    with raises(GraphError, "writes to an array"):
         graph.capture(lambda x: torch.as_tensor(np.zeros(2, np.float32)).add_(x))(torch.ones(2))
     read = graph.capture(lambda x: x + torch.from_numpy(array))
     for turn in range(3):
         array += 1
-        close(read(torch.ones(2)), torch.full((2,), turn + 2.0), "an array that is read")
+        assert_bits_equal(
+            read(torch.ones(2)), torch.full((2,), turn + 2.0), "an array that is read"
+        )
 
 
 @runs_on("gpu_ranks")
@@ -417,10 +423,10 @@ def test_one_hot(comm: Any) -> None:
     g = graph.capture(f, outputs="copy")
     for turn in range(4):
         x = torch.tensor([[turn, 1], [2, 3 - turn]], device=comm.device)
-        same(torch.equal(g(x), f(x)), True, f"turn {turn}")
-    same(graph.report(g)[0]["replays"], 3, "replays")
+        assert_equal(torch.equal(g(x), f(x)), True, f"turn {turn}")
+    assert_equal(graph.report(g)[0]["replays"], 3, "replays")
     if not on_gpu(comm):
-        with refused(RuntimeError, "out of bounds"):
+        with raises(RuntimeError, "out of bounds"):
             g(torch.tensor([[1, 1], [4, 1]]))
 
 
@@ -434,14 +440,16 @@ def test_arguments_that_are_made_to_want_a_gradient(comm: Any) -> None:
     def given(turn: int) -> torch.Tensor:
         return torch.full((3,), float(turn), device=comm.device)
 
-    with refused(GraphError, "sets requires_grad of tensor 0 of its arguments to True"):
+    with raises(GraphError, "sets requires_grad of tensor 0 of its arguments to True"):
         graph.capture(f)(given(1))
     g = graph.capture(f, on_fail="eager")
     for turn in range(4):
         x = given(turn)
-        close(g(x), given(turn) * 2, f"turn {turn}")
-        same(x.requires_grad, True, "the argument")
-    same((len(g.entries), len(graph.report(g))), (0, 2), "graphs, and kinds that stay eager")
+        assert_bits_equal(g(x), given(turn) * 2, f"turn {turn}")
+        assert_equal(x.requires_grad, True, "the argument")
+    assert_equal(
+        (len(g.entries), len(graph.report(g))), (0, 2), "graphs, and kinds that stay eager"
+    )
 
 
 CASES = (

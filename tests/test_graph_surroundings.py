@@ -14,7 +14,7 @@ from torch import nn
 
 from commlib import graph
 from commlib.errors import GraphError
-from tests.support.checks import close, same
+from tests.support.checks import assert_bits_equal, assert_equal
 from tests.support.runs_on import runs_on
 from tests.test_modes import Wrapper
 
@@ -197,9 +197,9 @@ def test_programs(comm: Any, program: Program) -> None:
 
     want = program(lambda fn: fn, comm.device)
     for number, (one, other) in enumerate(zip(program(captured, comm.device), want, strict=True)):
-        same(torch.equal(one, other), True, f"tensor {number}: {one}, and eagerly {other}")
+        assert_equal(torch.equal(one, other), True, f"tensor {number}: {one}, and eagerly {other}")
     replays = sum(row["replays"] for row in graph.report(graphs[0]))
-    same(replays > 0, True, f"{replays} replays")
+    assert_equal(replays > 0, True, f"{replays} replays")
 
 
 # -- many kinds of calls ---------------------------------------------------------------------------
@@ -209,10 +209,10 @@ def test_ever_new_shapes(caplog: pytest.LogCaptureFixture) -> None:
     g = graph.capture(lambda x: x + 1, outputs="copy", max_graphs=12)
     with caplog.at_level(logging.WARNING, "commlib"):
         for n in range(1, 40):
-            close(g(torch.ones(n)), torch.full((n,), 2.0))
-    same(len(g.entries), 12, "graphs")
+            assert_bits_equal(g(torch.ones(n)), torch.full((n,), 2.0))
+    assert_equal(len(g.entries), 12, "graphs")
     assert "argument 0 is (9,) torch.float32, and was (8,) torch.float32" in caplog.text
-    same(caplog.text.count("has 9 graphs"), 1, "said once")
+    assert_equal(caplog.text.count("has 9 graphs"), 1, "said once")
 
 
 def test_ever_new_rates(caplog: pytest.LogCaptureFixture) -> None:
@@ -243,11 +243,11 @@ def test_tensors_replaced_and_still_held(where: str) -> None:
     table, items, plain, variable = held["dict"], held["list"], held["attribute"], weight
     g, x = graph.capture(made[where], outputs="copy", verify=False), torch.ones(2)
     for _ in range(3):
-        close(g(x), x)
+        assert_bits_equal(g(x), x)
     table["w"] = items[0] = plain.w = variable = torch.full((2,), 5.0)
     for _ in range(3):
-        close(g(x), 5 * x)
-    close(weight, x)  # it is still there
+        assert_bits_equal(g(x), 5 * x)
+    assert_bits_equal(weight, x)  # it is still there
 
 
 def test_tensors_replaced_at_each_call() -> None:
@@ -255,7 +255,7 @@ def test_tensors_replaced_at_each_call() -> None:
     g = graph.capture(lambda x: x + state["h"], outputs="copy", on_fail="eager")
     for turn in range(20):
         state["h"] = torch.full((2,), float(turn))
-        close(g(torch.ones(2)), torch.full((2,), turn + 1.0), f"turn {turn}")
+        assert_bits_equal(g(torch.ones(2)), torch.full((2,), turn + 1.0), f"turn {turn}")
     (why,) = g.eager.values()
     assert "is replaced by another at nearly every call" in why
 
@@ -270,19 +270,19 @@ def test_a_part_of_a_model() -> None:
     inner = model[0]
     model[0] = graph.capture(inner)
     assert isinstance(model[0], nn.Module)
-    same(list(model.state_dict()), names, "names of the state")
+    assert_equal(list(model.state_dict()), names, "names of the state")
     for _ in range(4):
         y = model(x)
-        close(y, want)
+        assert_bits_equal(y, want)
         y.sum().backward()
     model.eval()
-    same(inner.training, False, "the module's own flag")
+    assert_equal(inner.training, False, "the module's own flag")
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        close(other(x), want)
-    same(repr(model[0]), "<CapturedFunction Linear: 1 graphs, 3 replays>")
+        assert_bits_equal(other(x), want)
+    assert_equal(repr(model[0]), "<CapturedFunction Linear: 1 graphs, 3 replays>")
 
 
 def test_reset_before_parameters_are_swapped() -> None:
@@ -298,7 +298,7 @@ def test_reset_before_parameters_are_swapped() -> None:
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     for _ in range(3):
-        close(call(x.double()), model(x.double()))
+        assert_bits_equal(call(x.double()), model(x.double()))
 
 
 def test_methods() -> None:
@@ -315,8 +315,8 @@ def test_methods() -> None:
     with torch.no_grad():
         other.weight.mul_(3)
         for _ in range(4):
-            close(one(torch.ones(2)), torch.ones(2))
-            close(other(torch.ones(2)), torch.full((2,), 3.0))
+            assert_bits_equal(one(torch.ones(2)), torch.ones(2))
+            assert_bits_equal(other(torch.ones(2)), torch.full((2,), 3.0))
 
 
 def test_no_function_and_no_option() -> None:
@@ -353,7 +353,7 @@ def test_wrappers_that_a_function_uses() -> None:
         graph.capture(f)(x)
     g = graph.capture(f, on_fail="eager")
     for turn in range(3):
-        close(g(x * turn), x * turn * 2, f"turn {turn}")
+        assert_bits_equal(g(x * turn), x * turn * 2, f"turn {turn}")
 
 
 def test_threads_and_verified_calls() -> None:
@@ -376,4 +376,4 @@ def test_threads_and_verified_calls() -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-    same((total.item(), len(g.eager)), (121.0, 0), "calls that count")
+    assert_equal((total.item(), len(g.eager)), (121.0, 0), "calls that count")

@@ -10,7 +10,7 @@ from torch import nn
 
 from commlib import graph
 from commlib.errors import GraphError
-from tests.support.checks import close, refused, same
+from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.ranks import Ranks
 
 
@@ -23,9 +23,9 @@ def alike(program: Callable[[Callable[..., Any]], list[Any]], what: str) -> None
     found = program(graph.capture)
     for i, (one, want) in enumerate(zip(found, wanted, strict=True)):
         if isinstance(want, torch.Tensor):
-            close(one, want, f"{what}: number {i}")
+            assert_bits_equal(one, want, f"{what}: number {i}")
         else:
-            same(one, want, f"{what}: number {i}")
+            assert_equal(one, want, f"{what}: number {i}")
 
 
 # -- what operators write without saying so --------------------------------------------------------
@@ -131,9 +131,9 @@ def same_twice(comm: Any) -> None:
 
     for turn in range(3):
         one, _, other = call(torch.full((2, 2), float(turn), device=comm.device))
-        same(one is other, True, "identity")
+        assert_equal(one is other, True, "identity")
         one.mul_(5)
-        close(other, torch.full((2, 2), 5.0 * (turn + 1)), "written through the other")
+        assert_bits_equal(other, torch.full((2, 2), 5.0 * (turn + 1)), "written through the other")
 
 
 # -- autocast --------------------------------------------------------------------------------------
@@ -267,14 +267,14 @@ def tied(comm: Any) -> None:
     computed = weight * 2
     plain = computed.detach()
     for fn in (lambda x: plain * x + computed * x * other, lambda x: plain * x + computed * x):
-        with refused(GraphError, "wants a gradient", "detach"):
+        with raises(GraphError, "wants a gradient", "detach"):
             graph.capture(fn)(x)
     part = torch.zeros(2, 2, device=comm.device)[0]
     for target in (outside, part):
-        with refused(GraphError, "is written with", "detach"):
+        with raises(GraphError, "is written with", "detach"):
             graph.capture(lambda x, target=target: target.copy_(x * weight))(x)
-        same(target.tolist(), [0.0, 0.0], "as before")
-    same(outside.requires_grad, False, "no part of the graph")
+        assert_equal(target.tolist(), [0.0, 0.0], "as before")
+    assert_equal(outside.requires_grad, False, "no part of the graph")
 
 
 def written_between(comm: Any) -> None:
@@ -295,12 +295,12 @@ def written_between(comm: Any) -> None:
             shift.add_(1)  # a sum needs nothing
             w.zero_()
         for out in (y, w):
-            with refused(GraphError, "modified in place"):
+            with raises(GraphError, "modified in place"):
                 out.sum().backward()
         z.sum().backward()
-        close(x.grad, torch.full((2,), turn + 1.0), f"turn {turn}")
+        assert_bits_equal(x.grad, torch.full((2,), turn + 1.0), f"turn {turn}")
     times(x).sum().backward()
-    close(x.grad, torch.full((2,), 7.0), "the next call")
+    assert_bits_equal(x.grad, torch.full((2,), 7.0), "the next call")
 
 
 def written_in_passing(comm: Any) -> None:
@@ -309,7 +309,7 @@ def written_in_passing(comm: Any) -> None:
     power = graph.capture(lambda x: torch.sigmoid(x * weight))
     power(torch.ones(4, device=comm.device))
     for _ in range(3):  # two that are verified, and one that is not
-        with refused(GraphError, "modified in place"):
+        with raises(GraphError, "modified in place"):
             power(torch.ones(4, device=comm.device)).mul_(3).sum().backward()
 
     def program(captured: Callable[..., Any]) -> list[Any]:
@@ -338,7 +338,7 @@ def inference(comm: Any) -> None:
         with torch.inference_mode():
             for turn in range(3):
                 x = torch.full((3,), float(turn), device=comm.device)
-                close(call(x), x * 2, f"turn {turn}, {outputs}")
+                assert_bits_equal(call(x), x * 2, f"turn {turn}, {outputs}")
 
 
 def freed(comm: Any) -> None:
@@ -349,7 +349,7 @@ def freed(comm: Any) -> None:
     call(x).sum().backward()
     held = weakref.ref(x.grad)
     x.grad = None
-    same(held(), None, "the gradient")
+    assert_equal(held(), None, "the gradient")
 
 
 def own_grad(comm: Any) -> None:
@@ -357,10 +357,10 @@ def own_grad(comm: Any) -> None:
     ask = graph.capture(lambda x: x * 2 if x.grad is None else x * 3)
     read = graph.capture(lambda x: x * 2 if x.grad is None else x * x.grad)
     x = torch.ones(2, device=comm.device, requires_grad=True)
-    close(ask(x), torch.full((2,), 2.0), "without")
+    assert_bits_equal(ask(x), torch.full((2,), 2.0), "without")
     x.grad = torch.ones(2, device=comm.device)
-    close(ask(x), torch.full((2,), 3.0), "with")
-    with refused(GraphError, "reads .grad of argument tensor 0"):
+    assert_bits_equal(ask(x), torch.full((2,), 3.0), "with")
+    with raises(GraphError, "reads .grad of argument tensor 0"):
         read(x)
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 
 from commlib import graph
 from commlib.errors import GraphError
-from tests.support.checks import refused, same
+from tests.support.checks import assert_equal, raises
 from tests.support.runs_on import runs_on
 
 
@@ -81,8 +81,8 @@ def test_tensor_parallel(comm: Any, of: Callable[..., Any]) -> None:
 
     want = trained(comm, of, lambda fn: fn)
     equal = [torch.equal(a, b) for a, b in zip(trained(comm, of, captured), want, strict=True)]
-    same(equal, [True] * len(want), "bits")
-    same(graph.report(graphs[0])[0]["replays"] > 1, True, "replays")
+    assert_equal(equal, [True] * len(want), "bits")
+    assert_equal(graph.report(graphs[0])[0]["replays"] > 1, True, "replays")
 
 
 @runs_on("unified_ranks")
@@ -98,14 +98,14 @@ def test_outputs(comm: Any) -> None:
     g = graph.capture(f, outputs="copy")
     for turn in range(5):
         found, whole = g(torch.full((comm.size,), float(turn), device=comm.device))
-        same((type(found), found.placements), (DTensor, (Shard(0),)), f"turn {turn}")
-        same(found.to_local().tolist(), [3.0 * comm.rank], f"turn {turn}")
-        same(whole.tolist(), [turn + i for i in range(comm.size)], f"turn {turn}")
-    same(graph.report(g)[0]["replays"], 4, "replays")
+        assert_equal((type(found), found.placements), (DTensor, (Shard(0),)), f"turn {turn}")
+        assert_equal(found.to_local().tolist(), [3.0 * comm.rank], f"turn {turn}")
+        assert_equal(whole.tolist(), [turn + i for i in range(comm.size)], f"turn {turn}")
+    assert_equal(graph.report(g)[0]["replays"], 4, "replays")
     held.requires_grad_()
-    with refused(GraphError, "an output is a DTensor that requires grad", "to_local()"):
+    with raises(GraphError, "an output is a DTensor that requires grad", "to_local()"):
         graph.capture(lambda x: held * x)(2.0)
-    with refused(GraphError, "tensor 0 of the arguments is a DTensor", "to_local()"):
+    with raises(GraphError, "tensor 0 of the arguments is a DTensor", "to_local()"):
         graph.capture(lambda x: x * 2)(held.detach())
     dist.barrier()
 
@@ -156,10 +156,12 @@ def test_quantized_weights(comm: Any) -> None:
         x = torch.full((1, 2), turn + 1.0, device=comm.device)
         found, same_weight = g(x)
         want = x @ (numbers * weight.scale)
-        same((torch.equal(found, want), type(same_weight)), (True, Quantized), f"turn {turn}")
+        assert_equal(
+            (torch.equal(found, want), type(same_weight)), (True, Quantized), f"turn {turn}"
+        )
         numbers.add_(1)
         weight.scale.mul_(2)
-    same(graph.report(g)[0]["replays"], 5, "replays")
+    assert_equal(graph.report(g)[0]["replays"], 5, "replays")
 
 
 @runs_on("unified_ranks")
@@ -179,8 +181,8 @@ def test_placements_of_gradients(comm: Any) -> None:
         how: Any = Replicate() if turn < 4 else Partial()
         weight.grad = DTensor.from_local(part, mesh, [how], run_check=False)
         want = (turn + 1.0) * (1 if turn < 4 else comm.size)
-        same(g().tolist(), [want] * 4, f"turn {turn}")
-    same(sum(row["replays"] for row in graph.report(g)) > 2, True, "replays")
+        assert_equal(g().tolist(), [want] * 4, f"turn {turn}")
+    assert_equal(sum(row["replays"] for row in graph.report(g)) > 2, True, "replays")
     weight.grad = None
-    with refused(GraphError, "an output is a DTensor that requires grad", "to_local()"):
+    with raises(GraphError, "an output is a DTensor that requires grad", "to_local()"):
         graph.capture(lambda x: SimpleNamespace(y=weight * x))(2.0)

@@ -8,7 +8,7 @@ import torch
 
 from commlib import ops
 from commlib.errors import RingError
-from tests.support.checks import close, refused, same
+from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.formulas import own, total
 from tests.support.operator import ABSENT_RING, Operator, calls
 from tests.support.ranks import Ranks
@@ -29,11 +29,11 @@ def test_copy(comm: Any) -> None:
     x = torch.arange(6.0, device=comm.device).view(2, 3).t()
     before = calls(comm)
     given = ops.identity(x)
-    same(calls(comm), before, "collectives of the forward")
-    same(given.is_contiguous(), True, "dense")
+    assert_equal(calls(comm), before, "collectives of the forward")
+    assert_equal(given.is_contiguous(), True, "dense")
     given.zero_()
-    close(x, torch.arange(6.0).view(2, 3).t(), "input after writing to the copy")
-    with refused(RingError, ABSENT_RING):
+    assert_bits_equal(x, torch.arange(6.0).view(2, 3).t(), "input after writing to the copy")
+    with raises(RingError, ABSENT_RING):
         ops.identity(x, ABSENT_RING)
 
 
@@ -55,5 +55,5 @@ def test_tensor_parallel_pair(comm: Any) -> None:
     reference = x.clone().requires_grad_()
     want = functools.reduce(torch.matmul, (reference, whole, tall))
     want.sum().backward()
-    close(out, want.detach(), "output")
-    close(leaf.grad, reference.grad, "gradient")
+    assert_bits_equal(out, want.detach(), "output")
+    assert_bits_equal(leaf.grad, reference.grad, "gradient")

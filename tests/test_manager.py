@@ -16,8 +16,8 @@ from commlib.errors import (
     EngineError,
     RingError,
 )
-from tests.support.checks import close, refused, same, until
-from tests.support.ranks import Ranks, World
+from tests.support.checks import assert_bits_equal, assert_equal, raises, until
+from tests.support.ranks import NewRanks, Ranks
 from tests.support.runs_on import runs_on
 
 manager = commlib.CommContextManager.instance()
@@ -33,45 +33,47 @@ def gathered(ring: Any) -> list[int]:
 def test_same_members_give_the_same_ring(comm: Any) -> None:
     ring = commlib.new_ring(5, [1, 0])
     assert ring is not None
-    same((ring.rank, ring.size, ring.ranks), (1 - comm.rank, 2, (1, 0)), "position in the ring")
-    same(gathered(ring), [1, 0], "order of the ring")
-    same(commlib.new_ring(5, (1, 0)) is ring, True, "same members give the same context")
+    assert_equal(
+        (ring.rank, ring.size, ring.ranks), (1 - comm.rank, 2, (1, 0)), "position in the ring"
+    )
+    assert_equal(gathered(ring), [1, 0], "order of the ring")
+    assert_equal(commlib.new_ring(5, (1, 0)) is ring, True, "same members give the same context")
     typed = "call commlib.close_ring(5) on its members first"
-    with refused(RingError, "ring 5 exists with ranks [1, 0]", "[0, 1]", typed):
+    with raises(RingError, "ring 5 exists with ranks [1, 0]", "[0, 1]", typed):
         commlib.new_ring(5, [0, 1])
-    same(manager.rings(), [0, 5], "rings in order of creation")
+    assert_equal(manager.rings(), [0, 5], "rings in order of creation")
     commlib.close_ring(5)
-    same(gathered(commlib.new_ring(5, [0, 1])), [0, 1], "other members, as the text says")
+    assert_equal(gathered(commlib.new_ring(5, [0, 1])), [0, 1], "other members, as the text says")
     manager.close(5)
     ring = commlib.new_ring(5, [1, 0])
     assert ring is not None
     manager.close(5)
     manager.close(5)
-    with refused(RingError, "ring 5 was closed", "rings here: [0]", "commlib.new_ring(5"):
+    with raises(RingError, "ring 5 was closed", "rings here: [0]", "commlib.new_ring(5"):
         commlib.comm(5)
-    with refused(RingError, "closed", "ring 5"):
+    with raises(RingError, "closed", "ring 5"):
         ring.all_reduce(torch.ones(1, device=comm.device), torch.ones(1, device=comm.device))
     again = commlib.new_ring(5, [1, 0])
-    same(gathered(again), [1, 0], "created again")
+    assert_equal(gathered(again), [1, 0], "created again")
     manager.close(5)
 
 
 @runs_on("ranks")
 def test_bad_members(comm: Any) -> None:
     for ring_id, members in ((6, [0, 0]), (6, [0, 2]), (6, []), (6, [-1, 0]), (-1, [0, 1])):
-        with refused(RingError, str(ring_id)):
+        with raises(RingError, str(ring_id)):
             commlib.new_ring(ring_id, members)
     for wrong in (2, ["a"], [0.0, 1.7], None):
-        with refused(ArgumentError, f"ranks={wrong!r}", "whole numbers from 0 to 1", "new_ring"):
+        with raises(ArgumentError, f"ranks={wrong!r}", "whole numbers from 0 to 1", "new_ring"):
             commlib.new_ring(6, wrong)
     for name in ("x", -1, 1.5, [0]):
-        with refused(RingError, f"ring_id={name!r}: expected a whole number >= 0"):
+        with raises(RingError, f"ring_id={name!r}: expected a whole number >= 0"):
             commlib.comm(name)
-    with refused(RingError, "ring 9 does not exist", "rings here: [0]"):
+    with raises(RingError, "ring 9 does not exist", "rings here: [0]"):
         commlib.comm(9)
-    with refused(RingError, f"on rank {comm.rank}", "only members"):
+    with raises(RingError, f"on rank {comm.rank}", "only members"):
         manager.create(6, [1 - comm.rank])
-    same(manager.rings(), [0], "nothing was created")
+    assert_equal(manager.rings(), [0], "nothing was created")
 
 
 def subgroups(comm: Any) -> None:
@@ -79,31 +81,31 @@ def subgroups(comm: Any) -> None:
     begin = time.monotonic()
     pair = commlib.new_ring(1, [0, 1] if comm.rank < 2 else [2, 3])
     assert pair is not None
-    same(gathered(pair), [0, 1] if comm.rank < 2 else [2, 3], "disjoint rings of one id")
+    assert_equal(gathered(pair), [0, 1] if comm.rank < 2 else [2, 3], "disjoint rings of one id")
     alone = commlib.new_ring(10 + comm.rank, [comm.rank])
     assert alone is not None
     x = torch.arange(3.0)
-    close(ops.all_reduce(x, alone.ring_id), x, "a ring of one is the identity")
+    assert_bits_equal(ops.all_reduce(x, alone.ring_id), x, "a ring of one is the identity")
     row = next(row for row in manager.report() if row["ring_id"] == alone.ring_id)
-    same((row["communicator"], row["size"]), (False, 1), "no communicator for one rank")
+    assert_equal((row["communicator"], row["size"]), (False, 1), "no communicator for one rank")
     odd = commlib.new_ring(2, [3, 1])
-    same(odd is None, comm.rank in (0, 2), "only members get a context")
+    assert_equal(odd is None, comm.rank in (0, 2), "only members get a context")
     if odd is not None:
-        same(gathered(odd), [3, 1], "a ring across two others")
-    with refused(RingError, *(["not a member of ring 2 ([3, 1])"] if odd is None else ["ring 3"])):
+        assert_equal(gathered(odd), [3, 1], "a ring across two others")
+    with raises(RingError, *(["not a member of ring 2 ([3, 1])"] if odd is None else ["ring 3"])):
         commlib.comm(2 if odd is None else 3)
     if odd is None:
         alone = commlib.new_ring(2, [comm.rank])
-        same(commlib.comm(2) is alone, True, "a member now")
+        assert_equal(commlib.comm(2) is alone, True, "a member now")
         manager.close(2)
-        with refused(RingError, "ring 2 was closed"):
+        with raises(RingError, "ring 2 was closed"):
             commlib.comm(2)
     assert time.monotonic() - begin < 30
     manager.close(1)
 
 
-def test_subgroups(world: World) -> None:
-    with world(4) as ranks:
+def test_subgroups(new_ranks: NewRanks) -> None:
+    with new_ranks(4) as ranks:
         ranks(subgroups)
 
 
@@ -119,7 +121,7 @@ def test_given_stores(comm: Any) -> None:
     for number in range(4):
         store = dist.PrefixStore(f"given {number // 2}", base)
         manager.create(69, [0, 1], store=store, device=comm.device)
-        same(gathered(manager.get(69)), [0, 1], "the ring works")
+        assert_equal(gathered(manager.get(69)), [0, 1], "the ring works")
         manager.close(69)
         del store
         gc.collect()
@@ -137,8 +139,8 @@ def test_threads(comm: Any) -> None:
         thread.start()
     for thread in asking:
         thread.join(30)
-    same([ring is got[0] for ring in got], [True] * 8, "one context for all threads")
-    same(gathered(got[0]), [0, 1], "and it works")
+    assert_equal([ring is got[0] for ring in got], [True] * 8, "one context for all threads")
+    assert_equal(gathered(got[0]), [0, 1], "and it works")
     manager.close(8)
 
 
@@ -147,20 +149,20 @@ def restarted(comm: Any) -> None:
     engine = comm.engine
     commlib.shutdown()
     commlib.shutdown()
-    same(manager.rings(), [], "no ring is left")
-    with refused(RingError, "commlib.init()"):
+    assert_equal(manager.rings(), [], "no ring is left")
+    with raises(RingError, "commlib.init()"):
         commlib.comm()
     unified = commlib.flags.get("FLAGS_dynamic_static_unified_comm")
     with commlib.flags.override("FLAGS_dynamic_static_unified_comm", not unified):
         other = commlib.init()
-        same(other.engine == engine, False, "the other engine")
-        same(gathered(other), [0, 1], "works")
+        assert_equal(other.engine == engine, False, "the other engine")
+        assert_equal(gathered(other), [0, 1], "works")
         commlib.shutdown()
-    same(commlib.init().engine, engine, "and back")
+    assert_equal(commlib.init().engine, engine, "and back")
 
 
-def test_shutdown_and_init(world: World) -> None:
-    with world(2) as ranks:
+def test_shutdown_and_init(new_ranks: NewRanks) -> None:
+    with new_ranks(2) as ranks:
         ranks(restarted)
 
 
@@ -169,29 +171,29 @@ def test_failed_rings_are_not_returned(comm: Any) -> None:
     """A failed ring is not returned: the program closes it first."""
     ring = commlib.new_ring(9, [0, 1])
     assert ring is not None
-    with refused(EngineError, "reported a failure"):
+    with raises(EngineError, "reported a failure"):
         raise ring._health.failed("all_reduce", RuntimeError("of the test"))
-    with refused(
+    with raises(
         RingError, "ring 9 exists and can't be used", "failed in all_reduce", "close_ring(9)"
     ):
         commlib.new_ring(9, [0, 1])
     manager.close(9)
-    same(gathered(commlib.new_ring(9, [0, 1])), [0, 1], "created again")
+    assert_equal(gathered(commlib.new_ring(9, [0, 1])), [0, 1], "created again")
 
 
 @runs_on("ranks")
 def test_another_device_or_timeout(comm: Any) -> None:
     """A second init() returns the ring, unless it asks for another one."""
-    same(commlib.init() is comm, True, "the same ring")
-    same(commlib.init(device=comm.device, timeout=comm.timeout) is comm, True, "as it is")
-    with refused(RingError, "ring 0 exists with timeout 30 s; given 5 s", "shutdown()"):
+    assert_equal(commlib.init() is comm, True, "the same ring")
+    assert_equal(commlib.init(device=comm.device, timeout=comm.timeout) is comm, True, "as it is")
+    with raises(RingError, "ring 0 exists with timeout 30 s; given 5 s", "shutdown()"):
         commlib.init(timeout=5)
     other = "gloo" if comm.device.type == "cuda" else "nccl"
-    with refused(RingError, f"ring 0 exists on {comm.device}; given backend={other!r}"):
+    with raises(RingError, f"ring 0 exists on {comm.device}; given backend={other!r}"):
         commlib.init(other)
     ring = commlib.new_ring(9, [0, 1], timeout=20)
-    same(commlib.new_ring(9, [0, 1], timeout=20) is ring, True, "the same timeout")
-    with refused(RingError, "ring 9 exists with timeout 20 s; given 5 s", "close_ring(9)"):
+    assert_equal(commlib.new_ring(9, [0, 1], timeout=20) is ring, True, "the same timeout")
+    with raises(RingError, "ring 9 exists with timeout 20 s; given 5 s", "close_ring(9)"):
         commlib.new_ring(9, [0, 1], timeout=5)
 
 
@@ -200,17 +202,17 @@ def test_abort(comm: Any) -> None:
     ring = commlib.new_ring(9, [0, 1])
     assert ring is not None
     ring.abort()
-    with refused(RingError, "ring 9", "aborted"):
+    with raises(RingError, "ring 9", "aborted"):
         ops.all_reduce(torch.ones(2, device=comm.device), 9)
     again = commlib.new_ring(9, [1, 0])
-    same(again is ring, False, "an aborted ring is created again")
-    same(gathered(again), [1, 0], "with other members, too")
+    assert_equal(again is ring, False, "an aborted ring is created again")
+    assert_equal(gathered(again), [1, 0], "with other members, too")
     manager.close(9)
-    same(gathered(commlib.new_ring(9, [0, 1])), [0, 1], "created again")
+    assert_equal(gathered(commlib.new_ring(9, [0, 1])), [0, 1], "created again")
     manager.close(9, abort=True)
     comm.abort()
-    same(commlib.init() is comm, False, "ring 0 is created again")
-    same(gathered(commlib.comm()), [0, 1], "and works")
+    assert_equal(commlib.init() is comm, False, "ring 0 is created again")
+    assert_equal(gathered(commlib.comm()), [0, 1], "and works")
 
 
 def stuck(comm: Any) -> None:
@@ -245,8 +247,8 @@ def test_abort_beside_a_stuck_call(comm: Any) -> None:
         thread = threading.Thread(target=ring.abort)
         thread.start()
         thread.join(20)
-        same(thread.is_alive(), False, "abort() waits for the lock")
-    with refused(RingError, "aborted"):
+        assert_equal(thread.is_alive(), False, "abort() waits for the lock")
+    with raises(RingError, "aborted"):
         ring.barrier()
     manager.close(52)
 
@@ -256,12 +258,12 @@ def engines(comm: Any) -> None:
     commlib.shutdown()
     begin = time.monotonic()
     with commlib.flags.override("FLAGS_dynamic_static_unified_comm", comm.rank == 0):
-        with refused(EngineError, "ranks [0] on gloo (cpu)", "ranks [1] on c10d (cpu)"):
+        with raises(EngineError, "ranks [0] on gloo (cpu)", "ranks [1] on c10d (cpu)"):
             commlib.init(device="cpu", timeout=60)
         assert time.monotonic() - begin < 20
-    same(gathered(commlib.init(device="cpu")), [0, 1], "with one engine")
+    assert_equal(gathered(commlib.init(device="cpu")), [0, 1], "with one engine")
 
 
-def test_different_engines(world: World) -> None:
-    with world(2) as ranks:
+def test_different_engines(new_ranks: NewRanks) -> None:
+    with new_ranks(2) as ranks:
         ranks(engines)

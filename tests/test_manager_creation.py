@@ -18,8 +18,8 @@ from commlib.errors import (
     RingOrderError,
 )
 from commlib.worker_threads import workers
-from tests.support.checks import refused, same, until
-from tests.support.ranks import Ranks, World
+from tests.support.checks import assert_equal, raises, until
+from tests.support.ranks import NewRanks, Ranks
 from tests.support.runs_on import runs_on
 from tests.test_manager import gathered, manager
 
@@ -29,12 +29,12 @@ def missing(comm: Any) -> None:
     if comm.rank < 2:
         begin = time.monotonic()
         call = "call commlib.new_ring(4, [0, 1, 2])"
-        with refused(CommTimeout, "ring 4", "ranks [2]", "5 s", call, "FLAGS_comm_timeout_s"):
+        with raises(CommTimeout, "ring 4", "ranks [2]", "5 s", call, "FLAGS_comm_timeout_s"):
             commlib.new_ring(4, [0, 1, 2], timeout=5)
         assert time.monotonic() - begin > 4
-        same(manager.has(4), False, "a failed creation leaves nothing")
+        assert_equal(manager.has(4), False, "a failed creation leaves nothing")
     comm.barrier()
-    same(gathered(commlib.new_ring(4, [0, 1, 2])), [0, 1, 2], "the next attempt")
+    assert_equal(gathered(commlib.new_ring(4, [0, 1, 2])), [0, 1, 2], "the next attempt")
 
 
 def crossed(comm: Any) -> None:
@@ -43,11 +43,11 @@ def crossed(comm: Any) -> None:
         begin = time.monotonic()
         first = 6 + comm.rank
         texts = ("rank 0 created", "rank 1 created", "ring 6 [0, 1]", "ring 7 [0, 1]")
-        with refused(RingOrderError, *texts):
+        with raises(RingOrderError, *texts):
             commlib.new_ring(first, [0, 1], timeout=60)
         assert time.monotonic() - begin < 50
         for ring_id in (6, 7):
-            same(gathered(commlib.new_ring(ring_id, [0, 1])), [0, 1], "in one order")
+            assert_equal(gathered(commlib.new_ring(ring_id, [0, 1])), [0, 1], "in one order")
 
 
 def other_members(comm: Any) -> None:
@@ -56,14 +56,14 @@ def other_members(comm: Any) -> None:
     begin = time.monotonic()
     if comm.rank < 2:
         given = [comm.rank, 1 - comm.rank]
-        with refused(RingError, "rank 0 gave [0, 1]; rank 1 gave [1, 0]", same_list):
+        with raises(RingError, "rank 0 gave [0, 1]; rank 1 gave [1, 0]", same_list):
             commlib.new_ring(30, given, timeout=60)
     assert time.monotonic() - begin < 50
     comm.barrier()
     if comm.rank:
         commlib.new_ring(31, [1, 2])
     else:
-        with refused(CommTimeout, "ranks [1]", "rank 1 gave [1, 2] for ring 31", same_list):
+        with raises(CommTimeout, "ranks [1]", "rank 1 gave [1, 2] for ring 31", same_list):
             commlib.new_ring(31, [0, 1], timeout=5)
     comm.barrier()
 
@@ -72,15 +72,15 @@ def circle(comm: Any) -> None:
     """The same over three rings: each rank waits for the next one."""
     rings = {0: (20, [0, 1]), 1: (21, [1, 2]), 2: (22, [0, 2])}
     ring_id, members = rings[comm.rank]
-    with refused(RingOrderError, "ring 20", "ring 21", "ring 22"):
+    with raises(RingOrderError, "ring 20", "ring 21", "ring 22"):
         commlib.new_ring(ring_id, members, timeout=60)
     for ring_id, members in rings.values():
         ring = commlib.new_ring(ring_id, members)
-        same(ring is not None, comm.rank in members, f"ring {ring_id} in one order")
+        assert_equal(ring is not None, comm.rank in members, f"ring {ring_id} in one order")
 
 
-def test_members_that_do_not_meet(world: World) -> None:
-    with world(3) as ranks:
+def test_members_that_do_not_meet(new_ranks: NewRanks) -> None:
+    with new_ranks(3) as ranks:
         for job in (missing, crossed, other_members, circle):
             ranks(job)
 
@@ -107,21 +107,21 @@ def overtaken(comm: Any) -> None:
     assert other is not None
     comm.exchange([])  # the hosts meet
     thread = create(60, 600, got) if comm.rank == 0 else None
-    same(manager.get(0) is comm, True, "get")
+    assert_equal(manager.get(0) is comm, True, "get")
     manager.close(61)
-    same(commlib.new_ring(62, [comm.rank]) is None, False, "a ring of one rank")
-    same(gathered(commlib.new_ring(63, [0, 1])), [0, 1], "another ring")
+    assert_equal(commlib.new_ring(62, [comm.rank]) is None, False, "a ring of one rank")
+    assert_equal(gathered(commlib.new_ring(63, [0, 1])), [0, 1], "another ring")
     if thread is not None:
-        same(got, [], "still waiting")
-        with refused(RingError, "ring 60 is being created with ranks [0, 1]; given [0]"):
+        assert_equal(got, [], "still waiting")
+        with raises(RingError, "ring 60 is being created with ranks [0, 1]; given [0]"):
             commlib.new_ring(60, [0])
         manager.close(60)
         thread.join(30)
-        with refused(RingError, "creating ring 60 of ranks [0, 1] on rank 0 was given up", "close"):
+        with raises(RingError, "creating ring 60 of ranks [0, 1] on rank 0 was given up", "close"):
             raise got[0]
         manager.close(60)  # twice is harmless
     comm.exchange([])  # the hosts meet
-    same(gathered(commlib.new_ring(60, [0, 1])), [0, 1], "the next attempt")
+    assert_equal(gathered(commlib.new_ring(60, [0, 1])), [0, 1], "the next attempt")
 
 
 def at_the_same_time(comm: Any) -> None:
@@ -132,15 +132,19 @@ def at_the_same_time(comm: Any) -> None:
     got: list[Any] = []
     if comm.rank == 0:
         thread = create(68, 60, got)
-        same(gathered(commlib.new_ring(69, [0, 1])), [0, 1], "the second ring is made first")
+        assert_equal(
+            gathered(commlib.new_ring(69, [0, 1])), [0, 1], "the second ring is made first"
+        )
         comm.exchange([])  # the hosts meet
         thread.join(60)
     else:
         time.sleep(2)
-        same(gathered(commlib.new_ring(69, [0, 1])), [0, 1], "the second ring is made first")
+        assert_equal(
+            gathered(commlib.new_ring(69, [0, 1])), [0, 1], "the second ring is made first"
+        )
         comm.exchange([])  # the hosts meet
         got.append(commlib.new_ring(68, [0, 1]))
-    same(gathered(got[0]), [0, 1], "the first ring")
+    assert_equal(gathered(got[0]), [0, 1], "the first ring")
 
 
 def overtaken_by_shutdown(comm: Any) -> None:
@@ -156,13 +160,13 @@ def overtaken_by_shutdown(comm: Any) -> None:
             work = stuck.all_reduce(x, x, use_calc_stream=False, sync_op=False)
         commlib.shutdown(abort=True)
         thread.join(30)
-        with refused(RingError, "creating ring 65", "given up: shutdown() was called"):
+        with raises(RingError, "creating ring 65", "given up: shutdown() was called"):
             raise got[0]
         if comm.device.type == "cpu":
             del work
     else:
         commlib.shutdown()
-    same(gathered(commlib.init()), [0, 1], "a new start")
+    assert_equal(gathered(commlib.init()), [0, 1], "a new start")
 
 
 def test_creations_that_are_overtaken(ranks: Ranks) -> None:
@@ -183,9 +187,9 @@ def test_a_member_without_an_engine(comm: Any) -> None:
             raise MemoryError("of one rank")
 
     failing = mock.patch.object(kind, "__init__", fails)
-    with failing, refused(EngineError, "ring 71", "rank 1: MemoryError: of one rank"):
+    with failing, raises(EngineError, "ring 71", "rank 1: MemoryError: of one rank"):
         commlib.new_ring(71, [0, 1], timeout=4)
-    same(gathered(commlib.new_ring(71, [0, 1])), [0, 1], "the next attempt")
+    assert_equal(gathered(commlib.new_ring(71, [0, 1])), [0, 1], "the next attempt")
     manager.close(71)
 
 
@@ -210,14 +214,14 @@ def test_half_built_rings_free_their_parts(comm: Any) -> None:
     kind.open = fails
     try:
         for _ in range(8):
-            with refused(EngineError, "ring 66", "rank 1: MemoryError: of one rank"):
+            with raises(EngineError, "ring 66", "rank 1: MemoryError: of one rank"):
                 commlib.new_ring(66, [0, 1], timeout=20)
             counts.append(descriptors())
     finally:
         kind.open = connect
     # Threads of gloo and of the stores close some a little later; a leak adds at least 7.
     assert counts[-1] - counts[0] <= 3, f"descriptors after each attempt: {counts}"
-    same(gathered(commlib.new_ring(66, [0, 1])), [0, 1], "the next attempt")
+    assert_equal(gathered(commlib.new_ring(66, [0, 1])), [0, 1], "the next attempt")
 
 
 @runs_on("ranks")
@@ -235,20 +239,20 @@ def test_interrupted_creation(comm: Any) -> None:
     try:
         commlib.new_ring(67, [0, 1], timeout=20)
     except KeyboardInterrupt:
-        same(comm.rank, 1, "interrupted")
+        assert_equal(comm.rank, 1, "interrupted")
     except EngineError as error:
-        same((comm.rank, "rank 1: InterruptedError" in str(error)), (0, True), str(error))
+        assert_equal((comm.rank, "rank 1: InterruptedError" in str(error)), (0, True), str(error))
     finally:
         kind.open = connect
-    same(manager.has(67), False, "nothing was created")
-    same(gathered(commlib.new_ring(67, [0, 1])), [0, 1], "the next attempt")
+    assert_equal(manager.has(67), False, "nothing was created")
+    assert_equal(gathered(commlib.new_ring(67, [0, 1])), [0, 1], "the next attempt")
 
 
 @runs_on("ranks")
 def test_interrupted_at_the_start(comm: Any) -> None:
     """Ctrl-C before anything is made leaves the ring id free."""
     interrupting = mock.patch.object(workers, "reserve", side_effect=KeyboardInterrupt)
-    with interrupting, refused(KeyboardInterrupt):
+    with interrupting, raises(KeyboardInterrupt):
         commlib.new_ring(68, [0, 1])
-    same(gathered(commlib.new_ring(68, [0, 1])), [0, 1], "the next attempt")
+    assert_equal(gathered(commlib.new_ring(68, [0, 1])), [0, 1], "the next attempt")
     manager.close(68)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from commlib import ops
 from commlib.compat import paddle
 from commlib.errors import ArgumentError, DtypeError, ShapeError
-from tests.support.checks import close, refused
+from tests.support.checks import assert_bits_equal, raises
 from tests.support.examples import examples
 from tests.support.operator import compile_whole
 from tests.support.runs_on import runs_on
@@ -127,7 +127,7 @@ def gate_inputs(device: str, seed: int) -> tuple[torch.Tensor, ...]:
 def test_compiled(comm: Any) -> None:
     """One compiled function with the helpers gives eager's bits."""
     inputs = gate_inputs(str(comm.device), 1)
-    close(compile_whole(gate)(*inputs), gate(*inputs), "compiled")
+    assert_bits_equal(compile_whole(gate)(*inputs), gate(*inputs), "compiled")
 
 
 @runs_on("all_gpu_ranks")
@@ -143,7 +143,7 @@ def test_captured(comm: Any) -> None:
         for kept, new in zip(inputs, gate_inputs(device, seed), strict=True):
             kept.copy_(new)
         graph.replay()
-        close(out, gate(*inputs), f"replay {seed}")
+        assert_bits_equal(out, gate(*inputs), f"replay {seed}")
 
 
 @runs_on("ranks")
@@ -155,9 +155,9 @@ def test_unknown_total(comm: Any) -> None:
         ids[: 4 * seed] = -1
         cum_count = ops.number_count(ids, 4).cumsum(0)
         want = ops.assign_pos(ids, cum_count, total=2 * len(ids) - 8 * seed)
-        close(ops.assign_pos(ids, cum_count), want, "counts on the device")
-        close(ops.assign_pos(ids, cum_count.cpu()), want, "counts on the CPU")
-        close(graph(ids, cum_count), want * 2, "compiled")
+        assert_bits_equal(ops.assign_pos(ids, cum_count), want, "counts on the device")
+        assert_bits_equal(ops.assign_pos(ids, cum_count.cpu()), want, "counts on the CPU")
+        assert_bits_equal(graph(ids, cum_count), want * 2, "compiled")
     torch.library.opcheck(torch.ops.commlib.assign_pos.default, (ids, cum_count))
 
 
@@ -170,10 +170,10 @@ def test_captured_total(comm: Any) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         out = ops.assign_pos(ids, on_cpu)
-        with refused(ArgumentError, "a capture", "total="):
+        with raises(ArgumentError, "a capture", "total="):
             ops.assign_pos(ids, cum_count)
     graph.replay()
-    close(out, want, "captured")
+    assert_bits_equal(out, want, "captured")
 
 
 def test_refusals() -> None:

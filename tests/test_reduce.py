@@ -8,7 +8,7 @@ import torch
 
 from commlib import ops
 from commlib.errors import DtypeError
-from tests.support.checks import Array, refused
+from tests.support.checks import Array, raises
 from tests.support.formulas import (
     AVERAGED,
     REAL,
@@ -59,5 +59,5 @@ def test_suite(ranks: Ranks, suite: Any, op: Operator) -> None:
 @runs_on("ranks")
 def test_refused_dtype(comm: Any) -> None:
     """Every rank refuses what can't be reduced, not the root alone."""
-    with refused(DtypeError, "uint16", "torch.int32"):
+    with raises(DtypeError, "uint16", "torch.int32"):
         ops.reduce(torch.zeros(4, dtype=torch.uint16, device=comm.device))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import commlib
 from commlib import ops
 from commlib.errors import ArgumentError, DeviceError, DtypeError, RingError, ShapeError
-from tests.support.checks import FLOATS, bits, close, refused, same, settle, wide
+from tests.support.checks import FLOATS, assert_bits_equal, assert_equal, bits, raises, settle, wide
 from tests.support.class_shards import cross_entropy, drawn, labels, near, near_dtype, own
 from tests.support.examples import examples
 from tests.support.operator import ABSENT_RING, calls, compile_whole, generating, well_registered
@@ -36,8 +36,10 @@ def agrees(
     launched = calls(comm) - before
     weights = drawn(tuple(loss.shape), whole.dtype, seed=7)
     loss.backward(weights.to(comm.device))
-    same((launched, calls(comm) - before), (1, 1), f"{what}: collectives forward, and in all")
-    same(softmax.requires_grad, False, "a gradient through the softmax")
+    assert_equal(
+        (launched, calls(comm) - before), (1, 1), f"{what}: collectives forward, and in all"
+    )
+    assert_equal(softmax.requires_grad, False, "a gradient through the softmax")
     ids_of_rows = wide(label).reshape(*whole.shape[:-1], ids)
     want = cross_entropy(wide(whole).astype("f8"), ids_of_rows, how.get("ignore_index", IGNORE))
     grad = want[2] * wide(weights)
@@ -46,7 +48,7 @@ def agrees(
     assert x.grad is not None
     near_dtype(x.grad, grad[..., mine], whole.dtype, f"gradient of {what}")
     plain = loss_of(x.detach(), label.to(comm.device), **how)
-    close(plain, loss, f"without gradient and softmax: {what}")
+    assert_bits_equal(plain, loss, f"without gradient and softmax: {what}")
 
 
 def values(comm: Any) -> None:
@@ -71,8 +73,8 @@ def test_values(ranks: Ranks) -> None:
     ranks(values)
 
 
-def test_values_of_three(trio: Ranks) -> None:
-    trio(values)
+def test_values_of_three(three_ranks: Ranks) -> None:
+    three_ranks(values)
 
 
 @runs_on("ranks")
@@ -101,7 +103,9 @@ def test_shapes(comm: Any) -> None:
                    sizes, 1)  # fmt: skip
     before = calls(comm)
     none = loss_of(torch.zeros(0, 0, device=comm.device), torch.zeros(0, device=comm.device).int())
-    same((tuple(none.shape), calls(comm) - before), ((0, 1), 1), "shape without rows or classes")
+    assert_equal(
+        (tuple(none.shape), calls(comm) - before), ((0, 1), 1), "shape without rows or classes"
+    )
 
 
 @runs_on("ranks")
@@ -121,10 +125,10 @@ def test_strided(comm: Any) -> None:
         leaf = other.detach().requires_grad_()
         loss = loss_of(leaf, torch.stack([label, label], 1)[:, 0])
         loss.sum().backward()
-        close(loss, loss_of(x, label), f"loss of {name}")
-        close(leaf.grad, want.grad, f"gradient of {name}")
+        assert_bits_equal(loss, loss_of(x, label), f"loss of {name}")
+        assert_bits_equal(leaf.grad, want.grad, f"gradient of {name}")
     rows = x[:1].expand(6, 4)
-    close(loss_of(rows, label), loss_of(rows.contiguous(), label), "expanded")
+    assert_bits_equal(loss_of(rows, label), loss_of(rows.contiguous(), label), "expanded")
 
 
 @runs_on("ranks")
@@ -156,7 +160,9 @@ def test_infinities(comm: Any) -> None:
         assert x.grad is not None and exact.grad is not None
         at = torch.tensor(finite, device=comm.device)
         near_dtype(x.grad[at], exact.grad[finite, mine].numpy(), dtype, f"gradient {dtype}")
-        close(x.grad[6], torch.zeros_like(x.grad[6]), f"gradient of an ignored row {dtype}")
+        assert_bits_equal(
+            x.grad[6], torch.zeros_like(x.grad[6]), f"gradient of an ignored row {dtype}"
+        )
 
 
 @runs_on("ranks")
@@ -190,8 +196,8 @@ def test_streams_and_compiled(comm: Any) -> None:
             for what, other, first in zip(
                 ("loss", "softmax", "grad"), others, found[0], strict=True
             ):
-                close(other, first, f"{what} {dtype}")
-    close(loss_of(shard, label), found[0][0], "without gradient")
+                assert_bits_equal(other, first, f"{what} {dtype}")
+    assert_bits_equal(loss_of(shard, label), found[0][0], "without gradient")
 
 
 @runs_on("ranks", deadline=120)
@@ -210,8 +216,8 @@ def test_compiled_for_any_batch(comm: Any) -> None:
         before = calls(comm)
         for call, leaf in zip((graph, body), leaves, strict=True):
             call(leaf, label).backward()
-        same(calls(comm) - before, 2, "collectives")
-        close(leaves[0].grad, leaves[1].grad, rows)
+        assert_equal(calls(comm) - before, 2, "collectives")
+        assert_bits_equal(leaves[0].grad, leaves[1].grad, rows)
 
 
 def generated(comm: Any) -> None:
@@ -221,10 +227,10 @@ def generated(comm: Any) -> None:
     label = labels((6,), 8, torch.int64).to(comm.device)
     loss = graph(x, label)
     loss.sum().backward()
-    close(loss, loss_of(x * 2, label) * 4, "generated code")
+    assert_bits_equal(loss, loss_of(x * 2, label) * 4, "generated code")
     other = x.detach().clone().requires_grad_()
     (loss_of(other * 2, label) * 4).sum().backward()
-    close(x.grad, other.grad, "gradient in generated code")
+    assert_bits_equal(x.grad, other.grad, "gradient in generated code")
 
 
 def test_generated_code(unified_ranks: Ranks) -> None:
@@ -244,9 +250,9 @@ def test_gradcheck(comm: Any) -> None:
             each: torch.Tensor = loss_of(shard, ids)
             return each
 
-        same(torch.autograd.gradcheck(loss, (whole,)), True, label)
+        assert_equal(torch.autograd.gradcheck(loss, (whole,)), True, label)
     (first,) = torch.autograd.grad(loss(whole).sum(), whole, create_graph=True)
-    with refused(ArgumentError, "has no gradient"):
+    with raises(ArgumentError, "has no gradient"):
         first.sum().backward()
 
 
@@ -309,13 +315,15 @@ def test_captured(comm: Any) -> None:
             leaf = x.detach().clone().requires_grad_()
             want, want_softmax = loss_of(leaf, label, return_softmax=True)
             want.sum().backward()
-            close(loss, want, f"loss {dtype}")
-            close(softmax, want_softmax, f"softmax {dtype}")
-            close(grad, leaf.grad, f"gradient {dtype}")
+            assert_bits_equal(loss, want, f"loss {dtype}")
+            assert_bits_equal(softmax, want_softmax, f"softmax {dtype}")
+            assert_bits_equal(grad, leaf.grad, f"gradient {dtype}")
         label[2] = 262
         graph.replay()
-        same(loss[:, 0].isnan().tolist(), [False, False, True, False, False], "a label outside")
-        same(bool(grad[2].isnan().all()), True, "its gradient")
+        assert_equal(
+            loss[:, 0].isnan().tolist(), [False, False, True, False, False], "a label outside"
+        )
+        assert_equal(bool(grad[2].isnan().all()), True, "its gradient")
 
 
 @runs_on("all_gpu_ranks")
@@ -329,9 +337,9 @@ def test_peak_memory(comm: Any) -> None:
     torch.cuda.reset_peak_memory_stats()
     base = torch.cuda.memory_allocated()
     loss = loss_of(x, label)
-    same(torch.cuda.max_memory_allocated() - base < x.nbytes // 100, True, "forward")
+    assert_equal(torch.cuda.max_memory_allocated() - base < x.nbytes // 100, True, "forward")
     loss.sum().backward()
-    same(torch.cuda.max_memory_allocated() - base < x.nbytes * 1.05, True, "with backward")
+    assert_equal(torch.cuda.max_memory_allocated() - base < x.nbytes * 1.05, True, "with backward")
 
 
 @runs_on("all_gpu_ranks")
@@ -341,7 +349,7 @@ def test_another_current_device(comm: Any) -> None:
     label = labels((4,), 6, torch.int64).to(comm.device)
     want = loss_of(x, label)
     with torch.cuda.device(1 - comm.device.index):
-        close(loss_of(x, label), want)
+        assert_bits_equal(loss_of(x, label), want)
 
 
 # -- bad input -----------------------------------------------------------------------------------
@@ -360,21 +368,21 @@ def test_bad_labels(comm: Any) -> None:
         for value in (-1, total, 2**40, -(2**63)):
             label = good.clone()
             label[2] = label[4] = value
-            with refused(ArgumentError, f"label {value} of row 2", f"0 to {total - 1}", IGNORE):
+            with raises(ArgumentError, f"label {value} of row 2", f"0 to {total - 1}", IGNORE):
                 call(x, label)
         label = good.clone()
         label[3] = comm.rank  # all of them valid
-        with refused(ArgumentError, "row 3", "0 on ranks [0]", "1 on ranks [1]", "every rank"):
+        with raises(ArgumentError, "row 3", "0 on ranks [0]", "1 on ranks [1]", "every rank"):
             call(x, label)
         if comm.rank == 1:
             label[0] = -5
-        with refused(ArgumentError, "row 0", "-5 on ranks [1]"):
+        with raises(ArgumentError, "row 0", "-5 on ranks [1]"):
             call(x, label)
         soft = torch.stack([good, good.clone().index_fill_(0, good.new_tensor([5]), -7)], 1)
-        with refused(ArgumentError, "label -7 of row 5"):
+        with raises(ArgumentError, "label -7 of row 5"):
             call(x, soft)
         soft[:, 1] = comm.rank
-        with refused(ArgumentError, "row 0", f"[{int(good[0])}, 0] on ranks [0]"):
+        with raises(ArgumentError, "row 0", f"[{int(good[0])}, 0] on ranks [0]"):
             call(x, soft)
     want = cross_entropy(wide(whole).astype("f8"), wide(good)[:, None], IGNORE)
     near_dtype(loss_of(x, good), want[0], torch.float32, "after refusals")
@@ -386,22 +394,22 @@ def test_unequal_calls(comm: Any) -> None:
     device, odd = comm.device, comm.rank == 1
     x, label = torch.zeros(4, 3, device=device), torch.zeros(4, dtype=torch.int64, device=device)
     before = calls(comm)
-    with refused(ShapeError, "rows of logits: 4 on ranks [0], 3 on ranks [1]"):
+    with raises(ShapeError, "rows of logits: 4 on ranks [0], 3 on ranks [1]"):
         loss_of(x[: 4 - odd], label[: 4 - odd])
-    with refused(DtypeError, "torch.float32 on ranks [0], torch.float16 on ranks [1]"):
+    with raises(DtypeError, "torch.float32 on ranks [0], torch.float16 on ranks [1]"):
         loss_of(x.half() if odd else x, label)
-    with refused(ShapeError, "ids per row", "1 on ranks [0], 2 on ranks [1]"):
+    with raises(ShapeError, "ids per row", "1 on ranks [0], 2 on ranks [1]"):
         loss_of(x, label.view(4, 1).expand(4, 1 + odd))
-    with refused(ArgumentError, "ignore_index: -100 on ranks [0], 0 on ranks [1]"):
+    with raises(ArgumentError, "ignore_index: -100 on ranks [0], 0 on ranks [1]"):
         loss_of(x, label, ignore_index=0 if odd else -100)
     for logits in (x, x.clone().requires_grad_()):
         for wrong in (label[:3], label.float(), label.to("meta"), None):
-            with refused(ArgumentError, "label" if odd else "invalid arguments on ranks [1]"):
+            with raises(ArgumentError, "label" if odd else "invalid arguments on ranks [1]"):
                 loss_of(logits, wrong if odd else label)
     other = ops.margin_cross_entropy if odd else loss_of
-    with refused(ArgumentError, f"ranks [{1 - comm.rank}]", "another operator"):
+    with raises(ArgumentError, f"ranks [{1 - comm.rank}]", "another operator"):
         other(x, label)
-    same(calls(comm), before, "calls launched by refused ones")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
 
 
 @runs_on("ranks")
@@ -411,33 +419,33 @@ def test_refusals(comm: Any) -> None:
     label = torch.zeros(4, dtype=torch.int64, device=comm.device)
     before = calls(comm)
     for logits in (x, x.clone().requires_grad_()):
-        with refused(RingError, ABSENT_RING):
+        with raises(RingError, ABSENT_RING):
             loss_of(logits, label, ABSENT_RING)
         for wrong in (label[:3], label.view(2, 2), label.view(1, 4), label.view(4, 1)[:, :0]):
-            with refused(ShapeError, tuple(wrong.shape), "(4, 3)", "(4, 1)"):
+            with raises(ShapeError, tuple(wrong.shape), "(4, 3)", "(4, 1)"):
                 loss_of(logits, wrong)
-        with refused(DtypeError, "label is torch.float32", "int64", "label.long()"):
+        with raises(DtypeError, "label is torch.float32", "int64", "label.long()"):
             loss_of(logits, label.float())
-        with refused(ArgumentError, "label is list"):
+        with raises(ArgumentError, "label is list"):
             loss_of(logits, [0] * 4)
-        with refused(DeviceError, "label is on meta", comm.device):
+        with raises(DeviceError, "label is on meta", comm.device):
             loss_of(logits, label.to("meta"))
-        with refused(DeviceError, "logits is on meta", comm.device):
+        with raises(DeviceError, "logits is on meta", comm.device):
             loss_of(logits.detach().to("meta").requires_grad_(logits is not x), label)
         for number in (1.0, True, None, "0"):
-            with refused(ArgumentError, f"ignore_index={number!r}"):
+            with raises(ArgumentError, f"ignore_index={number!r}"):
                 loss_of(logits, label, ignore_index=number)
-        with refused(ArgumentError, "64 bits"):
+        with raises(ArgumentError, "64 bits"):
             loss_of(logits, label, ignore_index=2**63)
-    with refused(ArgumentError, "logits is list"):
+    with raises(ArgumentError, "logits is list"):
         loss_of([[1.0]], label)
-    with refused(DtypeError, "logits is torch.int64", "bfloat16", "logits.float()"):
+    with raises(DtypeError, "logits is torch.int64", "bfloat16", "logits.float()"):
         loss_of(x.long(), label)
-    with refused(DtypeError, "complex64"):
+    with raises(DtypeError, "complex64"):
         loss_of(x.to(torch.complex64), label)
-    with refused(ShapeError, "0-D"):
+    with raises(ShapeError, "0-D"):
         loss_of(x[0, 0], label[0])
-    same(calls(comm), before, "calls launched by refused ones")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
 
 
 @runs_on("ranks")
@@ -454,11 +462,11 @@ def test_one_rank(comm: Any) -> None:
     loss.sum().backward()
     assert x.grad is not None
     near_dtype(x.grad, want[2], torch.float64, "gradient")
-    with refused(ArgumentError, "label 6 of row 0"):
+    with raises(ArgumentError, "label 6 of row 0"):
         loss_of(x, label + 6 - label[0], ring.ring_id)
 
 
-@runs_on("trio")
+@runs_on("three_ranks")
 def test_a_ring_in_another_order(comm: Any) -> None:
     """A ring may list its ranks in any order; classes follow the positions in it."""
     ring = commlib.new_ring(60, [2, 0])
@@ -469,7 +477,7 @@ def test_a_ring_in_another_order(comm: Any) -> None:
     loss = loss_of(whole[:, own(sizes, ring.rank)], label, 60)
     want = cross_entropy(wide(whole), wide(label)[:, None], IGNORE)
     near_dtype(loss, want[0], torch.float64, "loss")
-    same(bits(ops.all_gather(loss, 60)).reshape(2, -1).tolist(),
+    assert_equal(bits(ops.all_gather(loss, 60)).reshape(2, -1).tolist(),
          np.tile(bits(loss).reshape(-1), (2, 1)).tolist(), "bits of all ranks")  # fmt: skip
 
 

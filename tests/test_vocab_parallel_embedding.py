@@ -7,7 +7,7 @@ import torch
 
 from commlib import ops
 from commlib.errors import ArgumentError, DtypeError, ShapeError
-from tests.support.checks import Array, bits, close, from_bits, refused, sample
+from tests.support.checks import Array, assert_bits_equal, bits, from_bits, raises, sample
 from tests.support.operator import compile_whole
 from tests.support.runs_on import runs_on
 
@@ -40,9 +40,9 @@ def test_values(comm: Any) -> None:
                 ids = ids_on(comm, kind, shape)
                 want = from_bits(rows_of_shard(ids.cpu().numpy(), bits(whole), start), dtype)
                 given = ops.vocab_parallel_embedding(ids, shard, start)
-                close(given, want, f"{dtype} {kind} {shape}")
+                assert_bits_equal(given, want, f"{dtype} {kind} {shape}")
                 complete = from_bits(bits(whole)[ids.cpu().numpy()], dtype)
-                close(ops.all_reduce(given), complete, f"sum of {dtype} {kind} {shape}")
+                assert_bits_equal(ops.all_reduce(given), complete, f"sum of {dtype} {kind} {shape}")
 
 
 @runs_on("ranks")
@@ -54,7 +54,7 @@ def test_compiled(comm: Any) -> None:
     for shape in ((4, 7), (9, 2), (3, 3)):
         ids = ids_on(comm, torch.int64, shape)
         want = ops.vocab_parallel_embedding(ids, shard, start)
-        close(graph(ids, shard, start), want, shape)
+        assert_bits_equal(graph(ids, shard, start), want, shape)
 
 
 @runs_on("ranks")
@@ -72,7 +72,7 @@ def test_gradient(comm: Any) -> None:
     for call in (ops.vocab_parallel_embedding, compile_whole(ops.vocab_parallel_embedding)):
         shard = table[start : start + ROWS].to(comm.device).requires_grad_()
         call(ids, shard, start).backward(weights.to(comm.device))
-        close(shard.grad, want[start : start + ROWS], "gradient")
+        assert_bits_equal(shard.grad, want[start : start + ROWS], "gradient")
 
 
 @runs_on("ranks")
@@ -82,7 +82,7 @@ def test_strided(comm: Any) -> None:
     ids = ids_on(comm, torch.int64, (4, 7))
     for shard in (table.t()[::2], table[:, :ROWS].t()):
         want = ops.vocab_parallel_embedding(ids.t().contiguous(), shard.contiguous(), ROWS)
-        close(ops.vocab_parallel_embedding(ids.t(), shard, ROWS), want)
+        assert_bits_equal(ops.vocab_parallel_embedding(ids.t(), shard, ROWS), want)
 
 
 @runs_on("ranks")
@@ -90,16 +90,18 @@ def test_refusals(comm: Any) -> None:
     lookup = ops.vocab_parallel_embedding
     ids = torch.tensor([0, 3, 12], device=comm.device)
     weight = torch.zeros(ROWS, DIM, device=comm.device)
-    with refused(ArgumentError, "start_index=-1"):
+    with raises(ArgumentError, "start_index=-1"):
         lookup(ids, weight, -1)
-    with refused(ArgumentError, "0 to 12", "0 to 11"):
+    with raises(ArgumentError, "0 to 12", "0 to 11"):
         lookup(ids, weight, vocab_size=12)
-    with refused(ArgumentError, "-1 to 12"):
+    with raises(ArgumentError, "-1 to 12"):
         lookup(torch.tensor([-1, 12], device=comm.device), weight, vocab_size=13)
-    with refused(DtypeError, "float32", "long"):
+    with raises(DtypeError, "float32", "long"):
         lookup(ids.float(), weight)
     for shape in ((ROWS,), (0, DIM), (ROWS, 0), (1, ROWS, DIM)):
-        with refused(ShapeError, shape, "[rows, dim]"):
+        with raises(ShapeError, shape, "[rows, dim]"):
             lookup(ids, torch.zeros(shape, device=comm.device))
-    close(lookup(ids, weight, vocab_size=13), torch.zeros(3, DIM), "ids at the bounds")
-    close(lookup(ids - 5, weight), torch.zeros(3, DIM), "unchecked ids below 0 give zeros")
+    assert_bits_equal(lookup(ids, weight, vocab_size=13), torch.zeros(3, DIM), "ids at the bounds")
+    assert_bits_equal(
+        lookup(ids - 5, weight), torch.zeros(3, DIM), "unchecked ids below 0 give zeros"
+    )
