@@ -4,8 +4,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-# Each test worker also keeps pairs of ranks alive.
-WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, max(2, (os.cpu_count() or 2) // 2)))')
+# Each test worker also keeps pairs of ranks alive. Three workers share two cores: while tests of
+# one wait for a deadline, the others run.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, max(3, (os.cpu_count() or 2) // 2)))')
 
 ifeq ($(strip $(VENV)),)
 READY :=
@@ -21,7 +22,7 @@ demo: setup
 	@$(RUN) -m commlib demo $(ARGS)
 
 test: setup
-	@$(RUN) -m pytest -n $(WORKERS) $(ARGS)
+	@$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 check: setup
 	$(RUN) -m ruff check .

@@ -3,13 +3,14 @@
 import functools
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.ranks import UNIFIED, Place, Ranks, World, fresh
+from tests.support.ranks import UNIFIED, NewRanks, Place, Ranks, fresh
 
 # NVML counts the GPUs: no CUDA context is made in the parent.
 GPUS = torch.cuda.device_count()
@@ -38,13 +39,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Name the marker of the cases that need two GPUs; let Ctrl-C reach the programs of tests.
+    """Name the marker of the cases that need two GPUs; set what programs of tests inherit.
 
-    A shell starts its background jobs with SIGINT ignored, and programs inherit that.
+    Ctrl-C reaches them: a shell starts its background jobs with SIGINT ignored. All of them compile
+    into one folder of this run, so that no other run decides on cache hits.
     """
     config.addinivalue_line("markers", "gpu: runs on a pair of GPUs")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not hasattr(config, "workerinput"):  # workers of xdist inherit it too
+        folder = tempfile.TemporaryDirectory(prefix="commlib-tests-", ignore_cleanup_errors=True)
+        config.add_cleanup(folder.cleanup)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
+        # Trying the vector instructions costs 7 s, and compiling with them costs more: the
+        # generated loops are Inductor's, the collectives between them are ours.
+        os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
 
 
 def pytest_report_header() -> str:
@@ -90,9 +99,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _gpus_needed(item: pytest.Item) -> int:
     fixtures = {*getattr(item, "fixturenames", ())}
-    if "gpu_crowd" in fixtures:
+    if "many_gpu_ranks" in fixtures:
         return 3
-    pairs = {"gpu_ranks", "legacy_gpu_ranks", "all_gpu_ranks", "gpu_world", "compared_on_gpu"}
+    pairs = {"gpu_ranks", "legacy_gpu_ranks", "all_gpu_ranks", "new_gpu_ranks", "compared_on_gpu"}
     return 2 if fixtures & pairs or item.get_closest_marker("gpu") is not None else 0
 
 
@@ -115,7 +124,7 @@ def all_gpu_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], 
 
 
 @pytest.fixture(params=_gpu_places("unified"))
-def gpu_world(request: pytest.FixtureRequest) -> World:
+def new_gpu_ranks(request: pytest.FixtureRequest) -> NewRanks:
     """``with gpu_world(4) as ranks:`` starts that many ranks, which see a pair of GPUs."""
     return functools.partial(fresh, place=request.param)
 
@@ -127,12 +136,12 @@ def cpu_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Rank
 
 
 @pytest.fixture(params=UNIFIED)
-def trio(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
+def three_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
     """The same with three ranks on the CPU."""
     return _live(3, Place(request.param))
 
 
-def _crowds() -> Iterator[Any]:
+def _many_ranks() -> Iterator[Any]:
     """More than two ranks: on as many GPUs as there are, else three on the CPU."""
     if GPUS < 3:
         yield pytest.param((3, Place()), id="3")
@@ -145,19 +154,19 @@ def _crowds() -> Iterator[Any]:
         )
 
 
-@pytest.fixture(params=_crowds())
-def crowd(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
+@pytest.fixture(params=_many_ranks())
+def many_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
     """The same on one engine with three and more ranks."""
     return _live(*request.param)
 
 
-@pytest.fixture(params=[crowd for crowd in _crowds() if crowd.marks] or [None])
-def gpu_crowd(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
+@pytest.fixture(params=[place for place in _many_ranks() if place.marks] or [None])
+def many_gpu_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
     """The same on GPUs alone."""
     return _live(*request.param)
 
 
 @pytest.fixture(params=UNIFIED)
-def world(request: pytest.FixtureRequest) -> World:
+def new_ranks(request: pytest.FixtureRequest) -> NewRanks:
     """``with world(3) as ranks:`` starts that many CPU ranks for one test."""
     return functools.partial(fresh, place=Place(request.param))

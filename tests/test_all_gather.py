@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from commlib import ops
-from tests.support.checks import MOVABLE, bits, close, from_bits, sample
+from tests.support.checks import MOVABLE, assert_bits_equal, bits, from_bits, sample
 from tests.support.formulas import joined, own_part_of_total
 from tests.support.operator import MODES, Operator
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 from tests.support.suites import cases
 
 GATHER = Operator(ops.all_gather, joined, adjoint=own_part_of_total)
@@ -20,7 +21,8 @@ def test_suite(ranks: Ranks, suite: Any, op: Operator) -> None:
     ranks(suite, op)
 
 
-def own_place(comm: Any) -> None:
+@runs_on("ranks")
+def test_input_inside_output(comm: Any) -> None:
     """The input may be this rank's own part of the output."""
     for dtype in MOVABLE:
         both = [sample(rank, (3, 5), dtype) for rank in range(2)]
@@ -28,20 +30,15 @@ def own_place(comm: Any) -> None:
             out = torch.zeros(6, 5, dtype=dtype, device=comm.device)
             mine = out[3 * comm.rank : 3 * comm.rank + 3].copy_(both[comm.rank])
             given = GATHER(mine, out=out, **mode)
-            close(given, from_bits(joined([bits(x) for x in both], 0), dtype), f"{dtype} {name}")
+            assert_bits_equal(
+                given, from_bits(joined([bits(x) for x in both], 0), dtype), f"{dtype} {name}"
+            )
 
 
-def test_input_inside_output(ranks: Ranks) -> None:
-    ranks(own_place)
-
-
-def scalars(comm: Any) -> None:
+@runs_on("ranks")
+def test_scalars(comm: Any) -> None:
     x = torch.tensor(float(comm.rank + 1), device=comm.device, requires_grad=True)
     gathered = ops.all_gather(x)
-    close(gathered, torch.tensor([1.0, 2.0]), "0-D inputs")
+    assert_bits_equal(gathered, torch.tensor([1.0, 2.0]), "0-D inputs")
     (gathered * torch.tensor([3.0, 5.0], device=comm.device)).sum().backward()
-    close(x.grad, torch.tensor([6.0, 10.0][comm.rank]), "gradient")
-
-
-def test_scalars(ranks: Ranks) -> None:
-    ranks(scalars)
+    assert_bits_equal(x.grad, torch.tensor([6.0, 10.0][comm.rank]), "gradient")

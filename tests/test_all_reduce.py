@@ -8,10 +8,11 @@ import torch
 
 from commlib import ops
 from commlib.errors import ArgumentError, DtypeError
-from tests.support.checks import FP8, SHORT, close, refused, same, sample, wide
+from tests.support.checks import FP8, SHORT, assert_bits_equal, assert_equal, raises, sample, wide
 from tests.support.formulas import AVERAGED, REAL, SUMMED, largest, mean, product, smallest, total
 from tests.support.operator import MODES, Operator, calls
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 from tests.support.suites import cases
 
 # Any: the tests also pass arguments that a type checker rejects.
@@ -41,96 +42,80 @@ def test_suite(ranks: Ranks, suite: Any, op: Operator) -> None:
     ranks(suite, op)
 
 
-def refuse_dtypes(comm: Any) -> None:
+@runs_on("ranks")
+def test_refused_reductions(comm: Any) -> None:
     before = calls(comm)
     for op, dtype, word in REFUSED:
         x = sample(comm.rank, (4,), dtype).to(comm.device)
-        with refused(DtypeError, op, dtype, word, "ring 0", f"rank {comm.rank}"):
+        with raises(DtypeError, op, dtype, word, "ring 0", f"rank {comm.rank}"):
             all_reduce(x, op=op)
     x = sample(comm.rank, (4,), torch.float32).to(comm.device)
-    with refused(ArgumentError, "mean", "avg"):
+    with raises(ArgumentError, "mean", "avg"):
         all_reduce(x, op="mean")
-    with refused(ArgumentError, "factor=2.0", "premul_sum"):
+    with raises(ArgumentError, "factor=2.0", "premul_sum"):
         all_reduce(x, factor=2.0)
-    with refused(ArgumentError, "factor=None", "premul_sum"):
+    with raises(ArgumentError, "factor=None", "premul_sum"):
         all_reduce(x, op="premul_sum")
-    same(calls(comm), before, "calls launched by refused ones")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
 
 
-def test_refused_reductions(ranks: Ranks) -> None:
-    ranks(refuse_dtypes)
-
-
-def scaled_sum(comm: Any) -> None:
+@runs_on("ranks")
+def test_premul_sum(comm: Any) -> None:
     """NCCL multiplies before it adds; gloo and torch's groups say what to type instead."""
     mine, other = (sample(rank, (5, 3), torch.float32) for rank in (comm.rank, 1 - comm.rank))
     if comm.engine == "nccl":
         given = all_reduce(mine.to(comm.device), op="premul_sum", factor=0.5)
-        close(given, wide(mine) * 0.5 + wide(other) * 0.5, "premul_sum")
+        assert_bits_equal(given, wide(mine) * 0.5 + wide(other) * 0.5, "premul_sum")
     else:
-        with refused(DtypeError, "premul_sum", "op='sum'"):
+        with raises(DtypeError, "premul_sum", "op='sum'"):
             all_reduce(mine.to(comm.device), op="premul_sum", factor=0.5)
 
 
-def test_premul_sum(ranks: Ranks) -> None:
-    ranks(scaled_sum)
-
-
-def unsigned_extremes(comm: Any) -> None:
+@runs_on("ranks")
+def test_unsigned(comm: Any) -> None:
     """Compared as signed numbers the largest would come out smallest: exact, or refused."""
     for dtype in (torch.uint32, torch.uint64):
         both = [sample(rank, (64,), dtype) for rank in range(2)]
         for op, formula in (("max", largest), ("min", smallest), ("prod", product)):
             x = both[comm.rank].to(comm.device)
             if op != "prod" and comm.engine != "nccl":
-                with refused(DtypeError, op, "torch.int64"):
+                with raises(DtypeError, op, "torch.int64"):
                     all_reduce(x, op=op)
             else:
                 want = formula([wide(x) for x in both], 0)
-                close(all_reduce(x, op=op), want, f"{dtype} {op}")
+                assert_bits_equal(all_reduce(x, op=op), want, f"{dtype} {op}")
 
 
-def test_unsigned(ranks: Ranks) -> None:
-    ranks(unsigned_extremes)
-
-
-def large(comm: Any) -> None:
+@runs_on("ranks")
+def test_large(comm: Any) -> None:
     """More elements than any library moves in one piece, an odd number of them."""
     for dtype in (torch.float32, torch.bfloat16):
         both = [sample(rank, (3_000_001,), dtype) for rank in range(2)]
         for mode in MODES.values():
-            close(SUM(both[comm.rank].to(comm.device), **mode), total([wide(x) for x in both], 0))
+            assert_bits_equal(
+                SUM(both[comm.rank].to(comm.device), **mode), total([wide(x) for x in both], 0)
+            )
 
 
-def test_large(ranks: Ranks) -> None:
-    ranks(large)
-
-
-def as_it_is(comm: Any) -> None:
+@runs_on("ranks")
+def test_backward_identity(comm: Any) -> None:
     """backward="identity": the loss is computed by every rank, so its gradient is not summed."""
     x = sample(comm.rank, (3,), torch.float64).to(comm.device).requires_grad_()
     weights = sample(7, (3,), torch.float64).to(comm.device)
     before = calls(comm)
     all_reduce(x, backward="identity").backward(weights)
-    close(x.grad, wide(weights), "gradient")
-    same(calls(comm) - before, 1, "collectives of forward and backward")
-    with refused(ArgumentError, "no gradient", "max"):
+    assert_bits_equal(x.grad, wide(weights), "gradient")
+    assert_equal(calls(comm) - before, 1, "collectives of forward and backward")
+    with raises(ArgumentError, "no gradient", "max"):
         all_reduce(x, op="max").sum().backward()
-    with refused(ArgumentError, "mean", "identity"):
+    with raises(ArgumentError, "mean", "identity"):
         all_reduce(x, backward="mean").sum().backward()
 
 
-def test_backward_identity(ranks: Ranks) -> None:
-    ranks(as_it_is)
-
-
-def checked(comm: Any) -> None:
+@runs_on("ranks")
+def test_gradcheck(comm: Any) -> None:
     """Both ranks perturb the same element; the map is symmetric, so gradcheck applies."""
     x = sample(comm.rank, (2, 3), torch.float64).to(comm.device).requires_grad_()
     for op in ("sum", "avg"):
         call = functools.partial(ops.all_reduce, op=op)
-        same(torch.autograd.gradcheck(call, x), True, f"gradcheck of {op}")
-
-
-def test_gradcheck(ranks: Ranks) -> None:
-    ranks(checked)
+        assert_equal(torch.autograd.gradcheck(call, x), True, f"gradcheck of {op}")

@@ -4,14 +4,11 @@ On GPUs the same programs run the fused kernels and, for rows that these do not 
 composition; what only hardware shows returns at once elsewhere.
 """
 
-import contextlib
-import ctypes
 import itertools
 import zlib
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 import commlib
@@ -20,28 +17,26 @@ from commlib.errors import (
     ArgumentError,
     DeviceError,
     DtypeError,
-    PeerTimeout,
     RingError,
     ShapeError,
 )
 from commlib.ops.tensor_parallel import _all_reduce_residual_norm as room
 from commlib.p2p import fused_norm as fused
-from commlib.p2p import kernel_table, push_channel
 from tests.support.checks import (
     Array,
     Shape,
+    assert_bits_equal,
+    assert_equal,
     bits,
-    close,
-    refused,
+    raises,
     rounded,
-    same,
     sample,
-    settle,
     wide,
 )
 from tests.support.class_shards import near
 from tests.support.operator import ABSENT_RING, calls, compile_whole, generating, well_registered
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 norm_of = ops.all_reduce_residual_norm
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -61,7 +56,6 @@ KINDS: list[dict[str, Any]] = [
     {"scale": 0.05},
     {"norm": "layer", "bias": True, "scale": 2.0},
 ]
-LATE_S = 5.0  # deadline of a ring whose peer does not come; creating it has to fit too
 
 
 class Case:
@@ -107,8 +101,8 @@ class Case:
 
     def check(self, y: torch.Tensor, total: torch.Tensor) -> None:
         """Raise unless both are right; ``total`` to the bit."""
-        close(total, self.total(), f"{self.what}: before the norm")
-        same(y.dtype, FLOAT8 if "scale" in self.kind else self.dtype, f"{self.what}: dtype")
+        assert_bits_equal(total, self.total(), f"{self.what}: before the norm")
+        assert_equal(y.dtype, FLOAT8 if "scale" in self.kind else self.dtype, f"{self.what}: dtype")
         given = y.float() if y.dtype is FLOAT8 else y
         near(given, self.formula(wide(total)), f"{self.what}: y", *NEAR[y.dtype])
 
@@ -126,29 +120,19 @@ class Case:
         return y
 
 
-def on_gpu(comm: Any) -> bool:
-    return bool(comm.device.type == "cuda")
-
-
-def kernel_for(comm: Any, x: torch.Tensor) -> bool:
-    """Whether the fused kernel takes ``x``."""
-    norm = fused.Norm(x, x, None, None, None, False, 0.0)
-    return bool(x.numel()) and comm._engine.fused_norm(x, norm) is not None
-
-
 def equal_everywhere(comm: Any, what: str, *tensors: torch.Tensor) -> None:
     """Raise unless all ranks hold the same bits."""
     found = comm.exchange([zlib.crc32(bits(x).tobytes()) for x in tensors])
-    same(found, [found[0]] * comm.size, f"{what}: digests of the bits on each rank")
+    assert_equal(found, [found[0]] * comm.size, f"{what}: digests of the bits on each rank")
 
 
 def checked(comm: Any, shape: Shape, dtype: torch.dtype, kind: dict[str, Any]) -> None:
     case = Case(comm, shape, dtype, kind, seed=len(shape))
     before = calls(comm)
     y, total = case.call()
-    same(calls(comm) - before, 1, f"{case.what}: collectives")
+    assert_equal(calls(comm) - before, 1, f"{case.what}: collectives")
     case.check(y, total)
-    close(case.x, case.inputs[comm.rank], f"{case.what}: x afterwards")
+    assert_bits_equal(case.x, case.inputs[comm.rank], f"{case.what}: x afterwards")
     equal_everywhere(comm, case.what, y, total)
 
 
@@ -174,39 +158,34 @@ def test_long_rows(unified_ranks: Ranks) -> None:
     unified_ranks(values, LONG, [(1,), (3,), (), (2,), (5,), (1, 2, 2)], deadline=240)
 
 
-def test_values_of_more_ranks(crowd: Ranks) -> None:
-    crowd(values, (8, 24, 136, 1001, 8192), [(1,), (3,), (5,)], deadline=240)
+def test_values_of_more_ranks(many_ranks: Ranks) -> None:
+    many_ranks(values, (8, 24, 136, 1001, 8192), [(1,), (3,), (5,)], deadline=240)
 
 
-def exact_sum(comm: Any) -> None:
+@runs_on("ranks")
+def test_sum_of_two(comm: Any) -> None:
     """The rows before the norm by NumPy alone: two ranks' sum has one rounding on every engine."""
     for dtype in DTYPES:
         case = Case(comm, (3, 136), dtype, {"linear_bias": True})
         one, other = (wide(x) for x in case.inputs)
         added = wide(rounded(one + other, dtype)) + wide(case.how["linear_bias"])
-        close(case.call()[1], added + wide(case.residual), f"{dtype}")
+        assert_bits_equal(case.call()[1], added + wide(case.residual), f"{dtype}")
 
 
-def test_sum_of_two(ranks: Ranks) -> None:
-    ranks(exact_sum)
-
-
-def empty(comm: Any) -> None:
+@runs_on("ranks")
+def test_empty(comm: Any) -> None:
     """No rows, or rows without values: empty results, one call like any other."""
     for dtype, shape in itertools.product(DTYPES, [(0, 64), (2, 0, 8), (0,), (3, 0)]):
         for kind in KINDS[3:5]:
             case = Case(comm, shape, dtype, kind)
             y, total = case.call()
             wanted = FLOAT8 if "scale" in kind else dtype
-            same((tuple(y.shape), y.dtype), (shape, wanted), case.what)
-            same((tuple(total.shape), total.dtype), (shape, dtype), case.what)
+            assert_equal((tuple(y.shape), y.dtype), (shape, wanted), case.what)
+            assert_equal((tuple(total.shape), total.dtype), (shape, dtype), case.what)
 
 
-def test_empty(ranks: Ranks) -> None:
-    ranks(empty)
-
-
-def specials(comm: Any) -> None:
+@runs_on("ranks")
+def test_specials(comm: Any) -> None:
     """NaN and infinity give what the formula makes of them; a row of zeros is 0, or the bias."""
     for dtype, kind in itertools.product(DTYPES, KINDS):
         case = Case(comm, (4, 64), dtype, kind)
@@ -217,35 +196,31 @@ def specials(comm: Any) -> None:
         with np.errstate(invalid="ignore"):
             want = case.formula(wide(total))
         near(y, want, case.what, *NEAR[FLOAT8 if "scale" in kind else dtype])
-        same(bool(y[1].isnan().all()), True, f"{case.what}: the row with a NaN")
-        same(bool(y[2, 7].isnan()), True, f"{case.what}: the infinity")
-        same(int(y[[0, 3]].isnan().sum()), 0, f"{case.what}: NaNs in other rows")
+        assert_equal(bool(y[1].isnan().all()), True, f"{case.what}: the row with a NaN")
+        assert_equal(bool(y[2, 7].isnan()), True, f"{case.what}: the infinity")
+        assert_equal(int(y[[0, 3]].isnan().sum()), 0, f"{case.what}: NaNs in other rows")
         if not kind.get("linear_bias"):
-            same(int(total[3].count_nonzero()), 0, f"{case.what}: zeros before the norm")
+            assert_equal(int(total[3].count_nonzero()), 0, f"{case.what}: zeros before the norm")
 
 
-def test_specials(ranks: Ranks) -> None:
-    ranks(specials)
-
-
-def saturated(comm: Any) -> None:
+@runs_on("ranks")
+def test_eight_bits(comm: Any) -> None:
     """What is too large for 8 bits becomes the largest; a scale that changes counts."""
     for dtype in DTYPES:
         case = Case(comm, (2, 64), dtype, {"scale": 1e-5})
         y = case.call()[0].float()
         signs = np.sign(case.formula(wide(case.total())))
         large = np.abs(case.formula(wide(case.total()))) >= 448
-        same(bool(large.mean() > 0.9), True, "values beyond")
-        same(bool((wide(y)[large] == 448 * signs[large]).all()), True, f"{dtype}: saturated")
+        assert_equal(bool(large.mean() > 0.9), True, "values beyond")
+        assert_equal(
+            bool((wide(y)[large] == 448 * signs[large]).all()), True, f"{dtype}: saturated"
+        )
         case.how["scale"].fill_(1.0)
         case.check(*case.call())
 
 
-def test_eight_bits(ranks: Ranks) -> None:
-    ranks(saturated)
-
-
-def strided(comm: Any) -> None:
+@runs_on("ranks")
+def test_strided(comm: Any) -> None:
     """Tensors of any strides and at any address count with their values."""
     for dtype, items in itertools.product(DTYPES, (136, 1001)):
         case = Case(comm, (3, items), dtype, KINDS[3])
@@ -266,26 +241,19 @@ def strided(comm: Any) -> None:
             case.x, case.residual, case.weight = map(layout, plain)
             case.how |= {name: layout(case.how[name]) for name in ("bias", "linear_bias")}
             for given, wanted in zip(case.call(), want, strict=True):
-                close(given, wanted, f"{case.what} {layout.__name__}")
+                assert_bits_equal(given, wanted, f"{case.what} {layout.__name__}")
         case.x, case.residual, case.weight = plain
         case.residual = case.residual[:1].expand(3, items)
         case.check(*case.call())
 
 
-def test_strided(ranks: Ranks) -> None:
-    ranks(strided)
-
-
-def streams(comm: Any) -> None:
+@runs_on("ranks")
+def test_streams(comm: Any) -> None:
     """On the ring's stream too, in a new dtype or not, while the results are used at once."""
     for kind in (KINDS[0], KINDS[5]):
         case = Case(comm, (4, 256), torch.bfloat16, kind)
         for given, want in zip(case.call(use_calc_stream=False), case.call(), strict=True):
-            close(given, want, case.what)
-
-
-def test_streams(ranks: Ranks) -> None:
-    ranks(streams)
+            assert_bits_equal(given, want, case.what)
 
 
 # -- compiled --------------------------------------------------------------------------------------
@@ -308,9 +276,9 @@ def compiled(comm: Any, backend: str, kinds: list[dict[str, Any]]) -> None:
         for turn in range(2):
             before = calls(comm)
             given = graph(case.x)
-            same(calls(comm) - before, launched, f"{case.what}: collectives of turn {turn}")
+            assert_equal(calls(comm) - before, launched, f"{case.what}: collectives of turn {turn}")
             for one, other in zip(given, want, strict=True):
-                close(one, other, f"{case.what} {backend}")
+                assert_bits_equal(one, other, f"{case.what} {backend}")
 
 
 def test_compiled(ranks: Ranks) -> None:
@@ -321,20 +289,18 @@ def test_generated_code(unified_ranks: Ranks) -> None:
     generating(unified_ranks)(compiled, "inductor", KINDS[3:5], deadline=240)
 
 
-def compiled_sizes(comm: Any) -> None:
+@runs_on("ranks", deadline=120)
+def test_compiled_sizes(comm: Any) -> None:
     """One graph for any number and length of rows."""
     graph = compile_whole(norm_of, dynamic=True)
     for shape in ((2, 64), (5, 136), (3, 1001), (7, 8)):
         case = Case(comm, shape, torch.bfloat16, KINDS[0])
         for given, want in zip(graph(case.x, case.residual, case.weight), case.call(), strict=True):
-            close(given, want, case.what)
+            assert_bits_equal(given, want, case.what)
 
 
-def test_compiled_sizes(ranks: Ranks) -> None:
-    ranks(compiled_sizes, deadline=120)
-
-
-def registered(comm: Any) -> None:
+@runs_on("ranks")
+def test_registered(comm: Any) -> None:
     operator = torch.ops.commlib.all_reduce_residual_norm.default
     for kind in KINDS:
         case = Case(comm, (2, 64), torch.bfloat16, kind)
@@ -344,58 +310,55 @@ def registered(comm: Any) -> None:
         well_registered(operator, given)
 
 
-def test_registered(ranks: Ranks) -> None:
-    ranks(registered)
-
-
 # -- bad input -------------------------------------------------------------------------------------
 
 
-def refusals(comm: Any) -> None:
+@runs_on("ranks")
+def test_refusals(comm: Any) -> None:
     """A wrong call is one of our errors with the numbers in it; nothing is launched by it."""
     x, row = torch.ones(4, 24, device=comm.device), torch.ones(24, device=comm.device)
     scale = row[:1]
     before = calls(comm)
-    with refused(RingError, ABSENT_RING):
+    with raises(RingError, ABSENT_RING):
         norm_of(x, x, row, ABSENT_RING)
-    with refused(ArgumentError, "x is list"):
+    with raises(ArgumentError, "x is list"):
         norm_of([1.0], x, row)
     for name, tensors in (("residual", (x, None, row)), ("weight", (x, x, None))):
-        with refused(ArgumentError, f"{name} is NoneType", "ring 0", f"rank {comm.rank}"):
+        with raises(ArgumentError, f"{name} is NoneType", "ring 0", f"rank {comm.rank}"):
             norm_of(*tensors)
     for kind in (torch.float64, torch.int64, FLOAT8):
-        with refused(DtypeError, f"x is {kind}", "bfloat16"):
+        with raises(DtypeError, f"x is {kind}", "bfloat16"):
             norm_of(x.to(kind), x.to(kind), row.to(kind))
-    with refused(ShapeError, "0-D"):
+    with raises(ShapeError, "0-D"):
         norm_of(x[0, 0], x[0, 0], row)
     for wrong in (x[:3], x[0], x.view(2, 2, 24)):
-        with refused(ShapeError, "residual", tuple(wrong.shape), "(4, 24)"):
+        with raises(ShapeError, "residual", tuple(wrong.shape), "(4, 24)"):
             norm_of(x, wrong, row)
     for name in ("weight", "bias", "linear_bias"):
         given: dict[str, Any] = {"weight": row, "norm": "layer"}
         for wrong in (row[:23], x):
-            with refused(ShapeError, name, tuple(wrong.shape), "(24,)"):
+            with raises(ShapeError, name, tuple(wrong.shape), "(24,)"):
                 norm_of(x, x, **(given | {name: wrong}))
-        with refused(DtypeError, f"{name} is torch.float16", "torch.float32", f"{name}.to("):
+        with raises(DtypeError, f"{name} is torch.float16", "torch.float32", f"{name}.to("):
             norm_of(x, x, **(given | {name: row.half()}))
-        with refused(DeviceError, f"{name} is on meta", comm.device):
+        with raises(DeviceError, f"{name} is on meta", comm.device):
             norm_of(x, x, **(given | {name: row.to("meta")}))
-    with refused(DtypeError, "residual is torch.bfloat16"):
+    with raises(DtypeError, "residual is torch.bfloat16"):
         norm_of(x, x.bfloat16(), row)
-    with refused(DeviceError, "sparse"):
+    with raises(DeviceError, "sparse"):
         norm_of(x.to_sparse(), x, row)
-    with refused(ArgumentError, "norm='batch'", "'rms' or 'layer'"):
+    with raises(ArgumentError, "norm='batch'", "'rms' or 'layer'"):
         norm_of(x, x, row, norm="batch")
-    with refused(ArgumentError, "bias with norm='rms'", "linear_bias"):
+    with raises(ArgumentError, "bias with norm='rms'", "linear_bias"):
         norm_of(x, x, row, bias=row)
     for eps in (-1e-6, float("nan"), float("inf"), None, "0", True):
-        with refused(ArgumentError, f"eps={eps!r}", "eps=1e-6"):
+        with raises(ArgumentError, f"eps={eps!r}", "eps=1e-6"):
             norm_of(x, x, row, eps=eps)
-    with refused(DtypeError, "out_dtype=torch.bfloat16", "torch.float8_e4m3fn", "torch.float32"):
+    with raises(DtypeError, "out_dtype=torch.bfloat16", "torch.float8_e4m3fn", "torch.float32"):
         norm_of(x, x, row, out_dtype=torch.bfloat16)
-    with refused(ArgumentError, "without scale=", "scale="):
+    with raises(ArgumentError, "without scale=", "scale="):
         norm_of(x, x, row, out_dtype=FLOAT8)
-    with refused(ArgumentError, "with scale=", "out_dtype=None"):
+    with raises(ArgumentError, "with scale=", "out_dtype=None"):
         norm_of(x, x, row, scale=scale)
     for number, error in (
         (scale.double(), DtypeError),
@@ -403,47 +366,43 @@ def refusals(comm: Any) -> None:
         (1.0, ArgumentError),
         (scale.to("meta"), DeviceError),
     ):
-        with refused(error, "scale"):
+        with raises(error, "scale"):
             norm_of(x, x, row, scale=number, out_dtype=FLOAT8)
-    with comm.group(), refused(ArgumentError, "ring.group()", "all_reduce_residual_norm"):
+    with comm.group(), raises(ArgumentError, "ring.group()", "all_reduce_residual_norm"):
         norm_of(x, x, row)
-    same(calls(comm), before, "calls launched by refused ones")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
     y, total = norm_of(x, x, row, out_dtype=x.dtype)
-    same((set(total.view(-1).tolist()), y.dtype), ({comm.size + 1.0}, x.dtype), "after refusals")
+    assert_equal(
+        (set(total.view(-1).tolist()), y.dtype), ({comm.size + 1.0}, x.dtype), "after refusals"
+    )
 
 
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refusals)
-
-
-def gradients(comm: Any) -> None:
+@runs_on("ranks")
+def test_gradients(comm: Any) -> None:
     """There is none, and a call that seems to want one says so; under no_grad it is a call."""
     x, row = torch.ones(4, 24, device=comm.device), torch.ones(24, device=comm.device)
     before = calls(comm)
     for number in range(3):
         given = [x, x.clone(), row]
         given[number] = given[number].clone().requires_grad_()
-        with refused(ArgumentError, "no gradient", "no_grad", ".detach()"):
+        with raises(ArgumentError, "no gradient", "no_grad", ".detach()"):
             norm_of(*given)
-        with refused(Exception, "no gradient"):  # some torch wraps errors of traced code
+        with raises(Exception, "no gradient"):  # some torch wraps errors of traced code
             compile_whole(norm_of)(*given)
-        same(calls(comm), before, "calls launched by refused ones")
+        assert_equal(calls(comm), before, "calls launched by refused ones")
         with torch.no_grad():
             y, total = norm_of(*given)
         with torch.inference_mode():
             norm_of(*given)
-        same((y.requires_grad, total.requires_grad), (False, False), "results")
+        assert_equal((y.requires_grad, total.requires_grad), (False, False), "results")
         before += 2
-
-
-def test_gradients(ranks: Ranks) -> None:
-    ranks(gradients)
 
 
 # -- rings -----------------------------------------------------------------------------------------
 
 
-def alone(comm: Any) -> None:
+@runs_on("ranks")
+def test_one_rank(comm: Any) -> None:
     """A ring of one rank: the norm of x and residual."""
     ring = commlib.new_ring(50 + comm.rank, [comm.rank])
     assert ring is not None
@@ -453,177 +412,8 @@ def alone(comm: Any) -> None:
         want = case.x.float()
         if "linear_bias" in case.how:
             want = want + case.how["linear_bias"].float()
-        close(total, (want + case.residual.float()).to(case.dtype), f"{case.what}: before")
+        assert_bits_equal(
+            total, (want + case.residual.float()).to(case.dtype), f"{case.what}: before"
+        )
         given = y.float() if y.dtype is FLOAT8 else y
         near(given, case.formula(wide(total)), f"{case.what}: y", *NEAR[y.dtype])
-
-
-def test_one_rank(ranks: Ranks) -> None:
-    ranks(alone)
-
-
-# -- the kernels -----------------------------------------------------------------------------------
-
-
-def taken(comm: Any) -> None:
-    """Which rows the kernels take: whole vectors, up to what a block holds."""
-    for dtype, items, want in (
-        (torch.bfloat16, 8, True),
-        (torch.bfloat16, 12, False),
-        (torch.float32, 12, True),
-        (torch.bfloat16, 16_384, True),
-        (torch.bfloat16, 16_392, False),
-        (torch.float32, 8192, True),
-        (torch.float32, 8196, False),
-    ):
-        x = torch.ones(2, items, dtype=dtype, device=comm.device)
-        same(kernel_for(comm, x), want, f"{items} x {dtype}")
-
-
-def test_which_rows_are_taken(gpu_ranks: Ranks) -> None:
-    gpu_ranks(taken)
-
-
-def borders(comm: Any, items: int, counts: list[int]) -> None:
-    """Any number of rows, on both sides of every border: the composition's rows, and its y."""
-    for count, dtype in itertools.product(counts, (torch.bfloat16, torch.float32)):
-        for kind in (KINDS[3], KINDS[4]):
-            case = Case(comm, (count, items), dtype, kind)
-            same(kernel_for(comm, case.x), True, case.what)
-            (y, total), (want, want_total) = case.call(), case.composed()
-            close(total, want_total, f"{case.what}: before the norm")
-            rtol, atol = (2 * each for each in NEAR[y.dtype])
-            apart = (y.float() - want.float()).abs() > atol + rtol * want.float().abs()
-            same(int(apart.sum()), 0, f"{case.what}: values of y apart")
-            equal_everywhere(comm, case.what, y, total)
-
-
-@pytest.mark.parametrize(
-    ("items", "counts"),
-    [
-        (8192, [2, 4, 5, 16, 17, 32, 33, 131, 132, 133, 256, 257, 1025, 2600]),
-        (8184, [3, 300]),
-        (64, [133, 1000, 2049, 40_000]),
-        (8, [5, 5000]),
-    ],
-)
-def test_borders(gpu_ranks: Ranks, items: int, counts: list[int]) -> None:
-    gpu_ranks(borders, items, counts, deadline=400)
-
-
-def test_borders_of_more_ranks(gpu_crowd: Ranks) -> None:
-    gpu_crowd(borders, 4096, [1, 7, 8, 9, 32, 33, 64, 65, 300, 2600], deadline=400)
-    gpu_crowd(borders, 8, [1, 4097, 40_000], deadline=400)
-
-
-def mixed(comm: Any) -> None:
-    """Between other calls of the ring, while one rank is late: the halves go on taking turns."""
-    case = Case(comm, (40, 512), torch.bfloat16, KINDS[3])
-    small = Case(comm, (1, 64), torch.float32, KINDS[0])
-    wants = [(each, *each.call()) for each in (case, small)]
-    for turn in range(200 if on_gpu(comm) else 10):
-        if on_gpu(comm) and turn % 5 == comm.rank:
-            torch.cuda._sleep(50_000)
-        each, y, total = wants[turn % 3 % 2]
-        given = each.call(use_calc_stream=turn % 7 != 3)
-        ops.all_reduce(each.x)
-        for one, other in zip(given, (y, total), strict=True):
-            close(one, other, f"turn {turn}")
-    settle(comm)
-
-
-def test_between_other_calls(unified_ranks: Ranks) -> None:
-    unified_ranks(mixed, deadline=120)
-
-
-def test_between_other_calls_of_more_ranks(crowd: Ranks) -> None:
-    crowd(mixed, deadline=120)
-
-
-def captured(comm: Any) -> None:
-    """A capture, the first call of its kind, is replayed with new inputs: eager's bits."""
-    for (dtype, shape), kind in itertools.product(
-        ((torch.bfloat16, (3, 2048)), (torch.float32, (70, 1024)), (torch.float16, (2, 1001))),
-        KINDS[3:],
-    ):
-        case = Case(comm, shape, dtype, kind, seed=9)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            y, total = case.call()
-            more = norm_of(case.x, total, case.weight, use_calc_stream=False)
-        for seed in range(3):
-            other = Case(comm, shape, dtype, kind, seed)
-            for name in ("x", "residual", "weight"):
-                getattr(case, name).copy_(getattr(other, name))
-            for name in {"bias", "linear_bias", "scale"} & case.how.keys():
-                case.how[name].copy_(other.how[name])
-            if "scale" in case.how:
-                case.how["scale"].mul_(seed + 1)
-            graph.replay()
-            want = case.call()
-            for given, wanted in zip(
-                (y, total, *more),
-                (*want, *norm_of(case.x, want[1], case.weight)),
-                strict=True,
-            ):
-                close(given, wanted, f"{case.what} replay {seed}")
-
-
-def test_captured(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(captured)
-
-
-def late(comm: Any, rows: int, kind: dict[str, Any]) -> None:
-    """A peer that does not come is named on every rank, results are NaN; reset() repairs."""
-    ring = commlib.new_ring(87, range(comm.size), timeout=LATE_S)
-    assert ring is not None
-    case = Case(comm, (rows, 2048), torch.bfloat16, kind)
-    want = case.call(ring_id=87)
-    torch.cuda.synchronize()
-    ring.exchange([])
-    if comm.rank:
-        y, total = case.call(ring_id=87)
-        torch.cuda.synchronize()
-        same(bool(y.float().isnan().all() and total.isnan().all()), True, "results are NaN")
-        if y.dtype is FLOAT8:
-            same(set(y.view(torch.uint8).view(-1).tolist()), {0x7F}, "bytes")
-    comm.exchange([])
-    if comm.rank == 0:
-        with contextlib.suppress(PeerTimeout):
-            case.call(ring_id=87)
-        torch.cuda.synchronize()
-    with refused(RingError if ring._health.fault else PeerTimeout, "reset()"):
-        ring.check()
-    named = any("waiting for rank 0 in all_reduce_residual_norm" in e for e in ring._errors())
-    same(named, True, f"errors {ring._errors()}")
-    ring.reset()
-    for given, wanted in zip(case.call(ring_id=87), want, strict=True):
-        close(given, wanted, "after reset")
-    torch.cuda.synchronize()
-    ring.check()
-
-
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[5]], ids=["rms", "layer-float8"])
-@pytest.mark.parametrize("rows", [1, 300, 2000])
-def test_a_peer_that_does_not_come(gpu_ranks: Ranks, rows: int, kind: dict[str, Any]) -> None:
-    gpu_ranks(late, rows, kind)
-
-
-# -- what the host decides -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", kernel_table.SIZES)
-def test_a_row_fits_into_the_channel(size: int) -> None:
-    for row in kernel_table.table()[fused.VERB][size]:
-        for width in (1, size - 1, size, size + 1, fused.WIDEST):
-            slots = fused.slots(row.kernel, width, size)
-            assert slots >= (size if row.kernel == "norm_one_shot" else 2) * width
-            assert slots * 16 <= 2 * push_channel.WINDOW
-
-
-def test_arguments_lie_as_the_kernel_sees_them() -> None:
-    call, norm = ctypes.sizeof(push_channel.Call), fused.NormCall
-    assert call == 128
-    assert norm.residual.offset == call
-    assert norm.eps.offset == call + 6 * 8
-    assert ctypes.sizeof(norm) == call + 6 * 8 + 4 * 4

@@ -10,11 +10,21 @@ from hypothesis import strategies as st
 
 from commlib import ops
 from commlib.errors import ShapeError
-from tests.support.checks import Array, bits, close, from_bits, refused, same, sample, wide
+from tests.support.checks import (
+    Array,
+    assert_bits_equal,
+    assert_equal,
+    bits,
+    from_bits,
+    raises,
+    sample,
+    wide,
+)
 from tests.support.examples import examples
 from tests.support.formulas import parts_for_rank
 from tests.support.operator import MODES, Operator, calls, compile_whole
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 from tests.support.suites import cases
 
 # Any: the tests also pass arguments that a type checker rejects.
@@ -51,11 +61,13 @@ def split_values(comm: Any, counts: Counts) -> None:
         arrays = [bits(x) for x in every]
         want = from_bits(joined_rows(sent_to(comm.rank, arrays, counts), arrays[0]), dtype)
         for mode in MODES.values():
-            close(EXCHANGE(every[comm.rank].to(comm.device), **splits, **mode), want, counts)
+            assert_bits_equal(
+                EXCHANGE(every[comm.rank].to(comm.device), **splits, **mode), want, counts
+            )
     there = sample(comm.rank, (sum(counts[comm.rank]), 3), torch.float64).to(comm.device)
     out = all_to_all(there.requires_grad_(), **splits)
     out.backward(out.detach())
-    close(there.grad, there, "what came, sent back")
+    assert_bits_equal(there.grad, there, "what came, sent back")
 
 
 row_counts = st.integers(0, 5)
@@ -67,12 +79,13 @@ def test_any_splits(ranks: Ranks, counts: Counts) -> None:
     ranks(split_values, counts)
 
 
-def test_splits_on_three_ranks(trio: Ranks) -> None:
-    trio(split_values, [[2, 0, 1], [0, 0, 4], [3, 1, 0]])
-    trio(split_values, [[0, 0, 0], [0, 0, 0], [0, 7, 0]])
+def test_splits_on_three_ranks(three_ranks: Ranks) -> None:
+    three_ranks(split_values, [[2, 0, 1], [0, 0, 4], [3, 1, 0]])
+    three_ranks(split_values, [[0, 0, 0], [0, 0, 0], [0, 7, 0]])
 
 
-def one_side(comm: Any) -> None:
+@runs_on("ranks")
+def test_splits_on_one_side(comm: Any) -> None:
     """Splits on one side alone: the other side is equal parts, also for the gradient."""
     counts = [[1, 1], [3, 3]]
     x = sample(comm.rank, (sum(counts[comm.rank]), 2), torch.float64).to(comm.device)
@@ -80,47 +93,37 @@ def one_side(comm: Any) -> None:
     want = joined_rows(sent_to(comm.rank, arrays, counts), arrays[0])
     # Rank 0 takes 1 + 3 rows, its own and its peer's: out_splits says so, in_splits is the default.
     out = all_to_all(x.requires_grad_(), out_splits=column(counts, comm.rank))
-    close(out, want, "out_splits alone")
+    assert_bits_equal(out, want, "out_splits alone")
     out.backward(out.detach())
-    close(x.grad, x, "gradient of out_splits alone")
+    assert_bits_equal(x.grad, x, "gradient of out_splits alone")
 
 
-def test_splits_on_one_side(ranks: Ranks) -> None:
-    ranks(one_side)
-
-
-def wrong_splits(comm: Any) -> None:
+@runs_on("ranks")
+def test_wrong_splits(comm: Any) -> None:
     x = torch.zeros(4, 3, device=comm.device)
     before = calls(comm)
     even = [2, 2]
-    with refused(ShapeError, "in_splits=[1, 2]", "4 rows", "add up to 3"):
+    with raises(ShapeError, "in_splits=[1, 2]", "4 rows", "add up to 3"):
         all_to_all(x, in_splits=[1, 2], out_splits=even)
-    with refused(ShapeError, "in_splits=[5, -1]"):
+    with raises(ShapeError, "in_splits=[5, -1]"):
         all_to_all(x, in_splits=[5, -1], out_splits=even)
-    with refused(ShapeError, "in_splits=[4]", "expected 2 counts"):
+    with raises(ShapeError, "in_splits=[4]", "expected 2 counts"):
         all_to_all(x, in_splits=[4], out_splits=even)
-    with refused(ShapeError, "out_splits=[2, 2]", "5 rows"):
+    with raises(ShapeError, "out_splits=[2, 2]", "5 rows"):
         all_to_all(x, in_splits=even, out_splits=even, out=x.new_empty(5, 3))
     itself = [3, 1] if comm.rank == 0 else [1, 3]
-    with refused(ShapeError, "itself", 6, 9):
+    with raises(ShapeError, "itself", 6, 9):
         all_to_all(x, in_splits=even, out_splits=itself)
-    with refused(ShapeError, "(3, 3)", "size 2"):
+    with raises(ShapeError, "(3, 3)", "size 2"):
         all_to_all(x[:3])
-    same(calls(comm), before, "calls launched by refused ones")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
 
 
-def test_wrong_splits(ranks: Ranks) -> None:
-    ranks(wrong_splits)
-
-
-def compiled_splits(comm: Any) -> None:
+@runs_on("ranks")
+def test_compiled_splits(comm: Any) -> None:
     """One graph for any number of rows: splits and shapes may change between calls."""
     graph = compile_whole(ops.all_to_all, dynamic=True)
     for counts in ([[2, 1], [0, 3]], [[4, 2], [1, 1]], [[3, 5], [2, 6]]):
         x = sample(comm.rank, (sum(counts[comm.rank]), 3), torch.float64).to(comm.device)
         splits = {"in_splits": counts[comm.rank], "out_splits": column(counts, comm.rank)}
-        close(graph(x, **splits), all_to_all(x, **splits), counts)
-
-
-def test_compiled_splits(ranks: Ranks) -> None:
-    ranks(compiled_splits)
+        assert_bits_equal(graph(x, **splits), all_to_all(x, **splits), counts)

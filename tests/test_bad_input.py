@@ -15,9 +15,10 @@ from commlib.errors import (
     RingError,
     ShapeError,
 )
-from tests.support.checks import close, refused, same
+from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.operator import calls
-from tests.support.ranks import Ranks, World
+from tests.support.ranks import NewRanks
+from tests.support.runs_on import runs_on
 
 UNARY = (
     ops.all_gather,
@@ -35,54 +36,46 @@ UNARY = (
 manager = commlib.CommContextManager.instance
 
 
-def every_operator(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_explain(comm: Any) -> None:
+    with raises(ArgumentError, "explain on ring 0", "dtype='float32'", "pass torch.float32"):
+        comm.explain(1024, "float32")
+
+
+@runs_on("ranks")
+def test_wrong_on_one_rank(comm: Any) -> None:
     """One rank makes a wrong call; only this rank gets an error, and the other rank never waits."""
     x = torch.ones(4, 4, device=comm.device)
     before = calls(comm)
     if comm.rank == 1:
         for call in UNARY:
-            with refused(RingError, "ring 99", "rings here: [0]", "new_ring"):
+            with raises(RingError, "ring 99", "rings here: [0]", "new_ring"):
                 call(x, 99)
             for ring_id in (-1, "0", None, 0.5):
-                with refused(RingError, f"ring_id={ring_id!r}: expected", "rings here: [0]"):
+                with raises(RingError, f"ring_id={ring_id!r}: expected", "rings here: [0]"):
                     call(x, ring_id)
-            with refused(RingError, "ring_id='max'", "pass op='max' for a reduction"):
+            with raises(RingError, "ring_id='max'", "pass op='max' for a reduction"):
                 call(x, "max")
             for wrong in ([1.0], None, 3, x.cpu().numpy()):
-                with refused(ArgumentError, type(wrong).__name__):
+                with raises(ArgumentError, type(wrong).__name__):
                     call(wrong)
-            with refused(TypeError):
+            with raises(TypeError):
                 call(x, 0, None)  # everything after ring_id goes by keyword
-    same(calls(comm), before, "calls launched by refused ones")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
 
 
-def explained(comm: Any) -> None:
-    with refused(ArgumentError, "explain on ring 0", "dtype='float32'", "pass torch.float32"):
-        comm.explain(1024, "float32")
-
-
-def test_explain(cpu_ranks: Ranks) -> None:
-    cpu_ranks(explained)
-
-
-def test_wrong_on_one_rank(ranks: Ranks) -> None:
-    ranks(every_operator)
-
-
-def no_operator(comm: Any) -> None:
-    with refused(AttributeError, "all_reduced"):
+@runs_on("ranks")
+def test_unknown_names(comm: Any) -> None:
+    with raises(AttributeError, "all_reduced"):
         _ = getattr(ops, "all_" + "reduced")
-    with refused(AttributeError, "all_reduced"):
+    with raises(AttributeError, "all_reduced"):
         _ = torch.ops.commlib.all_reduced
-    with refused(ArgumentError, "op='Add'", "sum"):
+    with raises(ArgumentError, "op='Add'", "sum"):
         ops.all_reduce(torch.ones(2, device=comm.device), op="Add")  # type: ignore[call-overload]
 
 
-def test_unknown_names(ranks: Ranks) -> None:
-    ranks(no_operator)
-
-
-def verbs(comm: Any) -> None:
+@runs_on("ranks")
+def test_verbs(comm: Any) -> None:
     """The verbs of a ring refuse by themselves; ``out`` comes first."""
     x, before = torch.ones(4, 3, device=comm.device), calls(comm)
     half, twice = torch.ones(2, 3, device=comm.device), torch.ones(8, 3, device=comm.device)
@@ -96,129 +89,113 @@ def verbs(comm: Any) -> None:
         (x, comm.scatter, {"root": comm.rank}, 6),
     ):
         where = (f"{verb.__name__} on ring 0", f"rank {comm.rank} of 2")
-        with refused(ShapeError, *where, tuple(out.shape), f"expected {expected}"):
+        with raises(ShapeError, *where, tuple(out.shape), f"expected {expected}"):
             verb(out, x, **more)
-        with refused(DtypeError, *where, "float32", "float64"):
+        with raises(DtypeError, *where, "float32", "float64"):
             verb(twice.double(), x, **more)
-        with refused(ArgumentError, *where, "requires grad", "detach"):
+        with raises(ArgumentError, *where, "requires grad", "detach"):
             verb(torch.ones(4, requires_grad=True, device=comm.device), x, **more)
-        with refused(ArgumentError, "NoneType"):
+        with raises(ArgumentError, "NoneType"):
             verb(None, x, **more)
-    same(calls(comm), before, "calls launched by refused ones")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
 
 
-def test_verbs(ranks: Ranks) -> None:
-    ranks(verbs)
-
-
-def other_devices(comm: Any) -> None:
+@runs_on("ranks")
+def test_other_devices(comm: Any) -> None:
     x = torch.ones(2, device=comm.device)
-    with refused(DeviceError, "meta", comm.device, f".to('{comm.device}')"):
+    with raises(DeviceError, "meta", comm.device, f".to('{comm.device}')"):
         comm.all_reduce(x.to("meta"), x)
     if comm.device.type == "cuda":
         other = torch.ones(2, device=f"cuda:{1 - comm.rank}")
         for wrong in (x.cpu(), other):
-            with refused(DeviceError, wrong.device, comm.device):
+            with raises(DeviceError, wrong.device, comm.device):
                 ops.all_reduce(wrong)
 
 
-def test_other_devices(ranks: Ranks) -> None:
-    ranks(other_devices)
-
-
-def rings(comm: Any) -> None:
+@runs_on("ranks")
+def test_rings(comm: Any) -> None:
     """Ring ids and members: reused, doubled, outside; all refused at once on every rank."""
-    with refused(RingError, "ring 0", "[0, 1]", f"[{comm.rank}]"):
+    with raises(RingError, "ring 0", "[0, 1]", f"[{comm.rank}]"):
         commlib.new_ring(0, [comm.rank])
-    same(commlib.new_ring(31, [1 - comm.rank]), None, "not a member")
-    with refused(RingError, "ring 31", "rings here: [0]"):
+    assert_equal(commlib.new_ring(31, [1 - comm.rank]), None, "not a member")
+    with raises(RingError, "ring 31", "rings here: [0]"):
         commlib.comm(31)
-    with refused(RingError, f"rank {comm.rank}", f"[{1 - comm.rank}]", "new_ring"):
+    with raises(RingError, f"rank {comm.rank}", f"[{1 - comm.rank}]", "new_ring"):
         manager().create(31, [1 - comm.rank])
     for ranks in ([], [0, 0], [0, 2], [-1, 0], [0, 1, 1]):
-        with refused(RingError, "ring 32", ranks, "0 to 1"):
+        with raises(RingError, "ring 32", ranks, "0 to 1"):
             commlib.new_ring(32, ranks)
     for ring_id in (-1, True, "3", None):
-        with refused(RingError, f"ring_id={ring_id!r}"):
+        with raises(RingError, f"ring_id={ring_id!r}"):
             commlib.new_ring(ring_id, [0, 1])
     for timeout in (0, -1, float("inf"), float("nan")):
-        with refused(ArgumentError, f"timeout={timeout!r}"):
+        with raises(ArgumentError, f"timeout={timeout!r}"):
             commlib.new_ring(33, [0, 1], timeout=timeout)
-    same(manager().rings(), [0], "rings afterwards")
+    assert_equal(manager().rings(), [0], "rings afterwards")
 
     own = commlib.new_ring(34, [comm.rank])
     assert own is not None
     x = torch.ones(3, device=comm.device)
-    close(ops.all_reduce(x, 34), x, "a ring of this rank alone")
-    with refused(RingError, "ring 34 exists", f"[{comm.rank}]", "close_ring(34)"):
+    assert_bits_equal(ops.all_reduce(x, 34), x, "a ring of this rank alone")
+    with raises(RingError, "ring 34 exists", f"[{comm.rank}]", "close_ring(34)"):
         commlib.new_ring(34, [0, 1])
     manager().close(34)
-    with refused(RingError, "ring 34 was closed"):
+    with raises(RingError, "ring 34 was closed"):
         ops.all_reduce(x, 34)
-    with refused(RingError, "closed"):
+    with raises(RingError, "closed"):
         own.all_reduce(x, x)
 
 
-def test_rings(ranks: Ranks) -> None:
-    ranks(rings)
-
-
-def flag_later(comm: Any) -> None:
+@runs_on("ranks")
+def test_flag_changed_after_start(comm: Any) -> None:
     """The engine is chosen once: a flag that changes later is refused, one that repeats is not."""
     name = "FLAGS_dynamic_static_unified_comm"
     now = commlib.flags.get(name)
     with commlib.flags.override(name, now):
-        same(commlib.flags.get(name), now, "the flag set to what it is")
-    with refused(FlagError, name, repr(now), repr(not now), "shutdown"):
+        assert_equal(commlib.flags.get(name), now, "the flag set to what it is")
+    with raises(FlagError, name, repr(now), repr(not now), "shutdown"):
         commlib.flags.set(name, not now)
-    with refused(FlagError, name, "frozen"), commlib.flags.override(name, not now):
+    with raises(FlagError, name, "frozen"), commlib.flags.override(name, not now):
         pass
-    with refused(FlagError, "no flag 'FLAGS_nothing'", name):
+    with raises(FlagError, "no flag 'FLAGS_nothing'", name):
         commlib.flags.get("FLAGS_nothing")
-    with refused(FlagError, name, "'maybe'", "true"):
+    with raises(FlagError, name, "'maybe'", "true"):
         commlib.flags.set(name, "maybe")
-    same(commlib.flags.get(name), now, "the flag afterwards")
+    assert_equal(commlib.flags.get(name), now, "the flag afterwards")
 
 
-def test_flag_changed_after_start(ranks: Ranks) -> None:
-    ranks(flag_later)
-
-
-def environment_later(comm: Any) -> None:
+@runs_on("ranks")
+def test_environment_changed_after_start(comm: Any) -> None:
     """Changed in the environment it is refused when the next communicator would be created."""
     name = "FLAGS_dynamic_static_unified_comm"
     before = os.environ[name]
     os.environ[name] = "0" if before == "1" else "1"
     try:
-        with refused(FlagError, name, "frozen"):
+        with raises(FlagError, name, "frozen"):
             commlib.new_ring(35, [0, 1])
     finally:
         os.environ[name] = before
-    same(commlib.new_ring(35, [0, 1]) is not None, True, "the flag put back")
+    assert_equal(commlib.new_ring(35, [0, 1]) is not None, True, "the flag put back")
     manager().close(35)
-
-
-def test_environment_changed_after_start(ranks: Ranks) -> None:
-    ranks(environment_later)
 
 
 def nothing_created(comm: Any) -> None:
     """Without a ring the error says how to get one; afterwards everything starts again."""
     commlib.shutdown()
     commlib.shutdown()
-    with refused(RingError, "ring 0", "commlib.init()"):
+    with raises(RingError, "ring 0", "commlib.init()"):
         ops.all_reduce(torch.ones(2))
-    with refused(ArgumentError, "mpi", "nccl", "gloo"):
+    with raises(ArgumentError, "mpi", "nccl", "gloo"):
         commlib.init("mpi")
-    with refused(DeviceError, "meta"):
+    with raises(DeviceError, "meta"):
         commlib.init(device="meta")
-    with refused(DeviceError, "cuda:7", "cpu"):
+    with raises(DeviceError, "cuda:7", "cpu"):
         commlib.init(device="cuda:7")
     commlib.flags.set("FLAGS_dynamic_static_unified_comm", True)
-    same(commlib.init().engine, "gloo", "engine after the flag was set")
-    close(ops.all_reduce(torch.ones(2)), torch.full((2,), 2.0), "after it all")
+    assert_equal(commlib.init().engine, "gloo", "engine after the flag was set")
+    assert_bits_equal(ops.all_reduce(torch.ones(2)), torch.full((2,), 2.0), "after it all")
 
 
-def test_before_init(world: World) -> None:
-    with world(2) as ranks:
+def test_before_init(new_ranks: NewRanks) -> None:
+    with new_ranks(2) as ranks:
         ranks(nothing_created)

@@ -8,9 +8,10 @@ import torch
 import commlib
 from commlib import ops
 from commlib.errors import ArgumentError, RingError
-from tests.support.checks import refused, same, settle
+from tests.support.checks import assert_equal, raises, settle
 from tests.support.operator import ABSENT_RING, MODES, calls, compile_whole
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 LATE_S = 0.1
 
@@ -31,15 +32,15 @@ def held(comm: Any) -> None:
             left = time.monotonic()
             times = torch.tensor([came, -left], dtype=torch.float64, device=comm.device)
             last_came, first_left = ops.all_reduce(times, op="max").tolist()
-            same(-first_left >= last_came, True, f"{name}, rank {late} late: held")
+            assert_equal(-first_left >= last_came, True, f"{name}, rank {late} late: held")
 
 
 def _pass(comm: Any, wait_for_all: Any) -> None:
     given = wait_for_all()
     if isinstance(given, commlib.Work):
-        same(given.wait(), None, "result of the Work")
+        assert_equal(given.wait(), None, "result of the Work")
     else:
-        same(given, None, "result")
+        assert_equal(given, None, "result")
     settle(comm)
 
 
@@ -47,18 +48,19 @@ def test_holds(ranks: Ranks) -> None:
     ranks(held)
 
 
-def test_holds_three(trio: Ranks) -> None:
-    trio(held)
+def test_holds_three(three_ranks: Ranks) -> None:
+    three_ranks(held)
 
 
-def counted(comm: Any) -> None:
+@runs_on("ranks")
+def test_counted(comm: Any) -> None:
     """A barrier is a collective: refused ones launch nothing, compiled ones are not dropped."""
     before = calls(comm)
-    with refused(RingError, ABSENT_RING):
+    with raises(RingError, ABSENT_RING):
         ops.barrier(ABSENT_RING)
-    with refused(ArgumentError, "use_calc_stream=False"):
+    with raises(ArgumentError, "use_calc_stream=False"):
         ops.barrier(sync_op=False)
-    same(calls(comm), before, "calls launched by refused ones")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
 
     def three(x: torch.Tensor) -> torch.Tensor:
         for _ in range(3):
@@ -66,8 +68,4 @@ def counted(comm: Any) -> None:
         return x + 1
 
     compile_whole(three)(torch.zeros(2, device=comm.device))
-    same(calls(comm) - before, 3, "barriers of a compiled function")
-
-
-def test_counted(ranks: Ranks) -> None:
-    ranks(counted)
+    assert_equal(calls(comm) - before, 3, "barriers of a compiled function")

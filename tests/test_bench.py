@@ -26,6 +26,7 @@ from commlib.tools.bench.report import (
 )
 from commlib.tools.bench.rounds import WARM_ROUNDS, race, ratio, spread, turns
 from commlib.tools.launch import LaunchError
+from tests.support.processes import warm_ranks
 
 SETTINGS = {"nproc": 2, "rounds": 2}
 FACTS = (("date", "2026-01-02T03:04:05Z"), ("CPU", "some | model"), ("GPUs", "none"))
@@ -135,7 +136,12 @@ def check(path: Path, name: str) -> None:
     assert text.split("## Findings")[1].count("\n- ") >= 1
 
 
-def test_all_that_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_that_run_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in warm_ranks().items():
+        monkeypatch.setenv(name, value)
+
     assert run_bench((), str(tmp_path), rounds=1) == 0
 
     said = capsys.readouterr()

@@ -12,7 +12,7 @@ from commlib.tools.bench import capture
 from commlib.tools.bench.capture_work import Counter, Large, Passes, Update, captured, check
 from commlib.tools.bench.command import run_bench
 from commlib.tools.bench.report import Report
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 OURS, EAGER = "graph.capture", "eager"
 BARE, GRAPHED = "CUDAGraph by hand", "make_graphed_callables"
@@ -100,7 +100,8 @@ def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:
 # -- the work ------------------------------------------------------------------------------------
 
 
-def same_bits(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_the_work_gives_the_same_bits_captured(comm: Any) -> None:
     """What is measured gives the same captured as eagerly, and is not work of zeros."""
     eager, ours = Update(comm, 5), Update(comm, 5)
     steps = {EAGER: eager.after(eager.step), OURS: ours.after(captured(ours.step))}
@@ -120,10 +121,6 @@ def same_bits(comm: Any) -> None:
     counter = Counter(comm.device)
     assert counter.after(captured(counter.count))[0].tolist() == [3.0] * 8
     forward.reset()
-
-
-def test_the_work_gives_the_same_bits_captured(unified_ranks: Ranks) -> None:
-    unified_ranks(same_bits)
 
 
 def test_the_large_tensor_is_as_large_as_is_said() -> None:

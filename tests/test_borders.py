@@ -8,7 +8,7 @@ import torch
 from commlib import flag_values, ops
 from commlib.errors import FlagError, ShapeError
 from commlib.ops.registered.library import deliver
-from tests.support.checks import same
+from tests.support.checks import assert_equal
 from tests.support.ranks import Ranks
 
 
@@ -53,7 +53,7 @@ def texts(comm: Any) -> None:
     """Bytes of any length arrive without the zeros that fill their last integer."""
     for length in (0, 1, 7, 8, 9, 4096):
         every = [bytes([rank + 1]) * (length + rank) for rank in range(comm.size)]
-        same(comm._hosts.exchange_bytes(every[comm.rank]), every, f"about {length} bytes")
+        assert_equal(comm._hosts.exchange_bytes(every[comm.rank]), every, f"about {length} bytes")
 
 
 def test_bytes_of_any_length(cpu_ranks: Ranks) -> None:

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from commlib import ops
-from tests.support.checks import close
+from tests.support.checks import assert_bits_equal
 from tests.support.formulas import ROOT, from_root, total_or_zeros
 from tests.support.operator import Operator
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 from tests.support.suites import cases, wrong_roots
 
 BROADCAST = Operator(
@@ -22,11 +23,8 @@ def test_suite(ranks: Ranks, suite: Any, op: Operator) -> None:
     ranks(suite, op)
 
 
-def from_rank_0(comm: Any) -> None:
+@runs_on("ranks")
+def test_default_root(comm: Any) -> None:
     x = torch.full((3,), comm.rank + 5.0, device=comm.device)
-    close(ops.broadcast(x), torch.full((3,), 5.0), "the default root is 0")
-    close(x, torch.full((3,), comm.rank + 5.0), "input afterwards")
-
-
-def test_default_root(ranks: Ranks) -> None:
-    ranks(from_rank_0)
+    assert_bits_equal(ops.broadcast(x), torch.full((3,), 5.0), "the default root is 0")
+    assert_bits_equal(x, torch.full((3,), comm.rank + 5.0), "input afterwards")

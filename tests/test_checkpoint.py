@@ -13,7 +13,7 @@ from torch.utils.checkpoint import (
 )
 
 from commlib import ops
-from tests.support.checks import close, same, sample
+from tests.support.checks import assert_bits_equal, assert_equal, sample
 from tests.support.operator import calls, compile_whole, generating
 from tests.support.ranks import Ranks
 
@@ -105,9 +105,9 @@ def equal_to_eager(comm: Any, backend: str, forms: tuple[str, ...]) -> None:
                 *got, count = outcome(comm, call)
                 whats = ("result", "gradient", "gradient of the weight")
                 for one, other, what in zip(got, want, whats, strict=False):
-                    close(one, other, f"{name}, {form}, {backend}, call {turn}: {what}")
+                    assert_bits_equal(one, other, f"{name}, {form}, {backend}, call {turn}: {what}")
                 if backend != "eager":
-                    same(count, want[3], f"{name}, {form}, {backend}: collectives")
+                    assert_equal(count, want[3], f"{name}, {form}, {backend}: collectives")
 
 
 def test_eager_checkpoints(ranks: Ranks) -> None:
@@ -143,7 +143,7 @@ def mixed(comm: Any, backend: str) -> None:
     for ways in ((compiled, eager), (eager, compiled)):
         got = outcome(comm, ways[comm.rank])
         for one, other in zip(got[:3], want, strict=False):
-            close(one, other, f"{backend}")
+            assert_bits_equal(one, other, f"{backend}")
 
 
 def test_order_of_saved_collectives(ranks: Ranks) -> None:

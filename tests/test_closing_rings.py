@@ -10,7 +10,7 @@ import commlib
 from commlib.core.context import CommContext
 from commlib.deadlines import Deadline
 from commlib.errors import EngineError
-from tests.support.checks import refused, same
+from tests.support.checks import assert_equal, raises
 from tests.support.ranks import Ranks
 
 
@@ -73,10 +73,10 @@ def one_member_fails(comm: Any) -> None:
             raise MemoryError("of one rank")
 
     failing = mock.patch.object(CommContext, "_open", fail_on_rank_1)
-    with failing, refused(EngineError, "ring 72", "rank 1: MemoryError: of one rank"):
+    with failing, raises(EngineError, "ring 72", "rank 1: MemoryError: of one rank"):
         commlib.new_ring(72, [0, 1], timeout=20)
 
-    same([ring._health.ended for ring in rings], [True], "the ring is aborted")
+    assert_equal([ring._health.ended for ring in rings], [True], "the ring is aborted")
 
 
 def test_a_ring_that_another_member_could_not_set_up_is_aborted(cpu_ranks: Ranks) -> None:

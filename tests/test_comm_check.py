@@ -1,11 +1,7 @@
 """FLAGS_comm_check: the calls of a ring's ranks are compared, and a difference is named."""
 
-import logging
-import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,21 +9,15 @@ import torch
 import torch.distributed as dist
 
 import commlib
-from commlib.core import call_reports, dispatch
-from commlib.core.call import Call, nothing
-from commlib.core.call_log import EVERY, CallLog
-from commlib.deadlines import Deadline
+from commlib.core import call_reports
 from commlib.errors import (
     ArgumentError,
-    CommTimeout,
-    DeviceError,
     EngineError,
-    FlagError,
     MismatchError,
-    PeerTimeout,
 )
-from tests.support.checks import close, refused, same, until
-from tests.support.ranks import Ranks, World
+from tests.support.checks import assert_bits_equal, assert_equal, raises
+from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 CHECK = "FLAGS_comm_check"
 DETECTED = "detected mismatch"
@@ -64,7 +54,7 @@ def _device() -> torch.device:
 
 
 def equals(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    same(actual.tolist(), expected.tolist(), what)
+    assert_equal(actual.tolist(), expected.tolist(), what)
 
 
 def works(ring: Any, what: str) -> None:
@@ -141,17 +131,18 @@ def different(comm: Any, names: list[str]) -> None:
     with ring_of(comm, 2) as ring:
         for name in names:
             *steps, shown = DIFFERENT[name]
-            with refused(MismatchError, f"ring 60 (rank {comm.rank} of 2", DETECTED, *shown):
+            with raises(MismatchError, f"ring 60 (rank {comm.rank} of 2", DETECTED, *shown):
                 steps[comm.rank](ring)
             works(ring, name)
-        same(ring._errors(), [], "errors of calls that were never launched")
+        assert_equal(ring._errors(), [], "errors of calls that were never launched")
 
 
 def test_different_calls(ranks: Ranks) -> None:
     ranks(different, list(DIFFERENT))
 
 
-def lines(comm: Any) -> None:
+@runs_on("ranks")
+def test_both_lines(comm: Any) -> None:
     """The error shows the line of each rank's call."""
     with ring_of(comm, 2) as ring:
         calls: list[Callable[[], Any]] = [
@@ -161,42 +152,36 @@ def lines(comm: Any) -> None:
         with pytest.raises(MismatchError) as caught:
             calls[comm.rank]()
         here = [part for part in str(caught.value).split() if "test_comm_check.py:" in part]
-        same(len(here), 2, str(caught.value))
+        assert_equal(len(here), 2, str(caught.value))
         numbers = [int(one.rstrip(".;").rpartition(":")[2]) for one in here]
-        same(numbers[1] - numbers[0], 1, f"two lines of this function: {numbers}")
-        same(isinstance(caught.value, ArgumentError), True, "a refused call")
+        assert_equal(numbers[1] - numbers[0], 1, f"two lines of this function: {numbers}")
+        assert_equal(isinstance(caught.value, ArgumentError), True, "a refused call")
         works(ring, "a mismatch")
 
 
-def test_both_lines(ranks: Ranks) -> None:
-    ranks(lines)
-
-
-def grouped(comm: Any) -> None:
+@runs_on("ranks")
+def test_group(comm: Any) -> None:
     """A group is compared as one call, and messages in it by pairs."""
     with ring_of(comm, 2) as ring:
         x, y = ones(4), ones(8)
-        with refused(MismatchError, DETECTED, "op=sum", "op=max"), ring.group():
+        with raises(MismatchError, DETECTED, "op=sum", "op=max"), ring.group():
             ring.all_reduce(x, x)
             ring.all_reduce(y, y, op="max" if comm.rank else "sum")
         equals(x, ones(4), "what was not launched")
-        with refused(MismatchError, DETECTED, "all_reduce float32 [4]"), ring.group():
+        with raises(MismatchError, DETECTED, "all_reduce float32 [4]"), ring.group():
             ring.all_reduce(x, x)
             if comm.rank:
                 ring.barrier()
         out = ones(4)
         shown = ("send float32 (4,)", "recv float32 (3,)")
-        with refused(MismatchError, DETECTED, *shown), ring.group():
+        with raises(MismatchError, DETECTED, *shown), ring.group():
             ring.send(x, peer=1 - comm.rank)
             ring.recv(out if comm.rank else out[:3], peer=1 - comm.rank)
         works(ring, "a group")
 
 
-def test_group(ranks: Ranks) -> None:
-    ranks(grouped)
-
-
-def messages(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_messages(comm: Any) -> None:
     """A send and a receive that do not fit are an error on both, and nothing is half filled."""
     other = 1 - comm.rank
     with ring_of(comm, 2, ranks=[1, 0]) as ring:
@@ -204,7 +189,7 @@ def messages(comm: Any) -> None:
             shown = f"{str(taken.dtype)[6:]} {tuple(taken.shape)}"
             texts = (DETECTED, f"recv {shown}", "test_comm_check.py:", f"rank {comm.rank}: ")
             before = taken.clone()
-            with refused(MismatchError, *texts, f"rank {other} (position {1 - ring.rank}"):
+            with raises(MismatchError, *texts, f"rank {other} (position {1 - ring.rank}"):
                 if ring.rank == 0:
                     ring.send(sent * 7, peer=1)
                 else:
@@ -221,11 +206,8 @@ def messages(comm: Any) -> None:
         equals(takes[1].result, ones(3) * 5 * (2 - ring.rank), "the second message")
 
 
-def test_messages(cpu_ranks: Ranks) -> None:
-    cpu_ranks(messages)
-
-
-def pipeline(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_messages_wait_for_nobody_at_their_launch(comm: Any) -> None:
     """Receives are posted before sends, in a group and by a lone call on the other rank."""
     with ring_of(comm, 2) as ring:
         mine, theirs = ones(3) * comm.rank, torch.empty(3)
@@ -245,34 +227,32 @@ def pipeline(comm: Any) -> None:
         equals(theirs, ones(3) * (1 - comm.rank), "receives before sends")
 
 
-def test_messages_wait_for_nobody_at_their_launch(cpu_ranks: Ranks) -> None:
-    cpu_ranks(pipeline)
-
-
 def equal(comm: Any) -> None:
     """Right calls give the values that they give without a comparison."""
     with ring_of(comm, 2) as ring:
         wide = torch.arange(12.0, device=comm.device).view(3, 4).t()  # strided: staged
         out = torch.empty_like(wide)
         ring.all_reduce(out, wide, op="avg")
-        close(out, wide, "avg of a strided tensor")
+        assert_bits_equal(out, wide, "avg of a strided tensor")
         parts = ones(2 * comm.size)
         ring.all_gather(parts, ones(2) * comm.rank, use_calc_stream=False)
-        same(parts.view(-1, 2)[:, 0].tolist(), [float(r) for r in range(comm.size)], "all_gather")
+        assert_equal(
+            parts.view(-1, 2)[:, 0].tolist(), [float(r) for r in range(comm.size)], "all_gather"
+        )
         counts = [1 + (comm.rank + peer) % 2 for peer in range(comm.size)]
         given, taken = ones(sum(counts)) * comm.rank, ones(sum(counts))
         ring.all_to_all(taken, given, in_splits=counts, out_splits=counts)
         want = [float(peer) for peer, count in enumerate(counts) for _ in range(count)]
-        same(taken.tolist(), want, "all_to_all with splits")
+        assert_equal(taken.tolist(), want, "all_to_all with splits")
         root = comm.size - 1
         total = ones(2) if comm.rank == root else None
         ring.reduce(total, ones(2), root=root)
         got = ones(2)
         ring.scatter(got, ones(2 * comm.size) * 3 if comm.rank == root else None, root=root)
         equals(got, ones(2) * 3, "scatter")
-        same(ring.exchange([comm.rank]), [[rank] for rank in range(comm.size)], "exchange")
-        same(ring._hosts.exchange_bytes(b"x"), [b"x"] * comm.size, "exchange_bytes")
-        same(ring._errors(), [], "errors")
+        assert_equal(ring.exchange([comm.rank]), [[rank] for rank in range(comm.size)], "exchange")
+        assert_equal(ring._hosts.exchange_bytes(b"x"), [b"x"] * comm.size, "exchange_bytes")
+        assert_equal(ring._errors(), [], "errors")
         works(ring, "right calls")
 
 
@@ -280,293 +260,29 @@ def test_equal_calls(ranks: Ranks) -> None:
     ranks(equal)
 
 
-def test_equal_calls_of_three(trio: Ranks) -> None:
-    trio(equal)
+def test_equal_calls_of_three(three_ranks: Ranks) -> None:
+    three_ranks(equal)
 
 
-def detail(comm: Any) -> None:
+@runs_on("ranks")
+def test_torch_detail(comm: Any) -> None:
     """The switch of torch asks for the same comparison, on both engines."""
     before = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         with ring_of(comm, 1) as ring:
-            with refused(MismatchError, DETECTED, "float32 [4]", "float32 [6]"):
+            with raises(MismatchError, DETECTED, "float32 [4]", "float32 [6]"):
                 ring.all_reduce(*[ones(6 if comm.rank else 4)] * 2)
             works(ring, "DETAIL")
     finally:
         dist.set_debug_level(before)
 
 
-def test_torch_detail(ranks: Ranks) -> None:
-    ranks(detail)
-
-
-def levels(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_levels_that_differ(comm: Any) -> None:
     """Levels that differ are an error on every rank, with ranks and levels."""
     with commlib.flags.override(CHECK, 1 + comm.rank):
         texts = (f"ranks [0] on {comm.engine} (cpu), {CHECK}=1", f"{CHECK}=2")
-        with refused(EngineError, *texts, "ranks [1]"):
+        with raises(EngineError, *texts, "ranks [1]"):
             commlib.new_ring(61, [0, 1], timeout=20)
-    same(commlib.CommContextManager.instance().has(61), False, "a ring of two levels")
-
-
-def test_levels_that_differ(cpu_ranks: Ranks) -> None:
-    cpu_ranks(levels)
-
-
-# -- level 1 -------------------------------------------------------------------------------------
-
-
-def in_other_calls(comm: Any) -> None:
-    """Two ranks wait in different calls: both deadlines name both."""
-    with ring_of(comm, 1, timeout=8) as ring:
-        for _ in range(15):
-            ring.all_reduce(*[ones(4)] * 2)
-        texts = ["call 16 is", "all_reduce float32 [4] op=sum", "all_gather float32 [6]"]
-        with refused((CommTimeout, EngineError), f"rank {1 - comm.rank} (position", *texts):
-            if comm.rank == 0:
-                ring.all_reduce(*[ones(4)] * 2)
-            else:
-                ring.all_gather(ones(12), ones(6))
-        comm.barrier()
-
-
-def test_ranks_that_wait_in_different_calls(cpu_ranks: Ranks) -> None:
-    cpu_ranks(in_other_calls)
-
-
-def one_never_called(comm: Any) -> None:
-    """A deadline names the rank that has not called, where each rank is, and gloo only as cause."""
-    with ring_of(comm, 1, timeout=8) as ring:
-        for _ in range(5):
-            ring.all_reduce(*[ones(4)] * 2)
-        if comm.rank != 1:
-            with pytest.raises((CommTimeout, EngineError)) as caught:
-                ring.all_reduce(*[ones(4)] * 2)
-            text, cause = str(caught.value), caught.value.__cause__
-            same("rank 1 (position 1 in the ring) is at call 5" in text, True, text)
-            same("has not made call 6" in text, True, text)
-            same("gloo/" in text or "third_party" in text, False, text)
-            same(isinstance(cause, RuntimeError), True, repr(cause))
-        comm.barrier()
-
-
-def test_a_rank_that_never_called(trio: Ranks) -> None:
-    trio(one_never_called)
-
-
-def at_close(comm: Any) -> None:
-    """The rank that closes last finds that calls have differed, though none has failed."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("commlib").addHandler(handler)
-    manager = commlib.CommContextManager.instance()
-    with ring_of(comm, 1) as ring:
-        ring.all_reduce(*[ones(4)] * 2)
-        ring.all_reduce(*[ones(4)] * 2, op="max" if comm.rank else "sum")
-        ring.all_reduce(*[ones(4)] * 2)
-        if comm.rank == 1:
-            comm.barrier()
-        manager.close(60)
-        if comm.rank == 0:
-            comm.barrier()
-    logging.getLogger("commlib").removeHandler(handler)
-    found = comm.exchange([len(ring._errors())])
-    same(sum(row[0] for row in found) > 0, True, "somebody has found it")
-    if comm.rank == 1:
-        text = ring._errors()[0]
-        sum_, max_ = "all_reduce float32 [4] op=sum", "all_reduce float32 [4] op=max"
-        same(f"call 2 is {max_} here and {sum_} there" in text, True, text)
-        same(any(text in line for line in said), True, f"no warning in {said}")
-
-
-def test_close(cpu_ranks: Ranks) -> None:
-    cpu_ranks(at_close)
-
-
-def in_a_window(comm: Any) -> None:
-    """A difference that the last calls do not show any more is found by windows of calls."""
-    with ring_of(comm, 1, timeout=8) as ring:
-        x = ones(1)
-        for call in range(2 * EVERY + 100):
-            wrong = call == EVERY + 10 and comm.rank == 1
-            ring.all_reduce(x, ones(1), op="max" if wrong else "sum")
-        until(
-            lambda: any(r[0] for r in comm.exchange([len(ring._errors())])), "nobody has found it"
-        )
-        for text in ring._errors():
-            same(f"they differ in calls {EVERY + 1} to " in text, True, text)
-
-
-def test_windows_of_calls(cpu_ranks: Ranks) -> None:
-    cpu_ranks(in_a_window)
-
-
-def in_step(comm: Any) -> None:
-    """Right calls, with what ranks may give differently, have one fingerprint."""
-    with ring_of(comm, 1) as ring:
-        total = torch.zeros(2) if comm.rank == 0 else None
-        ring.reduce(total, ones(2), root=0)
-        ring.scatter(ones(2), ones(4) if comm.rank == 0 else None, root=0)
-        ring.gather(torch.empty(4) if comm.rank == 1 else None, ones(2), root=1)
-        ring.broadcast(ones(3), ones(3) if comm.rank == 1 else None, root=1)
-        counts = [1 + (comm.rank + peer) % 2 for peer in range(2)]
-        ring.all_to_all(*[ones(3)] * 2, in_splits=counts[::-1], out_splits=counts[::-1])
-        ring.all_to_all(ones(2, 3), ones(6))
-        works(ring, "everything")
-        with ring.group():
-            ring.all_reduce(*[ones(2)] * 2)
-            ring.send(ones(1), peer=1 - comm.rank)
-            ring.recv(ones(1), peer=1 - comm.rank)
-        log = ring._call_log.snapshot()
-        same(log.number, 8, "calls of all members: messages are left out")
-        values = comm.exchange([log.value])
-        same(values[0], values[1], f"fingerprints of {log.recent}")
-    same(ring._errors(), [], "differences")
-
-
-def test_right_calls_have_one_fingerprint(cpu_ranks: Ranks) -> None:
-    cpu_ranks(in_step)
-
-
-def repaired(comm: Any) -> None:
-    """After reset() calls are compared again, and the next failure shows the calls of then."""
-    with ring_of(comm, 1) as ring:
-        for calls in (1, 2):
-            works(ring, "reset")
-            comm.barrier()
-            error = ring._health.failed("all_reduce", PeerTimeout("a rank did not come"))
-            same(f"this rank is at call {calls} (all_reduce" in str(error), True, str(error))
-            ring.reset()
-        same(ring._call_log.snapshot().number, 2, "calls")
-
-
-def test_reset(cpu_ranks: Ranks) -> None:
-    cpu_ranks(repaired)
-
-
-def keys(comm: Any) -> None:
-    """A closed ring leaves none of its keys in the store."""
-    manager = commlib.CommContextManager.instance()
-    with ring_of(comm, 1) as ring:
-        store = ring._hosts.store("calls")
-        works(ring, "nothing")
-        until(lambda: store.check([f"at/{comm.rank}"], Deadline(5)), "nothing is published")
-        manager.close(60)
-        comm.barrier()
-        names = [f"{kind}/{rank}" for kind in ("at", "log") for rank in range(2)]
-
-        def left() -> list[str]:
-            return [name for name in [*names, "left"] if store.check([name], Deadline(5))]
-
-        until(lambda: not left(), "keys stay")
-
-
-def test_keys_are_taken_away(cpu_ranks: Ranks) -> None:
-    cpu_ranks(keys)
-
-
-def off(comm: Any) -> None:
-    """Level 0 keeps no log, and its deadlines name what the call itself says."""
-    with ring_of(comm, 0, timeout=6, ranks=[1, 0]) as ring:
-        same((ring._call_log, ring._compares), (None, False), "level 0")
-        if comm.rank == 0:
-            with pytest.raises(CommTimeout, match=r"waiting for rank 1 \(position 0 in the ring\)"):
-                ring.recv(ones(2), peer=0)
-        comm.barrier()
-
-
-def test_level_0(cpu_ranks: Ranks) -> None:
-    cpu_ranks(off)
-
-
-def gone(comm: Any) -> None:
-    """A closed connection names the rank that closed it; gloo's own words are the cause only."""
-    with ring_of(comm, 1, timeout=20) as ring:
-        ring.barrier()
-        if comm.rank == 1:
-            comm.exchange([])
-            ring.abort()
-        else:
-            work = ring.all_reduce(*[ones(2)] * 2, **ASYNC)
-            comm.exchange([])
-            with pytest.raises(EngineError) as caught:
-                work.wait()
-            text = str(caught.value)
-            same("rank 1 (position 1 in the ring) closed its connection" in text, True, text)
-            same("gloo/" in text or "GLHF" in text, False, text)
-            same("onnection" in str(caught.value.__cause__), True, repr(caught.value.__cause__))
-        comm.barrier()
-
-
-def test_a_rank_that_has_gone(cpu_ranks: Ranks) -> None:
-    cpu_ranks(gone)
-
-
-def killed(comm: Any, rank: int) -> None:
-    """In a ring of three that share a host the lock of the dead rank names it."""
-    comm.exchange([])  # sets the shared memory up
-    if comm.rank == rank:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with refused((EngineError, CommTimeout), f"rank {rank} (position {rank} in the ring)"):
-        for _ in range(100):
-            comm.all_reduce(*[ones(2)] * 2)
-    commlib.shutdown(abort=True)
-
-
-def test_a_rank_that_was_killed(world: World) -> None:
-    with world(3) as ranks:
-        ranks(killed, 1, lost=frozenset([1]))
-
-
-def test_flag() -> None:
-    for text in ("3", "-1", "", "on", "1.0"):
-        with pytest.raises(FlagError, match="expected 0, 1 or 2"):
-            commlib.flags.set(CHECK, text)
-    same(commlib.flags.get(CHECK), 1, "the default")
-
-
-def counting(fences: object) -> Any:
-    """Return what of a ring is used to count its calls; ``fences`` is None on a CPU."""
-    return SimpleNamespace(_calls=0, _last=None, _call_log=CallLog(), _fences=fences)
-
-
-def made(elements: int) -> Call[None]:
-    entry = ("all_gather", elements, torch.float32, None, None)
-    return Call("all_gather", nothing, (), None, None, None, True, entry, None)
-
-
-def test_calls_of_a_capture_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    ring = counting(fences=object())
-    for capturing in (False, True):
-        monkeypatch.setattr(dispatch, "stream_captures", lambda value=capturing: value)
-        dispatch.count(ring, made(1))
-    shot = ring._call_log.snapshot()
-    same((ring._calls, shot.number, shot.captured), (2, 1, True), "the log")
-
-
-def test_a_log_of_many_calls_stays_small() -> None:
-    ring = counting(fences=None)
-    for count in range(3 * EVERY + 1):
-        dispatch.count(ring, made(count))
-    shot = ring._call_log.snapshot()
-    same((shot.number, len(shot.recent)), (3 * EVERY + 1, 32), "the log")
-    same(shot.recent[-1], (3 * EVERY + 1, f"all_gather float32 [{3 * EVERY}]"), "the last call")
-    same([number for number, _ in shot.windows], [EVERY, 2 * EVERY, 3 * EVERY], "windows")
-    same(len(ring._call_log.window), 1, "entries that are kept")
-
-
-def test_wrong_arguments_are_errors_of_ours() -> None:
-    with pytest.raises(DeviceError, match="device='gpu': expected 'cuda'"):
-        commlib.init(device="gpu")
-    ring = commlib.init(device="cpu")
-    try:
-        with pytest.raises(ArgumentError, match=r"nbytes='1MB'.*pass x.nbytes"):
-            ring.explain("1MB", torch.float32)
-        with pytest.raises(
-            ArgumentError, match="all_reduce takes x first; pass the output as out="
-        ):
-            commlib.ops.all_reduce(ones(2), ones(2))  # type: ignore[call-overload]
-    finally:
-        commlib.shutdown()
+    assert_equal(commlib.CommContextManager.instance().has(61), False, "a ring of two levels")

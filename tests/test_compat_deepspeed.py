@@ -9,8 +9,8 @@ import torch
 
 from commlib.compat import deepspeed
 from commlib.errors import GraphError
-from tests.support.checks import close, refused, same
-from tests.support.ranks import Ranks
+from tests.support.checks import assert_bits_equal, assert_equal, raises
+from tests.support.runs_on import runs_on
 
 
 class Engine:
@@ -25,27 +25,27 @@ class Engine:
             high.add_(low)
 
 
-def engines(comm: Any, replay_first_step: bool) -> None:
+@pytest.mark.parametrize("replay_first_step", [False, True])
+@runs_on("unified_ranks")
+def test_engines(comm: Any, replay_first_step: bool) -> None:
     """Two engines with one function of one name stay apart, and each call counts once."""
     both = Engine(comm.device, 1.0), Engine(comm.device, 10.0)
     for turn in range(1, 6):
         for engine in both:
             deepspeed.graph_process(replay_first_step, engine.update_hp_grads)
-        same([e.high[2].tolist() for e in both], [[turn * 1.0] * 3, [turn * 10.0] * 3], turn)
+        assert_equal(
+            [e.high[2].tolist() for e in both], [[turn * 1.0] * 3, [turn * 10.0] * 3], turn
+        )
     gone = weakref.ref(both[0])
     before = len(deepspeed._captured)
     del both, engine
     gc.collect()
-    same(gone(), None, "the engine is not kept")
-    same(len(deepspeed._captured), before - 2, "nor are its graphs")
+    assert_equal(gone(), None, "the engine is not kept")
+    assert_equal(len(deepspeed._captured), before - 2, "nor are its graphs")
 
 
-@pytest.mark.parametrize("replay_first_step", [False, True])
-def test_engines(unified_ranks: Ranks, replay_first_step: bool) -> None:
-    unified_ranks(engines, replay_first_step)
-
-
-def norms(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_norms(comm: Any) -> None:
     """Arguments count: other tensors, another norm, another length."""
 
     def norm_of(tensors: list[torch.Tensor], kind: float) -> Any:
@@ -60,34 +60,27 @@ def norms(comm: Any) -> None:
                 tensors = [
                     torch.full((4,), turn + i + 1.0, device=comm.device) for i in range(length)
                 ]
-                close(norm_of(tensors, kind), torch.cat(tensors).norm(kind), atol=1e-5)
-    same(len(deepspeed._captured), 1, "functions")
+                assert_bits_equal(norm_of(tensors, kind), torch.cat(tensors).norm(kind), atol=1e-5)
+    assert_equal(len(deepspeed._captured), 1, "functions")
     deepspeed.graph_clear()
-    same(len(deepspeed._captured), 0, "after graph_clear")
+    assert_equal(len(deepspeed._captured), 0, "after graph_clear")
 
 
-def test_norms(unified_ranks: Ranks) -> None:
-    unified_ranks(norms)
-
-
-def accelerator(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_accelerator(comm: Any) -> None:
     """create_graph, capture_to_graph, replay_graph: nothing counts before a replay."""
     x, y = torch.ones(3, device=comm.device), torch.zeros(3, device=comm.device)
     graph = deepspeed.create_graph()
-    with refused(GraphError, "empty"):
+    with raises(GraphError, "empty"):
         deepspeed.replay_graph(graph)
     (x * 2).add_(1)  # warm
     with deepspeed.capture_to_graph(graph):
         y.add_(x * 2)
-    close(y, torch.zeros(3), "after the capture")
+    assert_bits_equal(y, torch.zeros(3), "after the capture")
     for turn in range(1, 4):
         deepspeed.replay_graph(graph)
-        close(y, torch.full((3,), 2.0 * turn), f"replay {turn}")
-    with refused(GraphError, "item"), deepspeed.capture_to_graph(graph):
+        assert_bits_equal(y, torch.full((3,), 2.0 * turn), f"replay {turn}")
+    with raises(GraphError, "item"), deepspeed.capture_to_graph(graph):
         y.sum().item()
-    with refused(GraphError, "empty"):
+    with raises(GraphError, "empty"):
         deepspeed.replay_graph(graph)
-
-
-def test_accelerator(unified_ranks: Ranks) -> None:
-    unified_ranks(accelerator)

@@ -8,9 +8,9 @@ import torch
 from commlib import ops
 from commlib.compat import paddle
 from commlib.errors import ArgumentError, RingError, ShapeError
-from tests.support.checks import close, refused, same, sample
+from tests.support.checks import assert_bits_equal, assert_equal, raises, sample
 from tests.support.operator import ABSENT_RING, calls, compile_whole
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 # Any: the tests also pass arguments that a type checker rejects.
 data_norm: Any = ops.data_norm
@@ -58,12 +58,13 @@ def alike(comm: Any, legacy: Any, operator: Any, what: str) -> None:
     """The legacy name gives the operator's results, gradients and summaries, bit for bit."""
     both = outcome(legacy, given(comm)), outcome(operator, given(comm))
     for one, other in zip(*both, strict=True):
-        same((one is None), (other is None), what)
+        assert_equal((one is None), (other is None), what)
         if one is not None and other is not None:
-            close(one, other, what)
+            assert_bits_equal(one, other, what)
 
 
-def values(comm: Any) -> None:
+@runs_on("ranks")
+def test_values(comm: Any) -> None:
     """Each kernel takes its own arguments and ignores the other's."""
 
     def gpu(*t: torch.Tensor, **how: Any) -> Any:
@@ -96,16 +97,13 @@ def values(comm: Any) -> None:
     alike(comm, lambda *t: name(*t[:4], slot_dim=0, behaviour="cpu"), cpu, "no slots")
     before = calls(comm)
     y, means, scales = name(*given(comm)[:4], sync_stats=True)
-    same((means.requires_grad, scales.requires_grad), (False, False), "moments")
+    assert_equal((means.requires_grad, scales.requires_grad), (False, False), "moments")
     y.sum().backward()
-    same(calls(comm) - before, 1, "collectives of a synchronised backward")
+    assert_equal(calls(comm) - before, 1, "collectives of a synchronised backward")
 
 
-def test_values(ranks: Ranks) -> None:
-    ranks(values)
-
-
-def compiled(comm: Any) -> None:
+@runs_on("ranks")
+def test_compiled(comm: Any) -> None:
     """Compiled as one graph it gives eager's bits and updates the summaries."""
     for behaviour in ("gpu", "cpu"):
 
@@ -121,34 +119,27 @@ def compiled(comm: Any) -> None:
         alike(comm, graph, body, f"compiled {behaviour}")
 
 
-def test_compiled(ranks: Ranks) -> None:
-    ranks(compiled)
-
-
-def refusals(comm: Any) -> None:
+@runs_on("ranks")
+def test_refusals(comm: Any) -> None:
     """Layouts, rings and missing scales are refused before any launch."""
     x, *columns = given(comm)
     summaries, (w, b) = columns[:3], columns[3:]
     before = calls(comm)
     for ring_id in (-1, ABSENT_RING):
-        with refused(RingError, ring_id):
+        with raises(RingError, ring_id):
             paddle.data_norm(x, *summaries, ring_id=ring_id)
     for layout in ("CHWN", "", None):
-        with refused(ArgumentError, f"data_layout={layout!r}", "NCHW", "ring 0"):
+        with raises(ArgumentError, f"data_layout={layout!r}", "NCHW", "ring 0"):
             paddle.data_norm(x, *summaries, data_layout=layout)
     for one in ({}, {"scale_w": w}, {"bias": b}):
-        with refused(ArgumentError, "enable_scale_and_shift=True", "pass both"):
+        with raises(ArgumentError, "enable_scale_and_shift=True", "pass both"):
             paddle.data_norm(x, *summaries, enable_scale_and_shift=True, behaviour="cpu", **one)
-    with refused(ArgumentError, "epsilon=0.01"):
+    with raises(ArgumentError, "epsilon=0.01"):
         paddle.data_norm(x, *summaries, epsilon=0.01)
-    with refused(ArgumentError, "behaviour='xpu'"):
+    with raises(ArgumentError, "behaviour='xpu'"):
         paddle.data_norm(x, *summaries, behaviour="xpu")
-    with refused(ShapeError, "slot_dim=3"):
+    with raises(ShapeError, "slot_dim=3"):
         paddle.data_norm(x, *summaries, slot_dim=3, behaviour="cpu")
-    with refused(ShapeError, (20,), "[N, C]"):
+    with raises(ShapeError, (20,), "[N, C]"):
         paddle.data_norm(x.flatten(), *summaries)
-    same(calls(comm), before, "calls launched by refused ones")
-
-
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refusals)
+    assert_equal(calls(comm), before, "calls launched by refused ones")

@@ -6,11 +6,12 @@ import torch
 
 from commlib.compat import paddle
 from commlib.errors import DtypeError, RingError
-from tests.support.checks import close, refused, sample
-from tests.support.ranks import Ranks
+from tests.support.checks import assert_bits_equal, raises, sample
+from tests.support.runs_on import runs_on
 
 
-def legacy(comm: Any) -> None:
+@runs_on("ranks")
+def test_legacy_names(comm: Any) -> None:
     """On both streams; every rank has one row for each of 2 * size experts."""
     x = sample(comm.rank, (2 * comm.size, 3), torch.float64).to(comm.device).requires_grad_()
     counts = torch.ones(2 * comm.size, dtype=torch.int64)
@@ -19,17 +20,13 @@ def legacy(comm: Any) -> None:
     want = torch.stack([rows[first + k] for k in range(2) for rows in every])
     for stream in (False, True):
         there = paddle.global_scatter(x, counts, counts, 0, stream)
-        close(there.detach(), want, f"scattered, use_calc_stream={stream}")
+        assert_bits_equal(there.detach(), want, f"scattered, use_calc_stream={stream}")
         back = paddle.global_gather(there, counts, counts, ring_id=0, use_calc_stream=stream)
-        close(back.detach(), x.detach(), f"gathered, use_calc_stream={stream}")
+        assert_bits_equal(back.detach(), x.detach(), f"gathered, use_calc_stream={stream}")
     back.sum().backward()
-    close(x.grad, torch.ones_like(every[0]), "gradient")
+    assert_bits_equal(x.grad, torch.ones_like(every[0]), "gradient")
     for call in (paddle.global_scatter, paddle.global_gather):
-        with refused(RingError, "ring_id=-1"):
+        with raises(RingError, "ring_id=-1"):
             call(x, counts, counts, -1)
-        with refused(DtypeError, "global_count is torch.int32", "long()"):
+        with raises(DtypeError, "global_count is torch.int32", "long()"):
             call(x, counts, counts.int())
-
-
-def test_legacy_names(ranks: Ranks) -> None:
-    ranks(legacy)

@@ -10,10 +10,10 @@ import commlib
 from commlib import ops
 from commlib.compat import paddle
 from commlib.errors import ArgumentError, RingError, ShapeError
-from tests.support.checks import close, refused, same
+from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.class_shards import drawn, labels, own
 from tests.support.operator import ABSENT_RING, calls, compile_whole
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 NEEDED = inspect.Parameter.empty
 PLACE = [("ring_id", 0), ("rank", 0)]
@@ -53,7 +53,8 @@ def inputs(comm: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return shard.to(comm.device).requires_grad_(), label
 
 
-def values(comm: Any) -> None:
+@runs_on("ranks")
+def test_values(comm: Any) -> None:
     """Softmax first, then the loss of each row, with the gradient of the operators below."""
     place = {"rank": comm.rank, "nranks": comm.size}
     (x, label), (other, _) = inputs(comm), inputs(comm)
@@ -61,33 +62,32 @@ def values(comm: Any) -> None:
     for how in (place, {}):
         softmax, loss = paddle.c_softmax_with_cross_entropy(x, label, ignored, 0, **how)
         want = ops.softmax_with_cross_entropy(other, label, ignore_index=ignored)
-        same((tuple(loss.shape), float(loss[1]), softmax.requires_grad), ((5, 1), 0.0, False))
-        close(loss, want, "loss")
-        close(softmax, x.softmax(1) if comm.size == 1 else softmax, "softmax")
+        assert_equal(
+            (tuple(loss.shape), float(loss[1]), softmax.requires_grad), ((5, 1), 0.0, False)
+        )
+        assert_bits_equal(loss, want, "loss")
+        assert_bits_equal(softmax, x.softmax(1) if comm.size == 1 else softmax, "softmax")
         (grad,) = torch.autograd.grad(loss.sum(), x)
-        close(grad, torch.autograd.grad(want.sum(), other)[0], "gradient")
+        assert_bits_equal(grad, torch.autograd.grad(want.sum(), other)[0], "gradient")
     margins: Any = {"margin1": 0.9, "margin2": 0.3, "margin3": 0.1, "scale": 8.0}
     want, want_softmax = ops.margin_cross_entropy(
         other, label, reduction=None, return_softmax=True, **margins
     )
     whole, loss = paddle.margin_cross_entropy(x, label, True, **place, **margins)
-    close(loss, want, "margin loss")
+    assert_bits_equal(loss, want, "margin loss")
     assert whole is not None
-    close(whole, want_softmax, "margin softmax")
+    assert_bits_equal(whole, want_softmax, "margin softmax")
     none, again = paddle.margin_cross_entropy(x, label, **place, **margins)
-    same((none, tuple(again.shape)), (None, (5, 1)), "without softmax")
-    close(again, want, "margin loss without softmax")
+    assert_equal((none, tuple(again.shape)), (None, (5, 1)), "without softmax")
+    assert_bits_equal(again, want, "margin loss without softmax")
     (grad,) = torch.autograd.grad(again.sum(), x)
-    close(grad, torch.autograd.grad(want.sum(), other)[0], "margin gradient")
+    assert_bits_equal(grad, torch.autograd.grad(want.sum(), other)[0], "margin gradient")
     _, arcface = paddle.margin_cross_entropy(x, label, **place)
-    close(arcface, ops.margin_cross_entropy(other, label, reduction="none"), "defaults")
+    assert_bits_equal(arcface, ops.margin_cross_entropy(other, label, reduction="none"), "defaults")
 
 
-def test_values(ranks: Ranks) -> None:
-    ranks(values)
-
-
-def compiled(comm: Any) -> None:
+@runs_on("ranks")
+def test_compiled(comm: Any) -> None:
     """Compiled as one graph they give eager's bits."""
     x, label = inputs(comm)
 
@@ -97,39 +97,33 @@ def compiled(comm: Any) -> None:
         return [softmax, loss, margin]
 
     for given, want in zip(compile_whole(body)(x, label), body(x, label), strict=True):
-        close(given, want, "compiled")
+        assert_bits_equal(given, want, "compiled")
 
 
-def test_compiled(ranks: Ranks) -> None:
-    ranks(compiled)
-
-
-def refusals(comm: Any) -> None:
+@runs_on("ranks")
+def test_refusals(comm: Any) -> None:
     """A wrong rank or size, and what the operators refuse, is an error before any launch."""
     x, label = inputs(comm)
     before = calls(comm)
     for call in (paddle.c_softmax_with_cross_entropy, paddle.margin_cross_entropy):
         for ring_id in (-1, ABSENT_RING):
-            with refused(RingError, ring_id):
+            with raises(RingError, ring_id):
                 call(x, label, ring_id=ring_id)
-        with refused(ArgumentError, "nranks=3", "pass nranks=2"):
+        with raises(ArgumentError, "nranks=3", "pass nranks=2"):
             call(x, label, nranks=3, rank=comm.rank)
-        with refused(ArgumentError, "rank=5", f"pass rank={comm.rank}"):
+        with raises(ArgumentError, "rank=5", f"pass rank={comm.rank}"):
             call(x, label, nranks=2, rank=5)
-        with refused(ShapeError, (4, 1), (5, 3)):
+        with raises(ShapeError, (4, 1), (5, 3)):
             call(x, label[:4], nranks=2, rank=comm.rank)
-    with refused(ArgumentError, "nranks=1", "pass nranks=2"):
+    with raises(ArgumentError, "nranks=1", "pass nranks=2"):
         paddle.margin_cross_entropy(x, label)
-    with refused(ArgumentError, "nranks=0", "pass nranks=2"):
+    with raises(ArgumentError, "nranks=0", "pass nranks=2"):
         paddle.c_softmax_with_cross_entropy(x, label, rank=1)
-    same(calls(comm), before, "calls launched by refused ones")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
 
 
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refusals)
-
-
-def alone(comm: Any) -> None:
+@runs_on("ranks")
+def test_one_rank(comm: Any) -> None:
     """On a ring of one rank the legacy defaults of margin_cross_entropy are right."""
     ring = commlib.new_ring(80 + comm.rank, [comm.rank])
     assert ring is not None
@@ -137,11 +131,7 @@ def alone(comm: Any) -> None:
     label = labels((5, 1), 3, torch.int64).to(comm.device)
     softmax, loss = paddle.margin_cross_entropy(x, label, True, ring.ring_id, scale=1.0)
     want = ops.margin_cross_entropy(x, label, ring.ring_id, scale=1.0, reduction=None)
-    close(loss, want, "loss")
+    assert_bits_equal(loss, want, "loss")
     assert softmax is not None
     softmax, _ = paddle.c_softmax_with_cross_entropy(x, label, ring_id=ring.ring_id)
-    close(softmax.sum(1), torch.ones(5).double(), "softmax", atol=1e-12)
-
-
-def test_one_rank(ranks: Ranks) -> None:
-    ranks(alone)
+    assert_bits_equal(softmax.sum(1), torch.ones(5).double(), "softmax", atol=1e-12)

@@ -9,9 +9,9 @@ import commlib
 from commlib import ops
 from commlib.compat import paddle
 from commlib.errors import ArgumentError, DtypeError, RingError
-from tests.support.checks import close, refused, same
+from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.operator import ABSENT_RING, calls, compile_whole
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 NEEDED = inspect.Parameter.empty
 SIGNATURE = [
@@ -28,7 +28,8 @@ def test_arguments() -> None:
     assert "``class_center_sample``" in str(inspect.getdoc(paddle.class_center_sample))
 
 
-def values(comm: Any) -> None:
+@runs_on("ranks")
+def test_values(comm: Any) -> None:
     """The operator below; a seed counts with fix_seed alone; the legacy defaults: one rank."""
     label = torch.tensor(IDS, device=comm.device)
     place = {"rank": comm.rank, "nranks": comm.size}
@@ -41,55 +42,45 @@ def values(comm: Any) -> None:
         (both(fix_seed=True), ops.class_center_sample(label, 10, 6, seed=0)),
     ):
         for a, b in zip(given, want, strict=True):
-            close(a, b, "with a seed")
+            assert_bits_equal(a, b, "with a seed")
     torch.manual_seed(1)
     drawn = [both(seed=9), both(seed=9)]
     torch.manual_seed(1)
     for one in drawn:
         for a, b in zip(one, ops.class_center_sample(label, 10, 6), strict=True):
-            close(a, b, "without a seed")
+            assert_bits_equal(a, b, "without a seed")
     ring = commlib.new_ring(80 + comm.rank, [comm.rank])
     assert ring is not None
     remapped, sampled = paddle.class_center_sample(label, 20, 6, ring.ring_id)
-    same(remapped.tolist(), [4, 2, 0, 5, 1, 1, 6, 3, 2, 3], "remapped")
-    same(sampled.tolist(), [5, 8, 10, 14, 17, 18, 19], "sampled")
+    assert_equal(remapped.tolist(), [4, 2, 0, 5, 1, 1, 6, 3, 2, 3], "remapped")
+    assert_equal(sampled.tolist(), [5, 8, 10, 14, 17, 18, 19], "sampled")
 
 
-def test_values(ranks: Ranks) -> None:
-    ranks(values)
-
-
-def compiled(comm: Any) -> None:
+@runs_on("ranks")
+def test_compiled(comm: Any) -> None:
     label = torch.tensor(IDS, device=comm.device)
 
     def body(label: torch.Tensor) -> Any:
         return paddle.class_center_sample(label, 10, 4, 0, comm.rank, 2, True, 3)
 
     for given, want in zip(compile_whole(body)(label), body(label), strict=True):
-        close(given, want, "compiled")
+        assert_bits_equal(given, want, "compiled")
 
 
-def test_compiled(ranks: Ranks) -> None:
-    ranks(compiled)
-
-
-def refusals(comm: Any) -> None:
+@runs_on("ranks")
+def test_refusals(comm: Any) -> None:
     """A wrong rank or size, and what the operator refuses, is an error before any launch."""
     label = torch.tensor(IDS, device=comm.device)
     before = calls(comm)
     for ring_id in (-1, ABSENT_RING):
-        with refused(RingError, ring_id):
+        with raises(RingError, ring_id):
             paddle.class_center_sample(label, 10, 6, ring_id)
-    with refused(ArgumentError, "nranks=1", "pass nranks=2"):
+    with raises(ArgumentError, "nranks=1", "pass nranks=2"):
         paddle.class_center_sample(label, 10, 6)
-    with refused(ArgumentError, "rank=5", f"pass rank={comm.rank}"):
+    with raises(ArgumentError, "rank=5", f"pass rank={comm.rank}"):
         paddle.class_center_sample(label, 10, 6, 0, 5, 2)
-    with refused(ArgumentError, "num_samples=11", "num_classes=10"):
+    with raises(ArgumentError, "num_samples=11", "num_classes=10"):
         paddle.class_center_sample(label, 10, 11, 0, comm.rank, 2)
-    with refused(DtypeError, "float32"):
+    with raises(DtypeError, "float32"):
         paddle.class_center_sample(label.float(), 10, 6, 0, comm.rank, 2)
-    same(calls(comm), before, "calls launched by refused ones")
-
-
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refusals)
+    assert_equal(calls(comm), before, "calls launched by refused ones")

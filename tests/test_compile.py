@@ -8,9 +8,10 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from commlib import ops
-from tests.support.checks import bits, close, same, sample
+from tests.support.checks import assert_bits_equal, assert_equal, bits, sample
 from tests.support.operator import calls, compile_whole, generating, well_registered
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 
 def chain(x: torch.Tensor) -> torch.Tensor:
@@ -41,9 +42,9 @@ def forward_and_backward(comm: Any, backend: str, dtypes: tuple[torch.dtype, ...
             out.backward(sample(5, (4, 6), dtype).to(comm.device))
             results.append((out.detach(), x.grad, calls(comm) - before))
         for out, grad, count in results[1:]:
-            close(out, results[0][0], f"result {dtype}")
-            close(grad, results[0][1], f"gradient {dtype}")
-            same(count, results[0][2], "collectives of forward and backward")
+            assert_bits_equal(out, results[0][0], f"result {dtype}")
+            assert_bits_equal(grad, results[0][1], f"gradient {dtype}")
+            assert_equal(count, results[0][2], "collectives of forward and backward")
 
 
 def test_forward_and_backward(ranks: Ranks) -> None:
@@ -84,8 +85,8 @@ def one_compiled(comm: Any, backend: str) -> None:
     for ways in ((unused, unused), (compiled, unused), (unused, compiled), (compiled, compiled)):
         before = calls(comm)
         wants.append(ways[comm.rank](both[comm.rank]))
-        same(calls(comm) - before, UNUSED_CALLS, "collectives")
-        close(wants[-1], wants[0], ways)
+        assert_equal(calls(comm) - before, UNUSED_CALLS, "collectives")
+        assert_bits_equal(wants[-1], wants[0], ways)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -105,41 +106,38 @@ def relay(x: torch.Tensor, other: torch.Tensor, rank: int) -> torch.Tensor:
     return other
 
 
-def relayed(comm: Any) -> None:
+@runs_on("ranks")
+def test_sends_and_receives(comm: Any) -> None:
     """A compiled chain of sends and receives against an eager one."""
     x = sample(comm.rank, (4,), torch.float64).to(comm.device)
     compiled = compile_whole(relay)
     wants = []
     for ways in ((relay, relay), (compiled, relay), (relay, compiled)):
         wants.append(ways[comm.rank](x, torch.zeros_like(x), comm.rank).clone())
-        close(wants[-1], wants[0], ways)
+        assert_bits_equal(wants[-1], wants[0], ways)
 
 
-def test_sends_and_receives(ranks: Ranks) -> None:
-    ranks(relayed)
-
-
-def sizes(comm: Any) -> None:
+@runs_on("ranks", deadline=120)
+def test_sizes(comm: Any) -> None:
     """Sizes may change: at most one graph for a first size and one for all others."""
     for call in (chain, unused):
         counter = CompileCounterWithBackend("aot_eager")
         compiled = compile_whole(call, backend=counter)
         for rows in (4, 6, 10, 16, 22):
             x = sample(comm.rank, (rows, 6), torch.float64).to(comm.device)
-            close(compiled(x), call(x), f"{call.__name__} of {rows} rows")
+            assert_bits_equal(compiled(x), call(x), f"{call.__name__} of {rows} rows")
         if counter.frame_count > 2:
             raise AssertionError(f"{call.__name__}: {counter.frame_count} graphs for five sizes")
         compiled = compile_whole(call, dynamic=True)
         for rows in (4, 8):
             x = sample(comm.rank, (rows, 6), torch.float64).to(comm.device)
-            close(compiled(x), call(x), f"{call.__name__} of {rows} rows, dynamic from the start")
+            assert_bits_equal(
+                compiled(x), call(x), f"{call.__name__} of {rows} rows, dynamic from the start"
+            )
 
 
-def test_sizes(ranks: Ranks) -> None:
-    ranks(sizes, deadline=120)
-
-
-def mutated(comm: Any) -> None:
+@runs_on("ranks")
+def test_mutation(comm: Any) -> None:
     """Inputs that are outputs elsewhere: aliases, in-place arithmetic, views of one buffer."""
 
     def body(x: torch.Tensor) -> torch.Tensor:
@@ -153,15 +151,12 @@ def mutated(comm: Any) -> None:
 
     x = sample(comm.rank, (4, 3), torch.float64).to(comm.device)
     before = bits(x)
-    close(compile_whole(body)(x), body(x), "in-place arithmetic around collectives")
-    same(bool((bits(x) == before).all()), True, "input unchanged")
+    assert_bits_equal(compile_whole(body)(x), body(x), "in-place arithmetic around collectives")
+    assert_equal(bool((bits(x) == before).all()), True, "input unchanged")
 
 
-def test_mutation(ranks: Ranks) -> None:
-    ranks(mutated)
-
-
-def wrong_call(comm: Any) -> None:
+@runs_on("ranks")
+def test_wrong_call(comm: Any) -> None:
     """A graph with a wrong call fails where it is compiled, before anything is launched."""
     x = torch.ones(3, 3, device=comm.device)
     before = calls(comm)
@@ -175,17 +170,14 @@ def wrong_call(comm: Any) -> None:
         try:
             compile_whole(body)()
         except Exception as error:  # torch wraps ours; the text must come through
-            same("ring" in str(error), True, f"the text {error}")
+            assert_equal("ring" in str(error), True, f"the text {error}")
         else:
             raise AssertionError("nothing was refused")
-    same(calls(comm), before, "calls launched by refused ones")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
 
 
-def test_wrong_call(ranks: Ranks) -> None:
-    ranks(wrong_call)
-
-
-def registrations(comm: Any) -> None:
+@runs_on("ranks")
+def test_registrations(comm: Any) -> None:
     """Run torch's own checks of a registered operator: schema, fake against real, autograd."""
     x = sample(comm.rank, (4, 6), torch.float64).to(comm.device)
     registered = torch.ops.commlib
@@ -202,7 +194,3 @@ def registrations(comm: Any) -> None:
     for operator, rest in rows:
         leaf = x.clone().requires_grad_()
         well_registered(operator.default, (leaf, *rest))
-
-
-def test_registrations(ranks: Ranks) -> None:
-    ranks(registrations)

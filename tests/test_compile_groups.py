@@ -9,9 +9,9 @@ import torch
 import commlib
 from commlib import ops
 from commlib.errors import ArgumentError
-from tests.support.checks import close, refused, same
+from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.operator import calls, compile_whole
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 Tensor = torch.Tensor
 
@@ -44,25 +44,23 @@ def nested(x: Tensor) -> Tensor:
 BODIES = (both_ways, collected, nested)
 
 
-def left_to_eager(comm: Any) -> None:
+@runs_on("ranks")
+def test_functions_with_a_group(comm: Any) -> None:
     """Without fullgraph the group is eager code; with it the error names what to call."""
     x = torch.arange(4.0, device=comm.device) + comm.rank
     for body in BODIES:
         want, before = body(x), calls(comm)
         torch._dynamo.reset()
-        close(torch.compile(body, backend="aot_eager")(x), want, body.__name__)
-        same(calls(comm) - before, 2, f"{body.__name__}: calls")
+        assert_bits_equal(torch.compile(body, backend="aot_eager")(x), want, body.__name__)
+        assert_equal(calls(comm) - before, 2, f"{body.__name__}: calls")
         with pytest.raises(Exception, match=r"ring.group\(\).*ops.all_to_all"):
             compile_whole(body)(x)
-        same(calls(comm) - before, 2, f"{body.__name__}: calls of the refused one")
-        close(body(x), want, f"{body.__name__} after that")
+        assert_equal(calls(comm) - before, 2, f"{body.__name__}: calls of the refused one")
+        assert_bits_equal(body(x), want, f"{body.__name__} after that")
 
 
-def test_functions_with_a_group(ranks: Ranks) -> None:
-    ranks(left_to_eager)
-
-
-def compiled_inside(comm: Any) -> None:
+@runs_on("ranks")
+def test_compiled_code_inside_a_group(comm: Any) -> None:
     """Compiled code inside a group would use results before they are there: refused."""
     x = torch.arange(4.0, device=comm.device)
     bodies: list[Callable[[Tensor], Any]] = [
@@ -71,11 +69,7 @@ def compiled_inside(comm: Any) -> None:
     ]
     for body in bodies:
         compiled, before = compile_whole(body), calls(comm)
-        with refused(ArgumentError, "inside `with ring.group():`", "outside"), comm.group():
+        with raises(ArgumentError, "inside `with ring.group():`", "outside"), comm.group():
             compiled(x)
-        same(calls(comm) - before, 0, "calls launched by a refused group")
-    close(ops.all_reduce(x), x * 2, "the ring after that")
-
-
-def test_compiled_code_inside_a_group(ranks: Ranks) -> None:
-    ranks(compiled_inside)
+        assert_equal(calls(comm) - before, 0, "calls launched by a refused group")
+    assert_bits_equal(ops.all_reduce(x), x * 2, "the ring after that")

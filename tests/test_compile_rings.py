@@ -13,9 +13,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import commlib
 from commlib import ops
 from commlib.errors import PeerError, RingError
-from tests.support.checks import close, refused, same, sample
+from tests.support.checks import assert_bits_equal, assert_equal, raises, sample
 from tests.support.operator import calls, compile_whole, generating
-from tests.support.ranks import Ranks, World
+from tests.support.ranks import NewRanks, Ranks
+from tests.support.runs_on import runs_on
 
 Tensor = torch.Tensor
 RING = 1
@@ -83,26 +84,27 @@ def created_again(comm: Any, names: tuple[str, ...], how: dict[str, Any]) -> Non
         for ring in rings(comm):
             want, got = outcome(named[name], comm.rank), outcome(compiled, comm.rank)
             for one, other, what in zip(got, want, ("result", "gradient"), strict=True):
-                close(one, other, f"{name} on {ring}: {what}")
+                assert_bits_equal(one, other, f"{name} on {ring}: {what}")
 
 
-def test_rings_created_again(trio: Ranks) -> None:
-    trio(created_again, tuple(BODIES), {}, deadline=240)
+def test_rings_created_again(three_ranks: Ranks) -> None:
+    three_ranks(created_again, tuple(BODIES), {}, deadline=240)
 
 
-def test_rings_created_again_with_any_sizes(trio: Ranks) -> None:
-    trio(created_again, ("all_of_them",), {"dynamic": True}, deadline=240)
+def test_rings_created_again_with_any_sizes(three_ranks: Ranks) -> None:
+    three_ranks(created_again, ("all_of_them",), {"dynamic": True}, deadline=240)
 
 
-def test_rings_created_again_with_experts(trio: Ranks) -> None:
-    trio(created_again, ("routed",), {}, deadline=120)
+def test_rings_created_again_with_experts(three_ranks: Ranks) -> None:
+    three_ranks(created_again, ("routed",), {}, deadline=120)
 
 
-def test_rings_created_again_with_generated_code(trio: Ranks) -> None:
-    generating(trio)(created_again, ("all_of_them",), {"backend": "inductor"}, deadline=300)
+def test_rings_created_again_with_generated_code(three_ranks: Ranks) -> None:
+    generating(three_ranks)(created_again, ("all_of_them",), {"backend": "inductor"}, deadline=300)
 
 
-def lost_root(comm: Any) -> None:
+@runs_on("three_ranks")
+def test_lost_root(comm: Any) -> None:
     """A root that the smaller ring has not is refused by compiled code before any launch."""
     x = torch.ones(6, 6)
     bodies: list[Callable[[Tensor], Tensor]] = [
@@ -119,15 +121,11 @@ def lost_root(comm: Any) -> None:
         ring = commlib.new_ring(RING, (0, 1))
         if ring is not None:
             before = calls(ring)
-            with refused(PeerError, "root", "2", "ring 1"):
+            with raises(PeerError, "root", "2", "ring 1"):
                 compiled(x)
-            same(calls(ring) - before, 0, "calls launched by a refused one")
+            assert_equal(calls(ring) - before, 0, "calls launched by a refused one")
             commlib.CommContextManager.instance().close(RING)
         comm.barrier()
-
-
-def test_lost_root(trio: Ranks) -> None:
-    trio(lost_root)
 
 
 REGISTERED: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -141,7 +139,8 @@ REGISTERED: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-def stale(comm: Any) -> None:
+@runs_on("three_ranks")
+def test_stale_graphs(comm: Any) -> None:
     """What has no guards, a graph that was traced by hand or a backward, names both rings."""
     x, graphs = torch.ones(6, 6, dtype=torch.float64), {}
     if commlib.new_ring(RING, (0, 1)) is not None:
@@ -151,24 +150,21 @@ def stale(comm: Any) -> None:
         late = ops.all_gather(x.clone().requires_grad_(), RING).sum()
         commlib.CommContextManager.instance().close(RING)
         for graph in graphs.values():
-            with refused(RingError, "ring 1", "closed"):
+            with raises(RingError, "ring 1", "closed"):
                 graph(x)
     ring = commlib.new_ring(RING, (2, 1, 0))
     assert ring is not None
     for name, graph in graphs.items():
-        with refused(RingError, "ring 1", name, " 2", " 3"):
+        with raises(RingError, "ring 1", name, " 2", " 3"):
             graph(x)
     if graphs:
-        with refused(RingError, "ring 1", "reduce_scatter", " 2", " 3"):
+        with raises(RingError, "ring 1", "reduce_scatter", " 2", " 3"):
             late.backward()
-    same(calls(ring), 0, "calls launched by refused ones")
+    assert_equal(calls(ring), 0, "calls launched by refused ones")
 
 
-def test_stale_graphs(trio: Ranks) -> None:
-    trio(stale)
-
-
-def closed(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_closed_ring(comm: Any) -> None:
     """Compiled code of a ring that is closed, and not created again, says so."""
     compiled = compile_whole(BODIES["all_gather"])
     x = torch.ones(2, 2)
@@ -177,10 +173,6 @@ def closed(comm: Any) -> None:
     commlib.CommContextManager.instance().close(RING)
     with pytest.raises(Exception, match="ring 1 was closed"):
         compiled(x)
-
-
-def test_closed_ring(cpu_ranks: Ranks) -> None:
-    cpu_ranks(closed)
 
 
 def remembered(x: Tensor) -> Tensor:
@@ -206,16 +198,18 @@ def cached(comm: Any, hits: bool) -> None:
         before = calls(comm)
         want, eager = outcome(body, comm.rank), calls(comm)
         got = outcome(torch.compile(body, fullgraph=True), comm.rank)
-        same(calls(comm) - eager, eager - before, "collectives of forward and backward")
-        close(got[0], want[0], f"result of {body.__name__}")
-        close(got[1], want[1], f"gradient of {body.__name__}")
+        assert_equal(calls(comm) - eager, eager - before, "collectives of forward and backward")
+        assert_bits_equal(got[0], want[0], f"result of {body.__name__}")
+        assert_bits_equal(got[1], want[1], f"gradient of {body.__name__}")
         if hits and with_effects.cacheable():  # as far as this torch caches ordered ops at all
             for cache, entry in (("inductor", "fxgraph"), ("aot_autograd", "autograd")):
-                same(counters[cache][f"{entry}_cache_hit"] > 0, True, f"a hit in {cache}'s cache")
+                assert_equal(
+                    counters[cache][f"{entry}_cache_hit"] > 0, True, f"a hit in {cache}'s cache"
+                )
 
 
-def test_persistent_cache(world: World) -> None:
+def test_persistent_cache(new_ranks: NewRanks) -> None:
     """A second run finds the code of the first one, and no world uses that of another size."""
     for size, hits in ((2, False), (2, True), (3, False), (2, True)):
-        with world(size) as ranks:
+        with new_ranks(size) as ranks:
             generating(ranks)(cached, hits, deadline=120)

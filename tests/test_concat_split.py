@@ -7,10 +7,11 @@ import torch
 
 from commlib import ops
 from commlib.errors import DeviceError, RingError, ShapeError
-from tests.support.checks import Shape, close, refused, same, sample
+from tests.support.checks import Shape, assert_bits_equal, assert_equal, raises, sample
 from tests.support.formulas import own_columns, side_by_side
 from tests.support.operator import ABSENT_RING, Operator, calls
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 from tests.support.suites import compiled, gradients, lazy_bits, values
 
 
@@ -32,35 +33,29 @@ def test_suite(ranks: Ranks, suite: Any, op: Operator) -> None:
     ranks(suite, op)
 
 
-def inverse(comm: Any) -> None:
+@runs_on("ranks")
+def test_inverse(comm: Any) -> None:
     """Each undoes the other, values and gradients."""
     x = sample(5, (3, 4), torch.float64).to(comm.device).requires_grad_()
     back = ops.concat(ops.split(x))
-    close(back, x, "concat of split")
+    assert_bits_equal(back, x, "concat of split")
     weights = sample(6, (3, 4), torch.float64).to(comm.device)
     back.backward(weights)
-    close(x.grad, weights, "gradient")
+    assert_bits_equal(x.grad, weights, "gradient")
 
 
-def test_inverse(ranks: Ranks) -> None:
-    ranks(inverse)
-
-
-def refuse(comm: Any) -> None:
+@runs_on("ranks")
+def test_refusals(comm: Any) -> None:
     x = torch.zeros(2, 3, device=comm.device)
     before = calls(comm)
-    with refused(ShapeError, "(2, 3)", "size 2", f"rank {comm.rank}"):
+    with raises(ShapeError, "(2, 3)", "size 2", f"rank {comm.rank}"):
         ops.split(x)
     for call in (ops.concat, ops.split):
-        with refused(ShapeError, call.__name__):
+        with raises(ShapeError, call.__name__):
             call(torch.zeros((), device=comm.device))
-        with refused(RingError, ABSENT_RING):
+        with raises(RingError, ABSENT_RING):
             call(x, ABSENT_RING)
-    with refused(DeviceError, "meta"):
+    with raises(DeviceError, "meta"):
         ops.concat(x.to("meta"))
-    same(calls(comm), before, "calls launched by refused ones")
-    same(ops.split(x[:, :2]).is_contiguous(), True, "split is dense")
-
-
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refuse)
+    assert_equal(calls(comm), before, "calls launched by refused ones")
+    assert_equal(ops.split(x[:, :2]).is_contiguous(), True, "split is dense")

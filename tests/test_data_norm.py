@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 import commlib
 from commlib import ops
 from commlib.errors import ArgumentError, CommError, DeviceError, DtypeError, RingError, ShapeError
-from tests.support.checks import Array, close, refused, same, sample, wide
+from tests.support.checks import Array, assert_bits_equal, assert_equal, raises, sample, wide
 from tests.support.examples import examples
-from tests.support.operator import ABSENT_RING, calls, compile_whole, generating, well_registered
+from tests.support.operator import ABSENT_RING, calls, well_registered
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 # Any: the tests also pass arguments that a type checker rejects.
 data_norm: Any = ops.data_norm
@@ -120,30 +121,30 @@ def agrees(comm: Any, x: torch.Tensor, columns: Tensors, kind: Any, decay: float
     wanted = [wide(column) for column in columns]
     want_y, want_means, want_scales = formula(wide(x), wanted, slot_dim, shifts)
     for got, want, name in ((y, want_y, "y"), (means, want_means, "m"), (scales, want_scales, "s")):
-        close(got, want, f"{name} of {what}", atol=atol)
-    same((means.requires_grad, scales.requires_grad), (False, False), what)
+        assert_bits_equal(got, want, f"{name} of {what}", atol=atol)
+    assert_equal((means.requires_grad, scales.requires_grad), (False, False), what)
     for got, old in zip(given, columns, strict=True):
-        close(got, old, f"after the forward of {what}")
+        assert_bits_equal(got, old, f"after the forward of {what}")
     dy = sample(9, tuple(x.shape), x.dtype)
     y.backward(dy.to(comm.device))
     got_grads = [leaf.grad, given[3].grad, given[4].grad] if shifts else [leaf.grad]
     want_grads = derivatives(wide(dy), wide(x), wanted, slot_dim, shifts)
     for grad, want in zip(got_grads, want_grads, strict=True):
         assert grad is not None
-        close(grad, want, f"gradient of {what}", atol=atol)
+        assert_bits_equal(grad, want, f"gradient of {what}", atol=atol)
     batch = summary(wide(x), want_means, behaviour, slot_dim, EPSILON)
     for got, old, part in zip(given[:3], columns, batch, strict=False):
         if behaviour == "gpu":
-            same(got.grad, None, f"gradient of a summary of {what}")
-            close(got, wide(old) * decay + part, f"summary of {what}", atol=4 * atol)
+            assert_equal(got.grad, None, f"gradient of a summary of {what}")
+            assert_bits_equal(got, wide(old) * decay + part, f"summary of {what}", atol=4 * atol)
         else:
-            close(got, old, f"summary of {what}")
+            assert_bits_equal(got, old, f"summary of {what}")
             assert got.grad is not None
-            close(got.grad, part, f"summary of {what}", atol=4 * atol)
+            assert_bits_equal(got.grad, part, f"summary of {what}", atol=4 * atol)
     with torch.no_grad():
         again = [t.to(comm.device) for t in columns]
-        close(data_norm(leaf, *again[:3], **{**how, **keywords(again, kind)}), y, what)
-    same(calls(comm) - before, 0, f"collectives of {what}")
+        assert_bits_equal(data_norm(leaf, *again[:3], **{**how, **keywords(again, kind)}), y, what)
+    assert_equal(calls(comm) - before, 0, f"collectives of {what}")
 
 
 def values(comm: Any) -> None:
@@ -158,7 +159,8 @@ def test_values(ranks: Ranks) -> None:
     ranks(values)
 
 
-def nothing_shown(comm: Any) -> None:
+@runs_on("ranks")
+def test_nothing_shown(comm: Any) -> None:
     """A group that no row shows adds nothing to its summaries; the bounds themselves show."""
     x = torch.zeros(3, 4, dtype=torch.float64)
     x[:, 1] = 5.0
@@ -169,14 +171,12 @@ def nothing_shown(comm: Any) -> None:
     leaf, *given = leaves(comm, x, *columns[:3])
     y = data_norm(leaf, *given, behaviour="cpu", slot_dim=2)
     y.sum().backward()
-    same((y[:, :2] == 0).all().item(), True, "y where nothing is shown")
-    same([g.grad[:2].tolist() for g in given if g.grad is not None], [[0.0, 0.0]] * 3, "summaries")
+    assert_equal((y[:, :2] == 0).all().item(), True, "y where nothing is shown")
+    assert_equal(
+        [g.grad[:2].tolist() for g in given if g.grad is not None], [[0.0, 0.0]] * 3, "summaries"
+    )
     assert given[0].grad is not None
-    same(given[0].grad[2:].tolist(), [1.0, 1.0], "size where one row shows something")
-
-
-def test_nothing_shown(ranks: Ranks) -> None:
-    ranks(nothing_shown)
+    assert_equal(given[0].grad[2:].tolist(), [1.0, 1.0], "size where one row shows something")
 
 
 def synchronised(comm: Any) -> None:
@@ -195,23 +195,24 @@ def synchronised(comm: Any) -> None:
                 launched = calls(comm) - before
                 y.sum().backward()
                 what = f"{dtype} {counts}"
-                same((launched, calls(comm) - before), (0, 1), f"collectives of {what}")
+                assert_equal((launched, calls(comm) - before), (0, 1), f"collectives of {what}")
                 wanted = [wide(c) for c in columns]
                 means = wanted[1] / wanted[0]
                 batch = sum(summary(wide(x), means, "gpu", -1, EPSILON) for x in batches)
                 for got, old, part in zip(given, wanted[:3], np.asarray(batch), strict=True):
-                    close(got, old * 0.5 + part, f"summary of {what}", atol=8 * atol)
+                    assert_bits_equal(got, old * 0.5 + part, f"summary of {what}", atol=8 * atol)
 
 
 def test_synchronised(ranks: Ranks) -> None:
     ranks(synchronised)
 
 
-def test_synchronised_over_three(trio: Ranks) -> None:
-    trio(synchronised)
+def test_synchronised_over_three(three_ranks: Ranks) -> None:
+    three_ranks(synchronised)
 
 
-def alone(comm: Any) -> None:
+@runs_on("ranks")
+def test_one_rank(comm: Any) -> None:
     """On a ring of one rank nothing is launched, and the batch is the whole."""
     ring = commlib.new_ring(80 + comm.rank, [comm.rank])
     assert ring is not None
@@ -221,14 +222,11 @@ def alone(comm: Any) -> None:
         data_norm(leaf, *given[:3], ring.ring_id, **how).sum().backward()
         found.append([t.detach() for t in given])
     for one, other in zip(*found, strict=True):
-        close(one, other, "alone")
+        assert_bits_equal(one, other, "alone")
 
 
-def test_one_rank(ranks: Ranks) -> None:
-    ranks(alone)
-
-
-def moments_of_update(comm: Any) -> None:
+@runs_on("ranks")
+def test_when_summaries_are_updated(comm: Any) -> None:
     """Only a backward updates; each does, also two after two forwards, in their own order."""
     x, *columns = (
         t.to(comm.device) for t in (rows(0, (4, 3), torch.float64), *summaries(3, torch.float64))
@@ -246,15 +244,15 @@ def moments_of_update(comm: Any) -> None:
     with torch.inference_mode():
         data_norm(x, *given, **how)
     y = data_norm(x.clone().requires_grad_(), *given, **how)
-    same(state(given), untouched, "before any backward")
+    assert_equal(state(given), untouched, "before any backward")
     y.sum().backward(retain_graph=True)
     once = state(given)
-    same(once == untouched, False, "a backward updates")
+    assert_equal(once == untouched, False, "a backward updates")
     y.sum().backward()
     means = columns[1] / columns[0]
     part = summary(wide(x), wide(means), "gpu", -1, EPSILON)
     for got, old, add in zip(given, columns[:3], part, strict=True):
-        close(got, (wide(old) * 0.5 + add) * 0.5 + add, "two backwards", atol=1e-12)
+        assert_bits_equal(got, (wide(old) * 0.5 + add) * 0.5 + add, "two backwards", atol=1e-12)
     given = [c.clone() for c in columns[:3]]
     other = x * 2 + 1
     first = data_norm(x.clone().requires_grad_(), *given, **how)
@@ -263,18 +261,15 @@ def moments_of_update(comm: Any) -> None:
     first.sum().backward()
     more = summary(wide(other), wide(means), "gpu", -1, EPSILON)
     for got, old, b, a in zip(given, columns[:3], more, part, strict=True):
-        close(got, (wide(old) * 0.5 + b) * 0.5 + a, "two forwards first", atol=1e-12)
+        assert_bits_equal(got, (wide(old) * 0.5 + b) * 0.5 + a, "two forwards first", atol=1e-12)
     only = [c.clone().requires_grad_() for c in columns[:3]]
     data_norm(x, *only, **how).sum().backward()
-    same([s.tolist() for s in only], once, "an x without gradient, summaries with one")
-    same(copy.deepcopy([s.grad for s in only]), [None] * 3, "their gradients")
+    assert_equal([s.tolist() for s in only], once, "an x without gradient, summaries with one")
+    assert_equal(copy.deepcopy([s.grad for s in only]), [None] * 3, "their gradients")
 
 
-def test_when_summaries_are_updated(ranks: Ranks) -> None:
-    ranks(moments_of_update)
-
-
-def failed(comm: Any) -> None:
+@runs_on("ranks")
+def test_failed_update(comm: Any) -> None:
     """A backward whose all-reduce fails leaves all three summaries as they are."""
     ring = commlib.new_ring(90, list(range(comm.size)))
     assert ring is not None
@@ -282,113 +277,13 @@ def failed(comm: Any) -> None:
     y = data_norm(leaf, *given, 90, sync_stats=True)
     before = [t.tolist() for t in given]
     commlib.CommContextManager.instance().close(90)
-    with refused(CommError, 90):
+    with raises(CommError, 90):
         y.sum().backward()
-    same([t.tolist() for t in given], before, "summaries")
+    assert_equal([t.tolist() for t in given], before, "summaries")
 
 
-def test_failed_update(ranks: Ranks) -> None:
-    ranks(failed)
-
-
-def stacked(x: torch.Tensor, columns: Tensors, **how: Any) -> Any:
-    """Two layers that share their summaries, the way a compiled region may hold them."""
-    y = data_norm(x, *columns[:3], **how)
-    return data_norm(y, *columns[:3], **how)
-
-
-def ways(comm: Any, backend: str, dtype: torch.dtype, cases: list[Any]) -> None:
-    """Compiled code, both streams: eager's bits in results, gradients and summaries."""
-    for kind, sync, streams in cases:
-        found = []
-        for call in (stacked, compile_whole(stacked, backend=backend)):
-            for calc in streams:
-                how: dict[str, Any] = {"use_calc_stream": calc, "sync_stats": sync}
-                leaf, *given = leaves(comm, rows(comm.rank, (5, 6), dtype), *summaries(6, dtype))
-                if kind[0] == "gpu":  # compiled, what is updated may not want a gradient
-                    given = [t.detach() for t in given]
-                before = calls(comm)
-                for _ in range(2):
-                    y = call(leaf, given, **how, **keywords(given, kind))
-                    y.sum().backward()
-                same(calls(comm) - before, 4 * sync, f"collectives {kind} {sync}")
-                grads = [t.grad for t in (leaf, *given) if t.grad is not None]
-                found.append([y, *given, *grads])
-        for others in found[1:]:
-            for other, first in zip(others, found[0], strict=True):
-                close(other, first, f"{dtype} {kind} sync_stats={sync}")
-
-
-def test_streams_and_compiled(ranks: Ranks) -> None:
-    both = (True, False)
-    cases = [(KINDS[0], True, both), (KINDS[0], False, both), (KINDS[4], False, both)]
-    ranks(ways, "aot_eager", torch.float64, cases, deadline=120)
-
-
-def test_generated_code(unified_ranks: Ranks) -> None:
-    generating(unified_ranks)(
-        ways, "inductor", torch.float32, [(KINDS[0], True, (True,))], deadline=240
-    )
-
-
-def compiled_refusal(comm: Any) -> None:
-    """Not every torch can trace the update of a summary that wants a gradient."""
-    leaf, *given = leaves(comm, rows(0, (4, 3), torch.float64), *summaries(3, torch.float64)[:3])
-    with refused(Exception, "requires_grad_(False)"):  # some torch wraps errors of traced code
-        compile_whole(ops.data_norm)(leaf, *given)
-
-
-def test_compiled_refusal(cpu_ranks: Ranks) -> None:
-    cpu_ranks(compiled_refusal)
-
-
-def compiled_sizes(comm: Any) -> None:
-    """One graph for changing sizes and rates; under no_grad nothing is updated, nothing agreed."""
-    compiled = compile_whole(ops.data_norm, dynamic=True)
-    given = [t.to(comm.device) for t in summaries(6, torch.float32)[:3]]
-    before, launched = [t.tolist() for t in given], calls(comm)
-    for count in (5, 8):
-        x = rows(comm.rank, (count, 6), torch.float32).to(comm.device).requires_grad_()
-        with torch.no_grad():
-            if comm.rank == 0:  # one rank alone may evaluate
-                close(
-                    compiled(x, *given, sync_stats=True),
-                    data_norm(x, *given, sync_stats=True),
-                    "compiled under no_grad",
-                )
-        decay = 1 / count
-        y = compiled(x, *given, sync_stats=False, summary_decay_rate=decay)
-        y.sum().backward()
-        want = [torch.tensor(b, device=comm.device) for b in before]
-        data_norm(x.detach().requires_grad_(), *want, summary_decay_rate=decay).sum().backward()
-        for got, one in zip(given, want, strict=True):
-            close(got, one, f"{count} rows, dynamic")
-        before = [t.tolist() for t in given]
-    same(calls(comm), launched, "collectives")
-
-
-def test_compiled_sizes(ranks: Ranks) -> None:
-    ranks(compiled_sizes, deadline=120)
-
-
-def compiled_forwards(comm: Any) -> None:
-    """Two forwards of one graph before the first backward: torch refuses the second backward."""
-    compiled = compile_whole(ops.data_norm)
-    given = [t.to(comm.device) for t in summaries(3, torch.float64)[:3]]
-    batches = [rows(n, (4, 3), torch.float64).to(comm.device).requires_grad_() for n in range(2)]
-    first, second = (compiled(x, *given) for x in batches)
-    first.sum().backward()
-    once = [t.tolist() for t in given]
-    with refused(RuntimeError, "modified by an inplace operation"):
-        second.sum().backward()
-    same([t.tolist() for t in given], once, "summaries after the refused backward")
-
-
-def test_two_compiled_forwards(cpu_ranks: Ranks) -> None:
-    cpu_ranks(compiled_forwards)
-
-
-def strided(comm: Any) -> None:
+@runs_on("ranks")
+def test_strided(comm: Any) -> None:
     """Inputs of any strides; summaries that are rows or columns of one buffer are updated there."""
     x, columns = rows(0, (6, 4), torch.float64).to(comm.device), summaries(4, torch.float64)
     want_leaf, *want = leaves(comm, x, *columns[:3])
@@ -398,21 +293,18 @@ def strided(comm: Any) -> None:
     for name, held in (("rows", buffer.clone()), ("columns", buffer.t().contiguous().t())):
         for other in (x.t().contiguous().t(), torch.stack([x, x], 2)[..., 0]):
             state = held.clone(memory_format=torch.preserve_format)
-            same(state.stride(), held.stride(), "strides")
+            assert_equal(state.stride(), held.stride(), "strides")
             leaf = other.detach().requires_grad_()
             y = data_norm(leaf, *state.unbind(0))
             y.backward(torch.ones(1, device=comm.device, dtype=y.dtype).expand_as(y))
-            close(y, want_y, f"{name} {other.stride()}")
-            close(leaf.grad, want_leaf.grad, f"gradient, {name} {other.stride()}")
+            assert_bits_equal(y, want_y, f"{name} {other.stride()}")
+            assert_bits_equal(leaf.grad, want_leaf.grad, f"gradient, {name} {other.stride()}")
             # Strides decide on the order of a sum.
-            close(state, torch.stack(want).detach(), f"summaries, {name}", atol=1e-12)
+            assert_bits_equal(state, torch.stack(want).detach(), f"summaries, {name}", atol=1e-12)
 
 
-def test_strided(ranks: Ranks) -> None:
-    ranks(strided)
-
-
-def derivative(comm: Any) -> None:
+@runs_on("ranks")
+def test_gradcheck(comm: Any) -> None:
     """Numeric against analytic; the summaries are constants, and fresh at every call."""
     x = sample(0, (3, 6), torch.float64)
     columns = [t.to(comm.device) for t in summaries(6, torch.float64)]
@@ -426,7 +318,7 @@ def derivative(comm: Any) -> None:
         given = leaves(comm, x, *columns[3:])
         if not kind[2]:
             given[1:] = [t.detach() for t in given[1:]]
-        same(torch.autograd.gradcheck(body, given), True, kind)
+        assert_equal(torch.autograd.gradcheck(body, given), True, kind)
     x[::2, 2:4] = 0
     fixed = x.to(comm.device)
 
@@ -435,18 +327,17 @@ def derivative(comm: Any) -> None:
         held = torch.where(still, x, fixed)  # a step of 1e-6 would show the group
         return data_norm(held, *columns[:3], scale_w=w, bias=b, slot_dim=2, behaviour="cpu")
 
-    same(torch.autograd.gradcheck(masked, leaves(comm, x, *columns[3:])), True, "skipped groups")
+    assert_equal(
+        torch.autograd.gradcheck(masked, leaves(comm, x, *columns[3:])), True, "skipped groups"
+    )
     leaf, w, b = leaves(comm, x, *columns[3:])
     (first,) = torch.autograd.grad(masked(leaf, w, b).sum(), leaf, create_graph=True)
-    with refused(ArgumentError, "has no gradient"):
+    with raises(ArgumentError, "has no gradient"):
         first.sum().backward()
 
 
-def test_gradcheck(ranks: Ranks) -> None:
-    ranks(derivative)
-
-
-def registration(comm: Any) -> None:
+@runs_on("ranks")
+def test_registration(comm: Any) -> None:
     """Run torch's own checks of a registered operator: schema, fake against real, autograd."""
     named = torch.ops.commlib
     for dtype in DTYPES:
@@ -465,18 +356,6 @@ def registration(comm: Any) -> None:
     well_registered(named.data_norm_update.default, (batch, *given[:3], 0, 0.5, True, True))
 
 
-def test_registration(ranks: Ranks) -> None:
-    ranks(registration)
-
-
-def any_batches(comm: Any, cases: list[tuple[int, int, int, bool, int]]) -> None:
-    for count, groups, slot_dim, shifts, seed in cases:
-        x = rows(comm.rank, (count, groups * slot_dim), torch.float64, seed)
-        columns = summaries(groups * slot_dim, torch.float64, seed)
-        agrees(comm, x, columns, ("cpu", slot_dim, shifts))
-        agrees(comm, x, columns, ("gpu", -1, False), decay=0.5 + seed / 10)
-
-
 SIZES = st.tuples(
     *(st.integers(0, 6), st.integers(0, 4), st.integers(1, 4), st.booleans(), st.integers(0, 5))
 )
@@ -484,52 +363,20 @@ SIZES = st.tuples(
 
 @examples(5)
 @given(cases=st.lists(SIZES, min_size=8, max_size=8))
-def test_any_batches(ranks: Ranks, cases: Any) -> None:
-    ranks(any_batches, cases)
-
-
-# -- on GPUs -------------------------------------------------------------------------------------
-
-
-def captured(comm: Any) -> None:
-    """A captured forward and backward update the summaries at each replay, to eager's bits."""
-    kinds: list[Any] = [(KINDS[0], True), (KINDS[0], False), (KINDS[4], False)]
-    for dtype in DTYPES:
-        for kind, sync in kinds:
-            x, *given = leaves(comm, rows(0, (5, 6), dtype), *summaries(6, dtype))
-            how = {**keywords(given, kind), "sync_stats": sync}
-            leaf, *others = (t.detach().clone().requires_grad_() for t in (x, *given))
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                y = data_norm(x, *given[:3], **how)
-                y.sum().backward()
-            for seed in range(3):
-                drawn = rows(comm.rank, (5, 6), dtype, seed).to(comm.device)
-                with torch.no_grad():
-                    x.copy_(drawn)
-                    leaf.copy_(drawn)
-                graph.replay()
-                for tensor in (leaf, *others):
-                    tensor.grad = None
-                again = {**keywords(others, kind), "sync_stats": sync}
-                want = data_norm(leaf, *others[:3], **again)
-                want.sum().backward()
-                close(y, want, f"{dtype} {kind}")
-                close(x.grad, leaf.grad, f"gradient {dtype} {kind}")
-                for got, other in zip(given, others, strict=True):
-                    close(got, other, f"summaries {dtype} {kind}")
-                    if other.grad is not None:
-                        close(got.grad, other.grad, f"their gradients {dtype} {kind}")
-
-
-def test_captured(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(captured, deadline=120)
+@runs_on("ranks")
+def test_any_batches(comm: Any, cases: list[tuple[int, int, int, bool, int]]) -> None:
+    for count, groups, slot_dim, shifts, seed in cases:
+        x = rows(comm.rank, (count, groups * slot_dim), torch.float64, seed)
+        columns = summaries(groups * slot_dim, torch.float64, seed)
+        agrees(comm, x, columns, ("cpu", slot_dim, shifts))
+        agrees(comm, x, columns, ("gpu", -1, False), decay=0.5 + seed / 10)
 
 
 # -- bad input -----------------------------------------------------------------------------------
 
 
-def unequal(comm: Any) -> None:
+@runs_on("ranks")
+def test_unequal_calls(comm: Any) -> None:
     """Synchronised calls that differ between the ranks are an error on each, before any launch."""
     odd = comm.rank == 1
     before = calls(comm)
@@ -539,94 +386,87 @@ def unequal(comm: Any) -> None:
         data_norm(leaf, *given, sync_stats=True, **how)
         return given
 
-    with refused(ShapeError, "columns of x: 4 on ranks [0], 5 on ranks [1]", "ring 0"):
+    with raises(ShapeError, "columns of x: 4 on ranks [0], 5 on ranks [1]", "ring 0"):
         call(5 if odd else 4)
-    with refused(DtypeError, "torch.float32 on ranks [0], torch.float64 on ranks [1]"):
+    with raises(DtypeError, "torch.float32 on ranks [0], torch.float64 on ranks [1]"):
         call(dtype=torch.float64 if odd else torch.float32)
-    with refused(ArgumentError, "epsilon: 0.0 on ranks [0], 0.001 on ranks [1]"):
+    with raises(ArgumentError, "epsilon: 0.0 on ranks [0], 0.001 on ranks [1]"):
         call(epsilon=1e-3 if odd else 0)
-    with refused(ArgumentError, "summary_decay_rate: 0.5 on ranks [0], 1.5 on ranks [1]"):
+    with raises(ArgumentError, "summary_decay_rate: 0.5 on ranks [0], 1.5 on ranks [1]"):
         call(summary_decay_rate=0.5 + odd)
-    with refused(ArgumentError, "x is torch.float16" if odd else "invalid arguments on ranks [1]"):
+    with raises(ArgumentError, "x is torch.float16" if odd else "invalid arguments on ranks [1]"):
         call(dtype=torch.float16 if odd else torch.float32)
     leaf, *given = leaves(comm, rows(0, (3, 4), torch.float32), *summaries(4, torch.float32)[:3])
     one = given if not odd else [given[0]] * 3
-    with refused(ArgumentError, "one memory" if odd else "invalid arguments on ranks [1]"):
+    with raises(ArgumentError, "one memory" if odd else "invalid arguments on ranks [1]"):
         data_norm(leaf, *one, sync_stats=True)
-    same(calls(comm), before, "calls launched by refused ones")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
 
 
-def test_unequal_calls(ranks: Ranks) -> None:
-    ranks(unequal)
-
-
-def refusals(comm: Any) -> None:
+@runs_on("ranks")
+def test_refusals(comm: Any) -> None:
     """A wrong call is one of our errors with the numbers in it, in every mode."""
     x = torch.zeros(4, 6, device=comm.device)
     size, total, square, w, b = (t.to(comm.device) for t in summaries(6, torch.float32))
     given = size, total, square
     before, kept = calls(comm), [t.tolist() for t in given]
     for data in (x, x.clone().requires_grad_()):
-        with refused(RingError, ABSENT_RING):
+        with raises(RingError, ABSENT_RING):
             data_norm(data, *given, ABSENT_RING)
         for epsilon in (-1e-9, 1.1e-3, float("nan"), float("inf"), "1", None):
-            with refused(ArgumentError, f"epsilon={epsilon!r}", "0 to 0.001"):
+            with raises(ArgumentError, f"epsilon={epsilon!r}", "0 to 0.001"):
                 data_norm(data, *given, epsilon=epsilon)
         for decay in (float("nan"), float("inf"), None):
-            with refused(ArgumentError, f"summary_decay_rate={decay!r}", "finite"):
+            with raises(ArgumentError, f"summary_decay_rate={decay!r}", "finite"):
                 data_norm(data, *given, summary_decay_rate=decay)
         for word in ("GPU", "", None):
-            with refused(ArgumentError, f"behaviour={word!r}", "'gpu' or 'cpu'"):
+            with raises(ArgumentError, f"behaviour={word!r}", "'gpu' or 'cpu'"):
                 data_norm(data, *given, behaviour=word)
         for how in ({"slot_dim": 2}, {"scale_w": w, "bias": b}):
-            with refused(ArgumentError, next(iter(how)), "pass behaviour='cpu'"):
+            with raises(ArgumentError, next(iter(how)), "pass behaviour='cpu'"):
                 data_norm(data, *given, **how)
-        with refused(ArgumentError, "sync_stats=True", "behaviour='cpu'"):
+        with raises(ArgumentError, "sync_stats=True", "behaviour='cpu'"):
             data_norm(data, *given, sync_stats=True, behaviour="cpu")
         for one in ({"scale_w": w}, {"bias": b}):
-            with refused(ArgumentError, "is missing", "or neither"):
+            with raises(ArgumentError, "is missing", "or neither"):
                 data_norm(data, *given, behaviour="cpu", **one)
         for slot_dim in (0, -2, 1.5, True):
-            with refused(ArgumentError, f"slot_dim={slot_dim!r}"):
+            with raises(ArgumentError, f"slot_dim={slot_dim!r}"):
                 data_norm(data, *given, behaviour="cpu", slot_dim=slot_dim)
         for slot_dim in (4, 7):
-            with refused(ShapeError, f"slot_dim={slot_dim}", "divisor", "6 columns"):
+            with raises(ShapeError, f"slot_dim={slot_dim}", "divisor", "6 columns"):
                 data_norm(data, *given, behaviour="cpu", slot_dim=slot_dim)
         for shape in ((24,), (2, 2, 6), ()):
-            with refused(ShapeError, shape, "[N, C]"):
+            with raises(ShapeError, shape, "[N, C]"):
                 data_norm(
                     torch.zeros(shape, device=comm.device).requires_grad_(data.requires_grad),
                     *given,
                 )
         for wrong in (size[:5], size.view(1, 6), size[:1], size.repeat(2)):
-            with refused(ShapeError, "batch_sum", tuple(wrong.shape), (4, 6)):
+            with raises(ShapeError, "batch_sum", tuple(wrong.shape), (4, 6)):
                 data_norm(data, size, wrong, square)
-            with refused(ShapeError, "bias", tuple(wrong.shape)):
+            with raises(ShapeError, "bias", tuple(wrong.shape)):
                 data_norm(data, *given, scale_w=w, bias=wrong, behaviour="cpu")
-        with refused(DtypeError, "batch_square_sum is torch.float64", "torch.float32"):
+        with raises(DtypeError, "batch_square_sum is torch.float64", "torch.float32"):
             data_norm(data, size, total, square.double())
-        with refused(DeviceError, "batch_size is on meta"):
+        with raises(DeviceError, "batch_size is on meta"):
             data_norm(data, size.to("meta"), total, square)
         for nothing in (None, 1.0):
-            with refused(ArgumentError, f"batch_size is {type(nothing).__name__}"):
+            with raises(ArgumentError, f"batch_size is {type(nothing).__name__}"):
                 data_norm(data, nothing, total, square)
     for dtype in (torch.float16, torch.bfloat16, torch.int64, torch.complex64):
-        with refused(DtypeError, dtype, "float32 or float64"):
+        with raises(DtypeError, dtype, "float32 or float64"):
             data_norm(x.to(dtype), *given)
-    with refused(ArgumentError, "x is list"):
+    with raises(ArgumentError, "x is list"):
         data_norm([1.0], *given)
     leaf = x.clone().requires_grad_()
-    with refused(ArgumentError, "one memory", ".clone()"):
+    with raises(ArgumentError, "one memory", ".clone()"):
         data_norm(leaf, size, total, size)
-    with refused(ArgumentError, "batch_sum", "overlaps itself", "batch_sum.clone()"):
+    with raises(ArgumentError, "batch_sum", "overlaps itself", "batch_sum.clone()"):
         data_norm(leaf, size, total[:1].expand(6), square)
-    same([t.tolist() for t in given], kept, "summaries")
-    same(calls(comm), before, "calls launched by refused ones")
-    same(bool(data_norm(x, size, total, size).isfinite().all()), True, "only read")
-
-
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refusals)
+    assert_equal([t.tolist() for t in given], kept, "summaries")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
+    assert_equal(bool(data_norm(x, size, total, size).isfinite().all()), True, "only read")
 
 
 @pytest.mark.parametrize("how", [{"epsilon": 0.01}, {"slot_dim": 2}, {"behaviour": "tpu"}])

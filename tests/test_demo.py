@@ -24,6 +24,7 @@ from commlib.tools.demo.compare import compare
 from commlib.tools.demo.runs import MODES, PROGRAM, Launch, Mode, Report
 from commlib.tools.demo.truth import FORMULAS
 from commlib.tools.launch import LaunchError
+from tests.support.processes import warm_ranks
 
 RANKS = 2
 OFF, ON, OFF_COMPILED, ON_COMPILED = MODES
@@ -240,8 +241,12 @@ def one_process_losses(example: Any, steps: int) -> list[float]:
     return losses
 
 
-def test_the_demo_agrees_and_trains_as_one_process_would(tmp_path: Path) -> None:
+def test_the_demo_agrees_and_trains_as_one_process_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written, shown = tmp_path / "demo.json", io.StringIO()
+    for name, value in warm_ranks().items():
+        monkeypatch.setenv(name, value)
 
     with redirect_stdout(shown):
         # Traced and differentiated as with the compiler, whose C++ takes most of the demo's time.

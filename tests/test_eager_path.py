@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import commlib
 from commlib import ops
 from commlib.core.dispatch import is_plain
-from tests.support.checks import same
+from tests.support.checks import assert_equal
 from tests.support.ranks import Ranks
 
 PACKAGE = Path(commlib.__file__).parent
@@ -51,9 +51,9 @@ def short(comm: Any) -> None:
             call()
         found = functions_of(call)
         listed = "\n".join(f"{file}: {function}" for file, function in found)
-        same(len(found) <= most, True, f"{name}, {len(found)} functions:\n{listed}")
-        same(len({file for file, _ in found}) <= files, True, f"{name}, files:\n{listed}")
-        same("dispatch" in {function for _, function in found}, True, listed)
+        assert_equal(len(found) <= most, True, f"{name}, {len(found)} functions:\n{listed}")
+        assert_equal(len({file for file, _ in found}) <= files, True, f"{name}, files:\n{listed}")
+        assert_equal("dispatch" in {function for _, function in found}, True, listed)
 
 
 def test_few_functions_run_in_an_eager_call(cpu_ranks: Ranks) -> None:

@@ -9,9 +9,10 @@ import torch
 import commlib
 from commlib.errors import ArgumentError, CommTimeout, EngineError, RingError
 from commlib.rendezvous import shared_memory
-from tests.support.checks import refused, same
+from tests.support.checks import assert_equal, raises
 from tests.support.operator import calls
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 EXTREMES = [0, -1, 2**63 - 1, -(2**63)]
 
@@ -19,19 +20,20 @@ EXTREMES = [0, -1, 2**63 - 1, -(2**63)]
 def numbers(comm: Any) -> None:
     """Any lengths, also unequal ones, around the number of integers per message."""
     before = calls(comm)
-    same(comm.exchange([]), [[]] * comm.size, "nothing")
-    same(comm.exchange(EXTREMES), [EXTREMES] * comm.size, "the whole range of 64 bits")
+    assert_equal(comm.exchange([]), [[]] * comm.size, "nothing")
+    assert_equal(comm.exchange(EXTREMES), [EXTREMES] * comm.size, "the whole range of 64 bits")
     for longest in (1, 508, 509, 510, 1019, 1020, 5000):
         every = [list(range(rank, rank + longest - rank)) for rank in range(comm.size)]
-        same(comm.exchange(every[comm.rank]), every, f"lengths from {longest} down")
-    same(calls(comm), before, "no collective on the ring")
+        assert_equal(comm.exchange(every[comm.rank]), every, f"lengths from {longest} down")
+    assert_equal(calls(comm), before, "no collective on the ring")
     ring = commlib.new_ring(40 + comm.rank, [comm.rank])
     assert ring is not None
-    same(ring.exchange([comm.rank]), [[comm.rank]], "a ring of one")
+    assert_equal(ring.exchange([comm.rank]), [[comm.rank]], "a ring of one")
     commlib.CommContextManager.instance().close(40 + comm.rank)
 
 
-def wrong_values(comm: Any) -> None:
+@runs_on("ranks")
+def test_wrong_values(comm: Any) -> None:
     """Values that can't be sent are an error on their rank, and the ring stays usable."""
     ring = commlib.new_ring(45 + comm.rank, [comm.rank])
     assert ring is not None
@@ -39,74 +41,62 @@ def wrong_values(comm: Any) -> None:
     if comm.rank == 1:
         for values in wrong:
             for one in (comm, ring):
-                with refused(ArgumentError, f"exchange on ring {one.ring_id} (rank", "expected"):
+                with raises(ArgumentError, f"exchange on ring {one.ring_id} (rank", "expected"):
                     one.exchange(values)
-    same(comm.exchange([comm.rank]), [[0], [1]], "the next exchange")
-    same(comm.exchange((True, torch.tensor(7))), [[1, 7]] * 2, "what counts as an int")
-    same((comm.report()["state"], comm._errors()), ("ready", []), "the ring")
+    assert_equal(comm.exchange([comm.rank]), [[0], [1]], "the next exchange")
+    assert_equal(comm.exchange((True, torch.tensor(7))), [[1, 7]] * 2, "what counts as an int")
+    assert_equal((comm.report()["state"], comm._errors()), ("ready", []), "the ring")
     commlib.CommContextManager.instance().close(45 + comm.rank)
-
-
-def test_wrong_values(ranks: Ranks) -> None:
-    ranks(wrong_values)
 
 
 def test_numbers(ranks: Ranks) -> None:
     ranks(numbers)
 
 
-def test_numbers_of_three(trio: Ranks) -> None:
-    trio(numbers)
+def test_numbers_of_three(three_ranks: Ranks) -> None:
+    three_ranks(numbers)
 
 
-def after_close(comm: Any) -> None:
+@runs_on("ranks")
+def test_after_close(comm: Any) -> None:
     ring = commlib.new_ring(41, [0, 1])
     assert ring is not None
     ring.exchange([1])
     commlib.CommContextManager.instance().close(41)
-    with refused(RingError, "exchange on ring 41", "closed"):
+    with raises(RingError, "exchange on ring 41", "closed"):
         ring.exchange([1])
     again = commlib.new_ring(41, [1, 0])
     assert again is not None
-    same(again.exchange([comm.rank]), [[1], [0]], "order of the ring")
+    assert_equal(again.exchange([comm.rank]), [[1], [0]], "order of the ring")
     commlib.CommContextManager.instance().close(41)
 
 
-def test_after_close(ranks: Ranks) -> None:
-    ranks(after_close)
-
-
-def alone(comm: Any) -> None:
+@runs_on("ranks")
+def test_a_missing_rank(comm: Any) -> None:
     """A missing rank is an error within the ring's timeout, and the ring has failed."""
     ring = commlib.new_ring(42, [0, 1], timeout=5)
     assert ring is not None
     if comm.rank == 0:
-        with refused((CommTimeout, EngineError), "exchange on ring 42 (rank 0 of 2"):
+        with raises((CommTimeout, EngineError), "exchange on ring 42 (rank 0 of 2"):
             ring.exchange([1])
-        with refused(RingError, "failed in exchange"):
+        with raises(RingError, "failed in exchange"):
             ring.exchange([1])
     comm.exchange([])
     commlib.CommContextManager.instance().close(42)
 
 
-def test_a_missing_rank(ranks: Ranks) -> None:
-    ranks(alone)
-
-
-def captured(comm: Any) -> None:
+@runs_on("all_gpu_ranks")
+def test_during_a_capture(comm: Any) -> None:
     """A capture on this thread continues: an exchange uses no stream."""
     x, graph = torch.zeros(1, device=comm.device), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         x += comm.exchange([1, comm.rank])[1][1]
     graph.replay()
-    same(x.item(), 1.0, "the number of rank 1")
+    assert_equal(x.item(), 1.0, "the number of rank 1")
 
 
-def test_during_a_capture(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(captured)
-
-
-def by_gloo(comm: Any) -> None:
+@runs_on("ranks")
+def test_without_shared_memory(comm: Any) -> None:
     """If one rank can't share memory, all ranks use gloo."""
     from commlib.rendezvous import shared_memory
 
@@ -118,17 +108,16 @@ def by_gloo(comm: Any) -> None:
         assert ring is not None
         for longest in (3, 600):
             every = [list(range(rank, longest)) for rank in range(2)]
-            same(ring.exchange(every[comm.rank]), every, f"without shared memory on rank {whose}")
-        same(ring._hosts._shared_memory, None, "the shared memory")
+            assert_equal(
+                ring.exchange(every[comm.rank]), every, f"without shared memory on rank {whose}"
+            )
+        assert_equal(ring._hosts._shared_memory, None, "the shared memory")
         shared_memory._FOLDER = folder
         commlib.CommContextManager.instance().close(43)
 
 
-def test_without_shared_memory(ranks: Ranks) -> None:
-    ranks(by_gloo)
-
-
-def left(comm: Any) -> None:
+@runs_on("ranks")
+def test_a_rank_that_has_closed_the_ring(comm: Any) -> None:
     """A rank that has closed the ring is named at once, long before the deadline."""
     ring = commlib.new_ring(44, [0, 1], timeout=60)
     assert ring is not None
@@ -136,14 +125,10 @@ def left(comm: Any) -> None:
     if comm.rank == 1:
         commlib.CommContextManager.instance().close(44)
     else:
-        with refused(EngineError, "exchange on ring 44", "positions [1]"):
+        with raises(EngineError, "exchange on ring 44", "positions [1]"):
             ring.exchange([1])
     comm.exchange([])
     commlib.CommContextManager.instance().close(44)
-
-
-def test_a_rank_that_has_closed_the_ring(ranks: Ranks) -> None:
-    ranks(left)
 
 
 def test_a_rank_that_writes_and_closes_during_a_check(
@@ -156,8 +141,10 @@ def test_a_rank_that_writes_and_closes_during_a_check(
         )
 
         def closed_just_now(_: int, rank: int) -> bool:
-            same(other([7]), [[3], [7]], f"the numbers that rank {rank} gets before it closes")
+            assert_equal(
+                other([7]), [[3], [7]], f"the numbers that rank {rank} gets before it closes"
+            )
             return False
 
         monkeypatch.setattr(shared_memory, "_held", closed_just_now)
-        same(mine([3]), [[3], [7]], "the numbers")
+        assert_equal(mine([3]), [[3], [7]], "the numbers")

@@ -10,9 +10,18 @@ import torch
 import commlib
 from commlib.errors import CommTimeout, EngineError, RingError
 from commlib.p2p.routes import routes
-from tests.support.checks import Framed, bits, close, from_bits, refused, same, sample
+from tests.support.checks import (
+    Framed,
+    assert_bits_equal,
+    assert_equal,
+    bits,
+    from_bits,
+    raises,
+    sample,
+)
 from tests.support.operator import MODES, calls
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 Counts = np.ndarray[Any, Any]  # [from, to, segment]: rows
 
@@ -37,10 +46,14 @@ def check(comm: Any, counts: Counts, width: int, dtype: torch.dtype, **mode: boo
     x, way = every[comm.rank].to(comm.device), routes(counts, comm.rank, back=False)
     out = torch.zeros(want.shape, dtype=dtype, device=comm.device)
     result = comm._exchange_rows(out, x, way, **mode)
-    close(result.wait() if isinstance(result, commlib.Work) else result, want, (counts, mode))
+    assert_bits_equal(
+        result.wait() if isinstance(result, commlib.Work) else result, want, (counts, mode)
+    )
     back = torch.zeros_like(x)
     result = comm._exchange_rows(back, out, routes(counts, comm.rank, back=True), **mode)
-    close(result.wait() if isinstance(result, commlib.Work) else result, x, ("back", counts, mode))
+    assert_bits_equal(
+        result.wait() if isinstance(result, commlib.Work) else result, x, ("back", counts, mode)
+    )
 
 
 def values(comm: Any) -> None:
@@ -56,11 +69,12 @@ def test_values(ranks: Ranks) -> None:
     ranks(values)
 
 
-def test_values_of_three(trio: Ranks) -> None:
-    trio(values)
+def test_values_of_three(three_ranks: Ranks) -> None:
+    three_ranks(values)
 
 
-def large(comm: Any) -> None:
+@runs_on("ranks")
+def test_large(comm: Any) -> None:
     """More bytes than fit into the channel at once, and rows that one sender alone has."""
     lopsided = np.zeros((comm.size, comm.size, 2), int)
     lopsided[0, -1] = 3000, 1
@@ -73,11 +87,8 @@ def large(comm: Any) -> None:
         commlib.CommContextManager.instance().close(60)
 
 
-def test_large(ranks: Ranks) -> None:
-    ranks(large)
-
-
-def strided(comm: Any) -> None:
+@runs_on("ranks")
+def test_strided(comm: Any) -> None:
     """Views on both sides, one of them off any alignment, and no byte next to them."""
     counts, way = drawn(comm.size, 2, 9, 5), None
     every = [sample(r, (int(counts[r].sum()), 6), torch.int8) for r in range(comm.size)]
@@ -86,19 +97,16 @@ def strided(comm: Any) -> None:
         x = Framed(tuple(every[comm.rank].shape), torch.int8, comm.device, layout)
         out = Framed(tuple(want.shape), torch.int8, comm.device, layout)
         comm._exchange_rows(out.view, x.view.copy_(every[comm.rank]), way)
-        close(out.view, want, layout)
+        assert_bits_equal(out.view, want, layout)
         out.intact(layout)
     flat = torch.zeros(every[comm.rank].numel() + 1, dtype=torch.int8, device=comm.device)
     x1 = flat[1:].view(every[comm.rank].shape).copy_(every[comm.rank])
     result = torch.zeros(want.shape, dtype=torch.int8, device=comm.device)
-    close(comm._exchange_rows(result, x1, way), want, "one byte off")
+    assert_bits_equal(comm._exchange_rows(result, x1, way), want, "one byte off")
 
 
-def test_strided(ranks: Ranks) -> None:
-    ranks(strided)
-
-
-def streams(comm: Any) -> None:
+@runs_on("all_gpu_ranks")
+def test_streams_and_graphs(comm: Any) -> None:
     """Calls from several streams at once, and in a graph that is replayed among them."""
     counts = drawn(comm.size, 2, 200, 8)
     every = [sample(r, (int(counts[r].sum()), 64), torch.float32) for r in range(comm.size)]
@@ -123,30 +131,23 @@ def streams(comm: Any) -> None:
             with torch.cuda.stream(first):
                 comm._exchange_rows(out, x, way)
             with torch.cuda.stream(then):
-                close(comm._exchange_rows(other, x, way), want, "after another stream")
+                assert_bits_equal(comm._exchange_rows(other, x, way), want, "after another stream")
         torch.cuda.synchronize(comm.device)
-        close(out, want, f"turn {turn}")
+        assert_bits_equal(out, want, f"turn {turn}")
 
 
-def test_streams_and_graphs(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(streams)
-
-
-def misfits(comm: Any) -> None:
+@runs_on("ranks")
+def test_on_a_closed_ring(comm: Any) -> None:
     ring = commlib.new_ring(61, range(comm.size))
     assert ring is not None
     before = calls(ring)
     commlib.CommContextManager.instance().close(61)
     x = torch.zeros(2, 2, device=comm.device)
-    with refused(RingError, "closed"):
+    with raises(RingError, "closed"):
         ring._exchange_rows(
             torch.zeros_like(x), x, routes(drawn(comm.size, 1, 1, 1), comm.rank, back=False)
         )
-    same(before, 0, "calls")
-
-
-def test_on_a_closed_ring(ranks: Ranks) -> None:
-    ranks(misfits)
+    assert_equal(before, 0, "calls")
 
 
 @pytest.mark.gpu
@@ -160,10 +161,11 @@ def channel(comm: Any) -> None:
     from commlib.p2p.expert_rows import RowChannel
 
     check(comm, drawn(comm.size, 2, 4, 2), 8, torch.float32)
-    same(type(comm._engine._rows), RowChannel, "what carries the rows")
+    assert_equal(type(comm._engine._rows), RowChannel, "what carries the rows")
 
 
-def late(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_a_peer_that_does_not_come(comm: Any) -> None:
     """A peer that does not come is named at the next call; the ring can be created again."""
     ring = commlib.new_ring(62, range(comm.size), timeout=5)
     assert ring is not None
@@ -174,14 +176,10 @@ def late(comm: Any) -> None:
         out = torch.zeros((int(counts[:, 0].sum()), 64), device=comm.device)
         ring._exchange_rows(out, every, routes(counts, 0, back=False))
         torch.cuda.synchronize(comm.device)
-        with refused((CommTimeout, EngineError), "waiting for rank 1", "5 s"):
+        with raises((CommTimeout, EngineError), "waiting for rank 1", "5 s"):
             ring._exchange_rows(out, every, routes(counts, 0, back=False))
     comm.exchange([])
     commlib.CommContextManager.instance().close(62, abort=True)
     again = commlib.new_ring(62, range(comm.size))
     check(again, counts, 64, torch.float32)
     commlib.CommContextManager.instance().close(62)
-
-
-def test_a_peer_that_does_not_come(gpu_ranks: Ranks) -> None:
-    gpu_ranks(late)

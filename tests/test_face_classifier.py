@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import commlib
-from tests.support.checks import same
+from tests.support.checks import assert_equal
 from tests.support.processes import ROOT, run
 from tests.support.ranks import UNIFIED, Ranks
 
@@ -29,16 +29,16 @@ def trained(comm: Any) -> None:
     losses = faces.train_on_ranks(comm, 8)
     wanted = faces.train_alone(alone, comm.size, 8)
     apart = max(abs(a - b) for a, b in zip(losses, wanted, strict=True))
-    same(apart < faces.TOLERANCE, True, f"{losses} against {wanted}")
-    same(losses[-1] < 0.8 * losses[0], True, f"losses {losses}")
+    assert_equal(apart < faces.TOLERANCE, True, f"{losses} against {wanted}")
+    assert_equal(losses[-1] < 0.8 * losses[0], True, f"losses {losses}")
 
 
 def test_ranks(ranks: Ranks) -> None:
     ranks(trained)
 
 
-def test_uneven_shards(trio: Ranks) -> None:
-    trio(trained)
+def test_uneven_shards(three_ranks: Ranks) -> None:
+    three_ranks(trained)
 
 
 @pytest.mark.parametrize("engine", UNIFIED)

@@ -12,18 +12,19 @@ from commlib import ops
 from commlib.errors import ArgumentError, DeviceError, DtypeError, RingError, ShapeError
 from tests.support.checks import (
     Array,
+    assert_bits_equal,
+    assert_equal,
     bits,
-    close,
     from_bits,
     laid_out,
-    refused,
-    same,
+    raises,
     sample,
     wide,
 )
 from tests.support.examples import examples
 from tests.support.operator import ABSENT_RING, calls, compile_whole, generating
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 Counts = list[list[list[int]]]  # [a][b][k]: rows from rank a to expert k of rank b
 
@@ -64,18 +65,17 @@ def inputs(counts: Counts, width: int, dtype: torch.dtype) -> list[torch.Tensor]
     return [sample(r, (sum(map(sum, own)), width), dtype) for r, own in enumerate(counts)]
 
 
-def known(comm: Any) -> None:
+@runs_on("ranks")
+def test_the_known_vector(comm: Any) -> None:
     x = torch.arange(1.0, 11.0, device=comm.device).view(5, 2)
     mine = own_counts(comm, KNOWN)
     there = ops.global_scatter(x, **mine)
     rows = [[1, 2, 1, 3, 2], [4, 3, 4, 5, 5]][comm.rank]
-    close(there, torch.stack([x[row - 1] for row in rows]).cpu(), "scattered")
+    assert_bits_equal(there, torch.stack([x[row - 1] for row in rows]).cpu(), "scattered")
     rows = [[1, 2, 4, 1, 4], [3, 5, 2, 3, 5]][comm.rank]
-    close(ops.global_gather(x, **mine), torch.stack([x[row - 1] for row in rows]).cpu(), "gathered")
-
-
-def test_the_known_vector(ranks: Ranks) -> None:
-    ranks(known)
+    assert_bits_equal(
+        ops.global_gather(x, **mine), torch.stack([x[row - 1] for row in rows]).cpu(), "gathered"
+    )
 
 
 def both_ways(comm: Any, counts: Counts, width: int, dtype: torch.dtype, **how: Any) -> None:
@@ -84,8 +84,10 @@ def both_ways(comm: Any, counts: Counts, width: int, dtype: torch.dtype, **how: 
     want = from_bits(scattered([bits(x) for x in every], counts, comm.rank), dtype)
     mine = own_counts(comm, counts, how.pop("device", "cpu"))
     there = ops.global_scatter(x, **mine, **how)
-    close(there, want, f"scattered {dtype} {how}")
-    close(ops.global_gather(there, **mine, **how), every[comm.rank], f"and back {dtype} {how}")
+    assert_bits_equal(there, want, f"scattered {dtype} {how}")
+    assert_bits_equal(
+        ops.global_gather(there, **mine, **how), every[comm.rank], f"and back {dtype} {how}"
+    )
 
 
 def values(comm: Any) -> None:
@@ -103,8 +105,8 @@ def test_values(ranks: Ranks) -> None:
     ranks(values)
 
 
-def test_values_of_three(trio: Ranks) -> None:
-    trio(values)
+def test_values_of_three(three_ranks: Ranks) -> None:
+    three_ranks(values)
 
 
 entry = st.integers(0, 4)
@@ -116,7 +118,8 @@ def test_any_counts(ranks: Ranks, flat: list[int]) -> None:
     ranks(both_ways, np.array(flat).reshape(2, 2, 2).tolist(), 3, torch.float64)
 
 
-def gradients(comm: Any) -> None:
+@runs_on("ranks")
+def test_gradients(comm: Any) -> None:
     """The gradient of one is the other, eager and compiled."""
     counts = drawn(comm.size, 2, 4, 11)
     every = inputs(counts, 3, torch.float64)
@@ -125,19 +128,15 @@ def gradients(comm: Any) -> None:
     for call in (ops.global_scatter, compile_whole(ops.global_scatter)):
         x = every[comm.rank].to(comm.device, copy=True).requires_grad_()
         out = call(x, **mine)
-        close(out.detach(), want, "scattered")
+        assert_bits_equal(out.detach(), want, "scattered")
         out.backward(out.detach() * 3)
-        close(x.grad, every[comm.rank] * 3, "what came, sent back")
+        assert_bits_equal(x.grad, every[comm.rank] * 3, "what came, sent back")
     for call in (ops.global_gather, compile_whole(ops.global_gather)):
         there = torch.from_numpy(want.copy()).to(comm.device).requires_grad_()
         out = call(there, **mine)
-        close(out.detach(), every[comm.rank], "gathered")
+        assert_bits_equal(out.detach(), every[comm.rank], "gathered")
         out.backward(out.detach() * 3)
-        close(there.grad, want * 3, "what came, sent there again")
-
-
-def test_gradients(ranks: Ranks) -> None:
-    ranks(gradients)
+        assert_bits_equal(there.grad, want * 3, "what came, sent there again")
 
 
 def expert_layer(x: torch.Tensor, **mine: torch.Tensor) -> torch.Tensor:
@@ -152,7 +151,7 @@ def compiled(comm: Any, backend: str) -> None:
         counts = drawn(comm.size, 2, 3 + seed, seed)
         mine = own_counts(comm, counts)
         x = inputs(counts, 4, torch.float32)[comm.rank].to(comm.device)
-        close(graph(x, **mine), expert_layer(x, **mine), f"compiled {backend}")
+        assert_bits_equal(graph(x, **mine), expert_layer(x, **mine), f"compiled {backend}")
 
 
 def test_compiled(ranks: Ranks) -> None:
@@ -180,17 +179,15 @@ def replicated(comm: Any, whole: torch.Tensor, counts: Counts) -> torch.Tensor:
     return total
 
 
-def checked_gradient(comm: Any) -> None:
+@runs_on("ranks")
+def test_gradcheck(comm: Any) -> None:
     counts = drawn(comm.size, 2, 2, 4)
     whole = torch.cat(inputs(counts, 2, torch.float64)).to(comm.device).requires_grad_()
     torch.autograd.gradcheck(lambda x: replicated(comm, x, counts), whole)
 
 
-def test_gradcheck(ranks: Ranks) -> None:
-    ranks(checked_gradient)
-
-
-def registered(comm: Any) -> None:
+@runs_on("ranks", deadline=120)
+def test_opcheck(comm: Any) -> None:
     counts = drawn(comm.size, 2, 3, 6)
     mine = list(own_counts(comm, counts).values())
     x = inputs(counts, 2, torch.float64)[comm.rank].to(comm.device)
@@ -204,11 +201,8 @@ def registered(comm: Any) -> None:
         torch.library.opcheck(operators.from_experts.default, (rows, whole, 0, True, len(x)))
 
 
-def test_opcheck(ranks: Ranks) -> None:
-    ranks(registered, deadline=120)
-
-
-def captured(comm: Any) -> None:
+@runs_on("all_gpu_ranks")
+def test_captured(comm: Any) -> None:
     """The counts are a part of the graph; rows are not."""
     counts = drawn(comm.size, 2, 40, 2)
     mine, every = own_counts(comm, counts), inputs(counts, 16, torch.bfloat16)
@@ -220,20 +214,17 @@ def captured(comm: Any) -> None:
     for seed in range(3):
         x.copy_(sample(comm.rank, tuple(x.shape), torch.bfloat16, seed))
         graph.replay()
-        close(out, expert_layer(x, **mine), f"replay {seed}")
+        assert_bits_equal(out, expert_layer(x, **mine), f"replay {seed}")
     there = own_counts(comm, counts, comm.device)
     with (
-        refused(ArgumentError, "local_count.cpu() before the capture"),
+        raises(ArgumentError, "local_count.cpu() before the capture"),
         torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
     ):
         ops.global_scatter(x, **there)
 
 
-def test_captured(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(captured)
-
-
-def mismatches(comm: Any) -> None:
+@runs_on("ranks")
+def test_mismatches(comm: Any) -> None:
     """Ranks that disagree are notified on every rank, by name, and nothing is launched."""
     counts = [[[1, 2], [3, 0]], [[2, 1], [1, 2]]]
     x = inputs(counts, 3, torch.float32)[comm.rank].to(comm.device)
@@ -243,82 +234,73 @@ def mismatches(comm: Any) -> None:
     if comm.rank == 1:
         wrong["global_count"][0] += 1  # rank 0 sends 3 rows to rank 1's expert 0
     words = ("rank 0 has 3 rows for expert 0 of rank 1", "rank 1 expects 4", "global_count = ops")
-    with refused(ArgumentError, *words):
+    with raises(ArgumentError, *words):
         ops.global_scatter(x, **wrong)
-    with refused(ArgumentError, "width of x: 3 on ranks [0], 2 on ranks [1]"):
+    with raises(ArgumentError, "width of x: 3 on ranks [0], 2 on ranks [1]"):
         ops.global_scatter(x[:, : 3 - comm.rank], **mine)
-    with refused(DtypeError, "dtype of x: torch.float32 on ranks [0], torch.float64"):
+    with raises(DtypeError, "dtype of x: torch.float32 on ranks [0], torch.float64"):
         ops.global_scatter(x.double() if comm.rank else x, **mine)
     one = own_counts(comm, [[[3], [3]], [[4], [2]]])
-    with refused(ShapeError, "number of counts: 8 on ranks [0], 4 on ranks [1]"):
+    with raises(ShapeError, "number of counts: 8 on ranks [0], 4 on ranks [1]"):
         ops.global_scatter(x, **(one if comm.rank else mine))
     reason = (
         (ArgumentError, "invalid arguments on ranks [0]")
         if comm.rank
         else (ShapeError, "adds up to")
     )
-    with refused(*reason):
+    with raises(*reason):
         ops.global_scatter(x if comm.rank else x[:-1], **mine)
-    with refused(ArgumentError, f"ranks [{1 - comm.rank}]", "another operator"):
+    with raises(ArgumentError, f"ranks [{1 - comm.rank}]", "another operator"):
         (ops.global_gather if comm.rank else ops.global_scatter)(x, **mine)
-    same(calls(comm), before, "calls launched by refused ones")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
     both_ways(comm, counts, 3, torch.float32)
 
 
-def test_mismatches(ranks: Ranks) -> None:
-    ranks(mismatches)
-
-
-def refusals(comm: Any) -> None:
+@runs_on("ranks")
+def test_refusals(comm: Any) -> None:
     counts = [[[1, 2], [3, 0]], [[2, 1], [1, 2]]]
     x = inputs(counts, 3, torch.float32)[comm.rank].to(comm.device)
     mine, before = own_counts(comm, counts), calls(comm)
     local, expected = mine.values()
     for call, verb in ((ops.global_scatter, "global_scatter"), (ops.global_gather, "global_gath")):
-        with refused(DtypeError, verb, "local_count is torch.int32", "pass local_count.long()"):
+        with raises(DtypeError, verb, "local_count is torch.int32", "pass local_count.long()"):
             call(x, local.int(), expected)
-        with refused(ArgumentError, "global_count[1] is -1"):
+        with raises(ArgumentError, "global_count[1] is -1"):
             call(x, local, torch.tensor([1, -1, 2, 2]))
-        with refused(ArgumentError, "local_count is list"):
+        with raises(ArgumentError, "local_count is list"):
             call(x, [1, 2, 3, 4], expected)
-        with refused(ShapeError, "shape (3,)", "[experts * 2]"):
+        with raises(ShapeError, "shape (3,)", "[experts * 2]"):
             call(x, local[:3], expected)
-        with refused(ShapeError, "local_count has 4", "2"):
+        with raises(ShapeError, "local_count has 4", "2"):
             call(x, local, expected[:2])
-        with refused(ShapeError, "adds up to", tuple(x[1:].shape)):
+        with raises(ShapeError, "adds up to", tuple(x[1:].shape)):
             call(x[1:], local, expected)
-        with refused(ShapeError, "[rows, width]"):
+        with raises(ShapeError, "[rows, width]"):
             call(x.view(-1), local, expected)
-        with refused(DeviceError, "meta"):
+        with raises(DeviceError, "meta"):
             call(x.to("meta"), local, expected)
-        with refused(ArgumentError, "list"):
+        with raises(ArgumentError, "list"):
             call([1.0], local, expected)
-        with refused(RingError, ABSENT_RING):
+        with raises(RingError, ABSENT_RING):
             call(x, local, expected, ABSENT_RING)
-    same(calls(comm), before, "calls launched by refused ones")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
 
 
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refusals)
-
-
-def alone(comm: Any) -> None:
+@runs_on("ranks")
+def test_a_ring_of_one(comm: Any) -> None:
     ring = commlib.new_ring(70 + comm.rank, [comm.rank])
     assert ring is not None
     x = sample(1, (5, 2), torch.float32).to(comm.device).requires_grad_()
     counts = torch.tensor([3, 2])
     there = ops.global_scatter(x, counts, counts, ring.ring_id)
-    close(there.detach(), x.detach(), "a ring of one")
+    assert_bits_equal(there.detach(), x.detach(), "a ring of one")
     ops.global_gather(there, counts, counts, ring.ring_id).sum().backward()
-    close(x.grad, torch.ones(5, 2), "its gradient")
+    assert_bits_equal(x.grad, torch.ones(5, 2), "its gradient")
     commlib.CommContextManager.instance().close(ring.ring_id)
 
 
-def test_a_ring_of_one(ranks: Ranks) -> None:
-    ranks(alone)
-
-
-def ahead(comm: Any) -> None:
+@runs_on("many_ranks")
+def test_a_sender_that_is_ahead(comm: Any) -> None:
     """A rank that nobody makes wait is a call ahead of its receiver, whose flags must not mix."""
     slow, quick, target = 0, 1, 2
     if comm.size <= target:
@@ -338,8 +320,4 @@ def ahead(comm: Any) -> None:
             found.append(ops.global_scatter(x, **own_counts(comm, counts(sender))))
         for sender, rows_found in zip((slow, quick), found, strict=True):
             wanted = torch.full((rows if comm.rank == target else 0, width), turn + sender / 2)
-            close(rows_found, wanted, f"turn {turn}, from rank {sender}")
-
-
-def test_a_sender_that_is_ahead(crowd: Ranks) -> None:
-    crowd(ahead)
+            assert_bits_equal(rows_found, wanted, f"turn {turn}, from rank {sender}")

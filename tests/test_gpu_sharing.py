@@ -13,8 +13,9 @@ import commlib.graph
 from commlib import flags, ops
 from commlib.compat import paddle
 from commlib.errors import ArgumentError, PeerTimeout, RingError, StreamError
-from tests.support.checks import close, refused, same
-from tests.support.ranks import Ranks, World
+from tests.support.checks import assert_bits_equal, assert_equal, raises
+from tests.support.ranks import NewRanks
+from tests.support.runs_on import runs_on
 
 Call = Callable[[], Any]
 MIB = 1 << 20
@@ -45,7 +46,10 @@ def ones(comm: Any, nbytes: int) -> torch.Tensor:
     return torch.full((nbytes // 2,), comm.rank + 1.0, dtype=torch.bfloat16, device=comm.device)
 
 
-def side_by_side(comm: Any, nbytes: int, count: int) -> None:
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("nbytes", [64 << 10, MIB, 16 * MIB, 64 * MIB])
+@runs_on("gpu_ranks")
+def test_graphs_of_rings_on_streams(comm: Any, nbytes: int, count: int) -> None:
     """Graphs of rings on a stream each, whose first one is another ring's on each rank."""
     rings = [new_ring(131 + i, timeout=LATE_S) for i in range(count)]
     streams = [torch.cuda.Stream() for _ in rings]
@@ -68,17 +72,13 @@ def side_by_side(comm: Any, nbytes: int, count: int) -> None:
         torch.cuda.synchronize()
         for ring, out in zip(rings, outs, strict=True):
             ring.check()
-            close(out, torch.full_like(out, 3.0), f"{nbytes} bytes")
+            assert_bits_equal(out, torch.full_like(out, 3.0), f"{nbytes} bytes")
     del graphs
 
 
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("nbytes", [64 << 10, MIB, 16 * MIB, 64 * MIB])
-def test_graphs_of_rings_on_streams(gpu_ranks: Ranks, nbytes: int, count: int) -> None:
-    gpu_ranks(side_by_side, nbytes, count)
-
-
-def one_ring(comm: Any, nbytes: int) -> None:
+@pytest.mark.parametrize("nbytes", [MIB, 16 * MIB, 64 * MIB])
+@runs_on("gpu_ranks")
+def test_two_streams_of_one_ring(comm: Any, nbytes: int) -> None:
     """Graphs of one ring side by side: right, or ``StreamError``; nothing else."""
     ring = new_ring(33, timeout=LATE_S)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
@@ -106,18 +106,14 @@ def one_ring(comm: Any, nbytes: int) -> None:
             ring.reset()
             continue
         for out, want in zip(outs, (3.0, 30.0), strict=True):
-            close(out, torch.full_like(out, want), f"{nbytes} bytes, nothing reported")
+            assert_bits_equal(out, torch.full_like(out, want), f"{nbytes} bytes, nothing reported")
     if nbytes >= 16 * MIB:
-        same(reported > 0, True, f"{nbytes} bytes: StreamError")
+        assert_equal(reported > 0, True, f"{nbytes} bytes: StreamError")
     del graphs
 
 
-@pytest.mark.parametrize("nbytes", [MIB, 16 * MIB, 64 * MIB])
-def test_two_streams_of_one_ring(gpu_ranks: Ranks, nbytes: int) -> None:
-    gpu_ranks(one_ring, nbytes)
-
-
-def destroyed(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_a_stream_that_is_destroyed(comm: Any) -> None:
     """The stream of the last call, of another library, is gone at the next one."""
     from cupy.cuda import runtime
 
@@ -132,17 +128,15 @@ def destroyed(comm: Any) -> None:
             begun = comm.all_reduce_begin(torch.empty_like(x), x)
         stream.synchronize()
         runtime.streamDestroy(handle)
-        close(begun.wait(), torch.full_like(x, 3.0), f"turn {turn}, begun there")
+        assert_bits_equal(begun.wait(), torch.full_like(x, 3.0), f"turn {turn}, begun there")
         work.wait()
-        close(ops.all_reduce(x), torch.full_like(x, 3.0), f"turn {turn}")
-        close(first, torch.full_like(x, 3.0), f"turn {turn}, on the stream")
+        assert_bits_equal(ops.all_reduce(x), torch.full_like(x, 3.0), f"turn {turn}")
+        assert_bits_equal(first, torch.full_like(x, 3.0), f"turn {turn}, on the stream")
 
 
-def test_a_stream_that_is_destroyed(gpu_ranks: Ranks) -> None:
-    gpu_ranks(destroyed)
-
-
-def raw_results(comm: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+@runs_on("gpu_ranks")
+def test_results_of_raw_calls(comm: Any, dtype: torch.dtype) -> None:
     """Memory that queued kernels of the calc stream still write is not a raw call's result."""
     count = MIB
     x = torch.full((count,), comm.rank + 1, dtype=dtype, device=comm.device)
@@ -172,16 +166,13 @@ def raw_results(comm: Any, dtype: torch.dtype) -> None:
             paddle.c_wait_comm(y)
             torch.cuda.synchronize()
             if y is not None:
-                close(y, torch.full_like(y, 3), f"call {number} of {dtype}")
-            close(double, torch.full_like(double, 154), "the program's own")
+                assert_bits_equal(y, torch.full_like(y, 3), f"call {number} of {dtype}")
+            assert_bits_equal(double, torch.full_like(double, 154), "the program's own")
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
-def test_results_of_raw_calls(gpu_ranks: Ranks, dtype: torch.dtype) -> None:
-    gpu_ranks(raw_results, dtype)
-
-
-def beside_compute(comm: Any, nbytes: int) -> None:
+@pytest.mark.parametrize("nbytes", [256 << 10, 16 * MIB, 64 * MIB])
+@runs_on("gpu_ranks")
+def test_compute_while_a_peer_is_late(comm: Any, nbytes: int) -> None:
     """Kernels that fill the GPU end while an asynchronous call still waits for its peer."""
     ring = new_ring(34)
     a = torch.randn(4096, 4096, dtype=torch.bfloat16, device=comm.device)
@@ -199,38 +190,31 @@ def beside_compute(comm: Any, nbytes: int) -> None:
             for _ in range(10):
                 torch.mm(a, a)
             torch.cuda.current_stream().synchronize()  # up to the ring's deadline, if it can't
-            same(work.done(), False, "the call, whose peer has not come")
+            assert_equal(work.done(), False, "the call, whose peer has not come")
         comm.exchange([])
         work = work or begin(out)
-        close(work.wait(), torch.full_like(out, 3.0), f"{nbytes} bytes")
-    with refused(ArgumentError, "max_blocks", "rank"):
+        assert_bits_equal(work.wait(), torch.full_like(out, 3.0), f"{nbytes} bytes")
+    with raises(ArgumentError, "max_blocks", "rank"):
         ring.all_reduce(x, x, max_blocks=0)
 
 
-@pytest.mark.parametrize("nbytes", [256 << 10, 16 * MIB, 64 * MIB])
-def test_compute_while_a_peer_is_late(gpu_ranks: Ranks, nbytes: int) -> None:
-    gpu_ranks(beside_compute, nbytes)
-
-
-def gate_times_out(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_a_peer_that_never_comes_to_an_asynchronous_call(comm: Any) -> None:
     """A peer that never comes is named by the gate too."""
     ring = new_ring(35, timeout=5)
     x = ones(comm, 16 * MIB)
     if comm.rank == 0:
         ring.all_reduce(x, x, use_calc_stream=False, sync_op=False).wait()
         torch.cuda.synchronize()
-        same(bool(x.isnan().all()), True, "no number is left")
-        with refused(PeerTimeout, "rank 1", "all_reduce"):
+        assert_equal(bool(x.isnan().all()), True, "no number is left")
+        with raises(PeerTimeout, "rank 1", "all_reduce"):
             ring.check()
     comm.exchange([])
     commlib.CommContextManager.instance().close(35, abort=True)
 
 
-def test_a_peer_that_never_comes_to_an_asynchronous_call(gpu_ranks: Ranks) -> None:
-    gpu_ranks(gate_times_out)
-
-
-def contexts(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_no_context_on_another_gpu(comm: Any) -> None:
     """Steps in their own threads leave no context on GPU 0."""
     other = 1 - comm.rank
     before = has_context(other)
@@ -243,23 +227,20 @@ def contexts(comm: Any) -> None:
         comm.exchange([])
         manager.close(36, abort=abort)
     comm.reset()
-    same(has_context(other), before, "a context on the other GPU")
+    assert_equal(has_context(other), before, "a context on the other GPU")
 
 
-def test_no_context_on_another_gpu(gpu_ranks: Ranks) -> None:
-    gpu_ranks(contexts)
-
-
-def on_demand(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_communicators_on_demand(comm: Any) -> None:
     """No NCCL communicator before a call needs one; in a capture it is refused by name."""
     ring = new_ring(37)
     small = torch.ones(1024, device=comm.device)
     whole = torch.ones(1024, dtype=torch.int64, device=comm.device)
     ring.all_reduce(small, small)
     row = next(r for r in commlib.CommContextManager.instance().report() if r["ring_id"] == 37)
-    same((row["communicator"], row["bytes"]), (False, 0), "an idle ring")
-    same(row["workspace_bytes"] > 0, True, "what it has taken")
-    same("connect()" in ring.explain(4096, torch.int64), True, "announced")
+    assert_equal((row["communicator"], row["bytes"]), (False, 0), "an idle ring")
+    assert_equal(row["workspace_bytes"] > 0, True, "what it has taken")
+    assert_equal("connect()" in ring.explain(4096, torch.int64), True, "announced")
     calls: list[Call] = [
         lambda: ring.all_reduce(whole, whole),
         lambda: ring.all_to_all(whole, whole, in_splits=[512] * 2, out_splits=[512] * 2),
@@ -267,14 +248,14 @@ def on_demand(comm: Any) -> None:
     for call in calls:
         graph = torch.cuda.CUDAGraph()
         with (
-            refused(ArgumentError, "connect()", "capture", "ring 37"),
+            raises(ArgumentError, "connect()", "capture", "ring 37"),
             torch.cuda.graph(graph, capture_error_mode="thread_local"),
         ):
             call()
-        same(ring.report()["state"], "ready", "after a call that was refused")
+        assert_equal(ring.report()["state"], "ready", "after a call that was refused")
     ring.connect()
-    same(ring.report()["communicator"], True, "connected")
-    same("connect()" in ring.explain(4096, torch.int64), False, "nothing to announce")
+    assert_equal(ring.report()["communicator"], True, "connected")
+    assert_equal("connect()" in ring.explain(4096, torch.int64), False, "nothing to announce")
     target = torch.zeros_like(whole)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -282,37 +263,31 @@ def on_demand(comm: Any) -> None:
         ring.all_reduce(target, target)
     graph.replay()
     torch.cuda.synchronize()
-    close(target, torch.full_like(target, 2), "captured after connect()")
+    assert_bits_equal(target, torch.full_like(target, 2), "captured after connect()")
     graph.reset()
 
 
-def test_communicators_on_demand(gpu_ranks: Ranks) -> None:
-    gpu_ranks(on_demand)
-
-
-def warmed_up(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_first_calls_connect(comm: Any) -> None:
     """The runs before a capture of ours connect what it needs."""
     ring = new_ring(38)
     x = torch.arange(8, dtype=torch.int64, device=comm.device)
     f = commlib.graph.capture(lambda t: ops.all_reduce(t, 38) * 2, outputs="copy")
     for _ in range(3):
-        close(f(x), x * 4)
-    same(ring.report()["communicator"], True, "connected by the runs before the capture")
+        assert_bits_equal(f(x), x * 4)
+    assert_equal(ring.report()["communicator"], True, "connected by the runs before the capture")
     group = new_ring(39)
     sent, got = x.clone(), torch.zeros_like(x)
     with group.group():
         group.send(sent, peer=1 - comm.rank)
         group.recv(got, peer=1 - comm.rank)
         total = ops.all_reduce(x, 39)
-    close(got, x, "received in the first group")
-    close(total, x * 2, "reduced in the first group")
+    assert_bits_equal(got, x, "received in the first group")
+    assert_bits_equal(total, x * 2, "reduced in the first group")
 
 
-def test_first_calls_connect(gpu_ranks: Ranks) -> None:
-    gpu_ranks(warmed_up)
-
-
-def first_group_of_an_exchange(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_a_group_that_connects_is_launched_once(comm: Any) -> None:
     """The calls of a group that still has to connect are launched once."""
     with flags.override("FLAGS_custom_allreduce", False):
         ring = new_ring(52)
@@ -321,15 +296,12 @@ def first_group_of_an_exchange(comm: Any) -> None:
     with ring.group():
         ring.all_reduce(x, x)
         ring.all_to_all(out, parts)
-    close(x, torch.full_like(x, 2.0), "the sum of a group that connected")
-    close(out, torch.tensor([1.0] * 4 + [2.0] * 4, device=comm.device), "the exchange")
+    assert_bits_equal(x, torch.full_like(x, 2.0), "the sum of a group that connected")
+    assert_bits_equal(out, torch.tensor([1.0] * 4 + [2.0] * 4, device=comm.device), "the exchange")
 
 
-def test_a_group_that_connects_is_launched_once(gpu_ranks: Ranks) -> None:
-    gpu_ranks(first_group_of_an_exchange)
-
-
-def graphs_hold(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_closing_beside_a_graph_of_the_program(comm: Any) -> None:
     """close() does not wait for graphs of the program; the communicator goes after them."""
     from commlib.engines import nccl_connection
 
@@ -342,50 +314,43 @@ def graphs_hold(comm: Any) -> None:
     began = time.monotonic()
     commlib.CommContextManager.instance().close(40)
     took = time.monotonic() - began
-    same(took < flags.get(flags.CLOSE_TIMEOUT) / 2, True, f"close() took {took:.1f} s")
-    same("still hold" in ring._errors()[-1], True, ring._errors())
-    same(len(nccl_connection._released), 1, "communicators that wait for graphs")
+    assert_equal(took < flags.get(flags.CLOSE_TIMEOUT) / 2, True, f"close() took {took:.1f} s")
+    assert_equal("still hold" in ring._errors()[-1], True, ring._errors())
+    assert_equal(len(nccl_connection._released), 1, "communicators that wait for graphs")
     graph.reset()
     torch.cuda.synchronize()
     end = time.monotonic() + 10
     while nccl_connection._released and time.monotonic() < end:
         nccl_connection._destroy_released()
         time.sleep(0.05)
-    same(len(nccl_connection._released), 0, "communicators after the graph")
+    assert_equal(len(nccl_connection._released), 0, "communicators after the graph")
 
 
-def test_closing_beside_a_graph_of_the_program(gpu_ranks: Ranks) -> None:
-    gpu_ranks(graphs_hold)
-
-
-def suspended(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_suspend_and_resume(comm: Any) -> None:
     """Memory is given back, graphs stay valid, calls in between are refused."""
     ring = new_ring(41)
     x = torch.full((4096,), comm.rank + 1.0, device=comm.device)
     whole = torch.ones(4096, dtype=torch.int64, device=comm.device)
     ring.all_reduce(whole, whole)
     f = commlib.graph.capture(lambda t: ops.all_reduce(t, 41) + 1, outputs="copy")
-    close(f(x), torch.full_like(x, 4.0))
-    same(ring.report()["communicator"], True, "before")
+    assert_bits_equal(f(x), torch.full_like(x, 4.0))
+    assert_equal(ring.report()["communicator"], True, "before")
     ring.suspend()
-    same((ring.report()["communicator"], ring.report()["bytes"]), (False, 0), "given back")
-    with refused(RingError, "resume()"):
+    assert_equal((ring.report()["communicator"], ring.report()["bytes"]), (False, 0), "given back")
+    with raises(RingError, "resume()"):
         ring.all_reduce(x, x)
-    with refused(RingError, "resume()"):
+    with raises(RingError, "resume()"):
         ring.suspend()
     ring.resume()
-    with refused(RingError, "not suspended"):
+    with raises(RingError, "not suspended"):
         ring.resume()
-    close(f(x), torch.full_like(x, 4.0), "a graph from before")
+    assert_bits_equal(f(x), torch.full_like(x, 4.0), "a graph from before")
     whole.fill_(1)
     ring.all_reduce(whole, whole)
-    close(whole, torch.full_like(whole, 2), "NCCL connected again")
+    assert_bits_equal(whole, torch.full_like(whole, 2), "NCCL connected again")
     ring.suspend()
     commlib.CommContextManager.instance().close(41)
-
-
-def test_suspend_and_resume(gpu_ranks: Ranks) -> None:
-    gpu_ranks(suspended)
 
 
 def lone_pairs(comm: Any) -> None:
@@ -399,9 +364,11 @@ def lone_pairs(comm: Any) -> None:
         if comm.rank % 2 == 0:
             ring.send(x + turn, peer=comm.rank + 1)
         else:
-            close(ring.recv(x, peer=comm.rank - 1), torch.full_like(x, comm.rank - 1.0 + turn))
+            assert_bits_equal(
+                ring.recv(x, peer=comm.rank - 1), torch.full_like(x, comm.rank - 1.0 + turn)
+            )
     torch.cuda.synchronize(device)
-    same(ring.report()["communicator"], False, "the ring's own communicator")
+    assert_equal(ring.report()["communicator"], False, "the ring's own communicator")
 
 
 def circle_of_pairs(comm: Any, ring_id: int, nbytes: int) -> None:
@@ -420,17 +387,18 @@ def circle_of_pairs(comm: Any, ring_id: int, nbytes: int) -> None:
             ring.send(x, peer=after)
             ring.recv(got, peer=before)
         torch.cuda.synchronize(device)
-        close(got, torch.full_like(x, before))
+        assert_bits_equal(got, torch.full_like(x, before))
 
 
-def test_pairs_in_a_larger_ring(gpu_world: World) -> None:
-    with gpu_world(4) as ranks:
+def test_pairs_in_a_larger_ring(new_gpu_ranks: NewRanks) -> None:
+    with new_gpu_ranks(4) as ranks:
         ranks(lone_pairs, deadline=120)
         ranks(circle_of_pairs, 50, 4096, deadline=120)
         ranks(circle_of_pairs, 51, 64 * MIB, deadline=120)
 
 
-def first_in_a_capture(comm: Any) -> None:
+@runs_on("legacy_gpu_ranks")
+def test_first_call_in_a_capture(comm: Any) -> None:
     """With the flag off a first call in a capture is refused; the ring survives."""
     ring = new_ring(43)
     x = torch.ones(64, device=comm.device)
@@ -443,20 +411,16 @@ def first_in_a_capture(comm: Any) -> None:
     for call in calls:
         graph = torch.cuda.CUDAGraph()
         with (
-            refused(ArgumentError, "capture", "ring 43"),
+            raises(ArgumentError, "capture", "ring 43"),
             torch.cuda.graph(graph, capture_error_mode="thread_local"),
         ):
             call()
-        same(ring.report()["state"], "ready", "after a call that was refused")
+        assert_equal(ring.report()["state"], "ready", "after a call that was refused")
     ring.connect()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         ring.all_reduce(out, x)
     graph.replay()
     torch.cuda.synchronize()
-    close(out, torch.full_like(out, 2.0), "captured after connect()")
+    assert_bits_equal(out, torch.full_like(out, 2.0), "captured after connect()")
     graph.reset()
-
-
-def test_first_call_in_a_capture(legacy_gpu_ranks: Ranks) -> None:
-    legacy_gpu_ranks(first_in_a_capture)

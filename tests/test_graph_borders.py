@@ -12,7 +12,7 @@ from commlib.graph import GraphError
 from commlib.graph.backends.base import CpuBackend
 from commlib.graph.recording.rank_agreement import check_ranks_agree, same_key
 from commlib.graph.watching.recorded_collective import Collective
-from tests.support.checks import refused, same
+from tests.support.checks import assert_equal, raises
 from tests.support.ranks import Ranks
 
 TURNS = 4  # the call itself, the capture's first replay, and verified and plain ones after that
@@ -88,7 +88,7 @@ def other_reduction(comm: Any) -> None:
         for i, both in enumerate(reversed(ops))
     ]
     check_ranks_agree([comm], seen[:1], None, counted=False)
-    with refused(GraphError, "number 1 is rank 0", "op sum", "rank 1", "op max", "line 1"):
+    with raises(GraphError, "number 1 is rank 0", "op sum", "rank 1", "op max", "line 1"):
         check_ranks_agree([comm], seen, None, counted=False)
 
 
@@ -104,8 +104,8 @@ def keys_of_ranks(comm: Any) -> None:
     """The number of a device and an address differ between ranks that make the same call."""
     held = [Option() for _ in range(1 + comm.rank)]
     key = torch.device("cuda", comm.rank), held[-1], frozenset({"a", "b"})
-    same(same_key(comm, key, True), True, "equal keys")
-    with refused(GraphError, "call with different keys", "rank 1"):
+    assert_equal(same_key(comm, key, True), True, "equal keys")
+    with raises(GraphError, "call with different keys", "rank 1"):
         same_key(comm, (*key, comm.rank), True)
 
 

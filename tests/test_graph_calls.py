@@ -5,223 +5,19 @@ from array import array
 from itertools import count
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import commlib
 from commlib import graph
-from commlib.compat import deepspeed
 from commlib.errors import CommError
 from commlib.graph import GraphError
-from commlib.graph.operators.overlap import overlap, overlaps
 from commlib.graph.watching.recorder import Recorder
 from commlib.graph.watching.runs import WarmUpRun, inside
 from commlib.graph.watching.undo import UndoLog
-from tests.support.checks import close, refused, same, settle
-from tests.support.examples import examples
-from tests.support.ranks import Ranks
-
-
-def on_gpu(comm: Any) -> bool:
-    return bool(comm.device.type == "cuda")
-
-
-# -- arguments -------------------------------------------------------------------------------------
-
-
-def overlapping(comm: Any) -> None:
-    """Tensors of one begin and of empty memory are distinguished; a written overlap is refused."""
-    x = torch.arange(6.0, device=comm.device)
-    both = graph.capture(lambda a, b: b.sum() + a.sum(), outputs="copy")
-    for turn in range(3):
-        y = x + turn  # at another place
-        close(both(y[:2], y), y[:2].sum() + y.sum(), f"turn {turn}")
-    shapes = graph.capture(lambda a, b: torch.zeros(b.shape[1]) + b.sum(0).cpu(), outputs="copy")
-    if not on_gpu(comm):
-        same(shapes(torch.empty(0, 3), torch.empty(0, 5)).shape, (5,), "empty")
-
-    @graph.capture(outputs="copy")
-    def written(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        a.add_(1)
-        return b * 1
-
-    @graph.capture(outputs="copy")
-    def columns(a: torch.Tensor, b: torch.Tensor) -> None:
-        a.add_(1)
-        b.add_(2)
-
-    for _ in range(2):
-        table = torch.zeros(3, 5, device=comm.device)
-        columns(table[:, :2], table[:, 2:4])
-        close(table, torch.tensor([[1.0, 1.0, 2.0, 2.0, 0.0]] * 3), "columns do not meet")
-    zeros, more = torch.zeros(6, device=comm.device), torch.zeros(6, device=comm.device)
-    if on_gpu(comm):  # the graph works where the tensors lie, as the function does
-        close(written(zeros[:4], zeros[2:]), torch.tensor([1.0, 1.0, 0.0, 0.0]))
-        close(zeros, torch.tensor([1.0] * 4 + [0.0] * 2))
-    with refused(GraphError, "overlap", "writes one"):
-        written(more[:4], more[2:])
-    close(more, torch.zeros(6), "nothing has changed")
-
-
-def test_overlapping_arguments(unified_ranks: Ranks) -> None:
-    unified_ranks(overlapping)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "meet"),
-    [
-        (np.s_[0:4], np.s_[2:6], True),
-        (np.s_[0:4], np.s_[4:8], False),
-        (np.s_[0:8:2], np.s_[1:8:2], False),
-        (np.s_[0:8:2], np.s_[2:8:2], True),
-        (np.s_[0:8:2], np.s_[1:8:3], True),  # they meet, and strides differ
-        (np.s_[0:0], np.s_[0:8], False),
-        (np.s_[3:3], np.s_[0:8], False),
-    ],
-)
-def test_overlaps_of_one_dimension(one: Any, other: Any, meet: bool) -> None:
-    x = torch.zeros(8)
-    assert overlap(x[one], x[other]) is meet
-    assert overlap(x[other], x[one]) is meet
-
-
-@given(st.tuples(*[st.tuples(st.integers(0, 3), st.integers(0, 4)) for _ in range(6)]))
-@examples(300)
-def test_no_overlap_is_overlooked(bounds: Any) -> None:
-    """Slices of one tensor that share an element are recognised, in three dimensions."""
-    x, slices = np.arange(4 * 4 * 4).reshape(4, 4, 4), [slice(a, b) for a, b in bounds]
-    tensor = torch.from_numpy(x)
-    one, other = tuple(slices[:3]), tuple(slices[3:])
-    if np.intersect1d(x[one], x[other]).size:
-        assert overlap(tensor[one], tensor[other])
-        found = overlaps([tensor[one], torch.zeros(3), tensor[other]])
-        assert [set(pair) for pair in found] == [{0, 2}]
-
-
-def with_and_without(comm: Any) -> None:
-    """A tensor that is given with and without its gradient keeps it."""
-    g = graph.capture(lambda a, b: (a * b).sum())
-    for turn in range(3):
-        x = torch.full((3,), turn + 1.0, device=comm.device, requires_grad=True)
-        g(x.detach(), x).backward()
-        close(x.grad, x)
-
-
-def test_one_tensor_twice(unified_ranks: Ranks) -> None:
-    unified_ranks(with_and_without)
-
-
-def partly(comm: Any) -> None:
-    """An argument that is written where it is, and one that has its own copy, may not overlap."""
-
-    @graph.capture(outputs="copy")
-    def written(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        a.add_(1)
-        return b * 1
-
-    x, y, z = (torch.full((5,), turn, device=comm.device) for turn in (1.0, 2.0, 3.0))
-    close(written(x[:3], y[:3]), torch.full((3,), 2.0))
-    close(written(x[:3], z[:3]), torch.full((3,), 3.0))
-    with refused(GraphError, "overlap"):
-        written(x[:3], x[2:])
-    close(x, torch.tensor([3.0, 3.0, 3.0, 1.0, 1.0]), "nothing has changed")
-
-
-def test_overlap_with_a_copy(unified_ranks: Ranks) -> None:
-    unified_ranks(partly)
-
-
-def inner_leaves(comm: Any) -> None:
-    """Leaves that the function makes for itself are its own business."""
-
-    def f(x: torch.Tensor) -> torch.Tensor:
-        y = x.detach().requires_grad_()
-        y.sum().backward()
-        assert y.grad is not None
-        return y.grad * 1
-
-    g = graph.capture(f, outputs="copy")
-    for turn in range(2):
-        close(g(torch.full((3,), float(turn), device=comm.device)), torch.ones(3))
-
-
-def test_leaves_of_the_function(unified_ranks: Ranks) -> None:
-    unified_ranks(inner_leaves)
-
-
-def flat(comm: Any) -> None:
-    """Parameters that lie in one memory each get their gradient, with an argument there too."""
-    memory = torch.arange(12.0, device=comm.device)
-    one, two = (torch.nn.Parameter(memory[i : i + 4]) for i in (0, 4))
-    third = memory[8:].clone().requires_grad_()
-
-    def product(x: torch.Tensor) -> torch.Tensor:
-        return (x * one * two).sum()
-
-    for x in (third, memory[8:].detach().requires_grad_()):
-        found = []
-        for call in (product, graph.capture(product)):
-            one.grad = two.grad = x.grad = None
-            call(x).backward()
-            found.append([one.grad, two.grad, x.grad])
-        for want, got in zip(*found, strict=True):
-            close(got, want)
-
-
-def test_parameters_in_one_memory(unified_ranks: Ranks) -> None:
-    unified_ranks(flat)
-
-
-def gradients(comm: Any) -> None:
-    """Each gradient has its own memory and version."""
-    module = torch.nn.Linear(100, 100).to(comm.device)
-    x = torch.ones(1, 100, device=comm.device, requires_grad=True)
-    weight, bias, of_x = torch.autograd.grad(
-        graph.capture(module)(x).sum(), (module.weight, module.bias, x)
-    )
-    same(of_x.untyped_storage().nbytes(), of_x.nbytes, "memory that is kept")
-    own = torch.ones(100, device=comm.device, requires_grad=True)
-    loss = (bias * own).sum()
-    weight.mul_(0.5)
-    loss.backward()
-    close(own.grad, bias)
-
-
-def test_gradients_are_apart(unified_ranks: Ranks) -> None:
-    unified_ranks(gradients)
-
-
-def defaults(comm: Any) -> None:
-    """Functions of one code with other defaults are distinguished, by value and type."""
-    x = torch.ones(1, device=comm.device, dtype=torch.int64)
-
-    def named(scale: Any) -> Any:
-        def f(x: torch.Tensor, *, scale: Any = scale) -> torch.Tensor:
-            return x * scale  # type: ignore[no-any-return]
-
-        return f
-
-    def plain(scale: Any) -> Any:
-        def f(x: torch.Tensor, scale: Any = scale, more: Any = [1]) -> torch.Tensor:  # noqa: B006
-            return x * scale  # type: ignore[no-any-return]
-
-        return f
-
-    for make in (named, plain):
-        for scale in (2, 3, 1, 1.0, True):
-            given = deepspeed.graph_process(True, make(scale), x)
-            same(given.tolist(), [scale], f"{scale}")
-            same(given.dtype, (x * scale).dtype, f"type of {scale}")
-    deepspeed.graph_clear()
-
-
-def test_deepspeed_defaults(unified_ranks: Ranks) -> None:
-    unified_ranks(defaults)
-
+from tests.support.checks import assert_bits_equal, assert_equal, on_gpu, raises, settle
+from tests.support.runs_on import runs_on
 
 # -- calls that fail -------------------------------------------------------------------------------
 
@@ -245,7 +41,8 @@ def _outside(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
-def counted(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_failures_count_once(comm: Any) -> None:
     """A call counts once, whether it is captured, stays eager or raises."""
     x = torch.ones(1, device=comm.device)
     for first in ("once", "warmup"):
@@ -253,21 +50,18 @@ def counted(comm: Any) -> None:
             f = Sum(comm, odd, broken=broken)
             g = graph.capture(f, first=first, on_fail="eager")
             for turn in range(1, 4):
-                close(g(x), x * 2, f"{first}, {odd}, {broken}, turn {turn}")
-                close(f.total, x * turn, f"{first}, {odd}, {broken}, turn {turn}")
-            same(len(g.eager), int(odd is not None), "calls that stay eager")
+                assert_bits_equal(g(x), x * 2, f"{first}, {odd}, {broken}, turn {turn}")
+                assert_bits_equal(f.total, x * turn, f"{first}, {odd}, {broken}, turn {turn}")
+            assert_equal(len(g.eager), int(odd is not None), "calls that stay eager")
     for broken in (False, True):
         f = Sum(comm, 3, broken=broken)
-        with refused(GraphError, "differ"):
+        with raises(GraphError, "differ"):
             graph.capture(f)(x)
-        same(f.total.tolist(), [0.0], "as before")
+        assert_equal(f.total.tolist(), [0.0], "as before")
 
 
-def test_failures_count_once(unified_ranks: Ranks) -> None:
-    unified_ranks(counted)
-
-
-def one_flight_more(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_a_slot_that_breaks(comm: Any) -> None:
     """A further slot that can't be captured is not an error: with on_fail="eager" it goes on."""
     weight = torch.ones(3, device=comm.device, requires_grad=True)
     broken = array("i")  # no key sees it
@@ -284,19 +78,16 @@ def one_flight_more(comm: Any) -> None:
         flights = [g(x), g(x)]
         broken.append(1)
         if how == "raise":
-            with refused(GraphError, "broken"):
+            with raises(GraphError, "broken"):
                 g(x)
         flights += [g(x), g(x)]
         for flight in flights:
             (found,) = torch.autograd.grad(flight.sum(), weight)
-            close(found, x)
+            assert_bits_equal(found, x)
 
 
-def test_a_slot_that_breaks(unified_ranks: Ranks) -> None:
-    unified_ranks(one_flight_more)
-
-
-def replayed_between(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_replays_in_an_eager_part(comm: Any) -> None:
     """An eager part may call and go back through other captured functions, at replays too."""
     inner = graph.capture(lambda x: (x * x).sum())
 
@@ -310,28 +101,22 @@ def replayed_between(comm: Any) -> None:
     g = graph.capture(lambda x: part(x + 1) * 3, outputs="copy")
     for turn in range(4):
         x = torch.full((3,), float(turn), device=comm.device)
-        close(g(x), 6 * (x + 1), f"turn {turn}")
+        assert_bits_equal(g(x), 6 * (x + 1), f"turn {turn}")
 
 
-def test_replays_in_an_eager_part(unified_ranks: Ranks) -> None:
-    unified_ranks(replayed_between)
-
-
-def moved(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_moved_arguments_of_pieces(comm: Any) -> None:
     """A function with an eager part that is captured again counts once too."""
     f = Sum(comm, None, broken=True)
     g = graph.capture(f, outputs="copy")
     places = [torch.ones(1, device=comm.device) for _ in range(4)]
     for turn, x in enumerate(places, 1):
-        close(g(x), x * 2)
-        close(f.total, x * turn, f"turn {turn}")
+        assert_bits_equal(g(x), x * 2)
+        assert_bits_equal(f.total, x * turn, f"turn {turn}")
 
 
-def test_moved_arguments_of_pieces(unified_ranks: Ranks) -> None:
-    unified_ranks(moved)
-
-
-def unwaited(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_collectives_of_a_failing_run(comm: Any) -> None:
     """A collective that a failing run has begun ends before its writes are undone."""
 
     def f(x: torch.Tensor) -> torch.Tensor:
@@ -343,14 +128,12 @@ def unwaited(comm: Any) -> None:
         x = torch.ones(1_000_000, device=comm.device)
         graph.capture(f, on_fail="eager")(x)
         settle(comm)
-        same(x.unique().tolist(), [float(comm.size)], f"turn {turn}")
+        assert_equal(x.unique().tolist(), [float(comm.size)], f"turn {turn}")
 
 
-def test_collectives_of_a_failing_run(unified_ranks: Ranks) -> None:
-    unified_ranks(unwaited)
-
-
-def one_rank(comm: Any, how: str) -> None:
+@pytest.mark.parametrize("how", ["differs", "advances"])
+@runs_on("unified_ranks")
+def test_one_rank_tells_the_others(comm: Any, how: str) -> None:
     """What one rank finds out about its runs, all ranks raise."""
     state: list[torch.Tensor] = []
     runs = [count(1)]
@@ -369,46 +152,41 @@ def one_rank(comm: Any, how: str) -> None:
 
     x = torch.ones(4, device=comm.device)
     f, words = {"differs": (differs, "differ"), "advances": (advances, "no replay would")}[how]
-    with refused(GraphError, "rank 0", words):
+    with raises(GraphError, "rank 0", words):
         graph.capture(f)(x)
     runs[0] = count(1)
     g = graph.capture(f, on_fail="eager", outputs="copy")
     for _ in range(3):
-        close(g(x), x * comm.size, "eager on all ranks")
-    same(len(g.eager), 1, "calls that stay eager")
-    close(comm.all_reduce(torch.zeros_like(x), x), x * comm.size, "the ring works")
+        assert_bits_equal(g(x), x * comm.size, "eager on all ranks")
+    assert_equal(len(g.eager), 1, "calls that stay eager")
+    assert_bits_equal(comm.all_reduce(torch.zeros_like(x), x), x * comm.size, "the ring works")
 
 
-@pytest.mark.parametrize("how", ["differs", "advances"])
-def test_one_rank_tells_the_others(unified_ranks: Ranks, how: str) -> None:
-    unified_ranks(one_rank, how)
-
-
-def kept_runs(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_runs_that_count_are_not_repeated(comm: Any) -> None:
     """Where the call counts and the capture differs between ranks, it stays eager on all."""
+    ring = commlib.new_ring(91, comm.ranks)  # ring 0 would remember the difference
+    assert ring is not None
     runs: list[int] = []
 
     def f(x: torch.Tensor) -> torch.Tensor:
         runs.append(1)
         op = "max" if comm.rank and len(runs) == 2 else "sum"
-        return comm.all_reduce(torch.zeros_like(x), x, op=op)  # type: ignore[no-any-return]
+        return ring.all_reduce(torch.zeros_like(x), x, op=op)
 
     x = torch.ones(3, device=comm.device)
     how: dict[str, Any] = {"first": "warmup", "warmup": 1}
     g = graph.capture(f, on_fail="eager", **how)
-    close(g(x), x * comm.size, "the call")
-    same([len(runs), len(g.eager)], [1, 1], "runs that count, and calls that stay eager")
+    assert_bits_equal(g(x), x * comm.size, "the call")
+    assert_equal([len(runs), len(g.eager)], [1, 1], "runs that count, and calls that stay eager")
     runs.clear()
-    with refused(GraphError, "different collectives", "the effects of the call were kept"):
+    with raises(GraphError, "different collectives", "the effects of the call were kept"):
         graph.capture(f, **how)(x)
-    same(len(runs), 1, "runs that count")
+    assert_equal(len(runs), 1, "runs that count")
 
 
-def test_runs_that_count_are_not_repeated(unified_ranks: Ranks) -> None:
-    unified_ranks(kept_runs)
-
-
-def one_overlaps(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_overlap_on_one_rank(comm: Any) -> None:
     """Arguments that overlap on one rank alone are refused on all.
 
     On a GPU the first call's graph uses the memory of its arguments, so that nothing is refused.
@@ -421,15 +199,12 @@ def one_overlaps(comm: Any) -> None:
         a.add_(1)
         return comm.all_reduce(torch.zeros_like(b), b)  # type: ignore[no-any-return]
 
-    with refused(GraphError, "rank 0", "overlap"):
+    with raises(GraphError, "rank 0", "overlap"):
         f(memory[:3], memory[shift : shift + 3])
 
 
-def test_overlap_on_one_rank(cpu_ranks: Ranks) -> None:
-    cpu_ranks(one_overlaps)
-
-
-def alone(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_the_first_problem_is_kept(comm: Any) -> None:
     """A rank whose function fails says so, also where its peer does not receive it."""
     ring = commlib.new_ring(72, range(comm.size), timeout=5)
     assert ring is not None
@@ -445,36 +220,30 @@ def alone(comm: Any) -> None:
     else:
         with pytest.raises(CommError) as found:
             graph.capture(f)(x)
-        same("the real reason" in str(found.value.__cause__), True, f"{found.value!r}")
+        assert_equal("the real reason" in str(found.value.__cause__), True, f"{found.value!r}")
     comm.exchange([])
     commlib.CommContextManager.instance().close(72, abort=True)
 
 
-def test_the_first_problem_is_kept(unified_ranks: Ranks) -> None:
-    unified_ranks(alone)
-
-
-def stays_usable(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_inside_a_foreign_capture(comm: Any) -> None:
     """A capture that can't begin leaves the thread as it was: the next one captures."""
     x = torch.ones(3, device=comm.device)
     g = graph.capture(lambda x: x * 2, outputs="copy")
     foreign, out = torch.cuda.CUDAGraph(), torch.zeros(3, device=comm.device)
     with torch.cuda.graph(foreign, capture_error_mode="thread_local"):
-        with refused(GraphError, "inside another one", "before"):
+        with raises(GraphError, "inside another one", "before"):
             g(x)
         out.add_(1)
     foreign.replay()
-    close(out, torch.ones(3), "the foreign graph")
+    assert_bits_equal(out, torch.ones(3), "the foreign graph")
     for _ in range(2):
-        close(g(x), x * 2)
-    same(len(g.entries), 1, "captured")
+        assert_bits_equal(g(x), x * 2)
+    assert_equal(len(g.entries), 1, "captured")
 
 
-def test_inside_a_foreign_capture(gpu_ranks: Ranks) -> None:
-    gpu_ranks(stays_usable)
-
-
-def recomputed(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_calls_from_a_backward(comm: Any) -> None:
     """A captured function that a backward calls again is part of the graph, in any thread."""
     inner = graph.capture(lambda x: x * 2)
     names: list[str] = []
@@ -488,16 +257,12 @@ def recomputed(comm: Any) -> None:
     for turn in range(3):
         x = torch.full((3,), turn + 1.0, device=comm.device, requires_grad=True)
         y = g(x)
-        close(y, (x * 2).sin())
+        assert_bits_equal(y, (x * 2).sin())
         y.sum().backward()
-        close(x.grad, 2 * (x * 2).cos())
+        assert_bits_equal(x.grad, 2 * (x * 2).cos())
     # The first call is eager code: its backward calls the inner one by itself.
-    same(len(inner.entries), 1, "graphs of the inner one")
-    same(len(set(names)), 2 if on_gpu(comm) else 1, f"threads {set(names)}")
-
-
-def test_calls_from_a_backward(unified_ranks: Ranks) -> None:
-    unified_ranks(recomputed)
+    assert_equal(len(inner.entries), 1, "graphs of the inner one")
+    assert_equal(len(set(names)), 2 if on_gpu(comm) else 1, f"threads {set(names)}")
 
 
 class _Deep(torch.autograd.Function):
@@ -540,7 +305,8 @@ def test_threads_of_a_backward(watched: bool) -> None:
 # -- threads and keys ------------------------------------------------------------------------------
 
 
-def threads(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_threads_share_a_function(comm: Any) -> None:
     """Two threads that call one captured function each get their own result."""
     g = graph.capture(lambda x: x * 2, outputs="copy")
     wrong: list[float] = []
@@ -558,20 +324,13 @@ def threads(comm: Any) -> None:
         worker.start()
     for worker in workers:
         worker.join()
-    same(wrong, [], "results of the other thread")
+    assert_equal(wrong, [], "results of the other thread")
 
 
-def test_threads_share_a_function(unified_ranks: Ranks) -> None:
-    unified_ranks(threads)
-
-
-def sets(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_sets_as_keys(comm: Any) -> None:
     """A set in a key is the same on ranks whose hashes differ."""
     g = graph.capture(lambda x, names: x * len(names), agree=0, outputs="copy")
     x = torch.ones(2, device=comm.device)
     for _ in range(2):
-        close(g(x, frozenset({"a", "b", "c", "d", "e"})), x * 5)
-
-
-def test_sets_as_keys(unified_ranks: Ranks) -> None:
-    unified_ranks(sets)
+        assert_bits_equal(g(x, frozenset({"a", "b", "c", "d", "e"})), x * 5)

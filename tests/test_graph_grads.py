@@ -13,8 +13,8 @@ from commlib import graph
 from commlib.errors import GraphError
 from commlib.graph.replaying.slot import Slot
 from commlib.graph.replaying.slots import Slots
-from tests.support.checks import close, refused, same
-from tests.support.ranks import Ranks
+from tests.support.checks import assert_bits_equal, assert_equal, raises
+from tests.support.runs_on import runs_on
 
 
 def layers(device: torch.device) -> torch.nn.Sequential:
@@ -29,13 +29,14 @@ def batch(turn: int, device: torch.device) -> torch.Tensor:
     return torch.linspace(-1, turn + 1, 12, device=device).view(3, 4)
 
 
-def slots(g: graph.CapturedFunction[..., Any]) -> list[Slot]:
+def slots(g: graph.CapturedFunction) -> list[Slot]:
     (found,) = g.entries.values()
     assert isinstance(found, Slots)
     return found.slots
 
 
-def loop(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_a_training_loop_has_one_slot(comm: Any) -> None:
     """A loop that holds its losses takes one slot: a backward has freed it for the next call."""
     module = layers(comm.device)
     g, losses = graph.capture(module), []
@@ -44,18 +45,15 @@ def loop(comm: Any) -> None:
         loss = g(batch(turn, comm.device)).sum()
         loss.backward()
         losses.append(loss)
-    same(len(slots(g)), 1, "slots")
+    assert_equal(len(slots(g)), 1, "slots")
     for turn, loss in enumerate(losses):
-        close(loss, module(batch(turn, comm.device)).sum(), f"loss {turn}")
-        with refused(GraphError, "second backward", "retain_graph=True"):
+        assert_bits_equal(loss, module(batch(turn, comm.device)).sum(), f"loss {turn}")
+        with raises(GraphError, "second backward", "retain_graph=True"):
             loss.backward()
 
 
-def test_a_training_loop_has_one_slot(unified_ranks: Ranks) -> None:
-    unified_ranks(loop)
-
-
-def again(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_backwards_that_may_come_again(comm: Any) -> None:
     """A slot waits while another backward may come: asked for by torch's means, or the way left."""
     one, two = (torch.ones(3, device=comm.device, requires_grad=True) for _ in range(2))
     x = torch.arange(3.0, device=comm.device)
@@ -65,13 +63,13 @@ def again(comm: Any) -> None:
     def retained() -> None:
         loss = sum(part.sum() for part in g(x))
         loss.backward(retain_graph=True)
-        same([slot.free for slot in slots(g)], [False], "free")
+        assert_equal([slot.free for slot in slots(g)], [False], "free")
         loss.backward()
 
     def output_by_output() -> None:
         first, second = g(x)
         first.sum().backward(torch.tensor(2.0, device=comm.device))
-        same([slot.free for slot in slots(g)], [False], "free")
+        assert_equal([slot.free for slot in slots(g)], [False], "free")
         second.sum().backward(torch.tensor(2.0, device=comm.device))
 
     def leaf_by_leaf() -> None:
@@ -86,22 +84,21 @@ def again(comm: Any) -> None:
             (grad,) = torch.autograd.grad(loss, weight)
             assert weight.grad is not None
             weight.grad.add_(grad, alpha=2)
-        same([slot.free for slot in slots(g)], [False], "free")
+        assert_equal([slot.free for slot in slots(g)], [False], "free")
 
     ways: list[Callable[[], None]] = [retained, output_by_output, leaf_by_leaf, handed_over]
     for number, way in enumerate(ways):
         for turn in range(2):
             way()
             for weight in (one, two):
-                close(weight.grad, x * (4 * number + 2 * turn + 2), f"{way.__name__}, {turn}")
-            same(len(slots(g)), 1, "slots")
+                assert_bits_equal(
+                    weight.grad, x * (4 * number + 2 * turn + 2), f"{way.__name__}, {turn}"
+                )
+            assert_equal(len(slots(g)), 1, "slots")
 
 
-def test_backwards_that_may_come_again(unified_ranks: Ranks) -> None:
-    unified_ranks(again)
-
-
-def kept_losses(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_gradients_that_are_handed_over(comm: Any) -> None:
     """Gradients of all that a function has, asked for by autograd.grad, free the slot too."""
     module = layers(comm.device)
     wanted = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -110,15 +107,12 @@ def kept_losses(comm: Any) -> None:
         losses.append(g(batch(turn, comm.device)).sum())
         want = torch.autograd.grad(module(batch(turn, comm.device)).sum(), wanted)
         for grad, expected in zip(torch.autograd.grad(losses[-1], wanted), want, strict=True):
-            close(grad, expected, f"turn {turn}")
-    same(len(slots(g)), 1, "slots")
+            assert_bits_equal(grad, expected, f"turn {turn}")
+    assert_equal(len(slots(g)), 1, "slots")
 
 
-def test_gradients_that_are_handed_over(unified_ranks: Ranks) -> None:
-    unified_ranks(kept_losses)
-
-
-def checkpointed(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_hooks_on_saved_tensors(comm: Any) -> None:
     """A first call in a checkpoint, or where saved tensors move, captures as any other."""
     x = batch(2, comm.device).requires_grad_()
 
@@ -139,12 +133,8 @@ def checkpointed(comm: Any) -> None:
                 for call in (g, module)
             )
             for one, other in zip(given, want, strict=True):
-                close(one, other, f"{way.__name__}, turn {turn}")
-        same(len(slots(g)), 1, "slots")
-
-
-def test_hooks_on_saved_tensors(unified_ranks: Ranks) -> None:
-    unified_ranks(checkpointed)
+                assert_bits_equal(one, other, f"{way.__name__}, turn {turn}")
+        assert_equal(len(slots(g)), 1, "slots")
 
 
 def trained(call: Callable[..., torch.Tensor], module: torch.nn.Module) -> list[torch.Tensor]:
@@ -165,19 +155,17 @@ def trained(call: Callable[..., torch.Tensor], module: torch.nn.Module) -> list[
     return [*found, *module.parameters()]
 
 
-def sums(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_sums_of_gradients(comm: Any) -> None:
     """Gradients are added up, made and released with the bits of eager code."""
     module, plain = layers(comm.device), layers(comm.device)
     pairs = zip(trained(graph.capture(module), module), trained(plain, plain), strict=True)
     for number, (given, want) in enumerate(pairs):
-        same(torch.equal(given, want), True, f"tensor {number}")
+        assert_equal(torch.equal(given, want), True, f"tensor {number}")
 
 
-def test_sums_of_gradients(unified_ranks: Ranks) -> None:
-    unified_ranks(sums)
-
-
-def beside(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_a_backward_beside_a_capture(comm: Any) -> None:
     """A backward in another thread is not part of what this one captures, and breaks nothing."""
     weight = torch.ones(3, device=comm.device, requires_grad=True)
     x = torch.arange(3.0, device=comm.device)
@@ -200,12 +188,8 @@ def beside(comm: Any) -> None:
 
     captured = graph.capture(f, outputs="copy", verify=False)
     for turn in range(3):
-        close(captured(), x + 1, f"turn {turn}")
-    close(weight.grad, x * 5, "after two runs and the capture")
-
-
-def test_a_backward_beside_a_capture(unified_ranks: Ranks) -> None:
-    unified_ranks(beside)
+        assert_bits_equal(captured(), x + 1, f"turn {turn}")
+    assert_bits_equal(weight.grad, x * 5, "after two runs and the capture")
 
 
 class _Late(torch.autograd.Function):
@@ -222,7 +206,17 @@ class _Late(torch.autograd.Function):
         return grad * 1
 
 
-def in_order(comm: Any) -> None:
+def streams(device: torch.device) -> list[Any]:
+    """Return contexts: the default stream, and its own one."""
+    if device.type == "cpu":
+        return [torch.enable_grad()]
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    return [torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.stream(aside)]
+
+
+@runs_on("unified_ranks")
+def test_order_of_streams(comm: Any) -> None:
     """The caller's stream follows the gradients, and the backward after the caller's work."""
     weight = torch.ones(3, device=comm.device, requires_grad=True)
     g = graph.capture(lambda x: _Late.apply(x * weight))  # type: ignore[no-untyped-call]
@@ -238,25 +232,13 @@ def in_order(comm: Any) -> None:
                 out.backward(torch.full_like(out, turn + 1))
                 given = weight.grad.clone()
                 weight.grad.fill_(-1)  # after the sum, so that it does not reach what was read
-                close(given, x * (turn + 1), f"turn {turn}")
+                assert_bits_equal(given, x * (turn + 1), f"turn {turn}")
     if comm.device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def streams(device: torch.device) -> list[Any]:
-    """Return contexts: the default stream, and its own one."""
-    if device.type == "cpu":
-        return [torch.enable_grad()]
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    return [torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.stream(aside)]
-
-
-def test_order_of_streams(unified_ranks: Ranks) -> None:
-    unified_ranks(in_order)
-
-
-def forgotten(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_nothing_outlives_a_captured_function(comm: Any) -> None:
     """A captured function with gradients holds nothing of itself alive: no cycle through autograd.
 
     A node that outlives a failed capture belongs to another stream, and no capture can use it.
@@ -268,14 +250,11 @@ def forgotten(comm: Any) -> None:
     held = weakref.ref(slot)
     del slot, captured
     gc.collect()
-    same(held() is None, True, "the slot is gone")
+    assert_equal(held() is None, True, "the slot is gone")
 
 
-def test_nothing_outlives_a_captured_function(unified_ranks: Ranks) -> None:
-    unified_ranks(forgotten)
-
-
-def one_of_two(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_backwards_through_one_of_two_outputs(comm: Any) -> None:
     """A backward through the loss alone has its own graph; one through both has another."""
 
     def program(captured: Callable[..., Any]) -> list[torch.Tensor]:
@@ -309,10 +288,6 @@ def one_of_two(comm: Any) -> None:
 
         pairs = zip(program(captured), program(lambda fn: fn), strict=True)
         for number, (one, want) in enumerate(pairs):
-            close(one, want, f"number {number}, {options}")
+            assert_bits_equal(one, want, f"number {number}, {options}")
         (slot,) = slots(seen[0])
-        same(len(slot._backwards), 2, "captured backwards")
-
-
-def test_backwards_through_one_of_two_outputs(unified_ranks: Ranks) -> None:
-    unified_ranks(one_of_two)
+        assert_equal(len(slot._backwards), 2, "captured backwards")

@@ -10,8 +10,8 @@ from commlib import graph
 from commlib.errors import GraphError
 from commlib.graph.watching.host import HostPart, OtherValue
 from commlib.graph.watching.recorder import Recorder
-from tests.support.checks import close, refused, same
-from tests.support.ranks import Ranks
+from tests.support.checks import assert_bits_equal, assert_equal, raises
+from tests.support.runs_on import runs_on
 
 META = torch.device("meta")  # in place of a GPU: what is there is not on the host
 
@@ -51,12 +51,12 @@ def test_typed_values_are_brought_once() -> None:
         return made, first, other.new_tensor(4), other[[0, 2]], buffer.to(META)
 
     seen = Seen(f)
-    same([room.tolist() for room in seen.rooms[:2]], [[-1, -1], -1], "in the capture")
+    assert_equal([room.tolist() for room in seen.rooms[:2]], [[-1, -1], -1], "in the capture")
     for _ in range(2):
-        same(seen.brings(), [[1.0, 2.0], 3, [0.0, 0.0], 4.0, [0, 2], [1.0, 1.0]], "brought")
+        assert_equal(seen.brings(), [[1.0, 2.0], 3, [0.0, 0.0], 4.0, [0, 2], [1.0, 1.0]], "brought")
     for room in seen.rooms:
         room.fill_(-1)
-    same(seen.brings()[0], [-1.0, -1.0], "what stays as it is is not brought again")
+    assert_equal(seen.brings()[0], [-1.0, -1.0], "what stays as it is is not brought again")
 
 
 def test_tensors_of_the_program_are_brought_each_time() -> None:
@@ -69,11 +69,11 @@ def test_tensors_of_the_program_are_brought_each_time() -> None:
         return total.to(META), fresh.to(META), torch.empty(2, device=META).copy_(given * 2)
 
     seen = Seen(f)
-    same(total.tolist(), [0.0, 0.0], "the capture does not count")
-    same(seen.brings(), [[1.0, 2.0], [2.0, 0.0], [2.0, 4.0]], "first")
+    assert_equal(total.tolist(), [0.0, 0.0], "the capture does not count")
+    assert_equal(seen.brings(), [[1.0, 2.0], [2.0, 0.0], [2.0, 4.0]], "first")
     given.fill_(10)
-    same(seen.brings(), [[11.0, 12.0], [12.0, 0.0], [20.0, 20.0]], "second")
-    same(total.tolist(), [11.0, 12.0], "each call counts")
+    assert_equal(seen.brings(), [[11.0, 12.0], [12.0, 0.0], [20.0, 20.0]], "second")
+    assert_equal(total.tolist(), [11.0, 12.0], "each call counts")
 
 
 def test_random_numbers_of_the_host() -> None:
@@ -83,11 +83,11 @@ def test_random_numbers_of_the_host() -> None:
     torch.manual_seed(7)
     state = torch.get_rng_state()
     seen = Seen(f)
-    same(bool((torch.get_rng_state() == state).all()), True, "the capture does not count")
+    assert_equal(bool((torch.get_rng_state() == state).all()), True, "the capture does not count")
     found = [seen.brings() for _ in range(3)]
     torch.manual_seed(7)
     want = [[torch.rand(3).tolist(), torch.ones(3).bernoulli_(0.5).tolist()] for _ in range(3)]
-    same(found, want, "as eager code draws")
+    assert_equal(found, want, "as eager code draws")
 
 
 READS: dict[str, Callable[[torch.Tensor], object]] = {
@@ -116,11 +116,11 @@ def test_values_that_are_read(how: str) -> None:
     state = torch.get_rng_state()
     with pytest.raises(OtherValue, match=r"test_graph_host\.py"):
         seen.host.run()
-    same(total.item(), 1.0, "a call that is made eagerly counts there")
-    same(bool((torch.get_rng_state() == state).all()), True, "its draws too")
+    assert_equal(total.item(), 1.0, "a call that is made eagerly counts there")
+    assert_equal(bool((torch.get_rng_state() == state).all()), True, "its draws too")
     given.fill_(2.0)
     seen.host.run()
-    same(total.item(), 2.0, "the graph fits again")
+    assert_equal(total.item(), 2.0, "the graph fits again")
 
 
 def test_values_that_the_function_changes_are_refused() -> None:
@@ -132,13 +132,14 @@ def test_values_that_the_function_changes_are_refused() -> None:
 
     with pytest.raises(GraphError, match=r"test_graph_host\.py:\d+ that the function itself"):
         Seen(f)
-    same(count.item(), 0.0, "the capture does not count")
+    assert_equal(count.item(), 0.0, "the capture does not count")
 
 
 # -- on GPUs -------------------------------------------------------------------------------------
 
 
-def steps(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_steps(comm: Any) -> None:
     """Replays do on the host what eager calls do: the same bits, state and random numbers."""
     gpu = comm.device
 
@@ -170,16 +171,15 @@ def steps(comm: Any) -> None:
         return graphs[0]
 
     for number, (one, want) in enumerate(zip(run(captured), run(lambda x: x), strict=True)):
-        close(one, want, f"number {number}")
+        assert_bits_equal(one, want, f"number {number}")
     (row,) = graph.report(graphs[0])
-    same((row["replays"], len(graphs[0].eager)), (11, 0), "replays, and calls that stay eager")
+    assert_equal(
+        (row["replays"], len(graphs[0].eager)), (11, 0), "replays, and calls that stay eager"
+    )
 
 
-def test_steps(gpu_ranks: Ranks) -> None:
-    gpu_ranks(steps)
-
-
-def branches(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_branches(comm: Any) -> None:
     """A call with another value on the host is made eagerly, and the graph stays."""
     gate = torch.ones(())
     ran: list[int] = []
@@ -209,18 +209,15 @@ def branches(comm: Any) -> None:
                     assert weight.grad is not None
                     found[-1].append(weight.grad)
             if call is g:
-                same(len(ran) < 40, True, f"{len(ran)} runs of the function")
-                same(len(g.entries), 1, "graphs")
+                assert_equal(len(ran) < 40, True, f"{len(ran)} runs of the function")
+                assert_equal(len(g.entries), 1, "graphs")
             ran.clear()
         for turn, (one, want) in enumerate(zip(*found, strict=True)):
-            close(one, want, f"turn {turn}, {grad}")
+            assert_bits_equal(one, want, f"turn {turn}, {grad}")
 
 
-def test_branches(gpu_ranks: Ranks) -> None:
-    gpu_ranks(branches)
-
-
-def refusals(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_refusals(comm: Any) -> None:
     """What no eager call could take over from is refused."""
     count = torch.zeros(())
 
@@ -229,9 +226,9 @@ def refusals(comm: Any) -> None:
         return x * count.item()
 
     x = torch.ones(3, device=comm.device)
-    with refused(GraphError, "reads a value at", "test_graph_host.py", "changes at each call"):
+    with raises(GraphError, "reads a value at", "test_graph_host.py", "changes at each call"):
         graph.capture(counts)(x)
-    same(count.item(), 0.0, "as before")
+    assert_equal(count.item(), 0.0, "as before")
 
     @graph.eager
     def part() -> None:
@@ -241,9 +238,5 @@ def refusals(comm: Any) -> None:
         part()
         return x * count.item()
 
-    with refused(GraphError, "a function with eager parts"):
+    with raises(GraphError, "a function with eager parts"):
         graph.capture(behind_a_part)(x)
-
-
-def test_refusals(gpu_ranks: Ranks) -> None:
-    gpu_ranks(refusals)

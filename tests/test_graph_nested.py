@@ -7,11 +7,12 @@ import torch
 
 from commlib import graph
 from commlib.errors import GraphError
-from tests.support.checks import refused, same
-from tests.support.ranks import Ranks
+from tests.support.checks import assert_equal, raises
+from tests.support.runs_on import runs_on
 
 
-def graphed_module(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_graphed_modules(comm: Any) -> None:
     """One runs in a captured function, forward and backward, with the bits of eager code."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 4)]
@@ -22,22 +23,21 @@ def graphed_module(comm: Any) -> None:
     for turn in range(5):
         x = torch.full((3, 8), float(turn), device=comm.device)
         found, want = scored(x), eager(x) * 2
-        same(torch.equal(found, want), True, f"turn {turn}")
+        assert_equal(torch.equal(found, want), True, f"turn {turn}")
         for module, out in ((graphed, found), (eager, want)):
             module.zero_grad()
             out.sum().backward()
         pairs = zip(graphed.parameters(), eager.parameters(), strict=True)
-        same([torch.equal(a.grad, b.grad) for a, b in pairs], [True] * 4, f"gradients, turn {turn}")
-    same(graph.report(scored)[0]["replays"] > 0, True, "replays")
+        assert_equal(
+            [torch.equal(a.grad, b.grad) for a, b in pairs], [True] * 4, f"gradients, turn {turn}"
+        )
+    assert_equal(graph.report(scored)[0]["replays"] > 0, True, "replays")
     with torch.no_grad():
-        same(torch.equal(graphed(x), eager(x)), True, "the graphed module itself")
+        assert_equal(torch.equal(graphed(x), eager(x)), True, "the graphed module itself")
 
 
-def test_graphed_modules(gpu_ranks: Ranks) -> None:
-    gpu_ranks(graphed_module)
-
-
-def graph_of_the_program(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_graphs_of_the_program(comm: Any) -> None:
     """A replay of the program's own graph is refused by name, and the call counts."""
     total = torch.zeros(4, device=comm.device)
     own, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -49,19 +49,16 @@ def graph_of_the_program(comm: Any) -> None:
         return x + total
 
     x = torch.zeros(4, device=comm.device)
-    with refused(GraphError, "replay of a CUDA graph can't stand in a graph"):
+    with raises(GraphError, "replay of a CUDA graph can't stand in a graph"):
         graph.capture(f)(x)
     kept = graph.capture(f, on_fail="eager")
     for turn in range(1, 4):
         total.zero_()
-        same(kept(x).tolist(), [1.0] * 4, f"turn {turn}")
+        assert_equal(kept(x).tolist(), [1.0] * 4, f"turn {turn}")
 
 
-def test_graphs_of_the_program(gpu_ranks: Ranks) -> None:
-    gpu_ranks(graph_of_the_program)
-
-
-def emptied(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_memory_that_each_call_empties(comm: Any) -> None:
     """Memory that each call fills and empties, as FSDP does, is the graph's own while it runs."""
     count, buffer = 1 << 12, torch.zeros(1 << 12, device=comm.device)
     memory = buffer.untyped_storage()
@@ -78,17 +75,16 @@ def emptied(comm: Any) -> None:
     for turn in range(6):
         others.append(torch.full((count,), -1.0, device=comm.device))  # it may lie there now
         found = g(torch.full((count,), float(turn), device=comm.device))
-        same(torch.unique(found).tolist(), [2.0 * turn], f"turn {turn}")
-        same({x.sum().item() for x in others}, {-1.0 * count}, f"other memory in turn {turn}")
-        same(memory.nbytes(), 0, "bytes after the call")
-    same(graph.report(g)[0]["replays"], 5, "replays")
+        assert_equal(torch.unique(found).tolist(), [2.0 * turn], f"turn {turn}")
+        assert_equal(
+            {x.sum().item() for x in others}, {-1.0 * count}, f"other memory in turn {turn}"
+        )
+        assert_equal(memory.nbytes(), 0, "bytes after the call")
+    assert_equal(graph.report(g)[0]["replays"], 5, "replays")
 
 
-def test_memory_that_each_call_empties(gpu_ranks: Ranks) -> None:
-    gpu_ranks(emptied)
-
-
-def fsdp_step(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_steps_with_fsdp(comm: Any) -> None:
     """A training step with FSDP2 has the bits of eager code when all of it is captured."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -126,9 +122,5 @@ def fsdp_step(comm: Any) -> None:
 
     want = trained(lambda step: step)
     equal = [torch.equal(a, b) for a, b in zip(trained(captured), want, strict=True)]
-    same(equal, [True] * len(want), "bits")
-    same(graph.report(graphs[0])[0]["replays"] > 1, True, "replays")
-
-
-def test_steps_with_fsdp(gpu_ranks: Ranks) -> None:
-    gpu_ranks(fsdp_step)
+    assert_equal(equal, [True] * len(want), "bits")
+    assert_equal(graph.report(graphs[0])[0]["replays"] > 1, True, "replays")

@@ -14,7 +14,7 @@ import torch
 
 from commlib import graph
 from commlib.errors import GraphError
-from tests.support.checks import close, same
+from tests.support.checks import assert_bits_equal, assert_equal
 from tests.test_graph_verify import Hidden
 
 X = torch.ones(3)
@@ -35,9 +35,9 @@ def test_one_noisy_output_hides_no_other() -> None:
     g = graph.capture(f, outputs="copy", verify=True)
     for turn in range(4):
         one, other = g(X)
-        close(one, X * 2, f"turn {turn}")
-        close(other, X * 3, f"turn {turn}", atol=1e-3)
-    same(graph.report(g)[0]["repeats"], False)
+        assert_bits_equal(one, X * 2, f"turn {turn}")
+        assert_bits_equal(other, X * 3, f"turn {turn}", atol=1e-3)
+    assert_equal(graph.report(g)[0]["repeats"], False)
     hidden.scale = 5.0
     with pytest.raises(GraphError, match=r"output 0 differs at element 0: 5\.0, and replayed 2\.0"):
         g(X)
@@ -48,7 +48,7 @@ def test_a_noisy_output_that_is_another_number() -> None:
     hidden, numbers = Hidden(), count(1)
     g = graph.capture(lambda x: shaken(x * hidden.scale, next(numbers)), verify=True)
     for _ in range(3):
-        close(g(X), X * 2, atol=1e-3)
+        assert_bits_equal(g(X), X * 2, atol=1e-3)
     hidden.scale = 2.5
     with pytest.raises(GraphError, match="output 0 differs"):
         g(X)
@@ -59,8 +59,8 @@ def test_a_tolerance() -> None:
     f = lambda x: shaken(x * hidden.scale, next(numbers))  # noqa: E731
     close_enough = graph.capture(f, outputs="copy", tolerance=(1e-3, 1e-3))
     for _ in range(4):
-        close(close_enough(X), X * 2, atol=1e-3)
-    same(graph.report(close_enough)[0]["verified"], 2, "verified")
+        assert_bits_equal(close_enough(X), X * 2, atol=1e-3)
+    assert_equal(graph.report(close_enough)[0]["verified"], 2, "verified")
     far = graph.capture(f, outputs="copy", tolerance=(1e-3, 1e-3))
     far(X)
     hidden.scale = 3.0
@@ -95,9 +95,9 @@ def test_a_noisy_backward_hides_no_forward() -> None:
     for turn in range(4):
         x = X.clone().requires_grad_()
         out = g(x)
-        close(out.detach(), X * 2, f"turn {turn}")
+        assert_bits_equal(out.detach(), X * 2, f"turn {turn}")
         out.sum().backward()
-        close(x.grad, X * 2, f"gradient of turn {turn}", atol=1e-3)
+        assert_bits_equal(x.grad, X * 2, f"gradient of turn {turn}", atol=1e-3)
     hidden.scale = 5.0
     with pytest.raises(GraphError, match=r"output 0 differs at element 0: 5\.0"):
         g(X.clone().requires_grad_())
@@ -119,12 +119,12 @@ def test_what_further_runs_leave() -> None:
     g = graph.capture(logged, outputs="copy", on_fail="eager", verify=True)
     weight.grad = torch.zeros(3)
     for turn in range(1, 4):
-        close(g(X * turn), X * 2 * turn, f"turn {turn}")
-        close(weight.grad, X * turn, f"gradient of turn {turn}")
+        assert_bits_equal(g(X * turn), X * 2 * turn, f"turn {turn}")
+        assert_bits_equal(weight.grad, X * turn, f"gradient of turn {turn}")
     hidden.scale = 5.0
-    close(g(X * 4), X * 20, "the call that differs")
-    close(weight.grad, X * 4, "its gradient")
-    same(log, [5.0], "its list")
+    assert_bits_equal(g(X * 4), X * 20, "the call that differs")
+    assert_bits_equal(weight.grad, X * 4, "its gradient")
+    assert_equal(log, [5.0], "its list")
 
 
 RESULTS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -142,7 +142,7 @@ def test_results_that_are_compared(what: str, caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.INFO, "commlib"):
         for _ in range(4):
             g(X)
-    same((graph.report(g)[0]["repeats"], graph.report(g)[0]["verified"]), (True, 3))
+    assert_equal((graph.report(g)[0]["repeats"], graph.report(g)[0]["verified"]), (True, 3))
     assert "other bits" not in caplog.text
 
 
@@ -163,12 +163,12 @@ def test_names_that_are_bound() -> None:
     for turn in range(1, 6):
         g(X * turn)
         kept.append(state.h)
-    close(torch.stack(kept), torch.stack([X * 2 * turn for turn in range(1, 6)]))
+    assert_bits_equal(torch.stack(kept), torch.stack([X * 2 * turn for turn in range(1, 6)]))
     hidden.scale = 5.0
     g(X)
     with pytest.raises(GraphError, match=r"binds, leaf 0 differs .* 5\.0, and replayed 2\.0"):
         g(X)
-    close(state.h, X * 5, "the eager effects are kept")
+    assert_bits_equal(state.h, X * 5, "the eager effects are kept")
 
 
 def test_noise_of_one_name_hides_no_other() -> None:
@@ -187,8 +187,8 @@ def test_noise_of_one_name_hides_no_other() -> None:
         state.mode = 1
         if turn == 3:
             noisy.set()
-        close(g(X), X + 1, f"turn {turn}")
-    same(graph.report(g)[0]["repeats"], False, "whether a has other bits each time")
+        assert_bits_equal(g(X), X + 1, f"turn {turn}")
+    assert_equal(graph.report(g)[0]["repeats"], False, "whether a has other bits each time")
     noisy.clear()
     other.set()  # two names change now, and three did
     with pytest.raises(GraphError, match=r"SimpleNamespace\.b, which the function binds"):
@@ -213,10 +213,10 @@ def test_a_call_that_differs_counts_each_write_once() -> None:
     before = total._version
     more.set()
     out = g(X)
-    same(total._version - before, 3, "writes")
+    assert_equal(total._version - before, 3, "writes")
     weight.grad = None
     out.sum().backward()
-    close(weight.grad, total)
+    assert_bits_equal(weight.grad, total)
 
 
 def test_gradients_that_non_leaves_keep() -> None:
@@ -226,4 +226,4 @@ def test_gradients_that_non_leaves_keep() -> None:
         x = base * 2
         x.retain_grad()
         g(x).sum().backward()
-        close(x.grad, (X * 2).cos(), f"turn {turn}", atol=1e-6)
+        assert_bits_equal(x.grad, (X * 2).cos(), f"turn {turn}", atol=1e-6)

@@ -8,8 +8,8 @@ import torch
 
 from commlib import graph
 from commlib.graph.operators.generators import default_generator
-from tests.support.checks import same
-from tests.support.ranks import Ranks
+from tests.support.checks import assert_equal
+from tests.support.runs_on import runs_on
 
 _SEEDED_AT = 6  # the turn before which the program sets the generator
 
@@ -30,7 +30,9 @@ def losses(kind: Any, comm: Any, captured: Callable[[Any], Any]) -> list[torch.T
     return found
 
 
-def recurrent(comm: Any, kind: Any) -> None:
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+@runs_on("unified_ranks")
+def test_dropout_of_recurrent_networks(comm: Any, kind: Any) -> None:
     """Captured, a network drops out what it does eagerly, also after the generator was set."""
     graphs = []
 
@@ -41,10 +43,5 @@ def recurrent(comm: Any, kind: Any) -> None:
     want = losses(kind, comm, lambda network: network)
     found = losses(kind, comm, captured)
     equal = [torch.equal(a, b) for a, b in zip(found, want, strict=True)]
-    same(equal, [True] * len(want), "bits")
-    same(graph.report(graphs[0])[0]["replays"] > 1, True, "replays")
-
-
-@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
-def test_dropout_of_recurrent_networks(unified_ranks: Ranks, kind: Any) -> None:
-    unified_ranks(recurrent, kind)
+    assert_equal(equal, [True] * len(want), "bits")
+    assert_equal(graph.report(graphs[0])[0]["replays"] > 1, True, "replays")

@@ -5,14 +5,15 @@ from typing import Any
 import torch
 
 from commlib import graph, ops
-from tests.support.checks import same
+from tests.support.checks import assert_equal
 from tests.support.graph_nodes import parts
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 TURNS = 100  # replays that nobody waits for: an order that is missing between two would show
 
 
-def no_more_than_the_function(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_a_graph_holds_the_operators_alone(comm: Any) -> None:
     """A graph that writes in place has the function's operators and nothing else."""
     total = torch.zeros(1 << 10, device=comm.device)
 
@@ -23,59 +24,49 @@ def no_more_than_the_function(comm: Any) -> None:
     for _ in range(3):
         g(torch.ones(1 << 10, device=comm.device))
     (found,) = parts(g)
-    same(len(found), 3, found)
-    same([name for name in found if name.startswith("mem")], [], found)
+    assert_equal(len(found), 3, found)
+    assert_equal([name for name in found if name.startswith("mem")], [], found)
 
 
-def test_a_graph_holds_the_operators_alone(unified_ranks: Ranks) -> None:
-    unified_ranks(no_more_than_the_function)
-
-
-def one_copy_an_output(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_one_copy_an_output(comm: Any) -> None:
     """What a function makes and returns is copied once, out of the memory that graphs share."""
     g = graph.capture(lambda x: (x * 3, x - 1))
     for _ in range(3):
         g(torch.ones(1 << 10, device=comm.device))
     (found,) = parts(g)
     copies = [name for name in found if name == "memcpy" or "copy_" in name]
-    same((len(found), len(copies)), (4, 2), found)
+    assert_equal((len(found), len(copies)), (4, 2), found)
 
 
-def test_one_copy_an_output(unified_ranks: Ranks) -> None:
-    unified_ranks(one_copy_an_output)
-
-
-def one_kernel_a_reduction(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_one_kernel_a_reduction(comm: Any) -> None:
     """Push kernels reduce the program's memory in place, without a copy before or after."""
     x = torch.ones(1 << 12, dtype=torch.bfloat16, device=comm.device)
     g = graph.capture(lambda: ops.all_reduce(x, out=x))
     for _ in range(3):
         g()
     (found,) = parts(g)
-    same(len(found), 1, found)
-    same([name for name in found if name.startswith("mem")], [], found)
+    assert_equal(len(found), 1, found)
+    assert_equal([name for name in found if name.startswith("mem")], [], found)
 
 
-def test_one_kernel_a_reduction(gpu_ranks: Ranks) -> None:
-    gpu_ranks(one_kernel_a_reduction)
-
-
-def backward_without_copies(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_a_backward_copies_nothing(comm: Any) -> None:
     """A backward is a separate graph, which copies nothing."""
     weight = torch.ones(8, 8, device=comm.device, requires_grad=True)
     g = graph.capture(lambda x: (x @ weight).relu().sum())
     for _ in range(4):
         g(torch.ones(4, 8, device=comm.device)).backward()
     forward, backward = parts(g)
-    same([name for name in backward if name.startswith("mem") or "copy_" in name], [], backward)
-    same(bool(forward), True, "the forward's graph")
+    assert_equal(
+        [name for name in backward if name.startswith("mem") or "copy_" in name], [], backward
+    )
+    assert_equal(bool(forward), True, "the forward's graph")
 
 
-def test_a_backward_copies_nothing(unified_ranks: Ranks) -> None:
-    unified_ranks(backward_without_copies)
-
-
-def ahead(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_replays_that_the_host_runs_ahead_of(comm: Any) -> None:
     """Replays whose results the device compares: the host never waits, and reads once at the end.
 
     A host that waits for each result would hide an order between streams that is missing.
@@ -103,8 +94,4 @@ def ahead(comm: Any) -> None:
             found = g(x)
         want.mul_(0.5).add_(x * comm.size)
         wrong |= (found != want * 2).any()
-    same(bool(wrong), False, "a replay that differs")
-
-
-def test_replays_that_the_host_runs_ahead_of(unified_ranks: Ranks) -> None:
-    unified_ranks(ahead)
+    assert_equal(bool(wrong), False, "a replay that differs")

@@ -12,8 +12,8 @@ import torch
 
 from commlib import graph
 from commlib.graph.recording.segments import Segments
-from tests.support.checks import refused, same
-from tests.support.ranks import Ranks
+from tests.support.checks import assert_equal, raises
+from tests.support.runs_on import runs_on
 
 _A_WHILE = 50_000_000  # cycles of a GPU: more than the host takes for a backward
 
@@ -43,9 +43,9 @@ def images(device: torch.device) -> torch.nn.Sequential:
 
 
 def equal(found: list[torch.Tensor], wanted: list[torch.Tensor], what: str) -> None:
-    same(len(found), len(wanted), what)
+    assert_equal(len(found), len(wanted), what)
     for i, (one, want) in enumerate(zip(found, wanted, strict=True)):
-        same(bool(torch.equal(one, want)), True, f"{what}, gradient {i}")
+        assert_equal(bool(torch.equal(one, want)), True, f"{what}, gradient {i}")
 
 
 def waits(layers: int, device: torch.device) -> int:
@@ -62,18 +62,16 @@ def waits(layers: int, device: torch.device) -> int:
     return sum(event.count for event in calls)
 
 
-def few_fences(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_number_of_fences(comm: Any) -> None:
     """The gradients of many parameters take no more fences than those of one."""
     few = waits(1, comm.device)
-    same(few > 0, True, "fences that the profiler has seen")
-    same(waits(30, comm.device), few, "fences of 30 parameters")
+    assert_equal(few > 0, True, "fences that the profiler has seen")
+    assert_equal(waits(30, comm.device), few, "fences of 30 parameters")
 
 
-def test_number_of_fences(gpu_ranks: Ranks) -> None:
-    gpu_ranks(few_fences)
-
-
-def reads_late(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_a_hook_that_reads_late(comm: Any) -> None:
     """A hook's kernels still read a gradient when its memory is that of the next gradient."""
 
     def hooked(parts: list[torch.nn.Sequential], seen: list[torch.Tensor]) -> None:
@@ -100,10 +98,6 @@ def reads_late(comm: Any) -> None:
                 x = call(x)
             x.square().sum().backward()
     equal(found, wanted, "hooks")
-
-
-def test_a_hook_that_reads_late(gpu_ranks: Ranks) -> None:
-    gpu_ranks(reads_late)
 
 
 class Slow(torch.autograd.Function):
@@ -133,7 +127,8 @@ class Scale(torch.nn.Module):
         return found
 
 
-def comes_late(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_a_gradient_that_comes_late(comm: Any) -> None:
     """A hook reads a gradient at once, and the graph that writes it is still under way."""
     seen: list[list[torch.Tensor]] = [[], []]
     for kept, captured in zip(seen, (True, False), strict=True):
@@ -148,11 +143,8 @@ def comes_late(comm: Any) -> None:
     equal(*seen, "hooks")
 
 
-def test_a_gradient_that_comes_late(gpu_ranks: Ranks) -> None:
-    gpu_ranks(comes_late)
-
-
-def dropped(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_dropped_gradients(comm: Any) -> None:
     """The caller's kernels still read gradients when these are dropped and new ones are made."""
     module = chain(3, comm.device)
     other = copy.deepcopy(module)
@@ -166,11 +158,8 @@ def dropped(comm: Any) -> None:
     equal(found, wanted, "gradients that were dropped")
 
 
-def test_dropped_gradients(gpu_ranks: Ranks) -> None:
-    gpu_ranks(dropped)
-
-
-def two_models(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_two_models_on_two_streams(comm: Any) -> None:
     """What one stream's caller drops is not given to another one, whose kernels do not wait."""
     found, wanted = list[torch.Tensor](), list[torch.Tensor]()
     default = torch.cuda.default_stream(comm.device)
@@ -191,11 +180,8 @@ def two_models(comm: Any) -> None:
     equal(found, wanted, "gradients of two models")
 
 
-def test_two_models_on_two_streams(gpu_ranks: Ranks) -> None:
-    gpu_ranks(two_models)
-
-
-def crowded(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_many_streams(comm: Any) -> None:
     """More streams call than torch has to deal out: side streams are shared, numbers right."""
     module = chain(1, comm.device)
     found = list[torch.Tensor]()
@@ -210,10 +196,6 @@ def crowded(comm: Any) -> None:
         if number in (0, 20, 39):
             found.append(*taken(part))
     equal(found[1:], [found[0], found[0]], "gradients by stream")
-
-
-def test_many_streams(gpu_ranks: Ranks) -> None:
-    gpu_ranks(crowded)
 
 
 def on_a_stream(call: Callable[[], Any], device: torch.device) -> Any:
@@ -256,16 +238,14 @@ def elsewhere(comm: Any) -> None:
         equal(found["captured"], found["eager"], way.__name__)
 
 
-def steady(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_calls_from_elsewhere(comm: Any) -> None:
     with torch.backends.cudnn.flags(deterministic=True):
         elsewhere(comm)
 
 
-def test_calls_from_elsewhere(gpu_ranks: Ranks) -> None:
-    gpu_ranks(steady)
-
-
-def fails(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_a_backward_that_fails(comm: Any) -> None:
     """After a backward that raises where its graph is launched, the next ones are right."""
     module = chain(2, comm.device)
     other = copy.deepcopy(module)
@@ -274,14 +254,10 @@ def fails(comm: Any) -> None:
         out = captured(rows(turn, comm.device))
         if turn == 2:
             broken = mock.patch.object(Segments, "replay", side_effect=RuntimeError("no launch"))
-            with broken, refused(RuntimeError, "no launch"):
+            with broken, raises(RuntimeError, "no launch"):
                 out.sum().backward()
-            same(taken(module), [], "gradients of a backward that failed")
+            assert_equal(taken(module), [], "gradients of a backward that failed")
             continue
         out.sum().backward()
         other(rows(turn, comm.device)).sum().backward()
         equal(taken(module), taken(other), f"turn {turn}")
-
-
-def test_a_backward_that_fails(gpu_ranks: Ranks) -> None:
-    gpu_ranks(fails)

@@ -13,8 +13,9 @@ from commlib import graph
 from commlib.errors import GraphError
 from commlib.graph.replaying.nodes import used_up
 from commlib.graph.watching import digest, effects
-from tests.support.checks import close, refused, same
+from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 
 class Hidden:
@@ -49,21 +50,22 @@ def found(comm: Any) -> None:
     hidden, f, total = scaled(comm)
     x = torch.ones(3, device=comm.device)
     g = graph.capture(f, outputs="copy")
-    close(g(x), x * 2, "the call")
+    assert_bits_equal(g(x), x * 2, "the call")
     hidden.scale = 5.0
     words = "aten.mul.Tensor(2.0) at the capture, and is aten.mul.Tensor(5.0) now"
-    with refused(GraphError, "output 0 differs at element 0: 5.0, and replayed 2.0", words):
+    with raises(GraphError, "output 0 differs at element 0: 5.0, and replayed 2.0", words):
         g(x)
-    close(total, x * 2, "the eager effects are kept")
-    close(g(x), x * 5, "captured again")
-    close(total, x * 3, "and counts once")
+    assert_bits_equal(total, x * 2, "the eager effects are kept")
+    assert_bits_equal(g(x), x * 5, "captured again")
+    assert_bits_equal(total, x * 3, "and counts once")
 
 
 def test_a_number_that_changes(unified_ranks: Ranks) -> None:
     unified_ranks(found)
 
 
-def writes_later(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_writes_that_come_later(comm: Any) -> None:
     """What the function has come to write, and the graph does not, is found."""
     weight = torch.ones(3, device=comm.device, requires_grad=True)
     hidden, total = Hidden(), torch.zeros(3, device=comm.device)
@@ -85,17 +87,14 @@ def writes_later(comm: Any) -> None:
         g = graph.capture(f, outputs="copy")
         g(x)
         hidden.scale = scale
-        with refused(GraphError, words):
+        with raises(GraphError, words):
             g(x)
-    close(total, x, "the eager effects are kept")
-    same(weight.grad, None, "this too")
+    assert_bits_equal(total, x, "the eager effects are kept")
+    assert_equal(weight.grad, None, "this too")
 
 
-def test_writes_that_come_later(unified_ranks: Ranks) -> None:
-    unified_ranks(writes_later)
-
-
-def past_operators(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_writes_past_operators(comm: Any) -> None:
     """Memory that something writes past all operators is found at the first call."""
     total, x = torch.zeros(64), torch.ones(3)
 
@@ -104,20 +103,17 @@ def past_operators(comm: Any) -> None:
         numbers[7] += 1
         return x * 2
 
-    with refused(GraphError, "writes 256 bytes", "no operator of torch says so", "were kept"):
+    with raises(GraphError, "writes 256 bytes", "no operator of torch says so", "were kept"):
         graph.capture(f)(x)
-    same(total.sum().item(), 1.0, "the call counts once")
+    assert_equal(total.sum().item(), 1.0, "the call counts once")
     g = graph.capture(f, on_fail="eager")
     for turn in range(3):
-        close(g(x), x * 2, f"turn {turn}")
-        same(total.sum().item(), turn + 2.0, "eager calls count once")
+        assert_bits_equal(g(x), x * 2, f"turn {turn}")
+        assert_equal(total.sum().item(), turn + 2.0, "eager calls count once")
 
 
-def test_writes_past_operators(cpu_ranks: Ranks) -> None:
-    cpu_ranks(past_operators)
-
-
-def stays_right(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_eager_from_then_on(comm: Any) -> None:
     """With on_fail="eager" each call is right, its backward too, and later ones are eager."""
     hidden, f, total = scaled(comm)
     weight = torch.ones(3, device=comm.device, requires_grad=True)
@@ -127,15 +123,11 @@ def stays_right(comm: Any) -> None:
         hidden.scale = 2.0 * turn
         weight.grad = torch.zeros_like(weight)
         y = g(x)
-        close(y, x * hidden.scale, f"turn {turn}")
+        assert_bits_equal(y, x * hidden.scale, f"turn {turn}")
         y.sum().backward()
-        close(weight.grad, x * hidden.scale, f"turn {turn}, gradient")
-        close(total, x * turn, f"turn {turn}, memory")
-    same((len(g.entries), len(g.eager)), (0, 1), "graphs, and calls that stay eager")
-
-
-def test_eager_from_then_on(unified_ranks: Ranks) -> None:
-    unified_ranks(stays_right)
+        assert_bits_equal(weight.grad, x * hidden.scale, f"turn {turn}, gradient")
+        assert_bits_equal(total, x * turn, f"turn {turn}, memory")
+    assert_equal((len(g.entries), len(g.eager)), (0, 1), "graphs, and calls that stay eager")
 
 
 class _Backward(torch.autograd.Function):
@@ -151,7 +143,8 @@ class _Backward(torch.autograd.Function):
         return grad * ctx.hidden.scale, None
 
 
-def backwards(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_backwards(comm: Any) -> None:
     """Forward and backward of one call are verified together."""
     for on_fail in ("raise", "eager"):
         hidden = Hidden()
@@ -162,16 +155,12 @@ def backwards(comm: Any) -> None:
         hidden.scale = 7.0
         y = g(x)
         if on_fail == "raise":
-            with refused(GraphError, "gradient 0 differs at element 0: 7.0, and replayed 2.0"):
+            with raises(GraphError, "gradient 0 differs at element 0: 7.0, and replayed 2.0"):
                 y.sum().backward()
         else:
             y.sum().backward()
-            close(x.grad, torch.full((3,), 9.0), "the gradient of the function")
-            same(len(g.eager), 1, "calls that stay eager")
-
-
-def test_backwards(unified_ranks: Ranks) -> None:
-    unified_ranks(backwards)
+            assert_bits_equal(x.grad, torch.full((3,), 9.0), "the gradient of the function")
+            assert_equal(len(g.eager), 1, "calls that stay eager")
 
 
 def together(comm: Any) -> None:
@@ -181,15 +170,15 @@ def together(comm: Any) -> None:
         lambda x: comm.all_reduce(torch.zeros_like(x), x * hidden.scale), outputs="copy"
     )
     x = torch.ones(3, device=comm.device)
-    close(g(x), x * 2 * comm.size, "the call")
+    assert_bits_equal(g(x), x * 2 * comm.size, "the call")
     if comm.rank == 1:
         hidden.scale = 3.0
     words = ("differs at element 0: 5.0, and replayed 4.0",)
-    with refused(GraphError, *words):
+    with raises(GraphError, *words):
         g(x)
     hidden.scale = 2.0
     for turn in range(4):
-        close(g(x), x * 2 * comm.size, f"turn {turn}")
+        assert_bits_equal(g(x), x * 2 * comm.size, f"turn {turn}")
 
 
 def test_members_of_a_ring(unified_ranks: Ranks) -> None:
@@ -210,7 +199,7 @@ def verified_calls(g: Any, calls: int) -> int:
 def test_schedules(verify: Any, expected: int) -> None:
     """The first call is the function itself; then there are a hundred replays."""
     g = graph.capture(lambda x: x + 1, outputs="copy", verify=verify)
-    same(verified_calls(g, 101), expected, f"verify={verify!r}")
+    assert_equal(verified_calls(g, 101), expected, f"verify={verify!r}")
     assert (graph.report(g)[0]["verify_seconds"] > 0) == (expected > 0)
 
 
@@ -218,7 +207,7 @@ def test_schedules(verify: Any, expected: int) -> None:
 def test_flag(text: str, expected: int) -> None:
     with commlib.flags.override("FLAGS_graph_verify", text):
         g = graph.capture(lambda x: x + 1, outputs="copy")
-    same(verified_calls(g, 6), expected, text)
+    assert_equal(verified_calls(g, 6), expected, text)
 
 
 @pytest.mark.parametrize("verify", ["often", -1, 1.5])
@@ -239,8 +228,8 @@ def test_digests(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
             x[i] = 1
             seen.append(digest.digests(memory))
             x[i] = 0
-        same(digest.digests(memory), seen[0], "the same bits")
-        same(len({each[0] for each in seen}), count + 1, f"numbers of {count} of {dtype}")
+        assert_equal(digest.digests(memory), seen[0], "the same bits")
+        assert_equal(len({each[0] for each in seen}), count + 1, f"numbers of {count} of {dtype}")
 
 
 def test_what_a_backward_leaves() -> None:
@@ -255,7 +244,7 @@ def test_what_a_backward_leaves() -> None:
         ([view], False),
         ([], True),
     ):
-        same(used_up([loss], others), want, f"{len(others)} others")
+        assert_equal(used_up([loss], others), want, f"{len(others)} others")
     loss.backward()
     with pytest.raises(RuntimeError, match="second time"):
         more.sum().backward()
@@ -270,7 +259,8 @@ def sees_capture() -> bool:
         return False
 
 
-def asking(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_functions_that_ask(comm: Any) -> None:
     """A function that asks whether it is captured may take another way for the same numbers."""
     weight = torch.full((3,), 3.0, device=comm.device, requires_grad=True)
 
@@ -285,20 +275,17 @@ def asking(comm: Any) -> None:
             for turn in range(1, 6):
                 x = torch.full((3,), float(turn), device=comm.device)
                 found = g(x, 0.1)
-                close(found, x.cpu() * 0.3, f"turn {turn}")
+                assert_bits_equal(found, x.cpu() * 0.3, f"turn {turn}")
                 if differentiable:
                     weight.grad = None
                     found.sum().backward()
-                    close(weight.grad, x.cpu() * 0.1, f"gradient of turn {turn}")
+                    assert_bits_equal(weight.grad, x.cpu() * 0.1, f"gradient of turn {turn}")
         verified = graph.report(g)[0]["verified"]
-        same(verified, 4 if differentiable else 2, "verified calls and backwards")
+        assert_equal(verified, 4 if differentiable else 2, "verified calls and backwards")
 
 
-def test_functions_that_ask(unified_ranks: Ranks) -> None:
-    unified_ranks(asking)
-
-
-def other_when_captured(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_functions_that_do_something_else_in_a_capture(comm: Any) -> None:
     """One that computes something else in a capture is refused, and its effects are kept."""
 
     def f(x: torch.Tensor) -> torch.Tensor:
@@ -308,19 +295,16 @@ def other_when_captured(comm: Any) -> None:
 
     x = torch.ones(3, device=comm.device)
     g = graph.capture(f, outputs="copy")
-    close(g(x), x * 2, "the call")
-    with refused(GraphError, "asks whether it is captured and behaves differently when it is"):
+    assert_bits_equal(g(x), x * 2, "the call")
+    with raises(GraphError, "asks whether it is captured and behaves differently when it is"):
         g(x)
     tamed = graph.capture(f, outputs="copy", on_fail="eager")
     for turn in range(4):
-        close(tamed(x), x * 2, f"turn {turn}")
+        assert_bits_equal(tamed(x), x * 2, f"turn {turn}")
 
 
-def test_functions_that_do_something_else_in_a_capture(unified_ranks: Ranks) -> None:
-    unified_ranks(other_when_captured)
-
-
-def kernels(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_kernels_that_no_operator_shows(comm: Any) -> None:
     """A kernel of Triton that writes memory from outside, and no operator says so, counts once."""
     from tests.support.triton_kernels import add_one
 
@@ -337,30 +321,24 @@ def kernels(comm: Any) -> None:
         g = graph.capture(f, outputs="copy", **options)
         for turn in range(1, 12):
             y = torch.full((128,), float(turn), device=comm.device)
-            close(g(x, y), x * turn, f"turn {turn}, {options}")
-            close(y, torch.full((128,), turn + 1.0), "an argument")
-        close(total, torch.full((128,), 11.0), f"the memory, {options}")
-        same((len(g.entries), len(g.eager)), (1, 0), "graphs, and calls that stay eager")
+            assert_bits_equal(g(x, y), x * turn, f"turn {turn}, {options}")
+            assert_bits_equal(y, torch.full((128,), turn + 1.0), "an argument")
+        assert_bits_equal(total, torch.full((128,), 11.0), f"the memory, {options}")
+        assert_equal((len(g.entries), len(g.eager)), (1, 0), "graphs, and calls that stay eager")
 
 
-def test_kernels_that_no_operator_shows(gpu_ranks: Ranks) -> None:
-    gpu_ranks(kernels)
-
-
-def other_kinds(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_ranks_with_other_kinds(comm: Any) -> None:
     """Ranks whose calls are of other kinds verify the same ones, whose collectives meet."""
     g = graph.capture(lambda x, mode: commlib.ops.all_reduce(x) * mode, outputs="copy")
     modes = (1, 2, 1, 1, 2, 2, 1) if comm.rank else (1, 3, 3, 3, 3, 3, 1)
     x = torch.ones(2, device=comm.device)
     for turn, mode in enumerate(modes):
-        close(g(x, mode), x * comm.size * mode, f"turn {turn}")
+        assert_bits_equal(g(x, mode), x * comm.size * mode, f"turn {turn}")
 
 
-def test_ranks_with_other_kinds(unified_ranks: Ranks) -> None:
-    unified_ranks(other_kinds)
-
-
-def raises_on_one(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_a_rank_that_raises_in_a_verified_call(comm: Any) -> None:
     """A rank whose function raises in a verified call, its collectives made, holds up nobody."""
     hidden = Hidden()
 
@@ -371,20 +349,16 @@ def raises_on_one(comm: Any) -> None:
         return total
 
     call, x = graph.capture(g, outputs="copy"), torch.ones(3, device=comm.device)
-    close(call(x), x * comm.size, "the first")
+    assert_bits_equal(call(x), x * comm.size, "the first")
     hidden.scale = 5.0
     if comm.rank == 1:
-        with refused(ValueError, "on one rank"):
+        with raises(ValueError, "on one rank"):
             call(x)
     else:
-        close(call(x), x * comm.size, "the second")
+        assert_bits_equal(call(x), x * comm.size, "the second")
     hidden.scale = 2.0
     for turn in range(3):
-        close(call(x), x * comm.size, f"turn {turn}")
-
-
-def test_a_rank_that_raises_in_a_verified_call(unified_ranks: Ranks) -> None:
-    unified_ranks(raises_on_one)
+        assert_bits_equal(call(x), x * comm.size, f"turn {turn}")
 
 
 @pytest.mark.parametrize("together", [16, 1 << 26])
@@ -400,15 +374,15 @@ def test_exchange(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     after = [x.clone() for x in tensors]
     assert held.buffers is not None
     memory = [x.data_ptr() for x in held.buffers]
-    same(len(memory) > 2, together == 16, f"{len(memory)} chunks")
+    assert_equal(len(memory) > 2, together == 16, f"{len(memory)} chunks")
     left = changed.exchange(held)
     for x, want in zip(tensors, before, strict=True):
-        close(x, want, "put back")
+        assert_bits_equal(x, want, "put back")
     assert left.buffers is not None
-    same([x.data_ptr() for x in left.buffers], memory, "the memory of copies")
+    assert_equal([x.data_ptr() for x in left.buffers], memory, "the memory of copies")
     found = sorted(i for i, _, _ in changed.pairs(left, changed.here()))
-    same(found, [0, 1, 2, 3], "what differs")
+    assert_equal(found, [0, 1, 2, 3], "what differs")
     changed.put(left)
     for x, want in zip(tensors, after, strict=True):
-        close(x, want, "what was left")
-    same([*changed.pairs(left, changed.here())], [], "what differs")
+        assert_bits_equal(x, want, "what was left")
+    assert_equal([*changed.pairs(left, changed.here())], [], "what differs")

@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import (
 
 from commlib import graph
 from commlib.errors import GraphError
-from tests.support.checks import refused, same
-from tests.support.ranks import Ranks
+from tests.support.checks import assert_equal, raises
+from tests.support.runs_on import runs_on
 
 
 def sharded(comm: Any) -> torch.nn.Module:
@@ -69,7 +69,9 @@ def step(model: Any, optimizer: Any, captured: Callable[[Any], Any]) -> Any:
     return lambda x: call(x).clone()
 
 
-def as_eager(comm: Any, of: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("of", [module, step])
+@runs_on("unified_ranks")
+def test_tensor_parallel(comm: Any, of: Callable[..., Any]) -> None:
     """A module with DTensor parameters has the bits of eager code, and replays."""
     graphs: list[Any] = []
 
@@ -79,16 +81,12 @@ def as_eager(comm: Any, of: Callable[..., Any]) -> None:
 
     want = trained(comm, of, lambda fn: fn)
     equal = [torch.equal(a, b) for a, b in zip(trained(comm, of, captured), want, strict=True)]
-    same(equal, [True] * len(want), "bits")
-    same(graph.report(graphs[0])[0]["replays"] > 1, True, "replays")
+    assert_equal(equal, [True] * len(want), "bits")
+    assert_equal(graph.report(graphs[0])[0]["replays"] > 1, True, "replays")
 
 
-@pytest.mark.parametrize("of", [module, step])
-def test_tensor_parallel(unified_ranks: Ranks, of: Callable[..., Any]) -> None:
-    unified_ranks(as_eager, of)
-
-
-def outputs(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_outputs(comm: Any) -> None:
     """A DTensor that is returned is one again at each replay; one with a gradient is refused."""
     mesh = init_device_mesh(comm.device.type, (comm.size,))
     weight = torch.arange(float(comm.size), device=comm.device)
@@ -100,20 +98,16 @@ def outputs(comm: Any) -> None:
     g = graph.capture(f, outputs="copy")
     for turn in range(5):
         found, whole = g(torch.full((comm.size,), float(turn), device=comm.device))
-        same((type(found), found.placements), (DTensor, (Shard(0),)), f"turn {turn}")
-        same(found.to_local().tolist(), [3.0 * comm.rank], f"turn {turn}")
-        same(whole.tolist(), [turn + i for i in range(comm.size)], f"turn {turn}")
-    same(graph.report(g)[0]["replays"], 4, "replays")
+        assert_equal((type(found), found.placements), (DTensor, (Shard(0),)), f"turn {turn}")
+        assert_equal(found.to_local().tolist(), [3.0 * comm.rank], f"turn {turn}")
+        assert_equal(whole.tolist(), [turn + i for i in range(comm.size)], f"turn {turn}")
+    assert_equal(graph.report(g)[0]["replays"], 4, "replays")
     held.requires_grad_()
-    with refused(GraphError, "an output is a DTensor that requires grad", "to_local()"):
+    with raises(GraphError, "an output is a DTensor that requires grad", "to_local()"):
         graph.capture(lambda x: held * x)(2.0)
-    with refused(GraphError, "tensor 0 of the arguments is a DTensor", "to_local()"):
+    with raises(GraphError, "tensor 0 of the arguments is a DTensor", "to_local()"):
         graph.capture(lambda x: x * 2)(held.detach())
     dist.barrier()
-
-
-def test_outputs(unified_ranks: Ranks) -> None:
-    unified_ranks(outputs)
 
 
 class Quantized(torch.Tensor):
@@ -148,7 +142,8 @@ class Quantized(torch.Tensor):
         return func(*plain, **(kwargs or {}))
 
 
-def quantized(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_quantized_weights(comm: Any) -> None:
     """A weight that is a wrapper is read where its parts lie, and can be returned."""
     numbers = torch.arange(6, dtype=torch.int8, device=comm.device).view(2, 3)
     weight = Quantized(numbers, torch.tensor(0.5, device=comm.device))
@@ -161,17 +156,16 @@ def quantized(comm: Any) -> None:
         x = torch.full((1, 2), turn + 1.0, device=comm.device)
         found, same_weight = g(x)
         want = x @ (numbers * weight.scale)
-        same((torch.equal(found, want), type(same_weight)), (True, Quantized), f"turn {turn}")
+        assert_equal(
+            (torch.equal(found, want), type(same_weight)), (True, Quantized), f"turn {turn}"
+        )
         numbers.add_(1)
         weight.scale.mul_(2)
-    same(graph.report(g)[0]["replays"], 5, "replays")
+    assert_equal(graph.report(g)[0]["replays"], 5, "replays")
 
 
-def test_quantized_weights(unified_ranks: Ranks) -> None:
-    unified_ranks(quantized)
-
-
-def placements(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_placements_of_gradients(comm: Any) -> None:
     """A gradient that is held otherwise is another kind of call."""
     mesh = init_device_mesh(comm.device.type, (comm.size,))
     zeros = torch.zeros(4, device=comm.device)
@@ -187,12 +181,8 @@ def placements(comm: Any) -> None:
         how: Any = Replicate() if turn < 4 else Partial()
         weight.grad = DTensor.from_local(part, mesh, [how], run_check=False)
         want = (turn + 1.0) * (1 if turn < 4 else comm.size)
-        same(g().tolist(), [want] * 4, f"turn {turn}")
-    same(sum(row["replays"] for row in graph.report(g)) > 2, True, "replays")
+        assert_equal(g().tolist(), [want] * 4, f"turn {turn}")
+    assert_equal(sum(row["replays"] for row in graph.report(g)) > 2, True, "replays")
     weight.grad = None
-    with refused(GraphError, "an output is a DTensor that requires grad", "to_local()"):
+    with raises(GraphError, "an output is a DTensor that requires grad", "to_local()"):
         graph.capture(lambda x: SimpleNamespace(y=weight * x))(2.0)
-
-
-def test_placements_of_gradients(unified_ranks: Ranks) -> None:
-    unified_ranks(placements)

@@ -10,10 +10,20 @@ import commlib
 from commlib import ops
 from commlib.compat import paddle
 from commlib.errors import ArgumentError, RingError
-from tests.support.checks import Framed, close, refused, same, sample, settle, until, wide
+from tests.support.checks import (
+    Framed,
+    assert_bits_equal,
+    assert_equal,
+    raises,
+    sample,
+    settle,
+    until,
+    wide,
+)
 from tests.support.formulas import joined, total
 from tests.support.operator import calls
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 BOTH: tuple[dict[str, bool], ...] = (
     {},
@@ -36,18 +46,19 @@ def crossing(comm: Any) -> None:
                 comm.recv(out, peer=rank, use_calc_stream=not mode)
         work.wait()
         for rank, out in outs.items():
-            close(out, sample(rank, (LARGE,), torch.float32), f"from {rank}, {mode}")
+            assert_bits_equal(out, sample(rank, (LARGE,), torch.float32), f"from {rank}, {mode}")
 
 
 def test_crossing_sends(ranks: Ranks) -> None:
     ranks(crossing)
 
 
-def test_crossing_sends_of_three(trio: Ranks) -> None:
-    trio(crossing)
+def test_crossing_sends_of_three(three_ranks: Ranks) -> None:
+    three_ranks(crossing)
 
 
-def mixed(comm: Any) -> None:
+@runs_on("ranks")
+def test_collectives(comm: Any) -> None:
     """Collectives of several kinds, one with a strided output; the Work holds all results."""
     every = [sample(rank, (3, 4), torch.float64) for rank in range(2)]
     x, arrays = every[comm.rank].to(comm.device), [wide(x) for x in every]
@@ -57,65 +68,59 @@ def mixed(comm: Any) -> None:
         before = calls(comm)
         with comm.group(**mode) as work:
             how = {"use_calc_stream": not mode}
-            same(comm.all_reduce(summed, x, **how) is summed, True, "result inside the group")
+            assert_equal(
+                comm.all_reduce(summed, x, **how) is summed, True, "result inside the group"
+            )
             comm.all_gather(frame.view, x, **how)
             comm.broadcast(cast, x, root=1, **how)
-            same(calls(comm), before, "calls launched inside the block")
-        same(calls(comm) - before, 3, "calls of the group")
-        same([id(r) for r in work.wait()], [id(summed), id(frame.view), id(cast)], "results")
-        close(summed, total(arrays, 0), "all_reduce")
-        close(frame.view, joined(arrays, 0), "all_gather")
-        close(cast, every[1], "broadcast")
+            assert_equal(calls(comm), before, "calls launched inside the block")
+        assert_equal(calls(comm) - before, 3, "calls of the group")
+        assert_equal(
+            [id(r) for r in work.wait()], [id(summed), id(frame.view), id(cast)], "results"
+        )
+        assert_bits_equal(summed, total(arrays, 0), "all_reduce")
+        assert_bits_equal(frame.view, joined(arrays, 0), "all_gather")
+        assert_bits_equal(cast, every[1], "broadcast")
         frame.intact()
         until(work.done, "done() after wait()")
 
 
-def test_collectives(ranks: Ranks) -> None:
-    ranks(mixed)
-
-
-def nothing_launched(comm: Any) -> None:
+@runs_on("ranks")
+def test_nothing_launched(comm: Any) -> None:
     """An exception in the block, a wrong call in it and an empty block launch nothing."""
     x = torch.ones(4, device=comm.device)
     before = calls(comm)
-    with refused(ZeroDivisionError), comm.group():
+    with raises(ZeroDivisionError), comm.group():
         comm.all_reduce(torch.zeros_like(x), x)
         _ = 1 / 0
-    with refused(ArgumentError, "open already"), comm.group(), comm.group():
+    with raises(ArgumentError, "open already"), comm.group(), comm.group():
         pass
-    with refused(ArgumentError, "use_calc_stream=False"), comm.group(sync_op=False):
+    with raises(ArgumentError, "use_calc_stream=False"), comm.group(sync_op=False):
         pass
     with comm.group() as work:
-        same(work.done(), False, "done() inside the group")
-        with refused(ArgumentError, "leave"):
+        assert_equal(work.done(), False, "done() inside the group")
+        with raises(ArgumentError, "leave"):
             work.wait()
-        with refused(ArgumentError, "ring.group(use_calc_stream=False)"):
+        with raises(ArgumentError, "ring.group(use_calc_stream=False)"):
             comm.all_reduce(torch.zeros_like(x), x, use_calc_stream=False)
-        with refused(ArgumentError, "inside a group"):
+        with raises(ArgumentError, "inside a group"):
             comm.all_reduce(torch.zeros_like(x), x, use_calc_stream=False, sync_op=False)
-    same((work.wait(), work.done()), ([], True), "an empty group")
-    same(calls(comm), before, "calls launched")
+    assert_equal((work.wait(), work.done()), ([], True), "an empty group")
+    assert_equal(calls(comm), before, "calls launched")
     out = torch.zeros_like(x)
-    close(comm.all_reduce(out, x), torch.full((4,), 2.0), "after it all")
+    assert_bits_equal(comm.all_reduce(out, x), torch.full((4,), 2.0), "after it all")
 
 
-def test_nothing_launched(ranks: Ranks) -> None:
-    ranks(nothing_launched)
-
-
-def left_by_an_exception(comm: Any) -> None:
+@runs_on("ranks")
+def test_left_by_an_exception(comm: Any) -> None:
     """The Work of a group that was never launched says so."""
     x, before = torch.ones(3, device=comm.device), calls(comm)
-    with refused(ZeroDivisionError), comm.group(use_calc_stream=False, sync_op=False) as work:
+    with raises(ZeroDivisionError), comm.group(use_calc_stream=False, sync_op=False) as work:
         comm.all_reduce(x, x, use_calc_stream=False)
         raise ZeroDivisionError
-    with refused(ArgumentError, "an exception left the group"):
+    with raises(ArgumentError, "an exception left the group"):
         work.wait()
-    same((work.done(), calls(comm)), (False, before), "done, calls")
-
-
-def test_left_by_an_exception(ranks: Ranks) -> None:
-    ranks(left_by_an_exception)
+    assert_equal((work.done(), calls(comm)), (False, before), "done, calls")
 
 
 def in_a_thread(comm: Any, body: Callable[[], Any]) -> Any:
@@ -139,22 +144,6 @@ def in_a_thread(comm: Any, body: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def other_threads(comm: Any) -> None:
-    """Calls of another thread, on the same ring and on another one, do not wait for the block."""
-    other = commlib.new_ring(31, [0, 1])
-    assert other is not None
-    x = torch.full((4,), comm.rank + 1.0, device=comm.device)
-    before, twice = calls(comm), torch.zeros_like(x)
-    with comm.group():
-        comm.all_reduce(twice, x * 2)
-        close(in_a_thread(comm, lambda: ops.all_reduce(x, 31)), [3.0] * 4, "another ring")
-        close(in_a_thread(comm, lambda: ops.all_reduce(x)), [3.0] * 4, "the same ring")
-        same(calls(comm) - before, 1, "calls on the ring inside the block")
-        same(in_a_thread(comm, lambda: _grouped(comm, x)).tolist(), [6.0] * 4, "its own group")
-    same(calls(comm) - before, 3, "calls on the ring")
-    close(twice, [6.0] * 4, "the group")
-
-
 def _grouped(comm: Any, x: torch.Tensor) -> torch.Tensor:
     out = torch.zeros_like(x)
     with comm.group():
@@ -162,11 +151,29 @@ def _grouped(comm: Any, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def test_other_threads(ranks: Ranks) -> None:
-    ranks(other_threads)
+@runs_on("ranks")
+def test_other_threads(comm: Any) -> None:
+    """Calls of another thread, on the same ring and on another one, do not wait for the block."""
+    other = commlib.new_ring(31, [0, 1])
+    assert other is not None
+    x = torch.full((4,), comm.rank + 1.0, device=comm.device)
+    before, twice = calls(comm), torch.zeros_like(x)
+    with comm.group():
+        comm.all_reduce(twice, x * 2)
+        assert_bits_equal(
+            in_a_thread(comm, lambda: ops.all_reduce(x, 31)), [3.0] * 4, "another ring"
+        )
+        assert_bits_equal(in_a_thread(comm, lambda: ops.all_reduce(x)), [3.0] * 4, "the same ring")
+        assert_equal(calls(comm) - before, 1, "calls on the ring inside the block")
+        assert_equal(
+            in_a_thread(comm, lambda: _grouped(comm, x)).tolist(), [6.0] * 4, "its own group"
+        )
+    assert_equal(calls(comm) - before, 3, "calls on the ring")
+    assert_bits_equal(twice, [6.0] * 4, "the group")
 
 
-def composites(comm: Any) -> None:
+@runs_on("ranks")
+def test_composites(comm: Any) -> None:
     """What computes with a collective's result says so inside a group; nothing is launched."""
     x = torch.ones(2, 3, device=comm.device)
     wants_grad = x.clone().requires_grad_()
@@ -188,18 +195,14 @@ def composites(comm: Any) -> None:
     }
     before = calls(comm)
     for name, call in wrong.items():
-        with comm.group(), refused(ArgumentError, f"{name} on ring 0", "outside the group"):
+        with comm.group(), raises(ArgumentError, f"{name} on ring 0", "outside the group"):
             call()
-    with comm.group(), refused(ArgumentError, "concat on ring 0"):
+    with comm.group(), raises(ArgumentError, "concat on ring 0"):
         paddle.c_concat(x, comm.rank, comm.size)
-    same(calls(comm), before, "calls launched by refused ones")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
     with comm.group():
         plain = ops.all_reduce(wants_grad.detach())
-    close(plain, torch.full((2, 3), 2.0), "the remedy")
-
-
-def test_composites(ranks: Ranks) -> None:
-    ranks(composites)
+    assert_bits_equal(plain, torch.full((2, 3), 2.0), "the remedy")
 
 
 def backwards(comm: Any) -> None:
@@ -220,9 +223,9 @@ def backwards(comm: Any) -> None:
         with comm.group():
             comm.all_reduce(summed, torch.ones_like(summed))
             (found,) = torch.autograd.grad(loss, x)
-            same(calls(comm) - before, 1, f"calls inside the block, {name}")
-            close(found, want, f"gradient inside the block, {name}")
-        close(summed, [2.0] * 3, f"the group around the backward of {name}")
+            assert_equal(calls(comm) - before, 1, f"calls inside the block, {name}")
+            assert_bits_equal(found, want, f"gradient inside the block, {name}")
+        assert_bits_equal(summed, [2.0] * 3, f"the group around the backward of {name}")
 
 
 class _GroupInBackward(torch.autograd.Function):
@@ -238,7 +241,7 @@ class _GroupInBackward(torch.autograd.Function):
         before = calls(ring)
         with ring.group():
             ring.all_reduce(out, grads[0].contiguous())
-            same(calls(ring), before, "calls inside the group of a backward")
+            assert_equal(calls(ring), before, "calls inside the group of a backward")
         return out
 
 
@@ -249,8 +252,8 @@ def group_in_backward(comm: Any) -> None:
     with comm.group():
         comm.all_reduce(out, x.detach())
         (grad,) = torch.autograd.grad(y.sum(), x)
-        close(grad, [2.0] * 3, "gradient inside the block")
-    close(out, [2.0] * 3, "the outer group")
+        assert_bits_equal(grad, [2.0] * 3, "gradient inside the block")
+    assert_bits_equal(out, [2.0] * 3, "the outer group")
 
 
 def test_backwards(ranks: Ranks) -> None:
@@ -258,19 +261,16 @@ def test_backwards(ranks: Ranks) -> None:
     ranks(group_in_backward)
 
 
-def failed_launch(comm: Any) -> None:
+@runs_on("ranks")
+def test_failed_launch(comm: Any) -> None:
     """The Work of a group whose launch failed raises what the block has raised."""
     ring = commlib.new_ring(32, [0, 1])
     assert ring is not None
     x = torch.ones(3, device=comm.device)
-    with refused(RingError, "group on ring 32", "aborted"), ring.group() as work:
+    with raises(RingError, "group on ring 32", "aborted"), ring.group() as work:
         ring.all_reduce(torch.zeros_like(x), x)
         ring.abort()
     for _ in range(2):
-        with refused(RingError, "group on ring 32", "aborted"):
+        with raises(RingError, "group on ring 32", "aborted"):
             work.wait()
-    same(work.done(), False, "done()")
-
-
-def test_failed_launch(ranks: Ranks) -> None:
-    ranks(failed_launch)
+    assert_equal(work.done(), False, "done()")

@@ -8,10 +8,11 @@ import torch
 
 from commlib import ops
 from commlib.errors import RingError
-from tests.support.checks import close, refused, same
+from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.formulas import own, total
 from tests.support.operator import ABSENT_RING, Operator, calls
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 from tests.support.suites import compiled, gradients, lazy_bits, values
 
 IDENTITY = Operator(ops.identity, own, adjoint=total, modes=("calc", "comm"))
@@ -22,24 +23,22 @@ def test_suite(ranks: Ranks, suite: Any) -> None:
     ranks(suite, IDENTITY)
 
 
-def copied(comm: Any) -> None:
+@runs_on("ranks")
+def test_copy(comm: Any) -> None:
     """A fresh, dense tensor, without communication forward."""
     x = torch.arange(6.0, device=comm.device).view(2, 3).t()
     before = calls(comm)
     given = ops.identity(x)
-    same(calls(comm), before, "collectives of the forward")
-    same(given.is_contiguous(), True, "dense")
+    assert_equal(calls(comm), before, "collectives of the forward")
+    assert_equal(given.is_contiguous(), True, "dense")
     given.zero_()
-    close(x, torch.arange(6.0).view(2, 3).t(), "input after writing to the copy")
-    with refused(RingError, ABSENT_RING):
+    assert_bits_equal(x, torch.arange(6.0).view(2, 3).t(), "input after writing to the copy")
+    with raises(RingError, ABSENT_RING):
         ops.identity(x, ABSENT_RING)
 
 
-def test_copy(ranks: Ranks) -> None:
-    ranks(copied)
-
-
-def column_parallel(comm: Any) -> None:
+@runs_on("ranks")
+def test_tensor_parallel_pair(comm: Any) -> None:
     """Identity, shard, all_reduce: output and gradients of the whole layer on every rank.
 
     Integers in floats, so that the order of the sums does not count.
@@ -56,9 +55,5 @@ def column_parallel(comm: Any) -> None:
     reference = x.clone().requires_grad_()
     want = functools.reduce(torch.matmul, (reference, whole, tall))
     want.sum().backward()
-    close(out, want.detach(), "output")
-    close(leaf.grad, reference.grad, "gradient")
-
-
-def test_tensor_parallel_pair(ranks: Ranks) -> None:
-    ranks(column_parallel)
+    assert_bits_equal(out, want.detach(), "output")
+    assert_bits_equal(leaf.grad, reference.grad, "gradient")

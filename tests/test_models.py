@@ -116,7 +116,7 @@ class Comparisons:
     def stop(self) -> None:
         """End the process."""
         if self._process is not None:
-            self._process.communicate(timeout=20)  # the end of its input is its end
+            self._process.communicate(timeout=60)  # the end of its input is its end
 
 
 @pytest.fixture(scope="module")

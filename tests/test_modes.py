@@ -17,38 +17,36 @@ from torch.utils._pytree import tree_map_only
 
 from commlib import compat, ops
 from commlib.errors import ArgumentError, DeviceError
-from tests.support.checks import close, refused, same, sample
+from tests.support.checks import assert_bits_equal, assert_equal, raises, sample
 from tests.support.modes import UNARY, Names, every, given
 from tests.support.operator import calls
-from tests.support.ranks import Ranks, World
+from tests.support.ranks import NewRanks
+from tests.support.runs_on import runs_on
 
 # -- kinds of tensors ----------------------------------------------------------------------------
 
 
-def zeros(comm: Any) -> None:
+@runs_on("ranks")
+def test_zero_tensors(comm: Any) -> None:
     """A ZeroTensor has no memory; its values arrive all the same."""
     for name, call in every(comm).items():
         zero = torch._efficientzerotensor((4, 6), device=comm.device)
-        close(call(zero), call(torch.zeros(4, 6, device=comm.device)), name)
+        assert_bits_equal(call(zero), call(torch.zeros(4, 6, device=comm.device)), name)
     x, zero = given(comm), torch._efficientzerotensor((4, 6), device=comm.device)
     out = torch.full_like(x, 7)
     comm.all_reduce(out, zero)
-    close(out, torch.zeros_like(x), "the ring's own")
+    assert_bits_equal(out, torch.zeros_like(x), "the ring's own")
     if comm.rank == 0:
         ops.send(zero, peer=1)
     else:
-        close(ops.recv(out + 7, peer=0), torch.zeros_like(x), "received")
+        assert_bits_equal(ops.recv(out + 7, peer=0), torch.zeros_like(x), "received")
     before = calls(comm)
     for call in (lambda: ops.all_reduce(x, out=zero), lambda: comm.all_reduce(zero, x)):
-        with refused(ArgumentError, "all_reduce on ring 0", "ZeroTensor", "torch.zeros"):
+        with raises(ArgumentError, "all_reduce on ring 0", "ZeroTensor", "torch.zeros"):
             call()
-    with refused(ArgumentError, "recv on ring 0", "ZeroTensor"):
+    with raises(ArgumentError, "recv on ring 0", "ZeroTensor"):
         ops.recv(zero, peer=1 - comm.rank)
-    same(calls(comm), before, "calls launched by refused ones")
-
-
-def test_zero_tensors(ranks: Ranks) -> None:
-    ranks(zeros)
+    assert_equal(calls(comm), before, "calls launched by refused ones")
 
 
 class _Zero(torch.autograd.Function):
@@ -63,16 +61,13 @@ class _Zero(torch.autograd.Function):
         return torch._efficientzerotensor(grads[0].shape, device=grads[0].device)
 
 
-def zero_gradients(comm: Any) -> None:
+@runs_on("ranks")
+def test_zero_gradients(comm: Any) -> None:
     for name in ("all_gather", "all_reduce", "all_to_all", "broadcast", "concat", "reduce_scatter"):
         x = given(comm).requires_grad_()
         _Zero.apply(UNARY[name](x)).sum().backward()  # type: ignore[no-untyped-call]
         assert x.grad is not None
-        close(x.grad, torch.zeros_like(x), name)
-
-
-def test_zero_gradients(ranks: Ranks) -> None:
-    ranks(zero_gradients)
+        assert_bits_equal(x.grad, torch.zeros_like(x), name)
 
 
 def pending(comm: Any) -> None:
@@ -86,33 +81,33 @@ def pending(comm: Any) -> None:
     mesh, x = init_device_mesh("cpu", (2,)), given(comm)
     for name, call in every(comm).items():
         total = funcol.all_reduce(x, "sum", mesh)
-        same(type(total).__name__, "AsyncCollectiveTensor", "what torch returns")
-        close(call(total), call(funcol.all_reduce(x, "sum", mesh).wait()), name)
+        assert_equal(type(total).__name__, "AsyncCollectiveTensor", "what torch returns")
+        assert_bits_equal(call(total), call(funcol.all_reduce(x, "sum", mesh).wait()), name)
     out = torch.empty_like(x)
     comm.all_reduce(out, funcol.all_reduce(x, "sum", mesh))
-    close(out, ops.all_reduce(ops.all_reduce(x)), "the ring's own")
+    assert_bits_equal(out, ops.all_reduce(ops.all_reduce(x)), "the ring's own")
     total = funcol.all_reduce(x, "sum", mesh)
-    with refused(ArgumentError, "pending", "out.wait()"):
+    with raises(ArgumentError, "pending", "out.wait()"):
         ops.all_reduce(x, out=total)
     spread = distribute_tensor(x, mesh, [Shard(0)])
     before = calls(comm)
     for call in every(comm).values():
-        with refused(DeviceError, "is a DTensor", "to_local()"):
+        with raises(DeviceError, "is a DTensor", "to_local()"):
             call(spread)
     for verb in (comm.all_reduce, comm.all_to_all):
-        with refused(DeviceError, f"{verb.__name__} on ring 0", "DTensor", "x.to_local()"):
+        with raises(DeviceError, f"{verb.__name__} on ring 0", "DTensor", "x.to_local()"):
             verb(out, spread)
-    with refused(DeviceError, "send on ring 0", "x.to_local()"):
+    with raises(DeviceError, "send on ring 0", "x.to_local()"):
         ops.send(spread, peer=1 - comm.rank)
-    with refused(DeviceError, "recv on ring 0", "out.to_local()"):
+    with raises(DeviceError, "recv on ring 0", "out.to_local()"):
         ops.recv(spread, peer=1 - comm.rank)
-    same(calls(comm), before, "calls launched by refused ones")
-    close(ops.all_reduce(torch.ones(2)), torch.full((2,), 2.0), "the ring afterwards")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
+    assert_bits_equal(ops.all_reduce(torch.ones(2)), torch.full((2,), 2.0), "the ring afterwards")
     dist.destroy_process_group()
 
 
-def test_distributed_tensors(world: World) -> None:
-    with world(2) as ranks:
+def test_distributed_tensors(new_ranks: NewRanks) -> None:
+    with new_ranks(2) as ranks:
         ranks(pending)
 
 
@@ -140,7 +135,8 @@ class Named(torch.Tensor):
     """A subclass with its own memory: torch functions alone know of it."""
 
 
-def unreadable(comm: Any) -> None:
+@runs_on("ranks")
+def test_tensors_without_readable_memory(comm: Any) -> None:
     """Refused on the rank that passes it, before anything is launched, with what to pass."""
     x, before = given(comm), calls(comm)
     freed = given(comm)
@@ -156,27 +152,26 @@ def unreadable(comm: Any) -> None:
     if comm.rank == 1:
         for tensor, what, remedy in kinds:
             for call in UNARY.values():
-                with refused(DeviceError, "rank 1 of 2", what, remedy):
+                with raises(DeviceError, "rank 1 of 2", what, remedy):
                     call(tensor)
-            with refused(DeviceError, "all_reduce on ring 0", what, remedy):
+            with raises(DeviceError, "all_reduce on ring 0", what, remedy):
                 comm.all_reduce(torch.empty_like(x), tensor)
-            with refused(DeviceError, "send on ring 0", what, remedy):
+            with raises(DeviceError, "send on ring 0", what, remedy):
                 ops.send(tensor, peer=0)
-            with refused(DeviceError, "all_reduce on ring 0", what, remedy.replace("x", "out", 1)):
+            with raises(DeviceError, "all_reduce on ring 0", what, remedy.replace("x", "out", 1)):
                 ops.all_reduce(x, out=tensor)
-    same(calls(comm), before, "calls launched by refused ones")
-    close(ops.all_reduce(x.as_subclass(Named)), ops.all_reduce(x), "a subclass with memory")
-    close(ops.all_reduce(torch.nn.Parameter(x)), ops.all_reduce(x), "a parameter")
-
-
-def test_tensors_without_readable_memory(ranks: Ranks) -> None:
-    ranks(unreadable)
+    assert_equal(calls(comm), before, "calls launched by refused ones")
+    assert_bits_equal(
+        ops.all_reduce(x.as_subclass(Named)), ops.all_reduce(x), "a subclass with memory"
+    )
+    assert_bits_equal(ops.all_reduce(torch.nn.Parameter(x)), ops.all_reduce(x), "a parameter")
 
 
 # -- modes ---------------------------------------------------------------------------------------
 
 
-def seen_once(comm: Any) -> None:
+@runs_on("ranks")
+def test_a_mode_sees_every_collective_once(comm: Any) -> None:
     """A user's mode sees every collective once, with the values and calls of eager code."""
     x = given(comm)
     for name, call in every(comm).items():
@@ -185,22 +180,19 @@ def seen_once(comm: Any) -> None:
         launched, before = calls(comm) - before, calls(comm)
         with Names() as mode:
             found = call(x)
-        close(found, want, name)
-        same(calls(comm) - before, launched, f"{name}: calls under a mode")
-        same(len(mode.ours()), 1, f"{name}: {mode.ours()}")
-        same(mode.ours()[0].startswith("commlib."), True, f"{name}: {mode.ours()}")
+        assert_bits_equal(found, want, name)
+        assert_equal(calls(comm) - before, launched, f"{name}: calls under a mode")
+        assert_equal(len(mode.ours()), 1, f"{name}: {mode.ours()}")
+        assert_equal(mode.ours()[0].startswith("commlib."), True, f"{name}: {mode.ours()}")
 
 
-def test_a_mode_sees_every_collective_once(ranks: Ranks) -> None:
-    ranks(seen_once)
-
-
-def forms(comm: Any) -> None:
+@runs_on("ranks")
+def test_forms_under_a_mode(comm: Any) -> None:
     """out=, an asynchronous call, messages, a barrier and gradients under a mode."""
     x = given(comm)
     want, out = ops.all_reduce(x), torch.empty_like(x)
     with Names() as mode:
-        same(ops.all_reduce(x, out=out) is out, True, "what out= returns")
+        assert_equal(ops.all_reduce(x, out=out) is out, True, "what out= returns")
         work = ops.all_reduce(x, use_calc_stream=False, sync_op=False)
         ops.barrier()
         if comm.rank == 0:
@@ -209,60 +201,54 @@ def forms(comm: Any) -> None:
         else:
             got = ops.recv(torch.empty_like(x), peer=0)
             ops.partial_send(x, peer=0, num=2, id=1)
-    close(out, want, "out=")
-    close(work.wait(), want, "asynchronous")
+    assert_bits_equal(out, want, "out=")
+    assert_bits_equal(work.wait(), want, "asynchronous")
     if comm.rank == 1:
-        close(got, sample(0, (4, 6), torch.float32), "received")
-    same(len(mode.ours()), 5, mode.ours())
+        assert_bits_equal(got, sample(0, (4, 6), torch.float32), "received")
+    assert_equal(len(mode.ours()), 5, mode.ours())
     leaf = x.clone().requires_grad_()
     with Names() as mode:
         ops.all_gather(leaf).square().sum().backward()
     forward_and_back = ["commlib.all_gather.default", "commlib.reduce_scatter.default"]
-    same(mode.ours(), forward_and_back, "forward and backward")
-    close(leaf.grad, 4 * x, "gradient")
+    assert_equal(mode.ours(), forward_and_back, "forward and backward")
+    assert_bits_equal(leaf.grad, 4 * x, "gradient")
 
 
-def test_forms_under_a_mode(ranks: Ranks) -> None:
-    ranks(forms)
-
-
-def by_the_ring(comm: Any) -> None:
+@runs_on("ranks")
+def test_calls_without_an_operator(comm: Any) -> None:
     """A ring's own collectives and calls that a group delays have no operator: refused by name."""
     x, before = given(comm), calls(comm)
     out = torch.empty_like(x)
     remedy = "call commlib.ops.all_reduce(..., ring_id=0)"
     with Names():
-        with refused(ArgumentError, "all_reduce on ring 0", "under Names", remedy):
+        with raises(ArgumentError, "all_reduce on ring 0", "under Names", remedy):
             comm.all_reduce(out, x)
-        with refused(ArgumentError, "under Names", remedy):
+        with raises(ArgumentError, "under Names", remedy):
             comm.all_reduce_begin(out, x)
-        with refused(ArgumentError, "under Names", "commlib.ops.barrier"):
+        with raises(ArgumentError, "under Names", "commlib.ops.barrier"):
             comm.barrier()
-        with refused(ArgumentError, "recv on ring 0", "ring.group()"), comm.group():
+        with raises(ArgumentError, "recv on ring 0", "ring.group()"), comm.group():
             ops.recv(out, peer=1 - comm.rank)
-        with refused(ArgumentError, "dynamic_shape"):
+        with raises(ArgumentError, "dynamic_shape"):
             compat.paddle.send_v2(x, peer=1 - comm.rank, dynamic_shape=True)
     with FakeTensorMode():
         fake = torch.ones(4, device=comm.device)
-        with refused(ArgumentError, "under FakeTensorMode", remedy):
+        with raises(ArgumentError, "under FakeTensorMode", remedy):
             comm.all_reduce(fake, fake)
-    with refused(ArgumentError, "with a symbolic FakeTensor", remedy):
+    with raises(ArgumentError, "with a symbolic FakeTensor", remedy):
         comm.all_reduce(fake, fake)
-    with refused(ArgumentError, "out is a symbolic FakeTensor", "x is an ordinary Tensor"):
+    with raises(ArgumentError, "out is a symbolic FakeTensor", "x is an ordinary Tensor"):
         ops.all_reduce(x, out=fake)
-    with refused(ArgumentError, "under ProxyTorchDispatchMode", remedy):
+    with raises(ArgumentError, "under ProxyTorchDispatchMode", remedy):
         make_fx(lambda t: comm.all_reduce(t, t))(x)
-    same(calls(comm), before, "calls launched by refused ones")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
     with Names(), comm.group():
         total = ops.all_reduce(x[::2])
-    close(total, ops.all_reduce(x[::2]), "in a group under a mode")
+    assert_bits_equal(total, ops.all_reduce(x[::2]), "in a group under a mode")
 
 
-def test_calls_without_an_operator(ranks: Ranks) -> None:
-    ranks(by_the_ring)
-
-
-def fakes(comm: Any) -> None:
+@runs_on("ranks")
+def test_fake_tensors(comm: Any) -> None:
     """Fake tensors give shapes and launch nothing, inside their mode and without it."""
     x = given(comm)
     wants = {name: call(x) for name, call in every(comm).items()}
@@ -275,21 +261,21 @@ def fakes(comm: Any) -> None:
             ops.send(fake, peer=0)
             ops.recv(fake, peer=0)
             ids = torch.zeros(3, dtype=torch.int64, device=comm.device)
-            same(ops.vocab_parallel_embedding(ids, fake, vocab_size=4).shape, (3, 6), "embedding")
+            assert_equal(
+                ops.vocab_parallel_embedding(ids, fake, vocab_size=4).shape, (3, 6), "embedding"
+            )
         for name, call in UNARY.items():
             found[f"{name} alone"], wants[f"{name} alone"] = call(fake), wants[name]
         for name, result in found.items():
-            same(isinstance(result, FakeTensor), True, f"{name}: {type(result)}")
-            same(tuple(result.shape), tuple(wants[name].shape), name)
-            same((result.dtype, result.device), (wants[name].dtype, x.device), name)
-    same(calls(comm), before, "calls launched for fake tensors")
+            assert_equal(isinstance(result, FakeTensor), True, f"{name}: {type(result)}")
+            assert_equal(tuple(result.shape), tuple(wants[name].shape), name)
+            assert_equal((result.dtype, result.device), (wants[name].dtype, x.device), name)
+    assert_equal(calls(comm), before, "calls launched for fake tensors")
 
 
-def test_fake_tensors(ranks: Ranks) -> None:
-    ranks(fakes)
-
-
-def traced(comm: Any, tracing: str) -> None:
+@pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
+@runs_on("ranks")
+def test_make_fx(comm: Any, tracing: str) -> None:
     """The graph of make_fx holds each collective, also unused ones, and replays against eager."""
     x = given(comm)
 
@@ -307,19 +293,15 @@ def traced(comm: Any, tracing: str) -> None:
         if tracing == "real" or comm.rank == 1:
             graph = make_fx(lambda t: call(t), tracing_mode=tracing)(x)  # noqa: B023
             held = [n for n in graph.graph.nodes if str(n.target).startswith("commlib.")]
-            same(len(held), 6 if name == "chain" else 1, f"{name}: {graph.code}")
+            assert_equal(len(held), 6 if name == "chain" else 1, f"{name}: {graph.code}")
             call = graph if comm.rank == 1 else call
         if tracing != "real":
-            same(calls(comm), before, f"{name}: calls launched by the trace")
-        close(call(x), want, f"{name} replayed")
+            assert_equal(calls(comm), before, f"{name}: calls launched by the trace")
+        assert_bits_equal(call(x), want, f"{name} replayed")
 
 
-@pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
-def test_make_fx(ranks: Ranks, tracing: str) -> None:
-    ranks(traced, tracing)
-
-
-def jit_traced(comm: Any) -> None:
+@runs_on("ranks")
+def test_jit_trace(comm: Any) -> None:
     """torch.jit.trace keeps collectives that nobody uses, and equal ones."""
     x = given(comm)
 
@@ -333,19 +315,15 @@ def jit_traced(comm: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         graph = torch.jit.trace(body, (x,))
-        same(str(graph.graph).count("commlib::"), 4, str(graph.graph))
+        assert_equal(str(graph.graph).count("commlib::"), 4, str(graph.graph))
         want = body(x)
         call = graph if comm.rank == 1 else body
         for _ in range(3):  # the second call optimises
             before = calls(comm)
-            close(call(x), want, "replayed")
-            same(calls(comm) - before, 4, "collectives")
-        with refused(ArgumentError, "under torch.jit.trace", "commlib.ops.all_reduce"):
+            assert_bits_equal(call(x), want, "replayed")
+            assert_equal(calls(comm) - before, 4, "collectives")
+        with raises(ArgumentError, "under torch.jit.trace", "commlib.ops.all_reduce"):
             torch.jit.trace(lambda t: comm.all_reduce(torch.empty_like(t), t), (x,))
-
-
-def test_jit_trace(ranks: Ranks) -> None:
-    ranks(jit_traced)
 
 
 class Functions(TorchFunctionMode):
@@ -357,26 +335,24 @@ class Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def functions(comm: Any) -> None:
+@runs_on("ranks")
+def test_function_modes(comm: Any) -> None:
     x = given(comm)
     for name, call in every(comm).items():
         want = call(x)
         with Functions():
-            close(call(x), want, name)
+            assert_bits_equal(call(x), want, name)
     for name, call in UNARY.items():
         want = call(x)
         with torch.device("meta"):  # a mode that redirects factories
             found = call(x)
-        close(found, want, f"{name} under another default device")
+        assert_bits_equal(found, want, f"{name} under another default device")
     with Functions():
         comm.all_reduce(x, x)
 
 
-def test_function_modes(ranks: Ranks) -> None:
-    ranks(functions)
-
-
-def several(comm: Any) -> None:
+@runs_on("ranks")
+def test_operators_of_several_ops(comm: Any) -> None:
     """Operators of two registered ops, and those whose sizes depend on values."""
     x, one = given(comm), torch.ones(2, dtype=torch.int64, device=comm.device)
     labels = torch.tensor([0, 3, 3, 6], device=comm.device)
@@ -391,13 +367,9 @@ def several(comm: Any) -> None:
     for name, (call, count) in bodies.items():
         want = call()
         with Names() as mode:
-            close(call(), want, name)
-        same(len(mode.ours()), count, f"{name}: {mode.ours()}")
+            assert_bits_equal(call(), want, name)
+        assert_equal(len(mode.ours()), count, f"{name}: {mode.ours()}")
     with Names() as mode:
         ops.vocab_parallel_embedding(labels, x, vocab_size=7)
         compat.paddle.c_sync_comm_stream(x)
-    same(mode.ours(), ["commlib.paddle_order.default"], "without a collective")
-
-
-def test_operators_of_several_ops(ranks: Ranks) -> None:
-    ranks(several)
+    assert_equal(mode.ours(), ["commlib.paddle_order.default"], "without a collective")

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from commlib import ops
 from commlib.compat import paddle
 from commlib.errors import ArgumentError, DtypeError, ShapeError
-from tests.support.checks import close, refused
+from tests.support.checks import assert_bits_equal, raises
 from tests.support.examples import examples
 from tests.support.operator import compile_whole
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 
 @pytest.mark.parametrize("name", ["assign_pos", "limit_by_capacity", "prune_gate_by_capacity"])
@@ -123,17 +123,15 @@ def gate_inputs(device: str, seed: int) -> tuple[torch.Tensor, ...]:
     return tuple(torch.from_numpy(array).to(device) for array in arrays)
 
 
-def compiled(comm: Any) -> None:
+@runs_on("ranks")
+def test_compiled(comm: Any) -> None:
     """One compiled function with the helpers gives eager's bits."""
     inputs = gate_inputs(str(comm.device), 1)
-    close(compile_whole(gate)(*inputs), gate(*inputs), "compiled")
+    assert_bits_equal(compile_whole(gate)(*inputs), gate(*inputs), "compiled")
 
 
-def test_compiled(ranks: Ranks) -> None:
-    ranks(compiled)
-
-
-def captured(comm: Any) -> None:
+@runs_on("all_gpu_ranks")
+def test_captured(comm: Any) -> None:
     """One graph with the helpers gives eager's bits; none of them waits for the GPU."""
     device = str(comm.device)
     inputs = gate_inputs(device, 1)
@@ -145,14 +143,11 @@ def captured(comm: Any) -> None:
         for kept, new in zip(inputs, gate_inputs(device, seed), strict=True):
             kept.copy_(new)
         graph.replay()
-        close(out, gate(*inputs), f"replay {seed}")
+        assert_bits_equal(out, gate(*inputs), f"replay {seed}")
 
 
-def test_captured(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(captured)
-
-
-def unknown_total(comm: Any) -> None:
+@runs_on("ranks")
+def test_unknown_total(comm: Any) -> None:
     """The number of positions is known at run time alone: one graph for any; counts anywhere."""
     graph = compile_whole(lambda ids, counts: ops.assign_pos(ids, counts) * 2)
     for seed in range(3):
@@ -160,17 +155,14 @@ def unknown_total(comm: Any) -> None:
         ids[: 4 * seed] = -1
         cum_count = ops.number_count(ids, 4).cumsum(0)
         want = ops.assign_pos(ids, cum_count, total=2 * len(ids) - 8 * seed)
-        close(ops.assign_pos(ids, cum_count), want, "counts on the device")
-        close(ops.assign_pos(ids, cum_count.cpu()), want, "counts on the CPU")
-        close(graph(ids, cum_count), want * 2, "compiled")
+        assert_bits_equal(ops.assign_pos(ids, cum_count), want, "counts on the device")
+        assert_bits_equal(ops.assign_pos(ids, cum_count.cpu()), want, "counts on the CPU")
+        assert_bits_equal(graph(ids, cum_count), want * 2, "compiled")
     torch.library.opcheck(torch.ops.commlib.assign_pos.default, (ids, cum_count))
 
 
-def test_unknown_total(ranks: Ranks) -> None:
-    ranks(unknown_total)
-
-
-def captured_total(comm: Any) -> None:
+@runs_on("all_gpu_ranks")
+def test_captured_total(comm: Any) -> None:
     """A capture reads counts on the CPU; on the GPU it can't, and says what to type."""
     ids = gate_inputs(str(comm.device), 1)[0]
     cum_count = ops.number_count(ids, 4).cumsum(0)
@@ -178,14 +170,10 @@ def captured_total(comm: Any) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         out = ops.assign_pos(ids, on_cpu)
-        with refused(ArgumentError, "a capture", "total="):
+        with raises(ArgumentError, "a capture", "total="):
             ops.assign_pos(ids, cum_count)
     graph.replay()
-    close(out, want, "captured")
-
-
-def test_captured_total(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(captured_total)
+    assert_bits_equal(out, want, "captured")
 
 
 def test_refusals() -> None:

@@ -4,9 +4,9 @@ from typing import Any
 
 from commlib import ops
 from examples import moe_layer
-from tests.support.checks import same
+from tests.support.checks import assert_equal
 from tests.support.processes import start
-from tests.support.ranks import Ranks, World
+from tests.support.ranks import NewRanks, Ranks
 
 
 def trained(comm: Any) -> None:
@@ -14,8 +14,8 @@ def trained(comm: Any) -> None:
     pairs = moe_layer.compare(6)
     for number, (ours, one) in enumerate(pairs):
         apart = abs(ours - one) / one
-        same(apart <= moe_layer.TOLERANCE, True, f"step {number}: {ours!r} against {one!r}")
-    same(pairs[-1][0] < pairs[0][0], True, f"the loss falls: {pairs}")
+        assert_equal(apart <= moe_layer.TOLERANCE, True, f"step {number}: {ours!r} against {one!r}")
+    assert_equal(pairs[-1][0] < pairs[0][0], True, f"the loss falls: {pairs}")
 
 
 def test_the_capacity_drops_tokens() -> None:
@@ -30,8 +30,8 @@ def test_trains_as_one_process(ranks: Ranks) -> None:
     ranks(trained)
 
 
-def test_trains_on_four_ranks(world: World) -> None:
-    with world(4) as ranks:
+def test_trains_on_four_ranks(new_ranks: NewRanks) -> None:
+    with new_ranks(4) as ranks:
         ranks(trained)
 
 

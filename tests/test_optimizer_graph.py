@@ -3,23 +3,20 @@
 from typing import Any
 
 from examples import optimizer_graph
-from tests.support.checks import same
+from tests.support.checks import assert_equal
 from tests.support.processes import start
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 
-def trained(comm: Any) -> None:
+@runs_on("unified_ranks", deadline=120)
+def test_trains_as_eager(comm: Any) -> None:
     pairs, graphs = optimizer_graph.compare(4)
     names = [line.partition(":")[0] for line in graphs]  # other tests may have left some
     own = [name for name in names if name.startswith("Optimizer.")]
-    same(own, ["Optimizer.accumulate", "Optimizer.step"], graphs)
+    assert_equal(own, ["Optimizer.accumulate", "Optimizer.step"], graphs)
     for number, (eager, captured) in enumerate(pairs):
-        same(captured, eager, f"loss of backward {number}")
-    same(pairs[-1][0] < pairs[0][0], True, f"the loss falls: {pairs}")
-
-
-def test_trains_as_eager(unified_ranks: Ranks) -> None:
-    unified_ranks(trained, deadline=120)
+        assert_equal(captured, eager, f"loss of backward {number}")
+    assert_equal(pairs[-1][0] < pairs[0][0], True, f"the loss falls: {pairs}")
 
 
 def test_the_program() -> None:

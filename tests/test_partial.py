@@ -16,17 +16,18 @@ from tests.support.checks import (
     STRIDED,
     Array,
     Framed,
+    assert_bits_equal,
+    assert_equal,
     bits,
-    close,
     from_bits,
     laid_out,
-    refused,
-    same,
+    raises,
     sample,
 )
 from tests.support.examples import examples
 from tests.support.operator import ABSENT_RING, MODES, Operator, calls, compile_whole
-from tests.support.ranks import Ranks, World
+from tests.support.ranks import NewRanks, Ranks
+from tests.support.runs_on import runs_on
 from tests.support.suites import compiled, compiled_out, layouts, lazy_bits, raw, values, waiting
 
 lengths = st.lists(st.integers(1, 4), min_size=1, max_size=4)
@@ -87,8 +88,8 @@ def in_place(comm: Any) -> None:
             x = frame.view.copy_(every[comm.rank])
             given = ops.partial_all_gather(x, out=x, **mode)
             given = given.wait() if isinstance(given, commlib.Work) else given
-            same(given.data_ptr(), x.data_ptr(), "address")
-            close(x, want, f"{layout} {mode}")
+            assert_equal(given.data_ptr(), x.data_ptr(), "address")
+            assert_bits_equal(x, want, f"{layout} {mode}")
             frame.intact(layout)
 
 
@@ -96,8 +97,8 @@ def test_gather_in_place(ranks: Ranks) -> None:
     ranks(in_place)
 
 
-def test_gather_in_place_on_three(trio: Ranks) -> None:
-    trio(in_place)
+def test_gather_in_place_on_three(three_ranks: Ranks) -> None:
+    three_ranks(in_place)
 
 
 def handed(comm: Any, num: int, dtype: torch.dtype, layout: str, **mode: bool) -> None:
@@ -109,21 +110,22 @@ def handed(comm: Any, num: int, dtype: torch.dtype, layout: str, **mode: bool) -
             done: Any = ops.partial_send(
                 laid_out(x, layout, comm.device), peer=1, num=num, id=id, **mode
             )
-            same(done is None, mode.get("sync_op", True), "what partial_send returns")
+            assert_equal(done is None, mode.get("sync_op", True), "what partial_send returns")
         else:
             frame = Framed(shape, dtype, comm.device, layout)
             done = ops.partial_recv(frame.view.copy_(old), peer=0, num=num, id=id, **mode)
             given = done.wait() if isinstance(done, commlib.Work) else done
-            same(given is frame.view, True, "returns out")
+            assert_equal(given is frame.view, True, "returns out")
             want = old.clone()
             want[id] = x[id]
-            close(given, want, f"slice {id} of {num} {layout} {mode}")
+            assert_bits_equal(given, want, f"slice {id} of {num} {layout} {mode}")
             frame.intact(f"slice {id}")
         if isinstance(done, commlib.Work):
             done.wait()
 
 
-def slices(comm: Any) -> None:
+@runs_on("ranks")
+def test_slices(comm: Any) -> None:
     for dtype in DTYPES:
         for mode in MODES.values():
             handed(comm, 4, dtype, "contiguous", **mode)
@@ -132,11 +134,8 @@ def slices(comm: Any) -> None:
         handed(comm, 1, torch.float32, layout, use_calc_stream=False)
 
 
-def test_slices(ranks: Ranks) -> None:
-    ranks(slices)
-
-
-def torn(comm: Any) -> None:
+@runs_on("ranks")
+def test_torn_slices(comm: Any) -> None:
     """A slice in several pieces, on either side or both, in every form that can have one."""
     want = sample(0, (5, 4, 3), torch.float32)
     old = sample(1, (5, 4, 3), torch.float32)
@@ -156,15 +155,12 @@ def torn(comm: Any) -> None:
             alone = {**mode, "sync_op": True} if theirs != "contiguous" else mode
             got = ops.partial_recv(frame.view, peer=0, num=3, id=1, **alone)
             got = got.wait() if isinstance(got, commlib.Work) else got
-            close(got, kept.view(5, 4, 3), f"{mine} to {theirs} {mode}")
+            assert_bits_equal(got, kept.view(5, 4, 3), f"{mine} to {theirs} {mode}")
             frame.intact(theirs)
 
 
-def test_torn_slices(ranks: Ranks) -> None:
-    ranks(torn)
-
-
-def grouped(comm: Any) -> None:
+@runs_on("ranks")
+def test_in_a_group(comm: Any) -> None:
     """Slices of one group; one in pieces would be put in place before it came, so it is refused."""
     x, out = sample(comm.rank, (4, 3), torch.float32).to(comm.device), torch.zeros(4, 3)
     out, peer = out.to(comm.device), 1 - comm.rank
@@ -172,28 +168,22 @@ def grouped(comm: Any) -> None:
         for id in range(4):
             ops.partial_send(x.t().contiguous().t(), peer=peer, num=4, id=id)
             ops.partial_recv(out, peer=peer, num=4, id=id)
-    close(out, sample(peer, (4, 3), torch.float32), "four slices both ways")
+    assert_bits_equal(out, sample(peer, (4, 3), torch.float32), "four slices both ways")
     before = calls(comm)
-    with refused(ArgumentError, "ring.group()", "contiguous()"), comm.group():
+    with raises(ArgumentError, "ring.group()", "contiguous()"), comm.group():
         ops.partial_recv(out.view(3, 4).t(), peer=peer, num=3, id=1)
-    same(calls(comm), before, "calls launched by a refused one")
+    assert_equal(calls(comm), before, "calls launched by a refused one")
 
 
-def test_in_a_group(ranks: Ranks) -> None:
-    ranks(grouped)
-
-
-def registered(comm: Any) -> None:
+@runs_on("ranks")
+def test_opcheck(comm: Any) -> None:
     twin = torch.ops.commlib.partial_all_gather.default
     for shape in ((4, 3), (2,), (0, 2)):
         torch.library.opcheck(twin, (sample(0, shape, torch.float32).to(comm.device), 0, True))
 
 
-def test_opcheck(ranks: Ranks) -> None:
-    ranks(registered)
-
-
-def compiled_torn(comm: Any) -> None:
+@runs_on("ranks")
+def test_compiled_torn_slices(comm: Any) -> None:
     whole = sample(0, (4, 3), torch.float32).to(comm.device)
     if comm.rank == 0:
         compile_whole(lambda x: ops.partial_send(x.t(), peer=1, num=2, id=1))(whole)
@@ -202,25 +192,20 @@ def compiled_torn(comm: Any) -> None:
         compile_whole(lambda out: ops.partial_recv(out, peer=0, num=2, id=1))(out)
         want = whole.t().reshape(-1).cpu()
         want[:6] = 0
-        close(out, want.view(3, 4), "compiled, in pieces")
+        assert_bits_equal(out, want.view(3, 4), "compiled, in pieces")
 
 
-def test_compiled_torn_slices(ranks: Ranks) -> None:
-    ranks(compiled_torn)
-
-
-def compiled_slices(comm: Any) -> None:
+@runs_on("ranks")
+def test_compiled_slices(comm: Any) -> None:
     x = sample(0, (4, 3), torch.float32).to(comm.device)
     if comm.rank == 0:
         compile_whole(lambda x: ops.partial_send(x * 2, peer=1, num=4, id=2))(x)
     else:
         out = torch.zeros(4, 3, device=comm.device)
         compile_whole(lambda out: ops.partial_recv(out, peer=0, num=4, id=2) + 0)(out)
-        close(out, torch.cat([torch.zeros(2, 3), x[2:3].cpu() * 2, torch.zeros(1, 3)]), "compiled")
-
-
-def test_compiled_slices(ranks: Ranks) -> None:
-    ranks(compiled_slices)
+        assert_bits_equal(
+            out, torch.cat([torch.zeros(2, 3), x[2:3].cpu() * 2, torch.zeros(1, 3)]), "compiled"
+        )
 
 
 def pipeline(comm: Any, legacy: bool) -> None:
@@ -245,7 +230,7 @@ def pipeline(comm: Any, legacy: bool) -> None:
     else:
         got = ops.partial_recv(torch.zeros_like(x), pair.ring_id, peer=0, **how)
         ops.partial_all_gather(got, 20, out=got)
-    close(got, x, f"the activation on rank {comm.rank}")
+    assert_bits_equal(got, x, f"the activation on rank {comm.rank}")
 
 
 def pipelines(comm: Any) -> None:
@@ -253,12 +238,13 @@ def pipelines(comm: Any) -> None:
         pipeline(comm, legacy)
 
 
-def test_a_pipeline(world: World) -> None:
-    with world(4) as ranks:
+def test_a_pipeline(new_ranks: NewRanks) -> None:
+    with new_ranks(4) as ranks:
         ranks(pipelines)
 
 
-def many(comm: Any) -> None:
+@runs_on("all_gpu_ranks")
+def test_many_elements(comm: Any) -> None:
     """Element counts of 64 bits: the slice is beyond what 32 bits can number."""
     count = 2**31 + 2**10
     half = count // 2
@@ -268,17 +254,16 @@ def many(comm: Any) -> None:
         ops.partial_send(x, peer=1, num=2, id=1)
     else:
         ops.partial_recv(x, peer=0, num=2, id=1)
-        same((int(x[:half].max()), int(x[half:].min()), int(x[half:].max())), (0, 1, 1), "halves")
+        assert_equal(
+            (int(x[:half].max()), int(x[half:].min()), int(x[half:].max())), (0, 1, 1), "halves"
+        )
     x.fill_(5 + comm.rank)
     ops.partial_all_gather(x, out=x)
-    same((int(x[0]), int(x[half - 1]), int(x[half]), int(x[-1])), (5, 5, 6, 6), "gathered")
+    assert_equal((int(x[0]), int(x[half - 1]), int(x[half]), int(x[-1])), (5, 5, 6, 6), "gathered")
 
 
-def test_many_elements(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(many)
-
-
-def captured(comm: Any) -> None:
+@runs_on("all_gpu_ranks")
+def test_captured(comm: Any) -> None:
     x, out = (torch.zeros(6, 4, device=comm.device) for _ in range(2))
     ops.partial_all_gather(x)
 
@@ -298,62 +283,52 @@ def captured(comm: Any) -> None:
     for seed in range(3):
         x.copy_(sample(comm.rank, (6, 4), torch.float32, seed))
         graph.replay()
-        close(given.clone(), step(), f"replay {seed}")
+        assert_bits_equal(given.clone(), step(), f"replay {seed}")
 
 
-def test_captured(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(captured)
-
-
-def refusals(comm: Any) -> None:
+@runs_on("ranks")
+def test_refusals(comm: Any) -> None:
     x, before, other = torch.zeros(6, 2, device=comm.device), calls(comm), 1 - comm.rank
     for call in (ops.partial_send, ops.partial_recv):
         for num in (0, -1, 1.5, True):
-            with refused(ArgumentError, f"num={num!r}"):
+            with raises(ArgumentError, f"num={num!r}"):
                 call(x, peer=other, num=num)
         for id in (-1, 3, None):
-            with refused(ArgumentError, f"id={id!r}"):
+            with raises(ArgumentError, f"id={id!r}"):
                 call(x, peer=other, num=3, id=id)
-        with refused(ShapeError, "(6, 2)", "num=5"):
+        with raises(ShapeError, "(6, 2)", "num=5"):
             call(x, peer=other, num=5)
-        with refused(PeerError, f"{call.__name__} on ring 0", "peer=7"):
+        with raises(PeerError, f"{call.__name__} on ring 0", "peer=7"):
             call(x, peer=7, num=2)
-        with refused(PeerError, "itself"):
+        with raises(PeerError, "itself"):
             call(x, peer=comm.rank, num=2)
-        with refused(RingError, ABSENT_RING):
+        with raises(RingError, ABSENT_RING):
             call(x, ABSENT_RING, peer=other, num=2)
-        with refused(ArgumentError, "list"):
+        with raises(ArgumentError, "list"):
             call([1.0], peer=other)  # type: ignore[call-overload]
-    with refused(ArgumentError, "overlaps itself"):
+    with raises(ArgumentError, "overlaps itself"):
         ops.partial_recv(x[:1].expand(6, 2), peer=other, num=2)
-    with refused(ArgumentError, "sync_op=False", "contiguous()"):
+    with raises(ArgumentError, "sync_op=False", "contiguous()"):
         ops.partial_recv(x.t(), peer=other, num=3, id=1, use_calc_stream=False, sync_op=False)
-    with refused(ShapeError, "(3, 1)", "num=2"):
+    with raises(ShapeError, "(3, 1)", "num=2"):
         ops.partial_all_gather(x[:3, :1])
-    with refused(RingError, ABSENT_RING):
+    with raises(RingError, ABSENT_RING):
         ops.partial_all_gather(x, ABSENT_RING)
-    same(calls(comm), before, "calls launched by refused ones")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
 
 
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refusals)
-
-
-def legacy_errors(comm: Any) -> None:
+@runs_on("ranks")
+def test_legacy_errors(comm: Any) -> None:
     x, before = torch.zeros(6, 2, device=comm.device), calls(comm)
     for nranks, rank in ((3, comm.rank), (2, 1 - comm.rank)):
-        with refused(ArgumentError, "partial_allgather"):
+        with raises(ArgumentError, "partial_allgather"):
             paddle.partial_allgather(x, nranks, rank)
-    with refused(RingError, "ring_id=-1"):
+    with raises(RingError, "ring_id=-1"):
         paddle.partial_send(x, -1)
-    with refused(PeerError, "peer=2"):
+    with raises(PeerError, "peer=2"):
         paddle.partial_send(x, peer=2)
-    with refused(ShapeError, "partial_recv", "out_shape=()"):
+    with raises(ShapeError, "partial_recv", "out_shape=()"):
         paddle.partial_recv(peer=1 - comm.rank)
-    with refused(ShapeError, "out_shape=(2, 0)"):
+    with raises(ShapeError, "out_shape=(2, 0)"):
         paddle.partial_recv([2, 0], peer=1 - comm.rank)
-    same(calls(comm), before, "calls launched by refused ones")
-
-
-def test_legacy_errors(ranks: Ranks) -> None:
-    ranks(legacy_errors)
+    assert_equal(calls(comm), before, "calls launched by refused ones")

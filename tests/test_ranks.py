@@ -3,12 +3,14 @@
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support.ranks import Ranks, fresh
+from tests.support.runs_on import runs_on
 
 
 def nothing(comm: Any) -> None:
@@ -98,3 +100,27 @@ def test_a_function_that_cannot_travel_breaks_nothing(ranks: Ranks) -> None:
         ranks(lambda comm: None)
 
     ranks(nothing)
+
+
+@pytest.mark.parametrize("letter", ["a", "b"])
+@runs_on("ranks")
+def test_a_test_on_ranks_has_fixtures_and_parameters(
+    comm: Any, letter: str, tmp_path: Path
+) -> None:
+    path = tmp_path / letter
+    path.touch()
+    comm.barrier()
+    if comm.size != 2 or os.listdir(tmp_path) != [letter]:
+        raise AssertionError(f"{comm.size} ranks, {os.listdir(tmp_path)}")
+
+
+@runs_on("pair")
+def wrong_body(comm: Any, text: str) -> None:
+    raise ValueError(f"{text} {comm.rank}")
+
+
+def test_a_test_on_ranks_fails_with_each_traceback() -> None:
+    with fresh(2) as pair, pytest.raises(pytest.fail.Exception) as caught:
+        wrong_body(pair=pair, text="wrong on")
+    assert "ValueError: wrong on 0" in str(caught.value)
+    assert "ValueError: wrong on 1" in str(caught.value)

@@ -8,7 +8,7 @@ import torch
 
 from commlib import ops
 from commlib.errors import DtypeError
-from tests.support.checks import Array, refused
+from tests.support.checks import Array, raises
 from tests.support.formulas import (
     AVERAGED,
     REAL,
@@ -22,6 +22,7 @@ from tests.support.formulas import (
 )
 from tests.support.operator import Operator
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 from tests.support.suites import cases, wrong_roots
 
 
@@ -55,11 +56,8 @@ def test_suite(ranks: Ranks, suite: Any, op: Operator) -> None:
     ranks(suite, op)
 
 
-def refuse(comm: Any) -> None:
+@runs_on("ranks")
+def test_refused_dtype(comm: Any) -> None:
     """Every rank refuses what can't be reduced, not the root alone."""
-    with refused(DtypeError, "uint16", "torch.int32"):
+    with raises(DtypeError, "uint16", "torch.int32"):
         ops.reduce(torch.zeros(4, dtype=torch.uint16, device=comm.device))
-
-
-def test_refused_dtype(ranks: Ranks) -> None:
-    ranks(refuse)

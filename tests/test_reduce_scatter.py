@@ -8,7 +8,7 @@ import torch
 
 from commlib import ops
 from commlib.errors import ArgumentError, DtypeError
-from tests.support.checks import Array, close, refused, sample, wide
+from tests.support.checks import Array, assert_bits_equal, raises, sample, wide
 from tests.support.formulas import (
     AVERAGED,
     REAL,
@@ -23,6 +23,7 @@ from tests.support.formulas import (
 )
 from tests.support.operator import MODES, Operator
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 from tests.support.suites import cases
 
 # Any: the tests also pass arguments that a type checker rejects.
@@ -55,7 +56,8 @@ def test_suite(ranks: Ranks, suite: Any, op: Operator) -> None:
     ranks(suite, op)
 
 
-def own_place(comm: Any) -> None:
+@runs_on("ranks")
+def test_output_inside_input(comm: Any) -> None:
     """The output may be this rank's own part of the input."""
     for dtype in SUM.dtypes:
         both = [sample(rank, (6, 5), dtype) for rank in range(2)]
@@ -63,22 +65,15 @@ def own_place(comm: Any) -> None:
         for name, mode in MODES.items():
             x = both[comm.rank].to(comm.device, copy=True)
             out = x[3 * comm.rank : 3 * comm.rank + 3]
-            close(SUM(x, out=out, **mode), want, f"{dtype} {name}")
+            assert_bits_equal(SUM(x, out=out, **mode), want, f"{dtype} {name}")
 
 
-def test_output_inside_input(ranks: Ranks) -> None:
-    ranks(own_place)
-
-
-def refuse(comm: Any) -> None:
+@runs_on("ranks")
+def test_refused_reductions(comm: Any) -> None:
     x = torch.zeros(4, device=comm.device)
-    with refused(DtypeError, "int16", "torch.int32"):
+    with raises(DtypeError, "int16", "torch.int32"):
         reduce_scatter(x.short())
-    with refused(ArgumentError, "mean", "avg"):
+    with raises(ArgumentError, "mean", "avg"):
         reduce_scatter(x, op="mean")
-    with refused(ArgumentError, "no gradient", "max"):
+    with raises(ArgumentError, "no gradient", "max"):
         reduce_scatter(x.requires_grad_(), op="max").sum().backward()
-
-
-def test_refused_reductions(ranks: Ranks) -> None:
-    ranks(refuse)

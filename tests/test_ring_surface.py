@@ -11,8 +11,8 @@ import torch
 import commlib
 from commlib import ops
 from commlib.errors import ArgumentError, RingError, ShapeError
-from tests.support.checks import close, refused, same, settle
-from tests.support.ranks import Ranks
+from tests.support.checks import assert_bits_equal, assert_equal, raises, settle
+from tests.support.runs_on import runs_on
 
 RING = [
     *("abort", "all_gather", "all_reduce", "all_reduce_begin", "all_to_all", "barrier"),
@@ -28,90 +28,86 @@ def public(x: object) -> list[str]:
     return [name for name in dir(x) if not name.startswith("_")]
 
 
-def surface(comm: Any) -> None:
-    same(public(comm), RING, "names of a ring")
-    same(sorted(comm.report()), sorted({*comm.report()}), "keys")
-    same("compat" in dir(commlib) and "graph" in dir(commlib), True, "names of the package")
-    same([name for name in dir(commlib) if name in ("Any", "core", "import_module")], [], "others")
+@runs_on("ranks")
+def test_public_names(comm: Any) -> None:
+    assert_equal(public(comm), RING, "names of a ring")
+    assert_equal(sorted(comm.report()), sorted({*comm.report()}), "keys")
+    assert_equal("compat" in dir(commlib) and "graph" in dir(commlib), True, "names of the package")
+    assert_equal(
+        [name for name in dir(commlib) if name in ("Any", "core", "import_module")], [], "others"
+    )
 
 
-def test_public_names(ranks: Ranks) -> None:
-    ranks(surface)
-
-
-def copies(comm: Any) -> None:
+@runs_on("ranks")
+def test_copies(comm: Any) -> None:
     """A copy of a ring is the ring."""
-    same(copy.deepcopy({"ring": comm})["ring"] is comm, True, "deepcopy")
-    same(copy.copy(comm) is comm, True, "copy")
-    same(pickle.loads(pickle.dumps(comm)) is comm, True, "pickle")
+    assert_equal(copy.deepcopy({"ring": comm})["ring"] is comm, True, "deepcopy")
+    assert_equal(copy.copy(comm) is comm, True, "copy")
+    assert_equal(pickle.loads(pickle.dumps(comm)) is comm, True, "pickle")
 
 
-def test_copies(ranks: Ranks) -> None:
-    ranks(copies)
-
-
-def names(comm: Any) -> None:
+@runs_on("ranks")
+def test_names(comm: Any) -> None:
     """A name finds the ring, is in its errors, and belongs to one ring at a time."""
     ring = commlib.new_ring(81, range(comm.size), name="tensor parallel")
     assert ring is not None
-    same((ring.name, commlib.comm("tensor parallel") is ring), ("tensor parallel", True), "name")
-    same(commlib.comm(ring) is ring, True, "a ring itself")
+    assert_equal(
+        (ring.name, commlib.comm("tensor parallel") is ring), ("tensor parallel", True), "name"
+    )
+    assert_equal(commlib.comm(ring) is ring, True, "a ring itself")
     x = torch.ones(3, device=comm.device)
-    close(ops.all_reduce(x, "tensor parallel"), torch.full((3,), 2.0), "an operator, by name")
-    close(ops.all_reduce(x, ring), torch.full((3,), 2.0), "an operator, by ring")
-    with refused(ShapeError, "all_gather on ring 81 'tensor parallel' (rank"):
+    assert_bits_equal(
+        ops.all_reduce(x, "tensor parallel"), torch.full((3,), 2.0), "an operator, by name"
+    )
+    assert_bits_equal(ops.all_reduce(x, ring), torch.full((3,), 2.0), "an operator, by ring")
+    with raises(ShapeError, "all_gather on ring 81 'tensor parallel' (rank"):
         ring.all_gather(x, x)
-    with refused(RingError, "the name 'tensor parallel' belongs to ring 81", "close_ring(81)"):
+    with raises(RingError, "the name 'tensor parallel' belongs to ring 81", "close_ring(81)"):
         commlib.new_ring(82, [comm.rank], name="tensor parallel")
-    with refused(ArgumentError, "name=7"):
+    with raises(ArgumentError, "name=7"):
         commlib.new_ring(82, [comm.rank], name=7)
-    with refused(RingError, "'pipeline'", "rings here"):
+    with raises(RingError, "'pipeline'", "rings here"):
         commlib.comm("pipeline")
     ring.close()
-    same(commlib.CommContextManager.instance().rings(), [0], "after close()")
-    with refused(RingError, "closed"):
+    assert_equal(commlib.CommContextManager.instance().rings(), [0], "after close()")
+    with raises(RingError, "closed"):
         commlib.comm(ring)
     commlib.close_ring(81)
 
 
-def test_names(ranks: Ranks) -> None:
-    ranks(names)
-
-
-def new_tensors(comm: Any) -> None:
+@runs_on("ranks")
+def test_new_tensors(comm: Any) -> None:
     """With one tensor, all_reduce, all_gather and reduce_scatter return a new one."""
     x = torch.arange(4.0, device=comm.device).reshape(4, 1) + comm.rank
-    close(comm.all_reduce(x), sum(torch.arange(4.0).reshape(4, 1) + r for r in range(comm.size)))
-    close(x, torch.arange(4.0).reshape(4, 1) + comm.rank, "the input")
-    close(comm.all_gather(x), torch.cat([torch.arange(4.0) + r for r in range(2)]).reshape(8, 1))
+    assert_bits_equal(
+        comm.all_reduce(x), sum(torch.arange(4.0).reshape(4, 1) + r for r in range(comm.size))
+    )
+    assert_bits_equal(x, torch.arange(4.0).reshape(4, 1) + comm.rank, "the input")
+    assert_bits_equal(
+        comm.all_gather(x), torch.cat([torch.arange(4.0) + r for r in range(2)]).reshape(8, 1)
+    )
     mine = slice(2 * comm.rank, 2 * comm.rank + 2)
     total = sum(torch.arange(4.0).reshape(4, 1) + r for r in range(2))
-    close(comm.reduce_scatter(x), total[mine])  # type: ignore[index]
-    with refused(ShapeError, "dim 0 of shape (3,) does not divide"):
+    assert_bits_equal(comm.reduce_scatter(x), total[mine])  # type: ignore[index]
+    with raises(ShapeError, "dim 0 of shape (3,) does not divide"):
         comm.reduce_scatter(x[:3, 0].contiguous())
 
 
-def test_new_tensors(ranks: Ranks) -> None:
-    ranks(new_tensors)
-
-
-def reprs(comm: Any) -> None:
-    same(repr(comm)[:39], f"<CommContext ring 0: rank {comm.rank} of 2 [0, 1]", "a ring")
-    same(
+@runs_on("ranks")
+def test_reprs(comm: Any) -> None:
+    assert_equal(repr(comm)[:39], f"<CommContext ring 0: rank {comm.rank} of 2 [0, 1]", "a ring")
+    assert_equal(
         repr(commlib.CommContextManager.instance()), "<CommContextManager of rings [0]>", "manager"
     )
     x = torch.ones(3, device=comm.device)
     work = comm.all_reduce(x, x, use_calc_stream=False, sync_op=False)
     work.wait()
     settle(comm)
-    same(repr(work)[:29], "<Work of torch.float32 [3], f", "a work")
+    assert_equal(repr(work)[:29], "<Work of torch.float32 [3], f", "a work")
 
 
-def test_reprs(ranks: Ranks) -> None:
-    ranks(reprs)
-
-
-def logged(comm: Any) -> None:
+@runs_on("ranks")
+def test_logged(comm: Any) -> None:
     """One line per ring created and closed."""
     lines: list[str] = []
     handler = logging.Handler()
@@ -126,12 +122,8 @@ def logged(comm: Any) -> None:
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)
-    same(sum("created <CommContext ring 83" in line for line in lines), 1, str(lines))
-    same(sum("close on ring 83" in line for line in lines), 1, str(lines))
-
-
-def test_logged(ranks: Ranks) -> None:
-    ranks(logged)
+    assert_equal(sum("created <CommContext ring 83" in line for line in lines), 1, str(lines))
+    assert_equal(sum("close on ring 83" in line for line in lines), 1, str(lines))
 
 
 @pytest.mark.parametrize("name", ["close_ring", "comm", "init", "new_ring", "shutdown"])

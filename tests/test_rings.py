@@ -6,7 +6,15 @@ import torch
 
 import commlib
 from commlib import ops
-from tests.support.checks import bits, close, from_bits, rounded, same, sample, wide
+from tests.support.checks import (
+    assert_bits_equal,
+    assert_equal,
+    bits,
+    from_bits,
+    rounded,
+    sample,
+    wide,
+)
 from tests.support.formulas import (
     SUMMED,
     joined,
@@ -18,7 +26,7 @@ from tests.support.formulas import (
     total,
 )
 from tests.support.operator import MODES, Operator
-from tests.support.ranks import World
+from tests.support.ranks import NewRanks
 
 OPERATORS = (
     Operator(ops.all_reduce, total, reduces=True, dtypes=SUMMED),
@@ -43,17 +51,19 @@ def on_ring(ring: Any, op: Operator, dtype: torch.dtype, **mode: bool) -> None:
     inputs = [x.to(dtype) for x in every]
     encode, decode = (wide, rounded) if op.reduces else (bits, from_bits)
     want = decode(op.formula([encode(x) for x in inputs], ring.rank), dtype)
-    close(op(inputs[ring.rank], ring.ring_id, **mode), want, f"{ring} {op.call.__name__} {mode}")
+    assert_bits_equal(
+        op(inputs[ring.rank], ring.ring_id, **mode), want, f"{ring} {op.call.__name__} {mode}"
+    )
 
 
 def every_ring(comm: Any) -> None:
     made = {ring_id: commlib.new_ring(ring_id, ranks) for ring_id, ranks in RINGS.items()}
     for ring_id, ring in made.items():
         member = comm.rank in RINGS[ring_id]
-        same(ring is not None, member, f"a context of ring {ring_id}")
+        assert_equal(ring is not None, member, f"a context of ring {ring_id}")
         if ring is not None:
-            same((ring.ranks, ring.size), (RINGS[ring_id], len(RINGS[ring_id])), "members")
-            same(ring.ranks[ring.rank], comm.rank, "position")
+            assert_equal((ring.ranks, ring.size), (RINGS[ring_id], len(RINGS[ring_id])), "members")
+            assert_equal(ring.ranks[ring.rank], comm.rank, "position")
     mine = [ring for ring in made.values() if ring is not None]
     for ring in [comm, *mine]:
         for op in OPERATORS:
@@ -64,7 +74,7 @@ def every_ring(comm: Any) -> None:
         around(ring)
     for ring in reversed(mine):
         commlib.CommContextManager.instance().close(ring.ring_id)
-    same(commlib.CommContextManager.instance().rings(), [0], "rings left")
+    assert_equal(commlib.CommContextManager.instance().rings(), [0], "rings left")
 
 
 def rooted(ring: Any) -> None:
@@ -72,14 +82,14 @@ def rooted(ring: Any) -> None:
     every = [sample(rank, SHAPE, torch.float32) for rank in ring.ranks]
     x, ring_id = every[ring.rank], ring.ring_id
     for root in range(ring.size):
-        close(ops.broadcast(x, ring_id, root=root), every[root], f"{ring} broadcast")
+        assert_bits_equal(ops.broadcast(x, ring_id, root=root), every[root], f"{ring} broadcast")
         parts = every[root].chunk(ring.size)
-        close(ops.scatter(x, ring_id, root=root), parts[ring.rank], f"{ring} scatter")
+        assert_bits_equal(ops.scatter(x, ring_id, root=root), parts[ring.rank], f"{ring} scatter")
         whole = torch.cat(every)
         gathered = ops.gather(x, ring_id, root=root)
-        close(gathered, whole if ring.rank == root else whole[:0], f"{ring} gather")
+        assert_bits_equal(gathered, whole if ring.rank == root else whole[:0], f"{ring} gather")
         largest = torch.stack(every).amax(0) if ring.rank == root else x
-        close(ops.reduce(x, ring_id, root=root, op="max"), largest, f"{ring} reduce")
+        assert_bits_equal(ops.reduce(x, ring_id, root=root, op="max"), largest, f"{ring} reduce")
 
 
 def around(ring: Any) -> None:
@@ -91,11 +101,11 @@ def around(ring: Any) -> None:
     with ring.group():
         ring.send(x, peer=(ring.rank + 1) % ring.size)
         ring.recv(out, peer=(ring.rank - 1) % ring.size)
-    close(out, torch.full((5,), float((ring.rank - 1) % ring.size)), f"{ring} around")
+    assert_bits_equal(out, torch.full((5,), float((ring.rank - 1) % ring.size)), f"{ring} around")
 
 
-def test_rings_of_four_ranks(world: World) -> None:
-    with world(4) as ranks:
+def test_rings_of_four_ranks(new_ranks: NewRanks) -> None:
+    with new_ranks(4) as ranks:
         ranks(every_ring, deadline=120)
 
 
@@ -106,29 +116,29 @@ def interleaved(comm: Any) -> None:
     order = (0, 1) if comm.rank == 0 else (1, 0)
     works = {n: ops.all_reduce(xs[n], 15 + n, use_calc_stream=False, sync_op=False) for n in order}
     for n in order:
-        close(works[n].wait(), torch.full((3,), 20.0 * n + 1), f"ring {15 + n}")
-    same(len(rings), 2, "rings")
+        assert_bits_equal(works[n].wait(), torch.full((3,), 20.0 * n + 1), f"ring {15 + n}")
+    assert_equal(len(rings), 2, "rings")
     commlib.shutdown()
     commlib.init()
 
 
-def test_interleaved_rings(world: World) -> None:
-    with world(2) as ranks:
+def test_interleaved_rings(new_ranks: NewRanks) -> None:
+    with new_ranks(2) as ranks:
         ranks(interleaved)
 
 
 def every_operator_alone(comm: Any) -> None:
     """Every operator of a ring of one rank is the identity, strided inputs and modes included."""
-    same((comm.rank, comm.size, comm.ranks), (0, 1, (0,)), "ring")
+    assert_equal((comm.rank, comm.size, comm.ranks), (0, 1, (0,)), "ring")
     for op in OPERATORS:
         for name in op.modes:
             on_ring(comm, op, torch.float64, **MODES[name])
         x = sample(0, (4, 6), torch.float64).t()
-        close(op(x), x, f"strided {op.call.__name__}")
+        assert_bits_equal(op(x), x, f"strided {op.call.__name__}")
     rooted(comm)
     ops.barrier()
 
 
-def test_ring_of_one(world: World) -> None:
-    with world(1) as ranks:
+def test_ring_of_one(new_ranks: NewRanks) -> None:
+    with new_ranks(1) as ranks:
         ranks(every_operator_alone)

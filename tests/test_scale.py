@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 import commlib
 from commlib import ops
 from tests.programs.scale import Crowd, load
-from tests.support.checks import same
+from tests.support.checks import assert_equal
 from tests.support.ranks import Ranks
 
 
@@ -25,7 +25,7 @@ def _small_stacks() -> Iterator[None]:
 def test_waiting_costs_a_request_per_ring_and_not_per_member() -> None:
     """56 of 64 members wait for 3 s: the first member per ring sends requests, the others none."""
     seen = load(members=64, rings=8, seconds=3, timeout=120)
-    same(seen["ended"], {"met": 64}, seen)
+    assert_equal(seen["ended"], {"met": 64}, seen)
     # Per ring and second: at most 20 checks, and 2 searches of 3 requests.
     assert seen["requests while waiting"] <= 8 * 26 * (seen["seconds"] + 1), seen
     assert seen["requests per member"] <= 40, seen
@@ -35,7 +35,7 @@ def test_a_deadline_costs_each_member_a_few_requests() -> None:
     # torch prints a trace per member that waits too long: more of them in one process are too slow.
     crowd = Crowd(members=16, rings=2, timeout=4)
     crowd.join_rings(crowd.early())
-    same(dict(crowd.join()), {"CommTimeout": 14}, "the members that joined")
+    assert_equal(dict(crowd.join()), {"CommTimeout": 14}, "the members that joined")
     # Register, search while waiting, and read or write the verdict.
     most = 14 * 16 + 2 * 26 * 6
     assert crowd.requests() <= most, crowd.counts

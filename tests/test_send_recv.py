@@ -8,10 +8,19 @@ import torch
 import commlib
 from commlib import ops
 from commlib.errors import ArgumentError, DeviceError, PeerError, RingError
-from tests.support.checks import Framed, close, refused, same, sample, settle, until
+from tests.support.checks import (
+    Framed,
+    assert_bits_equal,
+    assert_equal,
+    raises,
+    sample,
+    settle,
+    until,
+)
 from tests.support.formulas import of_the_other
 from tests.support.operator import ABSENT_RING, MODES, Operator, calls, compile_whole
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 from tests.support.suites import compiled, compiled_out, layouts, lazy_bits, raw, values, waiting
 
 
@@ -41,7 +50,8 @@ def test_exchange(ranks: Ranks, suite: Any) -> None:
     ranks(suite, EXCHANGE)
 
 
-def many(comm: Any) -> None:
+@runs_on("ranks")
+def test_order(comm: Any) -> None:
     """Messages between two ranks arrive in the order in which they were sent."""
     for mode in MODES.values():
         sizes, works = range(1, 20), []
@@ -56,79 +66,67 @@ def many(comm: Any) -> None:
             if isinstance(work, commlib.Work):
                 work.wait()
         for n, out in zip(sizes, outs, strict=True):
-            close(out, torch.full((n,), n * 1.5 * comm.rank), f"message {n}")
+            assert_bits_equal(out, torch.full((n,), n * 1.5 * comm.rank), f"message {n}")
 
 
-def test_order(ranks: Ranks) -> None:
-    ranks(many)
-
-
-def other_shape(comm: Any) -> None:
+@runs_on("ranks")
+def test_other_shape(comm: Any) -> None:
     """Bytes count, not shapes: a matrix may arrive as a strided vector."""
     frame = Framed((6,), torch.int16, comm.device, "stepped")
     if comm.rank == 0:
         ops.send(torch.arange(6, dtype=torch.int16, device=comm.device).view(2, 3), peer=1)
     else:
         ops.recv(frame.view, peer=0)
-        close(frame.view, torch.arange(6, dtype=torch.int16))
+        assert_bits_equal(frame.view, torch.arange(6, dtype=torch.int16))
         frame.intact()
 
 
-def test_other_shape(ranks: Ranks) -> None:
-    ranks(other_shape)
-
-
-def not_done_before(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_done(comm: Any) -> None:
     """A receive under way is not done before its send; the send itself needs no second wait."""
     out = torch.zeros(3, device=comm.device)
     if comm.rank == 1:
         work: Any = ops.recv(out, peer=0, **MODES["async"])
-        same(work.done(), False, "done() before the send")
+        assert_equal(work.done(), False, "done() before the send")
     comm.barrier()
     settle(comm)
     if comm.rank == 0:
-        same(ops.send(torch.ones(3, device=comm.device), peer=1), None, "result of send")
+        assert_equal(ops.send(torch.ones(3, device=comm.device), peer=1), None, "result of send")
     else:
-        close(work.wait(), torch.ones(3))
+        assert_bits_equal(work.wait(), torch.ones(3))
         until(work.done, "done() after wait()")
 
 
-def test_done(cpu_ranks: Ranks) -> None:
-    cpu_ranks(not_done_before)
-
-
-def refuse(comm: Any) -> None:
+@runs_on("ranks")
+def test_refusals(comm: Any) -> None:
     x = torch.zeros(4, device=comm.device)
     before = calls(comm)
     for call in (ops.send, ops.recv):
         for peer in (-1, comm.size, True, None, "1"):
-            with refused(PeerError, f"peer={peer!r}"):
+            with raises(PeerError, f"peer={peer!r}"):
                 call(x, peer=peer)
-        with refused(PeerError, f"peer={comm.rank}", "itself"):
+        with raises(PeerError, f"peer={comm.rank}", "itself"):
             call(x, peer=comm.rank)
         other = 1 - comm.rank
-        with refused(RingError, ABSENT_RING):
+        with raises(RingError, ABSENT_RING):
             call(x, ABSENT_RING, peer=other)
-        with refused(ArgumentError, "use_calc_stream=False"):
+        with raises(ArgumentError, "use_calc_stream=False"):
             call(x, peer=other, sync_op=False)
-        with refused(DeviceError, "meta"):
+        with raises(DeviceError, "meta"):
             call(x.to("meta"), peer=other)
-        with refused(DeviceError, "sparse"):
+        with raises(DeviceError, "sparse"):
             call(x.to_sparse(), peer=other)
-        with refused(ArgumentError, "list"):
+        with raises(ArgumentError, "list"):
             call([1.0], peer=other)  # type: ignore[call-overload]
-    with refused(ArgumentError, "overlaps itself"):
+    with raises(ArgumentError, "overlaps itself"):
         ops.recv(x[:1].expand(4), peer=other)
-    with refused(ArgumentError, "requires grad"):
+    with raises(ArgumentError, "requires grad"):
         ops.recv(x.clone().requires_grad_(), peer=other)
-    same(calls(comm), before, "calls launched by refused ones")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
 
 
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refuse)
-
-
-def compiled_alone(comm: Any) -> None:
+@runs_on("ranks")
+def test_compiled_alone(comm: Any) -> None:
     """A graph that only sends and one that only receives keep their calls."""
     x = sample(0, (5,), torch.float32).to(comm.device)
     if comm.rank == 0:
@@ -136,8 +134,4 @@ def compiled_alone(comm: Any) -> None:
     else:
         out = torch.zeros(5, device=comm.device)
         compile_whole(lambda out: ops.recv(out, peer=0))(out)
-        close(out, x)
-
-
-def test_compiled_alone(ranks: Ranks) -> None:
-    ranks(compiled_alone)
+        assert_bits_equal(out, x)

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 import commlib
 from commlib import ops
 from commlib.errors import ArgumentError, DeviceError, DtypeError, RingError, ShapeError
-from tests.support.checks import FLOATS, bits, close, refused, same, settle, wide
+from tests.support.checks import FLOATS, assert_bits_equal, assert_equal, bits, raises, settle, wide
 from tests.support.class_shards import cross_entropy, drawn, labels, near, near_dtype, own
 from tests.support.examples import examples
 from tests.support.operator import ABSENT_RING, calls, compile_whole, generating, well_registered
 from tests.support.ranks import Ranks, fresh
+from tests.support.runs_on import runs_on
 
 loss_of: Any = ops.softmax_with_cross_entropy
 IGNORE = -100
@@ -35,8 +36,10 @@ def agrees(
     launched = calls(comm) - before
     weights = drawn(tuple(loss.shape), whole.dtype, seed=7)
     loss.backward(weights.to(comm.device))
-    same((launched, calls(comm) - before), (1, 1), f"{what}: collectives forward, and in all")
-    same(softmax.requires_grad, False, "a gradient through the softmax")
+    assert_equal(
+        (launched, calls(comm) - before), (1, 1), f"{what}: collectives forward, and in all"
+    )
+    assert_equal(softmax.requires_grad, False, "a gradient through the softmax")
     ids_of_rows = wide(label).reshape(*whole.shape[:-1], ids)
     want = cross_entropy(wide(whole).astype("f8"), ids_of_rows, how.get("ignore_index", IGNORE))
     grad = want[2] * wide(weights)
@@ -45,7 +48,7 @@ def agrees(
     assert x.grad is not None
     near_dtype(x.grad, grad[..., mine], whole.dtype, f"gradient of {what}")
     plain = loss_of(x.detach(), label.to(comm.device), **how)
-    close(plain, loss, f"without gradient and softmax: {what}")
+    assert_bits_equal(plain, loss, f"without gradient and softmax: {what}")
 
 
 def values(comm: Any) -> None:
@@ -70,11 +73,12 @@ def test_values(ranks: Ranks) -> None:
     ranks(values)
 
 
-def test_values_of_three(trio: Ranks) -> None:
-    trio(values)
+def test_values_of_three(three_ranks: Ranks) -> None:
+    three_ranks(values)
 
 
-def upstream_case(comm: Any) -> None:
+@runs_on("ranks")
+def test_upstream_case(comm: Any) -> None:
     """The batch of the upstream test: 1024 rows, 1000 classes, logits in ±40, int32 labels."""
     per_rank = 1000 // comm.size
     total = per_rank * comm.size
@@ -89,11 +93,8 @@ def upstream_case(comm: Any) -> None:
     near(softmax, want[1][:, mine], "softmax", 1e-5, 1e-9)
 
 
-def test_upstream_case(ranks: Ranks) -> None:
-    ranks(upstream_case)
-
-
-def shapes(comm: Any) -> None:
+@runs_on("ranks")
+def test_shapes(comm: Any) -> None:
     """Empty, single and odd sizes, shards of unequal size, and one without a class."""
     for sizes in ([1, 1], [4, 0], [0, 3], [2, 7]):
         total = sum(sizes)
@@ -102,14 +103,13 @@ def shapes(comm: Any) -> None:
                    sizes, 1)  # fmt: skip
     before = calls(comm)
     none = loss_of(torch.zeros(0, 0, device=comm.device), torch.zeros(0, device=comm.device).int())
-    same((tuple(none.shape), calls(comm) - before), ((0, 1), 1), "shape without rows or classes")
+    assert_equal(
+        (tuple(none.shape), calls(comm) - before), ((0, 1), 1), "shape without rows or classes"
+    )
 
 
-def test_shapes(ranks: Ranks) -> None:
-    ranks(shapes)
-
-
-def strided(comm: Any) -> None:
+@runs_on("ranks")
+def test_strided(comm: Any) -> None:
     """Logits, labels and incoming gradients of any strides count with their values."""
     size = comm.size
     whole, label = drawn((6, 4 * size), torch.float32), labels((6,), 4 * size, torch.int64)
@@ -125,17 +125,14 @@ def strided(comm: Any) -> None:
         leaf = other.detach().requires_grad_()
         loss = loss_of(leaf, torch.stack([label, label], 1)[:, 0])
         loss.sum().backward()
-        close(loss, loss_of(x, label), f"loss of {name}")
-        close(leaf.grad, want.grad, f"gradient of {name}")
+        assert_bits_equal(loss, loss_of(x, label), f"loss of {name}")
+        assert_bits_equal(leaf.grad, want.grad, f"gradient of {name}")
     rows = x[:1].expand(6, 4)
-    close(loss_of(rows, label), loss_of(rows.contiguous(), label), "expanded")
+    assert_bits_equal(loss_of(rows, label), loss_of(rows.contiguous(), label), "expanded")
 
 
-def test_strided(ranks: Ranks) -> None:
-    ranks(strided)
-
-
-def one_infinite(comm: Any) -> None:
+@runs_on("ranks")
+def test_infinities(comm: Any) -> None:
     """What torch gives for infinities and NaN, also where a whole shard is -inf."""
     sizes = [3] * comm.size
     total = sum(sizes)
@@ -163,25 +160,21 @@ def one_infinite(comm: Any) -> None:
         assert x.grad is not None and exact.grad is not None
         at = torch.tensor(finite, device=comm.device)
         near_dtype(x.grad[at], exact.grad[finite, mine].numpy(), dtype, f"gradient {dtype}")
-        close(x.grad[6], torch.zeros_like(x.grad[6]), f"gradient of an ignored row {dtype}")
+        assert_bits_equal(
+            x.grad[6], torch.zeros_like(x.grad[6]), f"gradient of an ignored row {dtype}"
+        )
 
 
-def test_infinities(ranks: Ranks) -> None:
-    ranks(one_infinite)
-
-
-def large(comm: Any) -> None:
+@runs_on("ranks")
+def test_large(comm: Any) -> None:
     """Classes that fill many blocks of one row, and rows that fill many blocks of temporaries."""
     for rows, classes in ((3, 70001), (3001, 257)):
         whole = drawn((rows, classes * comm.size), torch.float32)
         agrees(comm, whole, labels((rows,), whole.shape[1], torch.int64), [classes] * 2, 1)
 
 
-def test_large(ranks: Ranks) -> None:
-    ranks(large)
-
-
-def ways(comm: Any) -> None:
+@runs_on("ranks", deadline=120)
+def test_streams_and_compiled(comm: Any) -> None:
     """Streams and compiled code give eager's bits, the gradient too."""
     sizes = [5] * comm.size
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
@@ -203,15 +196,12 @@ def ways(comm: Any) -> None:
             for what, other, first in zip(
                 ("loss", "softmax", "grad"), others, found[0], strict=True
             ):
-                close(other, first, f"{what} {dtype}")
-    close(loss_of(shard, label), found[0][0], "without gradient")
+                assert_bits_equal(other, first, f"{what} {dtype}")
+    assert_bits_equal(loss_of(shard, label), found[0][0], "without gradient")
 
 
-def test_streams_and_compiled(ranks: Ranks) -> None:
-    ranks(ways, deadline=120)
-
-
-def any_batch(comm: Any) -> None:
+@runs_on("ranks", deadline=120)
+def test_compiled_for_any_batch(comm: Any) -> None:
     """One graph for any number of rows; the compiler may join nothing across the operator."""
 
     def body(x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -226,12 +216,8 @@ def any_batch(comm: Any) -> None:
         before = calls(comm)
         for call, leaf in zip((graph, body), leaves, strict=True):
             call(leaf, label).backward()
-        same(calls(comm) - before, 2, "collectives")
-        close(leaves[0].grad, leaves[1].grad, rows)
-
-
-def test_compiled_for_any_batch(ranks: Ranks) -> None:
-    ranks(any_batch, deadline=120)
+        assert_equal(calls(comm) - before, 2, "collectives")
+        assert_bits_equal(leaves[0].grad, leaves[1].grad, rows)
 
 
 def generated(comm: Any) -> None:
@@ -241,17 +227,18 @@ def generated(comm: Any) -> None:
     label = labels((6,), 8, torch.int64).to(comm.device)
     loss = graph(x, label)
     loss.sum().backward()
-    close(loss, loss_of(x * 2, label) * 4, "generated code")
+    assert_bits_equal(loss, loss_of(x * 2, label) * 4, "generated code")
     other = x.detach().clone().requires_grad_()
     (loss_of(other * 2, label) * 4).sum().backward()
-    close(x.grad, other.grad, "gradient in generated code")
+    assert_bits_equal(x.grad, other.grad, "gradient in generated code")
 
 
 def test_generated_code(unified_ranks: Ranks) -> None:
     generating(unified_ranks)(generated, deadline=240)
 
 
-def derivative(comm: Any) -> None:
+@runs_on("ranks")
+def test_gradcheck(comm: Any) -> None:
     """Numeric against analytic, with every form of label; no second derivative."""
     sizes = [2, 4]
     whole = drawn((3, 6), torch.float64, reach=2).to(comm.device).requires_grad_()
@@ -263,17 +250,14 @@ def derivative(comm: Any) -> None:
             each: torch.Tensor = loss_of(shard, ids)
             return each
 
-        same(torch.autograd.gradcheck(loss, (whole,)), True, label)
+        assert_equal(torch.autograd.gradcheck(loss, (whole,)), True, label)
     (first,) = torch.autograd.grad(loss(whole).sum(), whole, create_graph=True)
-    with refused(ArgumentError, "has no gradient"):
+    with raises(ArgumentError, "has no gradient"):
         first.sum().backward()
 
 
-def test_gradcheck(ranks: Ranks) -> None:
-    ranks(derivative)
-
-
-def registration(comm: Any) -> None:
+@runs_on("ranks")
+def test_registration(comm: Any) -> None:
     """Run torch's own checks of a registered operator: schema, fake against real, autograd."""
     registered = torch.ops.commlib.softmax_with_cross_entropy.default
     backward = torch.ops.commlib.softmax_with_cross_entropy_grad.default
@@ -288,17 +272,6 @@ def registration(comm: Any) -> None:
             well_registered(backward, given)
 
 
-def test_registration(ranks: Ranks) -> None:
-    ranks(registration)
-
-
-def any_batches(comm: Any, batches: list[tuple[list[int], list[list[int]], int]]) -> None:
-    for sizes, rows, ignore_index in batches:
-        label = torch.tensor(rows)
-        whole = drawn((len(rows), sum(sizes)), torch.float64)
-        agrees(comm, whole, label, sizes, label.shape[1], ignore_index=ignore_index)
-
-
 @st.composite
 def batch(draw: st.DrawFn) -> tuple[list[int], list[list[int]], int]:
     """Shards of two ranks, the ids of each row, and which id is ignored."""
@@ -311,14 +284,19 @@ def batch(draw: st.DrawFn) -> tuple[list[int], list[list[int]], int]:
 
 @examples(6)
 @given(batches=st.lists(batch(), min_size=8, max_size=8))
-def test_any_batches(ranks: Ranks, batches: Any) -> None:
-    ranks(any_batches, batches)
+@runs_on("ranks")
+def test_any_batches(comm: Any, batches: list[tuple[list[int], list[list[int]], int]]) -> None:
+    for sizes, rows, ignore_index in batches:
+        label = torch.tensor(rows)
+        whole = drawn((len(rows), sum(sizes)), torch.float64)
+        agrees(comm, whole, label, sizes, label.shape[1], ignore_index=ignore_index)
 
 
 # -- on GPUs -------------------------------------------------------------------------------------
 
 
-def captured(comm: Any) -> None:
+@runs_on("all_gpu_ranks", deadline=120)
+def test_captured(comm: Any) -> None:
     """A capture, the first use of these kernels, is replayed with new inputs: eager's bits."""
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         sizes = [131, 131]
@@ -337,20 +315,19 @@ def captured(comm: Any) -> None:
             leaf = x.detach().clone().requires_grad_()
             want, want_softmax = loss_of(leaf, label, return_softmax=True)
             want.sum().backward()
-            close(loss, want, f"loss {dtype}")
-            close(softmax, want_softmax, f"softmax {dtype}")
-            close(grad, leaf.grad, f"gradient {dtype}")
+            assert_bits_equal(loss, want, f"loss {dtype}")
+            assert_bits_equal(softmax, want_softmax, f"softmax {dtype}")
+            assert_bits_equal(grad, leaf.grad, f"gradient {dtype}")
         label[2] = 262
         graph.replay()
-        same(loss[:, 0].isnan().tolist(), [False, False, True, False, False], "a label outside")
-        same(bool(grad[2].isnan().all()), True, "its gradient")
+        assert_equal(
+            loss[:, 0].isnan().tolist(), [False, False, True, False, False], "a label outside"
+        )
+        assert_equal(bool(grad[2].isnan().all()), True, "its gradient")
 
 
-def test_captured(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(captured, deadline=120)
-
-
-def peak(comm: Any) -> None:
+@runs_on("all_gpu_ranks")
+def test_peak_memory(comm: Any) -> None:
     """Forward without softmax takes a few numbers a row, the backward one gradient."""
     x = torch.zeros(512, 2**15, dtype=torch.bfloat16, device=comm.device, requires_grad=True)
     label = torch.zeros(512, dtype=torch.int64, device=comm.device)
@@ -360,32 +337,26 @@ def peak(comm: Any) -> None:
     torch.cuda.reset_peak_memory_stats()
     base = torch.cuda.memory_allocated()
     loss = loss_of(x, label)
-    same(torch.cuda.max_memory_allocated() - base < x.nbytes // 100, True, "forward")
+    assert_equal(torch.cuda.max_memory_allocated() - base < x.nbytes // 100, True, "forward")
     loss.sum().backward()
-    same(torch.cuda.max_memory_allocated() - base < x.nbytes * 1.05, True, "with backward")
+    assert_equal(torch.cuda.max_memory_allocated() - base < x.nbytes * 1.05, True, "with backward")
 
 
-def test_peak_memory(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(peak)
-
-
-def other_device(comm: Any) -> None:
+@runs_on("all_gpu_ranks")
+def test_another_current_device(comm: Any) -> None:
     """The ring's GPU need not be the current one."""
     x = drawn((4, 6), torch.float32)[:, own([3, 3], comm.rank)].to(comm.device)
     label = labels((4,), 6, torch.int64).to(comm.device)
     want = loss_of(x, label)
     with torch.cuda.device(1 - comm.device.index):
-        close(loss_of(x, label), want)
-
-
-def test_another_current_device(all_gpu_ranks: Ranks) -> None:
-    all_gpu_ranks(other_device)
+        assert_bits_equal(loss_of(x, label), want)
 
 
 # -- bad input -----------------------------------------------------------------------------------
 
 
-def bad_labels(comm: Any) -> None:
+@runs_on("ranks", deadline=120)
+def test_bad_labels(comm: Any) -> None:
     """A bad label is the same error on every rank, with row, label and range; the ring goes on."""
     size = comm.size
     whole = drawn((6, 4 * size), torch.float32)
@@ -397,97 +368,88 @@ def bad_labels(comm: Any) -> None:
         for value in (-1, total, 2**40, -(2**63)):
             label = good.clone()
             label[2] = label[4] = value
-            with refused(ArgumentError, f"label {value} of row 2", f"0 to {total - 1}", IGNORE):
+            with raises(ArgumentError, f"label {value} of row 2", f"0 to {total - 1}", IGNORE):
                 call(x, label)
         label = good.clone()
         label[3] = comm.rank  # all of them valid
-        with refused(ArgumentError, "row 3", "0 on ranks [0]", "1 on ranks [1]", "every rank"):
+        with raises(ArgumentError, "row 3", "0 on ranks [0]", "1 on ranks [1]", "every rank"):
             call(x, label)
         if comm.rank == 1:
             label[0] = -5
-        with refused(ArgumentError, "row 0", "-5 on ranks [1]"):
+        with raises(ArgumentError, "row 0", "-5 on ranks [1]"):
             call(x, label)
         soft = torch.stack([good, good.clone().index_fill_(0, good.new_tensor([5]), -7)], 1)
-        with refused(ArgumentError, "label -7 of row 5"):
+        with raises(ArgumentError, "label -7 of row 5"):
             call(x, soft)
         soft[:, 1] = comm.rank
-        with refused(ArgumentError, "row 0", f"[{int(good[0])}, 0] on ranks [0]"):
+        with raises(ArgumentError, "row 0", f"[{int(good[0])}, 0] on ranks [0]"):
             call(x, soft)
     want = cross_entropy(wide(whole).astype("f8"), wide(good)[:, None], IGNORE)
     near_dtype(loss_of(x, good), want[0], torch.float32, "after refusals")
 
 
-def test_bad_labels(ranks: Ranks) -> None:
-    ranks(bad_labels, deadline=120)
-
-
-def unequal(comm: Any) -> None:
+@runs_on("ranks")
+def test_unequal_calls(comm: Any) -> None:
     """Calls that differ between the ranks are an error on each, before anything is launched."""
     device, odd = comm.device, comm.rank == 1
     x, label = torch.zeros(4, 3, device=device), torch.zeros(4, dtype=torch.int64, device=device)
     before = calls(comm)
-    with refused(ShapeError, "rows of logits: 4 on ranks [0], 3 on ranks [1]"):
+    with raises(ShapeError, "rows of logits: 4 on ranks [0], 3 on ranks [1]"):
         loss_of(x[: 4 - odd], label[: 4 - odd])
-    with refused(DtypeError, "torch.float32 on ranks [0], torch.float16 on ranks [1]"):
+    with raises(DtypeError, "torch.float32 on ranks [0], torch.float16 on ranks [1]"):
         loss_of(x.half() if odd else x, label)
-    with refused(ShapeError, "ids per row", "1 on ranks [0], 2 on ranks [1]"):
+    with raises(ShapeError, "ids per row", "1 on ranks [0], 2 on ranks [1]"):
         loss_of(x, label.view(4, 1).expand(4, 1 + odd))
-    with refused(ArgumentError, "ignore_index: -100 on ranks [0], 0 on ranks [1]"):
+    with raises(ArgumentError, "ignore_index: -100 on ranks [0], 0 on ranks [1]"):
         loss_of(x, label, ignore_index=0 if odd else -100)
     for logits in (x, x.clone().requires_grad_()):
         for wrong in (label[:3], label.float(), label.to("meta"), None):
-            with refused(ArgumentError, "label" if odd else "invalid arguments on ranks [1]"):
+            with raises(ArgumentError, "label" if odd else "invalid arguments on ranks [1]"):
                 loss_of(logits, wrong if odd else label)
     other = ops.margin_cross_entropy if odd else loss_of
-    with refused(ArgumentError, f"ranks [{1 - comm.rank}]", "another operator"):
+    with raises(ArgumentError, f"ranks [{1 - comm.rank}]", "another operator"):
         other(x, label)
-    same(calls(comm), before, "calls launched by refused ones")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
 
 
-def test_unequal_calls(ranks: Ranks) -> None:
-    ranks(unequal)
-
-
-def refusals(comm: Any) -> None:
+@runs_on("ranks")
+def test_refusals(comm: Any) -> None:
     """A wrong call is one of our errors with the numbers in it, with and without gradient."""
     x = torch.zeros(4, 3, device=comm.device)
     label = torch.zeros(4, dtype=torch.int64, device=comm.device)
     before = calls(comm)
     for logits in (x, x.clone().requires_grad_()):
-        with refused(RingError, ABSENT_RING):
+        with raises(RingError, ABSENT_RING):
             loss_of(logits, label, ABSENT_RING)
         for wrong in (label[:3], label.view(2, 2), label.view(1, 4), label.view(4, 1)[:, :0]):
-            with refused(ShapeError, tuple(wrong.shape), "(4, 3)", "(4, 1)"):
+            with raises(ShapeError, tuple(wrong.shape), "(4, 3)", "(4, 1)"):
                 loss_of(logits, wrong)
-        with refused(DtypeError, "label is torch.float32", "int64", "label.long()"):
+        with raises(DtypeError, "label is torch.float32", "int64", "label.long()"):
             loss_of(logits, label.float())
-        with refused(ArgumentError, "label is list"):
+        with raises(ArgumentError, "label is list"):
             loss_of(logits, [0] * 4)
-        with refused(DeviceError, "label is on meta", comm.device):
+        with raises(DeviceError, "label is on meta", comm.device):
             loss_of(logits, label.to("meta"))
-        with refused(DeviceError, "logits is on meta", comm.device):
+        with raises(DeviceError, "logits is on meta", comm.device):
             loss_of(logits.detach().to("meta").requires_grad_(logits is not x), label)
         for number in (1.0, True, None, "0"):
-            with refused(ArgumentError, f"ignore_index={number!r}"):
+            with raises(ArgumentError, f"ignore_index={number!r}"):
                 loss_of(logits, label, ignore_index=number)
-        with refused(ArgumentError, "64 bits"):
+        with raises(ArgumentError, "64 bits"):
             loss_of(logits, label, ignore_index=2**63)
-    with refused(ArgumentError, "logits is list"):
+    with raises(ArgumentError, "logits is list"):
         loss_of([[1.0]], label)
-    with refused(DtypeError, "logits is torch.int64", "bfloat16", "logits.float()"):
+    with raises(DtypeError, "logits is torch.int64", "bfloat16", "logits.float()"):
         loss_of(x.long(), label)
-    with refused(DtypeError, "complex64"):
+    with raises(DtypeError, "complex64"):
         loss_of(x.to(torch.complex64), label)
-    with refused(ShapeError, "0-D"):
+    with raises(ShapeError, "0-D"):
         loss_of(x[0, 0], label[0])
-    same(calls(comm), before, "calls launched by refused ones")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
 
 
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refusals)
-
-
-def alone(comm: Any) -> None:
+@runs_on("ranks")
+def test_one_rank(comm: Any) -> None:
     """A ring of one rank: the plain cross entropy, and errors like everywhere."""
     ring = commlib.new_ring(50 + comm.rank, [comm.rank])
     assert ring is not None
@@ -500,15 +462,12 @@ def alone(comm: Any) -> None:
     loss.sum().backward()
     assert x.grad is not None
     near_dtype(x.grad, want[2], torch.float64, "gradient")
-    with refused(ArgumentError, "label 6 of row 0"):
+    with raises(ArgumentError, "label 6 of row 0"):
         loss_of(x, label + 6 - label[0], ring.ring_id)
 
 
-def test_one_rank(ranks: Ranks) -> None:
-    ranks(alone)
-
-
-def order(comm: Any) -> None:
+@runs_on("three_ranks")
+def test_a_ring_in_another_order(comm: Any) -> None:
     """A ring may list its ranks in any order; classes follow the positions in it."""
     ring = commlib.new_ring(60, [2, 0])
     if ring is None:
@@ -518,12 +477,8 @@ def order(comm: Any) -> None:
     loss = loss_of(whole[:, own(sizes, ring.rank)], label, 60)
     want = cross_entropy(wide(whole), wide(label)[:, None], IGNORE)
     near_dtype(loss, want[0], torch.float64, "loss")
-    same(bits(ops.all_gather(loss, 60)).reshape(2, -1).tolist(),
+    assert_equal(bits(ops.all_gather(loss, 60)).reshape(2, -1).tolist(),
          np.tile(bits(loss).reshape(-1), (2, 1)).tolist(), "bits of all ranks")  # fmt: skip
-
-
-def test_a_ring_in_another_order(trio: Ranks) -> None:
-    trio(order)
 
 
 def test_four_ranks() -> None:

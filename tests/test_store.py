@@ -19,7 +19,7 @@ from commlib.errors import BootstrapError
 from commlib.rendezvous.connection import Connection
 from commlib.rendezvous.store import BoundedStore
 from commlib.rendezvous.tcp_store import TcpOpening, addresses, serve
-from tests.support.checks import refused, same, until
+from tests.support.checks import assert_equal, raises, until
 
 _SERVER = """
 import sys, time
@@ -51,19 +51,19 @@ def opened(port: int, host: str = "127.0.0.1") -> BoundedStore:
 def test_operations() -> None:
     store, soon = BoundedStore.of(HashStore()).under("a"), Deadline(10)
     store.set("x", "1", soon)
-    same(store.get("x", soon), b"1")
-    same([store.add("n", 2, soon), store.add("n", 0, soon)], [2, 2])
+    assert_equal(store.get("x", soon), b"1")
+    assert_equal([store.add("n", 2, soon), store.add("n", 0, soon)], [2, 2])
     store.append("log", "a", soon)
     store.append("log", "b", soon)
-    same(store.multi_get(["x", "log"], soon), [b"1", b"ab"])
-    same([store.check(["x"], soon), store.check(["y"], soon)], [True, False])
-    same([store.compare_set("v", "", old, soon) for old in ("1", "2")], ["1", "1"])
-    same([store.wait(["x"], soon), store.wait(["y"], Deadline(0.1))], [True, False])
+    assert_equal(store.multi_get(["x", "log"], soon), [b"1", b"ab"])
+    assert_equal([store.check(["x"], soon), store.check(["y"], soon)], [True, False])
+    assert_equal([store.compare_set("v", "", old, soon) for old in ("1", "2")], ["1", "1"])
+    assert_equal([store.wait(["x"], soon), store.wait(["y"], Deadline(0.1))], [True, False])
     for _ in range(2):
         store.delete_after("left", 2, ["x", "n", "log", "v"])
     until(lambda: store.num_keys() == 0, "the second call deletes all")
     store.connection.close(5)
-    with refused(BootstrapError, "is closed"):
+    with raises(BootstrapError, "is closed"):
         store.get("x", soon)
 
 
@@ -75,18 +75,18 @@ def test_stopped_server() -> None:
         os.kill(pid, signal.SIGSTOP)
         try:
             begin = time.monotonic()
-            with refused(BootstrapError, f"127.0.0.1:{port}", "get(x)", "within 1 s", "stopped"):
+            with raises(BootstrapError, f"127.0.0.1:{port}", "get(x)", "within 1 s", "stopped"):
                 store.get("x", Deadline(1))
-            with refused(BootstrapError, "get(x)"):  # at once: the connection is faulty
+            with raises(BootstrapError, "get(x)"):  # at once: the connection is faulty
                 store.set("y", "1", Deadline(30))
             store.connection.revive()
-            with refused(BootstrapError, "set(y)", "within 1 s"):
+            with raises(BootstrapError, "set(y)", "within 1 s"):
                 store.set("y", "1", Deadline(1))
             assert time.monotonic() - begin < 25
         finally:
             os.kill(pid, signal.SIGCONT)
         store.connection.revive()
-        same(store.get("x", Deadline(30)), b"1", "after the server continues")
+        assert_equal(store.get("x", Deadline(30)), b"1", "after the server continues")
 
 
 _CLIENT = """
@@ -111,7 +111,7 @@ def test_a_client_that_the_host_stops_past_its_deadline() -> None:
             os.kill(client.pid, signal.SIGSTOP)
             time.sleep(5)
             os.kill(client.pid, signal.SIGCONT)
-            same(client.communicate(timeout=60)[0], "found x: False\n")
+            assert_equal(client.communicate(timeout=60)[0], "found x: False\n")
         finally:
             client.kill()
             client.communicate()
@@ -122,7 +122,7 @@ def test_server_that_ends() -> None:
         store = opened(port)
         store.set("x", "1", Deadline(30))
         os.kill(pid, signal.SIGKILL)
-        with refused(BootstrapError, f"127.0.0.1:{port}", "is the process that serves it alive?"):
+        with raises(BootstrapError, f"127.0.0.1:{port}", "is the process that serves it alive?"):
             for _ in range(100):  # the first request may still be sent
                 store.get("x", Deadline(10))
 
@@ -132,16 +132,16 @@ def test_silent_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         store, begin = opened(silent.getsockname()[1]), time.monotonic()
         words = "the port is open", "may not be a rendezvous store", "within 1 s"
-        with refused(BootstrapError, *words):
+        with raises(BootstrapError, *words):
             store.get("x", Deadline(1))
         assert time.monotonic() - begin < 25
 
 
 def test_unknown_host() -> None:
     begin = time.monotonic()
-    with refused(BootstrapError, "rank 1 of 2", "the host 'no.such.host.invalid'", "MASTER_ADDR"):
+    with raises(BootstrapError, "rank 1 of 2", "the host 'no.such.host.invalid'", "MASTER_ADDR"):
         opened(1, "no.such.host.invalid").get("x", Deadline(1))
-    with refused(BootstrapError, "the host 'no.such.host.invalid' is unknown", "MASTER_ADDR"):
+    with raises(BootstrapError, "the host 'no.such.host.invalid' is unknown", "MASTER_ADDR"):
         serve("no.such.host.invalid", 1, "rank 0 of 2", Deadline(1))
     assert time.monotonic() - begin < 20
 
@@ -157,7 +157,7 @@ def test_a_resolver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(socket, "getaddrinfo", stuck)
     words = "rank 1 of 2", "looking up the host 'stuck.invalid'", "MASTER_ADDR", "within 1 s"
     try:
-        with refused(BootstrapError, *words):
+        with raises(BootstrapError, *words):
             opened(1, "stuck.invalid").get("x", Deadline(1))
     finally:
         ended.set()
@@ -175,7 +175,7 @@ def test_a_client_waits_for_a_server_that_starts_later(capfd: pytest.CaptureFixt
     ours = serve("127.0.0.1", port, "rank 0 of 2", Deadline(30))
     ours.set("x", "1")
     client.join(60)
-    same(got, [b"1"])
+    assert_equal(got, [b"1"])
     noise = capfd.readouterr().err
     assert "frame #" not in noise and "failed to connect" not in noise, noise
 
@@ -217,4 +217,4 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), store.get("x", Deadlin
 """
     run = [sys.executable, "-c", code]
     out = subprocess.run(run, capture_output=True, text=True, timeout=60)
-    same(out.stdout, "0 b'1'\n", out.stderr)
+    assert_equal(out.stdout, "0 b'1'\n", out.stderr)

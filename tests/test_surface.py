@@ -13,8 +13,8 @@ import commlib
 from commlib import ops
 from commlib.core import collectives
 from commlib.errors import ArgumentError, RingError
-from tests.support.checks import refused, same
-from tests.support.ranks import Ranks
+from tests.support.checks import assert_equal, raises
+from tests.support.runs_on import runs_on
 
 REDUCTIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -40,37 +40,32 @@ def sample_of(ring: Any) -> torch.Tensor:
     return torch.arange(4.0, device=ring.device).add(float(ring.rank + 1))
 
 
-def rings(ring: Any) -> None:
+@runs_on("ranks")
+def test_operators_take_a_ring_or_its_id(ring: Any) -> None:
     x = sample_of(ring)
     expected = ops.all_reduce(x, 0)
-    same(ops.all_reduce(x, ring).tolist(), expected.tolist(), "all_reduce on a ring object")
+    assert_equal(ops.all_reduce(x, ring).tolist(), expected.tolist(), "all_reduce on a ring object")
     gathered = ops.all_gather(x, 0)
-    same(ops.all_gather(x, ring_id=ring).tolist(), gathered.tolist(), "all_gather")
-    same(ops.concat(x, ring).tolist(), gathered.tolist(), "concat")
+    assert_equal(ops.all_gather(x, ring_id=ring).tolist(), gathered.tolist(), "all_gather")
+    assert_equal(ops.concat(x, ring).tolist(), gathered.tolist(), "concat")
     ops.barrier(ring)
 
 
-def test_operators_take_a_ring_or_its_id(ranks: Ranks) -> None:
-    ranks(rings)
-
-
-def closed(ring: Any) -> None:
+@runs_on("ranks")
+def test_a_closed_ring_is_an_error_even_if_its_id_is_used_again(ring: Any) -> None:
     old = commlib.new_ring(61, [0, 1])
     assert old is not None
     commlib.CommContextManager.instance().close(61)
-    with refused(RingError, "ring 61 was closed"):
+    with raises(RingError, "ring 61 was closed"):
         ops.all_reduce(sample_of(ring), old)
     commlib.new_ring(61, [0, 1])
-    with refused(RingError, "ring 61 was closed"):
+    with raises(RingError, "ring 61 was closed"):
         ops.all_reduce(sample_of(ring), old)
     commlib.CommContextManager.instance().close(61)
 
 
-def test_a_closed_ring_is_an_error_even_if_its_id_is_used_again(ranks: Ranks) -> None:
-    ranks(closed)
-
-
-def reductions(ring: Any) -> None:
+@runs_on("ranks")
+def test_reductions_have_several_names(ring: Any) -> None:
     x = sample_of(ring)
     wide: Any = torch.cat([x, x])
     forms: Any = [
@@ -79,48 +74,58 @@ def reductions(ring: Any) -> None:
     for name, form in [*forms, ("sum", "Sum"), ("max", dist.ReduceOp(dist.ReduceOp.MAX))]:
         for call, given in ((ops.all_reduce, x), (ops.reduce, x), (ops.reduce_scatter, wide)):
             expected = call(given, op=name)
-            same(call(given, op=form).tolist(), expected.tolist(), f"{call.__name__} {form}")
+            assert_equal(
+                call(given, op=form).tolist(), expected.tolist(), f"{call.__name__} {form}"
+            )
     for form in ("mean", "MEAN", dist.ReduceOp.BAND, 3):
-        with refused(ArgumentError, "expected one of", "sum"):
+        with raises(ArgumentError, "expected one of", "sum"):
             ops.all_reduce(x, op=form)
 
 
-def test_reductions_have_several_names(ranks: Ranks) -> None:
-    ranks(reductions)
-
-
-def torch_order(ring: Any) -> None:
+@runs_on("ranks")
+def test_the_order_of_torch_distributed_is_an_error(ring: Any) -> None:
     x, out = sample_of(ring), sample_of(ring)
     for call in WITH_OUT:
-        with refused(ArgumentError, f"{call.__name__} takes x first; pass the output as out="):
+        with raises(ArgumentError, f"{call.__name__} takes x first; pass the output as out="):
             call(out, x)
 
 
-def test_the_order_of_torch_distributed_is_an_error(ranks: Ranks) -> None:
-    ranks(torch_order)
-
-
-def in_place(ring: Any) -> None:
+@runs_on("ranks")
+def test_in_place_operators_return_their_argument(ring: Any) -> None:
     for stream in (True, False):
         x, before = sample_of(ring), sample_of(ring)
         expected = ops.all_reduce(before, op="max")
-        same(ops.all_reduce_(x, op="MAX", use_calc_stream=stream) is x, True, "all_reduce_")
-        same(x.tolist(), expected.tolist(), "all_reduce_")
+        assert_equal(ops.all_reduce_(x, op="MAX", use_calc_stream=stream) is x, True, "all_reduce_")
+        assert_equal(x.tolist(), expected.tolist(), "all_reduce_")
         x = sample_of(ring)
-        same(ops.broadcast_(x, ring, root=1, use_calc_stream=stream) is x, True, "broadcast_")
-        same(x.tolist(), ops.broadcast(before, root=1).tolist(), "broadcast_")
+        assert_equal(
+            ops.broadcast_(x, ring, root=1, use_calc_stream=stream) is x, True, "broadcast_"
+        )
+        assert_equal(x.tolist(), ops.broadcast(before, root=1).tolist(), "broadcast_")
         x = sample_of(ring)
-        same(ops.reduce_(x, root=1, op="prod", use_calc_stream=stream) is x, True, "reduce_")
-        same(x.tolist(), ops.reduce(before, root=1, op="prod").tolist(), "reduce_")
-    with refused(ArgumentError, "no gradient can flow through out", "x.detach()"):
+        assert_equal(
+            ops.reduce_(x, root=1, op="prod", use_calc_stream=stream) is x, True, "reduce_"
+        )
+        assert_equal(x.tolist(), ops.reduce(before, root=1, op="prod").tolist(), "reduce_")
+    with raises(ArgumentError, "no gradient can flow through out", "x.detach()"):
         ops.all_reduce_(sample_of(ring).requires_grad_())
 
 
-def test_in_place_operators_return_their_argument(ranks: Ranks) -> None:
-    ranks(in_place)
+def _reductions_can_be_traced() -> bool:
+    """Return True if this torch can trace a comparison of its reductions (2.11 can't)."""
+
+    def compare(x: torch.Tensor, op: Any) -> torch.Tensor:
+        return x if op == dist.ReduceOp.SUM else -x
+
+    try:
+        torch.compile(compare, backend="eager", fullgraph=True)(torch.ones(1), dist.ReduceOp.SUM)
+    except torch._dynamo.exc.Unsupported:
+        return False
+    return True
 
 
-def compiled(ring: Any) -> None:
+@runs_on("unified_ranks")
+def test_compiled_code_takes_the_same_forms(ring: Any) -> None:
     def forms(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (
             ops.all_reduce(x, ring),
@@ -145,24 +150,7 @@ def compiled(ring: Any) -> None:
         fast: Any = torch.compile(function, backend="aot_eager", fullgraph=True)
         results, expected = fast(sample_of(ring)), function(sample_of(ring))
         for result, value in zip(results, expected, strict=True):
-            same(result.tolist(), value.tolist(), function.__name__)
-
-
-def _reductions_can_be_traced() -> bool:
-    """Return True if this torch can trace a comparison of its reductions (2.11 can't)."""
-
-    def compare(x: torch.Tensor, op: Any) -> torch.Tensor:
-        return x if op == dist.ReduceOp.SUM else -x
-
-    try:
-        torch.compile(compare, backend="eager", fullgraph=True)(torch.ones(1), dist.ReduceOp.SUM)
-    except torch._dynamo.exc.Unsupported:
-        return False
-    return True
-
-
-def test_compiled_code_takes_the_same_forms(unified_ranks: Ranks) -> None:
-    unified_ranks(compiled)
+            assert_equal(result.tolist(), value.tolist(), function.__name__)
 
 
 METHODS = [

@@ -1,8 +1,5 @@
 """The command `commlib`, its doctor, and the choice of packages that `make` makes."""
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -17,22 +14,14 @@ CLI = ("-m", "commlib")
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def doctor(**environment: str) -> subprocess.CompletedProcess[str]:
+def doctor(**environment: str) -> tuple[int, str, str]:
     """Run the doctor in a separate process: it loads NCCL if there is one."""
-    return subprocess.run(
-        [sys.executable, *CLI, "doctor"],
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "200", **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return run(*CLI, "doctor", **{"COLUMNS": "200", **environment})
 
 
 def test_doctor_shows_the_machine() -> None:
-    done = doctor(FLAGS_dynamic_static_unified_comm="yes")
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, out, err = doctor(FLAGS_dynamic_static_unified_comm="yes")
+    assert code == 0, out + err
     for text in (
         "torch",
         "numpy",
@@ -41,17 +30,16 @@ def test_doctor_shows_the_machine() -> None:
         "no engine reduces 16-bit integers",
         *(r["name"] for r in flags.rows()),
     ):
-        assert text in done.stdout
-    unified = next(line for line in done.stdout.splitlines() if flags.UNIFIED in line)
+        assert text in out
+    unified = next(line for line in out.splitlines() if flags.UNIFIED in line)
     assert "True" in unified and "environment" in unified
 
 
 def test_doctor_complains_of_a_flag_that_cannot_be_read() -> None:
-    done = doctor(FLAGS_comm_timeout_s="abc")
-    assert done.returncode == 1
-    assert done.stderr == ""
-    assert "flags: FLAGS_comm_timeout_s='abc' is not a duration" in done.stdout
-    assert "complaints: 1" in done.stdout
+    code, out, err = doctor(FLAGS_comm_timeout_s="abc")
+    assert (code, err) == (1, "")
+    assert "flags: FLAGS_comm_timeout_s='abc' is not a duration" in out
+    assert "complaints: 1" in out
 
 
 def test_other_commands_reject_it_in_one_line() -> None:
@@ -81,10 +69,10 @@ def test_flags() -> None:
 
 
 def test_a_narrow_terminal_cuts_nothing_off() -> None:
-    done = doctor(COLUMNS="80", FLAGS_comm_close_timeout_s="123456789")
-    assert "…" not in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    letters = Counter(done.stdout)
+    _, out, _ = doctor(COLUMNS="80", FLAGS_comm_close_timeout_s="123456789")
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= 80
+    letters = Counter(out)
     texts = [name for row in flags.rows() for name in (row["name"], row["type"])]
     assert not Counter("".join(texts)) - letters
 
@@ -112,10 +100,10 @@ def test_rejected_before_anything_runs(
 
 
 def test_doctor_complains_of_half_a_rendezvous() -> None:
-    done = doctor(RANK="0")
-    assert done.returncode == 1
-    assert "rendezvous: WORLD_SIZE is not set" in done.stdout
-    assert "complaints: 1" in done.stdout
+    code, out, _ = doctor(RANK="0")
+    assert code == 1
+    assert "rendezvous: WORLD_SIZE is not set" in out
+    assert "complaints: 1" in out
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from torch.autograd import forward_ad
 
 from commlib import ops
 from commlib.errors import ArgumentError
-from tests.support.checks import close, refused, same
+from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.modes import UNARY, Body, composite, given
 from tests.support.operator import calls
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 DIFFERENTIABLE = (
     "all_gather",
@@ -24,7 +24,8 @@ DIFFERENTIABLE = (
 )
 
 
-def gradients(comm: Any) -> None:
+@runs_on("ranks")
+def test_gradients_of_transforms(comm: Any) -> None:
     """torch.func has the gradients of backward(), of the second order too."""
     x = given(comm)
 
@@ -36,9 +37,9 @@ def gradients(comm: Any) -> None:
     for name, call in bodies.items():
         leaf = x.clone().requires_grad_()
         (want,) = torch.autograd.grad(loss(call)(leaf), leaf)
-        close(torch.func.grad(loss(call))(x), want, f"grad of {name}")
+        assert_bits_equal(torch.func.grad(loss(call))(x), want, f"grad of {name}")
         value, back = torch.func.vjp(loss(call), x)
-        close(back(torch.ones_like(value))[0], want, f"vjp of {name}")
+        assert_bits_equal(back(torch.ones_like(value))[0], want, f"vjp of {name}")
     for name in DIFFERENTIABLE:
         if name == "broadcast":  # its gradient, a reduce, has none
             continue
@@ -46,14 +47,15 @@ def gradients(comm: Any) -> None:
         (once,) = torch.autograd.grad(loss(UNARY[name])(leaf), leaf, create_graph=True)
         (want,) = torch.autograd.grad(once.sum(), leaf)
         first = torch.func.grad(loss(UNARY[name]))
-        close(torch.func.grad(lambda t: first(t).sum())(x), want, f"second order of {name}")  # noqa: B023
+        assert_bits_equal(
+            torch.func.grad(lambda t: first(t).sum())(x),  # noqa: B023
+            want,
+            f"second order of {name}",
+        )
 
 
-def test_gradients_of_transforms(ranks: Ranks) -> None:
-    ranks(gradients)
-
-
-def batched(comm: Any) -> None:
+@runs_on("ranks")
+def test_vmap(comm: Any) -> None:
     """Vmap: one call for the whole batch, with the values of a call per element."""
     stack = torch.stack([given(comm) + i for i in range(3)])
     for name in (*DIFFERENTIABLE, "gather", "reduce", "scatter"):
@@ -61,44 +63,39 @@ def batched(comm: Any) -> None:
         want = torch.stack([call(x) for x in stack])
         for place in (0, 1, 2):
             moved, before = stack.movedim(0, place), calls(comm)
-            close(torch.vmap(call, in_dims=place)(moved), want, f"{name}, batch at {place}")
-            same(calls(comm) - before <= 1, True, f"{name}: calls for a batch")
+            assert_bits_equal(
+                torch.vmap(call, in_dims=place)(moved), want, f"{name}, batch at {place}"
+            )
+            assert_equal(calls(comm) - before <= 1, True, f"{name}: calls for a batch")
     for name in DIFFERENTIABLE:
         call = UNARY[name]
         leaf = stack.clone().requires_grad_()
         torch.stack([(call(x) ** 2).sum() for x in leaf]).sum().backward()
         single = torch.func.grad(lambda t: (call(t) ** 2).sum())  # noqa: B023
-        close(torch.vmap(single)(stack), leaf.grad, f"vmap of grad of {name}")
+        assert_bits_equal(torch.vmap(single)(stack), leaf.grad, f"vmap of grad of {name}")
         whole = torch.func.grad(lambda t: (torch.vmap(call)(t) ** 2).sum())  # noqa: B023
-        close(whole(stack), leaf.grad, f"grad of vmap of {name}")
+        assert_bits_equal(whole(stack), leaf.grad, f"grad of vmap of {name}")
 
 
-def test_vmap(ranks: Ranks) -> None:
-    ranks(batched)
-
-
-def refused_transforms(comm: Any) -> None:
+@runs_on("ranks")
+def test_refused_transforms(comm: Any) -> None:
     """What has no rule is refused before a launch, never dropped or run per element."""
     x, before = given(comm), calls(comm)
     ones = torch.ones_like(x)
     for name in DIFFERENTIABLE:
         for call in (torch.func.jvp, lambda f, a, b: torch.func.jacfwd(f)(*a)):
-            with refused(ArgumentError, "no forward-mode derivative", "torch.func.vjp"):
+            with raises(ArgumentError, "no forward-mode derivative", "torch.func.vjp"):
                 call(UNARY[name], (x,), (ones,))
-        with forward_ad.dual_level(), refused(ArgumentError, "no forward-mode derivative"):
+        with forward_ad.dual_level(), raises(ArgumentError, "no forward-mode derivative"):
             UNARY[name](forward_ad.make_dual(x, ones))
     peer = 1 - comm.rank
     for body in (lambda t: ops.send(t, peer=peer), lambda t: ops.recv(t, peer=peer)):
-        with refused(ArgumentError, "under torch.vmap", "whole batch"):
+        with raises(ArgumentError, "under torch.vmap", "whole batch"):
             torch.vmap(body)(x)
-    with refused(ArgumentError, "all_gather under torch.vmap with 0-D x"):
+    with raises(ArgumentError, "all_gather under torch.vmap with 0-D x"):
         torch.vmap(ops.all_gather)(x[0])
-    with refused(ArgumentError, "with a symbolic Tensor", "commlib.ops.all_reduce"):
+    with raises(ArgumentError, "with a symbolic Tensor", "commlib.ops.all_reduce"):
         torch.vmap(lambda t: comm.all_reduce(t, t))(x)
-    same(calls(comm), before, "calls launched by refused ones")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
     with forward_ad.dual_level():
-        close(ops.all_reduce(x), ops.all_reduce(x.clone()), "without a tangent")
-
-
-def test_refused_transforms(ranks: Ranks) -> None:
-    ranks(refused_transforms)
+        assert_bits_equal(ops.all_reduce(x), ops.all_reduce(x.clone()), "without a tangent")

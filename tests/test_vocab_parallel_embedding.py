@@ -7,9 +7,9 @@ import torch
 
 from commlib import ops
 from commlib.errors import ArgumentError, DtypeError, ShapeError
-from tests.support.checks import Array, bits, close, from_bits, refused, sample
+from tests.support.checks import Array, assert_bits_equal, bits, from_bits, raises, sample
 from tests.support.operator import compile_whole
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 ROWS, DIM = 6, 3
 
@@ -28,7 +28,8 @@ def ids_on(comm: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tenso
     return torch.from_numpy(np.asarray(drawn)).to(dtype).to(comm.device)
 
 
-def shard_values(comm: Any) -> None:
+@runs_on("ranks")
+def test_values(comm: Any) -> None:
     """The own rows' bits, for ids of any shape; the sum over the ranks is the whole lookup."""
     start = comm.rank * ROWS
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
@@ -39,16 +40,13 @@ def shard_values(comm: Any) -> None:
                 ids = ids_on(comm, kind, shape)
                 want = from_bits(rows_of_shard(ids.cpu().numpy(), bits(whole), start), dtype)
                 given = ops.vocab_parallel_embedding(ids, shard, start)
-                close(given, want, f"{dtype} {kind} {shape}")
+                assert_bits_equal(given, want, f"{dtype} {kind} {shape}")
                 complete = from_bits(bits(whole)[ids.cpu().numpy()], dtype)
-                close(ops.all_reduce(given), complete, f"sum of {dtype} {kind} {shape}")
+                assert_bits_equal(ops.all_reduce(given), complete, f"sum of {dtype} {kind} {shape}")
 
 
-def test_values(ranks: Ranks) -> None:
-    ranks(shard_values)
-
-
-def compiled_values(comm: Any) -> None:
+@runs_on("ranks")
+def test_compiled(comm: Any) -> None:
     """One graph for any number of ids gives eager's bits."""
     start = comm.rank * ROWS
     graph = compile_whole(ops.vocab_parallel_embedding, dynamic=True)
@@ -56,14 +54,11 @@ def compiled_values(comm: Any) -> None:
     for shape in ((4, 7), (9, 2), (3, 3)):
         ids = ids_on(comm, torch.int64, shape)
         want = ops.vocab_parallel_embedding(ids, shard, start)
-        close(graph(ids, shard, start), want, shape)
+        assert_bits_equal(graph(ids, shard, start), want, shape)
 
 
-def test_compiled(ranks: Ranks) -> None:
-    ranks(compiled_values)
-
-
-def scattered(comm: Any) -> None:
+@runs_on("ranks")
+def test_gradient(comm: Any) -> None:
     """The gradient is a scatter-add into the own rows.
 
     Weights are small integers, so that the order in which repeated ids are added does not count.
@@ -77,44 +72,36 @@ def scattered(comm: Any) -> None:
     for call in (ops.vocab_parallel_embedding, compile_whole(ops.vocab_parallel_embedding)):
         shard = table[start : start + ROWS].to(comm.device).requires_grad_()
         call(ids, shard, start).backward(weights.to(comm.device))
-        close(shard.grad, want[start : start + ROWS], "gradient")
+        assert_bits_equal(shard.grad, want[start : start + ROWS], "gradient")
 
 
-def test_gradient(ranks: Ranks) -> None:
-    ranks(scattered)
-
-
-def strided(comm: Any) -> None:
+@runs_on("ranks")
+def test_strided(comm: Any) -> None:
     """Transposed ids and a transposed, stepped table count with their values."""
     table = sample(1, (DIM, 2 * ROWS), torch.float32).to(comm.device)
     ids = ids_on(comm, torch.int64, (4, 7))
     for shard in (table.t()[::2], table[:, :ROWS].t()):
         want = ops.vocab_parallel_embedding(ids.t().contiguous(), shard.contiguous(), ROWS)
-        close(ops.vocab_parallel_embedding(ids.t(), shard, ROWS), want)
+        assert_bits_equal(ops.vocab_parallel_embedding(ids.t(), shard, ROWS), want)
 
 
-def test_strided(ranks: Ranks) -> None:
-    ranks(strided)
-
-
-def refuse(comm: Any) -> None:
+@runs_on("ranks")
+def test_refusals(comm: Any) -> None:
     lookup = ops.vocab_parallel_embedding
     ids = torch.tensor([0, 3, 12], device=comm.device)
     weight = torch.zeros(ROWS, DIM, device=comm.device)
-    with refused(ArgumentError, "start_index=-1"):
+    with raises(ArgumentError, "start_index=-1"):
         lookup(ids, weight, -1)
-    with refused(ArgumentError, "0 to 12", "0 to 11"):
+    with raises(ArgumentError, "0 to 12", "0 to 11"):
         lookup(ids, weight, vocab_size=12)
-    with refused(ArgumentError, "-1 to 12"):
+    with raises(ArgumentError, "-1 to 12"):
         lookup(torch.tensor([-1, 12], device=comm.device), weight, vocab_size=13)
-    with refused(DtypeError, "float32", "long"):
+    with raises(DtypeError, "float32", "long"):
         lookup(ids.float(), weight)
     for shape in ((ROWS,), (0, DIM), (ROWS, 0), (1, ROWS, DIM)):
-        with refused(ShapeError, shape, "[rows, dim]"):
+        with raises(ShapeError, shape, "[rows, dim]"):
             lookup(ids, torch.zeros(shape, device=comm.device))
-    close(lookup(ids, weight, vocab_size=13), torch.zeros(3, DIM), "ids at the bounds")
-    close(lookup(ids - 5, weight), torch.zeros(3, DIM), "unchecked ids below 0 give zeros")
-
-
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refuse)
+    assert_bits_equal(lookup(ids, weight, vocab_size=13), torch.zeros(3, DIM), "ids at the bounds")
+    assert_bits_equal(
+        lookup(ids - 5, weight), torch.zeros(3, DIM), "unchecked ids below 0 give zeros"
+    )

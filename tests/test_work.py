@@ -11,21 +11,42 @@ import torch
 import commlib
 from commlib import ops
 from commlib.errors import CommTimeout, RingError
-from tests.support.checks import close, refused, same, sample, settle, until, wide
+from tests.support.checks import (
+    assert_bits_equal,
+    assert_equal,
+    raises,
+    sample,
+    settle,
+    until,
+    wide,
+)
 from tests.support.formulas import total
-from tests.support.ranks import Ranks, World
+from tests.support.ranks import NewRanks, Ranks
+from tests.support.runs_on import runs_on
 
 ASYNC: Any = {"use_calc_stream": False, "sync_op": False}
 
 
-def finished(comm: Any) -> None:
+def _tell(comm: Any) -> None:
+    """Let rank 1 go on after rank 0, on its own ring: ring 0 has a call under way."""
+    side = commlib.new_ring(21, range(comm.size))
+    assert side is not None
+    side.barrier()
+    commlib.CommContextManager.instance().close(21)
+
+
+@runs_on("ranks")
+def test_finished(comm: Any) -> None:
     """A Work of nothing is done; its result is what it was given."""
     x = torch.ones(3)
     work = commlib.Work(x)
-    same((work.done(), work.wait() is x, work.result is x), (True, True, True), "finished Work")
+    assert_equal(
+        (work.done(), work.wait() is x, work.result is x), (True, True, True), "finished Work"
+    )
 
 
-def many_threads(comm: Any) -> None:
+@runs_on("ranks")
+def test_many_threads(comm: Any) -> None:
     """Any number of threads may wait at once; every one sees the finished result."""
     every = [sample(rank, (100_001,), torch.float32) for rank in range(2)]
     want = torch.from_numpy(total([wide(x) for x in every], 0))
@@ -37,10 +58,10 @@ def many_threads(comm: Any) -> None:
 
     def wait() -> None:
         try:
-            same(work.wait() is out, True, "result")
+            assert_equal(work.wait() is out, True, "result")
             seen = out.clone()
             settle(comm)
-            close(seen, want, "seen by a thread")
+            assert_bits_equal(seen, want, "seen by a thread")
         except BaseException as error:  # a thread's error would be lost
             wrong.append(repr(error))
 
@@ -49,57 +70,35 @@ def many_threads(comm: Any) -> None:
         thread.start()
     for thread in threads:
         thread.join(30)
-    same(wrong, [], "errors of threads")
-    same([thread.is_alive() for thread in threads], [False] * 8, "threads still waiting")
+    assert_equal(wrong, [], "errors of threads")
+    assert_equal([thread.is_alive() for thread in threads], [False] * 8, "threads still waiting")
 
 
-def done_in_time(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_done_by_itself(comm: Any) -> None:
     """done() is False while the other rank has not come, and turns True without a wait()."""
     x = torch.full((5,), comm.rank + 1.0, device=comm.device)
     if comm.rank == 0:
         work = ops.all_reduce(x, **ASYNC)
-        same(work.done(), False, "done() before the other rank comes")
+        assert_equal(work.done(), False, "done() before the other rank comes")
     _tell(comm)
     if comm.rank == 1:
         work = ops.all_reduce(x, **ASYNC)
     until(work.done, "done() by itself")
-    close(work.result, torch.full((5,), 3.0), "result without wait()")
-    close(work.wait(), torch.full((5,), 3.0), "result")
+    assert_bits_equal(work.result, torch.full((5,), 3.0), "result without wait()")
+    assert_bits_equal(work.wait(), torch.full((5,), 3.0), "result")
 
 
-def _tell(comm: Any) -> None:
-    """Let rank 1 go on after rank 0, on its own ring: ring 0 has a call under way."""
-    side = commlib.new_ring(21, range(comm.size))
-    assert side is not None
-    side.barrier()
-    commlib.CommContextManager.instance().close(21)
-
-
-def order(comm: Any) -> None:
+@runs_on("ranks")
+def test_order(comm: Any) -> None:
     """Waiting out of order, and not at all, changes no result and no later call."""
     xs = [torch.full((n,), comm.rank + n, device=comm.device) for n in range(1, 9)]
     works = [ops.all_reduce(x, **ASYNC) for x in xs]
     for n in (8, 2, 5):
-        close(works[n - 1].wait(), torch.full((n,), 2 * n + 1), f"work {n}")
-    close(ops.all_reduce(xs[2]), torch.full((3,), 7), "a call after unfinished ones")
+        assert_bits_equal(works[n - 1].wait(), torch.full((n,), 2 * n + 1), f"work {n}")
+    assert_bits_equal(ops.all_reduce(xs[2]), torch.full((3,), 7), "a call after unfinished ones")
     works.clear()
-    close(ops.all_reduce(xs[3]), torch.full((4,), 9), "a call after dropped ones")
-
-
-def test_finished(ranks: Ranks) -> None:
-    ranks(finished)
-
-
-def test_many_threads(ranks: Ranks) -> None:
-    ranks(many_threads)
-
-
-def test_done_by_itself(cpu_ranks: Ranks) -> None:
-    cpu_ranks(done_in_time)
-
-
-def test_order(ranks: Ranks) -> None:
-    ranks(order)
+    assert_bits_equal(ops.all_reduce(xs[3]), torch.full((4,), 9), "a call after dropped ones")
 
 
 def missed(comm: Any) -> None:
@@ -119,19 +118,19 @@ def missed(comm: Any) -> None:
         begin = time.monotonic()
         work = ops.all_reduce(x, 22, **ASYNC)
         for _ in range(2):
-            with refused(CommTimeout, "ring 22", "did not finish within 4 s", late, close_it):
+            with raises(CommTimeout, "ring 22", "did not finish within 4 s", late, close_it):
                 work.wait()
         spent = time.monotonic() - begin
         if not 3 < spent < 20:
             raise AssertionError(f"waited {spent:.1f} s for a deadline of 4 s")
-        with refused(RingError, "ring 22", close_it, new):
+        with raises(RingError, "ring 22", close_it, new):
             ops.all_reduce(x, 22)
-        same(len(ring._errors()) > 0, True, "errors() tells of it")
+        assert_equal(len(ring._errors()) > 0, True, "errors() tells of it")
     comm.barrier()
     manager.close(22)
     again = commlib.new_ring(22, range(comm.size))
     assert again is not None
-    close(ops.all_reduce(x, 22), torch.full((3,), 2.0), "the ring created again")
+    assert_bits_equal(ops.all_reduce(x, 22), torch.full((3,), 2.0), "the ring created again")
     manager.close(22)
 
 
@@ -140,24 +139,25 @@ def missed_on_ring_0(comm: Any) -> None:
     commlib.shutdown()
     ring, x = commlib.init(timeout=5), torch.ones(3)
     if comm.rank == 0:
-        with refused(CommTimeout, "did not finish within 5 s", "commlib.shutdown(), then"):
+        with raises(CommTimeout, "did not finish within 5 s", "commlib.shutdown(), then"):
             ops.all_reduce(x)
-        with refused(RingError, "ring 0", "call commlib.shutdown(), then commlib.init()"):
+        with raises(RingError, "ring 0", "call commlib.shutdown(), then commlib.init()"):
             ring.barrier()
     else:
         time.sleep(8)
     commlib.shutdown()
     commlib.init()
-    close(ops.all_reduce(x), torch.full((3,), 2.0), "ring 0 once more")
+    assert_bits_equal(ops.all_reduce(x), torch.full((3,), 2.0), "ring 0 once more")
 
 
-def test_missed_deadline(world: World) -> None:
-    with world(2) as ranks:
+def test_missed_deadline(new_ranks: NewRanks) -> None:
+    with new_ranks(2) as ranks:
         ranks(missed)
         ranks(missed_on_ring_0)
 
 
-def written(comm: Any) -> None:
+@runs_on("ranks")
+def test_writes_are_known_to_autograd(comm: Any) -> None:
     """A write into ``out`` counts for autograd, and inference tensors are as good as others."""
     saved = torch.ones(3, device=comm.device)
     x = torch.ones(3, device=comm.device, requires_grad=True)
@@ -165,40 +165,33 @@ def written(comm: Any) -> None:
     for mode in ({}, {"use_calc_stream": False}):
         before = saved._version
         ops.broadcast(saved, out=saved, **mode)
-        same(saved._version > before, True, f"version after a write, {mode}")
+        assert_equal(saved._version > before, True, f"version after a write, {mode}")
     try:
         product.sum().backward()
     except RuntimeError as error:
-        same("modified by an inplace operation" in str(error), True, str(error))
+        assert_equal("modified by an inplace operation" in str(error), True, str(error))
     else:
         raise AssertionError("a gradient was computed from overwritten values")
     with torch.inference_mode():
         y = torch.full((3,), 2.0, device=comm.device)
-        close(ops.all_reduce(y, out=y), [4.0] * 3, "in inference mode")
-        close(ops.all_gather(y), [4.0] * 6, "in inference mode")
+        assert_bits_equal(ops.all_reduce(y, out=y), [4.0] * 3, "in inference mode")
+        assert_bits_equal(ops.all_gather(y), [4.0] * 6, "in inference mode")
 
 
-def test_writes_are_known_to_autograd(ranks: Ranks) -> None:
-    ranks(written)
-
-
-def other_modes(comm: Any) -> None:
+@runs_on("ranks")
+def test_waiting_in_another_mode(comm: Any) -> None:
     """Waiting in another grad or inference mode than the caller's changes nothing."""
     leaf = torch.full((4,), 2.0 * (comm.rank + 1), device=comm.device, requires_grad=True)
     with torch.no_grad():
         work = comm.all_reduce(leaf, leaf.detach(), op="avg", **ASYNC)
     work.wait()
-    close(leaf, [3.0] * 4, "a leaf, waited for with gradients on")
+    assert_bits_equal(leaf, [3.0] * 4, "a leaf, waited for with gradients on")
     with torch.inference_mode():
         strided = torch.zeros(4, 2, device=comm.device)[:, 0]
         ones = torch.ones(4, device=comm.device)
         work = comm.all_reduce(strided, ones, **ASYNC)
-    close(work.wait(), [2.0] * 4, "inference tensors, waited for outside")
-    same(comm.report()["state"], "ready", "the ring afterwards")
-
-
-def test_waiting_in_another_mode(ranks: Ranks) -> None:
-    ranks(other_modes)
+    assert_bits_equal(work.wait(), [2.0] * 4, "inference tensors, waited for outside")
+    assert_equal(comm.report()["state"], "ready", "the ring afterwards")
 
 
 def _interrupt(*_: object) -> None:
@@ -224,9 +217,11 @@ def interrupted(comm: Any) -> None:
             work = start()
             for _ in range(2):
                 signal.setitimer(signal.ITIMER_REAL, 0.3)
-                with refused(KeyboardInterrupt):
+                with raises(KeyboardInterrupt):
                     work.wait()
-            same(comm.report()["state"], "ready", f"the ring after an interrupted wait, {name}")
+            assert_equal(
+                comm.report()["state"], "ready", f"the ring after an interrupted wait, {name}"
+            )
         comm.exchange([])
         if comm.rank == 1:
             work = comm.send(x, peer=peer, **ASYNC) if name == "recv" else start()
@@ -234,7 +229,7 @@ def interrupted(comm: Any) -> None:
             work.wait()
         result = work.result[-1] if name == "group" else work.result
         if result is not None:
-            close(result, torch.full((4, 3), want), f"{name} after interruptions")
+            assert_bits_equal(result, torch.full((4, 3), want), f"{name} after interruptions")
     signal.signal(signal.SIGALRM, previous)
 
 
@@ -254,10 +249,10 @@ def interrupted_then_late(comm: Any) -> None:
     if comm.rank == 0:
         work = ops.all_reduce(torch.ones(3), 23, **ASYNC)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with refused(KeyboardInterrupt):
+        with raises(KeyboardInterrupt):
             work.wait()
         for _ in range(2):
-            with refused(CommTimeout, "ring 23"):
+            with raises(CommTimeout, "ring 23"):
                 work.wait()
     signal.signal(signal.SIGALRM, previous)
     comm.exchange([])

@@ -6,8 +6,9 @@ import torch
 
 from commlib import deferred, ops
 from commlib.errors import ArgumentError
-from tests.support.checks import close, refused, same
+from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 ASYNC: Any = {"use_calc_stream": False, "sync_op": False}
 
@@ -40,20 +41,25 @@ def dropped(comm: Any) -> None:
         out.copy_(held["work"].wait() * 2)
 
     graph = _captured(stream, body)
-    same(len(deferred._deferred), 1, "tensors kept alive")
+    assert_equal(len(deferred._deferred), 1, "tensors kept alive")
     graph.replay()
     torch.cuda.synchronize()
-    close(out, torch.full_like(out, 2.0), "the replay")
+    assert_bits_equal(out, torch.full_like(out, 2.0), "the replay")
     held.clear()  # a Work of a capture that is over
     ops.all_gather(x, **ASYNC).wait()
-    same(len(deferred._deferred), 0, "tensors kept alive after the next call")
+    assert_equal(len(deferred._deferred), 0, "tensors kept alive after the next call")
     graph.replay()
     torch.cuda.synchronize()
-    close(out, torch.full_like(out, 2.0), "the replay after it")
-    same(comm.report()["state"], "ready", "the ring")
+    assert_bits_equal(out, torch.full_like(out, 2.0), "the replay after it")
+    assert_equal(comm.report()["state"], "ready", "the ring")
 
 
-def dropped_inside(comm: Any) -> None:
+def test_dropped(gpu_ranks: Ranks) -> None:
+    gpu_ranks(dropped)
+
+
+@runs_on("gpu_ranks")
+def test_dropped_inside(comm: Any) -> None:
     """A Work of the capture itself that nobody waits for is joined: the capture ends well."""
     x = torch.ones(1000, device=comm.device)
     stream, out = _stream(), torch.empty_like(x)
@@ -65,10 +71,11 @@ def dropped_inside(comm: Any) -> None:
     graph = _captured(stream, body)
     graph.replay()
     torch.cuda.synchronize()
-    close(out, torch.full_like(out, float(comm.size)), "the replay")
+    assert_bits_equal(out, torch.full_like(out, float(comm.size)), "the replay")
 
 
-def waited(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_waited(comm: Any) -> None:
     """wait() in a capture for a call before it is refused, and the capture goes on."""
     x = torch.ones(1000, device=comm.device)
     stream, out = _stream(), torch.empty_like(x)
@@ -77,27 +84,17 @@ def waited(comm: Any) -> None:
     torch.cuda.synchronize()
 
     def body() -> None:
-        with refused(ArgumentError, "before the capture begins"):
+        with raises(ArgumentError, "before the capture begins"):
             work.wait()
         out.copy_(x * 3)
 
     graph = _captured(stream, body)
     graph.replay()
-    close(work.wait(), torch.full_like(x, float(comm.size)), "the Work after the capture")
+    assert_bits_equal(
+        work.wait(), torch.full_like(x, float(comm.size)), "the Work after the capture"
+    )
     torch.cuda.synchronize()
-    close(out, torch.full_like(x, 3.0), "the replay")
-
-
-def test_dropped(gpu_ranks: Ranks) -> None:
-    gpu_ranks(dropped)
-
-
-def test_dropped_inside(gpu_ranks: Ranks) -> None:
-    gpu_ranks(dropped_inside)
-
-
-def test_waited(gpu_ranks: Ranks) -> None:
-    gpu_ranks(waited)
+    assert_bits_equal(out, torch.full_like(x, 3.0), "the replay")
 
 
 def test_dropped_without_the_flag(legacy_gpu_ranks: Ranks) -> None:

@@ -7,8 +7,11 @@ from tests.models.program import Program
 
 _FAMILIES = (
     "tests.models.transformers_models",
+    "tests.models.multimodal",
     "tests.models.generation",
+    "tests.models.optimizers",
     "tests.models.training",
+    "tests.models.nano_gpt",
     "tests.models.third_party",
     "tests.models.two_ranks",
 )

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.models.program import Program, Session, floats, integers, trained
-from tests.models.training import convolutions, images, perceptron, rows, turn_of
+from tests.models.small_models import convolutions, images, perceptron, rows, turn_of
 
 # -- transformers' optimizers and schedules --------------------------------------------------------
 

@@ -12,7 +12,7 @@ from torch import nn
 import commlib
 from commlib import ops
 from tests.models.program import Program, Session, Start, floats, integers, trained
-from tests.models.training import perceptron, rows
+from tests.models.small_models import perceptron, rows
 from tests.models.transformers_models import TEXT, VOCABULARY, tiny
 
 RANKS = 2

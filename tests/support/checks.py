@@ -93,7 +93,7 @@ def from_bits(patterns: Array, dtype: torch.dtype) -> torch.Tensor:
     return x.reshape(patterns.shape)
 
 
-def close(
+def assert_bits_equal(
     actual: torch.Tensor, expected: torch.Tensor | Array, what: object = "", *, atol: float = 0
 ) -> None:
     """Raise unless dtype, shape and bits are equal (``atol`` > 0: values within it).
@@ -127,7 +127,7 @@ def _apart_bytes(actual: torch.Tensor, expected: torch.Tensor) -> Array:
     return apart
 
 
-def same(actual: object, expected: object, what: object = "") -> None:
+def assert_equal(actual: object, expected: object, what: object = "") -> None:
     """Raise unless two plain values are equal."""
     if actual != expected:
         raise AssertionError(_here(what) + f"got {actual!r}, expected {expected!r}")
@@ -138,7 +138,7 @@ def _here(what: object) -> str:
 
 
 @contextmanager
-def refused(error: type[BaseException], *words: object) -> Iterator[None]:
+def raises(error: type[BaseException], *words: object) -> Iterator[None]:
     """Expect ``error`` from the block, with every one of ``words`` in its text."""
     try:
         yield
@@ -147,7 +147,7 @@ def refused(error: type[BaseException], *words: object) -> Iterator[None]:
         if missing:
             raise AssertionError(_here(repr(caught)) + f"does not say {missing}") from caught
     else:
-        raise AssertionError(_here(f"expected {error.__name__} {words}") + "nothing was refused")
+        raise AssertionError(_here(f"expected {error.__name__} {words}") + "nothing was raised")
 
 
 STRIDED = ("contiguous", "transposed", "stepped")
@@ -172,7 +172,9 @@ class Framed:
     def intact(self, what: object = "") -> None:
         """Raise when a byte outside the view was written."""
         written = int((self.bytes[self.free] != self.FILL).sum())
-        same(written, 0, f"{what}: bytes written outside an output of strides {self.view.stride()}")
+        assert_equal(
+            written, 0, f"{what}: bytes written outside an output of strides {self.view.stride()}"
+        )
 
 
 def _strides(shape: Sequence[int], step: int) -> tuple[list[int], int]:
@@ -192,9 +194,14 @@ def laid_out(x: torch.Tensor, layout: str, device: Any) -> torch.Tensor:
     return view.copy_(x)
 
 
+def on_gpu(comm: Any) -> bool:
+    """Return True if the ring is on a GPU."""
+    return bool(comm.device.type == "cuda")
+
+
 def settle(comm: Any) -> None:
     """Wait for everything on the ring's device, where there are streams to wait for."""
-    if comm.device.type == "cuda":
+    if on_gpu(comm):
         torch.cuda.synchronize(comm.device)
 
 

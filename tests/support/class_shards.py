@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.support.checks import Array, Shape, rounded, same, wide
+from tests.support.checks import Array, Shape, assert_equal, rounded, wide
 
 # What rounding to the dtype leaves of a result that is computed in float32 or wider.
 NEAR = {
@@ -63,14 +63,14 @@ def cross_entropy(logits: Array, label: Array, ignore_index: int) -> tuple[Array
 def near(actual: Any, want: Array, what: object, rtol: float, atol: float) -> None:
     """Raise unless every element is within the tolerances; NaN and inf only where expected."""
     given = wide(actual)
-    same(given.shape, want.shape, f"{what}: shape")
+    assert_equal(given.shape, want.shape, f"{what}: shape")
     if not np.allclose(given, want, rtol=rtol, atol=atol, equal_nan=True):
         apart = ~np.isclose(given, want, rtol=rtol, atol=atol, equal_nan=True)
         first = tuple(np.argwhere(apart)[0])
-        same(given[first], want[first], f"{what}: {apart.sum()} apart, first at {first}")
+        assert_equal(given[first], want[first], f"{what}: {apart.sum()} apart, first at {first}")
 
 
 def near_dtype(actual: torch.Tensor, want: Array, dtype: torch.dtype, what: object) -> None:
     """Compare at the tolerance of a result that was rounded to ``dtype`` once."""
-    same(actual.dtype, dtype, f"{what}: dtype")
+    assert_equal(actual.dtype, dtype, f"{what}: dtype")
     near(actual, want, what, *NEAR[dtype])

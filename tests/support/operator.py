@@ -12,11 +12,11 @@ from tests.support.checks import (
     MOVABLE,
     Array,
     Shape,
+    assert_equal,
     bits,
     from_bits,
     laid_out,
     rounded,
-    same,
     sample,
     wide,
     with_specials,
@@ -67,7 +67,7 @@ class Operator:
     def start(self, x: torch.Tensor, **more: Any) -> commlib.Work:
         """Start the operator and return its Work."""
         work = self.call(x, **self.keywords, **MODES["async"], **more)
-        same(type(work), commlib.Work, "result with sync_op=False")
+        assert_equal(type(work), commlib.Work, "result with sync_op=False")
         return work  # type: ignore[no-any-return]  # checked
 
     def ways(self) -> dict[str, dict[str, bool]]:

@@ -1,8 +1,15 @@
-"""Run a small program in its own process, from the root of the checkout."""
+"""Run a small program in its own process, from the root of the checkout.
 
+Programs are forked from a process that has imported torch (``warm_server.py``), also the ranks of
+a launcher among them. ``fresh`` starts another interpreter instead.
+"""
+
+import functools
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -11,6 +18,9 @@ RENDEZVOUS = (
     *("TORCHELASTIC_USE_AGENT_STORE", "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM"),
     *("PADDLE_MASTER", "PADDLE_TRAINER_ENDPOINTS", "FLAGS_dynamic_static_unified_comm"),
 )
+WARM_PYTHON = Path(__file__).parent / "warm_python"
+START_S = 60
+_servers: list["subprocess.Popen[bytes]"] = []  # alive while this process is
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "MV2_")
 
 
@@ -24,11 +34,11 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
-def start(*arguments: str, **more: str) -> "subprocess.Popen[str]":
+def start(*arguments: str, fresh: bool = False, **more: str) -> "subprocess.Popen[str]":
     """Start ``python <arguments>``; output is kept apart."""
     return subprocess.Popen(
-        [sys.executable, *arguments],
-        env=environment(**more),
+        [sys.executable if fresh else str(WARM_PYTHON), *arguments],
+        env={**environment(), **({} if fresh else warm_ranks()), **more},
         cwd=ROOT,
         text=True,
         stdout=subprocess.PIPE,
@@ -36,11 +46,45 @@ def start(*arguments: str, **more: str) -> "subprocess.Popen[str]":
     )
 
 
-def run(*arguments: str, seconds: float = 120, **more: str) -> tuple[int, str, str]:
+def run(
+    *arguments: str, seconds: float = 120, fresh: bool = False, **more: str
+) -> tuple[int, str, str]:
     """Run ``python <arguments>`` to its end; return exit code, output and error output."""
-    process = start(*arguments, **more)
+    process = start(*arguments, fresh=fresh, **more)
     try:
         out, err = process.communicate(timeout=seconds)
     finally:
         process.kill()
     return process.returncode, out, err
+
+
+def warm_ranks() -> dict[str, str]:
+    """Return the variables that make torchrun start its ranks with ``WARM_PYTHON``."""
+    return {"COMMLIB_WARM_SERVER": _warm_server(), "PYTHON_EXEC": str(WARM_PYTHON)}
+
+
+@functools.cache
+def _warm_server() -> str:
+    """Start the process from which programs are forked; return the path of its socket.
+
+    It ends with this process, which holds the other end of its standard input.
+    """
+    path = Path(_folder().name) / "socket"
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.warm_server", str(path)],
+        env=environment(),
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+    )
+    _servers.append(server)
+    end = time.monotonic() + START_S
+    while not path.exists():
+        if server.poll() is not None or time.monotonic() > end:
+            raise RuntimeError(f"the server of programs did not start: {server.poll()}")
+        time.sleep(0.01)
+    return str(path)
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="commlib-tests-")

@@ -7,7 +7,6 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -61,18 +60,11 @@ class Place:
             **torchrun_environment(port, rank, size),
             "FLAGS_dynamic_static_unified_comm": UNIFIED[self.engine],
             "CUDA_VISIBLE_DEVICES": ",".join(self.gpus),
-            "TORCHINDUCTOR_CACHE_DIR": _compile_cache().name,
         }
 
 
 @functools.cache
-def _compile_cache() -> tempfile.TemporaryDirectory[str]:
-    """Keep compiled code for this run alone, so that no earlier run decides on its hits."""
-    return tempfile.TemporaryDirectory(prefix="commlib-tests-")
-
-
-@functools.cache
-def _nursery() -> Any:
+def _forkserver() -> Any:
     """Return what ranks are forked from: a process that has loaded ``LOADED`` once for all."""
     forks = mp.get_context("forkserver")
     forks.set_forkserver_preload(LOADED)
@@ -118,11 +110,11 @@ class Ranks:
         self._run(_arrive, (), START_S)
 
     def _spawn(self, rank: int) -> "_Member":
-        nursery = _nursery()
-        jobs, their_jobs = nursery.Pipe()
-        where, their_where = nursery.Pipe(duplex=False)
+        server = _forkserver()
+        jobs, their_jobs = server.Pipe()
+        where, their_where = server.Pipe(duplex=False)
         environment = self.place.environment(self.store.port, rank, self.size)
-        process = nursery.Process(
+        process = server.Process(
             target=_worker,
             name=f"rank {rank} ({self.place.engine}, {self.place.device})",
             args=(their_jobs, their_where, environment),
@@ -287,4 +279,4 @@ def fresh(size: int, place: Place | None = None) -> Iterator[Ranks]:
         ranks.kill()
 
 
-World = Callable[[int], AbstractContextManager[Ranks]]
+NewRanks = Callable[[int], AbstractContextManager[Ranks]]

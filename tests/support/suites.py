@@ -19,10 +19,10 @@ from commlib.errors import (
 from tests.support.checks import (
     STRIDED,
     Framed,
+    assert_bits_equal,
+    assert_equal,
     bits,
-    close,
-    refused,
-    same,
+    raises,
     sample,
     settle,
     until,
@@ -39,8 +39,8 @@ def values(comm: Any, op: Operator) -> None:
             x, want = inputs[comm.rank], op.expected(comm, inputs)
             before = x.clone()
             for name, mode in op.ways().items():
-                close(op(x, **mode), want, f"{dtype} {shape} {name}")
-            close(x, before, f"input of {dtype} {shape} afterwards")
+                assert_bits_equal(op(x, **mode), want, f"{dtype} {shape} {name}")
+            assert_bits_equal(x, before, f"input of {dtype} {shape} afterwards")
 
 
 def layouts(comm: Any, op: Operator) -> None:
@@ -54,9 +54,9 @@ def layouts(comm: Any, op: Operator) -> None:
                 what = f"{dtype} {name} {mode}"
                 before = frame.view.clone()
                 given = op(inputs[comm.rank], out=frame.view, **mode)
-                same(given is frame.view, True, f"{what}: returns out")
+                assert_equal(given is frame.view, True, f"{what}: returns out")
                 settle(comm)
-                close(frame.view, want if op.writes(comm) else before, what)
+                assert_bits_equal(frame.view, want if op.writes(comm) else before, what)
                 frame.intact(what)
 
 
@@ -71,9 +71,9 @@ def lazy_bits(comm: Any, op: Operator) -> None:
     if torch.complex64 not in op.dtypes:
         return
     inputs = [x.conj() for x in op.inputs(comm, op.shape(comm.size), torch.complex64)]
-    close(op(inputs[comm.rank]), op.expected(comm, inputs), "conjugated")
+    assert_bits_equal(op(inputs[comm.rank]), op.expected(comm, inputs), "conjugated")
     inputs = [x.imag for x in inputs]  # negated, and strided
-    close(op(inputs[comm.rank]), op.expected(comm, inputs), "negated")
+    assert_bits_equal(op(inputs[comm.rank]), op.expected(comm, inputs), "negated")
 
 
 def sharing(comm: Any, op: Operator) -> None:
@@ -83,14 +83,14 @@ def sharing(comm: Any, op: Operator) -> None:
             x, want = op.example(comm, dtype=dtype)
             if op.in_place:
                 given = op(x, out=x, **mode)
-                same(given.data_ptr(), x.data_ptr(), "address in place")
-                close(given, want, f"in place {dtype} {name}")
+                assert_equal(given.data_ptr(), x.data_ptr(), "address in place")
+                assert_bits_equal(given, want, f"in place {dtype} {name}")
                 x, want = op.example(comm, dtype=dtype)
             buffer = x.new_empty(max(x.numel(), want.numel()) + 1)
             near = buffer[1 : 1 + x.numel()].view(x.shape).copy_(x)
             out = buffer[: want.numel()].view(want.shape)
             wanted = want if op.writes(comm) else out.clone()
-            close(op(near, out=out, **mode), wanted, f"one apart {dtype} {name}")
+            assert_bits_equal(op(near, out=out, **mode), wanted, f"one apart {dtype} {name}")
 
 
 def waiting(comm: Any, op: Operator) -> None:
@@ -99,20 +99,22 @@ def waiting(comm: Any, op: Operator) -> None:
     work = op.start(x)
     del x
     junk = [torch.full_like(want, 1, device=comm.device) for _ in range(4)]
-    same(work.wait() is work.wait() is work.result, True, "one result")
-    close(work.result, want, "waited for twice")
+    assert_equal(work.wait() is work.wait() is work.result, True, "one result")
+    assert_bits_equal(work.result, want, "waited for twice")
     until(work.done, "done after wait()")
 
     x, want = op.example(comm)
     strided = Framed(tuple(want.shape), want.dtype, comm.device, "stepped").view
     work = op.start(x, out=strided)
     work.wait().zero_()
-    close(work.wait(), torch.zeros_like(want), "what the program wrote between two waits")
+    assert_bits_equal(
+        work.wait(), torch.zeros_like(want), "what the program wrote between two waits"
+    )
 
     examples = [op.example(comm, seed=seed) for seed in range(5)]
     works = [op.start(x) for x, _ in examples]
     for work, (_, want) in reversed(list(zip(works, examples, strict=True))):
-        close(work.wait(), want, "five under way")
+        assert_bits_equal(work.wait(), want, "five under way")
 
     x, want = op.example(comm)
     work = op.start(x)
@@ -125,9 +127,9 @@ def waiting(comm: Any, op: Operator) -> None:
     thread = threading.Thread(target=wait_and_read)
     thread.start()
     thread.join(30)
-    same(len(by_thread), 1, "results of the thread")
-    close(by_thread[0], want, "waited for by a thread")
-    close(work.wait(), want, "then by the main thread")
+    assert_equal(len(by_thread), 1, "results of the thread")
+    assert_bits_equal(by_thread[0], want, "waited for by a thread")
+    assert_bits_equal(work.wait(), want, "then by the main thread")
     del junk
 
 
@@ -137,7 +139,7 @@ def raw(comm: Any, op: Operator) -> None:
     settle(comm)
     given = op(x, use_calc_stream=False, fenced=False)
     settle(comm)
-    close(given, want, "fenced=False")
+    assert_bits_equal(given, want, "fenced=False")
 
 
 def compiled(comm: Any, op: Operator) -> None:
@@ -157,8 +159,8 @@ def compiled(comm: Any, op: Operator) -> None:
     results = graph(inputs), body(inputs)
     settle(comm)
     for given, eager, want in zip(*results, wants, strict=True):
-        close(given, eager, "compiled against eager")
-        close(given, want, "compiled")
+        assert_bits_equal(given, eager, "compiled against eager")
+        assert_bits_equal(given, want, "compiled")
 
 
 def compiled_out(comm: Any, op: Operator) -> None:
@@ -169,9 +171,9 @@ def compiled_out(comm: Any, op: Operator) -> None:
         frame = Framed(tuple(want.shape), want.dtype, comm.device, layout)
         wanted = want if op.writes(comm) else frame.view.clone()
         given = graph(x, frame.view)
-        close(frame.view, wanted, f"out {layout}")
+        assert_bits_equal(frame.view, wanted, f"out {layout}")
         if op.writes(comm):
-            close(given, want, f"result with out {layout}")
+            assert_bits_equal(given, want, f"result with out {layout}")
         frame.intact(layout)
 
 
@@ -179,55 +181,55 @@ def refusals(comm: Any, op: Operator) -> None:
     """A wrong call is one of our errors with the numbers in it; nothing is launched by it."""
     x, want = op.example(comm)
     before = calls(comm)
-    with refused(RingError, ABSENT_RING):
+    with raises(RingError, ABSENT_RING):
         op(x, ABSENT_RING)
-    with refused(ArgumentError, "use_calc_stream=False"):
+    with raises(ArgumentError, "use_calc_stream=False"):
         op(x, use_calc_stream=True, sync_op=False)
-    with refused(ArgumentError, "list"):
+    with raises(ArgumentError, "list"):
         op([1.0, 2.0])
-    with refused(DeviceError, "meta", comm.device):
+    with raises(DeviceError, "meta", comm.device):
         op(x.to("meta"))
-    with refused(DeviceError, "sparse"):
+    with raises(DeviceError, "sparse"):
         op(x.to_sparse())
     if x.device.type == "cpu":
-        with refused(DeviceError, "quantized"):
+        with raises(DeviceError, "quantized"):
             op(torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8))
     if op.adjoint is not None:
         _refused_with_gradient(op, x, want)
     if op.divides:
         rows = x.shape[0] + 1
-        with refused(ShapeError, rows, comm.size):
+        with raises(ShapeError, rows, comm.size):
             op(x.new_empty(rows, *x.shape[1:]))
     if op.writes(comm):
         _refused_outputs(op, x, want)
-    same(calls(comm), before, "calls launched by refused ones")
-    close(op(x), want, "after refusals")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
+    assert_bits_equal(op(x), want, "after refusals")
 
 
 def _refused_with_gradient(op: Operator, x: torch.Tensor, want: torch.Tensor) -> None:
     """Wanting a gradient takes another way down, which must refuse as much as the plain one."""
-    with refused(DeviceError, "meta", x.device):
+    with raises(DeviceError, "meta", x.device):
         op(x.to("meta").requires_grad_())
-    with refused(RingError, ABSENT_RING):
+    with raises(RingError, ABSENT_RING):
         op(x.clone().requires_grad_(), ABSENT_RING)
-    with refused(ArgumentError, "out", "detach", tuple(want.shape)):
+    with raises(ArgumentError, "out", "detach", tuple(want.shape)):
         op(x.clone().requires_grad_(), out=torch.empty_like(want, device=x.device))
-    with refused(ArgumentError, "use_calc_stream=False"):
+    with raises(ArgumentError, "use_calc_stream=False"):
         op(x.clone().requires_grad_(), sync_op=False)
 
 
 def _refused_outputs(op: Operator, x: torch.Tensor, want: torch.Tensor) -> None:
     shape = tuple(want.shape)
     long = x.new_empty((shape[0] + 1, *shape[1:]))
-    with refused(ShapeError, tuple(long.shape)):
+    with raises(ShapeError, tuple(long.shape)):
         op(x, out=long)
-    with refused(DtypeError, "int16", x.dtype):
+    with raises(DtypeError, "int16", x.dtype):
         op(x, out=torch.empty(shape, dtype=torch.int16, device=x.device))
-    with refused(DeviceError, "meta"):
+    with raises(DeviceError, "meta"):
         op(x, out=x.new_empty(shape, device="meta"))
-    with refused(ArgumentError, "overlaps itself", shape):
+    with raises(ArgumentError, "overlaps itself", shape):
         op(x, out=x.new_empty(1).expand(shape))
-    with refused(ArgumentError, "overlaps itself"):
+    with raises(ArgumentError, "overlaps itself"):
         op(x, out=x.new_empty(x.numel() + want.numel()).as_strided(shape, [1] * len(shape)))
 
 
@@ -248,9 +250,9 @@ def gradients(comm: Any, op: Operator) -> None:
                 x = inputs[comm.rank].detach().requires_grad_()
                 call(x).backward(weights[comm.rank].to(comm.device))
                 want = op.adjoint([wide(w) for w in weights], comm.rank)
-                close(x.grad, want, f"gradient {layout} {name}")
+                assert_bits_equal(x.grad, want, f"gradient {layout} {name}")
     with torch.no_grad():
-        same(op(x).requires_grad, False, "requires_grad under no_grad")
+        assert_equal(op(x).requires_grad, False, "requires_grad under no_grad")
 
 
 def wrong_roots(comm: Any, op: Operator) -> None:
@@ -258,10 +260,10 @@ def wrong_roots(comm: Any, op: Operator) -> None:
     x, _ = op.example(comm)
     before = calls(comm)
     for root in (-1, comm.size, True, 0.0, None):
-        with refused(PeerError, f"root={root!r}"):
+        with raises(PeerError, f"root={root!r}"):
             op.call(x, root=root)
-    same(calls(comm), before, "calls launched by refused ones")
-    close(op.call(x), op.call(x, root=0), "default root")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
+    assert_bits_equal(op.call(x), op.call(x, root=0), "default root")
 
 
 SUITES = (

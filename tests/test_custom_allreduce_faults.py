@@ -1,0 +1,184 @@
+"""The push kernels when a peer is late, lost or can't compile, and after a reset."""
+
+import contextlib
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+import commlib
+import commlib.graph
+from commlib.errors import (
+    CommTimeout,
+    EngineError,
+    PeerTimeout,
+    RingError,
+)
+from commlib.p2p import push_collectives
+from tests.support.checks import assert_equal, on_gpu, raises, settle
+from tests.support.processes import run
+from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
+from tests.test_custom_allreduce import another
+from tests.test_custom_allreduce_graphs import captured
+
+LATE_S = 5.0  # a ring must be created within it, on a busy machine too
+
+
+@runs_on("gpu_ranks")
+def test_a_rank_that_cannot_compile(comm: Any) -> None:
+    """Where one rank can't compile the kernels, all ranks use NCCL, and say why."""
+    with pytest.MonkeyPatch.context() as patch:
+        if comm.rank:
+            patch.setattr(push_collectives, "FILES", ("missing.cu",))
+        with another(comm, 89) as ring:
+            assert_equal("can't compile" in ring.explain(1024, torch.bfloat16), True, "explain")
+            x = torch.ones(8, device=comm.device)
+            assert_equal(set(ring.all_reduce(x, x).tolist()), {float(comm.size)}, "sum")
+
+
+def late(comm: Any, how: str) -> None:
+    """A peer that does not come is named on every rank; reset() repairs, graphs stay valid."""
+    with another(comm, 83, timeout=LATE_S) as ring:
+        graph, x, out = captured(ring, 300_000 if how == "large graph" else 1000)
+        torch.cuda.synchronize()
+        ring.exchange([])
+        if comm.rank != comm.size - 1:
+            for _ in range(3):  # what follows the fault leaves at once
+                if how == "eager":
+                    with contextlib.suppress(PeerTimeout, RingError):
+                        ring.all_reduce(out, x)
+                else:
+                    graph.replay()
+            torch.cuda.synchronize()
+            assert_equal(bool(out.isnan().all()), True, "results are NaN")
+        gathered = torch.zeros(comm.size * 5, dtype=torch.int64, device=comm.device)
+        if comm.rank != comm.size - 1 and how == "graph":
+            ring._engine._push._word.value, kept = (
+                0,
+                ring._engine._push._word.value,
+            )  # launched all the same
+            ring.all_gather(gathered, gathered[:5])
+            torch.cuda.synchronize()
+            assert_equal(gathered.unique().tolist(), [-1], "what moved")
+            assert_equal(ring._engine._push._word.value, kept, "the same fault")
+        comm.exchange([])
+        if comm.rank == comm.size - 1 and how != "eager":
+            graph.replay()  # too late
+        if comm.rank == comm.size - 1 and how == "eager":
+            with contextlib.suppress(PeerTimeout):
+                ring.all_reduce(out, x)
+        torch.cuda.synchronize()
+        words = (f"waiting for rank {comm.size - 1}", "all_reduce", "(call", f"{LATE_S:g} s")
+        seen = ring._health.fault is not None
+        with raises(RingError if seen else PeerTimeout, *(("reset()",) if seen else words)):
+            ring.check()
+        assert_equal(
+            any(words[0] in text for text in ring._errors()), True, f"errors {ring._errors()}"
+        )
+        ring.reset()
+        for turn in range(3):
+            x.fill_(turn + 1)
+            graph.replay()
+            assert_equal(set(out.tolist()), {comm.size * (turn + 1.0)}, "replay after reset")
+            ring.all_reduce(out, x)
+        torch.cuda.synchronize()
+        ring.check()
+
+
+@pytest.mark.parametrize("how", ["eager", "graph", "large graph"])
+def test_a_peer_that_does_not_come(gpu_ranks: Ranks, how: str) -> None:
+    gpu_ranks(late, how)
+
+
+@runs_on("gpu_ranks")
+def test_calls_of_nccl_behind_a_lost_peer(comm: Any) -> None:
+    """Calls of NCCL that wait after the fault for that peer end too: reset() connects again."""
+    with another(comm, 87, timeout=30) as ring:
+        ring.connect()  # which may take longer than the deadline below
+        ring.timeout = LATE_S
+        ring._engine._push._set_limit()
+        x, ints = torch.ones(1000, device=comm.device), torch.ones(9, device=comm.device).long()
+        held = commlib.graph.capture(lambda x: ring.all_reduce(torch.empty_like(x), x) + 1)
+        for given in (x, ints):
+            assert_equal(set(held(given).tolist()), {comm.size + 1.0}, "captured")
+        ring.barrier()
+        torch.cuda.synchronize()
+        ring.exchange([])
+        if comm.rank != comm.size - 1:
+            out = torch.empty_like(x)
+            with contextlib.suppress(PeerTimeout, RingError):
+                ring.all_reduce(out, x)
+                ring.all_reduce(ints, ints)
+                ring.barrier()
+        ring.reset()
+        ints.fill_(1)
+        for given in (x, ints):
+            assert_equal(set(held(given).tolist()), {comm.size + 1.0}, "captured again")
+            assert_equal(set(ring.all_reduce(torch.empty_like(given), given).tolist()), {comm.size},
+                 "after reset")  # fmt: skip
+        ring.barrier()
+        torch.cuda.synchronize()
+        ring.check()
+
+
+def test_a_peer_that_does_not_come_of_more(many_gpu_ranks: Ranks) -> None:
+    many_gpu_ranks(late, "graph")
+
+
+@runs_on("unified_ranks", lost=frozenset([1]), deadline=90)
+def test_a_killed_peer(comm: Any) -> None:
+    """A peer whose process is gone is named within the deadline; the ring can't be repaired."""
+    with another(comm, 86, timeout=LATE_S) as ring:
+        x = torch.ones(1000, device=comm.device)
+        ring.all_reduce(x, x)
+        ring.barrier()
+        settle(comm)
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with raises((PeerTimeout, RingError, CommTimeout, EngineError)):
+            ring.all_reduce(x, x)
+            settle(comm)
+            ring.check()
+        if on_gpu(comm):
+            assert_equal(
+                "waiting for rank 1 in all_reduce" in ring._errors()[0], True, ring._errors()
+            )
+            assert_equal(bool(x.isnan().all()), True, "results are NaN")
+            assert_equal(
+                float(torch.ones(5, device=comm.device).sum()), 5.0, "the device still works"
+            )
+            with raises((CommTimeout, EngineError), "exchange"):
+                ring.reset()
+    commlib.shutdown(abort=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("allocator", ["expandable_segments:True", "backend:cudaMallocAsync"])
+def test_allocators(allocator: str) -> None:
+    """User memory is never shared, so no setting of torch's allocator matters."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    code, out, err = run(
+        *launcher,
+        "tests/programs/allocators.py",
+        PYTORCH_CUDA_ALLOC_CONF=allocator,
+        FLAGS_dynamic_static_unified_comm="1",
+    )
+    assert code == 0, err
+    assert "right" in out
+
+
+@runs_on("ranks")
+def test_reset_of_a_whole_ring(comm: Any) -> None:
+    """reset() and check() of a ring without any fault change nothing, on every engine."""
+    with another(comm, 84) as ring:
+        ring.check()
+        ring.reset()
+        x = torch.ones(9, device=comm.device)
+        assert_equal(set(ring.all_reduce(x, x).tolist()), {float(comm.size)}, "after reset")
+    with raises(RingError, "aborted"):
+        ring.check()
+    with raises(RingError, "aborted"):
+        ring.reset()

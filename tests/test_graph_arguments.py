@@ -1,0 +1,190 @@
+"""Arguments of captured functions: memory that they share, and parameters."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commlib import graph
+from commlib.compat import deepspeed
+from commlib.graph import GraphError
+from commlib.graph.operators.overlap import overlap, overlaps
+from tests.support.checks import assert_bits_equal, assert_equal, on_gpu, raises
+from tests.support.examples import examples
+from tests.support.runs_on import runs_on
+
+# -- arguments -------------------------------------------------------------------------------------
+
+
+@runs_on("unified_ranks")
+def test_overlapping_arguments(comm: Any) -> None:
+    """Tensors of one begin and of empty memory are distinguished; a written overlap is refused."""
+    x = torch.arange(6.0, device=comm.device)
+    both = graph.capture(lambda a, b: b.sum() + a.sum(), outputs="copy")
+    for turn in range(3):
+        y = x + turn  # at another place
+        assert_bits_equal(both(y[:2], y), y[:2].sum() + y.sum(), f"turn {turn}")
+    shapes = graph.capture(lambda a, b: torch.zeros(b.shape[1]) + b.sum(0).cpu(), outputs="copy")
+    if not on_gpu(comm):
+        assert_equal(shapes(torch.empty(0, 3), torch.empty(0, 5)).shape, (5,), "empty")
+
+    @graph.capture(outputs="copy")
+    def written(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a.add_(1)
+        return b * 1
+
+    @graph.capture(outputs="copy")
+    def columns(a: torch.Tensor, b: torch.Tensor) -> None:
+        a.add_(1)
+        b.add_(2)
+
+    for _ in range(2):
+        table = torch.zeros(3, 5, device=comm.device)
+        columns(table[:, :2], table[:, 2:4])
+        assert_bits_equal(
+            table, torch.tensor([[1.0, 1.0, 2.0, 2.0, 0.0]] * 3), "columns do not meet"
+        )
+    zeros, more = torch.zeros(6, device=comm.device), torch.zeros(6, device=comm.device)
+    if on_gpu(comm):  # the graph works where the tensors lie, as the function does
+        assert_bits_equal(written(zeros[:4], zeros[2:]), torch.tensor([1.0, 1.0, 0.0, 0.0]))
+        assert_bits_equal(zeros, torch.tensor([1.0] * 4 + [0.0] * 2))
+    with raises(GraphError, "overlap", "writes one"):
+        written(more[:4], more[2:])
+    assert_bits_equal(more, torch.zeros(6), "nothing has changed")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "meet"),
+    [
+        (np.s_[0:4], np.s_[2:6], True),
+        (np.s_[0:4], np.s_[4:8], False),
+        (np.s_[0:8:2], np.s_[1:8:2], False),
+        (np.s_[0:8:2], np.s_[2:8:2], True),
+        (np.s_[0:8:2], np.s_[1:8:3], True),  # they meet, and strides differ
+        (np.s_[0:0], np.s_[0:8], False),
+        (np.s_[3:3], np.s_[0:8], False),
+    ],
+)
+def test_overlaps_of_one_dimension(one: Any, other: Any, meet: bool) -> None:
+    x = torch.zeros(8)
+    assert overlap(x[one], x[other]) is meet
+    assert overlap(x[other], x[one]) is meet
+
+
+@given(st.tuples(*[st.tuples(st.integers(0, 3), st.integers(0, 4)) for _ in range(6)]))
+@examples(300)
+def test_no_overlap_is_overlooked(bounds: Any) -> None:
+    """Slices of one tensor that share an element are recognised, in three dimensions."""
+    x, slices = np.arange(4 * 4 * 4).reshape(4, 4, 4), [slice(a, b) for a, b in bounds]
+    tensor = torch.from_numpy(x)
+    one, other = tuple(slices[:3]), tuple(slices[3:])
+    if np.intersect1d(x[one], x[other]).size:
+        assert overlap(tensor[one], tensor[other])
+        found = overlaps([tensor[one], torch.zeros(3), tensor[other]])
+        assert [set(pair) for pair in found] == [{0, 2}]
+
+
+@runs_on("unified_ranks")
+def test_one_tensor_twice(comm: Any) -> None:
+    """A tensor that is given with and without its gradient keeps it."""
+    g = graph.capture(lambda a, b: (a * b).sum())
+    for turn in range(3):
+        x = torch.full((3,), turn + 1.0, device=comm.device, requires_grad=True)
+        g(x.detach(), x).backward()
+        assert_bits_equal(x.grad, x)
+
+
+@runs_on("unified_ranks")
+def test_overlap_with_a_copy(comm: Any) -> None:
+    """An argument that is written where it is, and one that has its own copy, may not overlap."""
+
+    @graph.capture(outputs="copy")
+    def written(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a.add_(1)
+        return b * 1
+
+    x, y, z = (torch.full((5,), turn, device=comm.device) for turn in (1.0, 2.0, 3.0))
+    assert_bits_equal(written(x[:3], y[:3]), torch.full((3,), 2.0))
+    assert_bits_equal(written(x[:3], z[:3]), torch.full((3,), 3.0))
+    with raises(GraphError, "overlap"):
+        written(x[:3], x[2:])
+    assert_bits_equal(x, torch.tensor([3.0, 3.0, 3.0, 1.0, 1.0]), "nothing has changed")
+
+
+@runs_on("unified_ranks")
+def test_leaves_of_the_function(comm: Any) -> None:
+    """Leaves that the function makes for itself are its own business."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x.detach().requires_grad_()
+        y.sum().backward()
+        assert y.grad is not None
+        return y.grad * 1
+
+    g = graph.capture(f, outputs="copy")
+    for turn in range(2):
+        assert_bits_equal(g(torch.full((3,), float(turn), device=comm.device)), torch.ones(3))
+
+
+@runs_on("unified_ranks")
+def test_parameters_in_one_memory(comm: Any) -> None:
+    """Parameters that lie in one memory each get their gradient, with an argument there too."""
+    memory = torch.arange(12.0, device=comm.device)
+    one, two = (torch.nn.Parameter(memory[i : i + 4]) for i in (0, 4))
+    third = memory[8:].clone().requires_grad_()
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return (x * one * two).sum()
+
+    for x in (third, memory[8:].detach().requires_grad_()):
+        found = []
+        for call in (product, graph.capture(product)):
+            one.grad = two.grad = x.grad = None
+            call(x).backward()
+            found.append([one.grad, two.grad, x.grad])
+        for want, got in zip(*found, strict=True):
+            assert_bits_equal(got, want)
+
+
+@runs_on("unified_ranks")
+def test_gradients_are_apart(comm: Any) -> None:
+    """Each gradient has its own memory and version."""
+    module = torch.nn.Linear(100, 100).to(comm.device)
+    x = torch.ones(1, 100, device=comm.device, requires_grad=True)
+    weight, bias, of_x = torch.autograd.grad(
+        graph.capture(module)(x).sum(), (module.weight, module.bias, x)
+    )
+    assert_equal(of_x.untyped_storage().nbytes(), of_x.nbytes, "memory that is kept")
+    own = torch.ones(100, device=comm.device, requires_grad=True)
+    loss = (bias * own).sum()
+    weight.mul_(0.5)
+    loss.backward()
+    assert_bits_equal(own.grad, bias)
+
+
+@runs_on("unified_ranks")
+def test_deepspeed_defaults(comm: Any) -> None:
+    """Functions of one code with other defaults are distinguished, by value and type."""
+    x = torch.ones(1, device=comm.device, dtype=torch.int64)
+
+    def named(scale: Any) -> Any:
+        def f(x: torch.Tensor, *, scale: Any = scale) -> torch.Tensor:
+            return x * scale  # type: ignore[no-any-return]
+
+        return f
+
+    def plain(scale: Any) -> Any:
+        def f(x: torch.Tensor, scale: Any = scale, more: Any = [1]) -> torch.Tensor:  # noqa: B006
+            return x * scale  # type: ignore[no-any-return]
+
+        return f
+
+    for make in (named, plain):
+        for scale in (2, 3, 1, 1.0, True):
+            given = deepspeed.graph_process(True, make(scale), x)
+            assert_equal(given.tolist(), [scale], f"{scale}")
+            assert_equal(given.dtype, (x * scale).dtype, f"type of {scale}")
+    deepspeed.graph_clear()

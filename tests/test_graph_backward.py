@@ -1,0 +1,210 @@
+"""graph.capture: gradients, and state from before the capture."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+
+from commlib import graph, ops
+from commlib.graph import GraphError
+from tests.support.checks import assert_bits_equal, assert_equal, raises
+from tests.support.runs_on import runs_on
+
+
+class _Past(torch.autograd.Function):
+    """A step that holds something as long as its output's history lives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        ctx.token = token
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * 3, None
+
+
+@runs_on("unified_ranks")
+def test_what_came_before(comm: Any) -> None:
+    """A gradient to anything but an argument is refused; what led to arguments is released."""
+    weight = torch.ones(3, device=comm.device, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    hidden = weight * 2
+    g = graph.capture(lambda x: x * hidden, outputs="copy")
+    x = torch.ones(3, device=comm.device, requires_grad=True)
+    with raises(GraphError, "(3,) tensor", "is not given", "argument"):
+        g(x)
+    detached = graph.capture(lambda x: x * hidden.detach(), outputs="copy")
+    for _ in range(2):
+        assert_bits_equal(detached(x), hidden.detach())
+    double = graph.capture(lambda x: x * 2, outputs="copy")
+    token = torch.zeros(1)
+    past, kept = _Past.apply(weight, token), weakref.ref(token)  # type: ignore[no-untyped-call]
+    for _ in range(2):
+        double(past)
+    del past, token
+    gc.collect()
+    assert_equal(kept() is None, True, "the history of an argument is gone")
+
+
+@runs_on("unified_ranks")
+def test_lazily_made_state(comm: Any) -> None:
+    """What the first call makes, later ones go on from; what a later one makes is refused."""
+    state: list[torch.Tensor] = []
+
+    def momentum(x: torch.Tensor) -> torch.Tensor:
+        if not state:
+            state.append(x.clone())
+        else:
+            state[0].mul_(0.5).add_(x)
+        return state[0] + 0
+
+    x = torch.ones(3, device=comm.device)
+    want = [torch.full((3,), value) for value in (1.0, 1.5, 1.75, 1.875)]
+    how: tuple[Any, ...] = ({}, {"warmup": 1}, {"on_fail": "eager"}, {"warmup": 3})
+    for options in (*how, {"first": "warmup", "warmup": 1}):
+        state.clear()
+        g = graph.capture(momentum, outputs="copy", **options)
+        for value in want:
+            assert_bits_equal(g(x), value, f"{options}")
+        assert_equal(len(g.entries), 1, f"graphs with {options}")
+    calls = count(1)
+
+    def late(x: torch.Tensor) -> torch.Tensor:
+        return momentum(x) if next(calls) > 1 else x + 0
+
+    state.clear()
+    with raises(GraphError, "changes the length of a list", "(0, then 1)", "no replay would"):
+        graph.capture(late)(x)
+    assert_equal(state, [], "as before")
+    calls = count(1)
+    g = graph.capture(late, outputs="copy", on_fail="eager")
+    for value in (want[0], *want):
+        assert_bits_equal(g(x), value, "eager")
+    assert_equal(len(g.entries), 0, "graphs")
+
+
+def random_order(count: int, turn: int) -> list[int]:
+    order = list(range(count))
+    return order[turn % count :] + order[: turn % count]
+
+
+@pytest.mark.parametrize("flights", [1, 3])
+@runs_on("unified_ranks")
+def test_gradients(comm: Any, flights: int) -> None:
+    """Several outputs, unused and integer ones, and several forwards before their backwards."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.spare = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> Any:
+            y = ops.all_reduce(torch.tanh(self.inner(x))) * scale
+            return {"y": y, "n": (y > 0).sum(), "x": x * 3}
+
+    def train(call: Any, module: Any) -> list[Any]:
+        found = []
+        for turn in range(3):
+            inputs = [
+                torch.linspace(turn, i + 1, 12, device=comm.device).view(3, 4).requires_grad_()
+                for i in range(flights)
+            ]
+            outs = [call(x * 1, scale=0.5) for x in inputs]
+            for i in random_order(flights, turn):
+                (outs[i]["y"].sum() + (outs[i]["x"] ** 2).sum()).backward()
+            found += [x.grad for x in inputs]
+            found.append(module.inner.weight.grad.clone())
+            found.append(outs[-1]["n"].clone())
+            del outs  # and with it the nodes: their slots are free
+            assert_equal(module.spare.weight.grad, None, "gradient of what is not used")
+        return found
+
+    torch.manual_seed(5)
+    module = Layer().to(comm.device)
+    plain = train(module, module)
+    module.zero_grad(set_to_none=True)
+    captured = graph.capture(module)
+    captured(torch.ones(3, 4, device=comm.device, requires_grad=True) * 1, scale=0.5)
+    for turn, (one, want) in enumerate(zip(train(captured, module), plain, strict=True)):
+        assert_bits_equal(one, want, f"tensor {turn}")
+    (slots,) = captured.entries.values()
+    assert_equal(len(slots.parts), flights, "slots")
+    assert_equal({row["replays"] for row in graph.report(captured)}, {3}, "replays of each slot")
+
+
+@runs_on("unified_ranks")
+def test_gradients_that_are_used_up(comm: Any) -> None:
+    """A function that uses gradients up, as step() and zero_grad() do, finds the next ones."""
+
+    def train(captured: Callable[..., Any]) -> list[torch.Tensor]:
+        weight = torch.ones(3, device=comm.device, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+
+        def step() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        call, found = captured(step), []
+        for turn in range(6):
+            (weight * turn).sum().backward()
+            call()
+            assert_equal(weight.grad, None, f"turn {turn}")
+            found.append(weight.detach().clone())
+        return found
+
+    pairs = zip(train(graph.capture), train(lambda f: f), strict=True)
+    for turn, (one, want) in enumerate(pairs):
+        assert_bits_equal(one, want, f"turn {turn}")
+
+
+@runs_on("unified_ranks")
+def test_grad_is_none_at_first(comm: Any) -> None:
+    """A backward inside the function may be the first that gives gradients."""
+
+    class Step(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> None:
+            (self.weight * x).sum().backward()
+
+    module = Step().to(comm.device)
+    x = torch.ones(3, device=comm.device)
+    f = graph.capture(module)
+    for turn in range(1, 6):
+        f(x)
+        assert_bits_equal(module.weight.grad, torch.full((3,), float(turn)), f"turn {turn}")
+    assert_equal(len(f.entries), 1, "with gradients to add to")
+    for turn in range(1, 9):
+        if turn % 2:
+            module.zero_grad(set_to_none=True)
+        f(x * turn)
+        assert_bits_equal(
+            module.weight.grad, x * (turn if turn % 2 else 2 * turn - 1), f"turn {turn}"
+        )
+    assert_equal(len(f.entries), 2, "with gradients, and without")
+
+
+@runs_on("unified_ranks")
+def test_kept_gradients(comm: Any) -> None:
+    """Gradients that the program keeps are not overwritten by the next backward."""
+    weight = torch.ones(3, device=comm.device, requires_grad=True)
+    f = graph.capture(lambda x: weight * x)
+    kept: list[Any] = []
+    for turn in range(4):
+        x = torch.full((3,), turn + 1.0, device=comm.device)
+        weight.grad = None
+        f(x).sum().backward()
+        kept.append(weight.grad)
+    for turn, grad in enumerate(kept):
+        assert_bits_equal(grad, torch.full((3,), turn + 1.0), f"turn {turn}")
+    weight.grad = None
+    for _ in range(3):
+        f(torch.ones(3, device=comm.device)).sum().backward()
+    assert_bits_equal(weight.grad, torch.full((3,), 3.0), "accumulated")

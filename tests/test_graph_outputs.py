@@ -1,0 +1,175 @@
+"""graph.capture: who owns the memory of outputs, and how long it holds values."""
+
+import copy
+import gc
+import io
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from commlib import graph
+from tests.support.checks import assert_bits_equal, assert_equal, on_gpu, raises
+from tests.support.runs_on import runs_on
+
+
+@runs_on("unified_ranks")
+def test_borrowed_outputs(comm: Any) -> None:
+    """Reading an output after the next replay raises, with both lines."""
+    f = graph.capture(lambda x: x + 1)
+    x = torch.zeros(3, device=comm.device)
+    called = f(x)  # the function itself, and no graph
+    first = f(x)
+    assert_bits_equal(first, torch.ones(3))
+    second = f(first)  # its own output: read before it is overwritten
+    assert_bits_equal(second, torch.full((3,), 2.0))
+    with raises(RuntimeError, "overwritten", "test_graph_outputs.py", "clone"):
+        print(first + 1)
+    assert_bits_equal(called, torch.ones(3), "of the first call")
+    kept = f(x).clone()
+    f(x)
+    assert_bits_equal(kept, torch.ones(3))
+
+
+@runs_on("unified_ranks")
+def test_outputs_are_lent_again(comm: Any) -> None:
+    """The holder of an output, a view of it or its storage loses it at the next replay."""
+    f = graph.capture(lambda x: (x + 1, x * 2))
+    holders: list[Callable[[torch.Tensor], Any]] = [
+        lambda out: out,
+        lambda out: out[1:],
+        lambda out: out.view(1, 3).T[:2],
+        lambda out: out.detach(),
+    ]
+    if on_gpu(comm):  # nothing can make a bare storage raise on a CPU
+        holders.append(torch.Tensor.untyped_storage)
+    f(torch.zeros(3, device=comm.device))
+    for turn, held in enumerate(holders * 2):
+        x = torch.full((3,), float(turn), device=comm.device)
+        up, twice = f(x)
+        kept, gone = held(up), held(twice)
+        del up, twice, gone
+        up, twice = f(x + 1)
+        assert_bits_equal(up, x + 2, f"turn {turn}")
+        assert_bits_equal(twice, x * 2 + 2, f"turn {turn}")
+        with raises(RuntimeError, "overwritten", "test_graph_outputs.py"):
+            if not isinstance(kept, torch.Tensor):
+                kept = torch.empty(0, device=comm.device).set_(kept)
+            print(kept + 1)
+        del kept
+
+
+@runs_on("unified_ranks")
+def test_outputs_are_tensors(comm: Any) -> None:
+    """An output does what any tensor does, also where torch can't guard its memory."""
+    weight = torch.ones(4, device=comm.device, requires_grad=True)
+    for call in (lambda x: x * 2 + 1, lambda x: x * weight * 2 + 1):
+        f = graph.capture(call)
+        x = torch.arange(4.0, device=comm.device)
+        want = x * 2 + 1
+        for turn in range(2):
+            out = f(x)
+            assert_equal((type(out.shape), out.shape.numel(), out[1:].shape[0]), (torch.Size, 4, 3))
+            assert_equal(f"{out[1]:.1f} {out.detach().sum():.1f}", "3.0 16.0", "as text")
+            part = out.detach()[1:]
+            assert_bits_equal(copy.deepcopy(part), want[1:], "a copy")
+            file = io.BytesIO()
+            torch.save(part, file)
+            file.seek(0)
+            assert_bits_equal(torch.load(file, weights_only=True), want[1:], "from a file")
+            assert_bits_equal(
+                torch.compile(lambda y: y * 3, backend="eager", fullgraph=True)(part), part * 3
+            )
+            assert_bits_equal(torch.stack(part.unbind()), want[1:], "taken apart")
+            out.add_(1)
+            out[1:].mul_(2)
+            expected = torch.cat([want[:1] + 1, (want[1:] + 1) * 2])
+            assert_bits_equal(out, expected, f"written to, turn {turn}")
+
+
+@runs_on("unified_ranks")
+def test_a_storage_is_lent_again(comm: Any) -> None:
+    """An output that nobody holds any more leaves its storage to the next one."""
+    f = graph.capture(lambda x: x + 1)
+    x = torch.ones(3, device=comm.device)
+    for _ in range(2):
+        f(x)
+    (entry,) = f.entries.values()
+    (loan,) = entry.parts[0].outputs._loans.values()
+    for held in (False, False, True):
+        out = f(x)
+        (now,) = entry.parts[0].outputs._loans.values()
+        assert_equal(now is loan, True, "the same loan")
+        kept = out if held else None
+        del out
+    f(x)
+    assert_equal(
+        [*entry.parts[0].outputs._loans.values()] == [loan], False, "after one that is held"
+    )
+    del kept
+
+
+@runs_on("cpu_ranks")
+def test_outputs_in_shared_memory(comm: Any) -> None:
+    """An output that was moved to its own memory is the program's, and no later one."""
+    f = graph.capture(lambda x: x + 1)
+    for turn in range(4):
+        x = torch.full((3,), float(turn))
+        out = f(x)
+        assert_bits_equal(out, x + 1, f"turn {turn}")
+        if turn % 2:
+            out.share_memory_()
+        del out
+
+
+@runs_on("unified_ranks")
+def test_shared_memory(comm: Any) -> None:
+    """Graphs share memory for what they only need while they run, in any order, on any stream."""
+    total = torch.zeros((), device=comm.device)
+    x = torch.ones(1000, device=comm.device)
+
+    @graph.capture
+    def early() -> None:
+        parts = [x * i for i in range(6)]
+        total.add_(torch.stack(parts).sum())
+
+    early()
+    late = graph.capture(lambda y: y * 2 + 1)
+    given = late(x)
+    for _ in range(3):
+        early()
+    assert_bits_equal(
+        given, torch.full((1000,), 3.0), "an output after the replay of another graph"
+    )
+    if on_gpu(comm):
+        one, other = torch.cuda.Stream(), torch.cuda.Stream()
+        for turn in range(20):
+            with torch.cuda.stream(one if turn % 2 else other):
+                early()
+        torch.cuda.synchronize()
+        assert_bits_equal(total, torch.full((), 24 * 15000.0), "replays on two streams")
+
+
+@runs_on("unified_ranks")
+def test_externals_stay_alive(comm: Any) -> None:
+    """Tensors of closures live as long as the graph that reads them."""
+
+    def made() -> Any:
+        secret = torch.arange(4.0, device=comm.device)
+        return graph.capture(lambda: secret * 2, outputs="copy"), weakref.ref(secret)
+
+    f, alive = made()
+    f()
+    f.fn = None
+    del f.__wrapped__
+    gc.collect()
+    assert_equal(alive() is not None, True, "held by the graph")
+    junk = [torch.full((4,), 7.0, device=comm.device) for _ in range(20)]
+    (entry,) = f.entries.values()
+    entry.segments.replay()
+    assert_bits_equal(f(), torch.arange(4.0) * 2)
+    f.reset()
+    del entry, junk
+    gc.collect()
+    assert_equal(alive(), None, "freed with it")

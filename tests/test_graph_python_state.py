@@ -1,0 +1,445 @@
+"""Captured functions that read, count and bind state of Python."""
+
+import argparse
+import collections
+import functools
+import random
+import threading
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from commlib import graph
+from commlib.errors import GraphError
+from commlib.graph.options import First, OnFail
+from tests.support.checks import assert_bits_equal, assert_equal, raises
+
+# -- what Python holds -----------------------------------------------------------------------------
+
+
+class Counter:
+    """An object that counts its calls."""
+
+    calls = 0
+
+
+def test_python_counts_once() -> None:
+    """What each call changes is refused by name, or done at each call by an eager part."""
+    seen, counter, number = list[int](), Counter(), 0
+
+    def count() -> None:
+        nonlocal number
+        number += 1
+        counter.calls += 1
+        seen.append(1)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        count()
+        return x + 1
+
+    with raises(GraphError, "the function changes a variable of its closure", "graph.eager"):
+        graph.capture(f)(torch.ones(2))
+    assert_equal((number, counter.calls, len(seen)), (0, 0, 0), "as before")
+    count = graph.eager(count)
+    g = graph.capture(f, outputs="copy")
+    for turn in range(1, 8):
+        assert_bits_equal(g(torch.ones(2)), torch.full((2,), 2.0))
+        assert_equal((number, counter.calls, len(seen)), (turn, turn, turn), f"turn {turn}")
+    assert_equal(graph.report(g)[0]["replays"], 6, "replays")
+
+
+def test_names_that_each_call_binds() -> None:
+    """A tensor that the function keeps under a name is that of the last call."""
+    model: Any = nn.Linear(2, 2)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        model.last = last = model(x).detach()
+        doubled: torch.Tensor = last * 2
+        return doubled
+
+    g = graph.capture(f, outputs="copy")
+    with torch.no_grad():
+        for turn in range(6):
+            x = torch.full((1, 2), float(turn))
+            assert_bits_equal(g(x), model(x) * 2, f"turn {turn}")
+            assert_bits_equal(model.last, model(x), f"turn {turn}, under its name")
+    assert_equal(graph.report(g)[0]["replays"], 5, "replays")
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_names_of_tensors_that_stay(verify: bool) -> None:
+    """A tensor of the program's is bound itself, under a second name, and an argument too."""
+    cache: dict[Any, torch.Tensor] = {0: torch.zeros(2), 1: torch.ones(2)}
+    seen = types.SimpleNamespace()
+
+    def f(k: int, x: torch.Tensor) -> torch.Tensor:
+        cache["last"], seen.x = cache[k], x
+        cache[k].add_(x)
+        return cache["last"] * 2
+
+    g, want = graph.capture(f, outputs="copy", verify=verify), [0.0, 1.0]
+    for turn, k in enumerate((0, 1, 0, 0, 1, 1, 0, 1, 0)):
+        x = torch.full((2,), float(turn))
+        want[k] += turn
+        assert_bits_equal(g(k, x), torch.full((2,), want[k] * 2), f"turn {turn}")
+        assert_equal(cache["last"] is cache[k], True, f"the same tensor at turn {turn}")
+        assert_equal(seen.x is x, True, f"the argument itself at turn {turn}")
+    cache[0] = torch.zeros(2)
+    for turn in range(3):
+        assert_bits_equal(
+            g(0, torch.ones(2)), torch.full((2,), turn * 2 + 2.0), f"turn {turn} of another one"
+        )
+        assert_equal(cache["last"] is cache[0], True, "the other one")
+
+
+VALUES: list[Callable[[torch.Tensor], Any]] = [
+    lambda x: x.shape[0] * 1.5,
+    lambda x: f"of {x.shape[0]} elements",
+    lambda x: None if x.shape[0] == 2 else (x.shape[0], x.dtype),
+    lambda x: (x * 2, [x + 1]),
+]
+
+
+@pytest.mark.parametrize("first", ["once", "warmup"])
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("value", VALUES)
+def test_values_that_names_are_bound_to(
+    value: Callable[[torch.Tensor], Any], verify: bool, first: First
+) -> None:
+    """Made again at each call: numbers, texts, None, and tensors in tuples and lists."""
+    state = types.SimpleNamespace(held=0)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        state.held = value(x)
+        return x * 2
+
+    g = graph.capture(f, outputs="copy", verify=verify, first=first)
+    for turn in range(10):
+        x = torch.full((2 + turn % 2,), float(turn))
+        assert_bits_equal(g(x), x * 2, f"turn {turn}")
+        found, want = torch.utils._pytree.tree_leaves(state.held), value(x)
+        for one, other in zip(found, torch.utils._pytree.tree_leaves(want), strict=True):
+            assert_equal(
+                torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, True
+            )
+
+
+def test_an_eager_part_that_binds_names() -> None:
+    """It binds them at replays as it runs; one that the function binds too is an error."""
+    state, negative = types.SimpleNamespace(part=None, own=None), threading.Event()
+    log = list(range(1000))
+
+    @graph.eager
+    def part(y: torch.Tensor) -> None:
+        state.part = y.clone()
+        log.append(len(log))
+        if negative.is_set():
+            state.own = -y
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        state.own = y = x * 2
+        part(y)
+        return y + 1
+
+    for verify in (False, True):
+        g = graph.capture(f, outputs="copy", verify=verify)
+        for turn in range(6):
+            x = torch.full((2,), float(turn))
+            assert_bits_equal(g(x), x * 2 + 1)
+            assert_bits_equal(state.part, x * 2, f"what the part has bound at turn {turn}")
+            assert_bits_equal(state.own, x * 2, f"what the function has bound at turn {turn}")
+        assert len(log) == 1006, len(log)
+        del log[1000:]
+        negative.set()
+        with pytest.raises(GraphError) as found:
+            g(torch.ones(2))
+        assert_equal(found.value.done, True, "whether the call was made")
+        negative.clear()
+        del log[1000:]
+
+
+def test_a_name_that_the_function_binds_after_its_part() -> None:
+    state = types.SimpleNamespace(h=None)
+
+    @graph.eager
+    def part(y: torch.Tensor) -> None:
+        state.h = -y
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        part(x)
+        state.h = y = x * 2
+        return y
+
+    with pytest.raises(GraphError, match=r"an eager part of it both bind SimpleNamespace.h"):
+        graph.capture(f)(torch.ones(2))
+
+
+def test_keys_that_are_tensors() -> None:
+    """Their values are not read: the optimizer's state by parameter that programs write by hand."""
+    weights = [torch.ones(2), torch.full((2,), 2.0)]
+    momenta = {weight: torch.zeros(2) for weight in weights}
+
+    def step(x: torch.Tensor) -> None:
+        for weight, momentum in momenta.items():
+            weight.sub_(momentum.mul_(0.5).add_(x))
+
+    g, want, held = graph.capture(step, verify=False), [w.clone() for w in weights], torch.zeros(2)
+    for turn in range(12):
+        x = torch.full((2,), float(turn))
+        held = held * 0.5 + x
+        want = [w - held for w in want]
+        g(x)
+        for weight, one in zip(weights, want, strict=True):
+            assert_bits_equal(weight, one, f"turn {turn}")
+    assert_equal(graph.report(g)[0]["replays"], 11, "replays")
+
+
+def test_an_object_that_hides_tensors_of_the_graph() -> None:
+    state = types.SimpleNamespace(h=None)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        state.h = lambda: y
+        return y
+
+    with pytest.raises(GraphError, match=r"binds SimpleNamespace.h to a function, in which"):
+        graph.capture(f)(torch.ones(2))
+
+
+def test_two_names_that_change_places() -> None:
+    state = types.SimpleNamespace(now=torch.zeros(2), next=torch.ones(2))
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        state.now, state.next = state.next, state.now
+        found: torch.Tensor = state.now + x
+        return found
+
+    with pytest.raises(GraphError, match=r"binds SimpleNamespace.now to another .* at each run"):
+        graph.capture(f)(torch.ones(2))
+
+
+def test_a_name_that_a_replay_leaves_alone() -> None:
+    """The function comes to bind a name that it did not bind at the capture."""
+    state, more = types.SimpleNamespace(last=None, key=0), threading.Event()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        if more.is_set():
+            state.key = 7
+        return x * 2
+
+    g = graph.capture(f, verify=True)
+    for _ in range(3):
+        g(torch.ones(2))
+    more.set()
+    words = r"key, which the function binds, leaf 0 is 7, and replayed 0"
+    with pytest.raises(GraphError, match=words) as found:
+        g(torch.ones(2))
+    assert_equal(found.value.done, True, "whether the call was made")
+    assert_equal(state.key, 7, "what the function did")
+
+
+@pytest.mark.parametrize("on_fail", ["raise", "eager"])
+def test_a_refused_call(on_fail: OnFail) -> None:
+    """A refused call has counted once, or not at all: memory, objects and gradients."""
+    weight, total, seen = torch.ones(2, requires_grad=True), torch.zeros(2), list[float]()
+    weight.grad = grad = torch.zeros(2)
+    counter = Counter()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        counter.calls += 1
+        total.add_(x)
+        (weight * x).sum().backward()
+        seen.append(float(total.sum()))  # which no graph can hold
+        return x * 2
+
+    g, x = graph.capture(f, on_fail=on_fail, outputs="copy"), torch.ones(2)
+    if on_fail == "raise":
+        with raises(GraphError, "item can't stand in a graph"):
+            g(x)
+        assert_equal((counter.calls, total.tolist(), seen), (0, [0.0, 0.0], []), "as before")
+        assert_equal((weight.grad is grad, grad.tolist()), (True, [0.0, 0.0]), "the gradient")
+        return
+    for turn in range(1, 4):
+        assert_bits_equal(g(x), x * 2)
+        assert_equal((counter.calls, len(seen)), (turn, turn), f"turn {turn}")
+        assert_bits_equal(total, x * turn)
+        assert_bits_equal(weight.grad, x * turn)
+
+
+def test_python_random() -> None:
+    for draw in (random.random, np.random.rand):
+        before = random.getstate(), list(np.random.get_state()[1])  # type: ignore[index]
+        with pytest.raises(GraphError, match="draws from Python's or NumPy's generator"):
+            graph.capture(lambda x, draw=draw: x * float(draw()))(torch.ones(2))
+        assert (random.getstate(), list(np.random.get_state()[1])) == before  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: random.Random(1).random,
+        lambda: np.random.default_rng(1).random,
+        lambda: np.random.RandomState(1).random_sample,
+    ],
+)
+def test_generators_of_the_program(made: Callable[[], Callable[[], float]]) -> None:
+    """What the runs between draw is drawn again: a call that stays eager goes on as eager code."""
+    draw, other, x = made(), made(), torch.ones(2)
+    holder = types.SimpleNamespace(draw=draw.__self__, name=draw.__name__)  # type: ignore[attr-defined]
+    g = graph.capture(
+        lambda x: x * float(getattr(holder.draw, holder.name)()), outputs="copy", on_fail="eager"
+    )
+    for turn in range(6):
+        assert_bits_equal(g(x), x * float(other()), f"turn {turn}")
+
+
+# -- kinds of Python state -------------------------------------------------------------------------
+
+SCALES = {"factor": 2.0}
+
+
+@dataclass(slots=True)
+class Slotted:
+    """An object without a ``__dict__``."""
+
+    scale: float = 2.0
+    captures: int = 0  # a name that commlib once took for its own
+
+
+class Scaled(nn.Module):
+    """A module whose forward reads a global."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a multiple."""
+        return x * SCALES["factor"]
+
+
+def _in_slots() -> tuple[Any, Callable[[float], None]]:
+    holder = Slotted()
+    return lambda x: x * holder.scale, functools.partial(setattr, holder, "scale")
+
+
+def _in_a_namespace() -> tuple[Any, Callable[[float], None]]:
+    holder = argparse.Namespace(scale=2.0)
+    return lambda x: x * holder.scale, functools.partial(setattr, holder, "scale")
+
+
+def _in_a_list() -> tuple[Any, Callable[[float], None]]:
+    holder = [2.0]
+    return lambda x: x * holder[0], functools.partial(holder.__setitem__, 0)
+
+
+def _in_a_global() -> tuple[Any, Callable[[float], None]]:
+    return Scaled(), functools.partial(SCALES.__setitem__, "factor")
+
+
+@pytest.mark.parametrize("made", [_in_slots, _in_a_namespace, _in_a_list, _in_a_global])
+def test_settings_that_change(made: Callable[[], Any]) -> None:
+    fn, set_to = made()
+    g = graph.capture(fn, outputs="copy", verify=False)
+    for scale in (2.0, 2.0, 2.0, 7.0, 7.0, 2.0):
+        set_to(scale)
+        assert_bits_equal(g(torch.ones(2)), torch.full((2,), scale), f"scale {scale}")
+    assert_equal(sum(row["replays"] for row in graph.report(g)) > 2, True, "replays")
+
+
+def _counted_in_slots() -> tuple[Any, Callable[[], int]]:
+    counter = Slotted()
+
+    def note() -> None:
+        counter.captures += 1
+
+    return note, lambda: counter.captures
+
+
+def _counted_by_a_counter() -> tuple[Any, Callable[[], int]]:
+    counter = collections.Counter[str]()
+    return lambda: counter.update(["call"]), lambda: counter["call"]
+
+
+def _counted_in_a_namespace() -> tuple[Any, Callable[[], int]]:
+    counter = types.SimpleNamespace(calls=0)
+
+    def note() -> None:
+        counter.calls += 1
+
+    return note, lambda: counter.calls
+
+
+class Counting:
+    """An object whose class counts, and whose method counts in a global."""
+
+    calls: ClassVar[int] = 0
+
+    def note(self) -> None:
+        """Count in the class."""
+        Counting.calls += 1
+
+    def note_elsewhere(self) -> None:
+        """Count in a global."""
+        CALLS["calls"] += 1
+
+
+CALLS = {"calls": 0}
+
+
+def _counted_in_a_class() -> tuple[Any, Callable[[], int]]:
+    Counting.calls = 0
+    return Counting().note, lambda: Counting.calls
+
+
+def _counted_in_a_global() -> tuple[Any, Callable[[], int]]:
+    CALLS["calls"] = 0
+    return Counting().note_elsewhere, lambda: CALLS["calls"]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        _counted_in_slots,
+        _counted_by_a_counter,
+        _counted_in_a_namespace,
+        _counted_in_a_class,
+        _counted_in_a_global,
+    ],
+)
+@pytest.mark.parametrize("on_fail", ["raise", "eager"])
+def test_counters(made: Callable[[], Any], on_fail: OnFail) -> None:
+    """They count each call once, and are put back where a call is refused."""
+    note, counted = made()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        note()
+        found: torch.Tensor = x + counted()
+        return found
+
+    g, x = graph.capture(f, on_fail=on_fail, outputs="copy"), torch.zeros(2)
+    for turn in range(1, 6):
+        if on_fail == "raise":
+            with raises(GraphError, "at each run (1, then 2)"):
+                g(x)
+        else:
+            assert_bits_equal(g(x), x + turn, f"turn {turn}")
+        assert_equal(counted(), turn if on_fail == "eager" else 0, f"turn {turn}")
+
+
+def test_numbers_that_a_call_sets() -> None:
+    """Replays set them too: the shape of the last call, a flag that the program takes back."""
+    state = types.SimpleNamespace(count=0, used=False)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        state.count, state.used = x.shape[0], True
+        return x * 2
+
+    g = graph.capture(f, outputs="copy", verify=False)
+    for turn in range(10):
+        n = 2 if turn % 2 else 3
+        assert_bits_equal(g(torch.ones(n)), torch.full((n,), 2.0), f"turn {turn}")
+        assert_equal((state.count, state.used), (n, True), f"turn {turn}")
+        state.used = False
