@@ -17,17 +17,20 @@ GPUS = torch.cuda.device_count()
 
 
 def _gpus() -> tuple[str, ...]:
-    """Return the two GPUs of this xdist worker; more workers than pairs share."""
+    """Return the two GPUs of this xdist worker; more workers than pairs share.
+
+    The only GPU of a machine has both ranks.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(GPUS)))
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    first = 2 * (worker % (GPUS // 2))
+    first = 2 * (worker % max(GPUS // 2, 1))
     return tuple(visible.split(",")[first : first + 2])
 
 
 def _places() -> Iterator[Any]:
     for engine in UNIFIED:
         yield pytest.param(Place(engine), id=engine)
-    if GPUS >= 2:
+    if GPUS:
         for engine in UNIFIED:
             place = Place(engine, "gpu", _gpus())
             yield pytest.param(place, id=f"{engine}-gpu", marks=pytest.mark.gpu)
@@ -39,12 +42,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Name the marker of the cases that need two GPUs; set what programs of tests inherit.
+    """Name the markers of the cases that need GPUs; set what programs of tests inherit.
 
     Ctrl-C reaches them: a shell starts its background jobs with SIGINT ignored. All of them compile
     into one folder of this run, so that no other run decides on cache hits.
     """
-    config.addinivalue_line("markers", "gpu: runs on a pair of GPUs")
+    config.addinivalue_line("markers", "gpu: runs on a pair of GPUs, or on one that ranks share")
+    config.addinivalue_line("markers", "two_gpus: each rank needs its own GPU")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):  # workers of xdist inherit it too
@@ -58,7 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header() -> str:
     """Say which devices the ranks of this run use."""
-    also = "and on pairs of GPUs" if GPUS >= 2 else "only: no gpu cases without two GPUs"
+    more = "and on pairs of GPUs" if GPUS >= 2 else "and on one GPU, which they share"
+    also = more if GPUS else "only: no gpu cases without a GPU"
     return f"commlib: {GPUS} GPUs; ranks run on the CPU {also}"
 
 
@@ -84,7 +89,7 @@ def unified_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], 
 
 
 def _gpu_places(*engines: str) -> list[Any]:
-    if GPUS < 2:
+    if not GPUS:
         return [None]  # such tests are not collected
     return [
         pytest.param(Place(engine, "gpu", _gpus()), id=f"{engine}-gpu", marks=pytest.mark.gpu)
@@ -101,8 +106,10 @@ def _gpus_needed(item: pytest.Item) -> int:
     fixtures = {*getattr(item, "fixturenames", ())}
     if "many_gpu_ranks" in fixtures:
         return 3
+    if item.get_closest_marker("two_gpus") is not None:
+        return 2
     pairs = {"gpu_ranks", "legacy_gpu_ranks", "all_gpu_ranks", "new_gpu_ranks", "compared_on_gpu"}
-    return 2 if fixtures & pairs or item.get_closest_marker("gpu") is not None else 0
+    return 1 if fixtures & pairs or item.get_closest_marker("gpu") is not None else 0
 
 
 @pytest.fixture(params=_gpu_places("unified"))
@@ -125,7 +132,7 @@ def all_gpu_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], 
 
 @pytest.fixture(params=_gpu_places("unified"))
 def new_gpu_ranks(request: pytest.FixtureRequest) -> NewRanks:
-    """``with gpu_world(4) as ranks:`` starts that many ranks, which see a pair of GPUs."""
+    """``with new_gpu_ranks(4) as ranks:`` starts that many ranks, which see a pair of GPUs."""
     return functools.partial(fresh, place=request.param)
 
 
@@ -168,5 +175,5 @@ def many_gpu_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place],
 
 @pytest.fixture(params=UNIFIED)
 def new_ranks(request: pytest.FixtureRequest) -> NewRanks:
-    """``with world(3) as ranks:`` starts that many CPU ranks for one test."""
+    """``with new_ranks(3) as ranks:`` starts that many CPU ranks for one test."""
     return functools.partial(fresh, place=Place(request.param))

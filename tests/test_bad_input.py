@@ -106,8 +106,8 @@ def test_other_devices(comm: Any) -> None:
     with raises(DeviceError, "meta", comm.device, f".to('{comm.device}')"):
         comm.all_reduce(x.to("meta"), x)
     if comm.device.type == "cuda":
-        other = torch.ones(2, device=f"cuda:{1 - comm.rank}")
-        for wrong in (x.cpu(), other):
+        others = {*range(torch.cuda.device_count())} - {comm.device.index}
+        for wrong in (x.cpu(), *(torch.ones(2, device=f"cuda:{other}") for other in others)):
             with raises(DeviceError, wrong.device, comm.device):
                 ops.all_reduce(wrong)
 

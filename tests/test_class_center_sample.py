@@ -375,6 +375,7 @@ def test_captured(comm: Any) -> None:
                     assert_equal(torch.equal(first, drawn[1]), False, "a replay draws again")
 
 
+@pytest.mark.two_gpus
 @runs_on("all_gpu_ranks")
 def test_another_current_device(comm: Any) -> None:
     """The ring's GPU need not be the current one."""

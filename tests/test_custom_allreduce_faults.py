@@ -156,6 +156,7 @@ def test_a_killed_peer(comm: Any) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("allocator", ["expandable_segments:True", "backend:cudaMallocAsync"])
 def test_allocators(allocator: str) -> None:
     """User memory is never shared, so no setting of torch's allocator matters."""

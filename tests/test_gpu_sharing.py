@@ -213,6 +213,7 @@ def test_a_peer_that_never_comes_to_an_asynchronous_call(comm: Any) -> None:
     commlib.CommContextManager.instance().close(35, abort=True)
 
 
+@pytest.mark.two_gpus
 @runs_on("gpu_ranks")
 def test_no_context_on_another_gpu(comm: Any) -> None:
     """Steps in their own threads leave no context on GPU 0."""
@@ -390,6 +391,7 @@ def circle_of_pairs(comm: Any, ring_id: int, nbytes: int) -> None:
         assert_bits_equal(got, torch.full_like(x, before))
 
 
+@pytest.mark.two_gpus
 def test_pairs_in_a_larger_ring(new_gpu_ranks: NewRanks) -> None:
     with new_gpu_ranks(4) as ranks:
         ranks(lone_pairs, deadline=120)

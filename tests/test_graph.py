@@ -361,6 +361,7 @@ def test_unsteady_functions(comm: Any) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("before", ["nothing", "ring", "manager"])
 def test_the_end_of_a_process(before: str) -> None:
     """Graphs go before their communicators, whichever ends first: no hang, no output."""

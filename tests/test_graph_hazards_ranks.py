@@ -178,6 +178,7 @@ def segments() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.two_gpus
 def test_expandable_segments() -> None:
     """Graphs with NCCL's registration, under expandable segments (D7)."""
     code, out, err = run(

@@ -342,6 +342,7 @@ def test_peak_memory(comm: Any) -> None:
     assert_equal(torch.cuda.max_memory_allocated() - base < x.nbytes * 1.05, True, "with backward")
 
 
+@pytest.mark.two_gpus
 @runs_on("all_gpu_ranks")
 def test_another_current_device(comm: Any) -> None:
     """The ring's GPU need not be the current one."""

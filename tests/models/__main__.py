@@ -38,7 +38,7 @@ def load() -> dict[str, Program]:
 
 @click.group(invoke_without_command=True)
 @click.option("--only", multiple=True, help="Programs whose name contains this.")
-@click.option("--device", default="cuda" if torch.cuda.device_count() > 1 else "cpu")
+@click.option("--device", default="cuda" if torch.cuda.device_count() else "cpu")
 @click.option("--page", type=click.Path(path_type=Path), default=PAGE, help="Where to write.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the outcomes as JSON here.")
 @click.pass_context

@@ -19,7 +19,7 @@ import torch
 
 from tests.models.compare import Outcome, Record, first_difference, outcome, record
 from tests.models.program import Program, Start
-from tests.support.ranks import torchrun_environment
+from tests.support.ranks import alone_on_a_host, torchrun_environment
 
 DEADLINE_S = 120
 _fork = mp.get_context("fork")
@@ -138,9 +138,14 @@ class Runner:
         runs = []
         for captured in (False, True):
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            workers = [Worker(_rank(store.port, i, program.ranks)) for i in range(program.ranks)]
+            shared = self._device != "cpu" and torch.cuda.device_count() < program.ranks
+            workers = [
+                Worker(_rank(store.port, i, program.ranks) | (alone_on_a_host(i) if shared else {}))
+                for i in range(program.ranks)
+            ]
             for rank, worker in enumerate(workers):
-                device = self._device if self._device == "cpu" else f"{self._device}:{rank}"
+                own = f"{self._device}:{0 if shared else rank}"
+                device = self._device if self._device == "cpu" else own
                 worker.send(functools.partial(_recorded, program.name, device, False, captured))
             runs.append([worker.receive() for worker in workers])
             for worker in workers:

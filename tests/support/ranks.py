@@ -48,7 +48,10 @@ def torchrun_environment(port: int, rank: int, size: int) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where ranks run: the engine, the kind of device and the GPUs they see."""
+    """Where ranks run: the engine, the kind of device and the GPUs they see.
+
+    All ranks share one GPU if there is only one.
+    """
 
     engine: str = "unified"
     device: str = "cpu"
@@ -58,9 +61,25 @@ class Place:
         """Return what torchrun would give this rank, with the flag of the engine."""
         return {
             **torchrun_environment(port, rank, size),
+            **(alone_on_a_host(rank) if len(self.gpus) == 1 else {}),
             "FLAGS_dynamic_static_unified_comm": UNIFIED[self.engine],
             "CUDA_VISIBLE_DEVICES": ",".join(self.gpus),
         }
+
+
+def alone_on_a_host(rank: int) -> dict[str, str]:
+    """Return what lets ranks share a GPU: NCCL refuses two ranks of one host on one GPU.
+
+    Each rank has its own host for NCCL, which then connects them by sockets. The push kernels map
+    the memory of the other rank as on two GPUs.
+    """
+    return {
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "NCCL_HOSTID": f"rank {rank}",
+        "NCCL_NET": "Socket",
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
 
 
 @functools.cache
