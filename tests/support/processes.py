@@ -18,7 +18,6 @@ RENDEZVOUS = (
     *("TORCHELASTIC_USE_AGENT_STORE", "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM"),
     *("PADDLE_MASTER", "PADDLE_TRAINER_ENDPOINTS", "FLAGS_dynamic_static_unified_comm"),
 )
-WARM_PYTHON = Path(__file__).parent / "warm_python"
 START_S = 60
 _servers: list["subprocess.Popen[bytes]"] = []  # alive while this process is
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "MV2_")
@@ -37,7 +36,7 @@ def environment(**more: str) -> dict[str, str]:
 def start(*arguments: str, fresh: bool = False, **more: str) -> "subprocess.Popen[str]":
     """Start ``python <arguments>``; output is kept apart."""
     return subprocess.Popen(
-        [sys.executable if fresh else str(WARM_PYTHON), *arguments],
+        [sys.executable if fresh else _warm_python(), *arguments],
         env={**environment(), **({} if fresh else warm_ranks()), **more},
         cwd=ROOT,
         text=True,
@@ -59,8 +58,18 @@ def run(
 
 
 def warm_ranks() -> dict[str, str]:
-    """Return the variables that make torchrun start its ranks with ``WARM_PYTHON``."""
-    return {"COMMLIB_WARM_SERVER": _warm_server(), "PYTHON_EXEC": str(WARM_PYTHON)}
+    """Return the variables that make torchrun fork its ranks from the loaded process too."""
+    return {"COMMLIB_WARM_SERVER": _warm_server(), "PYTHON_EXEC": _warm_python()}
+
+
+@functools.cache
+def _warm_python() -> str:
+    """Write the executable that represents Python in these programs; return its path."""
+    client = Path(_folder().name) / "python"
+    source = (Path(__file__).parent / "warm_client.py").read_text()
+    client.write_text(f"#!{sys.executable} -IS\n{source}")
+    client.chmod(0o700)
+    return str(client)
 
 
 @functools.cache
