@@ -4,8 +4,10 @@ Programs are forked from a process that has imported torch (``warm_server.py``),
 a launcher among them. ``fresh`` starts another interpreter instead.
 """
 
+import atexit
 import functools
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -65,7 +67,7 @@ def warm_ranks() -> dict[str, str]:
 @functools.cache
 def _warm_python() -> str:
     """Write the executable that represents Python in these programs; return its path."""
-    client = Path(_folder().name) / "python"
+    client = _folder() / "python"
     source = (Path(__file__).parent / "warm_client.py").read_text()
     client.write_text(f"#!{sys.executable} -IS\n{source}")
     client.chmod(0o700)
@@ -78,7 +80,7 @@ def _warm_server() -> str:
 
     It ends with this process, which holds the other end of its standard input.
     """
-    path = Path(_folder().name) / "socket"
+    path = _folder() / "socket"
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.support.warm_server", str(path)],
         env=environment(),
@@ -95,5 +97,7 @@ def _warm_server() -> str:
 
 
 @functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="commlib-tests-")
+def _folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="commlib-tests-")
+    atexit.register(shutil.rmtree, folder)
+    return Path(folder)
