@@ -4,8 +4,10 @@ Programs are forked from a process that has imported torch (``warm_server.py``),
 a launcher among them. ``fresh`` starts another interpreter instead.
 """
 
+import atexit
 import functools
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,7 +20,6 @@ RENDEZVOUS = (
     *("TORCHELASTIC_USE_AGENT_STORE", "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM"),
     *("PADDLE_MASTER", "PADDLE_TRAINER_ENDPOINTS", "FLAGS_dynamic_static_unified_comm"),
 )
-WARM_PYTHON = Path(__file__).parent / "warm_python"
 START_S = 60
 _servers: list["subprocess.Popen[bytes]"] = []  # alive while this process is
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "MV2_")
@@ -37,7 +38,7 @@ def environment(**more: str) -> dict[str, str]:
 def start(*arguments: str, fresh: bool = False, **more: str) -> "subprocess.Popen[str]":
     """Start ``python <arguments>``; output is kept apart."""
     return subprocess.Popen(
-        [sys.executable if fresh else str(WARM_PYTHON), *arguments],
+        [sys.executable if fresh else _warm_python(), *arguments],
         env={**environment(), **({} if fresh else warm_ranks()), **more},
         cwd=ROOT,
         text=True,
@@ -59,8 +60,18 @@ def run(
 
 
 def warm_ranks() -> dict[str, str]:
-    """Return the variables that make torchrun start its ranks with ``WARM_PYTHON``."""
-    return {"COMMLIB_WARM_SERVER": _warm_server(), "PYTHON_EXEC": str(WARM_PYTHON)}
+    """Return the variables that make torchrun fork its ranks from the loaded process too."""
+    return {"COMMLIB_WARM_SERVER": _warm_server(), "PYTHON_EXEC": _warm_python()}
+
+
+@functools.cache
+def _warm_python() -> str:
+    """Write the executable that represents Python in these programs; return its path."""
+    client = _folder() / "python"
+    source = (Path(__file__).parent / "warm_client.py").read_text()
+    client.write_text(f"#!{sys.executable} -IS\n{source}")
+    client.chmod(0o700)
+    return str(client)
 
 
 @functools.cache
@@ -69,7 +80,7 @@ def _warm_server() -> str:
 
     It ends with this process, which holds the other end of its standard input.
     """
-    path = Path(_folder().name) / "socket"
+    path = _folder() / "socket"
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.support.warm_server", str(path)],
         env=environment(),
@@ -86,5 +97,7 @@ def _warm_server() -> str:
 
 
 @functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="commlib-tests-")
+def _folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="commlib-tests-")
+    atexit.register(shutil.rmtree, folder)
+    return Path(folder)

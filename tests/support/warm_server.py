@@ -1,4 +1,4 @@
-"""Fork programs from a process that has imported torch; ``warm_python`` asks for them.
+"""Fork programs from a process that has imported torch; ``warm_client.py`` asks for them.
 
 A program is ``-c CODE``, ``-m MODULE`` or a file, as for Python itself. It runs in a child that
 leaves this module's loop first, so it ends through the interpreter's own exit: exit handlers,

@@ -1,8 +1,8 @@
-#!/usr/bin/env -S python3 -IS
 """An interpreter that starts fast: ``warm_server.py`` forks the program from a loaded process.
 
-The arguments, the environment, the folder and the standard streams are this process's; signals
-reach the program, and its exit status becomes this process's.
+``processes.py`` writes an executable from this file, which imports the standard library alone. The
+arguments, the environment, the folder and the standard streams are this process's; signals reach
+the program, and its exit status becomes this process's.
 """
 
 import json
@@ -16,6 +16,7 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, sign
 
 
 def main() -> None:
+    """Ask for the program, and end as it does."""
     server = socket.socket(socket.AF_UNIX)
     server.connect(os.environ["COMMLIB_WARM_SERVER"])
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until there is a program
@@ -24,15 +25,17 @@ def main() -> None:
     socket.send_fds(server, [struct.pack("!I", len(data))], [0, 1, 2])
     server.sendall(data)
     (pid,) = struct.unpack("!i", server.recv(4, socket.MSG_WAITALL))
-    for number in FORWARDED:
-        signal.signal(number, lambda number, frame: os.kill(pid, number))
+    for forwarded in FORWARDED:
+        signal.signal(forwarded, lambda number, frame: os.kill(pid, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     (status,) = struct.unpack("!i", server.recv(4, socket.MSG_WAITALL))
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 
 
-main()
+if __name__ == "__main__":
+    main()

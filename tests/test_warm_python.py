@@ -1,0 +1,71 @@
+"""Programs that are forked from a loaded process behave as those of a fresh interpreter."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.checks import until
+from tests.support.processes import run, start
+
+PROGRAMS = {
+    "arguments": "import sys; print(sys.argv, repr(sys.path[0]), __name__)",
+    "environment": "import os; print(os.getcwd(), os.environ['ANSWER'])",
+    "module": "import sys; print(hasattr(sys.modules['__main__'], '__file__'))",
+    "exit handlers": "import atexit; atexit.register(print, 'last'); print('first')",
+    "exit code": "import sys; sys.exit(7)",
+    "exit text": "import sys; sys.exit('no such thing')",
+    "exception": "raise ValueError('of the program')",
+    "abort": "import os; os.abort()",
+    "killed by itself": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+    "commlib": "import commlib; print(commlib.init('gloo').size)",
+}
+
+
+@pytest.mark.parametrize("what", PROGRAMS)
+def test_it_ends_as_a_fresh_one(what: str) -> None:
+    warm, fresh = (
+        run("-c", PROGRAMS[what], "a", "b c", fresh=fresh, ANSWER="42") for fresh in (False, True)
+    )
+    assert warm[:2] == fresh[:2]
+    assert warm[2].splitlines()[-1:] == fresh[2].splitlines()[-1:]
+
+
+def test_files_and_modules(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import sys; print(sys.argv[1:], sys.path[0], __name__)\n")
+    assert run(str(program), "x") == run(str(program), "x", fresh=True)
+    assert run("-m", "commlib", "--version") == run("-m", "commlib", "--version", fresh=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_signals_reach_the_program(tmp_path: Path, number: signal.Signals) -> None:
+    wait = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
+    codes = []
+    for fresh in (False, True):
+        ready = tmp_path / str(fresh)
+        process = start("-c", wait, str(ready), fresh=fresh)
+        until(ready.exists, "the program runs", 60)
+        process.send_signal(number)
+        process.communicate(timeout=60)
+        codes.append(process.returncode)
+    assert codes == [-number, -number]
+
+
+def test_a_killed_program_is_gone() -> None:
+    process = start("-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+    assert process.stdout is not None
+    program = Path(f"/proc/{int(process.stdout.readline())}")
+    assert program.exists()
+    process.kill()
+    process.communicate(timeout=60)
+    until(lambda: not program.exists(), "the program ended", 20)
+
+
+def test_torch_is_there_and_commlib_is_not() -> None:
+    show = "import os, sys; print('torch' in sys.modules, 'commlib' in sys.modules, os.getppid())"
+    code, out, _ = run("-c", show)
+    loaded, ours, parent = out.split()
+    assert (code, loaded, ours) == (0, "True", "False")
+    assert int(parent) != os.getpid()
