@@ -27,7 +27,7 @@ def chain(x: torch.Tensor) -> torch.Tensor:
     x = ops.broadcast(x * 2, root=1)
     x = ops.concat(ops.split(x) * 4)
     x = ops.all_reduce(x, op="avg", use_calc_stream=False)
-    return ops.all_reduce(x, backward="identity", use_calc_stream=False, sync_op=False).wait()  # type: ignore[no-any-return]
+    return ops.all_reduce(x, backward="identity", use_calc_stream=False, sync_op=False).wait()
 
 
 def forward_and_backward(comm: Any, backend: str, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -42,7 +42,7 @@ class Group:
         self._expects_op = False
         self._task = _backward_task()
         inside = "wait() inside its own group; leave the `with ring.group():` block first"
-        self.work = Work([], Unlaunched(ArgumentError(inside)))
+        self.work: Work = Work([], Unlaunched(ArgumentError(inside)))
 
     def expect_op(self) -> None:
         """Note that an eager call of the block takes its registered op, which a mode watches."""

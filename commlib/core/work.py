@@ -4,9 +4,10 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol
 
 import torch
+from typing_extensions import TypeVar
 
 from commlib.deferred import hold_until, hold_until_captured
 from commlib.errors import ArgumentError, RingError
@@ -23,7 +24,10 @@ class Pending(Protocol):
         """Whether the result is there already; never blocks."""
 
 
-class Work:
+Result = TypeVar("Result", default=Any, covariant=True)
+
+
+class Work(Generic[Result]):
     """The handle of an asynchronous collective.
 
     ``wait()`` any number of times, from any thread. On a GPU the *waiter's* current
@@ -33,7 +37,7 @@ class Work:
 
     __slots__ = ("__weakref__", "_pending", "_result")
 
-    def __init__(self, result: Any, pending: Pending | None = None) -> None:
+    def __init__(self, result: Result, pending: Pending | None = None) -> None:
         self._result = result
         self._pending = pending
 
@@ -44,11 +48,11 @@ class Work:
         return f"<Work, {state}>"
 
     @property
-    def result(self) -> Any:
+    def result(self) -> Result:
         """The output of the collective, the same object at every call."""
         return self._result
 
-    def wait(self) -> Any:
+    def wait(self) -> Result:
         """Make the result safe to use where the caller is, and return it.
 
         Raises ``CommTimeout`` or ``EngineError`` (CPU), the same one at every call.

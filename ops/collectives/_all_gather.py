@@ -30,7 +30,7 @@ def all_gather(
     use_calc_stream: bool = ...,
     sync_op: Literal[False],
     fenced: bool = ...,
-) -> Work: ...
+) -> Work[torch.Tensor]: ...
 @overload
 def all_gather(
     x: torch.Tensor,
@@ -40,7 +40,7 @@ def all_gather(
     use_calc_stream: bool = ...,
     sync_op: bool,
     fenced: bool = ...,
-) -> torch.Tensor | Work: ...
+) -> torch.Tensor | Work[torch.Tensor]: ...
 
 
 def all_gather(
@@ -51,7 +51,7 @@ def all_gather(
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> torch.Tensor | Work:
+) -> torch.Tensor | Work[torch.Tensor]:
     """Concatenate the tensors of all ranks along dim 0, on every rank.
 
     The gradient is the reduce_scatter (sum) of the gradients.

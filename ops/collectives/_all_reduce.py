@@ -44,7 +44,7 @@ def all_reduce(
     use_calc_stream: bool = ...,
     sync_op: Literal[False],
     fenced: bool = ...,
-) -> Work: ...
+) -> Work[torch.Tensor]: ...
 @overload
 def all_reduce(
     x: torch.Tensor,
@@ -57,7 +57,7 @@ def all_reduce(
     use_calc_stream: bool = ...,
     sync_op: bool,
     fenced: bool = ...,
-) -> torch.Tensor | Work: ...
+) -> torch.Tensor | Work[torch.Tensor]: ...
 
 
 def all_reduce(
@@ -71,7 +71,7 @@ def all_reduce(
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> torch.Tensor | Work:
+) -> torch.Tensor | Work[torch.Tensor]:
     """Reduce ``x`` element-wise over the ring, on every rank.
 
     bool: "sum" is a logical or. Complex: "sum" and "avg" only. 8-bit floats and 16-bit integers

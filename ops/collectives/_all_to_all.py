@@ -34,7 +34,7 @@ def all_to_all(
     use_calc_stream: bool = ...,
     sync_op: Literal[False],
     fenced: bool = ...,
-) -> Work: ...
+) -> Work[torch.Tensor]: ...
 @overload
 def all_to_all(
     x: torch.Tensor,
@@ -46,7 +46,7 @@ def all_to_all(
     use_calc_stream: bool = ...,
     sync_op: bool,
     fenced: bool = ...,
-) -> torch.Tensor | Work: ...
+) -> torch.Tensor | Work[torch.Tensor]: ...
 
 
 def all_to_all(
@@ -59,7 +59,7 @@ def all_to_all(
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> torch.Tensor | Work:
+) -> torch.Tensor | Work[torch.Tensor]:
     """Exchange parts of ``x``: part j goes to rank j.
 
     The gradient is the reverse exchange.

@@ -15,14 +15,16 @@ def barrier(
 @overload
 def barrier(
     ring_id: Ring = ..., *, use_calc_stream: bool = ..., sync_op: Literal[False]
-) -> Work: ...
+) -> Work[None]: ...
 @overload
-def barrier(ring_id: Ring = ..., *, use_calc_stream: bool = ..., sync_op: bool) -> Work | None: ...
+def barrier(
+    ring_id: Ring = ..., *, use_calc_stream: bool = ..., sync_op: bool
+) -> Work[None] | None: ...
 
 
 def barrier(
     ring_id: Ring = 0, *, use_calc_stream: bool = True, sync_op: bool = True
-) -> Work | None:
+) -> Work[None] | None:
     """Wait until every rank of the ring has called ``barrier``.
 
     Args:

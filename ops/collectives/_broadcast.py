@@ -38,7 +38,7 @@ def broadcast(
     use_calc_stream: bool = ...,
     sync_op: Literal[False],
     fenced: bool = ...,
-) -> Work: ...
+) -> Work[torch.Tensor]: ...
 @overload
 def broadcast(
     x: torch.Tensor,
@@ -49,7 +49,7 @@ def broadcast(
     use_calc_stream: bool = ...,
     sync_op: bool,
     fenced: bool = ...,
-) -> torch.Tensor | Work: ...
+) -> torch.Tensor | Work[torch.Tensor]: ...
 
 
 def broadcast(
@@ -61,7 +61,7 @@ def broadcast(
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> torch.Tensor | Work:
+) -> torch.Tensor | Work[torch.Tensor]:
     """Copy the root's tensor to every rank.
 
     The gradient is the sum of all gradients on root, and zeros on the other ranks.

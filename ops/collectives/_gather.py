@@ -32,7 +32,7 @@ def gather(
     use_calc_stream: bool = ...,
     sync_op: Literal[False],
     fenced: bool = ...,
-) -> Work: ...
+) -> Work[torch.Tensor]: ...
 @overload
 def gather(
     x: torch.Tensor,
@@ -43,7 +43,7 @@ def gather(
     use_calc_stream: bool = ...,
     sync_op: bool,
     fenced: bool = ...,
-) -> torch.Tensor | Work: ...
+) -> torch.Tensor | Work[torch.Tensor]: ...
 
 
 def gather(
@@ -55,7 +55,7 @@ def gather(
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> torch.Tensor | Work:
+) -> torch.Tensor | Work[torch.Tensor]:
     """Concatenate the tensors of all ranks along dim 0, on root. There is no gradient.
 
     Args:

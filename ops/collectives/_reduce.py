@@ -34,7 +34,7 @@ def reduce(
     use_calc_stream: bool = ...,
     sync_op: Literal[False],
     fenced: bool = ...,
-) -> Work: ...
+) -> Work[torch.Tensor]: ...
 @overload
 def reduce(
     x: torch.Tensor,
@@ -46,7 +46,7 @@ def reduce(
     use_calc_stream: bool = ...,
     sync_op: bool,
     fenced: bool = ...,
-) -> torch.Tensor | Work: ...
+) -> torch.Tensor | Work[torch.Tensor]: ...
 
 
 def reduce(
@@ -59,7 +59,7 @@ def reduce(
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> torch.Tensor | Work:
+) -> torch.Tensor | Work[torch.Tensor]:
     """Reduce ``x`` element-wise over the ring, on root. There is no gradient.
 
     Args:

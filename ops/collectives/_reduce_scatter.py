@@ -41,7 +41,7 @@ def reduce_scatter(
     use_calc_stream: bool = ...,
     sync_op: Literal[False],
     fenced: bool = ...,
-) -> Work: ...
+) -> Work[torch.Tensor]: ...
 @overload
 def reduce_scatter(
     x: torch.Tensor,
@@ -52,7 +52,7 @@ def reduce_scatter(
     use_calc_stream: bool = ...,
     sync_op: bool,
     fenced: bool = ...,
-) -> torch.Tensor | Work: ...
+) -> torch.Tensor | Work[torch.Tensor]: ...
 
 
 def reduce_scatter(
@@ -64,7 +64,7 @@ def reduce_scatter(
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> torch.Tensor | Work:
+) -> torch.Tensor | Work[torch.Tensor]:
     """Reduce ``x`` over the ring and return this rank's part along dim 0.
 
     The gradient of "sum" and "avg" is the all_gather of the gradients.

@@ -33,7 +33,7 @@ def scatter(
     use_calc_stream: bool = ...,
     sync_op: Literal[False],
     fenced: bool = ...,
-) -> Work: ...
+) -> Work[torch.Tensor]: ...
 @overload
 def scatter(
     x: torch.Tensor,
@@ -44,7 +44,7 @@ def scatter(
     use_calc_stream: bool = ...,
     sync_op: bool,
     fenced: bool = ...,
-) -> torch.Tensor | Work: ...
+) -> torch.Tensor | Work[torch.Tensor]: ...
 
 
 def scatter(
@@ -56,7 +56,7 @@ def scatter(
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> torch.Tensor | Work:
+) -> torch.Tensor | Work[torch.Tensor]:
     """Send each rank its part of the root's tensor along dim 0. There is no gradient.
 
     Args:

@@ -29,7 +29,7 @@ def send(
     use_calc_stream: bool = ...,
     sync_op: Literal[False],
     fenced: bool = ...,
-) -> Work: ...
+) -> Work[None]: ...
 @overload
 def send(
     x: torch.Tensor,
@@ -39,7 +39,7 @@ def send(
     use_calc_stream: bool = ...,
     sync_op: bool,
     fenced: bool = ...,
-) -> Work | None: ...
+) -> Work[None] | None: ...
 
 
 def send(
@@ -50,7 +50,7 @@ def send(
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> Work | None:
+) -> Work[None] | None:
     """Send a tensor to another rank, which calls ``recv``. There is no gradient.
 
     Use ``with ring.group():`` for several sends and receives between the same ranks.

@@ -30,7 +30,7 @@ def partial_all_gather(
     use_calc_stream: bool = ...,
     sync_op: Literal[False],
     fenced: bool = ...,
-) -> Work: ...
+) -> Work[torch.Tensor]: ...
 @overload
 def partial_all_gather(
     x: torch.Tensor,
@@ -40,7 +40,7 @@ def partial_all_gather(
     use_calc_stream: bool = ...,
     sync_op: bool,
     fenced: bool = ...,
-) -> torch.Tensor | Work: ...
+) -> torch.Tensor | Work[torch.Tensor]: ...
 
 
 def partial_all_gather(
@@ -51,7 +51,7 @@ def partial_all_gather(
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> torch.Tensor | Work:
+) -> torch.Tensor | Work[torch.Tensor]:
     """Gather one slice of a flattened tensor from every rank, on every rank.
 
     There is no gradient. Source: operator ``partial_allgather``.

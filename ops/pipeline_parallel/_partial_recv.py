@@ -37,7 +37,7 @@ def partial_recv(
     use_calc_stream: bool = ...,
     sync_op: Literal[False],
     fenced: bool = ...,
-) -> Work: ...
+) -> Work[torch.Tensor]: ...
 @overload
 def partial_recv(
     out: torch.Tensor,
@@ -49,7 +49,7 @@ def partial_recv(
     use_calc_stream: bool = ...,
     sync_op: bool,
     fenced: bool = ...,
-) -> torch.Tensor | Work: ...
+) -> torch.Tensor | Work[torch.Tensor]: ...
 
 
 def partial_recv(
@@ -62,7 +62,7 @@ def partial_recv(
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> torch.Tensor | Work:
+) -> torch.Tensor | Work[torch.Tensor]:
     """Receive one of the equal slices of a tensor. There is no gradient.
 
     ``partial_all_gather`` over another ring completes the tensor. Source: operator

@@ -35,7 +35,7 @@ def partial_send(
     use_calc_stream: bool = ...,
     sync_op: Literal[False],
     fenced: bool = ...,
-) -> Work: ...
+) -> Work[None]: ...
 @overload
 def partial_send(
     x: torch.Tensor,
@@ -47,7 +47,7 @@ def partial_send(
     use_calc_stream: bool = ...,
     sync_op: bool,
     fenced: bool = ...,
-) -> Work | None: ...
+) -> Work[None] | None: ...
 
 
 def partial_send(
@@ -60,7 +60,7 @@ def partial_send(
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
-) -> Work | None:
+) -> Work[None] | None:
     """Send one of the equal slices of a tensor. There is no gradient.
 
     Source: operator ``partial_send``.

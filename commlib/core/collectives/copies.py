@@ -28,11 +28,11 @@ class Copies(Ring):
     @overload
     def all_gather(
         self, out: Tensor, x: Tensor | None = None, **options: "Unpack[Unwaited]"
-    ) -> Work: ...
+    ) -> Work[Tensor]: ...
     @overload
     def all_gather(
         self, out: Tensor, x: Tensor | None = None, **options: "Unpack[Either]"
-    ) -> Tensor | Work: ...
+    ) -> Tensor | Work[Tensor]: ...
 
     def all_gather(
         self,
@@ -42,7 +42,7 @@ class Copies(Ring):
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
-    ) -> Tensor | Work:
+    ) -> Tensor | Work[Tensor]:
         """Fill ``out`` on every rank with the ``x`` of rank 0, 1, … along dim 0.
 
         Args:
@@ -84,11 +84,11 @@ class Copies(Ring):
     @overload
     def broadcast(
         self, out: Tensor, x: Tensor | None, *, root: int, **options: "Unpack[Unwaited]"
-    ) -> Work: ...
+    ) -> Work[Tensor]: ...
     @overload
     def broadcast(
         self, out: Tensor, x: Tensor | None, *, root: int, **options: "Unpack[Either]"
-    ) -> Tensor | Work: ...
+    ) -> Tensor | Work[Tensor]: ...
 
     def broadcast(
         self,
@@ -99,7 +99,7 @@ class Copies(Ring):
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
-    ) -> Tensor | Work:
+    ) -> Tensor | Work[Tensor]:
         """Fill ``out`` on every rank with ``x`` of ``root``.
 
         Args:
@@ -129,11 +129,11 @@ class Copies(Ring):
     @overload
     def gather(
         self, out: Tensor | None, x: Tensor, *, root: int, **options: "Unpack[Unwaited]"
-    ) -> Work: ...
+    ) -> Work[AtRoot]: ...
     @overload
     def gather(
         self, out: AtRoot, x: Tensor, *, root: int, **options: "Unpack[Either]"
-    ) -> AtRoot | Work: ...
+    ) -> AtRoot | Work[AtRoot]: ...
 
     def gather(
         self,
@@ -176,11 +176,11 @@ class Copies(Ring):
     @overload
     def scatter(
         self, out: Tensor, x: Tensor | None, *, root: int, **options: "Unpack[Unwaited]"
-    ) -> Work: ...
+    ) -> Work[Tensor]: ...
     @overload
     def scatter(
         self, out: Tensor, x: Tensor | None, *, root: int, **options: "Unpack[Either]"
-    ) -> Tensor | Work: ...
+    ) -> Tensor | Work[Tensor]: ...
 
     def scatter(
         self,
@@ -191,7 +191,7 @@ class Copies(Ring):
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
-    ) -> Tensor | Work:
+    ) -> Tensor | Work[Tensor]:
         """Fill ``out`` of rank r with part r of ``x`` of ``root``.
 
         Args:
@@ -217,13 +217,13 @@ class Copies(Ring):
     @overload
     def barrier(self, **options: "Unpack[Waited]") -> None: ...
     @overload
-    def barrier(self, **options: "Unpack[Unwaited]") -> Work: ...
+    def barrier(self, **options: "Unpack[Unwaited]") -> Work[None]: ...
     @overload
-    def barrier(self, **options: "Unpack[Either]") -> Work | None: ...
+    def barrier(self, **options: "Unpack[Either]") -> Work[None] | None: ...
 
     def barrier(
         self, *, use_calc_stream: bool = True, sync_op: bool = True, fenced: bool = True
-    ) -> Work | None:
+    ) -> Work[None] | None:
         """Hold this rank's stream (GPU) or host (CPU) until every rank has called it.
 
         Args:

@@ -43,7 +43,7 @@ class Exchanges(Ring):
         out_splits: Splits = None,
         in_splits: Splits = None,
         **options: "Unpack[Unwaited]",
-    ) -> Work: ...
+    ) -> Work[Tensor]: ...
     @overload
     def all_to_all(
         self,
@@ -53,7 +53,7 @@ class Exchanges(Ring):
         out_splits: Splits = None,
         in_splits: Splits = None,
         **options: "Unpack[Either]",
-    ) -> Tensor | Work: ...
+    ) -> Tensor | Work[Tensor]: ...
 
     def all_to_all(
         self,
@@ -65,7 +65,7 @@ class Exchanges(Ring):
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
-    ) -> Tensor | Work:
+    ) -> Tensor | Work[Tensor]:
         """Send part j of ``x`` to rank j; fill ``out`` with the received parts in rank order.
 
         Args:
@@ -135,9 +135,9 @@ class Exchanges(Ring):
     @overload
     def send(self, x: Tensor, *, peer: int, **options: "Unpack[Waited]") -> None: ...
     @overload
-    def send(self, x: Tensor, *, peer: int, **options: "Unpack[Unwaited]") -> Work: ...
+    def send(self, x: Tensor, *, peer: int, **options: "Unpack[Unwaited]") -> Work[None]: ...
     @overload
-    def send(self, x: Tensor, *, peer: int, **options: "Unpack[Either]") -> Work | None: ...
+    def send(self, x: Tensor, *, peer: int, **options: "Unpack[Either]") -> Work[None] | None: ...
 
     def send(
         self,
@@ -147,7 +147,7 @@ class Exchanges(Ring):
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
-    ) -> Work | None:
+    ) -> Work[None] | None:
         """Send ``x`` to rank ``peer``, which must call ``recv`` with as many bytes.
 
         Args:
@@ -173,9 +173,11 @@ class Exchanges(Ring):
     @overload
     def recv(self, out: Tensor, *, peer: int, **options: "Unpack[Waited]") -> Tensor: ...
     @overload
-    def recv(self, out: Tensor, *, peer: int, **options: "Unpack[Unwaited]") -> Work: ...
+    def recv(self, out: Tensor, *, peer: int, **options: "Unpack[Unwaited]") -> Work[Tensor]: ...
     @overload
-    def recv(self, out: Tensor, *, peer: int, **options: "Unpack[Either]") -> Tensor | Work: ...
+    def recv(
+        self, out: Tensor, *, peer: int, **options: "Unpack[Either]"
+    ) -> Tensor | Work[Tensor]: ...
 
     def recv(
         self,
@@ -185,7 +187,7 @@ class Exchanges(Ring):
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
-    ) -> Tensor | Work:
+    ) -> Tensor | Work[Tensor]:
         """Fill ``out`` with what rank ``peer`` sends.
 
         Args:

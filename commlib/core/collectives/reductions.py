@@ -52,7 +52,7 @@ class Reductions(Ring):
         factor: float | None = ...,
         max_blocks: int | None = ...,
         **options: "Unpack[Unwaited]",
-    ) -> Work: ...
+    ) -> Work[Tensor]: ...
     @overload
     def all_reduce(
         self,
@@ -63,7 +63,7 @@ class Reductions(Ring):
         factor: float | None = ...,
         max_blocks: int | None = ...,
         **options: "Unpack[Either]",
-    ) -> Tensor | Work: ...
+    ) -> Tensor | Work[Tensor]: ...
 
     def all_reduce(
         self,
@@ -76,7 +76,7 @@ class Reductions(Ring):
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
-    ) -> Tensor | Work:
+    ) -> Tensor | Work[Tensor]:
         """Fill ``out`` on every rank with the reduction of ``x`` over all ranks.
 
         Args:
@@ -188,11 +188,11 @@ class Reductions(Ring):
     @overload
     def reduce_scatter(
         self, out: Tensor, x: Tensor | None = None, *, op: str = ..., **options: "Unpack[Unwaited]"
-    ) -> Work: ...
+    ) -> Work[Tensor]: ...
     @overload
     def reduce_scatter(
         self, out: Tensor, x: Tensor | None = None, *, op: str = ..., **options: "Unpack[Either]"
-    ) -> Tensor | Work: ...
+    ) -> Tensor | Work[Tensor]: ...
 
     def reduce_scatter(
         self,
@@ -203,7 +203,7 @@ class Reductions(Ring):
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
-    ) -> Tensor | Work:
+    ) -> Tensor | Work[Tensor]:
         """Fill ``out`` of rank r with the r-th part of the reduction of ``x`` over all ranks.
 
         Args:
@@ -255,11 +255,11 @@ class Reductions(Ring):
         root: int,
         op: str = ...,
         **options: "Unpack[Unwaited]",
-    ) -> Work: ...
+    ) -> Work[AtRoot]: ...
     @overload
     def reduce(
         self, out: AtRoot, x: Tensor, *, root: int, op: str = ..., **options: "Unpack[Either]"
-    ) -> AtRoot | Work: ...
+    ) -> AtRoot | Work[AtRoot]: ...
 
     def reduce(
         self,
