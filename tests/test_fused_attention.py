@@ -170,6 +170,27 @@ def test_dropout_masks(ranks: Ranks) -> None:
     ranks(dropped)
 
 
+def generators_compared(comm: Any) -> None:
+    """FLAGS_comm_check=2 finds generators that differ, on every rank, before any launch."""
+    case, how = Case(comm), {"dropout_rate": 0.5}
+    with commlib.flags.override("FLAGS_comm_check", 2):
+        ring = commlib.new_ring(61, range(comm.size))
+    assert ring is not None
+    torch.manual_seed(comm.rank)
+    before = calls(ring)
+    with refused(ArgumentError, "state of the default generator", "ranks [0]", "ranks [1]"):
+        case.run(case.tensors(), ring_id=ring, **how)
+    same(calls(ring), before, "collectives")
+    case.run(case.tensors(), ring_id=ring, **how, training=False)
+    torch.manual_seed(0)
+    case.run(case.tensors(), ring_id=ring, **how)
+    ring.close()
+
+
+def test_generators_compared(ranks: Ranks) -> None:
+    ranks(generators_compared)
+
+
 def downscaled(comm: Any) -> None:
     """The other convention: unscaled in training, scaled in inference; rates 0 and 1."""
     how = {"upscale_in_train": False}

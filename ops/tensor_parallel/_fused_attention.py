@@ -48,9 +48,9 @@ def fused_attention(
     else layer_norm(z). Source: operator ``fused_attention``.
 
     The forward does one all_reduce, and the backward one: of the gradient by h, while the
-    gradients by ``qkv_weight`` and ``qkv_bias`` are computed. Both are on the current stream or
-    fenced with it. x and the result, all gradients but those of this rank's heads, and both masks
-    of the output dropout are the same on every rank. A cast by ``torch.autocast`` is respected.
+    gradients by ``qkv_weight`` and ``qkv_bias`` are computed. The result, the mask of the output
+    dropout, and the gradients of whatever is not of single heads are the same on every rank. Under
+    ``torch.autocast`` the products and the sum have its dtype.
 
     Args:
         x: [B, S, E], float64, float32, float16 or bfloat16, the same on every rank. Other tensors
@@ -73,7 +73,8 @@ def fused_attention(
         dropout_rate: Dropout of the projected output, with the same mask on every rank.
         attn_dropout_rate: Dropout of the attention probabilities, with other masks on other ranks.
             The probabilities are in memory then. Both draw from the default generator of the
-            device, whose state must be the same on every rank (``torch.manual_seed``).
+            device, whose state must be the same on every rank (``torch.manual_seed``);
+            FLAGS_comm_check=2 compares it.
         training: False drops nothing.
         upscale_in_train: Divide what is kept by 1 - rate. False: multiply by 1 - rate in inference.
         add_residual: Add x.
@@ -99,16 +100,17 @@ def fused_attention(
     cache = _checked_cache(checks, x, qkv_weight, cache_kv, position)
     keys = x.shape[1] + (0 if cache is None else cache.position)
     _check_mask(checks, attn_mask, x, (x.shape[0], heads, x.shape[1], keys))
+    attn_dropout = Dropout(attn_dropout_rate, training, upscale_in_train)
+    dropout = Dropout(dropout_rate, training, upscale_in_train)
+    checks.generators(x, draws=attn_dropout.draws or dropout.draws)
 
     norm = LayerNorm(pre_layer_norm, ln_weight, ln_bias, float(ln_eps))
     bias = None if qkv_bias is None else qkv_bias.flatten()
     hidden = norm(x) if pre_layer_norm else x
     qkv = column_linear(hidden, qkv_weight.flatten(0, 2), bias, checks.ring_id, use_calc_stream)
     q, k, v = qkv.view(*x.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4).unbind()
-    attn_dropout = Dropout(attn_dropout_rate, training, upscale_in_train)
     masking = Masking(attn_mask, is_causal)
     context = attend((q, k, v), masking, cache, attn_dropout, checks.ring_id)
-    dropout = Dropout(dropout_rate, training, upscale_in_train)
     residual = x if add_residual else None
     return last_step(
         context @ linear_weight,

@@ -103,14 +103,15 @@ def fused_feedforward(
         },
         norm="ln_",
     )
+    dropout1 = Dropout(dropout1_rate, training, upscale_in_train)
+    dropout2 = Dropout(dropout2_rate, training, upscale_in_train)
+    checks.generators(x, draws=dropout1.draws or dropout2.draws)
     norm = LayerNorm(pre_layer_norm, ln_weight, ln_bias, float(ln_eps))
     hidden = norm(x) if pre_layer_norm else x
     hidden = column_linear(
         hidden, linear1_weight.t(), linear1_bias, checks.ring_id, use_calc_stream
     )
-    dropout1 = Dropout(dropout1_rate, training, upscale_in_train)
     units_out = dropout1.sharded(ACTIVATIONS[activation](hidden), 2, checks.ring_id)
-    dropout2 = Dropout(dropout2_rate, training, upscale_in_train)
     residual = x if add_residual else None
     return last_step(
         units_out @ linear2_weight,

@@ -1,6 +1,7 @@
 """Checks of the tensors and options of a tensor-parallel block, on this rank, before any launch."""
 
 import math
+import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,8 +12,11 @@ from commlib.core.group import needs_result
 from commlib.core.manager import comm
 from commlib.core.validation import check_tensor
 from commlib.errors import ArgumentError, DeviceError, DtypeError, ShapeError
+from commlib.ops.agreement import Fact, check_ranks_agree
 from commlib.ops.arguments import Ring, ring_number
+from commlib.ops.registered.library import needs_op
 from commlib.ops.tensor_parallel.column_linear import NO_RING, autocast_dtype
+from commlib.streams import sees_capture
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
@@ -56,6 +60,15 @@ class BlockChecks:
         raise ArgumentError(
             f"{self.where}: {role}={value!r}; expected a number from 0{limit}; pass {role}=0.0"
         )
+
+    def generators(self, x: Tensor, *, draws: bool) -> None:
+        """With FLAGS_comm_check=2 raise on every rank if their dropout masks would differ."""
+        ring = self.ring
+        if ring is None or not (draws and ring._compares) or needs_op(x) or sees_capture(x):
+            return
+        state = torch.cuda.get_rng_state(x.device) if x.is_cuda else torch.get_rng_state()
+        digest = zlib.crc32(state.numpy().tobytes())
+        check_ranks_agree(ring, self.name, [Fact("state of the default generator", digest)])
 
     def hidden(self, x: Tensor) -> None:
         """Raise unless ``x`` is [batch, tokens, width] of a float dtype."""
