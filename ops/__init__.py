@@ -27,6 +27,8 @@ from commlib.ops.pipeline_parallel._partial_recv import partial_recv
 from commlib.ops.pipeline_parallel._partial_send import partial_send
 from commlib.ops.tensor_parallel._all_reduce_residual_norm import all_reduce_residual_norm
 from commlib.ops.tensor_parallel._concat import concat
+from commlib.ops.tensor_parallel._fused_attention import fused_attention
+from commlib.ops.tensor_parallel._fused_feedforward import fused_feedforward
 from commlib.ops.tensor_parallel._identity import identity
 from commlib.ops.tensor_parallel._split import split
 from commlib.ops.tensor_parallel._vocab_parallel_embedding import vocab_parallel_embedding
@@ -44,6 +46,8 @@ __all__ = [
     "class_center_sample",
     "concat",
     "data_norm",
+    "fused_attention",
+    "fused_feedforward",
     "gather",
     "global_gather",
     "global_scatter",

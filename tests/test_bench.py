@@ -107,6 +107,10 @@ PEERS = {
         "legacy algorithm",
         "torch.sort alone",
     },
+    "attention": {
+        *("ops.fused_attention", "ops.fused_attention, compiled"),
+        *("torch modules + torch.distributed", "the same, torch.compile"),
+    },
     "allreduce": {f"{point} | {call}" for point, calls in ALLREDUCE.items() for call in calls},
     "capture": {f"{point} | {call}" for point, calls in CAPTURE.items() for call in calls},
     "overlap": {
@@ -155,7 +159,7 @@ def test_all_that_run_here(
             assert "arget" in said.out or name == "memory"
     if not torch.cuda.is_available():
         lines = [line for line in said.out.splitlines() if line.startswith(NEEDS_GPUS)]
-        assert len(lines) == 4  # experts, cross-entropy, and two of class-center
+        assert len(lines) == 6  # experts, cross-entropy, two of class-center and of attention
 
 
 @pytest.mark.parametrize("name", ["host", "memory", "allreduce", "capture", "overlap"])

@@ -40,6 +40,8 @@ TENSORS = {
     "barrier": 0,
     "class_center_sample": 3,
     "data_norm": 4,
+    "fused_attention": 3,
+    "fused_feedforward": 3,
     "global_gather": 3,
     "global_scatter": 3,
     "margin_cross_entropy": 2,

@@ -13,13 +13,15 @@ ordered anyway.
 
 Gradients. Only operators with a gradient in Paddle have one: ``mp_allreduce_sum``, ``c_identity``,
 ``c_concat``, ``c_split``, ``c_embedding``, ``global_scatter``, ``global_gather``, ``data_norm``,
-``c_softmax_with_cross_entropy``, ``margin_cross_entropy``. The others cut it, as upstream does;
+``c_softmax_with_cross_entropy``, ``margin_cross_entropy``, ``fused_attention``,
+``fused_feedforward``. The others cut it, as upstream does;
 their namesakes in ``commlib.ops`` differentiate.
 
 Empty tensors are allowed everywhere; nothing is launched for them. ``nranks`` is the size of the
 ring wherever it is an argument, on both engines.
 """
 
+from commlib.compat.paddle.blocks import fused_attention, fused_feedforward
 from commlib.compat.paddle.experts import global_gather, global_scatter
 from commlib.compat.paddle.losses import c_softmax_with_cross_entropy, margin_cross_entropy
 from commlib.compat.paddle.moe import (
@@ -90,6 +92,8 @@ __all__ = [
     "c_wait_compute",
     "class_center_sample",
     "data_norm",
+    "fused_attention",
+    "fused_feedforward",
     "global_gather",
     "global_scatter",
     "limit_by_capacity",

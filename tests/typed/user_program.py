@@ -83,6 +83,8 @@ def operators(x: Tensor, label: Tensor, weight: Tensor, flag: bool) -> None:
     assert_type(ops.class_center_sample(label, 100, 10), tuple[Tensor, Tensor])
     total, normal = ops.all_reduce_residual_norm(x, x, weight)
     assert_type((total, normal), tuple[Tensor, Tensor])
+    assert_type(ops.fused_attention(x, weight, weight, "pair", num_heads=8), Tensor)
+    assert_type(ops.fused_feedforward(x, weight, weight, activation="gelu"), Tensor)
     assert_type(ops.concat(ops.split(ops.identity(x))), Tensor)
     assert_type(ops.vocab_parallel_embedding(label, weight), Tensor)
     assert_type(ops.data_norm(x, label, label, label), Tensor)

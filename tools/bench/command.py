@@ -10,6 +10,7 @@ from rich.console import Console
 from commlib.p2p import kernel_table
 from commlib.tools.bench import (
     allreduce,
+    attention,
     capture,
     class_center,
     cross_entropy,
@@ -48,6 +49,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "cross-entropy": cross_entropy,
     "experts": experts,
     "class-center": class_center,
+    "attention": attention,
     "allreduce": allreduce,
     "capture": capture,
     "llama": llama,

@@ -1,0 +1,132 @@
+"""Steps that the attention and the feed-forward block share: layer norm, dropout, the last step."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from commlib.ops.collectives._all_reduce import all_reduce
+from commlib.ops.registered.traced_ring import rank_of, size_of
+from commlib.ops.tensor_parallel._all_reduce_residual_norm import DTYPES, all_reduce_residual_norm
+from commlib.ops.tensor_parallel.column_linear import NO_RING
+
+Tensor = torch.Tensor
+
+
+class LayerNorm(NamedTuple):
+    """The layer norm of a block: before its first linear layer, or after its residual."""
+
+    before: bool
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the normalised rows in the dtype of ``x``, computed in the widest dtype."""
+        dtype = x.dtype
+        for tensor in (self.weight, self.bias):
+            dtype = dtype if tensor is None else torch.promote_types(dtype, tensor.dtype)
+        weight = None if self.weight is None else self.weight.to(dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        rows = F.layer_norm(x.to(dtype), x.shape[-1:], weight, bias, self.eps)
+        return rows.to(x.dtype)
+
+
+class Dropout(NamedTuple):
+    """A dropout whose masks fit a ring; they come from the default generator of the device.
+
+    All ranks draw the same numbers. Their generators must have the same state before, and have the
+    same state after. ``upscale=False``: values are scaled in inference instead of in training.
+    """
+
+    rate: float
+    training: bool = True
+    upscale: bool = True
+
+    @property
+    def draws(self) -> bool:
+        """True if a mask is drawn."""
+        return self.training and self.rate > 0
+
+    def replicated(self, x: Tensor) -> Tensor:
+        """Drop the same values on every rank: ``x`` is the same on every rank."""
+        if not self.draws:
+            return self._scaled(x)
+        dropped = F.dropout(x, self.rate)
+        return dropped if self.upscale else dropped * (1 - self.rate)
+
+    def sharded(self, x: Tensor, dim: int, ring_id: int) -> Tensor:
+        """Drop other values on each rank: ``x`` is this rank's part of a whole along ``dim``.
+
+        The mask is this rank's part of a mask of the whole. It does not depend on how many ranks
+        share the whole. Compiled code computes this part alone.
+        """
+        if not self.draws:
+            return self._scaled(x)
+        rank, size = position_in(ring_id)
+        shape = list(x.shape)
+        shape[dim] *= size
+        whole = torch.empty(shape, dtype=torch.bool, device=x.device).bernoulli_(1 - self.rate)
+        dropped = x * whole.narrow(dim, rank * x.shape[dim], x.shape[dim])
+        return dropped * (1 / (1 - self.rate)) if self.upscale and self.rate < 1 else dropped
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.training or self.upscale or not self.rate else x * (1 - self.rate)
+
+
+def position_in(ring_id: int) -> tuple[int, int]:
+    """Return this rank's position in the ring and the ring's size; (0, 1) without a ring."""
+    return (0, 1) if ring_id == NO_RING else (rank_of(ring_id), size_of(ring_id))
+
+
+def last_step(
+    partial: Tensor,
+    bias: Tensor | None,
+    dropout: Dropout,
+    residual: Tensor | None,
+    norm: LayerNorm,
+    ring_id: int,
+    use_calc_stream: bool,
+) -> Tensor:
+    """Return norm(residual + dropout(all_reduce(partial) + bias)), with one all_reduce.
+
+    ``partial``: [..., E], the product of this rank's part of a row-parallel linear layer. The bias
+    and the residual are added once, after the sum. Compiled code does all but the sum in one
+    kernel, and so does ``all_reduce_residual_norm`` in inference.
+    """
+    reduces = position_in(ring_id)[1] > 1
+    if reduces and residual is not None and _is_inference(partial, bias, dropout, residual, norm):
+        assert norm.weight is not None  # checked there
+        normalised, _ = all_reduce_residual_norm(
+            partial,
+            residual,
+            norm.weight,
+            ring_id,
+            norm="layer",
+            bias=norm.bias,
+            linear_bias=bias,
+            eps=norm.eps,
+            use_calc_stream=use_calc_stream,
+        )
+        return normalised
+    total = partial
+    if reduces:
+        total = all_reduce(partial, ring_id, backward="identity", use_calc_stream=use_calc_stream)
+    out = dropout.replicated(total if bias is None else total + bias)
+    if residual is not None:
+        out = out + residual
+    return out if norm.before else norm(out)
+
+
+def _is_inference(
+    partial: Tensor, bias: Tensor | None, dropout: Dropout, residual: Tensor, norm: LayerNorm
+) -> bool:
+    """Return True if ``all_reduce_residual_norm`` gives the result: one dtype, no gradient."""
+    if norm.before or norm.weight is None or partial.dtype not in DTYPES:
+        return False
+    if dropout.rate and (dropout.training or not dropout.upscale):
+        return False
+    tensors = [t for t in (partial, bias, residual, norm.weight, norm.bias) if t is not None]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return False
+    return all(t.dtype is partial.dtype for t in tensors)

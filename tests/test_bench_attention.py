@@ -1,0 +1,52 @@
+"""`commlib bench attention`: in small, and what it makes of its figures on any machine."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from commlib.tools.bench import attention
+from commlib.tools.bench.command import run_bench
+from commlib.tools.commands import commands
+
+SETTINGS = {"nproc": 2, "rounds": 2, "rows": 4096, "width": 8192}
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_small(nproc: str, tmp_path: Path) -> None:
+    sizes = ["--rows", "6", "--width", "35", "--rounds", "1", "--out", str(tmp_path)]
+
+    done = CliRunner().invoke(commands, ["bench", "attention", "--nproc", nproc, *sizes])
+
+    assert done.exit_code == 0, done.output
+    (file,) = tmp_path.iterdir()
+    text = file.read_text()
+    assert f"6 tokens x 32, 4 heads over {nproc} ranks, " in text
+    assert f"`commlib bench attention --nproc {nproc} --rounds 1 --rows 6 --width 32`" in text
+    names = (attention.OURS, attention.OURS_COMPILED, attention.PEER, attention.PEER_COMPILED)
+    assert [text.count(f"| {name} |") for name in names] == [1] * 4
+    apart = text.split("differ by at most ")[1].split()[0]
+    assert float(apart) < (1e-5 if "float32" in text else 5e-2)
+
+
+def test_report() -> None:
+    times = {attention.OURS: [0.008, 0.008], attention.OURS_COMPILED: [0.012, 0.012]}
+    times |= {attention.PEER: [0.010, 0.010], attention.PEER_COMPILED: [0.010, 0.010]}
+
+    report = attention.report({"times": times, "apart": 1e-3}, SETTINGS, "nccl")
+
+    assert "4096 tokens x 8192, 64 heads over 2 ranks, bfloat16" in report.caption
+    assert "torch.compile (inductor)" in report.caption
+    assert {len(row) for row in report.rows} == {len(report.columns)}
+    assert report.rows[0][:2] == (attention.OURS, "8.00")
+    eager, compiled, apart = report.findings
+    assert eager.startswith(f"met: {attention.OURS} / {attention.PEER}: 0.80, target at most 1.00")
+    assert compiled.startswith(f"missed: {attention.OURS_COMPILED} / ") and ": 1.20," in compiled
+    assert apart.endswith("at most 0.001 of the peer's")
+
+
+def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_bench(("attention",), None, nproc=0) == 2
+    assert run_bench(("attention",), None, classes=5) == 2
+    said = capsys.readouterr().err
+    assert "pass --nproc 2" in said and "attention has no size 'classes'" in said
