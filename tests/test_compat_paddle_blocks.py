@@ -9,7 +9,7 @@ import torch
 from commlib.compat import paddle
 from commlib.errors import ArgumentError, RingError, ShapeError
 from tests.support.attention_block import DIM, HEADS, TOKENS, WIDTH, Case, attention
-from tests.support.checks import close, refused, same
+from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.operator import ABSENT_RING, calls
 from tests.support.ranks import Ranks
 from tests.test_fused_feedforward import Case as Units
@@ -77,7 +77,7 @@ def alike(legacy: Any, operator: Any, what: str) -> None:
     for call in (legacy, operator):
         torch.manual_seed(6)
         found.append(call())
-    close(found[0].detach(), found[1].detach(), what)
+    assert_bits_equal(found[0].detach(), found[1].detach(), what)
 
 
 def attentions(comm: Any) -> None:
@@ -144,9 +144,9 @@ def one_rank(comm: Any) -> None:
     cache = x.new_zeros(2, len(x), HEADS, 0, DIM)
     for token in range(TOKENS):
         part, cache = cached(x[:, token : token + 1], *raw, cache_kv=cache, training=False, **how)
-        same(cache.shape, (2, len(x), HEADS, token + 1, DIM), "cache")
-        close(part, whole[:, token : token + 1], f"token {token}", atol=1e-12)
-    same(calls(comm), before, "collectives")
+        assert_equal(cache.shape, (2, len(x), HEADS, token + 1, DIM), "cache")
+        assert_bits_equal(part, whole[:, token : token + 1], f"token {token}", atol=1e-12)
+    assert_equal(calls(comm), before, "collectives")
 
 
 def test_one_rank(ranks: Ranks) -> None:
@@ -202,33 +202,33 @@ def refusals(comm: Any) -> None:
         (attend, ("pre_ln_epsilon", "ln_epsilon")),
         (feed, ("ln1_epsilon", "ln2_epsilon")),
     ):
-        with refused(ArgumentError, "mode='none'", "'upscale_in_train' or 'downscale_in_infer'"):
+        with raises(ArgumentError, "mode='none'", "'upscale_in_train' or 'downscale_in_infer'"):
             call(mode="none")
-        with refused(RingError, ABSENT_RING):
+        with raises(RingError, ABSENT_RING):
             call(ring_id=ABSENT_RING)
-        with refused(RingError, "ring_id=-2"):
+        with raises(RingError, "ring_id=-2"):
             call(ring_id=-2)
-        with refused(ArgumentError, "add_residual=False", "pre_layer_norm=True"):
+        with raises(ArgumentError, "add_residual=False", "pre_layer_norm=True"):
             call(add_residual=False)
         for name in epsilons:
-            with refused(ArgumentError, "epsilon=0.01; expected 0 to 0.001", f"rank {comm.rank}"):
+            with raises(ArgumentError, "epsilon=0.01; expected 0 to 0.001", f"rank {comm.rank}"):
                 call(**{name: 0.01})
-        with refused(ShapeError, "x has shape"):
+        with raises(ShapeError, "x has shape"):
             call(x=first["x"][0])
-    with refused(ShapeError, f"heads * head_dim to be the width {WIDTH}", "ring_id=-1"):
+    with raises(ShapeError, f"heads * head_dim to be the width {WIDTH}", "ring_id=-1"):
         attend(ring_id=-1)
-    with refused(ArgumentError, "num_heads=-1", "transpose_qkv_wb=True"):
+    with raises(ArgumentError, "num_heads=-1", "transpose_qkv_wb=True"):
         attend(transpose_qkv_wb=True)
-    with refused(ShapeError, "expected [width, 3 * heads * head_dim]"):
+    with raises(ShapeError, "expected [width, 3 * heads * head_dim]"):
         attend(transpose_qkv_wb=True, num_heads=2)
     flat = w["qkv_weight"].flatten(0, 2).t()
-    with refused(ShapeError, "qkv_bias has shape (1,)", f"({flat.shape[1]},)"):
+    with raises(ShapeError, "qkv_bias has shape (1,)", f"({flat.shape[1]},)"):
         heads = HEADS // comm.size
         bias = flat.new_zeros(1)
         attend(qkv_weight=flat, qkv_bias=bias, num_heads=heads, transpose_qkv_wb=True)
-    with refused(ShapeError, "cache_kv has shape"):
+    with raises(ShapeError, "cache_kv has shape"):
         attend(cache_kv=w["x"])
-    same(calls(comm), before, "collectives of wrong calls")
+    assert_equal(calls(comm), before, "collectives of wrong calls")
 
 
 def test_refusals(ranks: Ranks) -> None:

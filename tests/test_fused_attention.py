@@ -8,7 +8,7 @@ import torch
 import commlib
 from commlib.errors import ArgumentError, DtypeError, RingError, ShapeError
 from tests.support.attention_block import BATCH, DIM, HEADS, NEAR, TOKENS, WIDTH, Case, attention
-from tests.support.checks import Array, close, refused, same
+from tests.support.checks import Array, assert_bits_equal, assert_equal, raises
 from tests.support.operator import ABSENT_RING, calls
 from tests.support.ranks import Ranks
 
@@ -24,9 +24,9 @@ def values(comm: Any) -> None:
             given = case.tensors()
             start = calls(comm)
             y = attention(**given, pre_layer_norm=before, num_heads=HEADS)
-            same(calls(comm) - start, 1, "collectives of the forward")
+            assert_equal(calls(comm) - start, 1, "collectives of the forward")
             y.backward(case.on_device(case.grad))
-            same(calls(comm) - start, 2, "collectives with the backward")
+            assert_equal(calls(comm) - start, 2, "collectives with the backward")
             grads = {name: case.gradient(name, t) for name, t in given.items()}
             case.check(y.detach(), grads, f"{dtype}, before={before}", before=before)
 
@@ -35,8 +35,8 @@ def test_values(ranks: Ranks) -> None:
     ranks(values)
 
 
-def test_values_of_more_ranks(crowd: Ranks) -> None:
-    crowd(values)
+def test_values_of_more_ranks(many_ranks: Ranks) -> None:
+    many_ranks(values)
 
 
 def without_options(comm: Any) -> None:
@@ -92,11 +92,11 @@ def sizes_agree(comm: Any) -> None:
             before = calls(comm)
             rank = comm.rank if size > 1 else 0
             y, grads = case.run(case.tensors(rank, size), ring_id=ring, **how)
-            same(calls(comm) - before, 2 if size > 1 else 0, "collectives")
+            assert_equal(calls(comm) - before, 2 if size > 1 else 0, "collectives")
             found.append((y, grads))
         for y, grads in found[1:]:
-            close(y, found[0][0], f"{how}: result", atol=1e-10)
-            close(grads["x"], found[0][1]["x"], f"{how}: gradient", atol=1e-9)
+            assert_bits_equal(y, found[0][0], f"{how}: result", atol=1e-10)
+            assert_bits_equal(grads["x"], found[0][1]["x"], f"{how}: gradient", atol=1e-9)
         if not how:
             case.check(*found[0], "one rank", size=1, before=False)
     alone.close()
@@ -106,8 +106,8 @@ def test_sizes_agree(ranks: Ranks) -> None:
     ranks(sizes_agree)
 
 
-def test_more_sizes_agree(crowd: Ranks) -> None:
-    crowd(sizes_agree)
+def test_more_sizes_agree(many_ranks: Ranks) -> None:
+    many_ranks(sizes_agree)
 
 
 def seen_masks(comm: Any, rate: float, tokens: int, **how: Any) -> tuple[Array, ...]:
@@ -132,11 +132,11 @@ def seen_masks(comm: Any, rate: float, tokens: int, **how: Any) -> tuple[Array, 
     )
     norm["ln_bias"] = -row[1] * norm["ln_weight"]
     plain = attention(x, *raw, **norm)
-    close(plain, torch.full_like(plain, 1 / tokens), "without dropout", atol=1e-12)
+    assert_bits_equal(plain, torch.full_like(plain, 1 / tokens), "without dropout", atol=1e-12)
     output = attention(x, *raw, **norm, dropout_rate=rate, **how) * tokens
     probabilities = attention(x, *raw, **norm, attn_dropout_rate=rate, **how) * tokens
     mine = probabilities.view(tokens, size, 2, tokens)[:, comm.rank]
-    same(probabilities.shape, (1, tokens, width), "shape")
+    assert_equal(probabilities.shape, (1, tokens, width), "shape")
     found = (output, mine.permute(1, 0, 2))
     return tuple(np.round(mask.cpu().numpy(), 9) for mask in found)
 
@@ -150,20 +150,22 @@ def dropped(comm: Any) -> None:
     torch.manual_seed(3)
     again = seen_masks(comm, rate, tokens)
     repeated = [np.array_equal(*pair) for pair in zip((output, mine), again, strict=True)]
-    same(repeated, [True, True], "the same masks with the same seed")
+    assert_equal(repeated, [True, True], "the same masks with the same seed")
     for what, mask in (("output", output), ("probabilities", mine)):
         values_of = sorted(set(mask.ravel()))
-        same(values_of, [0.0, round(1 / (1 - rate), 9)], f"{what}: factors")
+        assert_equal(values_of, [0.0, round(1 / (1 - rate), 9)], f"{what}: factors")
         share, spread = (mask == 0).mean(), np.sqrt(rate * (1 - rate) / mask.size)
-        same(abs(share - rate) < 5 * spread, True, f"{what}: share {share} of {mask.size}")
+        assert_equal(abs(share - rate) < 5 * spread, True, f"{what}: share {share} of {mask.size}")
     packed = [int.from_bytes(np.packbits(m != 0).tobytes()[:7]) for m in (output, mine)]
     rows = comm.exchange(packed)
-    same(len({row[0] for row in rows}), 1, "masks of the output over the ranks")
-    same(len({row[1] for row in rows}), comm.size, "masks of the probabilities over the ranks")
-    same(np.array_equal(mine[0], mine[1]), False, "masks of two heads")
+    assert_equal(len({row[0] for row in rows}), 1, "masks of the output over the ranks")
+    assert_equal(
+        len({row[1] for row in rows}), comm.size, "masks of the probabilities over the ranks"
+    )
+    assert_equal(np.array_equal(mine[0], mine[1]), False, "masks of two heads")
     if state is not None:
         digest = comm.exchange([int(state.sum())])
-        same(len({row[0] for row in digest}), 1, "generators afterwards")
+        assert_equal(len({row[0] for row in digest}), 1, "generators afterwards")
 
 
 def test_dropout_masks(ranks: Ranks) -> None:
@@ -178,9 +180,9 @@ def generators_compared(comm: Any) -> None:
     assert ring is not None
     torch.manual_seed(comm.rank)
     before = calls(ring)
-    with refused(ArgumentError, "state of the default generator", "ranks [0]", "ranks [1]"):
+    with raises(ArgumentError, "state of the default generator", "ranks [0]", "ranks [1]"):
         case.run(case.tensors(), ring_id=ring, **how)
-    same(calls(ring), before, "collectives")
+    assert_equal(calls(ring), before, "collectives")
     case.run(case.tensors(), ring_id=ring, **how, training=False)
     torch.manual_seed(0)
     case.run(case.tensors(), ring_id=ring, **how)
@@ -196,13 +198,13 @@ def downscaled(comm: Any) -> None:
     how = {"upscale_in_train": False}
     torch.manual_seed(3)
     for mask in seen_masks(comm, 0.25, 8, **how):
-        same(sorted(set(mask.ravel())), [0.0, 1.0], "training")
+        assert_equal(sorted(set(mask.ravel())), [0.0, 1.0], "training")
     for mask in seen_masks(comm, 0.25, 8, training=False, **how):
-        same(sorted(set(mask.ravel())), [0.75], "inference")
+        assert_equal(sorted(set(mask.ravel())), [0.75], "inference")
     for mask in seen_masks(comm, 0.25, 8, training=False):
-        same(sorted(set(mask.ravel())), [1.0], "inference, scaled in training")
+        assert_equal(sorted(set(mask.ravel())), [1.0], "inference, scaled in training")
     for mask in seen_masks(comm, 1.0, 8):
-        same(sorted(set(mask.ravel())), [0.0], "everything dropped")
+        assert_equal(sorted(set(mask.ravel())), [0.0], "everything dropped")
 
 
 def test_dropout_conventions(ranks: Ranks) -> None:
@@ -240,11 +242,11 @@ def refusals(comm: Any) -> None:
 
     before = calls(comm)
     rank = f"rank {comm.rank}"
-    with refused(RingError, ABSENT_RING):
+    with raises(RingError, ABSENT_RING):
         call(ring_id=ABSENT_RING)
-    with refused(ShapeError, rank, f"num_heads={HEADS + 1}", f"the ring's size {comm.size}"):
+    with raises(ShapeError, rank, f"num_heads={HEADS + 1}", f"the ring's size {comm.size}"):
         call(num_heads=HEADS + 1)
-    with refused(ShapeError, f"qkv_weight has {heads} heads; expected {2 * heads}", "num_heads"):
+    with raises(ShapeError, f"qkv_weight has {heads} heads; expected {2 * heads}", "num_heads"):
         call(num_heads=2 * HEADS)
     shapes = {
         "qkv_weight": (plain["qkv_weight"][..., :-1], f"(3, {heads}, {DIM}, {WIDTH})"),
@@ -256,50 +258,50 @@ def refusals(comm: Any) -> None:
     }
     for name, (wrong, expected) in shapes.items():
         given = f"{name} has shape {tuple(wrong.shape)}; expected {expected}"
-        with refused(ShapeError, rank, "ring 0", given):
+        with raises(ShapeError, rank, "ring 0", given):
             call(**{name: wrong})
-        with refused(DtypeError, rank, f"{name} is torch.float16", f"pass {name}.to("):
+        with raises(DtypeError, rank, f"{name} is torch.float16", f"pass {name}.to("):
             call(**{name: plain[name].half()})
-        with refused(ArgumentError, f"{name} is list; expected a torch.Tensor"):
+        with raises(ArgumentError, f"{name} is list; expected a torch.Tensor"):
             call(**{name: [1.0]})
-    with refused(ShapeError, "x has shape", "[batch, tokens, width]"):
+    with raises(ShapeError, "x has shape", "[batch, tokens, width]"):
         call(x=x[0])
-    with refused(DtypeError, "x is torch.int64", "pass x.float()"):
+    with raises(DtypeError, "x is torch.int64", "pass x.float()"):
         call(x=x.long())
-    with refused(ShapeError, "qkv_weight has shape", "[3, heads, head_dim, width]"):
+    with raises(ShapeError, "qkv_weight has shape", "[3, heads, head_dim, width]"):
         call(qkv_weight=plain["qkv_weight"].flatten(0, 1))
-    with refused(ShapeError, f"cache_kv has {TOKENS} positions; expected {TOKENS + 1} or more"):
+    with raises(ShapeError, f"cache_kv has {TOKENS} positions; expected {TOKENS + 1} or more"):
         call(cache_kv=cache, position=1)
     for position in (-1, 1.5, True):
-        with refused(ArgumentError, f"position={position!r}", "pass position=0"):
+        with raises(ArgumentError, f"position={position!r}", "pass position=0"):
             call(cache_kv=cache, position=position)
-    with refused(ArgumentError, f"position={TOKENS + 1}; expected 0 to {TOKENS}"):
+    with raises(ArgumentError, f"position={TOKENS + 1}; expected 0 to {TOKENS}"):
         call(cache_kv=cache, position=TOKENS + 1)
-    with refused(ArgumentError, "position=1 without a cache", "pass cache_kv="):
+    with raises(ArgumentError, "position=1 without a cache", "pass cache_kv="):
         call(position=1)
-    with refused(ShapeError, "cache_kv has shape", f"(2, {BATCH}, {heads}, {TOKENS}, {DIM})"):
+    with raises(ShapeError, "cache_kv has shape", f"(2, {BATCH}, {heads}, {TOKENS}, {DIM})"):
         call(cache_kv=cache[:, :1])
-    with refused(DtypeError, "cache_kv is torch.float16"):
+    with raises(DtypeError, "cache_kv is torch.float16"):
         call(cache_kv=cache.half())
-    with refused(ArgumentError, "cache_kv with tensors that require grad", "torch.no_grad()"):
+    with raises(ArgumentError, "cache_kv with tensors that require grad", "torch.no_grad()"):
         call(cache_kv=cache, x=x.clone().requires_grad_())
-    with refused(ShapeError, "attn_mask has shape (2, 2)", "heads of this rank"):
+    with raises(ShapeError, "attn_mask has shape (2, 2)", "heads of this rank"):
         call(attn_mask=x.new_zeros(2, 2))
-    with refused(DtypeError, "attn_mask is torch.int64", "pass attn_mask.bool()"):
+    with raises(DtypeError, "attn_mask is torch.int64", "pass attn_mask.bool()"):
         call(attn_mask=torch.ones(TOKENS, TOKENS, dtype=torch.int64, device=comm.device))
-    with refused(ArgumentError, "attn_mask requires grad", "attn_mask.detach()"):
+    with raises(ArgumentError, "attn_mask requires grad", "attn_mask.detach()"):
         call(attn_mask=x.new_zeros(TOKENS, TOKENS).requires_grad_())
     for name in ("dropout_rate", "attn_dropout_rate", "ln_eps"):
         for number in (-0.1, "0.5", True, float("nan"), float("inf")):
-            with refused(ArgumentError, f"{name}={number!r}; expected a number from 0"):
+            with raises(ArgumentError, f"{name}={number!r}; expected a number from 0"):
                 call(**{name: number})
-    with refused(ArgumentError, "dropout_rate=1.5; expected a number from 0 to 1"):
+    with raises(ArgumentError, "dropout_rate=1.5; expected a number from 0 to 1"):
         call(dropout_rate=1.5)
-    with refused(ArgumentError, "inside `with ring.group():`"), comm.group():
+    with raises(ArgumentError, "inside `with ring.group():`"), comm.group():
         call()
-    with refused(ShapeError, "on one rank (ring_id=-1)", "linear_bias"):
+    with raises(ShapeError, "on one rank (ring_id=-1)", "linear_bias"):
         call(ring_id=-1, linear_bias=x.new_zeros(1))
-    same(calls(comm), before, "collectives of wrong calls")
+    assert_equal(calls(comm), before, "collectives of wrong calls")
 
 
 def test_refusals(ranks: Ranks) -> None:
@@ -310,7 +312,7 @@ def one_wrong(comm: Any) -> None:
     """An error on one rank leaves the ring usable: it has launched nothing there."""
     case = Case(comm)
     if comm.rank == 0:
-        with refused(ShapeError, "linear_bias", "rank 0"):
+        with raises(ShapeError, "linear_bias", "rank 0"):
             attention(**(case.tensors() | {"linear_bias": case.on_device(np.zeros(1))}))
     case.check(*case.run(case.tensors()), "afterwards", before=False)
 

@@ -8,7 +8,7 @@ import torch.utils.checkpoint
 
 from commlib import graph
 from tests.support.attention_block import BATCH, DIM, HEADS, TOKENS, Case, Torches, attention
-from tests.support.checks import close, same
+from tests.support.checks import assert_bits_equal, assert_equal
 from tests.support.operator import calls, compile_whole, generating
 from tests.support.ranks import Ranks
 
@@ -39,9 +39,9 @@ def compiled(comm: Any) -> None:
         both_ways(call, given, grad)
         before = calls(comm)
         found = both_ways(call, given, grad)
-        same(calls(comm) - before, 2, "collectives")
+        assert_equal(calls(comm) - before, 2, "collectives")
         for one, other in zip(found, both_ways(body, given, grad), strict=True):
-            close(one, other, f"{how}", atol=2e-5)
+            assert_bits_equal(one, other, f"{how}", atol=2e-5)
 
 
 def test_compiled(ranks: Ranks) -> None:
@@ -56,12 +56,14 @@ def generated(comm: Any) -> None:
         torch.manual_seed(5)
         y = call(*given.values()).detach()
         torch.manual_seed(5)
-        close(call(*given.values()).detach(), y, f"{name}: the same seed")
-        same(bool((call(*given.values()) == y).all()), False, f"{name}: another draw")
+        assert_bits_equal(call(*given.values()).detach(), y, f"{name}: the same seed")
+        assert_equal(bool((call(*given.values()) == y).all()), False, f"{name}: another draw")
         share = float((y == 0).double().mean())
-        same(0.3 < share < 0.7 if name == "dropout_rate" else share == 0, True, f"{name}: {share}")
+        assert_equal(
+            0.3 < share < 0.7 if name == "dropout_rate" else share == 0, True, f"{name}: {share}"
+        )
         rows = comm.exchange([int(y.view(torch.int32).long().sum())])
-        same(len({row[0] for row in rows}), 1, f"{name}: results over the ranks")
+        assert_equal(len({row[0] for row in rows}), 1, f"{name}: results over the ranks")
 
 
 def test_generated_code(unified_ranks: Ranks) -> None:
@@ -75,9 +77,9 @@ def captured(comm: Any) -> None:
     for _ in range(3):
         before = calls(comm)
         found = both_ways(fast, given, grad)
-    same(calls(comm) - before, 2, "collectives of a replay")
+    assert_equal(calls(comm) - before, 2, "collectives of a replay")
     for one, other in zip(found, both_ways(body, given, grad), strict=True):
-        close(one, other, "captured")
+        assert_bits_equal(one, other, "captured")
     body, given, grad = small(comm, dropout_rate=0.5, attn_dropout_rate=0.5)
     torch.manual_seed(9)
     want = [both_ways(body, given, grad) for _ in range(4)]
@@ -85,7 +87,7 @@ def captured(comm: Any) -> None:
     torch.manual_seed(9)
     for number, expected in enumerate(want):
         for one, other in zip(both_ways(fast, given, grad), expected, strict=True):
-            close(one, other, f"captured with dropout, call {number}")
+            assert_bits_equal(one, other, f"captured with dropout, call {number}")
 
 
 def test_captured(ranks: Ranks) -> None:
@@ -106,9 +108,9 @@ def decoded(comm: Any) -> None:
             part = attention(
                 x[:, first:end], **given, is_causal=True, cache_kv=cache, position=first
             )
-            close(part, whole[:, first:end], f"tokens {first} to {end}", atol=1e-12)
-    same(bool(cache[:, :, :, :TOKENS].isfinite().all()), True, "positions that are filled")
-    same(bool(cache[:, :, :, TOKENS:].isnan().all()), True, "positions that are free")
+            assert_bits_equal(part, whole[:, first:end], f"tokens {first} to {end}", atol=1e-12)
+    assert_equal(bool(cache[:, :, :, :TOKENS].isfinite().all()), True, "positions that are filled")
+    assert_equal(bool(cache[:, :, :, TOKENS:].isnan().all()), True, "positions that are free")
 
 
 def test_cache(ranks: Ranks) -> None:
@@ -123,8 +125,8 @@ def fused_inference(comm: Any) -> None:
     before = calls(comm)
     with torch.no_grad():
         found = attention(**given)
-    same((calls(comm) - before, comm.report()["last"]), (1, "all_reduce"), "collectives")
-    close(found, trained.detach(), "inference", atol=1e-5)
+    assert_equal((calls(comm) - before, comm.report()["last"]), (1, "all_reduce"), "collectives")
+    assert_bits_equal(found, trained.detach(), "inference", atol=1e-5)
 
 
 def test_inference(cpu_ranks: Ranks) -> None:
@@ -140,13 +142,13 @@ def mixed(comm: Any) -> None:
     y.backward(case.on_device(case.grad))
     wide, case.dtype = case.dtype, torch.bfloat16  # the tolerance
     grads = {name: case.gradient(name, t) for name, t in given.items()}
-    same({g.dtype for g in (y, *grads.values())}, {wide}, "dtypes")
+    assert_equal({g.dtype for g in (y, *grads.values())}, {wide}, "dtypes")
     case.check(y.detach().to(case.dtype), grads, "autocast", before=True)
     sixteen = {n: t.detach().bfloat16() for n, t in given.items()}
     wide_norm = {name: given[name].detach() for name in ("ln_weight", "ln_bias")}
     found = attention(**(sixteen | wide_norm))
-    close(found, attention(**sixteen), "float32 parameters of the norm", atol=0.05)
-    same(found.dtype, torch.bfloat16, "dtype with a wide norm")
+    assert_bits_equal(found, attention(**sixteen), "float32 parameters of the norm", atol=0.05)
+    assert_equal(found.dtype, torch.bfloat16, "dtype with a wide norm")
 
 
 def test_mixed_precision(ranks: Ranks) -> None:
@@ -158,9 +160,9 @@ def streams(comm: Any) -> None:
     case = Case(comm)
     here = case.run(case.tensors())
     there = case.run(case.tensors(), use_calc_stream=False)
-    close(there[0], here[0], "result")
+    assert_bits_equal(there[0], here[0], "result")
     for name, grad in here[1].items():
-        close(there[1][name], grad, name)
+        assert_bits_equal(there[1][name], grad, name)
 
 
 def test_streams(ranks: Ranks) -> None:
@@ -183,4 +185,4 @@ def recomputed(comm: Any, rate: float) -> None:
     want = both_ways(body, given, grad)
     torch.manual_seed(2)
     for one, other in zip(both_ways(again, given, grad), want, strict=True):
-        close(one, other, f"rate {rate}")
+        assert_bits_equal(one, other, f"rate {rate}")

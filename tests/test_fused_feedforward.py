@@ -7,7 +7,7 @@ import torch
 
 from commlib import graph, ops
 from commlib.errors import ArgumentError, DtypeError, RingError, ShapeError
-from tests.support.checks import Array, close, refused, same
+from tests.support.checks import Array, assert_bits_equal, assert_equal, raises
 from tests.support.class_shards import near
 from tests.support.operator import ABSENT_RING, calls, compile_whole
 from tests.support.ranks import Ranks
@@ -77,14 +77,14 @@ class Case:
         want, formulas = block(self.x, inner, self.grad, **how)
         rtol, atol = NEAR[self.dtype]
         y, grads = found
-        same(y.dtype, self.dtype, what)
+        assert_equal(y.dtype, self.dtype, what)
         near(y, want, what, rtol, atol)
-        same(sorted(grads), sorted(formulas), f"{what}: gradients")
+        assert_equal(sorted(grads), sorted(formulas), f"{what}: gradients")
         for name, formula in formulas.items():
             part = shard(name, formula, self.rank, self.size)
             near(grads[name], part, f"{what}: {name}", rtol, atol * 4)
             strides = self.tensors()[name].stride()
-            same(grads[name].stride(), strides, f"{what}: {name}: strides")
+            assert_equal(grads[name].stride(), strides, f"{what}: {name}: strides")
 
 
 def values(comm: Any) -> None:
@@ -94,10 +94,10 @@ def values(comm: Any) -> None:
         for before, activation in ((False, "gelu"), (True, "relu")):
             start = calls(comm)
             found = case.run(pre_layer_norm=before, activation=activation)
-            same(calls(comm) - start, 2, "collectives")
+            assert_equal(calls(comm) - start, 2, "collectives")
             start = calls(comm)
             feedforward(**case.tensors(), pre_layer_norm=before)
-            same(calls(comm) - start, 1, "collectives of the forward")
+            assert_equal(calls(comm) - start, 1, "collectives of the forward")
             case.check(found, f"{dtype}, {activation}", activation, before=before)
 
 
@@ -105,8 +105,8 @@ def test_values(ranks: Ranks) -> None:
     ranks(values)
 
 
-def test_values_of_more_ranks(crowd: Ranks) -> None:
-    crowd(values)
+def test_values_of_more_ranks(many_ranks: Ranks) -> None:
+    many_ranks(values)
 
 
 def without_options(comm: Any) -> None:
@@ -119,7 +119,7 @@ def without_options(comm: Any) -> None:
         case.check(found, f"{before}, no residual", before=before, add_residual=False)
         start, alone = calls(comm), Case(comm, size=1)
         alone.check(alone.run(pre_layer_norm=before, ring_id=-1), "one rank", before=before)
-        same(calls(comm), start, "collectives of one rank")
+        assert_equal(calls(comm), start, "collectives of one rank")
 
 
 def test_options(ranks: Ranks) -> None:
@@ -135,7 +135,9 @@ def dropped(comm: Any) -> None:
     keep = torch.nn.functional.dropout(ones, 0.4).cpu().numpy()
     keep_units = units.cpu().numpy() / 0.75
     halves = [shard("linear1_weight", m, r, comm.size) for r in range(comm.size) for m in units[:1]]
-    same(any(bool((half != halves[0]).any()) for half in halves[1:]), True, "masks of two ranks")
+    assert_equal(
+        any(bool((half != halves[0]).any()) for half in halves[1:]), True, "masks of two ranks"
+    )
     for case, ring in ((Case(comm), 0), (Case(comm, size=1), -1)):
         torch.manual_seed(4)
         found = case.run(**rates, ring_id=ring)
@@ -170,12 +172,12 @@ def every_form(comm: Any) -> None:
         for _ in range(3):
             before = calls(comm)
             for one, other in zip(found(call), want, strict=True):
-                close(one, other, what, atol=1e-5)
+                assert_bits_equal(one, other, what, atol=1e-5)
             count = calls(comm) - before
-        same(count, 2, f"collectives, {what}")
+        assert_equal(count, 2, f"collectives, {what}")
     with torch.autocast(comm.device.type, torch.bfloat16):
         y, *grads = found(body)
-    same({t.dtype for t in (y, *grads)}, {torch.float32}, "dtypes under autocast")
+    assert_equal({t.dtype for t in (y, *grads)}, {torch.float32}, "dtypes under autocast")
     case.dtype = torch.bfloat16
     found_grads = dict(zip(names, grads, strict=True))
     case.check((y.bfloat16(), found_grads), "autocast", "gelu", before=True)
@@ -201,22 +203,22 @@ def refusals(comm: Any) -> None:
     for name, shape in expected.items():
         given = wrong.get(name, x.new_zeros(1))
         text = f"{name} has shape {tuple(given.shape)}; expected {shape}"
-        with refused(ShapeError, f"rank {comm.rank}", "ring 0", text):
+        with raises(ShapeError, f"rank {comm.rank}", "ring 0", text):
             call(**{name: given})
-        with refused(DtypeError, f"{name} is torch.float16", "torch.autocast"):
+        with raises(DtypeError, f"{name} is torch.float16", "torch.autocast"):
             call(**{name: plain[name].half()})
-    with refused(ShapeError, "linear1_weight has shape", "[width, units]"):
+    with raises(ShapeError, "linear1_weight has shape", "[width, units]"):
         call(linear1_weight=x)
-    with refused(ShapeError, "x has shape", "[batch, tokens, width]"):
+    with raises(ShapeError, "x has shape", "[batch, tokens, width]"):
         call(x=x[0])
-    with refused(ArgumentError, "activation='tanh'; expected 'relu' or 'gelu'"):
+    with raises(ArgumentError, "activation='tanh'; expected 'relu' or 'gelu'"):
         call(activation="tanh")
     for name in ("dropout1_rate", "dropout2_rate"):
-        with refused(ArgumentError, f"{name}=1.5; expected a number from 0 to 1"):
+        with raises(ArgumentError, f"{name}=1.5; expected a number from 0 to 1"):
             call(**{name: 1.5})
-    with refused(RingError, ABSENT_RING):
+    with raises(RingError, ABSENT_RING):
         call(ring_id=ABSENT_RING)
-    same(calls(comm), before, "collectives of wrong calls")
+    assert_equal(calls(comm), before, "collectives of wrong calls")
 
 
 def test_refusals(ranks: Ranks) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from commlib import ops
-from tests.support.checks import Array, same
+from tests.support.checks import Array, assert_equal
 from tests.support.class_shards import near
 from tests.support.transformer import Attention, block, draw
 
@@ -86,9 +86,9 @@ class Case:
         inner = Attention(self.weights, how.pop("allowed", None), how.pop("keep_attn", 1.0))
         want, formulas = block(self.x, inner, self.grad, **how)
         rtol, atol = NEAR[self.dtype]
-        same(y.dtype, self.dtype, what)
+        assert_equal(y.dtype, self.dtype, what)
         near(y, want, what, rtol, atol)
-        same(sorted(grads), sorted(formulas), f"{what}: gradients")
+        assert_equal(sorted(grads), sorted(formulas), f"{what}: gradients")
         for name, formula in formulas.items():
             part = shard(name, formula, self.comm.rank if size > 1 else 0, size)
             near(grads[name], part, f"{what}: {name}", rtol, atol * 4)
