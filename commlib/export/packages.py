@@ -41,13 +41,17 @@ def aoti_compile_and_package(
 
     Raises:
         RingError: The program calls a ring that does not exist on this rank.
+        ArgumentError: The program writes to its buffers or inputs.
     """
+    _check_writes(program)
     configs = dict(inductor_configs or {})
     configs[_METADATA] = {**configs.get(_METADATA, {}), _KEY: rings.describe(program)}
     path = torch._inductor.aoti_compile_and_package(
-        program, package_path=package_path, inductor_configs=configs
+        program,
+        package_path=None if package_path is None else os.fspath(package_path),  # no Path there
+        inductor_configs=configs,
     )
-    return str(path)
+    return os.fspath(path)
 
 
 def aoti_load_package(
@@ -75,10 +79,21 @@ def aoti_load_package(
         ArgumentError: The file does not record its rings, or ``ranks`` does not fit.
     """
     model: Any = torch._inductor.aoti_load_package(path, run_single_threaded, device_index)
-    record = rings.read(path, model.get_metadata().get(_KEY, ""))
-    rings.check(path, record.rings, ranks)
-    model.loader = _Loader(model.loader, path, record.writes)
+    rings.check(path, rings.read(path, model.get_metadata().get(_KEY, "")), ranks)
+    model.loader = _Loader(model.loader)
     return model
+
+
+def _check_writes(program: torch.export.ExportedProgram) -> None:
+    """Reject a program that writes to buffers or inputs: the writes would be lost silently."""
+    signature = program.run_decompositions({}).graph_signature  # which makes writes outputs
+    written = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
+    if written:
+        raise ArgumentError(
+            f"aoti_compile_and_package: the program writes to {written}; AOTInductor drops writes "
+            f"of programs with ordered ops, and no capture sees them; return the new values "
+            f"instead, or use commlib.export.save"
+        )
 
 
 class _Loader:
@@ -88,8 +103,8 @@ class _Loader:
     calls none, but for its collectives.
     """
 
-    def __init__(self, loader: Any, path: object, writes: list[str]) -> None:
-        self._loader, self._path, self._writes = loader, path, writes
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
         self._number = next(_numbers)
         _loaded[self._number] = self
 
@@ -100,12 +115,6 @@ class _Loader:
         """Run the program; takes the tensors out of ``inputs``."""
         if not depth() and not is_tracing() and all(map(has_memory, inputs)):
             return self.run_unwatched(inputs)
-        if self._writes:
-            raise ArgumentError(
-                f"{self._path} under a capture or another mode: the program writes to "
-                f"{self._writes}, which no mode can see; return new values instead, or mark the "
-                f"call with commlib.graph.eager"
-            )
         results: Tensors = _operator(inputs, self._number)
         return results
 

@@ -57,7 +57,7 @@ def load(
     """
     files: dict[str, Any] = {_FILE: ""}
     program = torch.export.load(path, extra_files=files, **options)
-    rings.check(path, rings.read(path, files.pop(_FILE)).rings, ranks)
+    rings.check(path, rings.read(path, files.pop(_FILE)), ranks)
     if extra_files is not None:
         extra_files.update(files)
     return program

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -12,31 +12,17 @@ from commlib.errors import ArgumentError, RingError
 Members = Mapping[int, Sequence[int]]  # global ranks by ring id, in the order of the ring
 
 
-class Record(NamedTuple):
-    """What a file says about its program.
-
-    Attributes:
-        rings: The members of each ring at the export.
-        writes: Names of the inputs and buffers that the program writes to.
-    """
-
-    rings: Members
-    writes: list[str]
-
-
 def describe(program: torch.export.ExportedProgram) -> str:
-    """Return the text that ``read`` takes.
+    """Return the members of each ring that the program calls, as text for ``read``.
 
     Raises:
         RingError: The program calls a ring that does not exist on this rank.
     """
-    signature = program.graph_signature
-    written = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
     rings = {number: list(comm(number).ranks) for number in sorted(set(_ring_ids(program)))}
-    return json.dumps({"rings": rings, "writes": written})
+    return json.dumps(rings)
 
 
-def read(file: object, text: str) -> Record:
+def read(file: object, text: str) -> Members:
     """Return what ``describe`` wrote.
 
     Raises:
@@ -47,8 +33,7 @@ def read(file: object, text: str) -> Record:
             f"loading {file}: it does not record the members of its rings; save it with "
             f"commlib.export, or load it with torch's function, which compares nothing"
         )
-    found = json.loads(text)
-    return Record({int(number): ranks for number, ranks in found["rings"].items()}, found["writes"])
+    return {int(number): ranks for number, ranks in json.loads(text).items()}
 
 
 def check(file: object, recorded: Members, ranks: Members | None) -> None:
