@@ -113,7 +113,7 @@ def test_new_processes_get_eager_results(
     world: World, files: Path, load: Callable[[Path], Model]
 ) -> None:
     with world(2) as ranks:
-        ranks(loaded, load, files, deadline=120)
+        ranks(loaded, load, files, deadline=300)
 
 
 @torch.no_grad()
@@ -134,13 +134,13 @@ def captured(ring: Any, load: Callable[[Path], Model], files: Path) -> None:
 @pytest.mark.parametrize("load", [package, program])
 def test_captured_calls(world: World, files: Path, load: Callable[[Path], Model]) -> None:
     with world(2) as ranks:
-        ranks(captured, load, files, deadline=120)
+        ranks(captured, load, files, deadline=300)
 
 
 @pytest.mark.parametrize("call", [loaded, captured])
 def test_on_gpus(gpu_world: World, gpu_files: Path, call: Callable[..., None]) -> None:
     with gpu_world(2) as ranks:
-        ranks(call, package, gpu_files, deadline=120)
+        ranks(call, package, gpu_files, deadline=300)
 
 
 def writing(ring: Any, path: Path) -> None:
