@@ -11,7 +11,7 @@ from commlib.core.work import Work
 from commlib.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from commlib import compat, graph
+    from commlib import compat, export, graph
 
 __all__ = [
     "CommContext",
@@ -21,6 +21,7 @@ __all__ = [
     "comm",
     "compat",
     "errors",
+    "export",
     "flags",
     "graph",
     "init",
@@ -31,14 +32,14 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """List the public names, `graph` and `compat` included."""
+    """List the public names, also of the modules that are imported when they are used."""
     return [*__all__, "__version__"]
 
 
 if not TYPE_CHECKING:  # a checker would take any name for one that is there
 
     def __getattr__(name: str) -> Any:
-        """Import `graph` and `compat`, which `import commlib` leaves out, when they are used."""
-        if name in ("compat", "graph"):
+        """Import the modules that `import commlib` leaves out, when they are used."""
+        if name in ("compat", "export", "graph"):
             return import_module(f"commlib.{name}")
         raise AttributeError(f"module 'commlib' has no attribute {name!r}")

@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 import commlib
-from commlib import compat, errors, flags, graph, ops
+from commlib import compat, errors, export, flags, graph, ops
 from commlib.compat import deepspeed, paddle
 from tests.support.processes import run
 
@@ -17,6 +17,7 @@ PUBLIC = [
     "comm",
     "compat",
     "errors",
+    "export",
     "flags",
     "graph",
     "init",
@@ -25,7 +26,7 @@ PUBLIC = [
     "shutdown",
 ]
 CLASSES = (commlib.CommContext, commlib.CommContextManager, commlib.Work)
-MODULES = (commlib, compat, deepspeed, errors, flags, graph, ops, paddle)
+MODULES = (commlib, compat, deepspeed, errors, export, flags, graph, ops, paddle)
 RINGLESS = {  # local: no communication
     "assign_pos",
     "limit_by_capacity",

@@ -28,6 +28,7 @@ LAYERS = (  # lowest first: a module imports from lines above its own, or from i
     "commlib.graph.replaying",
     "commlib.graph",
     "commlib.ops",
+    "commlib.export",
     "commlib.compat",
     "commlib",
     "commlib.tools",

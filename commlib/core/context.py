@@ -27,14 +27,6 @@ from commlib.rendezvous.identity import RingIdentity
 from commlib.rendezvous.roll_call import Meeting
 from commlib.streams import Fences, issue_lock
 
-Tensor = torch.Tensor
-
-_GROUP = (
-    "ring.group() can't be traced. Call the functions of commlib.ops without a group: compiled "
-    "code keeps their order. Where a send and a receive would wait for each other, call "
-    "ops.all_to_all with splits, or receive first on one side"
-)
-
 
 class CommContext(Reductions, Copies, Exchanges):
     """One ring: rank, size, ranks, device and streams, and the collectives over it.
@@ -116,6 +108,14 @@ class CommContext(Reductions, Copies, Exchanges):
         if self._fences is None:
             return None
         return torch.cuda.current_stream(self.device) if use_calc_stream else self._fences.comm
+
+    @property
+    def nccl_comm(self) -> int:
+        """The address of the ring's ``ncclComm_t``; ``ArgumentError`` if there is none.
+
+        For libraries that take one, such as TensorRT (never tried there): see docs/export.md.
+        """
+        return ring_report.nccl_comm(self)
 
     def report(self) -> dict[str, Any]:
         """Return what the ring is, has done and has taken.
@@ -281,7 +281,7 @@ class CommContext(Reductions, Copies, Exchanges):
             ArgumentError: In the block: an operator computes with a result, or x requires grad.
         """
         if torch.compiler.is_compiling():
-            leave_to_eager(_GROUP)
+            leave_to_eager(group.UNTRACED)
         return untraced(group.group(self, use_calc_stream, sync_op))
 
     def explain(self, nbytes: int, dtype: torch.dtype, op: str = "sum") -> str:

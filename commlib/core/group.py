@@ -18,6 +18,12 @@ from commlib.core.stream_mode import MODES
 from commlib.core.work import Unlaunched, Work
 from commlib.errors import ArgumentError
 
+UNTRACED = (
+    "ring.group() can't be traced. Call the functions of commlib.ops without a group: compiled "
+    "code keeps their order. Where a send and a receive would wait for each other, call "
+    "ops.all_to_all with splits, or receive first on one side"
+)
+
 
 def _no_task() -> int:
     return -1

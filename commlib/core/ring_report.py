@@ -41,6 +41,19 @@ def errors(ring: Ring) -> list[str]:
     return found
 
 
+def nccl_comm(ring: Ring) -> int:
+    """Return the address of the ring's ``ncclComm_t``; see ``CommContext.nccl_comm``."""
+    if ring._health.fault is not None:
+        raise ring._health.unusable("nccl_comm")
+    address = ring._engine.nccl_comm
+    if address is None:
+        raise ArgumentError(
+            f"{ring._describe('nccl_comm')}: the ring has no NCCL communicator; expected engine "
+            f"nccl, several ranks, and a call of ring.connect() on every member"
+        )
+    return address
+
+
 def explain(ring: Ring, nbytes: int, dtype: torch.dtype, op: str) -> str:
     """Return what carries an all_reduce, and why; see ``CommContext.explain``."""
     where = ring._describe("explain")

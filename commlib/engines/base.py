@@ -230,6 +230,11 @@ class Engine(ABC):
         return True
 
     @property
+    def nccl_comm(self) -> int | None:
+        """Return the address of the ``ncclComm_t``; None without one."""
+        return None
+
+    @property
     def memory(self) -> EngineMemory:
         """Return the GPU memory that the engine has taken."""
         return EngineMemory()

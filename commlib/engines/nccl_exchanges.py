@@ -33,6 +33,12 @@ class NCCLExchanges(Engine):
         self._branches: dict[int, torch.cuda.Stream] | None = None  # of the group that is launched
         self._branch_streams: list[torch.cuda.Stream] = []
 
+    @property
+    def nccl_comm(self) -> int | None:
+        """Return the address of the communicator of all members; None before it exists."""
+        connection = self._connection
+        return int(connection.collective().comm) if connection.connected else None
+
     def _ready(self) -> Connection:
         """Return the connection for a launch, after a check that no kernel has reported a fault."""
         for channel in self.channels():

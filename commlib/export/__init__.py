@@ -1,0 +1,11 @@
+"""Save and load exported programs together with the rings that they were exported with.
+
+The functions have the names and arguments of torch's own. Saving records the members of each ring
+in the file, and loading compares them with the rings of this process. Importing commlib registers
+the ops that a saved program calls.
+"""
+
+from commlib.export.packages import aoti_compile_and_package, aoti_load_package
+from commlib.export.programs import load, save
+
+__all__ = ["aoti_compile_and_package", "aoti_load_package", "load", "save"]
