@@ -19,10 +19,10 @@ from tests.programs.export_models import (
     Writing,
     exported,
 )
-from tests.support.checks import close, refused, same, sample
+from tests.support.checks import assert_bits_equal, assert_equal, raises, sample
 from tests.support.operator import calls
 from tests.support.processes import ROOT, run
-from tests.support.ranks import Ranks, World
+from tests.support.ranks import NewRanks, Ranks
 
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
 CALLS = 20  # of EveryReduction on each of its two rings, half of them with unused results
@@ -86,9 +86,9 @@ def inputs(ring: Any, rows: int) -> torch.Tensor:
 
 
 def close_all(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], what: str) -> None:
-    same(list(found), list(wanted), what)
+    assert_equal(list(found), list(wanted), what)
     for name, want in wanted.items():
-        close(found[name], want, f"{name}, {what}")
+        assert_bits_equal(found[name], want, f"{name}, {what}")
 
 
 @torch.no_grad()
@@ -97,7 +97,7 @@ def loaded(ring: Any, load: Callable[[Path], Model], files: Path) -> None:
     reverse = commlib.new_ring(REVERSED, [1, 0])
     before = calls(ring), calls(reverse)
     model, eager = load(files / "every.pt2"), EveryReduction().to(ring.device)
-    same((calls(ring), calls(reverse)), before, "collectives after loading")
+    assert_equal((calls(ring), calls(reverse)), before, "collectives after loading")
     for rows in (6, 10):
         x = inputs(ring, rows)
         want = eager(x)
@@ -105,14 +105,14 @@ def loaded(ring: Any, load: Callable[[Path], Model], files: Path) -> None:
             before = calls(ring), calls(reverse)
             close_all(ways[ring.rank](x), want, f"{rows} rows")
             counts = calls(ring) - before[0], calls(reverse) - before[1]
-            same(counts, (CALLS, CALLS), "collectives of one call")
+            assert_equal(counts, (CALLS, CALLS), "collectives of one call")
 
 
 @pytest.mark.parametrize("load", [package, program, plain_package, plain_program])
 def test_new_processes_get_eager_results(
-    world: World, files: Path, load: Callable[[Path], Model]
+    new_ranks: NewRanks, files: Path, load: Callable[[Path], Model]
 ) -> None:
-    with world(2) as ranks:
+    with new_ranks(2) as ranks:
         ranks(loaded, load, files, deadline=300)
 
 
@@ -128,31 +128,31 @@ def captured(ring: Any, load: Callable[[Path], Model], files: Path) -> None:
         close_all(alone(x), eager(x), f"call {turn}")
         wanted = {name: y + 1 for name, y in eager(x * 2).items()}
         close_all(between(x), wanted, f"call {turn} between operators")
-    same([row["replays"] for row in graph.report()], [3, 3], "replays of each function")
+    assert_equal([row["replays"] for row in graph.report()], [3, 3], "replays of each function")
 
 
 @pytest.mark.parametrize("load", [package, program])
-def test_captured_calls(world: World, files: Path, load: Callable[[Path], Model]) -> None:
-    with world(2) as ranks:
+def test_captured_calls(new_ranks: NewRanks, files: Path, load: Callable[[Path], Model]) -> None:
+    with new_ranks(2) as ranks:
         ranks(captured, load, files, deadline=300)
 
 
 @pytest.mark.parametrize("call", [loaded, captured])
-def test_on_gpus(gpu_world: World, gpu_files: Path, call: Callable[..., None]) -> None:
-    with gpu_world(2) as ranks:
+def test_on_gpus(new_gpu_ranks: NewRanks, gpu_files: Path, call: Callable[..., None]) -> None:
+    with new_gpu_ranks(2) as ranks:
         ranks(call, package, gpu_files, deadline=300)
 
 
 def writing(ring: Any, path: Path) -> None:
     """AOTInductor would drop the writes; a saved program keeps them."""
     program = exported(Writing(), ring.device)
-    with refused(ArgumentError, "['calls', 'x']", "commlib.export.save"):
+    with raises(ArgumentError, "['calls', 'x']", "commlib.export.save"):
         export.aoti_compile_and_package(program, package_path=path / f"{ring.rank}.pt2")
     export.save(program, path / f"{ring.rank}.pt2")
     model, x = export.load(path / f"{ring.rank}.pt2").module(), inputs(ring, 6)
     want = Writing().to(ring.device)(x.clone())
-    close(model(x.clone()), want, "first call")
-    close(model(x.clone()), want + 1, "second call")
+    assert_bits_equal(model(x.clone()), want, "first call")
+    assert_bits_equal(model(x.clone()), want + 1, "second call")
 
 
 def test_programs_that_write(cpu_ranks: Ranks, tmp_path: Path) -> None:
@@ -164,11 +164,11 @@ def modes(ring: Any, files: Path) -> None:
     commlib.new_ring(REVERSED, [1, 0])
     model = package(files / "every.pt2")
     before = calls(ring)
-    with torch._subclasses.FakeTensorMode() as mode, refused(ArgumentError, "can't be traced"):
+    with torch._subclasses.FakeTensorMode() as mode, raises(ArgumentError, "can't be traced"):
         model(mode.from_tensor(inputs(ring, 6)))
-    with refused(ArgumentError, "run_package under torch.vmap"):
+    with raises(ArgumentError, "run_package under torch.vmap"):
         torch.vmap(model)(torch.stack([inputs(ring, 6)] * 2))
-    same(calls(ring), before, "collectives after refused calls")
+    assert_equal(calls(ring), before, "collectives after refused calls")
 
 
 def test_other_modes(cpu_ranks: Ranks, files: Path) -> None:
@@ -180,23 +180,23 @@ def elsewhere(ring: Any, load: Callable[[Path], Model], files: Path) -> None:
     name = "every_package.pt2" if load is package else "every.pt2"
     before = calls(ring)
     if ring.size == 2:
-        with refused(RingError, f"ring {REVERSED}", "does not exist"):
+        with raises(RingError, f"ring {REVERSED}", "does not exist"):
             load(files / "every.pt2")
         commlib.new_ring(REVERSED, [0, 1])
-        with refused(RingError, f"ring {REVERSED}", name, "expected [1, 0]"):
+        with raises(RingError, f"ring {REVERSED}", name, "expected [1, 0]"):
             load(files / "every.pt2")
     else:
-        with refused(RingError, "ring 0", name, "[0, 1, 2]", "expected [0, 1]"):
+        with raises(RingError, "ring 0", name, "[0, 1, 2]", "expected [0, 1]"):
             load(files / "every.pt2")
-    same(calls(ring), before, "collectives after refused loads")
+    assert_equal(calls(ring), before, "collectives after refused loads")
 
 
 @pytest.mark.parametrize("load", [package, program])
 @pytest.mark.parametrize("size", [2, 3])
 def test_another_layout(
-    world: World, files: Path, size: int, load: Callable[[Path], Model]
+    new_ranks: NewRanks, files: Path, size: int, load: Callable[[Path], Model]
 ) -> None:
-    with world(size) as ranks:
+    with new_ranks(size) as ranks:
         ranks(elsewhere, load, files)
 
 
@@ -206,40 +206,42 @@ def replicated(ring: Any, files: Path) -> None:
     file = files / "one_ring.pt2"
     if commlib.new_ring(REVERSED, [1, 2]) is None:
         return
-    with refused(RingError, "expected [1, 0]"):
+    with raises(RingError, "expected [1, 0]"):
         export.load(file)
     for wrong in ({REVERSED: [0, 1, 2]}, {5: [1, 2]}):
-        with refused(ArgumentError, "one_ring.pt2", f"ranks={wrong}", f"{{{REVERSED}: [1, 0]}}"):
+        with raises(ArgumentError, "one_ring.pt2", f"ranks={wrong}", f"{{{REVERSED}: [1, 0]}}"):
             export.load(file, ranks=wrong)
-    with refused(RingError, "expected [0, 2]"):
+    with raises(RingError, "expected [0, 2]"):
         export.load(file, ranks={REVERSED: [0, 2]})
     x = inputs(ring, 6)
-    close(export.load(file, ranks={REVERSED: [1, 2]}).module()(x), OneRing()(x), "on other ranks")
+    assert_bits_equal(
+        export.load(file, ranks={REVERSED: [1, 2]}).module()(x), OneRing()(x), "on other ranks"
+    )
 
 
-def test_other_ranks_in_place_of_those_of_the_export(world: World, files: Path) -> None:
-    with world(3) as ranks:
+def test_other_ranks_in_place_of_those_of_the_export(new_ranks: NewRanks, files: Path) -> None:
+    with new_ranks(3) as ranks:
         ranks(replicated, files)
 
 
 def recording(ring: Any, files: Path) -> None:
     """The record is separate from the program and from further files."""
     reverse = commlib.new_ring(REVERSED, [1, 0])
-    with refused(ArgumentError, "unrecorded.pt2", "commlib.export"):
+    with raises(ArgumentError, "unrecorded.pt2", "commlib.export"):
         export.load(files / "unrecorded.pt2")
     kept: dict[str, Any] = {}
     one = export.load(files / "every.pt2", extra_files=kept)
-    same(kept, {"note": "kept"}, "other files of the archive")
+    assert_equal(kept, {"note": "kept"}, "other files of the archive")
     assert reverse is not None
     reverse.close()
     commlib.close_ring(REVERSED)
-    with refused(RingError, f"ring {REVERSED}", "was closed"):
+    with raises(RingError, f"ring {REVERSED}", "was closed"):
         export.save(one, files / f"not_saved_{ring.rank}.pt2")
-    same((files / f"not_saved_{ring.rank}.pt2").exists(), False, "a file")
+    assert_equal((files / f"not_saved_{ring.rank}.pt2").exists(), False, "a file")
 
 
-def test_the_record(world: World, files: Path) -> None:
-    with world(2) as ranks:
+def test_the_record(new_ranks: NewRanks, files: Path) -> None:
+    with new_ranks(2) as ranks:
         ranks(recording, files)
 
 
@@ -263,12 +265,12 @@ def test_a_process_without_commlib(files: Path, load: str, file: str, said: str)
 
 def without_nccl(ring: Any) -> None:
     """A ring without NCCL says so, also when it is closed."""
-    with refused(ArgumentError, "ring 0", "no NCCL communicator", "engine"):
+    with raises(ArgumentError, "ring 0", "no NCCL communicator", "engine"):
         ring.nccl_comm  # noqa: B018
     other = commlib.new_ring(5, [0, 1])
     assert other is not None
     other.close()
-    with refused(RingError, "ring 5", "can't be used"):
+    with raises(RingError, "ring 5", "can't be used"):
         other.nccl_comm  # noqa: B018
 
 
@@ -283,12 +285,14 @@ def with_nccl(ring: Any) -> None:
     from commlib.engines.libnccl import raw
 
     ring = commlib.new_ring(5, [1, 0])
-    with refused(ArgumentError, "ring 5", "ring.connect()"):
+    with raises(ArgumentError, "ring 5", "ring.connect()"):
         ring.nccl_comm  # noqa: B018
     ring.connect()
     rank = ctypes.c_int(-1)
-    same(raw().ncclCommUserRank(ctypes.c_void_p(ring.nccl_comm), ctypes.byref(rank)), 0, "status")
-    same(rank.value, ring.rank, "rank of the communicator")
+    assert_equal(
+        raw().ncclCommUserRank(ctypes.c_void_p(ring.nccl_comm), ctypes.byref(rank)), 0, "status"
+    )
+    assert_equal(rank.value, ring.rank, "rank of the communicator")
 
 
 def test_the_nccl_communicator(gpu_ranks: Ranks) -> None:
