@@ -1,0 +1,333 @@
+"""LAMB over flat buffers: one reduction, state divided over the ranks, no waits of the host."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, overload
+
+import torch
+
+from commlib.errors import ArgumentError
+from commlib.ops.agreement import check_ranks_agree, refuse_together
+from commlib.ops.arguments import Ring
+from commlib.ops.lamb import checkpoint
+from commlib.ops.lamb.gradients import Gradients
+from commlib.ops.lamb.lamb_rings import NAME, LambRings
+from commlib.ops.lamb.part import make_parts
+from commlib.ops.lamb.settings import (
+    Settings,
+    check_group,
+    check_params,
+    common_moments,
+    decayed,
+    facts,
+)
+from commlib.ops.lamb.update import Rule, trust_ratios, update_moments, update_weights
+
+Tensor = torch.Tensor
+
+
+class DistributedFusedLamb(torch.optim.Optimizer):
+    """LAMB for data parallelism: sums the gradients, and divides the state over the ranks.
+
+    The parameters become views of one flat buffer per dtype, and so do their gradients. A step is
+    one reduction, a few kernels over each rank's shard and one gather, whatever the number of
+    parameters. 16-bit parameters have float32 master weights, which are divided too. The host
+    reads nothing, so ``commlib.graph.capture`` captures the step. It runs on the caller's current
+    stream.
+
+    A step whose summed gradients are not finite changes nothing; ``skipped`` is True then.
+    ``torch.amp.GradScaler`` may call the step, and the scales of the ranks may differ.
+
+    Every rank of the ring creates the optimizer, with the same parameters and settings. The
+    parameters of rank 0 are sent to all.
+
+    Example:
+        >>> optimizer = ops.DistributedFusedLamb(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+        >>> (loss(model, batch) / ring.size).backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+
+    Attributes:
+        skipped: [1] bool on the device: True if the last update changed nothing.
+    """
+
+    # GradScaler hands its scale over and leaves the decision to skip to step().
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Any,
+        ring_id: Ring = 0,
+        *,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        exclude_from_weight_decay: Callable[[Tensor], bool] | None = None,
+        max_grad_norm: float = 0.0,
+        clip_after_allreduce: bool = True,
+        is_grad_scaled_by_nranks: bool = True,
+        gradient_accumulation_steps: int = 1,
+        use_master_acc_grad: bool = True,
+        use_master_param_norm: bool = True,
+        shard_ring: Ring | None = None,
+        cross_ring: Ring | None = None,
+    ) -> None:
+        """Make the buffers, compare the settings of the ranks, and send the parameters of rank 0.
+
+        Args:
+            params: Parameters of float32 and of one 16-bit dtype, or parameter groups, which may
+                have their own ``lr`` and ``weight_decay``.
+            ring_id: The ring whose ranks share the data, its id or its name.
+            lr: Learning rate; a tensor of one element may change without a new capture.
+            betas: Decay of the mean and of the mean square of the gradients.
+            eps: Summand of the denominator, above 0.
+            weight_decay: Factor of the weights that is added to the direction.
+            exclude_from_weight_decay: Returns True for a parameter without weight decay.
+            max_grad_norm: Limit of the global norm of the gradients; 0 for none.
+            clip_after_allreduce: True limits the norm of the sum. False limits the gradient of
+                each rank before the sum, by its own norm, in place.
+            is_grad_scaled_by_nranks: True if the loss was divided by the number of ranks; with
+                False the sum of the gradients is.
+            gradient_accumulation_steps: Calls of ``step`` per update. Their gradients are added.
+            use_master_acc_grad: True adds the gradients of 16-bit parameters in float32.
+            use_master_param_norm: True takes norms of master weights, False of the parameters.
+            shard_ring: The ranks that divide one copy of the state, such as those of one node.
+                Default: all ranks.
+            cross_ring: The ranks with the same position in their ``shard_ring``. With it the sum
+                is a reduce_scatter over ``shard_ring`` and an all_reduce over ``cross_ring``, else
+                an all_reduce over all ranks that writes the sum to the gradients.
+
+        Raises:
+            ArgumentError: A setting is out of range, differs between ranks, or a parameter does
+                not require grad. On every rank, before anything is launched.
+            DtypeError, DeviceError: A parameter can't be part of the buffers.
+            RingError: A ring does not exist here.
+        """
+        self._order: list[int] | None = None  # None until the buffers are made
+        rings = self._rings = LambRings(ring_id, shard_ring, cross_ring)
+        settings = self._settings = Settings(
+            float(max_grad_norm or 0),
+            clip_after_allreduce,
+            is_grad_scaled_by_nranks,
+            gradient_accumulation_steps,
+            use_master_acc_grad,
+            use_master_param_norm,
+        )
+        with refuse_together(rings.ring, NAME):
+            settings.check(rings.ring)
+            rings.check()
+            defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+            super().__init__(params, defaults)
+            listed = [p for group in self.param_groups for p in group["params"]]
+            check_params(rings.ring, listed)
+            moments = self._moments()
+        agreed = facts(settings, listed, (*moments[0], moments[1]), rings.shard.size)
+        rows = check_ranks_agree(rings.ring, NAME, agreed, [rings.shard.rank])
+        rings.check_positions([row[0] for row in rows])
+        self._make_buffers(listed, decayed(listed, exclude_from_weight_decay))
+
+    @torch.no_grad()
+    def _make_buffers(self, listed: list[Tensor], with_decay: list[bool]) -> None:
+        rings, settings = self._rings, self._settings
+        self._order, self._parts = make_parts(
+            listed,
+            shards=rings.shard.size,
+            rank=rings.shard.rank,
+            accumulates=settings.accumulation_steps > 1,
+            in_float32=settings.use_master_acc_grad,
+        )
+        for part in self._parts:
+            rings.ring.broadcast(part.values, part.values, root=0)
+            part.refresh_weights()
+        device = rings.ring.device
+        groups = [n for n, group in enumerate(self.param_groups) for _ in group["params"]]
+        self._group_of = torch.tensor([groups[n] for n in self._order], device=device)
+        flags = [float(with_decay[n]) for n in self._order]
+        self._with_decay = torch.tensor(flags, device=device)
+        self._steps = torch.zeros(1, dtype=torch.int64, device=device)
+        self.skipped = torch.zeros(1, dtype=torch.bool, device=device)
+        self._microbatches = 0
+        self._gradients = Gradients(self._parts, rings, settings)
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Add the gradients of this microbatch and, after the last one, update the parameters.
+
+        With more than one microbatch the host counts them. Capture ``accumulate`` and ``update``
+        then, instead of this method.
+
+        Args:
+            closure: Computes the loss and the gradients first.
+
+        Returns:
+            The loss of ``closure``.
+
+        Raises:
+            ArgumentError: No parameter has a gradient. Nothing is changed.
+            RingError: A ring was closed or has failed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._settings.accumulation_steps > 1:
+            self.accumulate()
+            self._microbatches += 1
+            if self._microbatches < self._settings.accumulation_steps:
+                return loss
+            self._microbatches = 0
+        self.update()
+        return loss
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Add the gradients of this microbatch to the sum; nothing is sent.
+
+        Raises:
+            ArgumentError: No parameter has a gradient, or each call of ``step`` is an update.
+        """
+        if self._settings.accumulation_steps == 1:
+            raise ArgumentError(
+                f"{self._describe('accumulate')}: gradient_accumulation_steps is 1; expected 2 or "
+                f"more; pass gradient_accumulation_steps= to the constructor"
+            )
+        self._gradients.collect()
+        for part in self._parts:
+            assert part.accumulated is not None
+            part.accumulated.add_(part.gradients)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Update the parameters by the gradients or, with accumulation, by their sum.
+
+        Every rank calls it.
+
+        Raises:
+            ArgumentError: No parameter has a gradient, or two groups have other betas or eps.
+            RingError: A ring was closed or has failed.
+        """
+        betas, eps = self._moments()
+        if self._settings.accumulation_steps == 1:
+            self._gradients.collect()
+        else:
+            self._gradients.take_sum()
+        reduced = self._gradients.reduce(
+            getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        )
+        self.skipped.copy_(reduced.skip)
+        steps = self._steps + 1
+        corrections = [1 - torch.pow(beta, steps.double()) for beta in betas]
+        factors = torch.cat([reduced.factor, *(each.float() for each in corrections)])
+        rates, decays = self._per_parameter("lr"), self._per_parameter("weight_decay")
+        rule = Rule(
+            betas,
+            eps,
+            self._settings.use_master_param_norm,
+            factors,
+            rates,
+            decays * self._with_decay,
+            self.skipped,
+        )
+        norms = factors.new_empty((len(rates), 2))
+        for part, shard in zip(self._parts, reduced.shards, strict=True):
+            update_moments(part, shard, rule, norms)
+        ratios = trust_ratios(self._rings.total(norms), rates)
+        for part in self._parts:
+            update_weights(part, rule, ratios)
+            self._rings.gather(part.values, part.layout.shard(part.rank))
+        self._steps.add_(~self.skipped)
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Set the gradients to zero by one kernel per dtype.
+
+        Args:
+            set_to_none: True drops them instead; the next step then copies the new ones into the
+                flat buffers.
+        """
+        if set_to_none:
+            super().zero_grad(set_to_none=True)
+            return
+        for part in self._parts:
+            part.gradients.zero_()
+            part.attach_gradients()
+
+    @torch.no_grad()
+    def refresh_master(self) -> None:
+        """Set the master weights to the parameters, after the program has changed these."""
+        for part in self._parts:
+            part.refresh_weights()
+
+    def _moments(self) -> tuple[tuple[float, float], float]:
+        return common_moments(self._rings.ring, self.param_groups)
+
+    def _per_parameter(self, name: str) -> Tensor:
+        """Return a setting of the parameter groups, one float32 per parameter."""
+        values = torch.empty(len(self.param_groups), device=self._rings.ring.device)
+        for place, group in enumerate(self.param_groups):
+            given = group[name]
+            if isinstance(given, Tensor):
+                values[place].copy_(given.view(()))
+            else:
+                values[place].fill_(given)
+        return values[self._group_of]
+
+    def _describe(self, method: str) -> str:
+        return f"{self._rings.ring._describe(NAME)}: {method}"
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; only the constructor can.
+
+        Raises:
+            ArgumentError: The buffers exist, or a setting of the group is out of range.
+        """
+        if self._order is not None:
+            raise ArgumentError(
+                f"{self._describe('add_param_group')}: the flat buffers hold {len(self._order)} "
+                f"parameters and can't grow; expected all parameters in the constructor; create a "
+                f"new optimizer with all of them"
+            )
+        super().add_param_group(param_group)
+        number = len(self.param_groups) - 1
+        check_group(self._rings.ring, number, self.param_groups[number])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state in CPU memory, in torch's format, for any number of ranks.
+
+        Every rank of the shard ring calls it. It blocks the host. Save the model too: its values
+        are not included, except for the master weights of 16-bit parameters.
+
+        Raises:
+            ArgumentError: Some microbatches of an update are missing.
+        """
+        if self._microbatches:
+            raise ArgumentError(
+                f"{self._describe('state_dict')}: {self._microbatches} of "
+                f"{self._settings.accumulation_steps} microbatches are accumulated; expected none; "
+                f"call it after a step that updates"
+            )
+        packed = super().state_dict()
+        assert self._order is not None
+        state = checkpoint.gathered(self._parts, self._rings, self._order, self._steps)
+        return {**packed, "state": state}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state of any number of ranks. Load the model too.
+
+        Sends nothing. Every rank calls it with the same state.
+
+        Raises:
+            ArgumentError: The state is of other parameters. Nothing is changed.
+        """
+        assert self._order is not None
+        checkpoint.check(self._rings.ring, self._parts, self._order, self.param_groups, state_dict)
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        checkpoint.load(self._parts, self._order, state_dict["state"])
+        self._steps.copy_(state_dict["state"][0][checkpoint.STEP])
+        self._microbatches = 0
