@@ -29,15 +29,15 @@ class Layout:
     of shards; only the padding at the end does.
 
     Args:
-        counts: Elements per parameter.
+        counts: Elements per parameter, of one or more parameters.
         shards: Number of ranks that divide the buffer.
     """
 
     def __init__(self, counts: Sequence[int], shards: int) -> None:
         self.counts, self.shards = tuple(counts), shards
         ends = [*accumulate(_rounded(count, ALIGNMENT) for count in self.counts)]
-        self.starts = (0, *ends[:-1]) if ends else ()
-        self.numel = _rounded(ends[-1] if ends else 0, ALIGNMENT * shards)
+        self.starts = (0, *ends[:-1])
+        self.numel = _rounded(max(1, *ends), ALIGNMENT * shards)  # no shard is empty
         self.shard_numel = self.numel // shards
 
     def shard(self, rank: int) -> slice:

@@ -117,7 +117,14 @@ class DistributedFusedLamb(torch.optim.Optimizer):
             settings.check(rings.ring)
             rings.check()
             defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-            super().__init__(params, defaults)
+            try:
+                super().__init__(params, defaults)
+            except (TypeError, ValueError) as error:  # torch's checks of params
+                if isinstance(error, ArgumentError):
+                    raise
+                raise ArgumentError(
+                    f"{self._describe('params')}: {error}; pass model.parameters()"
+                ) from error
             listed = [p for group in self.param_groups for p in group["params"]]
             check_params(rings.ring, listed)
             moments = self._moments()

@@ -47,6 +47,9 @@ def update_moments(part: Part, gradient: Tensor, rule: Rule, norms: Tensor) -> N
 
         lamb_kernels.update_moments(part, gradient, rule, norms)
         return
+    rows = norms[part.first : part.first + len(part.params)].zero_()
+    if not part.segments:  # a shard of padding
+        return
     gradient = gradient.float() * rule.factors[0]
     moments = ((part.exp_avg, gradient), (part.exp_avg_sq, gradient.square()))
     for (moment, value), beta in zip(moments, rule.betas, strict=True):
@@ -54,7 +57,6 @@ def update_moments(part: Part, gradient: Tensor, rule: Rule, norms: Tensor) -> N
     measured = part.weights
     if part.copy is not None and not rule.master_norm:
         measured = part.copy.float()
-    rows = norms[part.first : part.first + len(part.params)].zero_()
     for column, values in enumerate((measured, _direction(part, rule))):
         lengths = torch._foreach_norm(_pieces(part, values))
         for segment, length in zip(part.segments, lengths, strict=True):
@@ -67,6 +69,8 @@ def update_weights(part: Part, rule: Rule, ratios: Tensor) -> None:
         from commlib.ops.lamb import lamb_kernels
 
         lamb_kernels.update_weights(part, rule, ratios)
+        return
+    if not part.segments:
         return
     step = _direction(part, rule)
     torch._foreach_mul_(_pieces(part, step), _per_segment(part, ratios))
