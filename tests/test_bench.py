@@ -106,6 +106,11 @@ PEERS = {
         "legacy algorithm",
         "torch.sort alone",
     },
+    "lamb": {
+        "ops.DistributedFusedLamb",
+        "ops.DistributedFusedLamb, captured",
+        "foreach LAMB, bucketed all_reduce",
+    },
     "allreduce": {f"{point} | {call}" for point, calls in ALLREDUCE.items() for call in calls},
     "capture": {f"{point} | {call}" for point, calls in CAPTURE.items() for call in calls},
     "overlap": {
@@ -149,7 +154,7 @@ def test_all_that_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
             assert "arget" in said.out or name == "memory"
     if not torch.cuda.is_available():
         lines = [line for line in said.out.splitlines() if line.startswith(NEEDS_GPUS)]
-        assert len(lines) == 4  # experts, cross-entropy, and two of class-center
+        assert len(lines) == 5  # experts, cross-entropy, lamb, and two of class-center
 
 
 @pytest.mark.parametrize("name", ["host", "memory", "allreduce", "capture", "overlap"])

@@ -4,11 +4,10 @@ from typing import Any
 
 import torch
 
-import commlib
 from commlib.compat import paddle
 from commlib.errors import ArgumentError
 from tests.support.checks import close, refused
-from tests.support.lamb import Case, optimizer, parameters, small, train
+from tests.support.lamb import Case, close_rings, optimizer, parameters, small, train
 from tests.support.ranks import Ranks
 
 Legacy: Any = paddle.distributed_fused_lamb
@@ -51,9 +50,7 @@ def steps(comm: Any) -> None:
         train(case, other, legacy, comm.rank, 0, 3)
         for n, (param, wanted) in enumerate(zip(legacy, params, strict=True)):
             close(param, wanted.detach(), f"parameter {n} of {case}")
-        for ring in range(20, 40):
-            if commlib.CommContextManager.instance().has(ring):
-                commlib.close_ring(ring)
+        close_rings()
 
 
 def test_legacy_arguments(ranks: Ranks) -> None:

@@ -16,6 +16,7 @@ from tests.support.lamb import (
     Case,
     Reference,
     bits_of,
+    close_rings,
     give,
     gradients,
     optimizer,
@@ -37,12 +38,6 @@ def copied(state: dict[str, Any]) -> Any:
     torch.save(state, file)
     file.seek(0)
     return torch.load(file)
-
-
-def close_rings() -> None:
-    for ring in range(20, 40):
-        if commlib.CommContextManager.instance().has(ring):
-            commlib.close_ring(ring)
 
 
 def resumed(comm: Any) -> None:

@@ -95,7 +95,7 @@ class Gradients:
     def _common_scale(self, scale: Tensor | None) -> Tensor:
         """Bring this rank's gradients to the smallest scale of all ranks, and return that.
 
-        A GradScaler sees the gradients of its own rank only, so the scales of ranks differ after
+        A GradScaler sees the gradients of one rank only, so the scales of ranks differ after
         one of them has had an overflow.
         """
         if scale is None:

@@ -269,6 +269,11 @@ class DistributedFusedLamb(torch.optim.Optimizer):
         for part in self._parts:
             part.refresh_weights()
 
+    @property
+    def shards(self) -> list[Tensor]:
+        """This rank's shards of the moments and of the master weights."""
+        return [shard for part in self._parts for shard in checkpoint.names(part).values()]
+
     def _moments(self) -> tuple[tuple[float, float], float]:
         return common_moments(self._rings.ring, self.param_groups)
 

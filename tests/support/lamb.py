@@ -176,6 +176,11 @@ def agrees(comm: Any, case: Case, steps: int = STEPS) -> None:
         reference.step(sums)
     for n, (param, wanted) in enumerate(zip(params, reference.weights, strict=True)):
         close(param, wanted, f"parameter {n} of {case}", atol=ATOL[case.dtype(n)])
+    close_rings()
+
+
+def close_rings() -> None:
+    """Close the rings that ``optimizer`` has created."""
     for ring in range(20, 40):
         if commlib.CommContextManager.instance().has(ring):
             commlib.close_ring(ring)
