@@ -1,5 +1,6 @@
 """ops.DistributedFusedLamb: wrong parameters, settings, rings, gradients and states are errors."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -130,6 +131,8 @@ def calls_at_wrong_times(comm: Any) -> None:
     new = torch.nn.Parameter(torch.ones(2, device=comm.device))
     with refused(ArgumentError, "hold 5 parameters and can't grow", "create a new optimizer"):
         made.add_param_group({"params": [new]})
+    with refused(ArgumentError, "can't be copied or pickled", "call state_dict()"):
+        copy.deepcopy(made)
     made.zero_grad(set_to_none=True)
     with refused(ArgumentError, "no parameter has a gradient", "loss.backward()"):
         made.step()

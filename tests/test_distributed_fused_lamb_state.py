@@ -5,6 +5,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -91,8 +92,8 @@ def moved(comm: Any) -> None:
         compared(made.state_dict(), state)
         train(case, made, params, pair.rank, 3, 5)
         state = copied(made.state_dict())
-        sizes = [len(part.weights) for part in made._parts]
-        same(sizes, [part.layout.numel // 2 for part in made._parts], "shards of two ranks")
+        sizes = [len(part.weights) for part in made._sharded.parts]
+        same(sizes, [part.layout.numel // 2 for part in made._sharded.parts], "shards of two ranks")
     for step in (3, 4):
         reference.step([summed(case, rank, step) for rank in range(2)])
     state = from_rank(comm, state, root=1)
@@ -268,6 +269,27 @@ def test_grad_scaler(ranks: Ranks) -> None:
     ranks(scaled)
 
 
+def large_sums(comm: Any) -> None:
+    """A sum does not overflow where no summand does: no GradScaler would notice it."""
+    case = Case(HALF, shapes=((3,), (5, 4)))
+    params = parameters(case, comm.device)
+    made = optimizer(comm, case, params)
+    reference = Reference(case, list(parameters(case, "cpu")))
+    for param in params:
+        assert param.grad is not None
+        param.grad.fill_(60000.0)
+    made.grad_scale = torch.full((1,), 2.0**16, device=comm.device)
+    made.step()
+    same(made.skipped.item(), False, "skipped")
+    reference.step([[np.full(shape, 60000 / 2**16) for shape in case.shapes]] * comm.size)
+    for n, (param, wanted) in enumerate(zip(params, reference.weights, strict=True)):
+        close(param, wanted, f"parameter {n}", atol=ATOL[case.dtype(n)])
+
+
+def test_scaled_sums_do_not_overflow(ranks: Ranks) -> None:
+    ranks(large_sums)
+
+
 def closures(comm: Any) -> None:
     """step() returns the loss of its closure, which has gradients."""
     case = small(Case())
@@ -325,5 +347,7 @@ def in_place(comm: Any, micro: int) -> None:
         close(param.grad, torch.full_like(param, 2.0), "gradients after a step")
     made.zero_grad()
     same([p.grad.data_ptr() for p in params if p.grad is not None], places, "places")
-    with refused(RuntimeError, "leaf"):
-        made.param_groups[0]["params"][0].add_(1.0)
+    loss = (params[0].square() * 3).sum()
+    made.step() if micro == 1 else made.update()
+    with refused(RuntimeError, "modified by an inplace operation"):
+        loss.backward()

@@ -34,7 +34,7 @@ class Gradients:
 
     def __init__(self, parts: Sequence[Part], rings: LambRings, settings: Settings) -> None:
         self._parts, self._rings, self._settings = parts, rings, settings
-        self._one = torch.ones(1, device=rings.ring.device)
+        self._one = torch.ones(1, dtype=torch.float32, device=rings.ring.device)
 
     def collect(self) -> None:
         """Bring all gradients into the flat buffers.
@@ -93,19 +93,23 @@ class Gradients:
         return Reduced(shards, factor, ~(square + known).isfinite() | (known > 0))
 
     def _common_scale(self, scale: Tensor | None) -> Tensor:
-        """Bring this rank's gradients to the smallest scale of all ranks, and return that.
+        """Bring this rank's gradients to the smallest scale of all ranks, over their number.
 
-        A GradScaler sees the gradients of one rank only, so the scales of ranks differ after
-        one of them has had an overflow.
+        A GradScaler sees the gradients of one rank only. So the scales of ranks differ after one of
+        them has had an overflow. And the sum must not overflow where no summand does, because no
+        scaler would lower its scale.
+
+        Returns:
+            [1] the scale that the gradients have now.
         """
         if scale is None:
             return self._one
-        own = scale.float().view(1)
-        if self._rings.ring.size == 1:
+        own, ranks = scale.float().view(1), self._rings.ring.size
+        if ranks == 1:
             return own
-        least = self._rings.least(own)
-        self._multiply(least / own)
-        return least
+        common = self._rings.least(own) / ranks
+        self._multiply(common / own)
+        return common
 
     def _clip_own(self, scale: Tensor) -> None:
         """Limit the norm of this rank's gradients, in place; leave gradients that are not finite.
@@ -116,7 +120,7 @@ class Gradients:
         if self._settings.is_grad_scaled_by_nranks:
             norm = norm * self._rings.ring.size
         factor = scale * self._settings.max_grad_norm / (norm + _TINY)
-        self._multiply(torch.where(factor < 1, factor, 1.0))
+        self._multiply(torch.where(factor < 1, factor, self._one))
 
     def _multiply(self, factor: Tensor) -> None:
         for part in self._parts:
@@ -132,4 +136,5 @@ def _square(flats: Sequence[Tensor]) -> Tensor:
 def _not_finite(flats: Sequence[Tensor]) -> Tensor:
     """Return [1] infinity if an element is not finite, else 0."""
     largest = [torch.linalg.vector_norm(flat, torch.inf, dtype=torch.float32) for flat in flats]
-    return torch.where(torch.stack(largest).isfinite().all(), 0.0, torch.inf).view(1)
+    bad = ~torch.stack(largest).isfinite().all(0, keepdim=True)
+    return torch.zeros_like(largest[0]).view(1).masked_fill(bad, torch.inf)

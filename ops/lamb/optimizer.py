@@ -8,10 +8,7 @@ import torch
 from commlib.errors import ArgumentError
 from commlib.ops.agreement import check_ranks_agree, refuse_together
 from commlib.ops.arguments import Ring
-from commlib.ops.lamb import checkpoint
-from commlib.ops.lamb.gradients import Gradients
 from commlib.ops.lamb.lamb_rings import NAME, LambRings
-from commlib.ops.lamb.part import make_parts
 from commlib.ops.lamb.settings import (
     Settings,
     check_group,
@@ -20,7 +17,7 @@ from commlib.ops.lamb.settings import (
     decayed,
     facts,
 )
-from commlib.ops.lamb.update import Rule, trust_ratios, update_moments, update_weights
+from commlib.ops.lamb.sharded_state import ShardedState
 
 Tensor = torch.Tensor
 
@@ -45,9 +42,6 @@ class DistributedFusedLamb(torch.optim.Optimizer):
         >>> (loss(model, batch) / ring.size).backward()
         >>> optimizer.step()
         >>> optimizer.zero_grad()
-
-    Attributes:
-        skipped: [1] bool on the device: True if the last update changed nothing.
     """
 
     # GradScaler hands its scale over and leaves the decision to skip to step().
@@ -103,7 +97,8 @@ class DistributedFusedLamb(torch.optim.Optimizer):
             DtypeError, DeviceError: A parameter can't be part of the buffers.
             RingError: A ring does not exist here.
         """
-        self._order: list[int] | None = None  # None until the buffers are made
+        self._microbatches = 0
+        self._has_buffers = False
         rings = self._rings = LambRings(ring_id, shard_ring, cross_ring)
         settings = self._settings = Settings(
             float(max_grad_norm or 0),
@@ -131,30 +126,10 @@ class DistributedFusedLamb(torch.optim.Optimizer):
         agreed = facts(settings, listed, (*moments[0], moments[1]), rings.shard.size)
         rows = check_ranks_agree(rings.ring, NAME, agreed, [rings.shard.rank])
         rings.check_positions([row[0] for row in rows])
-        self._make_buffers(listed, decayed(listed, exclude_from_weight_decay))
-
-    @torch.no_grad()
-    def _make_buffers(self, listed: list[Tensor], with_decay: list[bool]) -> None:
-        rings, settings = self._rings, self._settings
-        self._order, self._parts = make_parts(
-            listed,
-            shards=rings.shard.size,
-            rank=rings.shard.rank,
-            accumulates=settings.accumulation_steps > 1,
-            in_float32=settings.use_master_acc_grad,
-        )
-        for part in self._parts:
-            rings.ring.broadcast(part.values, part.values, root=0)
-            part.refresh_weights()
-        device = rings.ring.device
-        groups = [n for n, group in enumerate(self.param_groups) for _ in group["params"]]
-        self._group_of = torch.tensor([groups[n] for n in self._order], device=device)
-        flags = [float(with_decay[n]) for n in self._order]
-        self._with_decay = torch.tensor(flags, device=device)
-        self._steps = torch.zeros(1, dtype=torch.int64, device=device)
-        self.skipped = torch.zeros(1, dtype=torch.bool, device=device)
-        self._microbatches = 0
-        self._gradients = Gradients(self._parts, rings, settings)
+        with_decay = decayed(listed, exclude_from_weight_decay)
+        with torch.no_grad():
+            self._sharded = ShardedState(self.param_groups, with_decay, rings, settings)
+        self._has_buffers = True
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -203,8 +178,8 @@ class DistributedFusedLamb(torch.optim.Optimizer):
                 f"{self._describe('accumulate')}: gradient_accumulation_steps is 1; expected 2 or "
                 f"more; pass gradient_accumulation_steps= to the constructor"
             )
-        self._gradients.collect()
-        for part in self._parts:
+        self._sharded.gradients.collect()
+        for part in self._sharded.parts:
             assert part.accumulated is not None
             part.accumulated.add_(part.gradients)
 
@@ -218,36 +193,13 @@ class DistributedFusedLamb(torch.optim.Optimizer):
             ArgumentError: No parameter has a gradient, or two groups have other betas or eps.
             RingError: A ring was closed or has failed.
         """
-        betas, eps = self._moments()
+        moments, sharded = self._moments(), self._sharded
         if self._settings.accumulation_steps == 1:
-            self._gradients.collect()
+            sharded.gradients.collect()
         else:
-            self._gradients.take_sum()
-        reduced = self._gradients.reduce(
-            getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        )
-        self.skipped.copy_(reduced.skip)
-        steps = self._steps + 1
-        corrections = [1 - torch.pow(beta, steps.double()) for beta in betas]
-        factors = torch.cat([reduced.factor, *(each.float() for each in corrections)])
-        rates, decays = self._per_parameter("lr"), self._per_parameter("weight_decay")
-        rule = Rule(
-            betas,
-            eps,
-            self._settings.use_master_param_norm,
-            factors,
-            rates,
-            decays * self._with_decay,
-            self.skipped,
-        )
-        norms = factors.new_empty((len(rates), 2))
-        for part, shard in zip(self._parts, reduced.shards, strict=True):
-            update_moments(part, shard, rule, norms)
-        ratios = trust_ratios(self._rings.total(norms), rates)
-        for part in self._parts:
-            update_weights(part, rule, ratios)
-            self._rings.gather(part.values, part.layout.shard(part.rank))
-        self._steps.add_(~self.skipped)
+            sharded.gradients.take_sum()
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        sharded.update(self.param_groups, moments, scale, found_inf)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Set the gradients to zero by one kernel per dtype.
@@ -259,34 +211,28 @@ class DistributedFusedLamb(torch.optim.Optimizer):
         if set_to_none:
             super().zero_grad(set_to_none=True)
             return
-        for part in self._parts:
+        for part in self._sharded.parts:
             part.gradients.zero_()
             part.attach_gradients()
 
     @torch.no_grad()
     def refresh_master(self) -> None:
         """Set the master weights to the parameters, after the program has changed these."""
-        for part in self._parts:
+        for part in self._sharded.parts:
             part.refresh_weights()
+
+    @property
+    def skipped(self) -> Tensor:
+        """[1] bool on the device: True if the last update changed nothing."""
+        return self._sharded.skipped
 
     @property
     def shards(self) -> list[Tensor]:
         """This rank's shards of the moments and of the master weights."""
-        return [shard for part in self._parts for shard in checkpoint.names(part).values()]
+        return self._sharded.shards
 
     def _moments(self) -> tuple[tuple[float, float], float]:
         return common_moments(self._rings.ring, self.param_groups)
-
-    def _per_parameter(self, name: str) -> Tensor:
-        """Return a setting of the parameter groups, one float32 per parameter."""
-        values = torch.empty(len(self.param_groups), device=self._rings.ring.device)
-        for place, group in enumerate(self.param_groups):
-            given = group[name]
-            if isinstance(given, Tensor):
-                values[place].copy_(given.view(()))
-            else:
-                values[place].fill_(given)
-        return values[self._group_of]
 
     def _describe(self, method: str) -> str:
         return f"{self._rings.ring._describe(NAME)}: {method}"
@@ -299,15 +245,23 @@ class DistributedFusedLamb(torch.optim.Optimizer):
         Raises:
             ArgumentError: The buffers exist, or a setting of the group is out of range.
         """
-        if self._order is not None:
+        if self._has_buffers:
+            count = len(self._sharded.order)
             raise ArgumentError(
-                f"{self._describe('add_param_group')}: the flat buffers hold {len(self._order)} "
+                f"{self._describe('add_param_group')}: the flat buffers hold {count} "
                 f"parameters and can't grow; expected all parameters in the constructor; create a "
                 f"new optimizer with all of them"
             )
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         check_group(self._rings.ring, number, self.param_groups[number])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse a copy: buffers and rings belong to this process."""
+        raise ArgumentError(
+            f"{self._describe('copy')}: the optimizer can't be copied or pickled; expected its "
+            f"state; call state_dict()"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state in CPU memory, in torch's format, for any number of ranks.
@@ -324,10 +278,7 @@ class DistributedFusedLamb(torch.optim.Optimizer):
                 f"{self._settings.accumulation_steps} microbatches are accumulated; expected none; "
                 f"call it after a step that updates"
             )
-        packed = super().state_dict()
-        assert self._order is not None
-        state = checkpoint.gathered(self._parts, self._rings, self._order, self._steps)
-        return {**packed, "state": state}
+        return {**super().state_dict(), "state": self._sharded.gathered()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of any number of ranks. Load the model too.
@@ -337,9 +288,7 @@ class DistributedFusedLamb(torch.optim.Optimizer):
         Raises:
             ArgumentError: The state is of other parameters. Nothing is changed.
         """
-        assert self._order is not None
-        checkpoint.check(self._rings.ring, self._parts, self._order, self.param_groups, state_dict)
+        self._sharded.check(self.param_groups, state_dict)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        checkpoint.load(self._parts, self._order, state_dict["state"])
-        self._steps.copy_(state_dict["state"][0][checkpoint.STEP])
+        self._sharded.load(state_dict["state"])
         self._microbatches = 0

@@ -88,8 +88,7 @@ def trust_ratios(norms: Tensor, rates: Tensor) -> Tensor:
     """
     weights, direction = norms.unbind(1)
     known = (weights > 0) & (direction > 0)
-    ratios: Tensor = rates * torch.where(known, (weights / direction).sqrt(), 1.0)
-    return ratios
+    return torch.where(known, rates * (weights / direction).sqrt(), rates)
 
 
 def _direction(part: Part, rule: Rule) -> Tensor:
