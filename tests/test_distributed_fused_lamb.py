@@ -1,6 +1,7 @@
 """ops.DistributedFusedLamb: equal to LAMB in float64 NumPy, on any number of ranks."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 import commlib
 from commlib import ops
 from commlib.errors import ArgumentError
+from commlib.ops.lamb import update
 from commlib.ops.lamb.layout import ALIGNMENT, PIECE, Layout, pieces
-from tests.support.checks import refused
+from commlib.ops.lamb.part import Part
+from tests.support.checks import close, refused, same, sample
 from tests.support.examples import examples
 from tests.support.lamb import Case, agrees
 from tests.support.ranks import Ranks, World
@@ -77,6 +80,51 @@ def test_four_ranks_and_nodes(world: World) -> None:
     """Shards over all ranks, over half of them, and a sum in one and in two stages."""
     with world(4) as ranks:
         ranks(nodes, deadline=120)
+
+
+def kernels(comm: Any) -> None:
+    """The kernels of GPUs do what the torch operators do, with the same bits at each call."""
+    for low, shards, skip in itertools.product((torch.float32, HALF, BRAIN), (1, 3), (False, True)):
+        for rank, master in itertools.product(range(shards), (True, False)):
+            what = f"{low}, shard {rank} of {shards}, skip {skip}, master norms {master}"
+            how = (comm.device, low, shards, rank)
+            plain, fused, again = (
+                stepped(runs, *how, skip, master) for runs in (False, True, True)
+            )
+            for name in ("weights", "exp_avg", "exp_avg_sq"):
+                close(getattr(fused, name), getattr(plain, name), f"{name} of {what}", atol=2e-6)
+                close(getattr(again, name), getattr(fused, name), f"{name} of {what}")
+            if skip:
+                same(fused.exp_avg.any().item(), False, f"moments of {what}")
+
+
+def stepped(
+    runs: bool, device: Any, low: torch.dtype, shards: int, rank: int, skip: bool, master: bool
+) -> Part:
+    """Return a shard after two steps by kernels (``runs``) or by torch operators."""
+    shapes = ((3,), (9000,), (64,), (0,), (130,), (20000,))
+    weights = [(sample(0, shape, torch.float32) * 0.1).to(device, low) for shape in shapes]
+    params = [torch.nn.Parameter(weight) for weight in weights]
+    part = Part(params, first=2, shards=shards, rank=rank, sum_dtype=None)
+    gradient = torch.zeros(part.layout.numel, dtype=low, device=device)
+    for n, view in enumerate(part.views(gradient)):
+        view.copy_(sample(1, tuple(view.shape), torch.float32, n) * 0.3)
+    gradient = gradient[part.layout.shard(rank)]
+    rates = torch.linspace(0.001, 0.003, 8, device=device)
+    factors = torch.tensor([0.5, 0.1, 0.001], device=device)
+    skips = torch.tensor([skip], device=device)
+    rule = update.Rule((0.9, 0.999), 1e-6, master, factors, rates, rates * 9, skips)
+    norms = torch.zeros((8, 2), device=device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(update, "_runs_kernels", lambda x: runs)
+        for _ in range(2):
+            update.update_moments(part, gradient, rule, norms)
+            update.update_weights(part, rule, update.trust_ratios(norms, rates))
+    return part
+
+
+def test_kernels(gpu_ranks: Ranks) -> None:
+    gpu_ranks(kernels)
 
 
 SHAPE = st.lists(st.integers(0, 9), max_size=3).map(tuple)

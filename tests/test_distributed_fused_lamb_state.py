@@ -203,6 +203,26 @@ def test_captured(unified_ranks: Ranks) -> None:
     unified_ranks(captures, deadline=120)
 
 
+def compiles(comm: Any) -> None:
+    """torch.compile leaves a step to eager code, also inside a compiled function."""
+    case = small(Case(HALF, gradient_accumulation_steps=2))
+    weights = []
+    for compiled in (False, True):
+        params = parameters(case, comm.device)
+        made = optimizer(comm, case, params)
+        step = torch.compile(made.step) if compiled else made.step
+        for number in range(4):
+            give(case, params, comm.rank, 2 * number)
+            step()
+        weights.append(bits_of(params))
+    for n, (one, other) in enumerate(zip(*weights, strict=True)):
+        close(one, other, f"parameter {n}")
+
+
+def test_compiled(cpu_ranks: Ranks) -> None:
+    cpu_ranks(compiles, deadline=120)
+
+
 # -- steps that are skipped ------------------------------------------------------------------------
 
 

@@ -1,10 +1,12 @@
 """LAMB over flat buffers: one reduction, state divided over the ranks, no waits of the host."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, overload
 
 import torch
 
+from commlib.core.compiler import leave_to_eager, untraced
 from commlib.errors import ArgumentError
 from commlib.ops.agreement import check_ranks_agree, refuse_together
 from commlib.ops.arguments import Ring
@@ -20,6 +22,18 @@ from commlib.ops.lamb.settings import (
 from commlib.ops.lamb.sharded_state import ShardedState
 
 Tensor = torch.Tensor
+
+_COMPILED = (
+    "DistributedFusedLamb is not traced: its kernels are fused already. Call step() outside the "
+    "compiled function, or capture it by commlib.graph.capture"
+)
+
+
+def _eager() -> AbstractContextManager[None]:
+    """Return a block without gradients that torch.compile leaves to eager code."""
+    if torch.compiler.is_compiling():
+        leave_to_eager(_COMPILED)
+    return untraced(torch.no_grad())
 
 
 class DistributedFusedLamb(torch.optim.Optimizer):
@@ -166,7 +180,6 @@ class DistributedFusedLamb(torch.optim.Optimizer):
         self.update()
         return loss
 
-    @torch.no_grad()
     def accumulate(self) -> None:
         """Add the gradients of this microbatch to the sum; nothing is sent.
 
@@ -178,12 +191,9 @@ class DistributedFusedLamb(torch.optim.Optimizer):
                 f"{self._describe('accumulate')}: gradient_accumulation_steps is 1; expected 2 or "
                 f"more; pass gradient_accumulation_steps= to the constructor"
             )
-        self._sharded.gradients.collect()
-        for part in self._sharded.parts:
-            assert part.accumulated is not None
-            part.accumulated.add_(part.gradients)
+        with _eager():
+            self._sharded.accumulate()
 
-    @torch.no_grad()
     def update(self) -> None:
         """Update the parameters by the gradients or, with accumulation, by their sum.
 
@@ -193,13 +203,9 @@ class DistributedFusedLamb(torch.optim.Optimizer):
             ArgumentError: No parameter has a gradient, or two groups have other betas or eps.
             RingError: A ring was closed or has failed.
         """
-        moments, sharded = self._moments(), self._sharded
-        if self._settings.accumulation_steps == 1:
-            sharded.gradients.collect()
-        else:
-            sharded.gradients.take_sum()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        sharded.update(self.param_groups, moments, scale, found_inf)
+        with _eager():
+            self._sharded.update(self.param_groups, self._moments(), scale, found_inf)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Set the gradients to zero by one kernel per dtype.

@@ -57,10 +57,17 @@ class ShardedState:
         self.skipped = torch.zeros(1, dtype=torch.bool, device=device)
         self.gradients = Gradients(self.parts, rings, settings)
 
+    def accumulate(self) -> None:
+        """Add the gradients of a microbatch to the sum."""
+        self.gradients.collect()
+        for part in self.parts:
+            assert part.accumulated is not None
+            part.accumulated.add_(part.gradients)
+
     def update(
         self, groups: Groups, moments: Moments, scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        """Update the parameters of all ranks by the gradients in the buffers.
+        """Update the parameters of all ranks by the gradients or, with accumulation, their sum.
 
         Args:
             groups: Parameter groups with their rates and weight decay.
@@ -69,6 +76,10 @@ class ShardedState:
             found_inf: Above 0 if this rank knows of a gradient that is not finite.
         """
         betas, eps = moments
+        if self._settings.accumulation_steps == 1:
+            self.gradients.collect()
+        else:
+            self.gradients.take_sum()
         reduced = self.gradients.reduce(scale, found_inf)
         self.skipped.copy_(reduced.skip)
         steps = (self.steps + 1).double()
