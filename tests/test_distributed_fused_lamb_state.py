@@ -349,6 +349,31 @@ def test_groups_and_schedulers(cpu_ranks: Ranks) -> None:
     cpu_ranks(scheduled)
 
 
+def missing(comm: Any) -> None:
+    """A gradient that is missing on a rank counts as zero there."""
+    case = small(Case(HALF))
+    weights = []
+    for is_none in (False, True):
+        params = parameters(case, comm.device)
+        made = optimizer(comm, case, params)
+        for step in range(3):
+            give(case, params, comm.rank, step)
+            for param in params[comm.rank : 3]:
+                assert param.grad is not None
+                if is_none:
+                    param.grad = None  # the flat buffer has the values of another step
+                else:
+                    param.grad.zero_()
+            made.step()
+        weights.append(bits_of(params))
+    for n, (one, other) in enumerate(zip(*weights, strict=True)):
+        close(one, other, f"parameter {n}")
+
+
+def test_missing_gradients(ranks: Ranks) -> None:
+    ranks(missing)
+
+
 @pytest.mark.parametrize("micro", [1, 2])
 def test_gradients_in_place(cpu_ranks: Ranks, micro: int) -> None:
     cpu_ranks(in_place, micro)
