@@ -111,6 +111,11 @@ PEERS = {
         *("ops.fused_attention", "ops.fused_attention, compiled"),
         *("torch modules + torch.distributed", "the same, torch.compile"),
     },
+    "lamb": {
+        "ops.DistributedFusedLamb",
+        "ops.DistributedFusedLamb, captured",
+        "foreach LAMB, bucketed all_reduce",
+    },
     "allreduce": {f"{point} | {call}" for point, calls in ALLREDUCE.items() for call in calls},
     "capture": {f"{point} | {call}" for point, calls in CAPTURE.items() for call in calls},
     "overlap": {
@@ -159,7 +164,7 @@ def test_all_that_run_here(
             assert "arget" in said.out or name == "memory"
     if not torch.cuda.is_available():
         lines = [line for line in said.out.splitlines() if line.startswith(NEEDS_GPUS)]
-        assert len(lines) == 6  # experts, cross-entropy, two of class-center and of attention
+        assert len(lines) == 7  # experts, cross-entropy, lamb, two of class-center and of attention
 
 
 @pytest.mark.parametrize("name", ["host", "memory", "allreduce", "capture", "overlap"])

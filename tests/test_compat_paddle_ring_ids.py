@@ -49,6 +49,9 @@ CALLS: dict[str, Callable[[torch.Tensor], object]] = {
     "c_wait_compute": lambda x: paddle.c_wait_compute(x, RING),
     "class_center_sample": lambda x: paddle.class_center_sample(ONE, 4, 2, RING),
     "data_norm": lambda x: paddle.data_norm(x, *summaries(), sync_stats=True, ring_id=RING),
+    "distributed_fused_lamb": lambda x: paddle.distributed_fused_lamb(
+        [x.requires_grad_()], ring_ids=[RING]
+    ),
     "global_gather": lambda x: paddle.global_gather(x, ONE, ONE, RING),
     "global_scatter": lambda x: paddle.global_scatter(x, ONE, ONE, RING),
     "margin_cross_entropy": lambda x: paddle.margin_cross_entropy(x, ONE * 0, ring_id=RING),

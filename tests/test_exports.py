@@ -48,6 +48,7 @@ TENSORS = {
     "margin_cross_entropy": 2,
     "softmax_with_cross_entropy": 2,
 }
+CLASS_OPERATORS = [name for name in ops.__all__ if isinstance(getattr(ops, name), type)]
 VERBS = [name for name in ops.__all__ if hasattr(commlib.CommContext, name)]
 
 
@@ -93,13 +94,20 @@ def test_every_public_method_is_documented(public: type) -> None:
     assert not bare
 
 
-@pytest.mark.parametrize("name", ops.__all__)
+@pytest.mark.parametrize("name", sorted(set(ops.__all__) - {*CLASS_OPERATORS}))
 def test_operators_sit_in_files_of_their_name(name: str) -> None:
     module = getattr(ops, name).__module__
     assert module.startswith("commlib.ops.") and module.endswith(f"._{name.rstrip('_')}")
 
 
-@pytest.mark.parametrize("name", sorted(set(ops.__all__) - RINGLESS))
+@pytest.mark.parametrize("name", CLASS_OPERATORS)
+def test_classes_take_the_ring_after_their_tensors(name: str) -> None:
+    parameters = [*inspect.signature(getattr(ops, name)).parameters.values()]
+    assert [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY] == ["params", "ring_id"]
+    assert parameters[1].default == 0
+
+
+@pytest.mark.parametrize("name", sorted(set(ops.__all__) - RINGLESS - {*CLASS_OPERATORS}))
 def test_operators_take_the_ring_last_and_the_rest_by_keyword(name: str) -> None:
     parameters = dict(inspect.signature(getattr(ops, name)).parameters)
     ring = parameters.pop("ring_id")

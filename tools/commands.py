@@ -69,7 +69,9 @@ def show_flags() -> None:
     type=click.IntRange(1),
     help="Rows of cross-entropy and experts, labels of class-center, tokens of attention.",
 )
-@click.option("--width", type=click.IntRange(1), help="Elements per row of experts and attention.")
+@click.option(
+    "--width", type=click.IntRange(1), help="Row of experts and attention, hidden size of lamb."
+)
 @click.option("--experts", type=click.IntRange(1), help="Total experts of all ranks.")
 @click.option("--classes", type=click.IntRange(1), help="Total classes of all ranks.")
 @click.option(
@@ -90,7 +92,7 @@ def bench(
 ) -> None:
     """Time the benchmarks NAMES, or all of them, against named peers.
 
-    NAMES are host, gloo, import, memory, cross-entropy, experts, class-center, attention,
+    NAMES are host, gloo, import, memory, cross-entropy, experts, class-center, attention, lamb,
     allreduce, capture, llama and overlap.
     """
     from commlib.tools.bench.command import run_bench, run_tune

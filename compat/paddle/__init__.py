@@ -33,6 +33,7 @@ from commlib.compat.paddle.moe import (
 )
 from commlib.compat.paddle.moves import alltoall, c_allgather, c_broadcast, c_scatter
 from commlib.compat.paddle.normalization import data_norm
+from commlib.compat.paddle.optimizers import distributed_fused_lamb
 from commlib.compat.paddle.partial import partial_allgather, partial_recv, partial_send
 from commlib.compat.paddle.point_to_point import recv_v2, send_v2
 from commlib.compat.paddle.reductions import (
@@ -92,6 +93,7 @@ __all__ = [
     "c_wait_compute",
     "class_center_sample",
     "data_norm",
+    "distributed_fused_lamb",
     "fused_attention",
     "fused_feedforward",
     "global_gather",

@@ -105,6 +105,18 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     return ops.global_gather(rows, counts, counts)
 
 
+def optimizers(model: torch.nn.Module, ring: commlib.CommContext) -> None:
+    """Update a model by an optimizer with sharded state."""
+    optimizer = ops.DistributedFusedLamb(model.parameters(), ring, lr=1e-3, max_grad_norm=1.0)
+    assert_type(optimizer, ops.DistributedFusedLamb)
+    assert_type(optimizer.step(), None)
+    assert_type(optimizer.step(lambda: 1.0), float)
+    assert_type(optimizer.skipped, Tensor)
+    optimizer.load_state_dict(optimizer.state_dict())
+    ops.DistributedFusedLamb(model.parameters(), ring, 1e-3)  # refused: options are keywords
+    ops.DistributedFusedLamb(model.parameters(), momentum=0.9)  # refused: no such option
+
+
 def wrong_calls(x: Tensor, ring: commlib.CommContext) -> None:
     """Call operators in ways that no rank can carry out."""
     ops.all_reduce([1.0, 2.0])  # refused: not a tensor

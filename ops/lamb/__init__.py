@@ -1,0 +1,1 @@
+"""The LAMB optimizer with sharded state: layout, buffers, rings, update and checkpoints."""

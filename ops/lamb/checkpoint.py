@@ -1,0 +1,84 @@
+"""The state of a sharded optimizer as one dictionary per parameter, without traces of shards."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from commlib.core.context import CommContext
+from commlib.errors import ArgumentError
+from commlib.ops.lamb.lamb_rings import NAME, LambRings
+from commlib.ops.lamb.part import Part
+
+Tensor = torch.Tensor
+State = dict[int, dict[str, Tensor]]
+
+STEP = "step"
+
+
+def names(part: Part) -> dict[str, Tensor]:
+    """Return the shards that a checkpoint holds, by their names in it."""
+    named = {"exp_avg": part.exp_avg, "exp_avg_sq": part.exp_avg_sq}
+    return named if part.copy is None else {**named, "master": part.weights}
+
+
+def gathered(parts: Sequence[Part], rings: LambRings, order: Sequence[int], step: Tensor) -> State:
+    """Return the whole state of every parameter, in CPU memory.
+
+    Args:
+        parts: Buffers.
+        rings: The rings; every member of the shard ring calls this.
+        order: Position among the parameters of the program, per parameter of all parts.
+        step: [1] number of updates.
+    """
+    state: State = {number: {STEP: step[0].cpu().clone()} for number in sorted(order)}
+    for part in parts:
+        for name, shard in names(part).items():
+            flat = shard.new_empty(part.layout.numel)
+            own = part.layout.shard(part.rank)
+            flat[own] = shard
+            for place, view in enumerate(part.views(rings.gather(flat, own))):
+                state[order[part.first + place]][name] = view.to("cpu", copy=True)
+    return state
+
+
+def check(
+    ring: CommContext,
+    parts: Sequence[Part],
+    order: Sequence[int],
+    groups: Sequence[dict[str, Any]],
+    given: Mapping[str, Any],
+) -> None:
+    """Raise ``ArgumentError`` if ``given`` is not a state of these parameters."""
+    prefix = f"{ring._describe(NAME)}: load_state_dict"
+    remedy = "pass the state_dict() of an optimizer with the same parameters in the same groups"
+    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= {*given}:
+        found = sorted(given) if isinstance(given, Mapping) else type(given).__name__
+        raise ArgumentError(f"{prefix}: {found}; expected keys state and param_groups; {remedy}")
+    sizes = [len(group["params"]) for group in given["param_groups"]]
+    expected = [len(group["params"]) for group in groups]
+    if sizes != expected:
+        raise ArgumentError(
+            f"{prefix}: groups of {sizes} parameters; expected {expected}; {remedy}"
+        )
+    for part in parts:
+        for place, param in enumerate(part.params):
+            number = order[part.first + place]
+            saved = given["state"].get(number, {})
+            shapes = {name: tuple(x.shape) for name, x in saved.items()}
+            wanted = {STEP: (), **dict.fromkeys(names(part), tuple(param.shape))}
+            if shapes != wanted:
+                raise ArgumentError(
+                    f"{prefix}: parameter {number} has {shapes or 'no state'}; expected {wanted}; "
+                    f"{remedy}"
+                )
+
+
+def load(parts: Sequence[Part], order: Sequence[int], state: Mapping[int, Any]) -> None:
+    """Fill the shards of this rank from the whole state of every parameter."""
+    for part in parts:
+        for name, shard in names(part).items():
+            flat = torch.zeros(part.layout.numel, dtype=shard.dtype)
+            for place, view in enumerate(part.views(flat)):
+                view.copy_(state[order[part.first + place]][name])
+            shard.copy_(flat[part.layout.shard(part.rank)])

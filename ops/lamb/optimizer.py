@@ -1,0 +1,300 @@
+"""LAMB over flat buffers: one reduction, state divided over the ranks, no waits of the host."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, overload
+
+import torch
+
+from commlib.core.compiler import leave_to_eager, untraced
+from commlib.errors import ArgumentError
+from commlib.ops.agreement import check_ranks_agree, refuse_together
+from commlib.ops.arguments import Ring
+from commlib.ops.lamb.lamb_rings import NAME, LambRings
+from commlib.ops.lamb.settings import (
+    Settings,
+    check_group,
+    check_params,
+    common_moments,
+    decayed,
+    facts,
+)
+from commlib.ops.lamb.sharded_state import ShardedState
+
+Tensor = torch.Tensor
+
+_COMPILED = (
+    "DistributedFusedLamb is not traced: its kernels are fused already. Call step() outside the "
+    "compiled function, or capture it by commlib.graph.capture"
+)
+
+
+def _eager() -> AbstractContextManager[None]:
+    """Return a block without gradients that torch.compile leaves to eager code."""
+    if torch.compiler.is_compiling():
+        leave_to_eager(_COMPILED)
+    return untraced(torch.no_grad())
+
+
+class DistributedFusedLamb(torch.optim.Optimizer):
+    """LAMB for data parallelism: sums the gradients, and divides the state over the ranks.
+
+    The parameters become views of one flat buffer per dtype, and so do their gradients. A step is
+    one reduction, a few kernels over each rank's shard and one gather, whatever the number of
+    parameters. 16-bit parameters have float32 master weights, which are divided too. The host
+    reads nothing, so ``commlib.graph.capture`` captures the step. It runs on the caller's current
+    stream.
+
+    A step whose summed gradients are not finite changes nothing; ``skipped`` is True then.
+    ``torch.amp.GradScaler`` may call the step, and the scales of the ranks may differ.
+
+    Every rank of the ring creates the optimizer, with the same parameters and settings. The
+    parameters of rank 0 are sent to all.
+
+    Example:
+        >>> optimizer = ops.DistributedFusedLamb(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+        >>> (loss(model, batch) / ring.size).backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+    """
+
+    # GradScaler hands its scale over and leaves the decision to skip to step().
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Any,
+        ring_id: Ring = 0,
+        *,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        exclude_from_weight_decay: Callable[[Tensor], bool] | None = None,
+        max_grad_norm: float = 0.0,
+        clip_after_allreduce: bool = True,
+        is_grad_scaled_by_nranks: bool = True,
+        gradient_accumulation_steps: int = 1,
+        use_master_acc_grad: bool = True,
+        use_master_param_norm: bool = True,
+        shard_ring: Ring | None = None,
+        cross_ring: Ring | None = None,
+    ) -> None:
+        """Make the buffers, compare the settings of the ranks, and send the parameters of rank 0.
+
+        Args:
+            params: Parameters of float32 and of one 16-bit dtype, or parameter groups, which may
+                have their own ``lr`` and ``weight_decay``.
+            ring_id: The ring whose ranks share the data, its id or its name.
+            lr: Learning rate; a tensor of one element may change without a new capture.
+            betas: Decay of the mean and of the mean square of the gradients.
+            eps: Summand of the denominator, above 0.
+            weight_decay: Factor of the weights that is added to the direction.
+            exclude_from_weight_decay: Returns True for a parameter without weight decay.
+            max_grad_norm: Limit of the global norm of the gradients; 0 for none.
+            clip_after_allreduce: True limits the norm of the sum. False limits the gradient of
+                each rank before the sum, by its own norm, in place.
+            is_grad_scaled_by_nranks: True if the loss was divided by the number of ranks; with
+                False the sum of the gradients is.
+            gradient_accumulation_steps: Calls of ``step`` per update. Their gradients are added.
+            use_master_acc_grad: True adds the gradients of 16-bit parameters in float32.
+            use_master_param_norm: True takes norms of master weights, False of the parameters.
+            shard_ring: The ranks that divide one copy of the state, such as those of one node.
+                Default: all ranks.
+            cross_ring: The ranks with the same position in their ``shard_ring``. With it the sum
+                is a reduce_scatter over ``shard_ring`` and an all_reduce over ``cross_ring``, else
+                an all_reduce over all ranks that writes the sum to the gradients.
+
+        Raises:
+            ArgumentError: A setting is out of range, differs between ranks, or a parameter does
+                not require grad. On every rank, before anything is launched.
+            DtypeError, DeviceError: A parameter can't be part of the buffers.
+            RingError: A ring does not exist here.
+        """
+        self._microbatches = 0
+        self._has_buffers = False
+        rings = self._rings = LambRings(ring_id, shard_ring, cross_ring)
+        settings = self._settings = Settings(
+            float(max_grad_norm or 0),
+            clip_after_allreduce,
+            is_grad_scaled_by_nranks,
+            gradient_accumulation_steps,
+            use_master_acc_grad,
+            use_master_param_norm,
+        )
+        with refuse_together(rings.ring, NAME):
+            settings.check(rings.ring)
+            rings.check()
+            defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+            try:
+                super().__init__(params, defaults)
+            except (TypeError, ValueError) as error:  # torch's checks of params
+                if isinstance(error, ArgumentError):
+                    raise
+                raise ArgumentError(
+                    f"{self._describe('params')}: {error}; pass model.parameters()"
+                ) from error
+            listed = [p for group in self.param_groups for p in group["params"]]
+            check_params(rings.ring, listed)
+            moments = self._moments()
+        agreed = facts(settings, listed, (*moments[0], moments[1]), rings.shard.size)
+        rows = check_ranks_agree(rings.ring, NAME, agreed, [rings.shard.rank])
+        rings.check_positions([row[0] for row in rows])
+        with_decay = decayed(listed, exclude_from_weight_decay)
+        with torch.no_grad():
+            self._sharded = ShardedState(self.param_groups, with_decay, rings, settings)
+        self._has_buffers = True
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Add the gradients of this microbatch and, after the last one, update the parameters.
+
+        With more than one microbatch the host counts them. Capture ``accumulate`` and ``update``
+        then, instead of this method.
+
+        Args:
+            closure: Computes the loss and the gradients first.
+
+        Returns:
+            The loss of ``closure``.
+
+        Raises:
+            ArgumentError: No parameter has a gradient. Nothing is changed.
+            RingError: A ring was closed or has failed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._settings.accumulation_steps > 1:
+            self.accumulate()
+            self._microbatches += 1
+            if self._microbatches < self._settings.accumulation_steps:
+                return loss
+            self._microbatches = 0
+        self.update()
+        return loss
+
+    def accumulate(self) -> None:
+        """Add the gradients of this microbatch to the sum; nothing is sent.
+
+        Raises:
+            ArgumentError: No parameter has a gradient, or each call of ``step`` is an update.
+        """
+        if self._settings.accumulation_steps == 1:
+            raise ArgumentError(
+                f"{self._describe('accumulate')}: gradient_accumulation_steps is 1; expected 2 or "
+                f"more; pass gradient_accumulation_steps= to the constructor"
+            )
+        with _eager():
+            self._sharded.accumulate()
+
+    def update(self) -> None:
+        """Update the parameters by the gradients or, with accumulation, by their sum.
+
+        Every rank calls it.
+
+        Raises:
+            ArgumentError: No parameter has a gradient, or two groups have other betas or eps.
+            RingError: A ring was closed or has failed.
+        """
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        with _eager():
+            self._sharded.update(self.param_groups, self._moments(), scale, found_inf)
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Set the gradients to zero by one kernel per dtype.
+
+        Args:
+            set_to_none: True drops them instead; the next step then copies the new ones into the
+                flat buffers.
+        """
+        if set_to_none:
+            super().zero_grad(set_to_none=True)
+            return
+        for part in self._sharded.parts:
+            part.gradients.zero_()
+            part.attach_gradients()
+
+    @torch.no_grad()
+    def refresh_master(self) -> None:
+        """Set the master weights to the parameters, after the program has changed these."""
+        for part in self._sharded.parts:
+            part.refresh_weights()
+
+    @property
+    def skipped(self) -> Tensor:
+        """[1] bool on the device: True if the last update changed nothing."""
+        return self._sharded.skipped
+
+    @property
+    def shards(self) -> list[Tensor]:
+        """This rank's shards of the moments and of the master weights."""
+        return self._sharded.shards
+
+    def _moments(self) -> tuple[tuple[float, float], float]:
+        return common_moments(self._rings.ring, self.param_groups)
+
+    def _describe(self, method: str) -> str:
+        return f"{self._rings.ring._describe(NAME)}: {method}"
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; only the constructor can.
+
+        Raises:
+            ArgumentError: The buffers exist, or a setting of the group is out of range.
+        """
+        if self._has_buffers:
+            count = len(self._sharded.order)
+            raise ArgumentError(
+                f"{self._describe('add_param_group')}: the flat buffers hold {count} "
+                f"parameters and can't grow; expected all parameters in the constructor; create a "
+                f"new optimizer with all of them"
+            )
+        super().add_param_group(param_group)
+        number = len(self.param_groups) - 1
+        check_group(self._rings.ring, number, self.param_groups[number])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse a copy: buffers and rings belong to this process."""
+        raise ArgumentError(
+            f"{self._describe('copy')}: the optimizer can't be copied or pickled; expected its "
+            f"state; call state_dict()"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state in CPU memory, in torch's format, for any number of ranks.
+
+        Every rank of the shard ring calls it. It blocks the host. Save the model too: its values
+        are not included, except for the master weights of 16-bit parameters.
+
+        Raises:
+            ArgumentError: Some microbatches of an update are missing.
+        """
+        if self._microbatches:
+            raise ArgumentError(
+                f"{self._describe('state_dict')}: {self._microbatches} of "
+                f"{self._settings.accumulation_steps} microbatches are accumulated; expected none; "
+                f"call it after a step that updates"
+            )
+        return {**super().state_dict(), "state": self._sharded.gathered()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state of any number of ranks. Load the model too.
+
+        Sends nothing. Every rank calls it with the same state.
+
+        Raises:
+            ArgumentError: The state is of other parameters. Nothing is changed.
+        """
+        self._sharded.check(self.param_groups, state_dict)
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self._sharded.load(state_dict["state"])
+        self._microbatches = 0

@@ -1,0 +1,57 @@
+"""`commlib bench lamb`: in small, and what it makes of its figures."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from commlib.tools.bench import lamb
+from commlib.tools.bench.command import run_bench
+from commlib.tools.bench.lamb import CAPTURED, OURS, PEER
+from commlib.tools.commands import commands
+
+SETTINGS = {"nproc": 2, "rounds": 2, "width": 1024}
+STATE = {OURS: 501 * 2**20, PEER: 1000 * 2**20}
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_small(nproc: str, tmp_path: Path) -> None:
+    options = ["--nproc", nproc, "--width", "4", "--rounds", "1", "--out", str(tmp_path)]
+
+    done = CliRunner().invoke(commands, ["bench", "lamb", *options])
+
+    assert done.exit_code == 0, done.output
+    (file,) = tmp_path.iterdir()
+    text = file.read_text()
+    assert f"`commlib bench lamb --nproc {nproc} --rounds 1 --width 4`" in text
+    assert "the weights after two steps agree" in text
+    for call in (OURS, CAPTURED, PEER):
+        assert text.count(f"| {call} |") == 1
+
+
+def test_report() -> None:
+    times = {OURS: [0.003], CAPTURED: [0.001], PEER: [0.004]}
+    found = {"times": times, "state": STATE, "difference": 1e-4}
+
+    report = lamb.report(found, SETTINGS, "GPUs")
+
+    speed, state, agree = report.findings
+    assert speed == f"met: {CAPTURED} / {PEER}: 0.25, target at most 0.60"
+    assert state == "met: state per rank / unsharded state: 0.50, target at most 0.53"
+    assert "agree" in agree
+    assert {len(row) for row in report.rows} == {len(report.columns)}
+    assert [row[-1] for row in report.rows] == ["501", "501", "1000"]
+    other = lamb.report({**found, "difference": 0.5}, {**SETTINGS, "width": 64}, "GPUs")
+    assert "DIFFER" in other.findings[-1]
+    assert other.findings[0].startswith("not measured here")
+
+
+def test_parameters_of_bert_large() -> None:
+    counts = [rows * (rest[0] if rest else 1) for rows, *rest in lamb.shapes(1024)]
+    assert len(counts) == 391
+    assert 330e6 < sum(counts) < 340e6
+
+
+def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_bench(("lamb",), None, nproc=0) == 2
+    assert "pass --nproc 2" in capsys.readouterr().err

@@ -1,0 +1,147 @@
+"""Benchmark `lamb`: a step of the sharded LAMB optimizer against foreach LAMB on every rank."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from commlib import CommContext, graph, ops
+from commlib.tools.bench.lamb_peer import ForeachLamb
+from commlib.tools.bench.launch import launch
+from commlib.tools.bench.pair import backend_for, ring_and_group, settler
+from commlib.tools.bench.report import Report, number, target, timing_columns, timing_rows
+from commlib.tools.bench.rounds import race, ratio
+
+ROUNDS = 20
+CALLS = 5  # per round
+OURS, CAPTURED = "ops.DistributedFusedLamb", "ops.DistributedFusedLamb, captured"
+PEER = "foreach LAMB, bucketed all_reduce"
+LIMIT, STATE_SLACK = 0.60, 1.05
+CLOSE = 2**-6  # of the largest weight: bfloat16 weights after two steps
+SIZES = ("width",)
+LAYERS, LARGE, ON_GPUS, ON_CPUS = 24, 1024, 1024, 32  # BERT-large has a width of 1024
+HOW: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01, "max_grad_norm": 1.0}
+CAPTION = (
+    "Time of one optimizer step on rank 0, flag on, synchronised after every step: the gradients "
+    "are there, the new weights are on every rank. The parameters of BERT-large with a hidden size "
+    "of {width} in bfloat16, {nproc} ranks on {device}. Peer, in the same processes: the "
+    "gradients averaged by one torch.distributed all_reduce per bucket of 25 MiB, all in flight at "
+    "once, without a backward that they overlap; then LAMB by torch._foreach operators with "
+    "float32 weights and moments on every rank. "
+    f"Target with a width of {LARGE}: at most {LIMIT:.2f} of its time."
+)
+
+
+def refusal(nproc: int) -> str | None:
+    """Say why the benchmark can't run here."""
+    return None if nproc > 0 else f"{nproc} ranks: expected 1 or more; pass --nproc 2"
+
+
+def run(nproc: int, rounds: int, width: int | None = None) -> Report:
+    """Measure on ``nproc`` GPUs, or on CPUs if there are fewer, with a smaller model.
+
+    Args:
+        nproc: Ranks.
+        rounds: Rounds.
+        width: Hidden size.
+    """
+    backend = backend_for(nproc)
+    width = width or (ON_GPUS if backend == "nccl" else ON_CPUS)
+    found = launch("lamb", nproc, backend=backend, rounds=rounds, width=width)
+    device = "GPUs" if backend == "nccl" else "CPUs"
+    return report(found, {"nproc": nproc, "rounds": rounds, "width": width}, device)
+
+
+def report(found: dict[str, Any], settings: dict[str, int], device: str) -> Report:
+    """Turn times and bytes into a table and findings."""
+    times, state = found["times"], found["state"]
+    part = ratio(times[CAPTURED], times[PEER]).middle
+    measurable = device == "GPUs" and settings["width"] == LARGE
+    agree = "agree" if found["difference"] <= CLOSE else "DIFFER"
+    share = STATE_SLACK / settings["nproc"]
+    rows = timing_rows(times, (PEER,), 1e3)
+    sizes = {OURS: state[OURS], CAPTURED: state[OURS], PEER: state[PEER]}
+    return Report(
+        name="lamb",
+        caption=CAPTION.format(device=device, **settings),
+        columns=(*timing_columns("ms", (PEER,)), "state per rank, MiB"),
+        rows=tuple((*row, number(sizes[row[0]] / 2**20)) for row in rows),
+        findings=(
+            target(f"{CAPTURED} / {PEER}", part, LIMIT, measurable=measurable),
+            target("state per rank / unsharded state", state[OURS] / state[PEER], share),
+            f"the weights after two steps {agree}: largest difference {found['difference']:.1e} "
+            f"of the largest weight",
+        ),
+        settings=settings,
+    )
+
+
+def measure(backend: str, rounds: int, width: int) -> dict[str, Any]:
+    """Return, on each rank, times, bytes of state, and how much the weights differ."""
+    with ring_and_group(backend) as ring:
+        ours, captured, theirs = (parameters(ring, width) for _ in range(3))
+        how = {**HOW, "is_grad_scaled_by_nranks": False}
+        eager = ops.DistributedFusedLamb(ours, ring, **how)
+        whole = ops.DistributedFusedLamb(captured, ring, **how)
+        peer = ForeachLamb(theirs, **HOW)
+        for params in (ours, captured):
+            give(ring, params)
+        step = graph.capture(whole.step)
+        work: dict[str, Callable[[], Any]] = {
+            OURS: eager.step,
+            CAPTURED: step,
+            PEER: peer.step,
+        }
+        for call in work.values():
+            for _ in range(2):
+                call()
+        difference = max(apart(ours, theirs), apart(captured, theirs))
+        state = {OURS: nbytes(eager.shards), PEER: nbytes(peer.state)}
+        calls = {name: partial(_settled, call, settler(ring)) for name, call in work.items()}
+        times = race(calls, rounds=rounds, calls=CALLS)
+        step.reset()
+        return {"times": times, "state": state, "difference": difference}
+
+
+def shapes(width: int) -> list[tuple[int, ...]]:
+    """Return the shapes of BERT-large's parameters with another hidden size."""
+    norm = [(width,), (width,)]
+    layer = [*([(width, width), (width,)] * 4), *norm]
+    layer += [(4 * width, width), (4 * width,), (width, 4 * width), (width,), *norm]
+    vocabulary = 30522 * width // LARGE
+    return [(vocabulary, width), (512, width), (2, width), *norm, *layer * LAYERS, *norm]
+
+
+def parameters(ring: CommContext, width: int) -> list[torch.nn.Parameter]:
+    """Return weights, the same on every rank, with the gradients of this rank."""
+    draw = torch.Generator(ring.device).manual_seed(1)
+    where: dict[str, Any] = {"device": ring.device, "generator": draw}
+    found = [torch.nn.Parameter((torch.randn(s, **where) / 32).bfloat16()) for s in shapes(width)]
+    give(ring, found)
+    return found
+
+
+def give(ring: CommContext, params: list[torch.nn.Parameter]) -> None:
+    """Set the gradients of this rank."""
+    draw = torch.Generator(ring.device).manual_seed(2 + ring.rank)
+    for param in params:
+        drawn = torch.randn(param.shape, device=ring.device, generator=draw).bfloat16()
+        param.grad = drawn if param.grad is None else param.grad.copy_(drawn)
+
+
+def apart(ours: list[torch.nn.Parameter], theirs: list[torch.nn.Parameter]) -> float:
+    """Return the largest difference of two models, relative to the largest weight."""
+    pairs = zip(ours, theirs, strict=True)
+    difference = max(float((a.detach() - b.detach()).abs().max()) for a, b in pairs)
+    return difference / max(float(p.detach().abs().max()) for p in theirs)
+
+
+def nbytes(tensors: list[torch.Tensor]) -> int:
+    """Return the bytes of tensors."""
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _settled(call: Any, settle: Any) -> None:
+    call()
+    settle()
