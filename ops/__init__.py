@@ -22,6 +22,7 @@ from commlib.ops.expert_parallel._limit_by_capacity import limit_by_capacity
 from commlib.ops.expert_parallel._number_count import number_count
 from commlib.ops.expert_parallel._prune_gate_by_capacity import prune_gate_by_capacity
 from commlib.ops.expert_parallel._random_routing import random_routing
+from commlib.ops.inference._fused_multi_transformer import fused_multi_transformer
 from commlib.ops.pipeline_parallel._partial_all_gather import partial_all_gather
 from commlib.ops.pipeline_parallel._partial_recv import partial_recv
 from commlib.ops.pipeline_parallel._partial_send import partial_send
@@ -44,6 +45,7 @@ __all__ = [
     "class_center_sample",
     "concat",
     "data_norm",
+    "fused_multi_transformer",
     "gather",
     "global_gather",
     "global_scatter",

@@ -7,6 +7,7 @@ import pytest
 import commlib
 from commlib import compat, errors, flags, graph, ops
 from commlib.compat import deepspeed, paddle
+from commlib.ops import inference
 from tests.support.processes import run
 
 PUBLIC = [
@@ -25,7 +26,7 @@ PUBLIC = [
     "shutdown",
 ]
 CLASSES = (commlib.CommContext, commlib.CommContextManager, commlib.Work)
-MODULES = (commlib, compat, deepspeed, errors, flags, graph, ops, paddle)
+MODULES = (commlib, compat, deepspeed, errors, flags, graph, inference, ops, paddle)
 RINGLESS = {  # local: no communication
     "assign_pos",
     "limit_by_capacity",
@@ -40,6 +41,7 @@ TENSORS = {
     "barrier": 0,
     "class_center_sample": 3,
     "data_norm": 4,
+    "fused_multi_transformer": 3,
     "global_gather": 3,
     "global_scatter": 3,
     "margin_cross_entropy": 2,

@@ -21,6 +21,7 @@ ring wherever it is an argument, on both engines.
 """
 
 from commlib.compat.paddle.experts import global_gather, global_scatter
+from commlib.compat.paddle.inference import fused_multi_transformer
 from commlib.compat.paddle.losses import c_softmax_with_cross_entropy, margin_cross_entropy
 from commlib.compat.paddle.moe import (
     assign_pos,
@@ -90,6 +91,7 @@ __all__ = [
     "c_wait_compute",
     "class_center_sample",
     "data_norm",
+    "fused_multi_transformer",
     "global_gather",
     "global_scatter",
     "limit_by_capacity",
