@@ -2,6 +2,7 @@
 
 from commlib.ops.inference.config import DecoderConfig
 from commlib.ops.inference.kv_cache import ContiguousCache, KVCache, PagedCache, PagePool
+from commlib.ops.inference.llama import Llama, llama_config
 from commlib.ops.inference.rotary import Rotary, rotary_tables
 from commlib.ops.inference.weights import DecoderLayer, QuantizedWeight, quantize
 
@@ -10,10 +11,12 @@ __all__ = [
     "DecoderConfig",
     "DecoderLayer",
     "KVCache",
+    "Llama",
     "PagePool",
     "PagedCache",
     "QuantizedWeight",
     "Rotary",
+    "llama_config",
     "quantize",
     "rotary_tables",
 ]

@@ -36,6 +36,7 @@ def fused_multi_transformer(
     rotary: Rotary | None = None,
     final_norm: Tensor | None = None,
     final_norm_bias: Tensor | None = None,
+    check_positions: bool = True,
     use_calc_stream: bool = True,
 ) -> Tensor:
     """Run the layers of a decoder over new tokens, and put their keys and values into a cache.
@@ -56,12 +57,13 @@ def fused_multi_transformer(
         rotary: Tables for every position of the cache. Default: no rotary embedding.
         final_norm: [hidden], a norm after the last layer, for ``pre_norm`` only.
         final_norm_bias: [hidden], for norm="layer".
+        check_positions: Read ``start`` and the page table to check them: the host waits for a GPU.
+            Captured and compiled calls never do. Without the check, a sequence with a position out
+            of range is NaN, and its last position in the cache is overwritten.
         use_calc_stream: As in ``all_reduce_residual_norm``.
 
     Returns:
-        A new tensor of the shape of ``x``, with the same bits on every rank. On a GPU, eager calls
-        wait for ``start`` or a page table there, to check them. Captured and compiled calls do not
-        wait: a sequence with a position out of range is NaN, and its last position is overwritten.
+        A new tensor of the shape of ``x``, with the same bits on every rank.
 
     Raises:
         RingError: The ring does not exist, or it has failed.
@@ -76,7 +78,7 @@ def fused_multi_transformer(
         _check(checks, layers, cache, start, rotary, (final_norm, final_norm_bias))
         if not x.numel():
             return torch.empty_like(x)
-        in_range = not needs_op(x) and not sees_capture(x)
+        in_range = check_positions and not needs_op(x) and not sees_capture(x)
         checks.positions(cache, start, read=in_range)
     if number is None:
         reduce: Reduce = partial(_add, config)
