@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from commlib import ops
-from commlib.tools.bench import gloo, host, import_time, memory, overlap
+from commlib.tools.bench import decode, gloo, host, import_time, memory, overlap
 from commlib.tools.bench.command import BENCHMARKS, run_bench
 from commlib.tools.bench.launch import launch
 from commlib.tools.bench.report import (
@@ -87,6 +87,7 @@ CAPTURE = {
     "tiny | host time, µs": (*BY_HAND, "eager"),
     "memory | reserved, MiB": BY_HAND,
 }
+DECODE = (decode.OURS, decode.BY_NCCL, decode.LEGACY, decode.REDUCTIONS, decode.BARE)
 OVERLAP = ("matmul 4096", "matmul 8192", "attention", "softmax", "elementwise")
 PEERS = {
     "host": set(HOST),
@@ -100,6 +101,7 @@ PEERS = {
         "a group of sends and receives an expert",
         "all_to_all_single, packed",
     },
+    "decode": {f"{batch} | {call}" for batch in decode.BATCHES for call in DECODE},
     "class-center": {
         "ops.class_center_sample",
         "ops.class_center_sample, padded",
@@ -149,7 +151,7 @@ def test_all_that_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
             assert "arget" in said.out or name == "memory"
     if not torch.cuda.is_available():
         lines = [line for line in said.out.splitlines() if line.startswith(NEEDS_GPUS)]
-        assert len(lines) == 4  # experts, cross-entropy, and two of class-center
+        assert len(lines) == 6  # experts, cross-entropy, and two of class-center and decode
 
 
 @pytest.mark.parametrize("name", ["host", "memory", "allreduce", "capture", "overlap"])

@@ -91,7 +91,7 @@ def bench(
     """Time the benchmarks NAMES, or all of them, against named peers.
 
     NAMES are host, gloo, import, memory, cross-entropy, experts, class-center, allreduce, capture,
-    llama and overlap.
+    llama, decode and overlap.
     """
     from commlib.tools.bench.command import run_bench, run_tune
 

@@ -87,7 +87,7 @@ def fused_multi_transformer(
     positions, outside = _positions(x, cache, start)
     begins = isinstance(start, int) and start == 0
     attention = prepare(cache, config.head_dim, positions, rotary, x, begins)
-    y = _decode(x, layers, attention, reduce, config, final_norm, final_norm_bias)
+    y = decode_layers(x, layers, attention, reduce, config, final_norm, final_norm_bias)
     return y if in_range else y.masked_fill(outside, torch.nan)
 
 
@@ -119,7 +119,7 @@ def _positions(x: Tensor, cache: KVCache, start: int | Tensor) -> tuple[Tensor, 
     return inside, (inside != positions).any(1)[:, None, None]
 
 
-def _decode(
+def decode_layers(
     x: Tensor,
     layers: Sequence[DecoderLayer],
     attention: Attention,
@@ -128,7 +128,7 @@ def _decode(
     final_norm: Tensor | None,
     final_norm_bias: Tensor | None,
 ) -> Tensor:
-    """Return what the layers make of ``x``."""
+    """Return what the layers make of ``x``; ``reduce`` adds up, adds a residual and normalises."""
     first, last = layers[0], layers[-1]
     y = x
     if config.pre_norm:
