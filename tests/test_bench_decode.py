@@ -52,3 +52,5 @@ def test_results_that_differ() -> None:
 def test_refusal(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_bench(("decode",), None, nproc=0) == 2
     assert "pass --nproc 2" in capsys.readouterr().err
+    assert run_bench(("decode",), None, nproc=3) == 2
+    assert "on 3 ranks; expected heads that divide by the ranks" in capsys.readouterr().err

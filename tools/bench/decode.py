@@ -51,7 +51,9 @@ CAPTION = (
 
 def refusal(nproc: int) -> str | None:
     """Say why the benchmark can't run here."""
-    return None if nproc > 0 else f"{nproc} ranks: expected 1 or more; pass --nproc 2"
+    if nproc < 1:
+        return f"{nproc} ranks: expected 1 or more; pass --nproc 2"
+    return (ON_GPUS if backend_for(nproc) == "nccl" else ON_CPUS).fault(nproc)
 
 
 def run(nproc: int, rounds: int) -> Report:
@@ -173,9 +175,6 @@ class Work:
         self.capacity = CAPACITY if on_gpu else CAPACITY_ON_CPUS
         self.dtype = torch.bfloat16 if on_gpu else torch.float32
         self.draw = torch.Generator(ring.device).manual_seed(1 + ring.rank)
-        fault = self.config.fault(ring.size)
-        if fault is not None:
-            raise ValueError(fault)
         count = self._fitting() if on_gpu else LAYERS_ON_CPUS
         self.layers = [self._layer() for _ in range(count)]
         self.cache = ContiguousCache.zeros(
