@@ -339,6 +339,10 @@ def errors(ring: Any) -> None:
     call(DtypeError, "start is torch.float32", start=starts.float())
     call(ArgumentError, "start='0'", start="0")
     pages = case.cache(paged)
+    halves = replace(pages, table=pages.table.float())
+    call(DtypeError, "cache.table is torch.float32; expected torch.int64", cache=halves)
+    call(ArgumentError, "x is list; expected a torch.Tensor", x=[1.0])
+    call(ArgumentError, "x is list; expected a torch.Tensor", x=[1.0], ring_id=None)
     pages.table[1, 1] = pages.pages
     call(
         ArgumentError,

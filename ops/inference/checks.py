@@ -29,6 +29,7 @@ class Checks:
         self.ring, self.config, self.x = ring, config, x
         self.where = NAME if ring is None else ring._describe(NAME)
         self.size = 1 if ring is None else ring.size
+        self._shard = f", the shard of one of {self.size} ranks; DecoderLayer.shard makes it"
 
     def split(self) -> None:
         """Raise if the layers can't be split over the ranks."""
@@ -41,6 +42,8 @@ class Checks:
         x, hidden = self.x, self.config.hidden
         if self.ring is not None:
             check_tensor(self.ring, NAME, "x", x)
+        elif not isinstance(x, Tensor):
+            raise ArgumentError(f"{self.where}: x is {type(x).__name__}; expected a torch.Tensor")
         if x.dtype not in DTYPES:
             raise DtypeError(
                 f"{self.where}: x is {x.dtype}; expected bfloat16, float16 or float32; pass "
@@ -78,10 +81,10 @@ class Checks:
                     f"{self.where}: {role}.values are {weight.values.dtype}; expected int8 or "
                     f"float8_e4m3fn; call quantize(weight, torch.int8)"
                 )
-            self.tensor(f"{role}.values", weight.values, shape, weight.values.dtype)
-            self.tensor(f"{role}.scales", weight.scales, shape[:1], torch.float32)
+            self.tensor(f"{role}.values", weight.values, shape, weight.values.dtype, self._shard)
+            self.tensor(f"{role}.scales", weight.scales, shape[:1], torch.float32, self._shard)
         else:
-            self.tensor(role, weight, shape, self.x.dtype)
+            self.tensor(role, weight, shape, None, self._shard)
 
     def norm(self, weight: Tensor | None, bias: Tensor | None) -> None:
         """Raise for a final norm that does not fit."""
@@ -98,7 +101,7 @@ class Checks:
             )
         for role, vector in (("final_norm", weight), ("final_norm_bias", bias)):
             if vector is not None or role == "final_norm":
-                self.tensor(role, vector, (self.config.hidden,), self.x.dtype)
+                self.tensor(role, vector, (self.config.hidden,), None)
 
     def cache(self, cache: KVCache, layers: int) -> None:
         """Raise for a cache of other layers, heads or dtype, or with fewer sequences than ``x``."""
@@ -111,9 +114,11 @@ class Checks:
         heads = (config.local_kv_heads(self.size), config.head_dim)
         for role in ("keys", "values"):
             for number, memory in enumerate(getattr(cache, role)):
-                self.tensor(
-                    f"cache.{role}[{number}]", memory, (*cache.keys[0].shape[:2], *heads), None
-                )
+                why = f", that of one of {self.size} ranks; make the cache with ranks={self.size}"
+                shape = (*cache.keys[0].shape[:2], *heads)
+                self.tensor(f"cache.{role}[{number}]", memory, shape, None, why)
+        if isinstance(cache, PagedCache):
+            self._table(cache.table)
         if count > cache.sequences:
             raise ShapeError(
                 f"{self.where}: the cache is too small: x has {count} sequences; expected at most "
@@ -124,6 +129,12 @@ class Checks:
                 f"{self.where}: the cache is too small: x has {length} tokens per sequence; "
                 f"expected at most {cache.capacity}; make the cache with room for {length} tokens"
             )
+
+    def _table(self, table: Any) -> None:
+        dtype = getattr(table, "dtype", None)
+        shape = tuple(table.shape) if isinstance(table, Tensor) and table.dim() == 2 else (1, 1)
+        kind = dtype if dtype in (torch.int32, torch.int64) else torch.int64
+        self.tensor("cache.table", table, shape, kind)
 
     def rotary(self, rotary: Rotary | None, capacity: int) -> None:
         """Raise for tables that do not reach every position of the cache."""
@@ -140,8 +151,13 @@ class Checks:
                 )
             self.tensor(f"rotary.{role}", table, tuple(rotary.cos.shape), torch.float32)
 
-    def tensor(self, role: str, tensor: Any, shape: Shape, dtype: torch.dtype | None) -> None:
-        """Raise unless ``tensor`` has this shape, dtype (None: that of x) and the device of x."""
+    def tensor(
+        self, role: str, tensor: Any, shape: Shape, dtype: torch.dtype | None, why: str = ""
+    ) -> None:
+        """Raise unless ``tensor`` has this shape, dtype (None: that of x) and the device of x.
+
+        ``why`` explains the shape.
+        """
         wanted = dtype or self.x.dtype
         if not isinstance(tensor, Tensor):
             raise ArgumentError(
@@ -150,13 +166,12 @@ class Checks:
             )
         if tuple(tensor.shape) != shape:
             raise ShapeError(
-                f"{self.where}: {role} has shape {tuple(tensor.shape)}; expected {shape}, the "
-                f"shard of one of {self.size} ranks; DecoderLayer.shard makes it"
+                f"{self.where}: {role} has shape {tuple(tensor.shape)}; expected {shape}{why}"
             )
         if tensor.dtype is not wanted:
             raise DtypeError(
                 f"{self.where}: {role} is {tensor.dtype}; expected {wanted}"
-                f"{'' if dtype in (torch.float32, *LARGEST) else ', the dtype of x'}; pass "
+                f"{', the dtype of x' if dtype is None else ''}; pass "
                 f"{role}.to({wanted})"
             )
         if tensor.device != self.x.device:
