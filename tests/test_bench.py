@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from commlib import ops
-from commlib.tools.bench import gloo, host, import_time, memory, overlap
+from commlib.tools.bench import decode, gloo, host, import_time, memory, overlap
 from commlib.tools.bench.command import BENCHMARKS, run_bench
 from commlib.tools.bench.launch import launch
 from commlib.tools.bench.report import (
@@ -88,6 +88,7 @@ CAPTURE = {
     "tiny | host time, µs": (*BY_HAND, "eager"),
     "memory | reserved, MiB": BY_HAND,
 }
+DECODE = (decode.OURS, decode.BY_NCCL, decode.LEGACY, decode.REDUCTIONS, decode.BARE)
 OVERLAP = ("matmul 4096", "matmul 8192", "attention", "softmax", "elementwise")
 PEERS = {
     "host": set(HOST),
@@ -101,6 +102,7 @@ PEERS = {
         "a group of sends and receives an expert",
         "all_to_all_single, packed",
     },
+    "decode": {f"{batch} | {call}" for batch in decode.BATCHES for call in DECODE},
     "class-center": {
         "ops.class_center_sample",
         "ops.class_center_sample, padded",
@@ -164,7 +166,8 @@ def test_all_that_run_here(
             assert "arget" in said.out or name == "memory"
     if not torch.cuda.is_available():
         lines = [line for line in said.out.splitlines() if line.startswith(NEEDS_GPUS)]
-        assert len(lines) == 7  # experts, cross-entropy, lamb, two of class-center and of attention
+        # experts, cross-entropy, lamb, and two of class-center, attention and decode
+        assert len(lines) == 9
 
 
 @pytest.mark.parametrize("name", ["host", "memory", "allreduce", "capture", "overlap"])

@@ -7,6 +7,7 @@ import pytest
 import commlib
 from commlib import compat, errors, export, flags, graph, ops
 from commlib.compat import deepspeed, paddle
+from commlib.ops import inference
 from tests.support.processes import run
 
 PUBLIC = [
@@ -26,7 +27,7 @@ PUBLIC = [
     "shutdown",
 ]
 CLASSES = (commlib.CommContext, commlib.CommContextManager, commlib.Work)
-MODULES = (commlib, compat, deepspeed, errors, export, flags, graph, ops, paddle)
+MODULES = (commlib, compat, deepspeed, errors, export, flags, graph, inference, ops, paddle)
 RINGLESS = {  # local: no communication
     "assign_pos",
     "limit_by_capacity",
@@ -43,6 +44,7 @@ TENSORS = {
     "data_norm": 4,
     "fused_attention": 3,
     "fused_feedforward": 3,
+    "fused_multi_transformer": 3,
     "global_gather": 3,
     "global_scatter": 3,
     "margin_cross_entropy": 2,

@@ -93,7 +93,7 @@ def bench(
     """Time the benchmarks NAMES, or all of them, against named peers.
 
     NAMES are host, gloo, import, memory, cross-entropy, experts, class-center, attention, lamb,
-    allreduce, capture, llama and overlap.
+    allreduce, capture, llama, decode and overlap.
     """
     from commlib.tools.bench.command import run_bench, run_tune
 

@@ -23,6 +23,7 @@ ring wherever it is an argument, on both engines.
 
 from commlib.compat.paddle.blocks import fused_attention, fused_feedforward
 from commlib.compat.paddle.experts import global_gather, global_scatter
+from commlib.compat.paddle.inference import fused_multi_transformer
 from commlib.compat.paddle.losses import c_softmax_with_cross_entropy, margin_cross_entropy
 from commlib.compat.paddle.moe import (
     assign_pos,
@@ -96,6 +97,7 @@ __all__ = [
     "distributed_fused_lamb",
     "fused_attention",
     "fused_feedforward",
+    "fused_multi_transformer",
     "global_gather",
     "global_scatter",
     "limit_by_capacity",

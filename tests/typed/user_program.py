@@ -11,6 +11,7 @@ from typing_extensions import assert_type
 
 import commlib
 from commlib import compat, errors, flags, graph, ops
+from commlib.ops.inference import ContiguousCache, DecoderConfig, DecoderLayer
 
 
 def start() -> commlib.CommContext:
@@ -91,6 +92,14 @@ def operators(x: Tensor, label: Tensor, weight: Tensor, flag: bool) -> None:
     assert_type(
         ops.data_norm(x, label, label, label, return_moments=True), tuple[Tensor, Tensor, Tensor]
     )
+
+
+def inference(x: Tensor, layers: list[DecoderLayer], config: DecoderConfig) -> None:
+    """Run the layers of a decoder over a cache."""
+    cache = ContiguousCache((x,), (x,))
+    assert_type(ops.fused_multi_transformer(x, layers, cache, config=config, start=3), Tensor)
+    ops.fused_multi_transformer(x, layers, cache)  # refused: no config
+    ops.fused_multi_transformer(x, x, cache, config=config)  # refused: not layers
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from commlib.tools.bench import (
     capture,
     class_center,
     cross_entropy,
+    decode,
     experts,
     gloo,
     host,
@@ -55,6 +56,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "allreduce": allreduce,
     "capture": capture,
     "llama": llama,
+    "decode": decode,
     "overlap": overlap,
 }
 

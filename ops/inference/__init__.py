@@ -1,0 +1,22 @@
+"""Inference of decoders: their shape, weights, caches and rotary tables, and one operator."""
+
+from commlib.ops.inference.config import DecoderConfig
+from commlib.ops.inference.kv_cache import ContiguousCache, KVCache, PagedCache, PagePool
+from commlib.ops.inference.llama import Llama, llama_config
+from commlib.ops.inference.rotary import Rotary, rotary_tables
+from commlib.ops.inference.weights import DecoderLayer, QuantizedWeight, quantize
+
+__all__ = [
+    "ContiguousCache",
+    "DecoderConfig",
+    "DecoderLayer",
+    "KVCache",
+    "Llama",
+    "PagePool",
+    "PagedCache",
+    "QuantizedWeight",
+    "Rotary",
+    "llama_config",
+    "quantize",
+    "rotary_tables",
+]

@@ -1,0 +1,240 @@
+"""Argument checks of fused_multi_transformer, made on this rank before anything is launched."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from commlib.core.context import CommContext
+from commlib.core.validation import check_tensor
+from commlib.errors import ArgumentError, DeviceError, DtypeError, ShapeError
+from commlib.ops.inference.config import DecoderConfig
+from commlib.ops.inference.kv_cache import KVCache, PagedCache
+from commlib.ops.inference.rotary import Rotary
+from commlib.ops.inference.weights import LARGEST, LINEARS, DecoderLayer, QuantizedWeight, Shape
+
+Tensor = torch.Tensor
+
+NAME = "fused_multi_transformer"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+NAMES = tuple(field.name for field in fields(DecoderLayer))
+REQUIRED = ("attention_norm", "qkv", "out", "ffn_norm", "up", "down")
+
+
+class Checks:
+    """The checks of one call: ``ring`` is None if nothing is reduced."""
+
+    def __init__(self, ring: CommContext | None, config: DecoderConfig, x: Tensor) -> None:
+        self.ring, self.config, self.x = ring, config, x
+        self.where = NAME if ring is None else ring._describe(NAME)
+        self.size = 1 if ring is None else ring.size
+        self._shard = f", the shard of one of {self.size} ranks; DecoderLayer.shard makes it"
+
+    def split(self) -> None:
+        """Raise if the layers can't be split over the ranks."""
+        fault = self.config.fault(self.size)
+        if fault is not None:
+            raise ArgumentError(f"{self.where}: {fault}")
+
+    def activations(self) -> None:
+        """Raise for an ``x`` of another dtype or shape, or on another device."""
+        x, hidden = self.x, self.config.hidden
+        if self.ring is not None:
+            check_tensor(self.ring, NAME, "x", x)
+        elif not isinstance(x, Tensor):
+            raise ArgumentError(f"{self.where}: x is {type(x).__name__}; expected a torch.Tensor")
+        if x.dtype not in DTYPES:
+            raise DtypeError(
+                f"{self.where}: x is {x.dtype}; expected bfloat16, float16 or float32; pass "
+                f"x.float()"
+            )
+        if x.dim() != 3 or x.shape[2] != hidden:
+            raise ShapeError(
+                f"{self.where}: x has shape {tuple(x.shape)}; expected [sequences, tokens, "
+                f"{hidden}]; pass x.view(-1, 1, {hidden}) for one token per sequence"
+            )
+
+    def layers(self, layers: Sequence[DecoderLayer]) -> None:
+        """Raise for a weight that is missing, or that has another shape, dtype or device."""
+        if not layers or not all(isinstance(layer, DecoderLayer) for layer in layers):
+            kinds = sorted({type(layer).__name__ for layer in layers}) or "nothing"
+            raise ArgumentError(
+                f"{self.where}: layers contain {kinds}; expected one DecoderLayer per layer"
+            )
+        shapes = DecoderLayer.shapes(self.config, self.size)
+        for number, layer in enumerate(layers):
+            for name in NAMES:
+                self._weight(f"layers[{number}].{name}", name, getattr(layer, name), shapes[name])
+
+    def _weight(self, role: str, name: str, weight: Any, shape: Shape) -> None:
+        if weight is None and name not in REQUIRED:
+            return
+        if name.endswith("norm_bias") and self.config.norm == "rms":
+            raise ArgumentError(
+                f"{self.where}: {role} with norm='rms', which adds none; pass norm='layer', or "
+                f"leave it None"
+            )
+        if isinstance(weight, QuantizedWeight) and name in LINEARS:
+            if weight.values.dtype not in LARGEST:
+                raise DtypeError(
+                    f"{self.where}: {role}.values are {weight.values.dtype}; expected int8 or "
+                    f"float8_e4m3fn; call quantize(weight, torch.int8)"
+                )
+            self.tensor(f"{role}.values", weight.values, shape, weight.values.dtype, self._shard)
+            self.tensor(f"{role}.scales", weight.scales, shape[:1], torch.float32, self._shard)
+        else:
+            self.tensor(role, weight, shape, None, self._shard)
+
+    def norm(self, weight: Tensor | None, bias: Tensor | None) -> None:
+        """Raise for a final norm that does not fit."""
+        if weight is None and bias is None:
+            return
+        if not self.config.pre_norm:
+            raise ArgumentError(
+                f"{self.where}: final_norm with pre_norm=False, whose layers end with a norm; "
+                f"leave it out"
+            )
+        if bias is not None and self.config.norm == "rms":
+            raise ArgumentError(
+                f"{self.where}: final_norm_bias with norm='rms', which adds none; pass norm='layer'"
+            )
+        for role, vector in (("final_norm", weight), ("final_norm_bias", bias)):
+            if vector is not None or role == "final_norm":
+                self.tensor(role, vector, (self.config.hidden,), None)
+
+    def cache(self, cache: KVCache, layers: int) -> None:
+        """Raise for a cache of other layers, heads or dtype, or with fewer sequences than ``x``."""
+        config, (count, length) = self.config, self.x.shape[:2]
+        if len(cache.keys) != layers or len(cache.values) != layers:
+            raise ShapeError(
+                f"{self.where}: the cache has keys of {len(cache.keys)} and values of "
+                f"{len(cache.values)} layers; expected {layers}; make it with layers={layers}"
+            )
+        heads = (config.local_kv_heads(self.size), config.head_dim)
+        for role in ("keys", "values"):
+            for number, memory in enumerate(getattr(cache, role)):
+                why = f", that of one of {self.size} ranks; make the cache with ranks={self.size}"
+                shape = (*cache.keys[0].shape[:2], *heads)
+                self.tensor(f"cache.{role}[{number}]", memory, shape, None, why)
+        if isinstance(cache, PagedCache):
+            self._table(cache.table)
+        if count > cache.sequences:
+            raise ShapeError(
+                f"{self.where}: the cache is too small: x has {count} sequences; expected at most "
+                f"{cache.sequences}; make the cache with sequences={count}"
+            )
+        if length > cache.capacity:
+            raise ShapeError(
+                f"{self.where}: the cache is too small: x has {length} tokens per sequence; "
+                f"expected at most {cache.capacity}; make the cache with room for {length} tokens"
+            )
+
+    def _table(self, table: Any) -> None:
+        dtype = getattr(table, "dtype", None)
+        shape = tuple(table.shape) if isinstance(table, Tensor) and table.dim() == 2 else (1, 1)
+        kind = dtype if dtype in (torch.int32, torch.int64) else torch.int64
+        self.tensor("cache.table", table, shape, kind)
+
+    def rotary(self, rotary: Rotary | None, capacity: int) -> None:
+        """Raise for tables that do not reach every position of the cache."""
+        if rotary is None:
+            return
+        most = self.config.head_dim // 2
+        for role in ("cos", "sin"):
+            table = getattr(rotary, role)
+            if table.dim() != 2 or table.shape[0] < capacity or not 0 < table.shape[1] <= most:
+                raise ShapeError(
+                    f"{self.where}: rotary.{role} has shape {tuple(table.shape)}; expected at "
+                    f"least {capacity} rows, one per position of the cache, and 1 to {most} "
+                    f"columns; call rotary_tables({2 * most}, {capacity})"
+                )
+            self.tensor(f"rotary.{role}", table, tuple(rotary.cos.shape), torch.float32)
+
+    def tensor(
+        self, role: str, tensor: Any, shape: Shape, dtype: torch.dtype | None, why: str = ""
+    ) -> None:
+        """Raise unless ``tensor`` has this shape, dtype (None: that of x) and the device of x.
+
+        ``why`` explains the shape.
+        """
+        wanted = dtype or self.x.dtype
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(
+                f"{self.where}: {role} is {type(tensor).__name__}; expected a torch.Tensor of "
+                f"shape {shape}"
+            )
+        if tuple(tensor.shape) != shape:
+            raise ShapeError(
+                f"{self.where}: {role} has shape {tuple(tensor.shape)}; expected {shape}{why}"
+            )
+        if tensor.dtype is not wanted:
+            raise DtypeError(
+                f"{self.where}: {role} is {tensor.dtype}; expected {wanted}"
+                f"{', the dtype of x' if dtype is None else ''}; pass "
+                f"{role}.to({wanted})"
+            )
+        if tensor.device != self.x.device:
+            raise DeviceError(
+                f"{self.where}: {role} is on {tensor.device}, and x is on {self.x.device}; call "
+                f"{role}.to('{self.x.device}')"
+            )
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ArgumentError(
+                f"{self.where} has no gradient, but {role} requires grad; use "
+                f"`with torch.no_grad():`, or pass tensor.detach()"
+            )
+
+    def start(self, start: Any) -> None:
+        """Raise unless ``start`` is an integer or one per sequence."""
+        if isinstance(start, Tensor):
+            if start.dtype not in (torch.int32, torch.int64):
+                raise DtypeError(
+                    f"{self.where}: start is {start.dtype}; expected int32 or int64; pass "
+                    f"start.long()"
+                )
+            self.tensor("start", start, (self.x.shape[0],), start.dtype)
+        elif isinstance(start, bool) or not isinstance(start, int):
+            raise ArgumentError(
+                f"{self.where}: start={start!r}; expected an integer, or a tensor with one per "
+                f"sequence"
+            )
+
+    def positions(self, cache: KVCache, start: int | Tensor, *, read: bool) -> None:
+        """Raise for positions outside of the cache, or without a page.
+
+        Tensors are looked at with ``read`` only: that waits for a GPU.
+        """
+        count, length = self.x.shape[:2]
+        first = last = start
+        if isinstance(start, Tensor):
+            if not read:
+                return
+            first, last = (int(bound) for bound in start.aminmax())
+        if first < 0 or last > cache.capacity - length:
+            starts = start.tolist() if isinstance(start, Tensor) else [start]
+            sequence = next(
+                row for row, at in enumerate(starts) if not 0 <= at <= cache.capacity - length
+            )
+            raise ArgumentError(
+                f"{self.where}: position out of range: sequence {sequence} has {length} tokens "
+                f"from position {starts[sequence]} on; expected positions 0 to "
+                f"{cache.capacity - 1}; pass start from 0 to {cache.capacity - length}, or make "
+                f"the cache larger"
+            )
+        if read and isinstance(cache, PagedCache):
+            self._pages(cache, start + self.x.new_full((count,), length, dtype=torch.int64))
+
+    def _pages(self, cache: PagedCache, lengths: Tensor) -> None:
+        """Raise unless each sequence has the pages of its first ``lengths`` tokens."""
+        table = cache.table[: len(lengths)]
+        first = torch.arange(table.shape[1], device=table.device) * cache.page_size
+        missing = (first < lengths[:, None]) & ((table < 0) | (table >= cache.pages))
+        if bool(missing.any()):
+            sequence = int(missing.any(1).nonzero()[0])
+            length = int(lengths[sequence])
+            raise ArgumentError(
+                f"{self.where}: the cache is too small: {int(missing[sequence].sum())} of the "
+                f"{-(-length // cache.page_size)} pages that sequence {sequence} needs for "
+                f"{length} tokens are not assigned; call PagePool.reserve({sequence}, {length})"
+            )

@@ -1,0 +1,222 @@
+"""Memory for keys and values of earlier tokens: one block per sequence, or pages."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from commlib.errors import ArgumentError
+from commlib.ops.inference.config import DecoderConfig
+
+Tensor = torch.Tensor
+
+
+class KVCache(Protocol):
+    """Keys and values of every layer: row b of a call's ``x`` is sequence b of the cache.
+
+    ``keys`` and ``values`` have one tensor per layer, indexed by two numbers per position.
+    """
+
+    @property
+    def keys(self) -> tuple[Tensor, ...]:
+        """The keys of every layer."""
+
+    @property
+    def values(self) -> tuple[Tensor, ...]:
+        """The values of every layer."""
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences."""
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens of a sequence."""
+
+    def places(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the two indices of ``positions`` [B, S]."""
+
+    def gathered(self, memory: Tensor, count: int) -> Tensor:
+        """Return one layer's keys or values of ``count`` sequences, [B, capacity, heads, D]."""
+
+
+@dataclass(frozen=True, eq=False)
+class ContiguousCache:
+    """One block of ``capacity`` tokens per sequence.
+
+    Args:
+        keys: Per layer [sequences, capacity, key heads of the rank, head_dim].
+        values: The same.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+    @classmethod
+    def zeros(
+        cls,
+        config: DecoderConfig,
+        *,
+        layers: int,
+        sequences: int,
+        capacity: int,
+        ranks: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> "ContiguousCache":
+        """Return an empty cache of one of ``ranks`` ranks."""
+        shape = (sequences, capacity, config.local_kv_heads(ranks), config.head_dim)
+        return cls(*_zeros(layers, shape, dtype, device))
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences."""
+        return self.keys[0].shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens of a sequence."""
+        return self.keys[0].shape[1]
+
+    def places(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return sequence and position of ``positions`` [B, S]."""
+        rows = torch.arange(positions.shape[0], device=positions.device)
+        return rows[:, None].expand_as(positions), positions
+
+    def gathered(self, memory: Tensor, count: int) -> Tensor:
+        """Return the first ``count`` sequences, a view."""
+        return memory[:count]
+
+
+@dataclass(frozen=True, eq=False)
+class PagedCache:
+    """Pages of ``page_size`` tokens; a table lists the pages of each sequence.
+
+    The last page belongs to no sequence. Table entries without a page name it, so that a row of a
+    padded batch can be written without harm.
+
+    Args:
+        keys: Per layer [pages + 1, page_size, key heads of the rank, head_dim].
+        values: The same.
+        table: [sequences, most pages of a sequence], int32 or int64.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    table: Tensor
+
+    @classmethod
+    def zeros(
+        cls,
+        config: DecoderConfig,
+        *,
+        layers: int,
+        sequences: int,
+        pages: int,
+        page_size: int,
+        pages_per_sequence: int,
+        ranks: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> "PagedCache":
+        """Return an empty cache of one of ``ranks`` ranks, whose sequences have no pages yet."""
+        shape = (pages + 1, page_size, config.local_kv_heads(ranks), config.head_dim)
+        table = torch.full((sequences, pages_per_sequence), pages, device=device)
+        return cls(*_zeros(layers, shape, dtype, device), table)
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences."""
+        return self.table.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens of a sequence."""
+        return self.table.shape[1] * self.page_size
+
+    @property
+    def page_size(self) -> int:
+        """The tokens of a page."""
+        return self.keys[0].shape[1]
+
+    @property
+    def pages(self) -> int:
+        """The number of pages that sequences can have."""
+        return self.keys[0].shape[0] - 1
+
+    def places(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return page and offset of ``positions`` [B, S]."""
+        rows = self.table[: positions.shape[0]].long()
+        return rows.gather(1, positions // self.page_size), positions % self.page_size
+
+    def gathered(self, memory: Tensor, count: int) -> Tensor:
+        """Return the pages of the first ``count`` sequences, a copy."""
+        return memory[self.table[:count].long()].flatten(1, 2)
+
+
+class PagePool:
+    """Assigns the pages of a ``PagedCache`` to its sequences, on the host.
+
+    It is separate from the cache, because captured code reads the table and not the host's lists.
+    """
+
+    def __init__(self, cache: PagedCache) -> None:
+        self._cache = cache
+        self._free = list(range(cache.pages))[::-1]
+        self._owned: list[list[int]] = [[] for _ in range(cache.sequences)]
+
+    @property
+    def free(self) -> int:
+        """The number of free pages."""
+        return len(self._free)
+
+    def reserve(self, sequence: int, tokens: int) -> None:
+        """Give a sequence enough pages for its first ``tokens`` tokens.
+
+        Raises:
+            ArgumentError: The sequence does not exist, the tokens do not fit into a row of the
+                table, or too few pages are free. Nothing is reserved then.
+        """
+        cache, owned = self._cache, self._pages(sequence)
+        missing = -(-tokens // cache.page_size) - len(owned)
+        if tokens > cache.capacity:
+            raise ArgumentError(
+                f"PagePool.reserve: tokens={tokens} for sequence {sequence}; expected at most "
+                f"{cache.capacity}, {cache.table.shape[1]} pages of {cache.page_size}; make the "
+                f"cache with more pages_per_sequence"
+            )
+        if missing > self.free:
+            raise ArgumentError(
+                f"PagePool.reserve: sequence {sequence} needs {missing} more pages and {self.free} "
+                f"of {cache.pages} are free; call release on a finished sequence, or make the "
+                f"cache with more pages"
+            )
+        for _ in range(missing):
+            page = self._free.pop()
+            cache.table[sequence, len(owned)] = page
+            owned.append(page)
+
+    def release(self, sequence: int) -> None:
+        """Take all pages of a finished sequence back."""
+        owned = self._pages(sequence)
+        self._free += owned[::-1]
+        owned.clear()
+        self._cache.table[sequence] = self._cache.pages
+
+    def _pages(self, sequence: int) -> list[int]:
+        if not 0 <= sequence < len(self._owned):
+            raise ArgumentError(
+                f"PagePool: sequence={sequence}; expected 0 to {len(self._owned) - 1}"
+            )
+        return self._owned[sequence]
+
+
+def _zeros(
+    layers: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Return keys and values. Zeros: a masked position must not be NaN."""
+    keys, values = (
+        tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers))
+        for _ in range(2)
+    )
+    return keys, values

@@ -1,0 +1,391 @@
+"""ops.fused_multi_transformer: the layers of a decoder against NumPy, caches, capture, errors."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import commlib
+from commlib import graph, ops
+from commlib.errors import ArgumentError, DtypeError, RingError, ShapeError
+from commlib.ops.inference import (
+    ContiguousCache,
+    PagedCache,
+    PagePool,
+    QuantizedWeight,
+    quantize,
+    rotary_tables,
+)
+from commlib.ops.inference.weights import LINEARS
+from tests.support.checks import close, refused, same, wide
+from tests.support.decoder import (
+    CAPACITY,
+    CONFIG,
+    KINDS,
+    LAYERS,
+    PAGE,
+    SEQUENCES,
+    TOKENS,
+    Case,
+    contiguous,
+    paged,
+    tables,
+    whole_layers,
+)
+from tests.support.operator import calls
+from tests.support.ranks import Ranks
+
+
+def values(ring: Any, kind: str, dtype: torch.dtype) -> None:
+    """A prefill, a step of several tokens and steps of one, contiguous and paged."""
+    case = Case(ring, kind, dtype)
+    expected = case.expected()
+    found: dict[Any, list[torch.Tensor]] = {}
+    for make in (contiguous, paged):
+        cache, given = case.cache(make), case.x.clone()
+        before = calls(ring)
+        spans = [(0, 3), (3, 5), (5, 6), (6, 7)]
+        found[make] = [case.call(cache, *span) for span in spans]
+        same(calls(ring) - before, 2 * LAYERS * len(spans), f"{case.what}: collectives")
+        case.near(torch.cat(found[make], 1), expected, make.__name__)
+        close(case.x, given, f"{case.what}: x afterwards")
+    for one, other in zip(found[contiguous], found[paged], strict=True):
+        close(other, one, f"{case.what}: paged")
+    steps = case.cache()
+    stepped = [case.call(steps, at, at + 1) for at in range(TOKENS)]
+    case.near(torch.cat(stepped, 1), expected, "step by step")
+    at_once = case.call(case.cache(), 0, TOKENS)
+    case.near(at_once, wide(torch.cat(stepped, 1)).astype("f8"), "prefill of all tokens")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values(kind: str, ranks: Ranks) -> None:
+    ranks(values, kind, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["llama", "gpt", "int8", "fp8"])
+def test_values_of_short_floats(kind: str, dtype: torch.dtype, unified_ranks: Ranks) -> None:
+    unified_ranks(values, kind, dtype)
+
+
+def alone(ring: Any, kind: str) -> None:
+    """On a ring of one rank, and without a ring."""
+    one = commlib.new_ring(40 + ring.rank, [ring.rank])
+    assert one is not None
+    case = Case(one, kind)
+    results = [case.call(case.cache(), 0, TOKENS, ring_id=chosen) for chosen in (one, None)]
+    for result in results:
+        case.near(result, case.expected(), "alone")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt", "post norm"])
+def test_one_rank(kind: str, ranks: Ranks) -> None:
+    ranks(alone, kind)
+
+
+def starts_of_their_own(ring: Any) -> None:
+    """Sequences at several positions in one call; a smaller batch than the cache has."""
+    case = Case(ring)
+    cache, whole = case.cache(paged), wide(case.call(case.cache(), 0, TOKENS)).astype("f8")
+    for first, end in ((0, 2), (2, 4)):
+        case.call(cache, first, end)
+    starts = torch.tensor([2, 4, 3], device=ring.device)
+    given = torch.stack([case.x[row, at : at + 2] for row, at in enumerate(starts.tolist())])
+    for start in (starts, starts.int()):
+        y = case.call(cache, 0, 2, start=start)
+        same(y.shape, given.shape, "shape")
+    case.x[:, :2] = given
+    y = case.call(cache, 0, 2, start=starts)
+    expected = np.stack([whole[row, at : at + 2] for row, at in enumerate(starts.tolist())])
+    case.near(y, expected, "starts")
+    case.x = case.x[:2]
+    case.near(case.call(cache, 0, 2, start=starts[:2]), expected[:2], "two sequences")
+
+
+def test_each_sequence_has_its_position(ranks: Ranks) -> None:
+    ranks(starts_of_their_own)
+
+
+def captured(ring: Any, make: Any) -> None:
+    """Captured decode gives the bits of eager calls, per batch size, and leaves the same cache."""
+    case = Case(ring)
+    device = ring.device
+    eager, fast = case.cache(make), case.cache(make)
+    how: dict[str, Any] = {
+        "config": case.config,
+        "rotary": tables(case.config, device=device),
+        "final_norm": case.final_norm.to(device),  # type: ignore[union-attr]
+    }
+
+    def step(x: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        return ops.fused_multi_transformer(x, case.layers, fast, start=start, **how)
+
+    decode = graph.capture(step)
+    for batch in (1, 2, 3):
+        for at in range(TOKENS):
+            x = case.x[:batch, at : at + 1].to(device)
+            start = torch.full((batch,), at, device=device)
+            expected = ops.fused_multi_transformer(x, case.layers, eager, start=start, **how)
+            close(decode(x, start).clone(), expected, f"batch {batch}, token {at}")
+    for one, other in zip((*fast.keys, *fast.values), (*eager.keys, *eager.values), strict=True):
+        used = slice(0, -1) if make is paged else slice(None)
+        close(one[used], other[used], "the cache")
+    # A replay can't raise: the row is NaN, the other rows are right.
+    x = case.x[:3, :1].to(device)
+    starts = torch.tensor([3, CAPACITY, 3], device=device)
+    y = decode(x, starts).clone()
+    same(y.isnan().all(-1).view(-1).tolist(), [False, True, False], "rows that are NaN")
+    unchecked = ops.fused_multi_transformer(
+        x, case.layers, eager, start=starts, check_positions=False, **how
+    )
+    close(unchecked, y, "eager without checks")
+    decode.reset()
+
+
+@pytest.mark.parametrize("make", [contiguous, paged], ids=lambda make: make.__name__)
+def test_captured(make: Any, ranks: Ranks) -> None:
+    ranks(captured, make, deadline=120)
+
+
+def compiled(ring: Any) -> None:
+    case = Case(ring)
+    cache, other = case.cache(), case.cache()
+    fast = torch.compile(case.call, backend="aot_eager", fullgraph=True)
+    for span in ((0, 3), (3, 4)):
+        close(fast(cache, *span), case.call(other, *span), f"compiled {span}")
+
+
+def test_compiled(unified_ranks: Ranks) -> None:
+    unified_ranks(compiled, deadline=120)
+
+
+# -- caches and weights ---------------------------------------------------------------------------
+
+
+def test_pages() -> None:
+    cache = PagedCache.zeros(
+        CONFIG,
+        layers=1,
+        sequences=2,
+        pages=4,
+        page_size=PAGE,
+        pages_per_sequence=3,
+        ranks=1,
+        dtype=torch.float32,
+        device="cpu",
+    )
+    pool = PagePool(cache)
+    pool.reserve(0, PAGE + 1)
+    pool.reserve(0, 2)  # it has them
+    assert pool.free == 2
+    assert cache.table.tolist() == [[0, 1, 4], [4, 4, 4]]
+    with pytest.raises(ArgumentError, match="sequence 1 needs 3 more pages and 2 of 4 are free"):
+        pool.reserve(1, 3 * PAGE)
+    with pytest.raises(ArgumentError, match="tokens=13 for sequence 1; expected at most 12"):
+        pool.reserve(1, 13)
+    with pytest.raises(ArgumentError, match="sequence=2; expected 0 to 1"):
+        pool.release(2)
+    pool.release(0)
+    assert pool.free == 4
+    assert cache.table.tolist() == [[4, 4, 4], [4, 4, 4]]
+    pool.reserve(1, 1)
+    assert cache.table[1].tolist() == [0, 4, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_quantize(dtype: torch.dtype) -> None:
+    weight = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    weight[3] = 0
+    found = quantize(weight, dtype)
+    assert (found.values.dtype, found.scales.dtype, found.shape) == (dtype, torch.float32, (5, 64))
+    again = found.values.double() * found.scales.double()[:, None]
+    largest = weight.abs().amax(1)
+    step = largest / 127 / 2 if dtype is torch.int8 else largest / 16  # half a step of each
+    assert ((again - weight).abs() <= step[:, None] * 1.001).all()
+    assert torch.allclose(again.abs().amax(1).float(), largest)
+
+
+def test_quantize_refuses() -> None:
+    weight = torch.ones(2, 2)
+    with pytest.raises(DtypeError, match=r"float8_e5m2; expected torch.int8 or torch.float8_e4m3"):
+        quantize(weight, torch.float8_e5m2)
+    with pytest.raises(DtypeError, match="quantized already"):
+        quantize(quantize(weight, torch.int8), torch.int8)
+
+
+def test_llama3_frequencies() -> None:
+    """Long waves are stretched by the factor, short ones are kept."""
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    plain, scaled = (rotary_tables(32, 2, scaling=each) for each in (None, scaling))
+    angles, stretched = (torch.atan2(each.sin[1], each.cos[1]) for each in (plain, scaled))
+    waves = 2 * torch.pi / angles
+    assert torch.allclose(stretched[waves < 16], angles[waves < 16])
+    assert torch.allclose(stretched[waves > 64] * 8, angles[waves > 64])
+    assert ((stretched < angles) & (stretched > angles / 8))[(waves > 16) & (waves < 64)].all()
+    with pytest.raises(ArgumentError, match="type 'yarn'; expected default, linear or llama3"):
+        rotary_tables(8, 2, scaling={"rope_type": "yarn"})
+    with pytest.raises(ArgumentError, match="head_dim=7; expected an even number"):
+        rotary_tables(7, 2)
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"heads": 6, "kv_heads": 4}, "heads=6 with kv_heads=4; .*; pass kv_heads=2"),
+        ({"heads": 0}, "heads=0; expected an integer >= 1"),
+        ({"norm": "group"}, "norm='group'; expected one of rms, layer"),
+        ({"activation": "tanh"}, "activation='tanh'; expected one of silu, gelu"),
+        ({"eps": -1.0}, "eps=-1.0; expected a number from 0 on"),
+    ],
+)
+def test_config_refuses(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        replace(CONFIG, **fields)
+
+
+def errors(ring: Any) -> None:
+    """Each rank makes the wrong call by itself: nothing is launched, so nobody waits."""
+    case, before = Case(ring), calls(ring)
+    cache = case.cache()
+    rank = f"rank {ring.rank}"
+
+    def layer(**changed: Any) -> dict[str, Any]:
+        return {"layers": [case.layers[0], replace(case.layers[1], **changed)]}
+
+    def call(error: Any, *words: Any, config: Any = case.config, **more: Any) -> None:
+        start = more.pop("start", 0)
+        layers, memory = more.pop("layers", case.layers), more.pop("cache", cache)
+        x = more.pop("x", case.x.to(ring.device))
+        with refused(error, *words):
+            ops.fused_multi_transformer(x, layers, memory, config=config, start=start, **more)
+
+    weights: Any = case.layers[1]
+    qkv, out, down = weights.qkv, weights.out, weights.down
+    call(ArgumentError, rank, "heads=5 on 2 ranks", config=replace(CONFIG, heads=5, kv_heads=5))
+    call(ArgumentError, "kv_heads=3 on 2 ranks", config=replace(CONFIG, heads=6, kv_heads=3))
+    call(ArgumentError, "inner=25 on 2 ranks", "zeros to 26", config=replace(CONFIG, inner=25))
+    text = f"layers[1].qkv has shape {tuple(qkv.shape[::-1])}; expected {tuple(qkv.shape)}"
+    call(ShapeError, rank, text, "DecoderLayer.shard", **layer(qkv=qkv.T))
+    call(
+        DtypeError,
+        "layers[1].out is torch.float64; expected torch.float32",
+        **layer(out=out.double()),
+    )
+    call(DtypeError, "x is torch.float64", x=case.x.double().to(ring.device))
+    call(
+        DtypeError,
+        "layers[0].attention_norm is torch.float32; expected torch.bfloat16",
+        x=case.x.bfloat16().to(ring.device),
+    )
+    call(ArgumentError, "layers[1].up is NoneType", **layer(up=None))
+    call(ArgumentError, "ffn_norm_bias with norm='rms'", **layer(ffn_norm_bias=out[:, 0].clone()))
+    call(ArgumentError, "layers contain nothing", layers=[])
+    call(ArgumentError, "layers contain ['int']", layers=[3])
+    e5m2 = QuantizedWeight(out.to(torch.float8_e5m2), out[:, 0].clone())
+    call(DtypeError, "layers[1].out.values are torch.float8_e5m2", **layer(out=e5m2))
+    doubled = QuantizedWeight(out.to(torch.int8), out[:, 0].double())
+    call(
+        DtypeError,
+        "layers[1].out.scales is torch.float64; expected torch.float32",
+        **layer(out=doubled),
+    )
+    call(
+        ArgumentError,
+        "layers[1].down requires grad",
+        **layer(down=down.clone().requires_grad_()),
+    )
+    call(ShapeError, "x has shape (3, 7, 16)", x=case.x[..., :16].to(ring.device))
+    call(
+        ShapeError,
+        "the cache has keys of 2 and values of 2 layers; expected 1",
+        layers=case.layers[:1],
+    )
+    small = case.cache(sequences=2)
+    call(ShapeError, "cache is too small: x has 3 sequences; expected at most 2", cache=small)
+    long = case.x.repeat(1, 2, 1).to(ring.device)
+    call(
+        ShapeError, "cache is too small: x has 14 tokens per sequence; expected at most 12", x=long
+    )
+    mixed = ContiguousCache(cache.keys, tuple(v.double() for v in cache.values))
+    call(DtypeError, "cache.values[0] is torch.float64; expected torch.float32", cache=mixed)
+    heads = replace(CONFIG, kv_heads=4)
+    other = ContiguousCache.zeros(
+        heads, layers=2, sequences=3, capacity=12, ranks=2, dtype=torch.float32, device=ring.device
+    )
+    call(ShapeError, "cache.keys[0] has shape (3, 12, 2, 8); expected (3, 12, 1, 8)", cache=other)
+    call(
+        ArgumentError,
+        rank,
+        "position out of range: sequence 0 has 7 tokens from position 6 on",
+        "pass start from 0 to 5",
+        start=6,
+    )
+    call(ArgumentError, "from position -1 on", start=-1)
+    starts = torch.tensor([0, 5, 6], device=ring.device)
+    call(ArgumentError, "position out of range: sequence 2 has 7 tokens", start=starts)
+    call(ShapeError, "start has shape (2,); expected (3,)", start=starts[:2])
+    call(DtypeError, "start is torch.float32", start=starts.float())
+    call(ArgumentError, "start='0'", start="0")
+    pages = case.cache(paged)
+    halves = replace(pages, table=pages.table.float())
+    call(DtypeError, "cache.table is torch.float32; expected torch.int64", cache=halves)
+    call(ArgumentError, "x is list; expected a torch.Tensor", x=[1.0])
+    call(ArgumentError, "x is list; expected a torch.Tensor", x=[1.0], ring_id=None)
+    pages.table[1, 1] = pages.pages
+    call(
+        ArgumentError,
+        "1 of the 2 pages that sequence 1 needs for 7 tokens are not assigned",
+        "PagePool.reserve(1, 7)",
+        cache=pages,
+    )
+    short = rotary_tables(CONFIG.head_dim, 5, device=ring.device)
+    call(ShapeError, "rotary.cos has shape (5, 4); expected at least 12 rows", rotary=short)
+    call(ShapeError, "final_norm has shape (3,); expected (40,)", final_norm=out[:3, 0].clone())
+    call(
+        ArgumentError,
+        "final_norm_bias with norm='rms'",
+        final_norm=out[:, 0].clone(),
+        final_norm_bias=out[:, 0].clone(),
+    )
+    post = replace(CONFIG, pre_norm=False)
+    call(ArgumentError, "final_norm with pre_norm=False", config=post, final_norm=out[:, 0].clone())
+    call(RingError, "77", ring_id=77)
+    same(calls(ring), before, "collectives of refused calls")
+
+
+def test_errors(ranks: Ranks) -> None:
+    ranks(errors)
+
+
+def test_shards_refuse() -> None:
+    (layer,) = whole_layers(CONFIG, 1, biases=False)
+    with pytest.raises(ArgumentError, match="heads=4 on 3 ranks"):
+        layer.shard(CONFIG, 0, 3)
+    with pytest.raises(ArgumentError, match="qkv is quantized; shard the layer first"):
+        layer.quantize(torch.int8).shard(CONFIG, 0, 2)
+    with pytest.raises(ShapeError, match=r"qkv has shape \(32, 40\); expected \(64, 40\)"):
+        layer.shard(CONFIG, 0, 2).shard(CONFIG, 0, 2)
+    quantized = layer.quantize(torch.int8)
+    assert all(isinstance(getattr(quantized, name), QuantizedWeight) for name in LINEARS)
+
+
+def empty(ring: Any) -> None:
+    case, before = Case(ring), calls(ring)
+    same(case.call(case.cache(), 3, 3).shape, (SEQUENCES, 0, 40), "no tokens")
+    same(calls(ring), before, "collectives without tokens")
+
+
+def test_no_tokens(ranks: Ranks) -> None:
+    ranks(empty)
