@@ -22,8 +22,8 @@ from commlib.ops.expert_parallel._limit_by_capacity import limit_by_capacity
 from commlib.ops.expert_parallel._number_count import number_count
 from commlib.ops.expert_parallel._prune_gate_by_capacity import prune_gate_by_capacity
 from commlib.ops.expert_parallel._random_routing import random_routing
-from commlib.ops.lamb.optimizer import DistributedFusedLamb
 from commlib.ops.inference._fused_multi_transformer import fused_multi_transformer
+from commlib.ops.lamb.optimizer import DistributedFusedLamb
 from commlib.ops.pipeline_parallel._partial_all_gather import partial_all_gather
 from commlib.ops.pipeline_parallel._partial_recv import partial_recv
 from commlib.ops.pipeline_parallel._partial_send import partial_send

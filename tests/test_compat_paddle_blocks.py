@@ -71,13 +71,13 @@ def test_signatures(legacy: Any, tensors: list[str], defaults: dict[str, Any]) -
     assert {name: parameters[name].default for name in defaults} == defaults
 
 
-def alike(legacy: Any, operator: Any, what: str) -> None:
-    """Both draw the same numbers and give the same bits."""
+def alike(legacy: Any, operator: Any, what: str, *, atol: float = 0) -> None:
+    """Both draw the same numbers and give the same bits, or values within ``atol``."""
     found = []
     for call in (legacy, operator):
         torch.manual_seed(6)
         found.append(call())
-    assert_bits_equal(found[0].detach(), found[1].detach(), what)
+    assert_bits_equal(found[0].detach(), found[1].detach(), what, atol=atol)
 
 
 def attentions(comm: Any) -> None:
@@ -120,6 +120,7 @@ def attentions(comm: Any) -> None:
         ),
         lambda: attention(x, *raw, qkv_bias=biases["qkv_bias"], **half),
         "transposed",
+        atol=1e-12,  # a product with the transposed weight adds in another order on GPUs
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import torch
 
 from commlib import compat
 from commlib.errors import ArgumentError, RingError
-from tests.support.checks import close, refused, same
+from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.decoder import CAPACITY, SEQUENCES, Case, cast
 from tests.support.ranks import Ranks
 
@@ -41,19 +41,19 @@ def legacy(ring: Any, pre_norm: bool, ring_id: int) -> None:
     how: Any = {"pre_layer_norm": pre_norm, "ring_id": ring_id}
     mask = torch.ones(4, 4, device=ring.device).tril().sub(1).mul(1e4)[None, None]
     begun, same_caches = call(x[:, :4], **weights, **how, cache_kvs=caches, attn_mask=mask)
-    same(same_caches is caches, True, "cache_kvs are returned")
+    assert_equal(same_caches is caches, True, "cache_kvs are returned")
     later, _ = call(x[:, 4:], **weights, **how, cache_kvs=caches, time_step=torch.tensor([4]))
     case.near(torch.cat([begun, later], 1), case.expected(), "legacy")
     transposed = [weight.permute(3, 0, 1, 2) for weight in weights["qkv_weights"]]
     others = weights | {"qkv_weights": transposed}
-    close(call(x[:, :4], **others, **how, trans_qkvw=False), begun, "without a cache")
-    with refused(ArgumentError, "attn_mask of shape (1, 1, 4, 4) is not causal"):
+    assert_bits_equal(call(x[:, :4], **others, **how, trans_qkvw=False), begun, "without a cache")
+    with raises(ArgumentError, "attn_mask of shape (1, 1, 4, 4) is not causal"):
         call(x[:, :4], **weights, **how, attn_mask=torch.zeros_like(mask))
-    with refused(ArgumentError, "time_step without cache_kvs"):
+    with raises(ArgumentError, "time_step without cache_kvs"):
         call(x[:, :4], **weights, **how, time_step=3)
-    with refused(ArgumentError, "'down': 1"):
+    with raises(ArgumentError, "'down': 1"):
         call(x[:, :4], **weights | {"ffn2_weights": weights["ffn2_weights"][:1]}, **how)
-    with refused(RingError, "ring_id=-2"):
+    with raises(RingError, "ring_id=-2"):
         call(x[:, :4], **weights, **how | {"ring_id": -2})
 
 

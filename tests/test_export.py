@@ -137,6 +137,7 @@ def test_captured_calls(new_ranks: NewRanks, files: Path, load: Callable[[Path],
         ranks(captured, load, files, deadline=300)
 
 
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("call", [loaded, captured])
 def test_on_gpus(new_gpu_ranks: NewRanks, gpu_files: Path, call: Callable[..., None]) -> None:
     with new_gpu_ranks(2) as ranks:

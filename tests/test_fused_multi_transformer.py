@@ -19,7 +19,7 @@ from commlib.ops.inference import (
     rotary_tables,
 )
 from commlib.ops.inference.weights import LINEARS
-from tests.support.checks import close, refused, same, wide
+from tests.support.checks import assert_bits_equal, assert_equal, raises, wide
 from tests.support.decoder import (
     CAPACITY,
     CONFIG,
@@ -48,11 +48,11 @@ def values(ring: Any, kind: str, dtype: torch.dtype) -> None:
         before = calls(ring)
         spans = [(0, 3), (3, 5), (5, 6), (6, 7)]
         found[make] = [case.call(cache, *span) for span in spans]
-        same(calls(ring) - before, 2 * LAYERS * len(spans), f"{case.what}: collectives")
+        assert_equal(calls(ring) - before, 2 * LAYERS * len(spans), f"{case.what}: collectives")
         case.near(torch.cat(found[make], 1), expected, make.__name__)
-        close(case.x, given, f"{case.what}: x afterwards")
+        assert_bits_equal(case.x, given, f"{case.what}: x afterwards")
     for one, other in zip(found[contiguous], found[paged], strict=True):
-        close(other, one, f"{case.what}: paged")
+        assert_bits_equal(other, one, f"{case.what}: paged")
     steps = case.cache()
     stepped = [case.call(steps, at, at + 1) for at in range(TOKENS)]
     case.near(torch.cat(stepped, 1), expected, "step by step")
@@ -96,7 +96,7 @@ def starts_of_their_own(ring: Any) -> None:
     given = torch.stack([case.x[row, at : at + 2] for row, at in enumerate(starts.tolist())])
     for start in (starts, starts.int()):
         y = case.call(cache, 0, 2, start=start)
-        same(y.shape, given.shape, "shape")
+        assert_equal(y.shape, given.shape, "shape")
     case.x[:, :2] = given
     y = case.call(cache, 0, 2, start=starts)
     expected = np.stack([whole[row, at : at + 2] for row, at in enumerate(starts.tolist())])
@@ -129,19 +129,19 @@ def captured(ring: Any, make: Any) -> None:
             x = case.x[:batch, at : at + 1].to(device)
             start = torch.full((batch,), at, device=device)
             expected = ops.fused_multi_transformer(x, case.layers, eager, start=start, **how)
-            close(decode(x, start).clone(), expected, f"batch {batch}, token {at}")
+            assert_bits_equal(decode(x, start).clone(), expected, f"batch {batch}, token {at}")
     for one, other in zip((*fast.keys, *fast.values), (*eager.keys, *eager.values), strict=True):
         used = slice(0, -1) if make is paged else slice(None)
-        close(one[used], other[used], "the cache")
+        assert_bits_equal(one[used], other[used], "the cache")
     # A replay can't raise: the row is NaN, the other rows are right.
     x = case.x[:3, :1].to(device)
     starts = torch.tensor([3, CAPACITY, 3], device=device)
     y = decode(x, starts).clone()
-    same(y.isnan().all(-1).view(-1).tolist(), [False, True, False], "rows that are NaN")
+    assert_equal(y.isnan().all(-1).view(-1).tolist(), [False, True, False], "rows that are NaN")
     unchecked = ops.fused_multi_transformer(
         x, case.layers, eager, start=starts, check_positions=False, **how
     )
-    close(unchecked, y, "eager without checks")
+    assert_bits_equal(unchecked, y, "eager without checks")
     decode.reset()
 
 
@@ -155,7 +155,7 @@ def compiled(ring: Any) -> None:
     cache, other = case.cache(), case.cache()
     fast = torch.compile(case.call, backend="aot_eager", fullgraph=True)
     for span in ((0, 3), (3, 4)):
-        close(fast(cache, *span), case.call(other, *span), f"compiled {span}")
+        assert_bits_equal(fast(cache, *span), case.call(other, *span), f"compiled {span}")
 
 
 def test_compiled(unified_ranks: Ranks) -> None:
@@ -268,7 +268,7 @@ def errors(ring: Any) -> None:
         start = more.pop("start", 0)
         layers, memory = more.pop("layers", case.layers), more.pop("cache", cache)
         x = more.pop("x", case.x.to(ring.device))
-        with refused(error, *words):
+        with raises(error, *words):
             ops.fused_multi_transformer(x, layers, memory, config=config, start=start, **more)
 
     weights: Any = case.layers[1]
@@ -362,7 +362,7 @@ def errors(ring: Any) -> None:
     post = replace(CONFIG, pre_norm=False)
     call(ArgumentError, "final_norm with pre_norm=False", config=post, final_norm=out[:, 0].clone())
     call(RingError, "77", ring_id=77)
-    same(calls(ring), before, "collectives of refused calls")
+    assert_equal(calls(ring), before, "collectives of refused calls")
 
 
 def test_errors(ranks: Ranks) -> None:
@@ -383,8 +383,8 @@ def test_shards_refuse() -> None:
 
 def empty(ring: Any) -> None:
     case, before = Case(ring), calls(ring)
-    same(case.call(case.cache(), 3, 3).shape, (SEQUENCES, 0, 40), "no tokens")
-    same(calls(ring), before, "collectives without tokens")
+    assert_equal(case.call(case.cache(), 3, 3).shape, (SEQUENCES, 0, 40), "no tokens")
+    assert_equal(calls(ring), before, "collectives without tokens")
 
 
 def test_no_tokens(ranks: Ranks) -> None:

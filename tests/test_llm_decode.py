@@ -12,9 +12,9 @@ import transformers
 from commlib.errors import ArgumentError
 from commlib.ops.inference import ContiguousCache, Llama, llama_config
 from examples import llm_decode
-from tests.support.checks import Array, refused, same, wide
+from tests.support.checks import Array, assert_equal, raises, wide
 from tests.support.processes import run
-from tests.support.ranks import Ranks, World
+from tests.support.ranks import NewRanks, Ranks
 
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
 PROGRAM = "examples/llm_decode.py"
@@ -76,7 +76,7 @@ def as_transformers(ring: Any, folder: Path, given: Array, expected: Array) -> N
         for first, end in spans
     ]
     apart = float(np.abs(wide(torch.cat(parts, 1)) - expected).max() / np.abs(expected).max())
-    same(apart <= NEAR, True, f"{apart} of the largest logit apart")
+    assert_equal(apart <= NEAR, True, f"{apart} of the largest logit apart")
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -84,18 +84,18 @@ def test_logits_of_transformers(kind: str, tmp_path: Path, unified_ranks: Ranks)
     unified_ranks(as_transformers, tmp_path, *checkpoint(tmp_path, kind))
 
 
-def test_logits_of_transformers_on_four_ranks(tmp_path: Path, world: World) -> None:
+def test_logits_of_transformers_on_four_ranks(tmp_path: Path, new_ranks: NewRanks) -> None:
     """More ranks than key heads."""
     saved = checkpoint(tmp_path, "grouped heads, long context")
-    with world(4) as ranks:
+    with new_ranks(4) as ranks:
         ranks(as_transformers, tmp_path, *saved)
 
 
 def refusals(ring: Any, folder: Path) -> None:
     tiny, layers, _ = llm_decode.MODELS["tiny"]
-    with refused(ArgumentError, f"rank {ring.rank}", "vocabulary=63 on 2 ranks"):
+    with raises(ArgumentError, f"rank {ring.rank}", "vocabulary=63 on 2 ranks"):
         Llama.random(ring, tiny, layers=layers, vocabulary=63, dtype=torch.float32)
-    with refused(ArgumentError, "has no model.embed_tokens.weight; expected it in a file"):
+    with raises(ArgumentError, "has no model.embed_tokens.weight; expected it in a file"):
         Llama.load(ring, folder, dtype=torch.float32)
 
 

@@ -23,49 +23,92 @@ BLOCK = 1024
 
 def update_moments(part: Part, gradient: Tensor, rule: Any, norms: Tensor) -> None:
     """Do what ``update.update_moments`` does."""
-    table = part.pieces
-    sums = norms.new_empty((max(1, len(table)), 2))
     low_norm = part.copy is not None and not rule.master_norm
-    with torch.cuda.device(gradient.device):
-        if len(table):
-            _moments[(len(table),)](
-                gradient,
-                part.exp_avg,
-                part.exp_avg_sq,
-                part.weights,
-                part.copy if low_norm else part.weights,
-                table,
-                rule.decays,
-                rule.factors,
-                rule.skip,
-                sums,
-                *(rule.betas[0], 1 - rule.betas[0], rule.betas[1], 1 - rule.betas[1], rule.eps),
-                ALIGNED=ALIGNMENT,
-                BLOCK=BLOCK,
-                num_warps=4,
-            )
-        _norms[(len(part.params),)](sums, part.firsts, norms, part.first, BLOCK=128, num_warps=4)
+    measured = part.copy if low_norm else part.weights
+    buffers = gradient, part.exp_avg, part.exp_avg_sq, part.weights, measured, part.pieces
+    numbers = part.firsts, rule.decays, rule.factors, rule.skip, norms
+    _launch_moments(*buffers, *numbers, *rule.betas, rule.eps, part.first, len(part.params))
 
 
 def update_weights(part: Part, rule: Any, ratios: Tensor) -> None:
     """Do what ``update.update_weights`` does."""
-    table = part.pieces
-    if not len(table):
+    if not len(part.pieces):
         return
-    with torch.cuda.device(part.weights.device):
+    buffers = part.exp_avg, part.exp_avg_sq, part.weights, part.copy, part.pieces
+    _launch_weights(*buffers, rule.decays, ratios, rule.factors, rule.skip, rule.eps)
+
+
+# Operators of torch, because a capture learns from operators which memory is written.
+
+
+@torch.library.custom_op("commlib_lamb::update_moments", mutates_args=("means", "squares", "norms"))
+def _launch_moments(
+    gradient: Tensor,
+    means: Tensor,
+    squares: Tensor,
+    weights: Tensor,
+    measured: Tensor,
+    table: Tensor,
+    firsts: Tensor,
+    decays: Tensor,
+    factors: Tensor,
+    skip: Tensor,
+    norms: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    first: int,
+    parameters: int,
+) -> None:
+    sums = norms.new_empty((max(1, len(table)), 2))
+    with torch.cuda.device(gradient.device):
+        if len(table):
+            _moments[(len(table),)](
+                gradient,
+                means,
+                squares,
+                weights,
+                measured,
+                table,
+                decays,
+                factors,
+                skip,
+                sums,
+                *(beta1, 1 - beta1, beta2, 1 - beta2, eps),
+                ALIGNED=ALIGNMENT,
+                BLOCK=BLOCK,
+                num_warps=4,
+            )
+        _norms[(parameters,)](sums, firsts, norms, first, BLOCK=128, num_warps=4)
+
+
+@torch.library.custom_op("commlib_lamb::update_weights", mutates_args=("weights", "copies"))
+def _launch_weights(
+    means: Tensor,
+    squares: Tensor,
+    weights: Tensor,
+    copies: Tensor | None,
+    table: Tensor,
+    decays: Tensor,
+    ratios: Tensor,
+    factors: Tensor,
+    skip: Tensor,
+    eps: float,
+) -> None:
+    with torch.cuda.device(weights.device):
         _weights[(len(table),)](
-            part.exp_avg,
-            part.exp_avg_sq,
-            part.weights,
-            part.weights if part.copy is None else part.copy,
+            means,
+            squares,
+            weights,
+            weights if copies is None else copies,
             table,
-            rule.decays,
+            decays,
             ratios,
-            rule.factors,
-            rule.skip,
-            rule.eps,
+            factors,
+            skip,
+            eps,
             ALIGNED=ALIGNMENT,
-            LOW=part.copy is not None,
+            LOW=copies is not None,
             BLOCK=BLOCK,
             num_warps=4,
         )

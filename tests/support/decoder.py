@@ -18,7 +18,7 @@ from commlib.ops.inference import (
     QuantizedWeight,
     rotary_tables,
 )
-from tests.support.checks import Array, same, wide
+from tests.support.checks import Array, assert_equal, wide
 
 CAPACITY, PAGE, THETA = 12, 4, 10_000.0
 Part = dict[str, Any]
@@ -47,10 +47,19 @@ def cast(layer: DecoderLayer, dtype: torch.dtype, device: Any) -> DecoderLayer:
     """Return the layer in another dtype; quantized weights keep theirs."""
     return DecoderLayer(
         **{
-            name: weight.to(device, dtype) if isinstance(weight, torch.Tensor) else weight
+            name: weight.to(device, dtype)
+            if isinstance(weight, torch.Tensor)
+            else moved(weight, device)
             for name, weight in vars(layer).items()
         }
     )
+
+
+def moved(weight: QuantizedWeight | None, device: Any) -> QuantizedWeight | None:
+    """Return a quantized weight on another device."""
+    if weight is None:
+        return None
+    return QuantizedWeight(weight.values.to(device), weight.scales.to(device))
 
 
 def paged(config: DecoderConfig, layers: int, sequences: int, **how: Any) -> PagedCache:
@@ -168,10 +177,10 @@ class Case:
         return ops.fused_multi_transformer(given, self.layers, cache, **(how | more))
 
     def near(self, actual: torch.Tensor, expected: Array, what: str) -> None:
-        same(actual.dtype, self.dtype, f"{self.what}, {what}: dtype")
-        same(tuple(actual.shape), expected.shape, f"{self.what}, {what}: shape")
+        assert_equal(actual.dtype, self.dtype, f"{self.what}, {what}: dtype")
+        assert_equal(tuple(actual.shape), expected.shape, f"{self.what}, {what}: shape")
         apart = float(np.abs(wide(actual) - expected).max())
-        same(apart <= NEAR[self.dtype], True, f"{self.what}, {what}: {apart} apart")
+        assert_equal(apart <= NEAR[self.dtype], True, f"{self.what}, {what}: {apart} apart")
 
 
 # -- the formula ----------------------------------------------------------------------------------
