@@ -1,5 +1,6 @@
 """Values at the border of what an argument, a flag or a message allows."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 
 from commlib import flag_values, ops
 from commlib.errors import FlagError, ShapeError
-from commlib.ops.registered.library import deliver
+from commlib.graph.report import Report
+from commlib.ops.registered.library import deliver, save
 from tests.support.checks import assert_equal
 from tests.support.ranks import Ranks
 
@@ -58,3 +60,18 @@ def texts(comm: Any) -> None:
 
 def test_bytes_of_any_length(cpu_ranks: Ranks) -> None:
     cpu_ranks(texts)
+
+
+def test_a_tensor_is_not_saved_as_a_plain_argument() -> None:
+    saved = SimpleNamespace()
+    save(1)(saved, (torch.ones(1), 3), None)
+    assert saved.saved == (3,)
+
+    with pytest.raises(TypeError, match="save_for_backward"):
+        save(0)(saved, (torch.ones(1), 3), None)
+
+
+def test_a_long_reason_is_cut_in_the_table_alone() -> None:
+    row = {"function": "f", "eager": "because " * 40}
+    assert len(str(Report([row])).splitlines()[1]) < 300
+    assert row["eager"] == "because " * 40

@@ -291,3 +291,18 @@ def test_backwards_through_one_of_two_outputs(comm: Any) -> None:
             assert_bits_equal(one, want, f"number {number}, {options}")
         (slot,) = slots(seen[0])
         assert_equal(len(slot._backwards), 2, "captured backwards")
+
+
+def test_a_step_that_returns_what_its_backward_has_used() -> None:
+    weight = torch.ones(3, requires_grad=True)
+
+    @graph.capture
+    def step(x: torch.Tensor) -> torch.Tensor:
+        weight.grad = None
+        loss = (weight * x).sum()
+        loss.backward()
+        return loss
+
+    with raises(GraphError, "an output leads back through a backward", "return loss.detach()"):
+        for _ in range(2):
+            step(torch.ones(3))

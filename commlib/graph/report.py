@@ -3,6 +3,7 @@
 import html as escape
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from commlib.graph.captured_function import CapturedFunction, everything
@@ -23,6 +24,9 @@ _COLUMNS = {  # column of the table -> key of a row
     "collectives": "collectives",
     "eager because": "eager",
 }
+
+
+_WIDEST = 100  # characters of a cell; the row itself has the whole text
 
 
 class Report(list[dict[str, Any]]):
@@ -129,7 +133,7 @@ def _cell(value: Any) -> str:
         return ""
     if isinstance(value, list):
         return str(len(value))
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+    return f"{value:.3f}" if isinstance(value, float) else shorten(str(value), _WIDEST)
 
 
 def _html(row: dict[str, Any]) -> str:

@@ -215,10 +215,15 @@ def deliver(result: torch.Tensor, out: torch.Tensor | None, sync_op: bool) -> to
 
 
 def save(*indices: int) -> Callable[..., None]:
-    """Return a ``setup`` that saves the non-tensor arguments at ``indices`` for the backward."""
+    """Return a ``setup`` that saves the plain arguments at ``indices`` as ``ctx.saved``.
+
+    A tensor must be saved by ``ctx.save_for_backward`` in a ``setup`` of the operator.
+    """
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
         ctx.saved = tuple(inputs[index] for index in indices)
+        if any(isinstance(one, torch.Tensor) for one in ctx.saved):
+            raise TypeError(f"save{indices} names a tensor; pass setup= with ctx.save_for_backward")
 
     return setup
 

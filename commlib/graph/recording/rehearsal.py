@@ -165,7 +165,15 @@ class _Rehearsal:
         ones = [torch.ones_like(x) for x in outs]
         if not wanted and not computed:
             raise GraphError("an output wants a gradient, and no tensor before it does")
-        grads = plain_gradients(outs, (*wanted, *computed), ones)
+        try:
+            grads = plain_gradients(outs, (*wanted, *computed), ones)
+        except RuntimeError as error:
+            if "second time" not in str(error):
+                raise
+            raise GraphError(
+                "an output leads back through a backward that the function itself has run; return "
+                "it detached: `return loss.detach()`"
+            ) from error
         for tensor, grad in zip(computed, grads[len(wanted) :], strict=True):
             if grad is not None:
                 raise GraphError(
