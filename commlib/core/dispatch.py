@@ -211,11 +211,13 @@ def begin(ring: Ring, call: Call[Any], blocks: int) -> Work | None:
     collective, out, x = call.collective, call.out, call.x
     check_untraced(ring, collective)
     observed = observers and looking_on()
+    assert out is not None and x is not None
     if ring._compares or not as_they_are(out, x, 0) or (observed and ring._fences is None):
+        return None
+    if not ring._engine.splits(x, *call.args):
         return None
     if observed:
         return _observed(ring, call, partial(begin, ring, call, blocks))
-    assert out is not None and x is not None
     with ring._lock:
         if ring._health.fault is not None:
             raise ring._health.unusable(collective)
@@ -227,8 +229,6 @@ def begin(ring: Ring, call: Call[Any], blocks: int) -> Work | None:
         except BaseException:
             ring._health.interrupted(collective)
             raise
-        if pending is None:
-            return None
         count(ring, call)
     written(out)
     return begun(Work(out, pending))

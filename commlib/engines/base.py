@@ -182,9 +182,13 @@ class Engine(ABC):
         """Return the launch of an all_reduce with a norm, and its plan; None without a kernel."""
         return None
 
+    def splits(self, x: Tensor, reduction: Any) -> bool:
+        """Return True if an all_reduce of ``x`` has two halves; the same on all ranks."""
+        return False
+
     def begin_all_reduce(self, out: Tensor, x: Tensor, reduction: Any) -> Any:
-        """Launch the first half of an all_reduce; return None, launch nothing, if it has none."""
-        return None
+        """Launch the first half of an all_reduce that ``splits``."""
+        raise NotImplementedError
 
     def wait(self, handle: Any) -> None:
         """Block until a launch has finished; a signal is handled after 0.1 s at most.

@@ -192,12 +192,16 @@ class NCCLEngine(NCCLExchanges):
         steps = self._normed.steps(x, norm)
         return (self._normed.launch, steps) if steps else None
 
-    def begin_all_reduce(self, out: Tensor, x: Tensor, reduction: Any) -> SplitAllReduce | None:
-        """Launch the first half of a push all_reduce."""
+    def splits(self, x: Tensor, reduction: Any) -> bool:
+        """Return True for what push kernels reduce by one launch."""
         pushed = reduction.all_reduce if isinstance(reduction, Reduction) else None
-        halves = None if pushed is None else pushed.split(x.nbytes)
-        if halves is None or isinstance(self._push, str):
-            return None
+        return pushed is not None and pushed.split(x.nbytes) is not None
+
+    def begin_all_reduce(self, out: Tensor, x: Tensor, reduction: Any) -> SplitAllReduce:
+        """Launch the first half of a push all_reduce."""
+        halves = reduction.all_reduce.split(x.nbytes)
+        assert halves is not None
+        assert not isinstance(self._push, str)
         return SplitAllReduce(self.identity, self.health, self._push, halves, out, x)
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
