@@ -7,6 +7,7 @@ import torch
 
 import commlib
 from commlib.compat import paddle
+from commlib.errors import RingError
 
 RING = 5
 ONE = torch.ones(1, dtype=torch.int64)
@@ -58,6 +59,20 @@ CALLS: dict[str, Callable[[torch.Tensor], object]] = {
     "mp_allreduce_sum": lambda x: paddle.mp_allreduce_sum(x, RING),
     "partial_allgather": lambda x: paddle.partial_allgather(x, 1, 0, RING),
 }
+HIDDEN = torch.full((1, 2, 2), 0.5)
+SQUARE, WIDE, SCALE = torch.eye(2), torch.ones(2, 4), torch.ones(2)
+HEAD = torch.ones(3, 1, 2, 2)
+BLOCKS: dict[str, Callable[[int], object]] = {
+    "fused_attention": lambda ring: paddle.fused_attention(HIDDEN, HEAD, SQUARE, ring_id=ring),
+    "fused_feedforward": lambda ring: paddle.fused_feedforward(
+        HIDDEN, WIDE, WIDE.t(), ring_id=ring
+    ),
+    "fused_multi_transformer": lambda ring: paddle.fused_multi_transformer(
+        *(HIDDEN, [SCALE], None, [HEAD], None, [SQUARE], None, [SCALE], None, [WIDE], None),
+        *([WIDE.t()], None),
+        ring_id=ring,
+    ),
+}
 # Counts, ids and streams know no ring; a ring of one has nobody to send to.
 WITHOUT = {
     *("assign_pos", "c_comm_init", "c_embedding", "c_gen_nccl_id", "c_sync_calc_stream"),
@@ -95,5 +110,13 @@ def test_ring_id_of_a_gradient(name: str) -> None:
     assert x.grad is not None
 
 
+@pytest.mark.parametrize("name", BLOCKS)
+def test_ring_id_of_a_block(name: str) -> None:
+    """Their default, -1, is no ring at all."""
+    BLOCKS[name](RING)
+    with pytest.raises(RingError, match="ring 0"):
+        BLOCKS[name](0)
+
+
 def test_every_legacy_operator_is_here() -> None:
-    assert {*CALLS, *WITHOUT} == {*paddle.__all__}
+    assert {*CALLS, *WITHOUT, *BLOCKS} == {*paddle.__all__}

@@ -20,7 +20,7 @@ from tests.test_graph import whole
 from tests.test_graph_hazards import ring_of
 from tests.test_graph_hazards_capture import Helper
 
-LATE_S = 2  # the deadline of a ring whose member does not come
+LATE_S = 8  # the deadline of a ring whose member does not come
 
 
 # -- D: several ranks ------------------------------------------------------------------------------

@@ -17,7 +17,18 @@ from tests.support.runs_on import runs_on
 RING = [
     *("abort", "all_gather", "all_reduce", "all_reduce_begin", "all_to_all", "barrier"),
     *("broadcast", "check", "close", "connect", "device", "engine", "exchange", "explain"),
-    *("gather", "group", "name", "rank", "ranks", "recv", "reduce", "reduce_scatter", "report"),
+    *(
+        "gather",
+        "group",
+        "name",
+        "nccl_comm",
+        "rank",
+        "ranks",
+        "recv",
+        "reduce",
+        "reduce_scatter",
+        "report",
+    ),
     *("reset", "resume", "ring_id", "scatter", "send", "size", "stream", "stream_for"),
     *("suspend", "timeout"),
 ]
