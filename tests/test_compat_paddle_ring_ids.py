@@ -112,7 +112,7 @@ def test_ring_id_of_a_gradient(name: str) -> None:
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_ring_id_of_a_block(name: str) -> None:
-    """Their default, -1, is no ring at all."""
+    """The default, -1, means no ring."""
     BLOCKS[name](RING)
     with pytest.raises(RingError, match="ring 0"):
         BLOCKS[name](0)
