@@ -36,8 +36,8 @@ format: setup
 bench: setup
 	@$(RUN) -m commlib bench $(ARGS)
 
-# Compares every program of tests/models with eager code and writes docs/models.md; on two GPUs if
-# the machine has them, else on the CPU.
+# Compares every program of tests/models with eager code and writes docs/models.md; on GPUs if
+# the machine has any, else on the CPU.
 models: setup
 	@$(RUN) -m tests.models $(ARGS)
 

@@ -142,14 +142,13 @@ def test_other_bits_are_told() -> None:
         check("tiny", {EAGER: [zero, zero], OURS: [zero]})
 
 
-if GPUS >= 2:
+@pytest.mark.gpu
+@pytest.mark.two_gpus
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_on_gpus(nproc: int, tmp_path: Path) -> None:
+    assert run_bench(("capture",), str(tmp_path), nproc=nproc, rounds=1) == 0
 
-    @pytest.mark.gpu
-    @pytest.mark.parametrize("nproc", [1, 2])
-    def test_on_gpus(nproc: int, tmp_path: Path) -> None:
-        assert run_bench(("capture",), str(tmp_path), nproc=nproc, rounds=1) == 0
-
-        (file,) = tmp_path.iterdir()
-        text = file.read_text()
-        assert f"`commlib bench capture --nproc {nproc} --rounds 1`" in text
-        assert text.count(" target at most ") == 5
+    (file,) = tmp_path.iterdir()
+    text = file.read_text()
+    assert f"`commlib bench capture --nproc {nproc} --rounds 1`" in text
+    assert text.count(" target at most ") == 5

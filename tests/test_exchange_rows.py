@@ -4,7 +4,6 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 import commlib
@@ -150,14 +149,9 @@ def test_on_a_closed_ring(comm: Any) -> None:
     assert_equal(before, 0, "calls")
 
 
-@pytest.mark.gpu
-def test_the_channel_is_used(ranks: Ranks) -> None:
+@runs_on("gpu_ranks")
+def test_the_channel_is_used(comm: Any) -> None:
     """On the NCCL engine the rows of one host pass the channel by themselves."""
-    if ranks.place.device == "gpu" and ranks.place.engine == "unified":
-        ranks(channel)
-
-
-def channel(comm: Any) -> None:
     from commlib.p2p.expert_rows import RowChannel
 
     check(comm, drawn(comm.size, 2, 4, 2), 8, torch.float32)

@@ -120,13 +120,13 @@ def shared(comm: Any) -> None:
         for start in (0, 1, 2):
             before = buffer.clone()
             want = fn(buffer[start : start + 2]).clone()
-            behind = buffer.clone()
+            left = buffer.clone()
             buffer.copy_(before)
             try:
                 assert_bits_equal(
                     call(buffer[start : start + 2]), want, f"{fn.__name__} at {start}"
                 )
-                assert_bits_equal(buffer, behind, f"{fn.__name__} at {start}: the buffer")
+                assert_bits_equal(buffer, left, f"{fn.__name__} at {start}: the buffer")
             except GraphError as error:
                 assert_equal("without receiving it" in str(error), True, str(error))
                 break

@@ -75,19 +75,19 @@ def test_gloo_between_two_hosts(tmp_path: Path, flag: str) -> None:
 
 GPUS = torch.cuda.device_count()
 
-if GPUS >= 2:
 
-    @pytest.mark.gpu
-    @pytest.mark.parametrize("flag", ["0", "1"], ids=["legacy", "unified"])
-    def test_nccl_over_its_network_transport(tmp_path: Path, flag: str) -> None:
-        """Different host ids keep NCCL off NVLink between the nodes."""
-        each = min(2, GPUS // 2)
-        nodes = [
-            {
-                "TWO_NODES_GPU": "1",
-                "NCCL_HOSTID": f"host-{node}",
-                "CUDA_VISIBLE_DEVICES": ",".join(str(node * each + i) for i in range(each)),
-            }
-            for node in range(2)
-        ]
-        check_two_nodes(tmp_path, flag, each, nodes)
+@pytest.mark.gpu
+@pytest.mark.two_gpus
+@pytest.mark.parametrize("flag", ["0", "1"], ids=["legacy", "unified"])
+def test_nccl_over_its_network_transport(tmp_path: Path, flag: str) -> None:
+    """Different host ids keep NCCL off NVLink between the nodes."""
+    each = min(2, GPUS // 2)
+    nodes = [
+        {
+            "TWO_NODES_GPU": "1",
+            "NCCL_HOSTID": f"host-{node}",
+            "CUDA_VISIBLE_DEVICES": ",".join(str(node * each + i) for i in range(each)),
+        }
+        for node in range(2)
+    ]
+    check_two_nodes(tmp_path, flag, each, nodes)

@@ -123,7 +123,7 @@ class Reductions(Ring):
 
     def all_reduce_begin(
         self, out: Tensor, x: Tensor, *, op: str = "sum", max_blocks: int | None = None
-    ) -> Work:
+    ) -> Work[Tensor]:
         """Begin an ``all_reduce`` on the caller's current stream; ``wait()`` of the Work ends it.
 
         Kernels that the program launches in between run while the data is in flight. No other

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from commlib.core import observers
 from commlib.errors import GraphError
 from commlib.graph.calls.cache_key import value
-from commlib.graph.watching.runs import DonePart, EagerPart, current, do_again
+from commlib.graph.watching.runs import DonePart, EagerPart, current, do_again, name_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 _PLAIN = (bool, int, float, complex, str, type(None))  # what a program computes with
@@ -56,7 +56,6 @@ class EagerSegment:
             grads: Leaves, and the gradients that the graphs before it leave them.
         """
         self._part, self._grads = part, grads
-        self._name = getattr(getattr(part, "func", part), "__qualname__", "")
         self._kept = tree_leaves(result)
 
     def replay(self, done: list[DonePart] | None = None) -> None:
@@ -72,9 +71,9 @@ class EagerSegment:
             found = tree_leaves(self._part() if done is None else do_again(done, self._part))
             if list(map(_shape, found)) != list(map(_shape, self._kept)):
                 raise GraphError(
-                    f"{self._name}, an eager part, returns something else than at the capture, "
-                    f"where the graph has its shapes and plain values; return tensors of one shape "
-                    f"and dtype, or nothing, or make the values part of key="
+                    f"{name_of(self._part)}, an eager part, returns something else than at the "
+                    f"capture, where the graph has its shapes and plain values; return tensors of "
+                    f"one shape and dtype, or nothing, or make the values part of key="
                 )
             for kept, new in zip(self._kept, found, strict=True):
                 if isinstance(kept, torch.Tensor) and kept is not new:

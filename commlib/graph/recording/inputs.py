@@ -23,9 +23,9 @@ class Touched(NamedTuple):
         outside_written: Memory from outside that it writes, and where.
     """
 
-    written: list[int] = []  # noqa: RUF012  # never changed
-    outside: list[tuple[int, Span]] = []  # noqa: RUF012  # never changed
-    outside_written: list[tuple[int, Span]] = []  # noqa: RUF012  # never changed
+    written: Sequence[int] = ()
+    outside: Sequence[tuple[int, Span]] = ()
+    outside_written: Sequence[tuple[int, Span]] = ()
 
     @classmethod
     def by(cls, segments: Segments, given: Tensors) -> "Touched":

@@ -85,7 +85,7 @@ class CapturedCall:
         if self.segments.reads and not own:  # a later capture may find other values
             self.inputs.make_room(call, arguments)
             self.segments.release()
-            self._record(call, gradients, again=True)
+            self._record(call, gradients, again=True, done=done)
         self.log.uncaptured = self.segments.reports_capture
 
     def _record(

@@ -123,11 +123,15 @@ class DonePart:
         return self._kept
 
 
+def name_of(part: EagerPart) -> str:
+    """Return the name of a marked function."""
+    return str(getattr(getattr(part, "func", part), "__qualname__", ""))
+
+
 def do_again(done: list[DonePart], part: EagerPart) -> Any:
     """Return what the next of ``done`` returned, and do again what it did, in place of ``part``."""
     if not done:
-        name = getattr(getattr(part, "func", part), "__qualname__", "")
-        raise GraphError(f"{name}, an eager part, was not called by the function")
+        raise GraphError(f"{name_of(part)}, an eager part, was not called by the function")
     return done.pop(0).again()
 
 
