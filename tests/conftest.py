@@ -58,6 +58,9 @@ def pytest_configure(config: pytest.Config) -> None:
         # Trying the vector instructions costs 7 s, and compiling with them costs more: the
         # generated loops are Inductor's, the collectives between them are ours.
         os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
+        # torch asks for the name of each peer of a store. Where the name server loses a request,
+        # the resolver repeats it after 5 s, which is the deadline of many a test.
+        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 
 def pytest_report_header() -> str:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +45,17 @@ def server() -> Iterator[tuple[int, int]]:
         process.communicate()
 
 
+def stop(pid: int) -> None:
+    """Stop a process, and wait until each of its threads has stopped."""
+
+    def states() -> set[str]:
+        stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+        return {stat.rpartition(") ")[2][0] for stat in stats}
+
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: states() == {"T"}, "every thread has stopped")
+
+
 def opened(port: int, host: str = "127.0.0.1") -> BoundedStore:
     return BoundedStore(Connection(TcpOpening(host, port, "rank 1 of 2"), f"{host}:{port}"))
 
@@ -72,7 +84,7 @@ def test_stopped_server() -> None:
     with server() as (port, pid):
         store = opened(port)
         store.set("x", "1", Deadline(30))
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         try:
             begin = time.monotonic()
             with raises(BootstrapError, f"127.0.0.1:{port}", "get(x)", "within 1 s", "stopped"):
@@ -108,7 +120,7 @@ def test_a_client_that_the_host_stops_past_its_deadline() -> None:
         try:
             assert opened(port).wait(["here"], Deadline(60))
             time.sleep(0.5)
-            os.kill(client.pid, signal.SIGSTOP)
+            stop(client.pid)
             time.sleep(5)
             os.kill(client.pid, signal.SIGCONT)
             assert_equal(client.communicate(timeout=60)[0], "found x: False\n")
