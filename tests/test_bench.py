@@ -144,7 +144,10 @@ def check(path: Path, name: str) -> None:
     assert len(rows) == 2 + len(heads_of_rows)
     for peer in heads_of_rows:
         assert sum(row.startswith(f"{peer} | ") for row in rows) == 1, peer
-    assert text.split("## Findings")[1].count("\n- ") >= 1
+    findings = text.split("## Findings")[1]
+    assert findings.count("\n- ") >= 1 and "DIFFER" not in findings
+    for apart in re.findall(r"differ by at most (\S+)", findings):
+        assert float(apart) < (5e-2 if torch.cuda.is_available() else 1e-5)
 
 
 def test_all_that_run_here(

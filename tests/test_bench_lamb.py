@@ -14,16 +14,15 @@ SETTINGS = {"nproc": 2, "rounds": 2, "width": 1024}
 STATE = {OURS: 501 * 2**20, PEER: 1000 * 2**20}
 
 
-@pytest.mark.parametrize("nproc", ["1", "2"])
-def test_small(nproc: str, tmp_path: Path) -> None:
-    options = ["--nproc", nproc, "--width", "4", "--rounds", "1", "--out", str(tmp_path)]
+def test_small_on_one_rank(tmp_path: Path) -> None:
+    options = ["--nproc", "1", "--width", "4", "--rounds", "1", "--out", str(tmp_path)]
 
     done = CliRunner().invoke(commands, ["bench", "lamb", *options])
 
     assert done.exit_code == 0, done.output
     (file,) = tmp_path.iterdir()
     text = file.read_text()
-    assert f"`commlib bench lamb --nproc {nproc} --rounds 1 --width 4`" in text
+    assert "`commlib bench lamb --nproc 1 --rounds 1 --width 4`" in text
     assert "the weights after two steps agree" in text
     for call in (OURS, CAPTURED, PEER):
         assert text.count(f"| {call} |") == 1

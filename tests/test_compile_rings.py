@@ -88,7 +88,7 @@ def created_again(comm: Any, names: tuple[str, ...], how: dict[str, Any]) -> Non
 
 
 def test_rings_created_again(three_ranks: Ranks) -> None:
-    three_ranks(created_again, tuple(BODIES), {}, deadline=240)
+    three_ranks(created_again, ("all_of_them",), {}, deadline=240)
 
 
 def test_rings_created_again_with_any_sizes(three_ranks: Ranks) -> None:
