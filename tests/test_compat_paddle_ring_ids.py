@@ -58,6 +58,37 @@ CALLS: dict[str, Callable[[torch.Tensor], object]] = {
     "margin_cross_entropy": lambda x: paddle.margin_cross_entropy(x, ONE * 0, ring_id=RING),
     "mp_allreduce_sum": lambda x: paddle.mp_allreduce_sum(x, RING),
     "partial_allgather": lambda x: paddle.partial_allgather(x, 1, 0, RING),
+    "all_gather": lambda x: paddle.all_gather(x, RING, 1),
+    "all_reduce": lambda x: paddle.all_reduce(x, RING),
+    "all_to_all": lambda x: paddle.all_to_all(x, RING),
+    "broadcast": lambda x: paddle.broadcast(x, RING),
+    "c_allreduce_avg": lambda x: paddle.c_allreduce_avg(x, RING),
+    "c_allreduce_avg_": lambda x: paddle.c_allreduce_avg_(x, RING),
+    "c_allreduce_max_": lambda x: paddle.c_allreduce_max_(x, RING),
+    "c_allreduce_min_": lambda x: paddle.c_allreduce_min_(x, RING),
+    "c_allreduce_prod_": lambda x: paddle.c_allreduce_prod_(x, RING),
+    "c_allreduce_sum_": lambda x: paddle.c_allreduce_sum_(x, RING),
+    "c_broadcast_": lambda x: paddle.c_broadcast_(x, RING),
+    "c_identity_": lambda x: paddle.c_identity_(x, RING),
+    "c_reduce_avg": lambda x: paddle.c_reduce_avg(x, RING),
+    "c_reduce_avg_": lambda x: paddle.c_reduce_avg_(x, RING),
+    "c_reduce_max_": lambda x: paddle.c_reduce_max_(x, RING),
+    "c_reduce_min_": lambda x: paddle.c_reduce_min_(x, RING),
+    "c_reduce_prod_": lambda x: paddle.c_reduce_prod_(x, RING),
+    "c_reduce_sum_": lambda x: paddle.c_reduce_sum_(x, RING),
+    "c_softmax_with_multi_label_cross_entropy": lambda x: (
+        paddle.c_softmax_with_multi_label_cross_entropy(
+            x, ONE[:, None] * 0, torch.ones(1, 1), ring_id=RING
+        )
+    ),
+    "c_sync_comm_stream_": lambda x: paddle.c_sync_comm_stream_(x, RING),
+    "dist_concat": lambda x: paddle.dist_concat(x, RING, 1),
+    "mp_allreduce_sum_": lambda x: paddle.mp_allreduce_sum_(x, RING),
+    "reduce": lambda x: paddle.reduce(x, RING),
+    "reduce_scatter": lambda x: paddle.reduce_scatter(x, RING, 1),
+    "sync_batch_norm": lambda x: paddle.sync_batch_norm(
+        x, *(torch.ones(x.shape[1]) for _ in range(4)), ring_id=RING
+    ),
 }
 HIDDEN = torch.full((1, 2, 2), 0.5)
 SQUARE, WIDE, SCALE = torch.eye(2), torch.ones(2, 4), torch.ones(2)
@@ -78,6 +109,9 @@ WITHOUT = {
     *("assign_pos", "c_comm_init", "c_embedding", "c_gen_nccl_id", "c_sync_calc_stream"),
     *("limit_by_capacity", "number_count", "prune_gate_by_capacity", "random_routing"),
     *("partial_recv", "partial_send", "recv_v2", "send_v2"),
+    *("p_recv", "p_recv_array", "p_send", "p_send_array", "c_sync_calc_stream_"),
+    *("coalesce_tensor", "partial_concat", "partial_sum"),
+    *("c_comm_init_all", "c_comm_init_multitrainer", "c_gen_xccl_id", "comm_init_all"),
 }
 
 

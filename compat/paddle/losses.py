@@ -6,6 +6,9 @@ import torch
 
 from commlib import ops
 from commlib.compat.paddle.checks import ring_of, ring_of_rank
+from commlib.core.context import CommContext
+from commlib.errors import ArgumentError, ShapeError
+from commlib.streams import capturing
 
 Tensor = torch.Tensor
 
@@ -94,3 +97,77 @@ def margin_cross_entropy(
         reduction=None,
     )
     return result[::-1] if return_softmax else (None, result)
+
+
+def c_softmax_with_multi_label_cross_entropy(
+    logits: Tensor,
+    label: Tensor,
+    smooth_weight: Tensor,
+    ignore_index: int = -100,
+    sum_multi_label_loss: bool = True,
+    ring_id: int = 0,
+    rank: int = 0,
+    nranks: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Return the softmax and the weighted cross-entropy of several labels over all ranks' classes.
+
+    Source: operator ``c_softmax_with_multi_label_cross_entropy``. It runs on the current stream.
+    The gradient is that of the loss, for any weights. Upstream's assumes that the weights of a row
+    add up to 1, and, without the sum, that its labels have one gradient.
+
+    Args:
+        logits: [..., D], the classes of this rank; D is the same on every rank.
+        label: [..., C] int32 or int64 class ids, the same on every rank.
+        smooth_weight: [..., C] weight of each label.
+        ignore_index: Label whose loss and gradient are 0.
+        sum_multi_label_loss: True adds the losses of a row.
+        ring_id: The ring.
+        rank: This rank's position in the ring.
+        nranks: Size of the ring. If ``rank`` and ``nranks`` are both 0, neither is checked.
+
+    Returns:
+        The softmax, [..., D] without a gradient, and the loss, [..., 1] or [..., C].
+
+    Raises:
+        ArgumentError: ``nranks`` or ``rank`` differs from the ring's, or, outside captures, a label
+            is not a class. In a CUDA graph the loss of such a label is NaN.
+        ShapeError: The shapes of ``logits``, ``label`` and ``smooth_weight`` do not fit.
+        CommError: As ``ops.all_reduce``.
+    """
+    name = "c_softmax_with_multi_label_cross_entropy"
+    ring = ring_of_rank(name, ring_id, nranks, rank) if nranks or rank else ring_of(name, ring_id)
+    _check_labels(ring, name, logits, label, smooth_weight)
+    classes = logits.shape[-1]
+    ignored = label == ignore_index
+    unknown = ((label < 0) | (label >= classes * ring.size)) & ~ignored
+    if not capturing() and not torch.compiler.is_compiling() and bool(unknown.any()):
+        raise ArgumentError(
+            f"{ring._describe(name)}: label {int(label[unknown][0])}; expected a class, 0 to "
+            f"{classes * ring.size - 1}, or ignore_index={ignore_index}"
+        )
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    x = x - ops.all_reduce(x.detach().amax(-1, keepdim=True), ring_id, op="max")
+    own = label.long() - ring.rank * classes
+    targets = x.gather(-1, own.clamp(0, classes - 1)).where((own >= 0) & (own < classes), 0)
+    exponentials = x.exp()
+    parts = torch.cat([exponentials.sum(-1, keepdim=True), targets], dim=-1)
+    total, targets = ops.all_reduce(parts, ring_id, backward="identity").split(
+        [1, label.shape[-1]], dim=-1
+    )
+    loss = ((total.log() - targets) * smooth_weight).masked_fill(unknown, torch.nan)
+    loss = loss.masked_fill(ignored, 0)
+    if sum_multi_label_loss:
+        loss = loss.sum(-1, keepdim=True)
+    return (exponentials / total).detach().to(logits.dtype), loss.to(logits.dtype)
+
+
+def _check_labels(
+    ring: CommContext, name: str, logits: Tensor, label: Tensor, smooth_weight: Tensor
+) -> None:
+    shapes = [tuple(each.shape) for each in (logits, label, smooth_weight)]
+    fit = label.shape == smooth_weight.shape and label.shape[:-1] == logits.shape[:-1]
+    if not fit or 0 in (label.dim(), logits.dim()) or 0 in (label.shape[-1:] + logits.shape[-1:]):
+        raise ShapeError(
+            f"{ring._describe(name)}: logits, label and smooth_weight have shapes {shapes}; "
+            f"expected [..., D], [..., C] and [..., C], with D and C of 1 or more"
+        )

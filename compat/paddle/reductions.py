@@ -1,18 +1,30 @@
-"""The legacy reductions: c_allreduce_*, c_reduce_*, c_reducescatter."""
+"""The legacy reductions whose result every rank gets: c_allreduce_*, c_reducescatter."""
 
 import torch
 
 from commlib import ops
-from commlib.compat.paddle.checks import detached, position, ring_of, ring_of_size
+from commlib.compat.paddle.checks import detached, ring_of, ring_of_size
 from commlib.ops.arguments import ReductionName
 
 
-def _all_reduce(
-    name: str, op: ReductionName, x: torch.Tensor, ring_id: int, use_calc_stream: bool
+def all_reduced(
+    name: str,
+    op: ReductionName,
+    x: torch.Tensor,
+    ring_id: int,
+    use_calc_stream: bool,
+    in_place: bool = False,
 ) -> torch.Tensor:
+    """Return the reduction of ``x`` on every rank; ``in_place`` writes it to ``x``."""
     ring_of(name, ring_id)
+    x = detached(x)
     total: torch.Tensor = ops.all_reduce(
-        detached(x), ring_id, op=op, use_calc_stream=use_calc_stream, fenced=use_calc_stream
+        x,
+        ring_id,
+        op=op,
+        out=x if in_place else None,
+        use_calc_stream=use_calc_stream,
+        fenced=use_calc_stream,
     )
     return total
 
@@ -39,7 +51,7 @@ def c_allreduce_sum(
     Raises:
         CommError: As ``ops.all_reduce``.
     """
-    return _all_reduce("c_allreduce_sum", "sum", x, ring_id, use_calc_stream)
+    return all_reduced("c_allreduce_sum", "sum", x, ring_id, use_calc_stream)
 
 
 def c_allreduce_max(
@@ -64,7 +76,7 @@ def c_allreduce_max(
     Raises:
         CommError: As ``ops.all_reduce``.
     """
-    return _all_reduce("c_allreduce_max", "max", x, ring_id, use_calc_stream)
+    return all_reduced("c_allreduce_max", "max", x, ring_id, use_calc_stream)
 
 
 def c_allreduce_min(
@@ -89,7 +101,7 @@ def c_allreduce_min(
     Raises:
         CommError: As ``ops.all_reduce``.
     """
-    return _all_reduce("c_allreduce_min", "min", x, ring_id, use_calc_stream)
+    return all_reduced("c_allreduce_min", "min", x, ring_id, use_calc_stream)
 
 
 def c_allreduce_prod(
@@ -114,115 +126,32 @@ def c_allreduce_prod(
     Raises:
         CommError: As ``ops.all_reduce``.
     """
-    return _all_reduce("c_allreduce_prod", "prod", x, ring_id, use_calc_stream)
+    return all_reduced("c_allreduce_prod", "prod", x, ring_id, use_calc_stream)
 
 
-def _reduce(
-    name: str, op: ReductionName, x: torch.Tensor, ring_id: int, root_id: int, use_calc_stream: bool
+def c_allreduce_avg(
+    x: torch.Tensor,
+    ring_id: int = 0,
+    use_calc_stream: bool = False,
+    use_model_parallel: bool = False,
 ) -> torch.Tensor:
-    root = position(name, ring_of(name, ring_id), "root_id", root_id)
-    total: torch.Tensor = ops.reduce(
-        detached(x),
-        ring_id,
-        root=root,
-        op=op,
-        use_calc_stream=use_calc_stream,
-        fenced=use_calc_stream,
-    )
-    return total
+    """Return, on every rank, the mean of ``x`` over the ring.
 
-
-def c_reduce_sum(
-    x: torch.Tensor, ring_id: int = 0, root_id: int = 0, use_calc_stream: bool = False
-) -> torch.Tensor:
-    """Return the sum of ``x`` over the ring on position ``root_id``.
-
-    Source: operator ``c_reduce_sum``. It has no gradient.
+    Source: operator ``c_allreduce_avg``. It has no gradient.
 
     Args:
-        x: Any shape, the same on every rank; a dtype of ``ops.reduce``.
+        x: As in ``c_allreduce_sum``, of a floating dtype.
         ring_id: The ring.
-        root_id: Position of the root in the ring.
         use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.
+        use_model_parallel: Ignored.
 
     Returns:
-        A new tensor of the shape of ``x``. On other ranks it is a copy of ``x``, which upstream
-        leaves undefined.
+        A new tensor of the shape of ``x``.
 
     Raises:
-        PeerError: ``root_id`` is not a position in the ring.
-        CommError: As ``ops.reduce``.
+        CommError: As ``ops.all_reduce``.
     """
-    return _reduce("c_reduce_sum", "sum", x, ring_id, root_id, use_calc_stream)
-
-
-def c_reduce_max(
-    x: torch.Tensor, ring_id: int = 0, root_id: int = 0, use_calc_stream: bool = False
-) -> torch.Tensor:
-    """Return the maximum of ``x`` over the ring on position ``root_id``.
-
-    Source: operator ``c_reduce_max``. It has no gradient.
-
-    Args:
-        x: As in ``c_reduce_sum``.
-        ring_id: The ring.
-        root_id: Position of the root in the ring.
-        use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.
-
-    Returns:
-        A new tensor of the shape of ``x``. On other ranks it is a copy of ``x``.
-
-    Raises:
-        PeerError: ``root_id`` is not a position in the ring.
-        CommError: As ``ops.reduce``.
-    """
-    return _reduce("c_reduce_max", "max", x, ring_id, root_id, use_calc_stream)
-
-
-def c_reduce_min(
-    x: torch.Tensor, ring_id: int = 0, root_id: int = 0, use_calc_stream: bool = False
-) -> torch.Tensor:
-    """Return the minimum of ``x`` over the ring on position ``root_id``.
-
-    Source: operator ``c_reduce_min``. It has no gradient.
-
-    Args:
-        x: As in ``c_reduce_sum``.
-        ring_id: The ring.
-        root_id: Position of the root in the ring.
-        use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.
-
-    Returns:
-        A new tensor of the shape of ``x``. On other ranks it is a copy of ``x``.
-
-    Raises:
-        PeerError: ``root_id`` is not a position in the ring.
-        CommError: As ``ops.reduce``.
-    """
-    return _reduce("c_reduce_min", "min", x, ring_id, root_id, use_calc_stream)
-
-
-def c_reduce_prod(
-    x: torch.Tensor, ring_id: int = 0, root_id: int = 0, use_calc_stream: bool = False
-) -> torch.Tensor:
-    """Return the product of ``x`` over the ring on position ``root_id``.
-
-    Source: operator ``c_reduce_prod``. It has no gradient.
-
-    Args:
-        x: As in ``c_reduce_sum``.
-        ring_id: The ring.
-        root_id: Position of the root in the ring.
-        use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.
-
-    Returns:
-        A new tensor of the shape of ``x``. On other ranks it is a copy of ``x``.
-
-    Raises:
-        PeerError: ``root_id`` is not a position in the ring.
-        CommError: As ``ops.reduce``.
-    """
-    return _reduce("c_reduce_prod", "prod", x, ring_id, root_id, use_calc_stream)
+    return all_reduced("c_allreduce_avg", "avg", x, ring_id, use_calc_stream)
 
 
 def c_reducescatter(

@@ -131,3 +131,87 @@ def _device(device_id: int) -> torch.device | None:
     if device_id < 0 or on_cpu or not torch.cuda.is_available():
         return None
     return checked_device(torch.device("cuda", device_id))
+
+
+def c_gen_xccl_id(
+    rank: int, endpoint: str = "", other_endpoints: Sequence[str] = (), ring_id: int = 0
+) -> None:
+    """Check the arguments of upstream's exchange of ids between custom devices.
+
+    Source: operator ``c_gen_xccl_id``. Arguments and errors are those of ``c_gen_nccl_id``.
+    """
+    c_gen_nccl_id(rank, endpoint, other_endpoints, ring_id)
+
+
+def c_comm_init_all(devices: Sequence[int] = (), ring_id: int = 0) -> CommContext:
+    """Create ring ``ring_id`` of all devices of this process, and return it.
+
+    Source: operator ``c_comm_init_all``. Upstream may run several devices in one process. Here a
+    process has one device, so that the ring has one rank.
+
+    Args:
+        devices: The GPU of this process, or nothing.
+        ring_id: The ring.
+
+    Returns:
+        The ring.
+
+    Raises:
+        ArgumentError: There are several devices.
+        DeviceError: There is no such GPU.
+        RingError: ``ring_id`` is negative, or the ring exists with other members.
+    """
+    _checked_ring("c_comm_init_all", ring_id)
+    device = _device(_only("c_comm_init_all", devices, ring_id))
+    if device is not None:
+        torch.cuda.set_device(device)
+    me = environment.world().rank
+    return CommContextManager.instance().create(ring_id, [me], device=device)
+
+
+def comm_init_all(devices: Sequence[int] = (), ring_id: int = 0) -> CommContext:
+    """Create ring ``ring_id`` of all devices of this process, and return it.
+
+    Source: operator ``comm_init_all``. Arguments and errors are those of ``c_comm_init_all``.
+    """
+    return c_comm_init_all(devices, ring_id)
+
+
+def c_comm_init_multitrainer(
+    ntrainers: int,
+    trainer_id: int,
+    devices: Sequence[int] = (),
+    ring_id: int = 0,
+    x: object = None,
+) -> CommContext:
+    """Create ring ``ring_id`` of the devices of all trainers, and return it.
+
+    Source: operator ``c_comm_init_multitrainer``. A trainer is a process with one device here.
+
+    Args:
+        ntrainers: Number of trainers.
+        trainer_id: This process's position among them.
+        devices: The GPU of this process, or nothing.
+        ring_id: The ring.
+        x: Ignored.
+
+    Returns:
+        The ring.
+
+    Raises:
+        ArgumentError: There are several devices.
+        CommError: As ``c_comm_init``.
+    """
+    device_id = _only("c_comm_init_multitrainer", devices, ring_id)
+    return c_comm_init(ntrainers, trainer_id, device_id, ring_id)
+
+
+def _only(name: str, devices: Sequence[int], ring_id: int) -> int:
+    """Return the only device; -1 lets the manager choose."""
+    if len(devices) > 1:
+        raise ArgumentError(
+            f"{name}: devices={list(devices)} for ring {ring_id}; expected one device per process; "
+            f"start {len(devices)} processes, for example with torchrun, and call c_comm_init on "
+            f"each"
+        )
+    return devices[0] if devices else -1

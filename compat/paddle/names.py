@@ -1,0 +1,179 @@
+"""The table of legacy names: what a new program writes instead, and names that do not exist here.
+
+``docs/paddle.md`` shows it; ``tests/test_compat_paddle_names.py`` compares the two.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+_SAME = "none"
+_NO_GRADIENT = "the legacy name has no gradient"
+_IN_PLACE = f"{_NO_GRADIENT}, and returns `x`"
+_CURRENT_STREAM = f"always on the current stream; {_NO_GRADIENT}"
+
+# Old name: the new one, and what differs.
+NEW_NAMES: dict[str, tuple[str, str]] = {
+    "all_gather": ("ops.all_gather", _CURRENT_STREAM),
+    "all_reduce": ("ops.all_reduce", f"`reduce_type` is a number; {_CURRENT_STREAM}"),
+    "all_to_all": ("ops.all_to_all", _CURRENT_STREAM),
+    "alltoall": ("ops.all_to_all", _NO_GRADIENT),
+    "assign_pos": ("ops.assign_pos", _SAME),
+    "barrier": ("ops.barrier", "the legacy name waits on the host, for GPUs too"),
+    "broadcast": ("ops.broadcast", _CURRENT_STREAM),
+    "c_allgather": ("ops.all_gather", f"`nranks` is required; {_NO_GRADIENT}"),
+    **{
+        f"c_allreduce_{op}": ("ops.all_reduce", f'`op="{op}"`; {_NO_GRADIENT}')
+        for op in ("avg", "max", "min", "prod", "sum")
+    },
+    **{
+        f"c_allreduce_{op}_": ("ops.all_reduce_", f'`op="{op}"`; {_IN_PLACE}')
+        for op in ("avg", "max", "min", "prod", "sum")
+    },
+    "c_broadcast": ("ops.broadcast", _NO_GRADIENT),
+    "c_broadcast_": ("ops.broadcast_", _IN_PLACE),
+    "c_comm_init": ("new_ring", "members are named by endpoints"),
+    "c_comm_init_all": ("new_ring", "one device per process, so a ring of one rank"),
+    "c_comm_init_multitrainer": ("new_ring", "one device per trainer"),
+    "c_concat": ("ops.concat", "`rank` and `nranks` are required"),
+    "c_embedding": ("ops.vocab_parallel_embedding", "the table comes first"),
+    "c_gen_nccl_id": ("new_ring", "ids travel through the store; checks its arguments only"),
+    "c_gen_xccl_id": ("new_ring", "as `c_gen_nccl_id`"),
+    "c_identity": ("ops.identity", _SAME),
+    "c_identity_": ("ops.identity", "`x` itself, not a copy"),
+    **{
+        f"c_reduce_{op}": ("ops.reduce", f'`op="{op}"`; the root is `root_id`')
+        for op in ("avg", "max", "min", "prod", "sum")
+    },
+    **{
+        f"c_reduce_{op}_": ("ops.reduce_", f'`op="{op}"`; the root is `root_id`')
+        for op in ("avg", "max", "min", "prod", "sum")
+    },
+    "c_reducescatter": ("ops.reduce_scatter", f"`nranks` is required; {_NO_GRADIENT}"),
+    "c_scatter": ("ops.scatter", "rows that do not divide are dropped"),
+    "c_softmax_with_cross_entropy": (
+        "ops.softmax_with_cross_entropy",
+        "returns the softmax first, always",
+    ),
+    "c_softmax_with_multi_label_cross_entropy": (
+        "ops.softmax_with_cross_entropy",
+        "several labels per row, each with a weight",
+    ),
+    "c_split": ("ops.split", "`rank` and `nranks` are required; `legacy_grad=`"),
+    "c_sync_calc_stream": (
+        "torch.cuda.Stream.synchronize",
+        "of the current stream",
+    ),
+    "c_sync_calc_stream_": ("torch.cuda.Stream.synchronize", "as `c_sync_calc_stream`"),
+    "c_sync_comm_stream": ("Work.wait", "the host waits for the ring's comm stream"),
+    "c_sync_comm_stream_": ("Work.wait", "as `c_sync_comm_stream`"),
+    "c_wait_comm": ("Work.wait", "the current stream waits for the comm stream"),
+    "c_wait_compute": (
+        "torch.cuda.Stream.wait_stream",
+        "the comm stream waits for the current stream",
+    ),
+    "class_center_sample": ("ops.class_center_sample", "`rank` and `nranks` are required"),
+    "coalesce_tensor": ("torch.cat", "views of one buffer, each aligned"),
+    "comm_init_all": ("new_ring", "as `c_comm_init_all`"),
+    "data_norm": ("ops.data_norm", "order and defaults of the legacy attributes"),
+    "dist_concat": ("ops.concat", _CURRENT_STREAM),
+    "distributed_fused_lamb": ("ops.DistributedFusedLamb", "attributes of the legacy operator"),
+    "fused_attention": ("ops.fused_attention", "order and defaults of the legacy attributes"),
+    "fused_feedforward": ("ops.fused_feedforward", "order and defaults of the legacy attributes"),
+    "fused_multi_transformer": (
+        "ops.fused_multi_transformer",
+        "lists of weights, one per layer",
+    ),
+    "global_gather": ("ops.global_gather", _SAME),
+    "global_scatter": ("ops.global_scatter", _SAME),
+    "limit_by_capacity": ("ops.limit_by_capacity", _SAME),
+    "margin_cross_entropy": ("ops.margin_cross_entropy", "returns the softmax first"),
+    "mp_allreduce_sum": ("ops.all_reduce", '`backward="identity"`'),
+    "mp_allreduce_sum_": ("ops.all_reduce_", '`backward="identity"`, with a gradient'),
+    "number_count": ("ops.number_count", "counts have the dtype of the numbers"),
+    "p_recv": ("ops.recv", "returns a new tensor; always on the current stream"),
+    "p_recv_array": ("ops.recv", "a list of tensors; their shapes are an argument"),
+    "p_send": ("ops.send", "always on the current stream"),
+    "p_send_array": ("ops.send", "a list of tensors"),
+    "partial_allgather": ("ops.partial_all_gather", "`nranks` and `rank` are required"),
+    "partial_concat": ("torch.cat", "of some columns of each tensor"),
+    "partial_recv": ("ops.partial_recv", "returns a new tensor"),
+    "partial_send": ("ops.partial_send", _SAME),
+    "partial_sum": ("torch.add", "of some columns of each tensor"),
+    "prune_gate_by_capacity": ("ops.prune_gate_by_capacity", _SAME),
+    "random_routing": ("ops.random_routing", "`topk` must be 2"),
+    "recv_v2": ("ops.recv", "returns a new tensor; `dynamic_shape=`"),
+    "reduce": ("ops.reduce", f"`reduce_type` is a number; {_CURRENT_STREAM}"),
+    "reduce_scatter": ("ops.reduce_scatter", f"`nranks` is required; {_CURRENT_STREAM}"),
+    "send_v2": ("ops.send", "`dynamic_shape=`"),
+    "sync_batch_norm": ("torch.nn.SyncBatchNorm", "a function, over a ring"),
+}
+
+_SERVERS = "parameter servers are out of scope: commlib has collectives between equal ranks"
+_LATER = "it moves tokens between experts and is not ported yet; use ops.global_scatter"
+
+# Legacy names that do not exist here, and why.
+NOT_PORTED: dict[str, str] = {
+    "c_gen_bkcl_id": "BKCL runs on Kunlun devices, which commlib does not support",
+    "distributed_lookup_table": _SERVERS,
+    "distributed_push_sparse": _SERVERS,
+    "fetch_barrier": _SERVERS,
+    "heter_listen_and_serv": _SERVERS,
+    "listen_and_serv": _SERVERS,
+    "moe_combine": _LATER,
+    "moe_gate_dispatch": _LATER,
+    "moe_permute": _LATER,
+    "moe_unpermute": _LATER,
+    "pull_box_sparse": _SERVERS,
+    "pull_gpups_sparse": _SERVERS,
+    "pull_sparse": _SERVERS,
+    "pull_sparse_v2": _SERVERS,
+    "push_box_sparse": _SERVERS,
+    "push_dense": _SERVERS,
+    "push_gpups_sparse": _SERVERS,
+    "push_sparse": _SERVERS,
+    "push_sparse_v2": _SERVERS,
+    "send_and_recv": _SERVERS,
+    "send_barrier": _SERVERS,
+}
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    """Return the text of the error for ``name``: why it is not ported, or the nearest name."""
+    text = f"commlib.compat.paddle has no {name!r}"
+    if name in NOT_PORTED:
+        return f"{text}: {NOT_PORTED[name]}"
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f"{text}; the nearest name is {nearest[0]!r}" if nearest else text
+
+
+def page() -> str:
+    """Return ``docs/paddle.md``."""
+    rows = [f"| `{old}` | `{new}` | {what} |" for old, (new, what) in sorted(NEW_NAMES.items())]
+    missing = [f"| `{name}` | {why} |" for name, why in sorted(NOT_PORTED.items())]
+    return "\n".join((_HEAD, *rows, _MISSING, *missing, ""))
+
+
+_HEAD = """\
+# Paddle programs
+
+A program keeps its calls and changes its imports: `from commlib.compat import paddle`. The table
+has each legacy operator, what a new program writes instead, and what differs between the two. In
+what the legacy name differs from Paddle's operator: [Paddle differences](paddle_differences.md).
+
+Three styles of a call are understood:
+
+| style | example |
+| --- | --- |
+| positional or by keyword, as `_C_ops` | `paddle._C_ops.c_identity(x, 0, True, True)` |
+| pairs, as `_legacy_C_ops` | `paddle._legacy_C_ops.c_identity(x, "ring_id", 0)` |
+| in place | `paddle.c_allreduce_sum_(x)` |
+
+| old name | new name | difference |
+| --- | --- | --- |"""
+
+_MISSING = """\
+
+Names that do not exist here raise `AttributeError` with the reason, or with the nearest name:
+
+| name | reason |
+| --- | --- |"""
