@@ -226,6 +226,21 @@ NEWER: dict[str, list[tuple[str, Any]]] = {
     ],
     "comm_init_all": [("devices", ()), RING],
     "dist_concat": [X, RING, ("nranks", 1)],
+    "moe_combine": [X, ("combine_weights", NEEDED), ("scatter_index", NEEDED)],
+    "moe_gate_dispatch": [
+        *(X, ("gate_logits", NEEDED), ("corr_bias", NEEDED), ("k", NEEDED), ("capacity", NEEDED)),
+        ("use_pad", True),
+    ],
+    "moe_permute": [
+        *((name, NEEDED) for name in ("hidden_states", "scale", "expert_routemap_topk")),
+        *((name, NEEDED) for name in ("expert_prob_topk", "num_experts", "tokens_per_expert")),
+        *(("padding_alignment", NEEDED), ("do_gather", True)),
+    ],
+    "moe_unpermute": [
+        *((name, NEEDED) for name in ("hidden_states_unzipped", "zipped_expertwise_rowmap")),
+        *((name, NEEDED) for name in ("expert_routemap_topk", "token_prob_unzipped")),
+        *(("total_zipped_tokens", NEEDED), ("num_experts", NEEDED), ("use_mix_precision", True)),
+    ],
     "mp_allreduce_sum_": [X, RING, CALC],
     "p_recv": [
         *(RING, ("peer", 0), ("dtype", torch.float32), ("out_shape", ())),

@@ -111,6 +111,7 @@ WITHOUT = {
     *("partial_recv", "partial_send", "recv_v2", "send_v2"),
     *("p_recv", "p_recv_array", "p_send", "p_send_array", "c_sync_calc_stream_"),
     *("coalesce_tensor", "partial_concat", "partial_sum"),
+    *("moe_combine", "moe_gate_dispatch", "moe_permute", "moe_unpermute"),
     *("c_comm_init_all", "c_comm_init_multitrainer", "c_gen_xccl_id", "comm_init_all"),
 }
 

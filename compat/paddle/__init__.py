@@ -15,8 +15,8 @@ Gradients. Only operators with a gradient in Paddle have one: ``mp_allreduce_sum
 and their forms in place, ``c_concat``, ``c_split``, ``c_embedding``, ``global_scatter``,
 ``global_gather``, ``data_norm``, ``sync_batch_norm``, ``c_softmax_with_cross_entropy``,
 ``c_softmax_with_multi_label_cross_entropy``, ``margin_cross_entropy``, ``fused_attention``,
-``fused_feedforward``, ``partial_concat``, ``partial_sum``. The others cut it, as upstream does;
-their namesakes in ``commlib.ops`` differentiate.
+``fused_feedforward``, ``partial_concat``, ``partial_sum``, ``moe_*``. The others cut it, as
+upstream does; their namesakes in ``commlib.ops`` differentiate.
 
 Styles. ``_C_ops`` and ``_legacy_C_ops`` have the same operators: the first is this module, the
 second takes pairs of an attribute's name and its value after the tensors.
@@ -119,6 +119,12 @@ from commlib.compat.paddle.tensor_parallel import (
     c_split,
     mp_allreduce_sum,
 )
+from commlib.compat.paddle.token_moves import (
+    moe_combine,
+    moe_gate_dispatch,
+    moe_permute,
+    moe_unpermute,
+)
 
 __all__ = [
     "all_gather",
@@ -184,6 +190,10 @@ __all__ = [
     "global_scatter",
     "limit_by_capacity",
     "margin_cross_entropy",
+    "moe_combine",
+    "moe_gate_dispatch",
+    "moe_permute",
+    "moe_unpermute",
     "mp_allreduce_sum",
     "mp_allreduce_sum_",
     "number_count",

@@ -87,6 +87,10 @@ NEW_NAMES: dict[str, tuple[str, str]] = {
     "global_scatter": ("ops.global_scatter", _SAME),
     "limit_by_capacity": ("ops.limit_by_capacity", _SAME),
     "margin_cross_entropy": ("ops.margin_cross_entropy", "returns the softmax first"),
+    "moe_combine": ("ops.global_gather", "of this rank's rows; it does not communicate"),
+    "moe_gate_dispatch": ("ops.assign_pos", "chooses, drops and copies in one call"),
+    "moe_permute": ("ops.assign_pos", "copies the rows too, padded for each expert"),
+    "moe_unpermute": ("ops.global_gather", "of this rank's rows; it does not communicate"),
     "mp_allreduce_sum": ("ops.all_reduce", '`backward="identity"`'),
     "mp_allreduce_sum_": ("ops.all_reduce_", '`backward="identity"`, with a gradient'),
     "number_count": ("ops.number_count", "counts have the dtype of the numbers"),
@@ -109,7 +113,6 @@ NEW_NAMES: dict[str, tuple[str, str]] = {
 }
 
 _SERVERS = "parameter servers are out of scope: commlib has collectives between equal ranks"
-_LATER = "it moves tokens between experts and is not ported yet; use ops.global_scatter"
 
 # Legacy names that do not exist here, and why.
 NOT_PORTED: dict[str, str] = {
@@ -119,10 +122,6 @@ NOT_PORTED: dict[str, str] = {
     "fetch_barrier": _SERVERS,
     "heter_listen_and_serv": _SERVERS,
     "listen_and_serv": _SERVERS,
-    "moe_combine": _LATER,
-    "moe_gate_dispatch": _LATER,
-    "moe_permute": _LATER,
-    "moe_unpermute": _LATER,
     "pull_box_sparse": _SERVERS,
     "pull_gpups_sparse": _SERVERS,
     "pull_sparse": _SERVERS,
