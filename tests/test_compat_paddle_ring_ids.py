@@ -78,6 +78,7 @@ WITHOUT = {
     *("assign_pos", "c_comm_init", "c_embedding", "c_gen_nccl_id", "c_sync_calc_stream"),
     *("limit_by_capacity", "number_count", "prune_gate_by_capacity", "random_routing"),
     *("partial_recv", "partial_send", "recv_v2", "send_v2"),
+    *("LayerDesc", "PipelineLayer", "SharedLayerDesc"),
 }
 
 

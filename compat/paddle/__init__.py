@@ -36,6 +36,7 @@ from commlib.compat.paddle.moves import alltoall, c_allgather, c_broadcast, c_sc
 from commlib.compat.paddle.normalization import data_norm
 from commlib.compat.paddle.optimizers import distributed_fused_lamb
 from commlib.compat.paddle.partial import partial_allgather, partial_recv, partial_send
+from commlib.compat.paddle.pipeline import LayerDesc, PipelineLayer, SharedLayerDesc
 from commlib.compat.paddle.point_to_point import recv_v2, send_v2
 from commlib.compat.paddle.reductions import (
     c_allreduce_max,
@@ -66,6 +67,9 @@ from commlib.compat.paddle.tensor_parallel import (
 )
 
 __all__ = [
+    "LayerDesc",
+    "PipelineLayer",
+    "SharedLayerDesc",
     "alltoall",
     "assign_pos",
     "barrier",
