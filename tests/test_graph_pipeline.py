@@ -112,6 +112,21 @@ def test_slots_are_used_again(comm: Any) -> None:
     assert_equal((row["function"], row["replays"]), ("layers 0-1", 6), "the report")
 
 
+@runs_on("unified_ranks")
+def test_slots_from_the_start(comm: Any) -> None:
+    """With slots=3 the first call captures all of them, and a fourth forward runs eagerly."""
+    pipeline = graph.pipeline([Linear(WIDTH, WIDTH), Dropout(0.5)], slots=3).to(comm.device)
+    x = torch.ones(2, WIDTH, device=comm.device)
+    pipeline(x).sum().backward()
+    assert_equal(slots(pipeline), [3], "slots after the first call")
+    kinds = [type(pipeline(x).grad_fn).__name__ for _ in range(2)]
+    flights = [pipeline(x) for _ in range(4)]
+    kinds += [type(each.grad_fn).__name__ for each in flights]
+    assert_equal(len({*kinds[:-1]}), 1, f"nodes of graphs: {kinds}")
+    assert_equal(kinds[-1] == kinds[0], False, f"an eager node: {kinds}")
+    assert_equal(slots(pipeline), [3], "slots with four forwards in flight")
+
+
 def shared(layers: list[Any], **options: Any) -> list[str]:
     return [str(x).removeprefix("layers ") for x in graph.pipeline(layers, **options).stretches]
 

@@ -71,6 +71,7 @@ class PipelineLayer(torch.nn.Module):
         self,
         layers: Sequence[Any],
         num_stages: int | None = None,
+        *,
         loss_fn: Callable[..., torch.Tensor] | None = None,
         seg_method: str | Sequence[int] = "uniform",
         num_virtual_pipeline_stages: int | None = None,

@@ -76,7 +76,7 @@ class PipelineSchedule:
         for actions in self._ticks:
             found += [action for at, action in actions if at == rank]
             moves = [move for _, action in actions for move in self._moves(action)]
-            found += [move for move in sorted(moves) if rank in (move.source, move.target)]
+            found += [move for move in moves if rank in (move.source, move.target)]
         return found
 
     @cached_property
