@@ -147,6 +147,11 @@ def test_where_layers_are_cut() -> None:
     assert shared(tied) == ["0-3"]
     outside = ["0 (eager)", "1", "2", "3 (eager)"]
     assert shared(tied, breaks=(2,)) == outside
+    whole = torch.nn.Sequential(*lines)
+    assert shared([*lines[:2], lambda x: x @ whole[3].weight]) == ["0-2"]
+    first = lines[0]
+    bound = [*lines[:2], lambda x: x @ first.weight]
+    assert shared(bound, breaks=(1,)) == ["0 (eager)", "1", "2 (eager)"]
     marked = [*lines[:2], graph.eager(relu), lines[0]]
     assert shared(marked) == ["0 (eager)", "1", "2 (eager)", "3 (eager)"]
 
@@ -265,3 +270,9 @@ def _room_for_inputs(comm: Any) -> None:
 def test_bad_arguments(layers: list[Any], options: dict[str, Any], text: str) -> None:
     with pytest.raises(GraphError, match=text):
         graph.pipeline(layers, **options)
+
+
+def test_bad_options_of_capture() -> None:
+    for options, text in (({"slots": 0}, "slots=0"), ({"inputs": "move"}, "inputs='move'.*copy")):
+        with pytest.raises(GraphError, match=text):
+            graph.capture(torch.relu, **options)

@@ -1,8 +1,8 @@
 """Cut a list of layers into the longest stretches that can be captured."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -10,6 +10,8 @@ from commlib.errors import GraphError
 from commlib.graph.pipelines.layers import Layer
 from commlib.graph.python.reach import reached
 from commlib.graph.recording.eager_parts import is_eager
+
+_MODULE = (torch.nn.Module,)
 
 
 class Stretch(NamedTuple):
@@ -33,9 +35,8 @@ class Cuts:
     """Where a list of layers is cut, and which layers stay outside any graph.
 
     Attributes:
-        count: How many layers there are.
-        borders: Positions of layers that a stretch begins with.
         eager: Positions of layers that stay eager.
+        apart: Positions of layers that are captured one by one.
     """
 
     def __init__(
@@ -45,40 +46,32 @@ class Cuts:
         shared: Sequence[torch.nn.Module],
     ) -> None:
         """See ``pipeline``. Raises ``GraphError`` for arguments that fit no layer."""
-        self.count = len(layers)
-        self.borders = _borders(layers, breaks)
-        self.eager = {i for i, layer in enumerate(layers) if is_eager(layer)} | _users(
-            layers, shared
-        )
+        self._count, self._borders = len(layers), _borders(layers, breaks)
+        self.eager = {i for i, layer in enumerate(layers) if is_eager(layer)}
+        self.eager |= _users(layers, shared)
+        self.apart: set[int] = set()
         self._users = _users_of_weights(layers)
-        self._leave_out_ties()
 
-    def stretches(self, further: Collection[int] = ()) -> list[Stretch]:
-        """Return the stretches in order; ``further``: layers that are cut off on both sides."""
-        ends = {*further, *(i + 1 for i in further)} | self.borders
-        ends |= self.eager | {i + 1 for i in self.eager}
-        places = sorted({0, self.count} | {end for end in ends if end < self.count})
-        return [Stretch(start, stop, start in self.eager) for start, stop in pairwise(places)]
+    def stretches(self, probed: Collection[int] = ()) -> list[Stretch]:
+        """Return the stretches in order; ``probed``: layers that are captured one by one now."""
+        while tied := self._tied(found := self._stretches(probed)):
+            self.eager |= tied
+        return found
 
-    def leave_out(self, layers: Collection[int]) -> None:
-        """Keep some layers outside any graph from now on."""
-        self.eager.update(layers)
-        self._leave_out_ties()
+    def _stretches(self, probed: Collection[int]) -> list[Stretch]:
+        alone = {*probed, *self.apart, *self.eager}
+        ends = {0, self._count, *self._borders, *alone, *(i + 1 for i in alone)}
+        return [Stretch(start, stop, start in self.eager) for start, stop in pairwise(sorted(ends))]
 
-    def _leave_out_ties(self) -> None:
-        """Keep layers eager whose weights are used in several stretches.
+    def _tied(self, stretches: Sequence[Stretch]) -> set[int]:
+        """Return layers whose weights several stretches use, and that have to be eager for that.
 
         A graph adds the gradients of its own uses first. Eager code adds all uses one after the
         other, and the last bits of a sum depend on its order.
         """
-        tied: set[int] | None = None
-        while tied is None or tied:
-            place = {i: n for n, part in enumerate(self.stretches()) for i in part.layers}
-            tied = set()
-            for users in self._users:
-                if len({place[i] for i in users}) > 1:
-                    tied |= users - self.eager
-            self.eager |= tied
+        place = {i: number for number, each in enumerate(stretches) for i in each.layers}
+        tied = [users for users in self._users if len({place[i] for i in users}) > 1]
+        return set[int]().union(*tied) - self.eager
 
 
 def _borders(layers: Sequence[Layer], breaks: Sequence[int | type]) -> set[int]:
@@ -101,12 +94,12 @@ def _borders(layers: Sequence[Layer], breaks: Sequence[int | type]) -> set[int]:
 
 
 def _users(layers: Sequence[Layer], shared: Sequence[torch.nn.Module]) -> set[int]:
-    """Return the positions of the layers that are, or lead to, one of ``shared``."""
+    """Return the positions of the layers that are, or have, one of ``shared``."""
     found: set[int] = set()
     for each in shared:
         if not isinstance(each, torch.nn.Module):
             raise GraphError(f"pipeline: shared has {each!r}; expected modules that are layers")
-        users = {i for i, layer in enumerate(layers) if any(x is each for x in _objects(layer))}
+        users = {i for i, layer in enumerate(layers) if any(x is each for x in _modules(layer))}
         if not users:
             raise GraphError(
                 f"pipeline: shared has {type(each).__name__}, which no layer is or uses; pass the "
@@ -120,20 +113,18 @@ def _users_of_weights(layers: Sequence[Layer]) -> list[set[int]]:
     """Return for each weight that several layers use the positions of these layers."""
     users: dict[int, set[int]] = {}
     for i, layer in enumerate(layers):
-        for weight in _weights(layer):
+        weights: list[torch.Tensor] = []
+        for module in _modules(layer):
+            weights += module.parameters(recurse=False)
+        if not isinstance(layer, torch.nn.Module):
+            weights += [x for x in reached([layer], ends=_MODULE).tensors if x.requires_grad]
+        for weight in weights:
             users.setdefault(id(weight), set()).add(i)
     return [each for each in users.values() if len(each) > 1]
 
 
-def _objects(layer: Layer) -> list[Any]:
-    parts = [*layer.modules()] if isinstance(layer, torch.nn.Module) else [layer]
-    return [*parts, *reached([layer]).objects]
-
-
-def _weights(layer: Layer) -> Iterator[torch.Tensor]:
-    """Yield the leaves with gradients that a layer uses, also through a closure."""
-    modules = [x for x in _objects(layer) if isinstance(x, torch.nn.Module)]
-    found = [x for module in modules for x in module.parameters()]
-    for weight in (*found, *reached([layer]).tensors):
-        if weight.is_leaf and weight.requires_grad:
-            yield weight
+def _modules(layer: Layer) -> list[torch.nn.Module]:
+    """Return the modules of a layer; of a function those that it names, without their parts."""
+    if isinstance(layer, torch.nn.Module):
+        return [*layer.modules()]
+    return [x for x in reached([layer], ends=_MODULE).objects if isinstance(x, torch.nn.Module)]

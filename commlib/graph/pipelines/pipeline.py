@@ -67,7 +67,6 @@ class Pipeline(Layers):
         self._cuts = Cuts(self._layers, breaks, shared)
         self._probed: set[int] = set()  # layers that the next call tries one by one
         self._tried: set[int] = set()  # layers that were
-        self._apart: set[int] = set()  # layers that can't be captured together
         self.stretches: list[Stretch] = []
         self._calls: list[Layer] = []
         self._cut()
@@ -93,7 +92,7 @@ class Pipeline(Layers):
     def _cut(self) -> None:
         """Make what calls each stretch; those that are as before keep their graphs."""
         known = dict(zip(self.stretches, self._calls, strict=True))
-        self.stretches = self._cuts.stretches(self._probed | self._apart)
+        self.stretches = self._cuts.stretches(self._probed)
         self._calls = [known.get(each) or self._call_of(each) for each in self.stretches]
 
     def _call_of(self, stretch: Stretch) -> Layer:
@@ -111,9 +110,9 @@ class Pipeline(Layers):
         pairs = zip(self.stretches, self._calls, strict=True)
         failed = [stretch.layers for stretch, call in pairs if _has_failed(call)]
         together = {i for layers in failed if len(layers) > 1 for i in layers}
-        self._cuts.leave_out([layers[0] for layers in failed if len(layers) == 1])
-        self._apart |= together & self._tried
-        self._probed = together - self._apart
+        self._cuts.eager.update(layers[0] for layers in failed if len(layers) == 1)
+        self._cuts.apart |= together & self._tried
+        self._probed = together - self._cuts.apart
         self._tried |= together
         self._cut()
 
