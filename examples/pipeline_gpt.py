@@ -160,6 +160,12 @@ class Stages:
         found = [x for module in self.modules.values() for x in module.parameters()]
         self.parameters = [*{id(x): x for x in found}.values()]
 
+    @property
+    def captured(self) -> list[graph.CapturedFunction]:
+        """Return the captured stretches of layers."""
+        pipelines = [x for x in self.modules.values() if isinstance(x, graph.Pipeline)]
+        return [part for pipeline in pipelines for part in pipeline.captured]
+
     def tie(self) -> None:
         """Add up the gradients of the tied weight, which the first and the last rank have."""
         if self._legacy is not None:
@@ -278,12 +284,13 @@ def train(layout: Layout, chosen: argparse.Namespace, capture: str) -> Run:
         return losses
 
     call: Step = graph.capture(step, outputs="copy") if capture == "step" else step
+    captured: list[Any] = [call] if capture == "step" else stages.captured
     draw, losses, graphs = torch.Generator().manual_seed(7), list[float](), list[int]()
     for microbatches in chosen.microbatches:
         for _ in range(chosen.steps):
             found = call(*batch(draw, microbatches, layout.device))
             losses += [float(loss) * microbatches for loss in found]
-        graphs.append(len(graph.report()))
+        graphs.append(sum(len(graph.report(part)) for part in captured))
     return Run(losses, [x.detach().clone() for x in stages.parameters], graphs)
 
 

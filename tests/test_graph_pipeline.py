@@ -12,7 +12,6 @@ from torch.nn import Dropout, Linear
 
 from commlib import graph
 from commlib.graph import GraphError
-from commlib.graph.pipelines.pipeline import Pipeline
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
@@ -76,13 +75,9 @@ def train(layers: list[Any], call: Callable[..., torch.Tensor], device: torch.de
     return [*found, *(weight.detach() for weight in weights)]
 
 
-def slots(pipeline: Pipeline) -> list[int]:
+def slots(pipeline: graph.Pipeline) -> list[int]:
     """Return how many forwards each stretch has captured."""
-    return [
-        sum(len(entry.parts) for entry in call.entries.values())
-        for call in pipeline._calls
-        if isinstance(call, graph.CapturedFunction)
-    ]
+    return [len(graph.report(part)) for part in pipeline.captured]
 
 
 @pytest.mark.parametrize("count", [None, 2])
@@ -108,7 +103,7 @@ def test_slots_are_used_again(comm: Any) -> None:
         x = torch.full((2, WIDTH), float(number), device=comm.device)
         pipeline(x).sum().backward()
     assert_equal(slots(pipeline), [1], "slots")
-    row = graph.report(pipeline._calls[0])[0]
+    row = graph.report(pipeline.captured[0])[0]
     assert_equal((row["function"], row["replays"]), ("layers 0-1", 6), "the report")
 
 
@@ -218,10 +213,10 @@ def test_evaluation_and_shapes(comm: Any) -> None:
     pairs = zip(pipeline.parameters(), plain.parameters(), strict=True)
     for number, (one, want) in enumerate(pairs):
         assert_bits_equal(one.grad, want.grad, f"gradient {number}")
-    (call,) = pipeline._calls
-    assert_equal(len(call.entries), 4, "kinds")  # type: ignore[attr-defined]  # captured
+    (call,) = pipeline.captured
+    assert_equal(len(call.entries), 4, "kinds")
     pipeline.reset()
-    assert_equal(len(call.entries), 0, "kinds after reset")  # type: ignore[attr-defined]
+    assert_equal(len(call.entries), 0, "kinds after reset")
 
 
 @runs_on("unified_ranks")
@@ -248,8 +243,9 @@ def _room_for_inputs(comm: Any) -> None:
     """The first capture of a slot reads its input from the graph's memory already."""
     pipeline = graph.pipeline([Linear(WIDTH, WIDTH)]).to(comm.device)
     pipeline(torch.ones(2, WIDTH, device=comm.device))
-    (entry,) = pipeline._calls[0].entries.values()  # type: ignore[attr-defined]  # captured
-    assert_equal([*entry.slots[0].forward.inputs.copies], [0], "arguments with room")
+    (entry,) = pipeline.captured[0].entries.values()
+    (forward,) = entry.parts
+    assert_equal([*forward.inputs.copies], [0], "arguments with room")
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ from commlib.errors import GraphError
 from commlib.graph.capture import capture
 from commlib.graph.captured_function import CapturedFunction
 from commlib.graph.pipelines.actions import PipelineMove
-from commlib.graph.pipelines.pipeline import pipeline
+from commlib.graph.pipelines.pipeline import Pipeline, pipeline
 from commlib.graph.pipelines.schedule import PipelineSchedule
 from commlib.graph.recording.eager_parts import eager
 from commlib.graph.report import report
@@ -49,6 +49,7 @@ from commlib.graph.report import report
 __all__ = [
     "CapturedFunction",
     "GraphError",
+    "Pipeline",
     "PipelineMove",
     "PipelineSchedule",
     "capture",

@@ -79,11 +79,15 @@ class Pipeline(Layers):
             self._cut_around_failures()
         return args[0]
 
+    @property
+    def captured(self) -> list[CapturedModule]:
+        """Return the captured stretches, for ``graph.report``."""
+        return [call for call in self._calls if isinstance(call, CapturedModule)]
+
     def reset(self) -> None:
         """Release every graph; the next calls capture again."""
-        for call in self._calls:
-            if isinstance(call, CapturedModule):
-                call.reset()
+        for call in self.captured:
+            call.reset()
 
     def extra_repr(self) -> str:
         """Return the stretches."""
