@@ -9,12 +9,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from commlib import graph
 
 WIDTH, ROWS, RANKS = 8, 2, 2
 MICROBATCHES = (4, 8, 3)
+SCHEDULES: list[tuple[Any, int]] = [  # with the stages per rank
+    (Schedule1F1B, 1),
+    (ScheduleInterleaved1F1B, 2),
+    (ScheduleInterleavedZeroBubble, 2),
+]
 
 
 def layers(stage: int, device: torch.device) -> list[torch.nn.Module]:
@@ -29,9 +39,11 @@ def loss(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (x - target).square().mean()
 
 
-def train(device: torch.device, how: str, chunks: int) -> tuple[list[torch.Tensor], list[int]]:
+def train(
+    device: torch.device, how: str, kind: Any, chunks: int
+) -> tuple[list[torch.Tensor], list[int]]:
     """Return losses, outputs and weights, and the number of graphs after each microbatch count."""
-    rank, before = dist.get_rank(), len(graph.report())
+    rank = dist.get_rank()
     make: Any = {
         "eager": lambda parts: torch.nn.Sequential(*parts),
         "pipeline": graph.pipeline,
@@ -43,16 +55,13 @@ def train(device: torch.device, how: str, chunks: int) -> tuple[list[torch.Tenso
         PipelineStage(module, number, RANKS * chunks, device)
         for module, number in zip(modules, numbers, strict=True)
     ]
+    captured = [part for x in modules for part in getattr(x, "captured", [x]) if how != "eager"]
     weights = [x for module in modules for x in module.parameters()]
     optimizer = torch.optim.SGD(weights, lr=0.1)
     found, graphs = list[torch.Tensor](), list[int]()
     for microbatches in (*MICROBATCHES, *MICROBATCHES):
-        schedule: Any = (
-            Schedule1F1B(stages[0], microbatches, loss_fn=loss)
-            if chunks == 1
-            else ScheduleInterleaved1F1B(stages, microbatches, loss_fn=loss)
-        )
-        for step in range(3):
+        schedule = kind(stages if chunks > 1 else stages[0], microbatches, loss_fn=loss)
+        for step in range(2):
             draw = torch.Generator().manual_seed(step)
             x, y = torch.randn(2, ROWS * microbatches, WIDTH, generator=draw).to(device)
             losses: list[torch.Tensor] = []
@@ -62,7 +71,7 @@ def train(device: torch.device, how: str, chunks: int) -> tuple[list[torch.Tenso
             out = schedule.step(*given, **ends)
             optimizer.step()
             found += [each.detach() for each in (*losses, *([] if out is None else [out]))]
-        graphs.append(len(graph.report()) - before)
+        graphs.append(sum(len(graph.report(part)) for part in captured))
     return [*found, *(x.detach() for x in weights)], graphs
 
 
@@ -72,14 +81,14 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    for chunks in (1, 2):
-        expected, _ = train(device, "eager", chunks)
+    for kind, chunks in SCHEDULES:
+        expected, _ = train(device, "eager", kind, chunks)
         for how in ("pipeline", "capture"):
-            found, graphs = train(device, how, chunks)
+            found, graphs = train(device, how, kind, chunks)
             same = all(map(torch.equal, found, expected)) and len(found) == len(expected)
             again = graphs[len(MICROBATCHES) - 1 :]
             settled = len({*again}) == 1 and again[0] > 0
-            print(f"{chunks} chunks, {how}: same {same}, settled {settled}\n", end="", flush=True)
+            print(f"{kind.__name__}, {how}: same {same}, settled {settled}\n", end="", flush=True)
     dist.destroy_process_group()
 
 

@@ -66,7 +66,7 @@ class Cuts:
     def _tied(self, stretches: Sequence[Stretch]) -> set[int]:
         """Return layers whose weights several stretches use, and that have to be eager for that.
 
-        A graph adds the gradients of its own uses first. Eager code adds all uses one after the
+        A graph adds the gradients of its uses first. Eager code adds all uses one after the
         other, and the last bits of a sum depend on its order.
         """
         place = {i: number for number, each in enumerate(stretches) for i in each.layers}
