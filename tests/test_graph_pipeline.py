@@ -77,7 +77,8 @@ def train(layers: list[Any], call: Callable[..., torch.Tensor], device: torch.de
 
 def slots(pipeline: graph.Pipeline) -> list[int]:
     """Return how many forwards each stretch has captured."""
-    return [len(graph.report(part)) for part in pipeline.captured]
+    reports = [graph.report(part) for part in pipeline.captured]
+    return [sum(row["eager"] is None for row in report) for report in reports]
 
 
 @pytest.mark.parametrize("count", [None, 2])
@@ -184,6 +185,37 @@ def test_layers_that_fail_together(comm: Any) -> None:
     assert_equal(seen[0], ["layers 0", "layers 1"], "tried one by one")
     assert_equal(seen[1], ["layers 0-1"], "and together once more")
     assert_equal(seen[2:], [seen[0]] * 3, "apart for good")
+
+
+@runs_on("unified_ranks")
+def test_a_slot_that_breaks(comm: Any) -> None:
+    """A further slot that can't be captured leaves the others: that forward is eager, once."""
+    broken = array("i")  # no key sees it
+
+    def fragile(x: torch.Tensor) -> torch.Tensor:
+        if broken:
+            broken.pop()
+            raise ValueError("broken")
+        return torch.tanh(x)
+
+    torch.manual_seed(3)
+    first, last = Linear(WIDTH, WIDTH), Linear(WIDTH, WIDTH)
+    pipeline = graph.pipeline([first, fragile, last]).to(comm.device)
+    plain = copy.deepcopy(torch.nn.Sequential(first, torch.nn.Tanh(), last))
+    inputs = [torch.full((2, WIDTH), i + 1.0, device=comm.device) for i in range(6)]
+    found = []
+    for i, x in enumerate(inputs):
+        broken.extend([1] * (i == 4))
+        found.append(pipeline(x).sum())
+    assert_equal((len(broken), slots(pipeline)), (0, [4]), "one of six is eager, as is the first")
+    assert_equal(list(map(str, pipeline.stretches)), ["layers 0-2"], "stretches")
+    expected = [plain(x).sum() for x in inputs]
+    for losses in (found, expected):
+        for i in (4, 1, 0, 3, 5, 2):
+            losses[i].backward()
+    pairs = zip(pipeline.parameters(), plain.parameters(), strict=True)
+    for number, (one, want) in enumerate(pairs):
+        assert_bits_equal(one.grad, want.grad, f"gradient {number}")
 
 
 @runs_on("unified_ranks")

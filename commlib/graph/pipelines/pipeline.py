@@ -122,5 +122,8 @@ class Pipeline(Layers):
 
 
 def _has_failed(call: Layer) -> bool:
-    """Return True if a call of a stretch could not be captured, or differed from its graph."""
-    return isinstance(call, CapturedModule) and bool(call.eager)
+    """Return True if a kind of call has no graph: the capture failed, or a replay differed.
+
+    A further slot that could not be captured, maybe for want of memory, leaves the others.
+    """
+    return isinstance(call, CapturedModule) and not call.eager.keys() <= call.entries.keys()
