@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import commlib
-from commlib import graph
+from commlib import Work, graph
 from commlib.graph import GraphError, PipelineSchedule
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.runs_on import runs_on
@@ -206,6 +206,33 @@ def test_tensors_that_no_buffer_holds(comm: Any) -> None:
     if comm.rank == 0:
         assert_bits_equal(weight.grad, torch.full((1,), 6.0), "gradient")
     edges.close()
+
+
+class Nowhere:
+    """A transport of one rank: sends are pending until they are waited for."""
+
+    def __init__(self) -> None:
+        self.pending = self.most = 0
+
+    def send(self, x: torch.Tensor, move: graph.PipelineMove) -> Work[None]:
+        self.pending += 1
+        self.most = max(self.most, self.pending)
+        return Work(None, self)
+
+    def join(self) -> None:
+        self.pending -= 1
+
+    def receive(self, move: graph.PipelineMove) -> torch.Tensor:
+        return torch.ones(ROWS, WIDTH)
+
+
+def test_sends_do_not_add_up() -> None:
+    """Two tensors at a time are kept for a stage, with any number of microbatches."""
+    for microbatches in (2, 12):
+        schedule, transport = PipelineSchedule.gpipe(2, microbatches), Nowhere()
+        inputs = [torch.ones(ROWS, WIDTH)] * microbatches
+        schedule.run({0: torch.nn.Linear(WIDTH, WIDTH)}, inputs, loss, transport)
+        assert (transport.most, transport.pending) == (2, 0)
 
 
 @runs_on("unified_ranks")

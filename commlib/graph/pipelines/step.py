@@ -15,7 +15,7 @@ class Transport(Protocol):
     """What moves activations and gradients between ranks."""
 
     def send(self, x: torch.Tensor, move: PipelineMove) -> Work[None] | None:
-        """Send a tensor; a ``Work`` is waited for at the end of the step."""
+        """Send a tensor; a ``Work`` is waited for after the next send to that stage."""
 
     def receive(self, move: PipelineMove) -> Work[torch.Tensor] | torch.Tensor:
         """Return the tensor; a ``Work`` is waited for where the tensor is used."""
@@ -35,7 +35,7 @@ class PipelineStep:
         self._stages, self._inputs, self._loss, self._last = stages, inputs, loss, last
         self._arrived: dict[Action, Any] = {}
         self._waiting: dict[Action, tuple[torch.Tensor, torch.Tensor]] = {}  # for their backward
-        self._sent: list[Work[None]] = []
+        self._sent: dict[tuple[str, int], Work[None]] = {}  # the last one to each stage
         self._losses: list[torch.Tensor | None] = [None] * len(inputs)
 
     def run(self, action: Action) -> None:
@@ -64,10 +64,16 @@ class PipelineStep:
         return x.grad if action.stage else None
 
     def send(self, move: PipelineMove, transport: Transport) -> None:
-        """Send the tensor that another rank uses."""
+        """Send the tensor that another rank uses, after the last one to that stage has left.
+
+        So the tensors that are kept for sends do not add up with the number of microbatches.
+        """
         work = transport.send(self._take(move.use), move)
+        to = move.use.kind, move.use.stage
+        if to in self._sent:
+            self._sent.pop(to).wait()
         if work is not None:
-            self._sent.append(work)
+            self._sent[to] = work
 
     def receive(self, move: PipelineMove, transport: Transport) -> None:
         """Receive a tensor that this rank uses."""
@@ -75,6 +81,6 @@ class PipelineStep:
 
     def finish(self) -> list[torch.Tensor]:
         """Wait for what was sent; returns the losses that this rank has."""
-        for work in self._sent:
+        for work in self._sent.values():
             work.wait()
         return [each for each in self._losses if each is not None]
