@@ -12,15 +12,16 @@ and compares all losses and weights bit for bit:
 
 --chunks is the number of virtual stages per rank. --parallel is the number of ranks per stage: each
 has a part of the MLPs, and sends its part of each activation (partial_send, partial_recv,
-partial_allgather). --capture layer builds the stages with the legacy PipelineLayer, --capture step
-captures the whole step, with its sends and receives. Exit code 1 if any loss or weight differs.
+partial_allgather). --capture layer uses the legacy PipelineLayer(use_cudagraph=True) in place of
+graph.pipeline. --capture step captures the whole step, with its sends and receives. Exit code 1 if
+any loss or weight differs.
 """
 
 import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,9 +36,7 @@ VOCABULARY, WIDTH, HEADS, LENGTH, ROWS, BLOCKS = 64, 32, 4, 16, 2, 4
 SHAPE = (ROWS, LENGTH, WIDTH)
 LEARNING_RATE, MOMENTUM = 0.1, 0.9
 # The first number of each kind of ring.
-PART_RING, TIED_RING, PIPELINE_RING, LEGACY_RING, EDGE_RING = 10, 20, 30, 40, 50
-
-Step = Callable[[list[Tensor], list[Tensor]], list[Tensor]]
+PART_RING, PIPELINE_RING, SHARED_RING, EDGE_RING = 100, 200, 300, 400
 
 
 class Layout(NamedTuple):
@@ -57,18 +56,20 @@ class Layout(NamedTuple):
     parts: int
     part: int
 
-    def rank_of(self, place: int, part: int | None = None) -> int:
-        """Return the rank at a place of the pipeline, of this rank's part unless given."""
-        return place * self.parts + (self.part if part is None else part)
+    def rank_of(self, place: int) -> int:
+        """Return the rank at a place of this rank's pipeline."""
+        return place * self.parts + self.part
+
+    @property
+    def column(self) -> list[int]:
+        """Return the ranks of this rank's pipeline."""
+        return [self.rank_of(place) for place in range(self.depth)]
 
     def connect(self) -> None:
-        """Create the rings: of this rank's stage, of its pipeline, and of the tied weights."""
-        stage = [self.rank_of(self.place, part) for part in range(self.parts)]
-        commlib.new_ring(PART_RING + self.place, stage)
-        pipeline = [self.rank_of(place) for place in range(self.depth)]
-        commlib.new_ring(PIPELINE_RING + self.part, pipeline)
-        if self.place in (0, self.depth - 1):
-            commlib.new_ring(TIED_RING + self.part, [pipeline[0], pipeline[-1]])
+        """Create the rings of this rank's stage and of its pipeline."""
+        first = self.place * self.parts
+        commlib.new_ring(PART_RING + self.place, range(first, first + self.parts))
+        commlib.new_ring(PIPELINE_RING + self.part, self.column)
 
 
 class Embedding(torch.nn.Module):
@@ -83,18 +84,6 @@ class Embedding(torch.nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Return the first activation."""
         return F.embedding(ids, self.weight) + self.position
-
-
-class Head(torch.nn.Module):
-    """Logits by the weight of the embeddings."""
-
-    def __init__(self, embedding: Embedding) -> None:
-        super().__init__()
-        self.embedding = embedding
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the logits."""
-        return logits(self.embedding, x)
 
 
 def logits(embedding: Embedding, x: Tensor) -> Tensor:
@@ -135,77 +124,27 @@ class Block(torch.nn.Module):
         return F.linear(mixed, self.projection)
 
 
-class Stages:
-    """This rank's stages.
-
-    Attributes:
-        modules: The stages by their numbers.
-        parameters: Their parameters.
-    """
-
-    def __init__(self, layout: Layout, chunks: int, capture: str) -> None:
-        count = layout.depth * chunks
-        self._tied_ring = TIED_RING + layout.part
-        ends = [0, *(1 + i * BLOCKS // count for i in range(1, count)), BLOCKS + 2]
-        numbers = range(layout.place, count, layout.depth)
-        self._legacy = legacy_layer(layout, ends, chunks) if capture == "layer" else None
-        if self._legacy is not None:
-            self.modules = dict(zip(numbers, self._legacy.chunks, strict=True))
-        else:
-            self.modules = {
-                i: stage(range(ends[i], ends[i + 1]), layout, capture == "stages") for i in numbers
-            }
-        parts = [x for module in self.modules.values() for x in module.modules()]
-        self._tied = [x.weight for x in parts if isinstance(x, Embedding)]
-        found = [x for module in self.modules.values() for x in module.parameters()]
-        self.parameters = [*{id(x): x for x in found}.values()]
-
-    @property
-    def captured(self) -> list[graph.CapturedFunction]:
-        """Return the captured stretches of layers."""
-        pipelines = [x for x in self.modules.values() if isinstance(x, graph.Pipeline)]
-        return [part for pipeline in pipelines for part in pipeline.captured]
-
-    def tie(self) -> None:
-        """Add up the gradients of the tied weight, which the first and the last rank have."""
-        if self._legacy is not None:
-            self._legacy.allreduce_shared_weight_gradients()
-            return
-        for weight in self._tied:
-            ring_id, grad = self._tied_ring, weight.grad
-            assert grad is not None
-            weight.grad = paddle.c_allreduce_sum(grad, ring_id=ring_id, use_calc_stream=True)
-
-
-def stage(numbers: range, layout: Layout, captured: bool) -> torch.nn.Module:
-    """Return a stage of some layers; the embeddings and the head stay outside its graphs."""
-    layers = [layer(i, layout).to(layout.device) for i in numbers]
-    if not captured:
-        return torch.nn.Sequential(*layers)
-    return graph.pipeline(layers, shared=[x for x in layers if not isinstance(x, Block)])
-
-
-def layer(number: int, layout: Layout) -> torch.nn.Module:
-    """Return a layer of the model."""
-    if number == 0:
-        return Embedding()
-    return Block(number, layout) if number <= BLOCKS else Head(Embedding())
-
-
-def legacy_layer(layout: Layout, ends: list[int], chunks: int) -> paddle.PipelineLayer:
-    """Return this rank's stages as legacy code describes them."""
-    blocks = [paddle.LayerDesc(Block, i, layout) for i in range(1, BLOCKS + 1)]
+def legacy_layer(layout: Layout, chunks: int, capture: str) -> paddle.PipelineLayer:
+    """Return this rank's stages as legacy code describes them; the embeddings are shared."""
+    count = layout.depth * chunks
+    blocks = [paddle.LayerDesc(Block, i, layout) for i in range(BLOCKS)]
     first = paddle.SharedLayerDesc("embedding", Embedding)
     last = paddle.SharedLayerDesc("embedding", Embedding, logits)
     return paddle.PipelineLayer(
         [first, *blocks, last],
         layout.depth,
-        seg_method=ends,
+        seg_method=[0, *(1 + i * BLOCKS // count for i in range(1, count)), BLOCKS + 2],
         num_virtual_pipeline_stages=chunks,
-        use_cudagraph=True,
+        use_cudagraph=capture == "layer",
         ring_id=PIPELINE_RING + layout.part,
-        shared_ring_id=LEGACY_RING + layout.part,
+        shared_ring_id=SHARED_RING + layout.part,
     )
+
+
+def captured(stage: torch.nn.Module, shared: Iterable[torch.nn.Module]) -> graph.Pipeline:
+    """Return a stage whose blocks are captured, around the layers that another stage shares."""
+    own = {*stage.modules()}
+    return graph.pipeline([*stage.children()], shared=[x for x in shared if x in own])
 
 
 class LegacyTransport:
@@ -232,22 +171,6 @@ class LegacyTransport:
         return paddle.partial_allgather(x, parts, part, ring_id, use_calc_stream=True)
 
 
-class Schedules:
-    """Schedules by the number of microbatches."""
-
-    def __init__(self, name: str, depth: int, chunks: int) -> None:
-        self._make = getattr(graph.PipelineSchedule, name)
-        self._depth, self._chunks = depth, chunks
-        self._known: dict[int, graph.PipelineSchedule] = {}
-
-    def of(self, microbatches: int) -> graph.PipelineSchedule:
-        """Return the schedule for so many microbatches."""
-        if microbatches not in self._known:
-            schedule = self._make(self._depth, microbatches, chunks=self._chunks)
-            self._known[microbatches] = schedule
-        return self._known[microbatches]
-
-
 class Run(NamedTuple):
     """What a training has left on this rank.
 
@@ -264,34 +187,40 @@ class Run(NamedTuple):
 
 def train(layout: Layout, chosen: argparse.Namespace, capture: str) -> Run:
     """Train from the same start."""
-    stages = Stages(layout, chosen.chunks, capture)
-    optimizer = torch.optim.SGD(stages.parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
-    schedules = Schedules(chosen.schedule, layout.depth, chosen.chunks)
+    model = legacy_layer(layout, chosen.chunks, capture)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    stages = {layout.place + i * layout.depth: stage for i, stage in enumerate(model.chunks)}
+    if capture == "stages":
+        shared = model.shared_layers.values()
+        stages = {number: captured(stage, shared) for number, stage in stages.items()}
+    make = getattr(graph.PipelineSchedule, chosen.schedule)
+    schedules = {n: make(layout.depth, n, chunks=chosen.chunks) for n in chosen.microbatches}
     transport: Any = LegacyTransport(layout)
-    if capture == "step":
-        column = [layout.rank_of(place) for place in range(layout.depth)]
+    if capture == "step":  # the edges are the same with any number of microbatches
         first = EDGE_RING + layout.part * layout.depth * layout.depth
-        transport = schedules.of(layout.depth).connect(first, SHAPE, ranks=column)
+        schedule = schedules[chosen.microbatches[0]]
+        transport = schedule.connect(first, SHAPE, ranks=layout.column)
 
     def step(inputs: list[Tensor], targets: list[Tensor]) -> list[Tensor]:
         def loss(x: Tensor, number: int) -> Tensor:
             return F.cross_entropy(x.flatten(0, 1), targets[number].flatten()) / len(targets)
 
         optimizer.zero_grad()
-        losses = schedules.of(len(inputs)).run(stages.modules, inputs, loss, transport)
-        stages.tie()
+        losses: list[Tensor] = schedules[len(inputs)].run(stages, inputs, loss, transport)
+        model.allreduce_shared_weight_gradients()
         optimizer.step()
         return losses
 
-    call: Step = graph.capture(step, outputs="copy") if capture == "step" else step
-    captured: list[Any] = [call] if capture == "step" else stages.captured
+    call: Any = graph.capture(step, outputs="copy") if capture == "step" else step
     draw, losses, graphs = torch.Generator().manual_seed(7), list[float](), list[int]()
     for microbatches in chosen.microbatches:
         for _ in range(chosen.steps):
             found = call(*batch(draw, microbatches, layout.device))
             losses += [float(loss) * microbatches for loss in found]
-        graphs.append(sum(len(graph.report(part)) for part in captured))
-    return Run(losses, [x.detach().clone() for x in stages.parameters], graphs)
+        pipelines = [x for x in stages.values() if isinstance(x, graph.Pipeline)]
+        parts = [part for x in pipelines for part in x.captured]
+        graphs.append(sum(len(graph.report(x)) for x in ([call] if capture == "step" else parts)))
+    return Run(losses, [x.detach().clone() for x in model.parameters()], graphs)
 
 
 def batch(

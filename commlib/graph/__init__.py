@@ -16,7 +16,8 @@ content, and what the function uses without receiving it. The life of one key::
                        a ring: graphs go before communicators
 
 Where gradients flow, a ``Slot`` has a captured call as its forward, and its backwards. One autograd
-node joins them. There are as many slots as forwards that wait for their backward.
+node joins them. There are as many slots as forwards that wait for their backward. A ``Pipeline``
+has a captured module for each stretch of its layers, and a ``PipelineSchedule`` calls such stages.
 
 Invariants:
 
