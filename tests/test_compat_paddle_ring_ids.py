@@ -113,6 +113,7 @@ WITHOUT = {
     *("coalesce_tensor", "partial_concat", "partial_sum"),
     *("moe_combine", "moe_gate_dispatch", "moe_permute", "moe_unpermute"),
     *("c_comm_init_all", "c_comm_init_multitrainer", "c_gen_xccl_id", "comm_init_all"),
+    *("LayerDesc", "PipelineLayer", "SharedLayerDesc"),
 }
 
 

@@ -4,7 +4,10 @@ import pytest
 
 from tests.support.processes import run
 
-PROGRAMS = ("face_classifier", "legacy_tp_block", "llm_decode", "moe_layer", "optimizer_graph")
+PROGRAMS = (
+    *("face_classifier", "legacy_tp_block", "llm_decode", "moe_layer", "optimizer_graph"),
+    "pipeline_gpt",
+)
 ALONE = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
 
 

@@ -16,7 +16,8 @@ content, and what the function uses without receiving it. The life of one key::
                        a ring: graphs go before communicators
 
 Where gradients flow, a ``Slot`` has a captured call as its forward, and its backwards. One autograd
-node joins them. There are as many slots as forwards that wait for their backward.
+node joins them. There are as many slots as forwards that wait for their backward. A ``Pipeline``
+has a captured module for each stretch of its layers, and a ``PipelineSchedule`` calls such stages.
 
 Invariants:
 
@@ -40,7 +41,20 @@ because it is called by the program's code (``runs.py``).
 from commlib.errors import GraphError
 from commlib.graph.capture import capture
 from commlib.graph.captured_function import CapturedFunction
+from commlib.graph.pipelines.actions import PipelineMove
+from commlib.graph.pipelines.pipeline import Pipeline, pipeline
+from commlib.graph.pipelines.schedule import PipelineSchedule
 from commlib.graph.recording.eager_parts import eager
 from commlib.graph.report import report
 
-__all__ = ["CapturedFunction", "GraphError", "capture", "eager", "report"]
+__all__ = [
+    "CapturedFunction",
+    "GraphError",
+    "Pipeline",
+    "PipelineMove",
+    "PipelineSchedule",
+    "capture",
+    "eager",
+    "pipeline",
+    "report",
+]

@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 
 from commlib.graph.captured_function import CapturedFunction
 from commlib.graph.captured_module import CapturedModule
-from commlib.graph.options import First, OnFail, Options, Outputs
+from commlib.graph.options import First, Memory, OnFail, Options
 
 
 class Given(TypedDict, total=False):
@@ -18,12 +18,14 @@ class Given(TypedDict, total=False):
     key: Callable[..., Any] | None
     warmup: int
     first: First
-    outputs: Outputs
+    inputs: Memory
+    outputs: Memory
     agree: int | None
     on_fail: OnFail
     verify: bool | int | Literal["auto"] | None
     tolerance: tuple[float, float] | None
     max_graphs: int
+    slots: int | None
 
 
 P = ParamSpec("P")
@@ -63,6 +65,9 @@ def capture(fn: Callable[..., Any] | None = None, **options: Unpack[Given]) -> A
                 follows the call unless ``first="warmup"``.
             first: "once" undoes a call whose capture fails. "warmup" copies nothing; the effects
                 of the call are kept.
+            inputs: "borrow" reads arguments where the first caller has them, and captures once
+                more when one has moved. "copy" reads them from the graph's memory from the start:
+                for arguments that are new tensors in each call.
             outputs: "borrow" returns memory of the graph, and reading it after the next replay
                 raises. "copy" returns fresh tensors.
             agree: Number of a ring whose ranks compare their keys at every call; this blocks the
@@ -73,6 +78,9 @@ def capture(fn: Callable[..., Any] | None = None, **options: Unpack[Given]) -> A
                 0 for none. None: as ``FLAGS_graph_verify`` says when ``capture`` is called.
             tolerance: (rtol, atol) of verified calls; None compares bits.
             max_graphs: Kinds that are captured (64); calls of further kinds run eagerly.
+            slots: Calls of a kind that can wait for their backward at the same time. They are all
+                captured with the first; a call beyond them runs eagerly. None: one more slot is
+                captured whenever more calls wait than ever before.
 
     Returns:
         A ``CapturedFunction``; for a module a ``CapturedModule``, which is a module too.

@@ -74,11 +74,14 @@ class FirstCall:
         """Capture the call; ``differs`` gets a backward that differs from the function's."""
         findings, options = self.findings, self._options
         unseen = findings.unseen_in(call.tensors)
-        copy = options.outputs == "copy"
-        recipe = Recipe(self._fn, self._backend, findings, copy, unseen=unseen)
+        copy, own_inputs = options.outputs == "copy", options.inputs == "copy"
+        own_inputs = own_inputs or self._backend.copies_arguments
+        recipe = Recipe(self._fn, self._backend, findings, copy, own_inputs, unseen=unseen)
         log = functools.partial(VerificationLog, self._fn, options.tolerance, Noise())
         if findings.differentiable:
-            slots = Slots(lambda: Slot(recipe, log(), differs), self._fn, self._schedule)
+            slots = Slots(
+                lambda: Slot(recipe, log(), differs), self._fn, self._schedule, options.slots
+            )
             slots.capture(call)
             return slots
         rooms = findings.rooms(self._backend.device)

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 from commlib.errors import GraphError
 
 First: TypeAlias = Literal["once", "warmup"]
-Outputs: TypeAlias = Literal["borrow", "copy"]
+Memory: TypeAlias = Literal["borrow", "copy"]
 OnFail: TypeAlias = Literal["raise", "eager"]
 
 
@@ -18,15 +18,18 @@ class Options:
     key: Callable[..., Any] | None = None
     warmup: int = 2
     first: First = "once"
-    outputs: Outputs = "borrow"
+    inputs: Memory = "borrow"
+    outputs: Memory = "borrow"
     agree: int | None = None
     on_fail: OnFail = "raise"
     verify: bool | int | str | None = None
     tolerance: tuple[float, float] | None = None
     max_graphs: int = 64
+    slots: int | None = None
 
     def __post_init__(self) -> None:
         _one_of("first", self.first, "once", "warmup")
+        _one_of("inputs", self.inputs, "borrow", "copy")
         _one_of("outputs", self.outputs, "borrow", "copy")
         _one_of("on_fail", self.on_fail, "raise", "eager")
         if self.tolerance is not None and not _are_two_numbers(self.tolerance):
@@ -35,6 +38,8 @@ class Options:
             raise GraphError(f"warmup={self.warmup}: expected 1 or more runs before the capture")
         if self.max_graphs < 1:
             raise GraphError(f"max_graphs={self.max_graphs}: expected 1 or more")
+        if self.slots is not None and self.slots < 1:
+            raise GraphError(f"slots={self.slots}: expected 1 or more, or None")
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> "Options":

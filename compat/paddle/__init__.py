@@ -79,6 +79,7 @@ from commlib.compat.paddle.phi import (
     reduce,
     reduce_scatter,
 )
+from commlib.compat.paddle.pipeline import LayerDesc, PipelineLayer, SharedLayerDesc
 from commlib.compat.paddle.point_to_point import recv_v2, send_v2
 from commlib.compat.paddle.reductions import (
     c_allreduce_avg,
@@ -127,6 +128,9 @@ from commlib.compat.paddle.token_moves import (
 )
 
 __all__ = [
+    "LayerDesc",
+    "PipelineLayer",
+    "SharedLayerDesc",
     "all_gather",
     "all_reduce",
     "all_to_all",

@@ -13,6 +13,9 @@ _CURRENT_STREAM = f"always on the current stream; {_NO_GRADIENT}"
 
 # Old name: the new one, and what differs.
 NEW_NAMES: dict[str, tuple[str, str]] = {
+    "LayerDesc": ("graph.pipeline", "a layer that is built on the rank of its stage only"),
+    "PipelineLayer": ("graph.pipeline", "builds, cuts and shares the stages of this rank"),
+    "SharedLayerDesc": ("graph.pipeline", "`shared=`; its gradients are added between ranks"),
     "all_gather": ("ops.all_gather", _CURRENT_STREAM),
     "all_reduce": ("ops.all_reduce", f"`reduce_type` is a number; {_CURRENT_STREAM}"),
     "all_to_all": ("ops.all_to_all", _CURRENT_STREAM),

@@ -1,6 +1,7 @@
 """Eager parts: functions that stay outside any graph, and are called between two of them."""
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from commlib.graph.watching.runs import DonePart, EagerPart, current, do_again, 
 
 F = TypeVar("F", bound=Callable[..., Any])
 _PLAIN = (bool, int, float, complex, str, type(None))  # what a program computes with
+_marked: "weakref.WeakSet[Callable[..., Any]]" = weakref.WeakSet()
 
 
 def eager(fn: F) -> F:
@@ -33,7 +35,13 @@ def eager(fn: F) -> F:
             raise GraphError(f"{fn.__qualname__} is an eager part, and runs in a backward")
         return fn(*args, **kwargs)
 
+    _marked.add(outside)
     return outside  # type: ignore[return-value]  # the same signature
+
+
+def is_eager(fn: Callable[..., Any]) -> bool:
+    """Return True if a function, or the forward of a module, was marked with ``eager``."""
+    return getattr(type(fn), "forward", fn) in _marked or fn in _marked
 
 
 class EagerSegment:

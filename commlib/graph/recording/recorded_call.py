@@ -34,6 +34,7 @@ class Recipe(NamedTuple):
         backend: What captures it.
         findings: What the runs before the capture have shown.
         copy: Whether outputs are copies.
+        own_inputs: Whether arguments are read from the graphs' own memory from the start.
         rooms: For each leaf of the result, where it is to lie if the graph makes it.
         unseen: Tensors that it writes, and no operator says so: of the arguments their positions.
         pool: Its own memory, in place of what all graphs share.
@@ -43,6 +44,7 @@ class Recipe(NamedTuple):
     backend: Backend
     findings: Findings
     copy: bool
+    own_inputs: bool = False
     rooms: Sequence[torch.Tensor | None] = ()
     unseen: Sequence[torch.Tensor | int] = ()
     pool: Pool | None = None

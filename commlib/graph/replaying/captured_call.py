@@ -78,7 +78,7 @@ class CapturedCall:
             done: What the eager parts did already in a verified call.
         """
         arguments = range(len(call.tensors) - call.grads)
-        own = self._recipe.backend.copies_arguments
+        own = self._recipe.own_inputs
         if own:
             self.inputs.make_room(call, arguments)
         self._record(call, gradients, again=later, done=done)

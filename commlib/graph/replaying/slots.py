@@ -23,20 +23,26 @@ class Slots:
     """
 
     def __init__(
-        self, make: Callable[[], Slot], fn: Callable[..., Any], schedule: Schedule
+        self,
+        make: Callable[[], Slot],
+        fn: Callable[..., Any],
+        schedule: Schedule,
+        count: int | None = None,
     ) -> None:
-        """``make`` returns one more slot, which is not captured yet."""
+        """``make`` returns one more slot, which is not captured yet; ``count``: how many at all."""
         self._make, self._fn, self._schedule = make, fn, schedule
+        self._count = count
         self.slots: list[Slot] = []
         self.replays = 0
         self.places: dict[Any, Any] = {}
         self._failed = False  # whether one more could not be captured
 
     def capture(self, call: Arguments) -> None:
-        """Capture the first slot."""
-        slot = self._make()
-        slot.capture(call, later=False)
-        self.slots.append(slot)
+        """Capture the first slot, or as many as there may be."""
+        for number in range(self._count or 1):
+            slot = self._make()
+            slot.capture(call, later=number > 0)
+            self.slots.append(slot)
         self._lock = slot.forward.segments.lock
 
     def run(self, call: Arguments, caller: FrameType, turn: int) -> Any:
@@ -45,11 +51,18 @@ class Slots:
         ``turn``: as that of a ``CapturedCall``.
         """
         self.replays += 1
+        if self._is_full:
+            return self._fn(*call.given[0], **call.given[1])
         one = self.slots[0].forward
         together = any(segments.collectives for segments in one.graphs)
         if self._schedule.due(turn if together else self.replays) and one.fits_all:
             return self._verified(call, caller)
         return self._replayed(call, caller)[1]
+
+    @property
+    def _is_full(self) -> bool:
+        """Return True if no slot is free, and no further one may be captured."""
+        return len(self.slots) == self._count and not any(slot.free for slot in self.slots)
 
     def _verified(self, call: Arguments, caller: FrameType) -> Any:
         """Run the function for real and a forward after that; its backward will be verified too."""

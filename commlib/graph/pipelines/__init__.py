@@ -1,0 +1,1 @@
+"""Lists of layers as captured stages of a pipeline, and the schedules that run them."""

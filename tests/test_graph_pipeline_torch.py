@@ -1,0 +1,27 @@
+"""Captured stages under the schedules of torch.distributed.pipelining."""
+
+from collections import Counter
+
+import pytest
+
+from tests.programs.torch_pipeline import SCHEDULES
+from tests.support.processes import start
+
+GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.two_gpus])
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_schedules_of_torch(device: str) -> None:
+    """Eager bits with one and more stages per rank, and no capture after all counts were seen."""
+    process = start(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("tests/programs/torch_pipeline.py", device),
+    )
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    expected = {
+        f"{kind.__name__}, {how}: same True, settled True": 2  # ranks
+        for kind, _ in SCHEDULES
+        for how in ("pipeline", "capture")
+    }
+    assert Counter(out.splitlines()) == expected
