@@ -85,11 +85,20 @@ def test_shared_weights(comm: Any) -> None:
     close(1000)
 
 
+class Topology:
+    """What a hybrid topology answers."""
+
+    def get_dim(self, name: str) -> int:
+        return {"pipe": 5}[name]
+
+
 @runs_on("unified_ranks")
 def test_bad_arguments(comm: Any) -> None:
     blocks = [LayerDesc(Block, i) for i in range(3)]
     cases: dict[str, dict[str, Any]] = {
         "num_stages=3; expected 2, the ring's size": {"num_stages": 3},
+        "num_stages=5; expected 2, the ring's size": {"topology": Topology()},
+        "recompute_interval=2; expected 0": {"recompute_interval": 2},
         "num_virtual_pipeline_stages=0; expected 1": {"num_virtual_pipeline_stages": 0},
         "3 layers for 4 stages": {"num_virtual_pipeline_stages": 2},
         "seg_method='even'; expected uniform": {"seg_method": "even"},
@@ -114,9 +123,14 @@ def test_bad_arguments(comm: Any) -> None:
 
 def test_signatures() -> None:
     """As upstream; what commlib adds follows by keyword."""
-    names = [*inspect.signature(PipelineLayer.__init__).parameters]
-    assert names[1:3] == ["layers", "num_stages"]
-    assert {"loss_fn", "seg_method", "num_virtual_pipeline_stages", "use_cudagraph"} < {*names}
+    parameters = inspect.signature(PipelineLayer.__init__).parameters
+    assert [*parameters][1:] == [
+        *("layers", "num_stages", "topology", "loss_fn", "seg_method", "recompute_interval"),
+        *("recompute_ctx", "num_virtual_pipeline_stages", "use_cudagraph"),
+        *("ring_id", "shared_ring_id"),
+    ]
+    own_additions = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert own_additions == ["ring_id", "shared_ring_id"]
     shared = [*inspect.signature(SharedLayerDesc.__init__).parameters][1:]
     assert shared == [
         *("key", "layer_func", "forward_func", "shared_weight_attr"),

@@ -71,11 +71,14 @@ class PipelineLayer(torch.nn.Module):
         self,
         layers: Sequence[Any],
         num_stages: int | None = None,
-        *,
+        topology: Any = None,
         loss_fn: Callable[..., torch.Tensor] | None = None,
         seg_method: str | Sequence[int] = "uniform",
+        recompute_interval: int = 0,
+        recompute_ctx: object = None,
         num_virtual_pipeline_stages: int | None = None,
         use_cudagraph: bool = False,
+        *,
         ring_id: int = 0,
         shared_ring_id: int = 1000,
     ) -> None:
@@ -84,10 +87,13 @@ class PipelineLayer(torch.nn.Module):
         Args:
             layers: ``LayerDesc``, ``SharedLayerDesc``, modules or functions of the whole model.
             num_stages: Ranks of the pipeline: the size of the ring.
+            topology: Its "pipe" dimension is the same number.
             loss_fn: Kept as ``loss_fn``.
             seg_method: "uniform"; "layer:Name" for as many layers in each stage whose class name
                 contains ``Name``; or the position of each stage's first layer, and the number of
                 layers.
+            recompute_interval: Must be 0.
+            recompute_ctx: Ignored.
             num_virtual_pipeline_stages: Stages per rank (1).
             use_cudagraph: Capture the stages.
             ring_id: Ring of the pipeline's ranks.
@@ -98,8 +104,15 @@ class PipelineLayer(torch.nn.Module):
         """
         super().__init__()
         self._ring = ring_of("PipelineLayer", ring_id)
+        if topology is not None and num_stages is None:
+            num_stages = topology.get_dim("pipe")
         if num_stages not in (None, self._ring.size):
             self._refuse(f"num_stages={num_stages}; expected {self._ring.size}, the ring's size")
+        if recompute_interval:
+            self._refuse(
+                f"recompute_interval={recompute_interval}; expected 0; let the layers call "
+                f"torch.utils.checkpoint"
+            )
         self._count = 1 if num_virtual_pipeline_stages is None else num_virtual_pipeline_stages
         if self._count < 1:
             self._refuse(f"num_virtual_pipeline_stages={self._count}; expected 1 or more")
