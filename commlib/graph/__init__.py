@@ -40,7 +40,8 @@ because it is called by the program's code (``runs.py``).
 from commlib.errors import GraphError
 from commlib.graph.capture import capture
 from commlib.graph.captured_function import CapturedFunction
+from commlib.graph.compiled.backend import backend
 from commlib.graph.recording.eager_parts import eager
 from commlib.graph.report import report
 
-__all__ = ["CapturedFunction", "GraphError", "capture", "eager", "report"]
+__all__ = ["CapturedFunction", "GraphError", "backend", "capture", "eager", "report"]

@@ -1,0 +1,100 @@
+"""The backend for ``torch.compile``, and the pass for FX graphs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from commlib.graph.compiled.check import check_graph, check_static
+from commlib.graph.compiled.inductor import compile_region
+from commlib.graph.compiled.region import Code, Region
+from commlib.graph.compiled.settings import Settings, capture_options
+from commlib.graph.compiled.static_positions import static_positions
+
+
+class CompileBackend:
+    """``torch.compile(model, backend=commlib.graph.backend)``.
+
+    Inductor compiles the model as it always does. Its code is then captured, with the collectives
+    of rings in it, and replayed from graphs. ``apply`` does the same for an FX graph as it is.
+    """
+
+    __name__ = "commlib.graph.backend"  # torch names a backend by it
+
+    def __call__(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        """Compile a graph with Inductor and return a function that is replayed from graphs.
+
+        Args:
+            gm: The graph, which this takes over.
+            example_inputs: Its inputs, or fakes of them.
+            mode: "default" or "max-autotune-no-cudagraphs", as for Inductor.
+            options: Options of ``capture`` (agree, max_graphs, on_fail, outputs, tolerance, verify,
+                warmup) and settings of Inductor, by name. Unless they say otherwise, results are
+                copies (``outputs="copy"``), and what can't be captured runs eagerly
+                (``on_fail="eager"``).
+
+        Raises:
+            GraphError: An argument is wrong, or would bring in Inductor's own graphs.
+        """
+        settings = Settings.of(mode, options)
+        check_graph("graph.backend", gm, example_inputs)
+        region = Region(_name_of(gm), settings.capture)
+        static = static_positions(gm, example_inputs)
+        code = compile_region(gm, example_inputs, settings.inductor, region)
+        region.hold(code, static, len(example_inputs))
+        return region
+
+    def apply(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        static_inputs: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Callable[..., Any]:
+        """Return a function that replays an FX graph, whose operators stay as they are.
+
+        Args:
+            gm: The graph.
+            example_inputs: Its inputs, or fakes of them.
+            static_inputs: Positions of inputs that are the same tensors at every call, such as
+                parameters: they are never copied. None takes them from AOTAutograd's metadata where
+                it compiles the graph; else they are the inputs that are parameters.
+            **options: Options of ``capture``, as for the backend.
+
+        Returns:
+            A function of the same inputs.
+
+        Raises:
+            GraphError: An argument is wrong.
+        """
+        checked = capture_options(options)
+        check_graph("graph.backend.apply", gm, example_inputs)
+        if static_inputs is None:
+            static_inputs = static_positions(gm, example_inputs)
+        check_static(static_inputs, example_inputs)
+        region = Region(_name_of(gm), checked)
+        run = region.partition(gm, example_inputs, static_inputs, "graph", _as_it_is)
+        region.hold(lambda *args: run([*args]), static_inputs, len(example_inputs))
+        return region
+
+
+backend = CompileBackend()
+
+
+def _as_it_is(gm: GraphModule, values: Sequence[Any], name: str) -> Code:
+    """Return a function that runs the operators of a graph, each of which a capture sees."""
+    return lambda args: gm(*args)
+
+
+def _name_of(gm: GraphModule) -> str:
+    """Return what a graph is called in reports: by the number that torch gives compiled code."""
+    number = gm.meta.get("dynamo_compile_id")
+    return type(gm).__name__ if number is None else f"compiled code {number}"
