@@ -1,6 +1,8 @@
 """The backend for ``torch.compile``, and the pass for FX graphs."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch.fx import GraphModule
@@ -10,6 +12,8 @@ from commlib.graph.compiled.inductor import compile_region
 from commlib.graph.compiled.region import Code, Region
 from commlib.graph.compiled.settings import Settings, capture_options
 from commlib.graph.compiled.static_positions import static_positions
+
+_LINE = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
 
 
 class CompileBackend:
@@ -95,6 +99,11 @@ def _as_it_is(gm: GraphModule, values: Sequence[Any], name: str) -> Code:
 
 
 def _name_of(gm: GraphModule) -> str:
-    """Return what a graph is called in reports: by the number that torch gives compiled code."""
+    """Return what a graph is called in reports: torch's number of compiled code, and its line."""
     number = gm.meta.get("dynamo_compile_id")
-    return type(gm).__name__ if number is None else f"compiled code {number}"
+    if number is None:
+        return type(gm).__name__
+    traces = (node.meta.get("stack_trace") or "" for node in gm.graph.nodes)
+    found = next(filter(None, map(_LINE.search, traces)), None)
+    where = "" if found is None else f" ({found[3]} at {Path(found[1]).name}:{found[2]})"
+    return f"compiled code {number}{where}"

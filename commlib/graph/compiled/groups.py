@@ -1,6 +1,6 @@
 """Process groups of functional collectives: those whose communicators are rings of ours."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,32 +17,37 @@ def is_collective(node: torch.fx.Node) -> bool:
 
 
 def stock_group(node: torch.fx.Node) -> str | None:
-    """Return the group of a functional collective, unless a ring of ours moves its bytes."""
+    """Return the group of a functional collective, unless rings of ours move its bytes."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     values = dict(zip((x.name for x in schema), node.args, strict=False)) | node.kwargs
     group = values.get("group_name")
-    return None if group is None or ring_of(group) is not None else f"group {group}"
+    return None if group is None or is_ours(group) else f"group {group!r}"
 
 
-_named: Callable[[Any], Any] = dist.distributed_c10d._resolve_process_group
+def is_ours(group: Any) -> bool:
+    """Return True if rings of ours move the bytes of a process group, given itself or by name.
 
-
-def ring_of(group: Any) -> CommContext | None:
-    """Return the ring that moves the bytes of a process group, which is given itself or by name.
-
-    Such a group has a backend of ours, whose ``ring`` this is.
+    Such a group, or its backend, has these as ``rings``, by kind of device.
     """
     if isinstance(group, str):
         try:
             group = _named(group)
         except (LookupError, RuntimeError, ValueError):  # a name that is not registered
-            return None
+            return False
+    return _has_rings(group) or any(map(_has_rings, _backends(group)))
+
+
+_named: Callable[[Any], Any] = dist.distributed_c10d._resolve_process_group
+
+
+def _has_rings(x: Any) -> bool:
+    rings = getattr(x, "rings", None)
+    return isinstance(rings, dict) and any(isinstance(x, CommContext) for x in rings.values())
+
+
+def _backends(group: Any) -> Iterator[Any]:
     for device in ("cuda", "cpu"):
         try:
-            backend = group._get_backend(torch.device(device))
+            yield group._get_backend(torch.device(device))
         except (AttributeError, RuntimeError):  # no backend for this device
             continue
-        ring = getattr(backend, "ring", None)
-        if isinstance(ring, CommContext):
-            return ring
-    return None
