@@ -52,7 +52,7 @@ class CompileBackend:
         region = Region(_name_of(gm), settings.capture)
         static = static_positions(gm, example_inputs)
         code = compile_region(gm, example_inputs, settings.inductor, region)
-        region.hold(code, static, len(example_inputs))
+        region.hold(code, static, example_inputs)
         return region
 
     def apply(
@@ -86,7 +86,7 @@ class CompileBackend:
         check_static(static_inputs, example_inputs)
         region = Region(_name_of(gm), checked)
         run = region.partition(gm, example_inputs, static_inputs, "graph", _as_it_is)
-        region.hold(lambda *args: run([*args]), static_inputs, len(example_inputs))
+        region.hold(lambda *args: run([*args]), static_inputs, example_inputs)
         return region
 
 

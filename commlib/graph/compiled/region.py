@@ -38,10 +38,12 @@ class Region:
         self._code: Callable[..., Any]
         regions.add(self)
 
-    def hold(self, code: Callable[..., Any], static: Sequence[int], count: int) -> None:
-        """Know the code of all partitions: ``static`` of its ``count`` arguments stay."""
+    def hold(
+        self, code: Callable[..., Any], static: Sequence[int], examples: Sequence[Any]
+    ) -> None:
+        """Know the code of all partitions: ``static`` of its inputs stay."""
         self._code = code
-        self._whole = StaticInputs(code, static, count, self.name, self._options)
+        self._whole = StaticInputs(code, static, examples, self.name, self._options)
 
     def __call__(self, *args: Any) -> Any:
         """Replay the code, or run it to capture it."""
@@ -81,7 +83,7 @@ class Region:
         name = f"{self.name} {kind}"
         why = reasons(gm)
         if not why:
-            return self._alone(compile_part(gm, values, name), static, len(values), name)
+            return self._alone(compile_part(gm, values, name), static, values, name)
         self.cuts += [(name, each) for each in why]
         log.once("%s runs eagerly between its graphs: %s", name, "; ".join(why))
         whole, parts = split(gm)
@@ -92,16 +94,16 @@ class Region:
             label = f"{name}, part {number}"
             positions = [i for i, source in enumerate(part.sources) if source in stay]
             code = compile_part(part.module, part.values, label)
-            replace(whole, part, self._alone(code, positions, len(part.values), label))
+            replace(whole, part, self._alone(code, positions, part.values, label))
         return lambda args: whole(*_taken(args))
 
-    def _alone(self, code: Code, static: Sequence[int], count: int, name: str) -> Code:
+    def _alone(self, code: Code, static: Sequence[int], examples: Sequence[Any], name: str) -> Code:
         """Return code that is captured alone where the region is cut.
 
         Its results are copies then: a backward may read them after further forwards.
         """
         options = with_other(self._options, outputs="copy")
-        captured = StaticInputs(lambda *args: code([*args]), static, count, name, options)
+        captured = StaticInputs(lambda *args: code([*args]), static, examples, name, options)
         self._parts.append(captured)
         return lambda args: captured(*_taken(args)) if self.cuts else code(args)
 

@@ -28,7 +28,7 @@ class StaticInputs:
         self,
         fn: Callable[..., Any],
         static: Sequence[int],
-        count: int,
+        examples: Sequence[Any],
         name: str,
         options: Options,
     ) -> None:
@@ -36,21 +36,25 @@ class StaticInputs:
 
         Args:
             fn: The function.
-            static: The positions of static inputs.
-            count: How many inputs there are.
+            static: The positions of static inputs. None is if all tensors are: the tensors that the
+                captured function receives determine its device.
+            examples: Examples of all inputs.
             name: What it is called in reports.
             options: How it is captured.
         """
         self._fn, self._name, self._options = fn, name, options
-        self._count, self._static = count, [*static]
-        self._others = [i for i in range(count) if i not in set(static)]
+        others = [i for i in range(len(examples)) if i not in set(static)]
+        if not any(isinstance(examples[i], torch.Tensor) for i in others):
+            static, others = [], [*range(len(examples))]
+        self._static, self._others = [*static], others
         self._sets: dict[tuple[int, ...], CapturedFunction[..., Any]] = {}
         self._replaced = 0  # sets whose inputs the program has released
 
     def __call__(self, *args: Any) -> Any:
         """Replay the call, or capture it first."""
-        if len(args) != self._count:
-            raise GraphError(f"{self._name}: {len(args)} arguments; expected {self._count}")
+        count = len(self._static) + len(self._others)
+        if len(args) != count:
+            raise GraphError(f"{self._name}: {len(args)} arguments; expected {count}")
         if inside() or self._replaced > _OFTEN:
             return self._fn(*args)
         static = [args[i] for i in self._static]

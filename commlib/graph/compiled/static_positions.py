@@ -29,9 +29,7 @@ def static_positions(gm: GraphModule, example_inputs: Sequence[Any]) -> list[int
         backward = any(node.name.startswith(_TANGENT) for node in nodes)
         sources = map(_of_forward, nodes) if backward else range(len(nodes))
         found = [i for i, source in enumerate(sources) if source in forward]
-    others = (x for i, x in enumerate(example_inputs) if i not in set(found))
-    # The arguments of a call determine its device.
-    return found if any(isinstance(x, torch.Tensor) for x in others) else []
+    return found
 
 
 def _of_forward(node: Node) -> int | None:
