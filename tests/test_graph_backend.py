@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from commlib import graph
 from tests.support.checks import assert_bits_equal, assert_equal
@@ -210,6 +211,34 @@ def test_cut() -> None:
     why = [(row["function"].split()[-1], row["eager"]) for row in rows() if row["eager"]]
     text = "graph_backend_tests.tripled.default is tagged cudagraph_unsafe"
     assert_equal(sorted(why), [("backward", text), ("forward", text)], "reasons")
+
+
+def test_wrappers() -> None:
+    """Forward and backward work on what wrappers hold, and are captured one by one."""
+    results = []
+    for backend in ("aot_eager", graph.backend):
+        torch._dynamo.reset()
+        weight = nn.Parameter(TwoTensor(torch.eye(WIDTH) * 2, torch.ones(WIDTH, WIDTH)))
+        compiled = torch.compile(lambda x, weight=weight: x @ weight, backend=backend)
+        found = []
+        for turn in range(5):
+            out = compiled(inputs(turn))
+            out.sum().backward()
+            grad: Any = weight.grad
+            found += [out.a, out.b, grad.a, grad.b]
+            weight.grad = None
+        results.append([x.detach().clone() for x in found])
+    for i, (given, expected) in enumerate(zip(results[1], results[0], strict=True)):
+        assert_bits_equal(given, expected, f"result {i}")
+    captured = [row for row in rows() if row["eager"] is None]
+    assert_equal([row["replays"] for row in captured], [4, 4], "replays of forward and backward")
+    assert_equal(
+        [row["eager"] for row in rows() if row["eager"]],
+        ["wrappers (DTensor) are unpacked between graphs"],
+        "reason",
+    )
+    copied = max(row["bytes_copied"] for row in captured)
+    assert_equal(copied <= 3 * inputs(0).nbytes, True, f"{copied} bytes copied: no parameter")
 
 
 def test_shapes_that_depend_on_values() -> None:

@@ -126,7 +126,7 @@ def test_reset() -> None:
         for _ in range(3):
             replayed(inputs(0), weight)
         assert_equal([row["replays"] for row in graph.report(replayed)], [2], "replays")
-        replayed.reset()  # type: ignore[attr-defined]
+        replayed.reset()
         assert_equal(graph.report(replayed), [], "rows")
 
 

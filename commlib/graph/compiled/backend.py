@@ -5,7 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from commlib.graph.compiled.check import check_graph, check_static
 from commlib.graph.compiled.inductor import compile_region
@@ -50,6 +52,9 @@ class CompileBackend:
         settings = Settings.of(mode, options)
         check_graph("graph.backend", gm, example_inputs)
         region = Region(_name_of(gm), settings.capture)
+        if any(map(_is_wrapper, example_inputs)):
+            # The partitions have what they hold, and captured functions take plain tensors.
+            region.cuts.append((region.name, "wrappers (DTensor) are unpacked between graphs"))
         static = static_positions(gm, example_inputs)
         code = compile_region(gm, example_inputs, settings.inductor, region)
         region.hold(code, static, example_inputs)
@@ -62,7 +67,7 @@ class CompileBackend:
         *,
         static_inputs: Sequence[int] | None = None,
         **options: Any,
-    ) -> Callable[..., Any]:
+    ) -> Region:
         """Return a function that replays an FX graph, whose operators stay as they are.
 
         Args:
@@ -74,7 +79,7 @@ class CompileBackend:
             **options: Options of ``capture``, as for the backend.
 
         Returns:
-            A function of the same inputs.
+            A function of the same inputs; its ``reset()`` releases the graphs.
 
         Raises:
             GraphError: An argument is wrong.
@@ -91,6 +96,10 @@ class CompileBackend:
 
 
 backend = CompileBackend()
+
+
+def _is_wrapper(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and is_traceable_wrapper_subclass(x)
 
 
 def _as_it_is(gm: GraphModule, values: Sequence[Any], name: str) -> Code:

@@ -43,10 +43,10 @@ class StaticInputs:
             options: How it is captured.
         """
         self._fn, self._name, self._options = fn, name, options
-        others = [i for i in range(len(examples)) if i not in set(static)]
-        if not any(isinstance(examples[i], torch.Tensor) for i in others):
-            static, others = [], [*range(len(examples))]
-        self._static, self._others = [*static], others
+        tensors = {i for i, x in enumerate(examples) if isinstance(x, torch.Tensor)}
+        stay = tensors.intersection(static)
+        self._static = sorted(stay) if stay < tensors else []
+        self._others = [i for i in range(len(examples)) if i not in set(self._static)]
         self._sets: dict[tuple[int, ...], CapturedFunction[..., Any]] = {}
         self._replaced = 0  # sets whose inputs the program has released
 
