@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from commlib import graph
 from commlib.graph import GraphError
+from commlib.graph.compiled.unsafe import unsafe_nodes
 from tests.support.checks import assert_bits_equal, assert_equal
 
 ROWS, WIDTH = 4, 8
@@ -103,6 +105,31 @@ def test_cut() -> None:
     assert_equal([row["replays"] for row in found if row["eager"] is None], [4, 4], "parts")
     reasons = [row["eager"] for row in found if row["eager"]]
     assert_equal(reasons[0], "nonzero has a shape that depends on values", "reason")
+
+
+def test_what_is_unsafe_on_a_gpu() -> None:
+    """CPU tensors in a graph for a GPU run outside it, but for numbers."""
+    mode, nodes = FakeTensorMode(), torch.fx.Graph()
+
+    def known(node: torch.fx.Node, device: str, *shape: int) -> torch.fx.Node:
+        """Note what a node gives, as a trace on a GPU would."""
+        node.meta["val"] = FakeTensor(mode, torch.empty(shape, device="meta"), torch.device(device))
+        return node
+
+    aten = torch.ops.aten
+    x = known(nodes.placeholder("x"), "cuda", ROWS)
+    lengths = known(nodes.placeholder("lengths"), "cpu", ROWS)
+    two = known(nodes.call_function(aten.full.default, ([], 2.0)), "cpu")
+    safe = known(nodes.call_function(aten.mul.Tensor, (x, two)), "cuda", ROWS)
+    more = known(nodes.call_function(aten.add.Tensor, (lengths, two)), "cpu", ROWS)
+    copy = known(nodes.call_function(aten._to_copy.default, (more,)), "cuda", ROWS)
+    nodes.output((safe, copy))
+    found = unsafe_nodes(torch.fx.GraphModule(nn.Module(), nodes))
+    assert_equal(
+        [*found.values()],
+        ["aten.add.Tensor works on the CPU", "aten._to_copy.default works on the CPU"],
+        "reasons",
+    )
 
 
 def test_generators_are_known() -> None:

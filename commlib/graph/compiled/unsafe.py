@@ -12,6 +12,7 @@ from commlib.graph.operators.unsupported import sync_reason
 
 _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
 _HOST_RANDOM = ("run_and_save_rng_state", "run_with_rng_state")  # set a generator's state
+_NUMBERS = (torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default)
 _BRANCHES = ("cond", "while_loop", "map_impl", "scan")
 
 
@@ -70,8 +71,15 @@ def _sync(node: torch.fx.Node, device: torch.device) -> str | None:
 
 
 def _is_on_host(node: torch.fx.Node) -> bool:
-    nodes = (node, *node.all_input_nodes)
+    """Return True for an operator with CPU tensors, other than constants."""
+    nodes = [each for each in (node, *node.all_input_nodes) if not _is_constant(each)]
     return any(x.device.type == "cpu" for each in nodes for x in _tensors(each))
+
+
+def _is_constant(node: torch.fx.Node) -> bool:
+    """Return True for a typed number, which compiled code contains as it is."""
+    scalar = all(x.dim() == 0 for x in _tensors(node))
+    return node.target in _NUMBERS and scalar and not node.all_input_nodes
 
 
 def _has_unbacked(node: torch.fx.Node) -> bool:
