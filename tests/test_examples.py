@@ -5,8 +5,8 @@ import pytest
 from tests.support.processes import run
 
 PROGRAMS = (
-    *("face_classifier", "legacy_tp_block", "llm_decode", "moe_layer", "optimizer_graph"),
-    "pipeline_gpt",
+    *("face_classifier", "fsdp_tp", "legacy_tp_block", "llm_decode", "moe_layer"),
+    *("optimizer_graph", "pipeline_gpt"),
 )
 ALONE = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
 
@@ -30,3 +30,8 @@ def test_ranks_that_do_not_divide_the_experts() -> None:
     code, out, err = run(*launcher, "--nproc-per-node", "3", "examples/moe_layer.py")
     assert (code, out) == (1, "")
     assert "3 ranks: expected a number that divides the 8 experts" in err.splitlines()
+
+
+def test_parts_that_do_not_divide_the_ranks() -> None:
+    said = "--tensor 2: expected 1, 2 or 4, a divisor of 1\n"
+    assert run("examples/fsdp_tp.py", "--tensor", "2") == (2, "", said)

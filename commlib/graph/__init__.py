@@ -41,6 +41,7 @@ because it is called by the program's code (``runs.py``).
 from commlib.errors import GraphError
 from commlib.graph.capture import capture
 from commlib.graph.captured_function import CapturedFunction
+from commlib.graph.compiled.backend import backend
 from commlib.graph.pipelines.actions import PipelineMove
 from commlib.graph.pipelines.pipeline import Pipeline, pipeline
 from commlib.graph.pipelines.schedule import PipelineSchedule
@@ -53,6 +54,7 @@ __all__ = [
     "Pipeline",
     "PipelineMove",
     "PipelineSchedule",
+    "backend",
     "capture",
     "eager",
     "pipeline",

@@ -7,6 +7,7 @@ from textwrap import shorten
 from typing import Any
 
 from commlib.graph.captured_function import CapturedFunction, everything
+from commlib.graph.compiled.region import Region, regions
 from commlib.graph.replaying.captured_call import CapturedCall
 
 _COLUMNS = {  # column of the table -> key of a row
@@ -52,15 +53,18 @@ class Report(list[dict[str, Any]]):
         )
 
 
-def report(graphed: CapturedFunction | None = None, *, html: str | Path | None = None) -> Report:
+def report(
+    graphed: CapturedFunction | Region | None = None, *, html: str | Path | None = None
+) -> Report:
     """Return one row per captured call; ``print`` shows them as a table.
 
     Args:
-        graphed: The captured function to report; None reports all.
+        graphed: The captured function, or result of ``backend.apply``, to report; None reports all.
         html: A file for the same report as an HTML page.
 
     Returns:
-        A list of dicts. A call that stayed eager has ``function``, ``key`` and ``eager`` only.
+        A list of dicts. A call that stayed eager has ``function``, ``key`` and ``eager`` only. An
+        operator of compiled code that runs eagerly between graphs has these too.
 
         * ``function``, ``key``: the function's name and the cache key.
         * ``segments``, ``nodes``: the number of graphs, and their nodes in total.
@@ -78,8 +82,17 @@ def report(graphed: CapturedFunction | None = None, *, html: str | Path | None =
         * ``collectives``: the collectives in order.
         * ``eager``: the reason why the call stayed eager, or None.
     """
-    selected = [graphed] if graphed is not None else sorted(everything, key=lambda one: one.name)
-    rows = Report(row for one in selected for row in (*_captured(one), *_eager(one)))
+    compiled = [graphed] if isinstance(graphed, Region) else [] if graphed else [*regions]
+    if isinstance(graphed, CapturedFunction):
+        selected = [graphed]
+    else:
+        selected = [*everything] if graphed is None else graphed.captured
+    rows = Report(
+        row
+        for one in sorted(selected, key=lambda one: one.name)
+        for row in (*_captured(one), *_eager(one))
+    )
+    rows += (row for one in sorted(compiled, key=lambda one: one.name) for row in _cuts(one))
     if html is not None:
         Path(html).write_text(rows.page())
     return rows
@@ -122,6 +135,11 @@ def _parts(one: CapturedFunction) -> Iterator[tuple[Any, CapturedCall]]:
 def _eager(one: CapturedFunction) -> Iterator[dict[str, Any]]:
     for key, reason in one.eager.items():
         yield {"function": one.name, "key": key, "eager": reason}
+
+
+def _cuts(one: Region) -> Iterator[dict[str, Any]]:
+    for name, reason in one.cuts:
+        yield {"function": name, "key": None, "eager": reason}
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

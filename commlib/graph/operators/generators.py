@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from commlib.graph.operators.schema import OpCall
+from commlib.graph.operators.schema import Described, OpCall
 
 
 class RngTracker:
@@ -69,12 +69,16 @@ def default_generator(device: Any) -> torch.Generator:
     return torch.cuda.default_generators[index]
 
 
-def generator_of(call: OpCall, device: torch.device) -> torch.Generator | None:
-    """Return the generator that an operator draws from, if it draws; ``device``: where it runs."""
+def generators_of(call: OpCall, device: torch.device) -> list[torch.Generator]:
+    """Return the generators that an operator draws from; ``device``: where it runs.
+
+    An operator of torch draws from the one that it is given, or from torch's own. Compiled code may
+    draw from both.
+    """
     if not (call.known.draws or call.known.generator):
-        return None
-    generator = call.kwargs.get("generator")
-    if generator is None and call.known.draws:
+        return []
+    found = call.generators
+    if call.known.draws and (not found or isinstance(call.func, Described)):
         where = call.kwargs.get("device") or next((x.device for x in call.tensors), device)
-        generator = default_generator(where)
-    return generator if isinstance(generator, torch.Generator) else None
+        found.append(default_generator(where))
+    return found

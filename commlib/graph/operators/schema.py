@@ -70,6 +70,12 @@ class Facts(NamedTuple):
     own: bool
 
 
+class Described:
+    """An operator that is not torch's and brings the facts about itself."""
+
+    facts: Facts
+
+
 @cache
 def facts(func: Any) -> Facts:
     """Return the facts about an operator."""
@@ -122,12 +128,18 @@ class OpCall:
     __slots__ = ("_leaves", "args", "func", "known", "kwargs", "memory", "tensors")
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.func, self.known, self.args, self.kwargs = func, facts(func), args, kwargs
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.known = func.facts if isinstance(func, Described) else facts(func)
         self._leaves = leaves_in(args) + leaves_in(kwargs) if kwargs else leaves_in(args)
         self.tensors = [x for x in self._leaves if isinstance(x, torch.Tensor)]
         self.memory = [memory(x) for x in self.tensors]
         if self.known.takes_memory:
             self.memory += [x._cdata for x in self._leaves if isinstance(x, torch.UntypedStorage)]
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Return the generators that it is given."""
+        return [x for x in self._leaves if isinstance(x, torch.Generator)]
 
     @property
     def written(self) -> list[torch.Tensor]:

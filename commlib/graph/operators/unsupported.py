@@ -26,9 +26,7 @@ _REMEDY = {
 
 def check_sync(call: OpCall, device: torch.device) -> None:
     """Raise ``GraphError`` for an operator that waits for the GPU, or would if there were one."""
-    if not (call.known.syncs or call.known.copies or call.known.indexed):
-        return
-    why = _sync(call, device)
+    why = sync_reason(call, device)
     if why:
         name = _name_of(call)
         name = _CALLED.get(name, name)
@@ -226,8 +224,10 @@ def _name_of(call: OpCall) -> str:
     return str(call.func.name()).removeprefix("aten::").partition(".")[0]
 
 
-def _sync(call: OpCall, device: torch.device) -> str | None:
-    """Say why an operator waits for the GPU."""
+def sync_reason(call: OpCall, device: torch.device) -> str | None:
+    """Return why an operator waits for the GPU, or would if there were one; None if it does not."""
+    if not (call.known.syncs or call.known.copies or call.known.indexed):
+        return None
     if device.type != "cpu" and all(x.device.type == "cpu" for x in call.tensors):
         return None  # the host's part of the call
     if call.known.copies:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from commlib.core import observers
 from commlib.core.ring import Ring
 from commlib.core.tensors import fault
-from commlib.graph.operators.generators import default_generator, generator_of
+from commlib.graph.operators.generators import default_generator, generators_of
 from commlib.graph.operators.schema import OpCall, memory
 from commlib.graph.operators.step import computes_nothing, tensors_in
 from commlib.graph.watching.undo import UndoLog
@@ -105,8 +105,7 @@ class RealCall(TorchDispatchMode):
                 self.undo.note_leaf(tensor)
         for tensor in call.written:
             self._note(tensor)
-        generator = generator_of(call, self._device)
-        if generator is not None:
+        for generator in generators_of(call, self._device):
             self.undo.note_generator(generator)
         if self._named and not call.known.detaches:
             self.names.append(str(call))

@@ -128,7 +128,7 @@ class Recorder(TorchDispatchMode):
         check_sync(call, self.device)
         self._note_read(call)
         written = self._note_written(call)
-        generator = self.random.note(call)
+        drawn = self.random.note(call)
         on_host = self.host is not None and all(map(is_on_host, call.tensors))
         keep = (self.keep or on_host) and not call.known.reshapes
         # As they are now: they may get another shape later.
@@ -138,7 +138,7 @@ class Recorder(TorchDispatchMode):
         results = tensors_in(result)
         check_layouts(call, results)
         made = self.memory.note_made(results, call.memory)
-        if generator is not None:
+        for generator in drawn:
             self.random.leave(generator)
         changed = [tensor for _, tensor in made] + written
         if self.host is not None:
@@ -154,7 +154,7 @@ class Recorder(TorchDispatchMode):
             if self.host is None:
                 self.steps.append(step)
             else:
-                self.host.note_step(step, written, draws=generator is not None)
+                self.host.note_step(step, written, draws=bool(drawn))
         return result
 
     def _are_wrapped(self, call: OpCall) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from commlib.graph.operators.generators import RngTracker, default_generator, generator_of
+from commlib.graph.operators.generators import RngTracker, default_generator, generators_of
 from commlib.graph.operators.schema import OpCall
 from commlib.graph.operators.unsupported import check_seeding
 from commlib.graph.watching.undo import UndoLog
@@ -49,11 +49,14 @@ class RngWatch:
         for generator in () if self._captured else self.generators.values():
             self._check(generator)
 
-    def note(self, call: OpCall) -> torch.Generator | None:
-        """Return the generator of an operator that draws numbers, and know its state before."""
-        generator = generator_of(call, self._device)
-        if generator is None:
-            return None
+    def note(self, call: OpCall) -> list[torch.Generator]:
+        """Return the generators of an operator that draws numbers, and know their states before."""
+        found = generators_of(call, self._device)
+        for generator in found:
+            self._note(generator)
+        return found
+
+    def _note(self, generator: torch.Generator) -> None:
         if not self._captured:
             if self._drawn is not None and id(generator) not in self._trackers:
                 check_seeding()  # the function makes one at each call
@@ -62,7 +65,6 @@ class RngWatch:
             self.generators[id(generator)] = generator
             if not self._captured or generator.device.type == "cpu":
                 self._undo.note_generator(generator)
-        return generator
 
     def leave(self, generator: torch.Generator) -> None:
         """Know the state that a draw has left."""

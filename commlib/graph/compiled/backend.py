@@ -1,0 +1,118 @@
+"""The backend for ``torch.compile``, and the pass for FX graphs."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from commlib.graph.compiled.check import check_graph, check_static
+from commlib.graph.compiled.inductor import compile_region
+from commlib.graph.compiled.region import Code, Region
+from commlib.graph.compiled.settings import Settings, capture_options
+from commlib.graph.compiled.static_positions import static_positions
+
+_LINE = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
+
+
+class CompileBackend:
+    """``torch.compile(model, backend=commlib.graph.backend)``.
+
+    Inductor compiles the model as it always does. Its code is then captured, with the collectives
+    of rings in it, and replayed from graphs. ``apply`` does the same for an FX graph as it is.
+    """
+
+    __name__ = "commlib.graph.backend"  # torch names a backend by it
+
+    def __call__(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        """Compile a graph with Inductor and return a function that is replayed from graphs.
+
+        Args:
+            gm: The graph, which this takes over.
+            example_inputs: Its inputs, or fakes of them.
+            mode: "default" or "max-autotune-no-cudagraphs", as for Inductor.
+            options: Options of ``capture`` (agree, max_graphs, on_fail, outputs, tolerance, verify,
+                warmup) and settings of Inductor, by name. Unless they say otherwise, results are
+                copies (``outputs="copy"``), and what can't be captured runs eagerly
+                (``on_fail="eager"``).
+
+        Raises:
+            GraphError: An argument is wrong, or would bring in Inductor's own graphs.
+        """
+        settings = Settings.of(mode, options)
+        check_graph("graph.backend", gm, example_inputs)
+        region = Region(_name_of(gm), settings.capture)
+        if any(map(_is_wrapper, example_inputs)):
+            # The partitions have what they hold, and captured functions take plain tensors.
+            region.cuts.append((region.name, "wrappers (DTensor) are unpacked between graphs"))
+        static = static_positions(gm, example_inputs)
+        code = compile_region(gm, example_inputs, settings.inductor, region)
+        region.hold(code, static, example_inputs)
+        return region
+
+    def apply(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        static_inputs: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Region:
+        """Return a function that replays an FX graph, whose operators stay as they are.
+
+        Args:
+            gm: The graph.
+            example_inputs: Its inputs, or fakes of them.
+            static_inputs: Positions of inputs that are the same tensors at every call, such as
+                parameters: they are never copied. None takes them from AOTAutograd's metadata where
+                it compiles the graph; else they are the inputs that are parameters.
+            **options: Options of ``capture``, as for the backend.
+
+        Returns:
+            A function of the same inputs; its ``reset()`` releases the graphs.
+
+        Raises:
+            GraphError: An argument is wrong.
+        """
+        checked = capture_options(options)
+        check_graph("graph.backend.apply", gm, example_inputs)
+        if static_inputs is None:
+            static_inputs = static_positions(gm, example_inputs)
+        check_static(static_inputs, example_inputs)
+        region = Region(_name_of(gm), checked)
+        run = region.partition(gm, example_inputs, static_inputs, "graph", _as_it_is)
+        region.hold(lambda *args: run([*args]), static_inputs, example_inputs)
+        return region
+
+
+backend = CompileBackend()
+
+
+def _is_wrapper(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and is_traceable_wrapper_subclass(x)
+
+
+def _as_it_is(gm: GraphModule, values: Sequence[Any], name: str) -> Code:
+    """Return a function that runs the operators of a graph, each of which a capture sees."""
+    return lambda args: gm(*args)
+
+
+def _name_of(gm: GraphModule) -> str:
+    """Return what a graph is called in reports: torch's number of compiled code, and its line."""
+    number = gm.meta.get("dynamo_compile_id")
+    if number is None:
+        return type(gm).__name__
+    traces = (node.meta.get("stack_trace") or "" for node in gm.graph.nodes)
+    found = next(filter(None, map(_LINE.search, traces)), None)
+    where = "" if found is None else f" ({found[3]} at {Path(found[1]).name}:{found[2]})"
+    return f"compiled code {number}{where}"

@@ -1,0 +1,93 @@
+"""What the backend is given: checked before anything is compiled."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from commlib.errors import GraphError
+
+
+def check_graph(what: str, gm: Any, example_inputs: Any) -> None:
+    """Raise ``GraphError`` for what is not a graph, or for inputs that are not its own.
+
+    Every node knows what it gives afterwards, so that unsafe ones are found.
+    """
+    if not isinstance(gm, GraphModule):
+        raise GraphError(
+            f"{what}({type(gm).__name__}): expected a torch.fx.GraphModule; pass a module to "
+            f"torch.compile(module, backend=commlib.graph.backend), or trace it (make_fx)"
+        )
+    if not isinstance(example_inputs, (list, tuple)):
+        raise GraphError(
+            f"{what}: example_inputs is a {type(example_inputs).__name__}; expected a list or "
+            f"tuple of the graph's inputs"
+        )
+    nodes = gm.graph.find_nodes(op="placeholder")
+    if len(nodes) != len(example_inputs):
+        raise GraphError(
+            f"{what}: {len(example_inputs)} example inputs; expected {len(nodes)}: "
+            f"{', '.join(node.name for node in nodes)}"
+        )
+    for node, value in zip(nodes, example_inputs, strict=True):
+        _check_input(what, node, value)
+    if any("val" not in node.meta and "example_value" not in node.meta for node in nodes):
+        _propagate(what, gm, example_inputs)
+
+
+def check_static(static: Any, example_inputs: Sequence[Any]) -> None:
+    """Raise ``GraphError`` for static inputs that are not tensors of the graph."""
+    for i in static:
+        inside = isinstance(i, int) and 0 <= i < len(example_inputs)
+        if not inside or not isinstance(example_inputs[i], torch.Tensor):
+            found = repr(example_inputs[i])[:40] if inside else f"one of {len(example_inputs)}"
+            raise GraphError(
+                f"static_inputs={list(static)}: input {i} is {found}; expected positions of tensors"
+            )
+    if len(set(static)) < len(static):
+        raise GraphError(f"static_inputs={list(static)}: expected each position once")
+
+
+def _check_input(what: str, node: torch.fx.Node, value: Any) -> None:
+    """Compare an input with what the graph was traced with, where this is known."""
+    traced = node.meta.get("val", node.meta.get("example_value"))
+    if not isinstance(traced, torch.Tensor):
+        return
+    if not isinstance(value, torch.Tensor):
+        raise GraphError(
+            f"{what}: example input {node.name} is {value!r:.40}; the graph was traced with "
+            f"{_text(traced)}"
+        )
+    fits = len(traced.shape) == len(value.shape) and all(
+        not isinstance(a, int) or not isinstance(b, int) or a == b
+        for a, b in zip(traced.shape, value.shape, strict=True)
+    )
+    if not fits or traced.dtype != value.dtype or traced.device.type != value.device.type:
+        raise GraphError(
+            f"{what}: example input {node.name} is {_text(value)}; the graph was traced with "
+            f"{_text(traced)}"
+        )
+
+
+def _text(x: torch.Tensor) -> str:
+    return f"{tuple(x.shape)} {x.dtype} on {x.device.type}"
+
+
+def _propagate(what: str, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Note at each node what it gives, from fakes of the inputs."""
+    mode = detect_fake_mode(example_inputs) or FakeTensorMode(
+        allow_non_fake_inputs=True, shape_env=ShapeEnv()
+    )
+    fakes = [
+        mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x
+        for x in example_inputs
+    ]
+    try:
+        FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*fakes)
+    except Exception as error:
+        raise GraphError(f"{what}: the graph can't run on these example inputs: {error}") from error

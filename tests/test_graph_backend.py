@@ -1,0 +1,328 @@
+"""graph.backend: compiled code from graphs has the bits of compiled code.
+
+The models are made of operators that Inductor calls as they are, so that no C++ is compiled.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from commlib import graph
+from tests.support.checks import assert_bits_equal, assert_equal
+
+# Torch's own, while it loads Inductor.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+ROWS, WIDTH = 4, 8
+STRICT = {"on_fail": "raise"}
+
+
+@torch.library.custom_op(
+    "graph_backend_tests::tripled", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
+def tripled(x: Tensor) -> Tensor:
+    """An operator that no graph may hold, with a gradient that none may hold either."""
+    return x * 3
+
+
+@torch.library.custom_op("graph_backend_tests::added_to", mutates_args=("total",))
+def added_to(total: Tensor, x: Tensor) -> Tensor:
+    """Add the sum of ``x`` to ``total``."""
+    total += x.sum()
+    return x.clone()
+
+
+tripled.register_fake(torch.empty_like)
+tripled.register_autograd(lambda ctx, grad: tripled(grad))
+added_to.register_fake(lambda total, x: torch.empty_like(x))
+
+
+class Block(nn.Module):
+    """Two matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.second = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x @ self.first @ self.second
+        return y
+
+
+class Cut(Block):
+    """Two matrix products around an operator that no graph may hold."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = tripled(x @ self.first) @ self.second
+        return y
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+    gc.collect()  # graphs of a test's models go with them
+
+
+def inputs(turn: int, rows: int = ROWS) -> Tensor:
+    generator = torch.Generator().manual_seed(turn)
+    return torch.randn(rows, WIDTH, generator=generator)
+
+
+def same_as_inductor(
+    make: Callable[[], nn.Module], use: Callable[[Any, nn.Module], list[Tensor]]
+) -> None:
+    """Compare what ``use`` returns bit for bit; the results of the second are from graphs."""
+    results = []
+    for backend, options in (("inductor", None), (graph.backend, STRICT)):
+        torch.manual_seed(0)
+        model = make()
+        results.append(use(torch.compile(model, backend=backend, options=options), model))
+    for i, (given, expected) in enumerate(zip(results[1], results[0], strict=True)):
+        assert_bits_equal(given, expected, f"result {i}")
+
+
+def trained(compiled: Any, model: nn.Module) -> list[Tensor]:
+    """Return the losses and gradients of some steps."""
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for turn in range(6):
+        loss = compiled(inputs(turn)).sum()
+        loss.backward()
+        found += [loss.detach(), *(weight.grad for weight in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def rows(name: str = "") -> list[dict[str, Any]]:
+    """Return the rows of the report that belong to compiled code."""
+    return [
+        row
+        for row in graph.report()
+        if "compiled code" in row["function"] and name in row["function"]
+    ]
+
+
+def test_training() -> None:
+    """Forward and backward are one captured call, and no replay copies a parameter."""
+    same_as_inductor(Block, trained)
+    (row,) = rows()
+    assert_equal((row["segments"], row["replays"], row["eager"]), (2, 5, None), "graphs")
+    assert_equal(row["bytes_copied"], inputs(0).nbytes, "bytes copied per replay")
+
+
+def test_several_forwards_before_their_backwards() -> None:
+    def use(compiled: Any, model: nn.Module) -> list[Tensor]:
+        found = []
+        for turn in range(3):
+            outs = [compiled(inputs(3 * turn + i)) for i in range(3)]
+            for out in reversed(outs):
+                out.sum().backward()
+            found += [*(out.detach() for out in outs), *(w.grad for w in model.parameters())]
+        return [x.clone() for x in found]
+
+    same_as_inductor(Block, use)
+    assert_equal(len(rows()), 3, "slots")
+
+
+def test_results_stay() -> None:
+    """Compiled code returns fresh tensors, and so does its graph."""
+    compiled = torch.compile(Block(), backend=graph.backend, options=STRICT)
+    with torch.no_grad():
+        outs = [compiled(inputs(turn)) for turn in range(4)]
+        for turn, out in enumerate(outs):
+            assert_bits_equal(out, compiled(inputs(turn)), f"turn {turn}")
+
+
+def test_borrowed_results() -> None:
+    """They are the memory of the graph where that is asked for."""
+    compiled = torch.compile(Block(), backend=graph.backend, options=STRICT | {"outputs": "borrow"})
+    with torch.no_grad():
+        compiled(inputs(0))
+        held = compiled(inputs(1))
+        compiled(inputs(2))
+        with pytest.raises(RuntimeError, match="was overwritten"):
+            held.sum()
+
+
+def test_symbolic_sizes() -> None:
+    """Each size has its graph: a size is a part of the key."""
+
+    def use(compiled: Any, _: nn.Module) -> list[Tensor]:
+        return [compiled(inputs(turn, rows=3 + turn % 3)).detach() for turn in range(12)]
+
+    same_as_inductor(Block, use)
+    sizes = sorted(row["bytes_copied"] // inputs(0, 1).nbytes for row in rows() if row["replays"])
+    assert_equal(sizes, [3, 4, 5], "rows that replays have copied")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_layers_that_share_compiled_code() -> None:
+    """Every layer's parameters are read where they are, also after they were replaced."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Block() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    results = []
+    for backend, options in (("inductor", None), (graph.backend, STRICT)):
+        torch.manual_seed(0)
+        model = Layers()
+        for layer in model.layers:
+            layer.compile(backend=backend, options=options)
+        found = trained(model, model)
+        model.layers[0].first.data = torch.eye(WIDTH)
+        model.layers[1].second = nn.Parameter(torch.eye(WIDTH) * 2)
+        results.append(found + trained(model, model))
+    for i, (given, expected) in enumerate(zip(results[1], results[0], strict=True)):
+        assert_bits_equal(given, expected, f"result {i}")
+    # Those of other memory are released; those of another parameter stay until the model is gone.
+    assert_equal(len(rows()), 4, "captured layers")
+    assert_equal({row["bytes_copied"] for row in rows()}, {inputs(0).nbytes}, "bytes copied")
+    del model, layer
+    torch._dynamo.reset()
+    gc.collect()
+    assert_equal(rows(), [], "graphs of a model that is gone")
+
+
+def test_cut() -> None:
+    """Operators that no graph may hold run between graphs, and the report says which."""
+    same_as_inductor(Cut, trained)
+    captured = [row for row in rows() if row["eager"] is None]
+    assert_equal(
+        sorted(row["function"].partition(") ")[2] for row in captured),
+        ["backward, part 0", "backward, part 2", "forward, part 0", "forward, part 2"],
+        "captured parts",
+    )
+    assert_equal({row["replays"] for row in captured}, {5}, "replays")
+    largest = max(row["bytes_copied"] for row in captured)
+    assert_equal(largest <= 2 * inputs(0).nbytes, True, f"{largest} bytes copied: no parameter")
+    why = [(row["function"].split()[-1], row["eager"]) for row in rows() if row["eager"]]
+    text = "graph_backend_tests.tripled.default is tagged cudagraph_unsafe"
+    assert_equal(sorted(why), [("backward", text), ("forward", text)], "reasons")
+
+
+def test_wrappers() -> None:
+    """Forward and backward work on what wrappers hold, and are captured one by one."""
+    results = []
+    for backend in ("aot_eager", graph.backend):
+        torch._dynamo.reset()
+        weight = nn.Parameter(TwoTensor(torch.eye(WIDTH) * 2, torch.ones(WIDTH, WIDTH)))
+        compiled = torch.compile(lambda x, weight=weight: x @ weight, backend=backend)
+        found = []
+        for turn in range(5):
+            out = compiled(inputs(turn))
+            out.sum().backward()
+            grad: Any = weight.grad
+            found += [out.a, out.b, grad.a, grad.b]
+            weight.grad = None
+        results.append([x.detach().clone() for x in found])
+    for i, (given, expected) in enumerate(zip(results[1], results[0], strict=True)):
+        assert_bits_equal(given, expected, f"result {i}")
+    captured = [row for row in rows() if row["eager"] is None]
+    assert_equal([row["replays"] for row in captured], [4, 4], "replays of forward and backward")
+    assert_equal(
+        [row["eager"] for row in rows() if row["eager"]],
+        ["wrappers (DTensor) are unpacked between graphs"],
+        "reason",
+    )
+    copied = max(row["bytes_copied"] for row in captured)
+    assert_equal(copied <= 3 * inputs(0).nbytes, True, f"{copied} bytes copied: no parameter")
+
+
+def test_shapes_that_depend_on_values() -> None:
+    class Sparse(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x @ self.first
+            places = x.nonzero() @ torch.ones(2, 1, dtype=torch.int64)
+            y: Tensor = places.sum() + (x @ self.second)
+            return y
+
+    def use(compiled: Any, model: nn.Module) -> list[Tensor]:
+        found = []
+        for turn in range(5):
+            x = inputs(turn) * (torch.arange(ROWS) < turn)[:, None]
+            found.append(compiled(x).detach())
+        return found
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        results = []
+        for backend in ("aot_eager", graph.backend):
+            torch.manual_seed(0)
+            results.append(
+                use(torch.compile(Sparse(), backend=backend, fullgraph=True), nn.Module())
+            )
+    for given, expected in zip(results[1], results[0], strict=True):
+        assert_bits_equal(given, expected, "result")
+    assert any("depends on values" in (row["eager"] or "") for row in rows())
+    assert any(row["eager"] is None and row["replays"] for row in rows())
+
+
+def test_random_numbers() -> None:
+    """Replays draw on from where the generator is, as eager code does."""
+
+    class Noisy(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = (x @ self.first) @ torch.rand(WIDTH, WIDTH)
+            return y
+
+    model, results = Noisy(), []
+    for call in (
+        model,
+        torch.compile(model, backend=graph.backend, options=STRICT | {"fallback_random": True}),
+    ):
+        torch.manual_seed(3)
+        results.append([call(inputs(turn)).detach() for turn in range(5)] + [torch.rand(1)])
+    for i, (given, expected) in enumerate(zip(results[1], results[0], strict=True)):
+        assert_bits_equal(given, expected, f"result {i}")
+    assert_equal([row["replays"] for row in rows()], [4], "replays")
+
+
+def test_buffers_that_are_written() -> None:
+    """They count each call once, and are never copied."""
+
+    class Counting(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("total", torch.zeros(WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = added_to(self.total, x) @ self.first
+            return y
+
+    def use(compiled: Any, model: Any) -> list[Tensor]:
+        with torch.no_grad():
+            return [y for turn in range(5) for y in (compiled(inputs(turn)), model.total.clone())]
+
+    same_as_inductor(Counting, use)
+    (row,) = rows()
+    assert_equal((row["replays"], row["bytes_copied"]), (4, inputs(0).nbytes), "replays, bytes")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"mode": "reduce-overhead"}, "mode='reduce-overhead': it turns on Inductor's own CUDA"),
+        ({"mode": "quick"}, "mode='quick': it is not a mode of torch.compile"),
+        ({"options": {"triton.cudagraphs": True}}, "Inductor would make graphs inside of these"),
+        ({"options": {"key": len}}, "options has no 'key': expected agree, max_graphs"),
+        ({"options": {"outputs": "keep"}}, "outputs='keep': expected 'borrow' or 'copy'"),
+        ({"options": {"verify": "often"}}, "verify='often': expected 'auto'"),
+    ],
+)
+def test_bad_settings(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as failed:
+        torch.compile(lambda x: x + 1, backend=graph.backend, **given)(torch.ones(2))
+    assert said in str(failed.value)
+    assert isinstance(failed.value.inner_exception, graph.GraphError)
