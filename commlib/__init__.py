@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from commlib import errors, flags, ops
+from commlib.compat.c10d import ring_from_group
 from commlib.core.context import CommContext
 from commlib.core.manager import CommContextManager, comm
 from commlib.core.rings import close_ring, init, new_ring, shutdown
@@ -27,6 +28,7 @@ __all__ = [
     "init",
     "new_ring",
     "ops",
+    "ring_from_group",
     "shutdown",
 ]
 

@@ -20,8 +20,10 @@ RING = [
     *(
         "gather",
         "group",
+        "monitored_barrier",
         "name",
         "nccl_comm",
+        "process_group",
         "rank",
         "ranks",
         "recv",

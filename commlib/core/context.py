@@ -9,6 +9,7 @@ import torch
 
 from commlib import flags
 from commlib.core import group, ring_report
+from commlib.core.bridge import Bridge
 from commlib.core.call_log import CallLog, level
 from commlib.core.call_reports import CallReports
 from commlib.core.collectives.copies import Copies
@@ -28,7 +29,7 @@ from commlib.rendezvous.roll_call import Meeting
 from commlib.streams import Fences, issue_lock
 
 
-class CommContext(Reductions, Copies, Exchanges):
+class CommContext(Reductions, Copies, Exchanges, Bridge):
     """One ring: rank, size, ranks, device and streams, and the collectives over it.
 
     Collectives take the output first, then the input, and positions in the ring as peers and roots.
