@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import commlib
-from commlib.compat.c10d import ProcessGroup
 from commlib.errors import ArgumentError, CommTimeout, RingError
 from tests.support.checks import assert_equal, raises
 from tests.support.runs_on import runs_on
@@ -218,5 +217,9 @@ def test_registered_once(ring: Any) -> None:
     commlib.compat.c10d.register()
     assert_equal(dist.Backend.backend_list.count("commlib"), 1, "backends")
     for form in ("commlib", "cpu:commlib,cuda:commlib", "cpu:gloo,cuda:commlib"):
-        with initialised(ring, form) as world:
-            assert_equal((type(world), dist.get_backend_config()), (ProcessGroup, CONFIGS[form]))
+        with initialised(ring, form):
+            assert_equal(dist.get_backend_config(), CONFIGS[form], form)
+            x = torch.ones(2, device=ring.device)
+            calls = ring.report()["calls"]
+            dist.all_reduce(x)
+            assert_equal(ring.report()["calls"], calls + 1, form)

@@ -8,10 +8,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from commlib.compat.c10d import group_rings
-from commlib.compat.c10d.process_group import NAME, ProcessGroup
+from commlib.compat.c10d.backend import Backend, takes_subclasses
+from commlib.compat.c10d.group_calls import NAME, GroupCalls
+from commlib.compat.c10d.process_group import ProcessGroup
 from commlib.core.context import CommContext
 from commlib.core.manager import CommContextManager
-from commlib.errors import ArgumentError
+from commlib.errors import ArgumentError, DeviceError
 from commlib.rendezvous import environment
 
 
@@ -29,6 +31,7 @@ def ring_from_group(group: Any = None, *, device: torch.device | str | None = No
 
     Raises:
         ArgumentError: ``group`` is neither, or this rank is not a member.
+        DeviceError: The group has no ring on this kind of device.
         CommTimeout: Ranks are missing; the text names them.
     """
     if hasattr(group, "get_group"):
@@ -39,31 +42,39 @@ def ring_from_group(group: Any = None, *, device: torch.device | str | None = No
             f"ring_from_group: given {group!r}; expected a process group that this rank is in, or "
             f"one dimension of a DeviceMesh; call it on the members of the group alone"
         )
-    if not isinstance(group, ProcessGroup):
-        group = _companion(group)
-    kind = group._main.device.type if device is None else torch.device(device).type
-    ring: CommContext = group._get_backend(torch.device(kind)).rings[kind]
-    return ring
+    calls = calls_of(group)
+    rings = _rings_over(group) if calls is None else calls.rings
+    if device is None:
+        return next(iter(rings.values()))
+    kind = torch.device(device).type
+    if kind not in rings:
+        raise DeviceError(
+            f"ring_from_group(device={str(device)!r}): the group has rings on {[*rings]}"
+        )
+    return rings[kind]
 
 
-_companions: dict[dist.ProcessGroup, ProcessGroup] = {}  # of groups of other backends
+def calls_of(group: dist.ProcessGroup) -> GroupCalls | None:
+    """Return what carries a group's calls if it is ours, else None."""
+    if isinstance(group, GroupCalls):
+        return group
+    for device in group._device_types:
+        backend: Any = group._get_backend(device)
+        if isinstance(backend, GroupCalls):
+            return backend
+    return None
 
 
-def _companion(group: dist.ProcessGroup) -> ProcessGroup:
-    """Return a group of ours over the ranks of another backend's group."""
-    known = _companions.get(group)
-    if known is not None and known._main._health.fault is None:
-        return known
+def _rings_over(group: dist.ProcessGroup) -> dict[str, CommContext]:
+    """Return rings over the ranks of another backend's group; ``commlib.shutdown`` closes them."""
     world = environment.joined(dist.get_rank(), dist.get_world_size())
     ranks = tuple(dist.get_process_group_ranks(group))
     store = dist.PrefixStore("commlib", distributed_c10d._world.pg_map[group][1])
     timeout = dist.constants.default_pg_timeout
-    rings = group_rings.make_rings(group.group_name, ranks, world, store, timeout)
-    made = _companions[group] = ProcessGroup(rings, store, world, timeout)
-    return made
+    return group_rings.make_rings(group.group_name, ranks, world, store, timeout)
 
 
-def process_group_of(ring: CommContext) -> ProcessGroup:
+def process_group_of(ring: CommContext) -> dist.ProcessGroup:
     """Return the process group of a ring, for ``DDP(process_group=...)`` and the like.
 
     The same object at every call. No member waits for another one.
@@ -78,22 +89,35 @@ def process_group_of(ring: CommContext) -> ProcessGroup:
             f"first, which takes ring 0 over"
         )
     for known in distributed_c10d._world.pg_map:
-        if isinstance(known, ProcessGroup) and any(ring is one for one in known.rings.values()):
+        calls = calls_of(known)
+        if calls is not None and any(ring is one for one in calls.rings.values()):
             return known
-    world = CommContextManager.instance().world()
-    group = ProcessGroup({ring.device.type: ring}, None, world, timedelta(seconds=ring.timeout))
     name = f"commlib ring {ring.ring_id}"
-    group.setGroupName(name)
-    group.setGroupDesc(ring.name or "undefined")
+    group: dist.ProcessGroup = _group_over(ring, name)
     _enter(group, name, ring)
     return group
 
 
-def _enter(group: ProcessGroup, name: str, ring: CommContext) -> None:
+def _group_over(ring: CommContext, name: str) -> Any:
+    world = CommContextManager.instance().world()
+    rings, timeout = {ring.device.type: ring}, timedelta(seconds=ring.timeout)
+    group: Any
+    if takes_subclasses():
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        group = dist.ProcessGroup(distributed_c10d._get_default_store(), ring.rank, ring.size)
+        group._set_default_backend(kind)
+        group._register_backend(ring.device, kind, Backend(rings, timeout, world, name))
+    else:
+        group = ProcessGroup(rings, timeout, None, world)
+    group._set_group_name(name)
+    group._set_group_desc(ring.name or "undefined")
+    return group
+
+
+def _enter(group: dist.ProcessGroup, name: str, ring: CommContext) -> None:
     """Enter a group in the tables in which ``torch.distributed`` looks groups up."""
     world: Any = distributed_c10d._world
-    store = distributed_c10d._get_default_store()
-    world.pg_map[group] = (dist.Backend(NAME), store)
+    world.pg_map[group] = (dist.Backend(NAME), distributed_c10d._get_default_store())
     world.pg_names[group] = name
     world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(ring.ranks)}
     world.pg_backend_config[group] = f"{ring.device.type}:{NAME}"

@@ -20,7 +20,13 @@ _users: Counter[int] = Counter()  # groups per ring that a group has made, by ri
 
 
 def make_rings(
-    name: str, ranks: tuple[int, ...], world: World, store: dist.Store, timeout: timedelta
+    name: str,
+    ranks: tuple[int, ...],
+    world: World,
+    store: dist.Store,
+    timeout: timedelta,
+    *,
+    gpu: torch.device | None = None,
 ) -> dict[str, CommContext]:
     """Return the rings of a new group; its members alone call it, and block for one another.
 
@@ -32,7 +38,9 @@ def make_rings(
         ranks: Global ranks in the order of the group.
         world: This process's place among all ranks.
         store: A store of this group alone.
-        timeout: Seconds until missing ranks are an error, and of later waits on a CPU.
+        timeout: Of the wait for missing ranks, and of later waits on a CPU.
+        gpu: This rank's GPU. Default: the program's current one if it has chosen one, else the one
+            of the local rank.
 
     Returns:
         A ring per type of device: "cpu", and "cuda" where this rank has a GPU.
@@ -42,7 +50,7 @@ def make_rings(
         CommTimeout: Ranks are missing; the text names them.
     """
     world = _same_world(world)
-    device = default_gpu(world)
+    device = gpu or _default_gpu(world)
     rings = {}
     for place in (torch.device("cpu"),) if device is None else (device, torch.device("cpu")):
         ring = ring_over(ranks, place)
@@ -106,7 +114,7 @@ def abort(rings: dict[str, CommContext]) -> None:
             CommContextManager.instance().close(ring.ring_id, abort=True)
 
 
-def default_gpu(world: World) -> torch.device | None:
+def _default_gpu(world: World) -> torch.device | None:
     """Return the program's current GPU if it has chosen one, else the one of the local rank."""
     if torch.cuda.is_initialized() and torch.cuda.current_device():
         return torch.device("cuda", torch.cuda.current_device())

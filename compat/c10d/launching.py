@@ -12,6 +12,7 @@ from commlib.compat.c10d.work import GroupWork
 from commlib.core.context import CommContext
 from commlib.core.modes import watched
 from commlib.core.work import OnStream, Work
+from commlib.errors import DeviceError
 from commlib.streams import capture_of
 
 Tensor = torch.Tensor
@@ -33,8 +34,22 @@ class Step:
 class Batch:
     """The steps that a thread issues between the start and the end of coalescing."""
 
-    ring: CommContext
+    ring: CommContext | None = None
     steps: list[Step] = field(default_factory=list)
+
+    def add(self, ring: CommContext, step: Step) -> None:
+        """Add a step.
+
+        Raises:
+            DeviceError: The steps before it are on another device.
+        """
+        if self.ring not in (None, ring):
+            raise DeviceError(
+                f"{ring._describe('coalescing')}: calls on {ring.device} and on another device; "
+                f"coalesce the calls of each device"
+            )
+        self.ring = ring
+        self.steps.append(step)
 
     def step(self) -> Step:
         """Return all steps as one."""

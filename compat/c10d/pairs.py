@@ -17,7 +17,7 @@ class PairWork(GroupWork):
     """A send or a receive that is launched when somebody asks for it, or before any other call."""
 
     def __init__(self, queued: "_Queue", step: Step, source: int) -> None:
-        super().__init__(queued.batch.ring, None, step.tensors, source=source)
+        super().__init__(queued.ring, None, step.tensors, source=source)
         self._queue = queued
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
@@ -47,7 +47,7 @@ class _Queue:
     """The sends and receives of one thread on one ring that are launched as one operation."""
 
     def __init__(self, ring: CommContext) -> None:
-        self.batch = Batch(ring)
+        self.ring, self.batch = ring, Batch()
         self.works: WeakSet[PairWork] = WeakSet()
         self.launched = False
         self._lock = threading.Lock()
@@ -55,7 +55,7 @@ class _Queue:
 
     def add(self, step: Step, source: int) -> PairWork:
         """Add a step and return its work."""
-        self.batch.steps.append(step)
+        self.batch.add(self.ring, step)
         work = PairWork(self, step, source)
         self.works.add(work)
         return work
@@ -68,8 +68,8 @@ class _Queue:
             if self.launched:
                 return
             self.launched = True
-            _queues.get(self._thread, {}).pop(self.batch.ring.ring_id, None)
-            done = launch_async(self.batch.ring, self.batch.step())
+            _queues.get(self._thread, {}).pop(self.ring.ring_id, None)
+            done = launch_async(self.ring, self.batch.step())
             for work in self.works:
                 work._work = done._work
 
