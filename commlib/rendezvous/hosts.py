@@ -18,7 +18,7 @@ from commlib.rendezvous.shared_memory import Rounds, SharedMemoryAllGather, open
 from commlib.rendezvous.store import BoundedStore, EngineStore
 
 _LOOK_S = 0.05  # how often a barrier in the store looks
-_LATE_S = 5.0  # of a question to the store after a deadline
+_LATE_S = 5.0  # how long the store may take in addition
 _BYTES = 7  # bytes that are sent as one number: it stays below 2**63
 
 
@@ -115,15 +115,20 @@ class HostExchange:
     def barrier(self, deadline: Deadline) -> list[int]:
         """Wait for all members in the store; return the positions of those that are late.
 
-        No engine takes part, so the ring stays usable, and a late member can still arrive.
+        No engine takes part, so the ring stays usable. A member that gives up takes its sign back,
+        so that a late one waits for it in turn, and all can call it again.
         """
-        size, number = self.identity.size, self._barriers
+        size, number, own = self.identity.size, self._barriers, str(self.identity.rank)
         if size == 1:
             return []
         store, keys = self.store(f"barrier/{number}"), [str(rank) for rank in range(size)]
-        store.set(str(self.identity.rank), "1", deadline)
-        if not deadline.poll(lambda: store.check(keys, deadline), longest_sleep=_LOOK_S):
-            return [rank for rank in range(size) if not store.check([str(rank)], Deadline(_LATE_S))]
+        look = Deadline(deadline.left() + _LATE_S)  # a slow store is not a late member
+        store.set(own, "1", look)
+        if not deadline.poll(lambda: store.check(keys, look), longest_sleep=_LOOK_S):
+            late = [rank for rank in range(size) if not store.check([str(rank)], look)]
+            if late:
+                store.delete([own])
+                return late
         self._barriers += 1
         if number and self.identity.rank == 0:  # all have left the one before
             self.store(f"barrier/{number - 1}").delete(keys)

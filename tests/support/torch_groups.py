@@ -17,12 +17,17 @@ OURS = {"cpu": "commlib", "cuda": "cpu:gloo,cuda:commlib"}
 _numbers = itertools.count()
 
 
+def store_of() -> dist.Store:
+    """Return a new part of the store of the live ranks; every rank calls it equally often."""
+    port = int(os.environ["MASTER_PORT"])
+    server = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+    return dist.PrefixStore(f"torch {next(_numbers)}", server)
+
+
 @contextmanager
 def initialised(ring: Any, backend: str, **options: Any) -> Iterator[Any]:
     """Initialise ``torch.distributed`` over the ranks of a ring; yields the group of all."""
-    port = int(os.environ["MASTER_PORT"])
-    server = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
-    store = dist.PrefixStore(f"torch {next(_numbers)}", server)
+    store = store_of()
     options.setdefault("timeout", timedelta(seconds=30))
     dist.init_process_group(backend, store=store, rank=ring.rank, world_size=ring.size, **options)
     try:
