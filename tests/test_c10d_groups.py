@@ -5,9 +5,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import commlib
+from commlib.compat.c10d.bridges import calls_of
 from commlib.errors import ArgumentError, CommTimeout, RingError
 from tests.support.checks import assert_equal, raises
 from tests.support.runs_on import runs_on
@@ -154,39 +156,43 @@ def test_a_member_that_never_calls(ring: Any) -> None:
     if device.type == "cuda":  # stock NCCL aborts in a watchdog; waits on the host are tested below
         commlib.init()
         return
-    with initialised(ring, "commlib", timeout=timedelta(seconds=2)) as group:
+    with initialised(ring, "commlib") as group:
+        store = distributed_c10d._get_default_store()
+        group.set_timeout(timedelta(seconds=1))
         if ring.rank == 0:
             with raises(CommTimeout, "all_reduce on ring 0", "rank 1"):
                 dist.all_reduce(torch.ones(1))
             with raises(RingError, "ring 0"):  # the reason is repeated
                 dist.all_reduce(torch.ones(1))
-            group._store.set("over", "1")
+            store.set("over", "1")
         else:
-            group._store.wait(["over"], timedelta(seconds=20))
+            store.wait(["over"], timedelta(seconds=20))
 
 
 @runs_on("ranks")
 def test_timeouts_of_single_calls(ring: Any) -> None:
     """A timeout of a wait, of a barrier, or of a monitored barrier is shorter than the group's."""
     commlib.shutdown()
-    with initialised(ring, ours(ring), timeout=timedelta(seconds=20)) as group:
+    with initialised(ring, ours(ring), timeout=timedelta(seconds=20)) as world:
+        group, store = calls_of(world), distributed_c10d._get_default_store()
+        assert group is not None
         if ring.rank == 0:
             with raises(CommTimeout, "monitored_barrier", "0.3 s", "rank 1"):
                 group.monitored_barrier(timedelta(seconds=0.3))
-            group._store.set("first", "1")
+            store.set("first", "1")
         else:
-            group._store.wait(["first"], timedelta(seconds=20))
+            store.wait(["first"], timedelta(seconds=20))
         group.monitored_barrier()
         group.monitored_barrier()
         work = dist.all_reduce(torch.ones(1, device=ring.device), async_op=True)
         work.wait()  # connected
         if ring.rank == 0:
             work = dist.all_reduce(torch.ones(1, device=ring.device), async_op=True)
-            with raises(CommTimeout, "0.5 s"):
+            with raises(CommTimeout, "all_reduce on ring 0", "within 0.5 s", "rank 1"):
                 work.wait(timedelta(seconds=0.5))
-            group._store.set("second", "1")
+            store.set("second", "1")
         else:
-            group._store.wait(["second"], timedelta(seconds=20))
+            store.wait(["second"], timedelta(seconds=20))
         group.abort()
 
 
