@@ -9,8 +9,11 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import commlib
+from commlib.compat.c10d import group_rings
+from commlib.compat.c10d.backend import Backend, takes_subclasses
 from commlib.compat.c10d.bridges import calls_of
 from commlib.errors import ArgumentError, CommTimeout, RingError
+from commlib.rendezvous import environment
 from tests.support.checks import assert_equal, raises
 from tests.support.runs_on import runs_on
 from tests.support.torch_groups import OURS, STOCK, initialised
@@ -124,9 +127,16 @@ def test_meshes(ring: Any) -> None:
 def test_split(ring: Any) -> None:
     """``split_group`` of torch needs a GPU; the group's own method does not."""
     with initialised(ring, ours(ring)) as world:
-        part = world.split_group([ring.rank], group_name=f"part {ring.rank}")
-        assert_equal((part.size(), part.group_name), (1, f"part {ring.rank}"), "a part")
-        assert_equal(world.split_group([1 - ring.rank]), None, "a part without this rank")
+        calls: Any = calls_of(world)
+        if isinstance(calls, Backend):  # torch's group splits its backends
+            store = dist.PrefixStore("part", distributed_c10d._get_default_store())
+            part: Any = calls.split(store, [ring.rank], None)
+            assert_equal(calls.split(store, [1 - ring.rank], None), None, "of the other rank")
+        else:
+            part = calls.split_group([ring.rank], group_name=f"part {ring.rank}")
+            assert_equal(part.group_name, f"part {ring.rank}", "name")
+            assert_equal(calls.split_group([1 - ring.rank]), None, "of the other rank")
+        assert_equal((part.size(), part.rank()), (1, 0), "a part")
         part.shutdown()
 
 
@@ -138,8 +148,9 @@ def test_works_and_futures(ring: Any) -> None:
         doubled = work.get_future().then(lambda future: future.value()[0] * 2)
         assert_equal(doubled.wait().tolist(), [4.0] * 3, "a callback of the future")
         assert_equal(work.wait(timedelta(seconds=20)), True, "wait with a timeout")
-        assert_equal((work.is_completed(), work.is_success()), (True, True), "state")
-        assert_equal((work.exception(), work.result()[0] is x), (None, True), "outcome")
+        if not takes_subclasses():  # there, C++ passes waits and futures of a work alone
+            assert_equal((work.is_completed(), work.is_success()), (True, True), "state")
+            assert_equal((work.exception(), work.result()[0] is x), (None, True), "outcome")
         outs = [torch.empty(3, device=ring.device) for _ in range(2)]
         future = dist.all_gather(outs, x, async_op=True).get_future()
         assert_equal([out.tolist() for out in future.wait()], [[2.0] * 3] * 2, "a list's future")
@@ -198,10 +209,12 @@ def test_timeouts_of_single_calls(ring: Any) -> None:
 
 @runs_on("ranks")
 def test_a_group_whose_ranks_do_not_meet(ring: Any) -> None:
-    with initialised(ring, ours(ring)) as world:
+    with initialised(ring, ours(ring)):
         if ring.rank == 0:
+            store = dist.PrefixStore("turned", distributed_c10d._get_default_store())
+            world, second = environment.joined(0, 2), timedelta(seconds=1)
             with raises(CommTimeout, "group 'turned'", "waiting for ranks [1]"):
-                world.split_group([1, 0], timeout=timedelta(seconds=1), group_name="turned")
+                group_rings.make_rings("turned", (1, 0), world, store, second)
         dist.barrier()
 
 
@@ -228,4 +241,5 @@ def test_registered_once(ring: Any) -> None:
             x = torch.ones(2, device=ring.device)
             calls = ring.report()["calls"]
             dist.all_reduce(x)
-            assert_equal(ring.report()["calls"], calls + 1, form)
+            stock = "cpu:gloo" in form and ring.device.type == "cpu" and takes_subclasses()
+            assert_equal(ring.report()["calls"], calls + (not stock), form)
