@@ -191,8 +191,12 @@ def test_timeouts_of_single_calls(ring: Any) -> None:
             with raises(CommTimeout, "monitored_barrier", "0.3 s", "rank 1"):
                 group.monitored_barrier(timedelta(seconds=0.3))
             store.set("first", "1")
+            store.wait(["late"], timedelta(seconds=20))
         else:
             store.wait(["first"], timedelta(seconds=20))
+            with raises(CommTimeout, "rank 0"):  # which has given up
+                group.monitored_barrier(timedelta(seconds=0.3))
+            store.set("late", "1")
         group.monitored_barrier()
         group.monitored_barrier()
         work = dist.all_reduce(torch.ones(1, device=ring.device), async_op=True)

@@ -13,6 +13,7 @@ from commlib.core.context import CommContext
 from commlib.core.work import Work
 from commlib.deadlines import Deadline
 from commlib.errors import CommError, CommTimeout
+from commlib.streams import capturing
 from commlib.worker_threads import Task, workers
 
 Tensor = torch.Tensor
@@ -186,7 +187,7 @@ class HostBarrier(GroupWork):
             CommTimeout: Ranks are missing at the deadline.
         """
         super().wait(timeout)
-        if self._ring.stream is not None:
+        if self._ring.stream is not None and not capturing():
             torch.cuda.current_stream(self._ring.device).synchronize()
         return True
 
