@@ -1,6 +1,9 @@
 """Groups of the backend "commlib": their rings, works, deadlines and ends, and the bridges."""
 
+import configparser
 from datetime import timedelta
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -247,3 +250,13 @@ def test_registered_once(ring: Any) -> None:
             dist.all_reduce(x)
             stock = "cpu:gloo" in form and ring.device.type == "cpu" and takes_subclasses()
             assert_equal(ring.report()["calls"], calls + (not stock), form)
+
+
+def test_the_entry_point_is_the_registrar() -> None:
+    """Torch 2.14 and newer look the backend up by its name, and call what they find."""
+    config = configparser.ConfigParser()
+    config.read(Path(__file__).resolve().parent.parent / "setup.cfg")
+    name, _, place = config["options.entry_points"]["torch.distributed.backends"].partition("=")
+    found = EntryPoint(name.strip(), place.strip(), "torch.distributed.backends").load()
+    assert name.strip() == "commlib"
+    assert found is commlib.compat.c10d.register
