@@ -206,15 +206,13 @@ class CommContextManager:
         self._close(ring_id, abort, _ABORT_ALL_S)
 
     def _close(self, ring_id: int | None, abort: bool, seconds: float) -> None:
-        deadline = Deadline(seconds)
+        deadline, name = Deadline(seconds), "shutdown()" if ring_id is None else f"close({ring_id})"
         with self._lock:
             creations = [one for one in self._creating.values() if ring_id in (None, one.ring_id)]
             if ring_id is not None and not creations:
                 self._table.check_known(ring_id)
             for creation in creations:
-                creation.deadline.cancel(
-                    f"close({ring_id})" if ring_id is not None else "shutdown()"
-                )
+                creation.deadline.cancel(name)
                 self._creating.pop(creation.ring_id)
             rings = self._table.take(ring_id)
             others = [ring for ring in self._closing if ring_id in (None, ring.ring_id)]

@@ -11,6 +11,7 @@ from torch._C import _distributed_c10d as c10d
 from commlib.compat.c10d.launching import Step
 from commlib.compat.c10d.options import listed, options, parts, single
 from commlib.compat.c10d.reductions import arguments_of
+from commlib.compat.c10d.work import DONE
 from commlib.core.context import CommContext
 
 Tensor = torch.Tensor
@@ -28,6 +29,10 @@ class Collectives:
     def _ring_for(self, tensors: Given) -> CommContext:
         raise NotImplementedError
 
+    def _is_alone(self, tensors: list[Tensor], opts: Any) -> bool:
+        """Return True if a synchronous call on one tensor can go to the ring as it is."""
+        raise NotImplementedError
+
     def _issue(self, ring: CommContext, step: Step, opts: Any) -> Any:
         raise NotImplementedError
 
@@ -35,7 +40,12 @@ class Collectives:
 
     def allreduce(self, tensors: Given, opts: Any = None, timeout: timedelta | None = None) -> Any:
         """Reduce each tensor over all ranks, in place."""
-        opts = options(c10d.AllreduceOptions, opts, timeout, reduceOp=opts)
+        if not hasattr(opts, "asyncOp"):
+            opts = options(c10d.AllreduceOptions, opts, timeout, reduceOp=opts)
+        if not opts.asyncOp and isinstance(tensors, list) and self._is_alone(tensors, opts):
+            [x] = tensors  # the most frequent call, in as few steps as possible
+            self._ring_for(tensors).all_reduce(x, x, **arguments_of(opts.reduceOp))
+            return DONE
         reduced, how = listed(tensors), arguments_of(opts.reduceOp)
         ring = self._ring_for(reduced)
         calls = [partial(ring.all_reduce, x, x, **how) for x in reduced]

@@ -14,6 +14,7 @@ from commlib.compat.c10d.launching import Batch, Step, launch, launch_async
 from commlib.compat.c10d.options import options, single
 from commlib.compat.c10d.work import DONE, GroupWork, HostBarrier
 from commlib.core.context import CommContext
+from commlib.core.modes import depth
 from commlib.core.tensors import is_symbolic
 from commlib.errors import DeviceError
 
@@ -30,8 +31,8 @@ class GroupCalls(Collectives):
 
     def _set_up(self, rings: dict[str, CommContext], timeout: timedelta) -> None:
         """Take the rings by type of device; the first one is that of a call without tensors."""
-        self.rings, self._timeout = rings, timeout
-        self._main, self._sequence = next(iter(rings.values())), 0
+        self.rings, self._main, self._sequence = rings, next(iter(rings.values())), 0
+        self.set_timeout(timeout)
         self._batches: dict[int, Batch] = {}  # open coalescing, by thread
 
     def getBackendName(self) -> str:
@@ -42,14 +43,28 @@ class GroupCalls(Collectives):
 
     def _ring_for(self, tensors: Given) -> CommContext:
         """Return the ring of the tensors' device."""
-        device = tensors[0].device
-        ring = self.rings.get(device.type)
+        first = tensors[0]
+        main = self._main
+        if first.get_device() == main._device_number:
+            return main
+        ring = self.rings.get(first.device.type)
         if ring is None:
             raise DeviceError(
-                f"{self._main._describe('a group')}: a tensor is on {device}; expected one of "
+                f"{main._describe('a group')}: a tensor is on {first.device}; expected one of "
                 f"{[*self.rings]}"
             )
         return ring
+
+    def _is_alone(self, tensors: list[torch.Tensor], opts: Any) -> bool:
+        """Return True if a synchronous call on one tensor can go to the ring as it is."""
+        if self._batches or pairs.queued() or depth():
+            return False
+        if len(tensors) != 1 or tensors[0].requires_grad:
+            return False
+        if opts.timeout > _UNSET or self._limited:
+            return False
+        self._sequence += 1
+        return True
 
     def _issue(
         self, ring: CommContext, step: Step, opts: Any, kind: type[GroupWork] = GroupWork
@@ -74,8 +89,7 @@ class GroupCalls(Collectives):
         """Return the seconds of a call's waits on the host; None for the ring's own timeout."""
         if opts.timeout > _UNSET:
             return float(opts.timeout.total_seconds())
-        seconds = self._timeout.total_seconds()
-        return None if ring.stream is not None or seconds >= ring.timeout else seconds
+        return None if ring.stream is not None else self._limited
 
     def send(self, tensors: Given, peer: int, tag: int = 0) -> Any:
         """Send a tensor to position ``peer``; NCCL ignores the tag."""
@@ -140,7 +154,9 @@ class GroupCalls(Collectives):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the longest of later waits on a CPU; a ring's own timeout still holds."""
-        self._timeout = timeout
+        self._timeout, seconds = timeout, timeout.total_seconds()
+        # None: the ring's own deadline comes first
+        self._limited = None if seconds >= self._main.timeout else seconds
 
     _set_default_timeout = set_timeout
 

@@ -51,18 +51,22 @@ def make_rings(
     """
     world = _same_world(world)
     device = gpu or _default_gpu(world)
-    rings = {}
-    for place in (torch.device("cpu"),) if device is None else (device, torch.device("cpu")):
-        ring = ring_over(ranks, place)
-        if ring is None:
-            main = place.type == "cuda" or device is None
-            ring_id = _ring_id(name, place, main and len(ranks) == world.size)
-            own = dist.PrefixStore(f"commlib/{place.type}", store)
-            ring = _create(ring_id, name, ranks, own, place, timeout, world)
-            _users[ring_id] = 0
-        if ring.ring_id in _users:
-            _users[ring.ring_id] += 1
-        rings[place.type] = ring
+    rings: dict[str, CommContext] = {}
+    try:
+        for place in (torch.device("cpu"),) if device is None else (device, torch.device("cpu")):
+            ring = ring_over(ranks, place)
+            if ring is None:
+                main = place.type == "cuda" or device is None
+                ring_id = _ring_id(name, place, main and len(ranks) == world.size)
+                own = dist.PrefixStore(f"commlib/{place.type}", store)
+                ring = _create(ring_id, name, ranks, own, place, timeout, world)
+                _users[ring_id] = 0
+            if ring.ring_id in _users:
+                _users[ring.ring_id] += 1
+            rings[place.type] = ring
+    except BaseException:
+        release(rings)
+        raise
     return rings
 
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from commlib.compat.c10d.work import GroupWork
 from commlib.core.context import CommContext
 from commlib.core.modes import watched
+from commlib.core.observers import begun
 from commlib.core.work import OnStream, Work
 from commlib.errors import DeviceError
 from commlib.streams import capture_of
@@ -110,7 +111,7 @@ def _on_comm_stream(ring: CommContext, comm: torch.cuda.Stream, step: Step) -> W
         step.finish()
     event = torch.cuda.Event()
     event.record(comm)
-    return Work(None, OnStream(event, calc, step, capture))
+    return begun(Work(None, OnStream(event, calc, step, capture)))
 
 
 def _without_modes() -> Any:

@@ -68,7 +68,10 @@ class _Queue:
             if self.launched:
                 return
             self.launched = True
-            _queues.get(self._thread, {}).pop(self.ring.ring_id, None)
+            mine = _queues.get(self._thread, {})
+            mine.pop(self.ring.ring_id, None)
+            if not mine:
+                _queues.pop(self._thread, None)
             done = launch_async(self.ring, self.batch.step())
             for work in self.works:
                 work._work = done._work
@@ -89,6 +92,11 @@ def queue(ring: CommContext, step: Step, source: int = -1) -> GroupWork:
     if queued is None:
         queued = mine[ring.ring_id] = _Queue(ring)
     return queued.add(step, source)
+
+
+def queued() -> bool:
+    """Return True if any thread has calls that are not launched."""
+    return bool(_queues)
 
 
 def flush() -> None:

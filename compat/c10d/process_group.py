@@ -46,12 +46,9 @@ class ProcessGroup(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]  # over
         world: World,
     ) -> None:
         self._set_up(rings, timeout)
-        main = self._main
-        dist.ProcessGroup.__init__(self, main.rank, main.size)  # type: ignore[call-arg]
+        dist.ProcessGroup.__init__(self, self._main.rank, self._main.size)  # type: ignore[call-arg]
         self._store, self._world = store, world
         self._name = self._desc = ""
-        if main.device.type == "cuda":
-            self.bound_device_id = main.device
 
     def __repr__(self) -> str:
         return f"<commlib group {self._name!r} of {[*self.rings.values()]}>"

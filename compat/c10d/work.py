@@ -8,10 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commlib.core import failures
 from commlib.core.context import CommContext
 from commlib.core.work import Work
 from commlib.deadlines import Deadline
-from commlib.errors import CommTimeout
+from commlib.errors import CommError, CommTimeout
+from commlib.streams import capturing
 from commlib.worker_threads import Task, workers
 
 Tensor = torch.Tensor
@@ -43,6 +45,7 @@ class GroupWork(dist.Work):
         super().__init__()
         self._ring, self._work, self._tensors = ring, work, tensors
         self._finish, self._limit, self._source = finish, limit, source
+        self._collective = ring._last or "a call"
         self._lock = threading.Lock()
         self._task: Task | None = None  # waits on a host for those who must not block
 
@@ -164,8 +167,14 @@ class GroupWork(dist.Work):
             task = self._started()
             ended = task is None or task.wait(seconds)
         if not ended:
-            late = CommTimeout(f"a call has not ended within {seconds:g} s")
-            raise self._ring._health.failed("wait", late)
+            raise self._late(seconds)
+
+    def _late(self, seconds: float) -> CommError:
+        """Return the error of a call that has not ended in time; the ring has failed then."""
+        ring = self._ring
+        others = [at for at in range(ring.size) if at != ring.rank]
+        text = failures.late(others if len(others) == 1 else [], ring.ranks, seconds, "")
+        return ring._health.failed(self._collective, CommTimeout(text))
 
 
 class HostBarrier(GroupWork):
@@ -178,7 +187,7 @@ class HostBarrier(GroupWork):
             CommTimeout: Ranks are missing at the deadline.
         """
         super().wait(timeout)
-        if self._ring.stream is not None:
+        if self._ring.stream is not None and not capturing():
             torch.cuda.current_stream(self._ring.device).synchronize()
         return True
 

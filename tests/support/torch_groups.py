@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import commlib.compat.c10d  # noqa: F401  # registers the backend
 from tests.support.checks import assert_bits_equal, assert_equal
 
 STOCK = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
