@@ -12,6 +12,7 @@ from commlib.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from commlib import compat, export, graph
+    from commlib.compat.c10d import ring_from_group
 
 __all__ = [
     "CommContext",
@@ -27,6 +28,7 @@ __all__ = [
     "init",
     "new_ring",
     "ops",
+    "ring_from_group",
     "shutdown",
 ]
 
@@ -39,7 +41,9 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:  # a checker would take any name for one that is there
 
     def __getattr__(name: str) -> Any:
-        """Import the modules that `import commlib` leaves out, when they are used."""
+        """Import what `import commlib` leaves out, when it is used."""
+        if name == "ring_from_group":
+            return import_module("commlib.compat.c10d").ring_from_group
         if name in ("compat", "export", "graph"):
             return import_module(f"commlib.{name}")
         raise AttributeError(f"module 'commlib' has no attribute {name!r}")

@@ -4,9 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from commlib.compat import deepspeed, paddle
+    from commlib.compat import c10d, deepspeed, paddle, torch_distributed
 
-__all__ = ["deepspeed", "paddle"]
+__all__ = ["c10d", "deepspeed", "paddle", "torch_distributed"]
 
 if not TYPE_CHECKING:  # a checker would take any name for one that is there
 

@@ -6,7 +6,7 @@ import pytest
 
 import commlib
 from commlib import compat, errors, export, flags, graph, ops
-from commlib.compat import deepspeed, paddle
+from commlib.compat import c10d, deepspeed, paddle
 from commlib.ops import inference
 from tests.support.processes import run
 
@@ -24,10 +24,11 @@ PUBLIC = [
     "init",
     "new_ring",
     "ops",
+    "ring_from_group",
     "shutdown",
 ]
 CLASSES = (commlib.CommContext, commlib.CommContextManager, commlib.Work)
-MODULES = (commlib, compat, deepspeed, errors, export, flags, graph, inference, ops, paddle)
+MODULES = (commlib, c10d, compat, deepspeed, errors, export, flags, graph, inference, ops, paddle)
 RINGLESS = {  # local: no communication
     "assign_pos",
     "limit_by_capacity",

@@ -15,18 +15,29 @@ from tests.support.checks import assert_bits_equal, assert_equal, raises, settle
 from tests.support.runs_on import runs_on
 
 RING = [
-    *("abort", "all_gather", "all_reduce", "all_reduce_begin", "all_to_all", "barrier"),
+    *(
+        "abort",
+        "all_gather",
+        "all_gather_v",
+        "all_reduce",
+        "all_reduce_begin",
+        "all_to_all",
+        "barrier",
+    ),
     *("broadcast", "check", "close", "connect", "device", "engine", "exchange", "explain"),
     *(
         "gather",
         "group",
+        "monitored_barrier",
         "name",
         "nccl_comm",
+        "process_group",
         "rank",
         "ranks",
         "recv",
         "reduce",
         "reduce_scatter",
+        "reduce_scatter_v",
         "report",
     ),
     *("reset", "resume", "ring_id", "scatter", "send", "size", "stream", "stream_for"),

@@ -9,11 +9,11 @@ import torch
 
 from commlib import flags
 from commlib.core import group, ring_report
+from commlib.core.bridge import Bridge
 from commlib.core.call_log import CallLog, level
 from commlib.core.call_reports import CallReports
-from commlib.core.collectives.copies import Copies
 from commlib.core.collectives.exchanges import Exchanges
-from commlib.core.collectives.reductions import Reductions
+from commlib.core.collectives.uneven import Uneven
 from commlib.core.compiler import leave_to_eager, untraced
 from commlib.core.health import RingHealth
 from commlib.core.lifecycle import RingLifecycle
@@ -28,7 +28,7 @@ from commlib.rendezvous.roll_call import Meeting
 from commlib.streams import Fences, issue_lock
 
 
-class CommContext(Reductions, Copies, Exchanges):
+class CommContext(Uneven, Exchanges, Bridge):
     """One ring: rank, size, ranks, device and streams, and the collectives over it.
 
     Collectives take the output first, then the input, and positions in the ring as peers and roots.

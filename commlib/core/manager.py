@@ -76,6 +76,7 @@ class CommContextManager:
         device: torch.device | str | None = None,
         timeout: Seconds | None = None,
         name: str = "",
+        world: World | None = None,
     ) -> CommContext:
         """Create a ring; called by its members alone.
 
@@ -91,6 +92,7 @@ class CommContextManager:
             timeout: Seconds until missing ranks are an error, and of later waits on a CPU.
                 Default: FLAGS_comm_timeout_s.
             name: The program's own name of the ring, for ``commlib.comm(name)`` and messages.
+            world: This process's place among the ranks. Default: ``self.world()``.
 
         Raises:
             ArgumentError: An argument can't be read.
@@ -104,7 +106,7 @@ class CommContextManager:
         deadline = Deadline(flags.get(flags.TIMEOUT) if timeout is None else timeout)
         while True:
             with self._lock:
-                world = self.world()
+                world = world or self.world()
                 members = checked_members(ring_id, ranks, world)
                 check_place(ring_id, members, world, self._parent)
                 known = self._table.usable(ring_id)
@@ -159,11 +161,10 @@ class CommContextManager:
 
     def _place(self, world: World, device: torch.device | str | None) -> torch.device:
         """The device of a ring: as given, else as ``init`` chose, else chosen now."""
-        if device is None:
-            if self._device is None:
-                self._device = default_device(world, None)
-            return self._device
-        return checked_device(device)
+        if device is not None:
+            return checked_device(device)
+        self._device = self._device or default_device(world, None)
+        return self._device
 
     # -- find ------------------------------------------------------------------------------------
 
@@ -205,8 +206,7 @@ class CommContextManager:
         self._close(ring_id, abort, _ABORT_ALL_S)
 
     def _close(self, ring_id: int | None, abort: bool, seconds: float) -> None:
-        name = "shutdown()" if ring_id is None else f"close({ring_id})"
-        deadline = Deadline(seconds)
+        deadline, name = Deadline(seconds), "shutdown()" if ring_id is None else f"close({ring_id})"
         with self._lock:
             creations = [one for one in self._creating.values() if ring_id in (None, one.ring_id)]
             if ring_id is not None and not creations:

@@ -19,6 +19,7 @@ from commlib.core.call_log import PAIRED, Facts
 from commlib.core.failures import named
 from commlib.core.ring import Ring
 from commlib.errors import MismatchError
+from commlib.rendezvous.host_exchange import USER_TAGS
 
 _HEADER = 2048  # bytes
 _TAGS, _FIRST, _MOST = 3, 16, 1 << 26  # per message: the sender's header, the receiver's, data
@@ -106,8 +107,9 @@ class _Pair:
         tensor = call.x if sends else call.out
         assert tensor is not None
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self.given = [dtype, tensor.numel()]
-        shown = f"{call.collective} {dtype} {tuple(tensor.shape)}"
+        self.given = [dtype, tensor.numel(), *call.args[1:]]
+        tagged = "".join(f" with tag {number - USER_TAGS}" for number in call.args[1:])
+        shown = f"{call.collective} {dtype} {tuple(tensor.shape)}{tagged}"
         self.shown = f"{shown[:100]} at {call_line()[-200:]}"
         text = json.dumps([*self.given, self.shown]).encode()[:_HEADER].ljust(_HEADER)
         self._own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -176,7 +178,7 @@ def _once_it_fits(pair: _Pair, launch: Callable[..., Any]) -> Callable[..., _Han
             text = pair.difference()
             if text is not None:
                 raise MismatchError(text)
-            handle = launch(*args, *tag)
+            handle = launch(*args[:3], *tag)
             if handle is not None:
                 handle.wait()
 

@@ -8,6 +8,7 @@ from commlib.core.dispatch import is_plain
 from commlib.core.ring import Ring
 from commlib.core.tensors import fault, has_memory, output_fault
 from commlib.errors import ArgumentError, DeviceError, DtypeError, PeerError, ShapeError
+from commlib.rendezvous.host_exchange import USER_TAGS
 
 Tensor = torch.Tensor
 
@@ -122,6 +123,21 @@ def check_peer(ring: Ring, collective: str, peer: int) -> None:
             f"{ring._describe(collective)}: peer={peer} is this rank itself; expected another "
             f"position; call out.copy_(x) for a local copy"
         )
+
+
+def engine_tag(ring: Ring, collective: str, tag: int) -> int:
+    """Return what the engine has for a tag that is not 0; refuse it on a GPU."""
+    if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < USER_TAGS:
+        raise ArgumentError(
+            f"{ring._describe(collective)}: tag={tag!r}; expected a whole number from 0 to "
+            f"{USER_TAGS - 1}"
+        )
+    if ring._fences is not None:
+        raise ArgumentError(
+            f"{ring._describe(collective)}: tag={tag} on {ring.device}: NCCL matches the calls of "
+            f"a pair in their order; leave the tag away and make both sides' calls in one order"
+        )
+    return USER_TAGS + tag
 
 
 def counts(

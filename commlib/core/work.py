@@ -61,6 +61,14 @@ class Work(Generic[Result]):
             self._pending.join()
         return self._result
 
+    def _hold(self) -> None:
+        """Keep the tensors until the collective has ended, also if nobody waits for it.
+
+        Without it a stream whose Work is dropped waits, so that it can use their memory again.
+        """
+        if isinstance(self._pending, OnStream):
+            self._pending.hold()
+
     def done(self) -> bool:
         """Whether the collective has finished; never blocks.
 
@@ -163,6 +171,11 @@ class OnStream:
     def done(self) -> bool:
         """Return True if the event has happened."""
         return bool(self._event.query())
+
+    def hold(self) -> None:
+        """Make no stream wait for the memory of the tensors; the host looks when it is free."""
+        if not self._capture:
+            self._origin = None
 
     def _release(self) -> None:
         keep, self._keep = self._keep, None

@@ -15,7 +15,16 @@ from commlib.rendezvous.program_store import forget, leave
 from commlib.rendezvous.store import BoundedStore
 from commlib.rendezvous.world import World
 
-__all__ = ["World", "connect", "forget", "leave", "paddle_endpoints", "run_token", "world"]
+__all__ = [
+    "World",
+    "connect",
+    "forget",
+    "joined",
+    "leave",
+    "paddle_endpoints",
+    "run_token",
+    "world",
+]
 
 _PREFIX = "commlib/run/0"
 
@@ -39,11 +48,11 @@ def world() -> World:
     env = os.environ
     if "RANK" in env or "WORLD_SIZE" in env:
         complete = bool(env.get("MASTER_ADDR") and env.get("MASTER_PORT"))
-        return _joined() if not complete and dist.is_initialized() else _torchrun()
+        return _initialised() if not complete and dist.is_initialized() else _torchrun()
     if "PADDLE_TRAINER_ID" in env or "PADDLE_TRAINERS_NUM" in env:
         return _paddle()
     if dist.is_initialized():
-        return _joined()
+        return _initialised()
     launcher = launched(env)
     if launcher is not None and launcher.size != 1:
         return _from_launcher(launcher)
@@ -58,11 +67,15 @@ def world() -> World:
     return World(0, 1, None, None, None, False, "commlib")
 
 
-def _joined() -> World:
-    """Return the ranks of an initialised ``torch.distributed``, whose store is shared."""
+def _initialised() -> World:
+    return joined(dist.get_rank(), dist.get_world_size())
+
+
+def joined(rank: int, size: int) -> World:
+    """Return a place among the ranks that ``torch.distributed`` has found; they share its store."""
     return World(
-        dist.get_rank(),
-        dist.get_world_size(),
+        rank,
+        size,
         _optional("LOCAL_RANK"),
         _optional("LOCAL_WORLD_SIZE"),
         None,

@@ -21,6 +21,7 @@ _CUT_TAG = 2  # nobody sends with this tag
 _SHORTEST = timedelta(milliseconds=1)
 _LOOPBACK = "127.0.0.1"
 _TAG = 1  # the group of a CPU ring also carries the ring's sends, with tag 0
+USER_TAGS = 1 << 28  # the program's own tags begin here; those below belong to the ring
 
 
 def connect(

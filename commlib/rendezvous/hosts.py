@@ -17,6 +17,8 @@ from commlib.rendezvous.roll_call import Meeting
 from commlib.rendezvous.shared_memory import Rounds, SharedMemoryAllGather, open_shared_memory
 from commlib.rendezvous.store import BoundedStore, EngineStore
 
+_LOOK_S = 0.05  # how often a barrier in the store looks
+_LATE_S = 5.0  # how long the store may take in addition
 _BYTES = 7  # bytes that are sent as one number: it stays below 2**63
 
 
@@ -39,6 +41,7 @@ class HostExchange:
         self._group: Any = None  # the gloo group that this object has made
         self._lent: Any = None  # the engine's own gloo group
         self._pairs: Counter[tuple[int, bool]] = Counter()
+        self._barriers = 0
 
     def lend(self, group: Any) -> None:
         """Use the gloo group of an engine, which also releases it."""
@@ -108,6 +111,28 @@ class HostExchange:
         number = self._pairs[peer, sends]
         self._pairs[peer, sends] += 1
         return self._gloo_group(), number
+
+    def barrier(self, deadline: Deadline) -> list[int]:
+        """Wait for all members in the store; return the positions of those that are late.
+
+        No engine takes part, so the ring stays usable. A member that gives up takes its sign back,
+        so that a late one waits for it in turn, and all can call it again.
+        """
+        size, number, own = self.identity.size, self._barriers, str(self.identity.rank)
+        if size == 1:
+            return []
+        store, keys = self.store(f"barrier/{number}"), [str(rank) for rank in range(size)]
+        look = Deadline(deadline.left() + _LATE_S)  # a slow store is not a late member
+        store.set(own, "1", look)
+        if not deadline.poll(lambda: store.check(keys, look), longest_sleep=_LOOK_S):
+            late = [rank for rank in range(size) if not store.check([str(rank)], look)]
+            if late:
+                store.delete([own])
+                return late
+        self._barriers += 1
+        if number and self.identity.rank == 0:  # all have left the one before
+            self.store(f"barrier/{number - 1}").delete(keys)
+        return []
 
     # -- set-up ------------------------------------------------------------------------------------
 

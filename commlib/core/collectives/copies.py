@@ -1,15 +1,19 @@
 """Collectives that copy between all ranks, or a root and all ranks, and the barrier."""
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar, overload
 
 import torch
 
 from commlib.core.call import Call, nothing
 from commlib.core.dispatch import dispatch, is_plain
+from commlib.core.failures import named
 from commlib.core.ring import Ring
 from commlib.core.stream_mode import MODES, Either, StreamMode, Unwaited, Waited
 from commlib.core.validation import at_root, check_pair, from_root, new_like, shape_mismatch
 from commlib.core.work import Work
+from commlib.deadlines import Deadline
+from commlib.errors import CommTimeout
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing from Python 3.11 on
@@ -239,3 +243,27 @@ class Copies(Ring):
         entry = ("barrier", None, None, None, None)
         call = Call("barrier", self._engine.barrier, (), None, None, None, False, entry, None)
         return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])
+
+    def monitored_barrier(self, *, timeout: float | timedelta | None = None) -> None:
+        """Hold this rank's host until every rank has called it; the error names late ranks.
+
+        The ranks meet in the ring's store, and no stream waits. It is slower than ``barrier``, and
+        the ring stays usable after an error.
+
+        Args:
+            timeout: Seconds. Default: the ring's.
+
+        Raises:
+            CommTimeout: Ranks are missing.
+            RingError: The ring has failed or is closed.
+        """
+        if self._health.fault is not None:
+            raise self._health.unusable("monitored_barrier")
+        deadline = Deadline(self.timeout if timeout is None else timeout)
+        late = self._hosts.barrier(deadline)
+        if late:
+            raise CommTimeout(
+                f"{self._describe('monitored_barrier')}: timed out after {deadline.seconds:g} s "
+                f"waiting for {named(late, self.ranks)}. Call it again on every rank, or see why "
+                f"they are late"
+            )

@@ -9,7 +9,14 @@ from commlib.core.call import Call, Launch, nothing
 from commlib.core.dispatch import dispatch, is_plain
 from commlib.core.ring import Ring
 from commlib.core.stream_mode import MODES, Either, Unwaited, Waited
-from commlib.core.validation import check_out, check_pair, check_peer, check_tensor, counts
+from commlib.core.validation import (
+    check_out,
+    check_pair,
+    check_peer,
+    check_tensor,
+    counts,
+    engine_tag,
+)
 from commlib.core.work import Work
 from commlib.errors import ShapeError
 from commlib.p2p.routes import Routes
@@ -133,17 +140,24 @@ class Exchanges(Ring):
         return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])
 
     @overload
-    def send(self, x: Tensor, *, peer: int, **options: "Unpack[Waited]") -> None: ...
+    def send(
+        self, x: Tensor, *, peer: int, tag: int = ..., **options: "Unpack[Waited]"
+    ) -> None: ...
     @overload
-    def send(self, x: Tensor, *, peer: int, **options: "Unpack[Unwaited]") -> Work[None]: ...
+    def send(
+        self, x: Tensor, *, peer: int, tag: int = ..., **options: "Unpack[Unwaited]"
+    ) -> Work[None]: ...
     @overload
-    def send(self, x: Tensor, *, peer: int, **options: "Unpack[Either]") -> Work[None] | None: ...
+    def send(
+        self, x: Tensor, *, peer: int, tag: int = ..., **options: "Unpack[Either]"
+    ) -> Work[None] | None: ...
 
     def send(
         self,
         x: Tensor,
         *,
         peer: int,
+        tag: int = 0,
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
@@ -153,6 +167,7 @@ class Exchanges(Ring):
         Args:
             x: Any shape.
             peer: Position of the rank that receives.
+            tag: The receive with this tag takes it. On a CPU only; NCCL has no tags.
             use_calc_stream, sync_op, fenced: See ``CommContext``.
 
         Returns:
@@ -160,6 +175,7 @@ class Exchanges(Ring):
 
         Raises:
             PeerError: ``peer`` is not another position in the ring.
+            ArgumentError: The tag is negative, or not 0 on a GPU.
             Otherwise as ``all_to_all``.
         """
         check_peer(self, "send", peer)
@@ -167,16 +183,21 @@ class Exchanges(Ring):
         if not plain:
             check_tensor(self, "send", "x", x)
         launch = self._engine.send if x.numel() else nothing
-        call = Call("send", launch, (peer,), None, x, None, plain, None, None)
+        args = (peer, engine_tag(self, "send", tag)) if tag else (peer,)
+        call = Call("send", launch, args, None, x, None, plain, None, None)
         return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])
 
     @overload
-    def recv(self, out: Tensor, *, peer: int, **options: "Unpack[Waited]") -> Tensor: ...
-    @overload
-    def recv(self, out: Tensor, *, peer: int, **options: "Unpack[Unwaited]") -> Work[Tensor]: ...
+    def recv(
+        self, out: Tensor, *, peer: int, tag: int = ..., **options: "Unpack[Waited]"
+    ) -> Tensor: ...
     @overload
     def recv(
-        self, out: Tensor, *, peer: int, **options: "Unpack[Either]"
+        self, out: Tensor, *, peer: int, tag: int = ..., **options: "Unpack[Unwaited]"
+    ) -> Work[Tensor]: ...
+    @overload
+    def recv(
+        self, out: Tensor, *, peer: int, tag: int = ..., **options: "Unpack[Either]"
     ) -> Tensor | Work[Tensor]: ...
 
     def recv(
@@ -184,6 +205,7 @@ class Exchanges(Ring):
         out: Tensor,
         *,
         peer: int,
+        tag: int = 0,
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
@@ -193,6 +215,7 @@ class Exchanges(Ring):
         Args:
             out: Any shape, with as many bytes as the peer sends.
             peer: Position of the rank that sends.
+            tag: Takes the send with this tag. On a CPU only; NCCL has no tags.
             use_calc_stream, sync_op, fenced: See ``CommContext``.
 
         Returns:
@@ -200,6 +223,7 @@ class Exchanges(Ring):
 
         Raises:
             PeerError: ``peer`` is not another position in the ring.
+            ArgumentError: The tag is negative, or not 0 on a GPU.
             Otherwise as ``all_to_all``.
         """
         check_peer(self, "recv", peer)
@@ -207,5 +231,6 @@ class Exchanges(Ring):
         if not plain:
             check_out(self, "recv", out)
         launch = self._engine.recv if out.numel() else nothing
-        call = Call("recv", launch, (peer,), out, None, None, plain, None, out)
+        args = (peer, engine_tag(self, "recv", tag)) if tag else (peer,)
+        call = Call("recv", launch, args, out, None, None, plain, None, out)
         return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])

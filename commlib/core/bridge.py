@@ -1,0 +1,27 @@
+"""From a ring to the process group of ``torch.distributed`` over it."""
+
+from importlib import import_module
+
+import torch.distributed as dist
+
+from commlib.core.ring import Ring
+
+
+class Bridge(Ring):
+    """What a ring gives to libraries that take a process group."""
+
+    def process_group(self) -> dist.ProcessGroup:
+        """Return the process group over this ring, the same object at every call.
+
+        For ``DDP(process_group=...)``, ``DeviceMesh.from_group``, checkpoints and the like: their
+        calls are calls of this ring. No member waits for another one.
+
+        Returns:
+            A group of the backend "commlib". Its calls end when the ring is closed.
+
+        Raises:
+            ArgumentError: ``torch.distributed`` is not initialised; it keeps the list of groups.
+        """
+        # The dialect is a room above this one, and is loaded by the programs that use it.
+        group: dist.ProcessGroup = import_module("commlib.compat.c10d").process_group_of(self)
+        return group

@@ -1,0 +1,48 @@
+"""The backend "commlib" of ``torch.distributed``: old programs on our rings.
+
+``dist.init_process_group("commlib")`` makes groups whose collectives are those of rings. Importing
+this module registers the backend; torch 2.14 and newer find it by an entry point of the package.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+
+from commlib.compat.c10d import group_rings
+from commlib.compat.c10d.backend import Backend, takes_subclasses
+from commlib.compat.c10d.bridges import process_group_of, ring_from_group
+from commlib.compat.c10d.group_calls import NAME
+from commlib.compat.c10d.process_group import ProcessGroup
+from commlib.rendezvous import environment
+
+__all__ = ["process_group_of", "register", "ring_from_group"]
+
+
+def register() -> None:
+    """Register the backend for CPUs and GPUs; a second call changes nothing."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _create(given: Any, pg_options: Any = None) -> Any:
+    """Return the group or the backend that torch asks for; every member calls this.
+
+    Args:
+        given: What torch knows of the group: name, ranks, place, store, timeout.
+        pg_options: Not read: rings are set by flags.
+    """
+    if dist.is_initialized():
+        world = environment.joined(dist.get_rank(), dist.get_world_size())
+    else:
+        world = environment.joined(given.group_rank, given.group_size)
+    ranks = tuple(given.global_ranks_in_group) or tuple(range(given.group_size))
+    group = getattr(given, "process_group", None)
+    bound = None if group is None else group.bound_device_id
+    place = (given.group_id, ranks, world, given.store, given.timeout)
+    rings = group_rings.make_rings(*place, gpu=bound)
+    if takes_subclasses():
+        return Backend(rings, given.timeout, world, given.group_id)
+    return ProcessGroup(rings, given.timeout, given.store, world)
+
+
+register()

@@ -1,0 +1,240 @@
+"""The collectives of a process group, each as calls of its ring."""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from commlib.compat.c10d.launching import Step
+from commlib.compat.c10d.options import listed, options, parts, single
+from commlib.compat.c10d.reductions import arguments_of
+from commlib.compat.c10d.work import DONE
+from commlib.core.context import CommContext
+
+Tensor = torch.Tensor
+Given = Tensor | Sequence[Any]
+
+
+class Collectives:
+    """The collectives of ``torch.distributed.ProcessGroup``, under their old and new names.
+
+    A method takes an option object, or the shorter arguments of torch's own overloads. With
+    ``asyncOp`` (the default) the call runs on the ring's own stream, and on a CPU while the host
+    goes on; without it the call is in the order of the caller's stream.
+    """
+
+    def _ring_for(self, tensors: Given) -> CommContext:
+        raise NotImplementedError
+
+    def _is_alone(self, tensors: list[Tensor], opts: Any) -> bool:
+        """Return True if a synchronous call on one tensor can go to the ring as it is."""
+        raise NotImplementedError
+
+    def _issue(self, ring: CommContext, step: Step, opts: Any) -> Any:
+        raise NotImplementedError
+
+    # -- reductions --------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Given, opts: Any = None, timeout: timedelta | None = None) -> Any:
+        """Reduce each tensor over all ranks, in place."""
+        if not hasattr(opts, "asyncOp"):
+            opts = options(c10d.AllreduceOptions, opts, timeout, reduceOp=opts)
+        if not opts.asyncOp and isinstance(tensors, list) and self._is_alone(tensors, opts):
+            [x] = tensors  # the most frequent call, in as few steps as possible
+            self._ring_for(tensors).all_reduce(x, x, **arguments_of(opts.reduceOp))
+            return DONE
+        reduced, how = listed(tensors), arguments_of(opts.reduceOp)
+        ring = self._ring_for(reduced)
+        calls = [partial(ring.all_reduce, x, x, **how) for x in reduced]
+        return self._issue(ring, Step(calls, reduced), opts)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(
+        self, tensors: Given, root: Any = None, op: Any = None, timeout: timedelta | None = None
+    ) -> Any:
+        """Reduce a tensor over all ranks, in place on the root."""
+        opts = options(c10d.ReduceOptions, root, timeout, rootRank=root, reduceOp=op)
+        x, how = single(tensors), arguments_of(opts.reduceOp)
+        ring = self._ring_for([x])
+        call = partial(ring.reduce, x, x, root=opts.rootRank, **how)
+        return self._issue(ring, Step([call], [x]), opts)
+
+    def reduce_scatter(
+        self, out: Given, inputs: Sequence[Any], op: Any = None, timeout: timedelta | None = None
+    ) -> Any:
+        """Fill ``out`` of rank r with the reduction of tensor r of all ranks."""
+        opts = options(c10d.ReduceScatterOptions, op, timeout, reduceOp=op)
+        target, sources, how = single(out), parts(inputs), arguments_of(opts.reduceOp)
+        ring = self._ring_for([target])
+        if _even(sources, target):
+            calls = [partial(ring.reduce_scatter, target, _flat(sources), **how)]
+        else:
+            outs = [target if root == ring.rank else None for root in range(ring.size)]
+            calls = [
+                partial(ring.reduce, outs[root], x, root=root, **how)
+                for root, x in enumerate(sources)
+            ]
+        return self._issue(ring, Step(calls, [target]), opts)
+
+    def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
+        """Fill ``out`` of rank r with the reduction of part r of all ranks."""
+        return self.reduce_scatter_single_coalesced([out], [x], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Any:
+        """Make several ``reduce_scatter_single`` as one operation."""
+        opts = options(c10d.ReduceScatterOptions, opts)
+        targets, sources, how = listed(outs), listed(inputs), arguments_of(opts.reduceOp)
+        ring = self._ring_for(targets)
+        pairs = zip(targets, sources, strict=True)
+        calls = [partial(ring.reduce_scatter, out, x, **how) for out, x in pairs]
+        return self._issue(ring, Step(calls, targets), opts)
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Given, root: Any = None, timeout: timedelta | None = None) -> Any:
+        """Fill the tensors of every rank with those of the root."""
+        opts = options(c10d.BroadcastOptions, root, timeout, rootRank=root)
+        copied = listed(tensors)
+        ring = self._ring_for(copied)
+        calls = [partial(ring.broadcast, x, x, root=opts.rootRank) for x in copied]
+        return self._issue(ring, Step(calls, copied), opts)
+
+    def allgather(self, outs: Sequence[Any], x: Given, opts: Any = None) -> Any:
+        """Fill tensor r of ``outs`` on every rank with ``x`` of rank r; sizes may differ."""
+        opts = options(c10d.AllgatherOptions, opts)
+        targets, source = parts(outs), single(x)
+        ring = self._ring_for([source])
+        if _even(targets, source):
+            flat = source.new_empty(len(targets) * source.numel())
+            call = partial(ring.all_gather, flat, source)
+            return self._issue(ring, Step([call], targets, _parted(targets, flat)), opts)
+        given = [source if root == ring.rank else None for root in range(ring.size)]
+        calls = [
+            partial(ring.broadcast, out, given[root], root=root) for root, out in enumerate(targets)
+        ]
+        return self._issue(ring, Step(calls, targets), opts)
+
+    def allgather_coalesced(
+        self, outs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Any:
+        """Gather several tensors: ``outs[r][i]`` is tensor i of rank r."""
+        opts = options(c10d.AllgatherOptions, opts)
+        sources, rows = listed(inputs), [listed(row) for row in outs]
+        ring = self._ring_for(sources)
+        flats = [x.new_empty(ring.size * x.numel()) for x in sources]
+        calls = [partial(ring.all_gather, flat, x) for flat, x in zip(flats, sources, strict=True)]
+        copies = [_parted([row[i] for row in rows], flat) for i, flat in enumerate(flats)]
+        tensors = [x for row in rows for x in row]
+        return self._issue(ring, Step(calls, tensors, _all_of(copies)), opts)
+
+    def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
+        """Fill ``out`` on every rank with ``x`` of all ranks in their order."""
+        return self.all_gather_single_coalesced([out], [x], opts)
+
+    def all_gather_single_coalesced(
+        self, outs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Any:
+        """Make several ``all_gather_single`` as one operation."""
+        opts = options(c10d.AllgatherOptions, opts)
+        targets, sources = listed(outs), listed(inputs)
+        ring = self._ring_for(targets)
+        pairs = zip(targets, sources, strict=True)
+        calls = [partial(ring.all_gather, out, x) for out, x in pairs]
+        return self._issue(ring, Step(calls, targets), opts)
+
+    def gather(
+        self, outs: Sequence[Any], x: Given, root: Any = None, timeout: timedelta | None = None
+    ) -> Any:
+        """Fill tensor r of ``outs`` on the root with ``x`` of rank r."""
+        opts = options(c10d.GatherOptions, root, timeout, rootRank=root)
+        source, targets = single(x), parts(outs)
+        ring = self._ring_for([source])
+        flat, finish = None, None
+        if ring.rank == opts.rootRank:
+            flat = source.new_empty(ring.size * source.numel())
+            finish = _parted(targets, flat)
+        call = partial(ring.gather, flat, source, root=opts.rootRank)
+        return self._issue(ring, Step([call], targets, finish), opts)
+
+    def scatter(
+        self, out: Given, inputs: Sequence[Any], root: Any = None, timeout: timedelta | None = None
+    ) -> Any:
+        """Fill ``out`` of rank r with tensor r of the root."""
+        opts = options(c10d.ScatterOptions, root, timeout, rootRank=root)
+        target = single(out)
+        ring = self._ring_for([target])
+        source = _flat(parts(inputs)) if ring.rank == opts.rootRank else None
+        call = partial(ring.scatter, target, source, root=opts.rootRank)
+        return self._issue(ring, Step([call], [target]), opts)
+
+    # -- exchanges ---------------------------------------------------------------------------------
+
+    def all_to_all_single(
+        self,
+        out: Tensor,
+        x: Tensor,
+        out_splits: Sequence[int],
+        in_splits: Sequence[int],
+        opts: Any = None,
+    ) -> Any:
+        """Send part j of ``x`` to rank j; empty splits stand for equal parts."""
+        opts = options(c10d.AllToAllOptions, opts)
+        target, source = single(out), single(x)
+        ring = self._ring_for([target])
+        splits = {"out_splits": list(out_splits) or None, "in_splits": list(in_splits) or None}
+        call = partial(ring.all_to_all, target, source, **splits)
+        return self._issue(ring, Step([call], [target]), opts)
+
+    def alltoall(self, outs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
+        """Send tensor j of ``inputs`` to rank j; fill tensor j of ``outs`` with what it sends."""
+        opts = options(c10d.AllToAllOptions, opts)
+        targets, sources = listed(outs), listed(inputs)
+        ring = self._ring_for(targets)
+        counts = [out.numel() for out in targets]
+        flat = targets[0].new_empty(sum(counts))
+        splits = {"out_splits": counts, "in_splits": [x.numel() for x in sources]}
+        call = partial(ring.all_to_all, flat, _flat(sources), **splits)
+        return self._issue(ring, Step([call], targets, _parted(targets, flat)), opts)
+
+    # -- the names before torch 2.13 ---------------------------------------------------------------
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def _even(tensors: Sequence[Tensor], like: Tensor) -> bool:
+    return all(tensor.numel() == like.numel() for tensor in tensors)
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _parted(targets: Sequence[Tensor], flat: Tensor) -> Callable[[], None]:
+    """Return what fills the tensors with the parts of ``flat`` in their order."""
+
+    def copy() -> None:
+        with torch.no_grad():
+            for out, part in zip(
+                targets, flat.split([out.numel() for out in targets]), strict=True
+            ):
+                out.copy_(part.view(out.shape))
+
+    return copy
+
+
+def _all_of(steps: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    def run() -> None:
+        for step in steps:
+            step()
+
+    return run

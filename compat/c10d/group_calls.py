@@ -1,0 +1,192 @@
+"""What a group of ours is to torch, as a process group or as a backend: its rings and its calls."""
+
+from datetime import timedelta
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from commlib.compat.c10d import group_rings, pairs
+from commlib.compat.c10d.collectives import Collectives, Given
+from commlib.compat.c10d.launching import Batch, Step, launch, launch_async
+from commlib.compat.c10d.options import options, single
+from commlib.compat.c10d.work import DONE, GroupWork, HostBarrier
+from commlib.core.context import CommContext
+from commlib.core.modes import depth
+from commlib.core.tensors import is_symbolic
+from commlib.errors import DeviceError
+
+NAME = "commlib"
+_UNSET = timedelta(0)
+_DEFAULTS = c10d.AllreduceOptions()  # of sends and receives, which take none
+
+
+class GroupCalls(Collectives):
+    """The calls of a group over the rings of its ranks: one ring per kind of device."""
+
+    supports_splitting = True
+    supports_coalescing = True
+
+    def _set_up(self, rings: dict[str, CommContext], timeout: timedelta) -> None:
+        """Take the rings by type of device; the first one is that of a call without tensors."""
+        self.rings, self._main, self._sequence = rings, next(iter(rings.values())), 0
+        self.set_timeout(timeout)
+        self._batches: dict[int, Batch] = {}  # open coalescing, by thread
+
+    def getBackendName(self) -> str:
+        """Return the name of the backend."""
+        return NAME
+
+    # -- collectives -------------------------------------------------------------------------------
+
+    def _ring_for(self, tensors: Given) -> CommContext:
+        """Return the ring of the tensors' device."""
+        first = tensors[0]
+        main = self._main
+        if first.get_device() == main._device_number:
+            return main
+        ring = self.rings.get(first.device.type)
+        if ring is None:
+            raise DeviceError(
+                f"{main._describe('a group')}: a tensor is on {first.device}; expected one of "
+                f"{[*self.rings]}"
+            )
+        return ring
+
+    def _is_alone(self, tensors: list[torch.Tensor], opts: Any) -> bool:
+        """Return True if a synchronous call on one tensor can go to the ring as it is."""
+        if self._batches or pairs.queued() or depth():
+            return False
+        if len(tensors) != 1 or tensors[0].requires_grad:
+            return False
+        if opts.timeout > _UNSET or self._limited:
+            return False
+        self._sequence += 1
+        return True
+
+    def _issue(
+        self, ring: CommContext, step: Step, opts: Any, kind: type[GroupWork] = GroupWork
+    ) -> Any:
+        """Launch a step as its options say, or keep it for the end of coalescing."""
+        self._sequence += 1
+        pairs.flush()
+        if step.tensors and is_symbolic(step.tensors[0]):
+            return DONE  # a trace wants to know that the call is valid, and its shapes are there
+        batch = self._batches.get(get_ident()) if self._batches else None
+        if batch is not None:
+            batch.add(ring, step)
+            return DONE
+        limit = self._limit(ring, opts)
+        if opts.asyncOp or (limit is not None and ring.stream is None):
+            work = launch_async(ring, step, limit, kind)
+            return work if opts.asyncOp else _waited(work)
+        launch(ring, step)
+        return DONE
+
+    def _limit(self, ring: CommContext, opts: Any) -> float | None:
+        """Return the seconds of a call's waits on the host; None for the ring's own timeout."""
+        if opts.timeout > _UNSET:
+            return float(opts.timeout.total_seconds())
+        return None if ring.stream is not None else self._limited
+
+    def send(self, tensors: Given, peer: int, tag: int = 0) -> Any:
+        """Send a tensor to position ``peer``; NCCL ignores the tag."""
+        x = single(tensors)
+        ring = self._ring_for([x])
+        tags = {"tag": tag} if tag and ring.stream is None else {}
+        return self._pair(ring, Step([partial(ring.send, x, peer=peer, **tags)], [x]), -1)
+
+    def recv(self, tensors: Given, peer: int, tag: int = 0) -> Any:
+        """Fill a tensor with what position ``peer`` sends; NCCL ignores the tag."""
+        out = single(tensors)
+        ring = self._ring_for([out])
+        tags = {"tag": tag} if tag and ring.stream is None else {}
+        return self._pair(ring, Step([partial(ring.recv, out, peer=peer, **tags)], [out]), peer)
+
+    def _pair(self, ring: CommContext, step: Step, source: int) -> Any:
+        if ring.stream is not None and get_ident() not in self._batches:
+            return pairs.queue(ring, step, source)
+        work = self._issue(ring, step, _DEFAULTS)
+        if isinstance(work, GroupWork):
+            work._source = source
+        return work
+
+    def recv_anysource(self, tensors: Given, tag: int = 0) -> Any:
+        """Refuse a receive from any rank."""
+        raise NotImplementedError("recv without src: rings receive from one rank; pass src=")
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
+        """Block the host, in ``wait()`` of the work, until every rank has called it."""
+        opts = options(c10d.BarrierOptions, opts, timeout)
+        ring = self._main if opts.device is None else self.rings.get(opts.device.type, self._main)
+        asynchronous, opts.asyncOp = opts.asyncOp, True
+        work = self._issue(ring, Step([ring.barrier], []), opts, HostBarrier)
+        return work if asynchronous else _waited(work)
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Block the host until every rank has called it; the error names the ranks that have not.
+
+        Args:
+            timeout: A timedelta. Default: the group's.
+            wait_all_ranks: The error always names all ranks that are late.
+
+        Raises:
+            CommTimeout: Ranks are missing.
+        """
+        given = getattr(timeout, "timeout", timeout)  # C++ passes its options
+        limit = self._timeout if given is None or given <= _UNSET else given
+        self._main.monitored_barrier(timeout=limit)
+
+    # -- coalescing --------------------------------------------------------------------------------
+
+    def start_coalescing(self) -> None:
+        """Keep the calls of this thread until ``end_coalescing``."""
+        self._batches[get_ident()] = Batch()
+
+    def end_coalescing(self) -> Any:
+        """Launch the calls as one operation, and return the work of all of them."""
+        batch = self._batches.pop(get_ident())
+        return DONE if batch.ring is None else launch_async(batch.ring, batch.step())
+
+    # -- life --------------------------------------------------------------------------------------
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the longest of later waits on a CPU; a ring's own timeout still holds."""
+        self._timeout, seconds = timeout, timeout.total_seconds()
+        # None: the ring's own deadline comes first
+        self._limited = None if seconds >= self._main.timeout else seconds
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        """Close the rings that were made for groups and that no group uses any more."""
+        pairs.flush()
+        group_rings.release(self.rings)
+
+    def abort(self) -> None:
+        """Abort the rings at once, with all calls in flight."""
+        group_rings.abort(self.rings)
+
+    def supports_tensor_alloc(self, device: Any) -> bool:
+        """Return False: a ring registers no memory of the program."""
+        return False
+
+    def eager_connect_single_device(self, device: Any) -> None:
+        """Make the communicator now; every member calls it."""
+        self.rings[torch.device(device).type].connect()
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Do nothing: only the members of a new group make it."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: the number counts from the group's first call."""
+
+
+def _waited(work: Any) -> Any:
+    work.wait()
+    return DONE

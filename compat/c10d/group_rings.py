@@ -1,0 +1,149 @@
+"""The rings of a process group: one per kind of device, shared by groups of the same ranks."""
+
+import zlib
+from collections import Counter
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from commlib.core.context import CommContext
+from commlib.core.devices import default_device
+from commlib.core.manager import CommContextManager
+from commlib.errors import CommError, RingError
+from commlib.rendezvous.world import World
+
+# Ids of rings that groups make begin here; a program that numbers its own rings stays below.
+_FIRST_ID = 1 << 20
+
+_users: Counter[int] = Counter()  # groups per ring that a group has made, by ring id
+
+
+def make_rings(
+    name: str,
+    ranks: tuple[int, ...],
+    world: World,
+    store: dist.Store,
+    timeout: timedelta,
+    *,
+    gpu: torch.device | None = None,
+) -> dict[str, CommContext]:
+    """Return the rings of a new group; its members alone call it, and block for one another.
+
+    A ring over the same ranks in the same order is used as it is, so a group never makes a second
+    communicator for them. The group of all ranks is ring 0.
+
+    Args:
+        name: The group's name, the same on every member.
+        ranks: Global ranks in the order of the group.
+        world: This process's place among all ranks.
+        store: A store of this group alone.
+        timeout: Of the wait for missing ranks, and of later waits on a CPU.
+        gpu: This rank's GPU. Default: the program's current one if it has chosen one, else the one
+            of the local rank.
+
+    Returns:
+        A ring per type of device: "cpu", and "cuda" where this rank has a GPU.
+
+    Raises:
+        RingError: The rings of this process are for other ranks.
+        CommTimeout: Ranks are missing; the text names them.
+    """
+    world = _same_world(world)
+    device = gpu or _default_gpu(world)
+    rings: dict[str, CommContext] = {}
+    try:
+        for place in (torch.device("cpu"),) if device is None else (device, torch.device("cpu")):
+            ring = ring_over(ranks, place)
+            if ring is None:
+                main = place.type == "cuda" or device is None
+                ring_id = _ring_id(name, place, main and len(ranks) == world.size)
+                own = dist.PrefixStore(f"commlib/{place.type}", store)
+                ring = _create(ring_id, name, ranks, own, place, timeout, world)
+                _users[ring_id] = 0
+            if ring.ring_id in _users:
+                _users[ring.ring_id] += 1
+            rings[place.type] = ring
+    except BaseException:
+        release(rings)
+        raise
+    return rings
+
+
+def _create(
+    ring_id: int,
+    name: str,
+    ranks: tuple[int, ...],
+    store: dist.Store,
+    device: torch.device,
+    timeout: timedelta,
+    world: World,
+) -> CommContext:
+    """Create the ring of a group; the errors name the group too, which the program knows."""
+    # torch's default means that the program gives none
+    given = None if timeout == dist.constants.default_pg_timeout else timeout
+    try:
+        return CommContextManager.instance().create(
+            ring_id, ranks, store=store, device=device, timeout=given, world=world
+        )
+    except CommError as error:
+        raise type(error)(f"process group {name!r}: {error}") from error
+
+
+def ring_over(ranks: tuple[int, ...], device: torch.device) -> CommContext | None:
+    """Return the first usable ring of these ranks, in this order, on this device."""
+    manager = CommContextManager.instance()
+    for ring in map(manager.get, manager.rings()):
+        if ring.ranks == ranks and ring.device == device and ring._health.fault is None:
+            return ring
+    return None
+
+
+def release(rings: dict[str, CommContext]) -> None:
+    """Close the rings that groups have made and that no group uses any more."""
+    for ring in rings.values():
+        if ring.ring_id not in _users:
+            continue
+        _users[ring.ring_id] -= 1
+        if not _users[ring.ring_id]:
+            del _users[ring.ring_id]
+            CommContextManager.instance().close(ring.ring_id)
+
+
+def abort(rings: dict[str, CommContext]) -> None:
+    """Abort the rings at once, with all calls in flight."""
+    for ring in rings.values():
+        _users.pop(ring.ring_id, None)
+        if CommContextManager.instance().has(ring.ring_id):
+            CommContextManager.instance().close(ring.ring_id, abort=True)
+
+
+def _default_gpu(world: World) -> torch.device | None:
+    """Return the program's current GPU if it has chosen one, else the one of the local rank."""
+    if torch.cuda.is_initialized() and torch.cuda.current_device():
+        return torch.device("cuda", torch.cuda.current_device())
+    device = default_device(world, None)
+    return device if device.type == "cuda" else None
+
+
+def _same_world(world: World) -> World:
+    """Return the place that this process's rings have, which must be ``world``."""
+    manager = CommContextManager.instance()
+    if not manager.rings():
+        return world
+    known = manager.world()
+    if (known.rank, known.size) != (world.rank, world.size):
+        raise RingError(
+            f"init_process_group: rank {world.rank} of {world.size}, but the rings of this process "
+            f"are for rank {known.rank} of {known.size}; give both the same ranks, or call "
+            f"commlib.shutdown() first"
+        )
+    return known
+
+
+def _ring_id(name: str, device: torch.device, whole: bool) -> int:
+    """Return the id of a new ring, which all members compute alike."""
+    if whole and not CommContextManager.instance().has(0):
+        return 0
+    number = 2 * int(name) if name.isdecimal() else (1 << 32) + 2 * zlib.crc32(name.encode())
+    return _FIRST_ID + number + (device.type == "cuda")

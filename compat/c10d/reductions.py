@@ -1,0 +1,46 @@
+"""The reductions of ``torch.distributed`` by the names that rings have for them."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_NAMES = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "avg",
+    dist.ReduceOp.PRODUCT: "prod",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.MAX: "max",
+}
+_BITWISE = {
+    dist.ReduceOp.BAND: "bitwise_and",
+    dist.ReduceOp.BOR: "bitwise_or",
+    dist.ReduceOp.BXOR: "bitwise_xor",
+}
+
+
+def arguments_of(op: Any) -> dict[str, Any]:
+    """Return ``op``, and ``factor`` where it has one, as the reductions of a ring take them.
+
+    Args:
+        op: A ``ReduceOp``, or one of its values.
+
+    Raises:
+        NotImplementedError: No ring has this reduction; the text says what to call instead.
+    """
+    kind = getattr(op, "op", op)
+    name = _NAMES.get(kind)
+    if name is not None:
+        return {"op": name}
+    if kind == dist.ReduceOp.PREMUL_SUM:
+        factor = op.__getstate__()[1]
+        if not isinstance(factor, torch.Tensor):
+            return {"op": "premul_sum", "factor": float(factor)}
+        raise NotImplementedError(
+            "PREMUL_SUM with a tensor as its factor: rings take a number; pass factor.item(), or "
+            "multiply before a SUM"
+        )
+    raise NotImplementedError(
+        f"{kind}: rings have no bitwise reduction; call all_gather and combine the parts with "
+        f"torch.{_BITWISE.get(kind, 'bitwise_and')}"
+    )
