@@ -21,6 +21,7 @@ Empty tensors are allowed everywhere; nothing is launched for them. ``nranks`` i
 ring wherever it is an argument, on both engines.
 """
 
+from commlib.compat.paddle import distributed as distributed
 from commlib.compat.paddle.blocks import fused_attention, fused_feedforward
 from commlib.compat.paddle.experts import global_gather, global_scatter
 from commlib.compat.paddle.inference import fused_multi_transformer
