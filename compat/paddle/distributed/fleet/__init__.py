@@ -50,8 +50,8 @@ def init(
 ) -> None:
     """Find the other ranks and create the rings of every axis of ``strategy.hybrid_configs``.
 
-    All processes call it. With an ``mp_degree`` above 1 it seeds the generators: alike on all ranks
-    for what is replicated, differently for what is split.
+    All processes call it. With an ``mp_degree`` above 1 or a ``tensor_init_seed`` it seeds the
+    generators: alike on all ranks for what is replicated, differently for what is split.
 
     Args:
         role_maker: None; parameter servers are out of scope.
@@ -72,9 +72,11 @@ def init(
     init_parallel_env()
     strategy = DistributedStrategy() if strategy is None else strategy
     HybridCommunicateGroup(strategy.topology(get_world_size()))
-    if hybrid_group().get_model_parallel_world_size() > 1:
-        seed = strategy.tensor_parallel_configs["tensor_init_seed"]
-        model_parallel_random_seed(None if seed == -1 else seed)
+    seed = strategy.tensor_parallel_configs["tensor_init_seed"]
+    if seed != -1:
+        model_parallel_random_seed(seed)
+    elif hybrid_group().get_model_parallel_world_size() > 1:
+        model_parallel_random_seed()
 
 
 def get_hybrid_communicate_group() -> HybridCommunicateGroup:

@@ -23,7 +23,8 @@ def distributed_model(model: Model) -> Model:
     """
     hybrid = hybrid_group()
     tensors = [*model.parameters(), *model.buffers()]
-    whole = [one for one in tensors if not getattr(one, "is_distributed", False)]
+    # Not by is_distributed, which is a method of every tensor that is not split.
+    whole = [one for one in tensors if not hasattr(one, "split_axis")]
     _broadcast(hybrid.get_model_parallel_group().ring, whole)
     for group in hybrid.replica_groups():
         _broadcast(group.ring, tensors)
