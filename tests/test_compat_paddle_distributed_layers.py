@@ -149,7 +149,7 @@ def test_layers(ring: Any) -> None:
         started(mp_degree=2)
         words = meta.VocabParallelEmbedding(8, 4)
         up = meta.ColumnParallelLinear(4, 6, has_bias=True, gather_output=False)
-        down = meta.RowParallelLinear(6, 4, input_is_parallel=True)
+        down = meta.RowParallelLinear(6, 4, input_is_parallel=True, fuse_matmul_bias=True)
         wide, narrow = meta.ColumnParallelLinear(4, 6), meta.RowParallelLinear(6, 4)
         layers = torch.nn.ModuleList([words, up, down, wide, narrow]).double()
         with torch.no_grad():
@@ -324,6 +324,7 @@ def test_data_parallel_training(ring: Any) -> None:
     """Every rank starts from the weights of rank 0 and takes the mean gradient."""
     with own_groups():
         started(dp_degree=2)
+        assert_equal(torch.initial_seed(), 11, "tensor_init_seed without tensor parallelism")
         torch.manual_seed(ring.rank)
         model = torch.nn.Linear(4, 3).double().to(ring.device)
         first = whole(ring, model.weight, 0).detach()[:3]

@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from examples import fleet_gpt
 from tests.support.checks import assert_bits_equal, assert_equal
 from tests.support.paddle_groups import own_groups
-from tests.support.processes import run
+from tests.support.ports import free_port
+from tests.support.processes import run, start
 from tests.support.runs_on import runs_on
 
+PROGRAM = ("examples/fleet_gpt.py", "--steps", "3")
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
-PROGRAM = (*LAUNCHER, "--nproc-per-node", "2", "examples/fleet_gpt.py", "--steps", "3")
 Weights = dict[str, torch.Tensor]
 
 
@@ -65,18 +66,42 @@ def test_the_model(ring: Any) -> None:
         assert_equal(again[-1] < again[0], True, f"the loss falls: {again}")
 
 
-def test_both_engines_give_the_same_losses() -> None:
-    """As its first lines say, through the launcher: bit by bit."""
-    lines = {}
-    for flag, engine in (("0", "c10d"), ("1", "gloo")):
-        code, out, err = run(
-            *PROGRAM, FLAGS_dynamic_static_unified_comm=flag, CUDA_VISIBLE_DEVICES=""
+def under_paddle(flag: str) -> tuple[int, str, str]:
+    """Run the program on two ranks with the variables of Paddle's launcher."""
+    endpoints = ",".join(f"127.0.0.1:{free_port()}" for _ in range(2))
+    ranks = [
+        start(
+            *PROGRAM,
+            FLAGS_dynamic_static_unified_comm=flag,
+            CUDA_VISIBLE_DEVICES="",
+            PADDLE_TRAINER_ID=str(rank),
+            PADDLE_TRAINERS_NUM="2",
+            PADDLE_TRAINER_ENDPOINTS=endpoints,
         )
-        assert code == 0, err
-        first, *lines[flag] = out.splitlines()
+        for rank in range(2)
+    ]
+    try:
+        (out, err), other = (process.communicate(timeout=60) for process in ranks)
+    finally:
+        for process in ranks:
+            process.kill()
+    return max(process.returncode for process in ranks), out, err + other[1]
+
+
+def test_both_engines_give_the_same_losses() -> None:
+    """Bit by bit: through torchrun as its first lines say, and with Paddle's variables."""
+    torchrun = (*LAUNCHER, "--nproc-per-node", "2", *PROGRAM)
+    runs = {
+        "c10d": run(*torchrun, FLAGS_dynamic_static_unified_comm="0", CUDA_VISIBLE_DEVICES=""),
+        "gloo": under_paddle("1"),
+    }
+    lines = {}
+    for engine, (code, out, err) in runs.items():
+        assert code == 0 and "Warning" not in err, err
+        first, *lines[engine] = out.splitlines()
         assert first == f"2 ranks on {engine}, mp_degree 2"
-        assert len(lines[flag]) == 3 and "Warning" not in err
-    assert lines["0"] == lines["1"]
+        assert len(lines[engine]) == 3
+    assert lines["c10d"] == lines["gloo"]
 
 
 def test_wrong_numbers() -> None:

@@ -146,6 +146,9 @@ def allgather_partial(
     return pg.all_gather_partial(tensor, tensor, nranks, rank_id, sync_op=False)
 
 
+all_gather_partial = allgather_partial  # as the methods of process groups are named
+
+
 def _send_on_calc_stream(
     tensor: Tensor, group: Group, dst: int, nranks: int = 1, rank_id: int = 0
 ) -> Task | None:

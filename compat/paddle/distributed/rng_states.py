@@ -16,7 +16,7 @@ State = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class RNGStatesTracker:
-    """Keeps states of the default generators, of the CPU and of the current GPU, by name."""
+    """Keeps states of the default generators, of the CPU and of ring 0's GPU, by name."""
 
     def __init__(self) -> None:
         self._states: dict[str, State] = {}
@@ -35,6 +35,7 @@ class RNGStatesTracker:
 
         Raises:
             ArgumentError: The name or the seed is in use.
+            RingError: Ring 0 does not exist, which decides on the device.
         """
         if name in self._states or seed in self._seeds:
             raise ArgumentError(
@@ -109,12 +110,13 @@ def model_parallel_random_seed(seed: int | None = None) -> None:
 
 
 def _state() -> State:
-    on_gpu = torch.cuda.is_initialized()
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None
+    device = ring_of("RNGStatesTracker", 0).device
+    on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), on_gpu
 
 
 def _set_state(state: State) -> None:
     on_cpu, on_gpu = state
     torch.set_rng_state(on_cpu)
     if on_gpu is not None:
-        torch.cuda.set_rng_state(on_gpu)
+        torch.cuda.set_rng_state(on_gpu, ring_of("RNGStatesTracker", 0).device)

@@ -67,8 +67,7 @@ def reduce(
         return None
     mode, x = stream_mode("reduce", ring, sync_op, use_calc_stream), detached(tensor)
     root = position_of("reduce", ring, "dst", dst)
-    out = x if ring.rank == root else None
-    return Task(ring.reduce(out, x, root=root, op=reduction("reduce", op), **mode))
+    return Task(ring.reduce(x, x, root=root, op=reduction("reduce", op), **mode))
 
 
 def reduce_scatter(
