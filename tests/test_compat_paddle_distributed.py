@@ -120,6 +120,7 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, Any], ...]] = {
     pp_utils.recv_partial: (X, ("src", 0), *SLICE, GROUP, CALC),
     pp_utils._send_on_calc_stream: (*needed("tensor", "group", "dst"), *SLICE),
     pp_utils._recv_on_calc_stream: (*needed("tensor", "group", "src"), *SLICE),
+    pp_utils.P2pHelper: (("use_cache", True),),
     pp_utils.P2PonCalcStream: (*needed("op", "tensor", "peer", "group"), *SLICE),
     pp_utils.batch_send_recv_on_calc_stream: needed("p2p_op_list"),
     pp_utils.initialize_p2p_groups: (

@@ -1,4 +1,4 @@
-"""Sends and receives between pipeline stages: ``pp_utils.p2p_communication``.
+"""Slices of tensors between pipeline stages, alone or launched together.
 
 Peers are global ranks. A tensor that every tensor-parallel rank has whole is sent in slices: each
 of the ``nranks`` ranks sends its own one, and ``allgather_partial`` completes the tensor on the
