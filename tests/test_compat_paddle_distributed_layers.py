@@ -309,6 +309,11 @@ def test_fleet(ring: Any) -> None:
             started(order=["mp"])
         with raises(ArgumentError, "parameter servers are out of scope"):
             fleet.init()
+        small = fleet.HybridCommunicateGroup(CommunicateTopology(["model"], [2]))
+        assert_equal(small.get_data_parallel_world_size(), 1, "an axis that is not there")
+        for missing in (small.get_data_parallel_group, small.get_check_parallel_group):
+            with raises(ArgumentError, "axis 'data'; expected one of ['model']"):
+                missing()
         with raises(AttributeError, "amp"):
             setattr(strategy, "amp", True)  # noqa: B010
         kept, _current.group = _current.group, None

@@ -45,7 +45,7 @@ class HybridCommunicateGroup:
             name: self._own(topology.get_comm_list(name))
             for name in topology.get_hybrid_group_names()
         }
-        self._check_groups = {
+        self._check_groups: dict[str, Group] = {
             name: self._own(
                 [topology.get_axis_list(name, i) for i in range(topology.get_dim(name))]
             )
@@ -62,9 +62,8 @@ class HybridCommunicateGroup:
         return next(group for group in groups if group.rank >= 0)
 
     def _group(self, axis: str) -> Group:
-        if axis not in self._groups:
-            names = self._topology.get_hybrid_group_names()
-            raise ArgumentError(f"the topology has no axis {axis!r}; it has {names}")
+        """Return this process's group along an axis that the topology has."""
+        self._topology.get_dim(axis)  # raises for another one
         return self._groups[axis]
 
     def _degree(self, axis: str) -> int:
@@ -103,7 +102,9 @@ class HybridCommunicateGroup:
 
     def get_check_parallel_group(self, sharding: bool = False) -> Group:
         """Return the group of the ranks with this position on the data (or sharding) axis."""
-        return self._check_groups["sharding" if sharding else "data"]
+        axis = "sharding" if sharding else "data"
+        self._topology.get_dim(axis)  # raises if it has no such axis
+        return self._check_groups[axis]
 
     def get_stage_id(self) -> int:
         """Return this process's pipeline stage."""
