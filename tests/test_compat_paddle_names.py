@@ -52,7 +52,9 @@ def test_servers_are_out_of_scope(name: str) -> None:
 )
 def test_an_unknown_name_names_the_nearest(name: str, nearest: str) -> None:
     for style in (paddle, paddle._legacy_C_ops, paddle._C_ops):
-        with pytest.raises(AttributeError, match=f"no '{name}'; the nearest name is '{nearest}'"):
+        with pytest.raises(
+            AttributeError, match=f"no attribute '{name}'; did you mean '{nearest}'"
+        ):
             getattr(style, name)
     assert not hasattr(paddle, "zzz")
 

@@ -28,6 +28,7 @@ ring wherever it is an argument, on both engines.
 import sys
 from typing import TYPE_CHECKING, Any
 
+from commlib.compat.paddle import distributed as distributed
 from commlib.compat.paddle.attributes import AttributeCalls
 from commlib.compat.paddle.blocks import fused_attention, fused_feedforward
 from commlib.compat.paddle.experts import global_gather, global_scatter
@@ -62,7 +63,6 @@ from commlib.compat.paddle.moe import (
     random_routing,
 )
 from commlib.compat.paddle.moves import alltoall, c_allgather, c_broadcast, c_scatter
-from commlib.compat.paddle.names import unknown
 from commlib.compat.paddle.normalization import data_norm, sync_batch_norm
 from commlib.compat.paddle.optimizers import distributed_fused_lamb
 from commlib.compat.paddle.partial import partial_allgather, partial_recv, partial_send
@@ -126,6 +126,7 @@ from commlib.compat.paddle.token_moves import (
     moe_permute,
     moe_unpermute,
 )
+from commlib.compat.paddle.unported import unported
 
 __all__ = [
     "LayerDesc",
@@ -232,4 +233,4 @@ else:  # a checker would take any name for one that is there
             return this
         if name == "_legacy_C_ops":
             return AttributeCalls(this)
-        raise AttributeError(unknown(name, __all__))
+        raise unported(__name__, __all__, name)

@@ -3,9 +3,6 @@
 ``docs/paddle.md`` shows it; ``tests/test_compat_paddle_names.py`` compares the two.
 """
 
-import difflib
-from collections.abc import Iterable
-
 _SAME = "none"
 _NO_GRADIENT = "the legacy name has no gradient"
 _IN_PLACE = f"{_NO_GRADIENT}, and returns `x`"
@@ -139,15 +136,6 @@ NOT_PORTED: dict[str, str] = {
 }
 
 
-def unknown(name: str, known: Iterable[str]) -> str:
-    """Return the text of the error for ``name``: why it is not ported, or the nearest name."""
-    text = f"commlib.compat.paddle has no {name!r}"
-    if name in NOT_PORTED:
-        return f"{text}: {NOT_PORTED[name]}"
-    nearest = difflib.get_close_matches(name, known, n=1)
-    return f"{text}; the nearest name is {nearest[0]!r}" if nearest else text
-
-
 def page() -> str:
     """Return ``docs/paddle.md``."""
     rows = [f"| `{old}` | `{new}` | {what} |" for old, (new, what) in sorted(NEW_NAMES.items())]
@@ -161,6 +149,10 @@ _HEAD = """\
 A program keeps its calls and changes its imports: `from commlib.compat import paddle`. The table
 has each legacy operator, what a new program writes instead, and what differs between the two. In
 what the legacy name differs from Paddle's operator: [Paddle differences](paddle_differences.md).
+
+`paddle.distributed`, with `fleet` and the parallel layers, is
+`import commlib.compat.paddle.distributed as dist`; [examples/fleet_gpt.py](../examples/fleet_gpt.py) is
+a program of it.
 
 Three styles of a call are understood:
 

@@ -1,0 +1,26 @@
+"""Collectives with a choice of the stream: ``paddle.distributed.stream``.
+
+Roots and peers are global ranks. Tensors are written in place, outside autograd: nothing here has a
+gradient. ``use_calc_stream=True`` runs on the current stream. ``use_calc_stream=False`` runs on the
+group's comm stream, which first waits for the current stream. With ``sync_op=True`` the current
+stream then waits for it. With ``sync_op=False`` the caller calls ``wait()`` of the returned
+``Task``. On a process that is not a member of the group, a call warns and returns None.
+"""
+
+from commlib.compat.paddle.distributed.stream.copies import all_gather, broadcast, gather, scatter
+from commlib.compat.paddle.distributed.stream.exchanges import alltoall, alltoall_single, recv, send
+from commlib.compat.paddle.distributed.stream.reductions import all_reduce, reduce, reduce_scatter
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "alltoall",
+    "alltoall_single",
+    "broadcast",
+    "gather",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+]

@@ -1,0 +1,149 @@
+"""compat.paddle.distributed: pipeline stages exchange activations and gradients."""
+
+from typing import Any
+
+import torch
+
+import commlib.compat.paddle.distributed as dist
+from commlib.compat.paddle.distributed import fleet, pp_utils
+from commlib.errors import ArgumentError, ShapeError
+from tests.support.checks import assert_bits_equal, assert_equal, raises, sample
+from tests.support.paddle_groups import own_groups
+from tests.support.ranks import NewRanks
+from tests.support.runs_on import runs_on
+
+Tensor = torch.Tensor
+Pair = tuple[Tensor, Tensor]
+
+
+def two_stages() -> fleet.HybridCommunicateGroup:
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {"pp_degree": 2}
+    fleet.init(is_collective=True, strategy=strategy)
+    return fleet.get_hybrid_communicate_group()
+
+
+def drawn(seed: int, ring: Any) -> Tensor:
+    """Return the same values on every rank."""
+    return sample(0, (4, 4), torch.float64, seed).to(ring.device)
+
+
+def reference(ring: Any, count: int) -> tuple[Tensor, Tensor]:
+    """Return the gradients of both stages' weights over all micro-batches, on one rank."""
+    first, second = drawn(0, ring).requires_grad_(), drawn(1, ring).requires_grad_()
+    for batch in range(count):
+        out = torch.tanh(drawn(2 + batch, ring) @ first) @ second
+        (out * out).sum().backward()
+    assert first.grad is not None and second.grad is not None
+    return first.grad, second.grad
+
+
+@runs_on("ranks")
+def test_two_stages_train_as_one_process(ring: Any) -> None:
+    """Micro-batches one by one, and with a forward and a backward in each exchange."""
+    with own_groups():
+        hybrid = two_stages()
+        first, last = hybrid.is_first_stage, hybrid.is_last_stage
+        for use_cache in (True, False):
+            helper = pp_utils.P2pHelper(use_cache)
+            weight = drawn(ring.rank, ring).requires_grad_()
+
+            def stage(x: Any, weight: Tensor = weight) -> Tensor:
+                return x @ weight if last else torch.tanh(x @ weight)
+
+            for batch in range(3):
+                x: Any = drawn(2 + batch, ring) if first else helper.recv_forward(first)
+                assert_equal(x.requires_grad, not first, "what requires grad there does here")
+                out = stage(x)
+                if batch == 1:  # both in one call
+                    grad = helper.send_forward_recv_backward(out, last)
+                else:
+                    helper.send_forward(out, last)
+                    grad = helper.recv_backward(last)
+                out.backward((2 * out).detach() if last else grad)
+                helper.send_backward(x.grad, first)
+            want = reference(ring, 3)[ring.rank]
+            assert_bits_equal(weight.grad, want, f"use_cache={use_cache}", atol=1e-12)
+
+
+@runs_on("ranks")
+def test_tuples_and_both_directions(ring: Any) -> None:
+    """Stage 0 sends two tensors; gradients exist for the one that requires grad."""
+    with own_groups():
+        two_stages()
+        helper, me = pp_utils.P2pHelper(), ring.rank
+        ids = torch.arange(3, device=ring.device)
+        x = drawn(5, ring).requires_grad_()
+        if me == 0:
+            helper.send_forward((x, ids), False)
+            got, grads = helper.send_forward_backward_recv_forward_backward(
+                (x + 1, ids + 1), None, recv_prev=False, recv_next=True
+            )
+            assert_equal(got, None, "nothing comes from before the first stage")
+            assert isinstance(grads, tuple)
+            assert_equal(len(grads), 1, "gradients")
+            assert_bits_equal(grads[0], drawn(6, ring), "the gradient")
+            return
+        before: Any = helper.recv_forward(False)
+        assert_bits_equal(before[1], ids, "the second tensor")
+        assert_equal([one.requires_grad for one in before], [True, False], "requires_grad")
+        later: Any = helper.send_backward_recv_forward((drawn(6, ring),), False)
+        assert_bits_equal(later[0].detach(), (x + 1).detach(), "the next input")
+        assert_bits_equal(later[1], ids + 1, "its second tensor")
+
+
+@runs_on("ranks")
+def test_wrong_outputs(ring: Any) -> None:
+    with own_groups():
+        two_stages()
+        helper, x = pp_utils.P2pHelper(), drawn(5, ring)
+        with raises(ArgumentError, "an output that was not sent", "call send_forward first"):
+            helper.recv_backward(False)
+        many = tuple(x[0] for _ in range(60))
+        with raises(ShapeError, "60 tensors", "at most 128", f"rank {ring.rank}"):
+            helper.send_forward(many, False)
+        if ring.rank == 0:
+            helper.send_forward(x, False)
+            with raises(ShapeError, "(2, 4)", "(4, 4)", "clear_meta_cache()"):
+                helper.send_forward(x[:2], False)
+            helper.clear_meta_cache()
+            helper.send_forward(x[:2], False)
+            return
+        helper.recv_forward(False)
+        helper.clear_meta_cache()
+        again: Any = helper.recv_forward(False)
+        assert_bits_equal(again, x[:2].clone(), "after clear_meta_cache")
+        assert_equal(dist.get_world_size(), 2, "both stages are there")
+
+
+def four(ring: Any) -> None:
+    """Two stages of two tensor-parallel ranks: each sends half, both get the whole."""
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {"pp_degree": 2, "mp_degree": 2}
+    strategy.tensor_parallel_configs = {"tensor_init_seed": 3}
+    fleet.init(is_collective=True, strategy=strategy)
+    hybrid = fleet.get_hybrid_communicate_group()
+    model: Any = hybrid.get_model_parallel_group()
+    assert_equal(model.ranks, [[0, 1], [2, 3]][ring.rank // 2], "the last axis changes fastest")
+    assert_equal(hybrid.get_pipe_parallel_group().ranks, [ring.rank % 2, ring.rank % 2 + 2])
+    assert_equal(hybrid.get_check_parallel_group().ranks, [0, 1, 2, 3], "check group")
+    helper, first = pp_utils.P2pHelper(), hybrid.is_first_stage
+    layer = fleet.meta_parallel.RowParallelLinear(4, 4).double()
+    halves = torch.empty(2, *layer.weight.shape, dtype=torch.float64)
+    model.ring.all_gather(halves, layer.weight.detach())
+    x: Any = drawn(5, ring) if first else helper.recv_forward(first)
+    out = layer(x)
+    assert_bits_equal(out.detach(), x.detach() @ torch.cat([*halves]), "a stage", atol=1e-12)
+    helper.send_forward(out, not first)
+    grad = helper.recv_backward(not first)
+    out.backward((2 * out).detach() if not first else grad)
+    helper.send_backward(x.grad, first)
+    entries: list[Any] = []
+    dist.all_gather_object(entries, (out.detach(), x.grad if not first else grad))
+    assert_bits_equal(entries[0][0], entries[1][0], "both ranks of a stage have one output")
+    assert_bits_equal(entries[0][1], entries[2][1], "the gradient of the second stage's input")
+
+
+def test_four_ranks(new_ranks: NewRanks) -> None:
+    with new_ranks(4) as ranks:
+        ranks(four)
