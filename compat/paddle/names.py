@@ -150,9 +150,8 @@ A program keeps its calls and changes its imports: `from commlib.compat import p
 has each legacy operator, what a new program writes instead, and what differs between the two. In
 what the legacy name differs from Paddle's operator: [Paddle differences](paddle_differences.md).
 
-`paddle.distributed`, with `fleet` and the parallel layers, is
-`import commlib.compat.paddle.distributed as dist`; [examples/fleet_gpt.py](../examples/fleet_gpt.py) is
-a program of it.
+`import commlib.compat.paddle.distributed as dist` is `paddle.distributed`, with `fleet` and the
+parallel layers. [examples/fleet_gpt.py](../examples/fleet_gpt.py) uses it.
 
 Three styles of a call are understood:
 
