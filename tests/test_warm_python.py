@@ -41,7 +41,11 @@ def test_files_and_modules(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_signals_reach_the_program(tmp_path: Path, number: signal.Signals) -> None:
-    wait = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
+    # Short sleeps: a signal just before a sleep is handled after it.
+    wait = (
+        "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch()\n"
+        "for _ in range(600): time.sleep(0.1)"
+    )
     codes = []
     for fresh in (False, True):
         ready = tmp_path / str(fresh)

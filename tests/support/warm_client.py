@@ -5,6 +5,7 @@ arguments, the environment, the folder and the standard streams are this process
 the program, and its exit status becomes this process's.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -26,7 +27,7 @@ def main() -> None:
     server.sendall(data)
     (pid,) = struct.unpack("!i", server.recv(4, socket.MSG_WAITALL))
     for forwarded in FORWARDED:
-        signal.signal(forwarded, lambda number, frame: os.kill(pid, number))
+        signal.signal(forwarded, lambda number, frame: _forward(pid, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     (status,) = struct.unpack("!i", server.recv(4, socket.MSG_WAITALL))
     code = os.waitstatus_to_exitcode(status)
@@ -35,6 +36,11 @@ def main() -> None:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def _forward(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended; its status is on the way
+        os.kill(pid, number)
 
 
 if __name__ == "__main__":
