@@ -16,6 +16,7 @@ from commlib.compat.deepspeed import comm as dist
 from commlib.compat.deepspeed.comm.counters import counters
 from commlib.errors import ArgumentError, CommTimeout
 from tests.support.checks import assert_bits_equal, assert_equal, raises, sample
+from tests.support.device_meshes import end_earlier_group
 from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
 from tests.support.torch_groups import OURS, initialised
@@ -216,6 +217,7 @@ def test_groups(comm: Any) -> None:
 
 
 def start_and_end(comm: Any, file: str) -> None:
+    end_earlier_group()
     place = {"init_method": f"file://{file}", "rank": comm.rank, "world_size": comm.size}
     with raises(ArgumentError, "dist_init_required=False", "not initialised"):
         dist.init_distributed(dist_init_required=False)

@@ -12,6 +12,7 @@ import commlib
 from commlib.compat import torch_distributed as dist
 from commlib.errors import CommTimeout
 from tests.support.checks import assert_equal, raises
+from tests.support.device_meshes import end_earlier_group
 from tests.support.runs_on import runs_on
 from tests.support.torch_groups import store_of
 
@@ -39,6 +40,7 @@ def test_signatures(name: str) -> None:
 @runs_on("ranks")
 def test_an_old_program_runs_on_rings(ring: Any) -> None:
     """The backends that the program names stand for rings, of the default group and of others."""
+    end_earlier_group()
     place: Any = {"rank": ring.rank, "world_size": ring.size, "timeout": timedelta(seconds=30)}
     for backend in ({"backend": "gloo"}, {"backend": "cpu:gloo,cuda:nccl"}, {}):
         dist.init_process_group(**backend, store=store_of(), **place)

@@ -8,6 +8,7 @@ import torch
 from commlib import graph
 from commlib.errors import GraphError
 from tests.support.checks import assert_equal, raises
+from tests.support.device_meshes import mesh_of
 from tests.support.runs_on import runs_on
 
 
@@ -86,14 +87,13 @@ def test_memory_that_each_call_empties(comm: Any) -> None:
 @runs_on("gpu_ranks")
 def test_steps_with_fsdp(comm: Any) -> None:
     """A training step with FSDP2 has the bits of eager code when all of it is captured."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     def trained(captured: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
         layers = [torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)]
         model = torch.nn.Sequential(*layers).to(comm.device)
-        mesh = init_device_mesh("cuda", (comm.size,))
+        mesh = mesh_of(comm)
         for part in (layers[0], layers[2], model):
             fully_shard(part, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -18,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 from commlib import graph
 from commlib.errors import GraphError
 from tests.support.checks import assert_equal, raises
+from tests.support.device_meshes import mesh_of
 from tests.support.runs_on import runs_on
 
 
@@ -26,7 +26,7 @@ def sharded(comm: Any) -> torch.nn.Module:
     torch.manual_seed(0)
     layers = [torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)]
     model = torch.nn.Sequential(*layers).to(comm.device)
-    mesh = init_device_mesh(comm.device.type, (comm.size,))
+    mesh = mesh_of(comm)
     return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
@@ -88,7 +88,7 @@ def test_tensor_parallel(comm: Any, of: Callable[..., Any]) -> None:
 @runs_on("unified_ranks")
 def test_outputs(comm: Any) -> None:
     """A DTensor that is returned is one again at each replay; one with a gradient is refused."""
-    mesh = init_device_mesh(comm.device.type, (comm.size,))
+    mesh = mesh_of(comm)
     weight = torch.arange(float(comm.size), device=comm.device)
     held = DTensor.from_local(weight, mesh, [Replicate()]).redistribute(placements=[Shard(0)])
 
@@ -167,7 +167,7 @@ def test_quantized_weights(comm: Any) -> None:
 @runs_on("unified_ranks")
 def test_placements_of_gradients(comm: Any) -> None:
     """A gradient that is held otherwise is another kind of call."""
-    mesh = init_device_mesh(comm.device.type, (comm.size,))
+    mesh = mesh_of(comm)
     zeros = torch.zeros(4, device=comm.device)
     held = DTensor.from_local(zeros, mesh, [Replicate()], run_check=False)
     weight = torch.nn.Parameter(held)
