@@ -17,6 +17,8 @@ from commlib.compat.deepspeed.comm.counters import counters
 from commlib.errors import ArgumentError, CommTimeout
 from tests.support.checks import assert_bits_equal, assert_equal, raises, sample
 from tests.support.device_meshes import end_earlier_group
+from tests.support.ports import free_port
+from tests.support.processes import run, start
 from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
 from tests.support.torch_groups import OURS, initialised
@@ -36,6 +38,7 @@ SIGNATURES = {
     "barrier": ["group", "async_op", "device_ids"],
     "broadcast": ["tensor", "src", "group", "async_op"],
     "gather": ["tensor", "gather_list", "dst", "group", "async_op"],
+    "inference_all_reduce": ["tensor", "op", "group", "async_op"],
     "irecv": ["tensor", "src", "group", "tag"],
     "isend": ["tensor", "dst", "group", "tag"],
     "monitored_barrier": ["group", "timeout", "wait_all_ranks"],
@@ -46,13 +49,14 @@ SIGNATURES = {
     "scatter": ["tensor", "scatter_list", "src", "group", "async_op"],
     "send": ["tensor", "dst", "group", "tag"],
 }
+LOG_NAMES = {"all_reduce_coalesced": "all_reduce", "inference_all_reduce": "all_reduce"}
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures(name: str) -> None:
     parameters = inspect.signature(getattr(dist, name)).parameters
     assert list(parameters) == [*SIGNATURES[name], *LOGGED]
-    assert parameters["log_name"].default == {"all_reduce_coalesced": "all_reduce"}.get(name, name)
+    assert parameters["log_name"].default == LOG_NAMES.get(name, name)
     assert parameters["prof"].default is False
 
 
@@ -107,9 +111,10 @@ def calls_of(comm: Any) -> dict[str, Callable[[], tuple[Any, Any]]]:
         return out
 
     def objects() -> list[Any]:
-        given = [{"rank": rank}, rank]
+        given, found = [{"rank": rank}, rank], [None, None]
         dist.broadcast_object_list(given, 1)
-        return given
+        dist.all_gather_object(found, rank)
+        return [*given, *found]
 
     def asynchronous() -> Tensor:
         copy = x.clone()
@@ -166,7 +171,7 @@ def calls_of(comm: Any) -> dict[str, Callable[[], tuple[Any, Any]]]:
             both[0] + rank,
         ),
         "pairs": lambda: (paired(), other),
-        "objects": lambda: (objects(), [{"rank": 1}, 1]),
+        "objects": lambda: (objects(), [{"rank": 1}, 1, 0, 1]),
     }
 
 
@@ -239,6 +244,43 @@ def test_start_and_end(ranks: Ranks, tmp_path: Path) -> None:
     ranks(start_and_end, str(tmp_path / "store"))
 
 
+_PROGRAM = """
+import torch
+from commlib.compat.deepspeed import comm as dist
+dist.init_distributed("gloo", auto_mpi_discovery=True, verbose=False)
+x = torch.full((2,), dist.get_rank() + 1.0)
+dist.all_reduce(x)
+print(dist.get_rank(), dist.get_world_size(), x.tolist())
+dist.destroy_process_group()
+"""
+
+
+def test_start_without_rank() -> None:
+    """Open MPI's variables are read; a process without a launcher is alone."""
+    port = str(free_port())
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMPI_COMM_WORLD_SIZE": "2"}
+    flag = {"FLAGS_dynamic_static_unified_comm": "1"}
+    both = [
+        start("-c", _PROGRAM, OMPI_COMM_WORLD_RANK=str(rank), **meeting, **flag) for rank in (0, 1)
+    ]
+    said = [process.communicate(timeout=60) for process in both]
+    assert [out for out, _ in said] == ["0 2 [3.0, 3.0]\n", "1 2 [3.0, 3.0]\n"], said
+    assert run("-c", _PROGRAM, **flag)[1] == "0 1 [1.0, 1.0]\n"
+
+
+@runs_on("cpu_ranks")
+def test_lists_that_are_refused(comm: Any) -> None:
+    """Nothing is launched, and later calls work."""
+    x = torch.ones(2)
+    with initialised(comm, "commlib"):
+        with raises(ArgumentError, "2 outputs for 1 inputs"):
+            dist.all_gather_coalesced([x, x], [x])
+        with raises(ArgumentError, "all_reduce_coalesced: no tensors"):
+            dist.all_reduce_coalesced([])
+        dist.all_reduce(x)
+    assert_equal(x.tolist(), [2.0, 2.0], "a later call")
+
+
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("enabled", "all", "names"):
@@ -285,6 +327,10 @@ def test_summary(capsys: pytest.CaptureFixture[str]) -> None:
         ["all_reduce", "16", "1", "16"],
         ["send", "8", "2", "16"],
     ]
+    found = dist.log_summary(return_dict=True)
+    assert found is not None and found["send"][8].calls == 2
+    dist.reset_log()
+    assert dist.log_summary(return_dict=True) == {}
     with raises(ArgumentError, "show_straggler=True", "FLAGS_comm_check=1"):
         dist.log_summary(show_straggler=True)
 
@@ -300,7 +346,7 @@ def test_calls_are_counted(comm: Any) -> None:
             found = Counter(name for name, _ in counters.found)
         finally:
             dist.configure(enabled=False)
-    others = {"barrier", "monitored_barrier", "all_reduce_coalesced", "send", "recv"}
+    others = {"barrier", "monitored_barrier", "send", "recv", *LOG_NAMES}
     assert_equal({*SIGNATURES} - others - {*found}, set(), "names that were not counted")
     assert_equal(("send" if comm.rank else "recv") in found, True)
     assert_equal(found["all_gather_into_tensor"], 1, "sizes")

@@ -12,6 +12,7 @@ from commlib.compat.deepspeed.comm.collectives import (
     all_gather,
     all_gather_coalesced,
     all_gather_into_tensor,
+    all_gather_object,
     all_reduce,
     all_reduce_coalesced,
     all_to_all,
@@ -30,6 +31,7 @@ from commlib.compat.deepspeed.comm.collectives import (
 from commlib.compat.deepspeed.comm.counters import (
     configure,
     log_summary,
+    reset_log,
 )
 from commlib.compat.deepspeed.comm.groups import (
     default_pg_timeout,
@@ -64,6 +66,7 @@ __all__ = [
     "all_gather",
     "all_gather_coalesced",
     "all_gather_into_tensor",
+    "all_gather_object",
     "all_reduce",
     "all_reduce_coalesced",
     "all_to_all",
@@ -101,6 +104,7 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_fn",
     "reduce_scatter_tensor",
+    "reset_log",
     "scatter",
     "send",
 ]

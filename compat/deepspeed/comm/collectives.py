@@ -9,6 +9,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from commlib.compat import torch_distributed as dist
 from commlib.compat.deepspeed.comm.counters import counters
+from commlib.errors import ArgumentError
 
 Tensor = torch.Tensor
 Group = dist.ProcessGroup | None
@@ -36,6 +37,11 @@ def broadcast_object_list(
 ) -> None:
     """Send pickled objects of rank ``src`` to every rank of the group."""
     dist.broadcast_object_list(object_list, src=src, group=group, device=device)
+
+
+def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
+    """Fill ``object_list`` with the pickled ``obj`` of each rank."""
+    dist.all_gather_object(object_list, obj, group=group)
 
 
 def all_gather(
@@ -84,6 +90,11 @@ def all_gather_coalesced(
     async_op: bool = False,
 ) -> Any:
     """Fill each output with its input of each rank, as one operation."""
+    if len(output_tensors) != len(input_tensors) or not output_tensors:
+        raise ArgumentError(
+            f"all_gather_coalesced: {len(output_tensors)} outputs for {len(input_tensors)} inputs; "
+            f"expected one output per input, and one input or more"
+        )
     counters.count("all_gather_coalesced", output_tensors, False)
     device = output_tensors[0].device
     with _coalescing_manager(group, device, async_ops=async_op) as manager:
@@ -128,10 +139,11 @@ def reduce_scatter_fn(
     op: Any = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
+    prof: bool = False,
     debug: object = None,
 ) -> Any:
     """Reduce part r of ``tensor`` to ``output_tensor`` on rank r."""
-    return reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
+    return reduce_scatter_tensor(output_tensor, tensor, op, group, async_op, prof)
 
 
 def all_to_all_single(
@@ -221,9 +233,17 @@ def all_reduce(
     return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
 
-def inference_all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None) -> Any:
+def inference_all_reduce(
+    tensor: Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "all_reduce",
+    debug: object = None,
+) -> Any:
     """Reduce ``tensor`` over the group in place on every rank."""
-    return all_reduce(tensor, op, group, log_name="inference_all_reduce")
+    return all_reduce(tensor, op, group, async_op, prof, log_name)
 
 
 def all_reduce_coalesced(
@@ -236,6 +256,8 @@ def all_reduce_coalesced(
     debug: object = None,
 ) -> Any:
     """Reduce each of ``tensors`` over the group in place on every rank, as one operation."""
+    if not tensors:
+        raise ArgumentError("all_reduce_coalesced: no tensors; expected one or more")
     counters.count(log_name, tensors, prof)
     with _coalescing_manager(group, tensors[0].device, async_ops=async_op) as manager:
         for tensor in tensors:

@@ -97,11 +97,14 @@ def _chosen(config: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def log_summary(show_straggler: bool = False) -> None:
+def log_summary(
+    show_straggler: bool = False, return_dict: bool = False
+) -> dict[str, dict[int, Count]] | None:
     """Print the calls and bytes of this rank on rank 0.
 
     Args:
         show_straggler: Must be False: the time that a rank waits for others is not measured.
+        return_dict: True also returns the counts by name and size.
 
     Raises:
         ArgumentError: ``show_straggler`` is True.
@@ -113,3 +116,14 @@ def log_summary(show_straggler: bool = False) -> None:
         )
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(counters.table())
+    if not return_dict:
+        return None
+    found: dict[str, dict[int, Count]] = {}
+    for (name, size), one in counters.found.items():
+        found.setdefault(name, {})[size] = one
+    return found
+
+
+def reset_log() -> None:
+    """Forget the calls that were counted."""
+    counters.found.clear()

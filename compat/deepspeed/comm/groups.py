@@ -1,5 +1,6 @@
 """Start, end and groups of ``deepspeed.comm``."""
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -33,7 +34,7 @@ def init_distributed(
     Args:
         dist_backend: "nccl", "gloo" or None stand for rings; another name is that of a backend of
             ``torch.distributed``.
-        auto_mpi_discovery: Ignored: the variables of every launcher are read.
+        auto_mpi_discovery: Ignored: without RANK, the variables of other launchers are read.
         distributed_port: Ignored: the launcher names the port, by MASTER_PORT.
         verbose: Ignored.
         timeout: The longest wait of a call on a CPU.
@@ -55,12 +56,24 @@ def init_distributed(
         )
     if is_initialized():
         return
-    place: dict[str, Any] = {}
+    place: dict[str, Any] = {} if init_method is not None or rank >= 0 else _of_launcher()
     if init_method is not None:
         place["init_method"] = init_method
     if rank >= 0:
         place |= {"rank": rank, "world_size": world_size}
     dist.init_process_group(dist_backend, timeout=timeout, **place)
+
+
+def _of_launcher() -> dict[str, Any]:
+    """Return the place of this rank if no RANK says it: another launcher's, or alone."""
+    if "RANK" in os.environ:
+        return {}
+    world = environment.world()
+    place: dict[str, Any] = {"rank": world.rank, "world_size": world.size}
+    if world.address is None:
+        return {**place, "store": dist.HashStore()}
+    host, port = world.address
+    return {**place, "init_method": f"tcp://{host}:{port}"}
 
 
 def is_available() -> bool:
