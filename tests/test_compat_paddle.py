@@ -249,6 +249,7 @@ NEWER: dict[str, list[tuple[str, Any]]] = {
     "p_recv_array": [RING, ("peer", 0), ("dtype", torch.float32), ("out_shapes", ())],
     "p_send": [X, RING, ("peer", 0), ("dynamic_shape", False)],
     "p_send_array": [X, RING, ("peer", 0)],
+    "partial_allgather_": SIGNATURES["partial_allgather"],
     "partial_concat": [X, ("start_index", 0), ("length", -1)],
     "partial_sum": [X, ("start_index", 0), ("length", -1)],
     "reduce": [X, RING, ("root_id", 0), ("reduce_type", 0)],

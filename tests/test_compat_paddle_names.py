@@ -90,6 +90,13 @@ def test_the_same_tensor_as_input_and_output(comm: Any) -> None:
         arguments = ("use_calc_stream", True, "ring_id", 0)
         result = getattr(paddle._legacy_C_ops, call)(*tensors, *arguments)
         assert_equal((result is x, x.tolist()), (True, [3.0] * 3), call)
+    x = torch.ones(1, device=comm.device)
+    assert_equal(paddle._legacy_C_ops.barrier(x, x, "ring_id", 0).tolist(), [2.0], "barrier")
+    for name in ("partial_allgather", "partial_allgather_"):
+        x = torch.full((4,), float(comm.rank), device=comm.device)
+        sizes = ("nranks", comm.size, "rank", comm.rank, "use_calc_stream", True)
+        assert getattr(paddle._legacy_C_ops, name)(x, x, *sizes) is x
+        assert_equal(x.tolist(), [0.0, 0.0, 1.0, 1.0], name)
 
 
 @runs_on("cpu_ranks")
@@ -101,6 +108,8 @@ def test_wrong_pairs(comm: Any) -> None:
         pairs.c_identity(x, "ring_id", 0, True, "use_calc_stream")
     with raises(ArgumentError, "attribute 'ringid'; expected one of x, ring_id"):
         pairs.c_identity(x, "ringid", 0)
+    with raises(ArgumentError, "c_scatter: 2 tensors before the attributes", "its input twice"):
+        pairs.c_scatter(x, x + 1, "ring_id", 0)
     with raises(ArgumentError, "c_identity: 0 before the first attribute"):
         pairs.c_identity(x, 0)
 

@@ -98,6 +98,11 @@ def test_gradients_in_place(comm: Any) -> None:
         (result * weights).sum().backward()
         assert leaf.grad is not None
         assert_bits_equal(leaf.grad, gradient.to(comm.device) * 2, f"{call}")
+    leaf = sample(comm.rank, SHAPE, SEEDED).to(comm.device).requires_grad_()
+    with torch.no_grad():  # a parameter, whose sum is raw
+        assert paddle.c_identity_(leaf) is leaf
+        assert ordered(paddle.mp_allreduce_sum_, leaf) is leaf
+    assert_bits_equal(leaf.detach(), rounded(total(inputs_of(comm), comm.rank), SEEDED), "no_grad")
     plain = sample(comm.rank, SHAPE, SEEDED).to(comm.device)
     want = rounded(total(inputs_of(comm), comm.rank), SEEDED)
     assert_bits_equal(ordered(paddle.mp_allreduce_sum_, plain), want, "without a gradient")

@@ -82,7 +82,7 @@ def test_shared_weights(comm: Any) -> None:
         # 3 rows of ones on rank 0; on rank 1 the block makes each entry 4.
         want = torch.full((WIDTH, WIDTH), 3.0 + 12.0)
         assert_bits_equal(weight.grad, want, f"turn {turn}")
-    close(1000)
+    close(1 << 20)
 
 
 class Topology:

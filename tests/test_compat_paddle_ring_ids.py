@@ -58,6 +58,7 @@ CALLS: dict[str, Callable[[torch.Tensor], object]] = {
     "margin_cross_entropy": lambda x: paddle.margin_cross_entropy(x, ONE * 0, ring_id=RING),
     "mp_allreduce_sum": lambda x: paddle.mp_allreduce_sum(x, RING),
     "partial_allgather": lambda x: paddle.partial_allgather(x, 1, 0, RING),
+    "partial_allgather_": lambda x: paddle.partial_allgather_(x, 1, 0, RING),
     "all_gather": lambda x: paddle.all_gather(x, RING, 1),
     "all_reduce": lambda x: paddle.all_reduce(x, RING),
     "all_to_all": lambda x: paddle.all_to_all(x, RING),

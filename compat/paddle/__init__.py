@@ -48,6 +48,7 @@ from commlib.compat.paddle.in_place import (
     c_sync_calc_stream_,
     c_sync_comm_stream_,
     mp_allreduce_sum_,
+    partial_allgather_,
 )
 from commlib.compat.paddle.inference import fused_multi_transformer
 from commlib.compat.paddle.losses import (
@@ -207,6 +208,7 @@ __all__ = [
     "p_send",
     "p_send_array",
     "partial_allgather",
+    "partial_allgather_",
     "partial_concat",
     "partial_recv",
     "partial_send",

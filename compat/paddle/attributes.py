@@ -29,15 +29,21 @@ class AttributeCalls:
 
     def _call(self, name: str, operator: Callable[..., Any], *arguments: Any) -> Any:
         tensors, attributes = _split(name, arguments)
-        parameters = inspect.signature(operator).parameters
-        needed = [each for each in parameters if each not in attributes]
+        signature = inspect.signature(operator)
+        needed = [each for each in signature.parameters if each not in attributes]
         if len(tensors) == 2 and tensors[0] is tensors[1] and needed[:1] == ["x"]:
-            operator, tensors = getattr(self._dialect, f"{name}_"), tensors[:1]
-        unknown = [each for each in attributes if each not in parameters]
+            operator, tensors = getattr(self._dialect, f"{name}_", operator), tensors[:1]
+        unknown = [each for each in attributes if each not in signature.parameters]
         if unknown:
+            known = ", ".join(signature.parameters)
+            raise ArgumentError(f"{name}: attribute {unknown[0]!r}; expected one of {known}")
+        try:
+            signature.bind(*tensors, **attributes)
+        except TypeError as error:
             raise ArgumentError(
-                f"{name}: attribute {unknown[0]!r}; expected one of {', '.join(parameters)}"
-            )
+                f"{name}: {len(tensors)} tensors before the attributes ({error}); expected the "
+                f"inputs of the operator, or its input twice for the form in place"
+            ) from error
         return operator(*tensors, **attributes)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from commlib import ops
 from commlib.compat.paddle.checks import detached, position, ring_of
+from commlib.compat.paddle.partial import partial_allgather
 from commlib.compat.paddle.reductions import all_reduced
 from commlib.compat.paddle.root_reductions import reduced
 from commlib.compat.paddle.streams import c_sync_calc_stream, c_sync_comm_stream
@@ -152,7 +153,7 @@ def mp_allreduce_sum_(x: Tensor, ring_id: int = 0, use_calc_stream: bool = False
     Source: operator ``mp_allreduce_sum_``. Arguments and errors are those of ``mp_allreduce_sum``.
     An ``x`` that requires grad must not be a leaf of the graph.
     """
-    if isinstance(x, Tensor) and x.requires_grad:
+    if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
         return x.copy_(mp_allreduce_sum(x, ring_id, use_calc_stream))
     all_reduced("mp_allreduce_sum_", "sum", x, ring_id, use_calc_stream, in_place=True)
     return x
@@ -167,7 +168,7 @@ def c_identity_(
     that requires grad must not be a leaf of the graph.
     """
     ring_of("c_identity_", ring_id)
-    if x.requires_grad:
+    if x.requires_grad and torch.is_grad_enabled():
         x.copy_(c_identity(x, ring_id, use_calc_stream))
     return x
 
@@ -186,3 +187,13 @@ def c_sync_comm_stream_(x: Tensor, ring_id: int = 0) -> Tensor:
     Source: operator ``c_sync_comm_stream_``, which is ``c_sync_comm_stream``.
     """
     return c_sync_comm_stream(x, ring_id)
+
+
+def partial_allgather_(
+    x: Tensor, nranks: int, rank: int, ring_id: int = 0, use_calc_stream: bool = False
+) -> Tensor:
+    """Fill slice r of the flattened ``x`` from position r, and return ``x``.
+
+    Source: operator ``partial_allgather_``, which is ``partial_allgather``.
+    """
+    return partial_allgather(x, nranks, rank, ring_id, use_calc_stream)

@@ -99,6 +99,7 @@ NEW_NAMES: dict[str, tuple[str, str]] = {
     "p_send": ("ops.send", "always on the current stream"),
     "p_send_array": ("ops.send", "a list of tensors"),
     "partial_allgather": ("ops.partial_all_gather", "`nranks` and `rank` are required"),
+    "partial_allgather_": ("ops.partial_all_gather", "as `partial_allgather`"),
     "partial_concat": ("torch.cat", "of some columns of each tensor"),
     "partial_recv": ("ops.partial_recv", "returns a new tensor"),
     "partial_send": ("ops.partial_send", _SAME),

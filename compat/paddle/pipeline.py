@@ -80,7 +80,7 @@ class PipelineLayer(torch.nn.Module):
         use_cudagraph: bool = False,
         *,
         ring_id: int = 0,
-        shared_ring_id: int = 1000,
+        shared_ring_id: int = 1 << 20,
     ) -> None:
         """Build this rank's layers; every rank of the ring calls it.
 
