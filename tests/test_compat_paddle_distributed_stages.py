@@ -93,6 +93,20 @@ def test_tuples_and_both_directions(ring: Any) -> None:
 
 
 @runs_on("ranks")
+def test_one_neighbour_on_both_sides(ring: Any) -> None:
+    """Two stages in a circle, as virtual stages are: an input and a gradient from one rank."""
+    with own_groups():
+        two_stages()
+        helper, other = pp_utils.P2pHelper(), 1 - ring.rank
+        out = torch.full((2,), 10.0 + ring.rank, device=ring.device, requires_grad=True)
+        grad = torch.full((2,), 100.0 + ring.rank, device=ring.device)
+        for _ in range(2):
+            got: Any = helper.send_forward_backward_recv_forward_backward(out, grad, True, True)
+            assert_equal(got[0].tolist(), [10.0 + other] * 2, "the input")
+            assert_equal(got[1].tolist(), [100.0 + other] * 2, "the gradient")
+
+
+@runs_on("ranks")
 def test_wrong_outputs(ring: Any) -> None:
     with own_groups():
         two_stages()

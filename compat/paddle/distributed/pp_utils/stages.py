@@ -134,10 +134,11 @@ class P2pHelper:
         calls = [
             P2PonCalcStream(op, tensor.detach(), peer, pipe, *slices)
             for op, tensors, peer in (
+                # One rank may be on both sides: it receives in the order in which this one sends.
                 (_send_on_calc_stream, send_prev, before),
-                (_recv_on_calc_stream, from_prev, before),
-                (_send_on_calc_stream, send_next, after),
                 (_recv_on_calc_stream, from_next, after),
+                (_send_on_calc_stream, send_next, after),
+                (_recv_on_calc_stream, from_prev, before),
             )
             for tensor in _listed(tensors)
         ]
