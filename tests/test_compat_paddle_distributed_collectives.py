@@ -1,5 +1,7 @@
 """compat.paddle.distributed: values of the collectives, in every stream mode, and their errors."""
 
+import sys
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,8 @@ import torch
 import commlib.compat.paddle.distributed as dist
 from commlib.compat.paddle.distributed import stream
 from commlib.errors import ArgumentError, DtypeError, PeerError, ShapeError
+from commlib.rendezvous import host_exchange
+from commlib.rendezvous.shared_memory import MOST
 from tests.support.checks import (
     Array,
     assert_bits_equal,
@@ -306,6 +310,23 @@ def test_objects(ring: Any) -> None:
     out: list[Any] = [1, 2, 3]
     dist.scatter_object_list(out, ["first", "second"] if ring.rank == 0 else None, 0)
     assert_equal(out, [["first", "second"][ring.rank]], "scatter_object_list")
+
+
+def test_rows_of_a_large_object_grow_in_place() -> None:
+    """A copy of all rows per round would be quadratic, and hold the rows twice."""
+    values = list(range(100 * MOST))
+
+    def rounds(part: list[int]) -> list[list[int]]:
+        return [list(part), list(part)]
+
+    tracemalloc.start()
+    try:
+        rows = host_exchange.all_gather(rounds, values)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert rows == [values, values]
+    assert peak < 1.5 * sum(map(sys.getsizeof, rows))
 
 
 @runs_on("ranks")
