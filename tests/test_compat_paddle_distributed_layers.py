@@ -486,6 +486,14 @@ def test_batches_of_stages(ring: Any) -> None:
             peer = [float(i) + 10 * other for i in range(4)]
             assert_equal(out.tolist(), [*peer[:2], 0.0, 0.0] if enabled else peer, "received")
         pp_utils.initialize_p2p_groups(hybrid)
+        before = calls(ring)
+        two = [
+            pp_utils.P2PonCalcStream(pp_utils._send_on_calc_stream, x, other, one)
+            for one in (group, None)
+        ]
+        with raises(ArgumentError, "calls of rings [900, 0]", "use batch_isend_irecv"):
+            pp_utils.batch_send_recv_on_calc_stream(two)
+        assert_equal(calls(ring), before, "calls launched by refused ones")
         with raises(ArgumentError, "expected a list of one P2PonCalcStream or more"):
             pp_utils.batch_send_recv_on_calc_stream([])
         with raises(ArgumentError, "expected _send_on_calc_stream"):
