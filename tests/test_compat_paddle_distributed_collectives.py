@@ -232,6 +232,10 @@ def test_batches(ring: Any) -> None:
             dist.P2POp(dist.send, x, other)
         with raises(PeerError, "peer=7"):
             dist.batch_isend_irecv([dist.P2POp(dist.isend, x, other), dist.P2POp(dist.isend, x, 7)])
+        with raises(PeerError, f"peer={ring.rank} is this rank itself"):
+            dist.batch_isend_irecv(
+                [dist.P2POp(dist.isend, x, other), dist.P2POp(dist.isend, x, ring.rank, group)]
+            )
         assert_equal(calls(ring), before, "calls launched by refused ones")
 
 
@@ -252,6 +256,7 @@ def test_waits(ring: Any) -> None:
 def test_errors(ring: Any) -> None:
     x, before, me = torch.ones(4, 3, device=ring.device), calls(ring), f"rank {ring.rank} of 2"
     mixed: Any = [x, 1]
+    nothing: Any = None
     wrong: list[tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = [
         (
             lambda: stream.all_reduce(x, sync_op=False, use_calc_stream=True),
@@ -271,6 +276,8 @@ def test_errors(ring: Any) -> None:
         (lambda: dist.gather(x, None, ring.rank), ArgumentError, ("gather_list is NoneType",)),
         (lambda: dist.alltoall([x], []), ArgumentError, ("in_tensor_list has 1 entries",)),
         (lambda: dist.alltoall([x, x], [x]), ArgumentError, ("out_tensor_list has 1 entries",)),
+        (lambda: dist.alltoall([x, x], ()), ArgumentError, ("out_tensor_list has 0 entries",)),
+        (lambda: dist.alltoall([x, x], nothing), ArgumentError, ("out_tensor_list is NoneType",)),
         (lambda: dist.alltoall(x, []), ArgumentError, ("two tensors or two lists",)),
         (lambda: dist.alltoall_single(x, x, [1, 1]), ShapeError, ("in_splits=[1, 1]", me)),
         (lambda: dist.broadcast(x, 2), PeerError, ("src=2", "[0, 1]", me)),
