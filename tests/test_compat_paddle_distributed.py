@@ -13,7 +13,7 @@ import commlib
 import commlib.compat.paddle.distributed as dist
 from commlib.compat import paddle
 from commlib.compat.paddle.distributed import fleet, mp_ops, pp_utils, stream
-from commlib.errors import ArgumentError, PeerError, RingError
+from commlib.errors import ArgumentError, DeviceError, PeerError, RingError
 from tests.support.checks import assert_equal, raises
 from tests.support.paddle_groups import FIRST_ID, own_groups
 from tests.support.processes import run
@@ -229,6 +229,9 @@ def test_bad_groups(ring: Any) -> None:
                 dist.new_group(ranks)
         with raises(ArgumentError, "backend='mpi'", "'nccl' or 'gloo'"):
             dist.new_group(backend="mpi")
+        if not torch.cuda.is_available():
+            with raises(DeviceError, "this process sees 0 GPUs"):
+                dist.new_group([0], backend="nccl")
         assert_equal(dist.new_group([ring.rank]).id, FIRST_ID, "a refused call takes no number")
         late = dist.new_group(timeout=timedelta(seconds=20))
         assert_equal(late.ring.timeout, 20.0, "timeout")
@@ -334,6 +337,35 @@ def test_one_process() -> None:
     assert "call commlib.init() first" in refused
     life = ["rank: 0, nranks: 1, id: 0, ranks: 0; name: _default_pg0 True", "[10, 11]", "False []"]
     assert rounds == life * 2
+
+
+HYBRID = """
+import torch
+from commlib.compat.paddle.distributed import destroy_process_group, fleet
+from commlib.errors import ArgumentError
+
+strategy = fleet.DistributedStrategy()
+strategy.tensor_parallel_configs = {"tensor_init_seed": 3}
+tracker = fleet.meta_parallel.get_rng_state_tracker()
+for _ in range(2):
+    fleet.init(is_collective=True, strategy=strategy)
+    print(fleet.get_hybrid_communicate_group().nranks, list(tracker.get_states_tracker()))
+    destroy_process_group()
+    print(tracker.get_states_tracker())
+    try:
+        fleet.distributed_model(torch.nn.Linear(1, 1))
+    except ArgumentError as error:
+        print(error)
+"""
+
+
+def test_the_hybrid_group_ends_with_all_groups() -> None:
+    code, out, err = run("-c", HYBRID)
+    assert code == 0, err
+    for line in (0, 3):
+        alive, states, refused = out.splitlines()[line : line + 3]
+        assert (alive, states) == ("1 ['model_parallel_rng']", "{}")
+        assert refused.startswith("there is no hybrid group; call fleet.init")
 
 
 ENVIRONMENT = """

@@ -1,5 +1,7 @@
 """compat.paddle.distributed: values of the collectives, in every stream mode, and their errors."""
 
+import sys
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,8 @@ import torch
 import commlib.compat.paddle.distributed as dist
 from commlib.compat.paddle.distributed import stream
 from commlib.errors import ArgumentError, DtypeError, PeerError, ShapeError
+from commlib.rendezvous import host_exchange
+from commlib.rendezvous.shared_memory import MOST
 from tests.support.checks import (
     Array,
     assert_bits_equal,
@@ -228,6 +232,10 @@ def test_batches(ring: Any) -> None:
             dist.P2POp(dist.send, x, other)
         with raises(PeerError, "peer=7"):
             dist.batch_isend_irecv([dist.P2POp(dist.isend, x, other), dist.P2POp(dist.isend, x, 7)])
+        with raises(PeerError, f"peer={ring.rank} is this rank itself"):
+            dist.batch_isend_irecv(
+                [dist.P2POp(dist.isend, x, other), dist.P2POp(dist.isend, x, ring.rank, group)]
+            )
         assert_equal(calls(ring), before, "calls launched by refused ones")
 
 
@@ -248,6 +256,7 @@ def test_waits(ring: Any) -> None:
 def test_errors(ring: Any) -> None:
     x, before, me = torch.ones(4, 3, device=ring.device), calls(ring), f"rank {ring.rank} of 2"
     mixed: Any = [x, 1]
+    nothing: Any = None
     wrong: list[tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = [
         (
             lambda: stream.all_reduce(x, sync_op=False, use_calc_stream=True),
@@ -267,6 +276,8 @@ def test_errors(ring: Any) -> None:
         (lambda: dist.gather(x, None, ring.rank), ArgumentError, ("gather_list is NoneType",)),
         (lambda: dist.alltoall([x], []), ArgumentError, ("in_tensor_list has 1 entries",)),
         (lambda: dist.alltoall([x, x], [x]), ArgumentError, ("out_tensor_list has 1 entries",)),
+        (lambda: dist.alltoall([x, x], ()), ArgumentError, ("out_tensor_list has 0 entries",)),
+        (lambda: dist.alltoall([x, x], nothing), ArgumentError, ("out_tensor_list is NoneType",)),
         (lambda: dist.alltoall(x, []), ArgumentError, ("two tensors or two lists",)),
         (lambda: dist.alltoall_single(x, x, [1, 1]), ShapeError, ("in_splits=[1, 1]", me)),
         (lambda: dist.broadcast(x, 2), PeerError, ("src=2", "[0, 1]", me)),
@@ -306,6 +317,23 @@ def test_objects(ring: Any) -> None:
     out: list[Any] = [1, 2, 3]
     dist.scatter_object_list(out, ["first", "second"] if ring.rank == 0 else None, 0)
     assert_equal(out, [["first", "second"][ring.rank]], "scatter_object_list")
+
+
+def test_rows_of_a_large_object_grow_in_place() -> None:
+    """A copy of all rows per round would be quadratic, and hold the rows twice."""
+    values = list(range(100 * MOST))
+
+    def rounds(part: list[int]) -> list[list[int]]:
+        return [list(part), list(part)]
+
+    tracemalloc.start()
+    try:
+        rows = host_exchange.all_gather(rounds, values)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert rows == [values, values]
+    assert peak < 1.5 * sum(map(sys.getsizeof, rows))
 
 
 @runs_on("ranks")

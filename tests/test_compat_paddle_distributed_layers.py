@@ -1,5 +1,6 @@
 """compat.paddle.distributed: mp_ops, parallel layers, topology, fleet, experts, pipelines."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -362,6 +363,40 @@ def test_weights_that_are_not_split(ring: Any) -> None:
         assert_bits_equal(bias, whole(ring, parts[2], 0).detach()[:3].clone(), "a bias")
 
 
+@runs_on("ranks")
+def test_copied_layers_keep_their_parts(ring: Any) -> None:
+    with own_groups():
+        started(mp_degree=2)
+        layer = meta.ColumnParallelLinear(4, 6, has_bias=True)
+        torch.nn.init.constant_(layer.bias, ring.rank)
+        down: Any = meta.RowParallelLinear(6, 4)
+        torch.nn.init.constant_(down.bias, ring.rank)
+        model = torch.nn.ModuleList([copy.deepcopy(layer), down])
+        parts = [one.detach().clone() for one in model.parameters()]
+        fleet.distributed_model(model)
+        for part, one in zip(parts[:3], model.parameters(), strict=False):
+            assert_bits_equal(one.detach(), part, "a part")
+        assert_equal(down.bias.tolist(), [0.0] * 4, "what is whole comes from rank 0")
+
+
+@runs_on("ranks")
+def test_parameters_with_a_gradient_on_one_rank(ring: Any) -> None:
+    """Rank r uses layer r alone; the mean counts the other rank as zero."""
+    with own_groups():
+        started(dp_degree=2)
+        layers = [torch.nn.Linear(1, 1, bias=False, device=ring.device) for _ in range(3)]
+        model = torch.nn.ModuleList(layers)
+        layers[2].requires_grad_(False)
+        for one in model.parameters():
+            torch.nn.init.zeros_(one)
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), 1.0))
+        layers[ring.rank](torch.full((1, 1), 10.0**ring.rank, device=ring.device)).sum().backward()
+        optimizer.step()
+        weights = [one.item() for one in model.parameters()]
+        assert_equal(weights, [-0.5, -5.0, 0.0], "weights on both ranks")
+        assert_equal(layers[2].weight.grad, None, "a frozen parameter")
+
+
 # -- experts and pipelines -------------------------------------------------------------------------
 
 
@@ -451,6 +486,14 @@ def test_batches_of_stages(ring: Any) -> None:
             peer = [float(i) + 10 * other for i in range(4)]
             assert_equal(out.tolist(), [*peer[:2], 0.0, 0.0] if enabled else peer, "received")
         pp_utils.initialize_p2p_groups(hybrid)
+        before = calls(ring)
+        two = [
+            pp_utils.P2PonCalcStream(pp_utils._send_on_calc_stream, x, other, one)
+            for one in (group, None)
+        ]
+        with raises(ArgumentError, "calls of rings [900, 0]", "use batch_isend_irecv"):
+            pp_utils.batch_send_recv_on_calc_stream(two)
+        assert_equal(calls(ring), before, "calls launched by refused ones")
         with raises(ArgumentError, "expected a list of one P2PonCalcStream or more"):
             pp_utils.batch_send_recv_on_calc_stream([])
         with raises(ArgumentError, "expected _send_on_calc_stream"):

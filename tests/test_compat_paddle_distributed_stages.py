@@ -93,6 +93,64 @@ def test_tuples_and_both_directions(ring: Any) -> None:
 
 
 @runs_on("ranks")
+def test_one_neighbour_on_both_sides(ring: Any) -> None:
+    """Two stages in a circle, as virtual stages are: an input and a gradient from one rank."""
+    with own_groups():
+        two_stages()
+        helper, other = pp_utils.P2pHelper(), 1 - ring.rank
+        out = torch.full((2,), 10.0 + ring.rank, device=ring.device, requires_grad=True)
+        grad = torch.full((2,), 100.0 + ring.rank, device=ring.device)
+        for _ in range(2):
+            got: Any = helper.send_forward_backward_recv_forward_backward(out, grad, True, True)
+            assert_equal(got[0].tolist(), [10.0 + other] * 2, "the input")
+            assert_equal(got[1].tolist(), [100.0 + other] * 2, "the gradient")
+
+
+@runs_on("ranks")
+def test_gradients_of_changing_shapes(ring: Any) -> None:
+    """Two outputs are under way before the first gradient, and one that needs no gradient."""
+    with own_groups():
+        two_stages()
+        helper, lengths = pp_utils.P2pHelper(use_cache=False), (2, 3)
+        if ring.rank == 0:
+            helper.send_forward(torch.ones(7, device=ring.device), False)
+            for length in lengths:
+                helper.send_forward(drawn(5, ring)[0, :length].requires_grad_(), False)
+            grads: list[Any] = [helper.recv_backward(False) for _ in lengths]
+            assert_equal([one.tolist() for one in grads], [[2.0] * 2, [3.0] * 3], "gradients")
+            with raises(ArgumentError, "or that does not require grad", "call send_forward first"):
+                helper.recv_backward(False)
+            return
+        inputs: list[Any] = [helper.recv_forward(False) for _ in range(3)]
+        assert_equal([tuple(one.shape) for one in inputs], [(7,), (2,), (3,)], "inputs")
+        for length in lengths:
+            helper.send_backward(torch.full_like(drawn(5, ring)[0, :length], length), False)
+
+
+@runs_on("ranks")
+def test_evaluation_between_steps_of_training(ring: Any) -> None:
+    """Outputs without grad have the known form, also gradients after them; not the reverse."""
+    with own_groups():
+        two_stages()
+        helper, x = pp_utils.P2pHelper(), drawn(5, ring)
+        for train in (True, False, True):
+            if ring.rank == 0:
+                helper.send_forward(x.clone().requires_grad_(train), False)
+                grad: Any = helper.recv_backward(False) if train else x
+                assert_bits_equal(grad, x, "the gradient")
+            else:
+                assert_bits_equal(helper.recv_forward(False), x, f"training is {train}", atol=0)
+                helper.send_backward(x if train else None, False)
+        helper.clear_meta_cache()
+        if ring.rank == 0:
+            helper.send_forward(x, False)
+            with raises(ShapeError, "clear_meta_cache()"):
+                helper.send_forward(x.clone().requires_grad_(), False)
+        else:
+            helper.recv_forward(False)
+
+
+@runs_on("ranks")
 def test_wrong_outputs(ring: Any) -> None:
     with own_groups():
         two_stages()

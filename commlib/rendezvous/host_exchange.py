@@ -105,7 +105,8 @@ def all_gather(rounds: Rounds, values: Sequence[int]) -> list[list[int]]:
     rows = [row[1:] for row in first]
     for start in range(MOST - 1, max(lengths), MOST):
         more = rounds(list(values[start : start + MOST]))
-        rows = [row + rest for row, rest in zip(rows, more, strict=True)]
+        for row, rest in zip(rows, more, strict=True):
+            row += rest  # in place: a copy per round would make long rows quadratic
     return rows
 
 

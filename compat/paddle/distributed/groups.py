@@ -1,7 +1,7 @@
 """Legacy process groups: a ``Group`` is a ring with a legacy number."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 from commlib.compat.paddle.checks import ring_of
@@ -85,9 +85,15 @@ class _Groups:
     def __init__(self) -> None:
         self.by_id: dict[int, Group] = {}
         self.next_id = _FIRST_ID
+        self.ends: list[Callable[[], None]] = []
 
 
 _groups = _Groups()
+
+
+def at_end(forget: Callable[[], None]) -> None:
+    """Call ``forget`` whenever all groups are destroyed, for what is built on groups."""
+    _groups.ends.append(forget)
 
 
 def global_group() -> Group:
@@ -121,16 +127,17 @@ def new_group(
     Raises:
         RingError: Ring 0 does not exist, or ``ranks`` is wrong.
         ArgumentError: ``backend`` is unknown.
+        DeviceError: This process, a member or not, has no device for ``backend``.
         CommError: As ``CommContextManager.create``.
     """
     world_ring, manager = ring_of("new_group", 0), CommContextManager.instance()
     check_backend(backend)
+    device = None if backend is None else checked_device(_DEVICES[backend])
     ring_id, world = _groups.next_id, manager.world()
     given = world_ring.ranks if ranks is None else ranks
     members = sorted(checked_members(ring_id, given, world))
     _groups.next_id += 1
     if world.rank in members:
-        device = None if backend is None else checked_device(_DEVICES[backend])
         manager.create(ring_id, members, device=device, timeout=timeout)
     else:
         new_ring(ring_id, members)
@@ -162,7 +169,8 @@ def destroy_process_group(group: Group | None = None) -> None:
     """Close the ring of a group, or all rings.
 
     Args:
-        group: Default: the group of all ranks, and with it every other one; numbers start again.
+        group: Default: the group of all ranks, and with it every other one. Numbers start again,
+            and the hybrid group and the tracked generator states are forgotten.
 
     Raises:
         RingError: The group was destroyed before.
@@ -171,6 +179,8 @@ def destroy_process_group(group: Group | None = None) -> None:
         ring_of("destroy_process_group", 0)
         _groups.by_id.clear()
         _groups.next_id = _FIRST_ID
+        for forget in _groups.ends:
+            forget()
         shutdown()
         return
     if _groups.by_id.pop(group.id, None) is None:

@@ -1,7 +1,7 @@
 """This process's groups in hybrid parallelism, each with a ring."""
 
 from commlib.compat.paddle.distributed.environment import ParallelMode, get_rank, get_world_size
-from commlib.compat.paddle.distributed.groups import Group, new_group
+from commlib.compat.paddle.distributed.groups import Group, at_end, new_group
 from commlib.compat.paddle.distributed.topology import CommunicateTopology
 from commlib.errors import ArgumentError
 
@@ -194,8 +194,12 @@ class _Current:
 
     group: HybridCommunicateGroup | None = None
 
+    def forget(self) -> None:
+        self.group = None
+
 
 _current = _Current()
+at_end(_current.forget)
 
 
 def hybrid_group() -> HybridCommunicateGroup:

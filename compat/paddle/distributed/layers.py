@@ -2,7 +2,8 @@
 
 Weights have upstream's layout, [in, out]. Each rank draws its part from the tracked generator state
 (``get_rng_state_tracker``), so the parts differ. ``mp_group=None`` is the tensor-parallel group of
-``fleet.init``. A weight that is split has ``is_distributed = True`` and ``split_axis``.
+``fleet.init``. A weight that is split has ``is_distributed = True`` and ``split_axis``; a deep copy
+of a layer loses both marks, which torch does not copy, and keeps ``layer.split_axes``.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,11 @@ Initializer = Callable[[Tensor], Any]
 
 
 class _ParallelLayer(torch.nn.Module):
-    """A layer with a tensor-parallel group."""
+    """A layer with a tensor-parallel group.
+
+    Attributes:
+        split_axes: The axis of each parameter that is split, by its name.
+    """
 
     def __init__(self, mp_group: Group | None) -> None:
         super().__init__()
@@ -31,6 +36,7 @@ class _ParallelLayer(torch.nn.Module):
         self.model_parallel_group = group
         self.world_size, self.rank = group.ring.size, group.ring.rank
         self.is_mp = self.world_size > 1
+        self.split_axes: dict[str, int] = {}
 
     def _part(self, what: str, length: int) -> int:
         """Return this rank's share of ``length``."""
@@ -56,19 +62,34 @@ class _ParallelLayer(torch.nn.Module):
         drawing = get_rng_state_tracker().rng_state() if self.is_mp else nullcontext()
         with drawing, torch.no_grad():
             (initializer or torch.nn.init.xavier_uniform_)(weight)
-        return self._marked(weight, split_axis)
+        return self._marked("weight", weight, split_axis)
 
     def _bias(self, length: int, split_axis: int | None = None) -> torch.nn.Parameter:
         """Return a new bias of zeros."""
         zeros = torch.zeros(length, device=self.model_parallel_group.ring.device)
-        return self._marked(torch.nn.Parameter(zeros), split_axis)
+        return self._marked("bias", torch.nn.Parameter(zeros), split_axis)
 
-    def _marked(self, parameter: Any, split_axis: int | None) -> torch.nn.Parameter:
+    def _marked(self, name: str, parameter: Any, split_axis: int | None) -> torch.nn.Parameter:
         parameter.is_distributed = self.is_mp and split_axis is not None
-        if parameter.is_distributed:
-            parameter.split_axis = split_axis
+        if self.is_mp and split_axis is not None:
+            parameter.split_axis = self.split_axes[name] = split_axis
         marked: torch.nn.Parameter = parameter
         return marked
+
+
+def split_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the parameters that differ between tensor-parallel ranks.
+
+    They are those of the parallel layers, and those that a program has given a ``split_axis``.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, _ParallelLayer)]
+    of_layers = [
+        one
+        for layer in layers
+        for name, one in layer.named_parameters(recurse=False)
+        if name in layer.split_axes
+    ]
+    return [*of_layers, *(one for one in model.parameters() if hasattr(one, "split_axis"))]
 
 
 class VocabParallelEmbedding(_ParallelLayer):

@@ -10,6 +10,7 @@ from commlib.compat.paddle.distributed import stream
 from commlib.compat.paddle.distributed.groups import Group, member_ring, position_of
 from commlib.compat.paddle.distributed.tasks import Task
 from commlib.core.context import CommContext
+from commlib.core.validation import check_peer
 from commlib.errors import ArgumentError
 
 Tensor = torch.Tensor
@@ -97,6 +98,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Task] | None:
         ring = member_ring("batch_isend_irecv", call.group)
         if ring is not None:
             peer = position_of("batch_isend_irecv", ring, "peer", call.peer)
+            check_peer(ring, "batch_isend_irecv", peer)
             by_ring.setdefault(ring, []).append((index, call, peer))
     tasks: dict[int, Task] = {}
     for ring, calls in by_ring.items():

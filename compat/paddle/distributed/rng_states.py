@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from commlib.compat.paddle.checks import ring_of
+from commlib.compat.paddle.distributed.groups import at_end
 from commlib.compat.paddle.distributed.hybrid_group import hybrid_group
 from commlib.errors import ArgumentError
 
@@ -82,6 +83,7 @@ class RNGStatesTracker:
 
 
 _tracker = RNGStatesTracker()
+at_end(_tracker.reset)
 
 
 def get_rng_state_tracker() -> RNGStatesTracker:

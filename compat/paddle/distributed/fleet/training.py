@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 import torch
 
 from commlib.compat.paddle.distributed.hybrid_group import hybrid_group
+from commlib.compat.paddle.distributed.layers import split_parameters
 from commlib.core.context import CommContext
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -23,8 +24,8 @@ def distributed_model(model: Model) -> Model:
     """
     hybrid = hybrid_group()
     tensors = [*model.parameters(), *model.buffers()]
-    # Not by is_distributed, which is a method of every tensor that is not split.
-    whole = [one for one in tensors if not hasattr(one, "split_axis")]
+    split = {id(one) for one in split_parameters(model)}
+    whole = [one for one in tensors if id(one) not in split]
     _broadcast(hybrid.get_model_parallel_group().ring, whole)
     for group in hybrid.replica_groups():
         _broadcast(group.ring, tensors)
@@ -45,14 +46,27 @@ class HybridParallelOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Average the gradients and take a step."""
-        groups = self._optimizer.param_groups
-        parameters = [one for group in groups for one in group["params"] if one.grad is not None]
-        for replicas in hybrid_group().replica_groups():
+        """Average the gradients and take a step.
+
+        On two replicas or more, a parameter that requires grad and has no gradient here takes part
+        with zeros, since another rank may have one. It then has a gradient on every rank.
+        """
+        groups = hybrid_group().replica_groups()
+        gradients = self._gradients() if groups else []
+        for replicas in groups:
             with replicas.ring.group():
-                for one in parameters:
-                    replicas.ring.all_reduce(one.grad, one.grad, op="avg")
+                for one in gradients:
+                    replicas.ring.all_reduce(one, one, op="avg")
         self._optimizer.step()
+
+    def _gradients(self) -> list[Any]:
+        """Return a gradient per parameter that requires grad, so as many on every replica."""
+        every = [one for group in self._optimizer.param_groups for one in group["params"]]
+        trained = [one for one in every if one.requires_grad]
+        for one in trained:
+            if one.grad is None:
+                one.grad = torch.zeros_like(one)
+        return [one.grad for one in trained]
 
     def clear_grad(self, set_to_zero: bool = False) -> None:
         """Drop the gradients, or set them to zero."""

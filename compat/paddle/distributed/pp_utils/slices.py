@@ -6,7 +6,6 @@ other side. A tensor whose elements ``nranks`` does not divide is sent whole.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -196,25 +195,29 @@ class P2PonCalcStream:
 
 
 def batch_send_recv_on_calc_stream(p2p_op_list: Sequence[P2PonCalcStream]) -> None:
-    """Launch sends and receives of one or more groups together, on the current stream.
+    """Launch sends and receives of one group together, on the current stream.
 
     Args:
         p2p_op_list: The calls.
 
     Raises:
-        ArgumentError: ``p2p_op_list`` is empty or has other entries.
-        RingError: This process is not in a group.
-        PeerError: A peer is not another rank of its group. Nothing is launched.
+        ArgumentError: ``p2p_op_list`` is empty or has other entries, or several groups, which would
+            wait for each other on one stream.
+        RingError: This process is not in the group.
+        PeerError: A peer is not another rank of the group. Nothing is launched.
     """
     if not p2p_op_list or not all(isinstance(one, P2PonCalcStream) for one in p2p_op_list):
         raise ArgumentError(
             f"batch_send_recv_on_calc_stream: p2p_op_list={p2p_op_list!r}; expected a list of one "
             f"P2PonCalcStream or more"
         )
-    numbers = dict.fromkeys(0 if one.group is None else one.group.id for one in p2p_op_list)
-    with ExitStack() as groups:
-        for number in numbers:
-            groups.enter_context(ring_of("batch_send_recv_on_calc_stream", number).group())
+    rings = list(dict.fromkeys(0 if one.group is None else one.group.id for one in p2p_op_list))
+    if len(rings) > 1:
+        raise ArgumentError(
+            f"batch_send_recv_on_calc_stream: calls of rings {rings}; expected one group; use "
+            f"batch_isend_irecv for several"
+        )
+    with ring_of("batch_send_recv_on_calc_stream", rings[0]).group():
         for one in p2p_op_list:
             one.op(one.tensor, one.group, one.peer, one.nranks, one.rank_id)
 

@@ -4,6 +4,7 @@ A stage first sends the shapes and dtypes of its output to the next one, once. E
 call sends and receives is launched together, so that stages can't wait for each other in a circle.
 """
 
+from collections import deque
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,18 @@ class _Form(NamedTuple):
             numbers += [_NUMBERS[dtype], int(has_grad), len(shape), *shape]
         return numbers
 
+    def fits(self, known: "_Form") -> bool:
+        """Return True if the other stage, which knows ``known``, can receive this form.
+
+        What required grad in training need not in evaluation; the reverse would lose gradients.
+        """
+        if self.is_tuple != known.is_tuple or len(self.parts) != len(known.parts):
+            return False
+        return all(
+            own[::2] == other[::2] and own[1] <= other[1]
+            for own, other in zip(self.parts, known.parts, strict=True)
+        )
+
     def new(self, device: torch.device, *, grads: bool = False) -> Tensors:
         """Return empty tensors; ``grads``: for gradients, which some tensors of a tuple lack."""
         parts = [part for part in self.parts if part[1] or not (grads and self.is_tuple)]
@@ -58,14 +71,22 @@ class P2pHelper:
     """
 
     def __init__(self, use_cache: bool = True) -> None:
-        """``use_cache``: all micro-batches have the form of the first one, which is sent once."""
+        """Choose how often forms are sent.
+
+        Args:
+            use_cache: True: all micro-batches have the form of the first one, which is sent once.
+                False: each output is sent with its form, and gradients come in the order of the
+                outputs that require grad.
+        """
         self._use_cache = use_cache
         self._sent: _Form | None = None
         self._received: _Form | None = None
+        self._awaited: deque[_Form] = deque()  # without the cache: outputs without gradients yet
 
     def clear_meta_cache(self) -> None:
         """Send and receive the form again with the next micro-batch."""
         self._sent = self._received = None
+        self._awaited.clear()
 
     def recv_forward(
         self, pp_first_stage: bool, sync_recv: bool = True, batch_p2p_comm: bool = True
@@ -127,17 +148,20 @@ class P2pHelper:
         hybrid = hybrid_group()
         pipe = hybrid.get_pipe_parallel_group()
         before, after = hybrid._get_p2p_prev_rank(), hybrid._get_p2p_next_rank()
-        self._agree(pipe, before if recv_prev else None, after, send_next)
+        unknown = None if send_next is None else self._noted(pipe, send_next)
+        awaited = self._gradients(pipe) if recv_next else None
+        self._agree(pipe, before if recv_prev else None, after, unknown)
         from_prev = self._received.new(pipe.ring.device) if recv_prev and self._received else None
-        from_next = self._gradients(pipe) if recv_next else None
+        from_next = awaited.new(pipe.ring.device, grads=True) if awaited else None
         slices = hybrid.get_model_parallel_world_size(), hybrid.get_model_parallel_rank()
         calls = [
             P2PonCalcStream(op, tensor.detach(), peer, pipe, *slices)
             for op, tensors, peer in (
+                # One rank may be on both sides: it receives in the order in which this one sends.
                 (_send_on_calc_stream, send_prev, before),
-                (_recv_on_calc_stream, from_prev, before),
-                (_send_on_calc_stream, send_next, after),
                 (_recv_on_calc_stream, from_next, after),
+                (_send_on_calc_stream, send_next, after),
+                (_recv_on_calc_stream, from_prev, before),
             )
             for tensor in _listed(tensors)
         ]
@@ -149,25 +173,36 @@ class P2pHelper:
             self._received = None
         return from_prev, from_next
 
-    def _gradients(self, pipe: Group) -> Tensors:
-        """Return empty tensors for the gradients of this stage's output."""
-        if self._sent is None:
-            raise ArgumentError(
-                f"{pipe.ring._describe('P2pHelper')}: gradients of an output that was not sent; "
-                f"call send_forward first"
-            )
-        return self._sent.new(pipe.ring.device, grads=True)
+    def _noted(self, pipe: Group, output: Tensors) -> _Form | None:
+        """Note the form of an output; return it if the next stage does not know it."""
+        form = self._form(pipe, output)
+        if not self._use_cache:
+            if any(has_grad for _, has_grad, _ in form.parts):
+                self._awaited.append(form)
+            return form
+        if self._sent is not None:
+            return None
+        self._sent = form
+        return form
 
-    def _agree(self, pipe: Group, before: int | None, after: int, output: Tensors) -> None:
+    def _gradients(self, pipe: Group) -> _Form:
+        """Return the form of the output whose gradients come next."""
+        oldest = self._awaited.popleft() if self._awaited else None
+        form = self._sent if self._use_cache else oldest
+        if form is None:
+            raise ArgumentError(
+                f"{pipe.ring._describe('P2pHelper')}: gradients of an output that was not sent, or "
+                f"that does not require grad; call send_forward first"
+            )
+        return form
+
+    def _agree(self, pipe: Group, before: int | None, after: int, unknown: _Form | None) -> None:
         """Send the form of the output, and receive that of the input, where they are not known."""
         sends, takes = None, None
-        if output is not None:
-            form = self._form(pipe, output)
-            if form != self._sent or not self._use_cache:
-                numbers = form.header()
-                padded = numbers + [0] * (_HEADER - len(numbers))
-                sends = torch.tensor(padded, device=pipe.ring.device)
-            self._sent = form
+        if unknown is not None:
+            numbers = unknown.header()
+            padded = numbers + [0] * (_HEADER - len(numbers))
+            sends = torch.tensor(padded, device=pipe.ring.device)
         if before is not None and self._received is None:
             takes = torch.empty(_HEADER, dtype=torch.int64, device=pipe.ring.device)
         with pipe.ring.group():
@@ -179,13 +214,13 @@ class P2pHelper:
             self._received = _read(takes.tolist())
 
     def _form(self, pipe: Group, output: Tensors) -> _Form:
-        """Return the form of this stage's output, which must be the known one."""
+        """Return the form of this stage's output, which must fit the known one."""
         parts = [(one.dtype, one.requires_grad, tuple(one.shape)) for one in _listed(output)]
         form = _Form(isinstance(output, tuple), tuple(parts))
-        if self._use_cache and self._sent not in (None, form):
+        if self._sent is not None and not form.fits(self._sent):
             raise ShapeError(
                 f"{pipe.ring._describe('P2pHelper')}: the output is {form.parts}; expected "
-                f"{self._sent.parts if self._sent else ()}, as in the first micro-batch; call "
+                f"{self._sent.parts}, as in the first micro-batch; call "
                 f"clear_meta_cache() on every stage, or pass use_cache=False"
             )
         if len(form.header()) > _HEADER:

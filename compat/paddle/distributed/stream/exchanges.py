@@ -53,7 +53,7 @@ def alltoall(
             f"is {type(inputs).__name__}; pass two tensors or two lists"
         )
     check_list("alltoall", ring, "in_tensor_list", inputs)
-    shapes = outputs or inputs
+    shapes = inputs if outputs == [] else outputs
     check_list("alltoall", ring, "out_tensor_list", shapes)
     x = torch.cat([one.detach().reshape(-1) for one in inputs])
     takes, sends = [one.numel() for one in shapes], [one.numel() for one in inputs]
