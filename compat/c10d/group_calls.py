@@ -184,9 +184,11 @@ class GroupCalls(Collectives):
 
     def shutdown(self) -> None:
         """Close the rings that were made for groups and that no group uses any more."""
-        pairs.flush()
         held, self._held = self._held, {}
-        group_rings.release(held)
+        try:
+            pairs.flush()
+        finally:
+            group_rings.release(held)
 
     def abort(self) -> None:
         """Abort the rings that were made for groups, with all calls in flight.
