@@ -73,15 +73,19 @@ def monitored_barrier(
 def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
     """Launch sends and receives as one operation; returns the works to wait for."""
     _c10d._check_p2p_op_list(p2p_op_list)
-    first = p2p_op_list[0]
-    group = first.group or _c10d._get_default_group()
-    if calls_of(group) is None:
+    group = p2p_op_list[0].group or _c10d._get_default_group()
+    calls = calls_of(group)
+    if calls is None:
         return _torch.batch_isend_irecv(p2p_op_list)
-    with _c10d._coalescing_manager(group, first.tensor.device, async_ops=True) as manager:
+    calls.start_coalescing()
+    try:
         for one in p2p_op_list:
             peer = {"group_dst" if one.op is _torch.isend else "group_src": one.group_peer}
             one.op(one.tensor, group=one.group, tag=one.tag, **peer)
-    return list(manager.works)
+    except BaseException:
+        calls.drop_coalescing()
+        raise
+    return [calls.end_coalescing()]
 
 
 def __dir__() -> list[str]:

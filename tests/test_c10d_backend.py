@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import commlib
 from commlib.compat.c10d import pairs as queued_pairs
 from commlib.compat.c10d.backend import takes_subclasses
+from commlib.compat.c10d.bridges import calls_of
 from commlib.compat.c10d.launching import Step
 from tests.support.checks import assert_bits_equal, assert_equal, raises, sample
 from tests.support.runs_on import runs_on
@@ -250,6 +252,50 @@ def test_tags(ring: Any) -> None:
             assert_equal((a.tolist(), b.tolist()), ([1.0, 1.0], [2.0, 2.0]), "by tag")
             if not takes_subclasses():  # there, C++ passes waits and futures of a work alone
                 assert_equal(works[0]._source_rank(), 0, "sender")
+
+
+@runs_on("ranks")
+def test_premul_sum(ring: Any) -> None:
+    """A sum of scaled inputs, also where rings take no factor; the inputs stay as they are."""
+    with initialised(ring, OURS[ring.device.type]):
+        half, device = dist._make_nccl_premul_sum(0.5), ring.device
+        given = [np.arange(4, dtype=np.float32) + 3 * r for r in range(2)]
+        total = (given[0] * 0.5 + given[1] * 0.5).tolist()
+        part = total[2 * ring.rank : 2 * ring.rank + 2]
+        for later in (False, True):
+            x = torch.from_numpy(given[ring.rank].copy()).to(device)
+            out = torch.empty(2, device=device)
+            waited(dist.reduce_scatter_tensor(out, x, half, async_op=later))
+            assert_equal((out.tolist(), x.tolist()), (part, given[ring.rank].tolist()), "tensor")
+            out = torch.empty(2, device=device)
+            waited(dist.reduce_scatter(out, list(x.chunk(2)), half, async_op=later))
+            assert_equal(out.tolist(), part, "list")
+            waited(dist.reduce(x, 0, half, async_op=later))
+            if ring.rank == 0:
+                assert_equal(x.tolist(), total, "reduce")
+
+
+@runs_on("ranks")
+def test_parts_of_wrong_sizes(ring: Any) -> None:
+    """Nothing is launched, so no part gets data of another one."""
+    with initialised(ring, OURS[ring.device.type]) as world:
+        group: Any = calls_of(world)
+        device, x = ring.device, torch.ones(4, device=ring.device)
+        wrong = [torch.zeros(3, device=device), torch.zeros(5, device=device)]
+        error = commlib.errors.ShapeError
+        calls = ring.report()["calls"]
+        with raises(error, "scatter on ring 0", "have [3, 5] elements; expected [4, 4]"):
+            dist.scatter(torch.empty_like(x), wrong, src=ring.rank)
+        with raises(error, "gather on ring 0", "have [3, 5] elements; expected [4, 4]"):
+            group.gather([wrong], [x], ring.rank)
+        with raises(error, "all_gather on ring 0", "are 3; expected one per rank, 2"):
+            dist.all_gather([*wrong, x], x)
+        with raises(error, "outputs of rank 1", "have [5] elements; expected [4]"):
+            group.allgather_coalesced([[x], wrong[1:]], [x])
+        assert_equal(ring.report()["calls"], calls, "launches")
+        outs = [[torch.empty_like(x)] for _ in range(2)]
+        group.allgather_coalesced(outs, [x + ring.rank]).wait()
+        assert_equal([row[0].tolist() for row in outs], [[1.0] * 4, [2.0] * 4], "coalesced")
 
 
 @runs_on("ranks")

@@ -101,6 +101,47 @@ def test_the_process_group_of_a_ring(ring: Any) -> None:
 
 
 @runs_on("ranks")
+def test_the_process_group_of_a_ring_under_an_old_id(ring: Any) -> None:
+    with initialised(ring, ours(ring)):
+        for number in range(2):
+            made = commlib.new_ring(5, [1, 0])
+            assert made is not None
+            group = made.process_group()
+            assert_equal(commlib.ring_from_group(group) is made, True, f"group {number}")
+            x = torch.ones(2, device=ring.device)
+            dist.all_reduce(x, group=group)
+            assert_equal(x.tolist(), [2.0, 2.0], f"all_reduce {number}")
+            commlib.close_ring(5)
+
+
+@runs_on("ranks")
+def test_groups_end_the_rings_of_groups_alone(ring: Any) -> None:
+    """A ring of the program stays, also one that it makes under the id of a closed one."""
+    with initialised(ring, ours(ring)):
+        group: Any = calls_of(dist.new_group([0, 1]))
+        group.abort()  # on the program's ring 0
+        one, two = (dist.new_group([ring.rank], use_local_synchronization=True) for _ in range(2))
+        alone = commlib.ring_from_group(one)
+        group = calls_of(one)
+        group.shutdown()
+        group.abort()
+        dist.destroy_process_group(one)
+        x = torch.ones(1, device=ring.device)
+        dist.all_reduce(x, group=two)
+        assert_equal(x.item(), 1.0, "the other group of the ring")
+        dist.destroy_process_group(two)
+        with raises(RingError, "closed"):
+            alone.barrier()
+    ring.barrier()
+    commlib.shutdown()
+    with initialised(ring, ours(ring)):
+        assert_equal(commlib.comm(0).ranks, ring.ranks, "ring 0 of the group")
+        commlib.shutdown()
+        again = commlib.init()
+    again.barrier()
+
+
+@runs_on("ranks")
 def test_the_ring_of_another_backends_group(ring: Any) -> None:
     """A group of stock gloo or NCCL keeps working; its ring is made once, over the same ranks."""
     with initialised(ring, STOCK[ring.device.type]):

@@ -42,6 +42,11 @@ def test_reduce_scatter_v(ring: Any) -> None:
         assert_equal(ring.reduce_scatter_v(out, given[ring.rank], op=op) is out, True, "result")
         expected = formula(wide(given[0][ring.rank]), wide(given[1][ring.rank]))
         assert_bits_equal(out.cpu(), rounded(expected, torch.float32), op)
+        out = torch.empty_like(out)
+        options = {"op": op, "use_calc_stream": False, "sync_op": False}
+        work = ring.reduce_scatter_v(out, given[ring.rank], **options)
+        assert_equal((work.wait() is out, work.result is out), (True, True), "result of a Work")
+        assert_bits_equal(out.cpu(), rounded(expected, torch.float32), f"{op}, later")
 
 
 @runs_on("ranks")

@@ -93,8 +93,11 @@ def process_group_of(ring: CommContext) -> dist.ProcessGroup:
         if calls is not None and any(ring is one for one in calls.rings.values()):
             return known
     name = f"commlib ring {ring.ring_id}"
+    for known in [one for one, its in distributed_c10d._world.pg_names.items() if its == name]:
+        dist.destroy_process_group(known)  # of a closed ring that had the same id
     group: dist.ProcessGroup = _group_over(ring, name)
     _enter(group, name, ring)
+    group_rings.hold(ring)
     return group
 
 
@@ -116,6 +119,7 @@ def _group_over(ring: CommContext, name: str) -> Any:
 
 def _enter(group: dist.ProcessGroup, name: str, ring: CommContext) -> None:
     """Enter a group in the tables in which ``torch.distributed`` looks groups up."""
+    distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
     world: Any = distributed_c10d._world
     world.pg_map[group] = (dist.Backend(NAME), distributed_c10d._get_default_store())
     world.pg_names[group] = name
@@ -125,4 +129,3 @@ def _enter(group: dist.ProcessGroup, name: str, ring: CommContext) -> None:
     world.pg_to_tag[group] = tag
     for key in ("", tag):
         world.tags_to_pg.setdefault(key, []).append(group)
-    distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]

@@ -9,8 +9,15 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from commlib.compat.c10d.launching import Step
-from commlib.compat.c10d.options import listed, options, parts, single
-from commlib.compat.c10d.reductions import arguments_of
+from commlib.compat.c10d.options import (
+    check_count,
+    check_sizes,
+    listed,
+    options,
+    parts,
+    single,
+)
+from commlib.compat.c10d.reductions import arguments_of, scaled
 from commlib.compat.c10d.work import DONE
 from commlib.core.context import CommContext
 
@@ -58,18 +65,21 @@ class Collectives:
     ) -> Any:
         """Reduce a tensor over all ranks, in place on the root."""
         opts = options(c10d.ReduceOptions, root, timeout, rootRank=root, reduceOp=op)
-        x, how = single(tensors), arguments_of(opts.reduceOp)
-        ring = self._ring_for([x])
-        call = partial(ring.reduce, x, x, root=opts.rootRank, **how)
-        return self._issue(ring, Step([call], [x]), opts)
+        out = single(tensors)
+        ring = self._ring_for([out])
+        how, [x] = scaled(opts.reduceOp, [out])
+        call = partial(ring.reduce, out, x, root=opts.rootRank, **how)
+        return self._issue(ring, Step([call], [out]), opts)
 
     def reduce_scatter(
         self, out: Given, inputs: Sequence[Any], op: Any = None, timeout: timedelta | None = None
     ) -> Any:
         """Fill ``out`` of rank r with the reduction of tensor r of all ranks."""
         opts = options(c10d.ReduceScatterOptions, op, timeout, reduceOp=op)
-        target, sources, how = single(out), parts(inputs), arguments_of(opts.reduceOp)
+        target = single(out)
         ring = self._ring_for([target])
+        how, sources = scaled(opts.reduceOp, parts(inputs))
+        check_count(ring, "reduce_scatter", "the inputs", sources)
         if _even(sources, target):
             calls = [partial(ring.reduce_scatter, target, _flat(sources), **how)]
         else:
@@ -89,8 +99,9 @@ class Collectives:
     ) -> Any:
         """Make several ``reduce_scatter_single`` as one operation."""
         opts = options(c10d.ReduceScatterOptions, opts)
-        targets, sources, how = listed(outs), listed(inputs), arguments_of(opts.reduceOp)
+        targets = listed(outs)
         ring = self._ring_for(targets)
+        how, sources = scaled(opts.reduceOp, listed(inputs))
         pairs = zip(targets, sources, strict=True)
         calls = [partial(ring.reduce_scatter, out, x, **how) for out, x in pairs]
         return self._issue(ring, Step(calls, targets), opts)
@@ -110,6 +121,7 @@ class Collectives:
         opts = options(c10d.AllgatherOptions, opts)
         targets, source = parts(outs), single(x)
         ring = self._ring_for([source])
+        check_count(ring, "all_gather", "the outputs", targets)
         if _even(targets, source):
             flat = source.new_empty(len(targets) * source.numel())
             call = partial(ring.all_gather, flat, source)
@@ -127,6 +139,9 @@ class Collectives:
         opts = options(c10d.AllgatherOptions, opts)
         sources, rows = listed(inputs), [listed(row) for row in outs]
         ring = self._ring_for(sources)
+        check_count(ring, "all_gather_coalesced", "the list of outputs", rows)
+        for rank, row in enumerate(rows):
+            check_sizes(ring, "all_gather_coalesced", f"the outputs of rank {rank}", row, sources)
         flats = [x.new_empty(ring.size * x.numel()) for x in sources]
         calls = [partial(ring.all_gather, flat, x) for flat, x in zip(flats, sources, strict=True)]
         copies = [_parted([row[i] for row in rows], flat) for i, flat in enumerate(flats)]
@@ -157,6 +172,7 @@ class Collectives:
         ring = self._ring_for([source])
         flat, finish = None, None
         if ring.rank == opts.rootRank:
+            check_sizes(ring, "gather", "the outputs", targets, [source] * ring.size)
             flat = source.new_empty(ring.size * source.numel())
             finish = _parted(targets, flat)
         call = partial(ring.gather, flat, source, root=opts.rootRank)
@@ -169,7 +185,11 @@ class Collectives:
         opts = options(c10d.ScatterOptions, root, timeout, rootRank=root)
         target = single(out)
         ring = self._ring_for([target])
-        source = _flat(parts(inputs)) if ring.rank == opts.rootRank else None
+        source = None
+        if ring.rank == opts.rootRank:
+            given = parts(inputs)
+            check_sizes(ring, "scatter", "the inputs", given, [target] * ring.size)
+            source = _flat(given)
         call = partial(ring.scatter, target, source, root=opts.rootRank)
         return self._issue(ring, Step([call], [target]), opts)
 

@@ -16,7 +16,7 @@ from commlib.compat.c10d.work import DONE, GroupWork, HostBarrier
 from commlib.core.context import CommContext
 from commlib.core.modes import depth
 from commlib.core.tensors import is_symbolic
-from commlib.errors import DeviceError
+from commlib.errors import ArgumentError, DeviceError
 
 NAME = "commlib"
 _UNSET = timedelta(0)
@@ -32,6 +32,7 @@ class GroupCalls(Collectives):
     def _set_up(self, rings: dict[str, CommContext], timeout: timedelta) -> None:
         """Take the rings by type of device; the first one is that of a call without tensors."""
         self.rings, self._main, self._sequence = rings, next(iter(rings.values())), 0
+        self._held = rings  # until the group ends
         self.set_timeout(timeout)
         self._batches: dict[int, Batch] = {}  # open coalescing, by thread
 
@@ -76,7 +77,11 @@ class GroupCalls(Collectives):
             return DONE  # a trace wants to know that the call is valid, and its shapes are there
         batch = self._batches.get(get_ident()) if self._batches else None
         if batch is not None:
-            batch.add(ring, step)
+            try:
+                batch.add(ring, step)
+            except DeviceError:
+                self.drop_coalescing()  # later calls of the thread must not join what never ends
+                raise
             return DONE
         limit = self._limit(ring, opts)
         if opts.asyncOp or (limit is not None and ring.stream is None):
@@ -121,34 +126,51 @@ class GroupCalls(Collectives):
         """Block the host, in ``wait()`` of the work, until every rank has called it."""
         opts = options(c10d.BarrierOptions, opts, timeout)
         ring = self._main if opts.device is None else self.rings.get(opts.device.type, self._main)
-        asynchronous, opts.asyncOp = opts.asyncOp, True
-        work = self._issue(ring, Step([ring.barrier], []), opts, HostBarrier)
-        return work if asynchronous else _waited(work)
+        later = options(c10d.BarrierOptions, None, opts.timeout)  # the caller's stay as they are
+        later.asyncOp = True
+        work = self._issue(ring, Step([ring.barrier], []), later, HostBarrier)
+        return work if opts.asyncOp else _waited(work)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Block the host until every rank has called it; the error names the ranks that have not.
 
         Args:
-            timeout: A timedelta. Default: the group's.
+            timeout: A timedelta. Default: the group's, or its ring's if that is shorter.
             wait_all_ranks: The error always names all ranks that are late.
 
         Raises:
             CommTimeout: Ranks are missing.
         """
+        pairs.flush()
         given = getattr(timeout, "timeout", timeout)  # C++ passes its options
-        limit = self._timeout if given is None or given <= _UNSET else given
+        limit = self._limited if given is None or given <= _UNSET else given
         self._main.monitored_barrier(timeout=limit)
 
     # -- coalescing --------------------------------------------------------------------------------
 
     def start_coalescing(self) -> None:
-        """Keep the calls of this thread until ``end_coalescing``."""
+        """Keep the calls of this thread until ``end_coalescing``; drop those of a broken block."""
         self._batches[get_ident()] = Batch()
 
     def end_coalescing(self) -> Any:
-        """Launch the calls as one operation, and return the work of all of them."""
-        batch = self._batches.pop(get_ident())
-        return DONE if batch.ring is None else launch_async(batch.ring, batch.step())
+        """Launch the calls as one operation, and return the work of all of them.
+
+        Raises:
+            ArgumentError: No coalescing is open: none was started, or one of its calls failed.
+        """
+        batch = self._batches.pop(get_ident(), None)
+        if batch is None:
+            raise ArgumentError(
+                f"{self._main._describe('end_coalescing')}: no coalescing is open on this thread; "
+                f"call start_coalescing first. A call that failed in it has dropped all its calls"
+            )
+        if batch.ring is None:
+            return DONE
+        return launch_async(batch.ring, batch.step(), self._limit(batch.ring, _DEFAULTS))
+
+    def drop_coalescing(self) -> None:
+        """Launch none of the calls of this thread since ``start_coalescing``."""
+        self._batches.pop(get_ident(), None)
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -162,12 +184,21 @@ class GroupCalls(Collectives):
 
     def shutdown(self) -> None:
         """Close the rings that were made for groups and that no group uses any more."""
-        pairs.flush()
-        group_rings.release(self.rings)
+        held, self._held = self._held, {}
+        try:
+            pairs.flush()
+        finally:
+            group_rings.release(held)
 
     def abort(self) -> None:
-        """Abort the rings at once, with all calls in flight."""
-        group_rings.abort(self.rings)
+        """Abort the rings that were made for groups, with all calls in flight.
+
+        A ring of the program stays. Sends and receives that wait for their launch are dropped.
+        """
+        for ring in self.rings.values():
+            pairs.drop(ring)
+        held, self._held = self._held, {}
+        group_rings.abort(held)
 
     def supports_tensor_alloc(self, device: Any) -> bool:
         """Return False: a ring registers no memory of the program."""

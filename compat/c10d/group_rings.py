@@ -1,8 +1,8 @@
 """The rings of a process group: one per kind of device, shared by groups of the same ranks."""
 
 import zlib
-from collections import Counter
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,8 @@ from commlib.rendezvous.world import World
 # Ids of rings that groups make begin here; a program that numbers its own rings stays below.
 _FIRST_ID = 1 << 20
 
-_users: Counter[int] = Counter()  # groups per ring that a group has made, by ring id
+# Groups per ring that a group has made. A ring that a program makes under the same id is another.
+_users: WeakKeyDictionary[CommContext, int] = WeakKeyDictionary()
 
 
 def make_rings(
@@ -60,10 +61,9 @@ def make_rings(
                 ring_id = _ring_id(name, place, main and len(ranks) == world.size)
                 own = dist.PrefixStore(f"commlib/{place.type}", store)
                 ring = _create(ring_id, name, ranks, own, place, timeout, world)
-                _users[ring_id] = 0
-            if ring.ring_id in _users:
-                _users[ring.ring_id] += 1
+                _users[ring] = 0
             rings[place.type] = ring
+            hold(ring)
     except BaseException:
         release(rings)
         raise
@@ -99,23 +99,35 @@ def ring_over(ranks: tuple[int, ...], device: torch.device) -> CommContext | Non
     return None
 
 
+def hold(ring: CommContext) -> None:
+    """Count one more group of a ring if a group has made it; rings of the program stay anyhow."""
+    if ring in _users:
+        _users[ring] += 1
+
+
 def release(rings: dict[str, CommContext]) -> None:
     """Close the rings that groups have made and that no group uses any more."""
     for ring in rings.values():
-        if ring.ring_id not in _users:
+        if ring not in _users:
             continue
-        _users[ring.ring_id] -= 1
-        if not _users[ring.ring_id]:
-            del _users[ring.ring_id]
-            CommContextManager.instance().close(ring.ring_id)
+        _users[ring] -= 1
+        if not _users[ring]:
+            del _users[ring]
+            _close(ring, abort=False)
 
 
 def abort(rings: dict[str, CommContext]) -> None:
-    """Abort the rings at once, with all calls in flight."""
+    """Abort the rings that groups have made, with all calls in flight."""
     for ring in rings.values():
-        _users.pop(ring.ring_id, None)
-        if CommContextManager.instance().has(ring.ring_id):
-            CommContextManager.instance().close(ring.ring_id, abort=True)
+        if _users.pop(ring, None) is not None:
+            _close(ring, abort=True)
+
+
+def _close(ring: CommContext, *, abort: bool) -> None:
+    """Close a ring unless the program has: its id may be that of another ring by now."""
+    manager = CommContextManager.instance()
+    if manager.has(ring.ring_id) and manager.get(ring.ring_id) is ring:
+        manager.close(ring.ring_id, abort=abort)
 
 
 def _default_gpu(world: World) -> torch.device | None:

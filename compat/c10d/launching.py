@@ -13,8 +13,9 @@ from commlib.core.context import CommContext
 from commlib.core.modes import watched
 from commlib.core.observers import begun
 from commlib.core.work import OnStream, Work
+from commlib.deferred import release_deferred
 from commlib.errors import DeviceError
-from commlib.streams import capture_of
+from commlib.streams import capture_of, stream_captures
 
 Tensor = torch.Tensor
 Call = Callable[..., Any]  # of a collective of the ring; takes its stream options
@@ -104,6 +105,8 @@ def _on_comm_stream(ring: CommContext, comm: torch.cuda.Stream, step: Step) -> W
     """Launch a step that ends with copies: all of it runs on the ring's stream."""
     calc = torch.cuda.current_stream(ring.device)
     capture = capture_of(calc.cuda_stream)
+    if not stream_captures():
+        release_deferred()
     comm.wait_stream(calc)
     with torch.cuda.stream(comm):
         _calls(ring, step, {})

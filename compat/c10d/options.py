@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+from commlib.core.context import CommContext
+from commlib.errors import ShapeError
+
 Tensor = torch.Tensor
 
 
@@ -41,6 +44,27 @@ def parts(tensors: Sequence[Any]) -> list[Tensor]:
             )
         tensors = tensors[0]
     return listed(tensors)
+
+
+def check_count(ring: CommContext, collective: str, role: str, given: Sequence[Any]) -> None:
+    """Refuse a list that has not one entry per rank."""
+    if len(given) != ring.size:
+        raise ShapeError(
+            f"{ring._describe(collective)}: {role} are {len(given)}; expected one per rank, "
+            f"{ring.size}"
+        )
+
+
+def check_sizes(
+    ring: CommContext, collective: str, role: str, given: Sequence[Tensor], own: Sequence[Tensor]
+) -> None:
+    """Refuse tensors that have not as many elements as those of ``own``, one by one."""
+    counts, expected = [x.numel() for x in given], [x.numel() for x in own]
+    if counts != expected:
+        raise ShapeError(
+            f"{ring._describe(collective)}: {role} have {counts} elements; expected {expected}, "
+            f"one tensor for each, as this rank's own tensor has"
+        )
 
 
 def options(kind: Any, given: Any, timeout: timedelta | None = None, **fields: Any) -> Any:

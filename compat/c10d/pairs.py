@@ -1,14 +1,19 @@
 """Sends and receives on GPUs, which are launched together: NCCL runs one call after the other."""
 
 import threading
+from contextlib import nullcontext
 from datetime import timedelta
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
+
+import torch
 
 from commlib.compat.c10d.launching import Batch, Step, launch_async
 from commlib.compat.c10d.work import GroupWork
 from commlib.core.context import CommContext
+from commlib.errors import ArgumentError, RingError
+from commlib.streams import capture_of
 
 _NO_TIMEOUT = timedelta(0)
 
@@ -31,8 +36,13 @@ class PairWork(GroupWork):
         return super().get_future()
 
     def is_completed(self) -> bool:
-        """Launch what is queued; return True if the call has ended."""
-        self._queue.launch()
+        """Launch what is queued; return True if the call has ended, or if the launch failed."""
+        try:
+            self._queue.launch()
+        except Exception:
+            if self._queue.error is None:  # refused during a capture
+                raise
+            return True
         return super().is_completed()
 
     def _join(self) -> None:
@@ -40,44 +50,127 @@ class PairWork(GroupWork):
         super()._join()
 
     def __del__(self) -> None:
-        self._queue.launch()  # a send that nobody waits for
+        self._queue.dropped()  # a send that nobody waits for
+
+
+class Place(NamedTuple):
+    """Where calls are issued: a stream (None on a CPU), and the capture that it is part of."""
+
+    stream: torch.cuda.Stream | None
+    capture: int
+
+    def can_launch(self, current: int) -> bool:
+        """Return True if calls of this place can be launched while ``current`` is captured."""
+        if self.stream is None:
+            return self.capture == current
+        now = capture_of(self.stream.cuda_stream)
+        return now == self.capture and (bool(now) or not current)
+
+
+def place_of(ring: CommContext) -> Place:
+    """Return where a call on a ring is issued now."""
+    if ring.stream is None:
+        return Place(None, 0)
+    stream = torch.cuda.current_stream(ring.device)
+    return Place(stream, capture_of(stream.cuda_stream))
 
 
 class _Queue:
-    """The sends and receives of one thread on one ring that are launched as one operation."""
+    """The calls that one thread has issued in one place, and that are launched as one operation."""
 
-    def __init__(self, ring: CommContext) -> None:
-        self.ring, self.batch = ring, Batch()
-        self.works: WeakSet[PairWork] = WeakSet()
-        self.launched = False
-        self._lock = threading.Lock()
-        self._thread = get_ident()
+    def __init__(self, ring: CommContext, place: Place) -> None:
+        self.ring, self.place = ring, place
+        self.error: Exception | None = None  # of the launch, for every work
+        self._batch, self._works = Batch(), WeakSet[PairWork]()
+        self._started = False
+        self._lock = threading.Lock()  # held during the launch
+        self._key = (get_ident(), ring)
+        _queues[self._key] = self
 
-    def add(self, step: Step, source: int) -> PairWork:
-        """Add a step and return its work."""
-        self.batch.add(self.ring, step)
-        work = PairWork(self, step, source)
-        self.works.add(work)
-        return work
+    def add(self, step: Step, source: int) -> PairWork | None:
+        """Add a step and return its work; None if the calls are launched already."""
+        with self._lock:
+            if self._started:
+                return None
+            self._batch.add(self.ring, step)
+            work = PairWork(self, step, source)
+            self._works.add(work)
+            return work
 
     def launch(self) -> None:
-        """Launch the calls, once."""
-        if self.launched:
-            return
+        """Launch the calls, once; another thread's launch is waited for.
+
+        Raises:
+            ArgumentError: A capture has begun since the calls, which stay queued; or the capture
+                that they belong to has ended.
+            CommError: The launch has failed; every call raises the same error.
+        """
         with self._lock:
-            if self.launched:
-                return
-            self.launched = True
-            mine = _queues.get(self._thread, {})
-            mine.pop(self.ring.ring_id, None)
-            if not mine:
-                _queues.pop(self._thread, None)
-            done = launch_async(self.ring, self.batch.step())
-            for work in self.works:
-                work._work = done._work
+            if not self._started:
+                self._start()
+        if self.error is not None:
+            raise self.error
+
+    def dropped(self) -> None:
+        """Launch the calls unless that is done, or the queue is in use: its user may be ours.
+
+        A collection of garbage calls this anywhere. Calls that it leaves are launched by ``flush``.
+        """
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._started:
+                    self._start()
+            finally:
+                self._lock.release()
+
+    def give_up(self, why: Exception) -> None:
+        """Make every work raise ``why``, unless a thread has begun to launch."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._started:
+                    self._leave(why)
+            finally:
+                self._lock.release()
+
+    def _leave(self, error: Exception | None) -> None:
+        self._started, self.error = True, error
+        if _queues.get(self._key) is self:
+            del _queues[self._key]
+
+    def _start(self) -> None:
+        if not self.place.can_launch(place_of(self.ring).capture):
+            self._refuse()
+        self._leave(None)
+        stream = self.place.stream
+        try:
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                done = launch_async(self.ring, self._batch.step())
+        except Exception as error:
+            self.error = error
+            raise
+        except BaseException:  # a signal; the launch has said so to the ring
+            self.error = self.ring._health.unusable("send or recv")
+            raise
+        for work in self._works:
+            work._work = done._work
+
+    def _refuse(self) -> None:
+        """Raise the reason why the calls can't be launched now, or not any more."""
+        what = self.ring._describe("send or recv")
+        if not self.place.capture:
+            raise ArgumentError(
+                f"{what}: issued before a CUDA graph capture, which must not record it; call "
+                f"wait() before the capture begins"
+            )
+        error = ArgumentError(
+            f"{what}: issued in a CUDA graph capture that is over, without a launch; call wait() "
+            f"before the capture ends"
+        )
+        self._leave(error)
+        raise error
 
 
-_queues: dict[int, dict[int, _Queue]] = {}  # by thread and ring id
+_queues: dict[tuple[int, CommContext], _Queue] = {}  # by thread and ring
 
 
 def queue(ring: CommContext, step: Step, source: int = -1) -> GroupWork:
@@ -85,13 +178,18 @@ def queue(ring: CommContext, step: Step, source: int = -1) -> GroupWork:
 
     ``torch.distributed.batch_isend_irecv`` gives no other sign of a batch to a group that is
     written in Python. A send and a receive that are launched one after the other would wait for
-    each other on two GPUs.
+    each other on two GPUs. Calls from another stream, or in another capture, are another batch.
     """
-    mine = _queues.setdefault(get_ident(), {})
-    queued = mine.get(ring.ring_id)
-    if queued is None:
-        queued = mine[ring.ring_id] = _Queue(ring)
-    return queued.add(step, source)
+    place = place_of(ring)
+    known = _queues.get((get_ident(), ring))
+    if known is not None and known.place != place:
+        known.launch()
+        known = None
+    work = None if known is None else known.add(step, source)
+    if work is None:
+        work = _Queue(ring, place).add(step, source)
+    assert work is not None  # nobody else knows a new queue
+    return work
 
 
 def queued() -> bool:
@@ -102,5 +200,15 @@ def queued() -> bool:
 def flush() -> None:
     """Launch what the calling thread has queued; every other call of a group does so first."""
     if _queues:
-        for queued in list(_queues.get(get_ident(), {}).values()):
-            queued.launch()
+        thread = get_ident()
+        for (owner, _), one in list(_queues.items()):
+            if owner == thread:
+                one.launch()
+
+
+def drop(ring: CommContext) -> None:
+    """Launch none of the calls that threads have queued on a ring; their works raise."""
+    why = RingError(f"{ring._describe('send or recv')}: its group was aborted before the launch")
+    for (_, on), one in list(_queues.items()):
+        if on is ring:
+            one.give_up(why)

@@ -59,11 +59,15 @@ class GroupWork(dist.Work):
                 The ring can't be used any more.
             EngineError: The engine reports a failure.
         """
-        seconds = timeout.total_seconds() if timeout > _NO_TIMEOUT else self._limit
+        seconds = self._seconds(timeout)
         if seconds is not None:
             self._await_end(seconds)
         self._join()
         return True
+
+    def _seconds(self, timeout: timedelta) -> float | None:
+        """Return the seconds of a wait with this timeout; None for the ring's own timeout."""
+        return timeout.total_seconds() if timeout > _NO_TIMEOUT else self._limit
 
     def get_future(self) -> Any:
         """Return a future of the outputs; it needs no one to call ``wait``."""
@@ -99,13 +103,15 @@ class GroupWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Return True if the collective has ended; never blocks."""
-        if self._work is None or (self._task is not None and self._task.wait(0)):
-            return True
-        if self._ring.stream is None and not self._work.done():
+        if self._ring.stream is not None:
+            return self._work is None or self._work.done()
+        waited = self._task is not None and self._task.wait(0)
+        if self._work is not None and not waited and not self._work.done():
             # gloo reports the end of a receive only to a thread that waits
             self._started()
             return False
-        return self._work.done()
+        self._outcome()  # which puts the outputs in their place
+        return True
 
     def is_success(self) -> bool:
         """Return True if the collective has ended without an error."""
@@ -113,13 +119,7 @@ class GroupWork(dist.Work):
 
     def exception(self) -> Exception | None:
         """Return the error of a collective that has ended; None without one."""
-        if not self.is_completed():
-            return None
-        try:
-            self._join()
-        except Exception as error:
-            return error
-        return None
+        return self._outcome() if self.is_completed() else None
 
     def synchronize(self) -> None:
         """Make the results safe to use."""
@@ -149,6 +149,14 @@ class GroupWork(dist.Work):
                 if self._finish is not None:
                     self._finish()
                     self._finish = None
+
+    def _outcome(self) -> Exception | None:
+        """Join a collective that has ended; return its error, which every join raises."""
+        try:
+            self._join()
+        except Exception as error:
+            return error
+        return None
 
     def _started(self) -> Task | None:
         """Return the task that waits for the end on a host, and start it if there is none."""
@@ -187,8 +195,13 @@ class HostBarrier(GroupWork):
             CommTimeout: Ranks are missing at the deadline.
         """
         super().wait(timeout)
-        if self._ring.stream is not None and not capturing():
-            torch.cuda.current_stream(self._ring.device).synchronize()
+        ring = self._ring
+        if ring.stream is not None and not capturing():
+            ended = torch.cuda.Event()
+            ended.record(torch.cuda.current_stream(ring.device))
+            seconds = self._seconds(timeout) or ring.timeout
+            if not Deadline(seconds).poll(ended.query):
+                raise self._late(seconds)
         return True
 
 

@@ -130,7 +130,7 @@ class Uneven(Reductions, Copies):
         with group(self, use_calc_stream, sync_op) as work:
             for root, x in enumerate(xs):
                 self.reduce(out if root == self.rank else None, x, root=root, op=op)
-        return out if sync_op else work
+        return out if sync_op else Work(out, work._pending)
 
 
 def _check_parts(

@@ -1,0 +1,171 @@
+"""What a group keeps for later: sends and receives of GPUs, coalesced calls, and their works."""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+import commlib
+from commlib.compat import torch_distributed
+from commlib.compat.c10d import pairs
+from commlib.compat.c10d.bridges import calls_of
+from commlib.compat.c10d.launching import Step
+from commlib.deadlines import Deadline
+from commlib.errors import ArgumentError, CommTimeout, DeviceError, PeerError, RingError
+from tests.support.checks import assert_equal, raises
+from tests.support.runs_on import runs_on
+from tests.support.torch_groups import OURS, initialised
+
+
+def exchange(ring: Any, before: Callable[[], None] = lambda: None) -> tuple[torch.Tensor, Any]:
+    """Queue a send and a receive, as a GPU does; returns what is received, and the works."""
+    peer, x = 1 - ring.rank, torch.full((2,), ring.rank + 1.0, device=ring.device)
+    out = torch.zeros(2, device=ring.device)
+
+    def send(**mode: Any) -> Any:
+        before()
+        return ring.send(x, peer=peer, **mode)
+
+    steps = [Step([send], [x]), Step([partial(ring.recv, out, peer=peer)], [out])]
+    return out, [pairs.queue(ring, step) for step in steps]
+
+
+@runs_on("ranks")
+def test_a_failed_launch_is_the_error_of_every_work(ring: Any) -> None:
+    x = torch.ones(1, device=ring.device)
+    steps = [Step([partial(ring.send, x, peer=peer)], [x]) for peer in (7, 1 - ring.rank)]
+    works = [pairs.queue(ring, step) for step in steps]
+    for work in [*works, *works]:
+        with raises(PeerError, "7"):
+            work.wait()
+        assert_equal((work.is_completed(), work.is_success()), (True, False), "state")
+        assert_equal(type(work.exception()), PeerError, "exception")
+    assert_equal(pairs.queued(), False, "queued")
+    ring.barrier()
+
+
+@runs_on("ranks")
+def test_a_wait_waits_for_the_launch_of_another_thread(ring: Any) -> None:
+    launching, go = threading.Event(), threading.Event()
+
+    def before() -> None:
+        launching.set()
+        go.wait(20)
+
+    out, works = exchange(ring, before)
+    first = threading.Thread(target=works[0].wait)
+    first.start()
+    launching.wait(20)
+    threading.Timer(0.05, go.set).start()
+    works[1].wait()
+    assert_equal(out.tolist(), [2.0 - ring.rank] * 2, "received")
+    first.join(20)
+
+
+@runs_on("ranks")
+def test_places_of_queued_calls(ring: Any) -> None:
+    """Another stream or capture is another batch; a capture never records what came before it."""
+    now = pairs.Place(None, 0)
+    with patch.object(pairs, "place_of", lambda ring: now):
+        before, works = exchange(ring)
+        now = pairs.Place(None, 1)  # a capture begins
+        for call in (pairs.flush, works[0].wait, works[1].is_completed, partial(exchange, ring)):
+            with raises(ArgumentError, "before a CUDA graph capture", "before the capture begins"):
+                call()
+        assert_equal((pairs.queued(), before.tolist()), (True, [0.0, 0.0]), "stays queued")
+        now = pairs.Place(None, 0)
+        works[1].wait()
+        assert_equal(before.tolist(), [2.0 - ring.rank] * 2, "launched after the capture")
+        now = pairs.Place(None, 1)
+        _, works = exchange(ring)
+        now = pairs.Place(None, 0)
+        for work in works:
+            with raises(ArgumentError, "a CUDA graph capture that is over"):
+                work.wait()
+        assert_equal(pairs.queued(), False, "queued")
+    ring.barrier()
+
+
+@runs_on("ranks")
+def test_queued_calls_and_the_life_of_a_group(ring: Any) -> None:
+    with initialised(ring, OURS[ring.device.type]):
+        group: Any = calls_of(dist.group.WORLD)
+        out, works = exchange(ring)
+        group.monitored_barrier(timedelta(seconds=20))
+        assert_equal(pairs.queued(), False, "launched by monitored_barrier")
+        works[1].wait()
+        assert_equal(out.tolist(), [2.0 - ring.rank] * 2, "received")
+        _, works = exchange(ring)
+        group.abort()
+        assert_equal(pairs.queued(), False, "dropped by abort")
+        for work in works:
+            with raises(RingError, "aborted before the launch"):
+                work.wait()
+    ring.barrier()  # of the program: it stays
+
+
+@runs_on("ranks")
+def test_a_polled_work_has_its_outputs(ring: Any) -> None:
+    with initialised(ring, OURS[ring.device.type]):
+        outs = [torch.zeros(2, device=ring.device) for _ in range(2)]
+        x = torch.full((2,), ring.rank + 1.0, device=ring.device)
+        work: Any = dist.all_gather(outs, x, async_op=True)
+        assert_equal(Deadline(20).poll(work.is_completed), True, "ended")
+        if ring.device.type == "cuda":
+            work.wait()  # on a GPU a stream waits
+        assert_equal([out.tolist() for out in outs], [[1.0] * 2, [2.0] * 2], "outputs")
+
+
+@runs_on("ranks")
+def test_a_broken_batch_swallows_no_later_call(ring: Any) -> None:
+    with initialised(ring, OURS[ring.device.type]) as world:
+        peer, x = 1 - ring.rank, torch.ones(2, device=ring.device)
+        ops = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, x.clone(), peer)]
+        ops[1].tensor = torch.ones(2, device="meta")
+        with raises(DeviceError, "meta"):
+            torch_distributed.batch_isend_irecv(ops)
+        dist.all_reduce(x)
+        assert_equal(x.tolist(), [2.0, 2.0], "all_reduce after it")
+        out = torch.zeros(2, device=ring.device)
+        ops = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, out, peer)]
+        for work in torch_distributed.batch_isend_irecv(ops):
+            work.wait()
+        assert_equal(out.tolist(), [2.0, 2.0], "a batch after it")
+        group: Any = calls_of(world)
+        with raises(ArgumentError, "no coalescing is open"):
+            group.end_coalescing()
+
+
+@runs_on("ranks")
+def test_limits_of_a_group(ring: Any) -> None:
+    """Coalesced calls and barriers have the group's limit; options of the caller stay."""
+    with initialised(ring, OURS[ring.device.type], timeout=dist.constants.default_pg_timeout):
+        group: Any = calls_of(dist.group.WORLD)
+        with patch.object(type(ring), "monitored_barrier") as made:
+            group.monitored_barrier()
+        assert_equal(made.call_args.kwargs, {"timeout": None}, "the ring's timeout")
+        given = c10d.BarrierOptions()
+        given.asyncOp = False
+        group.barrier(given)
+        assert_equal(given.asyncOp, False, "asyncOp of the caller")
+    commlib.shutdown()
+    with initialised(ring, OURS[ring.device.type], timeout=timedelta(seconds=20)):
+        ring, store = commlib.comm(0), dist.distributed_c10d._get_default_store()
+        if ring.device.type == "cuda":
+            return  # a limit of the group holds on a CPU
+        x = torch.ones(1)
+        dist.all_reduce(x)  # connected
+        calls_of(dist.group.WORLD).set_timeout(timedelta(seconds=0.3))  # type: ignore[union-attr]
+        if ring.rank == 0:
+            with raises(CommTimeout, "within 0.3 s"), _coalescing_manager(device=ring.device):
+                dist.broadcast(x, 1)
+            store.set("over", "1")
+        else:
+            store.wait(["over"], timedelta(seconds=20))
