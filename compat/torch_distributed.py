@@ -57,7 +57,7 @@ new_subgroups_by_enumeration = _on_rings(_torch.new_subgroups_by_enumeration)
 
 @wraps(_torch.monitored_barrier)  # type: ignore[no-redef]
 def monitored_barrier(
-    group: Any = _c10d.GroupMember.WORLD,
+    group: Any = None,
     timeout: timedelta | None = None,
     wait_all_ranks: bool = False,
 ) -> None:

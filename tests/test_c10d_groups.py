@@ -19,7 +19,7 @@ from commlib.errors import ArgumentError, CommTimeout, RingError
 from commlib.rendezvous import environment
 from tests.support.checks import assert_equal, raises
 from tests.support.runs_on import runs_on
-from tests.support.torch_groups import OURS, STOCK, initialised
+from tests.support.torch_groups import OURS, STOCK, end_earlier_group, initialised
 
 CONFIGS = {
     "commlib": "cpu:commlib,cuda:commlib",
@@ -77,6 +77,7 @@ def test_without_a_ring_the_group_of_all_ranks_makes_ring_0(ring: Any) -> None:
 @runs_on("ranks")
 def test_the_process_group_of_a_ring(ring: Any) -> None:
     """``ring.process_group()`` is a group as any other, and its calls are the ring's."""
+    end_earlier_group()
     with raises(ArgumentError, "not initialised", 'init_process_group("commlib")'):
         ring.process_group()
     for backend in (OURS, STOCK):  # also in a program of another backend

@@ -16,12 +16,11 @@ from commlib.compat.deepspeed import comm as dist
 from commlib.compat.deepspeed.comm.counters import counters
 from commlib.errors import ArgumentError, CommTimeout
 from tests.support.checks import assert_bits_equal, assert_equal, raises, sample
-from tests.support.device_meshes import end_earlier_group
 from tests.support.ports import free_port
 from tests.support.processes import run, start
 from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
-from tests.support.torch_groups import OURS, initialised
+from tests.support.torch_groups import OURS, end_earlier_group, initialised
 
 Tensor = torch.Tensor
 SHAPE = (4, 3)

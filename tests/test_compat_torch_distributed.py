@@ -12,9 +12,8 @@ import commlib
 from commlib.compat import torch_distributed as dist
 from commlib.errors import CommTimeout
 from tests.support.checks import assert_equal, raises
-from tests.support.device_meshes import end_earlier_group
 from tests.support.runs_on import runs_on
-from tests.support.torch_groups import store_of
+from tests.support.torch_groups import end_earlier_group, store_of
 
 CHANGED = [
     *("init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration"),

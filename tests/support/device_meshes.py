@@ -1,6 +1,5 @@
 """The stock default group of live ranks, for tests of device meshes."""
 
-import gc
 from datetime import timedelta
 from typing import Any
 
@@ -17,10 +16,3 @@ def mesh_of(ring: Any) -> DeviceMesh:
         place = {"rank": ring.rank, "world_size": ring.size, "timeout": timedelta(seconds=30)}
         dist.init_process_group(STOCK[kind], store=store_of(), **place)
     return init_device_mesh(kind, (ring.size,))
-
-
-def end_earlier_group() -> None:
-    """End the group that an earlier test left; captured calls on it go first."""
-    gc.collect()
-    if dist.is_initialized():
-        dist.destroy_process_group()
