@@ -187,13 +187,13 @@ def test_layers_that_share_compiled_code() -> None:
         results.append(found + trained(model, model))
     for i, (given, expected) in enumerate(zip(results[1], results[0], strict=True)):
         assert_bits_equal(given, expected, f"result {i}")
-    # Those of other memory are released; those of another parameter stay until the model is gone.
+    # Those of other memory are released; those of another parameter stay until torch forgets them.
     assert_equal(len(rows()), 4, "captured layers")
     assert_equal({row["bytes_copied"] for row in rows()}, {inputs(0).nbytes}, "bytes copied")
     del model, layer
     torch._dynamo.reset()
     gc.collect()
-    assert_equal(rows(), [], "graphs of a model that is gone")
+    assert_equal(rows(), [], "graphs after the reset")
 
 
 def test_cut() -> None:

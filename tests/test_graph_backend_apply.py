@@ -194,3 +194,37 @@ def test_calls_with_other_arguments() -> None:
     replayed = graph.backend.apply(traced(), [inputs(0), torch.eye(WIDTH)])
     with pytest.raises(GraphError, match="1 arguments; expected 2"):
         replayed(inputs(0))
+
+
+def test_a_static_input_that_changes_its_kind() -> None:
+    """Unfrozen, or viewed otherwise at the same address, it gets another graph."""
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
+    replayed = graph.backend.apply(traced(), [inputs(0), weight], static_inputs=[1])
+    for turn in range(4):
+        assert_bits_equal(replayed(inputs(turn), weight), layer(inputs(turn), weight), "frozen")
+    weight.requires_grad_(True)
+    for turn in range(4):
+        replayed(inputs(turn), weight).sum().backward()
+        found, weight.grad = weight.grad, None
+        layer(inputs(turn), weight).sum().backward()
+        assert found is not None
+        assert_bits_equal(found, weight.grad, f"gradient {turn}")
+        weight.grad = None
+    weight.requires_grad_(False)
+    weight.data = weight.data.t()
+    for turn in range(3):
+        assert_bits_equal(replayed(inputs(turn), weight), layer(inputs(turn), weight), "turned")
+
+
+def test_many_sets_that_are_replaced_once() -> None:
+    """Ten layers that share code, whose weights move once, have graphs again after that."""
+    weights = [nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(10)]
+    replayed = graph.backend.apply(traced(), [inputs(0), weights[0]], static_inputs=[1])
+    for _ in range(2):
+        for turn in range(4):
+            for weight in weights:
+                assert_bits_equal(replayed(inputs(turn), weight), layer(inputs(turn), weight))
+        for weight in weights:
+            weight.data = weight.data.clone()
+    rows = graph.report(replayed)
+    assert_equal(([row["eager"] for row in rows], len(rows)), ([None] * 10, 10), "sets")

@@ -29,6 +29,11 @@ __all__ = [
 _PREFIX = "commlib/run/0"
 
 
+def names_rank() -> bool:
+    """Return True if RANK or WORLD_SIZE is set, as by torchrun."""
+    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
+
+
 def world() -> World:
     """Read the rendezvous environment.
 
@@ -46,7 +51,7 @@ def world() -> World:
             MASTER_ADDR and MASTER_PORT, or a value can't be read.
     """
     env = os.environ
-    if "RANK" in env or "WORLD_SIZE" in env:
+    if names_rank():
         complete = bool(env.get("MASTER_ADDR") and env.get("MASTER_PORT"))
         return _initialised() if not complete and dist.is_initialized() else _torchrun()
     if "PADDLE_TRAINER_ID" in env or "PADDLE_TRAINERS_NUM" in env:

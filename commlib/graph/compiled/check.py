@@ -7,7 +7,6 @@ import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from commlib.errors import GraphError
@@ -80,6 +79,8 @@ def _text(x: torch.Tensor) -> str:
 
 def _propagate(what: str, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     """Note at each node what it gives, from fakes of the inputs."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # loads sympy
+
     mode = detect_fake_mode(example_inputs) or FakeTensorMode(
         allow_non_fake_inputs=True, shape_env=ShapeEnv()
     )

@@ -13,7 +13,7 @@ from commlib.graph.options import Options
 from commlib.graph.watching.runs import inside
 from commlib.log import log
 
-_OFTEN = 8  # sets of static inputs that may be replaced before their graphs have paid
+_OFTEN = 8  # times that all sets of static inputs may be replaced
 
 
 class StaticInputs:
@@ -47,25 +47,26 @@ class StaticInputs:
         stay = tensors.intersection(static)
         self._static = sorted(stay) if stay < tensors else []
         self._others = [i for i in range(len(examples)) if i not in set(self._static)]
-        self._sets: dict[tuple[int, ...], CapturedFunction[..., Any]] = {}
-        self._replaced = 0  # sets whose inputs the program has released
+        self._sets: dict[tuple[Any, ...], CapturedFunction[..., Any]] = {}
+        self._replaced = 0  # sets whose inputs the program has released or moved
+        self._most = 1  # sets at the same time
 
     def __call__(self, *args: Any) -> Any:
         """Replay the call, or capture it first."""
         count = len(self._static) + len(self._others)
         if len(args) != count:
             raise GraphError(f"{self._name}: {len(args)} arguments; expected {count}")
-        if inside() or self._replaced > _OFTEN:
+        if inside() or self._replaced > _OFTEN * self._most:
             return self._fn(*args)
         static = [args[i] for i in self._static]
-        key = (*map(id, static), *map(_address, static))
+        key = (*map(id, static), *map(_kind, static))
         captured = self._sets.get(key)
         if captured is None or _with_static(captured).gone:
             captured = self._add(key, static)
         return captured(*[args[i] for i in self._others])
 
     def _add(
-        self, key: tuple[int, ...], static: Sequence[torch.Tensor]
+        self, key: tuple[Any, ...], static: Sequence[torch.Tensor]
     ) -> CapturedFunction[..., Any]:
         """Return a captured function of other static inputs; the graphs of replaced ones go."""
         for old, captured in list(self._sets.items()):
@@ -73,7 +74,7 @@ class StaticInputs:
                 del self._sets[old]
                 captured.reset()
                 self._replaced += 1
-        if self._replaced > _OFTEN:
+        if self._replaced > _OFTEN * self._most:
             log.warning(
                 "%s stays eager: its static inputs are replaced by others again and again; write "
                 "into their memory instead (copy_)",
@@ -81,6 +82,7 @@ class StaticInputs:
             )
         fn = _WithStatic(self._fn, self._name, static, self._static, self._others)
         self._sets[key] = CapturedFunction(fn, self._options)
+        self._most = max(self._most, len(self._sets))
         return self._sets[key]
 
     @property
@@ -140,6 +142,12 @@ def _with_static(captured: CapturedFunction[..., Any]) -> _WithStatic:
     found: Any = captured.fn
     assert isinstance(found, _WithStatic)
     return found
+
+
+def _kind(x: torch.Tensor) -> tuple[Any, ...]:
+    """Return what tells one static input from another, or from itself as it was."""
+    layout = x.stride() if x.layout is torch.strided else x.layout
+    return _address(x), x.shape, layout, x.dtype, x.requires_grad
 
 
 def _address(x: torch.Tensor) -> int:

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from commlib.graph.compiled.groups import is_collective, stock_group
@@ -83,6 +82,8 @@ def _is_constant(node: torch.fx.Node) -> bool:
 
 
 def _has_unbacked(node: torch.fx.Node) -> bool:
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # loads sympy
+
     values = [x for each in (node, *node.all_input_nodes) for x in _values(each)]
     symbolic = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
     return any(free_unbacked_symbols(x) for x in values if isinstance(x, symbolic))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from commlib.errors import GraphError
-from commlib.graph.pipelines.layers import Layer
+from commlib.graph.pipelines.layers import EagerLayer, Layer
 from commlib.graph.python.reach import reached
 from commlib.graph.recording.eager_parts import is_eager
 
@@ -47,10 +47,15 @@ class Cuts:
     ) -> None:
         """See ``pipeline``. Raises ``GraphError`` for arguments that fit no layer."""
         self._count, self._borders = len(layers), _borders(layers, breaks)
-        self.eager = {i for i, layer in enumerate(layers) if is_eager(layer)}
+        self.eager = {i for i, x in enumerate(layers) if is_eager(x) or isinstance(x, EagerLayer)}
         self.eager |= _users(layers, shared)
+        self._given = frozenset(self.eager)
         self.apart: set[int] = set()
         self._users = _users_of_weights(layers)
+
+    def forget(self) -> None:
+        """Forget what failures have shown."""
+        self.eager, self.apart = set(self._given), set()
 
     def stretches(self, probed: Collection[int] = ()) -> list[Stretch]:
         """Return the stretches in order; ``probed``: layers that are captured one by one now."""
@@ -115,7 +120,7 @@ def _users_of_weights(layers: Sequence[Layer]) -> list[set[int]]:
     for i, layer in enumerate(layers):
         weights: list[torch.Tensor] = []
         for module in _modules(layer):
-            weights += module.parameters(recurse=False)
+            weights += module.parameters()
         if not isinstance(layer, torch.nn.Module):
             weights += [x for x in reached([layer], ends=_MODULE).tensors if x.requires_grad]
         for weight in weights:
@@ -125,6 +130,7 @@ def _users_of_weights(layers: Sequence[Layer]) -> list[set[int]]:
 
 def _modules(layer: Layer) -> list[torch.nn.Module]:
     """Return the modules of a layer; of a function those that it names, without their parts."""
+    layer = layer.__wrapped__ if isinstance(layer, EagerLayer) else layer
     if isinstance(layer, torch.nn.Module):
         return [*layer.modules()]
     return [x for x in reached([layer], ends=_MODULE).objects if isinstance(x, torch.nn.Module)]

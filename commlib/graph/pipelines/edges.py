@@ -7,6 +7,7 @@ import torch
 from commlib.core.context import CommContext
 from commlib.core.rings import new_ring
 from commlib.core.work import Work
+from commlib.errors import GraphError
 from commlib.graph.pipelines.actions import PipelineMove
 
 
@@ -35,8 +36,18 @@ class Edges:
                 self.rings[source, target] = ring
 
     def send(self, x: torch.Tensor, move: PipelineMove) -> Work[None]:
-        """Send a tensor; its edge alone waits for the receive."""
+        """Send a tensor; its edge alone waits for the receive.
+
+        Raises:
+            GraphError: Its shape or dtype is not that of ``connect``.
+        """
         ring = self.rings[move.source, move.target]
+        if (tuple(x.shape), x.dtype) != (self._shape, self._dtype):
+            raise GraphError(
+                f"{ring._describe('send')}: a tensor of shape {tuple(x.shape)} and {x.dtype} for "
+                f"the {move.use}; expected {self._shape} and {self._dtype}; pass shape= and dtype= "
+                f"of what passes between stages to connect()"
+            )
         return ring.send(x, peer=1, use_calc_stream=False, sync_op=False)
 
     def receive(self, move: PipelineMove) -> Work[torch.Tensor]:

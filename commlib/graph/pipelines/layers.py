@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from commlib.errors import GraphError
+from commlib.graph.recording.eager_parts import eager, is_eager
 
 Layer = Callable[..., Any]
 
@@ -23,12 +24,38 @@ class Layers(torch.nn.Module):
             module = layer.__wrapped__ if hasattr(layer, "__wrapped__") else layer
             if isinstance(module, torch.nn.Module):
                 self.add_module(str(i), module)
+        self._called = dict(self._modules)
 
     def forward(self, *args: Any) -> Any:
         """Call the first layer with the arguments, and each later one with the last result."""
+        self._check_children()
         for layer in self._layers:
             args = (layer(*args),)
         return args[0]
+
+    def _check_children(self) -> None:
+        """Raise ``GraphError`` if a layer was replaced: what is called would be the old one."""
+        for name, module in self._called.items():
+            if self._modules.get(name) is not module:
+                raise GraphError(
+                    f"pipeline: layer {name} was replaced by {self._modules.get(name)!r:.60}; make "
+                    f"a new pipeline of the layers"
+                )
+
+
+class EagerLayer:
+    """A module that was marked with ``eager``; unlike a function, it is copied with its module."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.__wrapped__ = module
+        self._outside = eager(module)
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the module outside any graph."""
+        return self._outside(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EagerLayer, (self.__wrapped__,)
 
 
 def checked(layers: Sequence[Layer]) -> list[Layer]:
@@ -44,4 +71,9 @@ def checked(layers: Sequence[Layer]) -> list[Layer]:
                 f"pipeline: layer {i} is {layer!r}; expected a module or a function, so pass an "
                 f"object that can be called"
             )
-    return found
+    return [_copyable(layer) for layer in found]
+
+
+def _copyable(layer: Layer) -> Layer:
+    marked = getattr(layer, "__wrapped__", None)
+    return EagerLayer(marked) if is_eager(layer) and isinstance(marked, torch.nn.Module) else layer

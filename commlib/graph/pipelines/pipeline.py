@@ -73,6 +73,7 @@ class Pipeline(Layers):
 
     def forward(self, *args: Any) -> Any:
         """Call the layers; new kinds of calls are captured, known ones replayed."""
+        self._check_children()
         for call in self._calls:
             args = (call(*args),)
         if self._probed or any(map(_has_failed, self._calls)):
@@ -85,9 +86,12 @@ class Pipeline(Layers):
         return [call for call in self._calls if isinstance(call, CapturedModule)]
 
     def reset(self) -> None:
-        """Release every graph; the next calls capture again."""
+        """Release every graph, and forget failures; the next calls capture again."""
         for call in self.captured:
             call.reset()
+        self._cuts.forget()
+        self._probed, self._tried = set(), set()
+        self._cut()
 
     def extra_repr(self) -> str:
         """Return the stretches."""

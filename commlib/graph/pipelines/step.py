@@ -60,8 +60,12 @@ class PipelineStep:
 
     def _backward(self, action: Action) -> torch.Tensor | None:
         x, y = self._waiting.pop(action)
-        torch.autograd.backward(y, None if action.stage == self._last else self._take(action))
-        return x.grad if action.stage else None
+        gradient = None if action.stage == self._last else self._take(action)
+        if y.requires_grad:
+            torch.autograd.backward(y, gradient)
+        if not action.stage:
+            return None
+        return torch.zeros_like(x) if x.grad is None else x.grad
 
     def send(self, move: PipelineMove, transport: Transport) -> None:
         """Send the tensor that another rank uses, after the last one to that stage has left.

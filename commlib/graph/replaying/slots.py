@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+from commlib.errors import GraphError
 from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.replaying.captured_call import CapturedCall
 from commlib.graph.replaying.schedule import Schedule
@@ -11,6 +12,7 @@ from commlib.graph.replaying.slot import Slot
 from commlib.graph.watching.effects import Effects
 from commlib.graph.watching.host import OtherValue
 from commlib.graph.watching.runs import DonePart
+from commlib.log import log
 
 
 class Slots:
@@ -38,12 +40,24 @@ class Slots:
         self._failed = False  # whether one more could not be captured
 
     def capture(self, call: Arguments) -> None:
-        """Capture the first slot, or as many as there may be."""
-        for number in range(self._count or 1):
+        """Capture the first slot, or as many as there may be.
+
+        If a further one can't be captured, there are as many as have been. The call was made
+        before the captures, so that this must not raise.
+        """
+        first = self._make()
+        first.capture(call, later=False)
+        self.slots.append(first)
+        self._lock = first.forward.segments.lock
+        for number in range(1, self._count or 1):
             slot = self._make()
-            slot.capture(call, later=number > 0)
+            try:
+                slot.capture(call, later=True)
+            except (GraphError, OtherValue) as error:
+                self._count = number
+                log.warning("%d of the slots of a call were captured: %s", number, error)
+                break
             self.slots.append(slot)
-        self._lock = slot.forward.segments.lock
 
     def run(self, call: Arguments, caller: FrameType, turn: int) -> Any:
         """Replay the forward of a free slot; the gradients of its outputs lead to its backward.

@@ -1,6 +1,5 @@
 """Start, end and groups of ``deepspeed.comm``."""
 
-import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -66,7 +65,7 @@ def init_distributed(
 
 def _of_launcher() -> dict[str, Any]:
     """Return the place of this rank if no RANK says it: another launcher's, or alone."""
-    if "RANK" in os.environ:
+    if environment.names_rank():
         return {}
     world = environment.world()
     place: dict[str, Any] = {"rank": world.rank, "world_size": world.size}
