@@ -155,11 +155,14 @@ def test_limits_of_a_group(ring: Any) -> None:
         given.asyncOp = False
         group.barrier(given)
         assert_equal(given.asyncOp, False, "asyncOp of the caller")
+
+
+@runs_on("cpu_ranks")
+def test_the_limit_of_a_coalesced_call(ring: Any) -> None:
+    """A limit of the group holds on a CPU, for calls that are joined too."""
     commlib.shutdown()
-    with initialised(ring, OURS[ring.device.type], timeout=timedelta(seconds=20)):
+    with initialised(ring, "commlib", timeout=timedelta(seconds=20)):
         ring, store = commlib.comm(0), dist.distributed_c10d._get_default_store()
-        if ring.device.type == "cuda":
-            return  # a limit of the group holds on a CPU
         x = torch.ones(1)
         dist.all_reduce(x)  # connected
         calls_of(dist.group.WORLD).set_timeout(timedelta(seconds=0.3))  # type: ignore[union-attr]
