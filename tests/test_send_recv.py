@@ -1,5 +1,6 @@
 """ops.send and ops.recv: one rank hands a tensor to another."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -67,6 +68,30 @@ def test_order(comm: Any) -> None:
                 work.wait()
         for n, out in zip(sizes, outs, strict=True):
             assert_bits_equal(out, torch.full((n,), n * 1.5 * comm.rank), f"message {n}")
+
+
+@runs_on("ranks")
+def test_a_group_meets_lone_calls(comm: Any) -> None:
+    """One rank groups its calls, the other makes them one by one: on a new ring, and later."""
+    ring = commlib.new_ring(70, [0, 1])
+    assert ring is not None
+    for turn, collective in enumerate((None, ring.barrier, None)):
+        if collective is not None:
+            collective()
+        x, out = torch.full((5,), turn + comm.rank + 1.0, device=comm.device), torch.zeros(5)
+        out = out.to(comm.device)
+        with ring.group() if comm.rank == turn % 2 else nullcontext():
+            if comm.rank == 0:
+                ring.send(x, peer=1)
+                ring.recv(out, peer=1)
+            else:
+                ring.recv(out, peer=0)
+                ring.send(x, peer=0)
+        assert_bits_equal(out, torch.full((5,), turn + 2.0 - comm.rank), f"turn {turn}")
+    with ring.group() if comm.rank else nullcontext():  # a group of one
+        ring.recv(out, peer=0) if comm.rank else ring.send(x, peer=1)
+    assert_bits_equal(out, torch.full((5,), 4.0 - comm.rank), "a group of one")
+    commlib.close_ring(70)
 
 
 @runs_on("ranks")

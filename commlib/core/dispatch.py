@@ -158,7 +158,7 @@ def issue(
             if ring._health.fault is not None:
                 raise ring._health.unusable(name)
             try:
-                done = launch(ring, calls, result, mode)
+                done = launch(ring, calls, result, mode, grouped=name == "group")
             except Unconnected as caught:
                 missing = caught
             else:

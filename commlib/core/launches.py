@@ -18,17 +18,19 @@ from commlib.errors import CommError, PeerTimeout, StreamError
 from commlib.streams import capture_of, stream_captures
 
 
-def launch(ring: Ring, calls: list[Call[Any]], result: Result, mode: StreamMode) -> Result | Work:
+def launch(
+    ring: Ring, calls: list[Call[Any]], result: Result, mode: StreamMode, grouped: bool
+) -> Result | Work:
     """Launch ``calls`` as one operation; return ``result``, or a Work where one is unfinished."""
     use_calc_stream, sync_op, fenced, blocks = mode
     fences = ring._fences
     if fences is None:
-        handles = _start(ring, calls)
+        handles = _start(ring, calls, grouped)
         wait = partial(_wait, ring, calls, handles)
         return begun(Work(result, OnHost(handles, wait, calls)))
     if use_calc_stream:
         with ring._engine.bounded(blocks):
-            _on_stream(ring, calls)
+            _on_stream(ring, calls, grouped)
         return result
     calc = torch.cuda.current_stream(ring.device)
     capturing = stream_captures()
@@ -41,7 +43,7 @@ def launch(ring: Ring, calls: list[Call[Any]], result: Result, mode: StreamMode)
     if not (sync_op and fenced):  # the program's own kernels run at the same time
         blocks = blocks or flags.get(flags.ASYNC_BLOCKS)
     with torch.cuda.stream(fences.comm), ring._engine.bounded(blocks):
-        _on_stream(ring, calls)
+        _on_stream(ring, calls, grouped)
     if fenced and sync_op:
         fences.calc_waits(calc)
         return result
@@ -55,24 +57,24 @@ def launch(ring: Ring, calls: list[Call[Any]], result: Result, mode: StreamMode)
     return work
 
 
-def _on_stream(ring: Ring, calls: list[Call[Any]]) -> None:
-    _start(ring, calls)
+def _on_stream(ring: Ring, calls: list[Call[Any]], grouped: bool) -> None:
+    _start(ring, calls, grouped)
     for call in calls:
         call.finish()
 
 
-def _start(ring: Ring, calls: list[Call[Any]]) -> list[Any]:
-    if len(calls) > 1:
+def _start(ring: Ring, calls: list[Call[Any]], grouped: bool) -> list[Any]:
+    if grouped:  # also a group of one: a peer's group, which meets it, may have more
         ring._engine.prepare(calls)
     try:
-        if len(calls) == 1:
-            return [_guarded(ring, calls[0], calls[0].start)]
+        if not grouped:
+            return [_guarded(ring, call, call.start) for call in calls]
         with ring._engine.coalesced():
             return [_guarded(ring, call, call.start) for call in calls]
     except CommError:
         raise
     except Unconnected as error:
-        if len(calls) == 1:
+        if not grouped:
             raise
         raise ring._health.failed(
             calls[-1].collective, error

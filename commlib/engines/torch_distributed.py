@@ -1,7 +1,7 @@
 """The engine of programs without the flag: one torch.distributed process group per ring."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -24,6 +24,9 @@ class TorchDistributedEngine(C10dEngine):
 
     On GPUs torch makes the NCCL communicator (about 0.5 GB) at the ring's first call. gloo
     connects at once: a lone send and receive must not wait for members that take no part.
+
+    For sends and receives in a group torch takes the group's communicator, for others one of their
+    pair, and the two never meet. So all take the group's from the first call of all members on.
     """
 
     name: ClassVar[str] = "c10d"
@@ -69,22 +72,32 @@ class TorchDistributedEngine(C10dEngine):
             f"communicator for it, which no capture allows. {remedy}"
         )
 
-    def _check_pair(self, peer: int) -> None:
-        """Refuse the first call to a peer in a capture."""
-        if not self.on_host and not self._batched and peer not in self._peers:
-            if capturing():
-                self._refuse_capture("Make this send or recv once before the capture")
-            self._peers.add(peer)
-
     def send(self, out: None, x: torch.Tensor, peer: int, tag: int = 0) -> Any:
         """Launch a send of the process group."""
-        self._check_pair(peer)
-        return super().send(out, x, peer, tag)
+        with self._to(peer):
+            return super().send(out, x, peer, tag)
 
     def recv(self, out: torch.Tensor, x: None, peer: int, tag: int = 0) -> Any:
         """Launch a receive of the process group."""
-        self._check_pair(peer)
-        return super().recv(out, x, peer, tag)
+        with self._to(peer):
+            return super().recv(out, x, peer, tag)
+
+    def _to(self, peer: int) -> AbstractContextManager[None]:
+        """Choose the communicator of a send or receive: the group's, or one of this pair."""
+        if self.on_host or self._batched:
+            return nullcontext()
+        if self.connected or self.size == 2:
+            return self.coalesced()
+        if peer not in self._peers:
+            if capturing():
+                self._refuse_capture("Make this send or recv once before the capture")
+            self._peers.add(peer)
+        return nullcontext()
+
+    def _between_two(self, work: Any) -> Any:
+        if self.on_host or self._batched:
+            return super()._between_two(work)
+        return super()._issued(work)  # of a pair: the group's communicator is still to be made
 
     @contextmanager
     def coalesced(self) -> Iterator[None]:
@@ -129,3 +142,14 @@ class TorchDistributedEngine(C10dEngine):
             free = torch.cuda.mem_get_info(self.device)[0]
             self._communicator_bytes, self._free_before = max(0, self._free_before - free), None
         return super()._issued(work)
+
+    def close(self, deadline: Deadline) -> None:
+        """Wait until the peers have what this rank sent them, and release the process group.
+
+        A kernel of NCCL may end while its data is still on the way to another host. To release the
+        group would abort that; ``shutdown`` of torch lets NCCL finish first.
+        """
+        if not self.on_host and self._group is not None:
+            finish = self._group._get_backend(self.device).shutdown
+            self.health.attempt(finish, deadline, "finishing the calls of NCCL")
+        super().close(deadline)

@@ -140,7 +140,7 @@ def c_softmax_with_multi_label_cross_entropy(
     classes = logits.shape[-1]
     ignored = label == ignore_index
     unknown = ((label < 0) | (label >= classes * ring.size)) & ~ignored
-    if not capturing() and not torch.compiler.is_compiling() and bool(unknown.any()):
+    if not torch.compiler.is_compiling() and not capturing() and bool(unknown.any()):
         raise ArgumentError(
             f"{ring._describe(name)}: label {int(label[unknown][0])}; expected a class, 0 to "
             f"{classes * ring.size - 1}, or ignore_index={ignore_index}"

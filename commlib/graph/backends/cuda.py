@@ -63,6 +63,7 @@ class CudaBackend:
         self.lock = threading.RLock()
         self._now: _Capture | None = None
         self._failed = False  # whether a capture ever has
+        self._failed_since = False  # and since all garbage was collected
         self._order = StreamOrder(device)
         self._sides: dict[tuple[int, int], SideStream] = {}  # by thread and stream of callers
         with torch.cuda.device(device):
@@ -135,16 +136,18 @@ class CudaBackend:
 
     def waiting(self) -> AbstractContextManager[object]:
         """Return the context to make autograd nodes in that outlive a capture."""
-        self._collect()
+        self._collect(everything=self._failed)
         return self.side().current()
 
-    def _collect(self) -> None:
+    def _collect(self, *, everything: bool) -> None:
         """Release autograd nodes in reference cycles, which a failed capture leaves.
 
-        They belong to another stream, and a leaf whose node is still there gets no new one. All
-        garbage is searched from the first failure on; that takes 0.2 s in a large program.
+        They belong to another stream, and a leaf whose node is still there gets no new one. From
+        the first failure on each captured call searches all garbage once; that takes 0.2 s in a
+        large program.
         """
-        gc.collect(2 if self._failed else 1)
+        gc.collect(2 if everything else 1)
+        self._failed_since = self._failed_since and not everything
 
     def begin(
         self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None
@@ -155,7 +158,7 @@ class CudaBackend:
         """
         with ExitStack() as scope:
             scope.enter_context(_capturing)
-            self._collect()
+            self._collect(everything=self._failed_since)
             scope.enter_context(no_collection())
             scope.enter_context(torch.cuda.stream(self.stream))
             torch.cuda.synchronize(self.device)
@@ -248,7 +251,7 @@ class CudaBackend:
         now = self._now
         if now is None:
             return
-        self._failed = True
+        self._failed = self._failed_since = True
         now.watching.close()
         for ring in now.recorder.rings:
             ring._engine.abandon(now.number)
