@@ -6,6 +6,7 @@ recorded memory, and on GPUs, where the same calls are CUDA graphs.
 
 import functools
 import threading
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,23 @@ def test_addresses(comm: Any) -> None:
             [row["bytes_copied"] for row in graph.report(f)], [20], "bytes of the last replay"
         )
     assert_bits_equal(f(x, x), x * 2 + x, "one tensor twice")
+
+
+@runs_on("unified_ranks")
+def test_strides_of_copies(comm: Any) -> None:
+    """A copy of an output has the strides that eager code gives, with gaps or repeated elements."""
+    calls: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda x: (x * 2)[:, ::2],
+        lambda x: (x + 1)[:1].expand(3, 4),
+        lambda x: (x * 3).T,
+    ]
+    x = torch.arange(12.0, device=comm.device).view(3, 4)
+    for eager in calls:
+        captured = graph.capture(eager, outputs="copy")
+        for _ in range(3):
+            got, expected = captured(x), eager(x)
+            assert_bits_equal(got, expected)
+            assert_equal(got.stride(), expected.stride(), "strides")
 
 
 @runs_on("unified_ranks")

@@ -130,6 +130,19 @@ def test_several_forwards_before_their_backwards() -> None:
     assert_equal(len(rows()), 3, "slots")
 
 
+class Chunked(Cut):
+    """A value with gaps crosses the cut: the code of the next part expects its strides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = (x @ self.first).chunk(2, -1)
+        y: Tensor = tripled(left.contiguous()) @ right.T @ self.second[: len(x)]
+        return y
+
+
+def test_values_with_gaps_between_parts() -> None:
+    same_as_inductor(Chunked, trained)
+
+
 def test_results_stay() -> None:
     """Compiled code returns fresh tensors, and so does its graph."""
     compiled = torch.compile(Block(), backend=graph.backend, options=STRICT)

@@ -1,17 +1,18 @@
 """The engine of programs without the flag: one torch.distributed process group per ring."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from commlib.deadlines import Deadline
-from commlib.engines.base import EngineMemory
+from commlib.engines.base import ABORT_S, EngineMemory, Launch
 from commlib.engines.c10d import C10dEngine
-from commlib.errors import ArgumentError
+from commlib.errors import ArgumentError, CommError
 from commlib.rendezvous import host_exchange
 from commlib.rendezvous.hosts import HostExchange
 from commlib.rendezvous.identity import Health, RingIdentity
@@ -38,6 +39,7 @@ class TorchDistributedEngine(C10dEngine):
         self._communicator_bytes = 0
         self._batched = False  # inside a group of calls, which share one communicator
         self._peers: set[int] = set()  # torch has made the communicators of these pairs
+        self._met = False  # whether NCCL has connected all pairs in both directions
 
     @property  # every launch reads it
     def pg(self) -> Any:
@@ -51,16 +53,18 @@ class TorchDistributedEngine(C10dEngine):
         self._group = group
 
     def connect(self) -> None:
-        """Have torch make the group's communicator now; every member calls it.
+        """Have torch make the group's communicator now, and NCCL connect all pairs.
 
-        A lone send or receive has a communicator of its pair, which its first call makes.
+        Every member calls it. Without it a lone send or receive has a communicator of its pair,
+        which its first call makes.
         """
-        if self._free_before is None:
+        if self.on_host or (self.connected and self._met):
             return
         self.hosts.exchange([])  # names the members that are late
         try:
             with issue_lock(self.device):
                 self.barrier(None, None)
+                self._connect_peers()
             synchronize = torch.cuda.current_stream(self.device).synchronize
             self.identity.bounded(synchronize, Deadline(self.identity.timeout), "connect")
         except Exception as error:
@@ -86,13 +90,44 @@ class TorchDistributedEngine(C10dEngine):
         """Choose the communicator of a send or receive: the group's, or one of this pair."""
         if self.on_host or self._batched:
             return nullcontext()
-        if self.connected or self.size == 2:
+        if self.size == 2:
+            self._connect_peers()
+        if self.connected:
             return self.coalesced()
         if peer not in self._peers:
             if capturing():
                 self._refuse_capture("Make this send or recv once before the capture")
             self._peers.add(peer)
         return nullcontext()
+
+    def prepare(self, calls: Sequence[Launch]) -> None:
+        """Connect two members in both directions before their first messages in a group."""
+        between = {"send", "recv"}
+        if self.size == 2 and any(call.launch.__name__ in between for call in calls):
+            try:
+                self._connect_peers()
+            except CommError:
+                raise
+            except Exception as error:
+                raise self.health.failed("group", error) from error
+
+    def _connect_peers(self) -> None:
+        """Exchange one byte with every peer in one group of calls, once.
+
+        NCCL connects two ranks as the first groups of both need it, and fails where one of them
+        sends and receives while the other only sends. All members make this call.
+        """
+        if self.on_host or self._met:
+            return
+        if capturing():
+            self._refuse_capture("Call ring.connect() on every member before the capture")
+        self._met = True
+        token = torch.zeros(2, dtype=torch.uint8, device=self.device)
+        with self.coalesced():
+            for peer in range(self.size):
+                if peer != self.rank:
+                    super().send(None, token[:1], peer)
+                    super().recv(token[1:], None, peer)
 
     def _between_two(self, work: Any) -> Any:
         if self.on_host or self._batched:
@@ -146,10 +181,21 @@ class TorchDistributedEngine(C10dEngine):
     def close(self, deadline: Deadline) -> None:
         """Wait until the peers have what this rank sent them, and release the process group.
 
-        A kernel of NCCL may end while its data is still on the way to another host. To release the
-        group would abort that; ``shutdown`` of torch lets NCCL finish first.
+        A kernel of NCCL may end while its data is still on the way to another host. ``abort`` of
+        torch cuts that off; ``shutdown`` lets NCCL finish it first, and frees everything.
         """
-        if not self.on_host and self._group is not None:
-            finish = self._group._get_backend(self.device).shutdown
-            self.health.attempt(finish, deadline, "finishing the calls of NCCL")
-        super().close(deadline)
+        if self.on_host:
+            super().close(deadline)
+            return
+        group, self._group = [self._group], None
+        finish = partial(_shut_down, group, self.device)
+        if group[0] is None or self.health.attempt(finish, deadline, "finishing the calls of NCCL"):
+            return
+        if group:
+            self.health.attempt(partial(host_exchange.release, group), Deadline(ABORT_S), "abort")
+
+
+def _shut_down(group: list[Any], device: torch.device) -> None:
+    """Finish the calls of the group in a one-element list, its only reference, and free it."""
+    group[0]._get_backend(device).shutdown()
+    group.clear()

@@ -12,6 +12,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from commlib.core.tensors import is_pending
 from commlib.errors import GraphError
 from commlib.graph.calls.output_guard import OutputGuard
+from commlib.graph.operators.layout import copy_of, is_packed
 from commlib.graph.python.objects import unfold
 
 
@@ -46,6 +47,7 @@ class Borrowed(NamedTuple):
     """Memory of the graph, to be overwritten by its next replay."""
 
     tensor: torch.Tensor
+    packed: bool  # a clone has the same strides
 
 
 class Plain(NamedTuple):
@@ -169,7 +171,7 @@ class Outputs:
         if isinstance(kind, Again):
             return None  # known when all are
         if self._copy:
-            return kind.tensor.clone()
+            return kind.tensor.clone() if kind.packed else copy_of(kind.tensor)
         loan = self._loans.get(i)
         if loan is None:
             loan = self._loans[i] = OutputGuard(kind.tensor)
@@ -192,7 +194,7 @@ def _kind(leaf: Any, given: Sequence[torch.Tensor], own: Callable[[torch.Tensor]
             offset = int(leaf.storage_offset() - tensor.storage_offset())
             detached = tensor.requires_grad and not leaf.requires_grad
             return View(position, leaf.size(), leaf.stride(), offset, detached)
-    return Borrowed(leaf.detach()) if own(leaf) else Plain(leaf)
+    return Borrowed(leaf.detach(), is_packed(leaf)) if own(leaf) else Plain(leaf)
 
 
 # Nodes of views that `as_strided` can stand for: each element is in one place only.

@@ -13,6 +13,7 @@ _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
 _HOST_RANDOM = ("run_and_save_rng_state", "run_with_rng_state")  # set a generator's state
 _NUMBERS = (torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default)
 _BRANCHES = ("cond", "while_loop", "map_impl", "scan")
+_TOKENS = ("prims::_make_token", "prims::_sink_tokens")  # they order operators, and run nothing
 
 
 def unsafe_nodes(gm: torch.fx.GraphModule) -> dict[torch.fx.Node, str]:
@@ -54,6 +55,8 @@ def _why(node: torch.fx.Node, device: torch.device) -> str | None:
         branches = kind in _BRANCHES
         return f"{kind} is steered by the host" if branches or kind in _HOST_RANDOM else None
     if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    if node.target.name() in _TOKENS:
         return None
     if _UNSAFE is not None and _UNSAFE in node.target.tags:
         return f"{name} is tagged cudagraph_unsafe"

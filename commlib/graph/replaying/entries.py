@@ -89,6 +89,6 @@ class Entries(dict[Any, Entry]):
 
     def drop_all(self) -> None:
         """Release every graph."""
-        for entry in self.values():
+        for entry in [*self.values()]:  # at the end of a program other threads may still call
             entry.release()
         self.clear()
