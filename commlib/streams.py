@@ -3,6 +3,7 @@
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -19,6 +20,39 @@ def _slow_current_raw(index: int) -> int:
 current_raw: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", _slow_current_raw
 )
+
+
+# torch's current stream of a device as (id, index, type of device), and its setter; both private.
+_current: Callable[[int], tuple[int, int, int]] | None = getattr(
+    torch._C, "_cuda_getCurrentStream", None
+)
+_set: Callable[[int, int, int], None] | None = getattr(torch._C, "_cuda_setStream", None)
+
+
+class _OnStream:
+    """Makes a stream of the current device the current one; torch's context takes 10 µs more."""
+
+    __slots__ = ("_before", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        stream = self._stream
+        assert _current is not None and _set is not None
+        self._before = _current(stream.device_index)
+        _set(stream.stream_id, stream.device_index, stream.device_type)
+
+    def __exit__(self, *_: object) -> None:
+        assert _set is not None
+        _set(*self._before)
+
+
+def on_stream(stream: torch.cuda.Stream) -> AbstractContextManager[object]:
+    """Return a context in which ``stream``, one of the current device, is the current stream."""
+    if _current is None or _set is None:
+        return torch.cuda.stream(stream)
+    return _OnStream(stream)
 
 
 def issue_lock(device: torch.device) -> threading.RLock:

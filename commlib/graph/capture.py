@@ -20,6 +20,7 @@ class Given(TypedDict, total=False):
     first: First
     inputs: Memory
     outputs: Memory
+    gradients: Memory
     agree: int | None
     on_fail: OnFail
     verify: bool | int | Literal["auto"] | None
@@ -70,6 +71,8 @@ def capture(fn: Callable[..., Any] | None = None, **options: Unpack[Given]) -> A
                 for arguments that are new tensors in each call.
             outputs: "borrow" returns memory of the graph, and reading it after the next replay
                 raises. "copy" returns fresh tensors.
+            gradients: "copy" returns fresh tensors from backwards. "borrow" returns memory of the
+                graph on GPUs: zero_grad() before the next forward, else a use of it raises.
             agree: Number of a ring whose ranks compare their keys at every call; this blocks the
                 host. It is for keys that come from a rank's own data.
             on_fail: "raise", or "eager" to run calls that can't be captured eagerly;

@@ -10,6 +10,7 @@ import torch
 from commlib.graph.backends import cuda as cuda_backend
 from commlib.graph.backends.base import Backend, CpuBackend
 from commlib.graph.calls.cache_key import Arguments
+from commlib.graph.calls.output_guard import guards_memory
 from commlib.graph.options import Options
 from commlib.graph.recording.counted_call import CountedCall
 from commlib.graph.recording.findings import Findings
@@ -76,7 +77,15 @@ class FirstCall:
         unseen = findings.unseen_in(call.tensors)
         copy, own_inputs = options.outputs == "copy", options.inputs == "copy"
         own_inputs = own_inputs or self._backend.copies_arguments
-        recipe = Recipe(self._fn, self._backend, findings, copy, own_inputs, unseen=unseen)
+        recipe = Recipe(
+            self._fn,
+            self._backend,
+            findings,
+            copy,
+            own_inputs,
+            unseen=unseen,
+            lends_gradients=options.gradients == "borrow" and guards_memory,
+        )
         log = functools.partial(VerificationLog, self._fn, options.tolerance, Noise())
         if findings.differentiable:
             slots = Slots(

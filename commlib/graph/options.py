@@ -20,6 +20,7 @@ class Options:
     first: First = "once"
     inputs: Memory = "borrow"
     outputs: Memory = "borrow"
+    gradients: Memory = "copy"
     agree: int | None = None
     on_fail: OnFail = "raise"
     verify: bool | int | str | None = None
@@ -31,6 +32,7 @@ class Options:
         _one_of("first", self.first, "once", "warmup")
         _one_of("inputs", self.inputs, "borrow", "copy")
         _one_of("outputs", self.outputs, "borrow", "copy")
+        _one_of("gradients", self.gradients, "borrow", "copy")
         _one_of("on_fail", self.on_fail, "raise", "eager")
         if self.tolerance is not None and not _are_two_numbers(self.tolerance):
             raise GraphError(f"tolerance={self.tolerance!r}: expected (rtol, atol), both 0 or more")

@@ -1,12 +1,13 @@
 """The side stream of a caller, to which the autograd nodes of captured calls belong."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
-from commlib.streams import current_raw
+from commlib.streams import current_raw, on_stream
 
 
 class SideStream:
@@ -42,26 +43,40 @@ class SideStream:
 
     def current(self) -> AbstractContextManager[object]:
         """Return the context in which nodes of this stream are made."""
-        return torch.cuda.stream(self.stream)
+        return on_stream(self.stream)
 
     def run(self) -> AbstractContextManager[None]:
         """Run on this stream inside a ``with`` block, in the order of the caller's stream."""
-        return self._across(self._callers, self.stream)
+        return _Across(self._fence, self._callers, self.stream)
 
     def run_on_callers(self) -> AbstractContextManager[None]:
         """Run on the caller's stream inside a ``with`` block, in the order of this one."""
-        return self._across(self.stream, self._callers)
-
-    @contextmanager
-    def _across(self, source: torch.cuda.Stream, target: torch.cuda.Stream) -> Iterator[None]:
-        self._fence(source, target)
-        try:
-            with torch.cuda.stream(target):
-                yield
-        finally:
-            self._fence(target, source)
+        return _Across(self._fence, self.stream, self._callers)
 
     def _fence(self, first: torch.cuda.Stream, then: torch.cuda.Stream) -> None:
         with self._lock:  # one event for both directions
             self._event.record(first)
             then.wait_event(self._event)
+
+
+class _Across:
+    """Makes ``target`` the current stream, in the order of ``source``."""
+
+    __slots__ = ("_fence", "_inner", "_source", "_target")
+
+    def __init__(
+        self,
+        fence: Callable[[torch.cuda.Stream, torch.cuda.Stream], None],
+        source: torch.cuda.Stream,
+        target: torch.cuda.Stream,
+    ) -> None:
+        self._fence, self._source, self._target = fence, source, target
+        self._inner = on_stream(target)
+
+    def __enter__(self) -> None:
+        self._fence(self._source, self._target)
+        self._inner.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        self._inner.__exit__(*exc)
+        self._fence(self._target, self._source)

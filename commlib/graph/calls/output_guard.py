@@ -1,4 +1,4 @@
-"""Outputs that raise where the program reads them after their graph has overwritten them."""
+"""Memory of graphs that raises where the program reads it after a graph has overwritten it."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -71,11 +71,15 @@ def _watch(found: Any, known: Sequence[GuardedTensor]) -> None:
 _sharers: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
+guards_memory = _SPOIL is not None  # whatever reads it; else only tensors themselves are guarded
+
+
 class OutputGuard:
     """One output, under a storage that is used again unless the program still holds it."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._alias = _alias(tensor)
+    def __init__(self, tensor: torch.Tensor, what: str) -> None:
+        """``what``: "output" or "gradient", for the message."""
+        self._alias, self._what = _alias(tensor), what
         self._storage = self._alias.untyped_storage()
         self._place = self._storage.data_ptr()
         self._at_rest = self._holders()
@@ -115,10 +119,43 @@ class OutputGuard:
     def end(self, where: str) -> None:
         """Let reading it raise from now on, also through its views; it can't begin again."""
         text = (
-            f"this output of a graph, returned at {self._where}, was overwritten by {where}; "
-            f'read it before, clone it, or capture with outputs="copy"'
+            f"this {self._what} of a graph, returned at {self._where}, was overwritten by {where}; "
+            f'read it before, clone it, or capture with {self._what}s="copy"'
         )
         if _SPOIL is not None:
             _SPOIL(self._storage._cdata, text)
         else:
             self._ended.append(text)
+
+
+class Loans:
+    """What the program was given of a graph's memory, by position."""
+
+    def __init__(self, what: str) -> None:
+        """``what``: as of an ``OutputGuard``."""
+        self._what = what
+        self.guards: dict[int, OutputGuard] = {}
+
+    def lend(self, i: int, tensor: torch.Tensor, where: str) -> torch.Tensor:
+        """Return what the program gets of ``tensor`` at ``where``."""
+        guard = self.guards.get(i)
+        if guard is None:
+            guard = self.guards[i] = OutputGuard(tensor, self._what)
+        return guard.begin(where)
+
+    def expire(self, where: str) -> None:
+        """Make what is still held of the last replay raise when it is read."""
+        for i, guard in list(self.guards.items()):
+            if guard.moved:
+                del self.guards[i]
+            elif guard.held:
+                guard.end(where)
+                del self.guards[i]
+
+    def version(self, i: int) -> int:
+        """Return how often what was lent at a position was written to; -1 for nothing."""
+        guard = self.guards.get(i)
+        return -1 if guard is None else guard.version
+
+    def __del__(self) -> None:
+        self.expire("the end of its graph")

@@ -11,7 +11,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from commlib.core.tensors import is_pending
 from commlib.errors import GraphError
-from commlib.graph.calls.output_guard import OutputGuard
+from commlib.graph.calls.output_guard import Loans
 from commlib.graph.operators.layout import copy_of, is_packed
 from commlib.graph.python.objects import unfold
 
@@ -117,22 +117,14 @@ class Outputs:
                 self._kinds.append(_kind(leaf, given, own))
         self._lent = [i for i, kind in enumerate(self._kinds) if isinstance(kind, Borrowed)]
         self._again = [(i, kind.place) for i, kind in enumerate(self._kinds) if type(kind) is Again]
-        self._loans: dict[int, OutputGuard] = {}  # by position
+        self._loans = Loans("output")
         self.lends = bool(self._lent)
         kind = self._kinds[0] if self._alone else None
         self._only = kind if isinstance(kind, Plain) else None
 
     def expire(self, where: str) -> None:
         """Make what is still held of the last replay raise when it is read."""
-        for i, loan in list(self._loans.items()):
-            if loan.moved:
-                del self._loans[i]
-            elif loan.held:
-                loan.end(where)
-                del self._loans[i]
-
-    def __del__(self) -> None:
-        self.expire("the end of its graph")
+        self._loans.expire(where)
 
     def give(self, given: Sequence[torch.Tensor], where: str, join: Join | None = None) -> Any:
         """Return the outputs of the replay that was just launched.
@@ -157,8 +149,7 @@ class Outputs:
 
     def versions(self, places: Sequence[int]) -> list[int]:
         """Return how often what is lent in some of the places of ``made`` was written to."""
-        loans = [self._loans.get(self._lent[i]) for i in places]
-        return [-1 if loan is None else loan.version for loan in loans]
+        return [self._loans.version(self._lent[i]) for i in places]
 
     def _one(self, i: int, given: Sequence[torch.Tensor], where: str) -> Any:
         kind = self._kinds[i]
@@ -172,10 +163,7 @@ class Outputs:
             return None  # known when all are
         if self._copy:
             return kind.tensor.clone() if kind.packed else copy_of(kind.tensor)
-        loan = self._loans.get(i)
-        if loan is None:
-            loan = self._loans[i] = OutputGuard(kind.tensor)
-        return loan.begin(where)
+        return self._loans.lend(i, kind.tensor, where)
 
 
 def leads_back(tensor: Any) -> bool:

@@ -38,6 +38,7 @@ class Recipe(NamedTuple):
         rooms: For each leaf of the result, where it is to lie if the graph makes it.
         unseen: Tensors that it writes, and no operator says so: of the arguments their positions.
         pool: Its own memory, in place of what all graphs share.
+        lends_gradients: Whether backwards return the graphs' memory.
     """
 
     fn: Callable[..., Any]
@@ -48,6 +49,7 @@ class Recipe(NamedTuple):
     rooms: Sequence[torch.Tensor | None] = ()
     unseen: Sequence[torch.Tensor | int] = ()
     pool: Pool | None = None
+    lends_gradients: bool = False
 
 
 class RecordedCall(NamedTuple):

@@ -102,7 +102,7 @@ def _gone_back(ctx: Any, grads: Grads) -> list[torch.Tensor | None]:
         found = slot.backward(grads, lease.side)
     else:
         found = slot.verified_backward(lease, grads)
-    if not _retains() and all(map(_runs, ctx.next_functions)) and slot.is_last(grads):
+    if not _retains() and _all_run(ctx.next_functions) and slot.is_last(grads):
         ctx.slot = ctx.lease = None
     return found
 
@@ -117,10 +117,12 @@ _retains: Callable[[], bool] = getattr(
 )
 
 
-def _runs(edge: tuple[Any, int]) -> bool:
-    """Return True if the backward under way takes this way out of a node, if there is one."""
-    node, _ = edge
-    try:
-        return node is None or _will_run(node)
-    except RuntimeError:  # a leaf that autograd.grad has asked for
-        return True
+def _all_run(edges: Sequence[tuple[Any, int]]) -> bool:
+    """Return True if the backward under way takes every way out of a node."""
+    for node, _ in edges:
+        try:
+            if node is not None and not _will_run(node):
+                return False
+        except RuntimeError:  # a leaf that autograd.grad has asked for
+            continue
+    return True

@@ -7,6 +7,7 @@ import torch
 
 from commlib.core.tensors import is_wrapper, parts, rebuilt
 from commlib.graph.backends.side_stream import SideStream
+from commlib.graph.calls.output_guard import Loans
 from commlib.graph.operators.layout import maker
 from commlib.graph.recording.segments import Segments
 
@@ -21,6 +22,7 @@ class Backward:
         grads: dict[int, torch.Tensor],
         *,
         last: bool,
+        lends: bool,
     ) -> None:
         """Know the graph.
 
@@ -29,29 +31,39 @@ class Backward:
             given: Where it reads the gradients of outputs.
             grads: What it writes, by position of the tensor whose gradient it is.
             last: Whether no other backward can follow, but for one with ``retain_graph=True``.
+            lends: Whether it returns the memory that it writes; wrappers are copied even then.
         """
         self.last = last
         self.segments, self.given, self._grads = segments, given, grads
         self._parts = [part for grad in grads.values() for part in parts(grad)]
         self._wrapped = any(map(is_wrapper, grads.values()))
         self._make = {} if self._wrapped else {i: maker(grad) for i, grad in grads.items()}
+        self._loans = Loans("gradient") if lends and not self._wrapped else None
 
     def run(
         self, coming: Sequence[torch.Tensor], side: SideStream | None
     ) -> dict[int, torch.Tensor]:
-        """Replay it with the gradients of outputs; returns fresh tensors, by position.
+        """Replay it with the gradients of outputs; returns those of tensors, by position.
 
         ``side``: the current stream, if that is not the caller's.
         """
-        fresh, places = self._fresh()
+        self.expire("the next backward")
+        fresh, places = ({}, []) if self._loans is not None else self._fresh()
         with self.segments.lock, nullcontext() if side is None else side.run_on_callers():
             self.segments.turn()
             for kept, grad in zip(self.given, coming, strict=True):
                 kept.copy_(grad)
             self.segments.replay()
-            if fresh:
+            if places:
                 torch._foreach_copy_(places, self._parts)
-        return fresh
+        if self._loans is None:
+            return fresh
+        return {i: self._loans.lend(i, x, "its backward") for i, x in self._grads.items()}
+
+    def expire(self, where: str) -> None:
+        """Make gradients that the program still holds raise when they are read."""
+        if self._loans is not None:
+            self._loans.expire(where)
 
     def _fresh(self) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
         """Return new gradients by position, and all memory that is to be written."""

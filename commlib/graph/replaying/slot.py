@@ -15,6 +15,7 @@ from commlib.graph.backends.side_stream import SideStream
 from commlib.graph.calls.cache_key import Arguments, any_autocast, modes
 from commlib.graph.calls.leaves import Tensors, gradients, plain_gradients
 from commlib.graph.calls.outputs import Join, Outputs
+from commlib.graph.operators.program_line import line_of_frame
 from commlib.graph.recording.record import record
 from commlib.graph.recording.recorded_call import Recipe, RecordedCall
 from commlib.graph.recording.segments import Segments
@@ -112,7 +113,8 @@ class Slot:
         found = zip(places, grads, strict=True)
         others = [out for out, one in zip(self._outs, comes, strict=True) if not one]
         there = {i: grad for i, grad in found if grad is not None}
-        return Backward(segments, given, there, last=used_up(outs, others))
+        last, lends = used_up(outs, others), self._recipe.lends_gradients
+        return Backward(segments, given, there, last=last, lends=lends)
 
     def _note_reads(self, recorded: RecordedCall, whole: Backward, made: Tensors) -> None:
         """Know what the forward has saved and the backward reads: nobody may write to it between.
@@ -152,6 +154,8 @@ class Slot:
         self, call: Arguments, caller: FrameType, done: Sequence[DonePart] | None = None
     ) -> Any:
         """Replay the forward; the gradients of its outputs lead to the backward."""
+        if self._recipe.lends_gradients:  # the graphs share one memory
+            self._expire(f"the call at {line_of_frame(caller)}")
         return self.forward.replay(call, caller, self, done)
 
     def join(self, tensors: Tensors) -> Join:
@@ -255,7 +259,13 @@ class Slot:
         self.forward.release()
         self._release_backwards()
 
+    def _expire(self, where: str) -> None:
+        """Make gradients that the program still holds raise when they are read."""
+        for backward in self._backwards.values():
+            backward.expire(where)
+
     def _release_backwards(self) -> None:
+        self._expire("the release of the graph")
         for backward in self._backwards.values():
             backward.segments.release()
         self._backwards.clear()

@@ -1,0 +1,125 @@
+"""gradients="borrow": the graph's own memory as gradients, and an error where that would show."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from commlib import graph
+from commlib.graph import GraphError
+from tests.support.checks import assert_bits_equal, assert_equal, raises
+from tests.support.runs_on import runs_on
+
+WIDTH, STEPS = 6, 6
+
+
+def model_on(device: torch.device) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).to(device)
+
+
+def rows(turn: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(turn)
+    return torch.randn(4, WIDTH, generator=generator).to(device)
+
+
+def pair(device: torch.device, **options: Any) -> tuple[nn.Module, nn.Module, Any]:
+    """Return two equal models, and the captured form of the second."""
+    eager = model_on(device)
+    own = copy.deepcopy(eager)
+    return eager, own, graph.capture(own, gradients="borrow", **options)
+
+
+def grad_of(weight: nn.Parameter) -> Tensor:
+    assert weight.grad is not None
+    return weight.grad
+
+
+def same_grads(eager: nn.Module, own: nn.Module, what: str) -> None:
+    for (name, one), other in zip(eager.named_parameters(), own.parameters(), strict=True):
+        assert_bits_equal(other.grad, one.grad, f"{what}, {name}")
+
+
+@runs_on("unified_ranks")
+def test_training(comm: Any) -> None:
+    """Steps that drop gradients, and steps that keep them and set them to zero."""
+    for to_none in (True, False):
+        eager, own, captured = pair(comm.device)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (eager, own)]
+        for turn in range(STEPS):
+            for model in (eager, captured):
+                model(rows(turn, comm.device)).square().sum().backward()
+            same_grads(eager, own, f"turn {turn}")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=to_none)
+
+
+@runs_on("unified_ranks")
+def test_forwards_in_flight(comm: Any) -> None:
+    """Each forward that waits has memory of its own; their gradients add up."""
+    eager, own, captured = pair(comm.device)
+    for turn in range(STEPS):
+        for model in (eager, captured):
+            outs = [model(rows(2 * turn + i, comm.device)).square().sum() for i in range(2)]
+            for out in reversed(outs):
+                out.backward()
+            del outs, out
+        same_grads(eager, own, f"turn {turn}")
+        for module in (eager, own):
+            module.zero_grad()
+
+
+@runs_on("gpu_ranks")
+def test_the_memory_is_the_graphs(comm: Any) -> None:
+    """The same memory at every step, and reading it after the next forward raises."""
+    _, own, captured = pair(comm.device, verify=False)
+    weight = next(own.parameters())
+    places = set[int]()
+    for turn in range(STEPS):
+        captured(rows(turn, comm.device)).square().sum().backward()
+        if turn > 2:
+            places.add(grad_of(weight).data_ptr())
+        own.zero_grad()
+    assert_equal(len(places), 1, "places of a gradient")
+
+    captured(rows(0, comm.device)).square().sum().backward()
+    kept, copied = grad_of(weight), grad_of(weight).clone()
+    loss = captured(rows(1, comm.device)).square().sum()
+    with raises(RuntimeError, "this gradient of a graph", "the call at", 'gradients="copy"'):
+        kept.sum()
+    with raises(RuntimeError, "this gradient of a graph"):
+        loss.backward()  # would add to it
+    assert copied.isfinite().all()
+    own.zero_grad()
+
+    captured(rows(2, comm.device)).square().sum().backward()
+    kept = grad_of(weight)
+    captured.reset()
+    with raises(RuntimeError, "this gradient of a graph", "the release"):
+        kept.sum()
+
+
+@runs_on("cpu_ranks")
+def test_copies_on_cpus(comm: Any) -> None:
+    """Torch guards no memory there, so that gradients stay copies: one that is kept is right."""
+    eager, own, captured = pair(comm.device)
+    kept = []
+    for turn in range(4):
+        for model in (eager, captured):
+            model(rows(turn, comm.device)).square().sum().backward()
+        kept.append(
+            [(x.grad, y.grad) for x, y in zip(eager.parameters(), own.parameters(), strict=True)]
+        )
+        for module in (eager, own):
+            module.zero_grad()
+    for turn, grads in enumerate(kept):
+        for expected, given in grads:
+            assert_bits_equal(given, expected, f"turn {turn}, later")
+
+
+def test_unknown_choice() -> None:
+    with pytest.raises(GraphError, match="gradients='lend': expected 'borrow' or 'copy'"):
+        graph.capture(lambda x: x, gradients="lend")  # type: ignore[call-overload]
