@@ -1,5 +1,6 @@
 """graph.capture: gradients, and state from before the capture."""
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -189,6 +190,32 @@ def test_grad_is_none_at_first(comm: Any) -> None:
             module.weight.grad, x * (turn if turn % 2 else 2 * turn - 1), f"turn {turn}"
         )
     assert_equal(len(f.entries), 2, "with gradients, and without")
+
+
+@runs_on("unified_ranks")
+def test_expanded_gradients(comm: Any) -> None:
+    """A sum right after the call sends one number to all elements, which kernels add up otherwise.
+
+    The numbers of elements are such that the order of additions shows.
+    """
+    own = torch.nn.BatchNorm1d(6).to(comm.device)
+    eager, generator = copy.deepcopy(own), torch.Generator().manual_seed(5)
+    captured = graph.capture(own, verify=2)
+    reduced: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        torch.sum,
+        lambda out: out.sum(0)[2],
+        lambda out: (out * out).sum(),
+    ]
+    for turn in range(12):
+        x = torch.randn(50, 6, generator=generator).to(comm.device)
+        found = []
+        for call, module in ((captured, own), (eager, eager)):
+            leaf = x.clone().requires_grad_()
+            reduced[turn % 3](call(leaf)).backward()
+            found.append([leaf.grad, *(weight.grad for weight in module.parameters())])
+            module.zero_grad()
+        for given, expected in zip(*found, strict=True):
+            assert_bits_equal(given, expected, f"turn {turn}")
 
 
 @runs_on("unified_ranks")

@@ -151,9 +151,10 @@ def test_backwards(comm: Any) -> None:
         g = graph.capture(lambda x, h=hidden: _Backward.apply(x, h), on_fail=on_fail)  # type: ignore[no-untyped-call]
         x = torch.ones(3, device=comm.device, requires_grad=True)
         x.grad = torch.zeros_like(x)
-        g(x).sum().backward()
+        weights = torch.ones_like(x)  # a bare sum has its own backward graph
+        (g(x) * weights).sum().backward()
         hidden.scale = 7.0
-        y = g(x)
+        y = g(x) * weights
         if on_fail == "raise":
             with raises(GraphError, "gradient 0 differs at element 0: 7.0, and replayed 2.0"):
                 y.sum().backward()

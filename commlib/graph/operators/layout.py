@@ -1,6 +1,6 @@
 """Copies of tensors with the same strides."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -38,6 +38,12 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     else:
         copy = _span(copy).clone().as_strided(copy.size(), copy.stride(), 0)
     return copy.requires_grad_(tensor.requires_grad)
+
+
+def zeros(like: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """Return zeros of the size of a tensor that isn't empty, with other strides."""
+    last = sum((n - 1) * stride for n, stride in zip(like.size(), strides, strict=True))
+    return like.new_zeros(last + 1).as_strided(like.size(), strides)
 
 
 def elements(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from commlib.core.tensors import is_wrapper, parts, rebuilt
 from commlib.graph.backends.side_stream import SideStream
 from commlib.graph.calls.output_guard import Loans
-from commlib.graph.operators.layout import maker
+from commlib.graph.operators.layout import elements, maker
 from commlib.graph.recording.segments import Segments
 
 
@@ -52,7 +52,10 @@ class Backward:
         with self.segments.lock, nullcontext() if side is None else side.run_on_callers():
             self.segments.turn()
             for kept, grad in zip(self.given, coming, strict=True):
-                kept.copy_(grad)
+                if 0 in kept.stride():  # expanded, and so is the gradient
+                    elements(kept).copy_(elements(grad))
+                else:
+                    kept.copy_(grad)
             self.segments.replay()
             if places:
                 torch._foreach_copy_(places, self._parts)

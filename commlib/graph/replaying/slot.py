@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from commlib.core.tensors import is_wrapper
 from commlib.errors import GraphError
 from commlib.graph.backends.side_stream import SideStream
 from commlib.graph.calls.cache_key import Arguments, any_autocast, modes
 from commlib.graph.calls.leaves import Tensors, gradients, plain_gradients
 from commlib.graph.calls.outputs import Join, Outputs
+from commlib.graph.operators.layout import zeros
 from commlib.graph.operators.program_line import line_of_frame
 from commlib.graph.recording.record import record
 from commlib.graph.recording.recorded_call import Recipe, RecordedCall
@@ -27,6 +29,8 @@ from commlib.graph.replaying.schedule import Schedule
 from commlib.graph.replaying.verification_log import VerificationLog
 from commlib.graph.replaying.verify import Unequal
 from commlib.graph.watching.runs import DonePart
+
+Form = bool | tuple[int, ...]  # of a gradient: none, dense, or the strides of an expanded one
 
 
 class Slot:
@@ -47,7 +51,7 @@ class Slot:
         self.parameters = recipe.findings.parameters
         self._differs, self._side = differs, recipe.backend.side()
         self._lease: weakref.ref[Lease] | None = None
-        # By the outputs whose gradients come, and the autocast that the backward is called under.
+        # By how the gradients of outputs come, and the autocast that the backward is called under.
         self._backwards: dict[Any, Backward] = {}
 
     @property
@@ -88,18 +92,18 @@ class Slot:
     def _capture_backward(
         self,
         forward: Segments,
-        comes: tuple[bool, ...],
+        comes: tuple[Form, ...],
         go_back: Callable[..., Any],
         *,
         again: bool,
     ) -> Backward:
-        """Capture the backward from those outputs whose gradients come.
+        """Capture the backward from those outputs whose gradients come, in the forms ``comes``.
 
         An eager backward can't go over what a capture has saved: some kernels keep numbers on the
         GPU then that they read on the host.
         """
         outs = [out for out, one in zip(self._outs, comes, strict=True) if one]
-        given = [torch.zeros_like(out) for out in outs]
+        given = [_zeros(out, one) for out, one in zip(self._outs, comes, strict=True) if one]
         segments, grads = record(
             self._recipe.backend,
             self._recipe.findings,
@@ -246,7 +250,7 @@ class Slot:
         """
         if not self._backwards:
             raise GraphError("the graph of this backward was released before it ran")
-        comes = tuple(grad is not None for grad in grads)
+        comes = tuple(map(_form, grads))
         key = comes, modes() if any_autocast() else None
         if key not in self._backwards:
             go_back = gradients if any_autocast() else plain_gradients
@@ -270,3 +274,15 @@ class Slot:
             backward.segments.release()
         self._backwards.clear()
         self.forward.backwards = []
+
+
+def _form(grad: torch.Tensor | None) -> Form:
+    """Return how a gradient comes; kernels add up an expanded one, as of a sum, in other orders."""
+    if grad is None:
+        return False
+    expanded = grad.layout is torch.strided and 0 in grad.stride() and grad.numel() > 0
+    return grad.stride() if expanded and not is_wrapper(grad) else True
+
+
+def _zeros(out: torch.Tensor, form: Form) -> torch.Tensor:
+    return zeros(out, form) if isinstance(form, tuple) else torch.zeros_like(out)
