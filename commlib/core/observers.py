@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
+from commlib.core.compiler import untraced
 from commlib.core.ring import Ring
 from commlib.core.work import Pending, Work
 
@@ -74,8 +75,11 @@ class still_watched:  # a context like the functions here, entered at every oper
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Hide the calls inside from observers and from the modes of torch that a recording uses."""
-    with _being(observers=()), _disable_current_modes():
+    """Hide the calls inside from observers and from the modes of torch that a recording uses.
+
+    torch.compile leaves a function alone under such a mode, and would trace ours inside here.
+    """
+    with _being(observers=()), untraced(_disable_current_modes()):
         yield
 
 
