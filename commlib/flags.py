@@ -23,6 +23,7 @@ CUSTOM_ALLREDUCE = "FLAGS_custom_allreduce"
 ASYNC_BLOCKS = "FLAGS_comm_async_blocks"
 CHECK = "FLAGS_comm_check"
 RUN_TOKEN = "FLAGS_comm_run_token"
+TORCH_BACKEND = "FLAGS_comm_torch_backend"
 GRAPH_VERIFY = "FLAGS_graph_verify"
 
 
@@ -98,6 +99,14 @@ _FLAGS = {
             flag_values.token,
             "",
             "name of the run, the same on all its ranks: ranks of two runs reject each other",
+        ),
+        Flag(
+            TORCH_BACKEND,
+            "bool",
+            flag_values.boolean,
+            False,
+            "torch.distributed makes rings for nccl, gloo and the default backend (1); read by "
+            "`import torch`",
         ),
         Flag(
             GRAPH_VERIFY,

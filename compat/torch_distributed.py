@@ -3,10 +3,12 @@
 ``import commlib.compat.torch_distributed as dist`` has every name of ``torch.distributed`` with the
 same signature. Groups for "nccl", "gloo" and the default backend are groups of rings, and two
 functions work that torch has for its own backends only: ``monitored_barrier``, and
-``batch_isend_irecv`` as one operation.
+``batch_isend_irecv`` as one operation. ``FLAGS_comm_torch_backend=1`` gives torch these functions
+for programs that change nothing.
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
@@ -24,6 +26,13 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _REPLACED = ("nccl", "gloo", "undefined")
+_STOCK: dict[str, Callable[..., Any]] = {
+    name: getattr(_torch, name)
+    for name in (
+        *("init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration"),
+        *("monitored_barrier", "batch_isend_irecv"),
+    )
+}
 
 
 def _on_rings(function: Function, *, default: str | None = None) -> Function:
@@ -64,7 +73,7 @@ def monitored_barrier(
     """Block the host until every rank of the group has called it; the error names late ranks."""
     calls = calls_of(group or _c10d._get_default_group())
     if calls is None:
-        _torch.monitored_barrier(group, timeout, wait_all_ranks)
+        _STOCK["monitored_barrier"](group, timeout, wait_all_ranks)
     else:
         calls.monitored_barrier(timeout, wait_all_ranks)
 
@@ -76,7 +85,8 @@ def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
     group = p2p_op_list[0].group or _c10d._get_default_group()
     calls = calls_of(group)
     if calls is None:
-        return _torch.batch_isend_irecv(p2p_op_list)
+        works: list[Any] = _STOCK["batch_isend_irecv"](p2p_op_list)
+        return works
     calls.start_coalescing()
     try:
         for one in p2p_op_list:
@@ -86,6 +96,15 @@ def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
         calls.drop_coalescing()
         raise
     return [calls.end_coalescing()]
+
+
+def replace_torch() -> None:
+    """Give ``torch.distributed`` these functions, in each of its modules that has torch's own."""
+    loaded = [module for name, module in [*sys.modules.items()] if name.startswith(_torch.__name__)]
+    for name, stock in _STOCK.items():
+        for module in loaded:
+            if vars(module).get(name) is stock:
+                setattr(module, name, globals()[name])
 
 
 def __dir__() -> list[str]:

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.runs_on import runs_on
-from tests.support.torch_groups import assert_same_as_stock
+from tests.support.torch_groups import assert_same_as_stock, whole
 
 Tensor = torch.Tensor
 Model = nn.Sequential
@@ -41,10 +41,6 @@ def train(forward: Callable[[Tensor], Tensor], optimizer: Any, device: torch.dev
         optimizer.zero_grad()
         forward(batch(device, step)).square().mean().backward()
         optimizer.step()
-
-
-def whole(parameters: Any) -> list[Tensor]:
-    return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters]
 
 
 def data_parallel(device: torch.device) -> Any:

@@ -6,7 +6,7 @@ from tests.support.processes import run
 
 PROGRAMS = (
     *("face_classifier", "fsdp_tp", "legacy_tp_block", "llm_decode", "moe_layer"),
-    *("optimizer_graph", "pipeline_gpt"),
+    *("optimizer_graph", "pipeline_gpt", "transformers_tp"),
 )
 ALONE = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
 

@@ -16,7 +16,7 @@ import commlib
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = (
-    *("setup.cfg", "pyproject.toml", "README.md", "LICENSE"),
+    *("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "commlib_autoload.py"),
     *("commlib", "ops", "compat", "tools"),
 )
 IMPORTS = "import commlib, commlib.ops, commlib.compat, commlib.tools\n"
@@ -78,7 +78,8 @@ class Environment:
 
     def names(self) -> set[str]:
         """Return the names in site-packages, without the records of the install."""
-        return {p.name for p in self.site.iterdir() if p.suffix not in (".dist-info", ".pth")}
+        names = {p.name for p in self.site.iterdir() if p.suffix not in (".dist-info", ".pth")}
+        return names - {"__pycache__"}
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def test_install(checkout: Path, environment: Environment, tmp_path: Path) -> No
     package = environment.site / "commlib"
 
     assert environment.origin(tmp_path) == package
-    assert environment.names() == {"commlib"}
+    assert environment.names() == {"commlib", "commlib_autoload.py"}
     assert not [path for path in package.rglob("*") if path.is_symlink()]
     assert (package / "ops" / "collectives" / "_all_gather.py").is_file()
     assert (package / "py.typed").is_file()

@@ -17,12 +17,15 @@ from commlib.compat.c10d.options import (
     parts,
     single,
 )
-from commlib.compat.c10d.reductions import arguments_of, scaled
+from commlib.compat.c10d.reductions import BY_HASH, arguments_of, scaled
 from commlib.compat.c10d.work import DONE
 from commlib.core.context import CommContext
+from commlib.core.stream_mode import MODES
 
 Tensor = torch.Tensor
 Given = Tensor | Sequence[Any]
+AllreduceOptions = c10d.AllreduceOptions
+SYNC = MODES[True, True, True]  # in the order of the caller's stream
 
 
 class Collectives:
@@ -36,8 +39,8 @@ class Collectives:
     def _ring_for(self, tensors: Given) -> CommContext:
         raise NotImplementedError
 
-    def _is_alone(self, tensors: list[Tensor], opts: Any) -> bool:
-        """Return True if a synchronous call on one tensor can go to the ring as it is."""
+    def _plain_ring(self, tensors: Given, opts: Any) -> CommContext | None:
+        """Return the ring of a synchronous call that can go to it as it is, else None."""
         raise NotImplementedError
 
     def _issue(self, ring: CommContext, step: Step, opts: Any) -> Any:
@@ -47,12 +50,15 @@ class Collectives:
 
     def allreduce(self, tensors: Given, opts: Any = None, timeout: timedelta | None = None) -> Any:
         """Reduce each tensor over all ranks, in place."""
+        if type(opts) is AllreduceOptions and not opts.asyncOp:
+            op = BY_HASH.get(hash(opts.reduceOp), "")
+            ring = self._plain_ring(tensors, opts) if op else None
+            if ring is not None:  # the most frequent call, in few steps
+                x = tensors[0]
+                ring._all_reduce(x, x, op, None, SYNC, True)
+                return DONE
         if not hasattr(opts, "asyncOp"):
-            opts = options(c10d.AllreduceOptions, opts, timeout, reduceOp=opts)
-        if not opts.asyncOp and isinstance(tensors, list) and self._is_alone(tensors, opts):
-            [x] = tensors  # the most frequent call, in as few steps as possible
-            self._ring_for(tensors).all_reduce(x, x, **arguments_of(opts.reduceOp))
-            return DONE
+            opts = options(AllreduceOptions, opts, timeout, reduceOp=opts)
         reduced, how = listed(tensors), arguments_of(opts.reduceOp)
         ring = self._ring_for(reduced)
         calls = [partial(ring.all_reduce, x, x, **how) for x in reduced]

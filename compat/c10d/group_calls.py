@@ -14,7 +14,7 @@ from commlib.compat.c10d.launching import Batch, Step, launch, launch_async
 from commlib.compat.c10d.options import options, single
 from commlib.compat.c10d.work import DONE, GroupWork, HostBarrier
 from commlib.core.context import CommContext
-from commlib.core.modes import depth
+from commlib.core.dispatch import is_plain
 from commlib.core.tensors import is_symbolic
 from commlib.errors import ArgumentError, DeviceError
 
@@ -56,16 +56,20 @@ class GroupCalls(Collectives):
             )
         return ring
 
-    def _is_alone(self, tensors: list[torch.Tensor], opts: Any) -> bool:
-        """Return True if a synchronous call on one tensor can go to the ring as it is."""
-        if self._batches or pairs.queued() or depth():
-            return False
-        if len(tensors) != 1 or tensors[0].requires_grad:
-            return False
-        if opts.timeout > _UNSET or self._limited:
-            return False
+    def _plain_ring(self, tensors: Given, opts: Any) -> CommContext | None:
+        """Return the ring of a synchronous call that can go to it as it is, else None.
+
+        One tensor, which the first ring takes without a check; nothing is queued, and the only
+        deadline is that of the ring.
+        """
+        if self._batches or self._limited or pairs.queued() or opts.timeout > _UNSET:
+            return None
+        if not isinstance(tensors, list) or len(tensors) != 1:
+            return None
+        if not is_plain(self._main, tensors[0], tensors[0]):
+            return None
         self._sequence += 1
-        return True
+        return self._main
 
     def _issue(
         self, ring: CommContext, step: Step, opts: Any, kind: type[GroupWork] = GroupWork

@@ -3,7 +3,7 @@
 import gc
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -72,3 +72,8 @@ def leaves(result: Any) -> Iterator[Any]:
             yield from leaves(one)
     else:
         yield result
+
+
+def whole(tensors: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors with the parts of all ranks in those that are split."""
+    return [x.full_tensor() if hasattr(x, "full_tensor") else x for x in tensors]
