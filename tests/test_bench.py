@@ -84,7 +84,9 @@ BY_HAND = ("graph.capture", "CUDAGraph by hand")
 CAPTURE = {
     "sequence | host time, µs": (*BY_HAND, "eager"),
     "sequence | wall time, µs": (*BY_HAND, "eager"),
-    "module | wall time, µs": ("graph.capture", "make_graphed_callables", "eager"),
+    "module | wall time, µs": (
+        *("graph.capture", 'graph.capture, gradients="borrow"', "make_graphed_callables", "eager"),
+    ),
     "tiny | host time, µs": (*BY_HAND, "eager"),
     "memory | reserved, MiB": BY_HAND,
 }
@@ -120,6 +122,11 @@ PEERS = {
     },
     "allreduce": {f"{point} | {call}" for point, calls in ALLREDUCE.items() for call in calls},
     "capture": {f"{point} | {call}" for point, calls in CAPTURE.items() for call in calls},
+    "compiled": {
+        f"{kind} | {call}"
+        for kind in ("pass | wall time, µs", "forward | host time, µs")
+        for call in ("backend=commlib.graph.backend", "mode=reduce-overhead", "torch.compile")
+    },
     "overlap": {
         f"{compute} | {during} | {peer}"
         for compute in OVERLAP
@@ -173,7 +180,7 @@ def test_all_that_run_here(
         assert len(lines) == 9
 
 
-@pytest.mark.parametrize("name", ["host", "memory", "allreduce", "capture", "overlap"])
+@pytest.mark.parametrize("name", ["host", "memory", "allreduce", "capture", "compiled", "overlap"])
 def test_asked_for_more_gpus_than_there_are(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,7 +59,7 @@ def test_training(comm: Any) -> None:
 
 @runs_on("unified_ranks")
 def test_forwards_in_flight(comm: Any) -> None:
-    """Each forward that waits has memory of its own; their gradients add up."""
+    """Each forward that waits has its own memory; their gradients add up."""
     eager, own, captured = pair(comm.device)
     for turn in range(STEPS):
         for model in (eager, captured):
