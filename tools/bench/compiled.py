@@ -24,8 +24,8 @@ CAPTION = (
     f"torch.compile of {LAYERS} linear layers {FEATURES} x {FEATURES} with ReLU, batch {BATCH}, on "
     "{nproc} GPUs, one a rank, every peer in the same processes; ours has the bits of compiled "
     "code without graphs, and checks no replay. pass: forward and backward, into gradients that "
-    f"are there; wall time of one of 20 calls by CUDA events, on the slowest rank. forward: without "
-    f"gradients; host time of one of {BURST} calls back to back, no synchronisation inside a round."
+    "are there; wall time of one of 20 calls by CUDA events, on the slowest rank. forward: "
+    f"without gradients; host time of one of {BURST} calls back to back, no synchronisation inside."
 )
 
 
