@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from commlib.core.modes import depth, is_tracing
 from commlib.core.tensors import has_memory
 from commlib.ops.registered.library import once, register
 from commlib.ops.tensor_parallel.block_steps import Dropout, LayerNorm
@@ -59,11 +60,13 @@ def residual_norm(
         The shape of ``x``, in the widest dtype of ``x``, ``bias`` and ``residual``.
     """
     weight, shift, eps = (None, None, None) if norm.before else norm[1:]
-    tensors = x, bias, residual, weight, shift
     seed = torch.randint(SEEDS, (1,), device=x.device) if dropout.draws else None
-    keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    out: Tensor = _registered_op(*tensors, seed, dropout.rate, dropout.factor, eps, keeps)[0]
-    return out
+    tensors = x, bias, residual, weight, shift
+    arguments = *tensors, seed, dropout.rate, dropout.factor, eps
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        out: Tensor = _ResidualNorm.apply(*arguments)  # type: ignore[no-untyped-call]
+        return out
+    return _forward(*arguments, False)[0]
 
 
 def norm_and_input(x: Tensor, norm: LayerNorm) -> tuple[Tensor, Tensor]:
@@ -80,12 +83,48 @@ def norm_and_input(x: Tensor, norm: LayerNorm) -> tuple[Tensor, Tensor]:
     return normalised, same
 
 
+class _ResidualNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        *tensors, seed, ctx.rate, ctx.factor, ctx.eps = inputs
+        out, total, stats = _forward(*inputs, True)
+        ctx.save_for_backward(total, stats, tensors[3], seed)
+        ctx.dtypes = [_dtype(x) for x in tensors]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        by_x, by_bias, by_residual, *by_norm = ctx.needs_input_grad[:5]
+        total, stats, weight, seed = ctx.saved_tensors
+        x_dtype, bias_dtype, residual_dtype, *norm_dtypes = ctx.dtypes
+        normed = ctx.eps is not None
+        # Without a mask the gradients by x and by the residual are one tensor.
+        masked = by_x and (seed is not None or ctx.factor != 1 or x_dtype is not grad.dtype)
+        if not (normed or masked):
+            by_total = grad.to(residual_dtype) if by_residual else None
+            bias_grad = grad.flatten(0, -2).sum(0).to(bias_dtype) if by_bias else None
+            return grad if by_x else None, bias_grad, by_total, *(None,) * 6
+        before_norm = normed and (by_residual or (by_x and not masked))
+        saved = (total, stats, weight) if normed else (None, None, None)
+        wanted = x_dtype if masked else None, before_norm, by_bias, any(by_norm)
+        found = _backward(grad, None, *saved, seed, ctx.rate, ctx.factor, *wanted)
+        by_total = found[1] if normed else grad
+        return (
+            (found[0] if masked else by_total) if by_x else None,
+            *_cast(found[2], [by_bias], [bias_dtype]),
+            by_total.to(residual_dtype) if by_residual else None,
+            *_cast(found[3], by_norm, norm_dtypes),
+            *(None,) * 4,
+        )
+
+
 class _NormAndInput(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, shift: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
-        out, _, stats = _registered_op(x, None, None, weight, shift, None, 0.0, 1.0, eps, False)
+        out, _, stats = _forward(x, None, None, weight, shift, None, 0.0, 1.0, eps, False)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, stats, weight)
         ctx.dtypes = _dtype(weight), _dtype(shift)
@@ -97,10 +136,23 @@ class _NormAndInput(torch.autograd.Function):
         if grad is None:
             return added, None, None, None
         by_x, *by_norm = ctx.needs_input_grad[:3]
-        scaling = None, 0.0, 1.0
         wanted = None, by_x, False, any(by_norm)
-        found = _grad_op(grad, added, *ctx.saved_tensors, *scaling, *wanted)
+        found = _backward(grad, added, *ctx.saved_tensors, None, 0.0, 1.0, *wanted)
         return (found[1] if by_x else None, *_cast(found[3], by_norm, ctx.dtypes), None)
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the kernel; as a registered op where a mode or a trace is to see it."""
+    call: Any = _registered_op if depth() or is_tracing() else _run
+    found: tuple[Tensor, Tensor, Tensor] = call(*arguments)
+    return found
+
+
+def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the kernel as ``_forward`` does. The op raises if this is differentiated again."""
+    call: Any = _grad_op if depth() or is_tracing() or torch.is_grad_enabled() else _grad_run
+    found: tuple[Tensor, Tensor, Tensor, Tensor] = call(*arguments)
+    return found
 
 
 def _dtype(x: Tensor | None) -> torch.dtype | None:
@@ -171,38 +223,6 @@ def _fake(
     return _results(x, bias, residual, eps, keeps)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, seed, ctx.rate, ctx.factor, ctx.eps, _ = inputs
-    _, total, stats = output
-    ctx.mark_non_differentiable(total, stats)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(total, stats, tensors[3], seed)
-    ctx.dtypes = [_dtype(x) for x in tensors]
-
-
-def _backward(ctx: Any, grad: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
-    if grad is None:
-        return (None,) * 10
-    by_x, by_bias, by_residual, *by_norm = ctx.needs_input_grad[:5]
-    total, stats, weight, seed = ctx.saved_tensors
-    x_dtype, bias_dtype, residual_dtype, *norm_dtypes = ctx.dtypes
-    normed = ctx.eps is not None
-    # Without a mask the gradients by x and by the residual are one tensor.
-    masked = by_x and (seed is not None or ctx.factor != 1 or x_dtype is not grad.dtype)
-    before_norm = normed and (by_residual or (by_x and not masked))
-    saved = (total, stats, weight) if normed else (None, None, None)
-    wanted = x_dtype if masked else None, before_norm, by_bias, any(by_norm)
-    found = _grad_op(grad, None, *saved, seed, ctx.rate, ctx.factor, *wanted)
-    by_total = found[1] if normed else grad
-    return (
-        (found[0] if masked else by_total) if by_x else None,
-        *_cast(found[2], [by_bias], [bias_dtype]),
-        by_total.to(residual_dtype) if by_residual else None,
-        *_cast(found[3], by_norm, norm_dtypes),
-        *(None,) * 5,
-    )
-
-
 def _gradients(
     grad: Tensor, x_dtype: torch.dtype | None, by_total: bool, by_bias: bool, by_norm: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -255,7 +275,6 @@ _registered_op = register(
     f" float rate, float factor, float? eps, bool keeps) -> (Tensor, Tensor, Tensor)",
     _run,
     _fake,
-    setup=_setup,
-    backward=_backward,
+    backward=once(NAME),
     ordered=False,
 )

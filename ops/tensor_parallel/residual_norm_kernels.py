@@ -14,9 +14,8 @@ import triton.language as tl
 
 Tensor = torch.Tensor
 
-PROGRAMS = 264  # of the backward, two per multiprocessor of an H200; each adds up its own rows
+PROGRAMS = 132  # of the backward, one per multiprocessor of an H200; each adds up its own rows
 ELEMENTS_PER_WARP = 512
-PREFETCHED = 2**14  # bytes of the longest rows that the backward loads ahead, to shared memory
 WARPS = 4, 16
 VARIES = ["rows", "threshold"]  # not the width: vectors of 16 bytes need its factor 16
 
@@ -107,7 +106,6 @@ def backward(
             _threshold(rate),
             scale,
             BLOCK=block,
-            STAGES=2 if block * grad.element_size() <= PREFETCHED else 1,
             num_warps=_warps(block),
         )
     for by, parts in zip((by_bias, by_norm), sums, strict=True):
@@ -192,6 +190,11 @@ def _forward(
         tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
 @triton.jit(do_not_specialize=VARIES)
 def _backward(
     grad,
@@ -209,7 +212,6 @@ def _backward(
     threshold,
     scale,
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -219,7 +221,7 @@ def _backward(
     shift_sum = tl.zeros((BLOCK,), tl.float32)
     if weight is not None:
         factors = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    for row in tl.range(program, rows, tl.num_programs(0), num_stages=STAGES):
+    for row in range(program, rows, tl.num_programs(0)):
         at = row * width + column
         g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
         if stats is not None:
@@ -231,7 +233,8 @@ def _backward(
             shift_sum += g
             if weight is not None:
                 g *= factors
-            g = factor * (g - tl.sum(g, 0) / width - y * (tl.sum(g * y, 0) / width))
+            of_all, along_y = tl.reduce((g, g * y), 0, _add_pairs)
+            g = factor * (g - of_all / width - y * (along_y / width))
         if added is not None:
             g += tl.load(added + at, mask=inside, other=0.0).to(tl.float32)
         if by_total is not None:
