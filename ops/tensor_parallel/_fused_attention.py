@@ -49,8 +49,9 @@ def fused_attention(
     else layer_norm(z). Source: operator ``fused_attention``.
 
     The forward does one all_reduce, and the backward one: of the gradient by h, while the
-    gradients by ``qkv_weight`` and ``qkv_bias`` are computed. The result, the mask of the output
-    dropout, and the gradients of whatever is not of single heads are the same on every rank. Under
+    gradients by ``qkv_weight`` and ``qkv_bias`` are computed. On GPUs one kernel in each direction
+    does all that follows the sum, in float32. The result, the mask of the output dropout, and the
+    gradients of whatever is not of single heads are the same on every rank. Under
     ``torch.autocast`` the products and the sum have its dtype.
 
     Args:
