@@ -138,6 +138,11 @@ def test_masks(comm: Any) -> None:
     pairs["two rows"] = (mask[1:], mask[:-1])
     for what, (one, two) in pairs.items():
         assert_equal(abs((one == two).mean() - by_chance) < 0.005, True, what)
+    bias = torch.zeros(width, device=comm.device, requires_grad=True)
+    torch.manual_seed(1)
+    y = residual_norm(torch.ones(rows, width).to(bias), bias, Dropout(rate), None, NO_NORM)
+    (by_bias,) = torch.autograd.grad(y.sum(), bias)
+    near(by_bias, mask.sum(0) / (1 - rate), "gradient by the bias alone", 1e-5, 1e-5)
 
 
 @runs_on("gpu_ranks")

@@ -99,19 +99,20 @@ class _ResidualNorm(torch.autograd.Function):
         total, stats, weight, seed = ctx.saved_tensors
         x_dtype, bias_dtype, residual_dtype, *norm_dtypes = ctx.dtypes
         normed = ctx.eps is not None
-        # Without a mask the gradients by x and by the residual are one tensor.
-        masked = by_x and (seed is not None or ctx.factor != 1 or x_dtype is not grad.dtype)
-        if not (normed or masked):
+        drops = seed is not None or ctx.factor != 1
+        # Otherwise the gradients by x and by the residual are one tensor.
+        separate = by_x and (drops or x_dtype is not grad.dtype)
+        if not (normed or drops or separate):
             by_total = grad.to(residual_dtype) if by_residual else None
             bias_grad = grad.flatten(0, -2).sum(0).to(bias_dtype) if by_bias else None
             return grad if by_x else None, bias_grad, by_total, *(None,) * 6
-        before_norm = normed and (by_residual or (by_x and not masked))
+        before_norm = normed and (by_residual or (by_x and not separate))
         saved = (total, stats, weight) if normed else (None, None, None)
-        wanted = x_dtype if masked else None, before_norm, by_bias, any(by_norm)
+        wanted = x_dtype if separate else None, before_norm, by_bias, any(by_norm)
         found = _backward(grad, None, *saved, seed, ctx.rate, ctx.factor, *wanted)
         by_total = found[1] if normed else grad
         return (
-            (found[0] if masked else by_total) if by_x else None,
+            (found[0] if separate else by_total) if by_x else None,
             *_cast(found[2], [by_bias], [bias_dtype]),
             by_total.to(residual_dtype) if by_residual else None,
             *_cast(found[3], by_norm, norm_dtypes),
