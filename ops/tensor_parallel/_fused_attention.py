@@ -9,7 +9,8 @@ from commlib.errors import ArgumentError, DtypeError, ShapeError
 from commlib.ops.arguments import Ring
 from commlib.ops.tensor_parallel.attention import Cache, Masking, attend
 from commlib.ops.tensor_parallel.block_checks import BlockChecks, Expected
-from commlib.ops.tensor_parallel.block_steps import Dropout, LayerNorm, last_step, position_in
+from commlib.ops.tensor_parallel.block_ends import first_step, last_step
+from commlib.ops.tensor_parallel.block_steps import Dropout, LayerNorm, position_in
 from commlib.ops.tensor_parallel.column_linear import autocast_dtype, column_linear
 
 Tensor = torch.Tensor
@@ -48,8 +49,9 @@ def fused_attention(
     else layer_norm(z). Source: operator ``fused_attention``.
 
     The forward does one all_reduce, and the backward one: of the gradient by h, while the
-    gradients by ``qkv_weight`` and ``qkv_bias`` are computed. The result, the mask of the output
-    dropout, and the gradients of whatever is not of single heads are the same on every rank. Under
+    gradients by ``qkv_weight`` and ``qkv_bias`` are computed. On GPUs one kernel in each direction
+    does all that follows the sum, in float32. The result, the mask of the output dropout, and the
+    gradients of whatever is not of single heads are the same on every rank. Under
     ``torch.autocast`` the products and the sum have its dtype.
 
     Args:
@@ -106,17 +108,17 @@ def fused_attention(
 
     norm = LayerNorm(pre_layer_norm, ln_weight, ln_bias, float(ln_eps))
     bias = None if qkv_bias is None else qkv_bias.flatten()
-    hidden = norm(x) if pre_layer_norm else x
+    hidden, same = first_step(x, norm)
     qkv = column_linear(hidden, qkv_weight.flatten(0, 2), bias, checks.ring_id, use_calc_stream)
-    q, k, v = qkv.view(*x.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4).unbind()
+    # Split before heads and tokens change places: the gradients are then written once, in order.
+    q, k, v = (part.transpose(1, 2) for part in qkv.view(*x.shape[:2], 3, heads, -1).unbind(2))
     masking = Masking(attn_mask, is_causal)
     context = attend((q, k, v), masking, cache, attn_dropout, checks.ring_id)
-    residual = x if add_residual else None
     return last_step(
         context @ linear_weight,
         linear_bias,
         dropout,
-        residual,
+        same if add_residual else None,
         norm,
         checks.ring_id,
         use_calc_stream,

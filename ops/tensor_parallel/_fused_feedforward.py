@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from commlib.errors import ArgumentError
 from commlib.ops.arguments import Ring
 from commlib.ops.tensor_parallel.block_checks import BlockChecks, Expected
-from commlib.ops.tensor_parallel.block_steps import Dropout, LayerNorm, last_step
+from commlib.ops.tensor_parallel.block_ends import first_step, last_step
+from commlib.ops.tensor_parallel.block_steps import Dropout, LayerNorm
 from commlib.ops.tensor_parallel.column_linear import column_linear
 
 Tensor = torch.Tensor
@@ -107,17 +108,16 @@ def fused_feedforward(
     dropout2 = Dropout(dropout2_rate, training, upscale_in_train)
     checks.generators(x, draws=dropout1.draws or dropout2.draws)
     norm = LayerNorm(pre_layer_norm, ln_weight, ln_bias, float(ln_eps))
-    hidden = norm(x) if pre_layer_norm else x
+    hidden, same = first_step(x, norm)
     hidden = column_linear(
         hidden, linear1_weight.t(), linear1_bias, checks.ring_id, use_calc_stream
     )
     units_out = dropout1.sharded(ACTIVATIONS[activation](hidden), 2, checks.ring_id)
-    residual = x if add_residual else None
     return last_step(
         units_out @ linear2_weight,
         linear2_bias,
         dropout2,
-        residual,
+        same if add_residual else None,
         norm,
         checks.ring_id,
         use_calc_stream,

@@ -1,13 +1,11 @@
-"""Steps that the attention and the feed-forward block share: layer norm, dropout, the last step."""
+"""Steps that the attention and the feed-forward block share: layer norm and dropout."""
 
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from commlib.ops.collectives._all_reduce import all_reduce
 from commlib.ops.registered.traced_ring import rank_of, size_of
-from commlib.ops.tensor_parallel._all_reduce_residual_norm import DTYPES, all_reduce_residual_norm
 from commlib.ops.tensor_parallel.column_linear import NO_RING
 
 Tensor = torch.Tensor
@@ -48,6 +46,18 @@ class Dropout(NamedTuple):
         """True if a mask is drawn."""
         return self.training and self.rate > 0
 
+    @property
+    def leaves_some(self) -> bool:
+        """True unless all values are dropped."""
+        return not (self.draws and self.rate == 1)
+
+    @property
+    def factor(self) -> float:
+        """The factor of values that are kept."""
+        if self.draws:
+            return 1 / (1 - self.rate) if self.upscale and self.rate < 1 else 1.0
+        return 1.0 if self.training or self.upscale else 1 - self.rate
+
     def replicated(self, x: Tensor) -> Tensor:
         """Drop the same values on every rank: ``x`` is the same on every rank."""
         if not self.draws:
@@ -68,65 +78,12 @@ class Dropout(NamedTuple):
         shape[dim] *= size
         whole = torch.empty(shape, dtype=torch.bool, device=x.device).bernoulli_(1 - self.rate)
         dropped = x * whole.narrow(dim, rank * x.shape[dim], x.shape[dim])
-        return dropped * (1 / (1 - self.rate)) if self.upscale and self.rate < 1 else dropped
+        return self._scaled(dropped)
 
     def _scaled(self, x: Tensor) -> Tensor:
-        return x if self.training or self.upscale or not self.rate else x * (1 - self.rate)
+        return x if self.factor == 1 else x * self.factor
 
 
 def position_in(ring_id: int) -> tuple[int, int]:
     """Return this rank's position in the ring and the ring's size; (0, 1) without a ring."""
     return (0, 1) if ring_id == NO_RING else (rank_of(ring_id), size_of(ring_id))
-
-
-def last_step(
-    partial: Tensor,
-    bias: Tensor | None,
-    dropout: Dropout,
-    residual: Tensor | None,
-    norm: LayerNorm,
-    ring_id: int,
-    use_calc_stream: bool,
-) -> Tensor:
-    """Return norm(residual + dropout(all_reduce(partial) + bias)), with one all_reduce.
-
-    ``partial``: [..., E], the product of this rank's part of a row-parallel linear layer. The bias
-    and the residual are added once, after the sum. Compiled code does all but the sum in one
-    kernel, and so does ``all_reduce_residual_norm`` in inference.
-    """
-    reduces = position_in(ring_id)[1] > 1
-    if reduces and residual is not None and _is_inference(partial, bias, dropout, residual, norm):
-        assert norm.weight is not None  # checked there
-        normalised, _ = all_reduce_residual_norm(
-            partial,
-            residual,
-            norm.weight,
-            ring_id,
-            norm="layer",
-            bias=norm.bias,
-            linear_bias=bias,
-            eps=norm.eps,
-            use_calc_stream=use_calc_stream,
-        )
-        return normalised
-    total = partial
-    if reduces:
-        total = all_reduce(partial, ring_id, backward="identity", use_calc_stream=use_calc_stream)
-    out = dropout.replicated(total if bias is None else total + bias)
-    if residual is not None:
-        out = out + residual
-    return out if norm.before else norm(out)
-
-
-def _is_inference(
-    partial: Tensor, bias: Tensor | None, dropout: Dropout, residual: Tensor, norm: LayerNorm
-) -> bool:
-    """Return True if ``all_reduce_residual_norm`` gives the result: one dtype, no gradient."""
-    if norm.before or norm.weight is None or partial.dtype not in DTYPES:
-        return False
-    if dropout.rate and (dropout.training or not dropout.upscale):
-        return False
-    tensors = [t for t in (partial, bias, residual, norm.weight, norm.bias) if t is not None]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return False
-    return all(t.dtype is partial.dtype for t in tensors)
