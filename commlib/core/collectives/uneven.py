@@ -79,6 +79,7 @@ class Uneven(Reductions, Copies):
         xs: Sequence[Tensor],
         *,
         op: str = ...,
+        factor: float | None = ...,
         use_calc_stream: bool = ...,
         sync_op: Literal[True] = ...,
     ) -> Tensor: ...
@@ -89,6 +90,7 @@ class Uneven(Reductions, Copies):
         xs: Sequence[Tensor],
         *,
         op: str = ...,
+        factor: float | None = ...,
         use_calc_stream: bool = ...,
         sync_op: Literal[False],
     ) -> Work[Tensor]: ...
@@ -99,6 +101,7 @@ class Uneven(Reductions, Copies):
         xs: Sequence[Tensor],
         *,
         op: str = ...,
+        factor: float | None = ...,
         use_calc_stream: bool = ...,
         sync_op: bool,
     ) -> Tensor | Work[Tensor]: ...
@@ -109,6 +112,7 @@ class Uneven(Reductions, Copies):
         xs: Sequence[Tensor],
         *,
         op: str = "sum",
+        factor: float | None = None,
         use_calc_stream: bool = True,
         sync_op: bool = True,
     ) -> Tensor | Work[Tensor]:
@@ -117,7 +121,7 @@ class Uneven(Reductions, Copies):
         Args:
             out: As many elements as ``xs[r]``.
             xs: A tensor per rank; sizes may differ between ranks.
-            op: "sum", "prod", "min", "max" or "avg".
+            op, factor: As in ``all_reduce``.
             use_calc_stream, sync_op: See ``CommContext``.
 
         Returns:
@@ -129,7 +133,7 @@ class Uneven(Reductions, Copies):
         _check_parts(self, "reduce_scatter_v", "xs", xs, out)
         with group(self, use_calc_stream, sync_op) as work:
             for root, x in enumerate(xs):
-                self.reduce(out if root == self.rank else None, x, root=root, op=op)
+                self.reduce(out if root == self.rank else None, x, root=root, op=op, factor=factor)
         return out if sync_op else Work(out, work._pending)
 
 
