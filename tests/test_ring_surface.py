@@ -40,7 +40,7 @@ RING = [
         "reduce_scatter_v",
         "report",
     ),
-    *("reset", "resume", "ring_id", "scatter", "send", "size", "stream", "stream_for"),
+    *("reset", "resume", "ring_id", "scatter", "send", "size", "split", "stream", "stream_for"),
     *("suspend", "timeout"),
 ]
 

@@ -17,6 +17,7 @@ from commlib.core.collectives.uneven import Uneven
 from commlib.core.compiler import leave_to_eager, untraced
 from commlib.core.health import RingHealth
 from commlib.core.lifecycle import RingLifecycle
+from commlib.core.split import Split
 from commlib.core.work import Work
 from commlib.deadlines import Deadline
 from commlib.deferred import UnfencedCalls
@@ -28,7 +29,7 @@ from commlib.rendezvous.roll_call import Meeting
 from commlib.streams import Fences, issue_lock
 
 
-class CommContext(Uneven, Exchanges, Bridge):
+class CommContext(Uneven, Exchanges, Split, Bridge):
     """One ring: rank, size, ranks, device and streams, and the collectives over it.
 
     Collectives take the output first, then the input, and positions in the ring as peers and roots.
