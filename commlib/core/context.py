@@ -12,8 +12,7 @@ from commlib.core import group, ring_report
 from commlib.core.bridge import Bridge
 from commlib.core.call_log import CallLog, level
 from commlib.core.call_reports import CallReports
-from commlib.core.collectives.exchanges import Exchanges
-from commlib.core.collectives.uneven import Uneven
+from commlib.core.collectives.every import Collectives
 from commlib.core.compiler import leave_to_eager, untraced
 from commlib.core.health import RingHealth
 from commlib.core.lifecycle import RingLifecycle
@@ -29,7 +28,7 @@ from commlib.rendezvous.roll_call import Meeting
 from commlib.streams import Fences, issue_lock
 
 
-class CommContext(Uneven, Exchanges, Split, Bridge):
+class CommContext(Collectives, Split, Bridge):
     """One ring: rank, size, ranks, device and streams, and the collectives over it.
 
     Collectives take the output first, then the input, and positions in the ring as peers and roots.
