@@ -190,17 +190,23 @@ class Engine(ABC):
         """Launch the first half of an all_reduce that ``splits``."""
         raise NotImplementedError
 
-    def wait(self, handle: Any) -> None:
+    def wait(self, handle: Any, deadline: Deadline | None = None) -> None:
         """Block until a launch has finished; a signal is handled after 0.1 s at most.
 
         Args:
             handle: What the launch returned. It may be waited for again after an interruption.
+            deadline: Of this wait. Default: that of the launch.
 
         Raises:
             Exception: An error of the library, at its deadline at the latest.
             BaseException: An error of a signal handler; the collective continues.
         """
-        handle.wait()
+        handle.wait(deadline)
+
+    @contextmanager
+    def limited(self, seconds: float) -> Iterator[None]:
+        """Give the launches inside, on a host, a deadline in place of the ring's."""
+        yield
 
     # -- several launches --------------------------------------------------------------------------
 

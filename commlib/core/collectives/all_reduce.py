@@ -10,6 +10,7 @@ from commlib.core.dispatch import begin, dispatch, is_plain
 from commlib.core.ring import Ring
 from commlib.core.stream_mode import MODES, Either, StreamMode, Unwaited, Waited
 from commlib.core.validation import check_blocks, check_pair, new_like, shape_mismatch
+from commlib.core.within import Seconds, dispatch_within
 from commlib.core.work import Work
 from commlib.errors import ArgumentError
 from commlib.p2p.fused_norm import Norm
@@ -75,6 +76,7 @@ class AllReduce(Ring):
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
+        timeout: Seconds | None = None,
     ) -> Tensor | Work[Tensor]:
         """Fill ``out`` on every rank with the reduction of ``x`` over all ranks.
 
@@ -87,7 +89,7 @@ class AllReduce(Ring):
                 default an asynchronous call takes at most FLAGS_comm_async_blocks, so that the
                 program's own kernels keep the rest of the GPU; any other call takes the fastest
                 grid.
-            use_calc_stream, sync_op, fenced: See ``CommContext``.
+            use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
 
         Returns:
             The output, or a ``Work`` with ``sync_op=False``.
@@ -102,10 +104,17 @@ class AllReduce(Ring):
         mode = MODES[use_calc_stream, sync_op, fenced]
         if max_blocks is not None:
             mode = mode._replace(blocks=check_blocks(self, max_blocks))
-        return self._all_reduce(out, x, op, factor, mode, is_plain(self, x, out))
+        return self._all_reduce(out, x, op, factor, mode, is_plain(self, x, out), timeout)
 
     def _all_reduce(
-        self, out: Tensor, x: Tensor, op: str, factor: float | None, mode: StreamMode, plain: bool
+        self,
+        out: Tensor,
+        x: Tensor,
+        op: str,
+        factor: float | None,
+        mode: StreamMode,
+        plain: bool,
+        timeout: Seconds | None = None,
     ) -> Tensor | Work:
         """Make an all_reduce; ``plain``: the tensors need no check."""
         if not plain:
@@ -118,6 +127,8 @@ class AllReduce(Ring):
         launch = self._engine.all_reduce if count else nothing
         entry = ("all_reduce", count, x.dtype, reduction, None)
         call = Call("all_reduce", launch, (reduction,), out, x, 0, plain, entry, out)
+        if timeout is not None:
+            return dispatch_within(self, call, mode, timeout)
         return dispatch(self, call, mode)
 
     def all_reduce_begin(

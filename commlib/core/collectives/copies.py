@@ -1,6 +1,5 @@
 """Collectives that copy between all ranks, or a root and all ranks, and the barrier."""
 
-from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar, overload
 
 import torch
@@ -11,6 +10,7 @@ from commlib.core.failures import named
 from commlib.core.ring import Ring
 from commlib.core.stream_mode import MODES, Either, StreamMode, Unwaited, Waited
 from commlib.core.validation import at_root, check_pair, from_root, new_like, shape_mismatch
+from commlib.core.within import Seconds, dispatch_within
 from commlib.core.work import Work
 from commlib.deadlines import Deadline
 from commlib.errors import CommTimeout
@@ -46,6 +46,7 @@ class Copies(Ring):
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
+        timeout: Seconds | None = None,
     ) -> Tensor | Work[Tensor]:
         """Fill ``out`` on every rank with the ``x`` of rank 0, 1, … along dim 0.
 
@@ -53,7 +54,7 @@ class Copies(Ring):
             out: ``size`` times the elements of ``x``. As the only tensor it is the input.
             x: Any shape, the same on every rank. Default: the only tensor is the input, and the
                 output is a new one with ``size`` times the rows.
-            use_calc_stream, sync_op, fenced: See ``CommContext``.
+            use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
 
         Returns:
             The output, or a ``Work`` with ``sync_op=False``.
@@ -66,9 +67,16 @@ class Copies(Ring):
         if x is None:
             x, out = out, new_like(self, "all_gather", out, self.size)
         mode = MODES[use_calc_stream, sync_op, fenced]
-        return self._all_gather(out, x, mode, is_plain(self, x, out))
+        return self._all_gather(out, x, mode, is_plain(self, x, out), timeout)
 
-    def _all_gather(self, out: Tensor, x: Tensor, mode: StreamMode, plain: bool) -> Tensor | Work:
+    def _all_gather(
+        self,
+        out: Tensor,
+        x: Tensor,
+        mode: StreamMode,
+        plain: bool,
+        timeout: Seconds | None = None,
+    ) -> Tensor | Work:
         """Make an all_gather; ``plain``: the tensors need no check."""
         if not plain:
             check_pair(self, "all_gather", out, x)
@@ -79,6 +87,8 @@ class Copies(Ring):
         launch = self._engine.all_gather if count else nothing
         entry = ("all_gather", count, x.dtype, None, None)
         call = Call("all_gather", launch, (), out, x, place, plain, entry, out)
+        if timeout is not None:
+            return dispatch_within(self, call, mode, timeout)
         return dispatch(self, call, mode)
 
     @overload
@@ -103,6 +113,7 @@ class Copies(Ring):
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
+        timeout: Seconds | None = None,
     ) -> Tensor | Work[Tensor]:
         """Fill ``out`` on every rank with ``x`` of ``root``.
 
@@ -110,7 +121,7 @@ class Copies(Ring):
             out: Any shape, with as many elements on every rank.
             x: As many elements; may be ``out``, and None on other ranks, where it is not read.
             root: Position of the rank that sends.
-            use_calc_stream, sync_op, fenced: See ``CommContext``.
+            use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
 
         Returns:
             ``out``, or a ``Work`` with ``sync_op=False``.
@@ -124,7 +135,10 @@ class Copies(Ring):
         launch = self._engine.broadcast if count else nothing
         entry = ("broadcast", count, out.dtype, None, root)
         call = Call("broadcast", launch, (root,), out, source, 0, plain, entry, out)
-        return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])
+        mode = MODES[use_calc_stream, sync_op, fenced]
+        if timeout is not None:
+            return dispatch_within(self, call, mode, timeout)
+        return dispatch(self, call, mode)
 
     @overload
     def gather(
@@ -148,6 +162,7 @@ class Copies(Ring):
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
+        timeout: Seconds | None = None,
     ) -> Tensor | Work | None:
         """Fill ``out`` of ``root`` with every rank's ``x`` in turn; elsewhere it is not touched.
 
@@ -155,7 +170,7 @@ class Copies(Ring):
             out: ``size`` times the elements of ``x``; may be None on other ranks.
             x: Any shape, the same on every rank.
             root: Position of the rank that receives.
-            use_calc_stream, sync_op, fenced: See ``CommContext``.
+            use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
 
         Returns:
             ``out``, or a ``Work`` with ``sync_op=False``.
@@ -171,7 +186,10 @@ class Copies(Ring):
         launch = self._engine.gather if count else nothing
         entry = ("gather", count, x.dtype, None, root)
         call = Call("gather", launch, (root,), target, x, None, plain, entry, out)
-        return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])
+        mode = MODES[use_calc_stream, sync_op, fenced]
+        if timeout is not None:
+            return dispatch_within(self, call, mode, timeout)
+        return dispatch(self, call, mode)
 
     @overload
     def scatter(
@@ -195,6 +213,7 @@ class Copies(Ring):
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
+        timeout: Seconds | None = None,
     ) -> Tensor | Work[Tensor]:
         """Fill ``out`` of rank r with part r of ``x`` of ``root``.
 
@@ -202,7 +221,7 @@ class Copies(Ring):
             out: Any shape, with as many elements on every rank.
             x: ``size`` times the elements; may be None on other ranks, where it is not read.
             root: Position of the rank that sends.
-            use_calc_stream, sync_op, fenced: See ``CommContext``.
+            use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
 
         Returns:
             ``out``, or a ``Work`` with ``sync_op=False``.
@@ -216,7 +235,10 @@ class Copies(Ring):
         launch = self._engine.scatter if count else nothing
         entry = ("scatter", count, out.dtype, None, root)
         call = Call("scatter", launch, (root,), out, source, None, plain, entry, out)
-        return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])
+        mode = MODES[use_calc_stream, sync_op, fenced]
+        if timeout is not None:
+            return dispatch_within(self, call, mode, timeout)
+        return dispatch(self, call, mode)
 
     @overload
     def barrier(self, **options: "Unpack[Waited]") -> None: ...
@@ -226,12 +248,17 @@ class Copies(Ring):
     def barrier(self, **options: "Unpack[Either]") -> Work[None] | None: ...
 
     def barrier(
-        self, *, use_calc_stream: bool = True, sync_op: bool = True, fenced: bool = True
+        self,
+        *,
+        use_calc_stream: bool = True,
+        sync_op: bool = True,
+        fenced: bool = True,
+        timeout: Seconds | None = None,
     ) -> Work[None] | None:
         """Hold this rank's stream (GPU) or host (CPU) until every rank has called it.
 
         Args:
-            use_calc_stream, sync_op, fenced: See ``CommContext``.
+            use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
 
         Returns:
             None, or a ``Work`` with ``sync_op=False``.
@@ -242,9 +269,12 @@ class Copies(Ring):
         """
         entry = ("barrier", None, None, None, None)
         call = Call("barrier", self._engine.barrier, (), None, None, None, False, entry, None)
-        return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])
+        mode = MODES[use_calc_stream, sync_op, fenced]
+        if timeout is not None:
+            return dispatch_within(self, call, mode, timeout)
+        return dispatch(self, call, mode)
 
-    def monitored_barrier(self, *, timeout: float | timedelta | None = None) -> None:
+    def monitored_barrier(self, *, timeout: Seconds | None = None) -> None:
         """Hold this rank's host until every rank has called it; the error names late ranks.
 
         The ranks meet in the ring's store, and no stream waits. It is slower than ``barrier``, and

@@ -17,6 +17,7 @@ from commlib.core.validation import (
     counts,
     engine_tag,
 )
+from commlib.core.within import Seconds, dispatch_within
 from commlib.core.work import Work
 from commlib.errors import ShapeError
 from commlib.p2p.routes import Routes
@@ -72,6 +73,7 @@ class Exchanges(Ring):
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
+        timeout: Seconds | None = None,
     ) -> Tensor | Work[Tensor]:
         """Send part j of ``x`` to rank j; fill ``out`` with the received parts in rank order.
 
@@ -80,7 +82,7 @@ class Exchanges(Ring):
             x: The parts to send, rows along dim 0.
             out_splits: Rows from each rank. Default: equal parts. All members pass splits, or none.
             in_splits: Rows to each rank.
-            use_calc_stream, sync_op, fenced: See ``CommContext``.
+            use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
 
         Returns:
             ``out``, or a ``Work`` with ``sync_op=False``.
@@ -109,7 +111,10 @@ class Exchanges(Ring):
             launch = self._engine.equal_parts if elements else nothing
         entry = ("all_to_all", elements, x.dtype, None, None)
         call = Call("all_to_all", launch, (takes, sends), out, x, None, plain, entry, out)
-        return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])
+        mode = MODES[use_calc_stream, sync_op, fenced]
+        if timeout is not None:
+            return dispatch_within(self, call, mode, timeout)
+        return dispatch(self, call, mode)
 
     def _exchange_rows(
         self,
@@ -161,6 +166,7 @@ class Exchanges(Ring):
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
+        timeout: Seconds | None = None,
     ) -> Work[None] | None:
         """Send ``x`` to rank ``peer``, which must call ``recv`` with as many bytes.
 
@@ -168,7 +174,7 @@ class Exchanges(Ring):
             x: Any shape.
             peer: Position of the rank that receives.
             tag: The receive with this tag takes it. On a CPU only; NCCL has no tags.
-            use_calc_stream, sync_op, fenced: See ``CommContext``.
+            use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
 
         Returns:
             None, or a ``Work`` with ``sync_op=False``.
@@ -185,7 +191,10 @@ class Exchanges(Ring):
         launch = self._engine.send if x.numel() else nothing
         args = (peer, engine_tag(self, "send", tag)) if tag else (peer,)
         call = Call("send", launch, args, None, x, None, plain, None, None)
-        return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])
+        mode = MODES[use_calc_stream, sync_op, fenced]
+        if timeout is not None:
+            return dispatch_within(self, call, mode, timeout)
+        return dispatch(self, call, mode)
 
     @overload
     def recv(
@@ -209,6 +218,7 @@ class Exchanges(Ring):
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
+        timeout: Seconds | None = None,
     ) -> Tensor | Work[Tensor]:
         """Fill ``out`` with what rank ``peer`` sends.
 
@@ -216,7 +226,7 @@ class Exchanges(Ring):
             out: Any shape, with as many bytes as the peer sends.
             peer: Position of the rank that sends.
             tag: Takes the send with this tag. On a CPU only; NCCL has no tags.
-            use_calc_stream, sync_op, fenced: See ``CommContext``.
+            use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
 
         Returns:
             ``out``, or a ``Work`` with ``sync_op=False``.
@@ -233,4 +243,7 @@ class Exchanges(Ring):
         launch = self._engine.recv if out.numel() else nothing
         args = (peer, engine_tag(self, "recv", tag)) if tag else (peer,)
         call = Call("recv", launch, args, out, None, None, plain, None, out)
-        return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])
+        mode = MODES[use_calc_stream, sync_op, fenced]
+        if timeout is not None:
+            return dispatch_within(self, call, mode, timeout)
+        return dispatch(self, call, mode)

@@ -9,6 +9,7 @@ from commlib.core.collectives.all_reduce import AllReduce
 from commlib.core.dispatch import dispatch, is_plain
 from commlib.core.stream_mode import MODES, Either, StreamMode, Unwaited, Waited
 from commlib.core.validation import at_root, check_pair, new_like, shape_mismatch
+from commlib.core.within import Seconds, dispatch_within
 from commlib.core.work import Work
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Reductions(AllReduce):
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
+        timeout: Seconds | None = None,
     ) -> Tensor | Work[Tensor]:
         """Fill ``out`` of rank r with the r-th part of the reduction of ``x`` over all ranks.
 
@@ -70,7 +72,7 @@ class Reductions(AllReduce):
             x: ``size`` times the elements of ``out``. Default: the only tensor is the input, and
                 the output is a new one with this rank's rows along dim 0.
             op, factor: As in ``all_reduce``.
-            use_calc_stream, sync_op, fenced: See ``CommContext``.
+            use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
 
         Returns:
             The output, or a ``Work`` with ``sync_op=False``.
@@ -81,10 +83,17 @@ class Reductions(AllReduce):
         if x is None:
             x, out = out, new_like(self, "reduce_scatter", out, 1, self.size)
         mode = MODES[use_calc_stream, sync_op, fenced]
-        return self._reduce_scatter(out, x, op, factor, mode, is_plain(self, x, out))
+        return self._reduce_scatter(out, x, op, factor, mode, is_plain(self, x, out), timeout)
 
     def _reduce_scatter(
-        self, out: Tensor, x: Tensor, op: str, factor: float | None, mode: StreamMode, plain: bool
+        self,
+        out: Tensor,
+        x: Tensor,
+        op: str,
+        factor: float | None,
+        mode: StreamMode,
+        plain: bool,
+        timeout: Seconds | None = None,
     ) -> Tensor | Work:
         """Make a reduce_scatter; ``plain``: the tensors need no check."""
         if not plain:
@@ -98,6 +107,8 @@ class Reductions(AllReduce):
         launch = self._engine.reduce_scatter if count else nothing
         entry = ("reduce_scatter", total, x.dtype, reduction, None)
         call = Call("reduce_scatter", launch, (reduction,), out, x, place, plain, entry, out)
+        if timeout is not None:
+            return dispatch_within(self, call, mode, timeout)
         return dispatch(self, call, mode)
 
     @overload
@@ -145,6 +156,7 @@ class Reductions(AllReduce):
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
+        timeout: Seconds | None = None,
     ) -> Tensor | Work | None:
         """Fill ``out`` of ``root`` with the reduction of ``x``; elsewhere it is not touched.
 
@@ -153,7 +165,7 @@ class Reductions(AllReduce):
             x: Any shape.
             root: Position of the rank that gets the result.
             op, factor: As in ``all_reduce``.
-            use_calc_stream, sync_op, fenced: See ``CommContext``.
+            use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
 
         Returns:
             ``out``, or a ``Work`` with ``sync_op=False``.
@@ -170,4 +182,7 @@ class Reductions(AllReduce):
         launch = self._engine.reduce if count else nothing
         entry = ("reduce", count, x.dtype, reduction, root)
         call = Call("reduce", launch, (root, reduction), target, x, 0, plain, entry, out)
-        return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])
+        mode = MODES[use_calc_stream, sync_op, fenced]
+        if timeout is not None:
+            return dispatch_within(self, call, mode, timeout)
+        return dispatch(self, call, mode)

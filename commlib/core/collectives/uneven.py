@@ -10,6 +10,7 @@ from commlib.core.collectives.reductions import Reductions
 from commlib.core.group import group
 from commlib.core.ring import Ring
 from commlib.core.validation import check_pair
+from commlib.core.within import Seconds
 from commlib.core.work import Work
 from commlib.errors import ShapeError
 
@@ -27,6 +28,7 @@ class Uneven(Reductions, Copies):
         *,
         use_calc_stream: bool = ...,
         sync_op: Literal[True] = ...,
+        timeout: Seconds | None = ...,
     ) -> list[Tensor]: ...
     @overload
     def all_gather_v(
@@ -36,10 +38,17 @@ class Uneven(Reductions, Copies):
         *,
         use_calc_stream: bool = ...,
         sync_op: Literal[False],
+        timeout: Seconds | None = ...,
     ) -> Work[list[Tensor]]: ...
     @overload
     def all_gather_v(
-        self, outs: Sequence[Tensor], x: Tensor, *, use_calc_stream: bool = ..., sync_op: bool
+        self,
+        outs: Sequence[Tensor],
+        x: Tensor,
+        *,
+        use_calc_stream: bool = ...,
+        sync_op: bool,
+        timeout: Seconds | None = ...,
     ) -> list[Tensor] | Work[list[Tensor]]: ...
 
     def all_gather_v(
@@ -49,13 +58,14 @@ class Uneven(Reductions, Copies):
         *,
         use_calc_stream: bool = True,
         sync_op: bool = True,
+        timeout: Seconds | None = None,
     ) -> list[Tensor] | Work[list[Tensor]]:
         """Fill ``outs[r]`` on every rank with the ``x`` of rank r, as one operation.
 
         Args:
             outs: A tensor per rank, with as many elements as that rank's ``x``.
             x: Any shape; sizes may differ between ranks.
-            use_calc_stream, sync_op: See ``CommContext``.
+            use_calc_stream, sync_op, timeout: See ``CommContext``.
 
         Returns:
             The outputs, or a ``Work`` with ``sync_op=False``.
@@ -67,7 +77,7 @@ class Uneven(Reductions, Copies):
             CommTimeout, EngineError: The call failed; the ring can't be used any more.
         """
         _check_parts(self, "all_gather_v", "outs", outs, x)
-        with group(self, use_calc_stream, sync_op) as work:
+        with group(self, use_calc_stream, sync_op, timeout) as work:
             for root, out in enumerate(outs):
                 self.broadcast(out, x if root == self.rank else None, root=root)
         return list(outs) if sync_op else work
@@ -82,6 +92,7 @@ class Uneven(Reductions, Copies):
         factor: float | None = ...,
         use_calc_stream: bool = ...,
         sync_op: Literal[True] = ...,
+        timeout: Seconds | None = ...,
     ) -> Tensor: ...
     @overload
     def reduce_scatter_v(
@@ -93,6 +104,7 @@ class Uneven(Reductions, Copies):
         factor: float | None = ...,
         use_calc_stream: bool = ...,
         sync_op: Literal[False],
+        timeout: Seconds | None = ...,
     ) -> Work[Tensor]: ...
     @overload
     def reduce_scatter_v(
@@ -104,6 +116,7 @@ class Uneven(Reductions, Copies):
         factor: float | None = ...,
         use_calc_stream: bool = ...,
         sync_op: bool,
+        timeout: Seconds | None = ...,
     ) -> Tensor | Work[Tensor]: ...
 
     def reduce_scatter_v(
@@ -115,6 +128,7 @@ class Uneven(Reductions, Copies):
         factor: float | None = None,
         use_calc_stream: bool = True,
         sync_op: bool = True,
+        timeout: Seconds | None = None,
     ) -> Tensor | Work[Tensor]:
         """Fill ``out`` of rank r with the reduction of ``xs[r]`` of all ranks, as one operation.
 
@@ -122,7 +136,7 @@ class Uneven(Reductions, Copies):
             out: As many elements as ``xs[r]``.
             xs: A tensor per rank; sizes may differ between ranks.
             op, factor: As in ``all_reduce``.
-            use_calc_stream, sync_op: See ``CommContext``.
+            use_calc_stream, sync_op, timeout: See ``CommContext``.
 
         Returns:
             The output, or a ``Work`` with ``sync_op=False``.
@@ -131,10 +145,10 @@ class Uneven(Reductions, Copies):
             As ``all_gather_v``.
         """
         _check_parts(self, "reduce_scatter_v", "xs", xs, out)
-        with group(self, use_calc_stream, sync_op) as work:
+        with group(self, use_calc_stream, sync_op, timeout) as work:
             for root, x in enumerate(xs):
                 self.reduce(out if root == self.rank else None, x, root=root, op=op, factor=factor)
-        return out if sync_op else Work(out, work._pending)
+        return out if sync_op else Work(out, work._pending, work._limit)
 
 
 def _check_parts(
