@@ -157,6 +157,28 @@ class OnHost:
         return self._await is None or all(h is None or h.is_completed() for h in self._handles)
 
 
+class Then:
+    """A work on a host with a step after it, which is taken once, by the first waiter."""
+
+    def __init__(self, work: Work, step: Callable[[], None]) -> None:
+        self._work = work
+        self._step: Callable[[], None] | None = step
+        self._lock = threading.Lock()
+
+    def join(self, deadline: Deadline | None = None) -> None:
+        """Block until the work has ended, and take the step."""
+        if self._work._pending is not None:
+            self._work._pending.join(deadline)
+        with self._lock:
+            if self._step is not None:
+                self._step()
+                self._step = None
+
+    def done(self) -> bool:
+        """Return True if the work has ended."""
+        return self._work.done()
+
+
 def await_event(
     event: torch.cuda.Event, deadline: Deadline, late: Callable[[float], Exception]
 ) -> None:

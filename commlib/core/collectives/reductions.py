@@ -1,12 +1,15 @@
 """Collectives that reduce: reduce_scatter and reduce, after all_reduce."""
 
-from typing import TYPE_CHECKING, TypeVar, overload
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 
 from commlib.core.call import Call, nothing
 from commlib.core.collectives.all_reduce import AllReduce
+from commlib.core.collectives.parts import check_parts, check_size, is_even, is_list, joined
 from commlib.core.dispatch import dispatch, is_plain
+from commlib.core.group import group
 from commlib.core.stream_mode import MODES, Either, StreamMode, Unwaited, Waited
 from commlib.core.validation import at_root, check_pair, new_like, shape_mismatch
 from commlib.core.within import Seconds, dispatch_within
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 Tensor = torch.Tensor
+Given = Tensor | Sequence[Tensor] | None
 AtRoot = TypeVar("AtRoot", bound=Tensor | None)
 
 
@@ -26,7 +30,7 @@ class Reductions(AllReduce):
     def reduce_scatter(
         self,
         out: Tensor,
-        x: Tensor | None = None,
+        x: Given = None,
         *,
         op: str = ...,
         factor: float | None = ...,
@@ -36,7 +40,7 @@ class Reductions(AllReduce):
     def reduce_scatter(
         self,
         out: Tensor,
-        x: Tensor | None = None,
+        x: Given = None,
         *,
         op: str = ...,
         factor: float | None = ...,
@@ -46,7 +50,7 @@ class Reductions(AllReduce):
     def reduce_scatter(
         self,
         out: Tensor,
-        x: Tensor | None = None,
+        x: Given = None,
         *,
         op: str = ...,
         factor: float | None = ...,
@@ -56,7 +60,7 @@ class Reductions(AllReduce):
     def reduce_scatter(
         self,
         out: Tensor,
-        x: Tensor | None = None,
+        x: Any = None,
         *,
         op: str = "sum",
         factor: float | None = None,
@@ -69,8 +73,9 @@ class Reductions(AllReduce):
 
         Args:
             out: Any shape. As the only tensor it is the input.
-            x: ``size`` times the elements of ``out``. Default: the only tensor is the input, and
-                the output is a new one with this rank's rows along dim 0.
+            x: ``size`` times the elements of ``out``, or a list with a tensor per rank, as
+                ``reduce_scatter_v`` takes it. Default: the only tensor is the input, and the output
+                is a new one with this rank's rows along dim 0.
             op, factor: As in ``all_reduce``.
             use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
 
@@ -83,7 +88,11 @@ class Reductions(AllReduce):
         if x is None:
             x, out = out, new_like(self, "reduce_scatter", out, 1, self.size)
         mode = MODES[use_calc_stream, sync_op, fenced]
-        return self._reduce_scatter(out, x, op, factor, mode, is_plain(self, x, out), timeout)
+        plain = is_plain(self, x, out)  # not for a list
+        if not plain and is_list(x):
+            name = "reduce_scatter"
+            return self._reduce_scatter_parts(name, out, x, op, factor, mode, timeout)
+        return self._reduce_scatter(out, x, op, factor, mode, plain, timeout)
 
     def _reduce_scatter(
         self,
@@ -186,3 +195,91 @@ class Reductions(AllReduce):
         if timeout is not None:
             return dispatch_within(self, call, mode, timeout)
         return dispatch(self, call, mode)
+
+    @overload
+    def reduce_scatter_v(
+        self,
+        out: Tensor,
+        xs: Sequence[Tensor],
+        *,
+        op: str = ...,
+        factor: float | None = ...,
+        use_calc_stream: bool = ...,
+        sync_op: Literal[True] = ...,
+        timeout: Seconds | None = ...,
+    ) -> Tensor: ...
+    @overload
+    def reduce_scatter_v(
+        self,
+        out: Tensor,
+        xs: Sequence[Tensor],
+        *,
+        op: str = ...,
+        factor: float | None = ...,
+        use_calc_stream: bool = ...,
+        sync_op: Literal[False],
+        timeout: Seconds | None = ...,
+    ) -> Work[Tensor]: ...
+    @overload
+    def reduce_scatter_v(
+        self,
+        out: Tensor,
+        xs: Sequence[Tensor],
+        *,
+        op: str = ...,
+        factor: float | None = ...,
+        use_calc_stream: bool = ...,
+        sync_op: bool,
+        timeout: Seconds | None = ...,
+    ) -> Tensor | Work[Tensor]: ...
+
+    def reduce_scatter_v(
+        self,
+        out: Tensor,
+        xs: Sequence[Tensor],
+        *,
+        op: str = "sum",
+        factor: float | None = None,
+        use_calc_stream: bool = True,
+        sync_op: bool = True,
+        timeout: Seconds | None = None,
+    ) -> Tensor | Work[Tensor]:
+        """Fill ``out`` of rank r with the reduction of ``xs[r]`` of all ranks, as one operation.
+
+        Args:
+            out: As many elements as ``xs[r]``.
+            xs: A tensor per rank; sizes may differ between ranks.
+            op, factor: As in ``all_reduce``.
+            use_calc_stream, sync_op, timeout: See ``CommContext``.
+
+        Returns:
+            The output, or a ``Work`` with ``sync_op=False``.
+
+        Raises:
+            As ``all_gather_v``.
+        """
+        mode = MODES[use_calc_stream, sync_op, True]
+        return self._reduce_scatter_parts("reduce_scatter_v", out, xs, op, factor, mode, timeout)
+
+    def _reduce_scatter_parts(
+        self,
+        collective: str,
+        out: Tensor,
+        xs: Any,
+        op: str,
+        factor: float | None,
+        mode: StreamMode,
+        timeout: Seconds | None,
+    ) -> Tensor | Work[Tensor]:
+        """Make one reduce_scatter of equal parts, else a group of reduces; all ranks alike."""
+        check_parts(self, collective, "xs", xs, out, mode)
+        check_size(self, collective, "xs", self.rank, xs[self.rank], out)
+        if is_even(xs):
+            flat = joined(xs)
+            plain = is_plain(self, flat, out)
+            return self._reduce_scatter(out, flat, op, factor, mode, plain, timeout)
+        with group(self, mode.use_calc_stream, mode.sync_op, timeout) as work:
+            for root, x in enumerate(xs):
+                target = out if root == self.rank else None
+                self.reduce(target, x, root=root, op=op, factor=factor)
+        return out if mode.sync_op else Work(out, work._pending, work._limit)
