@@ -1,5 +1,7 @@
 """What an engine does with this rank's own tensors: views, copies, factors and means."""
 
+from typing import Any
+
 import torch
 
 from commlib.engines.reductions import NATIVE
@@ -40,3 +42,8 @@ def divide(target: Tensor, size: int) -> None:
     # A waiter may be in another grad or inference mode than the caller's.
     with torch.inference_mode(target.is_inference()), torch.no_grad():
         target.div_(size)
+
+
+def rows(x: Tensor, segment: Any, first: str) -> Tensor:
+    """Return the rows of a segment, which begin at its field ``first``."""
+    return x.narrow(0, int(segment[first]), int(segment["rows"]))
