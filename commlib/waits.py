@@ -7,6 +7,9 @@ from queue import SimpleQueue
 from threading import get_ident
 from typing import Any
 
+from commlib.deadlines import Deadline
+
+OVER = "timed out at the deadline of this wait"
 _idle: list["SimpleQueue[Callable[[], None]]"] = []  # of helper threads without a job
 
 
@@ -15,8 +18,8 @@ class Interruptible:
 
     __slots__ = ()
 
-    def wait(self) -> None:
-        """Block until the operation has finished."""
+    def wait(self, deadline: Deadline | None = None) -> None:
+        """Block until the operation has finished; raise ``RuntimeError`` at the deadline."""
         raise NotImplementedError
 
     def is_completed(self) -> bool:
@@ -31,23 +34,28 @@ class PointToPoint(Interruptible):
     in Python, therefore waits through a helper thread. Other threads wait directly.
     """
 
-    __slots__ = ("_ended", "_error", "works")
+    __slots__ = ("_ended", "_error", "_limit", "works")
 
-    def __init__(self, works: Sequence[Any]) -> None:
+    def __init__(self, works: Sequence[Any], limit: Deadline | None = None) -> None:
+        """``limit`` replaces the timeout of the group."""
         self.works: list[Any] = list(works)
+        self._limit = limit
         self._ended: threading.Lock | None = None  # locked while a helper thread waits
         self._error: Exception | None = None
 
-    def wait(self) -> None:
+    def wait(self, deadline: Deadline | None = None) -> None:
         """Block until all have finished; raise gloo's error, the same at every call."""
-        if self._ended is None and get_ident() != threading.main_thread().ident:
+        apart = deadline is not None or get_ident() == threading.main_thread().ident
+        if self._ended is None and not apart:
             self._run()  # does nothing in a second call
         else:
             if self._ended is None:
                 self._hand_over()
             assert self._ended is not None
-            with self._ended:  # a signal interrupts the main thread here
-                pass
+            # a signal interrupts the main thread here
+            if not self._ended.acquire(timeout=-1 if deadline is None else deadline.left()):
+                raise RuntimeError(OVER)
+            self._ended.release()
         if self._error is not None:
             raise self._error
 
@@ -58,7 +66,7 @@ class PointToPoint(Interruptible):
     def _run(self) -> None:
         try:
             for work in self.works:
-                work.wait()
+                work.wait(*(() if self._limit is None else (self._limit.timedelta(),)))
         except Exception as error:
             self._error = error
         self.works = []

@@ -10,7 +10,7 @@ from commlib import ops
 from commlib.errors import ArgumentError, DtypeError
 from tests.support.checks import FP8, SHORT, assert_bits_equal, assert_equal, raises, sample, wide
 from tests.support.formulas import AVERAGED, REAL, SUMMED, largest, mean, product, smallest, total
-from tests.support.operator import MODES, Operator, calls
+from tests.support.operator import MODES, Operator, calls, compile_whole
 from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
 from tests.support.suites import cases
@@ -61,14 +61,16 @@ def test_refused_reductions(comm: Any) -> None:
 
 @runs_on("ranks")
 def test_premul_sum(comm: Any) -> None:
-    """NCCL multiplies before it adds; gloo and torch's groups say what to type instead."""
+    """Each rank's tensor is multiplied, then added; the gradient is the same reduction."""
     mine, other = (sample(rank, (5, 3), torch.float32) for rank in (comm.rank, 1 - comm.rank))
-    if comm.engine == "nccl":
-        given = all_reduce(mine.to(comm.device), op="premul_sum", factor=0.5)
-        assert_bits_equal(given, wide(mine) * 0.5 + wide(other) * 0.5, "premul_sum")
-    else:
-        with raises(DtypeError, "premul_sum", "op='sum'"):
-            all_reduce(mine.to(comm.device), op="premul_sum", factor=0.5)
+    x = mine.to(comm.device).requires_grad_()
+    given = all_reduce(x, op="premul_sum", factor=0.5)
+    assert_bits_equal(given.detach(), wide(mine) * 0.5 + wide(other) * 0.5, "premul_sum")
+    given.backward(torch.ones_like(given))
+    assert_bits_equal(x.grad, torch.ones(5, 3), "gradient")
+    fast = compile_whole(all_reduce)
+    compiled = fast(mine.to(comm.device), op="premul_sum", factor=0.5)
+    assert_bits_equal(compiled, given.detach().cpu(), "compiled")
 
 
 @runs_on("ranks")

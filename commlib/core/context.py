@@ -12,11 +12,12 @@ from commlib.core import group, ring_report
 from commlib.core.bridge import Bridge
 from commlib.core.call_log import CallLog, level
 from commlib.core.call_reports import CallReports
-from commlib.core.collectives.exchanges import Exchanges
-from commlib.core.collectives.uneven import Uneven
+from commlib.core.collectives.every import Collectives
 from commlib.core.compiler import leave_to_eager, untraced
 from commlib.core.health import RingHealth
 from commlib.core.lifecycle import RingLifecycle
+from commlib.core.split import Split
+from commlib.core.within import Seconds
 from commlib.core.work import Work
 from commlib.deadlines import Deadline
 from commlib.deferred import UnfencedCalls
@@ -28,15 +29,16 @@ from commlib.rendezvous.roll_call import Meeting
 from commlib.streams import Fences, issue_lock
 
 
-class CommContext(Uneven, Exchanges, Bridge):
+class CommContext(Collectives, Split, Bridge):
     """One ring: rank, size, ranks, device and streams, and the collectives over it.
 
     Collectives take the output first, then the input, and positions in the ring as peers and roots.
     With ``use_calc_stream=True`` a collective runs on the caller's current stream. With False it
     runs on the ring's comm stream, which first waits for the current stream; with ``sync_op=True``
     the current stream then waits for it, with ``sync_op=False`` a ``Work`` is returned. The host
-    never blocks on a GPU; on a CPU a collective blocks, at most ``timeout`` seconds, unless
-    ``sync_op=False``. ``fenced=False`` leaves both waits to the program (the legacy comm-stream
+    never blocks on a GPU; on a CPU a collective blocks, at most the ring's ``timeout`` in seconds,
+    unless ``sync_op=False``. ``timeout=`` is the deadline of one call, shorter or longer, for which
+    the host blocks on a GPU too. ``fenced=False`` leaves both waits to the program (the legacy
     form). Strided tensors are staged, so that nothing outside a view is read or written.
     """
 
@@ -233,8 +235,6 @@ class CommContext(Uneven, Exchanges, Bridge):
         self._lifecycle.forget(why)
         self._lock = issue_lock(self.device)
 
-    # -- host exchange -----------------------------------------------------------------------------
-
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """Return every rank's integers.
 
@@ -260,7 +260,7 @@ class CommContext(Uneven, Exchanges, Bridge):
     # -- groups, and what carries a call -----------------------------------------------------------
 
     def group(
-        self, *, use_calc_stream: bool = True, sync_op: bool = True
+        self, *, use_calc_stream: bool = True, sync_op: bool = True, timeout: Seconds | None = None
     ) -> AbstractContextManager[Work]:
         """Collect the calls of a ``with`` block and launch them as one operation at its end.
 
@@ -271,7 +271,7 @@ class CommContext(Uneven, Exchanges, Bridge):
         threads, and of a backward inside the block, are launched at once, before the group.
 
         Args:
-            use_calc_stream: See the class, also for ``sync_op``; for all calls of the group.
+            use_calc_stream, timeout: See the class, also for ``sync_op``; for the whole group.
             sync_op: False: the results are valid after ``wait()`` of the yielded ``Work``.
 
         Returns:
@@ -282,7 +282,7 @@ class CommContext(Uneven, Exchanges, Bridge):
         """
         if torch.compiler.is_compiling():
             leave_to_eager(group.UNTRACED)
-        return untraced(group.group(self, use_calc_stream, sync_op))
+        return untraced(group.group(self, use_calc_stream, sync_op, timeout))
 
     def explain(self, nbytes: int, dtype: torch.dtype, op: str = "sum") -> str:
         """Return what carries an ``all_reduce`` here, and why, as text.

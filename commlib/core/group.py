@@ -15,7 +15,9 @@ from commlib.core.modes import watched as under_mode
 from commlib.core.observers import Seen, looking_on, observers, unwatched, watched
 from commlib.core.ring import Ring
 from commlib.core.stream_mode import MODES
+from commlib.core.within import Seconds, await_stream, call_deadline
 from commlib.core.work import Unlaunched, Work
+from commlib.deadlines import Deadline
 from commlib.errors import ArgumentError
 
 UNTRACED = (
@@ -42,8 +44,11 @@ class Group:
     once. On a GPU another thread makes them, on a CPU the same one: the rule is one for both.
     """
 
-    def __init__(self, ring: Ring, use_calc_stream: bool, sync_op: bool) -> None:
-        self.ring, self.use_calc_stream, self.sync_op = ring, use_calc_stream, sync_op
+    def __init__(
+        self, ring: Ring, use_calc_stream: bool, sync_op: bool, seconds: float | None
+    ) -> None:
+        self.ring, self.use_calc_stream = ring, use_calc_stream
+        self.mode = MODES[use_calc_stream, sync_op, True]._replace(seconds=seconds)
         self.calls: list[Call[Any]] = []
         self._expects_op = False
         self._task = _backward_task()
@@ -102,19 +107,21 @@ class Group:
         self.work._pending = done._pending if isinstance(done, Work) else None
 
     def _launch(self) -> Any:
-        mode = MODES[self.use_calc_stream, self.sync_op, True]
         calls = compare(self.ring, self.calls) if self.ring._compares else self.calls
-        return issue(self.ring, "group", calls, None, mode)
+        return issue(self.ring, "group", calls, None, self.mode)
 
 
 @contextmanager
-def group(ring: Ring, use_calc_stream: bool, sync_op: bool) -> Iterator[Work]:
+def group(
+    ring: Ring, use_calc_stream: bool, sync_op: bool, timeout: Seconds | None = None
+) -> Iterator[Work]:
     """Collect the calls of a ``with`` block; an exception inside launches none of them."""
+    seconds = None if timeout is None else call_deadline(ring, "group", timeout).seconds
     if use_calc_stream and not sync_op:
         raise ArgumentError(async_unsupported(ring, "group"))
     if ring._open_group is not None:
         raise ArgumentError(f"{ring._describe('group')}: a group is open already; leave it first")
-    opened, thread = Group(ring, use_calc_stream, sync_op), get_ident()
+    opened, thread = Group(ring, use_calc_stream, sync_op, seconds), get_ident()
     outer = ring._groups.get(thread)  # of the code whose backward opens this one
     ring._groups[thread] = opened
     try:
@@ -128,8 +135,11 @@ def group(ring: Ring, use_calc_stream: bool, sync_op: bool) -> Iterator[Work]:
             del ring._groups[thread]
         else:
             ring._groups[thread] = outer
+    limit = opened.work._limit = None if seconds is None else Deadline(seconds)
     opened.leave()
     settle(ring, "group", opened.work, sync_op)
+    if limit is not None and sync_op:
+        await_stream(ring, "group", opened.mode, limit)
 
 
 def needs_result(

@@ -18,6 +18,7 @@ from commlib.errors import (
 )
 from commlib.log import log
 from commlib.rendezvous.identity import RingIdentity
+from commlib.waits import OVER
 
 
 class RingHealth:
@@ -86,10 +87,24 @@ class RingHealth:
             f"{self._identity.recreate}"
         )
 
-    def failed(self, collective: str, error: Exception, args: tuple[Any, ...] = ()) -> CommError:
+    def late(self, collective: str, seconds: float) -> CommError:
+        """Return the error of a call whose own deadline has passed; the ring has failed then."""
+        return self.failed(collective, RuntimeError(OVER), (), seconds)
+
+    def failed(
+        self,
+        collective: str,
+        error: Exception,
+        args: tuple[Any, ...] = (),
+        seconds: float | None = None,
+    ) -> CommError:
         """Mark the ring as failed by ``error`` and return the exception to raise.
 
-        ``args`` are those of the launch: the first one of a send or a receive is the peer.
+        Args:
+            collective: What the program has called.
+            error: The failure.
+            args: Those of the launch: the first one of a send or a receive is the peer.
+            seconds: The call's own deadline. Default: the ring's.
         """
         if isinstance(error, ArgumentError):
             return error  # nothing was launched
@@ -107,7 +122,7 @@ class RingHealth:
                 f"a kernel gave up in {collective}; call ring.reset() on every member"
             )
             return type(error)(text)
-        kind, reason = self._reason(collective, error, args)
+        kind, reason = self._reason(collective, error, args, seconds or self._identity.timeout)
         text, recreate = f"{prefix}{reason}{logs}", self._identity.recreate
         self.note(text)
         self.repairable = False
@@ -115,7 +130,7 @@ class RingHealth:
         return kind(f"{text}; {recreate}")
 
     def _reason(
-        self, collective: str, error: Exception, args: tuple[Any, ...]
+        self, collective: str, error: Exception, args: tuple[Any, ...], seconds: float
     ) -> tuple[type[CommError], str]:
         """Return the class and the text that a failure becomes: ours, not the library's."""
         me = self._identity
@@ -123,9 +138,10 @@ class RingHealth:
             return CommTimeout, f": {type(error).__name__}: {error}"
         if isinstance(error, RuntimeError) and not isinstance(error, CommError):
             others = [at for at in range(me.size) if at != me.rank]
-            peers = list(args[:1]) if collective in PAIRED else others if me.size == 2 else []
+            pair = list(args[:1]) if collective in PAIRED else []
+            peers = pair or (others if me.size == 2 else [])
             if failures.is_late(error):
-                text = failures.late(peers, me.ranks, me.timeout, self._verdict or "")
+                text = failures.late(peers, me.ranks, seconds, self._verdict or "")
                 return CommTimeout, f" {text}"
             if failures.is_gone(error):
                 return EngineError, f": {failures.gone(peers or self.find_dead(), me.ranks)}"

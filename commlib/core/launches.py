@@ -1,6 +1,7 @@
 """Launches of calls that need more than their launch: staging, fences, a Work, several as one."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from commlib.core.observers import begun
 from commlib.core.ring import Ring
 from commlib.core.stream_mode import StreamMode
 from commlib.core.work import OnHost, OnStream, Work
+from commlib.deadlines import Deadline
 from commlib.deferred import release_deferred
 from commlib.engines.base import Unconnected
 from commlib.errors import CommError, PeerTimeout, StreamError
@@ -22,11 +24,12 @@ def launch(
     ring: Ring, calls: list[Call[Any]], result: Result, mode: StreamMode, grouped: bool
 ) -> Result | Work:
     """Launch ``calls`` as one operation; return ``result``, or a Work where one is unfinished."""
-    use_calc_stream, sync_op, fenced, blocks = mode
+    use_calc_stream, sync_op, fenced, blocks, seconds = mode
     fences = ring._fences
     if fences is None:
-        handles = _start(ring, calls, grouped)
-        wait = partial(_wait, ring, calls, handles)
+        with nullcontext() if seconds is None else ring._engine.limited(seconds):
+            handles = _start(ring, calls, grouped)
+        wait = partial(_wait, ring, calls, handles, seconds)
         return begun(Work(result, OnHost(handles, wait, calls)))
     if use_calc_stream:
         with ring._engine.bounded(blocks):
@@ -50,7 +53,8 @@ def launch(
     event = torch.cuda.Event()
     event.record(fences.comm)
     capture = capture_of(calc.cuda_stream) if capturing else 0
-    work = begun(Work(result, OnStream(event, calc, calls, capture)))
+    late = partial(ring._health.late, calls[-1].collective)
+    work = begun(Work(result, OnStream(event, calc, calls, capture, late)))
     if sync_op:
         ring._unfenced.keep(event, calls)
         return result
@@ -86,15 +90,32 @@ def _start(ring: Ring, calls: list[Call[Any]], grouped: bool) -> list[Any]:
         raise
 
 
-def _wait(ring: Ring, calls: list[Call[Any]], handles: list[Any]) -> None:
-    """Block until calls on a host have ended; may be interrupted anywhere, and called again."""
+def _wait(
+    ring: Ring,
+    calls: list[Call[Any]],
+    handles: list[Any],
+    seconds: float | None,
+    deadline: Deadline | None = None,
+) -> None:
+    """Block until calls on a host have ended; may be interrupted anywhere, and called again.
+
+    Args:
+        ring: The ring.
+        calls: What was launched.
+        handles: What each launch returned.
+        seconds: The calls' own deadline, for error texts.
+        deadline: Of this wait.
+    """
+    most = seconds if deadline is None else deadline.seconds
     for call, handle in zip(calls, handles, strict=True):
         if handle is not None:
-            _guarded(ring, call, partial(ring._engine.wait, handle))
+            _guarded(ring, call, partial(ring._engine.wait, handle, deadline), most)
         _guarded(ring, call, call.finish)
 
 
-def _guarded(ring: Ring, call: Call[Any], step: Callable[[], Any]) -> Any:
+def _guarded(
+    ring: Ring, call: Call[Any], step: Callable[[], Any], seconds: float | None = None
+) -> Any:
     """Run one step of the library below; its failure is the ring's failure, in our words."""
     try:
         return step()
@@ -103,4 +124,4 @@ def _guarded(ring: Ring, call: Call[Any], step: Callable[[], Any]) -> Any:
     except (CommError, Unconnected):
         raise
     except Exception as error:
-        raise ring._health.failed(call.collective, error, call.args) from error
+        raise ring._health.failed(call.collective, error, call.args, seconds) from error

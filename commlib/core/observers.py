@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import (
 from commlib.core.compiler import untraced
 from commlib.core.ring import Ring
 from commlib.core.work import Pending, Work
+from commlib.deadlines import Deadline
 
 
 class Seen(NamedTuple):
@@ -121,10 +122,10 @@ class _Unwatched:
     def __init__(self, pending: Pending) -> None:
         self._pending = pending
 
-    def join(self) -> None:
+    def join(self, deadline: Deadline | None = None) -> None:
         """Make the result safe to use for the caller."""
         with unwatched():
-            self._pending.join()
+            self._pending.join(deadline)
 
     def done(self) -> bool:
         """Return True if the result is there already; never blocks."""

@@ -1,5 +1,6 @@
 """The stream mode of a call: which stream it runs on, and which streams wait."""
 
+from datetime import timedelta
 from typing import Any, Literal, NamedTuple, TypedDict
 
 
@@ -11,12 +12,14 @@ class StreamMode(NamedTuple):
         sync_op: The current stream waits for it; else the call returns a ``Work``.
         fenced: The comm stream waits for the current one first, and is waited for.
         blocks: Most blocks of a push kernel; 0 for no limit.
+        seconds: The call's own deadline; None for the ring's.
     """
 
     use_calc_stream: bool
     sync_op: bool
     fenced: bool
     blocks: int = 0
+    seconds: float | None = None
 
 
 class _Modes(dict[tuple[bool, bool, bool], StreamMode]):
@@ -36,6 +39,7 @@ class Options(TypedDict, total=False):
 
     use_calc_stream: bool
     fenced: bool
+    timeout: float | timedelta | None
 
 
 class Waited(Options, total=False):

@@ -4,21 +4,23 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Generic, Protocol
 
 import torch
 from typing_extensions import TypeVar
 
+from commlib.deadlines import Deadline
 from commlib.deferred import hold_until, hold_until_captured
-from commlib.errors import ArgumentError, RingError
-from commlib.streams import capture_of, owned_by_torch
+from commlib.errors import ArgumentError, CommTimeout, RingError
+from commlib.streams import capture_of, capturing, owned_by_torch
 
 
 class Pending(Protocol):
     """What is still to happen before a result may be read."""
 
-    def join(self) -> None:
-        """Make the result safe to use for the caller."""
+    def join(self, deadline: Deadline | None = None) -> None:
+        """Make the result safe to use for the caller; with a deadline, block the host."""
 
     def done(self) -> bool:
         """Whether the result is there already; never blocks."""
@@ -33,13 +35,17 @@ class Work(Generic[Result]):
     ``wait()`` any number of times, from any thread. On a GPU the *waiter's* current
     stream waits for the collective and the host does not block. On a CPU the host blocks, at most
     for the ring's timeout. ``result`` is the output; its values are there after ``wait()``.
+    A timeout of the call, or of ``wait``, blocks the host on a GPU too.
     """
 
-    __slots__ = ("__weakref__", "_pending", "_result")
+    __slots__ = ("__weakref__", "_limit", "_pending", "_result")
 
-    def __init__(self, result: Result, pending: Pending | None = None) -> None:
+    def __init__(
+        self, result: Result, pending: Pending | None = None, limit: Deadline | None = None
+    ) -> None:
         self._result = result
         self._pending = pending
+        self._limit = limit  # of the call, from its launch on
 
     def __repr__(self) -> str:
         state = "finished" if self.done() else "in flight"
@@ -52,13 +58,20 @@ class Work(Generic[Result]):
         """The output of the collective, the same object at every call."""
         return self._result
 
-    def wait(self) -> Result:
+    def wait(self, timeout: float | timedelta | None = None) -> Result:
         """Make the result safe to use where the caller is, and return it.
 
-        Raises ``CommTimeout`` or ``EngineError`` (CPU), the same one at every call.
+        Args:
+            timeout: Seconds from now on until ``CommTimeout``. The host then blocks on a GPU too,
+                until the collective has ended. Default: that of the call.
+
+        Raises:
+            CommTimeout: The collective has not ended in time; the ring can't be used any more.
+            EngineError: The engine reports a failure (CPU).
+            ArgumentError: A timeout in a CUDA graph capture, or the call was made before it.
         """
         if self._pending is not None:
-            self._pending.join()
+            self._pending.join(self._limit if timeout is None else Deadline(timeout))
         return self._result
 
     def _hold(self) -> None:
@@ -83,7 +96,7 @@ class Unlaunched:
     def __init__(self, why: Exception) -> None:
         self._why = why
 
-    def join(self) -> None:
+    def join(self, deadline: Deadline | None = None) -> None:
         """Raise the reason: nothing has been launched."""
         raise self._why
 
@@ -92,41 +105,91 @@ class Unlaunched:
         return False
 
 
+def _late(seconds: float) -> Exception:
+    return CommTimeout(f"a collective did not finish within {seconds:g} s")
+
+
 class OnHost:
-    """Works of a CPU engine; ``await_`` blocks with a deadline and puts results in place.
+    """Works of a CPU engine; ``await_`` blocks until a deadline and puts results in place.
 
     What a signal handler raises meanwhile, such as KeyboardInterrupt, is not the outcome of the
     call: the next ``join()`` waits again. ``await_`` must allow that.
     """
 
-    def __init__(self, handles: Sequence[Any], await_: Callable[[], None], keep: object) -> None:
+    def __init__(
+        self,
+        handles: Sequence[Any],
+        await_: Callable[[Deadline | None], None],
+        keep: object,
+    ) -> None:
         self._handles = handles
-        self._await: Callable[[], None] | None = await_
+        self._await: Callable[[Deadline | None], None] | None = await_
         self._keep = keep
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._error: Exception | None = None
 
-    def join(self) -> None:
+    def join(self, deadline: Deadline | None = None) -> None:
         """Block until every work has finished; the first waiter finishes for all."""
         if self._process != os.getpid():  # its threads, and perhaps the lock's owner, are not here
             raise RingError(
                 f"this Work belongs to process {self._process}; this is its fork {os.getpid()}; "
                 f"wait for it in the parent"
             )
-        with self._lock:
+        if deadline is None:
+            self._lock.acquire()
+        elif not self._lock.acquire(timeout=deadline.left()):  # another thread waits longer
+            raise _late(deadline.seconds)
+        try:
             if self._await is not None:
                 try:
-                    self._await()
+                    self._await(deadline)
                 except Exception as error:
                     self._error = error
                 self._await = self._keep = None
+        finally:
+            self._lock.release()
         if self._error is not None:
             raise self._error
 
     def done(self) -> bool:
         """Return True if every work has finished."""
         return self._await is None or all(h is None or h.is_completed() for h in self._handles)
+
+
+class Then:
+    """A work on a host with a step after it, which is taken once, by the first waiter."""
+
+    def __init__(self, work: Work, step: Callable[[], None]) -> None:
+        self._work = work
+        self._step: Callable[[], None] | None = step
+        self._lock = threading.Lock()
+
+    def join(self, deadline: Deadline | None = None) -> None:
+        """Block until the work has ended, and take the step."""
+        if self._work._pending is not None:
+            self._work._pending.join(deadline)
+        with self._lock:
+            if self._step is not None:
+                self._step()
+                self._step = None
+
+    def done(self) -> bool:
+        """Return True if the work has ended."""
+        return self._work.done()
+
+
+def await_event(
+    event: torch.cuda.Event, deadline: Deadline, late: Callable[[float], Exception]
+) -> None:
+    """Block the host until an event; raise ``late(seconds)`` at the deadline."""
+    if capturing():
+        raise ArgumentError(
+            "a timeout during a CUDA graph capture: the host can't wait for work that a capture "
+            "records; leave timeout= away"
+        )
+    if not deadline.poll(event.query):
+        raise late(deadline.seconds)
 
 
 class OnStream:
@@ -142,19 +205,22 @@ class OnStream:
         origin: torch.cuda.Stream,
         keep: object,
         capture: int = 0,
+        late: Callable[[float], Exception] = _late,
     ) -> None:
-        self._event = event
+        self._event, self._late = event, late
         self._device = origin.device
         # A stream of another library may be destroyed at any time: it is not touched again.
         self._origin = origin if owned_by_torch(origin) else None
         self._keep = keep
         self._capture = capture
 
-    def join(self) -> None:
+    def join(self, deadline: Deadline | None = None) -> None:
         """Make the caller's current stream, and the stream of the call, wait for the collective.
 
         Raises:
-            ArgumentError: The current stream is being captured and the call was made before.
+            ArgumentError: The current stream is being captured and the call was made before, or
+                there is a deadline.
+            CommTimeout: The collective has not ended at the deadline.
         """
         stream = torch.cuda.current_stream(self._device)
         capture = capture_of(stream.cuda_stream)
@@ -166,6 +232,8 @@ class OnStream:
                 "invalidate the capture; call wait() before the capture begins"
             )
         # else the capture is over, and its graph contains the wait already
+        if deadline is not None:
+            await_event(self._event, deadline, self._late)
         self._release()
 
     def done(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 
 from commlib.deadlines import Deadline
+from commlib.engines.local import rows
 from commlib.engines.reductions import Reducer, ReductionSpec, resolve_reduction
 from commlib.p2p.fused_norm import Norm
 from commlib.p2p.routes import Routes
@@ -164,10 +165,10 @@ class Engine(ABC):
         with self.coalesced():
             for s in routes.sends:
                 if s["peer"] != self.rank and s["rows"]:
-                    in_flight.append(self.send(None, _rows(x, s, "start"), int(s["peer"])))
+                    in_flight.append(self.send(None, rows(x, s, "start"), int(s["peer"])))
             for t in routes.takes:
                 if t["peer"] != self.rank and t["rows"]:
-                    in_flight.append(self.recv(_rows(out, t, "target"), None, int(t["peer"])))
+                    in_flight.append(self.recv(rows(out, t, "target"), None, int(t["peer"])))
         self.own_rows(out, x, routes)
         works = [work for handle in in_flight if handle is not None for work in handle.works]
         return PointToPoint(works) if works else None
@@ -176,7 +177,7 @@ class Engine(ABC):
         """Copy the rows that this rank sends to itself."""
         for s in routes.sends[routes.sends["peer"] == self.rank]:
             if s["rows"]:
-                _rows(out, s, "target").copy_(_rows(x, s, "start"))
+                rows(out, s, "target").copy_(rows(x, s, "start"))
 
     def fused_norm(self, x: Tensor, norm: Norm) -> tuple[Any, Any] | None:
         """Return the launch of an all_reduce with a norm, and its plan; None without a kernel."""
@@ -190,19 +191,23 @@ class Engine(ABC):
         """Launch the first half of an all_reduce that ``splits``."""
         raise NotImplementedError
 
-    def wait(self, handle: Any) -> None:
+    def wait(self, handle: Any, deadline: Deadline | None = None) -> None:
         """Block until a launch has finished; a signal is handled after 0.1 s at most.
 
         Args:
             handle: What the launch returned. It may be waited for again after an interruption.
+            deadline: Of this wait. Default: that of the launch.
 
         Raises:
             Exception: An error of the library, at its deadline at the latest.
             BaseException: An error of a signal handler; the collective continues.
         """
-        handle.wait()
+        handle.wait(deadline)
 
-    # -- several launches --------------------------------------------------------------------------
+    @contextmanager
+    def limited(self, seconds: float) -> Iterator[None]:
+        """Give the launches inside, on a host, a deadline in place of the ring's."""
+        yield
 
     @contextmanager
     def coalesced(self) -> Iterator[None]:
@@ -293,7 +298,3 @@ class Engine(ABC):
     @abstractmethod
     def abort(self) -> None:
         """Free the communicator at once."""
-
-
-def _rows(x: Tensor, segment: Any, first: str) -> Tensor:
-    return x.narrow(0, int(segment[first]), int(segment["rows"]))

@@ -14,14 +14,15 @@ from torch._C import _distributed_c10d as c10d
 
 from commlib.deadlines import Deadline, bounded
 from commlib.engines.base import ABORT_S, Engine
-from commlib.engines.reductions import NATIVE, Reducer, ReductionSpec
+from commlib.engines.local import as_bytes, copy, divide, flat, multiplied
+from commlib.engines.reductions import Reducer, ReductionSpec, factor_of
 from commlib.errors import CommTimeout
 from commlib.rendezvous import host_exchange
 from commlib.rendezvous.hosts import HostExchange
 from commlib.rendezvous.identity import Health, RingIdentity
 from commlib.rendezvous.roll_call import Meeting
 from commlib.rendezvous.store import EngineStore
-from commlib.waits import Interruptible, PointToPoint
+from commlib.waits import OVER, Interruptible, PointToPoint
 
 Tensor = torch.Tensor
 
@@ -31,6 +32,7 @@ _OPS = {
     "min": dist.ReduceOp.MIN,
     "prod": dist.ReduceOp.PRODUCT,
     "avg": dist.ReduceOp.AVG,
+    "premul_sum": dist.ReduceOp.SUM,  # of copies that are multiplied first
 }
 
 
@@ -43,6 +45,7 @@ class _Plan:
     op: Any
     divides: bool
     all_reduce: Any
+    factor: Tensor | None = None
 
 
 # While torch waits, Python runs no signal handler, so a wait is cut into slices of this length.
@@ -56,8 +59,8 @@ class _Then(Interruptible):
     def __init__(self, work: Any, step: Callable[[], object]) -> None:
         self.work, self.step = work, step
 
-    def wait(self) -> None:
-        _wait(self.work)
+    def wait(self, deadline: Deadline | None = None) -> None:
+        _wait(self.work, deadline)
         step, self.step = self.step, _interrupted
         step()
         self.step = _nothing
@@ -66,14 +69,16 @@ class _Then(Interruptible):
         return bool(self.work.is_completed())
 
 
-def _wait(handle: Any) -> None:
+def _wait(handle: Any, deadline: Deadline | None = None) -> None:
     """Block until a work of torch or an ``Interruptible`` has finished."""
     if isinstance(handle, Interruptible):
-        handle.wait()
+        handle.wait(deadline)
         return
     while not handle.is_completed():
+        if deadline is not None and deadline.passed():
+            raise RuntimeError(OVER)
         try:
-            handle.wait(_SLICE)
+            handle.wait(_SLICE if deadline is None else min(_SLICE, deadline.timedelta()))
         except RuntimeError as error:
             if _SLICE_OVER not in str(error):
                 raise
@@ -93,11 +98,12 @@ def _nothing() -> None:
 class C10dEngine(Engine):
     """Collectives of a process group ``pg`` that no other code knows of."""
 
-    reducer: ClassVar[Reducer] = Reducer("c10d", unsigned=False, premul=False)
+    reducer: ClassVar[Reducer] = Reducer("c10d", unsigned=False)
 
     wait = staticmethod(_wait)
 
     pg: Any = None
+    _limit: Deadline | None = None  # of the calls that are launched now
 
     def __init__(self, identity: RingIdentity, hosts: HostExchange, health: Health) -> None:
         super().__init__(identity, hosts, health)
@@ -133,86 +139,99 @@ class C10dEngine(Engine):
         # gloo has no mean on every torch we support: sum, then divide.
         divides = self.on_host and reduction.op == "avg"
         op = dist.ReduceOp.SUM if divides else _OPS[reduction.op]
-        options = c10d.AllreduceOptions()
-        options.reduceOp = op  # type: ignore[assignment]  # torch names two types for one
-        _same_stream(options)
-        return _Plan(reduction.dtype, reduction.op, op, divides, options)
+        options = _options(c10d.AllreduceOptions)
+        options.reduceOp = op
+        factor = factor_of(reduction)
+        return _Plan(reduction.dtype, reduction.op, op, divides, options, factor)
+
+    @contextmanager
+    def limited(self, seconds: float) -> Iterator[None]:
+        """Give the launches inside their own deadline; the issue lock is held."""
+        self._limit = Deadline(seconds)
+        try:
+            yield
+        finally:
+            self._limit = None
 
     def _reduced(self, work: Any, target: Tensor, plan: "_Plan") -> Any:
         if plan.divides:
-            return _Then(work, lambda: _divide(target, self.size))
+            return _Then(work, lambda: divide(target, self.size))
         return self._issued(work)
 
     def all_reduce(self, out: Tensor, x: Tensor, plan: "_Plan") -> Any:
         """Launch an all_reduce of the process group."""
-        if out is not x and out.data_ptr() != x.data_ptr():
+        if plan.factor is not None:
+            multiplied(out, x, plan.factor)
+        elif out.shape != x.shape:
+            copy(out, x)
+        elif out is not x and out.data_ptr() != x.data_ptr():  # written out: the frequent call
             out.copy_(x)
-        target = out if plan.dtype is out.dtype else _flat(out, plan.dtype)
-        work = self.pg.allreduce([target], plan.all_reduce)
+        target = out if plan.dtype is out.dtype else flat(out, plan.dtype)
+        options = plan.all_reduce
+        if self._limit is not None:
+            options = _options(c10d.AllreduceOptions, self._limit)
+            options.reduceOp = plan.op
+        work = self.pg.allreduce([target], options)
         if self.on_host and not plan.divides:
             return work
         return self._reduced(work, target, plan)
 
     def all_gather(self, out: Tensor, x: Tensor) -> Any:
         """Launch an all_gather of the process group."""
-        options = c10d.AllgatherOptions()
-        _same_stream(options)
-        return self._issued(self.pg._allgather_base(_bytes(out), _bytes(x), options))
+        options = _options(c10d.AllgatherOptions, self._limit)
+        return self._issued(self.pg._allgather_base(as_bytes(out), as_bytes(x), options))
 
     def reduce_scatter(self, out: Tensor, x: Tensor, plan: "_Plan") -> Any:
         """Launch a reduce_scatter of the process group."""
-        target = _flat(out, plan.dtype)
-        options = c10d.ReduceScatterOptions()
+        if plan.factor is not None:
+            x = multiplied(None, x, plan.factor)
+        target = flat(out, plan.dtype)
+        options = _options(c10d.ReduceScatterOptions, self._limit)
         options.reduceOp = plan.op
-        _same_stream(options)
-        work = self.pg._reduce_scatter_base(target, _flat(x, plan.dtype), options)
+        work = self.pg._reduce_scatter_base(target, flat(x, plan.dtype), options)
         return self._reduced(work, target, plan)
 
     def broadcast(self, out: Tensor, x: Tensor | None, root: int) -> Any:
         """Launch a broadcast of the process group."""
-        if x is not None and out.data_ptr() != x.data_ptr():
-            out.copy_(x)
-        options = c10d.BroadcastOptions()
+        copy(out, x)
+        options = _options(c10d.BroadcastOptions, self._limit)
         options.rootRank = root
-        _same_stream(options)
-        return self._issued(self.pg.broadcast([_bytes(out)], options))
+        return self._issued(self.pg.broadcast([as_bytes(out)], options))
 
     def reduce(self, out: Tensor | None, x: Tensor, root: int, plan: "_Plan") -> Any:
         """Launch a reduce of the process group."""
         # c10d reduces in place and may leave partial sums on the other ranks.
-        if out is None:
+        if plan.factor is not None:
+            out = multiplied(out, x, plan.factor)
+        elif out is None:
             out = x.clone()
-        elif out.data_ptr() != x.data_ptr():
-            out.copy_(x)
-        target = _flat(out, plan.dtype)
-        options = c10d.ReduceOptions()
+        else:
+            copy(out, x)
+        target = flat(out, plan.dtype)
+        options = _options(c10d.ReduceOptions, self._limit)
         options.rootRank = root
         options.reduceOp = plan.op
-        _same_stream(options)
         return self._reduced(self.pg.reduce([target], options), target, plan)
 
     def gather(self, out: Tensor | None, x: Tensor, root: int) -> Any:
         """Launch a gather of the process group."""
-        options = c10d.GatherOptions()
+        options = _options(c10d.GatherOptions, self._limit)
         options.rootRank = root
-        _same_stream(options)
-        parts = [] if out is None else [list(_bytes(out).chunk(self.size))]
-        return self._issued(self.pg.gather(parts, [_bytes(x)], options))
+        parts = [] if out is None else [list(as_bytes(out).chunk(self.size))]
+        return self._issued(self.pg.gather(parts, [as_bytes(x)], options))
 
     def scatter(self, out: Tensor, x: Tensor | None, root: int) -> Any:
         """Launch a scatter of the process group."""
-        options = c10d.ScatterOptions()
+        options = _options(c10d.ScatterOptions, self._limit)
         options.rootRank = root
-        _same_stream(options)
-        parts = [] if x is None else [list(_bytes(x).chunk(self.size))]
-        return self._issued(self.pg.scatter([_bytes(out)], parts, options))
+        parts = [] if x is None else [list(as_bytes(x).chunk(self.size))]
+        return self._issued(self.pg.scatter([as_bytes(out)], parts, options))
 
     def all_to_all(self, out: Tensor, x: Tensor, takes: list[int], sends: list[int]) -> Any:
         """Launch an all_to_all of the process group."""
-        target, source = _bytes(out), _bytes(x)
+        target, source = as_bytes(out), as_bytes(x)
         scale = 1 if target.dtype is out.dtype else out.itemsize
-        options = c10d.AllToAllOptions()
-        _same_stream(options)
+        options = _options(c10d.AllToAllOptions, self._limit)
         work = self.pg.alltoall_base(
             target, source, [n * scale for n in takes], [n * scale for n in sends], options
         )
@@ -220,21 +239,21 @@ class C10dEngine(Engine):
 
     def send(self, out: None, x: Tensor, peer: int, tag: int = 0) -> Any:
         """Launch a send of the process group."""
-        return self._between_two(self.pg.send([_bytes(x)], peer, tag))
+        return self._between_two(self.pg.send([as_bytes(x)], peer, tag))
 
     def recv(self, out: Tensor, x: None, peer: int, tag: int = 0) -> Any:
         """Launch a receive of the process group."""
-        return self._between_two(self.pg.recv([_bytes(out)], peer, tag))
+        return self._between_two(self.pg.recv([as_bytes(out)], peer, tag))
 
     def _between_two(self, work: Any) -> Any:
-        return PointToPoint([work]) if self.on_host else self._issued(work)
+        return PointToPoint([work], self._limit) if self.on_host else self._issued(work)
 
     def barrier(self, out: None, x: None) -> Any:
         """Launch a barrier of the process group."""
         if not self.on_host:  # an all-reduce on the stream; c10d's own blocks the host
             plan = self.resolve(torch.int32, ReductionSpec(torch.int32, "max"))
             return self.all_reduce(self._token, self._token, plan)
-        return self.pg.barrier(c10d.BarrierOptions())
+        return self.pg.barrier(_options(c10d.BarrierOptions, self._limit))
 
     @contextmanager
     def coalesced(self) -> Iterator[None]:
@@ -270,23 +289,11 @@ class C10dEngine(Engine):
             self.health.attempt(release, deadline, "releasing the process group")
 
 
-def _divide(target: Tensor, size: int) -> None:
-    # A waiter may be in another grad or inference mode than the caller's.
-    with torch.inference_mode(target.is_inference()), torch.no_grad():
-        target.div_(size)
-
-
-def _same_stream(options: Any) -> None:
-    """Ask for the caller's current stream where torch knows the choice (asyncOp, torch 2.8)."""
-    if hasattr(options, "asyncOp"):
+def _options(kind: Any, limit: Deadline | None = None) -> Any:
+    """Return options of a launch on the caller's current stream, and with its deadline."""
+    options = kind()
+    if hasattr(options, "asyncOp"):  # since torch 2.8; before, torch chooses the stream
         options.asyncOp = False
-
-
-def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    flat = tensor.view(-1)
-    return flat if dtype is tensor.dtype else flat.view(dtype)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """A flat view that every backend can move: as it is, or as bytes."""
-    return _flat(tensor, tensor.dtype if tensor.dtype in NATIVE else torch.uint8)
+    if limit is not None:
+        options.timeout = limit.timedelta()
+    return options

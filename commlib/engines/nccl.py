@@ -11,7 +11,7 @@ import torch
 from commlib.deadlines import Deadline
 from commlib.engines.base import EngineMemory, Launch
 from commlib.engines.nccl_exchanges import NCCLExchanges
-from commlib.engines.nccl_reductions import BYTES, OPS, TYPES, Reduction, premul
+from commlib.engines.nccl_reductions import BYTES, OPS, TYPES, Reduction, by_nccl
 from commlib.engines.reductions import Reducer, ReductionSpec
 from commlib.log import log
 from commlib.p2p import kernel_table, residency
@@ -36,7 +36,7 @@ class NCCLEngine(NCCLExchanges):
     """GPU ranks over NCCL communicators that commlib owns, and push kernels on one host."""
 
     name: ClassVar[str] = "nccl"
-    reducer: ClassVar[Reducer] = Reducer("nccl", unsigned=True, premul=True)
+    reducer: ClassVar[Reducer] = Reducer("nccl", unsigned=True)
     parts_in_place: ClassVar[bool] = True
 
     def __init__(self, identity: RingIdentity, hosts: HostExchange, health: Health) -> None:
@@ -173,9 +173,7 @@ class NCCLEngine(NCCLExchanges):
     def all_reduce(self, out: Tensor, x: Tensor, reduction: Reduction | ReductionSpec) -> None:
         """Launch a push kernel or ncclAllReduce."""
         if isinstance(reduction, ReductionSpec):
-            comm = self._ready().collective().comm
-            with premul(self.identity.describe("premul_sum"), comm, reduction) as made:
-                self.all_reduce(out, x, made)
+            self._with_factor(self.all_reduce, reduction, out, x)
             return
         pushed = reduction.all_reduce
         if pushed is not None and pushed(out, x, x.nbytes):
@@ -212,8 +210,11 @@ class NCCLEngine(NCCLExchanges):
             x.data_ptr(), out.data_ptr(), x.nbytes, BYTES, current_raw(self._index)
         )
 
-    def reduce_scatter(self, out: Tensor, x: Tensor, reduction: Reduction) -> None:
+    def reduce_scatter(self, out: Tensor, x: Tensor, reduction: Reduction | ReductionSpec) -> None:
         """Launch a push kernel or ncclReduceScatter."""
+        if isinstance(reduction, ReductionSpec):
+            self._with_factor(self.reduce_scatter, reduction, out, x)
+            return
         pushed = reduction.reduce_scatter
         if pushed is not None and pushed(out, x, out.nbytes):
             return
@@ -229,8 +230,13 @@ class NCCLEngine(NCCLExchanges):
             source.data_ptr(), out.data_ptr(), out.nbytes, BYTES, root, stream
         )
 
-    def reduce(self, out: Tensor | None, x: Tensor, root: int, reduction: Reduction) -> None:
+    def reduce(
+        self, out: Tensor | None, x: Tensor, root: int, reduction: Reduction | ReductionSpec
+    ) -> None:
         """Launch ncclReduce."""
+        if isinstance(reduction, ReductionSpec):
+            self._with_factor(self.reduce, reduction, out, x, root)
+            return
         target, stream = 0 if out is None else out.data_ptr(), current_raw(self._index)
         count = x.numel() * reduction.parts
         self._ready().collective().reduce(
@@ -280,21 +286,12 @@ class NCCLEngine(NCCLExchanges):
         closed = self._push if isinstance(self._push, str) else None
         reason = closed or kernel_table.refusal(reduction.dtype, reduction.op)
         if reason:
-            return self._by_nccl(reason)
+            return by_nccl(reason, self._connection.connected)
         row = kernel_table.select_kernel("all_reduce", nbytes, self.size)
         if row is None:
-            return self._by_nccl(f"the table leaves {nbytes} bytes over {self.size} ranks to it")
+            why = f"the table leaves {nbytes} bytes over {self.size} ranks to it"
+            return by_nccl(why, self._connection.connected)
         return (
             f"{row.kernel} push: the table's row for up to {row.most} bytes over {self.size} "
             f"ranks, {row.threads} threads a block and at most {row.blocks} blocks"
-        )
-
-    def _by_nccl(self, why: str) -> str:
-        """Say that NCCL carries a call, and what its first call will take."""
-        if self._connection.connected:
-            return f"NCCL: {why}"
-        return (
-            f"NCCL: {why}; the ring has no NCCL communicator yet: the first such call makes it, "
-            f"which blocks the host and takes GPU memory (several hundred MiB), or call "
-            f"ring.connect() on every member"
         )

@@ -9,7 +9,8 @@ import torch
 from commlib.engines.base import Engine, Launch
 from commlib.engines.libnccl import library
 from commlib.engines.nccl_connection import Connection
-from commlib.engines.nccl_reductions import BYTES
+from commlib.engines.nccl_reductions import BYTES, premul
+from commlib.engines.reductions import ReductionSpec
 from commlib.rendezvous.hosts import HostExchange
 from commlib.rendezvous.identity import Health, RingIdentity
 from commlib.streams import current_raw
@@ -105,6 +106,12 @@ class NCCLExchanges(Engine):
         comm, number = self._ready().to(peer)
         with self._branch(peer):
             self._take(comm, out, 0, out.nbytes, number)
+
+    def _with_factor(self, launch: Any, reduction: ReductionSpec, *args: Any) -> None:
+        """Make a launch with NCCL's operation of a premul_sum, which is created for it."""
+        comm = self._ready().collective().comm
+        with premul(self.identity.describe("premul_sum"), comm, reduction) as made:
+            launch(*args, made)
 
     def _branch(self, peer: int) -> AbstractContextManager[Any]:
         """Give the calls of a group with one peer a stream, where pairs have communicators.

@@ -63,3 +63,14 @@ def premul(where: str, comm: Any, reduction: ReductionSpec) -> Iterator[Reductio
         yield Reduction(reduction.op, 1, kind, op.value)
     finally:
         nccl.ncclRedOpDestroy(op, comm)
+
+
+def by_nccl(why: str, connected: bool) -> str:
+    """Say that NCCL carries a call, and what its first call will take."""
+    if connected:
+        return f"NCCL: {why}"
+    return (
+        f"NCCL: {why}; the ring has no NCCL communicator yet: the first such call makes it, "
+        f"which blocks the host and takes GPU memory (several hundred MiB), or call "
+        f"ring.connect() on every member"
+    )

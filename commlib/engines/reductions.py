@@ -36,7 +36,6 @@ class Reducer(NamedTuple):
 
     name: str
     unsigned: bool
-    premul: bool
 
 
 @cache
@@ -46,9 +45,8 @@ def _refusal(dtype: torch.dtype, op: str, reducer: Reducer) -> str | None:
     if dtype.itemsize == 1 and dtype.is_floating_point:
         return "8-bit floats can be moved but not reduced; cast to torch.bfloat16"
     if op == "premul_sum":
-        if not reducer.premul:
-            return f"the {reducer.name} engine has none; multiply by the factor and use op='sum'"
-        return None if dtype in _FLOATS else "premul_sum takes floating-point tensors"
+        floats = "premul_sum takes floating-point tensors; multiply first and use op='sum'"
+        return None if dtype in _FLOATS else floats
     if dtype is torch.bool:
         return "the mean of booleans is not a boolean; cast to a float" if op == "avg" else None
     if dtype in _COMPLEX:
@@ -85,6 +83,13 @@ def resolve_reduction(
     if dtype in _UNSIGNED and not reducer.unsigned:
         return ReductionSpec(_UNSIGNED[dtype], op)
     return ReductionSpec(dtype, op, 1.0 if factor is None else factor)
+
+
+def factor_of(reduction: ReductionSpec) -> torch.Tensor | None:
+    """Return the factor of a premul_sum as NCCL has it, rounded to the tensors' dtype; or None."""
+    if reduction.op != "premul_sum":
+        return None
+    return torch.tensor(reduction.factor, dtype=reduction.dtype, device="cpu")
 
 
 def refusals(reducer: Reducer) -> dict[tuple[torch.dtype, str], str]:

@@ -6,7 +6,8 @@ import torch
 
 from commlib.deadlines import Deadline
 from commlib.engines.base import Engine
-from commlib.engines.reductions import Reducer, ReductionSpec
+from commlib.engines.local import copy, multiplied
+from commlib.engines.reductions import Reducer, ReductionSpec, factor_of
 from commlib.p2p.routes import Routes
 from commlib.rendezvous.hosts import HostExchange
 from commlib.rendezvous.identity import Health, RingIdentity
@@ -27,38 +28,36 @@ class SingleRankEngine(Engine):
         self.reducer = reducer  # type: ignore[misc]  # of the engine that it replaces
 
     def all_reduce(self, out: Tensor, x: Tensor, reduction: ReductionSpec) -> None:
-        """Copy, and apply the factor of premul_sum."""
-        _copy(out, x)
-        if reduction.factor != 1.0:
-            out.mul_(reduction.factor)
+        """Copy, or apply the factor of premul_sum."""
+        _reduced(out, x, reduction)
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         """Copy."""
-        _copy(out, x)
+        copy(out, x)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, reduction: ReductionSpec) -> None:
-        """Copy."""
-        _copy(out, x)
+        """Copy, or apply the factor of premul_sum."""
+        _reduced(out, x, reduction)
 
     def broadcast(self, out: Tensor, x: Tensor | None, root: int) -> None:
         """Copy."""
-        _copy(out, x)
+        copy(out, x)
 
     def reduce(self, out: Tensor | None, x: Tensor, root: int, reduction: ReductionSpec) -> None:
-        """Copy."""
-        _copy(out, x)
+        """Copy, or apply the factor of premul_sum."""
+        _reduced(out, x, reduction)
 
     def gather(self, out: Tensor | None, x: Tensor, root: int) -> None:
         """Copy."""
-        _copy(out, x)
+        copy(out, x)
 
     def scatter(self, out: Tensor, x: Tensor | None, root: int) -> None:
         """Copy."""
-        _copy(out, x)
+        copy(out, x)
 
     def all_to_all(self, out: Tensor, x: Tensor, takes: list[int], sends: list[int]) -> None:
         """Copy."""
-        _copy(out, x)
+        copy(out, x)
 
     def exchange_rows(self, out: Tensor, x: Tensor, routes: Routes) -> None:
         """Copy each row to its place."""
@@ -91,10 +90,9 @@ class SingleRankEngine(Engine):
         """Do nothing."""
 
 
-def _copy(out: Tensor | None, x: Tensor | None) -> None:
-    if out is None or x is None or out.data_ptr() == x.data_ptr():
-        return
-    if out.shape == x.shape:
-        out.copy_(x)
+def _reduced(out: Tensor | None, x: Tensor, reduction: ReductionSpec) -> None:
+    factor = factor_of(reduction)
+    if factor is None:
+        copy(out, x)
     else:
-        out.view(-1).copy_(x.view(-1))
+        multiplied(out, x, factor)

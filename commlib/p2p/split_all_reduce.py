@@ -2,7 +2,9 @@
 
 import torch
 
+from commlib.deadlines import Deadline
 from commlib.deferred import hold_until, release_deferred
+from commlib.errors import CommTimeout
 from commlib.p2p.push_channel import PushChannel
 from commlib.p2p.push_collectives import Halves
 from commlib.rendezvous.identity import Health, RingIdentity
@@ -34,11 +36,11 @@ class SplitAllReduce:
         self._event: torch.cuda.Event | None = None  # after the second half
         self._capture = 0  # which one that is part of
 
-    def join(self) -> None:
-        """Launch what waits for the peers and reduces; the host does not block.
+    def join(self, deadline: Deadline | None = None) -> None:
+        """Launch what waits for the peers and reduces.
 
         A later join waits for the same launch. Raises what a call of the ring raises, and again at
-        every join: the call has no result then.
+        every join: the call has no result then. The host blocks only with a deadline.
         """
         with self._lock:
             stream = torch.cuda.current_stream(self._device)
@@ -46,6 +48,9 @@ class SplitAllReduce:
                 self._finish(stream)
             elif capture_of(stream.cuda_stream) == self._capture:
                 stream.wait_event(self._event)
+        if deadline is not None and not deadline.poll(self.done):
+            late = CommTimeout(f"did not finish within {deadline.seconds:g} s")
+            raise self._health.failed("all_reduce", late)
 
     def _finish(self, stream: torch.cuda.Stream) -> None:
         health, event = self._health, torch.cuda.Event()

@@ -49,23 +49,27 @@ class HostExchange:
 
     # -- exchanges ---------------------------------------------------------------------------------
 
-    def exchange(self, values: Sequence[int]) -> list[list[int]]:
-        """Return every rank's integers, in rank order; see ``CommContext.exchange``."""
+    def exchange(self, values: Sequence[int], collective: str = "exchange") -> list[list[int]]:
+        """Return every rank's integers, in rank order; see ``CommContext.exchange``.
+
+        ``collective`` is what the program has called, for error texts.
+        """
         try:
             numbers = host_exchange.whole_numbers(values)
         except ArgumentError as error:
-            raise ArgumentError(f"{self.identity.describe('exchange')}: {error}") from None
+            raise ArgumentError(f"{self.identity.describe(collective)}: {error}") from None
         if not self.compares:
-            return self.all_gather("exchange", numbers)
-        rows = self.all_gather("exchange", [0, *numbers])  # 0: an exchange, not a collective
+            return self.all_gather(collective, numbers)
+        rows = self.all_gather(collective, [0, *numbers])  # 0: an exchange, not a collective
         if any(row[0] for row in rows):
-            raise self.mismatch("exchange", "exchange")
+            raise self.mismatch(collective, collective)
         return [row[1:] for row in rows]
 
-    def exchange_bytes(self, data: bytes) -> list[bytes]:
+    def exchange_bytes(self, data: bytes, collective: str = "exchange") -> list[bytes]:
         """Return every rank's ``data``, in rank order; lengths may differ."""
         numbers = (data[at : at + _BYTES] for at in range(0, len(data), _BYTES))
-        rows = self.exchange([len(data), *(int.from_bytes(part, "little") for part in numbers)])
+        values = [len(data), *(int.from_bytes(part, "little") for part in numbers)]
+        rows = self.exchange(values, collective)
         return [
             b"".join(number.to_bytes(_BYTES, "little") for number in row[1:])[: row[0]]
             for row in rows

@@ -98,7 +98,7 @@ def reduce_scatter(
     if out is None:
         out = _new(ring, x) if fenced or use_calc_stream else raw_output(ring, _new, ring, x)
     name = REDUCTIONS.get(op) or reduction_name(op)
-    return ring._reduce_scatter(out, x, name, MODES[use_calc_stream, sync_op, fenced], plain)
+    return ring._reduce_scatter(out, x, name, None, MODES[use_calc_stream, sync_op, fenced], plain)
 
 
 def _new(ring: CommContext, x: torch.Tensor) -> torch.Tensor:

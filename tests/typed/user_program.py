@@ -74,6 +74,27 @@ def collectives(x: Tensor, ring: commlib.CommContext, sync_op: bool) -> None:
         assert_type(group, commlib.Work)
 
 
+def methods(x: Tensor, ring: commlib.CommContext, sync_op: bool) -> None:
+    """Call methods of a ring: lists of tensors, objects, deadlines, new rings."""
+    parts = [x, x]
+    assert_type(ring.all_gather(parts, x, timeout=5), list[Tensor])
+    assert_type(ring.all_gather(x), Tensor)
+    work = ring.all_gather(parts, x, use_calc_stream=False, sync_op=False)
+    assert_type(work, commlib.Work[list[Tensor]])
+    assert_type(work.wait(timeout=datetime.timedelta(seconds=5)), list[Tensor])
+    assert_type(ring.all_to_all(parts, parts), list[Tensor])
+    assert_type(ring.reduce_scatter(x, parts, op="premul_sum", factor=0.5), Tensor)
+    assert_type(ring.scatter(x, parts if sync_op else None, root=0), Tensor)
+    assert_type(ring.gather(None, x, root=1), None)
+    assert_type(ring.all_gather_object(3), list[int])
+    assert_type(ring.gather_object("a", root=0), list[str] | None)
+    assert_type(ring.broadcast_object(None, root=0), object)
+    assert_type(ring.split(1, key=ring.rank), commlib.CommContext | None)
+    ring.split("red")  # refused: not a whole number
+    ring.all_to_all(parts, x)  # refused: a list and a tensor
+    ring.barrier(timeout="soon")  # refused: not seconds
+
+
 def operators(x: Tensor, label: Tensor, weight: Tensor, flag: bool) -> None:
     """Call operators whose result depends on an option."""
     assert_type(ops.softmax_with_cross_entropy(x, label), Tensor)

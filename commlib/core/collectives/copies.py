@@ -1,16 +1,26 @@
-"""Collectives that copy between all ranks, or a root and all ranks, and the barrier."""
+"""Collectives that copy between a root and all ranks, and the barrier."""
 
-from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar, overload
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 
 from commlib.core.call import Call, nothing
-from commlib.core.dispatch import dispatch, is_plain
+from commlib.core.collectives.parts import (
+    check_even,
+    check_mode,
+    check_parts,
+    fill,
+    is_list,
+    joined,
+)
+from commlib.core.dispatch import dispatch
 from commlib.core.failures import named
 from commlib.core.ring import Ring
 from commlib.core.stream_mode import MODES, Either, StreamMode, Unwaited, Waited
-from commlib.core.validation import at_root, check_pair, from_root, new_like, shape_mismatch
+from commlib.core.validation import at_root, check_position, from_root, shape_mismatch
+from commlib.core.within import Seconds, dispatch_within
 from commlib.core.work import Work
 from commlib.deadlines import Deadline
 from commlib.errors import CommTimeout
@@ -19,67 +29,12 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 Tensor = torch.Tensor
-AtRoot = TypeVar("AtRoot", bound=Tensor | None)
+Given = Tensor | Sequence[Tensor] | None
+AtRoot = TypeVar("AtRoot", bound=Tensor | list[Tensor] | None)
 
 
 class Copies(Ring):
-    """The collectives of a ring that copy tensors to all ranks, from a root or to a root."""
-
-    @overload
-    def all_gather(
-        self, out: Tensor, x: Tensor | None = None, **options: "Unpack[Waited]"
-    ) -> Tensor: ...
-    @overload
-    def all_gather(
-        self, out: Tensor, x: Tensor | None = None, **options: "Unpack[Unwaited]"
-    ) -> Work[Tensor]: ...
-    @overload
-    def all_gather(
-        self, out: Tensor, x: Tensor | None = None, **options: "Unpack[Either]"
-    ) -> Tensor | Work[Tensor]: ...
-
-    def all_gather(
-        self,
-        out: Tensor,
-        x: Tensor | None = None,
-        *,
-        use_calc_stream: bool = True,
-        sync_op: bool = True,
-        fenced: bool = True,
-    ) -> Tensor | Work[Tensor]:
-        """Fill ``out`` on every rank with the ``x`` of rank 0, 1, … along dim 0.
-
-        Args:
-            out: ``size`` times the elements of ``x``. As the only tensor it is the input.
-            x: Any shape, the same on every rank. Default: the only tensor is the input, and the
-                output is a new one with ``size`` times the rows.
-            use_calc_stream, sync_op, fenced: See ``CommContext``.
-
-        Returns:
-            The output, or a ``Work`` with ``sync_op=False``.
-
-        Raises:
-            ArgumentError, DeviceError, DtypeError, ShapeError: Before any launch.
-            RingError: The ring has failed or is closed.
-            CommTimeout, EngineError: The call failed; the ring can't be used any more.
-        """
-        if x is None:
-            x, out = out, new_like(self, "all_gather", out, self.size)
-        mode = MODES[use_calc_stream, sync_op, fenced]
-        return self._all_gather(out, x, mode, is_plain(self, x, out))
-
-    def _all_gather(self, out: Tensor, x: Tensor, mode: StreamMode, plain: bool) -> Tensor | Work:
-        """Make an all_gather; ``plain``: the tensors need no check."""
-        if not plain:
-            check_pair(self, "all_gather", out, x)
-        count = x.numel()
-        if out.numel() != count * self.size:
-            raise shape_mismatch(self, "all_gather", out, count * self.size, "size * x.numel()")
-        place = self.rank * count if self._engine.parts_in_place else None
-        launch = self._engine.all_gather if count else nothing
-        entry = ("all_gather", count, x.dtype, None, None)
-        call = Call("all_gather", launch, (), out, x, place, plain, entry, out)
-        return dispatch(self, call, mode)
+    """The collectives of a ring that copy tensors from a root or to a root, and barriers."""
 
     @overload
     def broadcast(
@@ -103,6 +58,7 @@ class Copies(Ring):
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
+        timeout: Seconds | None = None,
     ) -> Tensor | Work[Tensor]:
         """Fill ``out`` on every rank with ``x`` of ``root``.
 
@@ -110,7 +66,7 @@ class Copies(Ring):
             out: Any shape, with as many elements on every rank.
             x: As many elements; may be ``out``, and None on other ranks, where it is not read.
             root: Position of the rank that sends.
-            use_calc_stream, sync_op, fenced: See ``CommContext``.
+            use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
 
         Returns:
             ``out``, or a ``Work`` with ``sync_op=False``.
@@ -124,7 +80,10 @@ class Copies(Ring):
         launch = self._engine.broadcast if count else nothing
         entry = ("broadcast", count, out.dtype, None, root)
         call = Call("broadcast", launch, (root,), out, source, 0, plain, entry, out)
-        return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])
+        mode = MODES[use_calc_stream, sync_op, fenced]
+        if timeout is not None:
+            return dispatch_within(self, call, mode, timeout)
+        return dispatch(self, call, mode)
 
     @overload
     def gather(
@@ -132,7 +91,7 @@ class Copies(Ring):
     ) -> AtRoot: ...
     @overload
     def gather(
-        self, out: Tensor | None, x: Tensor, *, root: int, **options: "Unpack[Unwaited]"
+        self, out: AtRoot, x: Tensor, *, root: int, **options: "Unpack[Unwaited]"
     ) -> Work[AtRoot]: ...
     @overload
     def gather(
@@ -141,21 +100,23 @@ class Copies(Ring):
 
     def gather(
         self,
-        out: Tensor | None,
+        out: Any,
         x: Tensor,
         *,
         root: int,
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
-    ) -> Tensor | Work | None:
+        timeout: Seconds | None = None,
+    ) -> Tensor | list[Tensor] | Work | None:
         """Fill ``out`` of ``root`` with every rank's ``x`` in turn; elsewhere it is not touched.
 
         Args:
-            out: ``size`` times the elements of ``x``; may be None on other ranks.
+            out: ``size`` times the elements of ``x``, or a list with a tensor per rank; may be None
+                on other ranks.
             x: Any shape, the same on every rank.
             root: Position of the rank that receives.
-            use_calc_stream, sync_op, fenced: See ``CommContext``.
+            use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
 
         Returns:
             ``out``, or a ``Work`` with ``sync_op=False``.
@@ -164,6 +125,9 @@ class Copies(Ring):
             PeerError: ``root`` is not a position in the ring.
             Otherwise as ``all_gather``.
         """
+        mode = MODES[use_calc_stream, sync_op, fenced]
+        if is_list(out):
+            return self._gather_parts(out, x, root, mode, timeout)
         target, plain = at_root(self, "gather", root, out, x)
         count = x.numel()
         if target is not None and target.numel() != count * self.size:
@@ -171,38 +135,61 @@ class Copies(Ring):
         launch = self._engine.gather if count else nothing
         entry = ("gather", count, x.dtype, None, root)
         call = Call("gather", launch, (root,), target, x, None, plain, entry, out)
-        return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])
+        if timeout is not None:
+            return dispatch_within(self, call, mode, timeout)
+        return dispatch(self, call, mode)
+
+    def _gather_parts(
+        self, outs: Any, x: Tensor, root: int, mode: StreamMode, timeout: Seconds | None
+    ) -> list[Tensor] | Work[list[Tensor]]:
+        """Gather into a tensor per rank; other ranks leave theirs as they are."""
+        check_position(self, "gather", "root", root)
+        check_mode(self, "gather", mode)
+        if self.rank != root:
+            how: Any = {"use_calc_stream": mode.use_calc_stream, "sync_op": mode.sync_op}
+            done: Any = self.gather(None, x, root=root, timeout=timeout, **how)
+            result: list[Tensor] = outs
+            return result if mode.sync_op else Work(result, done._pending, done._limit)
+        check_parts(self, "gather", "outs", outs, x, mode, written=True)
+        check_even(self, "gather", "outs", outs, x)
+
+        def launch(flat: Tensor) -> Any:
+            return partial(self.gather, flat, x, root=root)
+
+        return fill(self, "gather", outs, launch, mode, timeout)
 
     @overload
     def scatter(
-        self, out: Tensor, x: Tensor | None, *, root: int, **options: "Unpack[Waited]"
+        self, out: Tensor, x: Given, *, root: int, **options: "Unpack[Waited]"
     ) -> Tensor: ...
     @overload
     def scatter(
-        self, out: Tensor, x: Tensor | None, *, root: int, **options: "Unpack[Unwaited]"
+        self, out: Tensor, x: Given, *, root: int, **options: "Unpack[Unwaited]"
     ) -> Work[Tensor]: ...
     @overload
     def scatter(
-        self, out: Tensor, x: Tensor | None, *, root: int, **options: "Unpack[Either]"
+        self, out: Tensor, x: Given, *, root: int, **options: "Unpack[Either]"
     ) -> Tensor | Work[Tensor]: ...
 
     def scatter(
         self,
         out: Tensor,
-        x: Tensor | None,
+        x: Any,
         *,
         root: int,
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
+        timeout: Seconds | None = None,
     ) -> Tensor | Work[Tensor]:
         """Fill ``out`` of rank r with part r of ``x`` of ``root``.
 
         Args:
             out: Any shape, with as many elements on every rank.
-            x: ``size`` times the elements; may be None on other ranks, where it is not read.
+            x: ``size`` times the elements, or a list with a tensor per rank; may be None on other
+                ranks, where it is not read.
             root: Position of the rank that sends.
-            use_calc_stream, sync_op, fenced: See ``CommContext``.
+            use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
 
         Returns:
             ``out``, or a ``Work`` with ``sync_op=False``.
@@ -211,12 +198,24 @@ class Copies(Ring):
             PeerError: ``root`` is not a position in the ring.
             Otherwise as ``all_gather``.
         """
+        mode = MODES[use_calc_stream, sync_op, fenced]
+        if is_list(x):
+            check_position(self, "scatter", "root", root)
+            x = self._scattered(out, x) if self.rank == root else None
         source, plain = from_root(self, "scatter", root, out, x, self.size)
         count = out.numel()
         launch = self._engine.scatter if count else nothing
         entry = ("scatter", count, out.dtype, None, root)
         call = Call("scatter", launch, (root,), out, source, None, plain, entry, out)
-        return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])
+        if timeout is not None:
+            return dispatch_within(self, call, mode, timeout)
+        return dispatch(self, call, mode)
+
+    def _scattered(self, out: Tensor, xs: Any) -> Tensor:
+        """Return a list with a tensor per rank as one tensor."""
+        check_parts(self, "scatter", "xs", xs, out)
+        check_even(self, "scatter", "xs", xs, out)
+        return joined(xs)
 
     @overload
     def barrier(self, **options: "Unpack[Waited]") -> None: ...
@@ -226,12 +225,17 @@ class Copies(Ring):
     def barrier(self, **options: "Unpack[Either]") -> Work[None] | None: ...
 
     def barrier(
-        self, *, use_calc_stream: bool = True, sync_op: bool = True, fenced: bool = True
+        self,
+        *,
+        use_calc_stream: bool = True,
+        sync_op: bool = True,
+        fenced: bool = True,
+        timeout: Seconds | None = None,
     ) -> Work[None] | None:
         """Hold this rank's stream (GPU) or host (CPU) until every rank has called it.
 
         Args:
-            use_calc_stream, sync_op, fenced: See ``CommContext``.
+            use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
 
         Returns:
             None, or a ``Work`` with ``sync_op=False``.
@@ -242,9 +246,12 @@ class Copies(Ring):
         """
         entry = ("barrier", None, None, None, None)
         call = Call("barrier", self._engine.barrier, (), None, None, None, False, entry, None)
-        return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])
+        mode = MODES[use_calc_stream, sync_op, fenced]
+        if timeout is not None:
+            return dispatch_within(self, call, mode, timeout)
+        return dispatch(self, call, mode)
 
-    def monitored_barrier(self, *, timeout: float | timedelta | None = None) -> None:
+    def monitored_barrier(self, *, timeout: Seconds | None = None) -> None:
         """Hold this rank's host until every rank has called it; the error names late ranks.
 
         The ranks meet in the ring's store, and no stream waits. It is slower than ``barrier``, and

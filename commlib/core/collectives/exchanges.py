@@ -1,14 +1,16 @@
 """Collectives between pairs of ranks: all_to_all, the exchange of rows, send, recv."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 
 from commlib.core.call import Call, Launch, nothing
+from commlib.core.collectives.parts import check_parts, fill, is_list, joined
 from commlib.core.dispatch import dispatch, is_plain
 from commlib.core.ring import Ring
-from commlib.core.stream_mode import MODES, Either, Unwaited, Waited
+from commlib.core.stream_mode import MODES, Either, StreamMode, Unwaited, Waited
 from commlib.core.validation import (
     check_out,
     check_pair,
@@ -17,8 +19,9 @@ from commlib.core.validation import (
     counts,
     engine_tag,
 )
+from commlib.core.within import Seconds, dispatch_within
 from commlib.core.work import Work
-from commlib.errors import ShapeError
+from commlib.errors import ArgumentError, ShapeError
 from commlib.p2p.routes import Routes
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 Splits = Iterable[int] | None
+Outs = TypeVar("Outs", Tensor, list[Tensor])
 
 
 class Exchanges(Ring):
@@ -34,53 +38,55 @@ class Exchanges(Ring):
     @overload
     def all_to_all(
         self,
-        out: Tensor,
-        x: Tensor,
+        out: Outs,
+        x: Outs,
         *,
         out_splits: Splits = None,
         in_splits: Splits = None,
         **options: "Unpack[Waited]",
-    ) -> Tensor: ...
+    ) -> Outs: ...
     @overload
     def all_to_all(
         self,
-        out: Tensor,
-        x: Tensor,
+        out: Outs,
+        x: Outs,
         *,
         out_splits: Splits = None,
         in_splits: Splits = None,
         **options: "Unpack[Unwaited]",
-    ) -> Work[Tensor]: ...
+    ) -> Work[Outs]: ...
     @overload
     def all_to_all(
         self,
-        out: Tensor,
-        x: Tensor,
+        out: Outs,
+        x: Outs,
         *,
         out_splits: Splits = None,
         in_splits: Splits = None,
         **options: "Unpack[Either]",
-    ) -> Tensor | Work[Tensor]: ...
+    ) -> Outs | Work[Outs]: ...
 
     def all_to_all(
         self,
-        out: Tensor,
-        x: Tensor,
+        out: Any,
+        x: Any,
         *,
         out_splits: Splits = None,
         in_splits: Splits = None,
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
-    ) -> Tensor | Work[Tensor]:
+        timeout: Seconds | None = None,
+    ) -> Tensor | list[Tensor] | Work:
         """Send part j of ``x`` to rank j; fill ``out`` with the received parts in rank order.
 
         Args:
-            out: The received parts, rows along dim 0.
-            x: The parts to send, rows along dim 0.
-            out_splits: Rows from each rank. Default: equal parts. All members pass splits, or none.
+            out: The received parts, rows along dim 0; or a list with a tensor per rank.
+            x: The parts to send, rows along dim 0; or a list with a tensor per rank. All members
+                pass lists or splits, or none does.
+            out_splits: Rows from each rank. Default: equal parts. Lists have their own sizes.
             in_splits: Rows to each rank.
-            use_calc_stream, sync_op, fenced: See ``CommContext``.
+            use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
 
         Returns:
             ``out``, or a ``Work`` with ``sync_op=False``.
@@ -90,7 +96,10 @@ class Exchanges(Ring):
             RingError: The ring has failed or is closed.
             CommTimeout, EngineError: The call failed; the ring can't be used any more.
         """
-        plain = is_plain(self, x, out)
+        plain = is_plain(self, x, out)  # not for a list
+        if not plain and (is_list(out) or is_list(x)):
+            mode = MODES[use_calc_stream, sync_op, fenced]
+            return self._all_to_all_parts(out, x, (out_splits, in_splits), mode, timeout)
         if not plain:
             check_pair(self, "all_to_all", out, x)
         sends = counts(self, "all_to_all", "in_splits", x, in_splits)
@@ -109,7 +118,33 @@ class Exchanges(Ring):
             launch = self._engine.equal_parts if elements else nothing
         entry = ("all_to_all", elements, x.dtype, None, None)
         call = Call("all_to_all", launch, (takes, sends), out, x, None, plain, entry, out)
-        return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])
+        mode = MODES[use_calc_stream, sync_op, fenced]
+        if timeout is not None:
+            return dispatch_within(self, call, mode, timeout)
+        return dispatch(self, call, mode)
+
+    def _all_to_all_parts(
+        self, outs: Any, xs: Any, splits: Any, mode: StreamMode, timeout: Seconds | None
+    ) -> list[Tensor] | Work[list[Tensor]]:
+        """Send tensor j of ``xs`` to rank j, and fill tensor j of ``outs`` with what it sends."""
+        if splits != (None, None):
+            raise ArgumentError(
+                f"{self._describe('all_to_all')}: out_splits or in_splits with lists of tensors, "
+                f"which have their own sizes; leave them away"
+            )
+        for role, parts in (("xs", xs), ("outs", outs)):
+            own = parts[0] if is_list(parts) and len(parts) else parts
+            check_parts(self, "all_to_all", role, parts, own, mode, written=role == "outs")
+        check_pair(self, "all_to_all", outs[0], xs[0])
+
+        def launch(flat: Tensor) -> Any:
+            sizes = {
+                "out_splits": [out.numel() for out in outs],
+                "in_splits": [x.numel() for x in xs],
+            }
+            return partial(self.all_to_all, flat, joined(xs), **sizes)
+
+        return fill(self, "all_to_all", outs, launch, mode, timeout)
 
     def _exchange_rows(
         self,
@@ -161,6 +196,7 @@ class Exchanges(Ring):
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
+        timeout: Seconds | None = None,
     ) -> Work[None] | None:
         """Send ``x`` to rank ``peer``, which must call ``recv`` with as many bytes.
 
@@ -168,7 +204,7 @@ class Exchanges(Ring):
             x: Any shape.
             peer: Position of the rank that receives.
             tag: The receive with this tag takes it. On a CPU only; NCCL has no tags.
-            use_calc_stream, sync_op, fenced: See ``CommContext``.
+            use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
 
         Returns:
             None, or a ``Work`` with ``sync_op=False``.
@@ -185,7 +221,10 @@ class Exchanges(Ring):
         launch = self._engine.send if x.numel() else nothing
         args = (peer, engine_tag(self, "send", tag)) if tag else (peer,)
         call = Call("send", launch, args, None, x, None, plain, None, None)
-        return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])
+        mode = MODES[use_calc_stream, sync_op, fenced]
+        if timeout is not None:
+            return dispatch_within(self, call, mode, timeout)
+        return dispatch(self, call, mode)
 
     @overload
     def recv(
@@ -209,6 +248,7 @@ class Exchanges(Ring):
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
+        timeout: Seconds | None = None,
     ) -> Tensor | Work[Tensor]:
         """Fill ``out`` with what rank ``peer`` sends.
 
@@ -216,7 +256,7 @@ class Exchanges(Ring):
             out: Any shape, with as many bytes as the peer sends.
             peer: Position of the rank that sends.
             tag: Takes the send with this tag. On a CPU only; NCCL has no tags.
-            use_calc_stream, sync_op, fenced: See ``CommContext``.
+            use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
 
         Returns:
             ``out``, or a ``Work`` with ``sync_op=False``.
@@ -233,4 +273,7 @@ class Exchanges(Ring):
         launch = self._engine.recv if out.numel() else nothing
         args = (peer, engine_tag(self, "recv", tag)) if tag else (peer,)
         call = Call("recv", launch, args, out, None, None, plain, None, out)
-        return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])
+        mode = MODES[use_calc_stream, sync_op, fenced]
+        if timeout is not None:
+            return dispatch_within(self, call, mode, timeout)
+        return dispatch(self, call, mode)

@@ -1,20 +1,12 @@
-"""Collectives of Python objects, over the host exchange of a group's ring.
+"""Collectives of Python objects, each as one of a group's ring.
 
-An object travels as ``torch.save`` writes it and is read with ``weights_only=True``: nothing that
-another rank has sent is run as code. Tensors, numbers, text, bytes, lists, tuples, dicts and sets
-of these need no more; other classes are named once per program with
-``torch.serialization.add_safe_globals([Class])``, on every rank. GPU tensors are received on the
-ring's GPU.
+What another rank has sent is read as data, and nothing of it is run as code. Classes of the program
+are named once with ``torch.serialization.add_safe_globals([Class])``, on every rank.
 """
 
-import io
-import pickle
 from typing import Any
 
-import torch
-
 from commlib.compat.paddle.distributed.groups import Group, member_ring, position_of
-from commlib.core.context import CommContext
 from commlib.errors import ArgumentError
 
 
@@ -35,9 +27,7 @@ def all_gather_object(object_list: list[Any], obj: object, group: Group | None =
     ring = member_ring("all_gather_object", group)
     if ring is None:
         return
-    data = _encoded("all_gather_object", ring, obj)
-    rows = ring._hosts.exchange_bytes(data)
-    object_list += [_decoded(row, ring) for row in rows]
+    object_list += ring.all_gather_object(obj)
 
 
 def broadcast_object_list(object_list: list[Any], src: int, group: Group | None = None) -> None:
@@ -61,11 +51,7 @@ def broadcast_object_list(object_list: list[Any], src: int, group: Group | None 
     if ring is None:
         return
     root = position_of(name, ring, "src", src)
-    data = _encoded(name, ring, object_list) if ring.rank == root else b""
-    row = ring._hosts.exchange_bytes(data)[root]
-    if ring.rank == root:
-        return
-    received = _decoded(row, ring)
+    received: Any = ring.broadcast_object(object_list, root=root)
     if len(received) != len(object_list):
         raise ArgumentError(
             f"{ring._describe(name)}: object_list has {len(object_list)} entries here and "
@@ -101,52 +87,10 @@ def scatter_object_list(
     ring = member_ring(name, group)
     if ring is None:
         return
-    root, data = position_of(name, ring, "src", src), b""
-    if ring.rank == root:
-        if in_object_list is None or len(in_object_list) != ring.size:
-            raise ArgumentError(
-                f"{ring._describe(name)}: in_object_list={in_object_list!r}; expected a list of "
-                f"{ring.size} objects, one per rank of the group"
-            )
-        data = _encoded(name, ring, in_object_list)
-    row = ring._hosts.exchange_bytes(data)[root]
-    out_object_list[:] = [_decoded(row, ring)[ring.rank]]
-
-
-def _encoded(name: str, ring: CommContext, obj: object) -> bytes:
-    """Return an object as bytes that ``_decoded`` can read on every rank.
-
-    Raises:
-        ArgumentError: It contains what only code can restore.
-    """
-    buffer = io.BytesIO()
-    try:
-        torch.save(obj, buffer)
-        _decoded(buffer.getvalue(), ring)
-    except Exception as error:  # pickle passes on whatever the object's own methods raise
-        missing = "" if not isinstance(error, pickle.UnpicklingError) else _unknown(buffer)
+    root = position_of(name, ring, "src", src)
+    if ring.rank == root and (in_object_list is None or len(in_object_list) != ring.size):
         raise ArgumentError(
-            f"{ring._describe(name)}: an object of type {type(obj).__name__} can't be carried: "
-            f"{missing or error}"
-        ) from error
-    return buffer.getvalue()
-
-
-def _unknown(buffer: io.BytesIO) -> str:
-    """Name the classes that the program has not allowed, with the remedy."""
-    buffer.seek(0)
-    names = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
-    return (
-        f"it contains {', '.join(names)}; pass plain values and tensors, or call "
-        f"torch.serialization.add_safe_globals([...]) with these classes on every rank"
-    )
-
-
-def _decoded(data: bytes, ring: CommContext) -> Any:
-    """Read an object; tensors of any GPU are put on the ring's device."""
-
-    def placed(storage: Any, location: str) -> Any:
-        target = location if location == "cpu" else str(ring.device)
-        return torch.serialization.default_restore_location(storage, target)
-
-    return torch.load(io.BytesIO(data), map_location=placed, weights_only=True)
+            f"{ring._describe(name)}: in_object_list={in_object_list!r}; expected a list of "
+            f"{ring.size} objects, one per rank of the group"
+        )
+    out_object_list[:] = [ring.scatter_object(in_object_list, root=root)]

@@ -1,0 +1,49 @@
+"""What an engine does with this rank's own tensors: views, copies, factors and means."""
+
+from typing import Any
+
+import torch
+
+from commlib.engines.reductions import NATIVE
+
+Tensor = torch.Tensor
+
+
+def flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the elements of a dense tensor in one row, seen as ``dtype``."""
+    row = tensor.view(-1)
+    return row if dtype is tensor.dtype else row.view(dtype)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a flat view that every backend can move: as it is, or as bytes."""
+    return flat(tensor, tensor.dtype if tensor.dtype in NATIVE else torch.uint8)
+
+
+def copy(out: Tensor | None, x: Tensor | None) -> None:
+    """Copy dense elements in their order; the shapes may differ."""
+    if out is None or x is None or out.data_ptr() == x.data_ptr():
+        return
+    if out.shape == x.shape:
+        out.copy_(x)
+    else:
+        out.view(-1).copy_(x.view(-1))
+
+
+def multiplied(out: Tensor | None, x: Tensor, factor: Tensor) -> Tensor:
+    """Fill ``out``, or a new tensor, with ``x`` times a factor; returns it."""
+    out = torch.empty_like(x) if out is None else out
+    torch.mul(x.view(-1), factor, out=out.view(-1))
+    return out
+
+
+def divide(target: Tensor, size: int) -> None:
+    """Divide in place."""
+    # A waiter may be in another grad or inference mode than the caller's.
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        target.div_(size)
+
+
+def rows(x: Tensor, segment: Any, first: str) -> Tensor:
+    """Return the rows of a segment, which begin at its field ``first``."""
+    return x.narrow(0, int(segment[first]), int(segment["rows"]))
