@@ -15,7 +15,11 @@ BACKEND = "backend:cudaMallocAsync"
 
 @pytest.mark.parametrize(
     ("given", "text"),
-    [("", BACKEND), ("max_split_size_mb:64", f"{BACKEND},max_split_size_mb:64"), (BACKEND, BACKEND)],
+    [
+        ("", BACKEND),
+        ("max_split_size_mb:64", f"{BACKEND},max_split_size_mb:64"),
+        (BACKEND, BACKEND),
+    ],
 )
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_settings_of_torch(

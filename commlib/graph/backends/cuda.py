@@ -22,6 +22,13 @@ from commlib.graph.backends.cuda_driver import (
     unsafe_calls,
 )
 from commlib.graph.backends.cuda_graph import CudaRecording, end_late, under_way
+from commlib.graph.backends.graph_memory import (
+    Failures,
+    GraphMemory,
+    allocated_bytes,
+    driver_allocates,
+    join_frees,
+)
 from commlib.graph.backends.side_stream import SideStream
 from commlib.graph.operators.generators import put_state
 from commlib.graph.watching.host import HostPart
@@ -30,6 +37,7 @@ from commlib.p2p.stream_order import StreamOrder
 from commlib.streams import capture_of, current_raw
 
 _capturing = threading.RLock()  # torch captures one graph at a time
+_failures = Failures()
 _STREAMS = 32  # that torch deals out in turn
 
 
@@ -155,6 +163,7 @@ class CudaBackend:
         """
         with ExitStack() as scope:
             scope.enter_context(_capturing)
+            _failures.check()
             self._collect()
             scope.enter_context(no_collection())
             scope.enter_context(torch.cuda.stream(self.stream))
@@ -190,6 +199,9 @@ class CudaBackend:
             if capture_of(side.stream.cuda_stream) == own:  # a backward has met nodes of leaves
                 self.stream.wait_stream(side.stream)
         now.recorder.end_host()
+        if driver_allocates():
+            join_frees(self.device.index, now.pool)
+        memory = self._memory_of(now)
         now.graph.capture_end()
         self._leave()
         now.recorder.restore()  # what the host has done
@@ -203,7 +215,14 @@ class CudaBackend:
         now.graph.instantiate()
         assert now.recorder.host is not None
         grown = torch.cuda.memory_reserved(self.device) - now.held
-        return CudaRecording(now.graph, count, max(grown, 0), now.recorder.host)
+        taken = max(grown, 0) if memory is None else allocated_bytes(now.graph)
+        return CudaRecording(now.graph, count, taken, now.recorder.host, memory)
+
+    def _memory_of(self, now: _Capture) -> GraphMemory | None:
+        """Return what a capture has allocated, if the graph itself does that."""
+        if not driver_allocates():
+            return None
+        return GraphMemory(now.graph, self.device, now.recorder.memory.made.values())
 
     def _room(self, source: torch.Tensor) -> torch.Tensor:
         """Return memory for a tensor of the host, outside the pool: replays write the pool."""
@@ -252,9 +271,11 @@ class CudaBackend:
         now.watching.close()
         for ring in now.recorder.rings:
             ring._engine.abandon(now.number)
+        memory = self._memory_of(now)  # the error may hold tensors of it
         try:
             now.graph.capture_end()
-            now.graph.reset()
+            if memory is None:
+                now.graph.reset()
         except RuntimeError:
             self._repair(now)
         finally:
@@ -265,6 +286,7 @@ class CudaBackend:
 
     def _repair(self, now: "_Capture") -> None:
         """Do what ``capture_end`` has left out; the pool is not used again."""
+        _failures.note()
         index = self.device.index
         for step in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
             with suppress(RuntimeError):  # newer torch has done it
