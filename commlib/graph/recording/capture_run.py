@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from commlib.graph.backends.base import Backend, Pool
 from commlib.graph.recording.eager_parts import EagerSegment
-from commlib.graph.recording.segments import Segments
+from commlib.graph.recording.segments import Segments, segments_of
 from commlib.graph.watching.capture_query import reporting
 from commlib.graph.watching.runs import (
     DonePart,
@@ -53,7 +53,7 @@ class CaptureRun:
     def __init__(self, backend: Backend, settings: Settings) -> None:
         self._backend, self._settings = backend, settings
         self._done = None if settings.done is None else list(settings.done)
-        self.segments = Segments(backend, reports_capture=settings.reports_capture)
+        self.segments = segments_of(backend, reports_capture=settings.reports_capture)
 
     @contextmanager
     def under_way(self) -> Iterator[Segments]:
