@@ -24,10 +24,9 @@ from commlib.graph.backends.cuda_driver import (
 from commlib.graph.backends.cuda_graph import CudaRecording, end_late, under_way
 from commlib.graph.backends.graph_memory import (
     Failures,
-    GraphMemory,
     allocated_bytes,
-    driver_allocates,
     join_frees,
+    memory_of,
 )
 from commlib.graph.backends.side_stream import SideStream
 from commlib.graph.operators.generators import put_state
@@ -193,15 +192,9 @@ class CudaBackend:
         now.watching.close()
         for work in now.works:  # the second half of a split call, where nobody has asked for it
             work.wait()
-        self.join(now.recorder.rings)
-        own = capture_of(self.stream.cuda_stream)
-        for side in [*self._sides.values()]:
-            if capture_of(side.stream.cuda_stream) == own:  # a backward has met nodes of leaves
-                self.stream.wait_stream(side.stream)
+        self._join_all(now)
         now.recorder.end_host()
-        if driver_allocates():
-            join_frees(self.device.index, now.pool)
-        memory = self._memory_of(now)
+        memory = memory_of(now.graph, self.device, now.recorder.memory.made.values())
         now.graph.capture_end()
         self._leave()
         now.recorder.restore()  # what the host has done
@@ -218,16 +211,19 @@ class CudaBackend:
         taken = max(grown, 0) if memory is None else allocated_bytes(now.graph)
         return CudaRecording(now.graph, count, taken, now.recorder.host, memory)
 
-    def _memory_of(self, now: _Capture) -> GraphMemory | None:
-        """Return what a capture has allocated, if the graph itself does that."""
-        if not driver_allocates():
-            return None
-        return GraphMemory(now.graph, self.device, now.recorder.memory.made.values())
-
     def _room(self, source: torch.Tensor) -> torch.Tensor:
         """Return memory for a tensor of the host, outside the pool: replays write the pool."""
         with unsafe_calls(), torch.cuda.stream(self._rooms):
             return torch.empty_like(source, device=self.device)
+
+    def _join_all(self, now: _Capture) -> None:
+        """Order the capture stream after all streams that have become a part of its capture."""
+        self.join(now.recorder.rings)
+        own = capture_of(self.stream.cuda_stream)
+        for side in [*self._sides.values()]:
+            if capture_of(side.stream.cuda_stream) == own:  # a backward has met nodes of leaves
+                self.stream.wait_stream(side.stream)
+        join_frees(self.device.index, now.pool)
 
     def join(self, rings: Sequence[Ring]) -> None:
         """Order the current stream after the comm streams of rings that belong to its capture."""
@@ -271,7 +267,10 @@ class CudaBackend:
         now.watching.close()
         for ring in now.recorder.rings:
             ring._engine.abandon(now.number)
-        memory = self._memory_of(now)  # the error may hold tensors of it
+        memory = memory_of(now.graph, self.device, now.recorder.memory.made.values())
+        if memory is not None:  # the error may hold tensors of it, and torch can't repair anything
+            with suppress(RuntimeError):
+                self._join_all(now)
         try:
             now.graph.capture_end()
             if memory is None:

@@ -44,12 +44,21 @@ class GraphMemory:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._held))
 
 
-def join_frees(index: int, pool: Any) -> None:
-    """Order the capture stream after all streams on which captured memory was freed.
+def memory_of(
+    graph: torch.cuda.CUDAGraph, device: torch.device, made: Iterable[StorageWeakRef]
+) -> GraphMemory | None:
+    """Return what a capture has allocated, if the graph allocates it itself."""
+    return GraphMemory(graph, device, made) if driver_allocates() else None
 
-    Torch does that at the end of a capture, which is too late: the driver refuses a capture with
+
+def join_frees(index: int, pool: Any) -> None:
+    """Order the capture stream after all streams on which the graph frees its memory.
+
+    Torch does that when a capture has ended, which is too late: the driver refuses a capture with
     work that was not joined.
     """
+    if not driver_allocates():
+        return
     torch._C._cuda_endAllocateToPool(index, pool)
     torch._C._cuda_beginAllocateToPool(index, pool)
 
