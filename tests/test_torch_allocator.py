@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from commlib.errors import FlagError
+from commlib.tools.doctor import versions
 from commlib.torch_allocator import select_malloc_async
 from tests.support.processes import run
 
@@ -71,3 +72,8 @@ def test_torch_before_commlib(program: str) -> None:
     assert code == int(torch.backends.cuda.is_built()), err
     for words in (f"{FLAG}=1 is too late", "'native'", "import commlib before torch"):
         assert (words in err) == (code == 1)
+
+
+def test_doctor_names_it() -> None:
+    name = "native" if torch.backends.cuda.is_built() else "none: CPU build"
+    assert dict(versions())["torch takes GPU memory from"] == name
