@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from commlib import flags
 from commlib.core.ring import Ring
 from commlib.errors import GraphError
 from commlib.graph.backends.base import Backend, Recording
@@ -138,14 +137,6 @@ class TimedSegments(Segments):
         """Run all of it, between two marks on the current stream."""
         with self.times.timing():
             super().replay(done)
-
-
-def segments_of(backend: Backend, *, reports_capture: bool) -> Segments:
-    """Return segments of a backend, which keep times if FLAGS_graph_drift says so."""
-    most = flags.get(flags.GRAPH_DRIFT)
-    if most:
-        return TimedSegments(backend, most, reports_capture=reports_capture)
-    return Segments(backend, reports_capture=reports_capture)
 
 
 def _gone(done: Sequence[DonePart] | None = None) -> None:
