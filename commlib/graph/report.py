@@ -124,9 +124,9 @@ def report(
         * ``collectives``: the collectives in order.
         * ``eager``: the reason why the call stayed eager, or None.
 
-        ``memory`` has a row per device: ``device``, ``allocator``, ``graph_bytes`` (what the graphs
-        of the rows hold; under ``cudaMallocAsync`` what the driver reserves for all graphs), and
-        ``total_bytes`` (what torch's allocator and graphs have taken from the device).
+        ``memory`` has a row per device of these calls: ``device``, ``allocator``, ``graph_bytes``
+        (what torch's private pools hold; under ``cudaMallocAsync`` what the driver reserves for
+        graphs), and ``total_bytes`` (what torch's allocator and graphs have taken from it).
 
         ``drift`` has a row per function, and one for its backward. The last replays on each rank
         are compared one by one. The rows are the same on all members:

@@ -108,7 +108,7 @@ def allocated_bytes(graph: torch.cuda.CUDAGraph) -> int:
 def usage(device: torch.device, captured_bytes: int) -> dict[str, Any]:
     """Return what the graphs of a device hold, and what its allocators have taken in total.
 
-    ``captured_bytes``: what the captures have allocated.
+    ``captured_bytes``: what captures have allocated, on a CPU.
     """
     if device.type == "cpu":
         held, total, name = captured_bytes, captured_bytes, "cpu"
@@ -116,9 +116,18 @@ def usage(device: torch.device, captured_bytes: int) -> dict[str, Any]:
         held, name = _reserved_by_graphs(device), torch_allocator.MALLOC_ASYNC
         total = torch.cuda.memory_reserved(device) + held
     else:
-        held, total = captured_bytes, torch.cuda.memory_reserved(device)
+        held, total = _reserved_in_pools(device), torch.cuda.memory_reserved(device)
         name = str(torch_allocator.current())
     return {"device": str(device), "allocator": name, "graph_bytes": held, "total_bytes": total}
+
+
+def _reserved_in_pools(device: torch.device) -> int:
+    """Return the bytes of torch's private pools, which graphs have."""
+    return sum(
+        segment["total_size"]
+        for segment in torch.cuda.memory_snapshot()  # of all pools: that of one frees its number
+        if segment["device"] == device.index and tuple(segment["segment_pool_id"]) != (0, 0)
+    )
 
 
 def _reserved_by_graphs(device: torch.device) -> int:
