@@ -57,6 +57,17 @@ def blocks(name: str, value: object) -> int:
     return int(text)
 
 
+def replays(name: str, value: object) -> int:
+    """Return a number of replays from 0 to 10000."""
+    text = str(value).strip()
+    if not text.isdecimal() or int(text) > 10000:
+        raise FlagError(
+            f"{name}={value!r} is not a number of replays: expected a whole number up to 10000, 0 "
+            f"for none; run for example `export {name}=100`"
+        )
+    return int(text)
+
+
 def level(name: str, value: object) -> int:
     """Return a level: 0, 1 or 2."""
     text = str(value).strip()

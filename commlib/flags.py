@@ -1,135 +1,40 @@
-"""Flags of commlib: one row per flag. No other file reads a flag from the environment."""
+"""The values of flags. No other file reads a flag from the environment."""
 
 import difflib
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from commlib import flag_values
+from commlib import torch_allocator
 from commlib.errors import FlagError
+from commlib.flag_table import ASYNC_BLOCKS as ASYNC_BLOCKS
+from commlib.flag_table import CHANNEL as CHANNEL
+from commlib.flag_table import CHECK as CHECK
+from commlib.flag_table import CLOSE_TIMEOUT as CLOSE_TIMEOUT
+from commlib.flag_table import CUSTOM_ALLREDUCE as CUSTOM_ALLREDUCE
+from commlib.flag_table import FLAGS, PREFIXES, Flag
+from commlib.flag_table import GRAPH_DRIFT as GRAPH_DRIFT
+from commlib.flag_table import GRAPH_VERIFY as GRAPH_VERIFY
+from commlib.flag_table import MALLOC_ASYNC as MALLOC_ASYNC
+from commlib.flag_table import RUN_TOKEN as RUN_TOKEN
+from commlib.flag_table import TIMEOUT as TIMEOUT
+from commlib.flag_table import TORCH_BACKEND as TORCH_BACKEND
+from commlib.flag_table import UNIFIED as UNIFIED
 from commlib.log import log
 
 __all__ = ["Flag", "get", "override", "rows", "set", "table"]
 
-UNIFIED = "FLAGS_dynamic_static_unified_comm"
-TIMEOUT = "FLAGS_comm_timeout_s"
-CLOSE_TIMEOUT = "FLAGS_comm_close_timeout_s"
-CHANNEL = "FLAGS_comm_channel_mib"
-CUSTOM_ALLREDUCE = "FLAGS_custom_allreduce"
-ASYNC_BLOCKS = "FLAGS_comm_async_blocks"
-CHECK = "FLAGS_comm_check"
-RUN_TOKEN = "FLAGS_comm_run_token"
-TORCH_BACKEND = "FLAGS_comm_torch_backend"
-GRAPH_VERIFY = "FLAGS_graph_verify"
-
-
-@dataclass(frozen=True)
-class Flag:
-    """One flag: its name, the type and parser of its value, its default and its description."""
-
-    name: str
-    kind: str
-    parse: Callable[[str, object], Any]
-    default: Any
-    description: str
-    freezes: bool = False
-
-
-_FLAGS = {
-    flag.name: flag
-    for flag in (
-        Flag(
-            UNIFIED,
-            "bool",
-            flag_values.boolean,
-            False,
-            "one CommContextManager owns the communicators (1) or torch.distributed groups do (0)",
-            freezes=True,
-        ),
-        Flag(
-            TIMEOUT,
-            "seconds",
-            flag_values.seconds,
-            600.0,
-            "deadline of creating a ring and of a CPU wait",
-        ),
-        Flag(
-            CLOSE_TIMEOUT,
-            "seconds",
-            flag_values.seconds,
-            10.0,
-            "deadline of closing one communicator",
-        ),
-        Flag(
-            CHANNEL,
-            "MiB",
-            flag_values.mebibytes,
-            128,
-            "GPU memory through which the ranks of one host exchange rows; 0: NCCL moves them",
-        ),
-        Flag(
-            CUSTOM_ALLREDUCE,
-            "bool",
-            flag_values.boolean,
-            True,
-            "push kernels run the collectives that they run faster (1), or none (0)",
-        ),
-        Flag(
-            ASYNC_BLOCKS,
-            "blocks",
-            flag_values.blocks,
-            32,
-            "most blocks of a push kernel that runs at the same time as compute (sync_op=False)",
-        ),
-        Flag(
-            CHECK,
-            "level",
-            flag_values.level,
-            1,
-            "compare the ranks' calls: before every launch (2), at deadlines, close and every "
-            "1000 calls (1), never (0)",
-        ),
-        Flag(
-            RUN_TOKEN,
-            "text",
-            flag_values.token,
-            "",
-            "name of the run, the same on all its ranks: ranks of two runs reject each other",
-        ),
-        Flag(
-            TORCH_BACKEND,
-            "bool",
-            flag_values.boolean,
-            False,
-            "torch.distributed makes rings for nccl, gloo and the default backend (1); read by "
-            "`import torch`",
-        ),
-        Flag(
-            GRAPH_VERIFY,
-            "schedule",
-            flag_values.schedule,
-            "auto",
-            "replays that are compared with the function: the first two and then fewer and fewer "
-            "(auto), every N-th (N), none (0)",
-        ),
-    )
-}
-_PREFIXES = (  # a variable with one of these is reported even if no flag has a similar name
-    *("FLAGS_comm_", "FLAGS_dynamic_static_unified", "FLAGS_custom_allreduce"),
-    "FLAGS_graph_",
-)
 _set_values: dict[str, Any] = {}
 _frozen: dict[str, Any] = {}
 
 
 def _flag(name: str) -> Flag:
-    if name not in _FLAGS:
-        raise FlagError(f"there is no flag {name!r}; flags here: {', '.join(sorted(_FLAGS))}")
-    return _FLAGS[name]
+    if name not in FLAGS:
+        raise FlagError(f"there is no flag {name!r}; flags here: {', '.join(sorted(FLAGS))}")
+    return FLAGS[name]
 
 
 def _current(flag: Flag) -> tuple[Any, str]:
@@ -168,12 +73,14 @@ def set(name: str, value: object) -> None:
         value: The new value, or a text that the flag's parser accepts.
 
     Raises:
-        FlagError: The name is unknown, the value can't be parsed, or the flag is frozen at
-            another value.
+        FlagError: The name is unknown, the value can't be parsed, the flag is frozen at another
+            value, or torch can't change its allocator any more.
     """
     flag = _flag(name)
     parsed = flag.parse(name, value)
     _check_not_frozen(name, parsed)
+    if name == MALLOC_ASYNC and parsed:
+        torch_allocator.select_malloc_async(name, os.environ)
     _set_values[name] = parsed
 
 
@@ -213,7 +120,7 @@ def freeze() -> None:
 
     Raises ``FlagError`` when the environment has changed a frozen flag.
     """
-    for flag in _FLAGS.values():
+    for flag in FLAGS.values():
         if flag.freezes:
             value = _current(flag)[0]
             _check_not_frozen(flag.name, value)
@@ -245,7 +152,7 @@ def rows() -> list[dict[str, Any]]:
             "frozen": flag.name in _frozen,
             "description": flag.description,
         }
-        for flag in _FLAGS.values()
+        for flag in FLAGS.values()
     ]
 
 
@@ -275,12 +182,12 @@ def unknown() -> list[tuple[str, str | None]]:
         matches: the variable may belong to another library, such as Paddle.
     """
     found: list[tuple[str, str | None]] = []
-    names = {flag.upper(): flag for flag in _FLAGS}
+    names = {flag.upper(): flag for flag in FLAGS}
     for name in sorted(os.environ):
-        if name in _FLAGS or not name.upper().startswith("FLAGS_"):
+        if name in FLAGS or not name.upper().startswith("FLAGS_"):
             continue
         close = difflib.get_close_matches(name.upper(), names, n=1, cutoff=0.85)
-        if close or name.startswith(_PREFIXES):
+        if close or name.startswith(PREFIXES):
             found.append((name, names[close[0]] if close else None))
     return found
 
@@ -289,7 +196,7 @@ def unknown_text(name: str, flag: str | None) -> str:
     """Return the message about one pair of ``unknown()``."""
     if flag is not None:
         return f"{name} is set, but it is not a flag of commlib; did you mean {flag}?"
-    return f"{name} is set, but it is not a flag of commlib; its flags: {', '.join(_FLAGS)}"
+    return f"{name} is set, but it is not a flag of commlib; its flags: {', '.join(FLAGS)}"
 
 
 def _is_command() -> bool:
@@ -302,7 +209,10 @@ def _is_command() -> bool:
 
 
 if not _is_command():
-    for _one in _FLAGS.values():  # unreadable text is an error now, not at the first collective
+    for _one in FLAGS.values():  # unreadable text is an error now, not at the first collective
         _current(_one)
     for _pair in unknown():
         log.warning("%s", unknown_text(*_pair))
+with suppress(FlagError) if _is_command() else nullcontext():  # the command shows it in one line
+    if get(MALLOC_ASYNC):
+        torch_allocator.select_malloc_async(MALLOC_ASYNC, os.environ)

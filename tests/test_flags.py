@@ -53,6 +53,13 @@ def test_unknown_size(text: str) -> None:
     assert flags.get("FLAGS_comm_channel_mib") == 128
 
 
+@pytest.mark.parametrize("text", ["-1", "1.5", "", "all", "10001"])
+def test_unknown_number_of_replays(text: str) -> None:
+    with pytest.raises(FlagError, match="whole number up to 10000"):
+        flags.set("FLAGS_graph_drift", text)
+    assert flags.get("FLAGS_graph_drift") == 0
+
+
 def test_unknown_text_is_an_error_at_import() -> None:
     code, _, err = run("-c", "import commlib", **{NAME: "perhaps"})
     assert code == 1

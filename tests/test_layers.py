@@ -13,6 +13,8 @@ LAYERS = (  # lowest first: a module imports from lines above its own, or from i
     "commlib.errors",
     "commlib.log",
     "commlib.flag_values",
+    "commlib.flag_table",
+    "commlib.torch_allocator",
     "commlib.flags",
     "commlib.ground",
     "commlib.rendezvous",

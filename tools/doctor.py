@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from commlib import flags
+from commlib import flags, torch_allocator
 from commlib.engines import libnccl, nccl
 from commlib.engines.gloo import GlooEngine
 from commlib.engines.reductions import refusals
@@ -100,6 +100,7 @@ def versions() -> Iterator[Row]:
             yield package, version
     yield "driver supports CUDA", _driver() or "no driver"
     yield "torch was built for CUDA", torch.version.cuda or "no: CPU build"
+    yield "torch takes GPU memory from", torch_allocator.current() or "none: CPU build"
     if torch.cuda.is_available():
         yield "NCCL of torch", ".".join(map(str, torch.cuda.nccl.version()))
     if util.find_spec("cupy"):

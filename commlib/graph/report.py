@@ -1,14 +1,18 @@
 """The report of captured calls, their costs, and eager calls with reasons: rows, table, page."""
 
 import html as escape
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
+import torch
+
+from commlib.graph.backends.graph_memory import usage
 from commlib.graph.captured_function import CapturedFunction, everything
 from commlib.graph.compiled.region import Region, regions
+from commlib.graph.drift import drift_over
 from commlib.graph.replaying.captured_call import CapturedCall
+from commlib.graph.tables import Row, html_table, text_table
 
 _COLUMNS = {  # column of the table -> key of a row
     "function": "function",
@@ -26,50 +30,88 @@ _COLUMNS = {  # column of the table -> key of a row
     "eager because": "eager",
 }
 
+_MEMORY = {
+    "device": "device",
+    "allocator": "allocator",
+    "graphs' bytes": "graph_bytes",
+    "total bytes": "total_bytes",
+}
+_DRIFT = {
+    "function": "function",
+    "replays": "replays",
+    "replay µs by rank": "replay_us",
+    "spread µs": "spread_us",
+    "worst": "worst_spread_us",
+    "slowest rank": "slowest_rank",
+    "late µs": "late_us",
+    "worst late": "worst_late_us",
+    "latest rank": "latest_rank",
+}
+_NO_TIMES = "no replay was timed: set FLAGS_graph_drift=100 before functions are captured"
 
-_WIDEST = 100  # characters of a cell; the row itself has the whole text
 
+class Report(list[Row]):
+    """Rows, one per captured call; ``print`` shows tables.
 
-class Report(list[dict[str, Any]]):
-    """Rows, one per captured call; ``print`` shows a table."""
+    Attributes:
+        memory: One row per device with graphs.
+        drift: One row per function whose ranks were compared; None without a comparison.
+    """
+
+    def __init__(self, rows: Iterable[Row], drift: list[Row] | None) -> None:
+        super().__init__(rows)
+        self.memory, self.drift = _memory(self), drift
 
     def __str__(self) -> str:
-        lines = [tuple(_COLUMNS), *(_cells(row) for row in self)]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS))]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        )
+        tables = [text_table(_COLUMNS, self)]
+        if self.memory:
+            tables.append(text_table(_MEMORY, self.memory))
+        if self.drift is not None:
+            tables.append(text_table(_DRIFT, self.drift) if self.drift else _NO_TIMES)
+        return "\n\n".join(tables)
 
     def page(self) -> str:
-        """Return an HTML page with the table, and the key and collectives of each call."""
-        head = "".join(f"<th>{escape.escape(name)}</th>" for name in _COLUMNS)
-        body = "".join(map(_html, self))
+        """Return an HTML page with the tables, and the key and collectives of each call."""
+        tables = html_table(_COLUMNS, self, _details) + html_table(_MEMORY, self.memory)
+        if self.drift is not None:
+            tables += html_table(_DRIFT, self.drift)
         style = "body{font:14px sans-serif}td,th{padding:2px 10px;text-align:left}"
         return (
             f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>Graphs</title>'
-            f"<style>{style}</style></head><body><h1>Graphs</h1>"
-            f"<table><tr>{head}</tr>{body}</table></body></html>\n"
+            f"<style>{style}</style></head><body><h1>Graphs</h1>{tables}</body></html>\n"
         )
 
 
 def report(
-    graphed: CapturedFunction | Region | None = None, *, html: str | Path | None = None
+    graphed: CapturedFunction | Region | None = None,
+    *,
+    html: str | Path | None = None,
+    drift: int | None = None,
 ) -> Report:
-    """Return one row per captured call; ``print`` shows them as a table.
+    """Return one row per captured call; ``print`` shows tables.
+
+    ``drift`` compares when the ranks of a ring began the same replays, and how long these took.
+    Only functions with collectives that were captured with ``FLAGS_graph_drift`` above 0 are timed:
+    by events around each replay on a GPU, by the host clock on a CPU. A replay includes the time
+    that it waits in its collectives, so a rank that begins late has short replays.
 
     Args:
         graphed: The captured function, or result of ``backend.apply``, to report; None reports all.
         html: A file for the same report as an HTML page.
+        drift: The number of a ring whose members compare their replays. Every member calls
+            ``report`` with it, after the same calls. The host then waits for the GPU's work so far,
+            and for the other members, at most the ring's timeout.
 
     Returns:
         A list of dicts. A call that stayed eager has ``function``, ``key`` and ``eager`` only. An
         operator of compiled code that runs eagerly between graphs has these too.
 
         * ``function``, ``key``: the function's name and the cache key.
+        * ``device``: where the graphs run.
         * ``segments``, ``nodes``: the number of graphs, and their nodes in total.
         * ``replays``, ``bytes_copied``: the number of replays, and the bytes the last one copied.
-        * ``pool_bytes``: the growth of torch's GPU memory during the capture, by any thread.
+        * ``pool_bytes``: the growth of torch's GPU memory during the capture, by any thread; under
+          ``cudaMallocAsync`` the most bytes that the allocations of a graph hold at once.
         * ``capture_seconds``, ``verify_seconds``: the cost of the capture and of all comparisons.
         * ``verified``: the calls and backwards that were compared with the function.
         * ``repeats``: False if runs of the function differ in bits. The differing items are
@@ -81,30 +123,53 @@ def report(
           None before the first.
         * ``collectives``: the collectives in order.
         * ``eager``: the reason why the call stayed eager, or None.
+
+        ``memory`` has a row per device of these calls: ``device``, ``allocator``, ``graph_bytes``
+        (what torch's private pools hold; under ``cudaMallocAsync`` what the driver reserves for
+        graphs), and ``total_bytes`` (what torch's allocator and graphs have taken from it).
+
+        ``drift`` has a row per function, and one for its backward. The last replays on each rank
+        are compared one by one. The rows are the same on all members:
+
+        * ``replays``: how many were compared; at most ``FLAGS_graph_drift``.
+        * ``replay_us``: by rank, the median length of a replay.
+        * ``spread_us``, ``worst_spread_us``: the difference between the longest and the shortest
+          length of the same replay on the ranks; median and maximum over replays.
+        * ``slowest_rank``: the rank with the largest median length.
+        * ``late_us``, ``worst_late_us``: the time between the first and the last rank's beginning
+          of the same replay; median and maximum. Clocks of GPUs are read by an event that the host
+          waits for (some 10 µs). Processes of one host have one clock; clocks of several hosts are
+          compared by exchanges, which is exact to about the time of one exchange.
+        * ``latest_rank``: the rank that began last most often, for which the others waited.
+
+    Raises:
+        GraphError: ``drift`` is not a number.
+        RingError: There is no such ring here.
+        CommTimeout: Members of the ring have not called ``report`` in time.
     """
     compiled = [graphed] if isinstance(graphed, Region) else [] if graphed else [*regions]
     if isinstance(graphed, CapturedFunction):
         selected = [graphed]
     else:
         selected = [*everything] if graphed is None else graphed.captured
-    rows = Report(
-        row
-        for one in sorted(selected, key=lambda one: one.name)
-        for row in (*_captured(one), *_eager(one))
-    )
+    compared = None if drift is None else drift_over(drift, selected)
+    selected = sorted(selected, key=lambda one: one.name)
+    rows = [row for one in selected for row in (*_captured(one), *_eager(one))]
     rows += (row for one in sorted(compiled, key=lambda one: one.name) for row in _cuts(one))
+    found = Report(rows, compared)
     if html is not None:
-        Path(html).write_text(rows.page())
-    return rows
+        Path(html).write_text(found.page())
+    return found
 
 
-def _captured(one: CapturedFunction) -> Iterator[dict[str, Any]]:
+def _captured(one: CapturedFunction) -> Iterator[Row]:
     for key, entry in _parts(one):
         graphs = entry.graphs
         parts = [part for segments in graphs for part in segments.parts]
         yield {
             "function": one.name,
             "key": key,
+            "device": str(entry.segments.device),
             "nodes": sum(part.nodes for part in parts),
             "segments": sum(len(segments.recorders) for segments in graphs),
             "replays": entry.replays,
@@ -132,31 +197,26 @@ def _parts(one: CapturedFunction) -> Iterator[tuple[Any, CapturedCall]]:
             yield key, part
 
 
-def _eager(one: CapturedFunction) -> Iterator[dict[str, Any]]:
+def _eager(one: CapturedFunction) -> Iterator[Row]:
     for key, reason in one.eager.items():
         yield {"function": one.name, "key": key, "eager": reason}
 
 
-def _cuts(one: Region) -> Iterator[dict[str, Any]]:
+def _cuts(one: Region) -> Iterator[Row]:
     for name, reason in one.cuts:
         yield {"function": name, "key": None, "eager": reason}
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(_cell(row.get(name)) for name in _COLUMNS.values())
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, list):
-        return str(len(value))
-    return f"{value:.3f}" if isinstance(value, float) else shorten(str(value), _WIDEST)
-
-
-def _html(row: dict[str, Any]) -> str:
-    cells = "".join(f"<td>{escape.escape(cell)}</td>" for cell in _cells(row))
+def _details(row: Row) -> str:
     calls = "".join(f"<li>{escape.escape(call)}</li>" for call in row.get("collectives", []))
     key = escape.escape(repr(row["key"]))
-    more = f"<details><summary>key and collectives</summary><p>{key}</p><ol>{calls}</ol></details>"
-    return f'<tr>{cells}</tr><tr><td colspan="{len(_COLUMNS)}">{more}</td></tr>'
+    return f"<details><summary>key and collectives</summary><p>{key}</p><ol>{calls}</ol></details>"
+
+
+def _memory(rows: Iterable[Row]) -> list[Row]:
+    """Return what graphs hold per device, from the rows of captured calls."""
+    captured: dict[str, int] = {}
+    for row in rows:
+        if "device" in row:
+            captured[row["device"]] = captured.get(row["device"], 0) + row["pool_bytes"]
+    return [usage(torch.device(name), nbytes) for name, nbytes in sorted(captured.items())]

@@ -22,6 +22,12 @@ from commlib.graph.backends.cuda_driver import (
     unsafe_calls,
 )
 from commlib.graph.backends.cuda_graph import CudaRecording, end_late, under_way
+from commlib.graph.backends.graph_memory import (
+    Failures,
+    allocated_bytes,
+    join_frees,
+    memory_of,
+)
 from commlib.graph.backends.side_stream import SideStream
 from commlib.graph.operators.generators import put_state
 from commlib.graph.watching.host import HostPart
@@ -30,6 +36,7 @@ from commlib.p2p.stream_order import StreamOrder
 from commlib.streams import capture_of, current_raw
 
 _capturing = threading.RLock()  # torch captures one graph at a time
+_failures = Failures()
 _STREAMS = 32  # that torch deals out in turn
 
 
@@ -158,6 +165,7 @@ class CudaBackend:
         """
         with ExitStack() as scope:
             scope.enter_context(_capturing)
+            _failures.check()
             self._collect(everything=self._failed_since)
             scope.enter_context(no_collection())
             scope.enter_context(torch.cuda.stream(self.stream))
@@ -187,12 +195,9 @@ class CudaBackend:
         now.watching.close()
         for work in now.works:  # the second half of a split call, where nobody has asked for it
             work.wait()
-        self.join(now.recorder.rings)
-        own = capture_of(self.stream.cuda_stream)
-        for side in [*self._sides.values()]:
-            if capture_of(side.stream.cuda_stream) == own:  # a backward has met nodes of leaves
-                self.stream.wait_stream(side.stream)
+        self._join_all(now)
         now.recorder.end_host()
+        memory = memory_of(now.graph, self.device, now.recorder.memory.made.values())
         now.graph.capture_end()
         self._leave()
         now.recorder.restore()  # what the host has done
@@ -206,12 +211,22 @@ class CudaBackend:
         now.graph.instantiate()
         assert now.recorder.host is not None
         grown = torch.cuda.memory_reserved(self.device) - now.held
-        return CudaRecording(now.graph, count, max(grown, 0), now.recorder.host)
+        taken = max(grown, 0) if memory is None else allocated_bytes(now.graph)
+        return CudaRecording(now.graph, count, taken, now.recorder.host, memory)
 
     def _room(self, source: torch.Tensor) -> torch.Tensor:
         """Return memory for a tensor of the host, outside the pool: replays write the pool."""
         with unsafe_calls(), torch.cuda.stream(self._rooms):
             return torch.empty_like(source, device=self.device)
+
+    def _join_all(self, now: _Capture) -> None:
+        """Order the capture stream after all streams that have become a part of its capture."""
+        self.join(now.recorder.rings)
+        own = capture_of(self.stream.cuda_stream)
+        for side in [*self._sides.values()]:
+            if capture_of(side.stream.cuda_stream) == own:  # a backward has met nodes of leaves
+                self.stream.wait_stream(side.stream)
+        join_frees(self.device.index, now.pool)
 
     def join(self, rings: Sequence[Ring]) -> None:
         """Order the current stream after the comm streams of rings that belong to its capture."""
@@ -255,9 +270,14 @@ class CudaBackend:
         now.watching.close()
         for ring in now.recorder.rings:
             ring._engine.abandon(now.number)
+        memory = memory_of(now.graph, self.device, now.recorder.memory.made.values())
+        if memory is not None:  # the error may hold tensors of it, and torch can't repair anything
+            with suppress(RuntimeError):
+                self._join_all(now)
         try:
             now.graph.capture_end()
-            now.graph.reset()
+            if memory is None:
+                now.graph.reset()
         except RuntimeError:
             self._repair(now)
         finally:
@@ -268,6 +288,7 @@ class CudaBackend:
 
     def _repair(self, now: "_Capture") -> None:
         """Do what ``capture_end`` has left out; the pool is not used again."""
+        _failures.note()
         index = self.device.index
         for step in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
             with suppress(RuntimeError):  # newer torch has done it

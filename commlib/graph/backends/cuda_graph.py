@@ -4,42 +4,57 @@ import sys
 
 import torch
 
+from commlib.graph.backends.graph_memory import GraphMemory
 from commlib.graph.watching.host import HostPart
 from commlib.streams import capturing
 
 under_way: list[object] = []  # the backends that capture now
-_late: list[torch.cuda.CUDAGraph] = []  # graphs to be destroyed after that
+_late: list[tuple[torch.cuda.CUDAGraph, GraphMemory | None]] = []  # to be destroyed after that
 
 
 class CudaRecording:
     """One CUDA graph, and what the host does before each launch of it."""
 
     def __init__(
-        self, graph: torch.cuda.CUDAGraph, nodes: int, nbytes: int, host: HostPart
+        self,
+        graph: torch.cuda.CUDAGraph,
+        nodes: int,
+        nbytes: int,
+        host: HostPart,
+        memory: GraphMemory | None = None,
     ) -> None:
+        """Know the graph; ``memory``: what it allocates itself (cudaMallocAsync)."""
         self._graph, self.nodes, self.nbytes, self._host = graph, nodes, nbytes, host
+        self._memory = memory
         self.reads = host.reads
-        if host.empty:
+        if host.empty and memory is None:
             self.replay = graph.replay  # type: ignore[method-assign]  # nothing between
 
     def replay(self) -> None:
         """Launch it on the current stream; never blocks."""
         self._host.run()
         self._graph.replay()
+        if self._memory is not None:
+            self._memory.launch()
         if self._host.empty:  # but for what it did before the first launch
             self.replay = self._graph.replay  # type: ignore[method-assign]
 
     def release(self) -> None:
         """Destroy the graph; communicators that it uses must still be there."""
+        memory, self._memory = self._memory, None
         if _busy():
-            _late.append(self._graph)
+            _late.append((self._graph, memory))
         else:
             end_late()
-            self._graph.reset()
+            _destroy(self._graph, memory)
 
     def __del__(self) -> None:
-        if not sys.is_finalizing() and _busy():
-            _late.append(self._graph)
+        if sys.is_finalizing():
+            return
+        if _busy():
+            _late.append((self._graph, self._memory))
+        elif self._memory is not None:
+            _destroy(self._graph, self._memory)
 
 
 def _busy() -> bool:
@@ -47,7 +62,15 @@ def _busy() -> bool:
     return bool(under_way) or capturing()
 
 
+def _destroy(graph: torch.cuda.CUDAGraph, memory: GraphMemory | None) -> None:
+    if memory is None:
+        graph.reset()
+    elif memory.launched:  # else it stays for ever: its memory can't be freed
+        torch.cuda.synchronize(memory.device)  # replays may use what is freed now
+        graph.reset()
+
+
 def end_late() -> None:
     """Destroy the graphs that were released during a capture."""
     while _late:
-        _late.pop().reset()
+        _destroy(*_late.pop())

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from commlib import flags
 from commlib.graph.backends.base import Backend, Pool
 from commlib.graph.recording.eager_parts import EagerSegment
-from commlib.graph.recording.segments import Segments
+from commlib.graph.recording.segments import Segments, TimedSegments
 from commlib.graph.watching.capture_query import reporting
 from commlib.graph.watching.runs import (
     DonePart,
@@ -53,7 +54,12 @@ class CaptureRun:
     def __init__(self, backend: Backend, settings: Settings) -> None:
         self._backend, self._settings = backend, settings
         self._done = None if settings.done is None else list(settings.done)
-        self.segments = Segments(backend, reports_capture=settings.reports_capture)
+        timed, reports = flags.get(flags.GRAPH_DRIFT), settings.reports_capture
+        self.segments = (
+            TimedSegments(backend, timed, reports_capture=reports)
+            if timed
+            else Segments(backend, reports_capture=reports)
+        )
 
     @contextmanager
     def under_way(self) -> Iterator[Segments]:

@@ -9,6 +9,7 @@ from commlib.core.ring import Ring
 from commlib.errors import GraphError
 from commlib.graph.backends.base import Backend, Recording
 from commlib.graph.recording.eager_parts import EagerSegment
+from commlib.graph.recording.replay_times import ReplayTimes
 from commlib.graph.watching.recorded_collective import Collective
 from commlib.graph.watching.recorder import Recorder
 from commlib.graph.watching.runs import DonePart
@@ -24,7 +25,10 @@ class Segments:
         own: How many operators are the function's own; copies of its outputs follow.
         broken: Whether parts lie outside, so that the capture has already run.
         reports_capture: The answer when the function asks whether it is captured.
+        times: When the last replays began and ended, where that is kept.
     """
+
+    times: ReplayTimes | None = None
 
     def __init__(self, backend: Backend, *, reports_capture: bool) -> None:
         self._backend = backend
@@ -117,6 +121,22 @@ class Segments:
         for part in self.parts:
             part.release()
         self.parts, self.replay = [], _gone  # type: ignore[method-assign]  # no test at a replay
+
+
+class TimedSegments(Segments):
+    """Segments that keep when their last replays began and ended."""
+
+    times: ReplayTimes
+
+    def __init__(self, backend: Backend, most: int, *, reports_capture: bool) -> None:
+        """Keep the times of ``most`` replays."""
+        super().__init__(backend, reports_capture=reports_capture)
+        self.times = ReplayTimes(backend.device, most)
+
+    def replay(self, done: Sequence[DonePart] | None = None) -> None:
+        """Run all of it, between two marks on the current stream."""
+        with self.times.timing():
+            super().replay(done)
 
 
 def _gone(done: Sequence[DonePart] | None = None) -> None:

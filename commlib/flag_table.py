@@ -1,0 +1,131 @@
+"""The flags of commlib: one row per flag."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from commlib import flag_values
+
+UNIFIED = "FLAGS_dynamic_static_unified_comm"
+TIMEOUT = "FLAGS_comm_timeout_s"
+CLOSE_TIMEOUT = "FLAGS_comm_close_timeout_s"
+CHANNEL = "FLAGS_comm_channel_mib"
+CUSTOM_ALLREDUCE = "FLAGS_custom_allreduce"
+ASYNC_BLOCKS = "FLAGS_comm_async_blocks"
+CHECK = "FLAGS_comm_check"
+RUN_TOKEN = "FLAGS_comm_run_token"
+TORCH_BACKEND = "FLAGS_comm_torch_backend"
+GRAPH_VERIFY = "FLAGS_graph_verify"
+GRAPH_DRIFT = "FLAGS_graph_drift"
+MALLOC_ASYNC = "FLAGS_use_cuda_malloc_async_allocator"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag: its name, the type and parser of its value, its default and its description."""
+
+    name: str
+    kind: str
+    parse: Callable[[str, object], Any]
+    default: Any
+    description: str
+    freezes: bool = False
+
+
+FLAGS = {
+    flag.name: flag
+    for flag in (
+        Flag(
+            UNIFIED,
+            "bool",
+            flag_values.boolean,
+            False,
+            "one CommContextManager owns the communicators (1) or torch.distributed groups do (0)",
+            freezes=True,
+        ),
+        Flag(
+            TIMEOUT,
+            "seconds",
+            flag_values.seconds,
+            600.0,
+            "deadline of creating a ring and of a CPU wait",
+        ),
+        Flag(
+            CLOSE_TIMEOUT,
+            "seconds",
+            flag_values.seconds,
+            10.0,
+            "deadline of closing one communicator",
+        ),
+        Flag(
+            CHANNEL,
+            "MiB",
+            flag_values.mebibytes,
+            128,
+            "GPU memory through which the ranks of one host exchange rows; 0: NCCL moves them",
+        ),
+        Flag(
+            CUSTOM_ALLREDUCE,
+            "bool",
+            flag_values.boolean,
+            True,
+            "push kernels run the collectives that they run faster (1), or none (0)",
+        ),
+        Flag(
+            ASYNC_BLOCKS,
+            "blocks",
+            flag_values.blocks,
+            32,
+            "most blocks of a push kernel that runs at the same time as compute (sync_op=False)",
+        ),
+        Flag(
+            CHECK,
+            "level",
+            flag_values.level,
+            1,
+            "compare the ranks' calls: before every launch (2), at deadlines, close and every "
+            "1000 calls (1), never (0)",
+        ),
+        Flag(
+            RUN_TOKEN,
+            "text",
+            flag_values.token,
+            "",
+            "name of the run, the same on all its ranks: ranks of two runs reject each other",
+        ),
+        Flag(
+            TORCH_BACKEND,
+            "bool",
+            flag_values.boolean,
+            False,
+            "torch.distributed makes rings for nccl, gloo and the default backend (1); read by "
+            "`import torch`",
+        ),
+        Flag(
+            GRAPH_VERIFY,
+            "schedule",
+            flag_values.schedule,
+            "auto",
+            "replays that are compared with the function: the first two and then fewer and fewer "
+            "(auto), every N-th (N), none (0)",
+        ),
+        Flag(
+            GRAPH_DRIFT,
+            "replays",
+            flag_values.replays,
+            0,
+            "last replays of each graph with collectives whose times report(drift=...) compares",
+        ),
+        Flag(
+            MALLOC_ASYNC,
+            "bool",
+            flag_values.boolean,
+            False,
+            "torch takes GPU memory from cudaMallocAsync (1), or as PYTORCH_CUDA_ALLOC_CONF says",
+        ),
+    )
+}
+PREFIXES = (  # a variable with one of these is reported even if no flag has a similar name
+    *("FLAGS_comm_", "FLAGS_dynamic_static_unified", "FLAGS_custom_allreduce"),
+    *("FLAGS_graph_", "FLAGS_use_cuda_malloc_async"),
+)
