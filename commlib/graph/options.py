@@ -11,6 +11,15 @@ Memory: TypeAlias = Literal["borrow", "copy"]
 OnFail: TypeAlias = Literal["raise", "eager"]
 
 
+_CHOICES = {
+    "first": ("once", "warmup"),
+    "inputs": ("borrow", "copy"),
+    "outputs": ("borrow", "copy"),
+    "gradients": ("borrow", "copy"),
+    "on_fail": ("raise", "eager"),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The checked options of one captured function; ``capture`` documents them."""
@@ -29,11 +38,11 @@ class Options:
     slots: int | None = None
 
     def __post_init__(self) -> None:
-        _one_of("first", self.first, "once", "warmup")
-        _one_of("inputs", self.inputs, "borrow", "copy")
-        _one_of("outputs", self.outputs, "borrow", "copy")
-        _one_of("gradients", self.gradients, "borrow", "copy")
-        _one_of("on_fail", self.on_fail, "raise", "eager")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                expected = " or ".join(map(repr, choices))
+                raise GraphError(f"{name}={value!r}: expected {expected}")
         if self.tolerance is not None and not _are_two_numbers(self.tolerance):
             raise GraphError(f"tolerance={self.tolerance!r}: expected (rtol, atol), both 0 or more")
         if self.warmup < 1:
@@ -57,8 +66,3 @@ def _are_two_numbers(x: Any) -> bool:
     if not isinstance(x, (tuple, list)) or len(x) != 2:
         return False
     return all(isinstance(each, (int, float)) and each >= 0 for each in x)
-
-
-def _one_of(name: str, value: str, *choices: str) -> None:
-    if value not in choices:
-        raise GraphError(f"{name}={value!r}: expected {' or '.join(map(repr, choices))}")
