@@ -114,6 +114,7 @@ PEERS = {
     "attention": {
         *("ops.fused_attention", "ops.fused_attention, compiled"),
         *("torch modules + torch.distributed", "the same, torch.compile"),
+        *("gradients of the QKV layer", "the same, all_reduce before the weight's"),
     },
     "lamb": {
         "ops.DistributedFusedLamb",

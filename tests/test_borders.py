@@ -73,5 +73,5 @@ def test_a_tensor_is_not_saved_as_a_plain_argument() -> None:
 
 def test_a_long_reason_is_cut_in_the_table_alone() -> None:
     row = {"function": "f", "eager": "because " * 40}
-    assert len(str(Report([row])).splitlines()[1]) < 300
+    assert len(str(Report([row], None)).splitlines()[1]) < 300
     assert row["eager"] == "because " * 40

@@ -219,7 +219,7 @@ class Nowhere:
         self.most = max(self.most, self.pending)
         return Work(None, self)
 
-    def join(self) -> None:
+    def join(self, deadline: object = None) -> None:
         self.pending -= 1
 
     def receive(self, move: graph.PipelineMove) -> torch.Tensor:
