@@ -37,6 +37,7 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
         copy = copy.clone()
     else:
         copy = _span(copy).clone().as_strided(copy.size(), copy.stride(), 0)
+        copy = copy.detach()  # no view to autograd: the node of a captured call may return it
     return copy.requires_grad_(tensor.requires_grad)
 
 
