@@ -16,7 +16,7 @@ from commlib.graph.backends.side_stream import SideStream
 from commlib.graph.calls.cache_key import Arguments, any_autocast, modes
 from commlib.graph.calls.leaves import Tensors, gradients, plain_gradients
 from commlib.graph.calls.outputs import Join, Outputs
-from commlib.graph.operators.layout import zeros
+from commlib.graph.operators.layout import expanded_dims, expanded_zeros
 from commlib.graph.operators.program_line import line_of_frame
 from commlib.graph.recording.record import record
 from commlib.graph.recording.recorded_call import Recipe, RecordedCall
@@ -30,7 +30,7 @@ from commlib.graph.replaying.verification_log import VerificationLog
 from commlib.graph.replaying.verify import Unequal
 from commlib.graph.watching.runs import DonePart
 
-Form = bool | tuple[int, ...]  # of a gradient: none, dense, or the strides of an expanded one
+Form = tuple[int, ...] | None  # of a gradient that comes: the dimensions that are expanded
 
 
 class Slot:
@@ -80,7 +80,7 @@ class Slot:
         self._tensors = (*inputs, *self.parameters)
         self._wanted = [tensor for tensor in self._tensors if tensor.requires_grad]
         self._release_backwards()
-        every = (True,) * len(self._outs)
+        every: tuple[Form, ...] = ((),) * len(self._outs)
         whole = self._capture_backward(recorded.segments, every, plain_gradients, again=again)
         self._add((every, None), whole)
         self._note_reads(recorded, whole, made)
@@ -102,8 +102,10 @@ class Slot:
         An eager backward can't go over what a capture has saved: some kernels keep numbers on the
         GPU then that they read on the host.
         """
-        outs = [out for out, one in zip(self._outs, comes, strict=True) if one]
-        given = [_zeros(out, one) for out, one in zip(self._outs, comes, strict=True) if one]
+        forms = zip(self._outs, comes, strict=True)
+        coming = [(out, form) for out, form in forms if form is not None]
+        outs = [out for out, _ in coming]
+        given = [expanded_zeros(out, dims) for out, dims in coming]
         segments, grads = record(
             self._recipe.backend,
             self._recipe.findings,
@@ -115,7 +117,8 @@ class Slot:
         )
         places = [i for i, tensor in enumerate(self._tensors) if tensor.requires_grad]
         found = zip(places, grads, strict=True)
-        others = [out for out, one in zip(self._outs, comes, strict=True) if not one]
+        forms = zip(self._outs, comes, strict=True)
+        others = [out for out, form in forms if form is None]
         there = {i: grad for i, grad in found if grad is not None}
         last, lends = used_up(outs, others), self._recipe.lends_gradients
         return Backward(segments, given, there, last=last, lends=lends)
@@ -206,7 +209,9 @@ class Slot:
         ``side``: the current stream, if that is not the caller's.
         """
         wanted = self._of_leading(grads)
-        fresh = self._backward_of(wanted).run([grad for grad in wanted if grad is not None], side)
+        backward = self._backward_of(wanted)
+        self._expire("the next backward")  # all of them share one memory
+        fresh = backward.run([grad for grad in wanted if grad is not None], side)
         return [fresh.get(i) for i in range(len(self._tensors))]
 
     def expect(self, outs: Tensors, wanted: Tensors, *, uncaptured: bool) -> None:
@@ -277,12 +282,11 @@ class Slot:
 
 
 def _form(grad: torch.Tensor | None) -> Form:
-    """Return how a gradient comes; kernels add up an expanded one, as of a sum, in other orders."""
+    """Return how a gradient comes; kernels add up an expanded one, as of a sum, in other orders.
+
+    Its other strides are none of a form: each new form costs another backward graph.
+    """
     if grad is None:
-        return False
-    expanded = grad.layout is torch.strided and 0 in grad.stride() and grad.numel() > 0
-    return grad.stride() if expanded and not is_wrapper(grad) else True
-
-
-def _zeros(out: torch.Tensor, form: Form) -> torch.Tensor:
-    return zeros(out, form) if isinstance(form, tuple) else torch.zeros_like(out)
+        return None
+    plain = grad.layout is torch.strided and grad.numel() > 0 and not is_wrapper(grad)
+    return expanded_dims(grad) if plain else ()
