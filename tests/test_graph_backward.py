@@ -236,6 +236,24 @@ def test_forms_of_gradients(comm: Any) -> None:
     )
 
 
+@runs_on("unified_ranks")
+def test_expanded_gradients_on_one_rank(comm: Any) -> None:
+    """Ranks may have other losses: each makes the collectives of one backward, no more."""
+    weight = torch.arange(6.0, device=comm.device).requires_grad_()
+
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        return ops.all_reduce(x * weight)
+
+    captured = graph.capture(summed, verify=False)
+    for turn in range(4):
+        found: list[torch.Tensor] = []
+        for call in (captured, summed):
+            out = call(torch.ones(4, 6, device=comm.device) * (turn + 1))
+            loss = out.sum() if (comm.rank + turn) % 2 else out.square().sum()
+            found += torch.autograd.grad(loss, weight)
+        assert_bits_equal(*found, f"turn {turn}")
+
+
 class Stops(torch.autograd.Function):
     """Twice its argument, with no gradient."""
 

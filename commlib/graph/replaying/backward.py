@@ -86,7 +86,7 @@ class Backward:
 
 
 def _alone(grads: dict[int, torch.Tensor], segments: Segments) -> dict[int, torch.Tensor]:
-    """Return the gradients in memory that a graph writes anew, and that is no other gradient's.
+    """Return the gradients in memory that a graph writes, and that no other gradient has.
 
     The program may write to each of them: of two sums both gradients are often one tensor, and a
     function's own backward may return what belongs to the program.

@@ -83,6 +83,8 @@ class Slot:
         every: tuple[Form, ...] = ((),) * len(self._outs)
         whole = self._capture_backward(recorded.segments, every, plain_gradients, again=again)
         self._add((every, None), whole)
+        # A capture that runs is one more call of each collective, and other ranks may make none.
+        self._dense = self._recipe.backend.captures_run and bool(whole.segments.collectives)
         self._note_reads(recorded, whole, made)
 
     def _add(self, key: Any, backward: Backward) -> None:
@@ -255,7 +257,7 @@ class Slot:
         """
         if not self._backwards:
             raise GraphError("the graph of this backward was released before it ran")
-        comes = tuple(map(_form, grads))
+        comes = tuple(_form(grad, dense=self._dense) for grad in grads)
         key = comes, modes() if any_autocast() else None
         if key not in self._backwards:
             go_back = gradients if any_autocast() else plain_gradients
@@ -281,12 +283,13 @@ class Slot:
         self.forward.backwards = []
 
 
-def _form(grad: torch.Tensor | None) -> Form:
+def _form(grad: torch.Tensor | None, *, dense: bool) -> Form:
     """Return how a gradient comes; kernels add up an expanded one, as of a sum, in other orders.
 
-    Its other strides are none of a form: each new form costs another backward graph.
+    Its other strides do not count: each new form costs another backward graph. ``dense``: all forms
+    count as dense.
     """
     if grad is None:
         return None
-    plain = grad.layout is torch.strided and grad.numel() > 0 and not is_wrapper(grad)
+    plain = not dense and grad.layout is torch.strided and grad.numel() > 0 and not is_wrapper(grad)
     return expanded_dims(grad) if plain else ()
