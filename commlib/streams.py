@@ -23,34 +23,43 @@ current_raw: Callable[[int], int] = getattr(
 
 
 # torch's current stream of a device as (id, index, type of device), and its setter; both private.
+# The setter makes the device of the stream the current one too.
 _current: Callable[[int], tuple[int, int, int]] | None = getattr(
     torch._C, "_cuda_getCurrentStream", None
 )
 _set: Callable[[int, int, int], None] | None = getattr(torch._C, "_cuda_setStream", None)
+_device: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", None)
 
 
 class _OnStream:
-    """Makes a stream of the current device the current one; torch's context takes 10 µs more."""
+    """Makes a stream and its device the current ones; torch's context takes 10 µs more."""
 
-    __slots__ = ("_before", "_stream")
+    __slots__ = ("_before", "_elsewhere", "_stream")
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
 
     def __enter__(self) -> None:
-        stream = self._stream
-        assert _current is not None and _set is not None
-        self._before = _current(stream.device_index)
-        _set(stream.stream_id, stream.device_index, stream.device_type)
+        stream, index = self._stream, self._stream.device_index
+        assert _current is not None and _set is not None and _device is not None
+        device = _device()
+        self._elsewhere = None if device == index else _current(device)
+        self._before = _current(index)
+        _set(stream.stream_id, index, stream.device_type)
 
     def __exit__(self, *_: object) -> None:
         assert _set is not None
         _set(*self._before)
+        if self._elsewhere is not None:
+            _set(*self._elsewhere)
 
 
 def on_stream(stream: torch.cuda.Stream) -> AbstractContextManager[object]:
-    """Return a context in which ``stream``, one of the current device, is the current stream."""
-    if _current is None or _set is None:
+    """Return a context in which ``stream`` is the current stream, and its device the current one.
+
+    After it both are as before, as with ``torch.cuda.stream``.
+    """
+    if _current is None or _set is None or _device is None:
         return torch.cuda.stream(stream)
     return _OnStream(stream)
 

@@ -8,7 +8,9 @@ import torch
 
 from commlib import graph
 from commlib.errors import ArgumentError
+from commlib.ops import fused_feedforward
 from commlib.ops.tensor_parallel.block_steps import Dropout, LayerNorm
+from commlib.ops.tensor_parallel.column_linear import NO_RING
 from commlib.ops.tensor_parallel.residual_norm import has_kernels, norm_and_input, residual_norm
 from tests.support.checks import Array, assert_bits_equal, assert_equal, raises
 from tests.support.class_shards import near
@@ -184,6 +186,13 @@ def test_what_the_kernels_do_not_support(comm: Any) -> None:
         "on a CPU": (x.cpu(),),
     }.items():
         assert_equal(has_kernels(*tensors), False, what)
+
+    def transformed(factor: torch.Tensor) -> torch.Tensor:
+        assert_equal(has_kernels(x), False, "inside a transform")
+        return factor * fused_feedforward(x[None], weight, weight, ring_id=NO_RING).sum()
+
+    weight = torch.eye(40, device=comm.device).requires_grad_()
+    torch.func.grad(transformed)(torch.ones((), device=comm.device))
     strided = x.detach().expand(3, 2, 40).transpose(0, 1).requires_grad_()
     y = residual_norm(strided, None, KEEPS_ALL, None, NO_NORM)
     assert_bits_equal(y, torch.ones_like(y), "strided")

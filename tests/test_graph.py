@@ -131,6 +131,25 @@ def test_strides_of_copies(comm: Any) -> None:
 
 
 @runs_on("unified_ranks")
+def test_copies_with_gaps_are_written(comm: Any) -> None:
+    """The program may write to a copy that has gaps, also where gradients flow through it."""
+    weight = torch.arange(12.0, device=comm.device).view(3, 4).requires_grad_()
+
+    def columns(x: torch.Tensor) -> torch.Tensor:
+        return (x * weight)[:, ::2]
+
+    captured = graph.capture(columns, outputs="copy")
+    x = torch.ones(3, 4, device=comm.device)
+    for _ in range(3):
+        found = []
+        for call in (captured, columns):
+            out = call(x).mul_(3)
+            found += [out, *torch.autograd.grad(out.sum(), weight)]
+        assert_bits_equal(found[0], found[2])
+        assert_bits_equal(found[1], found[3], "gradients")
+
+
+@runs_on("unified_ranks")
 def test_written_arguments(comm: Any) -> None:
     """An argument that is written to is the caller's, at any address."""
     f = graph.capture(lambda x: x.mul_(3))

@@ -219,6 +219,66 @@ def test_expanded_gradients(comm: Any) -> None:
 
 
 @runs_on("unified_ranks")
+def test_forms_of_gradients(comm: Any) -> None:
+    """Which dimensions are expanded counts, and no other stride: it could be new in each step."""
+    weight = torch.arange(5.0, device=comm.device).requires_grad_()
+    captured = graph.capture(lambda x: x * weight)
+    x = torch.arange(20.0, device=comm.device).view(2, 2, 5)
+    windows = torch.arange(6.0, device=comm.device).as_strided(x.size(), (0, 1, 1))
+    columns = [torch.ones(5, wide, device=comm.device)[:, 0] for wide in range(1, 9)]
+    captured(x)  # eager, and the capture
+    for grad in (windows, *(column.expand(x.size()) for column in columns)):
+        (by_weight,) = torch.autograd.grad(captured(x), weight, grad)
+        assert_equal(by_weight.tolist(), (x * grad).sum((0, 1)).tolist(), f"{grad.stride()}")
+    slots: Any = next(iter(captured.entries.values()))
+    assert_equal(
+        len(slots.slots[0]._backwards), 3, "graphs: dense, and expanded along one or two dimensions"
+    )
+
+
+@runs_on("unified_ranks")
+def test_expanded_gradients_on_one_rank(comm: Any) -> None:
+    """Ranks may have other losses: each makes the collectives of one backward, no more."""
+    weight = torch.arange(6.0, device=comm.device).requires_grad_()
+
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        return ops.all_reduce(x * weight)
+
+    captured = graph.capture(summed, verify=False)
+    for turn in range(4):
+        found: list[torch.Tensor] = []
+        for call in (captured, summed):
+            out = call(torch.ones(4, 6, device=comm.device) * (turn + 1))
+            loss = out.sum() if (comm.rank + turn) % 2 else out.square().sum()
+            found += torch.autograd.grad(loss, weight)
+        assert_bits_equal(*found, f"turn {turn}")
+
+
+class Stops(torch.autograd.Function):
+    """Twice its argument, with no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> None:
+        return None
+
+
+@runs_on("unified_ranks")
+def test_no_gradient_comes(comm: Any) -> None:
+    """A backward that reaches a captured call without a gradient leaves its leaves alone."""
+    weight = torch.ones(3, device=comm.device, requires_grad=True)
+    captured = graph.capture(lambda x: x * weight)
+    for turn in range(3):
+        out = captured(torch.ones(3, device=comm.device))
+        (Stops.apply(out).sum() + weight.sum()).backward()  # type: ignore[no-untyped-call]
+        assert weight.grad is not None
+        assert_equal(weight.grad.tolist(), [turn + 1.0] * 3, f"turn {turn}")
+
+
+@runs_on("unified_ranks")
 def test_kept_gradients(comm: Any) -> None:
     """Gradients that the program keeps are not overwritten by the next backward."""
     weight = torch.ones(3, device=comm.device, requires_grad=True)

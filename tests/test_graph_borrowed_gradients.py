@@ -102,6 +102,60 @@ def test_the_memory_is_the_graphs(comm: Any) -> None:
         kept.sum()
 
 
+@runs_on("gpu_ranks")
+def test_backwards_of_one_forward(comm: Any) -> None:
+    """They share memory, so that another one ends the gradients of the first."""
+    own = model_on(comm.device)
+    captured = graph.capture(lambda x: (own(x), own(x * 2)), gradients="borrow", verify=False)
+    weight = next(own.parameters())
+    captured(rows(0, comm.device))  # eager, and the capture
+    for turn in range(STEPS):
+        one, two = captured(rows(turn, comm.device))
+        if turn % 2:
+            one, two = two, one
+        (kept,) = torch.autograd.grad(one.square().sum(), weight, retain_graph=True)
+        torch.autograd.grad(two.square().sum(), weight)
+        with raises(RuntimeError, "this gradient of a graph", "the next backward"):
+            kept.sum()
+
+
+class Handed(torch.autograd.Function):
+    """The sum of squares, halved; its gradient is the very tensor that it was given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square().sum() / 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return x  # type: ignore[no-any-return]
+
+
+@runs_on("unified_ranks")
+def test_writing_to_a_gradient(comm: Any) -> None:
+    """What the program does to one gradient changes no other one, and no parameter."""
+    leaves = [rows(i, comm.device).requires_grad_() for i in range(3)]
+    before = [leaf.detach().clone() for leaf in leaves]
+
+    def sums(x: Tensor) -> Tensor:
+        return ((leaves[0] + leaves[1]) * x).square().sum() + Handed.apply(leaves[2])  # type: ignore[no-untyped-call, no-any-return]
+
+    captured = graph.capture(sums, gradients="borrow", verify=False)
+    x = rows(3, comm.device)
+    want = torch.autograd.grad(sums(x), leaves)
+    for turn in range(3):
+        captured(x).backward()
+        for i, leaf in enumerate(leaves):
+            assert leaf.grad is not None
+            assert_bits_equal(leaf.grad, want[i], f"turn {turn}, gradient {i}")
+            leaf.grad.mul_(3)
+            leaf.grad = None
+        for i, leaf in enumerate(leaves):
+            assert_bits_equal(leaf.detach(), before[i], f"turn {turn}, parameter {i}")
+
+
 @runs_on("cpu_ranks")
 def test_copies_on_cpus(comm: Any) -> None:
     """Torch guards no memory there, so that gradients stay copies: one that is kept is right."""

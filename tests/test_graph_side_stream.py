@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from commlib import graph
@@ -261,3 +262,18 @@ def test_a_backward_that_fails(comm: Any) -> None:
         out.sum().backward()
         other(rows(turn, comm.device)).sum().backward()
         equal(taken(module), taken(other), f"turn {turn}")
+
+
+@pytest.mark.two_gpus
+@runs_on("gpu_ranks")
+def test_another_current_device(comm: Any) -> None:
+    """The GPU of a captured call need not be the current one, which stays what it is."""
+    own = chain(2, comm.device)
+    eager, captured = copy.deepcopy(own), graph.capture(own)
+    other = 1 - comm.device.index
+    with torch.cuda.device(other):
+        for turn in range(4):
+            for call in (eager, captured):
+                call(rows(turn, comm.device)).square().sum().backward()
+                assert_equal(torch.cuda.current_device(), other, f"current device, turn {turn}")
+            equal(taken(own), taken(eager), f"turn {turn}")

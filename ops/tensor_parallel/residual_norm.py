@@ -28,7 +28,7 @@ def has_kernels(x: Tensor, *others: Tensor | None) -> bool:
     """Return True if the kernels support these tensors.
 
     They do not serve compiled code, whose compiler fuses the torch operators, nor forward-mode
-    autograd.
+    autograd, nor functions that a ``torch.func`` transform runs.
     """
     if torch.compiler.is_compiling() or not (x.is_cuda and has_triton()):
         return False
@@ -37,6 +37,7 @@ def has_kernels(x: Tensor, *others: Tensor | None) -> bool:
         0 < x.shape[-1] <= WIDEST
         and x.numel() > 0
         and forward_ad._current_level < 0
+        and not torch._C._are_functorch_transforms_active()
         and all(t.dtype in DTYPES and has_memory(t) for t in tensors)
     )
 

@@ -38,11 +38,13 @@ class Backend(Protocol):
         lock: Held while something is replayed.
         device: Where it captures.
         copies_arguments: Whether a graph has copies of all arguments from the start.
+        captures_run: Whether a capture does what it captures.
     """
 
     lock: threading.RLock
     device: torch.device
     copies_arguments: bool
+    captures_run: bool
 
     def warming(self) -> Any:
         """Return the context in which a function runs before its capture."""
@@ -105,6 +107,7 @@ class CpuBackend:
     """Records on a CPU: the same stale addresses and baked branches as a graph on a GPU."""
 
     copies_arguments = True
+    captures_run = True
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

@@ -64,6 +64,7 @@ class CudaBackend:
     """Captures on one GPU, with the calling thread's work alone in the capture."""
 
     copies_arguments = False  # until one comes from somewhere else
+    captures_run = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -37,13 +37,27 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
         copy = copy.clone()
     else:
         copy = _span(copy).clone().as_strided(copy.size(), copy.stride(), 0)
+        copy = copy.detach()  # no view to autograd: the node of a captured call may return it
     return copy.requires_grad_(tensor.requires_grad)
 
 
-def zeros(like: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """Return zeros of the size of a tensor that isn't empty, with other strides."""
-    last = sum((n - 1) * stride for n, stride in zip(like.size(), strides, strict=True))
-    return like.new_zeros(last + 1).as_strided(like.size(), strides)
+def expanded_dims(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the dimensions along which a tensor repeats its elements, as ``expand`` makes them."""
+    places = enumerate(zip(tensor.size(), tensor.stride(), strict=True))
+    return tuple(dim for dim, (n, stride) in places if stride == 0 and n > 1)
+
+
+def unexpanded(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """Return the first elements along some dimensions, as a view of the same dimensions."""
+    for dim in dims:
+        tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def expanded_zeros(like: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """Return zeros of the size of a tensor, repeated along some dimensions."""
+    zeros = torch.zeros_like(unexpanded(like.detach(), dims))
+    return zeros.expand(like.size()) if dims else zeros
 
 
 def elements(tensor: torch.Tensor) -> torch.Tensor:

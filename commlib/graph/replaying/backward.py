@@ -1,5 +1,6 @@
 """One captured backward of a slot, for those outputs whose gradients come."""
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -8,7 +9,7 @@ import torch
 from commlib.core.tensors import is_wrapper, parts, rebuilt
 from commlib.graph.backends.side_stream import SideStream
 from commlib.graph.calls.output_guard import Loans
-from commlib.graph.operators.layout import elements, maker
+from commlib.graph.operators.layout import expanded_dims, maker, unexpanded
 from commlib.graph.recording.segments import Segments
 
 
@@ -31,15 +32,19 @@ class Backward:
             given: Where it reads the gradients of outputs.
             grads: What it writes, by position of the tensor whose gradient it is.
             last: Whether no other backward can follow, but for one with ``retain_graph=True``.
-            lends: Whether it returns the memory that it writes; wrappers are copied even then.
+            lends: Whether it returns the memory that it writes, where that is one gradient's alone.
         """
         self.last = last
-        self.segments, self.given, self._grads = segments, list(given), grads
-        self._plain = not any(is_wrapper(x) or 0 in x.stride() for x in given)
-        self._parts = [part for grad in grads.values() for part in parts(grad)]
-        self._wrapped = any(map(is_wrapper, grads.values()))
-        self._make = {} if self._wrapped else {i: maker(grad) for i, grad in grads.items()}
-        self._loans = Loans("gradient") if lends and not self._wrapped else None
+        self.segments, self.given = segments, given
+        self._expanded = [expanded_dims(x) for x in given]
+        self._places = [unexpanded(x, dims) for x, dims in zip(given, self._expanded, strict=True)]
+        self._at_once = bool(given) and not any(map(is_wrapper, given))
+        self._lent = _alone(grads, segments) if lends else {}
+        self._loans = Loans("gradient")
+        self._grads = {i: grad for i, grad in grads.items() if i not in self._lent}
+        self._parts = [part for grad in self._grads.values() for part in parts(grad)]
+        self._wrapped = any(map(is_wrapper, self._grads.values()))
+        self._make = {} if self._wrapped else {i: maker(grad) for i, grad in self._grads.items()}
 
     def run(
         self, coming: Sequence[torch.Tensor], side: SideStream | None
@@ -48,33 +53,28 @@ class Backward:
 
         ``side``: the current stream, if that is not the caller's.
         """
-        self.expire("the next backward")
-        fresh, places = ({}, []) if self._loans is not None else self._fresh()
+        fresh, places = self._fresh()
         with self.segments.lock, nullcontext() if side is None else side.run_on_callers():
             self.segments.turn()
             self._take(coming)
             self.segments.replay()
             if places:
                 torch._foreach_copy_(places, self._parts)
-        if self._loans is None:
-            return fresh
-        return {i: self._loans.lend(i, x, "its backward") for i, x in self._grads.items()}
+        lent = {i: self._loans.lend(i, x, "its backward") for i, x in self._lent.items()}
+        return fresh | lent
 
     def _take(self, coming: Sequence[torch.Tensor]) -> None:
         """Copy the gradients of outputs to where the graph reads them."""
-        if self._plain and all(grad.layout is torch.strided for grad in coming):
-            torch._foreach_copy_(self.given, list(coming))  # a kernel; a memcpy takes 20 µs more
+        grads = [unexpanded(x, dims) for x, dims in zip(coming, self._expanded, strict=True)]
+        if self._at_once and all(grad.layout is torch.strided for grad in grads):
+            torch._foreach_copy_(self._places, grads)  # a kernel; a memcpy takes 20 µs more
             return
-        for kept, grad in zip(self.given, coming, strict=True):
-            if 0 in kept.stride():  # expanded, and so is the gradient
-                elements(kept).copy_(elements(grad))
-            else:
-                kept.copy_(grad)
+        for place, grad in zip(self._places, grads, strict=True):
+            place.copy_(grad)
 
     def expire(self, where: str) -> None:
         """Make gradients that the program still holds raise when they are read."""
-        if self._loans is not None:
-            self._loans.expire(where)
+        self._loans.expire(where)
 
     def _fresh(self) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
         """Return new gradients by position, and all memory that is to be written."""
@@ -83,3 +83,19 @@ class Backward:
             return plain, [*plain.values()]
         fresh = {i: rebuilt(grad, torch.empty_like) for i, grad in self._grads.items()}
         return fresh, [part for grad in fresh.values() for part in parts(grad)]
+
+
+def _alone(grads: dict[int, torch.Tensor], segments: Segments) -> dict[int, torch.Tensor]:
+    """Return the gradients in memory that a graph writes, and that no other gradient has.
+
+    The program may write to each of them: of two sums both gradients are often one tensor, and a
+    function's own backward may return what belongs to the program.
+    """
+    shared = Counter(x.untyped_storage()._cdata for grad in grads.values() for x in parts(grad))
+    return {
+        i: grad
+        for i, grad in grads.items()
+        if not is_wrapper(grad)
+        and segments.has_made(grad)
+        and shared[grad.untyped_storage()._cdata] == 1
+    }

@@ -16,7 +16,7 @@ from commlib.graph.backends.side_stream import SideStream
 from commlib.graph.calls.cache_key import Arguments, any_autocast, modes
 from commlib.graph.calls.leaves import Tensors, gradients, plain_gradients
 from commlib.graph.calls.outputs import Join, Outputs
-from commlib.graph.operators.layout import zeros
+from commlib.graph.operators.layout import expanded_dims, expanded_zeros
 from commlib.graph.operators.program_line import line_of_frame
 from commlib.graph.recording.record import record
 from commlib.graph.recording.recorded_call import Recipe, RecordedCall
@@ -30,7 +30,7 @@ from commlib.graph.replaying.verification_log import VerificationLog
 from commlib.graph.replaying.verify import Unequal
 from commlib.graph.watching.runs import DonePart
 
-Form = bool | tuple[int, ...]  # of a gradient: none, dense, or the strides of an expanded one
+Form = tuple[int, ...] | None  # of a gradient that comes: the dimensions that are expanded
 
 
 class Slot:
@@ -80,9 +80,11 @@ class Slot:
         self._tensors = (*inputs, *self.parameters)
         self._wanted = [tensor for tensor in self._tensors if tensor.requires_grad]
         self._release_backwards()
-        every = (True,) * len(self._outs)
+        every: tuple[Form, ...] = ((),) * len(self._outs)
         whole = self._capture_backward(recorded.segments, every, plain_gradients, again=again)
         self._add((every, None), whole)
+        # A capture that runs is one more call of each collective, and other ranks may make none.
+        self._dense = self._recipe.backend.captures_run and bool(whole.segments.collectives)
         self._note_reads(recorded, whole, made)
 
     def _add(self, key: Any, backward: Backward) -> None:
@@ -102,8 +104,10 @@ class Slot:
         An eager backward can't go over what a capture has saved: some kernels keep numbers on the
         GPU then that they read on the host.
         """
-        outs = [out for out, one in zip(self._outs, comes, strict=True) if one]
-        given = [_zeros(out, one) for out, one in zip(self._outs, comes, strict=True) if one]
+        forms = zip(self._outs, comes, strict=True)
+        coming = [(out, form) for out, form in forms if form is not None]
+        outs = [out for out, _ in coming]
+        given = [expanded_zeros(out, dims) for out, dims in coming]
         segments, grads = record(
             self._recipe.backend,
             self._recipe.findings,
@@ -115,7 +119,8 @@ class Slot:
         )
         places = [i for i, tensor in enumerate(self._tensors) if tensor.requires_grad]
         found = zip(places, grads, strict=True)
-        others = [out for out, one in zip(self._outs, comes, strict=True) if not one]
+        forms = zip(self._outs, comes, strict=True)
+        others = [out for out, form in forms if form is None]
         there = {i: grad for i, grad in found if grad is not None}
         last, lends = used_up(outs, others), self._recipe.lends_gradients
         return Backward(segments, given, there, last=last, lends=lends)
@@ -206,7 +211,9 @@ class Slot:
         ``side``: the current stream, if that is not the caller's.
         """
         wanted = self._of_leading(grads)
-        fresh = self._backward_of(wanted).run([grad for grad in wanted if grad is not None], side)
+        backward = self._backward_of(wanted)
+        self._expire("the next backward")  # all of them share one memory
+        fresh = backward.run([grad for grad in wanted if grad is not None], side)
         return [fresh.get(i) for i in range(len(self._tensors))]
 
     def expect(self, outs: Tensors, wanted: Tensors, *, uncaptured: bool) -> None:
@@ -250,7 +257,7 @@ class Slot:
         """
         if not self._backwards:
             raise GraphError("the graph of this backward was released before it ran")
-        comes = tuple(map(_form, grads))
+        comes = tuple(_form(grad, dense=self._dense) for grad in grads)
         key = comes, modes() if any_autocast() else None
         if key not in self._backwards:
             go_back = gradients if any_autocast() else plain_gradients
@@ -276,13 +283,13 @@ class Slot:
         self.forward.backwards = []
 
 
-def _form(grad: torch.Tensor | None) -> Form:
-    """Return how a gradient comes; kernels add up an expanded one, as of a sum, in other orders."""
+def _form(grad: torch.Tensor | None, *, dense: bool) -> Form:
+    """Return how a gradient comes; kernels add up an expanded one, as of a sum, in other orders.
+
+    Its other strides do not count: each new form costs another backward graph. ``dense``: all forms
+    count as dense.
+    """
     if grad is None:
-        return False
-    expanded = grad.layout is torch.strided and 0 in grad.stride() and grad.numel() > 0
-    return grad.stride() if expanded and not is_wrapper(grad) else True
-
-
-def _zeros(out: torch.Tensor, form: Form) -> torch.Tensor:
-    return zeros(out, form) if isinstance(form, tuple) else torch.zeros_like(out)
+        return None
+    plain = not dense and grad.layout is torch.strided and grad.numel() > 0 and not is_wrapper(grad)
+    return expanded_dims(grad) if plain else ()
