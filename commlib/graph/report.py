@@ -99,8 +99,8 @@ def report(
         graphed: The captured function, or result of ``backend.apply``, to report; None reports all.
         html: A file for the same report as an HTML page.
         drift: The number of a ring whose members compare their replays. Every member calls
-            ``report`` with it, after the same calls. The host then waits for the GPU's work so far,
-            and for the other members, at most the ring's timeout.
+            ``report`` with it, after the same calls. The host then waits for these replays, and for
+            the other members, each at most the ring's timeout.
 
     Returns:
         A list of dicts. A call that stayed eager has ``function``, ``key`` and ``eager`` only. An
@@ -145,7 +145,8 @@ def report(
     Raises:
         GraphError: ``drift`` is not a number.
         RingError: There is no such ring here.
-        CommTimeout: Members of the ring have not called ``report`` in time.
+        CommTimeout: Members of the ring have not called ``report`` in time, or replays have not
+            ended.
     """
     compiled = [graphed] if isinstance(graphed, Region) else [] if graphed else [*regions]
     if isinstance(graphed, CapturedFunction):
