@@ -9,6 +9,7 @@ import commlib
 from commlib import graph, ops
 from commlib.deadlines import Deadline
 from commlib.graph.drift import _clock_offsets, compare, own_times
+from commlib.graph.report import _captured
 from tests.support.checks import assert_equal, raises
 from tests.support.runs_on import runs_on
 
@@ -135,6 +136,18 @@ def test_clocks_of_two_hosts(comm: Any) -> None:
     """Members of one host have one offset, also where another host takes part."""
     _, second, third = _clock_offsets(comm, [1, 2, 2])
     assert_equal(second, third, "one clock")
+
+
+def test_report_while_another_thread_captures() -> None:
+    """A kind that is captured or released while rows are made is no error; others stay rows."""
+    f = graph.capture(lambda x: x + 1, outputs="copy", verify=False)
+    for n in (1, 2):
+        f(torch.ones(n))
+    rows = _captured(f)
+    first = next(rows)
+    f(torch.ones(3))
+    f.entries.drop(next(iter(f.entries)))
+    assert [row["function"] for row in (first, *rows)] == [f.name] * 2
 
 
 @runs_on("unified_ranks")

@@ -193,13 +193,13 @@ def _microseconds(seconds: float | None) -> float | None:
 
 
 def _parts(one: CapturedFunction) -> Iterator[tuple[Any, CapturedCall]]:
-    for key, entry in one.entries.items():
+    for key, entry in [*one.entries.items()]:  # other threads may capture, and release
         for part in entry.parts:
             yield key, part
 
 
 def _eager(one: CapturedFunction) -> Iterator[Row]:
-    for key, reason in one.eager.items():
+    for key, reason in [*one.eager.items()]:
         yield {"function": one.name, "key": key, "eager": reason}
 
 
