@@ -139,7 +139,7 @@ def test_clocks_of_two_hosts(comm: Any) -> None:
 
 
 def test_report_while_another_thread_captures() -> None:
-    """A kind that is captured or released while rows are made is no error; others stay rows."""
+    """Kinds that are captured or released meanwhile do not disturb the rows of others."""
     f = graph.capture(lambda x: x + 1, outputs="copy", verify=False)
     for n in (1, 2):
         f(torch.ones(n))
