@@ -74,7 +74,7 @@ class Report(list[Row]):
         """Return an HTML page with the tables, and the key and collectives of each call."""
         tables = html_table(_COLUMNS, self, _details) + html_table(_MEMORY, self.memory)
         if self.drift is not None:
-            tables += html_table(_DRIFT, self.drift)
+            tables += html_table(_DRIFT, self.drift) if self.drift else f"<p>{_NO_TIMES}</p>"
         style = "body{font:14px sans-serif}td,th{padding:2px 10px;text-align:left}"
         return (
             f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>Graphs</title>'
