@@ -114,7 +114,7 @@ FLAGS = {
             "replays",
             flag_values.replays,
             0,
-            "last replays of each graph with collectives whose times report(drift=...) compares",
+            "last replays of a function with collectives whose times report(drift=...) compares",
         ),
         Flag(
             MALLOC_ASYNC,

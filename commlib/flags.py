@@ -199,6 +199,17 @@ def unknown_text(name: str, flag: str | None) -> str:
     return f"{name} is set, but it is not a flag of commlib; its flags: {', '.join(FLAGS)}"
 
 
+def check() -> None:
+    """Read every flag, and select the allocator of torch that one of them names.
+
+    Raises ``FlagError`` if a text in the environment can't be parsed, or comes too late for torch.
+    """
+    for flag in FLAGS.values():
+        _current(flag)
+    if get(MALLOC_ASYNC):
+        torch_allocator.select_malloc_async(MALLOC_ASYNC, os.environ)
+
+
 def _is_command() -> bool:
     """Return True in the command `commlib`, which reports unreadable flags in one line."""
     words, program = sys.orig_argv, (sys.argv or [""])[0]
@@ -208,11 +219,8 @@ def _is_command() -> bool:
     return as_module or Path(program).name == "commlib"
 
 
+with suppress(FlagError) if _is_command() else nullcontext():  # the command shows it in one line
+    check()  # now, not at the first collective
 if not _is_command():
-    for _one in FLAGS.values():  # unreadable text is an error now, not at the first collective
-        _current(_one)
     for _pair in unknown():
         log.warning("%s", unknown_text(*_pair))
-with suppress(FlagError) if _is_command() else nullcontext():  # the command shows it in one line
-    if get(MALLOC_ASYNC):
-        torch_allocator.select_malloc_async(MALLOC_ASYNC, os.environ)

@@ -11,10 +11,6 @@ from commlib.errors import FlagError
 
 MALLOC_ASYNC = "cudaMallocAsync"
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch reads the first that is set
-_REMEDY = (
-    f"import commlib before torch, or run `export {_VARIABLES[0]}=backend:{MALLOC_ASYNC}` before "
-    f"the program starts"
-)
 
 
 def current() -> str | None:
@@ -34,22 +30,22 @@ def select_malloc_async(flag: str, environment: MutableMapping[str, str]) -> Non
     Raises:
         FlagError: Torch was imported with another allocator, or its settings name another one.
     """
+    variable = next((name for name in _VARIABLES if name in environment), _VARIABLES[0])
+    settings = environment.get(variable, "")
+    named = re.search(r"\bbackend:\s*(\w+)", settings)
+    if named is not None and named[1] != MALLOC_ASYNC:
+        raise FlagError(
+            f"{flag}=1 contradicts {variable}={settings!r}, which selects {named[1]!r}; expected "
+            f"{MALLOC_ASYNC!r} or no backend; remove one of the two"
+        )
     if "torch" in sys.modules:
         found = current()
         if found not in (None, MALLOC_ASYNC):
             raise FlagError(
                 f"{flag}=1 is too late: torch was imported with the allocator {found!r}, and can't "
-                f"change it; expected {MALLOC_ASYNC!r}; {_REMEDY}"
+                f"change it; expected {MALLOC_ASYNC!r}; run `export {flag}=1` and import commlib "
+                f"before torch, or run `export {variable}=backend:{MALLOC_ASYNC}`"
             )
-        return
-    variable = next((name for name in _VARIABLES if name in environment), _VARIABLES[0])
-    settings = environment.get(variable, "")
-    named = re.search(r"\bbackend:\s*(\w+)", settings)
-    if named is None:
+    elif named is None:
         others = f",{settings}" if settings else ""
         environment[variable] = f"backend:{MALLOC_ASYNC}{others}"
-    elif named[1] != MALLOC_ASYNC:
-        raise FlagError(
-            f"{flag}=1 contradicts {variable}={settings!r}, which selects {named[1]!r}; expected "
-            f"{MALLOC_ASYNC!r} or no backend; remove one of the two"
-        )

@@ -7,7 +7,9 @@ import torch
 
 import commlib
 from commlib import graph, ops
-from commlib.graph.drift import _clock_offsets, compare
+from commlib.deadlines import Deadline
+from commlib.graph.drift import _clock_offsets, compare, own_times
+from commlib.graph.report import _captured
 from tests.support.checks import assert_equal, raises
 from tests.support.runs_on import runs_on
 
@@ -78,6 +80,33 @@ def test_drift_of_a_backward(comm: Any) -> None:
     assert_equal(4 < replays < 8, True, f"more than one slot has: {replays} of 8 calls")
 
 
+@runs_on("cpu_ranks")
+def test_times_of_kinds(comm: Any) -> None:
+    """The last replays of all kinds are kept, also those of a graph that one rank has released."""
+    with commlib.flags.override(DRIFT, 4):
+        f, early = (
+            graph.capture(lambda x: ops.all_reduce(x) + 1, outputs="copy", verify=False)
+            for _ in range(2)
+        )
+        alone = graph.capture(lambda x: x + 1, outputs="copy", verify=False)
+    few, many = (torch.ones(n) for n in (4, 8))
+    for turn in range(6):
+        if turn == 4:
+            began = time.perf_counter_ns()
+        for x in (few, many):
+            f(x)
+            alone(x)
+            if turn < 3:
+                early(x)
+    if comm.rank == 0:
+        f.entries.drop(next(iter(f.entries)))
+    ((name, found),) = own_times(comm, [f, early, alone]).items()
+    assert_equal((name, len(found)), (f.name, 4), "as many as the flag says")
+    assert_equal(all(first >= began for first, _ in found), True, f"the last four: {found}")
+    kept = [len(times.replays(Deadline(1)) or ()) for _, times in alone.entries.times.parts()]
+    assert_equal(sum(kept), 0, "a function without collectives is not timed")
+
+
 @runs_on("unified_ranks")
 def test_drift_that_was_not_timed(comm: Any) -> None:
     f = graph.capture(lambda x: ops.all_reduce(x), outputs="copy")
@@ -85,7 +114,8 @@ def test_drift_that_was_not_timed(comm: Any) -> None:
         f(torch.ones(2, device=comm.device))
     report = graph.report(f, drift=0)
     assert_equal(report.drift, [], "rows")
-    assert_equal("set FLAGS_graph_drift=100" in str(report), True, "the remedy")
+    for text in (str(report), report.page()):
+        assert_equal("set FLAGS_graph_drift=100" in text, True, "the remedy")
     assert_equal(graph.report(f).drift, None, "without a comparison")
     with raises(graph.GraphError, "drift=True", "number of a ring"):
         graph.report(f, drift=True)
@@ -100,6 +130,25 @@ def test_clocks_of_hosts(comm: Any) -> None:
     offsets = _clock_offsets(comm, list(range(comm.size)))
     assert_equal(offsets[0], 0, "the first member")
     assert_equal(all(abs(offset) < 1e9 for offset in offsets), True, f"as two hosts: {offsets}")
+
+
+@runs_on("three_ranks")
+def test_clocks_of_two_hosts(comm: Any) -> None:
+    """Members of one host have one offset, also where another host takes part."""
+    _, second, third = _clock_offsets(comm, [1, 2, 2])
+    assert_equal(second, third, "one clock")
+
+
+def test_report_while_another_thread_captures() -> None:
+    """Kinds that are captured or released meanwhile do not disturb the rows of others."""
+    f = graph.capture(lambda x: x + 1, outputs="copy", verify=False)
+    for n in (1, 2):
+        f(torch.ones(n))
+    rows = _captured(f)
+    first = next(rows)
+    f(torch.ones(3))
+    f.entries.drop(next(iter(f.entries)))
+    assert [row["function"] for row in (first, *rows)] == [f.name] * 2
 
 
 @runs_on("unified_ranks")

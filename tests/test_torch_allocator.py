@@ -74,6 +74,14 @@ def test_torch_before_commlib(program: str) -> None:
         assert (words in err) == (code == 1)
 
 
+@pytest.mark.parametrize("command", ["flags", "doctor"])
+def test_commands_show_contradictions(command: str) -> None:
+    """The command imports commlib too, and would run without the allocator that it was given."""
+    settings = {FLAG: "1", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
+    code, out, err = run("-m", "commlib", command, COLUMNS="400", **settings)
+    assert (code != 0) and f"{FLAG}=1 contradicts" in out + err, f"{code}\n{out}\n{err}"
+
+
 def test_doctor_names_it() -> None:
     name = "native" if torch.backends.cuda.is_built() else "none: CPU build"
     assert ("torch takes GPU memory from", name) in versions()

@@ -14,7 +14,7 @@ def commands(ctx: click.Context) -> None:
     """One set of communicators for eager, compiled and captured PyTorch code."""
     if ctx.invoked_subcommand != "doctor":  # the doctor shows unreadable flags itself
         try:
-            flags.rows()
+            flags.check()
         except FlagError as error:
             _reject(ctx, str(error))
 

@@ -80,7 +80,7 @@ def _complaints() -> Iterator[str]:
             f"the driver supports CUDA {_driver()}, but torch {torch.__version__} can't use it; "
             f"install a torch built for that CUDA"
         )
-    for subject, read in (("rendezvous", environment.world), ("flags", flags.rows)):
+    for subject, read in (("rendezvous", environment.world), ("flags", flags.check)):
         try:
             read()
         except CommError as error:

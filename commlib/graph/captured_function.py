@@ -201,7 +201,7 @@ class CapturedFunction(Generic[P, R]):
             check_hidden(self._keys.around.modules)
         weights = [*self._keys.around.weights, *self._keys.grads.leaves]
         reach = Reach(weights, self._keys.around.modules)
-        first = FirstCall(self.fn, self.options, self._schedule, device, reach)
+        first = FirstCall(self.fn, self.options, self._schedule, device, reach, self.entries.times)
         self._keys.around.before_call(*call.given)
         wanted = [x.requires_grad for x in call.tensors]
         result: R = first.counted.make(call)

@@ -9,9 +9,10 @@ from typing import Any
 
 from commlib.core.manager import CommContextManager
 from commlib.core.ring import Ring
-from commlib.errors import GraphError
+from commlib.deadlines import Deadline
+from commlib.errors import CommTimeout, GraphError
 from commlib.graph.captured_function import CapturedFunction
-from commlib.graph.recording.replay_times import Replay
+from commlib.graph.recording.replay_times import Replay, ReplayTimes
 from commlib.rendezvous.host_exchange import host_number
 
 _ROUNDS = 9  # exchanges from which the offset between two hosts' clocks is estimated
@@ -24,7 +25,8 @@ def drift_over(
 ) -> list[dict[str, Any]]:
     """Compare the times of replays with the members of a ring; each of them calls it.
 
-    Blocks the host, at most the ring's timeout. Waits for the GPU's work so far.
+    Blocks the host until the replays have ended and all members have called it. Each of these waits
+    takes at most the ring's timeout.
 
     Args:
         ring_id: The number of the ring.
@@ -36,7 +38,7 @@ def drift_over(
     Raises:
         GraphError: ``ring_id`` is not a number of a ring.
         RingError: There is no such ring.
-        CommTimeout: Members are late.
+        CommTimeout: Members are late, or replays of this rank have not ended.
     """
     if isinstance(ring_id, bool) or not isinstance(ring_id, int):
         raise GraphError(
@@ -44,7 +46,7 @@ def drift_over(
             f"all ranks of commlib.init()"
         )
     ring = CommContextManager.instance().get(ring_id)
-    mine = {"host": host_number(), "times": own_times(functions)}
+    mine = {"host": host_number(), "times": own_times(ring, functions)}
     told = [json.loads(data) for data in ring._hosts.exchange_bytes(json.dumps(mine).encode())]
     offsets = _clock_offsets(ring, [each["host"] for each in told])
     names = sorted({name for each in told for name in each["times"]})
@@ -61,30 +63,43 @@ def drift_over(
     ]
 
 
-def own_times(functions: Iterable[CapturedFunction[..., Any]]) -> dict[str, Times]:
-    """Return this rank's replays with collectives by name of the function, in their order.
+def own_times(ring: Ring, functions: Iterable[CapturedFunction[..., Any]]) -> dict[str, Times]:
+    """Return this rank's last replays with collectives by name of the function, in their order.
 
-    All kinds and slots of a function are one list: other ranks may have used another slot.
+    All kinds and slots of a function are one list: other ranks may have used another slot. So are
+    functions of one name. Each keeps its last replays, so that no list reaches further back than
+    the one with the fewest.
     """
-    found: dict[str, list[Replay]] = {}
+    found: dict[str, list[ReplayTimes]] = {}
     for function in functions:
-        for call in function.entries.captured:
-            for i, segments in enumerate(call.graphs):
-                name = f"{function.name} (backward)" if i else function.name
-                if segments.times is not None and segments.collectives:
-                    found.setdefault(name, []).extend(segments.times.replays())
-    return {
-        name: [(replay.began, replay.ended) for replay in sorted(replays)]
-        for name, replays in found.items()
-        if replays
-    }
+        for part, times in function.entries.times.parts():
+            name = function.name if part == "forward" else f"{function.name} ({part})"
+            found.setdefault(name, []).append(times)
+    deadline, lists = Deadline(ring.timeout), {}
+    for name, every in found.items():
+        replays = [replay for times in every for replay in _ended(ring, name, times, deadline)]
+        last = sorted(replays)[-min(times.most for times in every) :]
+        if last:
+            lists[name] = [(replay.began, replay.ended) for replay in last]
+    return lists
+
+
+def _ended(ring: Ring, name: str, times: ReplayTimes, deadline: Deadline) -> list[Replay]:
+    replays = times.replays(deadline)
+    if replays is None:
+        raise CommTimeout(
+            f"{ring._describe('report(drift=...)')}: replays of {name} have not ended within "
+            f"{deadline.seconds:g} s; expected the same calls on all members; run "
+            f"ring.check() on each of them"
+        )
+    return replays
 
 
 def _clock_offsets(ring: Ring, hosts: Sequence[int]) -> list[int]:
     """Return by how many ns each member's clock is ahead of the first member's.
 
-    Processes of one host have one clock. Between hosts, members leave an exchange at about the same
-    moment: the median of several is exact to about the time of one exchange.
+    Processes of one host have one clock, which its first member reads. Between hosts, members leave
+    an exchange at about the same moment: the median of several is exact to about the time of one.
     """
     if len(set(hosts)) == 1:
         return [0] * len(hosts)
@@ -93,8 +108,9 @@ def _clock_offsets(ring: Ring, hosts: Sequence[int]) -> list[int]:
         ring._hosts.exchange([])
         marks.append(time.perf_counter_ns())
     rows = ring._hosts.exchange(marks)
+    clocks = [rows[hosts.index(host)] for host in hosts]
     return [
-        round(statistics.median(a - b for a, b in zip(row, rows[0], strict=True))) for row in rows
+        round(statistics.median(a - b for a, b in zip(row, rows[0], strict=True))) for row in clocks
     ]
 
 

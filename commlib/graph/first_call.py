@@ -16,6 +16,7 @@ from commlib.graph.recording.counted_call import CountedCall
 from commlib.graph.recording.findings import Findings
 from commlib.graph.recording.recorded_call import Recipe
 from commlib.graph.recording.rehearsal import rehearse
+from commlib.graph.recording.replay_times import FunctionTimes
 from commlib.graph.replaying.captured_call import CapturedCall
 from commlib.graph.replaying.compare import Noise
 from commlib.graph.replaying.entries import Entry
@@ -53,7 +54,9 @@ class FirstCall:
         schedule: Schedule,
         device: torch.device,
         reach: Reach,
+        times: FunctionTimes,
     ) -> None:
+        self._times = times
         self._fn, self._options, self._schedule = fn, options, schedule
         self._backend = backend_of(device)
         self.findings = Findings(weakref.WeakSet(reach.modules))
@@ -82,6 +85,7 @@ class FirstCall:
             self._backend,
             findings,
             copy,
+            self._times,
             own_inputs,
             unseen=unseen,
             lends_gradients=options.gradients == "borrow" and guards_memory,

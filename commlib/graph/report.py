@@ -74,7 +74,7 @@ class Report(list[Row]):
         """Return an HTML page with the tables, and the key and collectives of each call."""
         tables = html_table(_COLUMNS, self, _details) + html_table(_MEMORY, self.memory)
         if self.drift is not None:
-            tables += html_table(_DRIFT, self.drift)
+            tables += html_table(_DRIFT, self.drift) if self.drift else f"<p>{_NO_TIMES}</p>"
         style = "body{font:14px sans-serif}td,th{padding:2px 10px;text-align:left}"
         return (
             f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>Graphs</title>'
@@ -99,8 +99,8 @@ def report(
         graphed: The captured function, or result of ``backend.apply``, to report; None reports all.
         html: A file for the same report as an HTML page.
         drift: The number of a ring whose members compare their replays. Every member calls
-            ``report`` with it, after the same calls. The host then waits for the GPU's work so far,
-            and for the other members, at most the ring's timeout.
+            ``report`` with it, after the same calls. The host then waits for these replays, and for
+            the other members, each at most the ring's timeout.
 
     Returns:
         A list of dicts. A call that stayed eager has ``function``, ``key`` and ``eager`` only. An
@@ -145,7 +145,8 @@ def report(
     Raises:
         GraphError: ``drift`` is not a number.
         RingError: There is no such ring here.
-        CommTimeout: Members of the ring have not called ``report`` in time.
+        CommTimeout: Members of the ring have not called ``report`` in time, or replays have not
+            ended.
     """
     compiled = [graphed] if isinstance(graphed, Region) else [] if graphed else [*regions]
     if isinstance(graphed, CapturedFunction):
@@ -192,13 +193,13 @@ def _microseconds(seconds: float | None) -> float | None:
 
 
 def _parts(one: CapturedFunction) -> Iterator[tuple[Any, CapturedCall]]:
-    for key, entry in one.entries.items():
+    for key, entry in [*one.entries.items()]:  # other threads may capture, and release
         for part in entry.parts:
             yield key, part
 
 
 def _eager(one: CapturedFunction) -> Iterator[Row]:
-    for key, reason in one.eager.items():
+    for key, reason in [*one.eager.items()]:
         yield {"function": one.name, "key": key, "eager": reason}
 
 

@@ -25,7 +25,7 @@ class CudaRecording:
     ) -> None:
         """Know the graph; ``memory``: what it allocates itself (cudaMallocAsync)."""
         self._graph, self.nodes, self.nbytes, self._host = graph, nodes, nbytes, host
-        self._memory = memory
+        self._memory, self._released = memory, False
         self.reads = host.reads
         if host.empty and memory is None:
             self.replay = graph.replay  # type: ignore[method-assign]  # nothing between
@@ -40,7 +40,10 @@ class CudaRecording:
             self.replay = self._graph.replay  # type: ignore[method-assign]
 
     def release(self) -> None:
-        """Destroy the graph; communicators that it uses must still be there."""
+        """Destroy the graph, once; communicators that it uses must still be there."""
+        if self._released:
+            return
+        self._released = True
         memory, self._memory = self._memory, None
         if _busy():
             _late.append((self._graph, memory))
@@ -49,12 +52,8 @@ class CudaRecording:
             _destroy(self._graph, memory)
 
     def __del__(self) -> None:
-        if sys.is_finalizing():
-            return
-        if _busy():
-            _late.append((self._graph, self._memory))
-        elif self._memory is not None:
-            _destroy(self._graph, self._memory)
+        if not sys.is_finalizing():
+            self.release()
 
 
 def _busy() -> bool:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from commlib import flags
 from commlib.graph.backends.base import Backend, Pool
 from commlib.graph.recording.eager_parts import EagerSegment
+from commlib.graph.recording.replay_times import ReplayTimes
 from commlib.graph.recording.segments import Segments, TimedSegments
 from commlib.graph.watching.capture_query import reporting
 from commlib.graph.watching.runs import (
@@ -36,6 +36,7 @@ class Settings(NamedTuple):
         constants: Memory of the forward that holds the same at each call, in a backward.
         undo: Notes what eager parts change, where that does not count.
         done: What the eager parts did in a verified call, to be done again in their place.
+        times: Where the times of replays are kept.
     """
 
     generators: Sequence[torch.Generator] = ()
@@ -46,6 +47,7 @@ class Settings(NamedTuple):
     constants: dict[int, StorageWeakRef] = {}  # noqa: RUF012  # never changed
     undo: UndoLog | None = None
     done: Sequence[DonePart] | None = None
+    times: ReplayTimes | None = None
 
 
 class CaptureRun:
@@ -54,11 +56,11 @@ class CaptureRun:
     def __init__(self, backend: Backend, settings: Settings) -> None:
         self._backend, self._settings = backend, settings
         self._done = None if settings.done is None else list(settings.done)
-        timed, reports = flags.get(flags.GRAPH_DRIFT), settings.reports_capture
+        times, reports = settings.times, settings.reports_capture
         self.segments = (
-            TimedSegments(backend, timed, reports_capture=reports)
-            if timed
-            else Segments(backend, reports_capture=reports)
+            Segments(backend, reports_capture=reports)
+            if times is None
+            else TimedSegments(backend, times, reports_capture=reports)
         )
 
     @contextmanager

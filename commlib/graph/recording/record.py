@@ -11,6 +11,7 @@ from commlib.graph.operators.unsupported import check_reads
 from commlib.graph.recording.capture_run import CaptureRun, Settings
 from commlib.graph.recording.findings import Findings
 from commlib.graph.recording.rank_agreement import settle
+from commlib.graph.recording.replay_times import ReplayTimes
 from commlib.graph.recording.segments import Segments
 from commlib.graph.watching.host import OtherValue
 from commlib.graph.watching.runs import DonePart
@@ -33,6 +34,7 @@ def record(
     pool: Pool | None = None,
     before: Segments | None = None,
     done: Sequence[DonePart] | None = None,
+    times: ReplayTimes | None = None,
 ) -> tuple[Segments, Any]:
     """Capture ``fn``; every member of its rings succeeds, or all of them raise.
 
@@ -45,6 +47,7 @@ def record(
         pool: Its own memory, in place of what all graphs share.
         before: The forward of a backward.
         done: What the eager parts have done already in a verified call.
+        times: Where the times of replays are kept.
 
     Returns:
         The graphs, and what ``fn`` returned.
@@ -67,6 +70,7 @@ def record(
         constants,
         undo,
         done,
+        times,
     )
     run = CaptureRun(backend, settings)
     segments, problem, result = run.segments, None, None

@@ -20,6 +20,7 @@ from commlib.graph.python.python_state import PythonState
 from commlib.graph.recording.findings import Findings
 from commlib.graph.recording.inputs import Inputs, Touched
 from commlib.graph.recording.record import record
+from commlib.graph.recording.replay_times import FunctionTimes
 from commlib.graph.recording.segments import Segments
 from commlib.graph.watching.runs import DonePart
 
@@ -34,6 +35,7 @@ class Recipe(NamedTuple):
         backend: What captures it.
         findings: What the runs before the capture have shown.
         copy: Whether outputs are copies.
+        times: Where the times of replays are kept.
         own_inputs: Whether arguments are read from the graphs' own memory from the start.
         rooms: For each leaf of the result, where it is to lie if the graph makes it.
         unseen: Tensors that it writes, and no operator says so: of the arguments their positions.
@@ -45,6 +47,7 @@ class Recipe(NamedTuple):
     backend: Backend
     findings: Findings
     copy: bool
+    times: FunctionTimes
     own_inputs: bool = False
     rooms: Sequence[torch.Tensor | None] = ()
     unseen: Sequence[torch.Tensor | int] = ()
@@ -122,6 +125,7 @@ def record_call(
             again=again,
             pool=recipe.pool,
             done=done,
+            times=recipe.times.of("forward", recipe.backend.device),
         )
     without_grads(given, call.tensors)
     inputs.fix(read)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from commlib.deadlines import Deadline
 from commlib.streams import capturing
 
 _numbers = count()  # of the replays of all functions, in their order
@@ -33,42 +34,48 @@ class _Marks(NamedTuple):
 class _Clock(Protocol):
     """Marks moments, and says later when they were."""
 
-    def mark(self, used: Any) -> Any:
-        """Return a mark of this moment; ``used``: None, or one that may be used again."""
+    def mark(self) -> Any:
+        """Return a mark of this moment."""
 
-    def read(self, marks: Iterable[_Marks]) -> list[Replay]:
-        """Return when marked replays were."""
+    def read(self, marks: Iterable[_Marks], deadline: Deadline) -> list[Replay] | None:
+        """Return when marked replays were; None if they have not ended at the deadline."""
 
 
 class _HostClock:
     """The clock of the host, which all its processes share; a mark is the time in ns."""
 
-    def mark(self, used: Any) -> int:
+    def mark(self) -> int:
         return time.perf_counter_ns()
 
-    def read(self, marks: Iterable[_Marks]) -> list[Replay]:
+    def read(self, marks: Iterable[_Marks], deadline: Deadline) -> list[Replay]:
         return [Replay(*each) for each in marks]
 
 
 class _GpuClock:
-    """The clock of a GPU; a mark is an event on the current stream."""
+    """The clock of a GPU; a mark is an event on the current stream.
+
+    An event is not used again: another thread may be reading it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def mark(self, used: torch.cuda.Event | None) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True) if used is None else used
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def read(self, marks: Iterable[_Marks]) -> list[Replay]:
-        """Wait for the GPU's work so far, and place events on the host clock by one more event.
+    def read(self, marks: Iterable[_Marks], deadline: Deadline) -> list[Replay] | None:
+        """Place events on the host clock by one more event.
 
-        That is exact to some 10 µs; the length of a replay is exact to 1 µs.
+        That is exact to some 10 µs; the length of a replay is exact to 1 µs. The events are waited
+        for, not the GPU: another thread may be capturing.
         """
-        torch.cuda.synchronize(self._device)
-        now = self.mark(None)
-        now.synchronize()
+        if not all(deadline.poll(each.ended.query) for each in marks):
+            return None
+        now = self.mark()
+        if not deadline.poll(now.query, longest_sleep=0):  # a pause would count as its time
+            return None
         host = time.perf_counter_ns()
         found = []
         for number, began, ended in marks:
@@ -78,13 +85,16 @@ class _GpuClock:
 
 
 class ReplayTimes:
-    """The beginnings and ends of the last replays of one captured stretch of work."""
+    """The beginnings and ends of the last replays of one function on one device.
+
+    Attributes:
+        most: How many are kept.
+    """
 
     def __init__(self, device: torch.device, most: int) -> None:
-        """Keep those of ``most`` replays."""
-        self._on_gpu, self._most = device.type == "cuda", most
+        self.most, self._on_gpu = most, device.type == "cuda"
         self._clock: _Clock = _GpuClock(device) if self._on_gpu else _HostClock()
-        self._last: deque[_Marks] = deque()
+        self._last: deque[_Marks] = deque(maxlen=most)
 
     @contextmanager
     def timing(self) -> Iterator[None]:
@@ -92,12 +102,29 @@ class ReplayTimes:
         if self._on_gpu and capturing():  # events of a capture by hand have no times
             yield
             return
-        full = len(self._last) == self._most
-        used = self._last.popleft() if full else _Marks(0, None, None)
-        began = self._clock.mark(used.began)
+        began = self._clock.mark()
         yield
-        self._last.append(_Marks(next(_numbers), began, self._clock.mark(used.ended)))
+        self._last.append(_Marks(next(_numbers), began, self._clock.mark()))
 
-    def replays(self) -> list[Replay]:
-        """Return the last replays, the oldest first; waits for the GPU's work so far."""
-        return self._clock.read(list(self._last))
+    def replays(self, deadline: Deadline) -> list[Replay] | None:
+        """Return the last replays, in their order; None if some have not ended at the deadline."""
+        return self._clock.read(list(self._last), deadline)
+
+
+class FunctionTimes:
+    """The times of a function's replays: one list per part and device for all kinds and slots."""
+
+    def __init__(self, most: int) -> None:
+        """Keep those of ``most`` replays per list; 0: none, and no replay is timed."""
+        self._most = most
+        self._lists: dict[tuple[str, torch.device], ReplayTimes] = {}
+
+    def of(self, part: str, device: torch.device) -> ReplayTimes | None:
+        """Return where the times of ``part``, forward or backward, are kept."""
+        if not self._most:
+            return None
+        return self._lists.setdefault((part, device), ReplayTimes(device, self._most))
+
+    def parts(self) -> list[tuple[str, ReplayTimes]]:
+        """Return each part with its times."""
+        return [(part, times) for (part, _), times in list(self._lists.items())]

@@ -1,6 +1,8 @@
 """A captured stretch of a program: graphs, and the eager parts between them."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cached_property
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -25,10 +27,7 @@ class Segments:
         own: How many operators are the function's own; copies of its outputs follow.
         broken: Whether parts lie outside, so that the capture has already run.
         reports_capture: The answer when the function asks whether it is captured.
-        times: When the last replays began and ended, where that is kept.
     """
-
-    times: ReplayTimes | None = None
 
     def __init__(self, backend: Backend, *, reports_capture: bool) -> None:
         self._backend = backend
@@ -124,18 +123,20 @@ class Segments:
 
 
 class TimedSegments(Segments):
-    """Segments that keep when their last replays began and ended."""
+    """Segments whose replays are timed if they have collectives."""
 
-    times: ReplayTimes
-
-    def __init__(self, backend: Backend, most: int, *, reports_capture: bool) -> None:
-        """Keep the times of ``most`` replays."""
+    def __init__(self, backend: Backend, times: ReplayTimes, *, reports_capture: bool) -> None:
+        """``times``: where the beginning and the end of each replay are kept."""
         super().__init__(backend, reports_capture=reports_capture)
-        self.times = ReplayTimes(backend.device, most)
+        self._times = times
+
+    @cached_property
+    def _timed(self) -> bool:
+        return bool(self.collectives)  # all of them: replays follow the capture
 
     def replay(self, done: Sequence[DonePart] | None = None) -> None:
         """Run all of it, between two marks on the current stream."""
-        with self.times.timing():
+        with self._times.timing() if self._timed else nullcontext():
             super().replay(done)
 
 

@@ -4,8 +4,10 @@ from collections import Counter
 from types import FrameType
 from typing import Any, Protocol
 
+from commlib import flags
 from commlib.errors import GraphError
 from commlib.graph.calls.cache_key import Arguments
+from commlib.graph.recording.replay_times import FunctionTimes
 from commlib.graph.replaying.captured_call import CapturedCall
 
 
@@ -48,10 +50,15 @@ _OFTEN = 8  # times that this happens
 
 
 class Entries(dict[Any, Entry]):
-    """The entries by key."""
+    """The entries by key.
+
+    Attributes:
+        times: When the last replays began and ended, also those of entries that were released.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.times = FunctionTimes(flags.get(flags.GRAPH_DRIFT))
         self._replaced: Counter[Any] = Counter()  # by key: graphs whose tensors were replaced
 
     @property

@@ -116,6 +116,7 @@ class Slot:
             again=again,
             pool=self._recipe.pool,
             before=forward,
+            times=self._recipe.times.of("backward", self._recipe.backend.device),
         )
         places = [i for i, tensor in enumerate(self._tensors) if tensor.requires_grad]
         found = zip(places, grads, strict=True)
