@@ -61,7 +61,7 @@ def get(name: str) -> Any:
     Raises:
         FlagError: The name is unknown, or the text in the environment can't be parsed.
     """
-    flag = _flag(name)
+    flag = FLAGS.get(name) or _flag(name)
     return _frozen[name] if name in _frozen else _current(flag)[0]
 
 
