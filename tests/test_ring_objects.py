@@ -126,6 +126,23 @@ def test_bad_input(ring: Any) -> None:
 
 
 @runs_on("ranks")
+def test_different_calls(ring: Any) -> None:
+    """Members that call different things learn it, without FLAGS_comm_check, and go on."""
+    first = ring.rank == 0
+    calls: list[tuple[Any, Any, str]] = [
+        (lambda: ring.broadcast_object(1, root=0), lambda: ring.broadcast_object(1, root=1), "=1"),
+        (lambda: ring.broadcast_object(1, root=1), lambda: ring.scatter_object(0, root=0), "=0"),
+        (lambda: ring.gather_object(1, root=0), lambda: ring.all_gather_object(1), "all_gather"),
+        (lambda: ring.split(0), lambda: ring.all_gather_object("text"), "all_gather_object"),
+        (lambda: ring.exchange([1]), lambda: ring.split(0), "split"),
+    ]
+    for one, other, shown in calls:
+        with raises(MismatchError, "detected mismatch", f"on ring {ring.ring_id}", shown):
+            one() if first else other()
+        assert_equal(ring.all_gather_object(ring.rank), [0, 1], "the ring stays usable")
+
+
+@runs_on("ranks")
 def test_late_and_different(ring: Any) -> None:
     short = commlib.new_ring(313, ring.ranks, timeout=1)
     with commlib.flags.override("FLAGS_comm_check", 2):
