@@ -66,6 +66,9 @@ def test_values(ring: Any) -> None:
     long = "x" * (10_000 * (1 + ring.rank))
     assert_equal([len(one) for one in ring.all_gather_object(long)], [10_000, 20_000], "lengths")
     assert_equal(ring.all_gather_object(None), [None] * ring.size, "None")
+    sizes = [0, 100_000]
+    rows = ring.all_gather_object(b"x" * sizes[ring.rank])
+    assert_equal([len(row) for row in rows], sizes, "bytes, on one rank none")
 
 
 @runs_on("three_ranks")
@@ -89,6 +92,8 @@ def test_code_is_refused_unless_asked_for(ring: Any) -> None:
     for pickle in (False, True):
         with raises(ArgumentError, "all_gather_object", "type function can't be carried"):
             ring.all_gather_object(lambda: None, pickle=pickle)
+    with raises(ArgumentError, "type int can't be carried", "torch can't read it as data"):
+        ring.all_gather_object(10**1000)
     rows = ring.all_gather_object(Setting(ring.rank), pickle=True)
     assert_equal([row.x for row in rows], [0, 1], "pickle=True on every rank")
     with torch.serialization.safe_globals([Setting]):
