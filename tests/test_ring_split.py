@@ -1,6 +1,8 @@
 """ring.split: members of one color form a new ring, in the order of their keys."""
 
+import gc
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -90,6 +92,22 @@ def test_bad_input(ring: Any) -> None:
             ring.split(0, key)
     with raises(ArgumentError, "timeout=-1"):
         ring.split(0, timeout=-1)
+    ring.barrier()
+
+
+@runs_on("ranks")
+def test_closed_rings_are_not_kept(ring: Any) -> None:
+    """The next ring takes the name of a closed one, and its place in memory."""
+    first = ring.split(0, name="part")
+    place, number = weakref.ref(first), first.ring_id
+    first.close()
+    del first
+    second = ring.split(0, name="part")
+    gc.collect()
+    assert_equal(place() is None, True, "the closed ring is freed")
+    assert_equal(commlib.comm("part") is second, True, "name")
+    commlib.close_ring(number)  # it counts as closed
+    commlib.close_ring(second.ring_id)
     ring.barrier()
 
 
