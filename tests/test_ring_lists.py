@@ -205,10 +205,15 @@ def test_bad_input(ring: Any) -> None:
         ring.gather(good, x, root=7)
     with raises(ArgumentError, "out requires grad"):
         ring.all_gather([part.requires_grad_() for part in short], x[:2])
-    with raises(ArgumentError, "a group is open already"), ring.group():
-        ring.all_gather(good, x)
-    with raises(ArgumentError, "fenced=False"):
-        ring.all_gather(good, x, use_calc_stream=False, fenced=False)
+    for one in (
+        lambda **how: ring.all_gather(good, x, **how),
+        lambda **how: ring.gather(good, x, root=0, **how),
+        lambda **how: ring.scatter(x, good, root=0, **how),
+    ):
+        with raises(ArgumentError, "a group is open already"), ring.group():
+            one()
+        with raises(ArgumentError, "fenced=False"):
+            one(use_calc_stream=False, fenced=False)
     with raises(ArgumentError, "use_calc_stream=False"):
         ring.all_gather(good, x, sync_op=False)
     ring.barrier()
