@@ -135,7 +135,7 @@ def test_shared_memory(ring: Any) -> None:
     own = torch.arange(6.0) + 10 * ring.rank
     out = own[slice(*more[ring.rank])]
     ring.reduce_scatter(out, [own[slice(*one)] for one in at])
-    total = sum(torch.arange(6.0) + 10 * rank for rank in range(3))
+    total = 3 * torch.arange(6.0) + 10 * sum(range(3))
     assert_bits_equal(out, total[slice(*at[ring.rank])], "reduce_scatter")
     own = torch.arange(6.0) + 10 * ring.rank
     outs = [own[slice(*one)] for one in at]
@@ -205,11 +205,12 @@ def test_bad_input(ring: Any) -> None:
         ring.gather(good, x, root=7)
     with raises(ArgumentError, "out requires grad"):
         ring.all_gather([part.requires_grad_() for part in short], x[:2])
-    for one in (
+    forms: list[Any] = [
         lambda **how: ring.all_gather(good, x, **how),
         lambda **how: ring.gather(good, x, root=0, **how),
         lambda **how: ring.scatter(x, good, root=0, **how),
-    ):
+    ]
+    for one in forms:
         with raises(ArgumentError, "a group is open already"), ring.group():
             one()
         with raises(ArgumentError, "fenced=False"):
