@@ -142,7 +142,7 @@ def test_ids_are_agreed_while_threads_reserve_others() -> None:
 
     threads = []
     for ring in "ab":
-        rounds: list[Any] = [([[], []], threading.Barrier(2)) for _ in range(20)]
+        rounds: list[Any] = [([[], []], threading.Barrier(2)) for _ in range(500)]
         threads += [
             threading.Thread(target=agree, args=(member, ring, list(rounds))) for member in (0, 1)
         ]
