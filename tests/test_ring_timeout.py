@@ -139,7 +139,7 @@ def test_longer_than_the_ring(cpu_ranks: Ranks) -> None:
 
 
 def second_waiter(ring: Any) -> None:
-    """Another thread waits for the same Work without a deadline of its own."""
+    """Another thread waits for the same Work, without a deadline."""
     own: Any = commlib.new_ring(322, ring.ranks, timeout=AGES_S)
     own.barrier()
     if own.rank == 0:
