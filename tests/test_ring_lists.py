@@ -128,6 +128,32 @@ def test_adjacent_outputs_take_no_copy(ring: Any) -> None:
         assert_equal(adjacent(parts), None, "not adjacent")
 
 
+@runs_on("three_ranks")
+def test_shared_memory(ring: Any) -> None:
+    """An output that overlaps another rank's part: all parts are read before it is written."""
+    at, more = [(0, 3), (3, 5), (5, 6)], [(2, 5), (0, 2), (0, 1)]
+    own = torch.arange(6.0) + 10 * ring.rank
+    out = own[slice(*more[ring.rank])]
+    ring.reduce_scatter(out, [own[slice(*one)] for one in at])
+    total = 3 * torch.arange(6.0) + 10 * sum(range(3))
+    assert_bits_equal(out, total[slice(*at[ring.rank])], "reduce_scatter")
+    own = torch.arange(6.0) + 10 * ring.rank
+    outs = [own[slice(*one)] for one in at]
+    ring.all_gather(outs, own[slice(*more[ring.rank])])
+    expected = [torch.arange(6.0)[slice(*more[r])] + 10 * r for r in range(3)]
+    check(outs, expected, "all_gather")
+
+
+@runs_on("ranks")
+def test_inference_tensors(ring: Any) -> None:
+    """Outputs that were made in inference mode are filled outside of it, as single ones are."""
+    with torch.inference_mode():
+        outs = [torch.zeros(3, device=ring.device) for _ in range(ring.size)]
+    for mode in MODES:
+        finished(ring.all_gather(outs, torch.ones(3, device=ring.device) + ring.rank, **mode), mode)
+        check(outs, [torch.ones(3) + rank for rank in range(ring.size)], f"{mode}")
+
+
 @runs_on("ranks")
 def test_captured(ring: Any) -> None:
     """Copies after the call are operators of the program: a graph has them."""
@@ -179,10 +205,16 @@ def test_bad_input(ring: Any) -> None:
         ring.gather(good, x, root=7)
     with raises(ArgumentError, "out requires grad"):
         ring.all_gather([part.requires_grad_() for part in short], x[:2])
-    with raises(ArgumentError, "a group is open already"), ring.group():
-        ring.all_gather(good, x)
-    with raises(ArgumentError, "fenced=False"):
-        ring.all_gather(good, x, use_calc_stream=False, fenced=False)
+    forms: list[Any] = [
+        lambda **how: ring.all_gather(good, x, **how),
+        lambda **how: ring.gather(good, x, root=0, **how),
+        lambda **how: ring.scatter(x, good, root=0, **how),
+    ]
+    for one in forms:
+        with raises(ArgumentError, "a group is open already"), ring.group():
+            one()
+        with raises(ArgumentError, "fenced=False"):
+            one(use_calc_stream=False, fenced=False)
     with raises(ArgumentError, "use_calc_stream=False"):
         ring.all_gather(good, x, sync_op=False)
     ring.barrier()

@@ -66,6 +66,9 @@ def test_values(ring: Any) -> None:
     long = "x" * (10_000 * (1 + ring.rank))
     assert_equal([len(one) for one in ring.all_gather_object(long)], [10_000, 20_000], "lengths")
     assert_equal(ring.all_gather_object(None), [None] * ring.size, "None")
+    sizes = [0, 100_000]
+    rows = ring.all_gather_object(b"x" * sizes[ring.rank])
+    assert_equal([len(row) for row in rows], sizes, "bytes, on one rank none")
 
 
 @runs_on("three_ranks")
@@ -89,6 +92,8 @@ def test_code_is_refused_unless_asked_for(ring: Any) -> None:
     for pickle in (False, True):
         with raises(ArgumentError, "all_gather_object", "type function can't be carried"):
             ring.all_gather_object(lambda: None, pickle=pickle)
+    with raises(ArgumentError, "type int can't be carried", "torch can't read it as data"):
+        ring.all_gather_object(10**1000)
     rows = ring.all_gather_object(Setting(ring.rank), pickle=True)
     assert_equal([row.x for row in rows], [0, 1], "pickle=True on every rank")
     with torch.serialization.safe_globals([Setting]):
@@ -123,6 +128,23 @@ def test_bad_input(ring: Any) -> None:
         with raises(ArgumentError, "scatter_object on ring 0", "expected a list of 2 objects"):
             ring.scatter_object(objs, root=ring.rank)
     ring.barrier()
+
+
+@runs_on("ranks")
+def test_different_calls(ring: Any) -> None:
+    """Members that call different things learn it, without FLAGS_comm_check, and go on."""
+    first = ring.rank == 0
+    calls: list[tuple[Any, Any, str]] = [
+        (lambda: ring.broadcast_object(1, root=0), lambda: ring.broadcast_object(1, root=1), "=1"),
+        (lambda: ring.broadcast_object(1, root=1), lambda: ring.scatter_object(0, root=0), "=0"),
+        (lambda: ring.gather_object(1, root=0), lambda: ring.all_gather_object(1), "all_gather"),
+        (lambda: ring.split(0), lambda: ring.all_gather_object("text"), "all_gather_object"),
+        (lambda: ring.exchange([1]), lambda: ring.split(0), "split"),
+    ]
+    for one, other, shown in calls:
+        with raises(MismatchError, "detected mismatch", f"on ring {ring.ring_id}", shown):
+            one() if first else other()
+        assert_equal(ring.all_gather_object(ring.rank), [0, 1], "the ring stays usable")
 
 
 @runs_on("ranks")

@@ -93,6 +93,14 @@ def test_bad_input(ring: Any) -> None:
             call(op="premul_sum")
         with raises(ArgumentError, "factor=2.0", "premul_sum"):
             call(factor=2.0)
+    alone = commlib.new_ring(311, [ring.rank])
+    assert alone is not None
+    for factor in ("2", [1], 1j, torch.ones(2), 10**400):
+        for one in (ring, alone):
+            with raises(ArgumentError, f"all_reduce on ring {one.ring_id}", "expected a number"):
+                one.all_reduce(x, op="premul_sum", factor=factor)
+    alone.barrier()
+    commlib.close_ring(311)
     with raises(DtypeError, "floating-point", "op='sum'"):
         ring.all_reduce(x.int(), op="premul_sum", factor=0.5)
     ring.barrier()

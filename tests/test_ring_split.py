@@ -1,6 +1,8 @@
 """ring.split: members of one color form a new ring, in the order of their keys."""
 
+import gc
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -94,6 +96,22 @@ def test_bad_input(ring: Any) -> None:
 
 
 @runs_on("ranks")
+def test_closed_rings_are_not_kept(ring: Any) -> None:
+    """The next ring takes the name of a closed one, and its place in memory."""
+    first = ring.split(0, name="part")
+    place, number = weakref.ref(first), first.ring_id
+    first.close()
+    del first
+    second = ring.split(0, name="part")
+    gc.collect()
+    assert_equal(place() is None, True, "the closed ring is freed")
+    assert_equal(commlib.comm("part") is second, True, "name")
+    commlib.close_ring(number)  # it counts as closed
+    commlib.close_ring(second.ring_id)
+    ring.barrier()
+
+
+@runs_on("ranks")
 def test_a_member_that_does_not_call_is_named(ring: Any) -> None:
     short = commlib.new_ring(311, ring.ranks, timeout=1)
     assert short is not None
@@ -124,7 +142,7 @@ def test_ids_are_agreed_while_threads_reserve_others() -> None:
 
     threads = []
     for ring in "ab":
-        rounds: list[Any] = [([[], []], threading.Barrier(2)) for _ in range(20)]
+        rounds: list[Any] = [([[], []], threading.Barrier(2)) for _ in range(500)]
         threads += [
             threading.Thread(target=agree, args=(member, ring, list(rounds))) for member in (0, 1)
         ]

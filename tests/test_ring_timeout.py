@@ -1,5 +1,6 @@
 """A deadline per call: shorter and longer than the ring's, of calls and of waits for a Work."""
 
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -135,6 +136,33 @@ def longer(ring: Any) -> None:
 
 def test_longer_than_the_ring(cpu_ranks: Ranks) -> None:
     cpu_ranks(longer)
+
+
+def second_waiter(ring: Any) -> None:
+    """Another thread waits for the same Work, without a deadline."""
+    own: Any = commlib.new_ring(322, ring.ranks, timeout=AGES_S)
+    own.barrier()
+    if own.rank == 0:
+        work = own.all_reduce(torch.ones(2), **ASYNC)
+        first = threading.Thread(target=work.wait)
+        first.start()
+        while not work._pending._lock.locked():
+            time.sleep(0.001)
+        with raises(CommTimeout, f"did not finish within {SOON_S:g} s", "ring 322", "rank 1"):
+            work.wait(timeout=SOON_S)
+        ring.barrier()
+        first.join()
+        with raises(RingError, "the ring can't be used"):
+            own.barrier()
+    else:
+        ring.barrier()
+        own.all_reduce(torch.ones(2))
+    ring.barrier()
+    commlib.close_ring(322, abort=True)
+
+
+def test_a_second_waiter_is_late(cpu_ranks: Ranks) -> None:
+    cpu_ranks(second_waiter)
 
 
 @runs_on("ranks")

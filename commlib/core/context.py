@@ -66,7 +66,7 @@ class CommContext(Collectives, Split, Bridge):
         place = self.ring_id, self.rank, self.ranks, self.timeout
         reports = None if log is None else CallReports(*place, log)
         self._health = RingHealth(identity, reports)
-        self._hosts = HostExchange(identity, meeting, self._health, compares=self._compares)
+        self._hosts = HostExchange(identity, meeting, self._health)
         self._health.find_dead = self._hosts.dead
         self._engine = (
             SingleRankEngine(identity, self._hosts, self._health, engine.reducer)
@@ -252,6 +252,7 @@ class CommContext(Collectives, Split, Bridge):
             ArgumentError: A value is another one. Nothing is sent and the ring stays usable. The
                 other members wait, at most ``timeout`` seconds, for a correct call.
             CommTimeout: Naming the positions of the members that are late.
+            MismatchError: A member exchanges for another call, such as ``split``.
             EngineError: A member has ended.
             RingError: The ring has failed or is closed.
         """

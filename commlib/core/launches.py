@@ -26,11 +26,12 @@ def launch(
     """Launch ``calls`` as one operation; return ``result``, or a Work where one is unfinished."""
     use_calc_stream, sync_op, fenced, blocks, seconds = mode
     fences = ring._fences
+    late = partial(ring._health.late, calls[-1].collective)
     if fences is None:
         with nullcontext() if seconds is None else ring._engine.limited(seconds):
             handles = _start(ring, calls, grouped)
         wait = partial(_wait, ring, calls, handles, seconds)
-        return begun(Work(result, OnHost(handles, wait, calls)))
+        return begun(Work(result, OnHost(handles, wait, calls, late)))
     if use_calc_stream:
         with ring._engine.bounded(blocks):
             _on_stream(ring, calls, grouped)
@@ -53,7 +54,6 @@ def launch(
     event = torch.cuda.Event()
     event.record(fences.comm)
     capture = capture_of(calc.cuda_stream) if capturing else 0
-    late = partial(ring._health.late, calls[-1].collective)
     work = begun(Work(result, OnStream(event, calc, calls, capture, late)))
     if sync_op:
         ring._unfenced.keep(event, calls)

@@ -58,6 +58,7 @@ def _load(ring: Ring, buffer: io.BytesIO, *, pickle: bool) -> Any:
         return torch.serialization.default_restore_location(storage, target)
 
     buffer.seek(0)
+    torch.serialization.add_safe_globals([bytes])  # no bytes at all are saved as bytes()
     return torch.load(buffer, map_location=placed, weights_only=not pickle)
 
 
@@ -67,10 +68,20 @@ def _refused(
     """Return the error of an object; it names the classes that the program has not allowed."""
     why = str(error)
     if isinstance(error, UnpicklingError):
-        buffer.seek(0)
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
-        why = (
-            f"it contains {', '.join(names)}; pass plain values and tensors, or call "
-            f"torch.serialization.add_safe_globals([...]) with these classes on every rank"
-        )
+        names = _not_allowed(buffer)
+        why = f"torch can't read it as data: {error.__context__ or error}; pass other values"
+        if names:
+            why = (
+                f"it contains {', '.join(names)}; pass plain values and tensors, or call "
+                f"torch.serialization.add_safe_globals([...]) with these classes on every rank"
+            )
     return ArgumentError(f"{ring._describe(collective)}: {what}: {why}")
+
+
+def _not_allowed(buffer: io.BytesIO) -> list[str]:
+    """Return the classes that the program has not allowed, as far as torch can read the data."""
+    buffer.seek(0)
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(buffer))
+    except UnpicklingError:
+        return []

@@ -1,10 +1,13 @@
 """Ids of rings that the program does not number itself: blocks that all members reserve alike."""
 
+import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 # The program's own ids stay below, those of process groups begin at 1 << 20.
 FIRST_ID = 1 << 19
+_PAUSE_S, _LONGEST_PAUSE_S = 1e-3, 0.1  # before another round
 
 Exchange = Callable[[Sequence[int]], list[list[int]]]
 
@@ -30,12 +33,15 @@ class RingIds:
         Returns:
             The first id.
         """
-        mine = self._reserve(count, FIRST_ID, taken)
+        mine, pause = self._reserve(count, FIRST_ID, taken), _PAUSE_S
         while True:
             blocks = [block for [block] in exchange([mine])]
             if min(blocks) == max(blocks):
                 return mine
-            mine = self._reserve(count, max(blocks), taken) if mine < max(blocks) else mine
+            if mine < max(blocks):
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+                time.sleep(random.uniform(0, pause))  # else two rings may overtake for ever
+                mine = self._reserve(count, max(blocks), taken)
 
     def _reserve(self, count: int, at_least: int, taken: Callable[[int], bool]) -> int:
         with self._lock:

@@ -99,14 +99,17 @@ class RingTable:
         return [ring_id for ring_id, ring in self.open.items() if not ring._health.ended]
 
     def usable(self, ring_id: int) -> CommContext | None:
-        """Return the ring if it exists; drop one that was aborted or closed by its own method."""
+        """Return the ring if it exists; drop all that were aborted or closed by their own method.
+
+        Their ids and names are free, and ids that are never used again keep no memory.
+        """
+        for ended in [ring for ring in self.open.values() if ring._health.ended]:
+            del self.open[ended.ring_id]
+            self.closed.add(ended.ring_id)
         known = self.open.get(ring_id)
-        if known is None or known._health.fault is None:
-            return known
-        if not known._health.ended:
+        if known is not None and known._health.fault is not None:
             raise RingError(f"ring {ring_id} exists and can't be used: {known._health.fault}")
-        del self.open[ring_id]
-        return None
+        return known
 
     def check_name(self, ring_id: int, name: str) -> None:
         """Refuse a name that is not text, or that another ring has."""

@@ -47,6 +47,7 @@ class Split(Ring):
         Raises:
             ArgumentError: ``color`` or ``key`` is another value. Nothing is sent and the ring stays
                 usable. The other members wait, at most their timeout, for a correct call.
+            MismatchError: Members have made different calls.
             CommTimeout: Naming the positions of the members that are late.
             RingError: The ring has failed or is closed, or another ring has the name.
         """
@@ -69,7 +70,7 @@ class Split(Ring):
             return manager.has(ring_id) or ring_id in manager._creating
 
         def exchange(values: Sequence[int]) -> list[list[int]]:
-            return self._hosts.exchange(values, "split")
+            return self._hosts.exchange(values, "split", "ids")
 
         ring = None
         for ring_id, group in enumerate(places, ring_ids.agree(len(places), exchange, taken)):

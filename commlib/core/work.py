@@ -121,8 +121,9 @@ class OnHost:
         handles: Sequence[Any],
         await_: Callable[[Deadline | None], None],
         keep: object,
+        late: Callable[[float], Exception],
     ) -> None:
-        self._handles = handles
+        self._handles, self._late = handles, late
         self._await: Callable[[Deadline | None], None] | None = await_
         self._keep = keep
         self._lock = threading.Lock()
@@ -139,7 +140,7 @@ class OnHost:
         if deadline is None:
             self._lock.acquire()
         elif not self._lock.acquire(timeout=deadline.left()):  # another thread waits longer
-            raise _late(deadline.seconds)
+            raise self._late(deadline.seconds)
         try:
             if self._await is not None:
                 try:

@@ -1,7 +1,7 @@
 """How each dtype travels and which reductions it allows, with the reason for each refusal."""
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -67,7 +67,8 @@ def resolve_reduction(
 
     bool travels as uint8 with SUM meaning OR; complex as its real parts; uint32 and uint64 as the
     signed integer of the same width where only sums and products are asked (two's complement).
-    Raises ``ArgumentError`` for an unknown ``op`` and ``DtypeError`` with the reason of a refusal.
+    Raises ``ArgumentError`` for an unknown ``op`` or a factor that is not a number, and
+    ``DtypeError`` with the reason of a refusal.
     """
     if op not in OPS:
         raise ArgumentError(f"op={op!r} is not a reduction; expected one of {', '.join(OPS)}")
@@ -82,7 +83,17 @@ def resolve_reduction(
         return ReductionSpec(_COMPLEX[dtype], op)
     if dtype in _UNSIGNED and not reducer.unsigned:
         return ReductionSpec(_UNSIGNED[dtype], op)
-    return ReductionSpec(dtype, op, 1.0 if factor is None else factor)
+    return ReductionSpec(dtype, op, 1.0 if factor is None else _number(factor))
+
+
+def _number(factor: Any) -> float:
+    """Return the factor of a premul_sum as a float."""
+    try:
+        if not isinstance(factor, str):
+            return float(factor)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: many elements
+        pass
+    raise ArgumentError(f"factor={factor!r:.80}: expected a number that a float can hold")
 
 
 def factor_of(reduction: ReductionSpec) -> torch.Tensor | None:

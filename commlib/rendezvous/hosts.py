@@ -2,6 +2,7 @@
 
 import json
 import threading
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -29,12 +30,8 @@ class HostExchange:
     call sets this up. No GPU takes part, so an exchange is allowed during a capture.
     """
 
-    def __init__(
-        self, identity: RingIdentity, meeting: Meeting | None, health: Health, *, compares: bool
-    ) -> None:
-        """``compares``: every exchange is compared with the collectives of the other members."""
-        self.identity, self.compares = identity, compares
-        self._meeting, self._health = meeting, health
+    def __init__(self, identity: RingIdentity, meeting: Meeting | None, health: Health) -> None:
+        self.identity, self._meeting, self._health = identity, meeting, health
         self._lock = threading.Lock()
         self._rounds: Rounds | None = None
         self._shared_memory: SharedMemoryAllGather | None = None
@@ -49,27 +46,37 @@ class HostExchange:
 
     # -- exchanges ---------------------------------------------------------------------------------
 
-    def exchange(self, values: Sequence[int], collective: str = "exchange") -> list[list[int]]:
+    def exchange(
+        self, values: Sequence[int], collective: str = "exchange", detail: str = ""
+    ) -> list[list[int]]:
         """Return every rank's integers, in rank order; see ``CommContext.exchange``.
 
-        ``collective`` is what the program has called, for error texts.
+        Args:
+            values: Integers of 64 bits.
+            collective: What the program has called, the same on every member.
+            detail: What else every member must give alike, such as a root.
+
+        Raises:
+            MismatchError: The members exchange for different calls.
         """
         try:
             numbers = host_exchange.whole_numbers(values)
         except ArgumentError as error:
             raise ArgumentError(f"{self.identity.describe(collective)}: {error}") from None
-        if not self.compares:
-            return self.all_gather(collective, numbers)
-        rows = self.all_gather(collective, [0, *numbers])  # 0: an exchange, not a collective
-        if any(row[0] for row in rows):
-            raise self.mismatch(collective, collective)
+        purpose = f"{collective} {detail}".rstrip()
+        code = -1 - zlib.crc32(purpose.encode())  # that of a compared collective is not negative
+        rows = self.all_gather(collective, [code, *numbers])
+        if any(row[0] != code for row in rows):
+            raise self.mismatch(collective, purpose)
         return [row[1:] for row in rows]
 
-    def exchange_bytes(self, data: bytes, collective: str = "exchange") -> list[bytes]:
+    def exchange_bytes(
+        self, data: bytes, collective: str = "exchange", detail: str = ""
+    ) -> list[bytes]:
         """Return every rank's ``data``, in rank order; lengths may differ."""
         numbers = (data[at : at + _BYTES] for at in range(0, len(data), _BYTES))
         values = [len(data), *(int.from_bytes(part, "little") for part in numbers)]
-        rows = self.exchange(values, collective)
+        rows = self.exchange(values, collective, detail)
         return [
             b"".join(number.to_bytes(_BYTES, "little") for number in row[1:])[: row[0]]
             for row in rows

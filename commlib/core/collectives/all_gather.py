@@ -8,7 +8,14 @@ import torch
 
 from commlib.core.call import Call, nothing
 from commlib.core.collectives.copies import Copies
-from commlib.core.collectives.parts import check_parts, check_size, fill, is_even, is_list
+from commlib.core.collectives.parts import (
+    check_parts,
+    check_size,
+    fill,
+    is_even,
+    is_list,
+    unshared,
+)
 from commlib.core.dispatch import dispatch, is_plain
 from commlib.core.group import group
 from commlib.core.stream_mode import MODES, Either, StreamMode, Unwaited, Waited
@@ -168,6 +175,7 @@ class AllGather(Copies):
                 return partial(self.all_gather, flat, x)
 
             return fill(self, collective, outs, launch, mode, timeout)
+        x = unshared(x, (out for root, out in enumerate(outs) if root != self.rank))
         with group(self, mode.use_calc_stream, mode.sync_op, timeout) as work:
             for root, out in enumerate(outs):
                 self.broadcast(out, x if root == self.rank else None, root=root)

@@ -201,6 +201,7 @@ class Copies(Ring):
         mode = MODES[use_calc_stream, sync_op, fenced]
         if is_list(x):
             check_position(self, "scatter", "root", root)
+            check_mode(self, "scatter", mode)
             x = self._scattered(out, x) if self.rank == root else None
         source, plain = from_root(self, "scatter", root, out, x, self.size)
         count = out.numel()

@@ -33,6 +33,7 @@ class Objects(Ring):
         Raises:
             ArgumentError: ``obj`` can't be carried, and nothing is sent; or a received object needs
                 code.
+            MismatchError: Members have made different calls, or named different roots.
             CommTimeout: Naming the positions of the members that are late.
             RingError: The ring has failed or is closed.
         """
@@ -70,7 +71,8 @@ class Objects(Ring):
         """
         name = "gather_object"
         check_position(self, name, "root", root)
-        rows = self._hosts.exchange_bytes(encode(self, name, obj, pickle=pickle), name)
+        data = encode(self, name, obj, pickle=pickle)
+        rows = self._hosts.exchange_bytes(data, name, f"root={root}")
         if self.rank != root:
             return None
         return [decode(self, name, row, pickle=pickle) for row in rows]
@@ -105,4 +107,4 @@ class Objects(Ring):
         """Return the encoded object of ``root``."""
         check_position(self, name, "root", root)
         data = encode(self, name, obj, pickle=pickle) if self.rank == root else b""
-        return self._hosts.exchange_bytes(data, name)[root]
+        return self._hosts.exchange_bytes(data, name, f"root={root}")[root]

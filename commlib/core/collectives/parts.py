@@ -1,6 +1,6 @@
 """Lists with a tensor per rank, which collectives take in place of one tensor of all parts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -136,6 +136,20 @@ def joined(parts: Parts) -> Tensor:
     return torch.cat([part.detach().reshape(-1) for part in parts])
 
 
+def unshared(x: Tensor, outs: Iterable[Tensor]) -> Tensor:
+    """Return ``x``, or a copy if another call of its group writes to its memory."""
+    begin, end = _span(x)
+    spans = [_span(out) for out in outs]
+    return x.detach().clone() if any(a < end and begin < b for a, b in spans) else x
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses that a tensor's elements are between."""
+    begin, steps = tensor.data_ptr(), zip(tensor.stride(), tensor.shape, strict=True)
+    reach = 1 + sum(stride * (size - 1) for stride, size in steps)
+    return begin, begin + reach * tensor.itemsize if tensor.numel() else begin
+
+
 def fill(
     ring: Ring,
     collective: str,
@@ -183,6 +197,6 @@ def fill(
 
 def _copy(outs: Parts, flat: Tensor) -> None:
     # A waiter may be in another grad or inference mode than the caller's.
-    with torch.inference_mode(flat.is_inference()), torch.no_grad():
+    with torch.inference_mode(any(out.is_inference() for out in outs)), torch.no_grad():
         for out, part in zip(outs, flat.split([out.numel() for out in outs]), strict=True):
             out.copy_(part.view(out.shape))

@@ -7,7 +7,14 @@ import torch
 
 from commlib.core.call import Call, nothing
 from commlib.core.collectives.all_reduce import AllReduce
-from commlib.core.collectives.parts import check_parts, check_size, is_even, is_list, joined
+from commlib.core.collectives.parts import (
+    check_parts,
+    check_size,
+    is_even,
+    is_list,
+    joined,
+    unshared,
+)
 from commlib.core.dispatch import dispatch, is_plain
 from commlib.core.group import group
 from commlib.core.stream_mode import MODES, Either, StreamMode, Unwaited, Waited
@@ -278,6 +285,7 @@ class Reductions(AllReduce):
             flat = joined(xs)
             plain = is_plain(self, flat, out)
             return self._reduce_scatter(out, flat, op, factor, mode, plain, timeout)
+        xs = [x if root == self.rank else unshared(x, [out]) for root, x in enumerate(xs)]
         with group(self, mode.use_calc_stream, mode.sync_op, timeout) as work:
             for root, x in enumerate(xs):
                 target = out if root == self.rank else None
