@@ -103,6 +103,7 @@ def test_times_of_kinds(comm: Any) -> None:
     ((name, found),) = own_times(comm, [f, early, alone]).items()
     assert_equal((name, len(found)), (f.name, 4), "as many as the flag says")
     assert_equal(all(first >= began for first, _ in found), True, f"the last four: {found}")
+    assert alone.entries.times is not None
     kept = [len(times.replays(Deadline(1)) or ()) for _, times in alone.entries.times.parts()]
     assert_equal(sum(kept), 0, "a function without collectives is not timed")
 

@@ -72,7 +72,8 @@ def own_times(ring: Ring, functions: Iterable[CapturedFunction[..., Any]]) -> di
     """
     found: dict[str, list[ReplayTimes]] = {}
     for function in functions:
-        for part, times in function.entries.times.parts():
+        kept = function.entries.times
+        for part, times in kept.parts() if kept else ():
             name = function.name if part == "forward" else f"{function.name} ({part})"
             found.setdefault(name, []).append(times)
     deadline, lists = Deadline(ring.timeout), {}

@@ -54,7 +54,7 @@ class FirstCall:
         schedule: Schedule,
         device: torch.device,
         reach: Reach,
-        times: FunctionTimes,
+        times: FunctionTimes | None,
     ) -> None:
         self._times = times
         self._fn, self._options, self._schedule = fn, options, schedule

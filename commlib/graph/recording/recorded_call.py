@@ -47,7 +47,7 @@ class Recipe(NamedTuple):
     backend: Backend
     findings: Findings
     copy: bool
-    times: FunctionTimes
+    times: FunctionTimes | None
     own_inputs: bool = False
     rooms: Sequence[torch.Tensor | None] = ()
     unseen: Sequence[torch.Tensor | int] = ()
@@ -125,7 +125,7 @@ def record_call(
             again=again,
             pool=recipe.pool,
             done=done,
-            times=recipe.times.of("forward", recipe.backend.device),
+            times=recipe.times.of("forward", recipe.backend.device) if recipe.times else None,
         )
     without_grads(given, call.tensors)
     inputs.fix(read)

@@ -115,14 +115,12 @@ class FunctionTimes:
     """The times of a function's replays: one list per part and device for all kinds and slots."""
 
     def __init__(self, most: int) -> None:
-        """Keep those of ``most`` replays per list; 0: none, and no replay is timed."""
+        """Keep those of ``most`` replays per list."""
         self._most = most
         self._lists: dict[tuple[str, torch.device], ReplayTimes] = {}
 
-    def of(self, part: str, device: torch.device) -> ReplayTimes | None:
+    def of(self, part: str, device: torch.device) -> ReplayTimes:
         """Return where the times of ``part``, forward or backward, are kept."""
-        if not self._most:
-            return None
         return self._lists.setdefault((part, device), ReplayTimes(device, self._most))
 
     def parts(self) -> list[tuple[str, ReplayTimes]]:

@@ -53,12 +53,14 @@ class Entries(dict[Any, Entry]):
     """The entries by key.
 
     Attributes:
-        times: When the last replays began and ended, also those of entries that were released.
+        times: When the last replays began and ended, also those of entries that were released;
+            None if none is timed.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.times = FunctionTimes(flags.get(flags.GRAPH_DRIFT))
+        most: int = flags.get(flags.GRAPH_DRIFT)
+        self.times = FunctionTimes(most) if most else None
         self._replaced: Counter[Any] = Counter()  # by key: graphs whose tensors were replaced
 
     @property

@@ -108,6 +108,7 @@ class Slot:
         coming = [(out, form) for out, form in forms if form is not None]
         outs = [out for out, _ in coming]
         given = [expanded_zeros(out, dims) for out, dims in coming]
+        times = self._recipe.times
         segments, grads = record(
             self._recipe.backend,
             self._recipe.findings,
@@ -116,7 +117,7 @@ class Slot:
             again=again,
             pool=self._recipe.pool,
             before=forward,
-            times=self._recipe.times.of("backward", self._recipe.backend.device),
+            times=times.of("backward", self._recipe.backend.device) if times else None,
         )
         places = [i for i, tensor in enumerate(self._tensors) if tensor.requires_grad]
         found = zip(places, grads, strict=True)
