@@ -1,9 +1,8 @@
 """Blocks that torch.compile must not trace."""
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,15 +21,15 @@ def leave_to_eager(reason: str) -> None:
         torch._dynamo.graph_break(msg=reason)
 
 
+# Sets what torch.compile calls for each function that begins (None: nothing); returns the last one.
+switch: Callable[[Any], Any] = getattr(
+    getattr(torch._C._dynamo, "eval_frame", None), "set_eval_frame", lambda before: before
+)
+
+
 @contextmanager
 def untraced(block: AbstractContextManager[Entered]) -> Iterator[Entered]:
     """Enter ``block``, and don't let torch.compile trace the functions that are called in it."""
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    switch = getattr(compiler, "set_eval_frame", None)
-    if switch is None:
-        with block as entered:
-            yield entered
-        return
     before = switch(None)
     try:
         with block as entered:

@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 
 from commlib.core.call import Call, Result, as_they_are, increment_version, written
 from commlib.core.call_log import EVERY
+from commlib.core.compiler import switch
 from commlib.core.launches import launch
 from commlib.core.mismatch import compare
 from commlib.core.modes import check_untraced, depth, is_tracing
@@ -58,50 +59,60 @@ def is_plain(ring: Ring, x: Tensor, out: Tensor) -> bool:
 
 
 def dispatch(ring: Ring, call: Call[Result], mode: StreamMode) -> Result | Work:
-    """Pass one validated call to the engine: at once, or tracked until it ends."""
-    if not call.plain:
-        _check_special(ring, call)
-    if observers and ring._open_group is None and looking_on():
-        return _observed(ring, call, partial(dispatch, ring, call, mode))
-    collective, out, x = call.collective, call.out, call.x
-    if not (
-        mode.sync_op
-        and (mode.use_calc_stream or ring._fences is None)
-        and not mode.blocks
-        and not ring._compares
-        and not (ring._groups and ring._open_group is not None)
-        and ((call.plain and (out is not x or call.place == 0)) or as_they_are(out, x, call.place))
-    ):
-        return _tracked(ring, call, mode)
-    # The common case: nothing to stage, no fence, nothing to track after the call.
-    with ring._lock:
-        if ring._health.fault is not None:
-            raise ring._health.unusable(collective)
-        try:
-            handle = call.launch(out, x, *call.args)
-        except Unconnected:
-            connected = False
-        except Exception as error:
-            raise ring._health.failed(collective, error, call.args) from error
-        except BaseException:
-            ring._health.interrupted(collective)
-            raise
-        else:
-            connected = True
-            count(ring, call)
-    if not connected:
-        return _tracked(ring, call, mode)
-    if handle is not None:  # a CPU: the host waits, outside the lock, so that other calls go on
-        try:
-            ring._engine.wait(handle)
-        except Exception as error:
-            raise ring._health.failed(collective, error, call.args) from error
-        except BaseException:
-            ring._health.interrupted(collective)
-            raise
-    if out is not None and not out.is_inference():
-        increment_version((out,))
-    return call.result
+    """Pass one validated call to the engine: at once, or tracked until it ends.
+
+    torch.compile is off inside: where it has skipped the program's function, it would trace ours.
+    """
+    before = switch(None)
+    try:
+        if not call.plain:
+            _check_special(ring, call)
+        if observers and ring._open_group is None and looking_on():
+            return _observed(ring, call, partial(dispatch, ring, call, mode))
+        collective, out, x = call.collective, call.out, call.x
+        if not (
+            mode.sync_op
+            and (mode.use_calc_stream or ring._fences is None)
+            and not mode.blocks
+            and not ring._compares
+            and not (ring._groups and ring._open_group is not None)
+            and (
+                (call.plain and (out is not x or call.place == 0))
+                or as_they_are(out, x, call.place)
+            )
+        ):
+            return _tracked(ring, call, mode)
+        # The common case: nothing to stage, no fence, nothing to track after the call.
+        with ring._lock:
+            if ring._health.fault is not None:
+                raise ring._health.unusable(collective)
+            try:
+                handle = call.launch(out, x, *call.args)
+            except Unconnected:
+                connected = False
+            except Exception as error:
+                raise ring._health.failed(collective, error, call.args) from error
+            except BaseException:
+                ring._health.interrupted(collective)
+                raise
+            else:
+                connected = True
+                count(ring, call)
+        if not connected:
+            return _tracked(ring, call, mode)
+        if handle is not None:  # a CPU: the host waits, outside the lock, so that other calls go on
+            try:
+                ring._engine.wait(handle)
+            except Exception as error:
+                raise ring._health.failed(collective, error, call.args) from error
+            except BaseException:
+                ring._health.interrupted(collective)
+                raise
+        if out is not None and not out.is_inference():
+            increment_version((out,))
+        return call.result
+    finally:
+        switch(before)
 
 
 def _check_special(ring: Ring, call: Call[Any]) -> None:

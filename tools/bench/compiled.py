@@ -90,6 +90,7 @@ def measure(rounds: int) -> dict[str, Any]:
         "pass": _passes(ring, passes, forwards, rounds),
         "forward": _forwards(passes, forwards, rounds),
     }
+    torch.compiler.reset()  # releases the graphs of all compiled code
     commlib.shutdown()
     return samples
 
