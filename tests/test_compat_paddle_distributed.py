@@ -229,9 +229,6 @@ def test_bad_groups(ring: Any) -> None:
                 dist.new_group(ranks)
         with raises(ArgumentError, "backend='mpi'", "'nccl' or 'gloo'"):
             dist.new_group(backend="mpi")
-        if not torch.cuda.is_available():
-            with raises(DeviceError, "this process sees 0 GPUs"):
-                dist.new_group([0], backend="nccl")
         assert_equal(dist.new_group([ring.rank]).id, FIRST_ID, "a refused call takes no number")
         late = dist.new_group(timeout=timedelta(seconds=20))
         assert_equal(late.ring.timeout, 20.0, "timeout")
@@ -243,6 +240,12 @@ def test_bad_groups(ring: Any) -> None:
             warnings.simplefilter("always")
             assert_equal(dist.get_group(5000), None, "an unknown group")
         assert_equal("group 5000 does not exist" in str(said[0].message), True, said)
+
+
+@runs_on("cpu_ranks")
+def test_a_group_for_gpus_without_any(ring: Any) -> None:
+    with own_groups(), raises(DeviceError, "this process sees 0 GPUs"):
+        dist.new_group([0], backend="nccl")
 
 
 @runs_on("three_ranks")
