@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ UNIFIED = {"unified": "1", "legacy": "0"}
 _KILLED = f"died with exit code {-signal.SIGKILL}"
 START_S = 120  # connecting several processes on a busy machine
 GRACE_S = 3  # what a rank still gets once another rank has failed: it is likely stuck
+SIGNAL_S = 5.0  # until a busy machine runs the handler of a signal
 # What every rank needs and what takes long to load; none of it may start CUDA or threads.
 LOADED = ["torch", "torch._inductor.compile_fx", "torch.distributed", "hypothesis", "pytest"]
 LOADING = {
@@ -226,15 +228,27 @@ class _Member:
         return said if said is None else str(said)
 
     def whereabouts(self) -> str:
-        """Return the stack of every thread, also of one that is stuck inside a library."""
+        """Return the stack of every thread, also of one that is stuck inside a library.
+
+        A process that runs no signal handler is stuck in the kernel, which says where.
+        """
         os.kill(self.process.pid, signal.SIGUSR1)
-        text = b""
-        while self.where.poll(0.5):
+        text, patience = b"", SIGNAL_S
+        while self.where.poll(patience):
             chunk = os.read(self.where.fileno(), 65536)
             if not chunk:
                 break
-            text += chunk
-        return text.decode(errors="replace")
+            text, patience = text + chunk, 0.5
+        return text.decode(errors="replace") or self._in_the_kernel()
+
+    def _in_the_kernel(self) -> str:
+        """Return the state of every thread, and where the kernel holds it."""
+        tasks = sorted(Path(f"/proc/{self.process.pid}/task").glob("*"))
+        return "\n".join(
+            f"thread {task.name}: "
+            + " ".join((task / name).read_text().strip() for name in ("stat", "wchan"))
+            for task in tasks
+        )
 
 
 def _worker(
