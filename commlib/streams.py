@@ -7,8 +7,11 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from commlib.errors import EngineError
+
 # NCCL requires that one thread at a time issues collectives on a device, over all communicators.
 _issue_locks: defaultdict[torch.device, threading.RLock] = defaultdict(threading.RLock)
+_permanent: set[int] = set()  # handles of the streams that ``new_stream`` has made
 
 
 def _slow_current_raw(index: int) -> int:
@@ -113,12 +116,26 @@ def capture_of(stream: int) -> int:
     return int(number) if int(status) == 0 and state == active else 0
 
 
-def owned_by_torch(stream: torch.cuda.Stream) -> bool:
-    """Return True if torch created the stream: then it exists as long as the process.
+def is_permanent(stream: torch.cuda.Stream) -> bool:
+    """Return True if the stream exists as long as the process: torch or ``new_stream`` made it.
 
     Another library may destroy its stream at any time. The id of a foreign stream is its handle.
     """
-    return bool(stream.stream_id != stream.cuda_stream or stream.cuda_stream == 0)
+    handle = stream.cuda_stream
+    return bool(stream.stream_id != handle or handle == 0 or handle in _permanent)
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream that nobody else gets, ever: torch deals 32 streams in turn."""
+    from cuda.bindings import driver
+
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()  # the driver needs this thread's context, which torch makes late
+        status, stream = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+    if int(status) != 0:
+        raise EngineError(f"cuStreamCreate: {status}")
+    _permanent.add(int(stream))
+    return torch.cuda.ExternalStream(int(stream), device)
 
 
 class Fences:

@@ -20,6 +20,11 @@ def current() -> str | None:
     return torch.cuda.get_allocator_backend() if torch.backends.cuda.is_built() else None
 
 
+def is_native() -> bool:
+    """Return True if GPU memory comes from torch's own allocator, which has pools."""
+    return current() == "native"
+
+
 def select_malloc_async(flag: str, environment: MutableMapping[str, str]) -> None:
     """Have torch use cudaMallocAsync; a torch without CUDA has no such choice.
 

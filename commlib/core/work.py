@@ -13,7 +13,7 @@ from typing_extensions import TypeVar
 from commlib.deadlines import Deadline
 from commlib.deferred import hold_until, hold_until_captured
 from commlib.errors import ArgumentError, CommTimeout, RingError
-from commlib.streams import capture_of, capturing, owned_by_torch
+from commlib.streams import capture_of, capturing, is_permanent
 
 
 class Pending(Protocol):
@@ -211,7 +211,7 @@ class OnStream:
         self._event, self._late = event, late
         self._device = origin.device
         # A stream of another library may be destroyed at any time: it is not touched again.
-        self._origin = origin if owned_by_torch(origin) else None
+        self._origin = origin if is_permanent(origin) else None
         self._keep = keep
         self._capture = capture
 

@@ -8,7 +8,7 @@ from commlib.errors import CommTimeout
 from commlib.p2p.push_channel import PushChannel
 from commlib.p2p.push_collectives import Halves
 from commlib.rendezvous.identity import Health, RingIdentity
-from commlib.streams import capture_of, issue_lock, owned_by_torch
+from commlib.streams import capture_of, is_permanent, issue_lock
 
 
 class SplitAllReduce:
@@ -29,7 +29,7 @@ class SplitAllReduce:
         self._tensors: tuple[torch.Tensor, ...] = out, x
         self._end = halves.end
         self._origin = torch.cuda.current_stream(ring.device)
-        self._owned = owned_by_torch(self._origin)
+        self._owned = is_permanent(self._origin)
         if not self._owned and not capture_of(self._origin.cuda_stream):
             release_deferred()
         self._number = channel.open(halves.begin, out, x)

@@ -2,7 +2,7 @@
 
 import torch
 
-from commlib.streams import capture_of, current_raw, owned_by_torch
+from commlib.streams import capture_of, current_raw, is_permanent
 
 
 class StreamOrder:
@@ -38,7 +38,7 @@ class StreamOrder:
     def change_to(self, stream: int) -> None:
         """Order the current stream, which this handle names, after the last call."""
         here, there = capture_of(stream), 0 if self.last is None else capture_of(self.last)
-        self.foreign = not here and not self._owned()
+        self.foreign = not here and not self._permanent()
         if there:  # its capture has begun since, and may hold calls that came the short way
             self._captured = there, self.last
         if here:
@@ -60,8 +60,8 @@ class StreamOrder:
         event = self._ended.setdefault(stream, torch.cuda.Event())
         event.record(self._stream(stream)[0])
 
-    def _owned(self) -> bool:
-        return owned_by_torch(torch.cuda.current_stream(self._device))
+    def _permanent(self) -> bool:
+        return is_permanent(torch.cuda.current_stream(self._device))
 
     def _fence(self, stream: int, previous: int) -> None:
         last, event = self._stream(previous)

@@ -14,6 +14,7 @@ from commlib.core.ring import Ring
 from commlib.core.work import Work
 from commlib.errors import GraphError
 from commlib.graph.backends.base import Pool
+from commlib.graph.backends.blas_workspace import BlasWorkspace
 from commlib.graph.backends.cuda_driver import (
     clear_error,
     no_collection,
@@ -33,7 +34,7 @@ from commlib.graph.operators.generators import put_state
 from commlib.graph.watching.host import HostPart
 from commlib.graph.watching.recorder import Recorder
 from commlib.p2p.stream_order import StreamOrder
-from commlib.streams import capture_of, current_raw
+from commlib.streams import capture_of, current_raw, new_stream
 
 _capturing = threading.RLock()  # torch captures one graph at a time
 _failures = Failures()
@@ -75,7 +76,9 @@ class CudaBackend:
         self._order = StreamOrder(device)
         self._sides: dict[tuple[int, int], SideStream] = {}  # by thread and stream of callers
         with torch.cuda.device(device):
-            self.stream, self._rooms = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._warm, self._rooms = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self.stream = new_stream(device)  # of captures: nothing runs eagerly on it
+            self._workspace = BlasWorkspace(device, self.stream)
             self._renew()
             self._take_turn()
 
@@ -92,17 +95,16 @@ class CudaBackend:
 
     @contextmanager
     def warming(self) -> Iterator[None]:
-        """Run on the capture stream, with its own memory.
+        """Run on a separate stream, with its memory and workspace: replays may use the graphs'.
 
-        What the function keeps from here, such as an optimizer's state, must not lie in the pool:
-        a graph that was captured before may write there.
+        What the function keeps from here, such as an optimizer's state, must not be in the pool.
         """
         here = torch.cuda.current_stream(self.device)
         with _capturing:
-            self.stream.wait_stream(here)
-            with torch.cuda.stream(self.stream):
+            self._warm.wait_stream(here)
+            with torch.cuda.stream(self._warm):
                 yield
-            here.wait_stream(self.stream)
+            here.wait_stream(self._warm)
 
     @contextmanager
     def calling(self) -> Iterator[None]:
@@ -133,7 +135,7 @@ class CudaBackend:
 
     def _new_side(self) -> SideStream:
         """Make a side stream. Torch deals its streams in turn, so one may be in use already."""
-        used = {self.stream.cuda_stream, self._rooms.cuda_stream, current_raw(self.device.index)}
+        used = {self._warm.cuda_stream, self._rooms.cuda_stream, current_raw(self.device.index)}
         used |= {callers for _, callers in self._sides}
         used |= {side.stream.cuda_stream for side in self._sides.values()}
         for _ in range(_STREAMS):
@@ -150,9 +152,8 @@ class CudaBackend:
     def _collect(self, *, everything: bool) -> None:
         """Release autograd nodes in reference cycles, which a failed capture leaves.
 
-        They belong to another stream, and a leaf whose node is still there gets no new one. From
-        the first failure on each captured call searches all garbage once; that takes 0.2 s in a
-        large program.
+        They belong to another stream, and a leaf whose node is still there gets no new one. After
+        a failure each captured call searches all garbage once: 0.2 s in a large program.
         """
         gc.collect(2 if everything else 1)
         self._failed_since = self._failed_since and not everything
@@ -171,7 +172,7 @@ class CudaBackend:
             scope.enter_context(no_collection())
             scope.enter_context(torch.cuda.stream(self.stream))
             torch.cuda.synchronize(self.device)
-            torch.cuda.current_blas_handle()  # this thread's: a capture can't create it
+            self._workspace.take()
             end_late()
             graph, own = torch.cuda.CUDAGraph(keep_graph=True), self.pool if pool is None else pool
             for generator in generators:

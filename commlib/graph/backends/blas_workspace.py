@@ -1,0 +1,62 @@
+"""The memory in which cuBLAS works during replays, which nothing else ever gets."""
+
+from typing import Any
+
+import torch
+
+from commlib.torch_allocator import is_native
+
+
+class BlasWorkspace:
+    """Memory for the matrix products of captured graphs.
+
+    Torch gives cuBLAS one workspace for each thread and stream, and a graph keeps its address.
+    Torch frees all of them when Inductor records one of its graphs, and from 2.12 on those of a
+    stream when any graph that was captured there is destroyed. Other tensors would then get memory
+    that replays still write to. So the workspaces of the capture stream come from a pool that no
+    other allocation uses. Freed memory stays in it, and the next capture takes the same again.
+
+    Replays follow each other, so all graphs of a device share it.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        """``stream``: the capture stream, on which nothing runs eagerly."""
+        self._device, self._stream = device, stream
+        self._pool = torch.cuda.MemPool() if is_native() else None
+        with torch.inference_mode(False):
+            self._leaf = torch.zeros((), device=device, requires_grad=True)
+            self._slope = torch.ones((), device=device)
+
+    def take(self) -> None:
+        """Take the workspaces of this thread and of autograd's; no capture may be under way.
+
+        A capture could not create the handles of cuBLAS either.
+        """
+        self.of_this_thread()
+        with torch.inference_mode(False), torch.enable_grad():
+            out = _Backward.apply(self._leaf, self)  # type: ignore[no-untyped-call]
+            torch.autograd.grad(out, self._leaf, self._slope)
+
+    def of_this_thread(self) -> None:
+        """Take the workspace of the calling thread."""
+        with torch.cuda.stream(self._stream):
+            self._stream.query()  # makes the context this thread's; cuBLAS warns without one
+            if self._pool is None:  # cudaMallocAsync has no pools
+                torch.cuda.current_blas_handle()
+                return
+            with torch.cuda.use_mem_pool(self._pool, self._device):
+                torch.cuda.current_blas_handle()
+
+
+class _Backward(torch.autograd.Function):
+    """Runs in autograd's thread for the device; it launches nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, workspace: BlasWorkspace) -> torch.Tensor:
+        ctx.workspace = workspace
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.workspace.of_this_thread()
+        return grad, None
