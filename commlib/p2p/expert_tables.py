@@ -84,6 +84,7 @@ class Overflow(NamedTuple):
     """The first expert of a call that got more choices than its capacity."""
 
     expert: int
+    owner: int  # the rank of the expert
     capacity: int
     by_rank: tuple[int, ...]  # choices of each rank of the ring
 
