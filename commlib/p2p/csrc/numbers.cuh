@@ -36,3 +36,26 @@ __device__ inline void unpack(const uint4& v, float (&to)[kItems<T>]) {
     unpack(T(), v.z, to + 2 * n);
     unpack(T(), v.w, to + 3 * n);
 }
+
+// -- rounded to nearest, with the sign of a zero ---------------------------------------------------
+
+__device__ inline u32 rounded(Bfloat16, const float* from) {
+    u32 word;
+    asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(from[0]), "f"(from[1]));
+    return word;
+}
+
+__device__ inline u32 rounded(Float16, const float* from) {
+    u32 word;
+    asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(from[0]), "f"(from[1]));
+    return word;
+}
+
+__device__ inline u32 rounded(Float32, const float* from) { return __float_as_uint(from[0]); }
+
+template <class T>
+__device__ inline uint4 rounded(const float (&from)[kItems<T>]) {
+    constexpr int n = kItems<T> / 4;
+    return make_uint4(rounded(T(), from), rounded(T(), from + n), rounded(T(), from + 2 * n),
+                      rounded(T(), from + 3 * n));
+}
