@@ -89,7 +89,7 @@ class PlainExchange:
 
 
 def placed(rows: Tensor, target: Tensor, count: int) -> Tensor:
-    """Return [count, width] with ``rows[i]`` at ``target[i]``, zero elsewhere; -1 is no place."""
+    """Return [count, width] with ``rows[i]`` at ``target[i]``, zero elsewhere; -1 drops a row."""
     last = torch.where(target >= 0, target, count)  # dropped rows share one line
     return rows.new_zeros((count + 1, rows.shape[1])).index_copy_(0, last, rows)[:count]
 
