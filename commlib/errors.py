@@ -11,6 +11,7 @@ CommError(RuntimeError)
 │   ├── DeviceError
 │   ├── PeerError                     a root or peer outside the ring, or the rank itself
 │   └── MismatchError                 the ranks of a ring make different calls (FLAGS_comm_check=2)
+├── CapacityError                     an expert got more rows than its capacity
 ├── CommTimeout(TimeoutError)         a deadline passed; the text names who is late, if known
 │   └── PeerTimeout                   a kernel gave a peer up; ring.reset() repairs the ring
 ├── StreamError                       two streams used one ring's kernels at the same time
@@ -21,6 +22,7 @@ CommError(RuntimeError)
 __all__ = [
     "ArgumentError",
     "BootstrapError",
+    "CapacityError",
     "CommError",
     "CommTimeout",
     "DeviceError",
@@ -82,6 +84,13 @@ class PeerError(ArgumentError):
 
 class MismatchError(ArgumentError):
     """The ranks of a ring make different calls; all of them raise it, and nothing is launched."""
+
+
+class CapacityError(CommError):
+    """An expert got more rows than its capacity; the text names it, its rank and the senders.
+
+    The rows beyond the capacity were dropped. The ring stays usable.
+    """
 
 
 class CommTimeout(CommError, TimeoutError):

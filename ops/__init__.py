@@ -16,6 +16,8 @@ from commlib.ops.collectives._reduce_scatter import reduce_scatter
 from commlib.ops.collectives._scatter import scatter
 from commlib.ops.collectives._send import send
 from commlib.ops.expert_parallel._assign_pos import assign_pos
+from commlib.ops.expert_parallel._expert_combine import expert_combine
+from commlib.ops.expert_parallel._expert_dispatch import expert_dispatch
 from commlib.ops.expert_parallel._global_gather import global_gather
 from commlib.ops.expert_parallel._global_scatter import global_scatter
 from commlib.ops.expert_parallel._limit_by_capacity import limit_by_capacity
@@ -49,6 +51,8 @@ __all__ = [
     "class_center_sample",
     "concat",
     "data_norm",
+    "expert_combine",
+    "expert_dispatch",
     "fused_attention",
     "fused_feedforward",
     "fused_multi_transformer",

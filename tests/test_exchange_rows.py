@@ -155,7 +155,7 @@ def test_the_channel_is_used(comm: Any) -> None:
     from commlib.p2p.expert_rows import RowChannel
 
     check(comm, drawn(comm.size, 2, 4, 2), 8, torch.float32)
-    assert_equal(type(comm._engine._rows), RowChannel, "what carries the rows")
+    assert_equal(type(comm._engine._rows.channel), RowChannel, "what carries the rows")
 
 
 @runs_on("gpu_ranks")

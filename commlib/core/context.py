@@ -14,6 +14,7 @@ from commlib.core.call_log import CallLog, level
 from commlib.core.call_reports import CallReports
 from commlib.core.collectives.every import Collectives
 from commlib.core.compiler import leave_to_eager, untraced
+from commlib.core.device_reports import DeviceReports
 from commlib.core.health import RingHealth
 from commlib.core.lifecycle import RingLifecycle
 from commlib.core.split import Split
@@ -73,8 +74,15 @@ class CommContext(Collectives, Split, Bridge):
             if meeting is None
             else engine(identity, self._hosts, self._health)
         )
+        self._device_reports = DeviceReports(identity)
         self._lifecycle = RingLifecycle(
-            identity, self._health, self._hosts, self._engine, reports, self._unfenced
+            identity,
+            self._health,
+            self._hosts,
+            self._engine,
+            reports,
+            self._unfenced,
+            self._device_reports,
         )
         self._reports = reports
 
@@ -165,6 +173,7 @@ class CommContext(Collectives, Split, Bridge):
         Every collective does it too. After the replay of a graph only this does.
 
         Raises:
+            CapacityError: An expert got more rows than its capacity; the ring stays usable.
             PeerTimeout: A rank made no call in time; the text names it.
             StreamError: Two calls of this ring ran at the same time.
             RingError: The ring has failed or is closed.

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from commlib.core.call_log import CallLog
+from commlib.core.device_reports import DeviceReports
 from commlib.core.health import RingHealth
 from commlib.core.lifecycle import RingLifecycle
 from commlib.deferred import UnfencedCalls
@@ -30,6 +31,7 @@ class Ring(Protocol):
     _health: RingHealth
     _hosts: HostExchange
     _lifecycle: RingLifecycle
+    _device_reports: DeviceReports
     _fences: Fences | None  # None on a CPU
     _lock: RLock  # the issue lock of the device
     _groups: dict[int, Any]  # the open group of each thread, by the thread's number

@@ -10,6 +10,7 @@ import torch
 from commlib.deadlines import Deadline
 from commlib.engines.local import rows
 from commlib.engines.reductions import Reducer, ReductionSpec, resolve_reduction
+from commlib.p2p.channel import Channel, ExpertKernels
 from commlib.p2p.fused_norm import Norm
 from commlib.p2p.routes import Routes
 from commlib.rendezvous.hosts import HostExchange
@@ -32,22 +33,6 @@ class Unconnected(Exception):
     def __init__(self, connect: Any) -> None:
         super().__init__()
         self.connect = connect
-
-
-class Channel(Protocol):
-    """Memory that the ranks of a ring share, and kernels that work in it."""
-
-    def ready(self) -> None:
-        """Raise what the next call would raise."""
-
-    def check(self) -> None:
-        """Raise what a kernel has reported; never blocks."""
-
-    def reset(self) -> None:
-        """Start again, when no kernel of any rank runs."""
-
-    def close(self) -> None:
-        """Free the memory once every rank has unmapped it."""
 
 
 class Launch(Protocol):
@@ -226,6 +211,13 @@ class Engine(ABC):
     def prepare_rows(self) -> None:
         """Set up what ``exchange_rows`` needs; called outside the issue lock."""
         return
+
+    def prepare_experts(self) -> ExpertKernels | None:
+        """Return the kernels of expert exchanges, set up at the first call; None without them.
+
+        Every member calls it, outside the issue lock.
+        """
+        return None
 
     # -- what a user asks --------------------------------------------------------------------------
 

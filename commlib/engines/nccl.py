@@ -11,12 +11,15 @@ import torch
 from commlib.deadlines import Deadline
 from commlib.engines.base import EngineMemory, Launch
 from commlib.engines.nccl_exchanges import NCCLExchanges
-from commlib.engines.nccl_reductions import BYTES, OPS, TYPES, Reduction, by_nccl
+from commlib.engines.nccl_reductions import BYTES, OPS, TYPES, Reduction, explain
 from commlib.engines.reductions import Reducer, ReductionSpec
 from commlib.log import log
-from commlib.p2p import kernel_table, residency
+from commlib.p2p import residency
+from commlib.p2p.channel import ExpertKernels
+from commlib.p2p.expert_channel import ExpertChannel, open_experts
 from commlib.p2p.expert_rows import RowChannel, open_channel
 from commlib.p2p.fused_norm import Norm, PushNorm
+from commlib.p2p.optional_channel import OptionalChannel
 from commlib.p2p.push_channel import PushChannel
 from commlib.p2p.push_collectives import PushCollective, open_push
 from commlib.p2p.routes import Routes
@@ -28,7 +31,7 @@ from commlib.streams import current_raw
 
 Tensor = torch.Tensor
 
-_Channel = PushChannel | RowChannel
+_Channel = PushChannel | RowChannel | ExpertChannel
 _aborted: list[_Channel] = []  # whose kernels may still run
 
 
@@ -41,7 +44,8 @@ class NCCLEngine(NCCLExchanges):
 
     def __init__(self, identity: RingIdentity, hosts: HostExchange, health: Health) -> None:
         super().__init__(identity, hosts, health)
-        self._rows: RowChannel | str | None = None  # why there is none, or None while that is open
+        self._rows = OptionalChannel(hosts, open_channel, "NCCL carries the rows")
+        self._experts = OptionalChannel(hosts, open_experts, "no kernels carry the experts")
         self._push: PushChannel | str = "not set up yet"  # or why there is none
         self._gathered: PushCollective | None = None
         self._parted: PushCollective | None = None
@@ -97,15 +101,16 @@ class NCCLEngine(NCCLExchanges):
         self._connection.connect()
 
     def suspend(self) -> None:
-        """Free communicators and the workspace for rows, unless a member's graphs hold them."""
-        rows, connection = self._rows, self._connection
-        captured = isinstance(rows, RowChannel) and rows.captured
-        facts = self.hosts.exchange([int(captured), int(connection.held)])
-        if isinstance(rows, RowChannel) and not any(row[0] for row in facts):
-            rows.close()
-            self._rows = None  # the next exchange of rows opens one
-        if not any(row[1] for row in facts):
-            connection.suspend()
+        """Free communicators and workspaces for rows, unless a member's graphs hold them."""
+        optional: tuple[OptionalChannel[Any], ...] = (self._rows, self._experts)
+        held = [*(one.captured for one in optional), self._connection.held]
+        facts = self.hosts.exchange([int(each) for each in held])
+        *captured, connected = (any(column) for column in zip(*facts, strict=True))
+        for one, needed in zip(optional, captured, strict=True):
+            if not needed:
+                one.free()
+        if not connected:
+            self._connection.suspend()
 
     def resume(self) -> None:
         """Connect again what was connected before ``suspend``."""
@@ -122,13 +127,14 @@ class NCCLEngine(NCCLExchanges):
 
     def channels(self) -> list[_Channel]:
         """Return the channels of the push kernels."""
-        return [one for one in (self._push, self._rows) if isinstance(one, _Channel)]
+        every = (self._push, self._rows.channel, self._experts.channel)
+        return [one for one in every if isinstance(one, _Channel)]
 
     def close(self, deadline: Deadline) -> None:
         """Free the channels and the communicators."""
         residency.release(self.hosts)
         channels = self.channels()
-        self._push = self._rows = "closed"
+        self._end_channels("closed")
         for channel in channels:
             self.health.attempt(channel.close, deadline, "closing a channel")
         self._connection.close(deadline)
@@ -137,8 +143,13 @@ class NCCLEngine(NCCLExchanges):
         """Abort the communicators; kernels that still run may use the channels' memory."""
         residency.release(self.hosts)
         _aborted.extend(self.channels())  # mapped for ever, on the host too
-        self._push = self._rows = "aborted"
+        self._end_channels("aborted")
         self._connection.abort()
+
+    def _end_channels(self, how: str) -> None:
+        self._push = how
+        self._rows.end(how)
+        self._experts.end(how)
 
     # -- what carries a call -----------------------------------------------------------------------
 
@@ -250,15 +261,17 @@ class NCCLEngine(NCCLExchanges):
 
     def prepare_rows(self) -> None:
         """Decide, together with the other members, what carries rows: a channel, or NCCL."""
-        if self._rows is None:
-            self._rows = open_channel(self.hosts, fills=self._fills)
-            if isinstance(self._rows, str):
-                log.once("rows of ring %d go through NCCL: %s", self.identity.ring_id, self._rows)
+        self._rows.prepare(fills=self._fills)
+
+    def prepare_experts(self) -> ExpertKernels | None:
+        """Decide, together with the other members, whether kernels carry exchanges with experts."""
+        return self._experts.prepare(fills=self._fills)
 
     def exchange_rows(self, out: Tensor, x: Tensor, routes: Routes) -> Any:
         """Launch the row kernel, or sends and receives."""
-        if isinstance(self._rows, RowChannel) and self._rows.takes(routes):
-            return self._rows.exchange(out, x, routes)
+        channel = self._rows.channel
+        if channel is not None and channel.takes(routes):
+            return channel.exchange(out, x, routes)
         self._ready().exchange()
         return super().exchange_rows(out, x, routes)
 
@@ -284,14 +297,4 @@ class NCCLEngine(NCCLExchanges):
     def explain(self, nbytes: int, reduction: ReductionSpec) -> str:
         """Return what carries an all_reduce: the table's push kernel, or NCCL."""
         closed = self._push if isinstance(self._push, str) else None
-        reason = closed or kernel_table.refusal(reduction.dtype, reduction.op)
-        if reason:
-            return by_nccl(reason, self._connection.connected)
-        row = kernel_table.select_kernel("all_reduce", nbytes, self.size)
-        if row is None:
-            why = f"the table leaves {nbytes} bytes over {self.size} ranks to it"
-            return by_nccl(why, self._connection.connected)
-        return (
-            f"{row.kernel} push: the table's row for up to {row.most} bytes over {self.size} "
-            f"ranks, {row.threads} threads a block and at most {row.blocks} blocks"
-        )
+        return explain(closed, reduction, nbytes, self.size, connected=self.connected)

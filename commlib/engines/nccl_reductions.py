@@ -11,6 +11,7 @@ import torch
 from commlib.engines.libnccl import raw
 from commlib.engines.reductions import ReductionSpec
 from commlib.errors import EngineError
+from commlib.p2p import kernel_table
 from commlib.p2p.push_collectives import PushCollective
 
 # ncclDataType_t and ncclRedOp_t (nccl.h); CuPy's own constants stop before the 8-bit floats.
@@ -65,7 +66,25 @@ def premul(where: str, comm: Any, reduction: ReductionSpec) -> Iterator[Reductio
         nccl.ncclRedOpDestroy(op, comm)
 
 
-def by_nccl(why: str, connected: bool) -> str:
+def explain(
+    closed: str | None, reduction: ReductionSpec, nbytes: int, size: int, *, connected: bool
+) -> str:
+    """Return what carries an all_reduce of so many bytes: the table's push kernel, or NCCL.
+
+    ``closed``: why the ring has no push kernels; None if it has.
+    """
+    reason = closed or kernel_table.refusal(reduction.dtype, reduction.op)
+    row = None if reason else kernel_table.select_kernel("all_reduce", nbytes, size)
+    if row is None:
+        reason = reason or f"the table leaves {nbytes} bytes over {size} ranks to it"
+        return _by_nccl(reason, connected)
+    return (
+        f"{row.kernel} push: the table's row for up to {row.most} bytes over {size} "
+        f"ranks, {row.threads} threads a block and at most {row.blocks} blocks"
+    )
+
+
+def _by_nccl(why: str, connected: bool) -> str:
     """Say that NCCL carries a call, and what its first call will take."""
     if connected:
         return f"NCCL: {why}"

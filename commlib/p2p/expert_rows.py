@@ -71,10 +71,8 @@ class RowChannel:
     def _launch(self, most: int, function: Any) -> nvrtc.Launch:
         """Return the launch of one kernel. All its blocks run at the same time: they wait."""
         device = self._ring.device.index
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        blocks = residency.most_blocks(function, device, _THREADS, self._fills)
-        blocks = max(_LEAST, min(_PER_MULTIPROCESSOR * multiprocessors, blocks))
-        grid = nvrtc.Grid(blocks, _THREADS)
+        blocks = residency.grid(function, device, _THREADS, _PER_MULTIPROCESSOR, self._fills)
+        grid = nvrtc.Grid(max(_LEAST, blocks), _THREADS)
         return nvrtc.Launch(function, device, grid, self._calls[most])
 
     def takes(self, routes: Routes) -> bool:

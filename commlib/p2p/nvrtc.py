@@ -269,12 +269,12 @@ def _config(driver: Any, grid: Grid) -> Any:
 
 
 class HostWord:
-    """Eight bytes of pinned host memory that kernels write to and the host reads."""
+    """Pinned host memory that kernels write to and the host reads; ``word`` is its begin."""
 
-    def __init__(self) -> None:
+    def __init__(self, nbytes: int = 8) -> None:
         import cupy
 
-        self._memory = cupy.cuda.alloc_pinned_memory(8)
+        self._memory = cupy.cuda.alloc_pinned_memory(nbytes)
         self.address = int(self._memory.ptr)
         self.word = ctypes.c_uint64.from_address(self.address)  # the value is there now
-        self.word.value = 0
+        ctypes.memset(self.address, 0, nbytes)

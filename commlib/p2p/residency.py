@@ -9,6 +9,8 @@ ring that fills a GPU makes progress in what the others leave.
 
 from typing import Any
 
+import torch
+
 from commlib.p2p import nvrtc
 from commlib.rendezvous.hosts import HostExchange
 
@@ -36,6 +38,15 @@ def release(hosts: HostExchange) -> None:
     device = hosts.identity.device.index
     if _filled.get(device) is hosts:
         del _filled[device]
+
+
+def grid(function: Any, device: int, threads: int, per_multiprocessor: int, fills: bool) -> int:
+    """Return the blocks of a kernel whose blocks wait for each other: all of them fit at once.
+
+    ``per_multiprocessor`` blocks fit, as the kernel's __launch_bounds__ say.
+    """
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return min(per_multiprocessor * multiprocessors, most_blocks(function, device, threads, fills))
 
 
 def most_blocks(function: Any, device: int, threads: int, fills: bool) -> int:

@@ -4,6 +4,7 @@ import torch
 
 from commlib.errors import ShapeError
 from commlib.ops.expert_parallel.expert_ids import check_ids, check_number
+from commlib.ops.expert_parallel.routing import places_in_groups
 
 
 def prune_gate_by_capacity(
@@ -40,10 +41,6 @@ def prune_gate_by_capacity(
     flat = gate_idx.reshape(-1)
     in_range = (flat >= 0) & (flat < count)
     ids = torch.where(in_range, flat, count).long()
-    order = ids.argsort(stable=True)
-    grouped = ids[order]
-    # Earlier tokens of the same expert: the index in the order minus the first index of the group.
-    before = torch.arange(len(ids), device=ids.device) - torch.searchsorted(grouped, grouped)
-    position = torch.empty_like(before).scatter_(0, order, before)
+    position = places_in_groups(ids)
     limit = torch.cat([expert_count, expert_count.new_zeros(1)])[ids]
     return torch.where(in_range & (position >= limit), -1, flat).view(gate_idx.shape)

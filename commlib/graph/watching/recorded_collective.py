@@ -8,7 +8,14 @@ from commlib.core.ring import Ring
 from commlib.graph.operators.program_line import user_line
 
 _BY_OUTPUT = ("scatter", "broadcast")  # the input is the root's alone
-_OWN_ITEMS = ("all_to_all", "exchange_rows", "send", "recv")  # differ between ranks
+_OWN_ITEMS = (  # differ between ranks
+    "all_to_all",
+    "exchange_rows",
+    "expert_dispatch",
+    "expert_scatter",
+    "send",
+    "recv",
+)
 PEER_TO_PEER = ("send", "recv")  # the other ranks do not make them
 
 

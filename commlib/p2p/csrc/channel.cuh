@@ -11,10 +11,7 @@
 
 #pragma once
 
-typedef int i32;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "memory.cuh"
 
 constexpr int kRanks = RANKS;  // members of the ring, given at compilation
 constexpr int kMost = 8;
@@ -61,44 +58,7 @@ __device__ inline Control* control(const Call& call, int rank) {
     return reinterpret_cast<Control*>(call.base[rank]);
 }
 
-// -- memory that other GPUs write to or read from ------------------------------------------------
-
-__device__ inline uint4 peek(const uint4* place) {
-    uint4 v;
-    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(place) : "memory");
-    return v;
-}
-
-__device__ inline void poke(uint4* place, uint4 v) {
-    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};"
-                 ::"l"(place), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-
-__device__ inline u64 peek(const u64* place) {
-    u64 v;
-    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(place) : "memory");
-    return v;
-}
-
-__device__ inline void poke(u64* place, u64 v) {
-    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(place), "l"(v) : "memory");
-}
-
-__device__ inline u64 now() {
-    u64 value;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
-    return value;
-}
-
 // -- the order of kernels --------------------------------------------------------------------------
-
-// Started early, as a programmatic dependent: nothing but arguments may be read before this.
-__device__ inline void await_predecessor() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 // Comes last: whoever starts now finds the next epoch and all that this block has written. Told
 // earlier, a foreign kernel that does not wait could let our next call overtake this one.

@@ -6,9 +6,7 @@
 // Before a rank pushes call e to a peer, the peer has begun call e - 1: it has emptied that half.
 // A rank that nobody makes wait may be a call ahead of its receivers, so a half has its own flags.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "memory.cuh"
 
 constexpr int kRanks = 16;
 constexpr int kSegments = SEGMENTS;  // given at compilation: the call's block is as small as can be
@@ -44,24 +42,6 @@ struct Control {
     u32 aborted;     // 0, or 1 + the peer that was given up, here or elsewhere
 };
 
-__device__ inline u32 peek(const u32* word) {
-    u32 value;
-    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-    return value;
-}
-
-__device__ inline void poke(u32* word, u32 value) {
-    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-}
-
-__device__ inline void fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-
-__device__ inline u64 now() {
-    u64 value;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
-    return value;
-}
-
 __device__ inline Control* control(const Call& call, int rank) {
     return reinterpret_cast<Control*>(call.base[rank]);
 }
@@ -70,9 +50,6 @@ __device__ inline Control* control(const Call& call, int rank) {
 __device__ inline void report(const Call& call, u32 peer, u32 epoch) {
     atomicCAS_system(call.error, 0ull, (1ull << 63) | (static_cast<u64>(peer) << 32) | epoch);
 }
-
-// No call has number 0, which flags hold before they are used. The halves go on taking turns.
-__device__ inline u32 following(u32 epoch) { return epoch == 0xFFFFFFFFu ? 2 : epoch + 1; }
 
 // How far ahead of the call that is waited for a word may be: a peer that waits for nobody may have
 // begun any number of calls more, but a flag is up for one call only.
@@ -155,9 +132,7 @@ extern "C" __global__ void __launch_bounds__(512, 2) exchange_rows(const __grid_
     __shared__ u32 epoch;
     __shared__ int go;
     Control* mine = control(call, call.rank);
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");  // it may be started early
-#endif
+    await_predecessor();
     if (threadIdx.x == 0) {
         epoch = following(peek(&mine->epoch));
         const u32 known = peek(&mine->aborted);

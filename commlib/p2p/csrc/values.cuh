@@ -2,35 +2,11 @@
 
 #pragma once
 #include "channel.cuh"
+#include "numbers.cuh"
 
 enum Operation : int { kSum, kMax, kMin };
 
-struct Bfloat16 {
-    typedef unsigned short Bits;
-};
-struct Float16 {
-    typedef unsigned short Bits;
-};
-struct Float32 {
-    typedef u32 Bits;
-};
-
-template <class T>
-constexpr int kItems = 16 / sizeof(typename T::Bits);
-
 // -- numbers ---------------------------------------------------------------------------------------
-
-__device__ inline void unpack(Bfloat16, u32 word, float* to) {
-    to[0] = __uint_as_float(word << 16);
-    to[1] = __uint_as_float(word & 0xffff0000u);
-}
-
-__device__ inline void unpack(Float16, u32 word, float* to) {
-    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
-        : "=f"(to[0]), "=f"(to[1]) : "r"(word));
-}
-
-__device__ inline void unpack(Float32, u32 word, float* to) { to[0] = __uint_as_float(word); }
 
 // A zero comes out as +0, whatever was rounded to it: multiplied by 1, +0 added.
 __device__ inline u32 pack(Bfloat16, const float* from) {
@@ -49,15 +25,6 @@ __device__ inline u32 pack(Float16, const float* from) {
 
 __device__ inline u32 pack(Float32, const float* from) {
     return __float_as_uint(__fadd_rn(from[0], 0.0f));
-}
-
-template <class T>
-__device__ inline void unpack(const uint4& v, float (&to)[kItems<T>]) {
-    constexpr int n = kItems<T> / 4;
-    unpack(T(), v.x, to);
-    unpack(T(), v.y, to + n);
-    unpack(T(), v.z, to + 2 * n);
-    unpack(T(), v.w, to + 3 * n);
 }
 
 template <class T>

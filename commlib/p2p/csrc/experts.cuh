@@ -1,0 +1,269 @@
+// Tokens to the experts of every rank and back, with counts that never leave the GPUs.
+//
+// One launch per call. Some of its blocks push, the others take, so no wait is for the same block;
+// all of them fit on the GPU together. The routing is known to the kernel alone: a replayed graph
+// may have another one every time. Nothing in the protocol depends on the number of blocks.
+//
+// Slots. A rank has a ring of slots for every other rank, in the receiver's memory, once for rows on
+// their way to experts and once for sums on their way back. A slot is used again and again:
+//   - the sender fills it, then raises its flag, a tag: number of the call, and of the row in it;
+//   - the receiver copies the slot, then writes the same tag to `freed`, in the sender's memory;
+//   - the sender has written the tag to `used`, in its own memory, when it filled the slot. The slot
+//     is free where `freed` equals `used`, or the tag of the row before in the same call.
+// Tags never repeat, so no flag has to be put back, and calls may have any number of rows: few wait
+// for nobody, and more rows than slots wait for the receiver. Slots of another size than in the call
+// before overlap those. So a sender waits until the receiver has begun the first call with slots of
+// this size, or a later one: it has ended the calls before, so all its slots of another size are free.
+//
+// Why no circle of ranks waits:
+//   - On the way to the experts, row j of a sender for a rank (the j-th token with an expert there)
+//     waits for row j - slots. Pushers handle tokens in order, and each taker handles the rows of one
+//     sender alone, in order. So a token waits for earlier tokens of the same sender only. (A taker
+//     with several senders would be wrong: their orders have nothing to do with each other.)
+//   - On the way back, token t has slot t % slots, so a pass of `slots` tokens fits at a time. A rank
+//     pushes nothing of a pass before all its blocks have pushed what they have in earlier passes,
+//     and takers handle tokens in order. So a pass waits for earlier passes only.
+//
+// Counts. Each call to the experts starts with the choices of this rank counted by expert and by
+// rank, to all ranks: words of a count and the number of the call, so no fence and no flag. They use
+// two halves in turn: a rank that has the counts of the next call from all ranks knows that these
+// have ended this one.
+//
+// Order. The sum of a token is fixed: on each rank in order of choice, then in order of ranks, every
+// product and every sum rounded. So the other forms of the operators give the same bits.
+//
+// Faults. Every wait has the ring's deadline, which is in the memory of the ring, so that replays
+// read it too. A peer that has begun the call gets twice the time: it may itself wait for the rank
+// that is missing, and then it reports it. The block that ends last in a call with a fault
+// overwrites all results.
+
+#pragma once
+#include "numbers.cuh"
+
+constexpr int kRanks = 16;      // as in expert_channel.py
+constexpr int kExperts = 1024;  // of all ranks
+constexpr int kChoices = 32;    // of a token: one per lane
+constexpr int kThreads = 256;
+constexpr int kSlots = 4096;    // per pair of ranks
+constexpr int kCounters = kExperts + kRanks;
+constexpr int kVectors = 4;     // that a thread copies at a time
+constexpr u32 kPolls = 1024;    // between two looks at the clock
+constexpr u32 kWarp = 0xffffffffu;
+constexpr int kNobody = -1;
+
+enum Kind : int { kToExperts, kBack };
+
+// In host memory: the first expert of a call beyond its capacity. The host puts `state` back to 0.
+struct Overflow {  // as in expert_channel.py
+    u64 state;     // 0: free, 1: it is written, 2: complete
+    int expert, owner, capacity, unused;
+    u32 by_rank[kRanks];
+};
+
+struct Call {  // as in expert_channel.py
+    const char* x;  // the rows of this rank that are given
+    char* out;
+    float* scales;
+    const void* ids;
+    const float* weights;         // of the choices, null for ones
+    const unsigned char* active;  // null if all ranks take part
+    int* expert_ids;
+    int* positions;
+    int4* sources;
+    float* row_weights;
+    int* counts;
+    int* demand;
+    char* base[kRanks];  // every rank's memory, as this rank sees it
+    u64* error;          // in host memory: 0, or the first fault
+    Overflow* overflow;  // null without a report
+    i64 first_count, first_flag, first_freed, first_used, first_progress, first_slot;  // offsets
+    i64 share;           // bytes of the slots of one pair
+    i64 slot;            // bytes of a slot
+    int slots;           // of a pair
+    int rank, size, tokens, choices, experts, local, capacity;
+    int row;             // bytes of a row that is given
+    int wide;            // whether ids have 64 bits
+    int weighted;
+    int pushers;         // the first blocks; the others take
+};
+
+// Control words at the start of every rank's memory.
+struct Control {
+    u64 begun[kRanks];  // [r]: the last call that rank r has begun
+    u64 calls;          // the last call that this rank has ended
+    u64 limit_ns;       // how long to wait for a peer
+    u64 slot[2];        // bytes of a slot in the last call of each kind
+    u64 since[2];       // the first call of each kind with slots of that size
+    u32 dispatches;     // number of the last call to the experts
+    u32 arrived;        // blocks that have ended the present call
+    u32 aborted;        // 0, or 1 + the peer that was given up, here or elsewhere
+};
+
+struct State {
+    u64 call;    // number of this call
+    u64 since;   // of the first one with slots of this size
+    u32 number;  // of this call among those to the experts
+    u32 live;    // ranks that take part, as bits
+    Kind kind;
+};
+
+__device__ inline Control* control(const Call& call, int rank) {
+    return reinterpret_cast<Control*>(call.base[rank]);
+}
+
+__device__ inline bool has(u32 ranks, int rank) { return ranks >> rank & 1; }
+
+__device__ inline u64 tag(const State& state, u32 index) {
+    return state.call << 32 | (index + 1);
+}
+
+// -- places ----------------------------------------------------------------------------------------
+
+__device__ inline char* slot(const Call& call, int at, int from, int index) {
+    return call.base[at] + call.first_slot + from * call.share + index * call.slot;
+}
+
+__device__ inline u64* word(const Call& call, i64 first, int at, int other, int index) {
+    return reinterpret_cast<u64*>(call.base[at] + first) + other * kSlots + index;
+}
+
+__device__ inline u64* flag(const Call& call, int at, int from, int index) {
+    return word(call, call.first_flag, at, from, index);
+}
+
+__device__ inline u64* freed(const Call& call, int at, int by, int index) {
+    return word(call, call.first_freed, at, by, index);
+}
+
+__device__ inline u64* used(const Call& call, int to, int index) {
+    return word(call, call.first_used, call.rank, to, index);
+}
+
+// Counters of `from` at rank `at`: one per expert, then from kExperts on one per rank.
+__device__ inline u64* count(const Call& call, const State& state, int at, int from, int index) {
+    const int half = (state.number & 1) * call.size + from;
+    return reinterpret_cast<u64*>(call.base[at] + call.first_count) + half * kCounters + index;
+}
+
+// -- waits -----------------------------------------------------------------------------------------
+
+// The host keeps the first report: bit 63, kind 40.., peer 32.., call.
+__device__ inline void report(const Call& call, const State& state, u32 peer) {
+    const u64 what = 1ull << 63 | static_cast<u64>(state.kind) << 40 | static_cast<u64>(peer) << 32;
+    atomicCAS_system(call.error, 0ull, what | static_cast<u32>(state.call));
+}
+
+// Asked now and then by a thread that waits; `begin` is 0 at first. What this rank itself has still
+// to do (kNobody) has no deadline: all other waits have one.
+__device__ __noinline__ bool given_up(const Call& call, State state, u64& begin, int peer) {
+    Control* mine = control(call, call.rank);
+    const u32 known = peek(&mine->aborted);
+    if (known) {
+        report(call, state, known - 1);
+        return true;
+    }
+    if (peer == kNobody) return false;
+    if (!begin) begin = now();
+    const bool began = peek(&mine->begun[peer]) >= state.call;
+    if (now() - begin < (began ? 2 : 1) * peek(&mine->limit_ns)) return false;
+    report(call, state, peer);
+    for (int rank = 0; rank < call.size; ++rank) {
+        if (has(state.live, rank)) poke(&control(call, rank)->aborted, peer + 1);
+    }
+    return true;
+}
+
+constexpr int kReady = -2;
+
+// One thread waits until `missing()` is kReady and no rank; false when it is given up.
+template <class Missing>
+__device__ inline bool await(const Call& call, const State& state, Missing missing) {
+    u64 begin = 0;
+    for (u32 polls = 1;; ++polls) {
+        const int peer = missing();
+        if (peer == kReady) break;
+        if (polls % kPolls == 0 && given_up(call, state, begin, peer)) return false;
+    }
+    fence();
+    return true;
+}
+
+// Waits for the receiver to free a slot whose last tag is `last`.
+__device__ inline bool await_room(const Call& call, const State& state, int to, int index,
+                                  u64 last) {
+    const Control* mine = control(call, call.rank);
+    const u64* place = freed(call, call.rank, to, index);
+    return await(call, state, [&] {
+        return peek(&mine->begun[to]) >= state.since && peek(place) == last ? kReady : to;
+    });
+}
+
+__device__ inline bool await_flag(const Call& call, const State& state, int from, int index,
+                                  u64 expected) {
+    const u64* place = flag(call, call.rank, from, index);
+    return await(call, state, [&] { return peek(place) == expected ? kReady : from; });
+}
+
+// One thread raises the flag of a slot that its block has filled, after __syncthreads.
+__device__ inline void raise(const Call& call, int to, int index, u64 tag) {
+    poke(used(call, to, index), tag);
+    fence();
+    poke(flag(call, to, call.rank, index), tag);
+}
+
+__device__ inline void release(const Call& call, int from, int index, u64 tag) {
+    fence();
+    poke(freed(call, from, call.rank, index), tag);
+}
+
+// -- begin and end of a call -----------------------------------------------------------------------
+
+// False in all threads where the ring has a fault.
+__device__ inline bool enter(const Call& call, Kind kind, State& state) {
+    await_predecessor();
+    state.kind = kind;
+    const Control* mine = control(call, call.rank);
+    state.call = peek(&mine->calls) + 1;
+    state.number = following(peek(&mine->dispatches));
+    const bool same = peek(&mine->slot[kind]) == static_cast<u64>(call.slot);
+    state.since = same ? peek(&mine->since[kind]) : state.call;
+    state.live = (1u << call.size) - 1;
+    for (int r = 0; call.active && r < call.size; ++r) {
+        if (!call.active[r]) state.live &= ~(1u << r);
+    }
+    if (!has(state.live, call.rank)) state.live = 0;
+    if (blockIdx.x == 0 && threadIdx.x < kRanks && has(state.live, threadIdx.x)) {
+        fence();
+        poke(&control(call, threadIdx.x)->begun[call.rank], state.call);
+    }
+    return __syncthreads_and(peek(&mine->aborted) == 0);
+}
+
+__device__ inline void fill(void* at, i64 bytes, u32 value) {
+    for (i64 i = threadIdx.x; i < bytes / 4; i += kThreads) static_cast<u32*>(at)[i] = value;
+}
+
+// Ends a call. `spoil` overwrites all results, in the last block of a call with a fault.
+template <class Spoil>
+__device__ inline void leave(const Call& call, const State& state, Spoil spoil) {
+    __shared__ u32 last, aborted;
+    Control* mine = control(call, call.rank);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        last = atomicAdd(&mine->arrived, 1) == gridDim.x - 1;
+        __threadfence();
+        aborted = peek(&mine->aborted);
+        if (last && aborted) report(call, state, aborted - 1);
+    }
+    __syncthreads();
+    if (!last) return;
+    if (aborted) spoil();
+    if (threadIdx.x) return;
+    mine->arrived = 0;
+    mine->slot[state.kind] = call.slot;
+    mine->since[state.kind] = state.since;
+    if (state.kind == kToExperts) mine->dispatches = state.number;
+    __threadfence();
+    poke(&mine->calls, state.call);
+}

@@ -1,0 +1,237 @@
+// The rows of experts back to their tokens (see experts.cuh). A rank adds up its rows of a token and
+// sends the sum, in float32, to the token's rank, which adds the sums of all ranks.
+//
+// Pushers find the rows of a token by the links that the dispatch has left in `sources`.
+
+#include "experts.cuh"
+
+constexpr int kHeld = 2;  // vectors that a thread adds up at a time
+constexpr int kNoPass = 0x7fffffff;
+
+struct Source {  // a line of `sources`
+    int rank, token, choice, link;
+
+    __device__ bool first() const { return rank >= 0 && (link & 1); }
+    __device__ int next() const { return (link >> 1) - 1; }
+};
+
+__device__ inline Source source(const Call& call, i64 row) {
+    const int4 line = __ldg(call.sources + row);
+    return {line.x, line.y, line.z, line.w};
+}
+
+// -- passes ----------------------------------------------------------------------------------------
+
+__device__ inline u64* progress(const Call& call, int pusher) {
+    return reinterpret_cast<u64*>(call.base[call.rank] + call.first_progress) + pusher;
+}
+
+// Tells the other pushers of this rank that this one has no rows of passes before `pass` left.
+__device__ inline void reach(const Call& call, const State& state, int pass) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        fence();
+        poke(progress(call, blockIdx.x), state.call << 32 | static_cast<u32>(pass));
+    }
+}
+
+__device__ inline bool await_pushers(const Call& call, const State& state, int pass) {
+    bool good = true;
+    for (int i = threadIdx.x; i < call.pushers; i += kThreads) {
+        good = good && await(call, state, [&] {
+            const u64 reached = peek(progress(call, i));
+            const bool here = reached >> 32 == (state.call & 0xffffffffu);
+            return here && static_cast<u32>(reached) >= static_cast<u32>(pass) ? kReady : kNobody;
+        });
+    }
+    return __syncthreads_and(good);
+}
+
+// -- pushing ---------------------------------------------------------------------------------------
+
+// Adds up the rows of one token, in order of choice, from the first product on.
+template <class T>
+__device__ void push_sum(const Call& call, int first, char* to) {
+    constexpr int n = kItems<T>;
+    const int vectors = call.row / 16;
+    const uint4* rows = reinterpret_cast<const uint4*>(call.x);
+    for (int begin = threadIdx.x; begin < vectors; begin += kHeld * kThreads) {
+        float sum[kHeld][n];
+        for (int row = first; row >= 0;) {
+            const int next = source(call, row).next();
+            const float weight = call.weighted ? __ldg(call.row_weights + row) : 1.0f;
+            uint4 held[kHeld];
+#pragma unroll
+            for (int h = 0; h < kHeld; ++h) {
+                const int i = begin + h * kThreads;
+                if (i < vectors) held[h] = __ldg(rows + static_cast<i64>(row) * vectors + i);
+            }
+#pragma unroll
+            for (int h = 0; h < kHeld; ++h) {
+                float y[n];
+                unpack<T>(held[h], y);
+#pragma unroll
+                for (int k = 0; k < n; ++k) {
+                    const float product = __fmul_rn(weight, y[k]);
+                    sum[h][k] = row == first ? product : __fadd_rn(sum[h][k], product);
+                }
+            }
+            row = next;
+        }
+#pragma unroll
+        for (int h = 0; h < kHeld; ++h) {
+            const int i = begin + h * kThreads;
+            if (i >= vectors) continue;
+            float4* target = reinterpret_cast<float4*>(to) + i * (n / 4);
+#pragma unroll
+            for (int k = 0; k < n; k += 4) {
+                target[k / 4] = make_float4(sum[h][k], sum[h][k + 1], sum[h][k + 2], sum[h][k + 3]);
+            }
+        }
+    }
+}
+
+template <class T>
+__device__ bool push_row(const Call& call, const State& state, int row) {
+    const Source at = source(call, row);
+    const int index = at.token % call.slots;
+    bool good = true;
+    if (threadIdx.x == 0) {
+        good = await_room(call, state, at.rank, index, peek(used(call, at.rank, index)));
+    }
+    if (!__syncthreads_and(good)) return false;
+    push_sum<T>(call, row, slot(call, at.rank, call.rank, index));
+    __syncthreads();
+    if (threadIdx.x == 0) raise(call, at.rank, index, tag(state, at.token));
+    return true;
+}
+
+// Pushes what this block has of a pass; `next` is the next pass it has something of. Rows go round
+// the blocks, so those in use do too.
+template <class T>
+__device__ bool push_pass(const Call& call, const State& state, int pass, int& next) {
+    __shared__ int list[kThreads], listed, later;
+    const i64 rows = static_cast<i64>(call.local) * call.capacity;
+    if (threadIdx.x == 0) later = kNoPass;
+    for (i64 first = blockIdx.x; first < rows; first += static_cast<i64>(kThreads) * call.pushers) {
+        if (threadIdx.x == 0) listed = 0;
+        __syncthreads();
+        const i64 row = first + static_cast<i64>(threadIdx.x) * call.pushers;
+        if (row < rows) {
+            const Source at = source(call, row);
+            if (at.first() && has(state.live, at.rank)) {
+                const int when = at.token / call.slots;
+                if (when == pass) list[atomicAdd(&listed, 1)] = row;
+                if (when > pass) atomicMin(&later, when);
+            }
+        }
+        __syncthreads();
+        for (int i = 0; i < listed; ++i) {
+            if (!push_row<T>(call, state, list[i])) return false;
+        }
+        __syncthreads();
+    }
+    __syncthreads();
+    next = later;
+    return true;
+}
+
+template <class T>
+__device__ bool push(const Call& call, const State& state) {
+    for (int pass = 0, next; pass != kNoPass; pass = next) {
+        if (pass && !await_pushers(call, state, pass)) return false;
+        if (!push_pass<T>(call, state, pass, next)) return false;
+        reach(call, state, next);
+    }
+    return true;
+}
+
+// -- taking ----------------------------------------------------------------------------------------
+
+// Adds the sums of `ranks`, in their order, and rounds once.
+template <class T>
+__device__ void take_sum(const Call& call, u32 ranks, int index, uint4* to) {
+    constexpr int n = kItems<T>;
+    const int vectors = call.row / 16;
+    for (int begin = threadIdx.x; begin < vectors; begin += kHeld * kThreads) {
+        float sum[kHeld][n] = {};
+        bool added = false;
+        for (u32 left = ranks; left; left &= left - 1, added = true) {
+            const char* at = slot(call, call.rank, __ffs(left) - 1, index);
+            const float4* from = reinterpret_cast<const float4*>(at);
+#pragma unroll
+            for (int h = 0; h < kHeld; ++h) {
+                const int i = begin + h * kThreads;
+                if (i >= vectors) continue;
+#pragma unroll
+                for (int k = 0; k < n; k += 4) {
+                    const float4 v = __ldcg(from + i * (n / 4) + k / 4);
+                    const float part[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+                    for (int m = 0; m < 4; ++m) {
+                        sum[h][k + m] = added ? __fadd_rn(sum[h][k + m], part[m]) : part[m];
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int h = 0; h < kHeld; ++h) {
+            if (begin + h * kThreads < vectors) to[begin + h * kThreads] = rounded<T>(sum[h]);
+        }
+    }
+}
+
+// One warp, a lane per choice and then per rank: waits for the sums of a token.
+__device__ bool await_sums(const Call& call, const State& state, int token, u32& from) {
+    const int lane = threadIdx.x;
+    const i64 choice = static_cast<i64>(token) * call.choices + lane;
+    u32 rank = 0;
+    if (lane < call.choices && call.positions[choice] >= 0) {
+        rank = 1u << call.expert_ids[choice] / call.local;
+    }
+    const u32 ranks = __reduce_or_sync(kWarp, rank) & state.live;
+    if (lane == 0) from = ranks;
+    if (!(lane < kRanks && has(ranks, lane))) return true;
+    return await_flag(call, state, lane, token % call.slots, tag(state, token));
+}
+
+template <class T>
+__device__ bool take(const Call& call, const State& state) {
+    __shared__ u32 from;
+    const int takers = gridDim.x - call.pushers, vectors = call.row / 16;
+    for (int token = blockIdx.x - call.pushers; token < call.tokens; token += takers) {
+        const bool good = threadIdx.x >= 32 || await_sums(call, state, token, from);
+        if (!__syncthreads_and(good)) return false;
+        const int index = token % call.slots;
+        take_sum<T>(call, from, index,
+                    reinterpret_cast<uint4*>(call.out) + static_cast<i64>(token) * vectors);
+        __syncthreads();
+        if (threadIdx.x < kRanks && has(from, threadIdx.x)) {
+            release(call, threadIdx.x, index, tag(state, token));
+        }
+        __syncthreads();
+    }
+    return true;
+}
+
+// -- the kernels -----------------------------------------------------------------------------------
+
+template <class T>
+__device__ void run(const Call& call) {
+    State state;
+    if (enter(call, kBack, state)) {
+        if (blockIdx.x < call.pushers) push<T>(call, state);
+        else take<T>(call, state);
+    }
+    leave(call, state, [&] { fill(call.out, static_cast<i64>(call.tokens) * call.row, ~0u); });
+}
+
+#define KERNEL(name, type)                                                            \
+    extern "C" __global__ void __launch_bounds__(kThreads, 4)                         \
+        name(const __grid_constant__ Call call) {                                     \
+        run<type>(call);                                                              \
+    }
+
+KERNEL(combine_bfloat16, Bfloat16)
+KERNEL(combine_float16, Float16)
+KERNEL(combine_float32, Float32)

@@ -1,0 +1,59 @@
+// Memory that other GPUs write to or read from, the clock, and the order of kernels.
+
+#pragma once
+
+typedef int i32;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+__device__ inline uint4 peek(const uint4* place) {
+    uint4 v;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(place) : "memory");
+    return v;
+}
+
+__device__ inline void poke(uint4* place, uint4 v) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                 ::"l"(place), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+__device__ inline u64 peek(const u64* place) {
+    u64 v;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(place) : "memory");
+    return v;
+}
+
+__device__ inline void poke(u64* place, u64 v) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(place), "l"(v) : "memory");
+}
+
+__device__ inline u32 peek(const u32* place) {
+    u32 value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
+    return value;
+}
+
+__device__ inline void poke(u32* place, u32 value) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
+}
+
+__device__ inline void fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+__device__ inline u64 now() {
+    u64 value;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
+    return value;
+}
+
+// Started early, as a programmatic dependent: nothing but arguments may be read before this.
+__device__ inline void await_predecessor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The number of the next call where 0 is what memory holds before the first one. Parity goes on
+// alternating.
+__device__ inline u32 following(u32 epoch) { return epoch == 0xFFFFFFFFu ? 2 : epoch + 1; }

@@ -1,0 +1,70 @@
+"""The memory of an expert channel, and what its kernels are given."""
+
+import ctypes
+
+from commlib.p2p import nvrtc
+from commlib.p2p.expert_tables import GROUP, ExpertSpec
+from commlib.p2p.kernel_table import VECTOR
+
+KINDS = ("expert_dispatch", "expert_combine")  # of calls; each has its slots
+DISPATCH, COMBINE = range(len(KINDS))
+RANKS, EXPERTS, CHOICES, SLOTS = 16, 1024, 32, 4096  # as in experts.cuh
+LIMIT = 136  # offset of limit_ns, in bytes
+_CONTROL, _WORD = 4096, 8  # bytes of control words, and of a word
+_COUNTERS = EXPERTS + RANKS
+
+
+class ExpertCall(ctypes.Structure):
+    """What a kernel is given; as in experts.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "out", "scales", "ids", "weights", "active")),
+        *((name, ctypes.c_void_p) for name in ("expert_ids", "positions", "sources")),
+        *((name, ctypes.c_void_p) for name in ("row_weights", "counts", "demand")),
+        ("base", ctypes.c_void_p * RANKS),
+        ("error", ctypes.c_void_p),
+        ("overflow", ctypes.c_void_p),
+        *((f"first_{name}", ctypes.c_int64) for name in ("count", "flag", "freed", "used")),
+        *((f"first_{name}", ctypes.c_int64) for name in ("progress", "slot")),
+        *((name, ctypes.c_int64) for name in ("share", "slot")),
+        *((name, ctypes.c_int) for name in ("slots", "rank", "size", "tokens", "choices")),
+        *((name, ctypes.c_int) for name in ("experts", "local", "capacity", "row", "wide")),
+        *((name, ctypes.c_int) for name in ("weighted", "pushers")),
+    ]
+
+
+class OverflowRecord(ctypes.Structure):
+    """The record of an expert beyond its capacity; as in experts.cuh."""
+
+    _fields_ = [
+        ("state", ctypes.c_uint64),
+        *((name, ctypes.c_int) for name in ("expert", "owner", "capacity", "unused")),
+        ("by_rank", ctypes.c_uint32 * RANKS),
+    ]
+
+
+class Layout:
+    """Where things are in the memory of each rank: offsets in bytes."""
+
+    def __init__(self, size: int, room: int) -> None:
+        words = size * SLOTS * _WORD  # of one kind: a word per slot
+        self.count = _CONTROL
+        self.flag = self.count + 2 * size * _COUNTERS * _WORD
+        self.freed = self.flag + len(KINDS) * words
+        self.used = self.freed + len(KINDS) * words
+        self.progress = self.used + len(KINDS) * words
+        self.slot = self.progress + nvrtc.MOST_BLOCKS * _WORD // VECTOR * VECTOR + VECTOR
+        self.words = words
+        self.share = room // len(KINDS) // size // VECTOR * VECTOR  # of one pair of ranks
+        self.region = self.share * size
+        self.nbytes = self.slot + len(KINDS) * self.region
+
+
+def slot_bytes(kind: int, spec: ExpertSpec) -> int:
+    """Return the bytes of one row on its way: with its header, or as a sum in float32."""
+    if kind == COMBINE:
+        return spec.width * 4
+    row = spec.width * spec.dtype.itemsize
+    if spec.quantize:
+        row = spec.width + -(-spec.width // GROUP * 4 // VECTOR) * VECTOR
+    return (spec.top_k + 1) * VECTOR + row

@@ -1,0 +1,135 @@
+"""expert_combine: bring the experts' results back to their tokens, and sum them."""
+
+from typing import Any
+
+import torch
+
+from commlib.ops.arguments import Ring, ring_number
+from commlib.ops.expert_parallel import expert_moves
+from commlib.ops.expert_parallel.expert_checks import check_handle
+from commlib.ops.expert_parallel.expert_handle import ExpertHandle
+from commlib.ops.expert_parallel.expert_ids import check_tensor
+from commlib.ops.registered.library import once, register, traced
+from commlib.ops.registered.traced_ring import size_of
+
+Tensor = torch.Tensor
+
+NAME = "expert_combine"
+
+
+def expert_combine(
+    y: Tensor,
+    handle: ExpertHandle,
+    ring_id: Ring = 0,
+    *,
+    weighted: bool = True,
+    use_calc_stream: bool = True,
+) -> Tensor:
+    """Return, for each token, the weighted sum of its experts' results.
+
+    Products and sums are in float32 (float64 for float64), each rounded, in a fixed order: the
+    rows of one rank in order of choice, then the ranks in order. So all engines and modes give the
+    same bits. Gradients flow to ``y`` and to the ``weights`` of the dispatch. Whether these require
+    grad must be the same on every rank. A weighted sum has no second derivative.
+
+    Args:
+        y: [local experts, capacity, any width], the results for the rows of ``expert_dispatch``:
+            bfloat16, float16, float32 or float64. Unused rows are not read.
+        handle: From ``expert_dispatch``.
+        ring_id: The ring of the dispatch, its id or its name.
+        weighted: Multiply with the weights of the dispatch. False: sum the rows as they are.
+        use_calc_stream: Communicate on the caller's current stream. False: on the ring's stream.
+
+    Returns:
+        [tokens, width], dtype of ``y``; 0 for a token without a row. The host does not block on
+        a GPU.
+
+    Raises:
+        ArgumentError: The handle is of another ring, or ``ring.group()`` is open.
+        CapacityError: An earlier dispatch on a GPU has reported it. The ring stays usable.
+        RingError: The ring does not exist, or it has failed.
+        DtypeError, ShapeError, DeviceError: Before any launch.
+    """
+    ring_id = ring_number(NAME, ring_id)
+    check_handle(NAME, handle, ring_id)
+    check_tensor(NAME, "y", y)
+    traces = traced(NAME, use_calc_stream, True, ring_id, y=y)
+    weights = handle.weights if weighted else None
+    given = [y] if weights is None else [y, weights]
+    wants = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+    rest = (
+        *(handle.expert_ids, handle.positions, handle.sources, handle.row_weights),
+        *(handle.active, ring_id, size_of(ring_id), handle.num_experts, handle.capacity),
+        use_calc_stream,
+    )
+    if traces or wants or expert_moves.is_on_host(ring_id):
+        op: Any = expert_moves.sums if weights is None else _registered_op
+        total: Tensor = op(*given, *rest)
+        return total
+    return expert_moves.combined(y, *rest, weighted=weights is not None)
+
+
+def _run(y: Tensor, weights: Tensor, *rest: Any) -> Tensor:
+    return expert_moves.combined(y, *rest, weighted=True)
+
+
+def _fake(y: Tensor, weights: Tensor, *_: Any) -> Tensor:
+    return y.new_empty((weights.shape[0], y.shape[2]))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    y, _, *tables, ring_id, size, num_experts, capacity, use_calc_stream = inputs
+    ctx.save_for_backward(*tables, y if ctx.needs_input_grad[1] else None)
+    ctx.saved = ring_id, size, num_experts, capacity, use_calc_stream
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    *tables, y = ctx.saved_tensors
+    rest = *tables, *ctx.saved
+    of_y, dots = _gradients(grad, y, *rest)
+    of_weights = None
+    if y is not None:
+        # A dot product is in the column of its choice: the sum of a token's rows are its gradients.
+        of_weights = expert_moves.sums(dots, *rest)[:, : tables[1].shape[1]]
+    return of_y, of_weights, *[None] * 10
+
+
+def _run_gradients(grad: Tensor, y: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Return the gradient of y, and each row's dot product with y in the column of its choice."""
+    if y is None:
+        of_y = expert_moves.scattered(grad, *rest, weighted=True)
+        return of_y, of_y.new_empty(0, dtype=torch.float32)
+    sources, row_weights = rest[2:4]
+    rows = expert_moves.scattered(grad, *rest)
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    of_y = (wide * row_weights.view(*rows.shape[:2], 1)).to(rows.dtype)
+    choice = sources[:, 2].view(rows.shape[:2]).long()
+    dot = torch.where(choice >= 0, (wide * y).sum(2).float(), 0.0)
+    dots = dot.new_zeros((*rows.shape[:2], _columns(rest[1])))
+    return of_y, dots.scatter_(2, choice.clamp(min=0)[..., None], dot[..., None])
+
+
+def _columns(positions: Tensor) -> int:
+    """Return a number of float32 columns, at least top_k, that kernels take: whole vectors."""
+    return -(-positions.shape[1] // 4) * 4
+
+
+def _fake_gradients(grad: Tensor, y: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    of_y = expert_moves.fake_rows(grad, *rest)
+    shape = (0,) if y is None else (*of_y.shape[:2], _columns(rest[1]))
+    return of_y, grad.new_empty(shape, dtype=torch.float32)
+
+
+_registered_op = register(
+    f"{NAME}(Tensor y, Tensor weights, {expert_moves.SCHEMA}) -> Tensor",
+    _run,
+    _fake,
+    setup=_setup,
+    backward=_backward,
+)
+_gradients = register(
+    f"{NAME}_gradients(Tensor grad, Tensor? y, {expert_moves.SCHEMA}) -> (Tensor, Tensor)",
+    _run_gradients,
+    _fake_gradients,
+    backward=once(NAME),
+)

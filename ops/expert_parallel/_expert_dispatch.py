@@ -1,0 +1,166 @@
+"""expert_dispatch: send each token to the experts that it has chosen, in fixed shapes."""
+
+from typing import Any
+
+import torch
+
+from commlib.core.group import needs_result
+from commlib.core.manager import comm
+from commlib.errors import ArgumentError
+from commlib.ops.arguments import Ring, ring_number
+from commlib.ops.expert_parallel import expert_calls, expert_moves
+from commlib.ops.expert_parallel.expert_checks import (
+    check_dispatch,
+    check_options,
+    ids_of,
+    weights_of,
+)
+from commlib.ops.expert_parallel.expert_handle import Dispatched, ExpertHandle
+from commlib.ops.registered.library import register, traced
+from commlib.ops.registered.traced_ring import size_of, sized
+from commlib.p2p.expert_tables import Choices, ExpertSpec
+
+Tensor = torch.Tensor
+
+NAME = "expert_dispatch"
+
+
+def expert_dispatch(
+    x: Tensor,
+    expert_ids: Tensor,
+    num_experts: int,
+    capacity: int,
+    ring_id: Ring = 0,
+    *,
+    weights: Tensor | None = None,
+    quantize: str | None = None,
+    on_overflow: str = "error",
+    active: Tensor | None = None,
+    use_calc_stream: bool = True,
+) -> Dispatched:
+    """Send every token to the experts that it has chosen, on any rank of the ring.
+
+    Counts are made and exchanged on the device, and shapes do not depend on them. So the call can
+    be compiled, captured in a graph and replayed with other choices. Expert e is on rank
+    ``e // local``, with local = ceil(num_experts / ring.size). The gradient
+    of ``x`` is the unweighted ``expert_combine``.
+
+    Args:
+        x: [tokens, width], bfloat16, float16, float32 or float64. Ranks may have different
+            numbers of tokens, or none.
+        expert_ids: [tokens, top_k] or [tokens], int32 or int64. An id outside [0, num_experts),
+            such as -1, chooses no expert.
+        num_experts: Experts of all ranks.
+        capacity: Rows of one expert, from all ranks together. Of more rows, those of the highest
+            ranks and latest tokens are dropped.
+        ring_id: The ring, its id or its name.
+        weights: [tokens, top_k], which ``expert_combine`` multiplies with the experts' results.
+            Floats other than float32 are cast. Default: 1.
+        quantize: "fp8": send float8_e4m3fn with a scale per 128 elements. Default: the dtype of x.
+        on_overflow: "error": ``CapacityError`` on every rank if an expert gets more rows than its
+            capacity. On a CPU this call raises it; on a GPU the ring's next check does, which is
+            a later call of this kind or ``ring.check()``. "drop": report the number in
+            ``handle.demand``.
+        active: [size], bool or uint8, on the ring's device, the same on every rank that takes
+            part. Ranks with 0 are left out: choices of their experts get no row. It is read when
+            the call runs, also in a replay. Default: all ranks take part.
+        use_calc_stream: Communicate on the caller's current stream. False: on the ring's stream.
+
+    Returns:
+        ``Dispatched(rows, counts, handle, scales)``: rows [local, capacity, width], the
+        used rows of each expert first, by source rank, token and choice, and 0 after them; counts,
+        int32 [local]; the handle for ``expert_combine``; scales, float32
+        [local, capacity, width / 128] with ``quantize``, else None. The host does not
+        block on a GPU.
+
+    Raises:
+        CapacityError: See ``on_overflow``. The ring stays usable.
+        RingError: The ring does not exist, or it has failed.
+        DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
+    """
+    ring_id = ring_number(NAME, ring_id)
+    check_options(NAME, num_experts, capacity, quantize, on_overflow)
+    ids = ids_of(NAME, expert_ids)
+    scaled = weights_of(NAME, weights)
+    named = {"expert_ids": ids, "weights": scaled, "active": active}
+    traces = traced(NAME, use_calc_stream, True, ring_id, x=x, **named)
+    wants = torch.is_grad_enabled() and getattr(x, "requires_grad", False)
+    if wants and quantize:
+        raise ArgumentError(
+            f"{NAME}: x requires grad with quantize={quantize!r}, which has no gradient; pass "
+            f"x.detach(), or leave quantize= away"
+        )
+    call: Any = _registered_op if traces or wants or expert_moves.is_on_host(ring_id) else _run
+    options = num_experts, capacity, quantize == "fp8", on_overflow == "error", use_calc_stream
+    own = None if scaled is None else scaled.detach()
+    rows, scales, chosen, positions, sources, row_weights, counts, demand = call(
+        x, ids, own, active, ring_id, size_of(ring_id), *options
+    )
+    tables = chosen, positions, sources, row_weights
+    handle = ExpertHandle(*tables, demand, scaled, active, num_experts, capacity, ring_id)
+    return Dispatched(rows, counts, handle, scales if quantize else None)
+
+
+def _run(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor | None,
+    active: Tensor | None,
+    ring_id: int,
+    size: int,
+    num_experts: int,
+    capacity: int,
+    fp8: bool,
+    reports: bool,
+    use_calc_stream: bool,
+) -> tuple[Tensor, ...]:
+    ring, choices = sized(NAME, ring_id, size), Choices(ids, weights, active)
+    check_dispatch(ring, NAME, x, choices, num_experts, capacity, fp8)
+    needs_result(ring, NAME)
+    numbers = num_experts, capacity, ids.shape[1], x.dtype, x.shape[1]
+    spec = ExpertSpec(*numbers, quantize=fp8, reports=reports)
+    rows, scales, tables, counts = expert_calls.dispatch(ring, x, choices, spec, use_calc_stream)
+    return rows, scales, *tables, *counts
+
+
+def _fake(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor | None,
+    active: Tensor | None,
+    ring_id: int,
+    size: int,
+    num_experts: int,
+    capacity: int,
+    fp8: bool,
+    reports: bool,
+    use_calc_stream: bool,
+) -> tuple[Tensor, ...]:
+    choices = Choices(ids, weights, active)
+    check_dispatch(comm(ring_id), NAME, x, choices, num_experts, capacity, fp8)
+    spec = ExpertSpec(num_experts, capacity, ids.shape[1], x.dtype, x.shape[1], quantize=fp8)
+    rows, scales, tables, counts = expert_calls.outputs(x, ids, spec, size)
+    return rows, scales, *tables, *counts
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save what brings the gradients of the rows back."""
+    _, _, _, active, ring_id, size, num_experts, capacity, _, _, use_calc_stream = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[2:6], active)
+    ctx.saved = ring_id, size, num_experts, capacity, use_calc_stream
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    return expert_moves.sums(grad, *ctx.saved_tensors, *ctx.saved), *[None] * 10
+
+
+_registered_op = register(
+    f"{NAME}(Tensor x, Tensor expert_ids, Tensor? weights, Tensor? active, int ring_id, int size,"
+    f" int num_experts, int capacity, bool fp8, bool reports, bool use_calc_stream)"
+    f" -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _run,
+    _fake,
+    setup=_setup,
+    backward=_backward,
+)

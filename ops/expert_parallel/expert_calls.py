@@ -1,0 +1,101 @@
+"""One call of the expert exchange: by a kernel where the ring has one, else in the plain form."""
+
+from typing import Any
+
+import torch
+
+from commlib.core.context import CommContext
+from commlib.core.tensors import dense_copy, is_dense
+from commlib.ops.expert_parallel import plain_experts
+from commlib.p2p.expert_tables import (
+    FLOAT8,
+    GROUP,
+    Choices,
+    ExpertCounts,
+    ExpertSpec,
+    ExpertTables,
+    local_experts,
+)
+
+Tensor = torch.Tensor
+
+
+def dispatch(
+    ring: CommContext, x: Tensor, choices: Choices, spec: ExpertSpec, use_calc_stream: bool
+) -> plain_experts.Result:
+    """Return rows, scales (of width 0 unless rows are quantized), tables and counts."""
+    kernels = ring._expert_kernels(spec)
+    if kernels is None:
+        result = plain_experts.dispatch(ring, x, choices, spec, use_calc_stream)
+    else:
+        choices = Choices(*map(_dense, choices))
+        rows, scales, tables, counts = result = outputs(x, choices.ids, spec, ring.size)
+        args = (scales if spec.quantize else None, choices, tables, counts, spec)
+        ring._expert_call("expert_dispatch", kernels.dispatch, rows, x, args, use_calc_stream)
+    ring._device_reports.check()
+    return result
+
+
+def outputs(x: Tensor, ids: Tensor, spec: ExpertSpec, size: int) -> plain_experts.Result:
+    """Return the tensors that a dispatch fills, also of a trace."""
+    local, groups = local_experts(spec.num_experts, size), spec.width // GROUP
+    rows = local * spec.capacity
+
+    def numbers(*shape: int) -> Tensor:
+        return ids.new_empty(shape, dtype=torch.int32)
+
+    def floats(*shape: int) -> Tensor:
+        return x.new_empty(shape, dtype=torch.float32)
+
+    dtype = FLOAT8 if spec.quantize else x.dtype
+    tables = ExpertTables(numbers(*ids.shape), numbers(*ids.shape), numbers(rows, 4), floats(rows))
+    return (
+        x.new_empty((local, spec.capacity, spec.width), dtype=dtype),
+        floats(local, spec.capacity, groups if spec.quantize else 0),
+        tables,
+        ExpertCounts(numbers(local), numbers(spec.num_experts)),
+    )
+
+
+def scatter(
+    ring: CommContext,
+    x: Tensor,
+    tables: ExpertTables,
+    active: Tensor | None,
+    spec: ExpertSpec,
+    use_calc_stream: bool,
+) -> Tensor:
+    """Return the rows of ``x`` where the tables say: [local experts, capacity, width]."""
+    kernels = ring._expert_kernels(spec)
+    if kernels is None:
+        rows = plain_experts.scatter(ring, x, tables, active, spec, use_calc_stream)
+    else:
+        rows = x.new_empty((local_experts(spec.num_experts, ring.size), spec.capacity, spec.width))
+        args = ExpertTables(*map(_dense, tables)), _dense(active), spec
+        ring._expert_call("expert_scatter", kernels.scatter, rows, x, args, use_calc_stream)
+    ring._device_reports.check()
+    return rows
+
+
+def combine(
+    ring: CommContext,
+    y: Tensor,
+    tables: ExpertTables,
+    active: Tensor | None,
+    spec: ExpertSpec,
+    use_calc_stream: bool,
+) -> Tensor:
+    """Return the sum of each token's rows: [tokens, width]."""
+    kernels = ring._expert_kernels(spec)
+    if kernels is None:
+        out = plain_experts.combine(ring, y, tables, active, spec, use_calc_stream)
+    else:
+        out = y.new_empty((len(tables.positions), spec.width))
+        args = ExpertTables(*map(_dense, tables)), _dense(active), spec
+        ring._expert_call("expert_combine", kernels.combine, out, y, args, use_calc_stream)
+    ring._device_reports.check()
+    return out
+
+
+def _dense(x: Tensor | None) -> Any:
+    return x if x is None or is_dense(x) else dense_copy(x)

@@ -1,0 +1,163 @@
+"""Captured expert layers: replays with other choices, masks and overflows give eager's bits."""
+
+from typing import Any
+
+import torch
+
+from commlib import graph, ops
+from commlib.errors import CapacityError
+from tests.support.checks import assert_bits_equal, assert_equal, on_gpu, raises, sample, settle
+from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
+
+TOKENS, TOP_K, WIDTH, EXPERTS, CAPACITY = 6, 2, 16, 5, 4
+
+
+class Layer:
+    """A gate's weights and this rank's experts, which multiply by a matrix each."""
+
+    def __init__(self, comm: Any, **how: Any) -> None:
+        local = -(-EXPERTS // comm.size)
+        self.comm, self.how = comm, {"on_overflow": "drop", **how}
+        self.experts = sample(comm.rank, (local, WIDTH, WIDTH), torch.float32).to(comm.device)
+        self.experts.requires_grad_()
+
+    def __call__(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, active: Any = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the result, the counts and the demand."""
+        sent = ops.expert_dispatch(
+            x, ids, EXPERTS, CAPACITY, weights=weights, active=active, **self.how
+        )
+        out = ops.expert_combine(torch.bmm(sent.rows, self.experts), sent.handle)
+        return out, sent.counts.clone(), sent.handle.demand.clone()
+
+    def step(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the result and all gradients."""
+        x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
+        out, *_ = self(x, ids, weights)
+        return out.detach(), *torch.autograd.grad(out.square().sum(), (x, weights, self.experts))
+
+
+def batch(comm: Any, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return this rank's tokens, choices and weights; at times all choose one expert or none."""
+    x = sample(comm.rank, (TOKENS, WIDTH), torch.float32, seed)
+    ids = torch.randint(-1, EXPERTS, (TOKENS, TOP_K), generator=torch.Generator().manual_seed(seed))
+    if comm.rank == 1 and seed % 3 == 0:
+        ids.fill_(-1)
+    elif seed % 5 == 4:
+        ids.fill_(seed % EXPERTS)
+    weights = sample(comm.rank, (TOKENS, TOP_K), torch.float32, seed + 1)
+    return x.to(comm.device), (ids + comm.rank).to(comm.device), weights.to(comm.device)
+
+
+def compare(found: Any, expected: Any, what: str) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert_bits_equal(one, other, what)
+
+
+@runs_on("ranks", deadline=120)
+def test_a_captured_layer(comm: Any) -> None:
+    layer = Layer(comm)
+    captured = graph.capture(layer.__call__, outputs="copy")
+    with torch.no_grad():
+        for seed in range(12):
+            given = batch(comm, seed)
+            compare(captured(*given), layer(*given), f"replay {seed}")
+
+
+@runs_on("ranks", deadline=120)
+def test_a_captured_step(comm: Any) -> None:
+    """Forward and backward in one graph."""
+    layer = Layer(comm)
+    captured = graph.capture(layer.step, outputs="copy")
+    for seed in range(12):
+        given = batch(comm, seed)
+        compare(captured(*given), layer.step(*given), f"replay {seed}")
+
+
+@runs_on("ranks", deadline=120)
+def test_a_captured_forward_with_its_backward(comm: Any) -> None:
+    """A graph each, joined by autograd."""
+    layer = Layer(comm)
+
+    def result(*given: torch.Tensor) -> torch.Tensor:
+        return layer(*given)[0]
+
+    captured = graph.capture(result)
+    for seed in range(6):
+        x, ids, weights = batch(comm, seed)
+        found = []
+        for call in (captured, result):
+            leaves = x.clone().requires_grad_(), weights.clone().requires_grad_()
+            out = call(leaves[0], ids, leaves[1])
+            grads = torch.autograd.grad(out.square().sum(), (*leaves, layer.experts))
+            found.append([grad.clone() for grad in grads])
+        compare(*found, f"gradients {seed}")
+
+
+@runs_on("all_gpu_ranks", deadline=300)
+def test_a_thousand_replays(comm: Any) -> None:
+    layer = Layer(comm)
+    given = batch(comm, 0)
+    layer.step(*given)
+    recorded = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(recorded, capture_error_mode="thread_local"):
+        out = layer.step(*given)
+    for seed in range(1000):
+        for static, fresh in zip(given, batch(comm, seed), strict=True):
+            static.copy_(fresh)
+        recorded.replay()
+        if seed % 10 == 0:
+            compare(out, layer.step(*given), f"replay {seed}")
+    settle(comm)
+    comm.check()
+
+
+def masks(comm: Any) -> None:
+    """The mask is read at each replay: ranks leave and return without another capture."""
+    layer = Layer(comm)
+    captured = graph.capture(layer.__call__, outputs="copy")
+    with torch.no_grad():
+        for seed in range(9):
+            active = torch.ones(comm.size, dtype=torch.uint8, device=comm.device)
+            active[seed % comm.size] = seed % 2
+            given = *batch(comm, seed), active
+            found, expected = captured(*given), layer(*given)
+            compare(found, expected, f"replay {seed}")
+            if not active[comm.rank]:
+                assert_equal(float(found[0].abs().sum()), 0.0, f"result {seed}")
+
+
+def test_masks(ranks: Ranks) -> None:
+    ranks(masks)
+
+
+def test_masks_of_many_ranks(many_ranks: Ranks) -> None:
+    many_ranks(masks)
+
+
+@runs_on("ranks")
+def test_overflow_in_a_replay(comm: Any) -> None:
+    """An error on every rank at the next check; the graph and the ring stay usable."""
+    layer = Layer(comm, on_overflow="error")
+    captured = graph.capture(layer.__call__, outputs="copy")
+    x, _, weights = batch(comm, 1)
+    few = torch.full((TOKENS, TOP_K), -1, device=comm.device)
+    few[0, 0] = 3
+    many = torch.full((TOKENS, TOP_K), 3, device=comm.device)
+    words = f"expert 3 of rank {3 // -(-EXPERTS // comm.size)} got", f"capacity={CAPACITY}"
+    with torch.no_grad():
+        for number in range(5):
+            compare(captured(x, few, weights), layer(x, few, weights), f"replay {number}")
+        with raises(CapacityError, *words):
+            captured(x, many, weights)
+            settle(comm)
+            comm.check()
+        comm.check()
+        compare(captured(x, few, weights), layer(x, few, weights), "afterwards")
+    settle(comm)
+    comm.check()
+    assert_equal(on_gpu(comm) or comm.report()["state"] == "ready", True, "state")
