@@ -89,7 +89,7 @@ class FixedShapeLayer(Layer):
             x, chosen, EXPERTS, CAPACITY, self.ring_id, weights=value, on_overflow="drop"
         )
         y = torch.bmm(torch.relu(torch.bmm(sent.rows, self.up)), self.down)
-        return ops.expert_combine(y, sent.handle, self.ring_id)
+        return ops.expert_combine(y, sent.handle)
 
 
 class Losses(NamedTuple):

@@ -77,7 +77,7 @@ def layer(
         x, ids, num_experts, capacity, ring_id, weights=weights, on_overflow="drop"
     )
     y = torch.tanh(sent.rows * scale)
-    return ops.expert_combine(y, sent.handle, ring_id)
+    return ops.expert_combine(y, sent.handle)
 
 
 def arguments_of(comm: Any, routing: Routing, seed: int = 0) -> tuple[Any, ...]:
@@ -214,7 +214,7 @@ def test_a_gradient_on_another_ring(comm: Any) -> None:
     made = {**given(routing, ring), "ring_id": ring}
     x = leaf(tokens_of(routing, WIDTH, torch.float32)[ring.rank], comm)
     sent = ops.expert_dispatch(x, **made)
-    ops.expert_combine(sent.rows, sent.handle, ring).sum().backward()
+    ops.expert_combine(sent.rows, sent.handle).sum().backward()
     kept = torch.where(sent.handle.positions >= 0, made["weights"], 0.0).sum(1, keepdim=True)
     assert_bits_equal(x.grad, kept.expand(x.shape).contiguous(), "gradient", atol=1e-6)
     commlib.close_ring(90)

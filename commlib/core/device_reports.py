@@ -1,6 +1,7 @@
 """Errors that a device finds while a call runs: a check of the ring raises them later."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,6 +69,18 @@ class DeviceReports:
             if numbers is not None:
                 return record.describe(self._identity, numbers)
         return None
+
+    @contextmanager
+    def raised_after(self) -> Iterator[None]:
+        """Raise what earlier calls have reported, after the call inside.
+
+        Every rank has then launched the same calls, and none raises for its own call: whether the
+        device has come that far differs between ranks.
+        """
+        error = self.error()
+        yield
+        if error is not None:
+            raise error
 
     def check(self) -> None:
         """Raise what was reported since the last look; never blocks."""

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.expert_parallel import expert_moves
 from commlib.ops.expert_parallel.expert_checks import check_handle
 from commlib.ops.expert_parallel.expert_handle import ExpertHandle
@@ -20,7 +19,6 @@ NAME = "expert_combine"
 def expert_combine(
     y: Tensor,
     handle: ExpertHandle,
-    ring_id: Ring = 0,
     *,
     weighted: bool = True,
     use_calc_stream: bool = True,
@@ -35,8 +33,7 @@ def expert_combine(
     Args:
         y: [local experts, capacity, any width], the results for the rows of ``expert_dispatch``:
             bfloat16, float16, float32 or float64. Unused rows are not read.
-        handle: From ``expert_dispatch``.
-        ring_id: The ring of the dispatch, its id or its name.
+        handle: From ``expert_dispatch``, whose ring this call uses.
         weighted: Multiply with the weights of the dispatch. False: sum the rows as they are.
         use_calc_stream: Communicate on the caller's current stream. False: on the ring's stream.
 
@@ -45,13 +42,13 @@ def expert_combine(
         a GPU.
 
     Raises:
-        ArgumentError: The handle is of another ring, or ``ring.group()`` is open.
+        ArgumentError: ``handle`` is no handle, or ``ring.group()`` is open.
         CapacityError: An earlier dispatch on a GPU has reported it. The ring stays usable.
         RingError: The ring does not exist, or it has failed.
         DtypeError, ShapeError, DeviceError: Before any launch.
     """
-    ring_id = ring_number(NAME, ring_id)
-    check_handle(NAME, handle, ring_id)
+    check_handle(NAME, handle)
+    ring_id = handle.ring_id
     check_tensor(NAME, "y", y)
     traces = traced(NAME, use_calc_stream, True, ring_id, y=y)
     weights = handle.weights if weighted else None

@@ -25,15 +25,14 @@ def dispatch(
 ) -> plain_experts.Result:
     """Return rows, scales (of width 0 unless rows are quantized), tables and counts."""
     kernels = ring._expert_kernels(spec)
-    if kernels is None:
-        result = plain_experts.dispatch(ring, x, choices, spec, use_calc_stream)
-    else:
+    with ring._device_reports.raised_after():
+        if kernels is None:
+            return plain_experts.dispatch(ring, x, choices, spec, use_calc_stream)
         choices = Choices(*map(_dense, choices))
-        rows, scales, tables, counts = result = outputs(x, choices.ids, spec, ring.size)
+        rows, scales, tables, counts = outputs(x, choices.ids, spec, ring.size)
         args = (scales if spec.quantize else None, choices, tables, counts, spec)
         ring._expert_call("expert_dispatch", kernels.dispatch, rows, x, args, use_calc_stream)
-    ring._device_reports.check()
-    return result
+    return rows, scales, tables, counts
 
 
 def outputs(x: Tensor, ids: Tensor, spec: ExpertSpec, size: int) -> plain_experts.Result:
@@ -67,13 +66,12 @@ def scatter(
 ) -> Tensor:
     """Return the rows of ``x`` where the tables say: [local experts, capacity, width]."""
     kernels = ring._expert_kernels(spec)
-    if kernels is None:
-        rows = plain_experts.scatter(ring, x, tables, active, spec, use_calc_stream)
-    else:
+    with ring._device_reports.raised_after():
+        if kernels is None:
+            return plain_experts.scatter(ring, x, tables, active, spec, use_calc_stream)
         rows = x.new_empty((local_experts(spec.num_experts, ring.size), spec.capacity, spec.width))
         args = ExpertTables(*map(_dense, tables)), _dense(active), spec
         ring._expert_call("expert_scatter", kernels.scatter, rows, x, args, use_calc_stream)
-    ring._device_reports.check()
     return rows
 
 
@@ -87,13 +85,12 @@ def combine(
 ) -> Tensor:
     """Return the sum of each token's rows: [tokens, width]."""
     kernels = ring._expert_kernels(spec)
-    if kernels is None:
-        out = plain_experts.combine(ring, y, tables, active, spec, use_calc_stream)
-    else:
+    with ring._device_reports.raised_after():
+        if kernels is None:
+            return plain_experts.combine(ring, y, tables, active, spec, use_calc_stream)
         out = y.new_empty((len(tables.positions), spec.width))
         args = ExpertTables(*map(_dense, tables)), _dense(active), spec
         ring._expert_call("expert_combine", kernels.combine, out, y, args, use_calc_stream)
-    ring._device_reports.check()
     return out
 
 

@@ -126,17 +126,12 @@ def _check_active(ring: CommContext, collective: str, active: Tensor | None) -> 
         )
 
 
-def check_handle(collective: str, handle: Any, ring_id: int) -> None:
-    """Raise unless ``handle`` is a handle of a dispatch on this ring."""
+def check_handle(collective: str, handle: Any) -> None:
+    """Raise unless ``handle`` is a handle of a dispatch."""
     if not isinstance(handle, ExpertHandle):
         raise ArgumentError(
             f"{collective}: handle is {type(handle).__name__}; expected the handle that "
             f"ops.expert_dispatch returns"
-        )
-    if handle.ring_id != ring_id:
-        raise ArgumentError(
-            f"{collective}: the handle is of ring {handle.ring_id}, the call on ring {ring_id}; "
-            f"pass ring_id={handle.ring_id}"
         )
 
 
