@@ -41,7 +41,8 @@ __device__ inline bool await_pushers(const Call& call, const State& state, int p
         good = good && await(call, state, [&] {
             const u64 reached = peek(progress(call, i));
             const bool here = reached >> 32 == (state.call & 0xffffffffu);
-            return here && static_cast<u32>(reached) >= static_cast<u32>(pass) ? kReady : kNobody;
+            const bool far = static_cast<u32>(reached) >= static_cast<u32>(pass);
+            return here && far ? kReady : call.rank;
         });
     }
     return __syncthreads_and(good);
