@@ -43,6 +43,8 @@ TENSORS = {
     "barrier": 0,
     "class_center_sample": 3,
     "data_norm": 4,
+    "expert_combine": 2,
+    "expert_dispatch": 4,  # two tensors and two numbers
     "fused_attention": 3,
     "fused_feedforward": 3,
     "fused_multi_transformer": 3,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import commlib
 from commlib import ops
 from examples import moe_layer
 from tests.support.checks import assert_equal
@@ -10,12 +11,27 @@ from tests.support.ranks import NewRanks, Ranks
 
 
 def trained(comm: Any) -> None:
-    """The same losses, step by step, and they fall."""
-    pairs = moe_layer.compare(6)
-    for number, (ours, one) in enumerate(pairs):
+    """The same losses, step by step, and they fall; captured steps have the bits of eager ones."""
+    found = moe_layer.compare(6)
+    for number, one in enumerate(found):
+        apart = abs(one.ranks - one.one_process) / one.one_process
+        assert_equal(apart <= moe_layer.TOLERANCE, True, f"step {number}: {one}")
+        assert_equal(one.captured, one.eager, f"step {number}, captured and eager")
+        near = abs(one.eager - one.ranks) / one.ranks  # weights are rounded to float32
+        assert_equal(near < 1e-6, True, f"step {number}: fixed shapes differ by {near}")
+    assert_equal(found[-1].captured < found[0].captured, True, f"the loss falls: {found}")
+
+
+def fixed_shapes_alone(comm: Any) -> None:
+    """One process trains the layer with fixed shapes as all ranks do."""
+    alone = commlib.new_ring(1 + comm.rank, [comm.rank])
+    assert alone is not None
+    kind = moe_layer.FixedShapeLayer
+    losses = zip(moe_layer.train(0, 6, kind), moe_layer.train(1 + comm.rank, 6, kind), strict=True)
+    for number, (ours, one) in enumerate(losses):
         apart = abs(ours - one) / one
         assert_equal(apart <= moe_layer.TOLERANCE, True, f"step {number}: {ours!r} against {one!r}")
-    assert_equal(pairs[-1][0] < pairs[0][0], True, f"the loss falls: {pairs}")
+    commlib.close_ring(alone.ring_id)
 
 
 def test_the_capacity_drops_tokens() -> None:
@@ -28,6 +44,10 @@ def test_the_capacity_drops_tokens() -> None:
 
 def test_trains_as_one_process(ranks: Ranks) -> None:
     ranks(trained)
+
+
+def test_fixed_shapes_as_one_process(ranks: Ranks) -> None:
+    ranks(fixed_shapes_alone)
 
 
 def test_trains_on_four_ranks(new_ranks: NewRanks) -> None:
@@ -49,4 +69,5 @@ def test_the_program() -> None:
     assert process.returncode == 0, err
     assert "step   loss of 2 ranks   loss of one process" in out
     assert "largest difference" in out
+    assert "captured steps that differ from eager ones: none" in out
     assert "Warning" not in err

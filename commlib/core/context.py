@@ -14,9 +14,9 @@ from commlib.core.call_log import CallLog, level
 from commlib.core.call_reports import CallReports
 from commlib.core.collectives.every import Collectives
 from commlib.core.compiler import leave_to_eager, untraced
+from commlib.core.device_reports import DeviceReports
 from commlib.core.health import RingHealth
 from commlib.core.lifecycle import RingLifecycle
-from commlib.core.overflow import OverflowReports
 from commlib.core.split import Split
 from commlib.core.within import Seconds
 from commlib.core.work import Work
@@ -74,7 +74,7 @@ class CommContext(Collectives, Split, Bridge):
             if meeting is None
             else engine(identity, self._hosts, self._health)
         )
-        self._overflow = OverflowReports(identity)
+        self._device_reports = DeviceReports(identity)
         self._lifecycle = RingLifecycle(
             identity,
             self._health,
@@ -82,7 +82,7 @@ class CommContext(Collectives, Split, Bridge):
             self._engine,
             reports,
             self._unfenced,
-            self._overflow,
+            self._device_reports,
         )
         self._reports = reports
 

@@ -7,8 +7,8 @@ from weakref import WeakSet
 import torch
 
 from commlib.core.call_reports import CallReports
+from commlib.core.device_reports import DeviceReports
 from commlib.core.health import RingHealth
-from commlib.core.overflow import OverflowReports
 from commlib.deadlines import Deadline
 from commlib.deferred import UnfencedCalls
 from commlib.engines.base import Engine
@@ -37,11 +37,11 @@ class RingLifecycle:
         engine: Engine,
         reports: CallReports | None,
         unfenced: UnfencedCalls,
-        overflow: OverflowReports,
+        device_reports: DeviceReports,
     ) -> None:
         self._identity, self._health, self._hosts = identity, health, hosts
         self._engine, self._reports, self._unfenced = engine, reports, unfenced
-        self._overflow = overflow
+        self._device_reports = device_reports
         self.graphs: WeakSet[Any] = WeakSet()  # captured functions that hold calls of this ring
         self._lock = issue_lock(identity.device)
 
@@ -61,7 +61,7 @@ class RingLifecycle:
                     channel.check()
             except CommError as error:
                 raise self._health.failed("check", error) from error
-            self._overflow.check("check")
+            self._device_reports.check()
 
     def _check_usable(self, step: str) -> None:
         if self._health.fault is not None:
@@ -190,15 +190,15 @@ class RingLifecycle:
         self._release_graphs()
         if not health.attempt(self._drain, deadline, "draining"):
             return False
-        overflow = self._overflow.error("close")  # before the engine frees what holds it
+        reported = self._device_reports.error()  # before the engine frees what holds it
         self._unfenced.release()
         if self._reports is not None:
             self._reports.close()
         self._hosts.detach()
         self._engine.close(deadline)
         self._hosts.close(deadline)
-        if overflow is not None:
-            raise overflow
+        if reported is not None:
+            raise reported
         return True
 
     def forget(self, why: str) -> None:

@@ -6,9 +6,9 @@ from typing import Any, Protocol
 import torch
 
 from commlib.core.call_log import CallLog
+from commlib.core.device_reports import DeviceReports
 from commlib.core.health import RingHealth
 from commlib.core.lifecycle import RingLifecycle
-from commlib.core.overflow import OverflowReports
 from commlib.deferred import UnfencedCalls
 from commlib.engines.base import Engine
 from commlib.rendezvous.hosts import HostExchange
@@ -31,7 +31,7 @@ class Ring(Protocol):
     _health: RingHealth
     _hosts: HostExchange
     _lifecycle: RingLifecycle
-    _overflow: OverflowReports
+    _device_reports: DeviceReports
     _fences: Fences | None  # None on a CPU
     _lock: RLock  # the issue lock of the device
     _groups: dict[int, Any]  # the open group of each thread, by the thread's number

@@ -8,6 +8,7 @@ from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.expert_parallel import expert_moves
 from commlib.ops.expert_parallel.expert_checks import check_handle
 from commlib.ops.expert_parallel.expert_handle import ExpertHandle
+from commlib.ops.expert_parallel.expert_ids import check_tensor
 from commlib.ops.registered.library import once, register, traced
 from commlib.ops.registered.traced_ring import size_of
 
@@ -51,7 +52,8 @@ def expert_combine(
     """
     ring_id = ring_number(NAME, ring_id)
     check_handle(NAME, handle, ring_id)
-    traces = traced(NAME, use_calc_stream, True, ring_id, x=y)
+    check_tensor(NAME, "y", y)
+    traces = traced(NAME, use_calc_stream, True, ring_id, y=y)
     weights = handle.weights if weighted else None
     given = [y] if weights is None else [y, weights]
     wants = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
@@ -85,8 +87,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     *tables, y = ctx.saved_tensors
     rest = *tables, *ctx.saved
     of_y, dots = _gradients(grad, y, *rest)
-    # A dot product is in the column of its choice: the sum of a token's rows are its gradients.
-    of_weights = None if y is None else expert_moves.sums(dots, *rest)
+    of_weights = None
+    if y is not None:
+        # A dot product is in the column of its choice: the sum of a token's rows are its gradients.
+        of_weights = expert_moves.sums(dots, *rest)[:, : tables[1].shape[1]]
     return of_y, of_weights, *[None] * 10
 
 
@@ -95,19 +99,24 @@ def _run_gradients(grad: Tensor, y: Tensor | None, *rest: Any) -> tuple[Tensor, 
     if y is None:
         of_y = expert_moves.scattered(grad, *rest, weighted=True)
         return of_y, of_y.new_empty(0, dtype=torch.float32)
-    _, positions, sources, row_weights = rest[:4]
+    sources, row_weights = rest[2:4]
     rows = expert_moves.scattered(grad, *rest)
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     of_y = (wide * row_weights.view(*rows.shape[:2], 1)).to(rows.dtype)
     choice = sources[:, 2].view(rows.shape[:2]).long()
     dot = torch.where(choice >= 0, (wide * y).sum(2).float(), 0.0)
-    dots = dot.new_zeros((*rows.shape[:2], positions.shape[1]))
+    dots = dot.new_zeros((*rows.shape[:2], _columns(rest[1])))
     return of_y, dots.scatter_(2, choice.clamp(min=0)[..., None], dot[..., None])
 
 
+def _columns(positions: Tensor) -> int:
+    """Return a number of float32 columns, at least top_k, that kernels take: whole vectors."""
+    return -(-positions.shape[1] // 4) * 4
+
+
 def _fake_gradients(grad: Tensor, y: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    of_y, top_k = expert_moves.fake_rows(grad, *rest), rest[1].shape[1]
-    shape = (0,) if y is None else (*of_y.shape[:2], top_k)
+    of_y = expert_moves.fake_rows(grad, *rest)
+    shape = (0,) if y is None else (*of_y.shape[:2], _columns(rest[1]))
     return of_y, grad.new_empty(shape, dtype=torch.float32)
 
 

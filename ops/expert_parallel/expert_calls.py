@@ -32,7 +32,7 @@ def dispatch(
         rows, scales, tables, counts = result = outputs(x, choices.ids, spec, ring.size)
         args = (scales if spec.quantize else None, choices, tables, counts, spec)
         ring._expert_call("expert_dispatch", kernels.dispatch, rows, x, args, use_calc_stream)
-    ring._overflow.check("expert_dispatch")
+    ring._device_reports.check()
     return result
 
 
@@ -73,7 +73,7 @@ def scatter(
         rows = x.new_empty((local_experts(spec.num_experts, ring.size), spec.capacity, spec.width))
         args = ExpertTables(*map(_dense, tables)), _dense(active), spec
         ring._expert_call("expert_scatter", kernels.scatter, rows, x, args, use_calc_stream)
-    ring._overflow.check("expert_dispatch")
+    ring._device_reports.check()
     return rows
 
 
@@ -93,7 +93,7 @@ def combine(
         out = y.new_empty((len(tables.positions), spec.width))
         args = ExpertTables(*map(_dense, tables)), _dense(active), spec
         ring._expert_call("expert_combine", kernels.combine, out, y, args, use_calc_stream)
-    ring._overflow.check("expert_combine")
+    ring._device_reports.check()
     return out
 
 

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from commlib.core.context import CommContext
+from commlib.p2p.routes import routes
 
 Tensor = torch.Tensor
 
@@ -27,17 +29,20 @@ class PlainExchange:
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """Send ``x[r]`` to rank r and return what every rank sends: [size, ...]."""
-        ring, out = self._ring, torch.zeros_like(x)
+        ring = self._ring
         if self.here is None or ring.device.type != "cpu":
-            return ring.all_to_all(out, x, use_calc_stream=self._calc)
+            return ring.all_to_all(torch.empty_like(x), x, use_calc_stream=self._calc)
         here = self.here.tolist()
-        peers = [rank for rank in range(ring.size) if here[rank] and rank != ring.rank]
-        with ring.group(use_calc_stream=self._calc):  # one operation: no circle of waits
-            for peer in peers:
-                ring.send(x[peer], peer=peer)
-                ring.recv(out[peer], peer=peer)
-        out[ring.rank] = x[ring.rank]
-        return out
+        members = [rank for rank in range(ring.size) if here[rank]] or [ring.rank]
+        rows = np.zeros((ring.size, ring.size, 1), np.int64)
+        rows[np.ix_(members, members)] = 1
+        flat = x.view(ring.size, x[0].numel())
+        sent = flat[members]
+        taken, plan = torch.empty_like(sent), routes(rows, ring.rank, back=False)
+        ring._exchange_rows(taken, sent, plan, use_calc_stream=self._calc)
+        out = torch.zeros_like(flat)
+        out[members] = taken
+        return out.view(x.shape)
 
     def all_gather(self, counts: Tensor) -> Tensor:
         """Return every rank's 1-D ``counts``: [size, ...], 0 for a rank that is left out."""
@@ -84,7 +89,7 @@ class PlainExchange:
 
 
 def placed(rows: Tensor, target: Tensor, count: int) -> Tensor:
-    """Return [count, width] with ``rows[i]`` at ``target[i]``, zero elsewhere; -1 is no place."""
+    """Return [count, width] with ``rows[i]`` at ``target[i]``, zero elsewhere; -1 drops a row."""
     last = torch.where(target >= 0, target, count)  # dropped rows share one line
     return rows.new_zeros((count + 1, rows.shape[1])).index_copy_(0, last, rows)[:count]
 

@@ -7,6 +7,7 @@ import torch
 
 from commlib.core.context import CommContext
 from commlib.core.observers import unwatched
+from commlib.ops.expert_parallel.overflow import describe, overflow_of
 from commlib.ops.expert_parallel.plain_exchange import (
     PlainExchange,
     packed,
@@ -37,7 +38,8 @@ def dispatch(
     every = exchange.all_gather(chosen.counts)
     if spec.reports:
         with unwatched():
-            ring._overflow.note(every, spec.capacity)
+            found = overflow_of(every, spec.capacity)
+            ring._device_reports.note("expert_dispatch", found, describe)
     before = every.cumsum(0)[ring.rank] - every[ring.rank]
     positions = chosen.positions(before, spec.capacity)
     own, count = _own_counts(ring, every), _rows(ring, spec)

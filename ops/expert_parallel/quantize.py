@@ -13,6 +13,8 @@ def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     A scale is the largest magnitude of its elements / 448; 1 where that is 0 in float32.
     """
     parts = x.float().view(x.shape[0], x.shape[1] // GROUP, GROUP)
-    scales = parts.abs().amax(2) / LARGEST
+    largest = parts.abs().amax(2)
+    # On a GPU torch multiplies by the inverse of a number, which rounds otherwise.
+    scales = largest / torch.full_like(largest, LARGEST)
     scales = torch.where(scales == 0, 1.0, scales)
     return (parts / scales[:, :, None]).view(x.shape).to(FLOAT8), scales

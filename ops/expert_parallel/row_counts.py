@@ -62,8 +62,14 @@ def _checked(
     if x.dim() != 2:
         raise ShapeError(f"{where}: x has shape {tuple(x.shape)}; expected [rows, width]")
     for role, counts in (("local_count", local_count), ("global_count", global_count)):
-        _check_counts(ring, where, role, counts)
+        check_counts(ring, where, role, counts)
         check_readable(ring, collective, role, counts)
+        if counts.is_cuda and capturing():
+            raise ArgumentError(
+                f"{where}: {role} is on {counts.device}, and a capture can't read it; pass "
+                f"capacity=, or make the counts a part of the graph: set {role} = {role}.cpu() "
+                f"before the capture"
+            )
     if len(local_count) != len(global_count):
         raise ShapeError(
             f"{where}: local_count has {len(local_count)} entries, global_count "
@@ -83,7 +89,8 @@ def _checked(
     return [*both[0], *both[1]]
 
 
-def _check_counts(ring: CommContext, where: str, role: str, counts: torch.Tensor) -> None:
+def check_counts(ring: CommContext, where: str, role: str, counts: torch.Tensor) -> None:
+    """Raise unless ``counts`` are int64 counts for the experts of all ranks."""
     if not isinstance(counts, torch.Tensor):
         raise ArgumentError(f"{where}: {role} is {type(counts).__name__}; expected a torch.Tensor")
     if counts.dtype is not torch.int64:
@@ -97,27 +104,29 @@ def _check_counts(ring: CommContext, where: str, role: str, counts: torch.Tensor
         raise DeviceError(
             f"{where}: {role} is on {counts.device}; expected the CPU or {ring.device}"
         )
-    if counts.is_cuda and capturing():
-        raise ArgumentError(
-            f"{where}: {role} is on {counts.device}, and a capture can't read it; the counts are a "
-            f"part of the graph: set {role} = {role}.cpu() before the capture"
-        )
 
 
 def _compared(ring: CommContext, collective: str, every: list[list[int]]) -> Table:
     """Return the table that all ranks agree on."""
     counts = np.array(every, np.int64).reshape(ring.size, 2, ring.size, -1)
     sent, expected = counts[:, 0], counts[:, 1].transpose(1, 0, 2)
-    if not (sent == expected).all():
-        a, b, k = np.argwhere(sent != expected)[0]
-        raise ArgumentError(
-            f"{ring._describe(collective)}: rank {a} has {sent[a, b, k]} rows for expert {k} of "
-            f"rank "
-            f"{b} (local_count[{k + b * sent.shape[2]}]), but rank {b} expects {expected[a, b, k]} "
-            f"(global_count[{k + a * sent.shape[2]}]); exchange the counts first: set "
-            f"global_count = ops.all_to_all(local_count, {ring.ring_id})"
-        )
+    error = counts_error(ring._describe(collective), ring.ring_id, sent, expected)
+    if error is not None:
+        raise error
     return np.ascontiguousarray(sent)
+
+
+def counts_error(prefix: str, ring_id: int, sent: Table, expected: Table) -> ArgumentError | None:
+    """Return the error of the first count [a, b, k] that the two ranks do not agree on."""
+    if (sent == expected).all():
+        return None
+    a, b, k = np.argwhere(sent != expected)[0]
+    return ArgumentError(
+        f"{prefix}: rank {a} has {sent[a, b, k]} rows for expert {k} of rank "
+        f"{b} (local_count[{k + b * sent.shape[2]}]), but rank {b} expects {expected[a, b, k]} "
+        f"(global_count[{k + a * sent.shape[2]}]); exchange the counts first: set "
+        f"global_count = ops.all_to_all(local_count, {ring_id})"
+    )
 
 
 def _run(

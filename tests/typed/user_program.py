@@ -132,7 +132,12 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     assert_type(ops.random_routing(ids, weights, weights[:, 0]), Tensor)
     rows = ops.global_scatter(x[order], counts, counts)
     assert_type(rows, Tensor)
-    return ops.global_gather(rows, counts, counts)
+    sent = ops.expert_dispatch(x, ids, 4, 16, weights=weights, on_overflow="drop")
+    assert_type(sent.rows, Tensor)
+    assert_type(sent.scales, Tensor | None)
+    assert_type(ops.expert_combine(sent.rows, sent.handle), Tensor)
+    ops.expert_combine(sent.rows, sent)  # refused: not a handle
+    return ops.global_gather(rows, counts, counts, capacity=8)
 
 
 def optimizers(model: torch.nn.Module, ring: commlib.CommContext) -> None:

@@ -25,7 +25,7 @@ class Experts(Ring):
         kernels = self._engine.prepare_experts()
         if kernels is None or not kernels.carries(spec):
             return None
-        self._overflow.watch(kernels)
+        self._device_reports.watch(kernels)
         return kernels
 
     def _expert_call(

@@ -1,0 +1,114 @@
+"""Errors that a device finds while a call runs: a check of the ring raises them later."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from commlib.errors import ArgumentError, CapacityError, CommError
+from commlib.p2p.channel import ExpertKernels
+from commlib.p2p.expert_tables import Overflow
+from commlib.rendezvous.identity import RingIdentity
+from commlib.streams import capturing
+
+Tensor = torch.Tensor
+Describe = Callable[[RingIdentity, list[int]], CommError]
+
+
+class DeviceReports:
+    """What the calls of one ring report: of wrong counts, and of experts without room.
+
+    A report does not break the ring. It is raised once, on every rank that looks.
+    """
+
+    def __init__(self, identity: RingIdentity) -> None:
+        self._identity = identity
+        self._kernels: ExpertKernels | None = None
+        self._records: dict[Any, _Record] = {}
+
+    def watch(self, kernels: ExpertKernels) -> None:
+        """Ask these kernels too from now on."""
+        self._kernels = kernels
+
+    def note(self, collective: str, found: Tensor, describe: Describe) -> None:
+        """Report what a call has found; never blocks on a GPU.
+
+        Called unwatched: a graph neither restores nor compares the memory of reports.
+
+        Args:
+            collective: The call.
+            found: int64: 1 for an error or 0, and the numbers that describe it.
+            describe: Returns the error; the same function for all calls of ``collective``.
+
+        Raises:
+            CommError: On a CPU, where the numbers are known.
+            ArgumentError: The first call is in a capture.
+        """
+        if found.device.type == "cpu":
+            if found[0]:
+                raise describe(self._identity, found[1:].tolist())
+            return
+        key = collective, len(found)
+        if key not in self._records:
+            if capturing():
+                raise ArgumentError(
+                    f"{self._identity.describe(collective)}: the first such call of the ring is in "
+                    f"a capture; expected memory for its reports; call it once before the capture"
+                )
+            self._records[key] = _Record(len(found), found.device, describe)
+        self._records[key].note(found)
+
+    def error(self) -> CommError | None:
+        """Return the error of what was reported since the last look; never blocks."""
+        overflow = None if self._kernels is None else self._kernels.overflow()
+        if overflow is not None:
+            return capacity_error(self._identity, overflow)
+        for record in self._records.values():
+            numbers = record.read()
+            if numbers is not None:
+                return record.describe(self._identity, numbers)
+        return None
+
+    def check(self) -> None:
+        """Raise what was reported since the last look; never blocks."""
+        if self._kernels is None and not self._records:
+            return
+        error = self.error()
+        if error is not None:
+            raise error
+
+
+class _Record:
+    """The last report of one kind on a GPU, and how many there were; the host reads a copy."""
+
+    def __init__(self, items: int, device: torch.device, describe: Describe) -> None:
+        self.describe = describe
+        self._state = torch.zeros(items, dtype=torch.int64, device=device)
+        self._copy = torch.zeros(items, dtype=torch.int64, pin_memory=True)
+        self._seen = 0
+
+    def note(self, found: Tensor) -> None:
+        """Keep a report on the device; a captured call does it at each replay."""
+        number = self._state[:1] + found[:1]
+        kept = torch.where(found[:1] > 0, found[1:], self._state[1:])
+        self._state.copy_(torch.cat([number, kept]))
+        self._copy.copy_(self._state, non_blocking=True)
+
+    def read(self) -> list[int] | None:
+        """Return the numbers of the last report if there was one since the last read."""
+        number, *numbers = self._copy.tolist()
+        if number == self._seen:
+            return None
+        self._seen = number
+        return numbers
+
+
+def capacity_error(identity: RingIdentity, found: Overflow) -> CapacityError:
+    """Return the error of an expert that has fewer rows than choices."""
+    senders = [f"{count} from rank {rank}" for rank, count in enumerate(found.by_rank) if count]
+    return CapacityError(
+        f"{identity.describe('expert_dispatch')}: expert {found.expert} of rank {found.owner} got "
+        f"{sum(found.by_rank)} rows ({', '.join(senders)}); capacity={found.capacity}, and the "
+        f"rest was dropped; pass a larger capacity=, route fewer tokens to it, or pass "
+        f"on_overflow='drop'"
+    )

@@ -1,0 +1,104 @@
+"""Wrong arguments of expert_dispatch and expert_combine: refused before anything is launched."""
+
+from typing import Any
+
+import torch
+
+import commlib
+from commlib import ops
+from commlib.errors import ArgumentError, DeviceError, DtypeError, RingError, ShapeError
+from tests.support.checks import assert_equal, raises, sample
+from tests.support.operator import ABSENT_RING, calls
+from tests.support.runs_on import runs_on
+
+TOKENS, TOP_K, WIDTH = 4, 2, 16
+
+
+def tensors(comm: Any) -> dict[str, Any]:
+    return {
+        "x": sample(comm.rank, (TOKENS, WIDTH), torch.float32).to(comm.device),
+        "expert_ids": torch.zeros((TOKENS, TOP_K), dtype=torch.int64, device=comm.device),
+        "num_experts": 3,
+        "capacity": 20,
+    }
+
+
+@runs_on("ranks")
+def test_refused_numbers_and_options(comm: Any) -> None:
+    good, before = tensors(comm), calls(comm)
+    for name in ("num_experts", "capacity"):
+        for value in (0, -2, True, 1.5, None):
+            with raises(ArgumentError, f"expert_dispatch: {name}={value!r}", "number >= 1"):
+                ops.expert_dispatch(**{**good, name: value})
+    with raises(ArgumentError, "quantize='int8'", "expected None or 'fp8'"):
+        ops.expert_dispatch(**good, quantize="int8")
+    with raises(ArgumentError, "on_overflow='raise'", "'error' or 'drop'"):
+        ops.expert_dispatch(**good, on_overflow="raise")
+    with raises(ArgumentError, f"rank {comm.rank} of 2", "capacity=1073741824", "at most"):
+        ops.expert_dispatch(**{**good, "capacity": 2**30})
+    with raises(RingError, ABSENT_RING):
+        ops.expert_dispatch(**good, ring_id=ABSENT_RING)
+    wanting = {**good, "x": good["x"].requires_grad_()}
+    with raises(ArgumentError, "x requires grad with quantize='fp8'", "x.detach()"):
+        ops.expert_dispatch(**wanting, quantize="fp8")
+    assert_equal(calls(comm), before, "calls launched by refused ones")
+
+
+@runs_on("ranks")
+def test_refused_tensors(comm: Any) -> None:
+    good, before = tensors(comm), calls(comm)
+    x, ids = good["x"], good["expert_ids"]
+    ones = torch.ones(TOKENS, TOP_K, device=comm.device)
+    cases: list[tuple[type[Exception], dict[str, Any], tuple[str, ...]]] = [
+        (ArgumentError, {"x": [1.0]}, ("x is list", "torch.Tensor")),
+        (DtypeError, {"x": x.int()}, ("x is torch.int32", "pass x.float()")),
+        (ShapeError, {"x": x[0]}, ("x has shape (16,)", "[tokens, width]")),
+        (DeviceError, {"x": x.to("meta")}, ("x is on meta",)),
+        (ArgumentError, {"expert_ids": [[1]]}, ("expert_ids is list",)),
+        (DtypeError, {"expert_ids": ids.float()}, ("expert_ids is torch.float32", ".long()")),
+        (ShapeError, {"expert_ids": ids[None]}, ("(1, 4, 2)", "[tokens, top_k] or [tokens]")),
+        (ShapeError, {"expert_ids": ids[1:]}, ("(3, 2)", "[4, top_k]", "tokens of x")),
+        (ShapeError, {"expert_ids": ids[:, :0]}, ("(4, 0)", "top_k >= 1")),
+        (DeviceError, {"expert_ids": ids.to("meta")}, ("expert_ids is on meta",)),
+        (ArgumentError, {"weights": 1.0}, ("weights is float",)),
+        (DtypeError, {"weights": ids}, ("weights is torch.int64", "pass weights.float()")),
+        (ShapeError, {"weights": ones[:, :1]}, ("(4, 1)", "(4, 2)", "shape of expert_ids")),
+        (DeviceError, {"weights": ones.to("meta")}, ("weights is on meta",)),
+        (ArgumentError, {"active": [1, 1]}, ("active is list",)),
+        (DtypeError, {"active": ids[:2, 0]}, ("active is torch.int64", "pass active.bool()")),
+        (ShapeError, {"active": ids[:, 0].bool()}, ("(4,)", "[2]", "one element per rank")),
+        (ShapeError, {"quantize": "fp8"}, ("width 16", "multiple of 128", "pad the rows")),
+    ]
+    for error, wrong, words in cases:
+        with raises(error, "expert_dispatch", *words):
+            ops.expert_dispatch(**{**good, **wrong})
+    assert_equal(calls(comm), before, "calls launched by refused ones")
+
+
+@runs_on("ranks")
+def test_refused_combines(comm: Any) -> None:
+    sent = ops.expert_dispatch(**tensors(comm))
+    y, handle = sent.rows, sent.handle
+    ring, before = commlib.new_ring(91, [0, 1]), calls(comm)
+    assert ring is not None
+    cases: list[tuple[type[Exception], Any, Any, tuple[str, ...]]] = [
+        (ArgumentError, y, sent, ("handle is Dispatched", "ops.expert_dispatch returns")),
+        (ArgumentError, [1.0], handle, ("y is list",)),
+        (ArgumentError, None, handle, ("y is NoneType",)),
+        (DtypeError, y.int(), handle, ("y is torch.int32", "pass y.float()")),
+        (ShapeError, y[0], handle, ("(20, 16)", "[2, 20, width]")),
+        (ShapeError, y[:, :7], handle, ("(2, 7, 16)", "[2, 20, width]", "capacity of the handle")),
+        (DeviceError, y.to("meta"), handle, ("y is on meta",)),
+    ]
+    for error, one, other, words in cases:
+        for weighted in (True, False):
+            with raises(error, "expert_combine", *words):
+                ops.expert_combine(one, other, weighted=weighted)
+    with raises(ArgumentError, "the handle is of ring 0, the call on ring 91", "pass ring_id=0"):
+        ops.expert_combine(y, handle, ring)
+    with raises(ArgumentError, "ring.group"), comm.group():
+        ops.expert_combine(y, handle)
+    with raises(ArgumentError, "ring.group"), comm.group():
+        ops.expert_dispatch(**tensors(comm))
+    assert_equal(calls(comm), before, "calls launched by refused ones")
+    commlib.close_ring(91)
