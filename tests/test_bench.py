@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from commlib import ops
-from commlib.tools.bench import decode, gloo, host, import_time, memory, overlap
+from commlib.tools.bench import decode, dispatch, gloo, host, import_time, memory, overlap
 from commlib.tools.bench.command import BENCHMARKS, run_bench
 from commlib.tools.bench.launch import launch
 from commlib.tools.bench.report import (
@@ -104,6 +104,11 @@ PEERS = {
         "a group of sends and receives an expert",
         "all_to_all_single, packed",
     },
+    "dispatch": {
+        f"{tokens} | {call}"
+        for tokens in dispatch.TOKENS["nccl" if torch.cuda.device_count() >= 2 else "gloo"]
+        for call in (dispatch.OURS, dispatch.FP8, dispatch.BARE, dispatch.PEER)
+    },
     "decode": {f"{batch} | {call}" for batch in decode.BATCHES for call in DECODE},
     "class-center": {
         "ops.class_center_sample",
@@ -177,8 +182,8 @@ def test_all_that_run_here(
             assert "arget" in said.out or name == "memory"
     if not torch.cuda.is_available():
         lines = [line for line in said.out.splitlines() if line.startswith(NEEDS_GPUS)]
-        # experts, cross-entropy, lamb, two of class-center and decode, four of attention
-        assert len(lines) == 11
+        # one of most, two of class-center and decode, four of attention and dispatch
+        assert len(lines) == 15
 
 
 @pytest.mark.parametrize("name", ["host", "memory", "allreduce", "capture", "compiled", "overlap"])

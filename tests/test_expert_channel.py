@@ -12,6 +12,7 @@ from commlib import flags, ops
 from commlib.ops.expert_parallel import expert_calls, plain_experts
 from commlib.ops.expert_parallel.quantize import quantized
 from commlib.p2p.expert_channel import ExpertChannel
+from commlib.p2p.expert_layout import CALLS
 from commlib.p2p.expert_tables import Choices, ExpertSpec
 from tests.support.checks import Array, assert_bits_equal, assert_equal, rounded, sample, wide
 from tests.support.experts import Routing, given, random_routing, tokens_of, with_weights
@@ -20,7 +21,7 @@ from tests.support.runs_on import runs_on
 from tests.test_custom_allreduce import another
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-CALLS = 5  # of kernels in ``check``
+LAUNCHES = 5  # of kernels in ``check``
 
 
 def channel_of(ring: Any) -> ExpertChannel:
@@ -37,7 +38,7 @@ def counted(ring: Any, calls: int) -> None:
     from cupy.cuda import runtime
 
     channel = channel_of(ring)
-    address = channel._memory.bases[ring.rank] + 128
+    address = channel._memory.bases[ring.rank] + CALLS
     runtime.memcpy(state.ctypes.data, address, 8, runtime.memcpyDeviceToHost)
     assert_equal(int(state[0]), calls, "calls that kernels have carried")
 
@@ -80,7 +81,7 @@ def test_the_channel_is_used(comm: Any) -> None:
     with another(comm, 90) as ring:
         before = ring._engine.memory.workspace
         check(ring, random_routing(comm.size, 1), torch.bfloat16)
-        counted(ring, CALLS)
+        counted(ring, LAUNCHES)
         assert_equal(ring._engine.memory.workspace - before, channel_of(ring).nbytes, "memory")
 
 
@@ -144,7 +145,7 @@ def crowded(comm: Any) -> None:
             routing = random_routing(comm.size, turn, tokens=tokens, **numbers)
             for width, back in widths:
                 check(ring, routing, torch.bfloat16, width, back)
-        counted(ring, 6 * len(widths) * CALLS)
+        counted(ring, 6 * len(widths) * LAUNCHES)
 
 
 @runs_on("gpu_ranks", deadline=200)

@@ -21,7 +21,7 @@ from tests.support.experts import Routing, given, random_routing, tokens_of, wit
 from tests.support.ranks import NewRanks
 from tests.support.runs_on import runs_on
 from tests.test_custom_allreduce import another
-from tests.test_expert_channel import check, counted
+from tests.test_expert_channel import channel_of, check, counted
 
 LATE_S = 5.0  # a ring must be created within it, on a busy machine too
 TOKENS, TOP_K, EXPERTS, CAPACITY, WIDTH = 12, 3, 5, 9, 64
@@ -114,6 +114,7 @@ def test_calls_on_several_streams(comm: Any) -> None:
 @runs_on("gpu_ranks", deadline=120)
 def test_a_peer_that_misses_a_replay(comm: Any) -> None:
     """It is named on every rank; reset() repairs, and the graph stays valid."""
+    channel_of(comm)  # compiles the kernels
     with another(comm, 96, timeout=LATE_S) as ring:
         captured, routing = Captured(ring, on_overflow="drop"), drawn(comm.size, 1)
         captured.fill(routing, 1)
@@ -146,6 +147,7 @@ def test_a_peer_that_misses_a_replay(comm: Any) -> None:
 @runs_on("gpu_ranks", deadline=120)
 def test_a_peer_that_misses_a_combine(comm: Any) -> None:
     """The peer stops between the two calls: its sums are missing, and it is named."""
+    channel_of(comm)  # compiles the kernels
     with another(comm, 97, timeout=LATE_S) as ring:
         experts = 4 * comm.size
         every = [[[*range(experts)]] * 3 for _ in range(comm.size)]
@@ -166,6 +168,7 @@ def test_a_peer_that_misses_a_combine(comm: Any) -> None:
 
 @runs_on("gpu_ranks", lost=frozenset([1]), deadline=120)
 def test_a_peer_killed_in_a_replay(comm: Any) -> None:
+    channel_of(comm)  # compiles the kernels
     with another(comm, 98, timeout=LATE_S) as ring:
         captured, routing = Captured(ring, on_overflow="drop"), drawn(comm.size, 1)
         captured.fill(routing, 1)
@@ -183,6 +186,7 @@ def test_a_peer_killed_in_a_replay(comm: Any) -> None:
 @runs_on("gpu_ranks", deadline=120)
 def test_a_rank_is_left_out_between_replays(comm: Any) -> None:
     """Rank 1 stops; the mask leaves it out without a new capture. It is back after a reset."""
+    channel_of(comm)  # compiles the kernels
     with another(comm, 99, timeout=LATE_S) as ring:
         captured, routing = Captured(ring, on_overflow="drop"), drawn(comm.size, 2)
         captured.fill(routing, 2)

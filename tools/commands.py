@@ -92,8 +92,8 @@ def bench(
 ) -> None:
     """Time the benchmarks NAMES, or all of them, against named peers.
 
-    NAMES are host, gloo, import, memory, cross-entropy, experts, class-center, attention, lamb,
-    allreduce, capture, llama, decode and overlap.
+    NAMES are host, gloo, import, memory, cross-entropy, experts, dispatch, class-center, attention,
+    lamb, allreduce, capture, llama, decode and overlap.
     """
     from commlib.tools.bench.command import run_bench, run_tune
 

@@ -9,7 +9,7 @@ from commlib.p2p.kernel_table import VECTOR
 KINDS = ("expert_dispatch", "expert_combine")  # of calls; each has its slots
 DISPATCH, COMBINE = range(len(KINDS))
 RANKS, EXPERTS, CHOICES, SLOTS = 16, 1024, 32, 4096  # as in experts.cuh
-LIMIT = 136  # offset of limit_ns, in bytes
+CALLS, LIMIT = 256, 264  # offsets of the number of calls and of limit_ns, in bytes
 _CONTROL, _WORD = 4096, 8  # bytes of control words, and of a word
 _COUNTERS = EXPERTS + RANKS
 

@@ -33,9 +33,10 @@
 // product and every sum rounded. So the other forms of the operators give the same bits.
 //
 // Faults. Every wait has the ring's deadline, which is in the memory of the ring, so that replays
-// read it too. A peer that has begun the call gets twice the time: it may itself wait for the rank
-// that is missing, and then it reports it. The block that ends last in a call with a fault
-// overwrites all results.
+// read it too. The peer that a thread waits for may itself wait for the rank that is missing. So the
+// rank that is furthest behind in its calls is reported. After half the deadline a rank notifies all
+// others of the peer that it waits for, and a report follows these notes. The block that ends last in
+// a call with a fault overwrites all results.
 
 #pragma once
 #include "numbers.cuh"
@@ -49,7 +50,6 @@ constexpr int kCounters = kExperts + kRanks;
 constexpr int kVectors = 4;     // that a thread copies at a time
 constexpr u32 kPolls = 1024;    // between two looks at the clock
 constexpr u32 kWarp = 0xffffffffu;
-constexpr int kNobody = -1;
 
 enum Kind : int { kToExperts, kBack };
 
@@ -90,6 +90,7 @@ struct Call {  // as in expert_channel.py
 // Control words at the start of every rank's memory.
 struct Control {
     u64 begun[kRanks];  // [r]: the last call that rank r has begun
+    u64 waits[kRanks];  // [r]: that call and 1 + the peer that it has waited for; see note()
     u64 calls;          // the last call that this rank has ended
     u64 limit_ns;       // how long to wait for a peer
     u64 slot[2];        // bytes of a slot in the last call of each kind
@@ -153,8 +154,34 @@ __device__ inline void report(const Call& call, const State& state, u32 peer) {
     atomicCAS_system(call.error, 0ull, what | static_cast<u32>(state.call));
 }
 
+// Notifies all ranks that this one has waited for a peer for long.
+__device__ inline void note(const Call& call, const State& state, int peer) {
+    const u64 what = state.call << 32 | (peer + 1);
+    if (peek(&control(call, call.rank)->waits[call.rank]) == what) return;
+    for (int rank = 0; rank < call.size; ++rank) {
+        if (has(state.live, rank)) poke(&control(call, rank)->waits[call.rank], what);
+    }
+}
+
+// The rank that a peer may wait for, directly or not, or the peer.
+__device__ inline int furthest_behind(const Call& call, const State& state, int peer) {
+    const Control* mine = control(call, call.rank);
+    int late = peer;
+    for (int rank = 0; rank < call.size; ++rank) {
+        if (has(state.live, rank) && peek(&mine->begun[rank]) < peek(&mine->begun[late])) late = rank;
+    }
+    for (int hop = 0; hop < call.size; ++hop) {
+        const u64 what = peek(&mine->waits[late]);
+        const int next = static_cast<int>(what & 0xffffffffu) - 1;
+        const bool stale = what >> 32 != (peek(&mine->begun[late]) & 0xffffffffu);
+        if (!what || stale || next == call.rank) break;
+        late = next;
+    }
+    return late;
+}
+
 // Asked now and then by a thread that waits; `begin` is 0 at first. What this rank itself has still
-// to do (kNobody) has no deadline: all other waits have one.
+// to do has no deadline: all other waits have one.
 __device__ __noinline__ bool given_up(const Call& call, State state, u64& begin, int peer) {
     Control* mine = control(call, call.rank);
     const u32 known = peek(&mine->aborted);
@@ -162,18 +189,20 @@ __device__ __noinline__ bool given_up(const Call& call, State state, u64& begin,
         report(call, state, known - 1);
         return true;
     }
-    if (peer == kNobody) return false;
+    if (peer == call.rank) return false;
     if (!begin) begin = now();
-    const bool began = peek(&mine->begun[peer]) >= state.call;
-    if (now() - begin < (began ? 2 : 1) * peek(&mine->limit_ns)) return false;
-    report(call, state, peer);
+    const u64 limit = peek(&mine->limit_ns), waited = now() - begin;
+    if (waited >= limit / 2) note(call, state, peer);
+    if (waited < limit) return false;
+    const int late = furthest_behind(call, state, peer);
+    report(call, state, late);
     for (int rank = 0; rank < call.size; ++rank) {
-        if (has(state.live, rank)) poke(&control(call, rank)->aborted, peer + 1);
+        if (has(state.live, rank)) poke(&control(call, rank)->aborted, late + 1);
     }
     return true;
 }
 
-constexpr int kReady = -2;
+constexpr int kReady = -1;
 
 // One thread waits until `missing()` is kReady and no rank; false when it is given up.
 template <class Missing>

@@ -41,7 +41,8 @@ __device__ inline bool await_pushers(const Call& call, const State& state, int p
         good = good && await(call, state, [&] {
             const u64 reached = peek(progress(call, i));
             const bool here = reached >> 32 == (state.call & 0xffffffffu);
-            return here && static_cast<u32>(reached) >= static_cast<u32>(pass) ? kReady : kNobody;
+            const bool far = static_cast<u32>(reached) >= static_cast<u32>(pass);
+            return here && far ? kReady : call.rank;
         });
     }
     return __syncthreads_and(good);
@@ -111,12 +112,12 @@ __device__ bool push_row(const Call& call, const State& state, int row) {
 template <class T>
 __device__ bool push_pass(const Call& call, const State& state, int pass, int& next) {
     __shared__ int list[kThreads], listed, later;
-    const i64 rows = static_cast<i64>(call.local) * call.capacity;
+    const int rows = call.local * call.capacity;
     if (threadIdx.x == 0) later = kNoPass;
-    for (i64 first = blockIdx.x; first < rows; first += static_cast<i64>(kThreads) * call.pushers) {
+    for (int first = blockIdx.x; first < rows; first += kThreads * call.pushers) {
         if (threadIdx.x == 0) listed = 0;
         __syncthreads();
-        const i64 row = first + static_cast<i64>(threadIdx.x) * call.pushers;
+        const int row = first + threadIdx.x * call.pushers;
         if (row < rows) {
             const Source at = source(call, row);
             if (at.first() && has(state.live, at.rank)) {

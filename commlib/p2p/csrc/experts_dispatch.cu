@@ -159,8 +159,8 @@ __device__ bool take(const Call& call, const State& state) {
 // Turns the indices of this block's tokens into places.
 __device__ bool place_choices(const Call& call, const State& state) {
     if (!sums(call, state, before(call.rank), 0, call.experts)) return false;
-    const i64 tokens = (call.tokens - static_cast<int>(blockIdx.x) + call.pushers - 1) / call.pushers;
-    for (i64 i = threadIdx.x; i < tokens * call.choices; i += kThreads) {
+    const int tokens = (call.tokens - static_cast<int>(blockIdx.x) + call.pushers - 1) / call.pushers;
+    for (int i = threadIdx.x; i < tokens * call.choices; i += kThreads) {
         const i64 token = blockIdx.x + i / call.choices * call.pushers;
         const i64 choice = token * call.choices + i % call.choices;
         const int index = call.positions[choice], e = call.expert_ids[choice];
@@ -214,10 +214,10 @@ __device__ bool clear_unused(const Call& call, const State& state) {
     __shared__ int list[kThreads], listed;
     if (!Known && !sums(call, state, state.live, call.rank * call.local, call.local)) return false;
     const int rows = call.local * call.capacity, bytes = Way::bytes(call);
-    for (i64 first = blockIdx.x; first < rows; first += static_cast<i64>(kThreads) * gridDim.x) {
+    for (int first = blockIdx.x; first < rows; first += kThreads * gridDim.x) {
         if (threadIdx.x == 0) listed = 0;
         __syncthreads();
-        const i64 row = first + static_cast<i64>(threadIdx.x) * gridDim.x;
+        const int row = first + threadIdx.x * gridDim.x;
         bool unused = row < rows;
         if (unused && Known) {
             const int from = call.sources[row].x;

@@ -1,0 +1,357 @@
+"""The protocol of the expert kernels as messages; all that nothing orders comes in random order.
+
+A slot is several cells, so that slots of different sizes overlap. What a cell holds says which call
+and which row it is of. Names are those of experts.cuh.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from itertools import count
+from random import Random
+from typing import Any, NamedTuple, TypeAlias
+
+from tests.support.push_model import Violation
+
+Steps: TypeAlias = Generator[float, None, bool]  # waits; False when a peer was given up
+ROOM = 12  # cells of the slots of one pair
+READY = -1
+DISPATCH, BACK = 0, 1
+
+
+class Call(NamedTuple):
+    """What the ranks agree on, and how each launches it.
+
+    ``ranks[r][t]``: which ranks have a row of token t of rank r.
+    """
+
+    kind: int
+    number: int  # counts all calls; a word that holds it is of this one
+    cells: int  # of a slot
+    ranks: Sequence[Sequence[Sequence[int]]]
+    grids: Sequence[tuple[int, int]]  # pushers, and takers of each sender (or all of them)
+
+    @property
+    def slots(self) -> int:
+        return ROOM // self.cells
+
+    def rows(self, source: int, rank: int) -> list[int]:
+        """Return the tokens of ``source`` that ``rank`` has rows of, in order."""
+        return [token for token, ranks in enumerate(self.ranks[source]) if rank in ranks]
+
+
+class Rank:
+    """One rank: its memory, its kernels and what its host is given."""
+
+    def __init__(self, index: int, size: int) -> None:
+        self.index = index
+        self.begun = [0] * size
+        self.waits: dict[int, tuple[int, int]] = {}
+        self.calls = self.dispatches = 0
+        self.cells, self.since = [0, 0], [0, 0]  # of a slot, by kind; the first such call
+        self.memory: dict[tuple[Any, ...], Any] = {}  # counts, slots, flags, freed, used, progress
+        self.fault: int | None = None  # a peer that was given up
+        self.stops_in = 0  # the call in which it stops for good; 0 for none
+        self.results: dict[tuple[Any, ...], Any] = {}
+
+
+class Machine:
+    """All ranks, one clock, and all that is under way."""
+
+    def __init__(self, size: int, seed: int, limit: float = math.inf) -> None:
+        self.size, self.random, self.limit = size, Random(seed), limit
+        self.ranks = [Rank(index, size) for index in range(size)]
+        self.now, self.numbers = 0.0, count()
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.block: type[Block] = Block
+
+    def later(self, action: Callable[[], None], wait: float = 0) -> None:
+        """Let something happen soon; now and then it takes longer than all else together."""
+        time = self.now + wait + self.random.paretovariate(0.75)
+        heapq.heappush(self.events, (time, next(self.numbers), action))
+
+    def run(self, programs: Sequence[Sequence[Call]]) -> None:
+        """Run every rank's calls until nothing is under way."""
+        for rank, calls in zip(self.ranks, programs, strict=True):
+            Kernel.launch(self, rank, iter(calls))
+        while self.events:
+            self.now, _, action = heapq.heappop(self.events)
+            if self.now > 1e15:  # soon, as those who wait look less and less often
+                raise Violation("somebody waits in vain")
+            action()
+
+
+class Kernel:
+    """A call on one rank; the next one begins when its blocks have ended and its stores landed."""
+
+    def __init__(self, machine: Machine, rank: Rank, call: Call, calls: Any) -> None:
+        self.machine, self.rank, self.call, self.calls = machine, rank, call, calls
+        pushers, takers = call.grids[rank.index]
+        self.pushers, self.takers = pushers, takers * machine.size
+        self.under_way = self.pushers + self.takers
+
+    @classmethod
+    def launch(cls, machine: Machine, rank: Rank, calls: Any) -> None:
+        """Begin the next call of a rank, at once or late."""
+        call = next(calls, None)
+        if call is not None:
+            kernel = cls(machine, rank, call, calls)
+            machine.later(kernel.begin, machine.random.choice((0, 0, 1000)))
+
+    def begin(self) -> None:
+        """Let the blocks begin, in any order."""
+        for index in range(self.pushers + self.takers):
+            block = self.machine.block(self, index)
+            self.machine.later(partial(self.go_on, block.run()))
+
+    def go_on(self, steps: Steps) -> None:
+        """Let a block take a step."""
+        for wait in steps:
+            if self.rank.stops_in == self.call.number and self.machine.random.random() < 0.2:
+                self.rank.stops_in = -1
+            if self.rank.stops_in < 0:
+                return None
+            return self.machine.later(partial(self.go_on, steps), wait)
+        return self.done()
+
+    def done(self) -> None:
+        """Count a block that has ended, or a store that has landed."""
+        self.under_way -= 1
+        if self.under_way:
+            return
+        rank, call = self.rank, self.call
+        rank.since[call.kind] = since(rank, call)
+        rank.cells[call.kind] = call.cells
+        rank.calls += 1
+        rank.dispatches += call.kind == DISPATCH
+        self.launch(self.machine, rank, self.calls)
+
+
+def since(rank: Rank, call: Call) -> int:
+    """Return the first call with slots of this call's size."""
+    same = rank.cells[call.kind] == call.cells
+    return rank.since[call.kind] if same else rank.calls + 1
+
+
+class Block:
+    """One block of a call: it pushes, or it takes."""
+
+    def __init__(self, kernel: Kernel, index: int) -> None:
+        self.kernel, self.machine, self.rank = kernel, kernel.machine, kernel.rank
+        self.call, self.index, self.me = kernel.call, index, kernel.rank.index
+        self.under_way = 0  # stores
+
+    def run(self) -> Steps:
+        """Enter the call, push or take, and leave."""
+        self.number, self.dispatch = self.rank.calls + 1, self.rank.dispatches + 1
+        self.since = since(self.rank, self.call)
+        if self.rank.fault is not None:
+            return False
+        if self.index == 0:
+            for rank in self.machine.ranks:
+                self.store(partial(self.begin_at, rank))
+        if self.index < self.kernel.pushers:
+            return (yield from self.push_rows() if self.call.kind == DISPATCH else self.push_sums())
+        self.index -= self.kernel.pushers
+        return (yield from self.take_rows() if self.call.kind == DISPATCH else self.take_sums())
+
+    def begin_at(self, rank: Rank) -> None:
+        rank.begun[self.me] = max(rank.begun[self.me], self.number)
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def store(self, action: Callable[[], None]) -> None:
+        """Store something that lands at any time, but before the kernel has ended."""
+        self.under_way += 1
+        self.kernel.under_way += 1
+
+        def land() -> None:
+            action()
+            self.under_way -= 1
+            self.kernel.done()
+
+        self.machine.later(land)
+
+    def poke(self, rank: int, where: tuple[Any, ...], value: Any) -> None:
+        """Store a word in the memory of a rank."""
+        self.store(partial(self.machine.ranks[rank].memory.__setitem__, where, value))
+
+    def fence(self) -> Generator[float, None, None]:
+        """Wait until all stores so far have landed."""
+        while self.under_way:
+            yield 0
+
+    def wait(self, missing: Callable[[], int]) -> Steps:
+        """Wait until ``missing`` is READY and no rank; False when a rank was given up."""
+        begin = self.machine.now
+        while (peer := missing()) != READY:
+            if self.given_up(begin, peer):
+                return False
+            yield (self.machine.now - begin) / 2
+        return True
+
+    def given_up(self, begin: float, peer: int) -> bool:
+        """Look for a fault, then at the clock."""
+        if self.rank.fault is not None:
+            return True
+        waited = self.machine.now - begin
+        if peer == self.me or waited < self.machine.limit / 2:
+            return False
+        self.note(peer)
+        if waited < self.machine.limit:
+            return False
+        self.rank.fault = late = self.furthest_behind(peer)
+        for rank in self.machine.ranks:
+            if rank is not self.rank:
+                self.machine.later(partial(setattr, rank, "fault", late))
+        return True
+
+    def note(self, peer: int) -> None:
+        """Notify all ranks of the peer that this one has waited for for long."""
+        for rank in self.machine.ranks:
+            self.store(partial(rank.waits.__setitem__, self.me, (self.number, peer)))
+
+    def furthest_behind(self, peer: int) -> int:
+        """Return the rank that a peer may wait for, directly or not, or the peer."""
+        begun, waits = self.rank.begun, self.rank.waits
+        late = self.last_to_begin(peer)
+        for _ in begun:
+            number, next_peer = waits.get(late, (0, late))
+            if number == begun[late] and next_peer != self.me:
+                late = next_peer
+        return late
+
+    def last_to_begin(self, peer: int) -> int:
+        """Return the rank whose last call is the earliest one; the peer among equals."""
+        ranks = sorted(
+            range(self.machine.size), key=lambda rank: (self.rank.begun[rank], rank != peer)
+        )
+        return ranks[0]
+
+    # -- slots -------------------------------------------------------------------------------------
+
+    def word(self, what: str, peer: int, index: int) -> tuple[Any, ...]:
+        return what, self.call.kind, peer, index
+
+    def is_free(self, to: int, index: int, last: Any) -> int:
+        """Return READY where a slot whose last tag is ``last`` is free."""
+        free = self.rank.memory.get(self.word("freed", to, index)) == last
+        return READY if free and self.rank.begun[to] >= self.since else to
+
+    def fill(self, to: int, row: int, last: Any) -> Steps:
+        """Wait for the slot of a row, fill it and raise its flag."""
+        index, tag = row % self.call.slots, (self.number, row)
+        if not (yield from self.wait(partial(self.is_free, to, index, last))):
+            return False
+        for cell in range(index * self.call.cells, (index + 1) * self.call.cells):
+            self.poke(to, self.word("cell", self.me, cell), (self.call.number, self.me, row))
+            yield 0
+        self.rank.memory[self.word("used", to, index)] = tag
+        yield from self.fence()
+        self.poke(to, self.word("flag", self.me, index), tag)
+        return True
+
+    def is_raised(self, source: int, row: int) -> int:
+        place = self.word("flag", source, row % self.call.slots)
+        return READY if self.rank.memory.get(place) == (self.number, row) else source
+
+    def empty(self, source: int, row: int) -> Generator[float, None, None]:
+        """Read a slot, and free it."""
+        index = row % self.call.slots
+        for cell in range(index * self.call.cells, (index + 1) * self.call.cells):
+            found = self.rank.memory.get(self.word("cell", source, cell))
+            if found != (self.call.number, source, row):
+                raise Violation(f"rank {self.me} finds {found}, not row {row} of {source}")
+            yield 0
+        self.free(source, index, row)
+
+    def free(self, source: int, index: int, row: int) -> None:
+        self.poke(source, self.word("freed", self.me, index), (self.number, row))
+
+    # -- to the experts ----------------------------------------------------------------------------
+
+    def half(self, source: int) -> tuple[Any, ...]:
+        return "count", self.dispatch % 2, source
+
+    def push_rows(self) -> Steps:
+        """Push tokens in turn; the first block sends the counts before."""
+        for rank in range(self.machine.size) if self.index == 0 else ():
+            rows = len(self.call.rows(self.me, rank))
+            self.poke(rank, self.half(self.me), (self.dispatch, rows))
+        numbers = [0] * self.machine.size
+        for token, ranks in enumerate(self.call.ranks[self.me]):
+            for rank in ranks:
+                row, numbers[rank] = numbers[rank], numbers[rank] + 1
+                if token % self.kernel.pushers == self.index and not (
+                    yield from self.fill(rank, row, self.last(rank, row))
+                ):
+                    return False
+        return True
+
+    def last(self, to: int, row: int) -> Any:
+        """Return the tag of the row that had this slot before."""
+        if row >= self.call.slots:
+            return self.number, row - self.call.slots
+        return self.rank.memory.get(self.word("used", to, row))
+
+    def is_counted(self, source: int) -> int:
+        word = self.rank.memory.get(self.half(source), (0, 0))
+        return READY if word[0] == self.dispatch else source
+
+    def take_rows(self) -> Steps:
+        """Take the rows of one sender, in order."""
+        source, first = self.index % self.machine.size, self.index // self.machine.size
+        for rank in range(self.machine.size):  # offsets need the counts of all
+            if not (yield from self.wait(partial(self.is_counted, rank))):
+                return False
+        rows = self.rank.memory[self.half(source)][1]
+        for row in range(first, rows, self.kernel.takers // self.machine.size):
+            if not (yield from self.take(source, row)):
+                return False
+        return True
+
+    def take(self, source: int, row: int) -> Steps:
+        if not (yield from self.wait(partial(self.is_raised, source, row))):
+            return False
+        yield from self.empty(source, row)
+        self.rank.results[self.call.number, source, row] = True
+        return True
+
+    # -- back --------------------------------------------------------------------------------------
+
+    def push_sums(self) -> Steps:
+        """Push the sums that this block has, pass by pass."""
+        every = [(s, t) for s in range(self.machine.size) for t in self.call.rows(s, self.me)]
+        Random(self.call.number * 64 + self.me).shuffle(every)  # the same in all blocks
+        own = every[self.index :: self.kernel.pushers]
+        passes = sorted({token // self.call.slots for _, token in own})
+        for turn in passes:
+            self.reach(turn)
+            if turn and not (yield from self.wait(partial(self.has_reached, turn))):
+                return False
+            for source, token in own:
+                if token // self.call.slots != turn:
+                    continue
+                last = self.rank.memory.get(self.word("used", source, token % self.call.slots))
+                if not (yield from self.fill(source, token, last)):
+                    return False
+        self.reach(math.inf)
+        return True
+
+    def reach(self, turn: float) -> None:
+        self.rank.memory["progress", self.index] = self.number, turn
+
+    def has_reached(self, turn: int) -> int:
+        """Return READY if all pushers of this rank have ended the passes before ``turn``."""
+        words = (self.rank.memory.get(("progress", i), (0, 0)) for i in range(self.kernel.pushers))
+        return READY if all(n == self.number and at >= turn for n, at in words) else self.me
+
+    def take_sums(self) -> Steps:
+        """Take the sums of tokens in turn, of all ranks that have a row of them."""
+        ranks = self.call.ranks[self.me]
+        for token in range(self.index, len(ranks), self.kernel.takers):
+            for rank in sorted(ranks[token]):
+                if not (yield from self.take(rank, token)):
+                    return False
+        return True

@@ -1,0 +1,238 @@
+"""The protocol of the expert kernels in a model: right in any order, no rule too many."""
+
+import math
+from collections.abc import Callable, Generator
+from functools import partial
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.support import expert_model
+from tests.support.expert_model import (
+    BACK,
+    DISPATCH,
+    READY,
+    ROOM,
+    Block,
+    Call,
+    Machine,
+    Rank,
+    Steps,
+)
+from tests.support.push_model import Violation
+
+SIZES = (2, 3, 4)
+SEEDS = range(60)
+LIMIT = 1e12  # far more than any rank is late
+
+
+def some_calls(size: int, seed: int, count: int = 8) -> list[Call]:
+    """Draw calls: few tokens and many, even and uneven, with slots of a few sizes."""
+    random, calls = Random(seed), []
+    for number in range(1, count + 1):
+        wide, many = random.choice((0.1, 0.5, 1)), random.choice((1, 5, 14))
+        ranks: list[list[list[int]]] = []
+        for _ in range(size):
+            only = random.choice((None, None, *range(size)))  # at times all tokens for one rank
+            tokens = random.randint(0, many)
+            ranks.append([
+                [r for r in range(size) if (random.random() < wide if only is None else r == only)]
+                for _ in range(tokens)
+            ])  # fmt: skip
+            if random.random() < 0.3:  # first the tokens for one rank, then those for another
+                ranks[-1].sort(reverse=random.random() < 0.5)
+        if random.random() < 0.15:  # and so that the orders of the senders are opposite
+            ranks = [[[(r + 1) % size]] * ROOM + [[r]] * ROOM for r in range(size)]
+        grids = [(random.randint(1, 3), random.randint(1, 2)) for _ in range(size)]
+        cells = random.choice((1, 2, 2, 3, 5))
+        calls.append(Call(random.choice((DISPATCH, BACK)), number, cells, ranks, grids))
+    return calls
+
+
+def check(machine: Machine, calls: list[Call]) -> None:
+    """Run the calls on all ranks: every row must arrive, and nothing be waited for in vain."""
+    machine.run([calls] * machine.size)
+    for rank in machine.ranks:
+        if rank.fault is not None:
+            raise Violation(f"rank {rank.index} gives rank {rank.fault} up")
+        expected = set()
+        for call in calls:
+            if call.kind == DISPATCH:
+                counts = [len(call.rows(source, rank.index)) for source in range(machine.size)]
+                expected |= {
+                    (call.number, s, row) for s, n in enumerate(counts) for row in range(n)
+                }
+            else:
+                tokens = enumerate(call.ranks[rank.index])
+                expected |= {(call.number, r, token) for token, ranks in tokens for r in ranks}
+        if expected != set(rank.results):
+            raise Violation(f"rank {rank.index} lacks {expected ^ set(rank.results)}")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_row_arrives(size: int) -> None:
+    for seed in SEEDS:
+        check(Machine(size, seed), some_calls(size, seed))
+
+
+# -- rules that are needed -------------------------------------------------------------------------
+
+
+def _flag_before_data(patch: pytest.MonkeyPatch) -> None:
+    def fence(self: Block) -> Generator[float, None, None]:
+        yield 0
+
+    patch.setattr(Block, "fence", fence)
+
+
+def _no_wait_for_a_free_slot(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Block, "is_free", lambda *_: READY)
+
+
+def _counts_in_one_half(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Block, "half", lambda self, source: ("count", 0, source))
+
+
+def _freed_before_it_is_copied(patch: pytest.MonkeyPatch) -> None:
+    empty = Block.empty
+
+    def first(self: Block, source: int, row: int) -> Generator[float, None, None]:
+        self.free(source, row % self.call.slots, row)
+        yield from empty(self, source, row)
+
+    patch.setattr(Block, "empty", first)
+
+
+def _used_stays_in_a_combine(patch: pytest.MonkeyPatch) -> None:
+    fill = Block.fill
+
+    def stale(self: Block, to: int, row: int, last: Any) -> Steps:
+        place = self.word("used", to, row % self.call.slots)
+        before = self.rank.memory.get(place)
+        done = yield from fill(self, to, row, last)
+        if self.call.kind == BACK:
+            self.rank.memory[place] = before
+        return done
+
+    patch.setattr(Block, "fill", stale)
+
+
+def _slots_of_another_size_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(expert_model, "since", lambda rank, call: 0)
+
+
+def _size_is_awaited_in_its_first_call_only(patch: pytest.MonkeyPatch) -> None:
+    def since(rank: Rank, call: Call) -> int:
+        return 0 if rank.cells[call.kind] == call.cells else rank.calls + 1
+
+    patch.setattr(expert_model, "since", since)
+
+
+def _passes_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Block, "has_reached", lambda *_: READY)
+
+
+def _takers_have_several_senders(patch: pytest.MonkeyPatch) -> None:
+    def take_rows(self: Block) -> Steps:
+        size = self.machine.size
+        for rank in range(size):
+            if not (yield from self.wait(partial(self.is_counted, rank))):
+                return False
+        counts = [self.rank.memory[self.half(source)][1] for source in range(size)]
+        rows = [(row, s) for row in range(max(counts)) for s in range(size) if row < counts[s]]
+        others = self.kernel.takers - 1  # as many as senders would have one each
+        for row, source in rows[self.index :: others] if self.index < others else ():
+            if not (yield from self.take(source, row)):
+                return False
+        return True
+
+    patch.setattr(Block, "take_rows", take_rows)
+
+
+def _tags_repeat_in_every_call(patch: pytest.MonkeyPatch) -> None:
+    run = Block.run
+
+    def same(self: Block) -> Steps:
+        steps = run(self)
+        for wait in steps:
+            self.number = 1
+            yield wait
+        return True
+
+    patch.setattr(Block, "run", same)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        _flag_before_data,
+        _no_wait_for_a_free_slot,
+        _counts_in_one_half,
+        _freed_before_it_is_copied,
+        _used_stays_in_a_combine,
+        _slots_of_another_size_are_not_awaited,
+        _size_is_awaited_in_its_first_call_only,
+        _passes_are_not_awaited,
+        _takers_have_several_senders,
+        _tags_repeat_in_every_call,
+    ],
+)
+def test_no_rule_is_superfluous(
+    monkeypatch: pytest.MonkeyPatch, broken: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    broken(monkeypatch)
+    for seed in range(1500):
+        size = SIZES[seed % len(SIZES)]
+        try:
+            check(Machine(size, seed), some_calls(size, seed))
+        except Violation:
+            return
+    raise AssertionError("the model does not find it")
+
+
+# -- a rank that is missing ------------------------------------------------------------------------
+
+
+def blamed(size: int, seed: int, *, begins: bool) -> set[int | None]:
+    """Return whom the others give up when the last rank stops before the third call, or in it."""
+    calls, machine = some_calls(size, seed), Machine(size, seed, LIMIT)
+    machine.ranks[-1].stops_in = 3 if begins else 0
+    machine.run([*[calls] * (size - 1), calls[: 3 if begins else 2]])
+    return {rank.fault for rank in machine.ranks[:-1]}
+
+
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_missing_rank_is_named(size: int, begins: bool) -> None:
+    """Nobody else is given up; a rank that needs nothing of it may end all its calls."""
+    named = [blamed(size, seed, begins=begins) for seed in SEEDS]
+    assert all(faults <= {None, size - 1} for faults in named)
+    assert sum({size - 1} == faults for faults in named) > len(SEEDS) / 2
+
+
+def _silent(self: Block, peer: int) -> None:
+    return
+
+
+def _the_peer_itself(self: Block, peer: int) -> int:
+    return peer
+
+
+@pytest.mark.parametrize(
+    ("rule", "broken"), [("note", _silent), ("last_to_begin", _the_peer_itself)]
+)
+def test_a_peer_may_itself_wait(monkeypatch: pytest.MonkeyPatch, rule: str, broken: Any) -> None:
+    """Without the rule, a rank that waits for the missing one is given up instead."""
+    monkeypatch.setattr(Block, rule, broken)
+    some = ((seed, begins) for seed in range(400) for begins in (False, True))
+    assert any(not blamed(3, seed, begins=begins) <= {None, 2} for seed, begins in some)
+
+
+def test_the_model_has_more_rows_than_slots() -> None:
+    """The drawn calls are those that matter."""
+    calls = [call for seed in SEEDS for call in some_calls(3, seed)]
+    most = [max(len(call.rows(a, b)) for a in range(3) for b in range(3)) for call in calls]
+    full = [n > call.slots for n, call in zip(most, calls, strict=True)]
+    assert 0.1 < sum(full) / len(full) < 0.9
+    assert math.lcm(*{call.cells for call in calls}) > ROOM
