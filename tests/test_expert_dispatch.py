@@ -135,6 +135,26 @@ def test_one_choice_without_weights(comm: Any) -> None:
     assert_bits_equal(sent.handle.row_weights, used, "weights of rows")
 
 
+@runs_on("ranks")
+def test_weights_on_some_ranks(comm: Any) -> None:
+    """A rank without weights applies those of the others to their rows, also in gradients."""
+    routing = random_routing(comm.size, 5, tokens=[4, 3])
+    routing.weights[1][:] = 1
+    every, arguments = tokens_of(routing, 8, torch.float32), given(routing, comm)
+    if comm.rank == 1:
+        arguments["weights"] = None
+    sent = ops.expert_dispatch(every[comm.rank].to(comm.device), **arguments)
+    ys = results_for(routing, 8, torch.float32)
+    y = ys[comm.rank].to(comm.device).requires_grad_()
+    expected = routing.combined([wide(one) for one in ys], comm.rank)
+    assert_bits_equal(ops.expert_combine(y.detach(), sent.handle), expected, "eager")
+    out = ops.expert_combine(y, sent.handle)
+    assert_bits_equal(out.detach(), expected, "with a gradient")
+    (grad,) = torch.autograd.grad(out, y, every[comm.rank].to(comm.device))
+    expected = routing.gradient_of_y([wide(x) for x in every], comm.rank)
+    assert_bits_equal(grad, expected, "gradient")
+
+
 def quantized_rows(x: Array) -> tuple[torch.Tensor, Array]:
     """Return the float8 rows and the scales of their groups of 128."""
     parts = x.astype("f4").reshape(len(x), -1, 128)

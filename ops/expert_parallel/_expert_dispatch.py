@@ -148,7 +148,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     _, _, _, active, ring_id, size, num_experts, capacity, _, _, use_calc_stream = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output[2:6], active)
-    ctx.saved = ring_id, size, num_experts, capacity, use_calc_stream
+    ctx.saved = ring_id, size, num_experts, capacity, use_calc_stream, False
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:

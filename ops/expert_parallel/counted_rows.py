@@ -48,7 +48,7 @@ def counted(
     numbers = (capacity, count) if back else (count, capacity)
     call: Any = _tables if registered else _run
     found = call(local_count, global_count, ring_id, size, *numbers, use_calc_stream, back)
-    rest = *found, None, ring_id, size, size, numbers[1], use_calc_stream
+    rest = *found, None, ring_id, size, size, numbers[1], use_calc_stream, False
     registered = registered or (torch.is_grad_enabled() and x.requires_grad)
     if back:
         call = expert_moves.sums if registered else expert_moves.combined
