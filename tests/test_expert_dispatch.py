@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import commlib
 from commlib import ops
-from commlib.errors import CapacityError
+from commlib.errors import CapacityError, ShapeError
 from tests.support.checks import (
     Array,
     assert_bits_equal,
@@ -214,6 +214,21 @@ def test_overflow_on_a_gpu(comm: Any) -> None:
         ops.expert_dispatch(x, **{**arguments, "capacity": 3})
         torch.cuda.synchronize()
         comm.check()
+
+
+@runs_on("cpu_ranks")
+def test_ranks_that_do_not_fit(comm: Any) -> None:
+    """Ranks may overflow differently; an unequal top_k is an error on every rank."""
+    x, ids = torch.ones(3, 4), torch.zeros((3, 2), dtype=torch.int64)
+    if comm.rank == 0:
+        with raises(CapacityError, "expert 0 of rank 0 got 12 rows"):
+            ops.expert_dispatch(x, ids, 2, 2)
+    else:
+        sent = ops.expert_dispatch(x, ids, 2, 2, on_overflow="drop")
+        assert_equal(sent.handle.demand.tolist(), [12, 0], "demand")
+    with raises(ShapeError, "expert_ids has [1, 2] choices per token, by rank", "fill rows up"):
+        ops.expert_dispatch(x, ids[:, : comm.rank + 1], 2, 20)
+    comm.barrier()
 
 
 def masked(comm: Any, active: list[bool]) -> None:
