@@ -112,6 +112,15 @@ def test_edges(comm: Any) -> None:
         checked(comm, with_weights(routing))
 
 
+@runs_on("ranks")
+def test_rows_without_elements(comm: Any) -> None:
+    routing = random_routing(comm.size, 4, tokens=[3, 2])
+    x = tokens_of(routing, 0, torch.float32)[comm.rank].to(comm.device)
+    sent = ops.expert_dispatch(x, **given(routing, comm))
+    assert_bits_equal(sent.counts, routing.tables(comm.rank)["counts"], "counts")
+    assert_equal(ops.expert_combine(sent.rows, sent.handle).shape, x.shape, "shape")
+
+
 @examples(25)
 @drawn(numbers=NUMBERS, data=st.data())
 def test_any_choices(unified_ranks: Ranks, numbers: tuple[int, int, int], data: Any) -> None:
@@ -160,7 +169,8 @@ def quantized_rows(x: Array) -> tuple[torch.Tensor, Array]:
     parts = x.astype("f4").reshape(len(x), -1, 128)
     scales = np.abs(parts).max(2) / np.float32(448)
     scales = np.where(scales == 0, np.float32(1), scales)
-    return torch.from_numpy(parts / scales[..., None]).to(torch.float8_e4m3fn), scales
+    elements = np.clip(parts / scales[..., None], -448, 448)
+    return torch.from_numpy(elements).to(torch.float8_e4m3fn), scales
 
 
 @runs_on("ranks")
@@ -170,6 +180,8 @@ def test_float8(comm: Any) -> None:
         every = tokens_of(routing, 256, dtype)
         for x in every:
             x[0, :128] = 0
+            x[1, :128] = 0
+            x[1, 3] = -627 * 2.0**-149  # its scale is rounded to 2**-149
         sent = ops.expert_dispatch(
             every[comm.rank].to(comm.device), **given(routing, comm, quantize="fp8")
         )

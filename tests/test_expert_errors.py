@@ -35,6 +35,8 @@ def test_refused_numbers_and_options(comm: Any) -> None:
         ops.expert_dispatch(**good, on_overflow="raise")
     with raises(ArgumentError, f"rank {comm.rank} of 2", "capacity=1073741824", "at most"):
         ops.expert_dispatch(**{**good, "capacity": 2**30})
+    with raises(ArgumentError, "makes 1073741824 rows on a rank", "at most 1073741823"):
+        ops.expert_dispatch(**{**good, "capacity": 2**29})
     with raises(RingError, ABSENT_RING):
         ops.expert_dispatch(**good, ring_id=ABSENT_RING)
     wanting = {**good, "x": good["x"].requires_grad_()}

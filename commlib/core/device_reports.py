@@ -96,8 +96,9 @@ class _Record:
 
     def __init__(self, items: int, device: torch.device, describe: Describe) -> None:
         self.describe = describe
-        self._state = torch.zeros(items, dtype=torch.int64, device=device)
-        self._copy = torch.zeros(items, dtype=torch.int64, pin_memory=True)
+        with torch.inference_mode(False):  # later calls write to it in any mode
+            self._state = torch.zeros(items, dtype=torch.int64, device=device)
+            self._copy = torch.zeros(items, dtype=torch.int64, pin_memory=True)
         self._seen = 0
 
     def note(self, found: Tensor) -> None:

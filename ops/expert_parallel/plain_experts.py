@@ -131,7 +131,7 @@ def combine(
 ) -> Tensor:
     """Return the sum of each token's rows: [tokens, width], weighted if asked for."""
     exchange = PlainExchange(ring, active, use_calc_stream)
-    rows = _wide(y.reshape(-1, y.shape[2]))
+    rows = _wide(y.reshape(_rows(ring, spec), spec.width))
     if spec.weighted:
         rows = rows * tables.row_weights[:, None]
     sources, link = tables.sources[:, 0].long(), tables.sources[:, 3].long()
