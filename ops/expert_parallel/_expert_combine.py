@@ -9,7 +9,6 @@ from commlib.ops.expert_parallel.expert_checks import check_handle
 from commlib.ops.expert_parallel.expert_handle import ExpertHandle
 from commlib.ops.expert_parallel.expert_ids import check_tensor
 from commlib.ops.registered.library import once, register, traced
-from commlib.ops.registered.traced_ring import size_of
 
 Tensor = torch.Tensor
 
@@ -44,7 +43,7 @@ def expert_combine(
     Raises:
         ArgumentError: ``handle`` is no handle, or ``ring.group()`` is open.
         CapacityError: An earlier dispatch on a GPU has reported it. The ring stays usable.
-        RingError: The ring does not exist, or it has failed.
+        RingError: The ring does not exist, has failed, or was created again with another size.
         DtypeError, ShapeError, DeviceError: Before any launch.
     """
     check_handle(NAME, handle)
@@ -56,7 +55,7 @@ def expert_combine(
     wants = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
     rest = (
         *(handle.expert_ids, handle.positions, handle.sources, handle.row_weights),
-        *(handle.active, ring_id, size_of(ring_id), handle.num_experts, handle.capacity),
+        *(handle.active, ring_id, handle.size, handle.num_experts, handle.capacity),
         *(use_calc_stream, weighted),
     )
     if traces or wants or expert_moves.is_on_host(ring_id):
