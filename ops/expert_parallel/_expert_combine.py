@@ -41,7 +41,7 @@ def expert_combine(
         a GPU.
 
     Raises:
-        ArgumentError: ``handle`` is no handle, or ``ring.group()`` is open.
+        ArgumentError: ``handle`` is not a handle, or ``ring.group()`` is open.
         CapacityError: An earlier dispatch on a GPU has reported it. The ring stays usable.
         RingError: The ring does not exist, has failed, or was created again with another size.
         DtypeError, ShapeError, DeviceError: Before any launch.
