@@ -51,16 +51,16 @@ def expert_combine(
     check_tensor(NAME, "y", y)
     traces = traced(NAME, use_calc_stream, True, ring_id, y=y)
     weights = handle.weights if weighted else None  # None: without a gradient of weights
-    given = [y] if weights is None else [y, weights]
-    wants = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+    values = [y] if weights is None else [y, weights]
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in values)
     rest = (
         *(handle.expert_ids, handle.positions, handle.sources, handle.row_weights),
         *(handle.active, ring_id, handle.size, handle.num_experts, handle.capacity),
         *(use_calc_stream, weighted),
     )
-    if traces or wants or expert_moves.is_on_host(ring_id):
+    if traces or needs_grad or expert_moves.is_on_host(ring_id):
         op: Any = expert_moves.sums if weights is None else _registered_op
-        total: Tensor = op(*given, *rest)
+        total: Tensor = op(*values, *rest)
         return total
     return expert_moves.combined(y, *rest)
 

@@ -88,13 +88,13 @@ def expert_dispatch(
     scaled = weights_of(NAME, weights)
     named = {"expert_ids": ids, "weights": scaled, "active": active}
     traces = traced(NAME, use_calc_stream, True, ring_id, x=x, **named)
-    wants = torch.is_grad_enabled() and getattr(x, "requires_grad", False)
-    if wants and quantize:
+    needs_grad = torch.is_grad_enabled() and getattr(x, "requires_grad", False)
+    if needs_grad and quantize:
         raise ArgumentError(
             f"{NAME}: x requires grad with quantize={quantize!r}, which has no gradient; pass "
             f"x.detach(), or leave quantize= away"
         )
-    call: Any = _registered_op if traces or wants or expert_moves.is_on_host(ring_id) else _run
+    call: Any = _registered_op if traces or needs_grad or expert_moves.is_on_host(ring_id) else _run
     options = num_experts, capacity, quantize == "fp8", on_overflow == "error", use_calc_stream
     size, own = size_of(ring_id), None if scaled is None else scaled.detach()
     rows, scales, chosen, positions, sources, row_weights, counts, demand = call(

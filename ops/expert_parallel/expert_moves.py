@@ -35,22 +35,22 @@ def is_on_host(ring_id: int) -> bool:
 def scattered(x: Tensor, *rest: Any) -> Tensor:
     """Return ``x`` of each choice at its position; ``rest`` is what ``SCHEMA`` names."""
     *tables, active, ring_id, size, num_experts, capacity, use_calc_stream, weighted = rest
-    ring, known = sized("expert_dispatch", ring_id, size), ExpertTables(*tables)
+    ring, lines = sized("expert_dispatch", ring_id, size), ExpertTables(*tables)
     needs_result(ring, "expert_dispatch")
-    top_k, width = known.positions.shape[1], x.shape[1]
+    top_k, width = lines.positions.shape[1], x.shape[1]
     spec = ExpertSpec(num_experts, capacity, top_k, x.dtype, width, weighted=weighted)
-    return expert_calls.scatter(ring, x, known, active, spec, use_calc_stream)
+    return expert_calls.scatter(ring, x, lines, active, spec, use_calc_stream)
 
 
 def combined(y: Tensor, *rest: Any) -> Tensor:
     """Return the sum of each token's rows; ``rest`` is what ``SCHEMA`` names."""
     *tables, active, ring_id, size, num_experts, capacity, use_calc_stream, weighted = rest
-    ring, known = sized("expert_combine", ring_id, size), ExpertTables(*tables)
+    ring, lines = sized("expert_combine", ring_id, size), ExpertTables(*tables)
     check_combine(ring, "expert_combine", y, local_experts(num_experts, size), capacity)
     needs_result(ring, "expert_combine")
-    top_k, width = known.positions.shape[1], y.shape[2]
+    top_k, width = lines.positions.shape[1], y.shape[2]
     spec = ExpertSpec(num_experts, capacity, top_k, y.dtype, width, weighted=weighted)
-    return expert_calls.combine(ring, y, known, active, spec, use_calc_stream)
+    return expert_calls.combine(ring, y, lines, active, spec, use_calc_stream)
 
 
 def fake_rows(x: Tensor, *rest: Any) -> Tensor:

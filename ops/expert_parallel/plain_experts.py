@@ -40,7 +40,7 @@ def dispatch(
 ) -> Result:
     """Return rows, scales (of width 0 unless rows are quantized), tables and counts."""
     exchange = PlainExchange(ring, choices.active, use_calc_stream)
-    chosen = ChosenExperts(choices.ids, spec.num_experts, ring.size, exchange.here)
+    chosen = ChosenExperts(choices.ids, spec.num_experts, ring.size, exchange.present)
     top_k = chosen.counts.new_full((1,), spec.top_k)
     every, widths = exchange.all_gather(torch.cat([chosen.counts, top_k])).tensor_split([-1], 1)
     before = every.cumsum(0)[ring.rank] - every[ring.rank]
@@ -115,7 +115,7 @@ def scatter(
     owners, count = _owners(ring, tables, spec), _rows(ring, spec)
     received = exchange.to_owners(packed(columns), tables.positions, owners, count)
     sources = tables.sources[:, 0].long()
-    [rows] = unpacked(picked(received, exchange.known(sources, sources)), columns)
+    [rows] = unpacked(picked(received, exchange.masked(sources, sources)), columns)
     if spec.weighted:
         rows = (_wide(rows) * tables.row_weights[:, None]).to(rows.dtype)
     return rows.view(-1, spec.capacity, x.shape[1])
