@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from commlib import graph, ops
 from commlib.errors import ArgumentError, CapacityError, DeviceError, DtypeError, ShapeError
+from commlib.ops.expert_parallel.counted_rows import sendable
 from tests.support.checks import (
     assert_bits_equal,
+    assert_equal,
     bits,
     from_bits,
     on_gpu,
@@ -158,6 +160,12 @@ def test_mismatches(comm: Any) -> None:
     with raises(ShapeError, "local_count of rank 0 adds up to 6 rows", "at most 5"):
         ops.global_scatter(few, **mine, capacity=20)
         reported(comm)
+    with raises(ShapeError, "global_scatter", "capacity is [20, 21], by rank", "the same number"):
+        ops.global_scatter(x, **mine, capacity=20 + comm.rank)
+        reported(comm)
+    with raises(ShapeError, "global_gather", "x has [20, 21] rows on the ranks"):
+        ops.global_gather(padded(x, 20 + comm.rank), **mine, capacity=6)
+        reported(comm)
     with raises(CapacityError, "the experts of rank 0 get 6 rows", "capacity=5"):
         ops.global_scatter(x, **mine, capacity=5)
         reported(comm)
@@ -166,6 +174,15 @@ def test_mismatches(comm: Any) -> None:
         reported(comm)
     reported(comm)
     both_ways(comm, KNOWN, torch.float32)
+
+
+def test_only_rows_that_exist_are_sent() -> None:
+    """Wrong counts reach no row outside of x, whatever their signs and their sums are."""
+    for counts in ([3, -5, 6, 0], [2**62, 2**62, 2**62, 2**62], [7, 0, 0, 1], [1, 2, 2, 1]):
+        sent = torch.tensor([counts, [0, 1, 0, 0]])
+        rows = sendable(sent, torch.tensor([[6], [1]]))
+        assert_equal(int(rows.min()) >= 0, True, f"{counts} become {rows.tolist()}")
+        assert_equal(rows.sum(1).tolist(), [6, 1], f"{counts} become {rows.tolist()}")
 
 
 @runs_on("ranks")

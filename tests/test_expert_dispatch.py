@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import commlib
 from commlib import ops
-from commlib.errors import CapacityError
+from commlib.errors import CapacityError, ShapeError
 from tests.support.checks import (
     Array,
     assert_bits_equal,
@@ -112,6 +112,15 @@ def test_edges(comm: Any) -> None:
         checked(comm, with_weights(routing))
 
 
+@runs_on("ranks")
+def test_rows_without_elements(comm: Any) -> None:
+    routing = random_routing(comm.size, 4, tokens=[3, 2])
+    x = tokens_of(routing, 0, torch.float32)[comm.rank].to(comm.device)
+    sent = ops.expert_dispatch(x, **given(routing, comm))
+    assert_bits_equal(sent.counts, routing.tables(comm.rank)["counts"], "counts")
+    assert_equal(ops.expert_combine(sent.rows, sent.handle).shape, x.shape, "shape")
+
+
 @examples(25)
 @drawn(numbers=NUMBERS, data=st.data())
 def test_any_choices(unified_ranks: Ranks, numbers: tuple[int, int, int], data: Any) -> None:
@@ -135,12 +144,33 @@ def test_one_choice_without_weights(comm: Any) -> None:
     assert_bits_equal(sent.handle.row_weights, used, "weights of rows")
 
 
+@runs_on("ranks")
+def test_weights_on_some_ranks(comm: Any) -> None:
+    """A rank without weights applies those of the others to their rows, also in gradients."""
+    routing = random_routing(comm.size, 5, tokens=[4, 3])
+    routing.weights[1][:] = 1
+    every, arguments = tokens_of(routing, 8, torch.float32), given(routing, comm)
+    if comm.rank == 1:
+        arguments["weights"] = None
+    sent = ops.expert_dispatch(every[comm.rank].to(comm.device), **arguments)
+    ys = results_for(routing, 8, torch.float32)
+    y = ys[comm.rank].to(comm.device).requires_grad_()
+    expected = routing.combined([wide(one) for one in ys], comm.rank)
+    assert_bits_equal(ops.expert_combine(y.detach(), sent.handle), expected, "eager")
+    out = ops.expert_combine(y, sent.handle)
+    assert_bits_equal(out.detach(), expected, "with a gradient")
+    (grad,) = torch.autograd.grad(out, y, every[comm.rank].to(comm.device))
+    expected = routing.gradient_of_y([wide(x) for x in every], comm.rank)
+    assert_bits_equal(grad, expected, "gradient")
+
+
 def quantized_rows(x: Array) -> tuple[torch.Tensor, Array]:
     """Return the float8 rows and the scales of their groups of 128."""
     parts = x.astype("f4").reshape(len(x), -1, 128)
     scales = np.abs(parts).max(2) / np.float32(448)
     scales = np.where(scales == 0, np.float32(1), scales)
-    return torch.from_numpy(parts / scales[..., None]).to(torch.float8_e4m3fn), scales
+    elements = np.clip(parts / scales[..., None], -448, 448)
+    return torch.from_numpy(elements).to(torch.float8_e4m3fn), scales
 
 
 @runs_on("ranks")
@@ -150,6 +180,8 @@ def test_float8(comm: Any) -> None:
         every = tokens_of(routing, 256, dtype)
         for x in every:
             x[0, :128] = 0
+            x[1, :128] = 0
+            x[1, 3] = -627 * 2.0**-149  # its scale is rounded to 2**-149
         sent = ops.expert_dispatch(
             every[comm.rank].to(comm.device), **given(routing, comm, quantize="fp8")
         )
@@ -194,6 +226,21 @@ def test_overflow_on_a_gpu(comm: Any) -> None:
         ops.expert_dispatch(x, **{**arguments, "capacity": 3})
         torch.cuda.synchronize()
         comm.check()
+
+
+@runs_on("cpu_ranks")
+def test_ranks_that_do_not_fit(comm: Any) -> None:
+    """Ranks may overflow differently; an unequal top_k is an error on every rank."""
+    x, ids = torch.ones(3, 4), torch.zeros((3, 2), dtype=torch.int64)
+    if comm.rank == 0:
+        with raises(CapacityError, "expert 0 of rank 0 got 12 rows"):
+            ops.expert_dispatch(x, ids, 2, 2)
+    else:
+        sent = ops.expert_dispatch(x, ids, 2, 2, on_overflow="drop")
+        assert_equal(sent.handle.demand.tolist(), [12, 0], "demand")
+    with raises(ShapeError, "expert_ids has [1, 2] choices per token, by rank", "fill rows up"):
+        ops.expert_dispatch(x, ids[:, : comm.rank + 1], 2, 20)
+    comm.barrier()
 
 
 def masked(comm: Any, active: list[bool]) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+import commlib
 from commlib import ops
 from commlib.errors import ArgumentError, DeviceError, DtypeError, RingError, ShapeError
 from tests.support.checks import assert_equal, raises, sample
@@ -35,6 +36,8 @@ def test_refused_numbers_and_options(comm: Any) -> None:
         ops.expert_dispatch(**good, on_overflow="raise")
     with raises(ArgumentError, f"rank {comm.rank} of 2", "capacity=1073741824", "at most"):
         ops.expert_dispatch(**{**good, "capacity": 2**30})
+    with raises(ArgumentError, "makes 1073741824 rows on a rank", "at most 1073741823"):
+        ops.expert_dispatch(**{**good, "capacity": 2**29})
     with raises(RingError, ABSENT_RING):
         ops.expert_dispatch(**good, ring_id=ABSENT_RING)
     wanting = {**good, "x": good["x"].requires_grad_()}
@@ -72,6 +75,19 @@ def test_refused_tensors(comm: Any) -> None:
         with raises(error, "expert_dispatch", *words):
             ops.expert_dispatch(**{**good, **wrong})
     assert_equal(calls(comm), before, "calls launched by refused ones")
+
+
+@runs_on("ranks")
+def test_a_handle_of_a_ring_with_another_size(comm: Any) -> None:
+    ring = commlib.new_ring(92, [0, 1])
+    assert ring is not None
+    sent = ops.expert_dispatch(**{**tensors(comm), "num_experts": 1}, ring_id=92)
+    commlib.close_ring(92)
+    ring = commlib.new_ring(92, [comm.rank])
+    assert ring is not None
+    with raises(RingError, "expert_combine on ring 92", "2 ranks", "created again"):
+        ops.expert_combine(sent.rows, sent.handle)
+    commlib.close_ring(92)
 
 
 @runs_on("ranks")

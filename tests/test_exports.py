@@ -29,8 +29,9 @@ PUBLIC = [
 ]
 CLASSES = (commlib.CommContext, commlib.CommContextManager, commlib.Work)
 MODULES = (commlib, c10d, compat, deepspeed, errors, export, flags, graph, inference, ops, paddle)
-RINGLESS = {  # local: no communication
+RINGLESS = {  # local: no communication; expert_combine takes the ring of its handle
     "assign_pos",
+    "expert_combine",
     "limit_by_capacity",
     "number_count",
     "prune_gate_by_capacity",
@@ -43,7 +44,6 @@ TENSORS = {
     "barrier": 0,
     "class_center_sample": 3,
     "data_norm": 4,
-    "expert_combine": 2,
     "expert_dispatch": 4,  # two tensors and two numbers
     "fused_attention": 3,
     "fused_feedforward": 3,

@@ -26,10 +26,13 @@ class DeviceReports:
         self._identity = identity
         self._kernels: ExpertKernels | None = None
         self._records: dict[Any, _Record] = {}
+        self._pending: CommError | None = None  # read, but not raised yet
 
     def watch(self, kernels: ExpertKernels) -> None:
-        """Ask these kernels too from now on."""
-        self._kernels = kernels
+        """Ask these kernels from now on, instead of those of a channel that was freed."""
+        if kernels is not self._kernels:
+            self._look()
+            self._kernels = kernels
 
     def note(self, collective: str, found: Tensor, describe: Describe) -> None:
         """Report what a call has found; never blocks on a GPU.
@@ -60,7 +63,17 @@ class DeviceReports:
         self._records[key].note(found)
 
     def error(self) -> CommError | None:
-        """Return the error of what was reported since the last look; never blocks."""
+        """Return the error of what was reported and not returned yet; never blocks."""
+        self._look()
+        error, self._pending = self._pending, None
+        return error
+
+    def _look(self) -> None:
+        """Read a report, unless one is still pending."""
+        if self._pending is None:
+            self._pending = self._reported()
+
+    def _reported(self) -> CommError | None:
         overflow = None if self._kernels is None else self._kernels.overflow()
         if overflow is not None:
             return capacity_error(self._identity, overflow)
@@ -77,15 +90,15 @@ class DeviceReports:
         Every rank has then launched the same calls, and none raises for its own call: whether the
         device has come that far differs between ranks.
         """
-        error = self.error()
+        self._look()
+        earlier = self._pending  # stays pending if the call itself fails
         yield
-        if error is not None:
-            raise error
+        if earlier is not None:
+            self._pending = None
+            raise earlier
 
     def check(self) -> None:
-        """Raise what was reported since the last look; never blocks."""
-        if self._kernels is None and not self._records:
-            return
+        """Raise what was reported and not raised yet; never blocks."""
         error = self.error()
         if error is not None:
             raise error
@@ -96,8 +109,9 @@ class _Record:
 
     def __init__(self, items: int, device: torch.device, describe: Describe) -> None:
         self.describe = describe
-        self._state = torch.zeros(items, dtype=torch.int64, device=device)
-        self._copy = torch.zeros(items, dtype=torch.int64, pin_memory=True)
+        with torch.inference_mode(False):  # later calls write to it in any mode
+            self._state = torch.zeros(items, dtype=torch.int64, device=device)
+            self._copy = torch.zeros(items, dtype=torch.int64, pin_memory=True)
         self._seen = 0
 
     def note(self, found: Tensor) -> None:

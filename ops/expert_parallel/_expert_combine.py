@@ -9,7 +9,6 @@ from commlib.ops.expert_parallel.expert_checks import check_handle
 from commlib.ops.expert_parallel.expert_handle import ExpertHandle
 from commlib.ops.expert_parallel.expert_ids import check_tensor
 from commlib.ops.registered.library import once, register, traced
-from commlib.ops.registered.traced_ring import size_of
 
 Tensor = torch.Tensor
 
@@ -42,32 +41,32 @@ def expert_combine(
         a GPU.
 
     Raises:
-        ArgumentError: ``handle`` is no handle, or ``ring.group()`` is open.
+        ArgumentError: ``handle`` is not a handle, or ``ring.group()`` is open.
         CapacityError: An earlier dispatch on a GPU has reported it. The ring stays usable.
-        RingError: The ring does not exist, or it has failed.
+        RingError: The ring does not exist, has failed, or was created again with another size.
         DtypeError, ShapeError, DeviceError: Before any launch.
     """
     check_handle(NAME, handle)
     ring_id = handle.ring_id
     check_tensor(NAME, "y", y)
     traces = traced(NAME, use_calc_stream, True, ring_id, y=y)
-    weights = handle.weights if weighted else None
-    given = [y] if weights is None else [y, weights]
-    wants = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+    weights = handle.weights if weighted else None  # None: without a gradient of weights
+    values = [y] if weights is None else [y, weights]
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in values)
     rest = (
         *(handle.expert_ids, handle.positions, handle.sources, handle.row_weights),
-        *(handle.active, ring_id, size_of(ring_id), handle.num_experts, handle.capacity),
-        use_calc_stream,
+        *(handle.active, ring_id, handle.size, handle.num_experts, handle.capacity),
+        *(use_calc_stream, weighted),
     )
-    if traces or wants or expert_moves.is_on_host(ring_id):
+    if traces or needs_grad or expert_moves.is_on_host(ring_id):
         op: Any = expert_moves.sums if weights is None else _registered_op
-        total: Tensor = op(*given, *rest)
+        total: Tensor = op(*values, *rest)
         return total
-    return expert_moves.combined(y, *rest, weighted=weights is not None)
+    return expert_moves.combined(y, *rest)
 
 
 def _run(y: Tensor, weights: Tensor, *rest: Any) -> Tensor:
-    return expert_moves.combined(y, *rest, weighted=True)
+    return expert_moves.combined(y, *rest)
 
 
 def _fake(y: Tensor, weights: Tensor, *_: Any) -> Tensor:
@@ -75,9 +74,9 @@ def _fake(y: Tensor, weights: Tensor, *_: Any) -> Tensor:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    y, _, *tables, ring_id, size, num_experts, capacity, use_calc_stream = inputs
-    ctx.save_for_backward(*tables, y if ctx.needs_input_grad[1] else None)
-    ctx.saved = ring_id, size, num_experts, capacity, use_calc_stream
+    y, _, *rest = inputs
+    ctx.save_for_backward(*rest[:5], y if ctx.needs_input_grad[1] else None)
+    ctx.saved = rest[5:]
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -87,23 +86,27 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     of_weights = None
     if y is not None:
         # A dot product is in the column of its choice: the sum of a token's rows are its gradients.
-        of_weights = expert_moves.sums(dots, *rest)[:, : tables[1].shape[1]]
-    return of_y, of_weights, *[None] * 10
+        of_weights = expert_moves.sums(dots, *_unweighted(rest))[:, : tables[1].shape[1]]
+    return of_y, of_weights, *[None] * 11
 
 
 def _run_gradients(grad: Tensor, y: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     """Return the gradient of y, and each row's dot product with y in the column of its choice."""
     if y is None:
-        of_y = expert_moves.scattered(grad, *rest, weighted=True)
+        of_y = expert_moves.scattered(grad, *rest)
         return of_y, of_y.new_empty(0, dtype=torch.float32)
     sources, row_weights = rest[2:4]
-    rows = expert_moves.scattered(grad, *rest)
+    rows = expert_moves.scattered(grad, *_unweighted(rest))
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     of_y = (wide * row_weights.view(*rows.shape[:2], 1)).to(rows.dtype)
     choice = sources[:, 2].view(rows.shape[:2]).long()
     dot = torch.where(choice >= 0, (wide * y).sum(2).float(), 0.0)
     dots = dot.new_zeros((*rows.shape[:2], _columns(rest[1])))
     return of_y, dots.scatter_(2, choice.clamp(min=0)[..., None], dot[..., None])
+
+
+def _unweighted(rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    return *rest[:-1], False
 
 
 def _columns(positions: Tensor) -> int:

@@ -47,7 +47,8 @@ def expert_dispatch(
 
     Args:
         x: [tokens, width], bfloat16, float16, float32 or float64. Ranks may have different
-            numbers of tokens, or none.
+            numbers of tokens, or none. All other numbers, such as ``top_k``, ``num_experts`` and
+            ``capacity``, are the same on every rank.
         expert_ids: [tokens, top_k] or [tokens], int32 or int64. An id outside [0, num_experts),
             such as -1, chooses no expert.
         num_experts: Experts of all ranks.
@@ -59,11 +60,14 @@ def expert_dispatch(
         quantize: "fp8": send float8_e4m3fn with a scale per 128 elements. Default: the dtype of x.
         on_overflow: "error": ``CapacityError`` on every rank if an expert gets more rows than its
             capacity. On a CPU this call raises it; on a GPU the ring's next check does, which is
-            a later call of this kind or ``ring.check()``. "drop": report the number in
-            ``handle.demand``.
+            a later call of this kind or ``ring.check()``. Ranks may then raise it in different
+            calls: to continue after it, synchronise the GPU and call ``ring.check()`` at the same
+            place on every rank. "drop": report the number in ``handle.demand``.
         active: [size], bool or uint8, on the ring's device, the same on every rank that takes
             part. Ranks with 0 are left out: choices of their experts get no row. It is read when
-            the call runs, also in a replay. Default: all ranks take part.
+            the call runs, also in a replay, and must not change before ``expert_combine`` and the
+            gradients. A rank that made no calls is back after ``ring.reset()`` on every rank.
+            Default: all ranks take part.
         use_calc_stream: Communicate on the caller's current stream. False: on the ring's stream.
 
     Returns:
@@ -84,20 +88,20 @@ def expert_dispatch(
     scaled = weights_of(NAME, weights)
     named = {"expert_ids": ids, "weights": scaled, "active": active}
     traces = traced(NAME, use_calc_stream, True, ring_id, x=x, **named)
-    wants = torch.is_grad_enabled() and getattr(x, "requires_grad", False)
-    if wants and quantize:
+    needs_grad = torch.is_grad_enabled() and getattr(x, "requires_grad", False)
+    if needs_grad and quantize:
         raise ArgumentError(
             f"{NAME}: x requires grad with quantize={quantize!r}, which has no gradient; pass "
             f"x.detach(), or leave quantize= away"
         )
-    call: Any = _registered_op if traces or wants or expert_moves.is_on_host(ring_id) else _run
+    call: Any = _registered_op if traces or needs_grad or expert_moves.is_on_host(ring_id) else _run
     options = num_experts, capacity, quantize == "fp8", on_overflow == "error", use_calc_stream
-    own = None if scaled is None else scaled.detach()
+    size, own = size_of(ring_id), None if scaled is None else scaled.detach()
     rows, scales, chosen, positions, sources, row_weights, counts, demand = call(
-        x, ids, own, active, ring_id, size_of(ring_id), *options
+        x, ids, own, active, ring_id, size, *options
     )
     tables = chosen, positions, sources, row_weights
-    handle = ExpertHandle(*tables, demand, scaled, active, num_experts, capacity, ring_id)
+    handle = ExpertHandle(*tables, demand, scaled, active, num_experts, capacity, ring_id, size)
     return Dispatched(rows, counts, handle, scales if quantize else None)
 
 
@@ -148,7 +152,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     _, _, _, active, ring_id, size, num_experts, capacity, _, _, use_calc_stream = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output[2:6], active)
-    ctx.saved = ring_id, size, num_experts, capacity, use_calc_stream
+    ctx.saved = ring_id, size, num_experts, capacity, use_calc_stream, False
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:

@@ -48,7 +48,7 @@ def counted(
     numbers = (capacity, count) if back else (count, capacity)
     call: Any = _tables if registered else _run
     found = call(local_count, global_count, ring_id, size, *numbers, use_calc_stream, back)
-    rest = *found, None, ring_id, size, size, numbers[1], use_calc_stream
+    rest = *found, None, ring_id, size, size, numbers[1], use_calc_stream, False
     registered = registered or (torch.is_grad_enabled() and x.requires_grad)
     if back:
         call = expert_moves.sums if registered else expert_moves.combined
@@ -99,26 +99,34 @@ def _run(
         local_count, global_count: As in ``global_scatter``.
         ring_id, size: The ring.
         own_rows: The most rows of this rank, on their way to the experts.
-        capacity: The most rows of this rank's experts, the same on every rank.
+        capacity: The most rows of this rank's experts, the same on every rank. A GPU reports
+            another one, and no rank gets more rows than its own.
         use_calc_stream: See ``CommContext``.
         back: For ``global_gather``.
     """
     ring = sized(COLLECTIVES[back], ring_id, size)
     needs_result(ring, COLLECTIVES[back])
     exchange = PlainExchange(ring, None, use_calc_stream)
-    limit = local_count.new_full((1,), own_rows)
-    every = exchange.all_gather(torch.cat([limit, local_count, global_count]))
-    limits, sent, expected = every.split([1, len(local_count), len(global_count)], 1)
+    limits = [local_count.new_full((1,), limit) for limit in (own_rows, capacity)]
+    every = exchange.all_gather(torch.cat([*limits, local_count, global_count]))
+    limit, sent, expected = every.split([2, len(local_count), len(global_count)], 1)
+    table = sendable(sent, limit[:, :1]).view(size, size, -1)
     with unwatched():
-        found = _found(limits, sent, expected, capacity)
+        found = _found(limit, sent, expected, table)
         describe = partial(_describe, COLLECTIVES[back])
         ring._device_reports.note(COLLECTIVES[back], found, describe)
-    # No rank sends rows that it does not have, so that none waits for them.
-    before = sent.cumsum(1) - sent
-    table = sent.clamp(min=0).minimum((limits - before).clamp(min=0)).view(size, size, -1)
-    return _send_tables(table, ring.rank, own_rows, capacity) + _take_tables(
+    return _send_tables(table, ring.rank, own_rows, limit[:, 1]) + _take_tables(
         table, ring.rank, capacity
     )
+
+
+def sendable(sent: Tensor, rows: Tensor) -> Tensor:
+    """Return the counts [size, ...] without those of rows that a rank does not have.
+
+    Nobody waits for such rows then. ``rows``: [size, 1], the rows of each rank.
+    """
+    most = sent.clamp(min=0).minimum(rows)  # their sums do not overflow
+    return most.minimum((rows - most.cumsum(1) + most).clamp(min=0))
 
 
 def _fake(
@@ -137,7 +145,7 @@ def _fake(
     return ids, torch.empty_like(ids), lines, ids.new_empty(capacity, dtype=torch.float32)
 
 
-def _send_tables(table: Tensor, rank: int, rows: int, capacity: int) -> tuple[Tensor, Tensor]:
+def _send_tables(table: Tensor, rank: int, rows: int, capacities: Tensor) -> tuple[Tensor, Tensor]:
     """Return, for each row of this rank, its receiver and its place there, -1 for none."""
     size, _, experts = table.shape
     counts = table[rank].reshape(-1)  # by receiver, then expert
@@ -147,7 +155,7 @@ def _send_tables(table: Tensor, rank: int, rows: int, capacity: int) -> tuple[Te
     by_expert = table.permute(1, 2, 0).reshape(size, -1)  # of each receiver: expert, then sender
     starts = (by_expert.cumsum(1) - by_expert).view(size, experts, size)
     place = starts[owner, expert, rank] + row - (ends - counts)[block]
-    used = (row < ends[-1]) & (place < capacity)
+    used = (row < ends[-1]) & (place < capacities[owner])
     owner, place = (torch.where(used, number, -1).int()[:, None] for number in (owner, place))
     return owner, place
 
@@ -168,22 +176,30 @@ def _take_tables(table: Tensor, rank: int, capacity: int) -> tuple[Tensor, Tenso
     return torch.where(used[:, None], lines, -1).int(), used.float()
 
 
-def _found(limits: Tensor, sent: Tensor, expected: Tensor, capacity: int) -> Tensor:
-    """Return the report of counts that do not match, or do not fit."""
-    size = len(sent)
-    table = sent.view(size, size, -1)
-    wrong = (table != expected.view(size, size, -1).transpose(0, 1)).any() | (sent < 0).any()
-    wrong = wrong | (sent.sum(1) > limits[:, 0]).any() | (table.sum((0, 2)) > capacity).any()
-    numbers = limits.new_full((1,), capacity), limits, sent, expected
+def _found(limit: Tensor, sent: Tensor, expected: Tensor, table: Tensor) -> Tensor:
+    """Return the report of counts that do not match, or do not fit.
+
+    ``table``: the rows that are sent, where ``sent`` are those that were asked for.
+    """
+    size, capacities = len(sent), limit[:, 1]
+    wrong = (table != expected.view(size, size, -1).transpose(0, 1)).any()
+    wrong = wrong | (table != sent.view_as(table)).any() | (capacities != capacities[0]).any()
+    wrong = wrong | (table.sum((0, 2)) > capacities).any()
+    numbers = limit[:, 1], limit[:, 0], sent, expected
     return torch.cat([wrong.long().view(1), *(number.reshape(-1) for number in numbers)])
 
 
 def _describe(name: str, identity: RingIdentity, numbers: list[int]) -> CommError:
     """Return the error of a report."""
     prefix, size = identity.describe(name), identity.size
-    capacity, *rest = numbers
-    limits, values = rest[:size], torch.tensor(rest[size:]).view(2, size, size, -1)
+    capacities, limits = numbers[:size], numbers[size : 2 * size]
+    values = torch.tensor(numbers[2 * size :]).view(2, size, size, -1)
     sent, expected = values[0], values[1].transpose(0, 1)
+    if len(set(capacities)) > 1:
+        role = "x has {} rows on the ranks" if name == COLLECTIVES[True] else "capacity is {}"
+        return ShapeError(
+            f"{prefix}: {role.format(capacities)}, by rank; expected the same number on every rank"
+        )
     if (sent < 0).any():
         return ArgumentError(f"{prefix}: local_count has a number below 0; expected counts >= 0")
     error = counts_error(prefix, identity.ring_id, sent.numpy(), expected.numpy())
@@ -199,7 +215,7 @@ def _describe(name: str, identity: RingIdentity, numbers: list[int]) -> CommErro
     rank = max(range(size), key=lambda one: taken[one])
     return CapacityError(
         f"{prefix}: the experts of rank {rank} get {taken[rank]} rows; expected at most "
-        f"capacity={capacity}; the rest was dropped; pass a larger capacity="
+        f"capacity={capacities[rank]}; the rest was dropped; pass a larger capacity="
     )
 
 

@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ON_OVERFLOW = ("error", "drop")
-_MOST_ROWS = 2**30  # a link has 31 bits, one of them for the first row
+_MOST_ROWS = 2**30 - 1  # a link has 31 bits: 1 + a row, and one for the first row
 
 
 def check_options(
@@ -31,16 +31,6 @@ def check_options(
         raise ArgumentError(
             f"{collective}: on_overflow={on_overflow!r}; expected 'error' or 'drop'"
         )
-
-
-def columns(collective: str, role: str, value: Tensor) -> Tensor:
-    """Return [tokens, top_k]; a 1-D tensor has top_k 1."""
-    if value.dim() not in (1, 2):
-        raise ShapeError(
-            f"{collective}: {role} has shape {tuple(value.shape)}; expected [tokens, top_k] or "
-            f"[tokens]"
-        )
-    return value.unsqueeze(1) if value.dim() == 1 else value
 
 
 def ids_of(collective: str, expert_ids: Tensor) -> Tensor:

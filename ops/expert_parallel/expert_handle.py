@@ -23,6 +23,7 @@ class ExpertHandle(NamedTuple):
         weights: float32 [tokens, top_k], the weights that were given; None without.
         active: The mask that was given.
         num_experts, capacity, ring_id: As given.
+        size: The number of ranks of the ring.
     """
 
     expert_ids: Tensor
@@ -35,6 +36,7 @@ class ExpertHandle(NamedTuple):
     num_experts: int
     capacity: int
     ring_id: int
+    size: int
 
 
 class Dispatched(NamedTuple):

@@ -14,10 +14,12 @@ from commlib.p2p.expert_tables import ExpertSpec, ExpertTables, local_experts
 
 Tensor = torch.Tensor
 
-# What the ops of an exchange take after their tensors of values: tables, mask, ring, numbers.
+# What the ops of an exchange take after their tensors of values: tables, mask, ring, numbers, and
+# whether rows are multiplied with the weights of the dispatch.
 SCHEMA = (
     "Tensor expert_ids, Tensor positions, Tensor sources, Tensor row_weights, Tensor? active,"
-    " int ring_id, int size, int num_experts, int capacity, bool use_calc_stream"
+    " int ring_id, int size, int num_experts, int capacity, bool use_calc_stream,"
+    " bool weighted"
 )
 
 
@@ -30,25 +32,25 @@ def is_on_host(ring_id: int) -> bool:
     return ring is not None and ring.device.type == "cpu"
 
 
-def scattered(x: Tensor, *rest: Any, weighted: bool = False) -> Tensor:
+def scattered(x: Tensor, *rest: Any) -> Tensor:
     """Return ``x`` of each choice at its position; ``rest`` is what ``SCHEMA`` names."""
-    *tables, active, ring_id, size, num_experts, capacity, use_calc_stream = rest
-    ring, known = sized("expert_dispatch", ring_id, size), ExpertTables(*tables)
+    *tables, active, ring_id, size, num_experts, capacity, use_calc_stream, weighted = rest
+    ring, lines = sized("expert_dispatch", ring_id, size), ExpertTables(*tables)
     needs_result(ring, "expert_dispatch")
-    top_k, width = known.positions.shape[1], x.shape[1]
+    top_k, width = lines.positions.shape[1], x.shape[1]
     spec = ExpertSpec(num_experts, capacity, top_k, x.dtype, width, weighted=weighted)
-    return expert_calls.scatter(ring, x, known, active, spec, use_calc_stream)
+    return expert_calls.scatter(ring, x, lines, active, spec, use_calc_stream)
 
 
-def combined(y: Tensor, *rest: Any, weighted: bool = False) -> Tensor:
+def combined(y: Tensor, *rest: Any) -> Tensor:
     """Return the sum of each token's rows; ``rest`` is what ``SCHEMA`` names."""
-    *tables, active, ring_id, size, num_experts, capacity, use_calc_stream = rest
-    ring, known = sized("expert_combine", ring_id, size), ExpertTables(*tables)
+    *tables, active, ring_id, size, num_experts, capacity, use_calc_stream, weighted = rest
+    ring, lines = sized("expert_combine", ring_id, size), ExpertTables(*tables)
     check_combine(ring, "expert_combine", y, local_experts(num_experts, size), capacity)
     needs_result(ring, "expert_combine")
-    top_k, width = known.positions.shape[1], y.shape[2]
+    top_k, width = lines.positions.shape[1], y.shape[2]
     spec = ExpertSpec(num_experts, capacity, top_k, y.dtype, width, weighted=weighted)
-    return expert_calls.combine(ring, y, known, active, spec, use_calc_stream)
+    return expert_calls.combine(ring, y, lines, active, spec, use_calc_stream)
 
 
 def fake_rows(x: Tensor, *rest: Any) -> Tensor:
@@ -67,11 +69,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return sums(grad, *ctx.saved_tensors, *ctx.saved), *[None] * 10
+    return sums(grad, *ctx.saved_tensors, *ctx.saved), *[None] * 11
 
 
 def _sums_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return rows(grad, *ctx.saved_tensors, *ctx.saved), *[None] * 10
+    return rows(grad, *ctx.saved_tensors, *ctx.saved), *[None] * 11
 
 
 rows = register(

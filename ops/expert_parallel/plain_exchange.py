@@ -18,22 +18,22 @@ class PlainExchange:
     captured call can't leave out what the mask says at its replay.
 
     Attributes:
-        here: bool [size], the ranks whose rows count; None if all take part.
+        present: bool [size], the ranks whose rows count; None if all take part.
     """
 
     def __init__(self, ring: CommContext, active: Tensor | None, use_calc_stream: bool) -> None:
         """Read the mask, on the device. A rank that is left out exchanges with no other."""
         self._ring, self._calc = ring, use_calc_stream
-        present = None if active is None else active != 0
-        self.here = None if present is None else present & present[ring.rank]
+        mask = None if active is None else active != 0
+        self.present = None if mask is None else mask & mask[ring.rank]
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """Send ``x[r]`` to rank r and return what every rank sends: [size, ...]."""
         ring = self._ring
-        if self.here is None or ring.device.type != "cpu":
+        if self.present is None or ring.device.type != "cpu":
             return ring.all_to_all(torch.empty_like(x), x, use_calc_stream=self._calc)
-        here = self.here.tolist()
-        members = [rank for rank in range(ring.size) if here[rank]] or [ring.rank]
+        mask = self.present.tolist()
+        members = [rank for rank in range(ring.size) if mask[rank]] or [ring.rank]
         rows = np.zeros((ring.size, ring.size, 1), np.int64)
         rows[np.ix_(members, members)] = 1
         flat = x.view(ring.size, x[0].numel())
@@ -47,13 +47,13 @@ class PlainExchange:
     def all_gather(self, counts: Tensor) -> Tensor:
         """Return every rank's 1-D ``counts``: [size, ...], 0 for a rank that is left out."""
         every = self.all_to_all(counts.expand(self._ring.size, -1).contiguous())
-        return every if self.here is None else torch.where(self.here[:, None], every, 0)
+        return every if self.present is None else torch.where(self.present[:, None], every, 0)
 
-    def known(self, values: Tensor, ranks: Tensor) -> Tensor:
+    def masked(self, values: Tensor, ranks: Tensor) -> Tensor:
         """Return ``values`` with -1 where the rank is left out."""
-        if self.here is None:
+        if self.present is None:
             return values
-        return torch.where(self.here[ranks.clamp(min=0)], values, -1)
+        return torch.where(self.present[ranks.clamp(min=0)], values, -1)
 
     def to_owners(self, rows: Tensor, positions: Tensor, owners: Tensor, count: int) -> Tensor:
         """Bring a row of bytes per choice to its position on its owner.
@@ -68,7 +68,7 @@ class PlainExchange:
             uint8 [size, count, bytes]: what each rank has sent, at its position.
         """
         size = self._ring.size
-        target = torch.where(self.known(positions, owners) >= 0, owners * count + positions, -1)
+        target = torch.where(self.masked(positions, owners) >= 0, owners * count + positions, -1)
         sent = placed(rows, target.reshape(-1), size * count)
         return self.all_to_all(sent.view(size, count, rows.shape[1]))
 
@@ -82,9 +82,9 @@ class PlainExchange:
         """
         size, count, width = self._ring.size, *sums.shape
         line = torch.arange(count, device=sums.device)
-        target = torch.where(self.known(sources, sources) >= 0, sources * count + line, -1)
+        target = torch.where(self.masked(sources, sources) >= 0, sources * count + line, -1)
         received = self.all_to_all(placed(sums, target, size * count).view(size, count, width))
-        ranks = torch.where(self.known(positions, owners) >= 0, owners, size)
+        ranks = torch.where(self.masked(positions, owners) >= 0, owners, size)
         return summed(received, ranks, positions.clamp(min=0))
 
 

@@ -7,7 +7,12 @@ import torch
 
 from commlib.core.context import CommContext
 from commlib.core.observers import unwatched
-from commlib.ops.expert_parallel.overflow import describe, overflow_of
+from commlib.ops.expert_parallel.dispatch_reports import (
+    describe_choices,
+    describe_overflow,
+    overflow_of,
+    unequal_choices,
+)
 from commlib.ops.expert_parallel.plain_exchange import (
     PlainExchange,
     packed,
@@ -26,6 +31,7 @@ from commlib.p2p.expert_tables import (
 )
 
 Tensor = torch.Tensor
+_NAME = "expert_dispatch"
 Result = tuple[Tensor, Tensor, ExpertTables, ExpertCounts]
 
 
@@ -34,17 +40,15 @@ def dispatch(
 ) -> Result:
     """Return rows, scales (of width 0 unless rows are quantized), tables and counts."""
     exchange = PlainExchange(ring, choices.active, use_calc_stream)
-    chosen = ChosenExperts(choices.ids, spec.num_experts, ring.size, exchange.here)
-    every = exchange.all_gather(chosen.counts)
-    if spec.reports:
-        with unwatched():
-            found = overflow_of(every, spec.capacity)
-            ring._device_reports.note("expert_dispatch", found, describe)
+    chosen = ChosenExperts(choices.ids, spec.num_experts, ring.size, exchange.present)
+    top_k = chosen.counts.new_full((1,), spec.top_k)
+    every, widths = exchange.all_gather(torch.cat([chosen.counts, top_k])).tensor_split([-1], 1)
     before = every.cumsum(0)[ring.rank] - every[ring.rank]
     positions = chosen.positions(before, spec.capacity)
     own, count = _own_counts(ring, every), _rows(ring, spec)
     columns = _columns(x, choices.weights, positions, chosen.owners, spec)
     received = exchange.to_owners(packed(columns), positions, chosen.owners, count)
+    _report(ring, every, widths, spec)
     sources = row_sources(own, spec.capacity)
     meta, scales, rows = unpacked(picked(received, sources), columns)
     lines = torch.where((sources >= 0)[:, None], meta[:, :3], -1)
@@ -55,6 +59,14 @@ def dispatch(
     shape = count // spec.capacity, spec.capacity
     rows, scales = (part.view(*shape, part.shape[1]) for part in (rows, scales))
     return rows, scales, tables, counts
+
+
+def _report(ring: CommContext, every: Tensor, widths: Tensor, spec: ExpertSpec) -> None:
+    """Report what is wrong, after the last exchange: so every rank has made the same ones."""
+    with unwatched():
+        ring._device_reports.note(_NAME, unequal_choices(widths), describe_choices)
+        if spec.reports:
+            ring._device_reports.note(_NAME, overflow_of(every, spec.capacity), describe_overflow)
 
 
 def _columns(
@@ -103,7 +115,7 @@ def scatter(
     owners, count = _owners(ring, tables, spec), _rows(ring, spec)
     received = exchange.to_owners(packed(columns), tables.positions, owners, count)
     sources = tables.sources[:, 0].long()
-    [rows] = unpacked(picked(received, exchange.known(sources, sources)), columns)
+    [rows] = unpacked(picked(received, exchange.masked(sources, sources)), columns)
     if spec.weighted:
         rows = (_wide(rows) * tables.row_weights[:, None]).to(rows.dtype)
     return rows.view(-1, spec.capacity, x.shape[1])
@@ -119,7 +131,7 @@ def combine(
 ) -> Tensor:
     """Return the sum of each token's rows: [tokens, width], weighted if asked for."""
     exchange = PlainExchange(ring, active, use_calc_stream)
-    rows = _wide(y.reshape(-1, y.shape[2]))
+    rows = _wide(y.reshape(_rows(ring, spec), spec.width))
     if spec.weighted:
         rows = rows * tables.row_weights[:, None]
     sources, link = tables.sources[:, 0].long(), tables.sources[:, 3].long()

@@ -26,15 +26,15 @@ class ChosenExperts:
         counts: int64 [num_experts], this rank's choices of each expert.
     """
 
-    def __init__(self, ids: Tensor, num_experts: int, size: int, here: Tensor | None) -> None:
-        """Note the choices; those of experts on ranks that are not ``here`` get no row."""
+    def __init__(self, ids: Tensor, num_experts: int, size: int, present: Tensor | None) -> None:
+        """Note the choices; those of experts on ranks that are not ``present`` get no row."""
         self._local = local_experts(num_experts, size)
         wide = ids.long()
         chosen = (wide >= 0) & (wide < num_experts)
         self.expert_ids = torch.where(chosen, wide, -1).int()
         self.owners = torch.where(chosen, wide, 0) // self._local
-        if here is not None:
-            chosen = chosen & here[self.owners]
+        if present is not None:
+            chosen = chosen & present[self.owners]
         self._ids = torch.where(chosen, wide, num_experts)
         self.counts = number_count(self._ids, num_experts)
 
