@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commlib.compat.c10d import group_rings
+from commlib.compat.c10d import batches, group_rings
 from commlib.compat.c10d.backend import Backend, takes_subclasses
 from commlib.compat.c10d.bridges import process_group_of, ring_from_group
 from commlib.compat.c10d.group_calls import NAME
@@ -22,6 +22,7 @@ def register() -> None:
     """Register the backend for CPUs and GPUs; a second call changes nothing."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        batches.install()
 
 
 def _create(given: Any, pg_options: Any = None) -> Any:

@@ -176,9 +176,8 @@ _queues: dict[tuple[int, CommContext], _Queue] = {}  # by thread and ring
 def queue(ring: CommContext, step: Step, source: int = -1) -> GroupWork:
     """Add a send or a receive to those that the calling thread launches together.
 
-    ``torch.distributed.batch_isend_irecv`` gives no other sign of a batch to a group that is
-    written in Python. A send and a receive that are launched one after the other would wait for
-    each other on two GPUs. Calls from another stream, or in another capture, are another batch.
+    An ``isend`` and an ``irecv`` that are launched one after the other would wait for each other on
+    two GPUs. Calls from another stream, or in another capture, are another batch.
     """
     place = place_of(ring)
     known = _queues.get((get_ident(), ring))
