@@ -46,7 +46,7 @@ def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
     """Launch sends and receives as one operation; returns the works to wait for."""
     distributed_c10d._check_p2p_op_list(p2p_op_list)
     group = p2p_op_list[0].group or distributed_c10d._get_default_group()
-    if not isinstance(group, GroupCalls):  # torch coalesces the calls of its own groups
+    if not isinstance(group, GroupCalls):  # torch's own groups coalesce their calls
         works: list[Any] = _stock_batch(p2p_op_list)
         return works
     group.start_coalescing()

@@ -209,8 +209,20 @@ class GroupCalls(Collectives):
         return False
 
     def eager_connect_single_device(self, device: Any) -> None:
-        """Make the communicator now; every member calls it."""
-        self.rings[torch.device(device).type].connect()
+        """Make the communicator now; every member calls it, for a group with ``device_id=``.
+
+        Raises:
+            DeviceError: The group's ring is on another device.
+        """
+        bound = torch.device(device)
+        ring = self.rings.get(bound.type)
+        if ring is None or ring.device != bound:
+            raise DeviceError(
+                f"{self._main._describe('init_process_group')}: device_id={bound}; the group has "
+                f"rings on {[str(ring.device) for ring in self.rings.values()]}; call "
+                f"torch.cuda.set_device(device_id) before it"
+            )
+        ring.connect()
 
     def perform_nocolor_split(self, device: torch.device) -> None:
         """Do nothing: only the members of a new group make it."""
