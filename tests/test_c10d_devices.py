@@ -68,7 +68,7 @@ def test_a_gpu_that_is_not_that_of_the_ring(ring: Any) -> None:
     with refused, initialised(ring, OURS["cuda"], device_id=other):
         raise AssertionError("two rings of the same ranks")
     commlib.shutdown()
-    with initialised(ring, OURS["cuda"], device_id=other) as world:
+    with torch.cuda.device(other), initialised(ring, OURS["cuda"], device_id=other) as world:
         made = commlib.ring_from_group(world)
         assert_equal((made.ring_id, made.device), (0, other), "the ring of the group")
         x = torch.full((3,), ring.rank + 1.0, device=other)
