@@ -33,7 +33,8 @@ def copy(out: Tensor | None, x: Tensor | None) -> None:
 def multiplied(out: Tensor | None, x: Tensor, factor: Tensor) -> Tensor:
     """Fill ``out``, or a new tensor, with ``x`` times a factor; returns it."""
     out = torch.empty_like(x) if out is None else out
-    torch.mul(x.view(-1), factor, out=out.view(-1))
+    with torch.inference_mode(out.is_inference()), torch.no_grad():
+        torch.mul(x.view(-1), factor, out=out.view(-1))
     return out
 
 
