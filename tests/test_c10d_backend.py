@@ -278,6 +278,21 @@ def test_premul_sum(ring: Any) -> None:
 
 
 @runs_on("ranks")
+def test_mean_of_integers(ring: Any) -> None:
+    """Rounded towards zero, in place and in parts."""
+    with initialised(ring, OURS[ring.device.type]):
+        x = torch.tensor([-7, 7, -1, 1], device=ring.device) - ring.rank * 2
+        part = x.new_empty(2)
+        dist.reduce_scatter_tensor(part, x, dist.ReduceOp.AVG)
+        dist.all_reduce(x, dist.ReduceOp.AVG)
+        assert_equal(x.tolist(), [-8, 6, -2, 0], "all_reduce")
+        assert_equal(part.tolist(), [[-8, 6], [-2, 0]][ring.rank], "reduce_scatter")
+        odd = torch.tensor([-4, 5], device=ring.device) + ring.rank
+        dist.all_reduce(odd, dist.ReduceOp.AVG)
+        assert_equal(odd.tolist(), [-3, 5], "rounded")
+
+
+@runs_on("ranks")
 def test_parts_of_wrong_sizes(ring: Any) -> None:
     """Nothing is launched, so no part gets data of another one."""
     with initialised(ring, OURS[ring.device.type]) as world:

@@ -8,6 +8,7 @@ import pytest
 import commlib
 from commlib import flags
 from commlib.errors import FlagError
+from commlib.flag_table import FLAGS
 from tests.support.processes import run
 
 NAME = "FLAGS_dynamic_static_unified_comm"
@@ -33,10 +34,10 @@ def test_false(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", " "])
-@pytest.mark.parametrize("name", sorted(flags.FLAGS))
+@pytest.mark.parametrize("name", sorted(FLAGS))
 def test_an_empty_text_is_no_text(monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
     monkeypatch.setenv(name, text)
-    assert flags.get(name) == flags.FLAGS[name].default
+    assert flags.get(name) == FLAGS[name].default
     row = next(row for row in flags.rows() if row["name"] == name)
     assert row["source"] == "default"
 
