@@ -94,7 +94,7 @@ class CudaBackend:
     def warming(self) -> Iterator[None]:
         """Run on the capture stream, with its own memory.
 
-        What the function keeps from here, such as an optimizer's state, must not lie in the pool:
+        What the function keeps from here, such as an optimizer's state, must not be in the pool:
         a graph that was captured before may write there.
         """
         here = torch.cuda.current_stream(self.device)
