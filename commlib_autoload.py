@@ -10,12 +10,23 @@ FLAG = "FLAGS_comm_torch_backend"
 
 
 def autoload() -> None:
-    """Put the groups of ``torch.distributed`` on rings if the flag is set."""
-    if os.environ.get(FLAG, "0") == "0":
-        return
-    from commlib import flags
+    """Put the groups of ``torch.distributed`` on rings if the flag is set.
 
-    if flags.get(FLAG):
+    Raises:
+        SystemExit: A flag has a wrong value. torch would put any other error below its own text
+            and two tracebacks.
+    """
+    if os.environ.get(FLAG, "").strip() in ("", "0"):
+        return
+    try:
+        from commlib import flags
+
+        wanted = flags.get(FLAG)
+    except ValueError as error:
+        if type(error).__name__ != "FlagError":  # a class of a package that was not imported
+            raise
+        raise SystemExit(f"import torch: {error}") from None
+    if wanted:
         from commlib.compat import torch_distributed
 
         torch_distributed.replace_torch()

@@ -41,8 +41,9 @@ def _current(flag: Flag) -> tuple[Any, str]:
     """Return the value of a flag, without regard to a freeze, and its source."""
     if flag.name in _set_values:
         return _set_values[flag.name], "set"
-    if flag.name in os.environ:
-        return flag.parse(flag.name, os.environ[flag.name]), "environment"
+    text = os.environ.get(flag.name, "")
+    if text.strip():  # as a variable of a shell script that is empty, and means nothing
+        return flag.parse(flag.name, text), "environment"
     return flag.default, "default"
 
 

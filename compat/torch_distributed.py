@@ -1,14 +1,12 @@
 """``torch.distributed`` on rings, for code that prefers a changed import to a changed backend.
 
 ``import commlib.compat.torch_distributed as dist`` has every name of ``torch.distributed`` with the
-same signature. Groups for "nccl", "gloo" and the default backend are groups of rings, and two
-functions work that torch has for its own backends only: ``monitored_barrier``, and
-``batch_isend_irecv`` as one operation. ``FLAGS_comm_torch_backend=1`` gives torch these functions
-for programs that change nothing.
+same signature. Groups for "nccl", "gloo" and the default backend are groups of rings, and
+``monitored_barrier`` works, which torch has for its own backends only.
+``FLAGS_comm_torch_backend=1`` gives torch these functions for programs that change nothing.
 """
 
 import inspect
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as _torch
 from torch.distributed import distributed_c10d as _c10d
 
+from commlib.compat.c10d.batches import replace
 from commlib.compat.c10d.bridges import calls_of
 from commlib.compat.c10d.group_calls import NAME
 
@@ -30,7 +29,7 @@ _STOCK: dict[str, Callable[..., Any]] = {
     name: getattr(_torch, name)
     for name in (
         *("init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration"),
-        *("monitored_barrier", "batch_isend_irecv"),
+        "monitored_barrier",
     )
 }
 
@@ -78,33 +77,10 @@ def monitored_barrier(
         calls.monitored_barrier(timeout, wait_all_ranks)
 
 
-@wraps(_torch.batch_isend_irecv)  # type: ignore[no-redef]
-def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
-    """Launch sends and receives as one operation; returns the works to wait for."""
-    _c10d._check_p2p_op_list(p2p_op_list)
-    group = p2p_op_list[0].group or _c10d._get_default_group()
-    calls = calls_of(group)
-    if calls is None:
-        works: list[Any] = _STOCK["batch_isend_irecv"](p2p_op_list)
-        return works
-    calls.start_coalescing()
-    try:
-        for one in p2p_op_list:
-            peer = {"group_dst" if one.op is _torch.isend else "group_src": one.group_peer}
-            one.op(one.tensor, group=one.group, tag=one.tag, **peer)
-    except BaseException:
-        calls.drop_coalescing()
-        raise
-    return [calls.end_coalescing()]
-
-
 def replace_torch() -> None:
-    """Give ``torch.distributed`` these functions, in each of its modules that has torch's own."""
-    loaded = [module for name, module in [*sys.modules.items()] if name.startswith(_torch.__name__)]
+    """Give programs of ``torch.distributed`` these functions."""
     for name, stock in _STOCK.items():
-        for module in loaded:
-            if vars(module).get(name) is stock:
-                setattr(module, name, globals()[name])
+        replace(name, stock, globals()[name])
 
 
 def __dir__() -> list[str]:

@@ -3,12 +3,25 @@
 import functools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import commlib
 from commlib import ops
 from commlib.errors import ArgumentError, DtypeError
-from tests.support.checks import FP8, SHORT, assert_bits_equal, assert_equal, raises, sample, wide
+from tests.support.checks import (
+    FP8,
+    INTEGERS,
+    SHORT,
+    UNSIGNED,
+    assert_bits_equal,
+    assert_equal,
+    raises,
+    rounded,
+    sample,
+    wide,
+)
 from tests.support.formulas import AVERAGED, REAL, SUMMED, largest, mean, product, smallest, total
 from tests.support.operator import MODES, Operator, calls, compile_whole
 from tests.support.ranks import Ranks
@@ -30,7 +43,6 @@ OTHERS = {
 REFUSED = [
     *(("sum", dtype, "torch.int32") for dtype in SHORT),
     *((op, dtype, "torch.bfloat16") for dtype in FP8 for op in ("sum", "max")),
-    ("avg", torch.int64, "op='sum'"),
     ("avg", torch.bool, "float"),
     ("max", torch.complex64, "complex"),
     ("prod", torch.complex64, "complex"),
@@ -86,6 +98,38 @@ def test_unsigned(comm: Any) -> None:
             else:
                 want = formula([wide(x) for x in both], 0)
                 assert_bits_equal(all_reduce(x, op=op), want, f"{dtype} {op}")
+
+
+@runs_on("ranks")
+def test_mean_of_integers(comm: Any) -> None:
+    """The sum wraps around in the dtype, as NCCL's does, and is then rounded towards zero."""
+    for dtype in (*INTEGERS, *UNSIGNED):
+        info = torch.iinfo(dtype)
+        ends = [info.min, info.max, 1, 0, info.max // 2 + 1, info.min // 2, 7, info.max - 2]
+        kind = str(dtype).removeprefix("torch.")
+        both = [rounded(np.array(ends[r:] + ends[:r], kind), dtype) for r in range(2)]
+        arrays, x = [wide(one) for one in both], both[comm.rank].to(comm.device)
+        if dtype in UNSIGNED and (comm.engine, comm.device.type) == ("c10d", "cuda"):
+            with raises(DtypeError, "no unsigned avg", "torch.int64"):
+                all_reduce(x, op="avg")
+            continue
+        want = mean(arrays, 0)
+        for mode in MODES.values():
+            given = all_reduce(x, op="avg", **mode)
+            given = given.wait() if mode is MODES["async"] else given
+            assert_bits_equal(given, want, f"all_reduce of {dtype}")
+        part = ops.reduce_scatter(x, op="avg")
+        own = slice(4 * comm.rank, 4 * comm.rank + 4)
+        assert_bits_equal(part, want[own], f"reduce_scatter of {dtype}")
+        if comm.rank == 0:
+            assert_bits_equal(ops.reduce(x, root=0, op="avg"), want, f"reduce of {dtype}")
+        else:
+            ops.reduce(x, root=0, op="avg")
+    alone = commlib.new_ring(40 + comm.rank, [comm.rank])
+    assert alone is not None
+    x = torch.tensor([-7, 7], device=comm.device)
+    assert_bits_equal(alone.all_reduce(x, op="avg"), np.array([-7, 7]), "one rank")
+    commlib.close_ring(alone.ring_id)
 
 
 @runs_on("ranks")

@@ -113,6 +113,38 @@ def test_other_devices(comm: Any) -> None:
 
 
 @runs_on("ranks")
+def test_an_inference_tensor_outside_of_inference_mode(comm: Any) -> None:
+    """Refused before the launch where the engine would copy to it; in place it is not copied to."""
+    x, part = torch.ones(4, device=comm.device), torch.ones(2, device=comm.device)
+    with torch.inference_mode():
+        same, half, double = (torch.zeros(n, device=comm.device) for n in (4, 2, 8))
+    wrong = (
+        lambda: comm.all_reduce(same, x),
+        lambda: comm.all_reduce(same, x, op="premul_sum", factor=2.0),
+        lambda: comm.all_gather(double, x),
+        lambda: comm.reduce_scatter(half, x),
+        lambda: comm.broadcast(same, x, root=0),
+        lambda: comm.reduce(same, x, root=comm.rank),
+        lambda: comm.gather(double, x, root=comm.rank),
+        lambda: comm.scatter(half, x, root=comm.rank),
+        lambda: comm.all_to_all(same, x),
+        lambda: comm.all_to_all(list(same.chunk(2)), [part, part]),
+        lambda: ops.all_reduce(x, out=same),
+    )
+    before = calls(comm)
+    for call in wrong:
+        with raises(ArgumentError, "is an inference tensor", "torch.inference_mode()", ".clone()"):
+            call()
+    assert_equal(calls(comm), before, "launched")
+    with torch.inference_mode():
+        assert_equal(comm.all_gather(double, x).tolist(), [1.0] * 8, "in inference mode")
+    comm.broadcast(same, same, root=0)
+    same_again = comm.all_reduce(same, same, op="premul_sum", factor=0.5)
+    assert_equal(same_again.tolist(), [0.0] * 4, "in place, outside")
+    assert_equal(comm.all_reduce(x, x).tolist(), [2.0] * 4, "the ring afterwards")
+
+
+@runs_on("ranks")
 def test_rings(comm: Any) -> None:
     """Ring ids and members: reused, doubled, outside; all refused at once on every rank."""
     with raises(RingError, "ring 0", "[0, 1]", f"[{comm.rank}]"):

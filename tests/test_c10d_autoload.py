@@ -95,6 +95,21 @@ def test_a_package_that_can_not_be_imported(path: str, tmp_path: Path) -> None:
     assert "Failed to load the backend extension: commlib" in err
 
 
+@pytest.mark.parametrize("text", ["", " ", "0"])
+def test_an_empty_value_is_as_unset(path: str, text: str) -> None:
+    given = {flags.TORCH_BACKEND: text}
+    assert run("-c", IMPORTED, fresh=True, PYTHONPATH=path, **given) == (0, "[]\n", "")
+
+
+def test_a_wrong_value_is_one_line(path: str) -> None:
+    for name, text in ((flags.TORCH_BACKEND, "maybe"), (flags.TIMEOUT, "soon")):
+        given = {flags.TORCH_BACKEND: "1", name: text}
+        code, out, err = run("-c", "import torch", fresh=True, PYTHONPATH=path, **given)
+        assert (code, out) == (1, "")
+        assert err.startswith(f"import torch: {name}='{text}' is not a "), err
+        assert err.count("\n") == 1, err
+
+
 def test_commlib_is_imported_before_torch(path: str) -> None:
     """The entry point runs in the middle of the import of commlib then."""
     show = "import commlib, torch\nprint(torch.distributed.new_group.__code__.co_filename)"

@@ -278,6 +278,21 @@ def test_premul_sum(ring: Any) -> None:
 
 
 @runs_on("ranks")
+def test_mean_of_integers(ring: Any) -> None:
+    """Rounded towards zero, in place and in parts."""
+    with initialised(ring, OURS[ring.device.type]):
+        x = torch.tensor([-7, 7, -1, 1], device=ring.device) - ring.rank * 2
+        part = x.new_empty(2)
+        dist.reduce_scatter_tensor(part, x, dist.ReduceOp.AVG)
+        dist.all_reduce(x, dist.ReduceOp.AVG)
+        assert_equal(x.tolist(), [-8, 6, -2, 0], "all_reduce")
+        assert_equal(part.tolist(), [[-8, 6], [-2, 0]][ring.rank], "reduce_scatter")
+        odd = torch.tensor([-4, 5], device=ring.device) + ring.rank
+        dist.all_reduce(odd, dist.ReduceOp.AVG)
+        assert_equal(odd.tolist(), [-3, 5], "rounded")
+
+
+@runs_on("ranks")
 def test_parts_of_wrong_sizes(ring: Any) -> None:
     """Nothing is launched, so no part gets data of another one."""
     with initialised(ring, OURS[ring.device.type]) as world:
@@ -286,14 +301,21 @@ def test_parts_of_wrong_sizes(ring: Any) -> None:
         wrong = [torch.zeros(3, device=device), torch.zeros(5, device=device)]
         error = commlib.errors.ShapeError
         calls = ring.report()["calls"]
-        with raises(error, "scatter on ring 0", "have [3, 5] elements; expected [4, 4]"):
+        with raises(error, "scatter on ring 0", "xs[0]", "has 3 elements; expected 4"):
             dist.scatter(torch.empty_like(x), wrong, src=ring.rank)
-        with raises(error, "gather on ring 0", "have [3, 5] elements; expected [4, 4]"):
+        with raises(error, "gather on ring 0", "outs[0]", "has 3 elements; expected 4"):
             group.gather([wrong], [x], ring.rank)
-        with raises(error, "all_gather on ring 0", "are 3; expected one per rank, 2"):
+        with raises(error, "all_gather on ring 0", "has 3 tensors; expected one per rank, 2"):
             dist.all_gather([*wrong, x], x)
-        with raises(error, "outputs of rank 1", "have [5] elements; expected [4]"):
+        with raises(error, "reduce_scatter on ring 0", f"xs[{ring.rank}]", "expected 4"):
+            dist.reduce_scatter(x, wrong)
+        with raises(error, "outputs of rank 1", "['5 torch.float32", "expected ['4 torch.float32"):
             group.allgather_coalesced([[x], wrong[1:]], [x])
+        with raises(error, "1 lists of outputs; expected one per rank, 2"):
+            group.allgather_coalesced([[x]], [x])
+        group.start_coalescing()
+        with raises(commlib.errors.ArgumentError, "coalescing on ring 0", "a list of tensors"):
+            dist.all_gather([torch.empty_like(x) for _ in range(2)], x)
         assert_equal(ring.report()["calls"], calls, "launches")
         outs = [[torch.empty_like(x)] for _ in range(2)]
         group.allgather_coalesced(outs, [x + ring.rank]).wait()

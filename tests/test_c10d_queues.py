@@ -13,7 +13,6 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 import commlib
-from commlib.compat import torch_distributed
 from commlib.compat.c10d import pairs
 from commlib.compat.c10d.bridges import calls_of
 from commlib.compat.c10d.launching import Step
@@ -129,18 +128,55 @@ def test_a_broken_batch_swallows_no_later_call(ring: Any) -> None:
         peer, x = 1 - ring.rank, torch.ones(2, device=ring.device)
         ops = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, x.clone(), peer)]
         ops[1].tensor = torch.ones(2, device="meta")
+        calls = ring.report()["calls"]
         with raises(DeviceError, "meta"):
-            torch_distributed.batch_isend_irecv(ops)
+            dist.batch_isend_irecv(ops)
+        assert_equal((ring.report()["calls"], pairs.queued()), (calls, False), "launched")
         dist.all_reduce(x)
         assert_equal(x.tolist(), [2.0, 2.0], "all_reduce after it")
         out = torch.zeros(2, device=ring.device)
         ops = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, out, peer)]
-        for work in torch_distributed.batch_isend_irecv(ops):
+        for work in dist.batch_isend_irecv(ops):
             work.wait()
         assert_equal(out.tolist(), [2.0, 2.0], "a batch after it")
         group: Any = calls_of(world)
         with raises(ArgumentError, "no coalescing is open"):
             group.end_coalescing()
+
+
+@runs_on("ranks")
+def test_an_exception_in_a_coalesced_block_drops_its_calls(ring: Any) -> None:
+    """Torch records calls for the block, or the group does; neither keeps any of later ones."""
+    with initialised(ring, OURS[ring.device.type]) as world:
+        for device, first in (
+            (None, dist.all_reduce),
+            (ring.device, partial(dist.broadcast, src=0)),
+        ):
+            x = torch.full((2,), ring.rank + 1.0, device=ring.device)
+            calls = ring.report()["calls"]
+            with raises(ValueError, "of the program"), _coalescing_manager(device=device):
+                first(x)
+                raise ValueError("of the program")
+            assert_equal(ring.report()["calls"], calls, "launched")
+            dist.all_reduce(x)
+            assert_equal(x.tolist(), [3.0, 3.0], "a call after it")
+            with _coalescing_manager(device=device, async_ops=True) as manager:
+                first(x)
+            manager.wait()
+            assert_equal(x.tolist(), [3.0 if device else 6.0] * 2, "a block after it")
+        with raises(RuntimeError, "mixed types"), _coalescing_manager(device=ring.device):
+            dist.all_reduce(x)
+            dist.reduce_scatter_tensor(x[:1].clone(), x)
+        with raises(ArgumentError, "no coalescing is open"):
+            calls_of(world).end_coalescing()  # type: ignore[union-attr]
+        one, other, later = (torch.ones(1, device=ring.device) for _ in range(3))
+        with _coalescing_manager():
+            dist.all_reduce(one)
+            with raises(ValueError, "non-empty op list"), _coalescing_manager():
+                pass
+            dist.all_reduce(other)  # the outer block is still open
+        dist.all_reduce(later)
+        assert_equal([one.item(), other.item(), later.item()], [2.0] * 3, "nested")
 
 
 @runs_on("ranks")

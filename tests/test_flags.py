@@ -8,6 +8,7 @@ import pytest
 import commlib
 from commlib import flags
 from commlib.errors import FlagError
+from commlib.flag_table import FLAGS
 from tests.support.processes import run
 
 NAME = "FLAGS_dynamic_static_unified_comm"
@@ -32,7 +33,16 @@ def test_false(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     assert flags.get(NAME) is False
 
 
-@pytest.mark.parametrize("text", ["2", "", "maybe", "truee", "1.0"])
+@pytest.mark.parametrize("text", ["", " "])
+@pytest.mark.parametrize("name", sorted(FLAGS))
+def test_an_empty_text_is_no_text(monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
+    monkeypatch.setenv(name, text)
+    assert flags.get(name) == FLAGS[name].default
+    row = next(row for row in flags.rows() if row["name"] == name)
+    assert row["source"] == "default"
+
+
+@pytest.mark.parametrize("text", ["2", "maybe", "truee", "1.0"])
 def test_unknown_text(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(NAME, text)
     with pytest.raises(FlagError, match=f"{NAME}={text!r}.*export {NAME}=1"):

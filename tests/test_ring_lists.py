@@ -146,12 +146,20 @@ def test_shared_memory(ring: Any) -> None:
 
 @runs_on("ranks")
 def test_inference_tensors(ring: Any) -> None:
-    """Outputs that were made in inference mode are filled outside of it, as single ones are."""
+    """Outputs that were made in inference mode are filled in it, and waited for anywhere."""
     with torch.inference_mode():
         outs = [torch.zeros(3, device=ring.device) for _ in range(ring.size)]
+        flat = torch.zeros(3 * ring.size, device=ring.device)
+    x = torch.ones(3, device=ring.device) + ring.rank
     for mode in MODES:
-        finished(ring.all_gather(outs, torch.ones(3, device=ring.device) + ring.rank, **mode), mode)
+        with torch.inference_mode():
+            done = ring.all_gather(outs, x, **mode)
+        finished(done, mode)
         check(outs, [torch.ones(3) + rank for rank in range(ring.size)], f"{mode}")
+        for given in (outs, list(flat.chunk(ring.size))):
+            with raises(ArgumentError, "outs[0] is an inference tensor", "torch.inference_mode()"):
+                ring.all_gather(given, x, **mode)
+    ring.barrier()
 
 
 @runs_on("ranks")

@@ -4,11 +4,12 @@ import gc
 import threading
 import weakref
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 import commlib
-from commlib.core.ring_ids import FIRST_ID, RingIds
+from commlib.core.ring_ids import FIRST_ID, RingNumbers, ring_id
 from commlib.errors import ArgumentError, CommTimeout, MismatchError, RingError
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.runs_on import runs_on
@@ -44,7 +45,7 @@ def test_keys_order_the_members(ring: Any) -> None:
 def test_colors(ring: Any) -> None:
     own = ring.split(ring.rank)
     assert_equal(own.ranks, (ring.ranks[ring.rank],), "a ring per member")
-    other = own.ring_id + (1 if ring.rank == 0 else -1)
+    [other] = [row[0] for row in ring.exchange([own.ring_id]) if row[0] != own.ring_id]
     with raises(RingError, f"not a member of ring {other}", [ring.ranks[1 - ring.rank]]):
         commlib.comm(other)
     commlib.close_ring(own.ring_id)
@@ -73,10 +74,10 @@ def test_two_of_three(ring: Any) -> None:
 def test_ids_of_the_program_are_left_out(ring: Any) -> None:
     """An id that is in use on one member alone is used by none."""
     first = ring.split(0)
-    taken = first.ring_id + 1
+    taken = first.ring_id + ring.size * 2  # rank 0 draws one number for "ids", and the next is this
     alone = commlib.new_ring(taken, [ring.rank]) if ring.rank == 1 else None
     second = ring.split(0)
-    assert_equal(second.ring_id, taken + 1, "the next free id")
+    assert_equal(second.ring_id, taken + ring.size, "the next free id")
     for one in (first, second, alone):
         if one is not None:
             commlib.close_ring(one.ring_id)
@@ -125,35 +126,65 @@ def test_a_member_that_does_not_call_is_named(ring: Any) -> None:
     commlib.close_ring(311)
 
 
-def test_ids_are_agreed_while_threads_reserve_others() -> None:
-    """Two rings at once: every member ends with one block per ring, and no two blocks overlap."""
-    members = [RingIds() for _ in range(2)]
-    members[1].agree(4, lambda values: [list(values)], lambda _: False)  # this one is ahead
-    found: dict[tuple[int, str], int] = {}
+def test_ids_of_ranks_and_numbers() -> None:
+    """Every rank of a job can draw at any time: no two draws are the id of one ring."""
+    drawn = [RingNumbers() for _ in range(3)]
+    ids = [ring_id(drawn[rank].draw(), rank, 3) for rank in (2, 0, 0, 1, 2, 1, 0, 2, 2)]
+    assert len(set(ids)) == len(ids)
+    assert min(ids) == FIRST_ID
 
-    def agree(member: int, ring: str, rounds: list[Any]) -> None:
-        def exchange(values: Any) -> list[list[int]]:
-            row = rounds.pop(0)
-            row[0][member] = list(values)
-            row[1].wait(30)
-            return list(row[0])
 
-        found[member, ring] = members[member].agree(3, exchange, lambda _: False)
+@runs_on("ranks")
+def test_two_rings_are_split_at_once(ring: Any) -> None:
+    """Threads do not disturb each other: each split takes two exchanges, whatever others do."""
+    other = commlib.new_ring(313, ring.ranks)
+    made: dict[int, list[int]] = {0: [], 313: []}
+    exchanges: list[str] = []
 
-    threads = []
-    for ring in "ab":
-        rounds: list[Any] = [([[], []], threading.Barrier(2)) for _ in range(500)]
-        threads += [
-            threading.Thread(target=agree, args=(member, ring, list(rounds))) for member in (0, 1)
-        ]
+    def split_often(parent: Any) -> None:
+        exchange = parent._hosts.exchange
+
+        def counted(*given: Any) -> Any:
+            exchanges.append(given[1])
+            return exchange(*given)
+
+        with patch.object(parent._hosts, "exchange", counted):
+            made[parent.ring_id] += [parent.split(parent.rank).ring_id for _ in range(20)]
+
+    threads = [threading.Thread(target=split_often, args=[one]) for one in (ring, other)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert found[0, "a"] == found[1, "a"]
-    assert found[0, "b"] == found[1, "b"]
-    assert abs(found[0, "a"] - found[0, "b"]) >= 3
-    assert min(found.values()) >= FIRST_ID + 4
+    rows = ring.exchange([*made[0], *made[313]])
+    assert_equal(len({one for row in rows for one in row}), 80, "different ids")
+    assert_equal(len(exchanges), 80, "exchanges")
+    for one in (*made[0], *made[313], 313):
+        commlib.close_ring(one)
+
+
+@runs_on("ranks")
+def test_the_remedy_of_a_failed_ring_is_the_call_that_made_it(ring: Any) -> None:
+    manager = commlib.CommContextManager.instance()
+    again = "call commlib.comm(0).split(...) on all of its members"
+    part, create = ring.split(0), manager.create
+    part.abort()
+    with raises(RingError, f"call commlib.close_ring({part.ring_id}), then {again[5:]}"):
+        part.barrier()
+
+    def late(*given: Any, **place: Any) -> Any:
+        if ring.rank == 0:
+            return create(*given, **place)
+        raise KeyboardInterrupt
+
+    with patch.object(manager, "create", late):
+        if ring.rank == 0:
+            with raises(CommTimeout, "waiting for ranks [1] to join", again):
+                ring.split(0, timeout=0.5)
+        else:
+            with raises(KeyboardInterrupt, ""):
+                ring.split(0, timeout=0.5)
+    ring.barrier()
 
 
 @runs_on("ranks")

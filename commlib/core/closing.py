@@ -7,6 +7,7 @@ import torch
 from commlib import flags
 from commlib.core.context import CommContext
 from commlib.deadlines import Deadline
+from commlib.rendezvous.roll_call import RollCall
 from commlib.worker_threads import workers
 
 
@@ -37,3 +38,9 @@ def _abort(ring: CommContext) -> None:
     if ring.device.type == "cuda":  # a thread begins on GPU 0 and would make a context there
         torch.cuda.set_device(ring.device)
     ring.abort()
+
+
+def end_all(calls: list[RollCall]) -> None:
+    """End roll calls that no creation uses any more."""
+    for call in calls:
+        call.end()

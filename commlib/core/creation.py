@@ -135,8 +135,9 @@ class Creation:
         device: torch.device,
         deadline: Deadline,
         name: str = "",
+        again: str = "",
     ) -> None:
-        self.name, self.ring_id = name, ring_id
+        self.name, self.ring_id, self.again = name, ring_id, again
         self.members, self.world, self.store = members, world, store
         self.device, self.deadline = device, deadline
         self.thread = threading.get_ident()
@@ -180,13 +181,14 @@ class Creation:
             self.deadline.seconds,
             engine.name,
             self.name,
+            self.again,
         )
         if len(self.members) == 1:
             return CommContext(identity, engine, None)
         kind = f"{engine.name} ({self.device.type}), {flags.CHECK}={level()}"
         kept = self.store is None
         with calls.borrowed(self._key, self._home, self.world.rank, kept=kept) as call:
-            meeting = call.meet(self.ring_id, self.members, self.deadline, kind)
+            meeting = call.meet(self.ring_id, self.members, self.deadline, kind, self.again)
             return self._set_up(partial(CommContext, identity, engine, meeting), meeting)
 
     @property
@@ -228,9 +230,10 @@ class Creation:
 
     def given_up(self) -> RingError:
         """Return the error of a creation that a close or a shutdown has overtaken."""
+        again = self.again or "commlib.init() or commlib.new_ring(...) again on every member"
         return RingError(
             f"{self.where} was given up: {self.deadline.cancelled} was called meanwhile; call "
-            f"commlib.init() or commlib.new_ring(...) again on every member"
+            f"{again}"
         )
 
     def end(self, ring: CommContext | None, error: BaseException | None = None) -> None:

@@ -52,6 +52,8 @@ def is_plain(ring: Ring, x: Tensor, out: Tensor) -> bool:
                 return False
         if out is x:
             return True
+        if out.is_inference() and not torch.is_inference_mode_enabled():
+            return False
         a, b = out.data_ptr(), x.data_ptr()
         return out.dtype is x.dtype and (a >= b + x.nbytes or b >= a + out.nbytes)
     except (AttributeError, RuntimeError):  # not a tensor; a tensor without a storage

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from commlib import flags, streams
-from commlib.core.closing import abort_all, close_all
+from commlib.core.closing import abort_all, close_all, end_all
 from commlib.core.context import CommContext
 from commlib.core.creation import Creation, RollCalls
 from commlib.core.devices import checked_device, default_device
@@ -77,6 +77,7 @@ class CommContextManager:
         timeout: Seconds | None = None,
         name: str = "",
         world: World | None = None,
+        again: str = "",
     ) -> CommContext:
         """Create a ring; called by its members alone.
 
@@ -93,6 +94,7 @@ class CommContextManager:
                 Default: FLAGS_comm_timeout_s.
             name: The program's own name of the ring, for ``commlib.comm(name)`` and messages.
             world: This process's place among the ranks. Default: ``self.world()``.
+            again: The call that makes this ring, for error texts. Default: ``new_ring``.
 
         Raises:
             ArgumentError: An argument can't be read.
@@ -116,7 +118,9 @@ class CommContextManager:
                 shared = self._creating.get(ring_id)
                 if shared is None:
                     place = self._place(world, device)
-                    creation = Creation(ring_id, members, world, store, place, deadline, name)
+                    creation = Creation(
+                        ring_id, members, world, store, place, deadline, name, again
+                    )
                     flags.freeze()
                     self._creating[ring_id] = creation
             if shared is None:
@@ -154,7 +158,7 @@ class CommContextManager:
                     del self._creating[ring_id]
                 gone = self._thaw_if_empty()
             creation.end(None, error)
-            _end_all(gone)
+            end_all(gone)
             raise
         creation.end(ring)
         return ring
@@ -224,7 +228,7 @@ class CommContextManager:
             with self._lock:
                 self._closing = [ring for ring in self._closing if ring not in rings]
                 gone = self._thaw_if_empty()
-            _end_all(gone)
+            end_all(gone)
         for creation in creations:
             creation.wait_given_up(deadline)
         if errors:
@@ -274,11 +278,6 @@ class CommContextManager:
         self._creating, self._closing, self._calls = {}, [], RollCalls()
         self._device = self._world = None
         flags.thaw()
-
-
-def _end_all(calls: list[RollCall]) -> None:
-    for call in calls:
-        call.end()
 
 
 copyreg.pickle(CommContext, lambda ring: (comm, (ring.ring_id,)))  # a copy is the same ring

@@ -1,6 +1,5 @@
 """Rings that are made of the members of a ring."""
 
-from collections.abc import Sequence
 from datetime import timedelta
 from importlib import import_module
 from operator import index
@@ -9,7 +8,7 @@ from typing import Any
 from typing_extensions import Self
 
 from commlib.core.ring import Ring
-from commlib.core.ring_ids import ring_ids
+from commlib.core.ring_ids import numbers, ring_id
 from commlib.deadlines import Deadline
 from commlib.errors import ArgumentError
 
@@ -54,34 +53,54 @@ class Split(Ring):
         wait = self.timeout if timeout is None else Deadline(timeout).seconds
         own = [_NONE if color is None else _checked(self, "color", color, 0)]
         own.append(_checked(self, "key", key, -(2**63)))
-        rows = self._hosts.exchange(own, "split")
+        rows = self._hosts.exchange([*own, numbers.draw()], "split")
         places: dict[int, list[tuple[int, int]]] = {}
-        for position, (given, order) in enumerate(rows):
+        for position, (given, order, _) in enumerate(rows):
             if given != _NONE:
                 places.setdefault(given, []).append((order, position))
-        return self._form([places[one] for one in sorted(places)], wait, name)
+        groups = [places[one] for one in sorted(places)]
+        return self._form(groups, [drawn for _, _, drawn in rows], wait, name)
 
-    def _form(self, places: list[list[tuple[int, int]]], seconds: float, name: str) -> Self | None:
-        """Create this rank's ring of several; ``places``: key and position of their members."""
+    def _form(
+        self, groups: list[list[tuple[int, int]]], drawn: list[int], seconds: float, name: str
+    ) -> Self | None:
+        """Create this rank's ring of several.
+
+        Args:
+            groups: Key and position of the members of each new ring.
+            drawn: The number that each member has drawn.
+            seconds: The timeout of the new ring.
+            name: Its name.
+        """
         # It makes the object that has this method, so it can't be imported above.
         manager: Any = import_module("commlib.core.manager").CommContextManager.instance()
-
-        def taken(ring_id: int) -> bool:
-            return manager.has(ring_id) or ring_id in manager._creating
-
-        def exchange(values: Sequence[int]) -> list[list[int]]:
-            return self._hosts.exchange(values, "split", "ids")
-
-        ring = None
-        for ring_id, group in enumerate(places, ring_ids.agree(len(places), exchange, taken)):
+        firsts = [min(position for _, position in group) for group in groups]
+        ring, again = None, f"commlib.comm({self.ring_id}).split(...) on all of its members"
+        ids = self._free_ids(manager, firsts, drawn) if groups else []
+        for new_id, group in zip(ids, groups, strict=True):
             positions = [position for _, position in sorted(group)]
             members = tuple(self.ranks[position] for position in positions)
             if self.rank in positions:
-                place = {"device": self.device, "timeout": seconds}
-                ring = manager.create(ring_id, members, name=name, **place)
+                place = {"device": self.device, "timeout": seconds, "again": again}
+                ring = manager.create(new_id, members, name=name, **place)
             else:
-                manager._table.elsewhere[ring_id] = members
+                manager._table.elsewhere[new_id] = members
         return ring
+
+    def _free_ids(self, manager: Any, firsts: list[int], drawn: list[int]) -> list[int]:
+        """Return an id for each new ring, from the number that its first member has drawn.
+
+        No other new ring has the same, also in other threads. Only a ring that the program has
+        numbered so itself may have it, on some members: then all members draw once more.
+        """
+        size = manager.world().size
+        while True:
+            ids = [ring_id(drawn[at], self.ranks[at], size) for at in firsts]
+            free = not any(manager.has(one) or one in manager._creating for one in ids)
+            rows = self._hosts.exchange([free, numbers.draw()], "split", "ids")
+            if all(there for there, _ in rows):
+                return ids
+            drawn = [number for _, number in rows]
 
 
 def _checked(ring: Ring, role: str, value: Any, least: int) -> int:

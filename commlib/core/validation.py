@@ -74,10 +74,22 @@ def check_out(ring: Ring, collective: str, out: torch.Tensor) -> None:
         )
 
 
+def check_inference(ring: Ring, collective: str, role: str, out: Tensor) -> None:
+    """Refuse an output that torch would not let an engine copy to."""
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise ArgumentError(
+            f"{ring._describe(collective)}: {role} is an inference tensor, which torch copies to "
+            f"in inference mode only; make the call under torch.inference_mode(), or pass "
+            f"{role}.clone()"
+        )
+
+
 def check_pair(ring: Ring, collective: str, out: Tensor, x: Tensor) -> None:
     """Refuse what ``check_tensor`` and ``check_out`` refuse, and two dtypes."""
     check_tensor(ring, collective, "x", x)
     check_out(ring, collective, out)
+    if out is not x:
+        check_inference(ring, collective, "out", out)
     if out.dtype is not x.dtype:
         raise DtypeError(
             f"{ring._describe(collective)}: out is {out.dtype} and x is {x.dtype}; expected one "

@@ -15,8 +15,8 @@ from torch._C import _distributed_c10d as c10d
 from commlib.deadlines import Deadline, bounded
 from commlib.engines.base import ABORT_S, Engine
 from commlib.engines.local import as_bytes, copy, divide, flat, multiplied
-from commlib.engines.reductions import Reducer, ReductionSpec, factor_of
-from commlib.errors import CommTimeout
+from commlib.engines.reductions import UNSIGNED, Reducer, ReductionSpec, factor_of
+from commlib.errors import CommTimeout, DtypeError
 from commlib.rendezvous import host_exchange
 from commlib.rendezvous.hosts import HostExchange
 from commlib.rendezvous.identity import Health, RingIdentity
@@ -136,6 +136,11 @@ class C10dEngine(Engine):
 
     def resolve(self, dtype: torch.dtype, reduction: ReductionSpec) -> "_Plan":
         """Return c10d's options of a reduction."""
+        if not self.on_host and dtype in UNSIGNED and reduction.op == "avg":
+            raise DtypeError(
+                f"avg of {dtype} is refused: torch.distributed has no unsigned avg on GPUs; cast "
+                f"to torch.int64"
+            )
         # gloo has no mean on every torch we support: sum, then divide.
         divides = self.on_host and reduction.op == "avg"
         op = dist.ReduceOp.SUM if divides else _OPS[reduction.op]
@@ -153,8 +158,9 @@ class C10dEngine(Engine):
         finally:
             self._limit = None
 
-    def _reduced(self, work: Any, target: Tensor, plan: "_Plan") -> Any:
-        if plan.divides:
+    def _reduced(self, work: Any, out: Tensor, plan: "_Plan") -> Any:
+        if plan.divides:  # complex numbers by their parts, unsigned ones as what they are
+            target = flat(out, plan.dtype) if plan.dtype.is_floating_point else out
             return _Then(work, lambda: divide(target, self.size))
         return self._issued(work)
 
@@ -174,7 +180,7 @@ class C10dEngine(Engine):
         work = self.pg.allreduce([target], options)
         if self.on_host and not plan.divides:
             return work
-        return self._reduced(work, target, plan)
+        return self._reduced(work, out, plan)
 
     def all_gather(self, out: Tensor, x: Tensor) -> Any:
         """Launch an all_gather of the process group."""
@@ -189,7 +195,7 @@ class C10dEngine(Engine):
         options = _options(c10d.ReduceScatterOptions, self._limit)
         options.reduceOp = plan.op
         work = self.pg._reduce_scatter_base(target, flat(x, plan.dtype), options)
-        return self._reduced(work, target, plan)
+        return self._reduced(work, out, plan)
 
     def broadcast(self, out: Tensor, x: Tensor | None, root: int) -> Any:
         """Launch a broadcast of the process group."""
@@ -211,7 +217,7 @@ class C10dEngine(Engine):
         options = _options(c10d.ReduceOptions, self._limit)
         options.rootRank = root
         options.reduceOp = plan.op
-        return self._reduced(self.pg.reduce([target], options), target, plan)
+        return self._reduced(self.pg.reduce([target], options), out, plan)
 
     def gather(self, out: Tensor | None, x: Tensor, root: int) -> Any:
         """Launch a gather of the process group."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from commlib.engines.reductions import NATIVE
@@ -33,15 +34,21 @@ def copy(out: Tensor | None, x: Tensor | None) -> None:
 def multiplied(out: Tensor | None, x: Tensor, factor: Tensor) -> Tensor:
     """Fill ``out``, or a new tensor, with ``x`` times a factor; returns it."""
     out = torch.empty_like(x) if out is None else out
-    torch.mul(x.view(-1), factor, out=out.view(-1))
+    with torch.inference_mode(out.is_inference()), torch.no_grad():
+        torch.mul(x.view(-1), factor, out=out.view(-1))
     return out
 
 
 def divide(target: Tensor, size: int) -> None:
-    """Divide in place."""
+    """Divide in place; integers are rounded towards zero, as NCCL does it."""
     # A waiter may be in another grad or inference mode than the caller's.
     with torch.inference_mode(target.is_inference()), torch.no_grad():
-        target.div_(size)
+        if target.is_floating_point():
+            target.div_(size)
+        elif target.dtype is torch.uint64:  # torch does not divide it
+            target.copy_(torch.from_numpy(target.numpy() // np.uint64(size)))
+        else:  # the size may not fit into the dtype of the elements
+            target.copy_(target.to(torch.int64).div_(size, rounding_mode="trunc"))
 
 
 def rows(x: Tensor, segment: Any, first: str) -> Tensor:

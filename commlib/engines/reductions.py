@@ -11,7 +11,7 @@ OPS = ("sum", "max", "min", "prod", "avg", "premul_sum")
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
-_UNSIGNED = {torch.uint32: torch.int32, torch.uint64: torch.int64}
+UNSIGNED = {torch.uint32: torch.int32, torch.uint64: torch.int64}
 _COMPLEX = {
     torch.complex32: torch.float16,
     torch.complex64: torch.float32,
@@ -51,11 +51,9 @@ def _refusal(dtype: torch.dtype, op: str, reducer: Reducer) -> str | None:
         return "the mean of booleans is not a boolean; cast to a float" if op == "avg" else None
     if dtype in _COMPLEX:
         return None if op in ("sum", "avg") else f"{op} of complex numbers is not done in parts"
-    if op == "avg" and not dtype.is_floating_point:
-        return "the mean of integers is not an integer; cast to a float or use op='sum'"
-    if dtype in _UNSIGNED and op in ("max", "min") and not reducer.unsigned:
+    if dtype in UNSIGNED and op in ("max", "min") and not reducer.unsigned:
         return f"the {reducer.name} engine has no unsigned {op}; cast to torch.int64"
-    if dtype in _UNSIGNED or dtype in NATIVE:
+    if dtype in UNSIGNED or dtype in NATIVE:
         return None
     return "no engine reduces it; cast to torch.float32"
 
@@ -81,8 +79,8 @@ def resolve_reduction(
         return ReductionSpec(torch.uint8, _BOOL_OPS[op])
     if dtype in _COMPLEX:
         return ReductionSpec(_COMPLEX[dtype], op)
-    if dtype in _UNSIGNED and not reducer.unsigned:
-        return ReductionSpec(_UNSIGNED[dtype], op)
+    if dtype in UNSIGNED and not reducer.unsigned:
+        return ReductionSpec(UNSIGNED[dtype], op)
     return ReductionSpec(dtype, op, 1.0 if factor is None else _number(factor))
 
 
@@ -105,7 +103,7 @@ def factor_of(reduction: ReductionSpec) -> torch.Tensor | None:
 
 def refusals(reducer: Reducer) -> dict[tuple[torch.dtype, str], str]:
     """Return every refused (dtype, op) of an engine with its reason."""
-    dtypes = (*_FLOATS, *_INTEGERS, *_UNSIGNED, *_COMPLEX, torch.bool, torch.int16, torch.uint16)
+    dtypes = (*_FLOATS, *_INTEGERS, *UNSIGNED, *_COMPLEX, torch.bool, torch.int16, torch.uint16)
     small = (torch.float8_e4m3fn, torch.float8_e5m2)
     found = {(d, op): _refusal(d, op, reducer) for d in dtypes + small for op in OPS}
     return {key: reason for key, reason in found.items() if reason}

@@ -16,7 +16,7 @@ class KindsWatch:
         self._last: tuple[list[str], dict[str, str]] | None = None
 
     def note(self, call: Arguments, around: Surroundings) -> None:
-        """Know a call that was captured, and what was around it."""
+        """Record a call that was captured, and what was around it."""
         self._last = call.described(), around.named()
 
     def warn(self, entries: Sized, call: Arguments, around: Surroundings, what: str) -> None:

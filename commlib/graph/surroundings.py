@@ -144,7 +144,7 @@ class Surroundings:
         return known
 
     def before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Know the settings before a call, to tell which of them the function changes."""
+        """Record the settings before a call, to tell which of them the function changes."""
         self._before = self._all_facts(args, kwargs)
 
     def after_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

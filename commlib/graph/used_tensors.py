@@ -15,7 +15,7 @@ class UsedTensors:
         self._known: dict[str, weakref.ref[torch.Tensor]] = {}
 
     def note(self, module: torch.nn.Module | None) -> None:
-        """Know what ``module`` has now."""
+        """Record what ``module`` has now."""
         self._known = {name: weakref.ref(x) for name, x in _named(module).items()}
 
     def replaced(

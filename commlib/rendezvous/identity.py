@@ -22,6 +22,7 @@ class RingIdentity:
         timeout: Seconds of every wait.
         engine: Name of the engine: nccl, gloo or c10d.
         name: The program's own name of the ring, for messages; may be empty.
+        again: The call that makes this ring, for error texts. Default: ``new_ring``.
     """
 
     ring_id: int
@@ -31,6 +32,7 @@ class RingIdentity:
     timeout: float
     engine: str
     name: str = ""
+    again: str = ""
     size: int = field(init=False)
     device_number: int = field(init=False)  # as Tensor.get_device() returns it
 
@@ -51,10 +53,8 @@ class RingIdentity:
         """Return the end of an error text: how the program creates this ring again."""
         if self.ring_id == 0:
             return "call commlib.shutdown(), then commlib.init(), on every rank"
-        return (
-            f"call commlib.close_ring({self.ring_id}), then "
-            f"commlib.new_ring({self.ring_id}, {list(self.ranks)}), on every member"
-        )
+        create = f"commlib.new_ring({self.ring_id}, {list(self.ranks)}), on every member"
+        return f"call commlib.close_ring({self.ring_id}), then {self.again or create}"
 
     def bounded(self, step: Callable[[], Any], deadline: Deadline, what: str) -> Any:
         """Run a step that may block, at most until ``deadline``, on this rank's device.

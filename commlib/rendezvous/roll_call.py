@@ -48,6 +48,7 @@ class _Call:
     deadline: Deadline
     engine: str
     prefix: str
+    again: str
 
 
 class RollCall:
@@ -84,9 +85,21 @@ class RollCall:
         self.store.connection.close(_CLOSE_S)
 
     def meet(
-        self, ring_id: int, ranks: tuple[int, ...], deadline: Deadline, engine: str
+        self,
+        ring_id: int,
+        ranks: tuple[int, ...],
+        deadline: Deadline,
+        engine: str,
+        again: str = "",
     ) -> "Meeting":
         """Wait until every member of the ring has registered.
+
+        Args:
+            ring_id: The ring.
+            ranks: Its members.
+            deadline: Of the wait.
+            engine: What every member must have alike.
+            again: The call that makes the ring, for error texts. Default: ``new_ring``.
 
         Raises:
             CommTimeout: Members are missing at the deadline; the error names them.
@@ -100,7 +113,7 @@ class RollCall:
         try:
             with naming(prefix):
                 self.store.connection.revive()
-                call = _Call(ring_id, ranks, deadline, engine, prefix)
+                call = _Call(ring_id, ranks, deadline, engine, prefix, again)
                 return self._await_members(call)
         except BaseException:
             self._history.pop()
@@ -127,7 +140,7 @@ class RollCall:
         self._registered.pop(generation.key, None)
         if not verdict.startswith(GO):
             self._end_generations(generation, verdict, call.deadline)
-            raise verdict_error(verdict, call.prefix)
+            raise verdict_error(verdict, call.prefix, call.again)
         agreed = json.loads(verdict[len(GO) :])
         return Meeting(
             self._table,

@@ -12,17 +12,24 @@ ORDER = "order:"
 FAILED = "failed:"
 
 
-def verdict_error(verdict: str, prefix: str) -> CommError:
-    """Return the error that every member raises for ``verdict``."""
+def verdict_error(verdict: str, prefix: str, again: str = "") -> CommError:
+    """Return the error that every member raises for ``verdict``.
+
+    Args:
+        verdict: The verdict.
+        prefix: The start of the error text.
+        again: The call that makes the ring. Default: ``new_ring``.
+    """
     if verdict.startswith(FAILED):
         return EngineError(f"{prefix}: {verdict[len(FAILED) :]}")
     if verdict.startswith(ORDER):
         return _order_error(json.loads(verdict[len(ORDER) :])["orders"], prefix)
     late = json.loads(verdict[len(LATE) :])
     step = "join" if "ring" in late else "finish connecting"
+    remedy = f"{_remedy(late, again)}, or raise timeout= or FLAGS_comm_timeout_s"
     return CommTimeout(
         f"{prefix}: rank {late['by']} timed out after {late['seconds']:g} s waiting for ranks "
-        f"{late['missing']} to {step}; {_remedy(late)}, or raise timeout= or FLAGS_comm_timeout_s"
+        f"{late['missing']} to {step}; {remedy}"
     )
 
 
@@ -46,11 +53,11 @@ def _order_error(orders: dict[str, list[list[Any]]], prefix: str) -> RingError:
     )
     return RingOrderError(
         f"{prefix}: the members wait for each other: {lines}. Every rank must create the rings "
-        f"that it shares with others in one order; call new_ring in order of ring id"
+        f"that it shares with others in one order; make the calls of new_ring and split alike"
     )
 
 
-def _remedy(late: dict[str, Any]) -> str:
+def _remedy(late: dict[str, Any], again: str) -> str:
     """Return the remedy for missing ranks."""
     if "ring" not in late:  # they joined, and are still connecting
         return "check their logs"
@@ -60,5 +67,7 @@ def _remedy(late: dict[str, Any]) -> str:
     if late["others"]:
         given = "; ".join(f"rank {rank} gave {other}" for rank, other in late["others"].items())
         return f"{given} for ring {ring_id}: pass the same list on every rank"
+    if again:
+        return f"see the errors of the missing ones, then call {again}"
     call = f"new_ring({ring_id}, {members})" if ring_id else "init()"
     return f"start them and call commlib.{call} on each"

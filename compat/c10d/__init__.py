@@ -4,11 +4,13 @@
 this module registers the backend; torch 2.14 and newer find it by an entry point of the package.
 """
 
+import sys
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from commlib.compat.c10d import group_rings
+from commlib.compat.c10d import batches, group_rings
 from commlib.compat.c10d.backend import Backend, takes_subclasses
 from commlib.compat.c10d.bridges import process_group_of, ring_from_group
 from commlib.compat.c10d.group_calls import NAME
@@ -22,6 +24,7 @@ def register() -> None:
     """Register the backend for CPUs and GPUs; a second call changes nothing."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        batches.install()
 
 
 def _create(given: Any, pg_options: Any = None) -> Any:
@@ -36,13 +39,25 @@ def _create(given: Any, pg_options: Any = None) -> Any:
     else:
         world = environment.joined(given.group_rank, given.group_size)
     ranks = tuple(given.global_ranks_in_group) or tuple(range(given.group_size))
-    group = getattr(given, "process_group", None)
-    bound = None if group is None else group.bound_device_id
+    bound = _bound_device(given)
     place = (given.group_id, ranks, world, given.store, given.timeout)
-    rings = group_rings.make_rings(*place, gpu=bound)
+    rings = group_rings.make_rings(*place, bound=bound)
     if takes_subclasses():
         return Backend(rings, given.timeout, world, given.group_id)
-    return ProcessGroup(rings, given.timeout, given.store, world)
+    group = ProcessGroup(rings, given.timeout, given.store, world)
+    if bound is not None and bound.index is not None:
+        group.bound_device_id = bound  # also that of the groups that are made from this one
+    return group
+
+
+def _bound_device(given: Any) -> torch.device | None:
+    """Return the ``device_id=`` of the group; None without one."""
+    group: Any = getattr(given, "process_group", None)
+    if group is not None:
+        bound: torch.device | None = group.bound_device_id
+        return bound
+    # torch before 2.14 passes it to no backend. The function of torch that makes the group has it.
+    return sys._getframe(2).f_locals.get("device_id")
 
 
 register()

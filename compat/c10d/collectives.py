@@ -1,6 +1,6 @@
 """The collectives of a process group, each as calls of its ring."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -9,15 +9,8 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from commlib.compat.c10d.launching import Step
-from commlib.compat.c10d.options import (
-    check_count,
-    check_sizes,
-    listed,
-    options,
-    parts,
-    single,
-)
-from commlib.compat.c10d.reductions import BY_HASH, arguments_of, scaled
+from commlib.compat.c10d.options import check_rows, listed, options, parts, single
+from commlib.compat.c10d.reductions import BY_HASH, arguments_of
 from commlib.compat.c10d.work import DONE
 from commlib.core.context import CommContext
 from commlib.core.stream_mode import MODES
@@ -73,8 +66,8 @@ class Collectives:
         opts = options(c10d.ReduceOptions, root, timeout, rootRank=root, reduceOp=op)
         out = single(tensors)
         ring = self._ring_for([out])
-        how, [x] = scaled(opts.reduceOp, [out])
-        call = partial(ring.reduce, out, x, root=opts.rootRank, **how)
+        how = arguments_of(opts.reduceOp)
+        call = partial(ring.reduce, out, out, root=opts.rootRank, **how)
         return self._issue(ring, Step([call], [out]), opts)
 
     def reduce_scatter(
@@ -84,17 +77,9 @@ class Collectives:
         opts = options(c10d.ReduceScatterOptions, op, timeout, reduceOp=op)
         target = single(out)
         ring = self._ring_for([target])
-        how, sources = scaled(opts.reduceOp, parts(inputs))
-        check_count(ring, "reduce_scatter", "the inputs", sources)
-        if _even(sources, target):
-            calls = [partial(ring.reduce_scatter, target, _flat(sources), **how)]
-        else:
-            outs = [target if root == ring.rank else None for root in range(ring.size)]
-            calls = [
-                partial(ring.reduce, outs[root], x, root=root, **how)
-                for root, x in enumerate(sources)
-            ]
-        return self._issue(ring, Step(calls, [target]), opts)
+        how = arguments_of(opts.reduceOp)
+        call = partial(ring.reduce_scatter, target, parts(inputs), **how)
+        return self._issue(ring, Step([call], [target], lists=True), opts)
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
         """Fill ``out`` of rank r with the reduction of part r of all ranks."""
@@ -107,8 +92,8 @@ class Collectives:
         opts = options(c10d.ReduceScatterOptions, opts)
         targets = listed(outs)
         ring = self._ring_for(targets)
-        how, sources = scaled(opts.reduceOp, listed(inputs))
-        pairs = zip(targets, sources, strict=True)
+        how = arguments_of(opts.reduceOp)
+        pairs = zip(targets, listed(inputs), strict=True)
         calls = [partial(ring.reduce_scatter, out, x, **how) for out, x in pairs]
         return self._issue(ring, Step(calls, targets), opts)
 
@@ -127,16 +112,8 @@ class Collectives:
         opts = options(c10d.AllgatherOptions, opts)
         targets, source = parts(outs), single(x)
         ring = self._ring_for([source])
-        check_count(ring, "all_gather", "the outputs", targets)
-        if _even(targets, source):
-            flat = source.new_empty(len(targets) * source.numel())
-            call = partial(ring.all_gather, flat, source)
-            return self._issue(ring, Step([call], targets, _parted(targets, flat)), opts)
-        given = [source if root == ring.rank else None for root in range(ring.size)]
-        calls = [
-            partial(ring.broadcast, out, given[root], root=root) for root, out in enumerate(targets)
-        ]
-        return self._issue(ring, Step(calls, targets), opts)
+        call = partial(ring.all_gather, targets, source)
+        return self._issue(ring, Step([call], targets, lists=True), opts)
 
     def allgather_coalesced(
         self, outs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
@@ -145,14 +122,11 @@ class Collectives:
         opts = options(c10d.AllgatherOptions, opts)
         sources, rows = listed(inputs), [listed(row) for row in outs]
         ring = self._ring_for(sources)
-        check_count(ring, "all_gather_coalesced", "the list of outputs", rows)
-        for rank, row in enumerate(rows):
-            check_sizes(ring, "all_gather_coalesced", f"the outputs of rank {rank}", row, sources)
-        flats = [x.new_empty(ring.size * x.numel()) for x in sources]
-        calls = [partial(ring.all_gather, flat, x) for flat, x in zip(flats, sources, strict=True)]
-        copies = [_parted([row[i] for row in rows], flat) for i, flat in enumerate(flats)]
-        tensors = [x for row in rows for x in row]
-        return self._issue(ring, Step(calls, tensors, _all_of(copies)), opts)
+        check_rows(ring, rows, sources)
+        calls = [
+            partial(ring.all_gather, [row[i] for row in rows], x) for i, x in enumerate(sources)
+        ]
+        return self._issue(ring, Step(calls, [x for row in rows for x in row], lists=True), opts)
 
     def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
         """Fill ``out`` on every rank with ``x`` of all ranks in their order."""
@@ -176,13 +150,9 @@ class Collectives:
         opts = options(c10d.GatherOptions, root, timeout, rootRank=root)
         source, targets = single(x), parts(outs)
         ring = self._ring_for([source])
-        flat, finish = None, None
-        if ring.rank == opts.rootRank:
-            check_sizes(ring, "gather", "the outputs", targets, [source] * ring.size)
-            flat = source.new_empty(ring.size * source.numel())
-            finish = _parted(targets, flat)
-        call = partial(ring.gather, flat, source, root=opts.rootRank)
-        return self._issue(ring, Step([call], targets, finish), opts)
+        out = targets if ring.rank == opts.rootRank else None
+        call = partial(ring.gather, out, source, root=opts.rootRank)
+        return self._issue(ring, Step([call], targets, lists=True), opts)
 
     def scatter(
         self, out: Given, inputs: Sequence[Any], root: Any = None, timeout: timedelta | None = None
@@ -191,13 +161,9 @@ class Collectives:
         opts = options(c10d.ScatterOptions, root, timeout, rootRank=root)
         target = single(out)
         ring = self._ring_for([target])
-        source = None
-        if ring.rank == opts.rootRank:
-            given = parts(inputs)
-            check_sizes(ring, "scatter", "the inputs", given, [target] * ring.size)
-            source = _flat(given)
-        call = partial(ring.scatter, target, source, root=opts.rootRank)
-        return self._issue(ring, Step([call], [target]), opts)
+        given = parts(inputs) if ring.rank == opts.rootRank else None
+        call = partial(ring.scatter, target, given, root=opts.rootRank)
+        return self._issue(ring, Step([call], [target], lists=True), opts)
 
     # -- exchanges ---------------------------------------------------------------------------------
 
@@ -222,11 +188,8 @@ class Collectives:
         opts = options(c10d.AllToAllOptions, opts)
         targets, sources = listed(outs), listed(inputs)
         ring = self._ring_for(targets)
-        counts = [out.numel() for out in targets]
-        flat = targets[0].new_empty(sum(counts))
-        splits = {"out_splits": counts, "in_splits": [x.numel() for x in sources]}
-        call = partial(ring.all_to_all, flat, _flat(sources), **splits)
-        return self._issue(ring, Step([call], targets, _parted(targets, flat)), opts)
+        call = partial(ring.all_to_all, targets, sources)
+        return self._issue(ring, Step([call], targets, lists=True), opts)
 
     # -- the names before torch 2.13 ---------------------------------------------------------------
 
@@ -235,32 +198,3 @@ class Collectives:
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-
-def _even(tensors: Sequence[Tensor], like: Tensor) -> bool:
-    return all(tensor.numel() == like.numel() for tensor in tensors)
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _parted(targets: Sequence[Tensor], flat: Tensor) -> Callable[[], None]:
-    """Return what fills the tensors with the parts of ``flat`` in their order."""
-
-    def copy() -> None:
-        with torch.no_grad():
-            for out, part in zip(
-                targets, flat.split([out.numel() for out in targets]), strict=True
-            ):
-                out.copy_(part.view(out.shape))
-
-    return copy
-
-
-def _all_of(steps: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    def run() -> None:
-        for step in steps:
-            step()
-
-    return run

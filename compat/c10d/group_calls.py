@@ -83,19 +83,18 @@ class GroupCalls(Collectives):
         if batch is not None:
             try:
                 batch.add(ring, step)
-            except DeviceError:
+            except ArgumentError:
                 self.drop_coalescing()  # later calls of the thread must not join what never ends
                 raise
             return DONE
         limit = self._limit(ring, opts)
-        if opts.asyncOp or (limit is not None and ring.stream is None):
-            work = launch_async(ring, step, limit, kind)
-            return work if opts.asyncOp else _waited(work)
-        launch(ring, step)
+        if opts.asyncOp:
+            return launch_async(ring, step, limit, kind)
+        launch(ring, step, limit if ring.stream is None else None)
         return DONE
 
     def _limit(self, ring: CommContext, opts: Any) -> float | None:
-        """Return the seconds of a call's waits on the host; None for the ring's own timeout."""
+        """Return the seconds of a call; None for the ring's own timeout."""
         if opts.timeout > _UNSET:
             return float(opts.timeout.total_seconds())
         return None if ring.stream is not None else self._limited
@@ -133,7 +132,9 @@ class GroupCalls(Collectives):
         later = options(c10d.BarrierOptions, None, opts.timeout)  # the caller's stay as they are
         later.asyncOp = True
         work = self._issue(ring, Step([ring.barrier], []), later, HostBarrier)
-        return work if opts.asyncOp else _waited(work)
+        if not opts.asyncOp:
+            work.wait()
+        return work if opts.asyncOp else DONE
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Block the host until every rank has called it; the error names the ranks that have not.
@@ -209,8 +210,20 @@ class GroupCalls(Collectives):
         return False
 
     def eager_connect_single_device(self, device: Any) -> None:
-        """Make the communicator now; every member calls it."""
-        self.rings[torch.device(device).type].connect()
+        """Make the communicator now; every member calls it, for a group with ``device_id=``.
+
+        Raises:
+            DeviceError: The group's ring is on another device.
+        """
+        bound = torch.device(device)
+        ring = self.rings.get(bound.type)
+        if ring is None or ring.device != bound:
+            raise DeviceError(
+                f"{self._main._describe('init_process_group')}: device_id={bound}; the group has "
+                f"rings on {[str(ring.device) for ring in self.rings.values()]}; call "
+                f"torch.cuda.set_device(device_id) before it"
+            )
+        ring.connect()
 
     def perform_nocolor_split(self, device: torch.device) -> None:
         """Do nothing: only the members of a new group make it."""
@@ -220,8 +233,3 @@ class GroupCalls(Collectives):
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: the number counts from the group's first call."""
-
-
-def _waited(work: Any) -> Any:
-    work.wait()
-    return DONE

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from commlib.core.context import CommContext
-from commlib.core.devices import default_device
+from commlib.core.devices import checked_device, default_device
 from commlib.core.manager import CommContextManager
-from commlib.errors import CommError, RingError
+from commlib.errors import CommError, DeviceError, RingError
 from commlib.rendezvous.world import World
 
 # Ids of rings that groups make begin here; a program that numbers its own rings stays below.
@@ -27,7 +27,7 @@ def make_rings(
     store: dist.Store,
     timeout: timedelta,
     *,
-    gpu: torch.device | None = None,
+    bound: torch.device | None = None,
 ) -> dict[str, CommContext]:
     """Return the rings of a new group; its members alone call it, and block for one another.
 
@@ -40,25 +40,26 @@ def make_rings(
         world: This process's place among all ranks.
         store: A store of this group alone.
         timeout: Of the wait for missing ranks, and of later waits on a CPU.
-        gpu: This rank's GPU. Default: the program's current one if it has chosen one, else the one
-            of the local rank.
+        bound: The device that the program names. Default: its current GPU if it has chosen one,
+            else the one of the local rank.
 
     Returns:
         A ring per type of device: "cpu", and "cuda" where this rank has a GPU.
 
     Raises:
+        DeviceError: There is no such device, or a ring of these ranks is on another GPU.
         RingError: The rings of this process are for other ranks.
         CommTimeout: Ranks are missing; the text names them.
     """
     world = _same_world(world)
-    device = gpu or _default_gpu(world)
+    cpu = torch.device("cpu")
+    main = _default_device(world) if bound is None else _checked(name, ranks, bound)
     rings: dict[str, CommContext] = {}
     try:
-        for place in (torch.device("cpu"),) if device is None else (device, torch.device("cpu")):
+        for place in dict.fromkeys((main, cpu)):
             ring = ring_over(ranks, place)
             if ring is None:
-                main = place.type == "cuda" or device is None
-                ring_id = _ring_id(name, place, main and len(ranks) == world.size)
+                ring_id = _ring_id(name, place, place == main and len(ranks) == world.size)
                 own = dist.PrefixStore(f"commlib/{place.type}", store)
                 ring = _create(ring_id, name, ranks, own, place, timeout, world)
                 _users[ring] = 0
@@ -130,12 +131,29 @@ def _close(ring: CommContext, *, abort: bool) -> None:
         manager.close(ring.ring_id, abort=abort)
 
 
-def _default_gpu(world: World) -> torch.device | None:
-    """Return the program's current GPU if it has chosen one, else the one of the local rank."""
+def _default_device(world: World) -> torch.device:
+    """Return the program's current GPU if it has chosen one, else the device of the local rank."""
     if torch.cuda.is_initialized() and torch.cuda.current_device():
         return torch.device("cuda", torch.cuda.current_device())
-    device = default_device(world, None)
-    return device if device.type == "cuda" else None
+    return default_device(world, None)
+
+
+def _checked(name: str, ranks: tuple[int, ...], bound: torch.device) -> torch.device:
+    """Return the device of ``device_id=``; refuse one that the ranks' own ring is not on.
+
+    Another member may name the device of that ring, and would wait for no new one.
+    """
+    device, manager = checked_device(bound), CommContextManager.instance()
+    for ring in map(manager.get, manager.rings()):
+        usable = ring.ranks == ranks and ring._health.fault is None
+        if usable and ring.device.type == device.type and ring.device != device:
+            raise DeviceError(
+                f"process group {name!r} on rank {ring.rank}: device_id={device}, and ring "
+                f"{ring.ring_id} of the same ranks is on {ring.device}; pass "
+                f"device_id=torch.device('{ring.device}'), or call "
+                f"commlib.close_ring({ring.ring_id}) on its members first"
+            )
+    return device
 
 
 def _same_world(world: World) -> World:

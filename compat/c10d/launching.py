@@ -11,25 +11,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 from commlib.compat.c10d.work import GroupWork
 from commlib.core.context import CommContext
 from commlib.core.modes import watched
-from commlib.core.observers import begun
-from commlib.core.work import OnStream, Work
-from commlib.deferred import release_deferred
-from commlib.errors import DeviceError
-from commlib.streams import capture_of, stream_captures
+from commlib.errors import ArgumentError, DeviceError
 
 Tensor = torch.Tensor
 Call = Callable[..., Any]  # of a collective of the ring; takes its stream options
 
-ASYNC = {"use_calc_stream": False, "sync_op": False}
+ASYNC: dict[str, Any] = {"use_calc_stream": False, "sync_op": False}
 
 
 @dataclass(slots=True)
 class Step:
-    """Calls of a ring, and what is left to do when they have ended."""
+    """Calls of a ring that are one operation; or each by itself, with lists of tensors."""
 
     calls: Sequence[Call]
     tensors: list[Tensor]
-    finish: Callable[[], None] | None = None
+    lists: bool = False
 
 
 @dataclass(slots=True)
@@ -44,34 +40,31 @@ class Batch:
 
         Raises:
             DeviceError: The steps before it are on another device.
+            ArgumentError: It has lists of tensors, which no group of a ring takes.
         """
         if self.ring not in (None, ring):
             raise DeviceError(
                 f"{ring._describe('coalescing')}: calls on {ring.device} and on another device; "
                 f"coalesce the calls of each device"
             )
+        if step.lists:
+            raise ArgumentError(
+                f"{ring._describe('coalescing')}: a call with a list of tensors; call it outside "
+                f"of the block, or pass one tensor of all parts"
+            )
         self.ring = ring
         self.steps.append(step)
 
     def step(self) -> Step:
         """Return all steps as one."""
-        finishes = [step.finish for step in self.steps if step.finish is not None]
-
-        def finish() -> None:
-            for one in finishes:
-                one()
-
         calls = [call for step in self.steps for call in step.calls]
-        tensors = [tensor for step in self.steps for tensor in step.tensors]
-        return Step(calls, tensors, finish if finishes else None)
+        return Step(calls, [tensor for step in self.steps for tensor in step.tensors])
 
 
-def launch(ring: CommContext, step: Step) -> None:
+def launch(ring: CommContext, step: Step, limit: float | None = None) -> None:
     """Launch a step in the order of the caller's stream; on a CPU, block until it has ended."""
     with _without_modes():
-        _calls(ring, step, {})
-        if step.finish is not None:
-            step.finish()
+        _calls(ring, step, {} if limit is None else {"timeout": limit})
 
 
 def launch_async(
@@ -82,39 +75,22 @@ def launch_async(
     Args:
         ring: The ring.
         step: What to launch.
-        limit: Seconds of the waits on a host; None for the ring's timeout.
+        limit: Seconds until the calls must have ended; None for the ring's timeout.
         kind: The class of the work.
     """
+    mode = ASYNC if limit is None else {**ASYNC, "timeout": limit}
     with _without_modes():
-        if ring.stream is None or step.finish is None:
-            work = _calls(ring, step, ASYNC)
-            return kind(ring, work, step.tensors, finish=step.finish, limit=limit)
-        return kind(ring, _on_comm_stream(ring, ring.stream, step), step.tensors, limit=limit)
+        return kind(ring, _calls(ring, step, mode), step.tensors)
 
 
-def _calls(ring: CommContext, step: Step, mode: dict[str, bool]) -> Any:
-    if len(step.calls) == 1:
-        return step.calls[0](**mode)
+def _calls(ring: CommContext, step: Step, mode: dict[str, Any]) -> list[Any]:
+    """Launch the calls; returns their works in an asynchronous mode."""
+    if step.lists or len(step.calls) == 1:
+        return [call(**mode) for call in step.calls]
     with ring.group(**mode) as work:
         for call in step.calls:
             call()
-    return work
-
-
-def _on_comm_stream(ring: CommContext, comm: torch.cuda.Stream, step: Step) -> Work:
-    """Launch a step that ends with copies: all of it runs on the ring's stream."""
-    calc = torch.cuda.current_stream(ring.device)
-    capture = capture_of(calc.cuda_stream)
-    if not stream_captures():
-        release_deferred()
-    comm.wait_stream(calc)
-    with torch.cuda.stream(comm):
-        _calls(ring, step, {})
-        assert step.finish is not None
-        step.finish()
-    event = torch.cuda.Event()
-    event.record(comm)
-    return begun(Work(None, OnStream(event, calc, step, capture)))
+    return [work]
 
 
 def _without_modes() -> Any:

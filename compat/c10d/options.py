@@ -46,25 +46,25 @@ def parts(tensors: Sequence[Any]) -> list[Tensor]:
     return listed(tensors)
 
 
-def check_count(ring: CommContext, collective: str, role: str, given: Sequence[Any]) -> None:
-    """Refuse a list that has not one entry per rank."""
-    if len(given) != ring.size:
+def check_rows(ring: CommContext, rows: list[list[Tensor]], own: list[Tensor]) -> None:
+    """Refuse lists of outputs, one per rank, that do not fit this rank's own tensors."""
+    if len(rows) != ring.size:
         raise ShapeError(
-            f"{ring._describe(collective)}: {role} are {len(given)}; expected one per rank, "
-            f"{ring.size}"
+            f"{ring._describe('all_gather_coalesced')}: {len(rows)} lists of outputs; expected one "
+            f"per rank, {ring.size}"
         )
+    expected = [_kind(x) for x in own]
+    for rank, row in enumerate(rows):
+        given = [_kind(x) for x in row]
+        if given != expected:
+            raise ShapeError(
+                f"{ring._describe('all_gather_coalesced')}: the outputs of rank {rank} have "
+                f"{given} elements; expected {expected}, as this rank's own tensors"
+            )
 
 
-def check_sizes(
-    ring: CommContext, collective: str, role: str, given: Sequence[Tensor], own: Sequence[Tensor]
-) -> None:
-    """Refuse tensors that have not as many elements as those of ``own``, one by one."""
-    counts, expected = [x.numel() for x in given], [x.numel() for x in own]
-    if counts != expected:
-        raise ShapeError(
-            f"{ring._describe(collective)}: {role} have {counts} elements; expected {expected}, "
-            f"one tensor for each, as this rank's own tensor has"
-        )
+def _kind(x: Tensor) -> str:
+    return f"{x.numel()} {x.dtype} on {x.device}"
 
 
 def options(kind: Any, given: Any, timeout: timedelta | None = None, **fields: Any) -> Any:

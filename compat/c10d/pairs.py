@@ -15,20 +15,13 @@ from commlib.core.context import CommContext
 from commlib.errors import ArgumentError, RingError
 from commlib.streams import capture_of
 
-_NO_TIMEOUT = timedelta(0)
-
 
 class PairWork(GroupWork):
     """A send or a receive that is launched when somebody asks for it, or before any other call."""
 
     def __init__(self, queued: "_Queue", step: Step, source: int) -> None:
-        super().__init__(queued.ring, None, step.tensors, source=source)
+        super().__init__(queued.ring, [], step.tensors, source=source)
         self._queue = queued
-
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Launch what is queued, and make the result safe to use."""
-        self._queue.launch()
-        return super().wait(timeout)
 
     def get_future(self) -> Any:
         """Launch what is queued, and return a future of the outputs."""
@@ -45,9 +38,9 @@ class PairWork(GroupWork):
             return True
         return super().is_completed()
 
-    def _join(self) -> None:
+    def _join(self, timeout: timedelta | None = None) -> None:
         self._queue.launch()
-        super()._join()
+        super()._join(timeout)
 
     def __del__(self) -> None:
         self._queue.dropped()  # a send that nobody waits for
@@ -152,7 +145,7 @@ class _Queue:
             self.error = self.ring._health.unusable("send or recv")
             raise
         for work in self._works:
-            work._work = done._work
+            work._works = done._works
 
     def _refuse(self) -> None:
         """Raise the reason why the calls can't be launched now, or not any more."""
@@ -176,9 +169,8 @@ _queues: dict[tuple[int, CommContext], _Queue] = {}  # by thread and ring
 def queue(ring: CommContext, step: Step, source: int = -1) -> GroupWork:
     """Add a send or a receive to those that the calling thread launches together.
 
-    ``torch.distributed.batch_isend_irecv`` gives no other sign of a batch to a group that is
-    written in Python. A send and a receive that are launched one after the other would wait for
-    each other on two GPUs. Calls from another stream, or in another capture, are another batch.
+    An ``isend`` and an ``irecv`` that are launched one after the other would wait for each other on
+    two GPUs. Calls from another stream, or in another capture, are another batch.
     """
     place = place_of(ring)
     known = _queues.get((get_ident(), ring))

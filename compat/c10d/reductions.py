@@ -21,24 +21,6 @@ _BITWISE = {
 }
 
 
-def scaled(op: Any, tensors: list[torch.Tensor]) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Return the arguments and the inputs of a reduction that takes no factor.
-
-    ``PREMUL_SUM`` is the sum of copies of the inputs that are multiplied here.
-
-    Args:
-        op: A ``ReduceOp``, or one of its values.
-        tensors: The inputs.
-
-    Raises:
-        NotImplementedError: As ``arguments_of``.
-    """
-    how = arguments_of(op)
-    if "factor" not in how:
-        return how, tensors
-    return {"op": "sum"}, [x * how["factor"] for x in tensors]
-
-
 def arguments_of(op: Any) -> dict[str, Any]:
     """Return ``op``, and ``factor`` where it has one, as the reductions of a ring take them.
 

@@ -1,18 +1,14 @@
 """A collective under way as ``torch.distributed`` sees it."""
 
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from commlib.core import failures
 from commlib.core.context import CommContext
 from commlib.core.work import Work
-from commlib.deadlines import Deadline
-from commlib.errors import CommError, CommTimeout
 from commlib.streams import capturing
 from commlib.worker_threads import Task, workers
 
@@ -21,31 +17,21 @@ _NO_TIMEOUT = timedelta(0)
 
 
 class GroupWork(dist.Work):
-    """A ``Work`` of a ring with the interface of ``torch.distributed.Work``.
+    """Works of a ring with the interface of ``torch.distributed.Work``.
 
     Args:
         ring: The ring of the collective.
-        work: What the ring returned.
+        works: What the ring returned.
         tensors: The outputs, for ``result()`` and the future.
-        finish: What is left to do on a host when the collective has ended.
-        limit: Seconds of every wait on a host; None for the ring's own timeout.
         source: The sender of a receive, as a position in the group.
     """
 
     def __init__(
-        self,
-        ring: CommContext,
-        work: Work | None,
-        tensors: list[Tensor],
-        *,
-        finish: Callable[[], None] | None = None,
-        limit: float | None = None,
-        source: int = -1,
+        self, ring: CommContext, works: list[Work], tensors: list[Tensor], *, source: int = -1
     ) -> None:
         super().__init__()
-        self._ring, self._work, self._tensors = ring, work, tensors
-        self._finish, self._limit, self._source = finish, limit, source
-        self._collective = ring._last or "a call"
+        self._ring, self._works, self._tensors = ring, works, tensors
+        self._source = source
         self._lock = threading.Lock()
         self._task: Task | None = None  # waits on a host for those who must not block
 
@@ -59,15 +45,8 @@ class GroupWork(dist.Work):
                 The ring can't be used any more.
             EngineError: The engine reports a failure.
         """
-        seconds = self._seconds(timeout)
-        if seconds is not None:
-            self._await_end(seconds)
-        self._join()
+        self._join(timeout if timeout > _NO_TIMEOUT else None)
         return True
-
-    def _seconds(self, timeout: timedelta) -> float | None:
-        """Return the seconds of a wait with this timeout; None for the ring's own timeout."""
-        return timeout.total_seconds() if timeout > _NO_TIMEOUT else self._limit
 
     def get_future(self) -> Any:
         """Return a future of the outputs; it needs no one to call ``wait``."""
@@ -83,7 +62,7 @@ class GroupWork(dist.Work):
             else:
                 future.set_result(self._tensors)
 
-        if self._work is None or workers.start(complete, "a future") is None:
+        if not self._works or workers.start(complete, "a future") is None:
             complete()
         return future
 
@@ -91,10 +70,8 @@ class GroupWork(dist.Work):
         """Return a future whose waiters' streams wait for what ``stream`` has now."""
         device = self._ring.device
         future: Any = torch.futures.Future(devices=[device])
-        if self._work is None:
-            future.set_result(self._tensors)
-            return future
-        self._work._hold()  # the caller may drop this object, and its stream must not wait for that
+        for work in self._works:
+            work._hold()  # the caller may drop this object, and its stream must not wait for that
         with torch.cuda.stream(stream):
             future.set_result(self._tensors)
         return future
@@ -103,12 +80,13 @@ class GroupWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Return True if the collective has ended; never blocks."""
+        done = all(work.done() for work in self._works)
         if self._ring.stream is not None:
-            return self._work is None or self._work.done()
+            return done
         waited = self._task is not None and self._task.wait(0)
-        if self._work is not None and not waited and not self._work.done():
+        if not waited and not done:
             # gloo reports the end of a receive only to a thread that waits
-            self._started()
+            self._start()
             return False
         self._outcome()  # which puts the outputs in their place
         return True
@@ -141,14 +119,9 @@ class GroupWork(dist.Work):
 
     # -- ends --------------------------------------------------------------------------------------
 
-    def _join(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-        if self._finish is not None:
-            with self._lock:
-                if self._finish is not None:
-                    self._finish()
-                    self._finish = None
+    def _join(self, timeout: timedelta | None = None) -> None:
+        for work in self._works:
+            work.wait(timeout)
 
     def _outcome(self) -> Exception | None:
         """Join a collective that has ended; return its error, which every join raises."""
@@ -158,31 +131,11 @@ class GroupWork(dist.Work):
             return error
         return None
 
-    def _started(self) -> Task | None:
-        """Return the task that waits for the end on a host, and start it if there is none."""
+    def _start(self) -> None:
+        """Start the task that waits for the end on a host, once."""
         with self._lock:
-            if self._task is None and self._work is not None:
-                self._task = workers.start(self._work.wait, "a wait with a timeout")
-            return self._task
-
-    def _await_end(self, seconds: float) -> None:
-        """Block the host until the collective has ended, at most ``seconds``."""
-        if self._work is None:
-            return
-        if self._ring.stream is not None:
-            ended = Deadline(seconds).poll(self._work.done)
-        else:
-            task = self._started()
-            ended = task is None or task.wait(seconds)
-        if not ended:
-            raise self._late(seconds)
-
-    def _late(self, seconds: float) -> CommError:
-        """Return the error of a call that has not ended in time; the ring has failed then."""
-        ring = self._ring
-        others = [at for at in range(ring.size) if at != ring.rank]
-        text = failures.late(others if len(others) == 1 else [], ring.ranks, seconds, "")
-        return ring._health.failed(self._collective, CommTimeout(text))
+            if self._task is None:
+                self._task = workers.start(self._join, "a call whose end is asked for")
 
 
 class HostBarrier(GroupWork):
@@ -194,15 +147,10 @@ class HostBarrier(GroupWork):
         Raises:
             CommTimeout: Ranks are missing at the deadline.
         """
-        super().wait(timeout)
-        ring = self._ring
-        if ring.stream is not None and not capturing():
-            ended = torch.cuda.Event()
-            ended.record(torch.cuda.current_stream(ring.device))
-            seconds = self._seconds(timeout) or ring.timeout
-            if not Deadline(seconds).poll(ended.query):
-                raise self._late(seconds)
-        return True
+        limited = timeout > _NO_TIMEOUT or any(work._limit is not None for work in self._works)
+        if not limited and self._ring.stream is not None and not capturing():
+            timeout = timedelta(seconds=self._ring.timeout)
+        return super().wait(timeout)
 
 
 class Done(dist.Work):

@@ -140,7 +140,7 @@ def c_allreduce_avg(
     Source: operator ``c_allreduce_avg``. It has no gradient.
 
     Args:
-        x: As in ``c_allreduce_sum``, of a floating dtype.
+        x: As in ``c_allreduce_sum``; the mean of integers is rounded towards zero.
         ring_id: The ring.
         use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.
         use_model_parallel: Ignored.

@@ -132,7 +132,7 @@ def c_reduce_avg(
     Source: operator ``c_reduce_avg``. It has no gradient.
 
     Args:
-        x: As in ``c_reduce_sum``, of a floating dtype.
+        x: As in ``c_reduce_sum``; the mean of integers is rounded towards zero.
         ring_id: The ring.
         root_id: Position of the root in the ring.
         use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.

@@ -81,8 +81,8 @@ def all_reduce(
         x: Any shape, the same on every rank.
         ring_id: The ring, its id or its name.
         op: "sum", "prod", "min", "max" or "avg" in any case, or a ``torch.distributed.ReduceOp``.
-            "premul_sum" multiplies by ``factor`` first, in the dtype of ``x``; it and "avg" take
-            floats only.
+            "premul_sum" multiplies by ``factor`` first, in the dtype of ``x``; it takes floats
+            only. "avg" of integers is the sum in their dtype, divided and rounded towards zero.
         factor: The factor of "premul_sum".
         out: The output, with as many elements as ``x``; ``out=x`` works in place. Default: a new
             tensor.

@@ -9,7 +9,7 @@ from tests.support.checks import COMPLEX, FLOATS, INTEGERS, UNSIGNED, Array
 
 REAL = (*FLOATS, *INTEGERS)
 SUMMED = (*REAL, *UNSIGNED, *COMPLEX, torch.bool)
-AVERAGED = (*FLOATS, *COMPLEX)
+AVERAGED = (*REAL, *COMPLEX)
 ROOT = 1
 
 
@@ -34,7 +34,11 @@ def product(inputs: list[Array], rank: int) -> Array:
 
 
 def mean(inputs: list[Array], rank: int) -> Array:
-    """Divide the sum by the number of ranks, in the dtype of the inputs."""
+    """Divide the sum by the number of ranks, in the dtype of the inputs; integers are truncated."""
+    if inputs[0].dtype.kind in "iu":
+        given = total(inputs, rank)  # wraps around
+        exact = [abs(int(x)) // len(inputs) * (-1 if x < 0 else 1) for x in given.ravel()]
+        return np.array(exact, given.dtype).reshape(given.shape)
     return np.asarray(total(inputs, rank) / np.asarray(len(inputs)).astype(inputs[0].real.dtype))
 
 

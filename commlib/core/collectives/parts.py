@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from commlib.core.dispatch import async_unsupported
+from commlib.core.dispatch import async_unsupported, is_plain
 from commlib.core.observers import begun
 from commlib.core.ring import Ring
 from commlib.core.stream_mode import StreamMode
-from commlib.core.validation import check_out, check_tensor
+from commlib.core.validation import check_inference, check_out, check_tensor
 from commlib.core.within import Seconds, call_deadline
 from commlib.core.work import OnStream, Then, Work
 from commlib.deferred import release_deferred
@@ -51,41 +51,45 @@ def check_parts(
     Raises:
         ArgumentError, DeviceError, DtypeError, ShapeError: Naming the first wrong tensor.
     """
-    where = ring._describe(collective)
     if mode is not None:
         check_mode(ring, collective, mode)
     if not is_list(parts):
         raise ArgumentError(
-            f"{where}: {role} is {type(parts).__name__}; expected a list of tensors"
+            f"{ring._describe(collective)}: {role} is {type(parts).__name__}; expected a list of "
+            f"tensors"
         )
     if len(parts) != ring.size:
         raise ShapeError(
-            f"{where}: {role} has {len(parts)} tensors; expected one per rank, {ring.size}"
+            f"{ring._describe(collective)}: {role} has {len(parts)} tensors; expected one per "
+            f"rank, {ring.size}"
         )
-    check_tensor(ring, collective, "out" if role == "xs" else "x", own)
+    if not is_plain(ring, own, own):
+        check_tensor(ring, collective, "out" if role == "xs" else "x", own)
     for at, part in enumerate(parts):
-        check_tensor(ring, collective, f"{role}[{at}]", part)
+        if not is_plain(ring, part, part):
+            check_tensor(ring, collective, f"{role}[{at}]", part)
+            if written:
+                check_out(ring, collective, part)
         if written:
-            check_out(ring, collective, part)
+            check_inference(ring, collective, f"{role}[{at}]", part)
         if part.dtype is not own.dtype:
             raise DtypeError(
-                f"{where}: {role}[{at}] is {part.dtype}; expected one dtype, {own.dtype}; call "
-                f"{role}[{at}].to({own.dtype})"
+                f"{ring._describe(collective)}: {role}[{at}] is {part.dtype}; expected one dtype, "
+                f"{own.dtype}; call {role}[{at}].to({own.dtype})"
             )
 
 
 def check_mode(ring: Ring, collective: str, mode: StreamMode) -> None:
     """Refuse a list where no copy can follow the call in stream order."""
-    where = ring._describe(collective)
     if ring._open_group is not None:
         raise ArgumentError(
-            f"{where}: a list of tensors while a group is open already; leave it first, or pass "
-            f"one tensor of all parts"
+            f"{ring._describe(collective)}: a list of tensors while a group is open already; leave "
+            f"it first, or pass one tensor of all parts"
         )
     if not mode.fenced:
         raise ArgumentError(
-            f"{where}: fenced=False with a list of tensors, which may need copies in stream order; "
-            f"pass one tensor of all parts"
+            f"{ring._describe(collective)}: fenced=False with a list of tensors, which may need "
+            f"copies in stream order; pass one tensor of all parts"
         )
 
 
@@ -177,7 +181,8 @@ def fill(
         return result
     if ring._fences is None:
         begun_call = call(**how)
-        return Work(result, Then(begun_call, copy), begun_call._limit)
+        later = partial(_copy_later, result, flat)
+        return Work(result, Then(begun_call, later), begun_call._limit)
     if use_calc_stream:
         raise ArgumentError(async_unsupported(ring, collective))
     limit = None if timeout is None else call_deadline(ring, collective, timeout)
@@ -196,7 +201,11 @@ def fill(
 
 
 def _copy(outs: Parts, flat: Tensor) -> None:
+    for out, part in zip(outs, flat.split([out.numel() for out in outs]), strict=True):
+        out.copy_(part.view(out.shape))
+
+
+def _copy_later(outs: Parts, flat: Tensor) -> None:
     # A waiter may be in another grad or inference mode than the caller's.
     with torch.inference_mode(any(out.is_inference() for out in outs)), torch.no_grad():
-        for out, part in zip(outs, flat.split([out.numel() for out in outs]), strict=True):
-            out.copy_(part.view(out.shape))
+        _copy(outs, flat)

@@ -23,7 +23,7 @@ class CudaRecording:
         host: HostPart,
         memory: GraphMemory | None = None,
     ) -> None:
-        """Know the graph; ``memory``: what it allocates itself (cudaMallocAsync)."""
+        """Store the graph; ``memory``: what it allocates itself (cudaMallocAsync)."""
         self._graph, self.nodes, self.nbytes, self._host = graph, nodes, nbytes, host
         self._memory, self._released = memory, False
         self.reads = host.reads

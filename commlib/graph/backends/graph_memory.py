@@ -70,7 +70,7 @@ class Failures:
         self._any = False
 
     def note(self) -> None:
-        """Know of one: later captures may get addresses that torch believes to be in use."""
+        """Record one: later captures may get addresses that torch believes to be in use."""
         self._any = driver_allocates()
 
     def check(self) -> None:

@@ -19,7 +19,7 @@ class Grads:
         self._wrapped = False  # whether some are wrappers (DTensor): their parts are given
 
     def add(self, leaves: Iterable[torch.Tensor]) -> bool:
-        """Know some more; returns True if there were new ones, with which keys change."""
+        """Record more; returns True if there were new ones, with which keys change."""
         before = len(self.leaves)
         for leaf in leaves:
             if id(leaf) not in self._known:

@@ -41,7 +41,7 @@ class Region:
     def hold(
         self, code: Callable[..., Any], static: Sequence[int], examples: Sequence[Any]
     ) -> None:
-        """Know the code of all partitions: ``static`` of its inputs stay."""
+        """Record the code of all partitions: ``static`` of its inputs stay."""
         self._code = code
         self._whole = StaticInputs(code, static, examples, self.name, self._options)
 

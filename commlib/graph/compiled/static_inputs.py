@@ -32,7 +32,7 @@ class StaticInputs:
         name: str,
         options: Options,
     ) -> None:
-        """Know the function.
+        """Store the function.
 
         Args:
             fn: The function.

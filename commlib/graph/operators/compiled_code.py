@@ -24,7 +24,7 @@ class CompiledCode(Described):
         writes: Sequence[int] = (),
         draws: bool = False,
     ) -> None:
-        """Know the code.
+        """Store the code.
 
         Args:
             name: What it is called in errors.

@@ -18,7 +18,7 @@ class RngTracker:
         self._states: set[bytes] = set()
 
     def leave(self) -> None:
-        """Know the state that a draw has left."""
+        """Record the state that a draw has left."""
         self._last = self._state()
         self._states.add(self._last)
 

@@ -88,7 +88,7 @@ class CountedCall:
         rings: Sequence[Any],
         changed: Sequence[torch.Tensor],
     ) -> None:
-        """Know what the call shows; ``changed``: memory that holds something else since."""
+        """Record what the call shows; ``changed``: memory that holds something else since."""
         found, real = self.findings, self._real
         found.rings, found.broken, found.by_parts = list(rings), run.broken, set(run.changed)
         known = real.written  # that of eager parts is in the log

@@ -56,7 +56,7 @@ class EagerSegment:
         result: Any,
         grads: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
     ) -> None:
-        """Know the part.
+        """Store the part.
 
         Args:
             part: The marked function with its arguments.

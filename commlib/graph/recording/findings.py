@@ -80,7 +80,7 @@ class Findings:
         self.made, self.carried, self._texts = {}, set(), {}
 
     def note_watched(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Know the tensors that the function can reach, and hold none of them."""
+        """Record the tensors that the function can reach, and hold none of them."""
         self.watched = [weakref.ref(x) for x in tensors]
 
     def unseen_in(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | int]:

@@ -79,7 +79,7 @@ class Inputs:
         return [self.copies.get(i, tensor) for i, tensor in enumerate(call.tensors)]
 
     def fix(self, given: Tensors) -> None:
-        """Know where graphs that were just captured read what they were ``given``."""
+        """Record where graphs that were just captured read what they were ``given``."""
         self._read = [tensor.detach() for tensor in given]
         self.pointers = [tensor.data_ptr() for tensor in given]
 

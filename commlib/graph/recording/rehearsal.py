@@ -109,7 +109,7 @@ class _Rehearsal:
         settle(found.rings, recorder.collectives, problem, counted=False)
 
     def note_capture(self) -> None:
-        """Know what the capture may write, where it runs for real: around eager parts."""
+        """Record what the capture may write, where it runs for real: around eager parts."""
         if self._found.broken:
             self._recorder.note_again(self._found.undo)
             for each in self._found.leaves:
@@ -182,7 +182,7 @@ class _Rehearsal:
                 )
 
     def _note_emptied(self, recorder: Recorder) -> None:
-        """Know memory that each run fills and empties, and refuse it where a backward follows."""
+        """Record memory that each run fills and empties, and refuse it where a backward follows."""
         found = self._found
         found.empty = found.empty | recorder.memory.emptied
         if found.empty and found.differentiable:
@@ -192,7 +192,7 @@ class _Rehearsal:
             )
 
     def _note_grads(self, given: Sequence[torch.Tensor], recorder: Recorder) -> None:
-        """Know which leaves' gradients the function reads, writes or binds, but for arguments."""
+        """Record which leaves' gradients the function reads, writes or binds, but for arguments."""
         found, noted = self._found, list(recorder.undo.grads)
         arguments = {id(tensor) for tensor in given}
         bound = [(leaf, grad) for leaf, grad in noted if leaf.grad is not grad]
@@ -209,7 +209,7 @@ class _Rehearsal:
         found.owners = [leaf for leaf in found.leaves if id(leaf) in used]
 
     def _note_memory(self, result: Any, recorder: Recorder) -> None:
-        """Know what the result is made of, and what the run has made and read of earlier runs."""
+        """Record what the result is made of, and what the run has made and read of earlier runs."""
         found, touched = self._found, recorder.memory
         found.outputs = [
             torch.empty_like(x, device="meta")

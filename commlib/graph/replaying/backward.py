@@ -25,7 +25,7 @@ class Backward:
         last: bool,
         lends: bool,
     ) -> None:
-        """Know the graph.
+        """Store the graph.
 
         Args:
             segments: What is replayed.

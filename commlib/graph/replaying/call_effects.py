@@ -20,7 +20,7 @@ class CallEffects:
         rooms: Sequence[torch.Tensor | None],
         leaves: Sequence[torch.Tensor],
     ) -> None:
-        """Know the call.
+        """Store the call.
 
         Args:
             inputs: Where it reads its arguments.

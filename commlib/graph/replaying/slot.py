@@ -128,7 +128,7 @@ class Slot:
         return Backward(segments, given, there, last=last, lends=lends)
 
     def _note_reads(self, recorded: RecordedCall, whole: Backward, made: Tensors) -> None:
-        """Know what the forward has saved and the backward reads: nobody may write to it between.
+        """Record the tensors that forward saves for backward; nobody may write to them in between.
 
         Other inputs of a hook must be as they are then.
         """

@@ -229,7 +229,7 @@ class Verification(NamedTuple):
         return _first_other(self.segments.own_names, names)
 
     def _note_noise(self, one: Left, other: Left) -> None:
-        """Know what differs between two runs of the function, and by how much."""
+        """Record what differs between two runs of the function, and by how much."""
         self.log.noise.items.update(x.item for x in self._compare().differences(one, other))
         self.log.noise.wild.update(x.item for x in self._compare().differences(one, other))
 

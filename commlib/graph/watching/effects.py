@@ -66,7 +66,7 @@ class Effects:
         generators: Iterable[torch.Generator],
         leaves: Iterable[torch.Tensor],
     ) -> None:
-        """Know what is changed.
+        """Store what is changed.
 
         Args:
             tensors: One for each piece of memory that is written.

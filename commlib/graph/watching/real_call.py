@@ -60,7 +60,7 @@ class RealCall(TorchDispatchMode):
             self.undo.note_generator(default_generator(device if kind == device.type else kind))
 
     def note_leaves(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Know the gradients of leaves before the run, which may drop them at once."""
+        """Record the gradients of leaves before the run, which may drop them at once."""
         for leaf in leaves:
             self.undo.note_leaf(leaf)
 

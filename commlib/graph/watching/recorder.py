@@ -65,7 +65,7 @@ class Recorder(TorchDispatchMode):
         drawn: Sequence[torch.Generator] | None = None,
         host: HostPart | None = None,
     ) -> None:
-        """Know what is watched.
+        """Store what is watched.
 
         Args:
             device: Where the function runs.
@@ -179,7 +179,7 @@ class Recorder(TorchDispatchMode):
         return _aten.lift_fresh.default
 
     def _note_read(self, call: OpCall) -> None:
-        """Know what an operator reads from outside."""
+        """Record what an operator reads from outside."""
         made = self.memory.made
         for tensor, key in zip(call.tensors, call.memory, strict=False):
             if key not in made and self._know(tensor) and not call.known.only_views:
@@ -188,7 +188,7 @@ class Recorder(TorchDispatchMode):
             check_reshaping(call)
 
     def _note_written(self, call: OpCall) -> list[torch.Tensor]:
-        """Know what an operator writes to, before it does; returns that."""
+        """Record what an operator writes to, before it does; returns that."""
         written = call.written
         for tensor in written:
             if tensor.untyped_storage()._cdata in self.memory.borrowed:
@@ -235,7 +235,7 @@ class Recorder(TorchDispatchMode):
             self.steps.append(Step(call.again, (), {}, ()))
 
     def note_unseen(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Know memory that the function writes, though no operator says so."""
+        """Record memory that the function writes, though no operator says so."""
         for tensor in tensors:
             if self._know(tensor):
                 self.memory.note_read(tensor)
@@ -262,7 +262,7 @@ class Recorder(TorchDispatchMode):
                 self.undo.note_leaf(tensor)
 
     def _before_write(self, tensor: torch.Tensor) -> None:
-        """Know what is written, and copy its memory before the first write to it."""
+        """Record what is written, and copy its memory before the first write to it."""
         if tensor.untyped_storage()._cdata in self.memory.made:
             return
         self.memory.note_written(tensor)

@@ -25,7 +25,7 @@ class RngWatch:
         *,
         captured: bool,
     ) -> None:
-        """Know the run.
+        """Store the run.
 
         Args:
             device: Where the function runs.
@@ -38,7 +38,7 @@ class RngWatch:
         self._trackers: dict[int, RngTracker] = {}  # by generator
 
     def begin(self) -> None:
-        """Know where the generators are before the run."""
+        """Record where the generators are before the run."""
         if self._captured:
             return
         for generator in (default_generator(self._device), *(self._drawn or ())):
@@ -67,7 +67,7 @@ class RngWatch:
                 self._undo.note_generator(generator)
 
     def leave(self, generator: torch.Generator) -> None:
-        """Know the state that a draw has left."""
+        """Record the state that a draw has left."""
         if self._captured:
             return
         self._trackers.setdefault(id(generator), RngTracker(generator)).leave()

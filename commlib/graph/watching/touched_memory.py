@@ -43,7 +43,7 @@ class TouchedMemory:
     def note_made(
         self, results: Iterable[torch.Tensor], taken: Iterable[int]
     ) -> list[tuple[int, torch.Tensor]]:
-        """Know what an operator has returned; returns what has new memory, by its place.
+        """Record what an operator has returned; returns what has new memory, by its place.
 
         ``taken``: the memory of what the operator was given.
         """
@@ -62,11 +62,11 @@ class TouchedMemory:
         return known is not None and known() is tensor
 
     def note_read(self, tensor: torch.Tensor) -> None:
-        """Know that the elements of a tensor from outside are touched."""
+        """Record that the elements of a tensor from outside are touched."""
         _touch(self.read, tensor)
 
     def note_written(self, tensor: torch.Tensor) -> None:
-        """Know that the elements of a tensor from outside are written."""
+        """Record that the elements of a tensor from outside are written."""
         _touch(self.wrote, tensor)
         storage = tensor.untyped_storage()
         self.written[storage._cdata] = storage
