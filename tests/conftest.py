@@ -3,13 +3,17 @@
 import functools
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from commlib.tools import launch
+from tests.support.processes import warm_ranks
 from tests.support.ranks import UNIFIED, NewRanks, Place, Ranks, fresh
 
 # NVML counts the GPUs: no CUDA context is made in the parent.
@@ -58,6 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # Trying the vector instructions costs 7 s, and compiling with them costs more: the
         # generated loops are Inductor's, the collectives between them are ours.
         os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
+        # Hundreds of programs import commlib: from byte code, in half the time.
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         # torch asks for the name of each peer of a store. Where the name server loses a request,
         # the resolver repeats it after 5 s, which is the deadline of many a test.
         os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
@@ -89,6 +95,16 @@ def ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) 
 def unified_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
     """The same on one engine, for what takes long and knows no engine: generated code."""
     return _live(2, request.param)
+
+
+@pytest.fixture
+def warm_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the launchers of commlib.tools, and their ranks, from a process that loaded torch."""
+    programs = warm_ranks()
+    for name, value in programs.items():
+        monkeypatch.setenv(name, value)
+    python = SimpleNamespace(executable=programs["PYTHON_EXEC"], platform=sys.platform)
+    monkeypatch.setattr(launch, "sys", python)
 
 
 def _gpu_places(*engines: str) -> list[Any]:

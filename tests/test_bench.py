@@ -26,7 +26,6 @@ from commlib.tools.bench.report import (
 )
 from commlib.tools.bench.rounds import WARM_ROUNDS, race, ratio, spread, turns
 from commlib.tools.launch import LaunchError
-from tests.support.processes import warm_ranks
 
 SETTINGS = {"nproc": 2, "rounds": 2}
 FACTS = (("date", "2026-01-02T03:04:05Z"), ("CPU", "some | model"), ("GPUs", "none"))
@@ -163,12 +162,8 @@ def check(path: Path, name: str) -> None:
         assert float(apart) < (5e-2 if torch.cuda.is_available() else 1e-5)
 
 
-def test_all_that_run_here(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in warm_ranks().items():
-        monkeypatch.setenv(name, value)
-
+@pytest.mark.usefixtures("warm_launches")
+def test_all_that_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_bench((), str(tmp_path), rounds=1) == 0
 
     said = capsys.readouterr()
@@ -216,6 +211,7 @@ def test_refusals(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("warm_launches")
 def test_a_failed_run_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ from commlib.tools.commands import commands
 SETTINGS = {"nproc": 2, "rounds": 2, "rows": 4096, "width": 8192}
 
 
+@pytest.mark.usefixtures("warm_launches")
 def test_small_on_one_rank(tmp_path: Path) -> None:
     sizes = ["--rows", "6", "--width", "35", "--rounds", "1", "--out", str(tmp_path)]
 

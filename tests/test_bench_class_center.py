@@ -14,6 +14,7 @@ SETTINGS = {"nproc": 2, "rounds": 2, "rows": 9, "classes": 60}
 
 
 @pytest.mark.parametrize("nproc", ["1"])
+@pytest.mark.usefixtures("warm_launches")
 def test_small(nproc: str, tmp_path: Path) -> None:
     sizes = ["--rows", "5", "--classes", "100", "--rounds", "2"]
 

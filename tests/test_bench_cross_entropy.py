@@ -14,6 +14,7 @@ SETTINGS = {"nproc": 2, "rounds": 2, "rows": 4, "classes": 6, "dtype": "float32"
 
 
 @pytest.mark.parametrize(("nproc", "dtype"), [("1", "float16")])
+@pytest.mark.usefixtures("warm_launches")
 def test_small(nproc: str, dtype: str, tmp_path: Path) -> None:
     sizes = ["--rows", "5", "--classes", "31", "--dtype", dtype, "--rounds", "2"]
 

@@ -14,6 +14,7 @@ SETTINGS = {"nproc": 2, "rounds": 2, "width": 1024}
 STATE = {OURS: 501 * 2**20, PEER: 1000 * 2**20}
 
 
+@pytest.mark.usefixtures("warm_launches")
 def test_small_on_one_rank(tmp_path: Path) -> None:
     options = ["--nproc", "1", "--width", "4", "--rounds", "1", "--out", str(tmp_path)]
 

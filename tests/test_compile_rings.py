@@ -91,6 +91,8 @@ def test_rings_created_again(three_ranks: Ranks) -> None:
     three_ranks(created_again, ("all_of_them",), {}, deadline=240)
 
 
+# What is compiled knows no engine: one of them is enough for what takes long.
+@pytest.mark.parametrize("three_ranks", ["unified"], indirect=True)
 def test_rings_created_again_with_any_sizes(three_ranks: Ranks) -> None:
     three_ranks(created_again, ("all_of_them",), {"dynamic": True}, deadline=240)
 
@@ -99,6 +101,7 @@ def test_rings_created_again_with_experts(three_ranks: Ranks) -> None:
     three_ranks(created_again, ("routed",), {}, deadline=120)
 
 
+@pytest.mark.parametrize("three_ranks", ["unified"], indirect=True)
 def test_rings_created_again_with_generated_code(three_ranks: Ranks) -> None:
     generating(three_ranks)(created_again, ("all_of_them",), {"backend": "inductor"}, deadline=300)
 
@@ -208,6 +211,7 @@ def cached(comm: Any, hits: bool) -> None:
                 )
 
 
+@pytest.mark.parametrize("new_ranks", ["unified"], indirect=True)
 def test_persistent_cache(new_ranks: NewRanks) -> None:
     """A second run finds the code of the first one, and no world uses that of another size."""
     for size, hits in ((2, False), (2, True), (3, False), (2, True)):

@@ -24,7 +24,6 @@ from commlib.tools.demo.compare import compare
 from commlib.tools.demo.runs import MODES, PROGRAM, Launch, Mode, Report
 from commlib.tools.demo.truth import FORMULAS
 from commlib.tools.launch import LaunchError
-from tests.support.processes import warm_ranks
 
 RANKS = 2
 OFF, ON, OFF_COMPILED, ON_COMPILED = MODES
@@ -185,6 +184,7 @@ def test_an_installed_package_has_no_examples(tmp_path: Path) -> None:
     assert "from a checkout: `pip install -e .[tools]`" in ended.stderr
 
 
+@pytest.mark.usefixtures("warm_launches")
 def test_a_failed_run_shows_what_its_ranks_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +199,7 @@ def test_a_failed_run_shows_what_its_ranks_said(
     assert "--- rank " in said and "FLAGS_comm_timeout_s='soon'" in said
 
 
+@pytest.mark.usefixtures("warm_launches")
 def test_a_run_past_its_deadline_shows_where_its_ranks_are(tmp_path: Path) -> None:
     with pytest.raises(LaunchError) as caught:
         Launch(RANKS, "gloo", steps=2, folder=tmp_path, deadline=0.001).run(OFF)
@@ -241,12 +242,9 @@ def one_process_losses(example: Any, steps: int) -> list[float]:
     return losses
 
 
-def test_the_demo_agrees_and_trains_as_one_process_would(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("warm_launches")
+def test_the_demo_agrees_and_trains_as_one_process_would(tmp_path: Path) -> None:
     written, shown = tmp_path / "demo.json", io.StringIO()
-    for name, value in warm_ranks().items():
-        monkeypatch.setenv(name, value)
 
     with redirect_stdout(shown):
         # Traced and differentiated as with the compiler, whose C++ takes most of the demo's time.

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.checks import until
 from tests.support.ports import free_port
-from tests.support.processes import run, start
+from tests.support.processes import WHOLE_EXIT, run, start
 
 FLAGS = pytest.mark.parametrize("flag", ["1", "0"], ids=["unified", "legacy"])
 BEGIN = (
@@ -29,7 +29,7 @@ STAY = "if ring.rank == 1: await_file('go'); sys.exit(0)\n"
 @contextmanager
 def pair(program: str, here: Path, flag: str = "1", **more: str) -> Iterator[list["Popen[str]"]]:
     """Start two ranks of ``program`` and end them afterwards."""
-    more = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "HERE": str(here), **more}
+    more = {**WHOLE_EXIT, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "HERE": str(here), **more}
     more |= {"MASTER_PORT": str(free_port()), "FLAGS_dynamic_static_unified_comm": flag}
     ranks = [start("-c", program, **{"RANK": str(rank), **more}) for rank in range(2)]
     try:
@@ -57,6 +57,7 @@ def test_exits_in_a_row(flag: str, rounds: int) -> None:
         str(rounds),
         FLAGS_dynamic_static_unified_comm=flag,
         seconds=240,
+        **WHOLE_EXIT,
     )
     assert (code, out, err) == (0, "all ended well\n", "")
 

@@ -19,7 +19,7 @@ from commlib import graph, ops
 from commlib.graph import GraphError
 from commlib.graph.options import First
 from tests.support.checks import assert_bits_equal, assert_equal, on_gpu, raises
-from tests.support.processes import run
+from tests.support.processes import WHOLE_EXIT, run
 from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
 
@@ -406,6 +406,7 @@ def test_the_end_of_a_process(before: str) -> None:
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *("-m", "tests.programs.graph_exit", before),
         FLAGS_dynamic_static_unified_comm="1",
+        **WHOLE_EXIT,
     )
     assert code == 0, err
     assert out == "used\n"

@@ -7,13 +7,12 @@ so that the table stays true.
 import importlib.util
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.support.processes import ROOT, environment
+from tests.support.processes import ROOT, environment, warm_ranks
 
 EQUAL = (
     "transformers/LlamaForCausalLM/eval",
@@ -97,10 +96,11 @@ class Comparisons:
     def __call__(self, name: str) -> dict[str, Any]:
         """Return the outcome of a program."""
         if self._process is None:
+            warm = warm_ranks()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.models", "serve", "--device", self._device],
+                [warm["PYTHON_EXEC"], "-m", "tests.models", "serve", "--device", self._device],
                 cwd=ROOT,
-                env=environment(),
+                env={**environment(), **warm},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

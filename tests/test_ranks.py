@@ -1,6 +1,8 @@
 """The harness itself: what it shows of a failure, and that it recovers from one."""
 
+import gc
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +48,13 @@ def out_of_step(comm: Any) -> None:
 def remember(comm: Any, pids: list[int]) -> None:
     if os.getpid() not in pids:
         raise AssertionError(f"pid {os.getpid()} is none of {pids}")
+
+
+@runs_on("cpu_ranks")
+def test_ranks_are_loaded_before_they_start(comm: Any) -> None:
+    """A preload that fails is silent, and each rank then loads torch and its compiler itself."""
+    assert "tests.support.loaded" in sys.modules
+    assert gc.get_freeze_count() > 100_000
 
 
 def report_of(ranks: Ranks, fn: Callable[..., None], *args: object, deadline: float = 60) -> str:

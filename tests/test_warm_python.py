@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checks import until
-from tests.support.processes import run, start
+from tests.support.processes import WHOLE_EXIT, run, start
 
 PROGRAMS = {
     "arguments": "import sys; print(sys.argv, repr(sys.path[0]), __name__)",
@@ -25,11 +25,13 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("what", PROGRAMS)
 def test_it_ends_as_a_fresh_one(what: str) -> None:
-    warm, fresh = (
-        run("-c", PROGRAMS[what], "a", "b c", fresh=fresh, ANSWER="42") for fresh in (False, True)
+    fresh, warm, whole = (
+        run("-c", PROGRAMS[what], "a", "b c", ANSWER="42", **how)
+        for how in ({"fresh": True}, {}, WHOLE_EXIT)
     )
-    assert warm[:2] == fresh[:2]
-    assert warm[2].splitlines()[-1:] == fresh[2].splitlines()[-1:]
+    assert warm[:2] == whole[:2] == fresh[:2]
+    (*_, last) = fresh[2].splitlines() or [""]
+    assert [text.splitlines()[-1:] or [""] for text in (warm[2], whole[2])] == [[last], [last]]
 
 
 def test_files_and_modules(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Compare all programs and write docs/models.md: ``python -m tests.models``."""
 
+import gc
 import json
 import sys
 import time
@@ -33,7 +34,9 @@ def load() -> dict[str, Program]:
     from commlib import graph  # noqa: F401
     from tests.models.catalog import programs
 
-    return programs()
+    found = programs()
+    gc.freeze()  # collections in forked processes would visit the libraries, and copy their pages
+    return found
 
 
 @click.group(invoke_without_command=True)

@@ -21,6 +21,7 @@ RENDEZVOUS = (
     *("PADDLE_MASTER", "PADDLE_TRAINER_ENDPOINTS", "FLAGS_dynamic_static_unified_comm"),
 )
 START_S = 60
+WHOLE_EXIT = {"COMMLIB_WHOLE_EXIT": "1"}  # for tests of the exit itself: `warm_server.py`
 _servers: list["subprocess.Popen[bytes]"] = []  # alive while this process is
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "MV2_")
 

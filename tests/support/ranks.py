@@ -19,14 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+import commlib
+from tests.support.processes import ROOT
 
 UNIFIED = {"unified": "1", "legacy": "0"}
 _KILLED = f"died with exit code {-signal.SIGKILL}"
 START_S = 120  # connecting several processes on a busy machine
 GRACE_S = 3  # what a rank still gets once another rank has failed: it is likely stuck
 SIGNAL_S = 5.0  # until a busy machine runs the handler of a signal
-# What every rank needs and what takes long to load; none of it may start CUDA or threads.
-LOADED = ["torch", "torch._inductor.compile_fx", "torch.distributed", "hypothesis", "pytest"]
 LOADING = {
     "OMP_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of helper processes a rank
@@ -86,12 +88,13 @@ def alone_on_a_host(rank: int) -> dict[str, str]:
 
 @functools.cache
 def _forkserver() -> Any:
-    """Return what ranks are forked from: a process that has loaded ``LOADED`` once for all."""
+    """Return what ranks are forked from: a process that has imported ``loaded.py``."""
     forks = mp.get_context("forkserver")
-    forks.set_forkserver_preload(LOADED)
+    forks.set_forkserver_preload(["tests.support.loaded"])
     with pytest.MonkeyPatch.context() as patch:
         for name, value in LOADING.items():
             patch.setenv(name, value)
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)  # it ignores what it can't find
         forkserver.ensure_running()
     return forks
 
@@ -258,8 +261,6 @@ def _worker(
     os.environ.update(environment)
     while job := _next(jobs):
         jobs.send(_outcome(job))
-    import commlib
-
     commlib.shutdown()
     gc.freeze()  # else the interpreter walks all that torch.compile left, a second a rank
 
@@ -273,8 +274,6 @@ def _next(jobs: "Connection[Any, bytes]") -> bytes:
 
 def _outcome(job: bytes) -> str | None:
     """Run one job, then meet: a test that leaves the ranks out of step fails itself."""
-    import commlib  # only now: the environment must come first
-
     try:
         fn, args = pickle.loads(job)
         manager = commlib.CommContextManager.instance()
@@ -289,10 +288,6 @@ def _outcome(job: bytes) -> str | None:
 
 
 def _init() -> Any:
-    import torch
-
-    import commlib
-
     torch.set_num_threads(1)
     return commlib.init()
 

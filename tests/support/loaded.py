@@ -1,0 +1,20 @@
+"""What every rank needs and what takes long to load: ``ranks.py`` forks ranks from it.
+
+None of it starts CUDA or threads. A collection in a rank skips all of it: it would visit half a
+million objects and copy their pages.
+"""
+
+import gc
+
+import hypothesis
+import pytest
+import torch._inductor.compile_fx
+import torch.distributed
+
+import commlib
+from commlib import compat, graph
+from tests.support import suites
+
+__all__ = ["commlib", "compat", "graph", "hypothesis", "pytest", "suites", "torch"]
+
+gc.freeze()
