@@ -39,7 +39,7 @@ class Order(stream_order.StreamOrder):
         self.stream = 0
         monkeypatch.setattr(stream_order, "capture_of", lambda stream: self.captures.get(stream, 0))
 
-    def _owned(self) -> bool:
+    def _permanent(self) -> bool:
         return self.stream not in self.strangers
 
     def _fence(self, stream: int, behind: int) -> None:

@@ -29,8 +29,8 @@ class SplitAllReduce:
         self._tensors: tuple[torch.Tensor, ...] = out, x
         self._end = halves.end
         self._origin = torch.cuda.current_stream(ring.device)
-        self._owned = is_permanent(self._origin)
-        if not self._owned and not capture_of(self._origin.cuda_stream):
+        self._permanent = is_permanent(self._origin)
+        if not self._permanent and not capture_of(self._origin.cuda_stream):
             release_deferred()
         self._number = channel.open(halves.begin, out, x)
         self._event: torch.cuda.Event | None = None  # after the second half
@@ -63,7 +63,7 @@ class SplitAllReduce:
         event.record(stream)
         self._capture = capture_of(stream.cuda_stream)
         origin = self._origin
-        if not self._owned:  # it may be gone by now
+        if not self._permanent:  # it may be gone by now
             if not self._capture:  # else the memory belongs to the graph
                 hold_until(event, self._tensors)
         elif origin != stream and capture_of(origin.cuda_stream) == self._capture:
