@@ -139,6 +139,7 @@ class HostExchange:
             late = [rank for rank in range(size) if not store.check([str(rank)], look)]
             if late:
                 store.delete([own])
+                store.check([own], look)  # after the deletion, for which nobody else waits
                 return late
         self._barriers += 1
         if number and self.identity.rank == 0:  # all have left the one before
