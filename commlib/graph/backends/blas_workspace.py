@@ -11,7 +11,7 @@ class BlasWorkspace:
     """Memory for the matrix products of captured graphs.
 
     Torch gives cuBLAS one workspace for each thread and stream, and a graph keeps its address.
-    Torch frees all of them when Inductor records one of its graphs, and from 2.12 on those of a
+    Torch frees all of them when Inductor records one of its graphs, and newer torch those of a
     stream when any graph that was captured there is destroyed. Other tensors would then get memory
     that replays still write to. So the workspaces of the capture stream come from a pool that no
     other allocation uses. Freed memory stays in it, and the next capture takes the same again.

@@ -34,7 +34,7 @@
 //
 // Faults. Every wait has the ring's deadline, which is in the memory of the ring, so that replays
 // read it too. The peer that a thread waits for may itself wait for the rank that is missing. So the
-// rank that is furthest behind in its calls is reported. After half the deadline a rank notifies all
+// rank that has begun the fewest calls is reported. After half the deadline a rank notifies all
 // others of the peer that it waits for, and a report follows these notes. The block that ends last in
 // a call with a fault overwrites all results.
 
