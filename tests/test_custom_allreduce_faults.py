@@ -131,27 +131,24 @@ def test_a_peer_that_does_not_come_of_more(many_gpu_ranks: Ranks) -> None:
 @runs_on("unified_ranks", lost=frozenset([1]), deadline=90)
 def test_a_killed_peer(comm: Any) -> None:
     """A peer whose process is gone is named within the deadline; the ring can't be repaired."""
-    with another(comm, 86, timeout=LATE_S) as ring:
-        x = torch.ones(1000, device=comm.device)
+    ring = commlib.new_ring(86, range(comm.size), timeout=LATE_S)
+    assert ring is not None
+    x = torch.ones(1000, device=comm.device)
+    ring.all_reduce(x, x)
+    ring.barrier()
+    settle(comm)
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with raises((PeerTimeout, RingError, CommTimeout, EngineError)):
         ring.all_reduce(x, x)
-        ring.barrier()
         settle(comm)
-        if comm.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        with raises((PeerTimeout, RingError, CommTimeout, EngineError)):
-            ring.all_reduce(x, x)
-            settle(comm)
-            ring.check()
-        if on_gpu(comm):
-            assert_equal(
-                "waiting for rank 1 in all_reduce" in ring._errors()[0], True, ring._errors()
-            )
-            assert_equal(bool(x.isnan().all()), True, "results are NaN")
-            assert_equal(
-                float(torch.ones(5, device=comm.device).sum()), 5.0, "the device still works"
-            )
-            with raises((CommTimeout, EngineError), "exchange"):
-                ring.reset()
+        ring.check()
+    if on_gpu(comm):
+        assert_equal("waiting for rank 1 in all_reduce" in ring._errors()[0], True, ring._errors())
+        assert_equal(bool(x.isnan().all()), True, "results are NaN")
+        assert_equal(float(torch.ones(5, device=comm.device).sum()), 5.0, "the device still works")
+        with raises((CommTimeout, EngineError), "exchange"):
+            ring.reset()
     commlib.shutdown(abort=True)
 
 
