@@ -18,6 +18,7 @@ from commlib.errors import (
 )
 from commlib.p2p import push_collectives
 from tests.support.checks import assert_equal, on_gpu, raises, settle
+from tests.support.launchers import on_gpus
 from tests.support.processes import run
 from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
@@ -153,14 +154,11 @@ def test_a_killed_peer(comm: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.two_gpus
 @pytest.mark.parametrize("allocator", ["expandable_segments:True", "backend:cudaMallocAsync"])
 def test_allocators(allocator: str) -> None:
     """User memory is never shared, so no setting of torch's allocator matters."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     code, out, err = run(
-        *launcher,
-        "tests/programs/allocators.py",
+        *on_gpus("tests/programs/allocators.py"),
         PYTORCH_CUDA_ALLOC_CONF=allocator,
         FLAGS_dynamic_static_unified_comm="1",
     )
