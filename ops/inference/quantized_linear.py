@@ -32,28 +32,33 @@ def quantized_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | N
     Returns:
         [..., outputs], in the dtype of ``x``.
     """
-    if _has_kernel(x, values, scales, bias):
+    if _may_take_kernel(x, values, scales, bias):
         call: Any = _registered_op if depth() or is_tracing() else _run
         found: Tensor = call(x, values, scales, bias)
         return found
-    y = torch.nn.functional.linear(x, values.to(x.dtype)) * scales
-    y = y if bias is None else y + bias
-    return y.to(x.dtype)
+    return _converted(x, values, scales, bias)
 
 
-def _has_kernel(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> bool:
-    if not (x.is_cuda and x.dtype in DTYPES and has_triton()):
+def _may_take_kernel(x: Tensor, *others: Tensor | None) -> bool:
+    if not (x.is_cuda and x.dtype in DTYPES and 0 < x.numel() <= MOST_ROWS * x.shape[-1]):
         return False
-    tensors = [t for t in (x, values, scales, bias) if t is not None]
+    tensors = [x, *(t for t in others if t is not None)]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return False
-    known = is_tracing() or all(map(has_memory, tensors))
-    return (
-        known
-        and 0 < x.numel() <= MOST_ROWS * x.shape[-1]
-        and all(t.is_contiguous() for t in tensors[1:])
-        and (values.dtype is torch.int8 or _converts_float8(x.device.index))
-    )
+    return is_tracing() or all(map(has_memory, tensors))
+
+
+def _run(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    kind = values.dtype
+    if not has_triton() or (kind is not torch.int8 and not _converts_float8(x.device.index)):
+        return _converted(x, values, scales, bias)
+    from commlib.ops.inference import quantized_kernels as kernels  # imports Triton
+
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    out = x.new_empty((rows.shape[0], values.shape[0]))
+    shift = None if bias is None else bias.contiguous()
+    kernels.linear(rows, values.contiguous(), scales.contiguous(), shift, out)
+    return out.view(*x.shape[:-1], values.shape[0])
 
 
 @cache
@@ -61,13 +66,10 @@ def _converts_float8(gpu: int) -> bool:
     return torch.cuda.get_device_capability(gpu) >= FP8_SINCE
 
 
-def _run(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    from commlib.ops.inference import quantized_kernels as kernels  # imports Triton
-
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    out = x.new_empty((rows.shape[0], values.shape[0]))
-    kernels.linear(rows, values, scales, bias, out)
-    return out.view(*x.shape[:-1], values.shape[0])
+def _converted(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    y = torch.nn.functional.linear(x, values.to(x.dtype)) * scales
+    y = y if bias is None else y + bias
+    return y.to(x.dtype)
 
 
 def _fake(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
