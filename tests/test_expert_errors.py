@@ -16,7 +16,7 @@ from commlib.errors import (
     ShapeError,
 )
 from commlib.p2p.expert_tables import ExpertSpec
-from tests.support.checks import assert_equal, raises, sample, settle
+from tests.support.checks import assert_equal, on_gpu, raises, sample, settle
 from tests.support.operator import ABSENT_RING, calls, compile_whole
 from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
@@ -177,12 +177,13 @@ def test_ranks_with_other_numbers(comm: Any) -> None:
 def test_numbers_that_only_one_rank_changes(comm: Any) -> None:
     """A rank that compares alone raises at the ring's deadline, and names the others."""
     dispatched(comm, 0)  # compiles the kernels
-    with another(comm, 103, timeout=5) as ring:
+    seconds = 15 if on_gpu(comm) else 5  # NCCL must connect within it
+    with another(comm, 103, timeout=seconds) as ring:
         dispatched(comm, 103)
         ring.barrier()
         words = "waiting for positions [0]", "capacity is 21", "pass the same numbers"
         if comm.rank == 1:
-            with raises(CommTimeout, "expert_dispatch on ring 103", "after 5 s", *words):
+            with raises(CommTimeout, "expert_dispatch on ring 103", f"after {seconds} s", *words):
                 dispatched(comm, 103, capacity=21)
         settle(comm)
         comm.barrier()
