@@ -22,6 +22,11 @@ RENDEZVOUS = (
 )
 START_S = 60
 WHOLE_EXIT = {"COMMLIB_WHOLE_EXIT": "1"}  # for tests of the exit itself: `warm_server.py`
+LOADING = {  # of a process that loads torch and is forked
+    "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else each fork starts a pool, whose workers load torch
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # Inductor asks for GPUs while it is loaded
+}
 _servers: list["subprocess.Popen[bytes]"] = []  # alive while this process is
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "MV2_")
 
@@ -84,7 +89,7 @@ def _warm_server() -> str:
     path = _folder() / "socket"
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.support.warm_server", str(path)],
-        env=environment(),
+        env=environment(**LOADING),
         cwd=ROOT,
         stdin=subprocess.PIPE,
     )

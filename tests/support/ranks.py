@@ -22,18 +22,13 @@ import pytest
 import torch
 
 import commlib
-from tests.support.processes import ROOT
+from tests.support.processes import LOADING, ROOT
 
 UNIFIED = {"unified": "1", "legacy": "0"}
 _KILLED = f"died with exit code {-signal.SIGKILL}"
 START_S = 120  # connecting several processes on a busy machine
 GRACE_S = 3  # what a rank still gets once another rank has failed: it is likely stuck
 SIGNAL_S = 5.0  # until a busy machine runs the handler of a signal
-LOADING = {
-    "OMP_NUM_THREADS": "1",
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of helper processes a rank
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # Inductor asks for GPUs while it is loaded
-}
 
 
 def torchrun_environment(port: int, rank: int, size: int) -> dict[str, str]:
