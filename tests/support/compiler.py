@@ -1,5 +1,7 @@
 """Load torch.compile once, in a process from which others are forked."""
 
+import inspect
+import sys
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ def load_compiler() -> None:
 
     Where there are GPUs nothing is compiled: it would start CUDA, which no fork can use.
     """
+    inspect.getmodule(sys._getframe())  # reads the paths of all modules; torch asks for some
     # torch times the guards of each compiled function, after it has flushed the processor's
     # caches for 18 ms.
     torch._dynamo.guards.profile_guard_manager = lambda *arguments: 0.0

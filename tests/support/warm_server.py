@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import gc
 import importlib
-import inspect
 import json
 import os
 import runpy
@@ -183,6 +182,5 @@ if __name__ == "__main__":
     for module in LOADED:
         importlib.import_module(module)
     sys.modules["tests.support.compiler"].load_compiler()
-    inspect.getmodule(sys._getframe())  # maps all files to modules, for each op that is registered
     gc.freeze()  # a child's last collection would copy the pages of all this
     become(Server(sys.argv[1]).run())
