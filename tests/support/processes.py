@@ -24,7 +24,6 @@ START_S = 60
 WHOLE_EXIT = {"COMMLIB_WHOLE_EXIT": "1"}  # for tests of the exit itself: `warm_server.py`
 LOADING = {  # of a process that loads torch and is forked
     "OMP_NUM_THREADS": "1",
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else each fork starts a pool, whose workers load torch
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # Inductor asks for GPUs while it is loaded
 }
 _servers: list["subprocess.Popen[bytes]"] = []  # alive while this process is
