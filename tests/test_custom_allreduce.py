@@ -40,8 +40,12 @@ SPECIALS = (0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, -1e-40,
 
 @contextlib.contextmanager
 def another(comm: Any, ring_id: int, timeout: float | None = None) -> Iterator[Any]:
-    """Give a ring of the same ranks, aborted after the block: it may be broken by then."""
+    """Give a ring of the same ranks, aborted after the block: it may be broken by then.
+
+    The ranks meet before: an abort ends the calls that a peer has not finished.
+    """
     yield commlib.new_ring(ring_id, range(comm.size), timeout=timeout)
+    comm.exchange([])
     commlib.CommContextManager.instance().close(ring_id, abort=True)
 
 

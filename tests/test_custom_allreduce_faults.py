@@ -18,6 +18,7 @@ from commlib.errors import (
 )
 from commlib.p2p import push_collectives
 from tests.support.checks import assert_equal, on_gpu, raises, settle
+from tests.support.launchers import on_gpus
 from tests.support.processes import run
 from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
@@ -131,39 +132,34 @@ def test_a_peer_that_does_not_come_of_more(many_gpu_ranks: Ranks) -> None:
 @runs_on("unified_ranks", lost=frozenset([1]), deadline=90)
 def test_a_killed_peer(comm: Any) -> None:
     """A peer whose process is gone is named within the deadline; the ring can't be repaired."""
-    with another(comm, 86, timeout=LATE_S) as ring:
-        x = torch.ones(1000, device=comm.device)
+    ring = commlib.new_ring(86, range(comm.size), timeout=LATE_S)
+    assert ring is not None
+    x = torch.ones(1000, device=comm.device)
+    ring.all_reduce(x, x)
+    ring.barrier()
+    settle(comm)
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with raises((PeerTimeout, RingError, CommTimeout, EngineError)):
         ring.all_reduce(x, x)
-        ring.barrier()
         settle(comm)
-        if comm.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        with raises((PeerTimeout, RingError, CommTimeout, EngineError)):
-            ring.all_reduce(x, x)
-            settle(comm)
-            ring.check()
-        if on_gpu(comm):
-            assert_equal(
-                "waiting for rank 1 in all_reduce" in ring._errors()[0], True, ring._errors()
-            )
-            assert_equal(bool(x.isnan().all()), True, "results are NaN")
-            assert_equal(
-                float(torch.ones(5, device=comm.device).sum()), 5.0, "the device still works"
-            )
-            with raises((CommTimeout, EngineError), "exchange"):
-                ring.reset()
+        ring.check()
+    if on_gpu(comm):
+        assert_equal("waiting for rank 1 in all_reduce" in ring._errors()[0], True, ring._errors())
+        assert_equal(bool(x.isnan().all()), True, "results are NaN")
+        assert_equal(float(torch.ones(5, device=comm.device).sum()), 5.0, "the device still works")
+        with raises((CommTimeout, EngineError), "exchange"):
+            ring.reset()
     commlib.shutdown(abort=True)
 
 
 @pytest.mark.gpu
-@pytest.mark.two_gpus
 @pytest.mark.parametrize("allocator", ["expandable_segments:True", "backend:cudaMallocAsync"])
 def test_allocators(allocator: str) -> None:
     """User memory is never shared, so no setting of torch's allocator matters."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     code, out, err = run(
-        *launcher,
-        "tests/programs/allocators.py",
+        *on_gpus("tests/programs/allocators.py"),
+        fresh=True,  # torch reads the setting while it is loaded
         PYTORCH_CUDA_ALLOC_CONF=allocator,
         FLAGS_dynamic_static_unified_comm="1",
     )

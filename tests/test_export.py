@@ -20,6 +20,7 @@ from tests.programs.export_models import (
     exported,
 )
 from tests.support.checks import assert_bits_equal, assert_equal, raises, sample
+from tests.support.launchers import on_gpus
 from tests.support.operator import calls
 from tests.support.processes import ROOT, run
 from tests.support.ranks import NewRanks, Ranks
@@ -36,10 +37,11 @@ def saved(factory: pytest.TempPathFactory, worker_id: str, device: str) -> Path:
     with FileLock(f"{directory}.lock"):
         if not directory.exists():
             more = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+            on_cpus = *LAUNCHER, "--nproc-per-node", "2"
             directory.mkdir()
             code, out, err = run(
-                *(*LAUNCHER, "--nproc-per-node", "2", "-m", "tests.programs.export_models"),
-                str(directory),
+                *(on_cpus if device == "cpu" else on_gpus()),
+                *("-m", "tests.programs.export_models", str(directory)),
                 seconds=500,
                 FLAGS_dynamic_static_unified_comm="1",
                 TORCHINDUCTOR_CACHE_DIR=str(directory / "compiled"),
@@ -137,7 +139,6 @@ def test_captured_calls(new_ranks: NewRanks, files: Path, load: Callable[[Path],
         ranks(captured, load, files, deadline=300)
 
 
-@pytest.mark.two_gpus
 @pytest.mark.parametrize("call", [loaded, captured])
 def test_on_gpus(new_gpu_ranks: NewRanks, gpu_files: Path, call: Callable[..., None]) -> None:
     with new_gpu_ranks(2) as ranks:

@@ -9,6 +9,7 @@ import torch._inductor.config
 import commlib
 from examples import fsdp_tp
 from tests.support.checks import assert_equal
+from tests.support.launchers import on_gpus
 from tests.support.operator import generating
 from tests.support.processes import run
 from tests.support.ranks import NewRanks
@@ -57,15 +58,14 @@ def test_two_by_two(new_ranks: NewRanks) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.two_gpus
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_the_program(tensor: int) -> None:
     """Two GPUs: 2 x 1 and 1 x 2, with expandable segments; it exits by itself."""
     code, out, err = run(
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("examples/fsdp_tp.py", "--tensor", str(tensor)),
+        *on_gpus("examples/fsdp_tp.py", "--tensor", str(tensor)),
+        fresh=True,  # torch reads the setting while it is loaded
         PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",
         FLAGS_dynamic_static_unified_comm="1",
     )
-    assert code == 0, err
+    assert code == 0, out + err
     assert "steps with another bit: 0 of 50" in out

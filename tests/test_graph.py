@@ -19,6 +19,7 @@ from commlib import graph, ops
 from commlib.graph import GraphError
 from commlib.graph.options import First
 from tests.support.checks import assert_bits_equal, assert_equal, on_gpu, raises
+from tests.support.launchers import on_gpus
 from tests.support.processes import WHOLE_EXIT, run
 from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
@@ -398,13 +399,11 @@ def test_unsteady_functions(comm: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.two_gpus
 @pytest.mark.parametrize("before", ["nothing", "ring", "manager"])
 def test_the_end_of_a_process(before: str) -> None:
     """Graphs go before their communicators, whichever ends first: no hang, no output."""
     code, out, err = run(
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "tests.programs.graph_exit", before),
+        *on_gpus("-m", "tests.programs.graph_exit", before),
         FLAGS_dynamic_static_unified_comm="1",
         **WHOLE_EXIT,
     )

@@ -14,6 +14,7 @@ from commlib import graph, ops
 from commlib.errors import CommError, CommTimeout
 from commlib.graph import GraphError
 from tests.support.checks import assert_bits_equal, assert_equal, on_gpu, raises, settle
+from tests.support.launchers import on_gpus
 from tests.support.processes import run
 from tests.support.runs_on import runs_on
 from tests.test_graph import whole
@@ -178,12 +179,11 @@ def segments() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.two_gpus
 def test_expandable_segments() -> None:
     """Graphs with NCCL's registration, under expandable segments (D7)."""
     code, out, err = run(
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "tests.test_graph_hazards_ranks"),
+        *on_gpus("-m", "tests.test_graph_hazards_ranks"),
+        fresh=True,  # torch reads the setting while it is loaded
         PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",
         FLAGS_dynamic_static_unified_comm="1",
     )

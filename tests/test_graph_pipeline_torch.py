@@ -5,18 +5,20 @@ from collections import Counter
 import pytest
 
 from tests.programs.torch_pipeline import SCHEDULES
+from tests.support.launchers import on_gpus
 from tests.support.processes import start
 
-GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.two_gpus])
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+LAUNCHES = [
+    pytest.param("cpu", TORCHRUN, id="cpu"),
+    pytest.param("cuda", on_gpus(), id="cuda", marks=pytest.mark.gpu),
+]
 
 
-@pytest.mark.parametrize("device", ["cpu", GPU])
-def test_schedules_of_torch(device: str) -> None:
+@pytest.mark.parametrize(("device", "launcher"), LAUNCHES)
+def test_schedules_of_torch(device: str, launcher: tuple[str, ...]) -> None:
     """Eager bits with one and more stages per rank, and no capture after all counts were seen."""
-    process = start(
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("tests/programs/torch_pipeline.py", device),
-    )
+    process = start(*launcher, "tests/programs/torch_pipeline.py", device)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     expected = {

@@ -48,7 +48,8 @@ def expert_dispatch(
     Args:
         x: [tokens, width], bfloat16, float16, float32 or float64. Ranks may have different
             numbers of tokens, or none. All other numbers, such as ``top_k``, ``num_experts`` and
-            ``capacity``, are the same on every rank.
+            ``capacity``, are the same on every rank. The hosts compare them before the first call
+            with new ones, at most the ring's timeout.
         expert_ids: [tokens, top_k] or [tokens], int32 or int64. An id outside [0, num_experts),
             such as -1, chooses no expert.
         num_experts: Experts of all ranks.
@@ -80,7 +81,9 @@ def expert_dispatch(
     Raises:
         CapacityError: See ``on_overflow``. The ring stays usable.
         RingError: The ring does not exist, or it has failed.
-        DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
+        DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch; on every rank if
+            numbers differ.
+        CommTimeout: Other ranks do not compare new numbers; the text names them.
     """
     ring_id = ring_number(NAME, ring_id)
     check_options(NAME, num_experts, capacity, quantize, on_overflow)

@@ -21,6 +21,12 @@ RENDEZVOUS = (
     *("PADDLE_MASTER", "PADDLE_TRAINER_ENDPOINTS", "FLAGS_dynamic_static_unified_comm"),
 )
 START_S = 60
+# What a process gets that loads Inductor and is forked from then on.
+LOADING = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of helper processes a program
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else Inductor starts CUDA, which no fork survives
+}
 WHOLE_EXIT = {"COMMLIB_WHOLE_EXIT": "1"}  # for tests of the exit itself: `warm_server.py`
 LOADING = {  # of a process that loads torch and is forked
     "OMP_NUM_THREADS": "1",

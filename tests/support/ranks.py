@@ -78,6 +78,7 @@ def alone_on_a_host(rank: int) -> dict[str, str]:
         "NCCL_HOSTID": f"rank {rank}",
         "NCCL_NET": "Socket",
         "NCCL_SOCKET_IFNAME": "lo",
+        "FLAGS_comm_timeout_s": "45",  # dozens of processes connect to one GPU
     }
 
 

@@ -25,6 +25,7 @@ from commlib.tools.bench import (
     llama,
     memory,
     overlap,
+    quantized,
     tune,
 )
 from commlib.tools.bench.machine import facts
@@ -61,6 +62,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "compiled": compiled,
     "llama": llama,
     "decode": decode,
+    "quantized": quantized,
     "overlap": overlap,
 }
 

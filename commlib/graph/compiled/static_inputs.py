@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from commlib.core.tensors import parts
+from commlib.core.tensors import is_wrapper, parts
 from commlib.errors import GraphError
 from commlib.graph.captured_function import CapturedFunction
 from commlib.graph.options import Options
@@ -48,6 +48,7 @@ class StaticInputs:
         self._static = sorted(stay) if stay < tensors else []
         self._others = [i for i in range(len(examples)) if i not in set(self._static)]
         self._sets: dict[tuple[Any, ...], CapturedFunction[..., Any]] = {}
+        self._last: CapturedFunction[..., Any] | None = None  # the one of the last call
         self._replaced = 0  # sets whose inputs the program has released or moved
         self._most = 1  # sets at the same time
 
@@ -59,11 +60,17 @@ class StaticInputs:
         if inside() or self._replaced > _OFTEN * self._most:
             return self._fn(*args)
         static = [args[i] for i in self._static]
+        if self._last is None or not _with_static(self._last).is_of(static):
+            self._last = self._of(static)
+        return self._last(*[args[i] for i in self._others])
+
+    def _of(self, static: Sequence[torch.Tensor]) -> CapturedFunction[..., Any]:
+        """Return the captured function of these static inputs."""
         key = (*map(id, static), *map(_kind, static))
         captured = self._sets.get(key)
         if captured is None or _with_static(captured).gone:
             captured = self._add(key, static)
-        return captured(*[args[i] for i in self._others])
+        return captured
 
     def _add(
         self, key: tuple[Any, ...], static: Sequence[torch.Tensor]
@@ -95,6 +102,7 @@ class StaticInputs:
         for captured in self._sets.values():
             captured.reset()
         self._sets.clear()
+        self._last = None
         self._replaced = 0
 
 
@@ -119,6 +127,17 @@ class _WithStatic:
         self._fn, self._places, self._others = fn, places, others
         self._static = [weakref.ref(x, self._note) for x in static]
         self._addresses = [*map(_address, static)]
+        self._ids, self._guards = [*map(id, static)], _guards(static)
+
+    def is_of(self, static: Sequence[torch.Tensor]) -> bool:
+        """Return True if they are the same tensors, unchanged; False also where that takes long."""
+        return (
+            not self.gone
+            and self._ids == [*map(id, static)]
+            and self._guards is not None
+            and self._guards.check(*static)
+            and self._addresses == [x.data_ptr() for x in static]
+        )
 
     def _note(self, _: object) -> None:
         self.gone = True
@@ -148,6 +167,19 @@ def _kind(x: torch.Tensor) -> tuple[Any, ...]:
     """Return what tells one static input from another, or from itself as it was."""
     layout = x.stride() if x.layout is torch.strided else x.layout
     return _address(x), x.shape, layout, x.dtype, x.requires_grad
+
+
+def _guards(static: Sequence[torch.Tensor]) -> Any:
+    """Return what compares dtypes, sizes and strides with these in one call, as Dynamo does.
+
+    None where there are other than ordinary tensors, or torch does not have it.
+    """
+    kind: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+    plain = all(x.layout is torch.strided and not is_wrapper(x) for x in static)
+    if kind is None or not plain:
+        return None
+    sizes, strides = [[*x.shape] for x in static], [[*x.stride()] for x in static]
+    return kind(*static, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
 
 def _address(x: torch.Tensor) -> int:
