@@ -119,8 +119,8 @@ def test_refused_combines(comm: Any) -> None:
         for weighted in (True, False):
             with raises(error, "expert_combine", *words):
                 ops.expert_combine(one, other, weighted=weighted)
-    with raises(RingError, "ring 91 does not exist"):
-        ops.expert_combine(y, handle._replace(ring_id=91))
+    with raises(RingError, f"ring {ABSENT_RING} does not exist"):
+        ops.expert_combine(y, handle._replace(ring_id=ABSENT_RING))
     with raises(ArgumentError, "ring.group"), comm.group():
         ops.expert_combine(y, handle)
     with raises(ArgumentError, "ring.group"), comm.group():
