@@ -1,22 +1,18 @@
 """``torch.distributed`` on rings, for code that prefers a changed import to a changed backend.
 
 ``import commlib.compat.torch_distributed as dist`` has every name of ``torch.distributed`` with the
-same signature. Groups for "nccl", "gloo" and the default backend are groups of rings, and
-``monitored_barrier`` works, which torch has for its own backends only.
+same signature. Groups for "nccl", "gloo" and the default backend are groups of rings.
 ``FLAGS_comm_torch_backend=1`` gives torch these functions for programs that change nothing.
 """
 
 import inspect
 from collections.abc import Callable
-from datetime import timedelta
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as _torch
-from torch.distributed import distributed_c10d as _c10d
 
 from commlib.compat.c10d.batches import replace
-from commlib.compat.c10d.bridges import calls_of
 from commlib.compat.c10d.group_calls import NAME
 
 if TYPE_CHECKING:
@@ -28,8 +24,10 @@ _REPLACED = ("nccl", "gloo", "undefined")
 _STOCK: dict[str, Callable[..., Any]] = {
     name: getattr(_torch, name)
     for name in (
-        *("init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration"),
-        "monitored_barrier",
+        "init_process_group",
+        "new_group",
+        "new_subgroups",
+        "new_subgroups_by_enumeration",
     )
 }
 
@@ -61,20 +59,6 @@ init_process_group = _on_rings(_torch.init_process_group, default=NAME)
 new_group = _on_rings(_torch.new_group)
 new_subgroups = _on_rings(_torch.new_subgroups)
 new_subgroups_by_enumeration = _on_rings(_torch.new_subgroups_by_enumeration)
-
-
-@wraps(_torch.monitored_barrier)  # type: ignore[no-redef]
-def monitored_barrier(
-    group: Any = None,
-    timeout: timedelta | None = None,
-    wait_all_ranks: bool = False,
-) -> None:
-    """Block the host until every rank of the group has called it; the error names late ranks."""
-    calls = calls_of(group or _c10d._get_default_group())
-    if calls is None:
-        _STOCK["monitored_barrier"](group, timeout, wait_all_ranks)
-    else:
-        calls.monitored_barrier(timeout, wait_all_ranks)
 
 
 def replace_torch() -> None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
 
 import commlib
@@ -199,6 +200,8 @@ def make_rings(tensor: int) -> None:
 
 def compare(steps: int) -> Comparison:
     """Train with Inductor alone and from graphs, step by step."""
+    if hasattr(torch._inductor.config, "deterministic"):
+        torch._inductor.config.deterministic = True  # else measurements choose kernels, and bits
     found, ring = Comparison(), commlib.comm(DATA)
     plain, replayed = Trainer("inductor"), Trainer(graph.backend)
     generator = torch.Generator().manual_seed(2 + ring.rank)

@@ -141,6 +141,11 @@ PEERS = {
         for kind in ("pass | wall time, µs", "forward | host time, µs")
         for call in ("backend=commlib.graph.backend", "mode=reduce-overhead", "torch.compile")
     },
+    "quantized": {
+        f"{batch} | {call}"
+        for batch in (1, 8, 64)
+        for call in ("int8", "fp8", "int8, converted to bfloat16 in each call", "bfloat16")
+    },
     "overlap": {
         f"{compute} | {during} | {peer}"
         for compute in OVERLAP
@@ -190,7 +195,9 @@ def test_all_that_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert len(lines) == 15
 
 
-@pytest.mark.parametrize("name", ["host", "memory", "allreduce", "capture", "compiled", "overlap"])
+@pytest.mark.parametrize(
+    "name", ["host", "memory", "allreduce", "capture", "compiled", "quantized", "overlap"]
+)
 def test_asked_for_more_gpus_than_there_are(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

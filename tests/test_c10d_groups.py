@@ -1,6 +1,8 @@
 """Groups of the backend "commlib": their rings, works, deadlines and ends, and the bridges."""
 
 import configparser
+import inspect
+import warnings
 from datetime import timedelta
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -219,6 +221,24 @@ def test_a_member_that_never_calls(ring: Any) -> None:
             store.set("over", "1")
         else:
             store.wait(["over"], timedelta(seconds=20))
+
+
+@runs_on("ranks")
+def test_monitored_barrier_of_torch(ring: Any) -> None:
+    """Torch has it for gloo by name; a group of gloo and a process outside a group keep it."""
+    with initialised(ring, ours(ring)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a process outside the group is warned
+        dist.monitored_barrier()
+        stock, alone = dist.new_group([0, 1], backend="gloo"), dist.new_group([0])
+        calls = ring.report()["calls"]
+        dist.monitored_barrier(stock, timedelta(seconds=20), wait_all_ranks=True)
+        dist.monitored_barrier(alone)
+        assert_equal(ring.report()["calls"], calls, "calls of the ring")
+        if ring.rank == 0:
+            with raises(CommTimeout, "monitored_barrier", "0.3 s", "rank 1"):
+                dist.monitored_barrier(timeout=timedelta(seconds=0.3))
+    signature = inspect.signature(dist.monitored_barrier)
+    assert_equal([*signature.parameters], ["group", "timeout", "wait_all_ranks"], "signature")
 
 
 @runs_on("ranks")

@@ -120,7 +120,16 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, Any], ...]] = {
     pp_utils.recv_partial: (X, ("src", 0), *SLICE, GROUP, CALC),
     pp_utils._send_on_calc_stream: (*needed("tensor", "group", "dst"), *SLICE),
     pp_utils._recv_on_calc_stream: (*needed("tensor", "group", "src"), *SLICE),
-    pp_utils.P2pHelper: (("use_cache", True),),
+    pp_utils.P2pHelper: (("use_cache", True), ("dynamic_shape", False)),
+    pp_utils.P2pHelper.send_forward_recv_forward: (
+        *needed("self", "output_tensor", "recv_prev"),
+        *(("batch_p2p_comm", True), ("overlap_p2p_comm", False), ("skip_check_meta", False)),
+    ),
+    pp_utils.P2pHelper.send_backward_recv_backward: (
+        *needed("self", "input_tensor_grad", "recv_next"),
+        *(("batch_p2p_comm", True), ("overlap_p2p_comm", False)),
+    ),
+    fleet.meta_optimizers.DygraphShardingOptimizer: needed("optimizer", "hcg"),
     pp_utils.P2PonCalcStream: (*needed("op", "tensor", "peer", "group"), *SLICE),
     pp_utils.batch_send_recv_on_calc_stream: needed("p2p_op_list"),
     pp_utils.initialize_p2p_groups: (
@@ -179,6 +188,13 @@ def test_reductions_have_the_legacy_numbers() -> None:
         (dist, "xyz", "docs/paddle_differences.md"),
         (fleet, "init_server", "parameter servers are out of scope"),
         (fleet, "worker_indx", "did you mean 'worker_index'?"),
+        (fleet.meta_parallel, "RowParallelLiner", "did you mean 'RowParallelLinear'?"),
+        (fleet.meta_parallel, "TensorParallel", "call fleet.distributed_model"),
+        (fleet.meta_optimizers, "DygraphShardingOptimizerV2", "use DygraphShardingOptimizer"),
+        (dist.pp_utils, "P2PHelper", "did you mean 'P2pHelper'?"),
+        (dist.stream, "alltoall_singl", "did you mean 'alltoall_single'?"),
+        (dist.mp_ops, "_c_identiti", "did you mean '_c_identity'?"),
+        (paddle, "alltoall_single", "call commlib.compat.paddle.distributed.alltoall_single"),
     ],
 )
 def test_unknown_names(module: Any, name: str, words: str) -> None:

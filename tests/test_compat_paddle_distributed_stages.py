@@ -8,6 +8,7 @@ import commlib.compat.paddle.distributed as dist
 from commlib.compat.paddle.distributed import fleet, pp_utils
 from commlib.errors import ArgumentError, ShapeError
 from tests.support.checks import assert_bits_equal, assert_equal, raises, sample
+from tests.support.operator import calls
 from tests.support.paddle_groups import own_groups
 from tests.support.ranks import NewRanks
 from tests.support.runs_on import runs_on
@@ -148,6 +149,101 @@ def test_evaluation_between_steps_of_training(ring: Any) -> None:
                 helper.send_forward(x.clone().requires_grad_(), False)
         else:
             helper.recv_forward(False)
+
+
+LENGTHS = (2, 3, 5)
+
+
+def one_step(ring: Any, helper: pp_utils.P2pHelper, seed: int) -> list[Any]:
+    """Send micro-batches of several lengths, and then their gradients; return what has come."""
+    helper._dynamic_cnt = 0  # as upstream's pipelines
+    batches = [drawn(seed, ring).flatten()[:length].requires_grad_() for length in LENGTHS]
+    if ring.rank == 0:
+        for x in batches:
+            helper.send_forward_recv_forward((x, x.detach().int()), False)
+        return [helper.send_backward_recv_backward(None, True) for _ in batches]
+    inputs: list[Any] = [helper.recv_forward(False)]
+    inputs += [helper.send_forward_recv_forward(None, True) for _ in batches[1:]]
+    for x, _ in inputs:
+        helper.send_backward_recv_backward((x.detach() * 2,), False)
+    return inputs
+
+
+@runs_on("ranks")
+def test_dynamic_shapes(ring: Any) -> None:
+    """Each call has the form of the first step; without the cache it may change."""
+    with own_groups():
+        pipe: Any = two_stages().get_pipe_parallel_group().ring
+        for use_cache, messages in ((True, 0), (False, 6)):
+            helper, launched = pp_utils.P2pHelper(use_cache, dynamic_shape=True), []
+            for seed in range(3):
+                before = calls(pipe)
+                for length, got in zip(LENGTHS, one_step(ring, helper, seed), strict=True):
+                    want = drawn(seed, ring).flatten()[:length]
+                    if ring.rank == 0:
+                        assert_equal(len(got), 1, "gradients of what requires grad")
+                        assert_bits_equal(got[0], want * 2, f"gradients of {length}")
+                        continue
+                    assert_equal([one.requires_grad for one in got], [True, False], "marks")
+                    assert_bits_equal(got[0].detach(), want, f"the input of {length}")
+                    assert_bits_equal(got[1], want.int(), "the second tensor")
+                launched.append(calls(pipe) - before)
+            assert_equal(launched[0] - launched[1], 6 - messages, "messages of later steps")
+            assert_equal(launched[1], launched[2], "launches of later steps")
+        helper = pp_utils.P2pHelper(dynamic_shape=True)
+        one_step(ring, helper, 0)
+        helper._dynamic_cnt = 0
+        if ring.rank == 0:
+            with raises(ShapeError, "(4, 4)", "(2,)", "clear_meta_cache()"):
+                helper.send_forward(drawn(0, ring).requires_grad_(), False)
+
+
+@runs_on("ranks")
+def test_calls_on_the_comm_stream(ring: Any) -> None:
+    """Tensors are whole, and the caller of an overlapping call waits for its tasks."""
+    with own_groups():
+        two_stages()
+        helper: Any = pp_utils.P2pHelper()
+        x, plain = drawn(5, ring).requires_grad_(), None
+        if ring.rank == 0:
+            plain, tasks = helper.send_forward_recv_forward(x, False, False, True)
+            tasks[0].wait()
+            grad, tasks = helper.send_backward_recv_backward(None, True, False, True)
+            tasks[0].wait()
+            assert_bits_equal(grad, x.detach() + 1, "gradients")
+            helper.send_forward(x, False, batch_p2p_comm=False)
+        else:
+            got, tasks = helper.send_forward_recv_forward(None, True, False, True)
+            assert_equal(len(tasks), 1, "tasks")
+            tasks[0].wait()
+            assert_bits_equal(got.detach(), x.detach(), "the input")
+            helper.send_backward_recv_backward(got.detach() + 1, False, batch_p2p_comm=False)
+            later: Any = helper.recv_forward(False, batch_p2p_comm=False)
+            assert_bits_equal(later.detach(), x.detach(), "the next input, without a task")
+        assert_equal(plain, None, "nothing comes from before the first stage")
+        neither = helper.send_forward_recv_forward(None, False, True, overlap_p2p_comm=True)
+        assert_equal(neither, (None, None), "no tasks on the current stream")
+
+
+@runs_on("ranks")
+def test_what_stages_can_not_send(ring: Any) -> None:
+    with own_groups():
+        pipe: Any = two_stages().get_pipe_parallel_group().ring
+        helper: Any = pp_utils.P2pHelper()
+        before, wrong = calls(pipe), {"x": drawn(5, ring)}
+        for output, words in (
+            (wrong, "sends ['dict']"),
+            ([drawn(5, ring), 3], "sends ['int']"),
+            (torch.ones(2, device=ring.device).to(torch.float8_e5m2), "torch.float8_e5m2"),
+        ):
+            with raises(ArgumentError, words, "expected a tensor or a tuple of tensors"):
+                helper.send_forward(output, False)
+        assert_equal(calls(pipe), before, "calls launched by refused ones")
+        if ring.rank == 0:
+            helper.send_forward([drawn(5, ring), drawn(6, ring)], False)
+        else:
+            got: Any = helper.recv_forward(False)
+            assert_equal((type(got), len(got)), (tuple, 2), "a list arrives as a tuple")
 
 
 @runs_on("ranks")

@@ -15,10 +15,7 @@ from tests.support.checks import assert_equal, raises
 from tests.support.runs_on import runs_on
 from tests.support.torch_groups import end_earlier_group, store_of
 
-CHANGED = [
-    *("init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration"),
-    "monitored_barrier",
-]
+CHANGED = ["init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration"]
 
 
 def test_names() -> None:

@@ -1,5 +1,6 @@
 """global_scatter and global_gather with capacity=: counts on the device, fixed shapes."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,11 @@ from tests.support.checks import (
     settle,
 )
 from tests.support.examples import examples
-from tests.support.operator import compile_whole
+from tests.support.operator import calls, compile_whole
 from tests.support.ranks import NewRanks, Ranks
 from tests.support.runs_on import runs_on
+from tests.test_custom_allreduce import another
+from tests.test_expert_graphs import check_replays
 from tests.test_global_scatter_gather import Counts, drawn, inputs, own_counts, scattered
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -125,6 +128,7 @@ def test_captured(comm: Any) -> None:
         x = sample(comm.rank, (14, 8), torch.float32, seed).to(comm.device)
         for one, other in zip(captured(x, *mine.values()), step(x, *mine.values()), strict=True):
             assert_bits_equal(one, other, f"replay {seed}")
+    check_replays(captured, 7)
 
 
 def reported(comm: Any) -> None:
@@ -160,12 +164,6 @@ def test_mismatches(comm: Any) -> None:
     with raises(ShapeError, "local_count of rank 0 adds up to 6 rows", "at most 5"):
         ops.global_scatter(few, **mine, capacity=20)
         reported(comm)
-    with raises(ShapeError, "global_scatter", "capacity is [20, 21], by rank", "the same number"):
-        ops.global_scatter(x, **mine, capacity=20 + comm.rank)
-        reported(comm)
-    with raises(ShapeError, "global_gather", "x has [20, 21] rows on the ranks"):
-        ops.global_gather(padded(x, 20 + comm.rank), **mine, capacity=6)
-        reported(comm)
     with raises(CapacityError, "the experts of rank 0 get 6 rows", "capacity=5"):
         ops.global_scatter(x, **mine, capacity=5)
         reported(comm)
@@ -174,6 +172,29 @@ def test_mismatches(comm: Any) -> None:
         reported(comm)
     reported(comm)
     both_ways(comm, KNOWN, torch.float32)
+
+
+@runs_on("ranks")
+def test_other_numbers(comm: Any) -> None:
+    """Every rank gets the error from the call itself, before anything is launched."""
+    mine = own_counts(comm, KNOWN, comm.device)
+    x = inputs(KNOWN, 8, torch.float32)[comm.rank].to(comm.device)
+    with another(comm, 101) as ring:
+        before = calls(ring)
+        for capacity in (20, 30):  # and again: a failed comparison is not remembered
+            with raises(ShapeError, "global_scatter on ring 101", "capacity is [20, 21], by rank",
+                        "the same number on every rank"):  # fmt: skip
+                ops.global_scatter(x, **mine, ring_id=101, capacity=20 + comm.rank)
+            with raises(ShapeError, "global_gather", "x has [30, 31] rows on the ranks"):
+                ops.global_gather(padded(x, 30 + comm.rank), **mine, ring_id=101, capacity=capacity)
+        few = {role: counts[: 2 + 2 * comm.rank] for role, counts in mine.items()}
+        with raises(ShapeError, "global_scatter", "local_count has [2, 4] entries"):
+            ops.global_scatter(x, **few, ring_id=101, capacity=20)
+        compiled = compile_whole(partial(ops.global_scatter, ring_id=101, capacity=8 + comm.rank))
+        with raises(ShapeError, "capacity is [8, 9], by rank"):
+            compiled(x, **mine)
+        assert_equal(calls(ring), before, "calls launched by refused ones")
+        both_ways(comm, KNOWN, torch.float32, ring_id=101)
 
 
 def test_only_rows_that_exist_are_sent() -> None:

@@ -159,6 +159,7 @@ def test_allocators(allocator: str) -> None:
     """User memory is never shared, so no setting of torch's allocator matters."""
     code, out, err = run(
         *on_gpus("tests/programs/allocators.py"),
+        fresh=True,  # torch reads the setting while it is loaded
         PYTORCH_CUDA_ALLOC_CONF=allocator,
         FLAGS_dynamic_static_unified_comm="1",
     )

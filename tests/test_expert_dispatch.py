@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import commlib
 from commlib import ops
-from commlib.errors import CapacityError, ShapeError
+from commlib.errors import CapacityError
 from tests.support.checks import (
     Array,
     assert_bits_equal,
@@ -229,8 +229,8 @@ def test_overflow_on_a_gpu(comm: Any) -> None:
 
 
 @runs_on("cpu_ranks")
-def test_ranks_that_do_not_fit(comm: Any) -> None:
-    """Ranks may overflow differently; an unequal top_k is an error on every rank."""
+def test_ranks_with_other_options(comm: Any) -> None:
+    """Ranks may overflow differently."""
     x, ids = torch.ones(3, 4), torch.zeros((3, 2), dtype=torch.int64)
     if comm.rank == 0:
         with raises(CapacityError, "expert 0 of rank 0 got 12 rows"):
@@ -238,8 +238,6 @@ def test_ranks_that_do_not_fit(comm: Any) -> None:
     else:
         sent = ops.expert_dispatch(x, ids, 2, 2, on_overflow="drop")
         assert_equal(sent.handle.demand.tolist(), [12, 0], "demand")
-    with raises(ShapeError, "expert_ids has [1, 2] choices per token, by rank", "fill rows up"):
-        ops.expert_dispatch(x, ids[:, : comm.rank + 1], 2, 20)
     comm.barrier()
 
 

@@ -5,11 +5,22 @@ from typing import Any
 import torch
 
 import commlib
-from commlib import ops
-from commlib.errors import ArgumentError, DeviceError, DtypeError, RingError, ShapeError
-from tests.support.checks import assert_equal, raises, sample
-from tests.support.operator import ABSENT_RING, calls
+from commlib import flags, ops
+from commlib.errors import (
+    ArgumentError,
+    CommTimeout,
+    DeviceError,
+    DtypeError,
+    MismatchError,
+    RingError,
+    ShapeError,
+)
+from commlib.p2p.expert_tables import ExpertSpec
+from tests.support.checks import assert_equal, raises, sample, settle
+from tests.support.operator import ABSENT_RING, calls, compile_whole
+from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
+from tests.test_custom_allreduce import another
 
 TOKENS, TOP_K, WIDTH = 4, 2, 16
 
@@ -115,3 +126,118 @@ def test_refused_combines(comm: Any) -> None:
     with raises(ArgumentError, "ring.group"), comm.group():
         ops.expert_dispatch(**tensors(comm))
     assert_equal(calls(comm), before, "calls launched by refused ones")
+
+
+OTHER: list[tuple[type[Exception], dict[str, list[Any]], tuple[str, ...]]] = [
+    (ArgumentError, {"num_experts": [3, 4]}, ("num_experts is [3, 4], by rank", "all ranks")),
+    (ShapeError, {"capacity": [20, 21]}, ("capacity is [20, 21], by rank", "the same number")),
+    (ShapeError, {"top_k": [1, 2]}, ("expert_ids has [1, 2] choices per token", "fill rows up")),
+    (
+        DtypeError,
+        {"dtype": [torch.float32, torch.float64]},
+        ("x is [torch.float32, torch.float64], by rank", "cast x"),
+    ),
+    (ShapeError, {"width": [128, 256]}, ("x has width [128, 256], by rank", "pad the rows")),
+    (ArgumentError, {"quantize": [None, "fp8"]}, ("quantize is [None, 'fp8'], by rank",)),
+]
+
+
+def dispatched(comm: Any, ring_id: int, **how: Any) -> Any:
+    """Dispatch with numbers of this test; ``how`` has other ones."""
+    how = {"num_experts": 3, "capacity": 20, "top_k": 2, "width": 128, **how}
+    ids = torch.zeros((TOKENS, how.pop("top_k")), dtype=torch.int64, device=comm.device)
+    dtype, width = how.pop("dtype", torch.float32), how.pop("width")
+    x = torch.ones((TOKENS, width), dtype=dtype, device=comm.device)
+    return ops.expert_dispatch(x, ids, ring_id=ring_id, **how)
+
+
+@runs_on("ranks")
+def test_ranks_with_other_numbers(comm: Any) -> None:
+    """Each rank gets the error from its first such call, and nothing is launched."""
+    with another(comm, 102) as ring:
+        before = calls(ring)
+        for error, how, words in OTHER:
+            mine = {name: values[comm.rank] for name, values in how.items()}
+            for _ in range(2):
+                with raises(error, "expert_dispatch on ring 102", *words):
+                    dispatched(comm, 102, **mine)
+        compiled = compile_whole(lambda: dispatched(comm, 102, capacity=20 + comm.rank).rows)
+        with raises(ShapeError, "capacity is [20, 21], by rank"):
+            compiled()
+        assert_equal(calls(ring), before, "calls launched by refused ones")
+        sent = dispatched(comm, 102)
+        y = sent.rows[..., : 64 * (comm.rank + 1)]
+        with raises(ShapeError, "expert_combine on ring 102", "y has width [64, 128], by rank"):
+            ops.expert_combine(y, sent.handle)
+        compared = dispatched(comm, 102), ops.expert_combine(sent.rows, sent.handle)
+        assert_equal(tuple(compared[1].shape), (TOKENS, 128), "sums")
+
+
+@runs_on("ranks")
+def test_numbers_that_only_one_rank_changes(comm: Any) -> None:
+    """A rank that compares alone raises at the ring's deadline, and names the others."""
+    dispatched(comm, 0)  # compiles the kernels
+    with another(comm, 103, timeout=5) as ring:
+        dispatched(comm, 103)
+        ring.barrier()
+        words = "waiting for positions [0]", "capacity is 21", "pass the same numbers"
+        if comm.rank == 1:
+            with raises(CommTimeout, "expert_dispatch on ring 103", "after 5 s", *words):
+                dispatched(comm, 103, capacity=21)
+        settle(comm)
+        comm.barrier()
+
+
+@runs_on("ranks")
+def test_compared_calls(comm: Any) -> None:
+    """With FLAGS_comm_check=2 no rank waits where one rank alone changes its numbers."""
+    with flags.override(flags.CHECK, 2), another(comm, 104) as ring:
+        dispatched(comm, 104)
+        before = calls(ring)
+        words = ["detected mismatch", "rank 1: expert_dispatch with new numbers at"]
+        if comm.rank == 1:
+            words += ["the first expert_dispatch", "capacity is 21"]
+        with raises(MismatchError, *words):
+            dispatched(comm, 104, capacity=20 + comm.rank)
+        assert_equal(calls(ring), before, "calls launched by refused ones")
+        dispatched(comm, 104)
+
+
+@runs_on("ranks")
+def test_compared_calls_of_kernels(comm: Any) -> None:
+    """Equal numbers of rows are not enough: a launch with other numbers is refused."""
+    x = torch.zeros(120, 8, device=comm.device)
+    good = ExpertSpec(3, 20, 2, x.dtype, 8)
+    launched = []
+
+    def launch(*given: Any) -> None:
+        launched.append(given)
+
+    with flags.override(flags.CHECK, 2), another(comm, 105) as ring:
+
+        def call(spec: ExpertSpec) -> None:
+            ring._expert_call("expert_combine", launch, x, x, (spec,), True)
+
+        for name, value in {"num_experts": 4, "capacity": 10, "top_k": 3, "quantize": True}.items():
+            shown = f"{name}=fp8" if name == "quantize" else f"{name}={value}"
+            words = "rank 0: expert_combine(num_experts=3, capacity=20, top_k=2)", "rank 1: expert"
+            with raises(MismatchError, *words, shown):
+                call(good._replace(**{name: value}) if comm.rank == 1 else good)
+        assert_equal(launched, [], "launched")
+        call(good)
+        assert_equal(len(launched), 1, "launched once the numbers are equal")
+
+
+def _masked(comm: Any) -> None:
+    if comm.rank == 1:  # it makes no call, so no rank may wait for it
+        return
+    active = torch.tensor([True, False, True])
+    words = "capacity is [20, 'left out', 22], by rank", "the same number"
+    for _ in range(2):
+        with raises(ShapeError, "expert_dispatch", *words):
+            dispatched(comm, 0, capacity=20 + comm.rank, active=active)
+    dispatched(comm, 0, active=active)
+
+
+def test_masked_ranks_with_other_numbers(three_ranks: Ranks) -> None:
+    three_ranks(_masked)

@@ -1,7 +1,7 @@
 """The protocol of the expert kernels in a model: right in any order, no rule too many."""
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from random import Random
 from typing import Any
@@ -27,8 +27,11 @@ SEEDS = range(60)
 LIMIT = 1e12  # far more than any rank is late
 
 
-def some_calls(size: int, seed: int, count: int = 8) -> list[Call]:
-    """Draw calls: few tokens and many, even and uneven, with slots of a few sizes."""
+def some_calls(size: int, seed: int, count: int = 8, *, masks: bool = True) -> list[Call]:
+    """Draw calls: few tokens and many, even and uneven, with slots of a few sizes.
+
+    ``masks``: at times they leave out ranks, which make the calls all the same.
+    """
     random, calls = Random(seed), []
     for number in range(1, count + 1):
         wide, many = random.choice((0.1, 0.5, 1)), random.choice((1, 5, 14))
@@ -46,7 +49,14 @@ def some_calls(size: int, seed: int, count: int = 8) -> list[Call]:
             ranks = [[[(r + 1) % size]] * ROOM + [[r]] * ROOM for r in range(size)]
         grids = [(random.randint(1, 3), random.randint(1, 2)) for _ in range(size)]
         cells = random.choice((1, 2, 2, 3, 5))
-        calls.append(Call(random.choice((DISPATCH, BACK)), number, cells, ranks, grids))
+        live: Sequence[int] = range(size)
+        if masks and random.random() < 0.3:
+            live = sorted(random.sample(live, random.randint(1, size)))
+            ranks = [
+                [[to for to in token if to in live] for token in tokens] if rank in live else []
+                for rank, tokens in enumerate(ranks)
+            ]
+        calls.append(Call(random.choice((DISPATCH, BACK)), number, cells, ranks, grids, live))
     return calls
 
 
@@ -92,6 +102,10 @@ def _no_wait_for_a_free_slot(patch: pytest.MonkeyPatch) -> None:
 
 def _counts_in_one_half(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Block, "half", lambda self, source: ("count", 0, source))
+
+
+def _counts_are_sent_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Block, "has_read", lambda *_: READY)
 
 
 def _freed_before_it_is_copied(patch: pytest.MonkeyPatch) -> None:
@@ -169,6 +183,7 @@ def _tags_repeat_in_every_call(patch: pytest.MonkeyPatch) -> None:
         _flag_before_data,
         _no_wait_for_a_free_slot,
         _counts_in_one_half,
+        _counts_are_sent_at_once,
         _freed_before_it_is_copied,
         _used_stays_in_a_combine,
         _slots_of_another_size_are_not_awaited,
@@ -196,7 +211,7 @@ def test_no_rule_is_superfluous(
 
 def blamed(size: int, seed: int, *, begins: bool) -> set[int | None]:
     """Return whom the others give up when the last rank stops before the third call, or in it."""
-    calls, machine = some_calls(size, seed), Machine(size, seed, LIMIT)
+    calls, machine = some_calls(size, seed, masks=False), Machine(size, seed, LIMIT)
     machine.ranks[-1].stops_in = 3 if begins else 0
     machine.run([*[calls] * (size - 1), calls[: 3 if begins else 2]])
     return {rank.fault for rank in machine.ranks[:-1]}

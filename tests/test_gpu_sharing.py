@@ -391,6 +391,7 @@ def circle_of_pairs(comm: Any, ring_id: int, nbytes: int) -> None:
         assert_bits_equal(got, torch.full_like(x, before))
 
 
+@pytest.mark.two_gpus
 def test_pairs_in_a_larger_ring(new_gpu_ranks: NewRanks) -> None:
     with new_gpu_ranks(4) as ranks:
         ranks(lone_pairs, deadline=120)

@@ -183,6 +183,7 @@ def test_expandable_segments() -> None:
     """Graphs with NCCL's registration, under expandable segments (D7)."""
     code, out, err = run(
         *on_gpus("-m", "tests.test_graph_hazards_ranks"),
+        fresh=True,  # torch reads the setting while it is loaded
         PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",
         FLAGS_dynamic_static_unified_comm="1",
     )

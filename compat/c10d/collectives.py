@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
+from commlib.compat.c10d.gloo_order import all_reduce_flat, is_flat, reduce_scatter_each
 from commlib.compat.c10d.launching import Step
 from commlib.compat.c10d.options import check_rows, listed, options, parts, single
 from commlib.compat.c10d.reductions import BY_HASH, arguments_of
@@ -39,6 +40,10 @@ class Collectives:
     def _issue(self, ring: CommContext, step: Step, opts: Any) -> Any:
         raise NotImplementedError
 
+    def _is_coalescing(self) -> bool:
+        """Return True if this thread's calls are kept for the end of coalescing."""
+        raise NotImplementedError
+
     # -- reductions --------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Given, opts: Any = None, timeout: timedelta | None = None) -> Any:
@@ -57,7 +62,21 @@ class Collectives:
         calls = [partial(ring.all_reduce, x, x, **how) for x in reduced]
         return self._issue(ring, Step(calls, reduced), opts)
 
-    allreduce_coalesced = allreduce
+    def allreduce_coalesced(
+        self, tensors: Given, opts: Any = None, timeout: timedelta | None = None
+    ) -> Any:
+        """Reduce several tensors as one operation, in place.
+
+        On a CPU tensors of one dtype are reduced as one flat tensor. gloo does so too, and an
+        element's position decides about the order of its sum.
+        """
+        opts = options(c10d.AllreduceCoalescedOptions, opts, timeout, reduceOp=opts)
+        reduced, how = listed(tensors), arguments_of(opts.reduceOp)
+        ring = self._ring_for(reduced)
+        if ring.stream is not None or self._is_coalescing() or not is_flat(ring, reduced):
+            return self.allreduce(reduced, opts)
+        call = partial(all_reduce_flat, ring, reduced, **how)
+        return self._issue(ring, Step([call], reduced, lists=True), opts)
 
     def reduce(
         self, tensors: Given, root: Any = None, op: Any = None, timeout: timedelta | None = None
@@ -73,12 +92,17 @@ class Collectives:
     def reduce_scatter(
         self, out: Given, inputs: Sequence[Any], op: Any = None, timeout: timedelta | None = None
     ) -> Any:
-        """Fill ``out`` of rank r with the reduction of tensor r of all ranks."""
+        """Fill ``out`` of rank r with the reduction of tensor r of all ranks.
+
+        On a CPU each part is reduced by itself from three ranks on, for the bits of gloo.
+        """
         opts = options(c10d.ReduceScatterOptions, op, timeout, reduceOp=op)
         target = single(out)
         ring = self._ring_for([target])
         how = arguments_of(opts.reduceOp)
         call = partial(ring.reduce_scatter, target, parts(inputs), **how)
+        if ring.stream is None and ring.size > 2:
+            call = partial(reduce_scatter_each, ring, target, parts(inputs), **how)
         return self._issue(ring, Step([call], [target], lists=True), opts)
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:

@@ -99,6 +99,9 @@ class GroupCalls(Collectives):
             return float(opts.timeout.total_seconds())
         return None if ring.stream is not None else self._limited
 
+    def _is_coalescing(self) -> bool:
+        return get_ident() in self._batches
+
     def send(self, tensors: Given, peer: int, tag: int = 0) -> Any:
         """Send a tensor to position ``peer``; NCCL ignores the tag."""
         x = single(tensors)
@@ -114,7 +117,7 @@ class GroupCalls(Collectives):
         return self._pair(ring, Step([partial(ring.recv, out, peer=peer, **tags)], [out]), peer)
 
     def _pair(self, ring: CommContext, step: Step, source: int) -> Any:
-        if ring.stream is not None and get_ident() not in self._batches:
+        if ring.stream is not None and not self._is_coalescing():
             return pairs.queue(ring, step, source)
         work = self._issue(ring, step, _DEFAULTS)
         if isinstance(work, GroupWork):

@@ -16,8 +16,10 @@ from commlib.core.observers import unwatched
 from commlib.core.validation import check_tensor
 from commlib.errors import ArgumentError, CapacityError, CommError, DtypeError, ShapeError
 from commlib.ops.expert_parallel import expert_moves
+from commlib.ops.expert_parallel.expert_agreement import CAPACITY, Number, check_once
 from commlib.ops.expert_parallel.expert_checks import FLOATS
 from commlib.ops.expert_parallel.expert_ids import check_number
+from commlib.ops.expert_parallel.expert_moves import Move
 from commlib.ops.expert_parallel.plain_exchange import PlainExchange
 from commlib.ops.expert_parallel.row_counts import COLLECTIVES, check_counts, counts_error
 from commlib.ops.registered.library import register, traced
@@ -25,6 +27,7 @@ from commlib.ops.registered.traced_ring import size_of, sized
 from commlib.rendezvous.identity import RingIdentity
 
 Tensor = torch.Tensor
+_SAME = "expected the same number on every rank, one count for each expert of the ring"
 
 
 def counted(
@@ -45,17 +48,19 @@ def counted(
         _check(comm(ring_id), x, counts, back)
     registered = traces or expert_moves.is_on_host(ring_id)
     size, count = size_of(ring_id), x.shape[0]
-    numbers = (capacity, count) if back else (count, capacity)
+    own_rows, most = (capacity, count) if back else (count, capacity)
     call: Any = _tables if registered else _run
-    found = call(local_count, global_count, ring_id, size, *numbers, use_calc_stream, back)
-    rest = *found, None, ring_id, size, size, numbers[1], use_calc_stream, False
+    found = call(local_count, global_count, ring_id, size, own_rows, most, use_calc_stream, back)
+    tables = found[0], found[1], found[2], found[3]
+    experts = size  # every rank is one
+    move = Move(*tables, None, ring_id, size, experts, most, use_calc_stream, weighted=False)
     registered = registered or (torch.is_grad_enabled() and x.requires_grad)
     if back:
         call = expert_moves.sums if registered else expert_moves.combined
-        own: Tensor = call(x.unsqueeze(0), *rest)
+        own: Tensor = call(x.unsqueeze(0), *move)
         return own
     call = expert_moves.rows if registered else expert_moves.scattered
-    received: Tensor = call(x, *rest)
+    received: Tensor = call(x, *move)
     return received.squeeze(0)
 
 
@@ -99,25 +104,35 @@ def _run(
         local_count, global_count: As in ``global_scatter``.
         ring_id, size: The ring.
         own_rows: The most rows of this rank, on their way to the experts.
-        capacity: The most rows of this rank's experts, the same on every rank. A GPU reports
-            another one, and no rank gets more rows than its own.
+        capacity: The most rows of this rank's experts, the same on every rank.
         use_calc_stream: See ``CommContext``.
         back: For ``global_gather``.
     """
     ring = sized(COLLECTIVES[back], ring_id, size)
     needs_result(ring, COLLECTIVES[back])
+    _check_numbers(ring, len(local_count), capacity, back)
     exchange = PlainExchange(ring, None, use_calc_stream)
-    limits = [local_count.new_full((1,), limit) for limit in (own_rows, capacity)]
-    every = exchange.all_gather(torch.cat([*limits, local_count, global_count]))
-    limit, sent, expected = every.split([2, len(local_count), len(global_count)], 1)
-    table = sendable(sent, limit[:, :1]).view(size, size, -1)
+    limit = local_count.new_full((1,), own_rows)
+    every = exchange.all_gather(torch.cat([limit, local_count, global_count]))
+    limits, sent, expected = every.split([1, len(local_count), len(global_count)], 1)
+    table = sendable(sent, limits).view(size, size, -1)
     with unwatched():
-        found = _found(limit, sent, expected, table)
+        found = _found(limits, sent, expected, table, capacity)
         describe = partial(_describe, COLLECTIVES[back])
         ring._device_reports.note(COLLECTIVES[back], found, describe)
-    return _send_tables(table, ring.rank, own_rows, limit[:, 1]) + _take_tables(
+    return _send_tables(table, ring.rank, own_rows, capacity) + _take_tables(
         table, ring.rank, capacity
     )
+
+
+def _check_numbers(ring: CommContext, count: int, capacity: int, back: bool) -> None:
+    """Raise on every rank unless all ranks have as many counts and the same capacity."""
+    given = "x has {} rows on the ranks" if back else "capacity is {}"
+    numbers = (
+        Number(count, "local_count has {} entries", _SAME, ShapeError),
+        Number(capacity, given, CAPACITY, ShapeError),
+    )
+    check_once(ring, COLLECTIVES[back], (count, capacity), lambda: numbers)
 
 
 def sendable(sent: Tensor, rows: Tensor) -> Tensor:
@@ -130,22 +145,15 @@ def sendable(sent: Tensor, rows: Tensor) -> Tensor:
 
 
 def _fake(
-    local_count: Tensor,
-    global_count: Tensor,
-    ring_id: int,
-    size: int,
-    own_rows: int,
-    capacity: int,
-    use_calc_stream: bool,
-    back: bool,
+    local_count: Tensor, _: Tensor, ring_id: int, size: int, rows: int, capacity: int, *more: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    sized(COLLECTIVES[back], ring_id, size)
-    ids = local_count.new_empty((own_rows, 1), dtype=torch.int32)
+    sized(COLLECTIVES[more[1]], ring_id, size)
+    ids = local_count.new_empty((rows, 1), dtype=torch.int32)
     lines = ids.new_empty((capacity, 4))
     return ids, torch.empty_like(ids), lines, ids.new_empty(capacity, dtype=torch.float32)
 
 
-def _send_tables(table: Tensor, rank: int, rows: int, capacities: Tensor) -> tuple[Tensor, Tensor]:
+def _send_tables(table: Tensor, rank: int, rows: int, capacity: int) -> tuple[Tensor, Tensor]:
     """Return, for each row of this rank, its receiver and its place there, -1 for none."""
     size, _, experts = table.shape
     counts = table[rank].reshape(-1)  # by receiver, then expert
@@ -155,7 +163,7 @@ def _send_tables(table: Tensor, rank: int, rows: int, capacities: Tensor) -> tup
     by_expert = table.permute(1, 2, 0).reshape(size, -1)  # of each receiver: expert, then sender
     starts = (by_expert.cumsum(1) - by_expert).view(size, experts, size)
     place = starts[owner, expert, rank] + row - (ends - counts)[block]
-    used = (row < ends[-1]) & (place < capacities[owner])
+    used = (row < ends[-1]) & (place < capacity)
     owner, place = (torch.where(used, number, -1).int()[:, None] for number in (owner, place))
     return owner, place
 
@@ -176,30 +184,25 @@ def _take_tables(table: Tensor, rank: int, capacity: int) -> tuple[Tensor, Tenso
     return torch.where(used[:, None], lines, -1).int(), used.float()
 
 
-def _found(limit: Tensor, sent: Tensor, expected: Tensor, table: Tensor) -> Tensor:
+def _found(limits: Tensor, sent: Tensor, expected: Tensor, table: Tensor, capacity: int) -> Tensor:
     """Return the report of counts that do not match, or do not fit.
 
     ``table``: the rows that are sent, where ``sent`` are those that were asked for.
     """
-    size, capacities = len(sent), limit[:, 1]
+    size = len(sent)
     wrong = (table != expected.view(size, size, -1).transpose(0, 1)).any()
-    wrong = wrong | (table != sent.view_as(table)).any() | (capacities != capacities[0]).any()
-    wrong = wrong | (table.sum((0, 2)) > capacities).any()
-    numbers = limit[:, 1], limit[:, 0], sent, expected
-    return torch.cat([wrong.long().view(1), *(number.reshape(-1) for number in numbers)])
+    wrong = wrong | (table != sent.view_as(table)).any()
+    wrong = wrong | (table.sum((0, 2)) > capacity).any()
+    numbers = wrong.long(), sent.new_full((1,), capacity), limits, sent, expected
+    return torch.cat([number.reshape(-1) for number in numbers])
 
 
 def _describe(name: str, identity: RingIdentity, numbers: list[int]) -> CommError:
     """Return the error of a report."""
     prefix, size = identity.describe(name), identity.size
-    capacities, limits = numbers[:size], numbers[size : 2 * size]
-    values = torch.tensor(numbers[2 * size :]).view(2, size, size, -1)
+    capacity, limits = numbers[0], numbers[1 : size + 1]
+    values = torch.tensor(numbers[size + 1 :]).view(2, size, size, -1)
     sent, expected = values[0], values[1].transpose(0, 1)
-    if len(set(capacities)) > 1:
-        role = "x has {} rows on the ranks" if name == COLLECTIVES[True] else "capacity is {}"
-        return ShapeError(
-            f"{prefix}: {role.format(capacities)}, by rank; expected the same number on every rank"
-        )
     if (sent < 0).any():
         return ArgumentError(f"{prefix}: local_count has a number below 0; expected counts >= 0")
     error = counts_error(prefix, identity.ring_id, sent.numpy(), expected.numpy())
@@ -215,7 +218,7 @@ def _describe(name: str, identity: RingIdentity, numbers: list[int]) -> CommErro
     rank = max(range(size), key=lambda one: taken[one])
     return CapacityError(
         f"{prefix}: the experts of rank {rank} get {taken[rank]} rows; expected at most "
-        f"capacity={capacities[rank]}; the rest was dropped; pass a larger capacity="
+        f"capacity={capacity}; the rest was dropped; pass a larger capacity="
     )
 
 

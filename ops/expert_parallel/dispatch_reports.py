@@ -1,9 +1,9 @@
-"""What a dispatch reports in the plain form: experts without room, and ranks that do not fit."""
+"""What a dispatch reports in the plain form: experts without room."""
 
 import torch
 
 from commlib.core.device_reports import capacity_error
-from commlib.errors import CapacityError, ShapeError
+from commlib.errors import CapacityError
 from commlib.p2p.expert_tables import Overflow, local_experts
 from commlib.rendezvous.identity import RingIdentity
 
@@ -29,24 +29,3 @@ def describe_overflow(identity: RingIdentity, numbers: list[int]) -> CapacityErr
     """Return the error of a report."""
     expert, owner, capacity, *by_rank = numbers
     return capacity_error(identity, Overflow(expert, owner, capacity, tuple(by_rank)))
-
-
-def unequal_choices(widths: torch.Tensor) -> torch.Tensor:
-    """Return the report of ranks that differ in their choices per token.
-
-    Args:
-        widths: int64 [size, 1], the ``top_k`` of every rank; 0 for a rank that is left out.
-
-    Returns:
-        int64: 1 or 0, the ``top_k`` of every rank.
-    """
-    wrong = ((widths != widths.amax()) & (widths > 0)).any().long()
-    return torch.cat([wrong.view(1), widths.view(-1)])
-
-
-def describe_choices(identity: RingIdentity, widths: list[int]) -> ShapeError:
-    """Return the error of a report of ``unequal_choices``."""
-    return ShapeError(
-        f"{identity.describe('expert_dispatch')}: expert_ids has {widths} choices per token, by "
-        f"rank; expected the same top_k on every rank; fill rows up with -1"
-    )

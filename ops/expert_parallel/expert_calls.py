@@ -7,6 +7,7 @@ import torch
 from commlib.core.context import CommContext
 from commlib.core.tensors import dense_copy, is_dense
 from commlib.ops.expert_parallel import plain_experts
+from commlib.ops.expert_parallel.expert_agreement import check_spec
 from commlib.p2p.expert_tables import (
     FLOAT8,
     GROUP,
@@ -28,6 +29,7 @@ def dispatch(
     with ring._device_reports.raised_after():
         if kernels is None:
             return plain_experts.dispatch(ring, x, choices, spec, use_calc_stream)
+        _check_all(ring, "expert_dispatch", spec, choices.active)
         choices = Choices(*map(_dense, choices))
         rows, scales, tables, counts = outputs(x, choices.ids, spec, ring.size)
         args = (scales if spec.quantize else None, choices, tables, counts, spec)
@@ -69,6 +71,7 @@ def scatter(
     with ring._device_reports.raised_after():
         if kernels is None:
             return plain_experts.scatter(ring, x, tables, active, spec, use_calc_stream)
+        _check_all(ring, "expert_scatter", spec, active)
         rows = x.new_empty((local_experts(spec.num_experts, ring.size), spec.capacity, spec.width))
         args = ExpertTables(*map(_dense, tables)), _dense(active), spec
         ring._expert_call("expert_scatter", kernels.scatter, rows, x, args, use_calc_stream)
@@ -88,10 +91,20 @@ def combine(
     with ring._device_reports.raised_after():
         if kernels is None:
             return plain_experts.combine(ring, y, tables, active, spec, use_calc_stream)
+        _check_all(ring, "expert_combine", spec, active)
         out = y.new_empty((len(tables.positions), spec.width))
         args = ExpertTables(*map(_dense, tables)), _dense(active), spec
         ring._expert_call("expert_combine", kernels.combine, out, y, args, use_calc_stream)
     return out
+
+
+def _check_all(ring: CommContext, collective: str, spec: ExpertSpec, active: Tensor | None) -> None:
+    """Compare the numbers of a call of kernels, unless a mask may leave out ranks.
+
+    Such ranks need not make the call, and only the device knows the mask.
+    """
+    if active is None:
+        check_spec(ring, collective, spec)
 
 
 def _dense(x: Tensor | None) -> Any:

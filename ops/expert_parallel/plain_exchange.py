@@ -27,10 +27,15 @@ class PlainExchange:
         mask = None if active is None else active != 0
         self.present = None if mask is None else mask & mask[ring.rank]
 
+    @property
+    def may_miss_ranks(self) -> bool:
+        """Return True if ranks that are left out need not make the call."""
+        return self.present is not None and self._ring.device.type == "cpu"
+
     def all_to_all(self, x: Tensor) -> Tensor:
         """Send ``x[r]`` to rank r and return what every rank sends: [size, ...]."""
         ring = self._ring
-        if self.present is None or ring.device.type != "cpu":
+        if self.present is None or not self.may_miss_ranks:
             return ring.all_to_all(torch.empty_like(x), x, use_calc_stream=self._calc)
         mask = self.present.tolist()
         members = [rank for rank in range(ring.size) if mask[rank]] or [ring.rank]

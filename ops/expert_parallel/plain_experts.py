@@ -7,12 +7,8 @@ import torch
 
 from commlib.core.context import CommContext
 from commlib.core.observers import unwatched
-from commlib.ops.expert_parallel.dispatch_reports import (
-    describe_choices,
-    describe_overflow,
-    overflow_of,
-    unequal_choices,
-)
+from commlib.ops.expert_parallel.dispatch_reports import describe_overflow, overflow_of
+from commlib.ops.expert_parallel.expert_agreement import check_spec
 from commlib.ops.expert_parallel.plain_exchange import (
     PlainExchange,
     packed,
@@ -40,15 +36,18 @@ def dispatch(
 ) -> Result:
     """Return rows, scales (of width 0 unless rows are quantized), tables and counts."""
     exchange = PlainExchange(ring, choices.active, use_calc_stream)
+    check_spec(ring, _NAME, spec, exchange)
     chosen = ChosenExperts(choices.ids, spec.num_experts, ring.size, exchange.present)
-    top_k = chosen.counts.new_full((1,), spec.top_k)
-    every, widths = exchange.all_gather(torch.cat([chosen.counts, top_k])).tensor_split([-1], 1)
+    every = exchange.all_gather(chosen.counts)
     before = every.cumsum(0)[ring.rank] - every[ring.rank]
     positions = chosen.positions(before, spec.capacity)
     own, count = _own_counts(ring, every), _rows(ring, spec)
     columns = _columns(x, choices.weights, positions, chosen.owners, spec)
     received = exchange.to_owners(packed(columns), positions, chosen.owners, count)
-    _report(ring, every, widths, spec)
+    if spec.reports:  # after the last exchange: so every rank has made the same ones
+        with unwatched():
+            found = overflow_of(every, spec.capacity)
+            ring._device_reports.note(_NAME, found, describe_overflow)
     sources = row_sources(own, spec.capacity)
     meta, scales, rows = unpacked(picked(received, sources), columns)
     lines = torch.where((sources >= 0)[:, None], meta[:, :3], -1)
@@ -59,14 +58,6 @@ def dispatch(
     shape = count // spec.capacity, spec.capacity
     rows, scales = (part.view(*shape, part.shape[1]) for part in (rows, scales))
     return rows, scales, tables, counts
-
-
-def _report(ring: CommContext, every: Tensor, widths: Tensor, spec: ExpertSpec) -> None:
-    """Report what is wrong, after the last exchange: so every rank has made the same ones."""
-    with unwatched():
-        ring._device_reports.note(_NAME, unequal_choices(widths), describe_choices)
-        if spec.reports:
-            ring._device_reports.note(_NAME, overflow_of(every, spec.capacity), describe_overflow)
 
 
 def _columns(
@@ -111,6 +102,7 @@ def scatter(
 ) -> Tensor:
     """Return the rows of ``x`` at the positions of an earlier dispatch, weighted if asked for."""
     exchange = PlainExchange(ring, active, use_calc_stream)
+    check_spec(ring, "expert_scatter", spec, exchange)
     columns = [x.repeat_interleave(spec.top_k, 0)]
     owners, count = _owners(ring, tables, spec), _rows(ring, spec)
     received = exchange.to_owners(packed(columns), tables.positions, owners, count)
@@ -131,6 +123,7 @@ def combine(
 ) -> Tensor:
     """Return the sum of each token's rows: [tokens, width], weighted if asked for."""
     exchange = PlainExchange(ring, active, use_calc_stream)
+    check_spec(ring, "expert_combine", spec, exchange)
     rows = _wide(y.reshape(_rows(ring, spec), spec.width))
     if spec.weighted:
         rows = rows * tables.row_weights[:, None]

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from commlib.errors import ArgumentError, DtypeError, ShapeError
 from commlib.ops.inference.config import DecoderConfig
+from commlib.ops.inference.quantized_linear import quantized_linear
 
 Tensor = torch.Tensor
 Shape: TypeAlias = tuple[int, ...]
@@ -180,9 +181,7 @@ def quantize(weight: Weight, dtype: torch.dtype) -> QuantizedWeight:
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T + bias; a quantized weight is converted to the dtype of ``x``."""
+    """Return x @ weight.T + bias."""
     if isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
-    y = F.linear(x, weight.values.to(x.dtype)) * weight.scales
-    y = y if bias is None else y + bias
-    return y.to(x.dtype)
+    return quantized_linear(x, weight.values, weight.scales, bias)

@@ -20,10 +20,36 @@ from commlib import graph
 
 WIDTH, ROWS, RANKS = 8, 2, 2
 MICROBATCHES = (4, 8, 3)
+
+
+def keeps_nodes() -> bool:
+    """Return True if torch keeps the node of a Function as long as Python holds it.
+
+    Zero-bubble schedules go back to such nodes after their graph is gone.
+    """
+    twice = _Twice.apply(torch.ones(1, requires_grad=True) * 1)  # type: ignore[no-untyped-call]
+    node = twice.grad_fn
+    del twice
+    try:
+        return bool(node._input_metadata)
+    except RuntimeError:
+        return False
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * 2
+
+
 SCHEDULES: list[tuple[Any, int]] = [  # with the stages per rank
     (Schedule1F1B, 1),
     (ScheduleInterleaved1F1B, 2),
-    (ScheduleInterleavedZeroBubble, 2),
+    *([(ScheduleInterleavedZeroBubble, 2)] if keeps_nodes() else []),
 ]
 
 

@@ -23,7 +23,8 @@ DISPATCH, BACK = 0, 1
 class Call(NamedTuple):
     """What the ranks agree on, and how each launches it.
 
-    ``ranks[r][t]``: which ranks have a row of token t of rank r.
+    ``ranks[r][t]``: which ranks have a row of token t of rank r. A rank that is not ``live`` is
+    left out by the mask: it makes the call all the same, without a row.
     """
 
     kind: int
@@ -31,6 +32,7 @@ class Call(NamedTuple):
     cells: int  # of a slot
     ranks: Sequence[Sequence[Sequence[int]]]
     grids: Sequence[tuple[int, int]]  # pushers, and takers of each sender (or all of them)
+    live: Sequence[int]
 
     @property
     def slots(self) -> int:
@@ -50,6 +52,7 @@ class Rank:
         self.waits: dict[int, tuple[int, int]] = {}
         self.calls = self.dispatches = 0
         self.cells, self.since = [0, 0], [0, 0]  # of a slot, by kind; the first such call
+        self.last = [0, 0]  # calls that have used the halves of the counts
         self.memory: dict[tuple[Any, ...], Any] = {}  # counts, slots, flags, freed, used, progress
         self.fault: int | None = None  # a peer that was given up
         self.stops_in = 0  # the call in which it stops for good; 0 for none
@@ -124,7 +127,9 @@ class Kernel:
         rank.since[call.kind] = since(rank, call)
         rank.cells[call.kind] = call.cells
         rank.calls += 1
-        rank.dispatches += call.kind == DISPATCH
+        if call.kind == DISPATCH:
+            rank.dispatches += 1
+            rank.last[rank.dispatches % 2] = rank.calls
         self.launch(self.machine, rank, self.calls)
 
 
@@ -148,9 +153,11 @@ class Block:
         self.since = since(self.rank, self.call)
         if self.rank.fault is not None:
             return False
+        if self.me not in self.call.live:
+            return True
         if self.index == 0:
-            for rank in self.machine.ranks:
-                self.store(partial(self.begin_at, rank))
+            for rank in self.call.live:
+                self.store(partial(self.begin_at, self.machine.ranks[rank]))
         if self.index < self.kernel.pushers:
             return (yield from self.push_rows() if self.call.kind == DISPATCH else self.push_sums())
         self.index -= self.kernel.pushers
@@ -202,15 +209,16 @@ class Block:
         if waited < self.machine.limit:
             return False
         self.rank.fault = late = self.furthest_behind(peer)
-        for rank in self.machine.ranks:
-            if rank is not self.rank:
-                self.machine.later(partial(setattr, rank, "fault", late))
+        for rank in self.call.live:
+            if rank != self.me:
+                self.machine.later(partial(setattr, self.machine.ranks[rank], "fault", late))
         return True
 
     def note(self, peer: int) -> None:
         """Notify all ranks of the peer that this one has waited for for long."""
-        for rank in self.machine.ranks:
-            self.store(partial(rank.waits.__setitem__, self.me, (self.number, peer)))
+        for rank in self.call.live:
+            waits = self.machine.ranks[rank].waits
+            self.store(partial(waits.__setitem__, self.me, (self.number, peer)))
 
     def furthest_behind(self, peer: int) -> int:
         """Return the rank that a peer may wait for, directly or not, or the peer."""
@@ -224,9 +232,7 @@ class Block:
 
     def last_to_begin(self, peer: int) -> int:
         """Return the rank whose last call is the earliest one; the peer among equals."""
-        ranks = sorted(
-            range(self.machine.size), key=lambda rank: (self.rank.begun[rank], rank != peer)
-        )
+        ranks = sorted(self.call.live, key=lambda rank: (self.rank.begun[rank], rank != peer))
         return ranks[0]
 
     # -- slots -------------------------------------------------------------------------------------
@@ -276,9 +282,8 @@ class Block:
 
     def push_rows(self) -> Steps:
         """Push tokens in turn; the first block sends the counts before."""
-        for rank in range(self.machine.size) if self.index == 0 else ():
-            rows = len(self.call.rows(self.me, rank))
-            self.poke(rank, self.half(self.me), (self.dispatch, rows))
+        if self.index == 0 and not (yield from self.announce()):
+            return False
         numbers = [0] * self.machine.size
         for token, ranks in enumerate(self.call.ranks[self.me]):
             for rank in ranks:
@@ -288,6 +293,20 @@ class Block:
                 ):
                     return False
         return True
+
+    def announce(self) -> Steps:
+        """Send the counts to all ranks, when they have ended the last call with this half."""
+        for rank in self.call.live:
+            if not (yield from self.wait(partial(self.has_read, rank))):
+                return False
+        for rank in self.call.live:
+            rows = len(self.call.rows(self.me, rank))
+            self.poke(rank, self.half(self.me), (self.dispatch, rows))
+        return True
+
+    def has_read(self, rank: int) -> int:
+        """Return READY if the counts that this half held are no longer needed by ``rank``."""
+        return READY if self.rank.begun[rank] > self.rank.last[self.dispatch % 2] else rank
 
     def last(self, to: int, row: int) -> Any:
         """Return the tag of the row that had this slot before."""
@@ -302,7 +321,9 @@ class Block:
     def take_rows(self) -> Steps:
         """Take the rows of one sender, in order."""
         source, first = self.index % self.machine.size, self.index // self.machine.size
-        for rank in range(self.machine.size):  # offsets need the counts of all
+        if source not in self.call.live:
+            return True
+        for rank in self.call.live:  # offsets need the counts of all
             if not (yield from self.wait(partial(self.is_counted, rank))):
                 return False
         rows = self.rank.memory[self.half(source)][1]

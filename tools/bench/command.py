@@ -25,6 +25,7 @@ from commlib.tools.bench import (
     llama,
     memory,
     overlap,
+    quantized,
     tune,
 )
 from commlib.tools.bench.machine import facts
@@ -62,6 +63,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "compiled": compiled,
     "llama": llama,
     "decode": decode,
+    "quantized": quantized,
     "overlap": overlap,
 }
 

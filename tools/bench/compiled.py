@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch._inductor.config
 
 import commlib
 from commlib import CommContext, graph
@@ -79,6 +80,8 @@ def _findings(samples: Mapping[str, Samples]) -> Iterator[str]:
 
 def measure(rounds: int) -> dict[str, Any]:
     """Return, on each rank, the samples of both kinds."""
+    if hasattr(torch._inductor.config, "deterministic"):
+        torch._inductor.config.deterministic = True  # else measurements choose kernels, and bits
     ring = commlib.init("nccl", timeout=TIMEOUT)  # makes this rank's GPU the current one
     passes = {name: Passes(ring.device) for name in (OURS, THEIRS, ALONE)}
     forwards: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

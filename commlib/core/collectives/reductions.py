@@ -277,11 +277,16 @@ class Reductions(AllReduce):
         factor: float | None,
         mode: StreamMode,
         timeout: Seconds | None,
+        *,
+        each: bool = False,
     ) -> Tensor | Work[Tensor]:
-        """Make one reduce_scatter of equal parts, else a group of reduces; all ranks alike."""
+        """Make one reduce_scatter of equal parts, else a group of reduces; all ranks alike.
+
+        ``each``: a reduce per part always, for the order of its sums.
+        """
         check_parts(self, collective, "xs", xs, out, mode)
         check_size(self, collective, "xs", self.rank, xs[self.rank], out)
-        if is_even(xs):
+        if is_even(xs) and not each:
             flat = joined(xs)
             plain = is_plain(self, flat, out)
             return self._reduce_scatter(out, flat, op, factor, mode, plain, timeout)

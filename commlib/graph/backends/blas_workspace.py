@@ -1,5 +1,6 @@
 """The memory in which cuBLAS works during replays, which nothing else ever gets."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ class BlasWorkspace:
     one graph, which others use too. Torch frees all workspaces when Inductor records one of its
     graphs, and newer torch those of a stream when any graph that was captured there is destroyed.
     Other tensors would then get memory that replays still write to. So the workspaces of the
-    capture stream are taken before each capture, from a pool that no other allocation uses. Freed
-    memory stays in it, and the next capture takes the same again.
+    capture stream are taken before each capture, from pools that no other allocation uses. Freed
+    memory stays in them, and the next capture takes the same again.
 
     Replays follow each other, so all graphs of a device share it.
     """
@@ -24,7 +25,8 @@ class BlasWorkspace:
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         """``stream``: the capture stream, on which nothing runs eagerly."""
         self._device, self._stream = device, stream
-        self._pool = torch.cuda.MemPool() if is_native() else None
+        # One a library, so that none gets memory that graphs use as the other's workspace.
+        self._pools = [torch.cuda.MemPool() if is_native() else None for _ in range(2)]
         with torch.inference_mode(False):
             self._leaf = torch.zeros((), device=device, requires_grad=True)
             self._slope = torch.ones((), device=device)
@@ -44,17 +46,14 @@ class BlasWorkspace:
         """Take the workspaces of the calling thread."""
         with torch.cuda.stream(self._stream):
             self._stream.query()  # makes the context this thread's; cuBLAS warns without one
-            if self._pool is None:  # cudaMallocAsync has no pools
-                self._multiply()
-                return
-            with torch.cuda.use_mem_pool(self._pool, self._device):
-                self._multiply()
+            with self._from(self._pools[0]):
+                torch.cuda.current_blas_handle()
+            with self._from(self._pools[1]), torch.no_grad(), torch.autocast("cuda", enabled=False):
+                torch.addmm(self._square[0], self._square, self._square)  # cuBLASLt adds the bias
 
-    def _multiply(self) -> None:
-        """Have torch get both workspaces: cuBLASLt's comes with a product that adds a bias."""
-        torch.cuda.current_blas_handle()
-        with torch.no_grad(), torch.autocast("cuda", enabled=False):
-            torch.addmm(self._square[0], self._square, self._square)
+    def _from(self, pool: torch.cuda.MemPool | None) -> AbstractContextManager[None]:
+        """Take memory from ``pool``; cudaMallocAsync has no pools."""
+        return nullcontext() if pool is None else torch.cuda.use_mem_pool(pool, self._device)
 
 
 class _Backward(torch.autograd.Function):

@@ -26,8 +26,8 @@
 //
 // Counts. Each call to the experts starts with the choices of this rank counted by expert and by
 // rank, to all ranks: words of a count and the number of the call, so no fence and no flag. They use
-// two halves in turn: a rank that has the counts of the next call from all ranks knows that these
-// have ended this one.
+// two halves in turn. A half is used again for a rank that has begun a call after the last one with
+// it. A mask may leave that rank out of the call between them, whose counts then say nothing of it.
 //
 // Order. The sum of a token is fixed: on each rank in order of choice, then in order of ranks, every
 // product and every sum rounded. So the other forms of the operators give the same bits.
@@ -95,6 +95,7 @@ struct Control {
     u64 limit_ns;       // how long to wait for a peer
     u64 slot[2];        // bytes of a slot in the last call of each kind
     u64 since[2];       // the first call of each kind with slots of that size
+    u64 last[2];        // the last call with each half of the counts
     u32 dispatches;     // number of the last call to the experts
     u32 arrived;        // blocks that have ended the present call
     u32 aborted;        // 0, or 1 + the peer that was given up, here or elsewhere
@@ -293,6 +294,7 @@ __device__ inline void leave(const Call& call, const State& state, Spoil spoil) 
     mine->slot[state.kind] = call.slot;
     mine->since[state.kind] = state.since;
     if (state.kind == kToExperts) mine->dispatches = state.number;
+    if (state.kind == kToExperts) mine->last[state.number & 1] = state.call;
     __threadfence();
     poke(&mine->calls, state.call);
 }

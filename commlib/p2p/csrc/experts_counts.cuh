@@ -42,10 +42,23 @@ __device__ inline void clear() {
     __syncthreads();
 }
 
+// Waits until all ranks have ended the last call with this half of the counts.
+__device__ inline bool await_half(const Call& call, const State& state) {
+    const Control* mine = control(call, call.rank);
+    const u64 last = peek(&mine->last[state.number & 1]);
+    const int rank = threadIdx.x;
+    bool good = true;
+    if (rank < kRanks && has(state.live, rank)) {
+        good = await(call, state, [&] { return peek(&mine->begun[rank]) > last ? kReady : rank; });
+    }
+    return __syncthreads_and(good);
+}
+
 // Counts all choices of this rank and sends the counts to all ranks; one block does it first of all.
 template <bool Known>
-__device__ void announce(const Call& call, const State& state) {
+__device__ bool announce(const Call& call, const State& state) {
     add<Known>(call, state, 0, call.tokens);
+    if (!await_half(call, state)) return false;
     for (int i = threadIdx.x; i < call.experts + call.size; i += kThreads) {
         const int index = i < call.experts ? i : kExperts + i - call.experts;
         const u64 value = static_cast<u64>(state.number) << 32 | counters[index];
@@ -54,6 +67,7 @@ __device__ void announce(const Call& call, const State& state) {
         }
     }
     clear();
+    return true;
 }
 
 // The sum of the counts of some ranks at one index; false when a rank was given up.

@@ -60,7 +60,7 @@ __device__ bool push(const Call& call, const State& state) {
     __shared__ Plan plan;
     __shared__ char* slots[kRanks];
     clear();
-    if (blockIdx.x == 0) announce<Known>(call, state);
+    if (blockIdx.x == 0 && !announce<Known>(call, state)) return false;
     int counted = 0;
     for (int token = blockIdx.x; token < call.tokens; token += call.pushers) {
         add<Known>(call, state, counted, token);

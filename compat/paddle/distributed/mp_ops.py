@@ -5,7 +5,7 @@ tensors; upstream sums in place in ``_mp_allreduce``.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,8 +19,19 @@ from commlib.compat.paddle.tensor_parallel import (
     c_split,
     mp_allreduce_sum,
 )
+from commlib.compat.paddle.unported import unported
 from commlib.core.context import CommContext
 from commlib.errors import ArgumentError, ShapeError
+
+__all__ = [
+    "_c_concat",
+    "_c_identity",
+    "_c_lookup_table",
+    "_c_softmax_with_cross_entropy",
+    "_c_split",
+    "_mp_allreduce",
+    "split",
+]
 
 Tensor = torch.Tensor
 
@@ -244,3 +255,10 @@ def _checked_part(
             f"rank's part of {tuple(size)}"
         )
     return weight
+
+
+if not TYPE_CHECKING:  # a checker would take any name for one that is there
+
+    def __getattr__(name: str) -> Any:
+        """Refuse an unknown name, with the nearest one or the reason why it is missing."""
+        raise unported(__name__, __all__, name)

@@ -1,12 +1,12 @@
 """Hybrid parallelism: ``import commlib.compat.paddle.distributed.fleet as fleet``.
 
 ``fleet.init(is_collective=True, strategy=strategy)`` creates the rings of every axis. The parallel
-layers are in ``fleet.meta_parallel``.
+layers are in ``fleet.meta_parallel``, the optimizers in ``fleet.meta_optimizers``.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from commlib.compat.paddle.distributed.fleet import meta_parallel
+from commlib.compat.paddle.distributed.fleet import meta_optimizers, meta_parallel
 from commlib.compat.paddle.distributed.fleet.program import (
     barrier_worker,
     get_hybrid_communicate_group,
@@ -35,6 +35,7 @@ __all__ = [
     "get_hybrid_communicate_group",
     "init",
     "is_first_worker",
+    "meta_optimizers",
     "meta_parallel",
     "worker_endpoints",
     "worker_index",

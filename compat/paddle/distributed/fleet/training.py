@@ -1,9 +1,11 @@
 """Models and optimizers of a hybrid-parallel program."""
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
 
+from commlib.compat.paddle.distributed.fleet.sharding import DygraphShardingOptimizer
 from commlib.compat.paddle.distributed.hybrid_group import hybrid_group
 from commlib.compat.paddle.distributed.layers import split_parameters
 from commlib.core.context import CommContext
@@ -35,48 +37,64 @@ def distributed_model(model: Model) -> Model:
 class HybridParallelOptimizer:
     """An optimizer that averages gradients over the ranks with the same weights before a step.
 
-    Everything else is the optimizer's own.
+    With a sharding axis of two ranks or more, the optimizer is a ``DygraphShardingOptimizer``: its
+    states are divided over that axis. Everything else is the optimizer's own.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        self._hybrid = hybrid_group()
+        self._sharded: DygraphShardingOptimizer | None = None
+        if self._hybrid.get_sharding_parallel_world_size() > 1:
+            self._sharded = DygraphShardingOptimizer(optimizer, self._hybrid)
+        self._inner_opt: Any = self._sharded or optimizer
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
+        return getattr(self._inner_opt, name)
 
     @torch.no_grad()
     def step(self) -> None:
         """Average the gradients and take a step.
 
         On two replicas or more, a parameter that requires grad and has no gradient here takes part
-        with zeros, since another rank may have one. It then has a gradient on every rank.
+        with zeros, since another rank may have one. It then has a gradient on every rank. With a
+        sharding axis the mean gradient is on the rank that owns the parameter.
         """
-        groups = hybrid_group().replica_groups()
-        gradients = self._gradients() if groups else []
+        groups = self._hybrid.replica_groups()
+        trained = self._trained() if groups else []
+        if self._sharded is not None:
+            self._sharded.reduce_gradients(trained)
+            trained = self._sharded.filter_parameters(trained)
+            groups.remove(self._hybrid.get_sharding_parallel_group())
         for replicas in groups:
             with replicas.ring.group():
-                for one in gradients:
-                    replicas.ring.all_reduce(one, one, op="avg")
-        self._optimizer.step()
+                for gradient in (one.grad for one in trained):
+                    replicas.ring.all_reduce(gradient, gradient, op="avg")
+        self._inner_opt.step()
 
-    def _gradients(self) -> list[Any]:
-        """Return a gradient per parameter that requires grad, so as many on every replica."""
-        every = [one for group in self._optimizer.param_groups for one in group["params"]]
+    def _trained(self) -> list[Any]:
+        """Return the parameters that require grad, each with a gradient on every replica."""
+        every = [one for group in self.param_groups for one in group["params"]]
         trained = [one for one in every if one.requires_grad]
         for one in trained:
             if one.grad is None:
                 one.grad = torch.zeros_like(one)
-        return [one.grad for one in trained]
+        return trained
 
     def clear_grad(self, set_to_zero: bool = False) -> None:
         """Drop the gradients, or set them to zero."""
-        self._optimizer.zero_grad(set_to_none=not set_to_zero)
+        self._inner_opt.zero_grad(set_to_none=not set_to_zero)
+
+    def set_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state dict, as the optimizer's ``load_state_dict`` does."""
+        self._inner_opt.load_state_dict(state_dict)
 
 
 def distributed_optimizer(
     optimizer: torch.optim.Optimizer, strategy: object = None
 ) -> HybridParallelOptimizer:
     """Return ``optimizer`` with an average of the gradients before every step.
+
+    With a ``sharding_degree`` above 1 its states are divided; see ``HybridParallelOptimizer``.
 
     Args:
         optimizer: Any optimizer of torch.
@@ -85,7 +103,6 @@ def distributed_optimizer(
     Raises:
         ArgumentError: ``fleet.init`` was not called.
     """
-    hybrid_group()
     return HybridParallelOptimizer(optimizer)
 
 

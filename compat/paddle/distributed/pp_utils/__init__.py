@@ -1,5 +1,7 @@
 """Sends and receives between pipeline stages: ``pp_utils.p2p_communication``."""
 
+from typing import TYPE_CHECKING, Any
+
 from commlib.compat.paddle.distributed.pp_utils.slices import (
     P2PonCalcStream,
     _recv_on_calc_stream,
@@ -12,6 +14,7 @@ from commlib.compat.paddle.distributed.pp_utils.slices import (
     send_partial,
 )
 from commlib.compat.paddle.distributed.pp_utils.stages import P2pHelper
+from commlib.compat.paddle.unported import unported
 
 __all__ = [
     "P2PonCalcStream",
@@ -25,3 +28,9 @@ __all__ = [
     "recv_partial",
     "send_partial",
 ]
+
+if not TYPE_CHECKING:  # a checker would take any name for one that is there
+
+    def __getattr__(name: str) -> Any:
+        """Refuse an unknown name, with the nearest one or the reason why it is missing."""
+        raise unported(__name__, __all__, name)

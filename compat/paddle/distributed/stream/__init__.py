@@ -7,9 +7,12 @@ stream then waits for it. With ``sync_op=False`` the caller calls ``wait()`` of 
 ``Task``. On a process that is not a member of the group, a call warns and returns None.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from commlib.compat.paddle.distributed.stream.copies import all_gather, broadcast, gather, scatter
 from commlib.compat.paddle.distributed.stream.exchanges import alltoall, alltoall_single, recv, send
 from commlib.compat.paddle.distributed.stream.reductions import all_reduce, reduce, reduce_scatter
+from commlib.compat.paddle.unported import unported
 
 __all__ = [
     "all_gather",
@@ -24,3 +27,9 @@ __all__ = [
     "scatter",
     "send",
 ]
+
+if not TYPE_CHECKING:  # a checker would take any name for one that is there
+
+    def __getattr__(name: str) -> Any:
+        """Refuse an unknown name, with the nearest one or the reason why it is missing."""
+        raise unported(__name__, __all__, name)

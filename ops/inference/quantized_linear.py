@@ -1,0 +1,84 @@
+"""Linear layers with a quantized weight: on GPUs a kernel reads its bytes where they are."""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from commlib.core.modes import depth, is_tracing
+from commlib.core.tensors import has_memory
+from commlib.ops.registered.library import register
+from commlib.ops.triton_support import has_triton
+
+Tensor = torch.Tensor
+
+DTYPES = (torch.float16, torch.bfloat16)
+MOST_ROWS = 64  # of more, converting the weight first takes less time
+FP8_SINCE = 8, 9  # the compute capability that converts float8 in one instruction
+
+
+def quantized_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x @ (values * scales[:, None]).T + bias.
+
+    A few rows on a GPU take one kernel: it converts the weight in registers, adds in float32 and
+    rounds once. Otherwise the weight is converted to the dtype of ``x`` first.
+
+    Args:
+        x: [..., inputs].
+        values: [outputs, inputs], int8 or float8_e4m3fn.
+        scales: [outputs], float32.
+        bias: [outputs], in the dtype of ``x``.
+
+    Returns:
+        [..., outputs], in the dtype of ``x``.
+    """
+    if _may_take_kernel(x, values, scales, bias):
+        call: Any = _registered_op if depth() or is_tracing() else _run
+        found: Tensor = call(x, values, scales, bias)
+        return found
+    return _converted(x, values, scales, bias)
+
+
+def _may_take_kernel(x: Tensor, *others: Tensor | None) -> bool:
+    if not (x.is_cuda and x.dtype in DTYPES and 0 < x.numel() <= MOST_ROWS * x.shape[-1]):
+        return False
+    tensors = [x, *(t for t in others if t is not None)]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return False
+    return is_tracing() or all(map(has_memory, tensors))
+
+
+def _run(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    kind = values.dtype
+    if not has_triton() or (kind is not torch.int8 and not _converts_float8(x.device.index)):
+        return _converted(x, values, scales, bias)
+    from commlib.ops.inference import quantized_kernels as kernels  # imports Triton
+
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    out = x.new_empty((rows.shape[0], values.shape[0]))
+    shift = None if bias is None else bias.contiguous()
+    kernels.linear(rows, values.contiguous(), scales.contiguous(), shift, out)
+    return out.view(*x.shape[:-1], values.shape[0])
+
+
+@cache
+def _converts_float8(gpu: int) -> bool:
+    return torch.cuda.get_device_capability(gpu) >= FP8_SINCE
+
+
+def _converted(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    y = torch.nn.functional.linear(x, values.to(x.dtype)) * scales
+    y = y if bias is None else y + bias
+    return y.to(x.dtype)
+
+
+def _fake(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], values.shape[0]))
+
+
+_registered_op = register(
+    "quantized_linear(Tensor x, Tensor values, Tensor scales, Tensor? bias) -> Tensor",
+    _run,
+    _fake,
+    ordered=False,
+)
