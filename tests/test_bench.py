@@ -1,7 +1,10 @@
 """`commlib bench`: its statistics, its files, its refusals, and every benchmark in a tiny form."""
 
 import io
+import os
 import re
+import signal
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from rich.console import Console
 
 from commlib import ops
 from commlib.tools.bench import decode, dispatch, gloo, host, import_time, memory, overlap
+from commlib.tools.bench.busy import busy_host
 from commlib.tools.bench.command import BENCHMARKS, run_bench
 from commlib.tools.bench.launch import launch
 from commlib.tools.bench.report import (
@@ -26,12 +30,14 @@ from commlib.tools.bench.report import (
 )
 from commlib.tools.bench.rounds import WARM_ROUNDS, race, ratio, spread, turns
 from commlib.tools.launch import LaunchError
+from tests.support.processes import run
 
 SETTINGS = {"nproc": 2, "rounds": 2}
 FACTS = (("date", "2026-01-02T03:04:05Z"), ("CPU", "some | model"), ("GPUs", "none"))
 HOST = (
     *("bare CuPy", "dist.all_reduce(x)", "comm.all_reduce(out, x)", "ops.all_reduce(x)"),
     *("ops.all_reduce(x, out=x)", "ops.all_reduce(x, out=x, use_calc_stream=False)"),
+    "symm_mem.one_shot_all_reduce(x)",
 )
 GLOO = (
     *("ops.all_reduce(x, out=x)", "dist.all_reduce(x)"),
@@ -54,7 +60,10 @@ MEMORY = {
         "dist.new_group(), first call",
     ),
 }
-SUMS = ("ring.all_reduce(out, x)", "NCCL", "symm_mem one-shot", "symm_mem two-shot")
+SUMS = (
+    *("ring.all_reduce(out, x)", "NCCL", "symm_mem one-shot", "symm_mem two-shot"),
+    "NCCL, symmetric windows",
+)
 ALLREDUCE = {
     **{
         f"graph | {size}": SUMS
@@ -63,7 +72,7 @@ ALLREDUCE = {
             *("1 MiB", "4 MiB", "16 MiB"),
         )
     },
-    "graph | 64 MiB": (*SUMS[:2], SUMS[3]),
+    "graph | 64 MiB": (*SUMS[:2], *SUMS[3:]),
     **{
         f"eager | {size}": (
             *("ops.all_reduce(x, out=x)", "ring.all_reduce(out, x)", "dist.all_reduce(x)"),
@@ -92,7 +101,7 @@ CAPTURE = {
 DECODE = (decode.OURS, decode.BY_NCCL, decode.LEGACY, decode.REDUCTIONS, decode.BARE)
 OVERLAP = ("matmul 4096", "matmul 8192", "attention", "softmax", "elementwise")
 PEERS = {
-    "host": set(HOST),
+    "host": {f"{load} | {call}" for load in ("idle", "busy") for call in HOST},
     "gloo": {f"{size} | {call}" for size in ("4 B", "64 KiB", "4 MiB") for call in GLOO},
     "import": {"import torch", "import torch, commlib", "import commlib after torch"},
     "memory": {f"{program} | {step}" for program, steps in MEMORY.items() for step in steps},
@@ -240,13 +249,20 @@ def host_samples() -> dict[str, list[float]]:
 
 
 def test_host_report() -> None:
-    report = host.report(host_samples(), SETTINGS)
+    busy = host_samples() | {"ops.all_reduce(x, out=x)": [9e-6, 9e-6]}
 
-    assert {row[0] for row in report.rows} == PEERS["host"]
+    report = host.report({"idle": host_samples(), "busy": busy}, SETTINGS)
+
+    assert {f"{row[0]} | {row[1]}" for row in report.rows} == PEERS["host"]
     assert report.command == "commlib bench host --nproc 2 --rounds 2"
-    row = next(row for row in report.rows if row[0] == "ops.all_reduce(x, out=x)")
+    row = next(row for row in report.rows if row[:2] == ("idle", "ops.all_reduce(x, out=x)"))
     ratios = ("1.50 (1.50..1.50)", "0.60 (0.60..0.60)")
-    assert row[1:] == ("6.00", "6.00..6.00", "2.00", *ratios)
+    assert row[2:] == ("6.00", "6.00..6.00", "2.00", *ratios)
+    over_symm = "ops.all_reduce(x, out=x) / symm_mem.one_shot_all_reduce(x)"
+    assert report.findings[2:] == (
+        f"idle host, {over_symm}: 1.00; no target",
+        f"busy host, {over_symm}: 1.50; no target",
+    )
     over, against = report.findings[:2]
     assert over == "met: ops.all_reduce(x, out=x) over bare CuPy: 2.00 µs, target at most 3.00 µs"
     assert against.startswith("met: ") and against.endswith(": 0.60, target at most 0.65")
@@ -255,9 +271,36 @@ def test_host_report() -> None:
 def test_a_missed_target_says_so() -> None:
     slow = host_samples() | {"ops.all_reduce(x, out=x)": [8e-6, 8e-6]}
 
-    over, against = host.report(slow, SETTINGS).findings[:2]
+    over, against = host.report({"idle": slow, "busy": host_samples()}, SETTINGS).findings[:2]
 
     assert over.startswith("missed: ") and against.startswith("missed: ")
+
+
+def test_a_busy_host_spins_on_every_core_and_is_idle_again() -> None:
+    with busy_host() as spinning:
+        assert len(spinning) == len(os.sched_getaffinity(0))
+        assert all(process.poll() is None for process in spinning)
+    assert all(process.returncode == -signal.SIGKILL for process in spinning)
+
+
+def test_no_process_spins_after_its_parent() -> None:
+    orphans = "from commlib.tools.bench.busy import busy_host\nimport os\n"
+    orphans += "busy = busy_host()\nprint(*(one.pid for one in busy.__enter__()), flush=True)\n"
+    code, out, err = run("-c", orphans + "os._exit(3)", fresh=True)  # no end of the block
+
+    assert code == 3 and out, err
+    end = time.monotonic() + 20
+    while any(_spins(int(pid)) for pid in out.split()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _spins(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
 
 
 def memory_runs(*, beside: bool = False) -> dict[str, list[list[dict[str, Any]]]]:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from matplotlib import image
 
-from commlib.tools.bench import allreduce
-from commlib.tools.bench.allreduce import multicast
+from commlib.tools.bench import allreduce_report
 from commlib.tools.bench.allreduce_norm import exact_norm, normalised
-from commlib.tools.bench.allreduce_peers import Near, Way, check, exact_sum
+from commlib.tools.bench.allreduce_report import multicast
+from commlib.tools.bench.peers.way import Near, Way, exact_sum
+from commlib.tools.bench.peers.ways import check
 from commlib.tools.bench.plot import size_label
 from commlib.tools.bench.report import Report, write
 
@@ -48,12 +49,14 @@ def found(**changes: dict[str, Any]) -> dict[str, Any]:
         "eager": sized(("1 KiB", "64 KiB"), {EAGER: 5, OURS: 3, DIST: 40, SYMM: 10}),
         "fused": sized(("1 x 8192", "8 x 8192"), {FUSED: 4, NCCL_NORM: 20, ONE_SHOT_NORM: 8}),
         "carriers": dict.fromkeys((*SMALL, *MIDDLE), "push") | dict.fromkeys(LARGE, "nccl"),
+        "failed": {},
     }
     return whole | {kind: whole[kind] | change for kind, change in changes.items()}
 
 
-def report(found: dict[str, Any], nproc: int = 2) -> Report:
-    return allreduce.report(found, {"nproc": nproc, "rounds": 2}, "Multicast?")
+def report(found: dict[str, Any], nproc: int = 2, libraries: str | None = None) -> Report:
+    settings = {"nproc": nproc, "rounds": 2}
+    return allreduce_report.report(found, settings, "Multicast?", libraries)
 
 
 # -- table and findings --------------------------------------------------------------------------
@@ -84,7 +87,9 @@ def test_targets_of_each_number_of_gpus(nproc: int, limits: tuple[float, ...]) -
 
     spans = ("1 KiB..64 KiB", "128 KiB..1 MiB", "4 MiB..64 MiB")
     for finding, span, limit in zip(classes, spans, limits, strict=True):
-        assert finding.startswith(f"met: graph, {span}, {OURS} / the best peer, at worst (")
+        assert finding.startswith(
+            f"met: graph, {span}, {OURS} / the best peer of torch, at worst ("
+        )
         assert finding.endswith(f": 0.40, target at most {limit:.2f}")
     for finding, peer in zip(classes, (ONE_SHOT, TWO_SHOT, NCCL), strict=True):
         assert f", {peer})" in finding
@@ -119,7 +124,11 @@ def test_eager_findings() -> None:
 def test_norm_findings() -> None:
     slow = {"8 x 8192": samples({FUSED: 9, NCCL_NORM: 10, ONE_SHOT_NORM: 12})}
 
-    assert report(found()).findings[6].startswith(f"met: fused, {FUSED} / the best peer, at worst")
+    assert (
+        report(found())
+        .findings[6]
+        .startswith(f"met: fused, {FUSED} / the best peer of torch, at worst")
+    )
     missed = report(found(fused=slow)).findings[6]
     assert missed.endswith(f"at worst (8 x 8192, {NCCL_NORM}): 0.90, target at most 0.55")
     assert missed.startswith("missed: ")
@@ -209,12 +218,82 @@ def test_a_norm_of_the_sum_is_right_and_one_without_the_residual_is_not() -> Non
 
 
 def test_a_wrong_way_is_named() -> None:
-    def twice(x: torch.Tensor) -> tuple[Near]:
-        return (Near(2 * x.double(), torch.zeros_like(x, dtype=torch.float64)),)
-
     x = torch.zeros(5)
-    ways = {"right": Way(x, lambda: x.mul_(2)), "wrong": Way(x, lambda: (x + 1,))}
+    expected = (Near(torch.zeros(5, dtype=torch.float64), torch.zeros(5)),)
 
-    check({"right": ways["right"]}, twice)
+    assert check("right", Way(x, lambda: x.mul_(2)), expected)
     with pytest.raises(AssertionError, match=r"wrong: wrong result for \(5,\)"):
-        check(ways, twice)
+        check("wrong", Way(x, lambda: (x + 1,)), expected)
+
+
+# -- peers of other projects ---------------------------------------------------------------------
+
+SGLANG, FLASHINFER = "SGLang one-shot push", "FlashInfer one-shot"
+FAST = f"{FLASHINFER}, fused"
+
+
+def with_peers() -> dict[str, Any]:
+    """As ``found``, with one peer that is faster than torch's and failed at 64 MiB."""
+    sums = {
+        **sized(SMALL, {SGLANG: 1.6}),
+        **sized(MIDDLE, {SGLANG: 4}),
+        **sized(LARGE[:2], {SGLANG: 50}),
+    }
+    norms = {"1 x 8192": samples({FAST: 5}), "8 x 8192": samples({FAST: 4.4, f"{SGLANG} + x": 1})}
+    whole = found()
+    for kind, more in (("graph", sums), ("fused", norms)):
+        whole[kind] = {size: times | more.get(size, {}) for size, times in whole[kind].items()}
+    reasons = dict.fromkeys(("graph, 16 MiB", "graph, 64 MiB"), "rank 1: x")
+    return whole | {"failed": {SGLANG: reasons, "libvllm.so": {"run": "hung"}}}
+
+
+def test_targets_over_all_peers() -> None:
+    made = report(with_peers(), libraries="libraries of peers: libsgl.so")
+
+    assert made.command == "commlib bench allreduce --nproc 2 --rounds 2 --peers FOLDER"
+    assert (
+        "kernels of other projects" in made.caption
+        and "libraries of peers: libsgl.so" in made.findings
+    )
+    of_all = [finding for finding in made.findings if "the best of all peers" in finding]
+    assert len(of_all) == len((*SMALL, *MIDDLE, *LARGE))
+    what = f"{OURS} / the best of all peers"
+    assert of_all[0] == f"missed: graph, 1 KiB, {what} ({SGLANG}): 1.25, target at most 1.00"
+    assert of_all[7] == f"met: graph, 1 MiB, {what} ({SGLANG}): 1.00, target at most 1.00"
+    assert of_all[8] == f"met: graph, 4 MiB, {what} ({SGLANG}): 0.80, target at most 0.97"
+    assert of_all[10] == f"met: graph, 64 MiB, {what} ({NCCL}): 0.40, target at most 0.97"
+    rows = {row[:3]: row[-1] for row in made.rows}
+    assert rows["graph", "1 KiB", OURS].startswith("1.25 ")
+    torch_alone = [finding for finding in made.findings if "peer of torch" in finding]
+    assert torch_alone == [
+        finding for finding in report(found()).findings if "peer of torch" in finding
+    ]
+
+
+def test_targets_over_the_fused_kernel_of_flashinfer() -> None:
+    findings = report(with_peers(), libraries="libraries").findings
+
+    over = [finding for finding in findings if FAST in finding]
+    assert over == [
+        f"met: fused, 1 x 8192, {FUSED} / {FAST}: 0.80, target at most 0.85",
+        f"missed: fused, 8 x 8192, {FUSED} / {FAST}: 0.91, target at most 0.85",
+    ]
+    assert not any("FlashInfer" in finding for finding in report(found(), libraries="x").findings)
+
+
+def test_failures_are_findings() -> None:
+    findings = report(with_peers(), libraries="libraries").findings
+
+    assert f"failed: {SGLANG}, graph, 16 MiB..graph, 64 MiB: rank 1: x" in findings
+    assert "failed: libvllm.so, run: hung" in findings
+
+
+def test_without_any_peer_at_a_size() -> None:
+    alone = {size: samples({OURS: 2}) for size in SMALL}
+
+    made = report(found(graph=alone), libraries="libraries")
+
+    assert made.findings[0] == "graph, 1 KiB..64 KiB: every peer of torch failed"
+    rows = {row[:3]: row[-1] for row in made.rows}
+    assert rows["graph", "1 KiB", OURS] == "-"
+    assert not any(finding.startswith("met: graph, 1 KiB,") for finding in made.findings)

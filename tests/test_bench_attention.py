@@ -53,4 +53,4 @@ def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_bench(("attention",), None, nproc=0) == 2
     assert run_bench(("attention",), None, classes=5) == 2
     said = capsys.readouterr().err
-    assert "pass --nproc 2" in said and "attention has no size 'classes'" in said
+    assert "pass --nproc 2" in said and "attention has no option 'classes'" in said

@@ -50,4 +50,4 @@ def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_bench(("class-center",), None, nproc=0) == 2
     assert run_bench(("class-center",), None, dtype="float32") == 2
     said = capsys.readouterr().err
-    assert "pass --nproc 2" in said and "no size 'dtype'" in said
+    assert "pass --nproc 2" in said and "no option 'dtype'" in said

@@ -67,4 +67,4 @@ def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_bench(("cross-entropy",), None, nproc=0) == 2
     assert run_bench(("gloo",), None, rows=5) == 2
     said = capsys.readouterr().err
-    assert "pass --nproc 2" in said and "gloo has no size 'rows'; remove --rows" in said
+    assert "pass --nproc 2" in said and "gloo has no option 'rows'; remove --rows" in said

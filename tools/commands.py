@@ -79,6 +79,11 @@ def show_flags() -> None:
     type=click.Choice(["float64", "float32", "float16", "bfloat16"]),
     help="Dtype of the logits of cross-entropy.",
 )
+@click.option(
+    "--peers",
+    metavar="FOLDER",
+    help="Libraries of other projects' kernels for allreduce; see docs/benchmark_peers.md.",
+)
 @click.pass_context
 def bench(
     ctx: click.Context,
@@ -88,7 +93,7 @@ def bench(
     rounds: int | None,
     out: str | None,
     tune: bool,
-    **sizes: int | str | None,
+    **given: int | str | None,
 ) -> None:
     """Time the benchmarks NAMES, or all of them, against named peers.
 
@@ -98,9 +103,9 @@ def bench(
     from commlib.tools.bench.command import run_bench, run_tune
 
     if tune:
-        options = {"rounds": rounds, "out": out, **sizes}
+        options = {"rounds": rounds, "out": out, **given}
         unused = [*names, *(f"--{name}" for name, value in options.items() if value is not None)]
         if unused:
             _reject(ctx, f"--tune takes only --nproc: given {', '.join(unused)}; remove it")
         ctx.exit(run_tune(nproc))
-    ctx.exit(run_bench(names, out, nproc=nproc, rounds=rounds, **sizes))
+    ctx.exit(run_bench(names, out, nproc=nproc, rounds=rounds, **given))

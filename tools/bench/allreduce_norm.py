@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from commlib import ops
-from commlib.tools.bench.allreduce_peers import OURS, ROUNDING, Near, Way, Ways, expect_sum
+from commlib.tools.bench.peers.way import ROUNDING, Near, Way, expect_sum
+from commlib.tools.bench.peers.ways import OURS, Ways
 
 OPERATOR = "all_reduce_residual_norm"
 OURS_NORM = f"ops.{OPERATOR}"
@@ -34,19 +35,23 @@ class NormWays:
         device = ways.ring.device
         same = torch.Generator(device).manual_seed(0)
         draw = partial(torch.randn, device=device, generator=same)
-        self.plain = ways.of(tokens, WIDTH)
+        self.plain, self.families = ways.of(tokens, WIDTH), ways.families
         self.residual = draw(tokens, WIDTH).to(self.plain[OURS].x.dtype)
         self.weight = (1 + 0.1 * draw(WIDTH)).to(self.residual.dtype)
         # For each number of tokens by itself: what suits the peers best.
         self._norm = torch.compile(normalised, fullgraph=True, dynamic=False)
 
     def all(self) -> dict[str, Way]:
-        """Return our operator, and one peer for each other way to add up."""
+        """Return our operator, one peer for each other way to add up, and the peers' operators."""
         x = self.plain[OURS].x
         peers = {name: way for name, way in self.plain.items() if name != OURS}
-        return {OURS_NORM: Way(x, self._ours(x))} | {
+        ways = {OURS_NORM: Way(x, self._ours(x))} | {
             peer(name): Way(way.x, self._two_steps(way)) for name, way in peers.items()
         }
+        for family in self.families.values():
+            if hasattr(family, "norms"):
+                ways |= family.norms(self.residual, self.weight, EPS)
+        return ways
 
     def _ours(self, x: Tensor) -> Callable[[], Any]:
         fused = getattr(ops, OPERATOR)

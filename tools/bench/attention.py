@@ -26,7 +26,7 @@ PAIRS = (  # with the target
     (OVERLAPPED, SEQUENTIAL, 1.00),
 )
 CALLS = 3  # calls a round
-SIZES = ("rows", "width")
+OPTIONS = ("rows", "width")
 ON_GPUS, ON_CPUS = (4096, 8192), (32, 64)  # tokens, width
 HEAD_DIM, SMALL_HEAD_DIM = 128, 8
 CAPTION = (

@@ -18,7 +18,7 @@ OURS, PADDED = "ops.class_center_sample", "ops.class_center_sample, padded"
 LEGACY, SORT = "legacy algorithm", "torch.sort alone"
 CALLS, SHARE = 5, 10  # calls a round; one of so many classes is sampled
 LIMIT = 0.50
-SIZES = ("rows", "classes")
+OPTIONS = ("rows", "classes")
 ON_GPUS, ON_CPUS = (8192, 1_000_000), (512, 50_000)  # labels, classes of a rank
 CAPTION = (
     "Time of one call on rank 0, flag on, synchronised after every call. {rows} int64 labels, "

@@ -29,6 +29,7 @@ from commlib.tools.bench import (
     tune,
 )
 from commlib.tools.bench.machine import facts
+from commlib.tools.bench.peers.folder import refusal as peers_refusal
 from commlib.tools.bench.report import Report, show, write
 from commlib.tools.launch import LaunchError
 from commlib.tools.paths import folder_refusal
@@ -73,17 +74,17 @@ def run_bench(
     *,
     nproc: int = 2,
     rounds: int | None = None,
-    **sizes: Any,
+    **options: Any,
 ) -> int:
     """Run the benchmarks ``names``, or all that this machine can, and show a table of each.
 
     ``out`` is a folder for one Markdown file each; ``rounds`` replaces each benchmark's own
-    number, and ``sizes`` the usual ones of a benchmark whose ``SIZES`` names them; None is the
-    usual. Returns 0; 1 when a run fails; 2 when a name is unknown, one named can't run here, or
-    ``out`` can't be written.
+    number, and ``options`` the usual sizes and peers of a benchmark whose ``OPTIONS`` names them;
+    None is the usual. Returns 0; 1 when a run fails; 2 when a name is unknown, one named can't run
+    here, ``out`` can't be written, or the folder of peers has no library.
     """
     progress = Console(stderr=True)
-    given = {name: value for name, value in sizes.items() if value is not None}
+    given = {name: value for name, value in options.items() if value is not None}
     refusal = _refusal(names, nproc, rounds, given) or (folder_refusal(out) if out else None)
     if refusal:
         _say(progress, refusal, "red")
@@ -118,26 +119,29 @@ def run_tune(nproc: int, path: Path = kernel_table.TABLE) -> int:
 
 
 def _refusal(
-    names: tuple[str, ...], nproc: int, rounds: int | None, sizes: dict[str, Any]
+    names: tuple[str, ...], nproc: int, rounds: int | None, options: dict[str, Any]
 ) -> str | None:
     """Say what of the request can't be done, before any of it is."""
     if rounds is not None and rounds < 1:
         return f"{rounds} rounds: expected 1 or more; pass --rounds 10, or remove it"
+    refusal = peers_refusal(options["peers"]) if "peers" in options else None
+    if refusal:
+        return refusal
     for name in names:
         if name not in BENCHMARKS:
             return f"there is no benchmark {name!r}; benchmarks here: {', '.join(BENCHMARKS)}"
-        unknown = sorted(set(sizes) - _sizes(name))
+        unknown = sorted(set(options) - _options(name))
         if unknown:
-            return f"{name} has no size {unknown[0]!r}; remove --{unknown[0]}"
+            return f"{name} has no option {unknown[0]!r}; remove --{unknown[0]}"
         refusal = BENCHMARKS[name].refusal(nproc)
         if refusal:
             return f"{name} can't run here: {refusal}"
     return None
 
 
-def _sizes(name: str) -> set[str]:
-    """Return the sizes that a benchmark accepts; most have none."""
-    return set(getattr(BENCHMARKS[name], "SIZES", ()))
+def _options(name: str) -> set[str]:
+    """Return the sizes and peers that a benchmark accepts; most have none."""
+    return set(getattr(BENCHMARKS[name], "OPTIONS", ()))
 
 
 def _one(
@@ -146,7 +150,7 @@ def _one(
     out: str | None,
     nproc: int,
     rounds: int | None,
-    sizes: dict[str, Any],
+    options: dict[str, Any],
 ) -> int:
     """Run one benchmark and show it; return its exit code."""
     benchmark = BENCHMARKS[name]
@@ -156,7 +160,7 @@ def _one(
         return 0
     machine = facts()
     run: Any = benchmark.run
-    own = {size: value for size, value in sizes.items() if size in _sizes(name)}
+    own = {option: value for option, value in options.items() if option in _options(name)}
     try:
         with progress.status(f"{name}, {rounds or benchmark.ROUNDS} rounds"):
             report = run(nproc, rounds or benchmark.ROUNDS, **own)

@@ -18,7 +18,7 @@ BURST = 10  # pairs in a row, then one synchronisation: what a busy program sees
 OURS, BY_NCCL = "global_scatter + global_gather", "the same, FLAGS_comm_channel_mib=0"
 PER_EXPERT, PEER = "a group of sends and receives an expert", "all_to_all_single, packed"
 LIMIT = 0.80
-SIZES = ("rows", "width", "experts")
+OPTIONS = ("rows", "width", "experts")
 ON_GPUS, ON_CPUS = (8192, 4096, 16), (256, 64, 8)
 CAPTION = (
     "Time of one way there and back on rank 0, flag on: {rows} bfloat16 rows x {width} on each of "

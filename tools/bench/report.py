@@ -1,7 +1,7 @@
 """Report of one benchmark: a table on the screen, and the same in a Markdown file."""
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ class Report:
     columns: Row
     rows: tuple[Row, ...]
     findings: tuple[str, ...]
-    settings: dict[str, int]
+    settings: Mapping[str, object]
     plot: Callable[[Path], None] | None = None
 
     @property
@@ -55,16 +55,23 @@ def timing_columns(unit: str, bases: Sequence[str], *heads: str, over: str | Non
 
 
 def timing_rows(
-    samples: Samples, bases: Sequence[str], per_second: float, *heads: str, over: str | None = None
+    samples: Samples,
+    bases: Sequence[str | None],
+    per_second: float,
+    *heads: str,
+    over: str | None = None,
 ) -> Iterator[Row]:
-    """Yield one row per peer: its time, its extra time over ``over``, its ratio to each base."""
+    """Yield one row per peer: its time, its extra time over ``over``, its ratio to each base.
+
+    A base is None where no peer is left to compare with.
+    """
     for name, values in samples.items():
         time = Spread(*(end * per_second for end in spread(values)))
         more = () if over is None else (spread(samples[over]).middle * per_second,)
         yield (
             *(*heads, name, number(time.middle), _range(time)),
             *(number(time.middle - least) for least in more),
-            *(with_range(ratio(values, samples[base])) for base in bases),
+            *(with_range(ratio(values, samples[base])) if base else "-" for base in bases),
         )
 
 
