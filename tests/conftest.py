@@ -64,6 +64,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
         # No measurement chooses kernels: code that is compiled twice has the same bits.
         os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
+        # Else each process that compiles starts others, which load torch.
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         # Hundreds of programs import commlib: from byte code, in half the time.
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         # torch asks for the name of each peer of a store. Where the name server loses a request,

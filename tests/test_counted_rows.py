@@ -26,6 +26,7 @@ from tests.support.operator import calls, compile_whole
 from tests.support.ranks import NewRanks, Ranks
 from tests.support.runs_on import runs_on
 from tests.test_custom_allreduce import another
+from tests.test_expert_graphs import check_replays
 from tests.test_global_scatter_gather import Counts, drawn, inputs, own_counts, scattered
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -127,6 +128,7 @@ def test_captured(comm: Any) -> None:
         x = sample(comm.rank, (14, 8), torch.float32, seed).to(comm.device)
         for one, other in zip(captured(x, *mine.values()), step(x, *mine.values()), strict=True):
             assert_bits_equal(one, other, f"replay {seed}")
+    check_replays(captured, 7)
 
 
 def reported(comm: Any) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,14 +18,23 @@ from tests.support.checks import (
     settle,
     wide,
 )
-from tests.support.experts import Routing, given, random_routing, tokens_of, with_weights
+from tests.support.experts import (
+    Routing,
+    differing_bytes,
+    given,
+    random_routing,
+    tokens_of,
+    with_weights,
+)
+from tests.support.operator import calls
 from tests.support.ranks import NewRanks
 from tests.support.runs_on import runs_on
 from tests.test_custom_allreduce import another
-from tests.test_expert_channel import channel_of, check, counted
+from tests.test_expert_channel import LAUNCHES, channel_of, check, counted
 
 LATE_S = 5.0  # a ring must be created within it, on a busy machine too
 TOKENS, TOP_K, EXPERTS, CAPACITY, WIDTH = 12, 3, 5, 9, 64
+Mask = tuple[bool, ...] | None
 
 
 class Captured:
@@ -44,45 +53,79 @@ class Captured:
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.run()
 
+        self.replays = 0
+        self._cases: dict[Any, Case] = {}
+
     def run(self) -> None:
         self.sent = ops.expert_dispatch(self.x, self.ids, EXPERTS, CAPACITY, **self.how)
         self.out = ops.expert_combine(self.sent.rows, self.sent.handle)
 
-    def fill(self, routing: Routing, seed: int) -> None:
-        """Give the graph this rank's part of a routing."""
-        options = given(routing, self.ring)
-        self.x.copy_(tokens_of(routing, WIDTH, torch.bfloat16, seed)[self.ring.rank])
-        self.ids.copy_(options["expert_ids"])
-        self.weights.copy_(options["weights"])
+    def case(self, seed: int, active: Mask = None) -> "Case":
+        """Return what the graph is given and what it must give, on the device; made once."""
+        key = seed, active
+        if key not in self._cases:
+            self._cases[key] = case(self.ring, drawn(self.ring.size, seed, active), seed)
+        return self._cases[key]
 
-    def check(self, routing: Routing, seed: int, what: object) -> None:
+    def replay(self, seed: int, active: Mask = None) -> None:
+        """Give the graph this rank's part of a routing, and replay it; the host does not wait."""
+        static = self.x, self.ids, self.weights
+        for held, fresh in zip(static, self.case(seed, active).given, strict=True):
+            held.copy_(fresh)
+        self.graph.replay()
+        self.replays += 1
+
+    def results(self) -> list[torch.Tensor]:
+        return [self.sent.rows, self.out, self.sent.handle.demand]
+
+    def check(self, seed: int, what: object, active: Mask = None) -> None:
         """Compare the outputs of a replay with the definition."""
-        rank, every = self.ring.rank, tokens_of(routing, WIDTH, torch.bfloat16, seed)
-        inputs = [wide(x) for x in every]
-        rows = [routing.dispatched(inputs, owner) for owner in range(self.ring.size)]
-        assert_bits_equal(self.sent.rows, rounded(rows[rank], torch.bfloat16), f"rows {what}")
-        sums = rounded(routing.combined(rows, rank), torch.bfloat16)
-        assert_bits_equal(self.out, sums, f"sums {what}")
-        assert_bits_equal(self.sent.handle.demand, routing.tables(rank)["demand"], f"demand {what}")
+        names, expected = ("rows", "sums", "demand"), self.case(seed, active).expected
+        for name, one, other in zip(names, self.results(), expected, strict=True):
+            assert_bits_equal(one, other.cpu(), f"{name} {what}")
+
+    def check_replays(self, eager: int = 0) -> None:
+        """Check that kernels have carried all replays, and which calls the host has launched."""
+        counted(self.ring, 2 + eager + 2 * self.replays)
+        assert_equal(calls(self.ring), 4 + eager, "launched: 2 eager calls, 2 captured, others")
 
 
-def drawn(size: int, seed: int, active: Any = None) -> Routing:
+class Case(NamedTuple):
+    """This rank's tensors of a routing, and the results by definition."""
+
+    given: list[torch.Tensor]
+    expected: list[torch.Tensor]
+
+
+def case(ring: Any, routing: Routing, seed: int) -> Case:
+    rank, every = ring.rank, tokens_of(routing, WIDTH, torch.bfloat16, seed)
+    options, inputs = given(routing, ring), [wide(x) for x in every]
+    rows = [routing.dispatched(inputs, owner) for owner in range(ring.size)]
+    sums = rounded(routing.combined(rows, rank), torch.bfloat16)
+    demand = torch.from_numpy(routing.tables(rank)["demand"])
+    expected = [rounded(rows[rank], torch.bfloat16), sums, demand]
+    values = [every[rank], options["expert_ids"], options["weights"]]
+    return Case([x.to(ring.device) for x in values], [x.to(ring.device) for x in expected])
+
+
+def drawn(size: int, seed: int, active: Mask = None) -> Routing:
     numbers = {"num_experts": EXPERTS, "capacity": CAPACITY, "top_k": TOP_K}
     return random_routing(size, seed, tokens=[TOKENS] * size, active=active, **numbers)
 
 
 def replays(comm: Any, count: int) -> None:
-    """Replay with another routing each time, some without a look at the results between."""
+    """Replay with another routing each time. The device compares all, the host looks at few."""
     with another(comm, 94) as ring:
         captured = Captured(ring, on_overflow="drop")
-        routings = [drawn(comm.size, seed) for seed in range(20)]
+        wrong = torch.zeros(count, dtype=torch.int64, device=ring.device)
         for turn in range(count):
-            seed = turn * 7 % len(routings)
-            captured.fill(routings[seed], seed)
-            captured.graph.replay()
-            if turn % 9 == 0 or turn == count - 1:
-                captured.check(routings[seed], seed, f"replay {turn}")
-        counted(ring, 2 + 2 * count)
+            seed = turn * 7 % 20
+            captured.replay(seed)
+            wrong[turn] = differing_bytes(captured.results(), captured.case(seed).expected)
+            if turn % 99 == 0:
+                captured.check(seed, f"replay {turn}")
+        assert_equal(wrong.nonzero().flatten().tolist(), [], "replays with another result")
+        captured.check_replays()
         ring.check()
 
 
@@ -102,14 +145,13 @@ def test_calls_on_several_streams(comm: Any) -> None:
     with another(comm, 95) as ring:
         captured, side = Captured(ring, on_overflow="drop"), torch.cuda.Stream(ring.device)
         for turn in range(8):
-            routing = drawn(comm.size, turn)
-            captured.fill(routing, turn)
-            captured.graph.replay()
-            captured.check(routing, turn, turn)
+            captured.replay(turn)
+            captured.check(turn, turn)
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 check(ring, drawn(comm.size, turn + 1), torch.float32, 32)
             torch.cuda.current_stream().wait_stream(side)
+        captured.check_replays(8 * LAUNCHES)
 
 
 @runs_on("gpu_ranks", deadline=120)
@@ -117,16 +159,16 @@ def test_a_peer_that_misses_a_replay(comm: Any) -> None:
     """It is named on every rank; reset() repairs, and the graph stays valid."""
     channel_of(comm)  # compiles the kernels
     with another(comm, 96, timeout=LATE_S) as ring:
-        captured, routing = Captured(ring, on_overflow="drop"), drawn(comm.size, 1)
-        captured.fill(routing, 1)
+        captured = Captured(ring, on_overflow="drop")
         for _ in range(3):
-            captured.graph.replay()
-        captured.check(routing, 1, "before")
+            captured.replay(1)
+        captured.check(1, "before")
+        captured.check_replays()
         ring.exchange([])
         for turn in range(2):
             if (comm.rank == 0) == (turn == 0):  # rank 1 is too late
-                captured.graph.replay()
-                captured.graph.replay()  # what follows the fault leaves at once
+                captured.replay(1)
+                captured.replay(1)  # what follows the fault leaves at once
                 torch.cuda.synchronize(comm.device)
             comm.exchange([])
         for floats in (captured.out, captured.sent.rows):
@@ -138,10 +180,10 @@ def test_a_peer_that_misses_a_replay(comm: Any) -> None:
             ring.check()
         ring.reset()
         for turn in range(3):
-            captured.fill(drawn(comm.size, turn), turn)
-            captured.graph.replay()
-            captured.check(drawn(comm.size, turn), turn, "after reset")
-        check(ring, routing, torch.float16)
+            captured.replay(turn)
+            captured.check(turn, "after reset")
+        check(ring, drawn(comm.size, 1), torch.float16)
+        counted(ring, 2 * 3 + LAUNCHES)  # since the reset
         ring.check()
 
 
@@ -173,10 +215,9 @@ def test_a_peer_killed_in_a_replay(comm: Any) -> None:
     channel_of(comm)  # compiles the kernels
     ring = commlib.new_ring(98, range(comm.size), timeout=LATE_S)
     assert ring is not None
-    captured, routing = Captured(ring, on_overflow="drop"), drawn(comm.size, 1)
-    captured.fill(routing, 1)
+    captured = Captured(ring, on_overflow="drop")
     for turn in range(50):
-        captured.graph.replay()
+        captured.replay(1)
         if comm.rank == 1 and turn == 30:
             os.kill(os.getpid(), signal.SIGKILL)
     with raises((PeerTimeout, RingError, CommTimeout, EngineError), "rank 1"):
@@ -191,24 +232,53 @@ def test_a_rank_is_left_out_between_replays(comm: Any) -> None:
     """Rank 1 stops; the mask leaves it out without a new capture. It is back after a reset."""
     channel_of(comm)  # compiles the kernels
     with another(comm, 99, timeout=LATE_S) as ring:
-        captured, routing = Captured(ring, on_overflow="drop"), drawn(comm.size, 2)
-        captured.fill(routing, 2)
-        captured.graph.replay()
-        captured.check(routing, 2, "with all ranks")
+        captured = Captured(ring, on_overflow="drop")
+        captured.replay(2)
+        captured.check(2, "with all ranks")
         ring.exchange([])
         if comm.rank == 0:
             captured.active[1:] = 0
-            alone = drawn(comm.size, 2, active=[True] + [False] * (comm.size - 1))
+            alone = (True, *[False] * (comm.size - 1))
             for _ in range(5):
-                captured.graph.replay()
-                captured.check(alone, 2, "alone")
+                captured.replay(2, alone)
+                captured.check(2, "alone", alone)
             captured.active.fill_(1)
+        captured.check_replays()
         ring.check()
         ring.exchange([])
         ring.reset()
-        captured.graph.replay()
-        captured.check(routing, 2, "together again")
+        captured.replay(2)
+        captured.check(2, "together again")
+        counted(ring, 2)  # since the reset
         ring.check()
+
+
+def changing_masks(comm: Any) -> None:
+    """Ranks that make every replay are left out of some: they are back without a reset."""
+    with another(comm, 101) as ring:
+        captured, every = Captured(ring, on_overflow="drop"), range(comm.size)
+        masks = [tuple(rank != turn / 2 for rank in every) for turn in range(-1, 2 * comm.size - 1)]
+        given = [torch.tensor(mask, dtype=torch.uint8, device=ring.device) for mask in masks]
+        wrong = torch.zeros(150, dtype=torch.int64, device=ring.device)
+        for turn in range(len(wrong)):
+            number, seed = turn % len(masks), turn % 9  # every second replay has all ranks
+            captured.active.copy_(given[number])
+            captured.replay(seed, masks[number])
+            expected = captured.case(seed, masks[number]).expected
+            wrong[turn] = differing_bytes(captured.results(), expected)
+        assert_equal(wrong.nonzero().flatten().tolist(), [], "replays with another result")
+        captured.check_replays()
+        ring.check()
+
+
+@runs_on("gpu_ranks", deadline=120)
+def test_masks_that_change_at_each_replay(comm: Any) -> None:
+    changing_masks(comm)
+
+
+def test_masks_of_more_ranks(new_gpu_ranks: NewRanks) -> None:
+    with new_gpu_ranks(3) as ranks:
+        ranks(changing_masks, deadline=200)
 
 
 @runs_on("gpu_ranks", deadline=120)
@@ -229,7 +299,6 @@ def test_overflow_is_reported_once(comm: Any) -> None:
         x = sample(comm.rank, (TOKENS, WIDTH), torch.float32).to(comm.device)
         with raises(CapacityError, *words):  # after its launch: the ranks stay in step
             ops.expert_dispatch(x, captured.ids, EXPERTS, 30, ring_id=100)
-        routing = drawn(comm.size, 3)
-        captured.fill(routing, 3)
-        captured.graph.replay()
-        captured.check(routing, 3, "after an overflow")
+        captured.replay(3)
+        captured.check(3, "after an overflow")
+        counted(ring, 2 + 2 * 3 + 1)

@@ -5,15 +5,17 @@ from typing import Any
 import torch
 
 import commlib
-from commlib import ops
+from commlib import flags, ops
 from commlib.errors import (
     ArgumentError,
     CommTimeout,
     DeviceError,
     DtypeError,
+    MismatchError,
     RingError,
     ShapeError,
 )
+from commlib.p2p.expert_tables import ExpertSpec
 from tests.support.checks import assert_equal, raises, sample, settle
 from tests.support.operator import ABSENT_RING, calls, compile_whole
 from tests.support.ranks import Ranks
@@ -184,6 +186,46 @@ def test_numbers_that_only_one_rank_changes(comm: Any) -> None:
                 dispatched(comm, 103, capacity=21)
         settle(comm)
         comm.barrier()
+
+
+@runs_on("ranks")
+def test_compared_calls(comm: Any) -> None:
+    """With FLAGS_comm_check=2 no rank waits where one rank alone changes its numbers."""
+    with flags.override(flags.CHECK, 2), another(comm, 104) as ring:
+        dispatched(comm, 104)
+        before = calls(ring)
+        words = ["detected mismatch", "rank 1: expert_dispatch with new numbers at"]
+        if comm.rank == 1:
+            words += ["the first expert_dispatch", "capacity is 21"]
+        with raises(MismatchError, *words):
+            dispatched(comm, 104, capacity=20 + comm.rank)
+        assert_equal(calls(ring), before, "calls launched by refused ones")
+        dispatched(comm, 104)
+
+
+@runs_on("ranks")
+def test_compared_calls_of_kernels(comm: Any) -> None:
+    """Equal numbers of rows are not enough: a launch with other numbers is refused."""
+    x = torch.zeros(120, 8, device=comm.device)
+    good = ExpertSpec(3, 20, 2, x.dtype, 8)
+    launched = []
+
+    def launch(*given: Any) -> None:
+        launched.append(given)
+
+    with flags.override(flags.CHECK, 2), another(comm, 105) as ring:
+
+        def call(spec: ExpertSpec) -> None:
+            ring._expert_call("expert_combine", launch, x, x, (spec,), True)
+
+        for name, value in {"num_experts": 4, "capacity": 10, "top_k": 3, "quantize": True}.items():
+            shown = f"{name}=fp8" if name == "quantize" else f"{name}={value}"
+            words = "rank 0: expert_combine(num_experts=3, capacity=20, top_k=2)", "rank 1: expert"
+            with raises(MismatchError, *words, shown):
+                call(good._replace(**{name: value}) if comm.rank == 1 else good)
+        assert_equal(launched, [], "launched")
+        call(good)
+        assert_equal(len(launched), 1, "launched once the numbers are equal")
 
 
 def _masked(comm: Any) -> None:

@@ -7,6 +7,8 @@ import torch
 from commlib import graph, ops
 from commlib.errors import CapacityError
 from tests.support.checks import assert_bits_equal, assert_equal, on_gpu, raises, sample, settle
+from tests.support.experts import differing_bytes
+from tests.support.operator import calls
 from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
 
@@ -58,6 +60,13 @@ def compare(found: Any, expected: Any, what: str) -> None:
         assert_bits_equal(one, other, what)
 
 
+def check_replays(captured: Any, *replays: int) -> None:
+    """Check that there is one captured call per number, replayed so often, and no eager call."""
+    rows = graph.report(captured)
+    assert_equal([row["eager"] for row in rows], [None] * len(replays), "captured, not eager")
+    assert_equal(sorted(row["replays"] for row in rows), sorted(replays), "replays")
+
+
 @runs_on("ranks", deadline=120)
 def test_a_captured_layer(comm: Any) -> None:
     layer = Layer(comm)
@@ -66,6 +75,7 @@ def test_a_captured_layer(comm: Any) -> None:
         for seed in range(12):
             given = batch(comm, seed)
             compare(captured(*given), layer(*given), f"replay {seed}")
+    check_replays(captured, 11)  # the first call captures
 
 
 @runs_on("ranks", deadline=120)
@@ -76,6 +86,7 @@ def test_a_captured_step(comm: Any) -> None:
     for seed in range(12):
         given = batch(comm, seed)
         compare(captured(*given), layer.step(*given), f"replay {seed}")
+    check_replays(captured, 11)
 
 
 @runs_on("ranks", deadline=120)
@@ -96,24 +107,35 @@ def test_a_captured_forward_with_its_backward(comm: Any) -> None:
             grads = torch.autograd.grad(out.square().sum(), (*leaves, layer.experts))
             found.append([grad.clone() for grad in grads])
         compare(*found, f"gradients {seed}")
+    check_replays(captured, 5)
 
 
 @runs_on("all_gpu_ranks", deadline=300)
-def test_a_thousand_replays(comm: Any) -> None:
-    layer = Layer(comm)
+def test_many_replays(comm: Any) -> None:
+    """Five exchanges each, all compared; test_expert_channel_graphs replays the forward more often.
+
+    Inputs and results of eager steps are on the device before, so no replay waits for the host.
+    """
+    layer, batches = Layer(comm), [batch(comm, seed) for seed in range(20)]
+    expected = [layer.step(*given) for given in batches]
     given = batch(comm, 0)
-    layer.step(*given)
-    recorded = torch.cuda.CUDAGraph()
+    recorded, before = torch.cuda.CUDAGraph(), calls(comm)
     with torch.cuda.graph(recorded, capture_error_mode="thread_local"):
         out = layer.step(*given)
-    for seed in range(1000):
-        for static, fresh in zip(given, batch(comm, seed), strict=True):
+    launched, replays = calls(comm), 200
+    wrong = torch.zeros(replays, dtype=torch.int64, device=comm.device)
+    for turn in range(replays):
+        seed = turn * 7 % len(batches)
+        for static, fresh in zip(given, batches[seed], strict=True):
             static.copy_(fresh)
         recorded.replay()
-        if seed % 10 == 0:
-            compare(out, layer.step(*given), f"replay {seed}")
+        wrong[turn] = differing_bytes(out, expected[seed])
     settle(comm)
     comm.check()
+    assert_equal(wrong.nonzero().flatten().tolist(), [], "replays with another result")
+    assert_equal(launched > before, True, "the exchanges are in the graph")
+    assert_equal(calls(comm), launched, "no replay launches a call of the host")
+    assert_equal(len({one[0].sum().item() for one in expected}) > 10, True, "they are different")
 
 
 def masks(comm: Any) -> None:
@@ -129,6 +151,7 @@ def masks(comm: Any) -> None:
             compare(found, expected, f"replay {seed}")
             if not active[comm.rank]:
                 assert_equal(float(found[0].abs().sum()), 0.0, f"result {seed}")
+    check_replays(captured, 8)
 
 
 def test_masks(ranks: Ranks) -> None:
@@ -158,6 +181,7 @@ def test_overflow_in_a_replay(comm: Any) -> None:
             comm.check()
         comm.check()
         compare(captured(x, few, weights), layer(x, few, weights), "afterwards")
+    check_replays(captured, 6)
     settle(comm)
     comm.check()
     assert_equal(on_gpu(comm) or comm.report()["state"] == "ready", True, "state")

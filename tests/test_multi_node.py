@@ -1,7 +1,6 @@
 """Two nodes under torchrun: gloo over TCP between two hosts, NCCL over its network transport."""
 
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.ports import free_port
-from tests.support.processes import ROOT, environment
+from tests.support.processes import ROOT, environment, warm_ranks
 from tests.support.two_hosts import Host, two_hosts
 
 PROGRAM = ["-m", "tests.programs.two_nodes"]
@@ -18,7 +17,8 @@ SECONDS = 120
 
 def launch(host: Host, node: int, out: Path, **more: str) -> "subprocess.Popen[str]":
     """Start torchrun on one node; its output and that of its ranks is written to a file."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
+    warm = warm_ranks()
+    torchrun = [warm["PYTHON_EXEC"], "-m", "torch.distributed.run", "--nnodes=2"]
     torchrun.append(f"--nproc-per-node={more.pop('each')}")
     meeting = [
         f"--node-rank={node}",
@@ -29,7 +29,7 @@ def launch(host: Host, node: int, out: Path, **more: str) -> "subprocess.Popen[s
     with output_of(out, node).open("w") as text:
         return subprocess.Popen(
             [*host.prefix, *torchrun, *meeting, f"--local-addr={host.address}", *PROGRAM],
-            env=environment(**interfaces, FLAGS_comm_timeout_s="60", **more),
+            env=environment(**warm, **interfaces, FLAGS_comm_timeout_s="60", **more),
             cwd=ROOT,
             text=True,
             stdout=text,

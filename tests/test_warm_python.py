@@ -75,3 +75,23 @@ def test_torch_is_there_and_commlib_is_not() -> None:
     loaded, ours, parent = out.split()
     assert (code, loaded, ours) == (0, "True", "False")
     assert int(parent) != os.getpid()
+
+
+def test_the_exit_takes_down_what_the_program_made() -> None:
+    """Also what a library refers to that keeps objects of programs."""
+    program = (
+        "import os, sys, torch, torch.distributed as dist\n"
+        "class Last:\n"
+        "    def __init__(self, name): self.name = name\n"
+        "    def __del__(self, write=os.write, ending=sys.is_finalizing):\n"
+        "        write(1, f'{self.name} {ending()}\\n'.encode())\n"
+        "own, dist.kept, sys.kept = Last('its own'), Last('of torch.distributed'), Last('of sys')\n"
+        "cycle = [Last('in a cycle')]; cycle.append(cycle)\n"
+    )
+    fresh, warm = (run("-c", program, fresh=fresh) for fresh in (True, False))
+    assert (warm[0], sorted(warm[1].splitlines()), warm[2]) == (
+        0,
+        sorted(fresh[1].splitlines()),
+        "",
+    )
+    assert len(warm[1].splitlines()) == 4

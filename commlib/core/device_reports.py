@@ -13,6 +13,11 @@ from commlib.rendezvous.identity import RingIdentity
 from commlib.streams import capturing
 
 Tensor = torch.Tensor
+
+_LATER = (
+    "the device has reported it after the call, so ranks may raise it in different calls; to go "
+    "on, call torch.cuda.synchronize() and ring.check() at the same place on every rank"
+)
 Describe = Callable[[RingIdentity, list[int]], CommError]
 
 
@@ -25,7 +30,7 @@ class DeviceReports:
     def __init__(self, identity: RingIdentity) -> None:
         self._identity = identity
         self._kernels: ExpertKernels | None = None
-        self._records: dict[Any, _Record] = {}
+        self._records: dict[Any, Record] = {}
         self._pending: CommError | None = None  # read, but not raised yet
 
     def watch(self, kernels: ExpertKernels) -> None:
@@ -59,7 +64,7 @@ class DeviceReports:
                     f"{self._identity.describe(collective)}: the first such call of the ring is in "
                     f"a capture; expected memory for its reports; call it once before the capture"
                 )
-            self._records[key] = _Record(len(found), found.device, describe)
+            self._records[key] = Record(len(found), found.device, describe)
         self._records[key].note(found)
 
     def error(self) -> CommError | None:
@@ -74,6 +79,10 @@ class DeviceReports:
             self._pending = self._reported()
 
     def _reported(self) -> CommError | None:
+        error = self._described()
+        return None if error is None else type(error)(f"{error}; {_LATER}")
+
+    def _described(self) -> CommError | None:
         overflow = None if self._kernels is None else self._kernels.overflow()
         if overflow is not None:
             return capacity_error(self._identity, overflow)
@@ -104,29 +113,43 @@ class DeviceReports:
             raise error
 
 
-class _Record:
-    """The last report of one kind on a GPU, and how many there were; the host reads a copy."""
+class Record:
+    """The last report of one kind on a device, and how many there were; the host reads a copy.
+
+    The count is the first and the last element. They differ while the copy is being written.
+
+    Attributes:
+        describe: Returns the error of a report.
+        copy: What the host reads: the count, the numbers of the report, the count.
+    """
 
     def __init__(self, items: int, device: torch.device, describe: Describe) -> None:
+        """``items``: of what ``note`` is given."""
         self.describe = describe
+        pinned = device.type == "cuda"  # only then does a copy to it not block
         with torch.inference_mode(False):  # later calls write to it in any mode
-            self._state = torch.zeros(items, dtype=torch.int64, device=device)
-            self._copy = torch.zeros(items, dtype=torch.int64, pin_memory=True)
-        self._seen = 0
+            self._state = torch.zeros(items + 1, dtype=torch.int64, device=device)
+            self.copy = torch.zeros(items + 1, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        self._host, self._seen = self.copy.numpy(), 0
 
     def note(self, found: Tensor) -> None:
         """Keep a report on the device; a captured call does it at each replay."""
         number = self._state[:1] + found[:1]
-        kept = torch.where(found[:1] > 0, found[1:], self._state[1:])
-        self._state.copy_(torch.cat([number, kept]))
-        self._copy.copy_(self._state, non_blocking=True)
+        kept = torch.where(found[:1] > 0, found[1:], self._state[1:-1])
+        self._state.copy_(torch.cat([number, kept, number]))
+        self.copy.copy_(self._state, non_blocking=True)
 
     def read(self) -> list[int] | None:
-        """Return the numbers of the last report if there was one since the last read."""
-        number, *numbers = self._copy.tolist()
-        if number == self._seen:
+        """Return the numbers of the last report if there was one since the last read.
+
+        None while a copy is being written: the next read finds it.
+        """
+        last = int(self._host[-1])
+        first, *numbers, end = map(int, self._host.tolist())
+        # From either end: the copy may be written in either direction, and during the read.
+        if first == self._seen or not last == end == first == int(self._host[0]):
             return None
-        self._seen = number
+        self._seen = first
         return numbers
 
 

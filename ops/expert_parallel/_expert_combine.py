@@ -8,6 +8,7 @@ from commlib.ops.expert_parallel import expert_moves
 from commlib.ops.expert_parallel.expert_checks import check_handle
 from commlib.ops.expert_parallel.expert_handle import ExpertHandle
 from commlib.ops.expert_parallel.expert_ids import check_tensor
+from commlib.ops.expert_parallel.expert_moves import Move, saved
 from commlib.ops.registered.library import once, register, traced
 
 Tensor = torch.Tensor
@@ -53,20 +54,18 @@ def expert_combine(
     weights = handle.weights if weighted else None  # None: without a gradient of weights
     values = [y] if weights is None else [y, weights]
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in values)
-    rest = (
-        *(handle.expert_ids, handle.positions, handle.sources, handle.row_weights),
-        *(handle.active, ring_id, handle.size, handle.num_experts, handle.capacity),
-        *(use_calc_stream, weighted),
-    )
+    tables = handle.expert_ids, handle.positions, handle.sources, handle.row_weights
+    numbers = handle.size, handle.num_experts, handle.capacity
+    move = Move(*tables, handle.active, ring_id, *numbers, use_calc_stream, weighted)
     if traces or needs_grad or expert_moves.is_on_host(ring_id):
         op: Any = expert_moves.sums if weights is None else _registered_op
-        total: Tensor = op(*values, *rest)
+        total: Tensor = op(*values, *move)
         return total
-    return expert_moves.combined(y, *rest)
+    return expert_moves.combined(y, *move)
 
 
-def _run(y: Tensor, weights: Tensor, *rest: Any) -> Tensor:
-    return expert_moves.combined(y, *rest)
+def _run(y: Tensor, weights: Tensor, *given: Any) -> Tensor:
+    return expert_moves.combined(y, *given)
 
 
 def _fake(y: Tensor, weights: Tensor, *_: Any) -> Tensor:
@@ -74,49 +73,44 @@ def _fake(y: Tensor, weights: Tensor, *_: Any) -> Tensor:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    y, _, *rest = inputs
-    ctx.save_for_backward(*rest[:5], y if ctx.needs_input_grad[1] else None)
-    ctx.saved = rest[5:]
+    y, _, *given = inputs
+    Move(*given).save(ctx, y if ctx.needs_input_grad[1] else None)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    *tables, y = ctx.saved_tensors
-    rest = *tables, *ctx.saved
-    of_y, dots = _gradients(grad, y, *rest)
+    move, y = saved(ctx), ctx.saved_tensors[-1]
+    of_y, dots = _gradients(grad, y, *move)
     of_weights = None
     if y is not None:
         # A dot product is in the column of its choice: the sum of a token's rows are its gradients.
-        of_weights = expert_moves.sums(dots, *_unweighted(rest))[:, : tables[1].shape[1]]
-    return of_y, of_weights, *[None] * 11
+        columns = expert_moves.sums(dots, *move._replace(weighted=False))
+        of_weights = columns[:, : move.positions.shape[1]]
+    return of_y, of_weights, *[None] * len(move)
 
 
-def _run_gradients(grad: Tensor, y: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+def _run_gradients(grad: Tensor, y: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
     """Return the gradient of y, and each row's dot product with y in the column of its choice."""
+    move = Move(*given)
     if y is None:
-        of_y = expert_moves.scattered(grad, *rest)
+        of_y = expert_moves.scattered(grad, *move)
         return of_y, of_y.new_empty(0, dtype=torch.float32)
-    sources, row_weights = rest[2:4]
-    rows = expert_moves.scattered(grad, *_unweighted(rest))
+    rows = expert_moves.scattered(grad, *move._replace(weighted=False))
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    of_y = (wide * row_weights.view(*rows.shape[:2], 1)).to(rows.dtype)
-    choice = sources[:, 2].view(rows.shape[:2]).long()
+    of_y = (wide * move.row_weights.view(*rows.shape[:2], 1)).to(rows.dtype)
+    choice = move.sources[:, 2].view(rows.shape[:2]).long()
     dot = torch.where(choice >= 0, (wide * y).sum(2).float(), 0.0)
-    dots = dot.new_zeros((*rows.shape[:2], _columns(rest[1])))
+    dots = dot.new_zeros((*rows.shape[:2], _columns(move)))
     return of_y, dots.scatter_(2, choice.clamp(min=0)[..., None], dot[..., None])
 
 
-def _unweighted(rest: tuple[Any, ...]) -> tuple[Any, ...]:
-    return *rest[:-1], False
-
-
-def _columns(positions: Tensor) -> int:
+def _columns(move: Move) -> int:
     """Return a number of float32 columns, at least top_k, that kernels take: whole vectors."""
-    return -(-positions.shape[1] // 4) * 4
+    return -(-move.positions.shape[1] // 4) * 4
 
 
-def _fake_gradients(grad: Tensor, y: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    of_y = expert_moves.fake_rows(grad, *rest)
-    shape = (0,) if y is None else (*of_y.shape[:2], _columns(rest[1]))
+def _fake_gradients(grad: Tensor, y: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
+    of_y = expert_moves.fake_rows(grad, *given)
+    shape = (0,) if y is None else (*of_y.shape[:2], _columns(Move(*given)))
     return of_y, grad.new_empty(shape, dtype=torch.float32)
 
 

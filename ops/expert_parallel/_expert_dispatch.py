@@ -1,9 +1,10 @@
 """expert_dispatch: send each token to the experts that it has chosen, in fixed shapes."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from commlib.core.context import CommContext
 from commlib.core.group import needs_result
 from commlib.core.manager import comm
 from commlib.errors import ArgumentError
@@ -16,6 +17,7 @@ from commlib.ops.expert_parallel.expert_checks import (
     weights_of,
 )
 from commlib.ops.expert_parallel.expert_handle import Dispatched, ExpertHandle
+from commlib.ops.expert_parallel.expert_moves import Move, saved
 from commlib.ops.registered.library import register, traced
 from commlib.ops.registered.traced_ring import size_of, sized
 from commlib.p2p.expert_tables import Choices, ExpertSpec
@@ -98,68 +100,65 @@ def expert_dispatch(
             f"x.detach(), or leave quantize= away"
         )
     call: Any = _registered_op if traces or needs_grad or expert_moves.is_on_host(ring_id) else _run
-    options = num_experts, capacity, quantize == "fp8", on_overflow == "error", use_calc_stream
     size, own = size_of(ring_id), None if scaled is None else scaled.detach()
-    rows, scales, chosen, positions, sources, row_weights, counts, demand = call(
-        x, ids, own, active, ring_id, size, *options
-    )
+    options = quantize == "fp8", on_overflow == "error", use_calc_stream
+    given = _Given(x, ids, own, active, ring_id, size, num_experts, capacity, *options)
+    rows, scales, chosen, positions, sources, row_weights, counts, demand = call(*given)
     tables = chosen, positions, sources, row_weights
     handle = ExpertHandle(*tables, demand, scaled, active, num_experts, capacity, ring_id, size)
     return Dispatched(rows, counts, handle, scales if quantize else None)
 
 
-def _run(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor | None,
-    active: Tensor | None,
-    ring_id: int,
-    size: int,
-    num_experts: int,
-    capacity: int,
-    fp8: bool,
-    reports: bool,
-    use_calc_stream: bool,
-) -> tuple[Tensor, ...]:
-    ring, choices = sized(NAME, ring_id, size), Choices(ids, weights, active)
-    check_dispatch(ring, NAME, x, choices, num_experts, capacity, fp8)
+class _Given(NamedTuple):
+    """What the op takes, in the order of its schema."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor | None
+    active: Tensor | None
+    ring_id: int
+    size: int
+    num_experts: int
+    capacity: int
+    fp8: bool
+    reports: bool
+    use_calc_stream: bool
+
+    def checked(self, ring: CommContext) -> tuple[Choices, ExpertSpec]:
+        """Return the choices and the numbers; raise for tensors that do not fit."""
+        x, choices = self.x, Choices(self.ids, self.weights, self.active)
+        check_dispatch(ring, NAME, x, choices, self.num_experts, self.capacity, self.fp8)
+        numbers = self.num_experts, self.capacity, self.ids.shape[1], x.dtype, x.shape[1]
+        return choices, ExpertSpec(*numbers, quantize=self.fp8, reports=self.reports)
+
+
+def _run(*values: Any) -> tuple[Tensor, ...]:
+    given = _Given(*values)
+    ring, calc = sized(NAME, given.ring_id, given.size), given.use_calc_stream
+    choices, spec = given.checked(ring)
     needs_result(ring, NAME)
-    numbers = num_experts, capacity, ids.shape[1], x.dtype, x.shape[1]
-    spec = ExpertSpec(*numbers, quantize=fp8, reports=reports)
-    rows, scales, tables, counts = expert_calls.dispatch(ring, x, choices, spec, use_calc_stream)
+    rows, scales, tables, counts = expert_calls.dispatch(ring, given.x, choices, spec, calc)
     return rows, scales, *tables, *counts
 
 
-def _fake(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor | None,
-    active: Tensor | None,
-    ring_id: int,
-    size: int,
-    num_experts: int,
-    capacity: int,
-    fp8: bool,
-    reports: bool,
-    use_calc_stream: bool,
-) -> tuple[Tensor, ...]:
-    choices = Choices(ids, weights, active)
-    check_dispatch(comm(ring_id), NAME, x, choices, num_experts, capacity, fp8)
-    spec = ExpertSpec(num_experts, capacity, ids.shape[1], x.dtype, x.shape[1], quantize=fp8)
-    rows, scales, tables, counts = expert_calls.outputs(x, ids, spec, size)
+def _fake(*values: Any) -> tuple[Tensor, ...]:
+    given = _Given(*values)
+    choices, spec = given.checked(comm(given.ring_id))
+    rows, scales, tables, counts = expert_calls.outputs(given.x, choices.ids, spec, given.size)
     return rows, scales, *tables, *counts
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Save what brings the gradients of the rows back."""
-    _, _, _, active, ring_id, size, num_experts, capacity, _, _, use_calc_stream = inputs
+    given = _Given(*inputs)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*output[2:6], active)
-    ctx.saved = ring_id, size, num_experts, capacity, use_calc_stream, False
+    tables = output[2], output[3], output[4], output[5]
+    numbers = given.ring_id, given.size, given.num_experts, given.capacity
+    Move(*tables, given.active, *numbers, given.use_calc_stream, weighted=False).save(ctx)
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    return expert_moves.sums(grad, *ctx.saved_tensors, *ctx.saved), *[None] * 10
+    return expert_moves.sums(grad, *saved(ctx)), *[None] * (len(_Given._fields) - 1)
 
 
 _registered_op = register(

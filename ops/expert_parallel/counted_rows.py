@@ -19,6 +19,7 @@ from commlib.ops.expert_parallel import expert_moves
 from commlib.ops.expert_parallel.expert_agreement import CAPACITY, Number, check_once
 from commlib.ops.expert_parallel.expert_checks import FLOATS
 from commlib.ops.expert_parallel.expert_ids import check_number
+from commlib.ops.expert_parallel.expert_moves import Move
 from commlib.ops.expert_parallel.plain_exchange import PlainExchange
 from commlib.ops.expert_parallel.row_counts import COLLECTIVES, check_counts, counts_error
 from commlib.ops.registered.library import register, traced
@@ -47,17 +48,19 @@ def counted(
         _check(comm(ring_id), x, counts, back)
     registered = traces or expert_moves.is_on_host(ring_id)
     size, count = size_of(ring_id), x.shape[0]
-    numbers = (capacity, count) if back else (count, capacity)
+    own_rows, most = (capacity, count) if back else (count, capacity)
     call: Any = _tables if registered else _run
-    found = call(local_count, global_count, ring_id, size, *numbers, use_calc_stream, back)
-    rest = *found, None, ring_id, size, size, numbers[1], use_calc_stream, False
+    found = call(local_count, global_count, ring_id, size, own_rows, most, use_calc_stream, back)
+    tables = found[0], found[1], found[2], found[3]
+    experts = size  # every rank is one
+    move = Move(*tables, None, ring_id, size, experts, most, use_calc_stream, weighted=False)
     registered = registered or (torch.is_grad_enabled() and x.requires_grad)
     if back:
         call = expert_moves.sums if registered else expert_moves.combined
-        own: Tensor = call(x.unsqueeze(0), *rest)
+        own: Tensor = call(x.unsqueeze(0), *move)
         return own
     call = expert_moves.rows if registered else expert_moves.scattered
-    received: Tensor = call(x, *rest)
+    received: Tensor = call(x, *move)
     return received.squeeze(0)
 
 
@@ -142,17 +145,10 @@ def sendable(sent: Tensor, rows: Tensor) -> Tensor:
 
 
 def _fake(
-    local_count: Tensor,
-    global_count: Tensor,
-    ring_id: int,
-    size: int,
-    own_rows: int,
-    capacity: int,
-    use_calc_stream: bool,
-    back: bool,
+    local_count: Tensor, _: Tensor, ring_id: int, size: int, rows: int, capacity: int, *more: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    sized(COLLECTIVES[back], ring_id, size)
-    ids = local_count.new_empty((own_rows, 1), dtype=torch.int32)
+    sized(COLLECTIVES[more[1]], ring_id, size)
+    ids = local_count.new_empty((rows, 1), dtype=torch.int32)
     lines = ids.new_empty((capacity, 4))
     return ids, torch.empty_like(ids), lines, ids.new_empty(capacity, dtype=torch.float32)
 

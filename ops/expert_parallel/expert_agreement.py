@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from commlib.core.context import CommContext
-from commlib.errors import ArgumentError, CommTimeout, DtypeError, ShapeError
+from commlib.errors import ArgumentError, CommTimeout, DtypeError, MismatchError, ShapeError
 from commlib.ops.expert_parallel.expert_checks import FLOATS
 from commlib.ops.expert_parallel.plain_exchange import PlainExchange
 from commlib.p2p.expert_tables import ExpertSpec
@@ -53,6 +53,7 @@ def check_spec(
     Raises:
         ArgumentError: A number differs. Nothing was launched, and the ring stays usable.
         CommTimeout: Ranks do not compare: they make another call, or have compared theirs before.
+        MismatchError: Ranks compare another call; every call with ``FLAGS_comm_check=2``.
     """
     if exchange is not None and exchange.may_miss_ranks:
         numbers = _numbers(collective, spec)
@@ -78,9 +79,9 @@ def check_once(
     given = numbers()
     try:
         rows = ring._hosts.exchange(_values(given), collective, "with new numbers")
-    except CommTimeout as error:
+    except (CommTimeout, MismatchError) as error:
         shown = ", ".join(number.given.format(_shown(number, number.value)) for number in given)
-        raise CommTimeout(
+        raise type(error)(
             f"{error}; on this rank it is the first {collective} where {shown}: ranks that have "
             f"made such a call do not wait for others; pass the same numbers on every rank"
         ) from error

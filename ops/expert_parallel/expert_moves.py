@@ -1,6 +1,6 @@
 """Rows to the positions of a dispatch, and their sums back: each is the gradient of the other."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,8 +14,54 @@ from commlib.p2p.expert_tables import ExpertSpec, ExpertTables, local_experts
 
 Tensor = torch.Tensor
 
-# What the ops of an exchange take after their tensors of values: tables, mask, ring, numbers, and
-# whether rows are multiplied with the weights of the dispatch.
+_TENSORS = 5  # the first fields of a Move
+
+
+class Move(NamedTuple):
+    """What the ops of an exchange take after their tensors of values, in the order of ``SCHEMA``.
+
+    Attributes:
+        expert_ids, positions, sources, row_weights: The tables of the dispatch.
+        active: The mask of the dispatch.
+        ring_id, size: The ring.
+        num_experts, capacity: As given to the dispatch.
+        use_calc_stream: See ``CommContext``.
+        weighted: Rows are multiplied with ``row_weights``.
+    """
+
+    expert_ids: Tensor
+    positions: Tensor
+    sources: Tensor
+    row_weights: Tensor
+    active: Tensor | None
+    ring_id: int
+    size: int
+    num_experts: int
+    capacity: int
+    use_calc_stream: bool
+    weighted: bool
+
+    @property
+    def tables(self) -> ExpertTables:
+        """The tables as one argument."""
+        return ExpertTables(self.expert_ids, self.positions, self.sources, self.row_weights)
+
+    def spec(self, dtype: torch.dtype, width: int) -> ExpertSpec:
+        """Return the numbers of the call that moves rows of so many elements."""
+        numbers = self.num_experts, self.capacity, self.positions.shape[1]
+        return ExpertSpec(*numbers, dtype, width, weighted=self.weighted)
+
+    def save(self, ctx: Any, *more: Tensor | None) -> None:
+        """Keep the move for the backward, and more tensors."""
+        ctx.save_for_backward(*self[:_TENSORS], *more)
+        ctx.numbers = self[_TENSORS:]
+
+
+def saved(ctx: Any) -> Move:
+    """Return the move that ``Move.save`` has kept."""
+    return Move(*ctx.saved_tensors[:_TENSORS], *ctx.numbers)
+
+
 SCHEMA = (
     "Tensor expert_ids, Tensor positions, Tensor sources, Tensor row_weights, Tensor? active,"
     " int ring_id, int size, int num_experts, int capacity, bool use_calc_stream,"
@@ -32,48 +78,48 @@ def is_on_host(ring_id: int) -> bool:
     return ring is not None and ring.device.type == "cpu"
 
 
-def scattered(x: Tensor, *rest: Any) -> Tensor:
-    """Return ``x`` of each choice at its position; ``rest`` is what ``SCHEMA`` names."""
-    *tables, active, ring_id, size, num_experts, capacity, use_calc_stream, weighted = rest
-    ring, lines = sized("expert_dispatch", ring_id, size), ExpertTables(*tables)
+def scattered(x: Tensor, *given: Any) -> Tensor:
+    """Return ``x`` of each choice at its position; ``given`` are the fields of a ``Move``."""
+    move = Move(*given)
+    ring, spec = sized("expert_dispatch", move.ring_id, move.size), move.spec(x.dtype, x.shape[1])
     needs_result(ring, "expert_dispatch")
-    top_k, width = lines.positions.shape[1], x.shape[1]
-    spec = ExpertSpec(num_experts, capacity, top_k, x.dtype, width, weighted=weighted)
-    return expert_calls.scatter(ring, x, lines, active, spec, use_calc_stream)
+    return expert_calls.scatter(ring, x, move.tables, move.active, spec, move.use_calc_stream)
 
 
-def combined(y: Tensor, *rest: Any) -> Tensor:
-    """Return the sum of each token's rows; ``rest`` is what ``SCHEMA`` names."""
-    *tables, active, ring_id, size, num_experts, capacity, use_calc_stream, weighted = rest
-    ring, lines = sized("expert_combine", ring_id, size), ExpertTables(*tables)
-    check_combine(ring, "expert_combine", y, local_experts(num_experts, size), capacity)
+def combined(y: Tensor, *given: Any) -> Tensor:
+    """Return the sum of each token's rows; ``given`` are the fields of a ``Move``."""
+    move = Move(*given)
+    ring, local = sized("expert_combine", move.ring_id, move.size), _local(move)
+    check_combine(ring, "expert_combine", y, local, move.capacity)
     needs_result(ring, "expert_combine")
-    top_k, width = lines.positions.shape[1], y.shape[2]
-    spec = ExpertSpec(num_experts, capacity, top_k, y.dtype, width, weighted=weighted)
-    return expert_calls.combine(ring, y, lines, active, spec, use_calc_stream)
+    spec = move.spec(y.dtype, y.shape[2])
+    return expert_calls.combine(ring, y, move.tables, move.active, spec, move.use_calc_stream)
 
 
-def fake_rows(x: Tensor, *rest: Any) -> Tensor:
+def _local(move: Move) -> int:
+    return local_experts(move.num_experts, move.size)
+
+
+def fake_rows(x: Tensor, *given: Any) -> Tensor:
     """Return a tensor like ``scattered``."""
-    size, num_experts, capacity = rest[6:9]
-    return x.new_empty((local_experts(num_experts, size), capacity, x.shape[1]))
+    move = Move(*given)
+    return x.new_empty((_local(move), move.capacity, x.shape[1]))
 
 
-def _fake_sums(y: Tensor, expert_ids: Tensor, *_: Any) -> Tensor:
-    return y.new_empty((expert_ids.shape[0], y.shape[2]))
+def _fake_sums(y: Tensor, *given: Any) -> Tensor:
+    return y.new_empty((Move(*given).positions.shape[0], y.shape[2]))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:6])
-    ctx.saved = inputs[6:]
+    Move(*inputs[1:]).save(ctx)
 
 
 def _rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return sums(grad, *ctx.saved_tensors, *ctx.saved), *[None] * 11
+    return sums(grad, *saved(ctx)), *[None] * len(Move._fields)
 
 
 def _sums_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return rows(grad, *ctx.saved_tensors, *ctx.saved), *[None] * 11
+    return rows(grad, *saved(ctx)), *[None] * len(Move._fields)
 
 
 rows = register(

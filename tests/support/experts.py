@@ -175,3 +175,15 @@ def given(routing: Routing, comm: Any, **more: Any) -> dict[str, Any]:
     if routing.active is not None:
         arguments["active"] = torch.tensor(routing.active, device=comm.device)
     return arguments
+
+
+def differing_bytes(
+    found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Return how many bytes differ, on the device: the host does not wait for it."""
+    pairs = zip(found, expected, strict=True)
+    parts = [
+        (one.contiguous().view(torch.uint8) != other.contiguous().view(torch.uint8)).sum()
+        for one, other in pairs
+    ]
+    return torch.stack(parts).sum()

@@ -8,13 +8,14 @@ import gc
 
 import hypothesis
 import pytest
-import torch._inductor.compile_fx
 import torch.distributed
 
 import commlib
 from commlib import compat, graph
 from tests.support import suites
+from tests.support.compiler import load_compiler
 
 __all__ = ["commlib", "compat", "graph", "hypothesis", "pytest", "suites", "torch"]
 
+load_compiler()
 gc.freeze()

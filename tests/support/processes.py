@@ -24,7 +24,6 @@ START_S = 60
 # What a process gets that loads Inductor and is forked from then on.
 LOADING = {
     "OMP_NUM_THREADS": "1",
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of helper processes a program
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else Inductor starts CUDA, which no fork survives
 }
 WHOLE_EXIT = {"COMMLIB_WHOLE_EXIT": "1"}  # for tests of the exit itself: `warm_server.py`

@@ -1,8 +1,8 @@
 """An interpreter that starts fast: ``warm_server.py`` forks the program from a loaded process.
 
 ``processes.py`` writes an executable from this file, which imports the standard library alone. The
-arguments, the environment, the folder and the standard streams are this process's; signals reach
-the program, and its exit status becomes this process's.
+arguments, the environment, the folder, the network and the standard streams are this process's;
+signals reach the program, and its exit status becomes this process's.
 """
 
 import contextlib
@@ -21,7 +21,12 @@ def main() -> None:
     server = socket.socket(socket.AF_UNIX)
     server.connect(os.environ["COMMLIB_WARM_SERVER"])
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until there is a program
-    request = {"arguments": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd()}
+    request = {
+        "arguments": sys.argv[1:],
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "client": os.getpid(),
+    }
     data = json.dumps(request).encode()
     socket.send_fds(server, [struct.pack("!I", len(data))], [0, 1, 2])
     server.sendall(data)

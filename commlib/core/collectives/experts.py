@@ -1,5 +1,6 @@
 """Exchanges between tokens and experts by one kernel each, where the engine has one."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,6 +13,13 @@ from commlib.p2p.channel import ExpertKernels
 from commlib.p2p.expert_tables import ExpertSpec
 
 Tensor = torch.Tensor
+
+
+@lru_cache(maxsize=256)
+def _verb(collective: str, num_experts: int, capacity: int, top_k: int, quantize: bool) -> str:
+    """Return the call as it is compared and shown; equal numbers of rows may be other ones."""
+    numbers = f"num_experts={num_experts}, capacity={capacity}, top_k={top_k}"
+    return f"{collective}({numbers}{', quantize=fp8' if quantize else ''})"
 
 
 class Experts(Ring):
@@ -37,9 +45,13 @@ class Experts(Ring):
         args: tuple[Any, ...],
         use_calc_stream: bool,
     ) -> None:
-        """Launch one of the kernels: ``launch(out, x, *args)``. What ``args`` hold is dense."""
+        """Launch one of the kernels: ``launch(out, x, *args)``.
+
+        What ``args`` hold is dense, and the last of them is the ``ExpertSpec``.
+        """
         # Ranks may differ in their tokens, but not in their rows.
-        rows = x if collective == "expert_combine" else out
-        entry = (collective, rows.numel(), x.dtype, None, None)
+        rows, spec = x if collective == "expert_combine" else out, args[-1]
+        verb = _verb(collective, spec.num_experts, spec.capacity, spec.top_k, spec.quantize)
+        entry = (verb, rows.numel(), x.dtype, None, None)
         call = Call(collective, launch, args, out, x, None, is_plain(self, x, x), entry, out)
         dispatch(self, call, MODES[use_calc_stream, True, True])
