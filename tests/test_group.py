@@ -86,6 +86,28 @@ def test_collectives(comm: Any) -> None:
 
 
 @runs_on("ranks")
+def test_several_roots(comm: Any) -> None:
+    """Calls of one size to and from each rank in turn."""
+    for _ in range(3):
+        inputs = [
+            sample(comm.rank, (3, 4), torch.float32, seed).to(comm.device) for seed in range(6)
+        ]
+        sums, copies = [x.clone() for x in inputs], [x.clone() for x in inputs]
+        with comm.group():
+            for seed, x in enumerate(sums):
+                comm.reduce(x, x, root=seed % comm.size)
+        with comm.group():
+            for seed, x in enumerate(copies):
+                comm.broadcast(x, x, root=seed % comm.size)
+        for seed in range(6):
+            root = seed % comm.size
+            every = [sample(rank, (3, 4), torch.float32, seed) for rank in range(comm.size)]
+            assert_bits_equal(copies[seed], every[root], f"from {root}, {seed}")
+            if comm.rank == root:
+                assert_bits_equal(sums[seed], every[0] + every[1], f"to {root}, {seed}")
+
+
+@runs_on("ranks")
 def test_nothing_launched(comm: Any) -> None:
     """An exception in the block, a wrong call in it and an empty block launch nothing."""
     x = torch.ones(4, device=comm.device)

@@ -73,7 +73,7 @@ def _start(ring: Ring, calls: list[Call[Any]], grouped: bool) -> list[Any]:
     try:
         if not grouped:
             return [_guarded(ring, call, call.start) for call in calls]
-        with ring._engine.coalesced():
+        with ring._engine.grouped(calls):
             return [_guarded(ring, call, call.start) for call in calls]
     except CommError:
         raise

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -198,6 +198,10 @@ class Engine(ABC):
     def coalesced(self) -> Iterator[None]:
         """Start the launches inside as one."""
         yield
+
+    def grouped(self, calls: Sequence[Launch]) -> AbstractContextManager[None]:
+        """Start the launches inside, which are the calls of a group."""
+        return self.coalesced()
 
     @contextmanager
     def bounded(self, blocks: int) -> Iterator[None]:

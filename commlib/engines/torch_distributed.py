@@ -102,14 +102,20 @@ class TorchDistributedEngine(C10dEngine):
 
     def prepare(self, calls: Sequence[Launch]) -> None:
         """Connect two members in both directions before their first messages in a group."""
-        between = {"send", "recv"}
-        if self.size == 2 and any(call.launch.__name__ in between for call in calls):
+        if self.size == 2 and _has_messages(calls):
             try:
                 self._connect_peers()
             except CommError:
                 raise
             except Exception as error:
                 raise self.health.failed("group", error) from error
+
+    def grouped(self, calls: Sequence[Launch]) -> AbstractContextManager[None]:
+        """Start sends and receives together, and collectives alone one after the other.
+
+        In one of torch's groups, reductions to several roots were mixed up over sockets.
+        """
+        return self.coalesced() if _has_messages(calls) else nullcontext()
 
     def _connect_peers(self) -> None:
         """Exchange one byte with every peer in one group of calls, once.
@@ -193,6 +199,10 @@ class TorchDistributedEngine(C10dEngine):
             return
         if group:
             self.health.attempt(partial(host_exchange.release, group), Deadline(ABORT_S), "abort")
+
+
+def _has_messages(calls: Sequence[Launch]) -> bool:
+    return any(call.launch.__name__ in ("send", "recv") for call in calls)
 
 
 def _shut_down(group: list[Any], device: torch.device) -> None:

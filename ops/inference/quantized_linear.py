@@ -33,7 +33,7 @@ def quantized_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | N
         [..., outputs], in the dtype of ``x``.
     """
     if _may_take_kernel(x, values, scales, bias):
-        call: Any = _registered_op if depth() or is_tracing() else _run
+        call: Any = _registered_op if _is_traced() else _run
         found: Tensor = call(x, values, scales, bias)
         return found
     return _converted(x, values, scales, bias)
@@ -45,7 +45,11 @@ def _may_take_kernel(x: Tensor, *others: Tensor | None) -> bool:
     tensors = [x, *(t for t in others if t is not None)]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return False
-    return is_tracing() or all(map(has_memory, tensors))
+    return _is_traced() or all(map(has_memory, tensors))
+
+
+def _is_traced() -> bool:
+    return torch.compiler.is_compiling() or bool(depth()) or is_tracing()
 
 
 def _run(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
