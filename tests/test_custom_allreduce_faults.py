@@ -16,7 +16,7 @@ from commlib.errors import (
     PeerTimeout,
     RingError,
 )
-from commlib.p2p import push_collectives
+from commlib.p2p import push_channel, push_collectives
 from tests.support.checks import assert_equal, on_gpu, raises, settle
 from tests.support.launchers import on_gpus
 from tests.support.processes import run
@@ -98,9 +98,9 @@ def test_a_peer_that_does_not_come(gpu_ranks: Ranks, how: str) -> None:
 def test_calls_of_nccl_behind_a_lost_peer(comm: Any) -> None:
     """Calls of NCCL that wait after the fault for that peer end too: reset() connects again."""
     with another(comm, 87, timeout=30) as ring:
-        ring.connect()  # which may take longer than the deadline below
-        ring.timeout = LATE_S
-        ring._engine._push._set_limit()
+        ring.connect()  # which may take longer than the deadline of the kernels
+        limit = int(LATE_S * 1e9).to_bytes(8, "little")
+        ring._engine._push._memory.put(push_channel._LIMIT, limit)
         x, ints = torch.ones(1000, device=comm.device), torch.ones(9, device=comm.device).long()
         held = commlib.graph.capture(lambda x: ring.all_reduce(torch.empty_like(x), x) + 1)
         for given in (x, ints):

@@ -199,6 +199,30 @@ def test_compute_while_a_peer_is_late(comm: Any, nbytes: int) -> None:
 
 
 @runs_on("gpu_ranks")
+def test_a_ring_does_not_wait_for_another_ones_bucket(comm: Any) -> None:
+    """A tensor-parallel ring works while a data-parallel bucket waits for a late peer."""
+    buckets, layers = new_ring(36), new_ring(37)
+    bucket, x = ones(comm, 16 * MIB), ones(comm, MIB // 16)
+    out = torch.zeros_like(x)
+    layers.all_reduce(out, x)  # what a first call makes is there
+    torch.cuda.synchronize()
+    comm.exchange([])
+    begin = functools.partial(
+        buckets.all_reduce, bucket, bucket, use_calc_stream=False, sync_op=False
+    )
+    work: Any = begin() if comm.rank == 0 else None
+    for _ in range(4):
+        layers.all_reduce(out, x)
+    torch.cuda.current_stream().synchronize()  # up to the ring's deadline, if it waits
+    if comm.rank == 0:
+        assert_equal(work.done(), False, "the bucket, whose peer has not come")
+    comm.exchange([])
+    work = work or begin()
+    assert_bits_equal(work.wait(), torch.full_like(bucket, 3.0), "the bucket")
+    assert_bits_equal(out, torch.full_like(out, 3.0), "the other ring's sum")
+
+
+@runs_on("gpu_ranks")
 def test_a_peer_that_never_comes_to_an_asynchronous_call(comm: Any) -> None:
     """A peer that never comes is named by the gate too."""
     ring = new_ring(35, timeout=5)

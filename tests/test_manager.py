@@ -13,6 +13,7 @@ import commlib
 from commlib import ops
 from commlib.errors import (
     ArgumentError,
+    DeviceError,
     EngineError,
     RingError,
 )
@@ -188,6 +189,8 @@ def test_another_device_or_timeout(comm: Any) -> None:
     assert_equal(commlib.init(device=comm.device, timeout=comm.timeout) is comm, True, "as it is")
     with raises(RingError, f"timeout {comm.timeout:g} s; given 5 s", "shutdown()"):
         commlib.init(timeout=5)
+    with raises(DeviceError, "device='gpu': expected 'cuda', 'cuda:N' or 'cpu'"):
+        commlib.init(device="gpu")
     other = "gloo" if comm.device.type == "cuda" else "nccl"
     with raises(RingError, f"ring 0 exists on {comm.device}; given backend={other!r}"):
         commlib.init(other)

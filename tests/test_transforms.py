@@ -78,6 +78,29 @@ def test_vmap(comm: Any) -> None:
 
 
 @runs_on("ranks")
+def test_forward_over_reverse(comm: Any) -> None:
+    """A tangent that reaches a collective through an inner transform is refused too."""
+    x = given(comm)
+    ones, losses = torch.ones_like(x), composite(comm)
+    bodies = {name: UNARY[name] for name in DIFFERENTIABLE} | {"softmax": losses["softmax"]}
+    for call in bodies.values():
+
+        def loss(t: torch.Tensor, call: Body = call) -> torch.Tensor:
+            return (call(t * t) ** 2).sum()
+
+        first = torch.func.grad(loss)
+        for transform in (
+            lambda: torch.func.hessian(loss)(x),
+            lambda: torch.func.jacfwd(first)(x),  # noqa: B023
+            lambda: torch.func.jvp(first, (x,), (ones,)),  # noqa: B023
+        ):
+            before = calls(comm)
+            with raises(ArgumentError, "no forward-mode derivative", "torch.func.vjp"):
+                transform()
+            assert_equal(calls(comm), before, "calls of a refused transform")
+
+
+@runs_on("ranks")
 def test_refused_transforms(comm: Any) -> None:
     """What has no rule is refused before a launch, never dropped or run per element."""
     x, before = given(comm), calls(comm)

@@ -83,7 +83,7 @@ def same_ring(
     differs = None
     if backend is not None and (backend == "nccl") != (known.device.type == "cuda"):
         differs = f"on {known.device}; given backend={backend!r}"
-    elif device is not None and checked_device(torch.device(device)) != known.device:
+    elif device is not None and checked_device(device) != known.device:
         differs = f"on {known.device}; given {device}"
     elif timeout is not None and Deadline(timeout).seconds != known.timeout:
         differs = f"with timeout {known.timeout:g} s; given {Deadline(timeout).seconds:g} s"

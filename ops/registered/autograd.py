@@ -36,8 +36,9 @@ def kernel(op: Any, setup: Setup | None, backward: Backward) -> Callable[..., An
 
     def forward(ctx: Any, *inputs: Any) -> Any:
         *args, keyset = inputs
-        # A node's forward runs without gradients, but outer transforms need them.
-        with torch.set_grad_enabled(torch._C._are_functorch_transforms_active()):
+        # A node's forward runs without gradients and tangents, but outer transforms need both.
+        outer = torch._C._are_functorch_transforms_active()
+        with torch.set_grad_enabled(outer), forward_ad._set_fwd_grad_enabled(outer):
             output = below(tuple(args), keyset)
         if setup is not None:
             setup(ctx, tuple(args), output)
