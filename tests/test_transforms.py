@@ -86,7 +86,8 @@ def test_forward_over_reverse(comm: Any) -> None:
     for call in bodies.values():
 
         def loss(t: torch.Tensor, call: Body = call) -> torch.Tensor:
-            return (call(t * t) ** 2).sum()
+            total: torch.Tensor = (call(t * t) ** 2).sum()
+            return total
 
         first = torch.func.grad(loss)
         for transform in (

@@ -51,6 +51,21 @@ def environment(unified: bool, **more: str) -> dict[str, str]:
     return {**loopback, **os.environ, **ours, **more}
 
 
+def one_gpu_for_all(rank: int) -> dict[str, str]:
+    """Return the environment that lets ranks share a GPU.
+
+    NCCL refuses two ranks of one host on one GPU, so each rank gets its own host id, and NCCL
+    connects them by sockets. Push kernels map the memory of the other ranks as on several GPUs.
+    """
+    return {
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "NCCL_HOSTID": f"rank {rank}",
+        "NCCL_NET": "Socket",
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
+
+
 def _execute(
     command: list[str], environment: dict[str, str], log: Path, seconds: float
 ) -> int | None:

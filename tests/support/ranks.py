@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import commlib
+from commlib.tools.launch import one_gpu_for_all
 from tests.support.processes import LOADING, ROOT
 
 UNIFIED = {"unified": "1", "legacy": "0"}
@@ -67,19 +68,9 @@ class Place:
 
 
 def alone_on_a_host(rank: int) -> dict[str, str]:
-    """Return what lets ranks share a GPU: NCCL refuses two ranks of one host on one GPU.
-
-    Each rank has its own host for NCCL, which then connects them by sockets. The push kernels map
-    the memory of the other rank as on two GPUs.
-    """
-    return {
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "NCCL_HOSTID": f"rank {rank}",
-        "NCCL_NET": "Socket",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "FLAGS_comm_timeout_s": "45",  # dozens of processes connect to one GPU
-    }
+    """Return what lets ranks share a GPU, as far as NCCL knows on a host each."""
+    # Dozens of processes connect to one GPU.
+    return {**one_gpu_for_all(rank), "FLAGS_comm_timeout_s": "45"}
 
 
 @functools.cache

@@ -45,7 +45,7 @@ def run(nproc: int, rounds: int, peers: str | None = None) -> Report:
     paths = {name: str(path) for name, path in files.items()}
 
     def start(journal: str, lost: list[str]) -> Any:
-        peers = {"libraries": paths, "journal": journal, "lost": lost}
+        peers: dict[str, Any] = {"libraries": paths, "journal": journal, "lost": lost}
         return launch("allreduce", nproc, unified=True, rounds=rounds, **peers)
 
     found, lost = launch_without(start)

@@ -25,6 +25,7 @@ from commlib.tools.bench import (
     llama,
     memory,
     overlap,
+    pipeline,
     quantized,
     tune,
 )
@@ -65,6 +66,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "decode": decode,
     "quantized": quantized,
     "overlap": overlap,
+    "pipeline": pipeline,
 }
 
 

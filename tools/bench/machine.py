@@ -39,15 +39,24 @@ def _cpu() -> str:
     return next(models, "") or platform.processor() or platform.machine()
 
 
-def gpu_refusal(nproc: int, least: int = 2) -> str | None:
-    """Return why a benchmark with one GPU per rank can't run here; None if it can."""
+def gpu_refusal(nproc: int, least: int = 2, *, shares: bool = False) -> str | None:
+    """Return why a benchmark with one GPU per rank can't run here; None if it can.
+
+    ``shares``: all ranks may share the only GPU.
+    """
     if nproc < least:
         return f"{nproc} ranks: expected {least} or more; pass --nproc 2"
-    if torch.cuda.device_count() < nproc:
-        return f"{nproc} ranks need {nproc} GPUs; this machine shows {torch.cuda.device_count()}"
+    if torch.cuda.device_count() < nproc and not (shares and shares_gpu(nproc)):
+        either = f"{nproc} GPUs{', or one that they share' if shares else ''}"
+        return f"{nproc} ranks need {either}; this machine shows {torch.cuda.device_count()}"
     if find_spec("cupy") is None:
         return (
             "CuPy is not installed; "
             "run pip install '/path/to/commlib[cuda13]' or '/path/to/commlib[cuda12]'"
         )
     return None
+
+
+def shares_gpu(nproc: int) -> bool:
+    """Return True if ``nproc`` ranks have one GPU together."""
+    return nproc > 1 and torch.cuda.device_count() == 1

@@ -1,4 +1,4 @@
-"""One rank of a benchmark; started by torch's elastic launcher with NAME SETTINGS FILE DEADLINE."""
+"""One rank of a benchmark: NAME SETTINGS FILE DEADLINE GPU, started by torch's elastic launcher."""
 
 import faulthandler
 import importlib
@@ -9,9 +9,18 @@ from pathlib import Path
 
 import torch
 
+from commlib.tools.launch import one_gpu_for_all
 
-def main(name: str, settings: str, file: str, deadline: str) -> None:
-    """Run ``measure`` of the benchmark ``name``; rank 0 writes its result to ``file`` as JSON."""
+SHARED, OWN = "shared", "own"
+
+
+def main(name: str, settings: str, file: str, deadline: str, gpu: str) -> None:
+    """Run ``measure`` of the benchmark ``name``; rank 0 writes its result to ``file`` as JSON.
+
+    ``gpu``: SHARED if all ranks have the only one.
+    """
+    if gpu == SHARED:
+        os.environ.update(one_gpu_for_all(int(os.environ["RANK"])))
     faulthandler.dump_traceback_later(float(deadline), exit=True)
     torch.set_num_threads(1)
     benchmark = importlib.import_module(f"commlib.tools.bench.{name}")
