@@ -11,6 +11,7 @@ from torch import Tensor
 from commlib import graph, ops
 from tests.support.checks import assert_bits_equal, assert_equal, wide
 from tests.support.runs_on import runs_on
+from tests.support.torch_groups import OURS, initialised
 
 SIZE, STEPS = 8, 4
 STRICT = {"on_fail": "raise"}
@@ -52,30 +53,6 @@ def test_collectives_of_rings(comm: Any) -> None:
     assert_equal((row["replays"], row["eager"]), (STEPS - 1, None), "replays")
 
 
-class RingGroup(dist.ProcessGroup):
-    """A process group whose bytes a ring moves, as those of a backend of ours."""
-
-    def __init__(self, ring: Any) -> None:
-        super().__init__(ring.rank, ring.size)
-        self.rings = {ring.device.type: ring}
-
-    def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
-        (ring,) = self.rings.values()
-        for x in tensors:
-            ring.all_reduce(x, x)
-        return _Done()
-
-    def getBackendName(self) -> str:
-        return "rings"
-
-
-class _Done(dist._Work):
-    """A work that has ended."""
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-
 def through(x: Tensor, weight: Tensor, group: str) -> Tensor:
     functional = torch.ops._c10d_functional
     reduced: Tensor = functional.wait_tensor(functional.all_reduce(x @ weight, "sum", group))
@@ -110,7 +87,8 @@ def replayed(comm: Any, name: str, group: Any, f: Any) -> tuple[list[str], list[
 
 @runs_on("unified_ranks")
 def test_functional_collectives_of_our_groups(comm: Any) -> None:
-    found = replayed(comm, "ring", RingGroup(comm), through_ring)
+    with initialised(comm, OURS[comm.device.type]):
+        found = replayed(comm, "ring", dist.group.WORLD, through_ring)
     assert_equal(found, (["all_reduce"], []), "collectives inside graphs, and outside")
 
 
