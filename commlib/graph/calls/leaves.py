@@ -12,22 +12,41 @@ Tensors = list[torch.Tensor]
 
 
 def gradients(
-    outs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+    outs: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    *,
+    quiet: Sequence[torch.Tensor],
+    keep: bool = True,
+    create: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of ``wanted``, and keep the autograd graph.
+    """Return the gradients of ``wanted``.
 
-    Hooks of leaves are not called: the backward that continues to the leaves calls them.
+    Args:
+        outs: What they are derived from.
+        wanted: Leaves that replace arguments, and those of the program.
+        grads: The gradients of ``outs``.
+        quiet: Those whose hooks are not called: the backward that continues to them does so. The
+            hooks of a leaf that replaces an argument are the function's.
+        keep: Whether the autograd graph is kept.
+        create: Whether the gradients have gradients themselves.
     """
-    with _without_hooks(wanted):
-        return torch.autograd.grad(outs, wanted, grads, retain_graph=True, allow_unused=True)
+    with _without_hooks(quiet):
+        return torch.autograd.grad(
+            outs, wanted, grads, retain_graph=keep or create, create_graph=create, allow_unused=True
+        )
 
 
 def plain_gradients(
-    outs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+    outs: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    *,
+    quiet: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of an eager backward that is called outside any autocast."""
     with without_autocast():
-        return gradients(outs, wanted, grads)
+        return gradients(outs, wanted, grads, quiet=quiet)
 
 
 @contextmanager
