@@ -316,20 +316,48 @@ def test_backwards_inside_that_lead_to_arguments(comm: Any) -> None:
     """A replay would leave out the gradients of arguments, and of what is before them."""
     weight = torch.ones(3, device=comm.device, requires_grad=True)
 
-    def f(x: torch.Tensor) -> torch.Tensor:
+    def adds_up(x: torch.Tensor) -> torch.Tensor:
         (x * 3).sum().backward(retain_graph=True)
         return x * weight
 
-    weight.grad = torch.zeros_like(weight)
-    g = graph.capture(f)
-    with raises(GraphError, "gives argument tensor 0 another .grad"):
-        g(weight * 2)
-    assert_bits_equal(weight.grad, torch.zeros(3), "undone")
-    tamed = graph.capture(f, on_fail="eager")
-    for turn in range(3):
+    def derives(x: torch.Tensor) -> torch.Tensor:
+        (grad,) = torch.autograd.grad((x * weight).sum(), weight, create_graph=True)
+        return x * weight + grad
+
+    cases: list[tuple[Callable[..., Any], Callable[[], torch.Tensor], float]] = [
+        (adds_up, lambda: weight * 2, 10.0),
+        (adds_up, lambda: weight.detach().requires_grad_(), 1.0),
+        (derives, lambda: weight * 2, 8.0),
+    ]
+    for f, before, want in cases:
         weight.grad = torch.zeros_like(weight)
-        tamed(weight * 2).sum().backward()
-        assert_bits_equal(weight.grad, torch.full((3,), 10.0), f"turn {turn}")
+        g = graph.capture(f)
+        with raises(GraphError, "a backward inside the function leads to argument tensor 0"):
+            for _ in range(2):  # the first call of one that makes gradients is not captured
+                g(before())
+        assert_bits_equal(weight.grad, torch.zeros(3), "undone")
+        tamed = graph.capture(f, on_fail="eager")
+        for turn in range(3):
+            weight.grad = torch.zeros_like(weight)
+            tamed(before()).sum().backward()
+            assert_bits_equal(weight.grad, torch.full((3,), want), f"turn {turn}")
+
+
+@runs_on("unified_ranks")
+def test_gradients_inside_by_arguments(comm: Any) -> None:
+    """A derivative by an argument itself leads no further, and is captured."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        (grad,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+        return x + grad
+
+    weight = torch.ones(3, device=comm.device, requires_grad=True)
+    g = graph.capture(f, verify=True)
+    for turn in range(4):
+        weight.grad = None
+        g(weight * 2).sum().backward()
+        assert_bits_equal(weight.grad, torch.full((3,), 26.0), f"turn {turn}")
+    assert_equal(len(g.entries), 1, "graphs")
 
 
 def test_what_errors_are_called() -> None:

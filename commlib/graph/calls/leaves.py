@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -63,6 +64,23 @@ def _without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
             each.update(copy)
         for tensor, grad in retained:
             tensor.grad = grad
+
+
+@contextmanager
+def noting_histories(tensors: Sequence[torch.Tensor]) -> Iterator[set[int]]:
+    """Yield the positions of tensors whose history a backward in a ``with`` block goes through."""
+    found = set[int]()
+
+    def note(i: int, _: object) -> None:
+        found.add(i)
+
+    nodes = [(i, x.grad_fn) for i, x in enumerate(tensors) if x.grad_fn is not None]
+    handles = [node.register_prehook(partial(note, i)) for i, node in nodes]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def leaf(tensor: torch.Tensor) -> torch.Tensor:

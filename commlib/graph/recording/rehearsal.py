@@ -1,6 +1,6 @@
 """The runs of a function between its first call and its capture: watched, and put back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -144,7 +144,8 @@ class _Rehearsal:
                     "return what is new"
                 )
             found.names, found.calls = list(recorder.names), list(map(str, recorder.collectives))
-            _check_given_grads(inputs, call.tensors)
+            if any(x.requires_grad for x in inputs):
+                _check_backwards(inputs, call.tensors, self._first.histories)
             result = awaited(result)
             self._go_back(result, inputs, recorder)
         without_grads(inputs, call.tensors)
@@ -255,14 +256,19 @@ class _Rehearsal:
         found.roots = self._first.roots if rebinds else ()
 
 
-def _check_given_grads(inputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse a backward inside the function that leads to an argument, and on into its history."""
+def _check_backwards(
+    inputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], histories: Set[int]
+) -> None:
+    """Refuse a backward inside the function that leads to an argument.
+
+    ``histories``: positions of arguments through whose history one went in the first call.
+    """
     for i, (new, tensor) in enumerate(zip(inputs, tensors, strict=True)):
         before = tensor.grad if tensor.is_leaf else None
-        if new is not tensor and new.grad is not before:
+        if i in histories or (new is not tensor and new.grad is not before):
             raise GraphError(
-                f"the function gives argument tensor {i} another .grad, as by a backward inside, "
-                f"and no replay would; pass x.detach(), or return torch.autograd.grad(loss, x)"
+                f"a backward inside the function leads to argument tensor {i}, or to what it was "
+                f"computed from, and no replay would; pass x.detach(), or return its gradient"
             )
 
 
