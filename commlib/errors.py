@@ -19,6 +19,8 @@ CommError(RuntimeError)
 └── EngineError                       NCCL, gloo or torch.distributed reported a failure
 """
 
+from typing import Any
+
 __all__ = [
     "ArgumentError",
     "BootstrapError",
@@ -129,6 +131,7 @@ class GraphError(CommError):
         super().__init__(text)
         self.op, self.where, self.hint = op, where, hint
         self.done, self.reads = done, reads
+        self.result: Any = None
 
 
 class EngineError(CommError):

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -306,3 +307,36 @@ def test_a_step_that_returns_what_its_backward_has_used() -> None:
     with raises(GraphError, "an output leads back through a backward", "return loss.detach()"):
         for _ in range(2):
             step(torch.ones(3))
+
+
+@runs_on("unified_ranks")
+def test_second_derivatives(comm: Any) -> None:
+    """They raise a GraphError; first ones are right with create_graph=True."""
+    module = layers(comm.device)
+    g = graph.capture(module)
+    for turn in range(3):
+        x = batch(turn, comm.device).requires_grad_()
+        (want,) = torch.autograd.grad(module(x).sum(), x)
+        (grad,) = torch.autograd.grad(g(x).sum(), x, create_graph=True)
+        assert_bits_equal(grad.detach(), want, f"turn {turn}")
+        if turn:  # the first call is eager
+            with raises(GraphError, "no second derivatives"):
+                grad.square().sum().backward()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@runs_on("unified_ranks")
+def test_derivatives_inside(comm: Any, verify: bool) -> None:
+    """Derivatives of torch.func, whose zeros have no memory, are captured in the function."""
+    programs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "hessian": torch.func.hessian(lambda x: (x**3).sum()),
+        "hessian of a linear function": torch.func.hessian(lambda x: (x * 3).sum()),
+        "jacfwd": torch.func.jacfwd(lambda x: x**2),
+        "zeros": lambda x: torch._efficientzerotensor((2,), device=x.device),
+    }
+    for name, fn in programs.items():
+        g = graph.capture(fn, verify=verify)
+        for turn in range(4):
+            x = torch.full((2,), float(turn), device=comm.device)
+            assert_bits_equal(g(x), fn(x).clone(), f"{name}, turn {turn}")
+        assert_equal(len(g.entries), 1, "graphs")

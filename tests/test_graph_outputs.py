@@ -89,6 +89,26 @@ def test_outputs_are_tensors(comm: Any) -> None:
 
 
 @runs_on("unified_ranks")
+def test_outputs_as_text(comm: Any) -> None:
+    """An output reads as a tensor, alone and in a list, with a gradient and without."""
+    weight = torch.ones(2, device=comm.device, requires_grad=True)
+    f = graph.capture(lambda x: (x * 2, x * weight))
+    x = torch.ones(2, device=comm.device)
+    for _ in range(3):
+        plain, wanting = f(x)
+    assert_equal(repr(plain), repr(x * 2), "plain")
+    assert_equal(str([plain]), str([x * 2]), "in a list")
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            text = repr(wanting)
+        assert text.startswith("tensor([1., 1.]") and "grad_fn=" in text, text
+    lent = graph.capture(lambda x: x * 2)
+    found = [lent(x) for _ in range(3)]
+    with raises(RuntimeError, "overwritten"):
+        repr(found[1])
+
+
+@runs_on("unified_ranks")
 def test_a_storage_is_lent_again(comm: Any) -> None:
     """An output that nobody holds any more leaves its storage to the next one."""
     f = graph.capture(lambda x: x + 1)

@@ -160,7 +160,8 @@ class CapturedFunction(Generic[P, R]):
     def _stay_eager(self, key: Any, error: GraphError) -> None:
         """Have calls of this key run eagerly, unless the error is to be raised."""
         if self.options.on_fail == "raise" or error.done:
-            error.done = error.done or isinstance(error, Unequal)
+            if isinstance(error, Unequal):
+                raise error.public() from None
             raise error
         self.eager[key] = str(error)
         if isinstance(error, Unequal):

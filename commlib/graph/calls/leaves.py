@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -12,22 +13,41 @@ Tensors = list[torch.Tensor]
 
 
 def gradients(
-    outs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+    outs: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    *,
+    quiet: Sequence[torch.Tensor],
+    keep: bool = True,
+    create: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of ``wanted``, and keep the autograd graph.
+    """Return the gradients of ``wanted``.
 
-    Hooks of leaves are not called: the backward that continues to the leaves calls them.
+    Args:
+        outs: What they are derived from.
+        wanted: Leaves that replace arguments, and those of the program.
+        grads: The gradients of ``outs``.
+        quiet: Those whose hooks are not called: the backward that continues to them does so. The
+            hooks of a leaf that replaces an argument are the function's.
+        keep: Whether the autograd graph is kept.
+        create: Whether the gradients have gradients themselves.
     """
-    with _without_hooks(wanted):
-        return torch.autograd.grad(outs, wanted, grads, retain_graph=True, allow_unused=True)
+    with _without_hooks(quiet):
+        return torch.autograd.grad(
+            outs, wanted, grads, retain_graph=keep or create, create_graph=create, allow_unused=True
+        )
 
 
 def plain_gradients(
-    outs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+    outs: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    *,
+    quiet: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of an eager backward that is called outside any autocast."""
     with without_autocast():
-        return gradients(outs, wanted, grads)
+        return gradients(outs, wanted, grads, quiet=quiet)
 
 
 @contextmanager
@@ -44,6 +64,23 @@ def _without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
             each.update(copy)
         for tensor, grad in retained:
             tensor.grad = grad
+
+
+@contextmanager
+def noting_histories(tensors: Sequence[torch.Tensor]) -> Iterator[set[int]]:
+    """Yield the positions of tensors whose history a backward in a ``with`` block goes through."""
+    found = set[int]()
+
+    def note(i: int, _: object) -> None:
+        found.add(i)
+
+    nodes = [(i, x.grad_fn) for i, x in enumerate(tensors) if x.grad_fn is not None]
+    handles = [node.register_prehook(partial(note, i)) for i, node in nodes]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def leaf(tensor: torch.Tensor) -> torch.Tensor:

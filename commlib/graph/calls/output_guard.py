@@ -37,7 +37,9 @@ class GuardedTensor(torch.Tensor):
                 raise RuntimeError(leaf.overwritten[0])
         with torch._C.DisableTorchFunctionSubclass():
             if func in _PLAINLY:
-                return func(args[0].as_subclass(torch.Tensor), *args[1:], **(kwargs or {}))
+                with torch.set_grad_enabled(torch.is_grad_enabled() or func in _TEXT):
+                    plain = args[0].as_subclass(torch.Tensor)
+                return func(plain, *args[1:], **(kwargs or {}))
             found = func(*args, **(kwargs or {}))
             if not torch.compiler.is_compiling():
                 _watch(found, known)
@@ -45,7 +47,8 @@ class GuardedTensor(torch.Tensor):
 
 
 # What makes something else of a tensor: a copy, a pickle, a text.
-_PLAINLY = {torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__, torch.Tensor.__format__}
+_TEXT = {torch.Tensor.__repr__}  # which says whether the tensor requires grad
+_PLAINLY = {torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__, torch.Tensor.__format__, *_TEXT}
 
 
 def _watch(found: Any, known: Sequence[GuardedTensor]) -> None:

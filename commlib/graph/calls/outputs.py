@@ -174,15 +174,31 @@ def leads_back(tensor: Any) -> bool:
 def _kind(leaf: Any, given: Sequence[torch.Tensor], own: Callable[[torch.Tensor], bool]) -> Output:
     if not isinstance(leaf, torch.Tensor):
         return Plain(leaf)
-    key = leaf.untyped_storage()._cdata
-    for position, tensor in enumerate(given):
-        if leaf is tensor:
-            return Argument(position)
-        if key == tensor.untyped_storage()._cdata:
-            offset = int(leaf.storage_offset() - tensor.storage_offset())
-            detached = tensor.requires_grad and not leaf.requires_grad
-            return View(position, leaf.size(), leaf.stride(), offset, detached)
-    return Borrowed(leaf.detach(), is_packed(leaf)) if own(leaf) else Plain(leaf)
+    position = _source(leaf, given)
+    if position is None:
+        return Borrowed(leaf.detach(), is_packed(leaf)) if own(leaf) else Plain(leaf)
+    tensor = given[position]
+    if leaf is tensor:
+        return Argument(position)
+    offset = int(leaf.storage_offset() - tensor.storage_offset())
+    detached = tensor.requires_grad and not leaf.requires_grad
+    return View(position, leaf.size(), leaf.stride(), offset, detached)
+
+
+def _source(leaf: torch.Tensor, given: Sequence[torch.Tensor]) -> int | None:
+    """Return the position of the tensor that a leaf is, or is a view of; None for other memory.
+
+    Of several in one memory it is the one that the gradient of the leaf flows to.
+    """
+    key, end = leaf.untyped_storage()._cdata, None
+    found = [i for i, x in enumerate(given) if x.untyped_storage()._cdata == key]
+    if len(found) > 1:
+        node = leaf.grad_fn
+        while node is not None and len(node.next_functions) == 1:
+            node = node.next_functions[0][0]
+        end = getattr(node, "variable", None)
+    found.sort(key=lambda i: (given[i] is not leaf, given[i] is not end))
+    return found[0] if found else None
 
 
 # Nodes of views that `as_strided` can stand for: each element is in one place only.
@@ -207,13 +223,21 @@ def standing(leaf: Any, given: Sequence[torch.Tensor], own: Callable[[torch.Tens
                 f"torch.utils._pytree.register_pytree_node"
             )
         return leaf
-    key = leaf.untyped_storage()._cdata
-    source = next((x for x in given if x.untyped_storage()._cdata == key), None)
-    if source is None:
+    position = _source(leaf, given)
+    if position is None:
+        leaf = leaf.clone() if leaf._is_zerotensor() else leaf  # it has no memory to lend
         return leaf.resolve_conj().resolve_neg() if own(leaf) else leaf
-    if leaf is source or _plain_view(leaf, source):
+    if leaf is given[position] or _plain_view(leaf, given[position]):
         return leaf
     return leaf.resolve_conj().resolve_neg().clone()
+
+
+def alias_of(leaf: torch.Tensor, given: Sequence[torch.Tensor]) -> Argument | View | None:
+    """Return which of ``given`` a leaf is, or is a plain view of, if any."""
+    kind = _kind(leaf, given, lambda _: False)
+    if isinstance(kind, View) and not _plain_view(leaf, given[kind.position]):
+        return None
+    return kind if isinstance(kind, Argument | View) else None
 
 
 def _plain_view(leaf: torch.Tensor, source: torch.Tensor) -> bool:

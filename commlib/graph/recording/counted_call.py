@@ -1,7 +1,7 @@
 """The first call of a kind: its result and all that it does count, unless no capture follows."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from commlib.errors import CommError
 from commlib.graph.backends.base import Backend
 from commlib.graph.calls.bindings import kept
 from commlib.graph.calls.cache_key import Arguments
+from commlib.graph.calls.leaves import noting_histories
 from commlib.graph.operators.schema import memory
 from commlib.graph.python.changes import Change
 from commlib.graph.python.python_state import PythonState
@@ -31,6 +32,8 @@ class CountedCall:
         counted: Whether the call counts even where no capture follows, so that nothing is copied.
         roots: What leads to the Python objects that the function can reach.
         drawn: The generators that it draws from.
+        histories: Positions of tensors of the call: a backward inside it went through what these
+            were computed from.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class CountedCall:
         self.findings, self.counted = findings, counted
         self.roots: list[object] = []
         self.drawn: list[torch.Generator] = []
+        self.histories: Set[int] = frozenset()
         self.weights = [x for x in weights if x.is_leaf and x.requires_grad]
         self._fn, self._backend = fn, backend
         self._real = RealCall(backend.device, (), copies=not counted)
@@ -61,7 +65,11 @@ class CountedCall:
         self._real.note_leaves(self.weights)
         held = _memory_of(self._before.tensors or reached(self.roots).tensors)
         bits = digests(held)
-        with self._backend.calling(), run.under_way():
+        has_history = any(x.grad_fn is not None for x in call.tensors)
+        noting: AbstractContextManager[Set[int]] = nullcontext(frozenset())
+        if has_history:
+            noting = noting_histories(call.tensors)
+        with self._backend.calling(), run.under_way(), noting as self.histories:
             try:
                 result = self._real.run(lambda: self._fn(*args, **kwargs))
             except Exception as error:

@@ -1,6 +1,6 @@
 """The runs of a function between its first call and its capture: watched, and put back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -144,6 +144,8 @@ class _Rehearsal:
                     "return what is new"
                 )
             found.names, found.calls = list(recorder.names), list(map(str, recorder.collectives))
+            if any(x.requires_grad for x in inputs):
+                _check_backwards(inputs, call.tensors, self._first.histories)
             result = awaited(result)
             self._go_back(result, inputs, recorder)
         without_grads(inputs, call.tensors)
@@ -156,17 +158,19 @@ class _Rehearsal:
     def _go_back(self, result: Any, inputs: Sequence[torch.Tensor], recorder: Recorder) -> None:
         """Run the backward too, where there is one."""
         outs = [x for x in flat(result)[0] if leads_back(x)]
-        self._found.differentiable = bool(outs)
+        found = self._found
+        found.differentiable = bool(outs)
         if not outs:
             return
         computed = list(recorder.computed.values())
-        self._found.parameters = parameters(recorder, inputs)
-        wanted = [x for x in (*inputs, *self._found.parameters) if x.requires_grad]
+        found.parameters = parameters(recorder, inputs)
+        wanted = [x for x in (*inputs, *found.parameters) if x.requires_grad]
         ones = [torch.ones_like(x) for x in outs]
         if not wanted and not computed:
             raise GraphError("an output wants a gradient, and no tensor before it does")
         try:
-            grads = plain_gradients(outs, (*wanted, *computed), ones)
+            quiet = (*found.parameters, *computed)
+            grads = plain_gradients(outs, (*wanted, *computed), ones, quiet=quiet)
         except RuntimeError as error:
             if "second time" not in str(error):
                 raise
@@ -250,6 +254,22 @@ class _Rehearsal:
         found.binds = any(holds_tensor(change.now) for change in changes)
         rebinds = not all(change.is_plain for change in changes)
         found.roots = self._first.roots if rebinds else ()
+
+
+def _check_backwards(
+    inputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], histories: Set[int]
+) -> None:
+    """Refuse a backward inside the function that leads to an argument.
+
+    ``histories``: positions of arguments through whose history one went in the first call.
+    """
+    for i, (new, tensor) in enumerate(zip(inputs, tensors, strict=True)):
+        before = tensor.grad if tensor.is_leaf else None
+        if i in histories or (new is not tensor and new.grad is not before):
+            raise GraphError(
+                f"a backward inside the function leads to argument tensor {i}, or to what it was "
+                f"computed from, and no replay would; pass x.detach(), or return its gradient"
+            )
 
 
 def _check_tied(tied: Sequence[torch.Tensor]) -> None:

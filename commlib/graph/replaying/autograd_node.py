@@ -1,6 +1,6 @@
 """The one autograd node of a captured forward: its backward replays a graph."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -8,6 +8,7 @@ import torch
 from commlib.errors import GraphError
 from commlib.graph.backends.side_stream import SideStream
 from commlib.graph.calls.leaves import Tensors
+from commlib.graph.replaying.nodes import all_run, retains
 
 Grads = Sequence[torch.Tensor | None]
 
@@ -79,14 +80,26 @@ class Node(torch.autograd.Function):
 def _refusing_more(grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Return gradients that raise where something is derived from them: no graph has that."""
     there = [grad.requires_grad_() for grad in grads if grad is not None]
-    refuses = torch._C._functions.DelayedError(
-        "a captured call has no second derivatives (create_graph=True, gradient penalties); call "
-        "the function itself where they are needed",
-        len(there),
-    )
-    marked = refuses(*there)
-    each = iter(marked if isinstance(marked, tuple) else (marked,))
+    marked: Any = _Refusal.apply(*there)  # type: ignore[no-untyped-call]
+    each = iter(marked)
     return [None if grad is None else next(each) for grad in grads]
+
+
+class _Refusal(torch.autograd.Function):
+    """The node of gradients that have none themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the gradients, which the program may write to."""
+        return tuple(grad.detach() for grad in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Raise."""
+        raise GraphError(
+            "a captured call has no second derivatives (create_graph=True, gradient penalties); "
+            "call the function itself where they are needed"
+        )
 
 
 def _gone_back(ctx: Any, grads: Grads) -> list[torch.Tensor | None]:
@@ -102,27 +115,6 @@ def _gone_back(ctx: Any, grads: Grads) -> list[torch.Tensor | None]:
         found = slot.backward(grads, lease.side)
     else:
         found = slot.verified_backward(lease, grads)
-    if not _retains() and _all_run(ctx.next_functions) and slot.is_last(grads):
+    if not retains() and all_run(ctx.next_functions) and slot.is_last(grads):
         ctx.slot = ctx.lease = None
     return found
-
-
-# Whether a backward goes on to a node, and whether it keeps the graph for another one; where torch
-# can't tell, as if there were another.
-_will_run: Callable[[Any], bool] = getattr(
-    torch._C, "_will_engine_execute_node", lambda node: False
-)
-_retains: Callable[[], bool] = getattr(
-    torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
-)
-
-
-def _all_run(edges: Sequence[tuple[Any, int]]) -> bool:
-    """Return True if the backward under way takes every way out of a node."""
-    for node, _ in edges:
-        try:
-            if node is not None and not _will_run(node):
-                return False
-        except RuntimeError:  # a leaf that autograd.grad has asked for
-            continue
-    return True

@@ -1,6 +1,6 @@
 """Autograd nodes before outputs: whether one backward leaves another one possible."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,32 @@ def _nodes(outs: Iterable[torch.Tensor]) -> set[Any]:
             found.add(node)
             left += [before for before, _ in node.next_functions]
     return found
+
+
+def leaves_of(outs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the leaves that gradients of ``outs`` flow to."""
+    return [node.variable for node in _nodes(outs) if type(node).__name__ == "AccumulateGrad"]
+
+
+# Whether a backward goes on to a node, and whether it keeps the graph for another one; where torch
+# can't tell, as if there were another.
+_will_run: Callable[[Any], bool] = getattr(
+    torch._C, "_will_engine_execute_node", lambda node: False
+)
+retains: Callable[[], bool] = getattr(
+    torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
+)
+
+
+def all_run(edges: Sequence[tuple[Any, int]]) -> bool:
+    """Return True if the backward under way takes every way out of a node."""
+    for node, _ in edges:
+        try:
+            if node is not None and not _will_run(node):
+                return False
+        except RuntimeError:  # a leaf that autograd.grad has asked for
+            continue
+    return True
 
 
 def _saves(node: Any) -> bool:

@@ -112,7 +112,7 @@ class Slot:
         segments, grads = record(
             self._recipe.backend,
             self._recipe.findings,
-            lambda _: go_back(outs, self._wanted, given),
+            lambda _: go_back(outs, self._wanted, given, quiet=self.parameters),
             part=f"backward from {comes}",
             again=again,
             pool=self._recipe.pool,
@@ -230,6 +230,7 @@ class Slot:
         outs, wanted = lease.expected
         given = self._of_leading(grads)
         coming = [(out, grad) for out, grad in zip(outs, given, strict=True) if grad is not None]
+        of_outs, come = [out for out, _ in coming], [grad for _, grad in coming]
         segments = self._backward_of(given).segments
         wants = [tensor.requires_grad for tensor in self._tensors]
         back = functools.partial(self.backward, grads, lease.side)
@@ -237,7 +238,7 @@ class Slot:
         try:
             verification = self.forward.verification("gradient", segments, None)
             verified = verification._replace(uncaptured=lease.uncaptured).run(
-                lambda: list(gradients([o for o, _ in coming], wanted, [g for _, g in coming])),
+                lambda: list(gradients(of_outs, wanted, come, quiet=self.parameters)),
                 lambda _: [x for x, each in zip(back(), wants, strict=True) if each],
             )
             found, forward = verified.found, log.eager_seconds or 0

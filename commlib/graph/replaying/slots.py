@@ -9,6 +9,7 @@ from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.replaying.captured_call import CapturedCall
 from commlib.graph.replaying.schedule import Schedule
 from commlib.graph.replaying.slot import Slot
+from commlib.graph.replaying.stand_ins import StandIns
 from commlib.graph.watching.effects import Effects
 from commlib.graph.watching.host import OtherValue
 from commlib.graph.watching.runs import DonePart
@@ -88,8 +89,7 @@ class Slots:
             for forward in forwards
             for key, each in forward.effects.writes(call, forward.graphs).items()
         }
-        args, kwargs = call.given
-        used: list[Slot] = []
+        stand_ins, used = StandIns(call), list[Slot]()
 
         def replay(done: Sequence[DonePart]) -> Any:
             slot, found = self._replayed(call, caller, done)
@@ -98,13 +98,18 @@ class Slots:
 
         effects = one.effects.of(call, one.graphs)
         all_slots = Effects(writes.values(), effects.generators, effects.leaves)
-        verification = one.verification("output", one.segments, call)._replace(effects=all_slots)
-        verified = verification.run(lambda: self._fn(*args, **kwargs), replay)
+        verification = one.verification("output", one.segments, call)._replace(
+            effects=all_slots, tied=stand_ins.tied
+        )
+        try:
+            verified = verification.run(lambda: stand_ins.run(self._fn), replay)
+        finally:
+            stand_ins.end()
         one.log.note(verified.seconds, verified.eager_seconds)
         if not verified.replayed:  # the graph is of other values than this call, or of noise
             return verified.expected
         slot, expected = used[0], verified.expected
-        wanted = [x for x in (*call.tensors, *slot.parameters) if x.requires_grad]
+        wanted = [x for x in (*stand_ins.leaves, *slot.parameters) if x.requires_grad]
         outs = [x for x in slot.forward.outputs.made(expected) if x.requires_grad]
         slot.expect(outs, wanted, uncaptured=one.log.uncaptured)
         one.log.uncaptured = False

@@ -43,6 +43,12 @@ class Unequal(GraphError):
         )
         self.result = result
 
+    def public(self) -> GraphError:
+        """Return the error that the program gets, under the name that it knows."""
+        error = GraphError(str(self), done=True)
+        error.result = self.result
+        return error
+
 
 class Verified(NamedTuple):
     """What a verified call has come to.
@@ -75,6 +81,8 @@ class Verification(NamedTuple):
         binds: The names that a replay binds, and the objects that have them.
         uncaptured: Whether the function gets the answer "not captured" this once. It may take
             another branch then, whose last digits differ: half of the digits are compared.
+        tied: Returns what the function has made in the form that the program gets, where that
+            counts: with its gradients.
     """
 
     segments: Segments
@@ -85,6 +93,7 @@ class Verification(NamedTuple):
     roots: Sequence[object]
     binds: Set[tuple[int, str]]
     uncaptured: bool
+    tied: Callable[[Sequence[Any]], list[Any]] = list
 
     def run(self, fn: Callable[[], Any], replay: Callable[[Sequence[DonePart]], Any]) -> Verified:
         """Run ``fn`` for real and its graph after that, and compare.
@@ -108,15 +117,15 @@ class Verification(NamedTuple):
             raise
         seconds = time.perf_counter() - began
 
-        def keep_eager() -> Verified:
-            return Verified(expected, expected, seconds, watch.seconds(), replayed=False)
+        def keep_eager(kept: Any) -> Verified:
+            return Verified(kept, kept, seconds, watch.seconds(), replayed=False)
 
         self.segments.join(self.rings)  # a raw collective without fences may still run
-        if _worst(self.rings, _EQUAL) == _RAISED:  # that rank will make no collectives now
-            return keep_eager()
-        missed = counts.missed(effects, run.effects())
         by_parts = run.changed - self.binds
         bound = [x for x in objects.changes() if x.sets and (x.where, x.name) not in by_parts]
+        if _worst(self.rings, _EQUAL) == _RAISED:  # that rank will make no collectives now
+            return keep_eager(self._tied(expected, bound))
+        missed = counts.missed(effects, run.effects())
         real = Left({self.what: expected}, bound, self._put_back(run, before))
         del before
         try:
@@ -131,7 +140,7 @@ class Verification(NamedTuple):
             self._let_stand(run, real)
             raise
         if replayed is None or worst != _EQUAL:
-            self._let_stand(run, real)
+            expected = self._let_stand(run, real)
         if worst == _DIFFERS:
             cause = self._again(fn, real.bound)
             if replayed is not None and not missed:  # what is noise does not count
@@ -142,7 +151,7 @@ class Verification(NamedTuple):
             effects.put_versions(real.held)
             found = replayed.results[self.what]
             return Verified(expected, found, seconds, watch.seconds(), replayed=True)
-        return keep_eager()
+        return keep_eager(expected)
 
     def _replayed(
         self,
@@ -189,12 +198,18 @@ class Verification(NamedTuple):
         self.effects.put(before)
         return real
 
-    def _let_stand(self, run: VerifiedRun, real: Left) -> None:
-        """Give the program back what the function has left."""
+    def _let_stand(self, run: VerifiedRun, real: Left) -> Any:
+        """Give the program back what the function has left, and return the result."""
         run.again()
         self.effects.put(real.held)
-        for change in real.bound:
-            change.place.bind(change.now)
+        return self._tied(real.results[self.what], real.bound)
+
+    def _tied(self, result: Any, bound: Sequence[Change]) -> Any:
+        """Bind names as the function has, and return its result; both as the program gets them."""
+        tied, *names = self.tied([result, *(change.now for change in bound)])
+        for change, now in zip(bound, names, strict=True):
+            change.place.bind(now)
+        return tied
 
     def _again(self, fn: Callable[[], Any], bound: Sequence[Change]) -> str:
         """Run ``fn`` some more times, watched and then put back.

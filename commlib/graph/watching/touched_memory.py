@@ -51,7 +51,8 @@ class TouchedMemory:
         for i, tensor in enumerate(results):
             storage = tensor.untyped_storage()
             if storage._cdata not in taken:
-                made.append((i, tensor))
+                if not tensor._is_zerotensor():  # zeros without memory, the same at each replay
+                    made.append((i, tensor))
                 self.made[storage._cdata] = StorageWeakRef(storage)
             self._given[id(tensor)] = weakref.ref(tensor)
         return made
