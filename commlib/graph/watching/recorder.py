@@ -183,7 +183,7 @@ class Recorder(TorchDispatchMode):
         made = self.memory.made
         for tensor, key in zip(call.tensors, call.memory, strict=False):
             if key not in made and self._know(tensor) and not call.known.only_views:
-                self.memory.note_read(tensor)
+                self.memory.note_read(tensor, len(self.names), call.known.text)
         if call.known.reshapes and not self.memory.has_given(call.args[0]):
             check_reshaping(call)
 
@@ -227,7 +227,7 @@ class Recorder(TorchDispatchMode):
         if not self._nested:  # an operator has said what it reads and writes
             for known in tensors_in((call.x, call.out, call.args)):
                 if self._know(known):
-                    self.memory.note_read(known)
+                    self.memory.note_read(known, len(self.names), "a collective")
             if call.out is not None:
                 self._before_write(call.out)
         self.collectives.append(Collective.of(call))
