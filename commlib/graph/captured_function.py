@@ -18,15 +18,10 @@ from commlib.core.manager import CommContextManager
 from commlib.errors import GraphError
 from commlib.graph.call_keys import CallKeys
 from commlib.graph.calls.cache_key import Arguments
-from commlib.graph.first_call import FirstCall, Reach, device_of
+from commlib.graph.first_call import FirstCall, Reach, device_of, makes_parameters
 from commlib.graph.kinds_watch import KindsWatch
-from commlib.graph.operators.unsupported import (
-    check_function,
-    check_hidden,
-    check_unreadable,
-    check_wanting,
-)
-from commlib.graph.options import Options
+from commlib.graph.operators.unsupported import check_hidden, check_unreadable, check_wanting
+from commlib.graph.options import Options, check_function
 from commlib.graph.python.taking_code import check_consumed
 from commlib.graph.recording.rank_agreement import same_key
 from commlib.graph.replaying.compare import load_kernels
@@ -201,6 +196,8 @@ class CapturedFunction(Generic[P, R]):
         check_foreign()
         check_unreadable(call.tensors)
         check_consumed(self.fn, call.leaves, *call.given)
+        if makes_parameters(self.fn, call):
+            return self.fn(*call.given[0], **call.given[1])
         device = device_of(call, self._module)
         self._keys.around.find()
         if device.type == "cpu":
@@ -289,12 +286,7 @@ class CapturedFunction(Generic[P, R]):
         It has other memory now (``p.data = ...``), or is another parameter or buffer of a captured
         module. Each tensor takes some 50 ns: ask after loading weights, or while looking for a bug.
         """
-        gone = self._used.replaced(self._module, self.entries.captured)
-        if gone:
-            raise GraphError(
-                f"{self.name}: {', '.join(gone[:5])} is not where the graph reads it any more; "
-                f"write into the old memory (copy_), or call reset() to capture again"
-            )
+        self._used.check(self.name, self._module, self.entries.captured)
 
     def reset(self) -> None:
         """Release every graph; the next calls capture again."""

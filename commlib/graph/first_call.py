@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from commlib.graph.backends import cuda as cuda_backend
 from commlib.graph.backends.base import Backend, CpuBackend
 from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.calls.output_guard import guards_memory
 from commlib.graph.options import Options
+from commlib.graph.python.reach import reached
 from commlib.graph.recording.counted_call import CountedCall
 from commlib.graph.recording.findings import Findings
 from commlib.graph.recording.recorded_call import Recipe
@@ -110,6 +112,11 @@ def backend_of(device: torch.device) -> Backend:
     return cuda_backend.of_gpu(
         torch.cuda.current_device() if device.index is None else device.index
     )
+
+
+def makes_parameters(fn: Callable[..., Any], call: Arguments) -> bool:
+    """Return True if lazy modules make parameters in the call, so that the next one is captured."""
+    return any(map(is_lazy, reached([fn, call.leaves]).tensors))
 
 
 def device_of(call: Arguments, module: torch.nn.Module | None) -> torch.device:

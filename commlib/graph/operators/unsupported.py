@@ -1,7 +1,6 @@
 """What can't stand in a graph: it is refused before it runs, with the line of the program."""
 
 import functools
-import inspect
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -23,20 +22,6 @@ _REMEDY = {
     "item": "keep the value in a tensor (torch.where, clamp), or read it outside",
     "nonzero": "use a mask and torch.where, which keep the shape",
 }
-
-
-def check_function(fn: Any) -> None:
-    """Raise ``GraphError`` for what can't be called, and for what is async."""
-    if not callable(fn):
-        raise GraphError(f"capture({fn!r}): expected a function or a module")
-    kind: Any = type(fn)
-    for each in (fn, fn.forward if isinstance(fn, torch.nn.Module) else kind.__call__):
-        if inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each):
-            name = getattr(fn, "__qualname__", type(fn).__qualname__)
-            raise GraphError(
-                f"{name} is an async function, whose steps no graph can hold; capture the function "
-                f"that it awaits"
-            )
 
 
 def check_sync(call: OpCall, device: torch.device) -> None:

@@ -142,7 +142,8 @@ def _position(x: Any, depth: int = _DEEP) -> Any:
     if isinstance(x, itertools.count):
         return repr(x)
     frame = x.gi_frame if isinstance(x, GeneratorType) else None  # asked first: it is a referent
-    inner = [one for one in get_referents(x) if one is not x]
+    inner = get_referents(x)
+    inner += [one for each in inner if type(each) is tuple for one in each]  # of map and zip
     parts: list[Any] = [length_hint(x), _reduced(x)]
     parts += [(name, one) for name, one in attributes(x).items() if isinstance(one, _PLAIN)]
     if isinstance(x, GeneratorType):

@@ -13,6 +13,7 @@ from commlib.core import observers
 from commlib.core.ring import Ring
 from commlib.core.tensors import fault
 from commlib.graph.operators.generators import default_generator, generators_of
+from commlib.graph.operators.higher_order import check_higher_order
 from commlib.graph.operators.schema import OpCall, memory
 from commlib.graph.operators.step import computes_nothing, tensors_in
 from commlib.graph.watching.outside_reads import OutsideReads
@@ -32,6 +33,7 @@ class RealCall(TorchDispatchMode):
     """
 
     refuses = False
+    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -95,6 +97,7 @@ class RealCall(TorchDispatchMode):
         kwargs = kwargs or {}
         if computes_nothing():
             return func(*args, **kwargs)
+        check_higher_order(func)
         call = OpCall(func, args, kwargs)
         tensors = call.tensors
         if types and any(fault(x, "it") for x in tensors):
