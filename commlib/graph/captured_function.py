@@ -196,10 +196,10 @@ class CapturedFunction(Generic[P, R]):
         check_foreign()
         check_unreadable(call.tensors)
         check_consumed(self.fn, call.leaves, *call.given)
-        if makes_parameters(self.fn, call):
+        self._keys.around.find()
+        if makes_parameters(self._keys.around.modules, call):
             return self.fn(*call.given[0], **call.given[1])
         device = device_of(call, self._module)
-        self._keys.around.find()
         if device.type == "cpu":
             check_hidden(self._keys.around.modules)
         weights = [*self._keys.around.weights, *self._keys.grads.leaves]

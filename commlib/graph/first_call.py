@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.parameter import is_lazy
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from commlib.graph.backends import cuda as cuda_backend
 from commlib.graph.backends.base import Backend, CpuBackend
 from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.calls.output_guard import guards_memory
 from commlib.graph.options import Options
-from commlib.graph.python.reach import reached
 from commlib.graph.recording.counted_call import CountedCall
 from commlib.graph.recording.findings import Findings
 from commlib.graph.recording.recorded_call import Recipe
@@ -114,9 +113,11 @@ def backend_of(device: torch.device) -> Backend:
     )
 
 
-def makes_parameters(fn: Callable[..., Any], call: Arguments) -> bool:
+def makes_parameters(modules: Sequence[torch.nn.Module], call: Arguments) -> bool:
     """Return True if lazy modules make parameters in the call, so that the next one is captured."""
-    return any(map(is_lazy, reached([fn, call.leaves]).tensors))
+    given = [x for leaf in call.leaves if isinstance(leaf, torch.nn.Module) for x in leaf.modules()]
+    lazy = [x for x in (*modules, *given) if isinstance(x, LazyModuleMixin)]
+    return any(x.has_uninitialized_params() for x in lazy)
 
 
 def device_of(call: Arguments, module: torch.nn.Module | None) -> torch.device:

@@ -8,7 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from gc import get_referents
 from operator import length_hint
-from types import CellType, FunctionType, GeneratorType
+from types import (
+    BuiltinMethodType,
+    CellType,
+    FunctionType,
+    GeneratorType,
+    MethodType,
+    MethodWrapperType,
+)
 from typing import Any
 
 import numpy as np
@@ -18,6 +25,7 @@ from commlib.graph.python.reach import RANDOM, Name, attributes, content, is_of_
 
 _QUEUES = ("queue", "_queue", "multiprocessing.queues")
 _PLAIN = (bool, int, float, str, bytes, type(None))
+_METHODS = (MethodType, BuiltinMethodType, MethodWrapperType)
 _DEEP = 8  # how far iterators in iterators are followed
 
 
@@ -46,6 +54,12 @@ def _is_iterator(kind: Any) -> bool:
     if not issubclass(kind, Iterator) or issubclass(kind, io.IOBase):
         return False
     return not (is_of_the_program(kind) and isinstance(kind.__next__, FunctionType))
+
+
+@lru_cache(maxsize=10_000)
+def _may_have_one(kind: Any) -> bool:
+    """Return True for the types of iterators and queues, and of their methods."""
+    return issubclass(kind, _METHODS) or _is_iterator(kind) or _is_queue(kind)
 
 
 def check_arguments(leaves: Iterable[object]) -> None:
@@ -86,7 +100,10 @@ class Positions:
         sources: dict[int, tuple[str, Any]] = {}
         for x in objects:
             for name, one in _held_by(x):
-                source = getattr(one, "__self__", one) if callable(one) else one  # of a method
+                kind: Any = type(one)
+                if not _may_have_one(kind):
+                    continue
+                source = one.__self__ if isinstance(one, _METHODS) else one
                 if is_iterator(source) or is_queue(source):
                     sources[id(source)] = f"{_name(x, name)} ({_kind(source)})", source
         self._sources = [(name, x, _position(x)) for name, x in sources.values()]

@@ -125,6 +125,8 @@ class Findings:
         self._check_same(part, segments)
         if part == "forward" and self.compared and not again:
             self._check_reads(segments)
+        for recorder in segments.recorders:
+            recorder.memory.reads = OutsideReads()  # nothing asks for them after this
 
     def check_state(self, recorder: Recorder) -> None:
         """Refuse state that a run after the call has made and the next one has written."""
