@@ -170,7 +170,19 @@ def _not_taken() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
             x = x + y
         return x - 1
 
+    def returned(x: torch.Tensor) -> torch.Tensor:
+        if not used:
+            return x * 2
+        return x * next(it)
+
+    def raised(x: torch.Tensor) -> torch.Tensor:
+        if used:
+            raise ValueError
+        return x * 2
+
     return {
+        "returned": returned,
+        "raised": raised,
         "branch": lambda x: x * next(it) if used else x * 2,
         "asked": lambda x: x * 2 if it is not None else x,
         "object": Trainer().step,

@@ -18,7 +18,8 @@ _SCOPES = {  # opcode -> which of the variables it loads
     "LOAD_NAME": "global",
 }
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
-_ENDS = ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE")
+_RETURNS = ("RETURN_VALUE", "RETURN_CONST")
+_RAISES = ("RAISE_VARARGS", "RERAISE")
 _TAKES = ("get", "get_nowait")  # methods of queues
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
 
@@ -101,14 +102,14 @@ def _taken(code: CodeType, variables: dict[str, dict[str, Any]]) -> Iterator[_Lo
 
 
 def _always(code: CodeType) -> Iterator[dis.Instruction]:
-    """Yield the steps of code that each call makes: up to a return, and not in a branch."""
+    """Yield the steps of code that each call makes: up to the first return, and not in a branch."""
     end = 0  # of the branch
     for step in dis.get_instructions(code):
         if step.opcode in _JUMPS and isinstance(step.argval, int):
             end = max(end, step.argval)
+        if step.opname in _RETURNS or (step.opname in _RAISES and step.offset >= end):
+            return
         if step.offset < end and step.opcode not in _JUMPS:
             continue
-        if step.opname in _ENDS:
-            return
         if step.opname not in ("PUSH_NULL", "PRECALL", "CACHE", "EXTENDED_ARG", "NOP"):
             yield step
