@@ -7,7 +7,6 @@ recorded memory, and on GPUs, where the same calls are CUDA graphs.
 import functools
 import threading
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from commlib import graph, ops
 from commlib.graph import GraphError
 from commlib.graph.options import First
 from tests.support.checks import assert_bits_equal, assert_equal, on_gpu, raises
+from tests.support.hidden import HiddenCount
 from tests.support.launchers import on_gpus
 from tests.support.processes import WHOLE_EXIT, run
 from tests.support.ranks import Ranks
@@ -209,7 +209,7 @@ def whole(comm: Any) -> None:
 @runs_on("unified_ranks")
 def test_a_capture_that_breaks(comm: Any) -> None:
     """An exception in the capture itself, where warm-up went well, leaves no state."""
-    runs, over = count(1), list[int]()
+    runs, over = HiddenCount(), list[int]()
 
     def f(x: torch.Tensor) -> torch.Tensor:
         run = next(runs)
@@ -386,7 +386,7 @@ def test_nested_and_modules(comm: Any) -> None:
 @runs_on("unified_ranks")
 def test_unsteady_functions(comm: Any) -> None:
     """A function that does something else at each run is refused, naming the first difference."""
-    runs = count(1)
+    runs = HiddenCount()
 
     def f(x: torch.Tensor) -> torch.Tensor:
         return x + 1 if next(runs) % 2 else x * 2

@@ -2,7 +2,6 @@
 
 import threading
 from array import array
-from itertools import count
 from typing import Any, ClassVar
 
 import pytest
@@ -17,6 +16,7 @@ from commlib.graph.watching.recorder import Recorder
 from commlib.graph.watching.runs import WarmUpRun, inside
 from commlib.graph.watching.undo import UndoLog
 from tests.support.checks import assert_bits_equal, assert_equal, on_gpu, raises, settle
+from tests.support.hidden import HiddenCount
 from tests.support.runs_on import runs_on
 
 # -- calls that fail -------------------------------------------------------------------------------
@@ -27,7 +27,7 @@ class Sum:
 
     def __init__(self, comm: Any, odd: int | None, *, broken: bool) -> None:
         self.total = torch.zeros(1, device=comm.device)
-        self._odd, self._broken, self._runs = odd, broken, count(1)
+        self._odd, self._broken, self._runs = odd, broken, HiddenCount()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         run = next(self._runs)
@@ -136,7 +136,7 @@ def test_collectives_of_a_failing_run(comm: Any) -> None:
 def test_one_rank_tells_the_others(comm: Any, how: str) -> None:
     """What one rank finds out about its runs, all ranks raise."""
     state: list[torch.Tensor] = []
-    runs = [count(1)]
+    runs = [HiddenCount()]
 
     def differs(x: torch.Tensor) -> torch.Tensor:
         y = x + 0 if next(runs[0]) == 2 and comm.rank == 0 else x
@@ -154,7 +154,7 @@ def test_one_rank_tells_the_others(comm: Any, how: str) -> None:
     f, words = {"differs": (differs, "differ"), "advances": (advances, "no replay would")}[how]
     with raises(GraphError, "rank 0", words):
         graph.capture(f)(x)
-    runs[0] = count(1)
+    runs[0] = HiddenCount()
     g = graph.capture(f, on_fail="eager", outputs="copy")
     for _ in range(3):
         assert_bits_equal(g(x), x * comm.size, "eager on all ranks")

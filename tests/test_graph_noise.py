@@ -4,7 +4,6 @@ import ctypes
 import logging
 import threading
 from collections.abc import Callable
-from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from commlib import graph
 from commlib.errors import GraphError
 from tests.support.checks import assert_bits_equal, assert_equal
+from tests.support.hidden import HiddenCount
 from tests.test_graph_verify import Hidden
 
 X = torch.ones(3)
@@ -27,7 +27,7 @@ def shaken(y: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def test_one_noisy_output_hides_no_other() -> None:
-    hidden, numbers = Hidden(), count(1)
+    hidden, numbers = Hidden(), HiddenCount()
 
     def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x * hidden.scale, shaken(x * 3, next(numbers))
@@ -45,7 +45,7 @@ def test_one_noisy_output_hides_no_other() -> None:
 
 def test_a_noisy_output_that_is_another_number() -> None:
     """It is compared by half of its digits, as soon as it is known to be noise."""
-    hidden, numbers = Hidden(), count(1)
+    hidden, numbers = Hidden(), HiddenCount()
     g = graph.capture(lambda x: shaken(x * hidden.scale, next(numbers)), verify=True)
     for _ in range(3):
         assert_bits_equal(g(X), X * 2, atol=1e-3)
@@ -55,7 +55,7 @@ def test_a_noisy_output_that_is_another_number() -> None:
 
 
 def test_a_tolerance() -> None:
-    hidden, numbers = Hidden(), count(1)
+    hidden, numbers = Hidden(), HiddenCount()
     f = lambda x: shaken(x * hidden.scale, next(numbers))  # noqa: E731
     close_enough = graph.capture(f, outputs="copy", tolerance=(1e-3, 1e-3))
     for _ in range(4):
@@ -71,7 +71,7 @@ def test_a_tolerance() -> None:
 class Shaking(torch.autograd.Function):
     """A product whose gradient is noisy."""
 
-    numbers = count(1)
+    numbers = HiddenCount()
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
@@ -173,7 +173,7 @@ def test_names_that_are_bound() -> None:
 
 def test_noise_of_one_name_hides_no_other() -> None:
     """Also where a call changes fewer names than the one before."""
-    numbers, noisy, other = count(1), threading.Event(), threading.Event()
+    numbers, noisy, other = HiddenCount(), threading.Event(), threading.Event()
     state = SimpleNamespace(mode=1, a=None, b=None)
 
     def f(x: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import inspect
 import sys
 import threading
 import types
@@ -19,10 +18,11 @@ from commlib.core.manager import CommContextManager
 from commlib.errors import GraphError
 from commlib.graph.call_keys import CallKeys
 from commlib.graph.calls.cache_key import Arguments
-from commlib.graph.first_call import FirstCall, Reach, device_of
+from commlib.graph.first_call import FirstCall, Reach, device_of, makes_parameters
 from commlib.graph.kinds_watch import KindsWatch
 from commlib.graph.operators.unsupported import check_hidden, check_unreadable, check_wanting
-from commlib.graph.options import Options
+from commlib.graph.options import Options, check_function
+from commlib.graph.python.taking_code import check_consumed
 from commlib.graph.recording.rank_agreement import same_key
 from commlib.graph.replaying.compare import load_kernels
 from commlib.graph.replaying.entries import Entries
@@ -49,13 +49,7 @@ class CapturedFunction(Generic[P, R]):
     """A captured function; call it as the function. ``reset()`` releases its graphs."""
 
     def __init__(self, fn: Callable[P, R], options: Options) -> None:
-        if not callable(fn):
-            raise GraphError(f"capture({fn!r}): expected a function or a module")
-        if inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
-            raise GraphError(
-                f"{fn.__qualname__} is an async function, whose steps no graph can hold; capture "
-                f"the function that it awaits"
-            )
+        check_function(fn)
         functools.update_wrapper(self, fn, updated=())
         self.fn, self.options, self._schedule = fn, options, Schedule(options.verify)
         if self._schedule.ever and torch.cuda.is_initialized() and not capturing():
@@ -65,6 +59,7 @@ class CapturedFunction(Generic[P, R]):
         self._kinds = KindsWatch(self.name)
         self._seen: set[Any] = set()  # keys of calls that came once, and were not captured yet
         self._lock = threading.RLock()
+        self._of_classes: dict[type, CapturedFunction[..., Any]] = {}  # bound by ``classmethod``
         self._turns = 0  # replays of any kind since the last capture: the same on all ranks
         owner = getattr(fn, "__self__", fn)  # of a bound method
         self._module = owner if isinstance(owner, torch.nn.Module) else None
@@ -86,6 +81,11 @@ class CapturedFunction(Generic[P, R]):
         """
         if owner is None:
             return self
+        if isinstance(owner, type):  # ``classmethod`` binds to a class, whose attribute it is
+            if owner not in self._of_classes:
+                method = types.MethodType(self.fn, owner)
+                self._of_classes[owner] = CapturedFunction(method, self.options)
+            return self._of_classes[owner]
         bound = CapturedFunction(types.MethodType(self.fn, owner), self.options)
         try:  # found before this descriptor from now on
             object.__setattr__(owner, self.fn.__name__, bound)
@@ -196,8 +196,11 @@ class CapturedFunction(Generic[P, R]):
         """Make the call eagerly, and capture what the next ones of its kind will replay."""
         check_foreign()
         check_unreadable(call.tensors)
-        device = device_of(call, self._module)
+        check_consumed(self.fn, call.leaves, *call.given)
         self._keys.around.find()
+        if makes_parameters(self._keys.around.modules, call):
+            return self.fn(*call.given[0], **call.given[1])
+        device = device_of(call, self._module)
         if device.type == "cpu":
             check_hidden(self._keys.around.modules)
         weights = [*self._keys.around.weights, *self._keys.grads.leaves]
@@ -266,7 +269,7 @@ class CapturedFunction(Generic[P, R]):
         ``wanted``: which of its tensors wanted a gradient before the call.
         """
         if self.options.on_fail == "raise":
-            if first.counted.counted or first.findings.unseen:
+            if first.counted.counted or first.findings.unseen or first.findings.taken:
                 raise GraphError(
                     f"{error}; the effects of the call were kept: do not repeat it", done=True
                 ) from error
@@ -284,12 +287,7 @@ class CapturedFunction(Generic[P, R]):
         It has other memory now (``p.data = ...``), or is another parameter or buffer of a captured
         module. Each tensor takes some 50 ns: ask after loading weights, or while looking for a bug.
         """
-        gone = self._used.replaced(self._module, self.entries.captured)
-        if gone:
-            raise GraphError(
-                f"{self.name}: {', '.join(gone[:5])} is not where the graph reads it any more; "
-                f"write into the old memory (copy_), or call reset() to capture again"
-            )
+        self._used.check(self.name, self._module, self.entries.captured)
 
     def reset(self) -> None:
         """Release every graph; the next calls capture again."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from commlib.graph.backends import cuda as cuda_backend
 from commlib.graph.backends.base import Backend, CpuBackend
@@ -110,6 +111,13 @@ def backend_of(device: torch.device) -> Backend:
     return cuda_backend.of_gpu(
         torch.cuda.current_device() if device.index is None else device.index
     )
+
+
+def makes_parameters(modules: Sequence[torch.nn.Module], call: Arguments) -> bool:
+    """Return True if lazy modules make parameters in the call, so that the next one is captured."""
+    given = [x for leaf in call.leaves if isinstance(leaf, torch.nn.Module) for x in leaf.modules()]
+    lazy = [x for x in (*modules, *given) if isinstance(x, LazyModuleMixin)]
+    return any(x.has_uninitialized_params() for x in lazy)
 
 
 def device_of(call: Arguments, module: torch.nn.Module | None) -> torch.device:

@@ -1,8 +1,12 @@
-"""The options of `capture`."""
+"""The options of `capture`, and what it takes."""
 
+import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
+
+import torch
 
 from commlib.errors import GraphError
 
@@ -66,3 +70,19 @@ def _are_two_numbers(x: Any) -> bool:
     if not isinstance(x, (tuple, list)) or len(x) != 2:
         return False
     return all(isinstance(each, (int, float)) and each >= 0 for each in x)
+
+
+def check_function(fn: Any) -> None:
+    """Raise ``GraphError`` for what can't be called, and for what is async."""
+    if not callable(fn):
+        raise GraphError(f"capture({fn!r}): expected a function or a module")
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    kind: Any = type(fn)
+    for each in (fn, fn.forward if isinstance(fn, torch.nn.Module) else kind.__call__):
+        if inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each):
+            name = getattr(fn, "__qualname__", type(fn).__qualname__)
+            raise GraphError(
+                f"{name} is an async function, whose steps no graph can hold; capture the function "
+                f"that it awaits"
+            )

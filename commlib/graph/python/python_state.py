@@ -31,7 +31,7 @@ class PythonState:
         self._held: list[Any] = []
         self._undo: list[Callable[[], None]] = []
         found = reached(roots)
-        self.tensors = found.tensors  # that the objects hold
+        self.objects, self.tensors = found.objects, found.tensors  # which the objects hold
         if not roots:
             return
         empty, others = list[Any](), list[Any]()  # most of a module's ten dicts for hooks are empty

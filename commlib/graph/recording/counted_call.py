@@ -14,6 +14,7 @@ from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.calls.leaves import noting_histories
 from commlib.graph.operators.schema import memory
 from commlib.graph.python.changes import Change
+from commlib.graph.python.iterators import Positions
 from commlib.graph.python.python_state import PythonState
 from commlib.graph.python.reach import reached
 from commlib.graph.recording.findings import Findings
@@ -62,6 +63,7 @@ class CountedCall:
         self.roots = [self._fn, args, kwargs]
         result, problem, run = None, None, WarmUpRun(self._real.undo, self.roots)
         self._before = PythonState(self.roots)
+        run.positions = positions = Positions(self._before.objects)
         self._real.note_leaves(self.weights)
         held = _memory_of(self._before.tensors or reached(self.roots).tensors)
         bits = digests(held)
@@ -86,6 +88,8 @@ class CountedCall:
         pairs = zip(held, bits, digests(held), strict=True)
         changed = [whole(x) for x, before, after in pairs if before != after and x.nbytes()]
         self._after = PythonState(self.roots)
+        positions.note()
+        self.findings.taken, self.findings.draws = positions.taken, positions.draws
         self._find(call, run, rings, changed)
         return result
 

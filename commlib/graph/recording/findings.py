@@ -8,9 +8,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from commlib.core.ring import Ring
+from commlib.core.tensors import has_memory, parts
 from commlib.errors import GraphError
 from commlib.graph.calls.bindings import Kept
 from commlib.graph.recording.segments import Segments
+from commlib.graph.watching.outside_reads import OutsideReads, first_other, keys_of
 from commlib.graph.watching.recorder import Recorder
 from commlib.graph.watching.undo import UndoLog
 
@@ -23,6 +25,8 @@ class Findings:
         modules: Modules that it can reach.
         watched: Tensors that it can reach.
         unseen: Tensors that it writes, and no operator says so.
+        taken: Iterators and queues that the call has taken elements from.
+        draws: Whether it draws from a generator of Python or NumPy that the program holds.
         rings: The rings of its collectives.
         sets: What the call has bound to names, and later runs leave.
         by_parts: Names that eager parts bind.
@@ -39,6 +43,8 @@ class Findings:
         outputs: Of each leaf of the result that it makes, the size; else None.
         names: Its operators in the last run.
         calls: Its collectives in words in the last run.
+        outside: What its operators have read from outside in the last run, until it is compared.
+        arguments: Memory of its arguments, and of the graphs' copies of them.
         made: Memory that the runs after the call have made.
         carried: Of this, what the last run has read.
         compared: Whether a capture has to be as the run before it.
@@ -50,6 +56,8 @@ class Findings:
     modules: Iterable[torch.nn.Module]
     watched: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     unseen: list[torch.Tensor] = field(default_factory=list)
+    taken: list[str] = field(default_factory=list)
+    draws: bool = False
     rings: list[Ring] = field(default_factory=list)
     sets: list[Kept] = field(default_factory=list)
     by_parts: set[tuple[int, str]] = field(default_factory=set)
@@ -66,6 +74,8 @@ class Findings:
     outputs: list[torch.Tensor | None] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
+    outside: OutsideReads = field(default_factory=OutsideReads)
+    arguments: set[int] = field(default_factory=set)
     made: dict[int, StorageWeakRef] = field(default_factory=dict)
     carried: set[int] = field(default_factory=set)
     compared: bool = False
@@ -113,6 +123,10 @@ class Findings:
         if part == "forward" and not again:
             self._check_carried(segments.recorders)
         self._check_same(part, segments)
+        if part == "forward" and self.compared and not again:
+            self._check_reads(segments)
+        for recorder in segments.recorders:
+            recorder.memory.reads = OutsideReads()  # nothing asks for them after this
 
     def check_state(self, recorder: Recorder) -> None:
         """Refuse state that a run after the call has made and the next one has written."""
@@ -151,6 +165,24 @@ class Findings:
             check_same(what, self.calls, texts)
         known = self._texts.setdefault(part, texts)
         check_same("two captures of the function differ", known, texts)
+
+    def _check_reads(self, segments: Segments) -> None:
+        """Refuse a function that has read other memory from outside in the run before it."""
+        before, after = self.outside, OutsideReads()
+        self.outside, begin = OutsideReads(), 0
+        for recorder in segments.recorders:
+            after.join(recorder.memory.reads, begin)
+            begin += len(recorder.names)
+        others = self.arguments | self.empty
+        before = before.until(len(self.names), others)
+        after = after.until(segments.own, others)
+        watched = [x for known in self.watched if (x := known()) is not None]
+        lasting = keys_of(part for x in watched for part in parts(x) if has_memory(part))
+        if self.broken:  # eager parts make other tensors each time, which replays copy
+            before, after = before.among(lasting), after.among(lasting)
+        other = first_other(before, after, made=self.made, lasting=lasting)
+        if other is not None:
+            raise GraphError(f"the run before the capture and the capture differ: {other}")
 
 
 def check_same(what: str, before: list[str], after: list[str]) -> None:

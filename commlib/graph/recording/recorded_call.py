@@ -22,6 +22,7 @@ from commlib.graph.recording.inputs import Inputs, Touched
 from commlib.graph.recording.record import record
 from commlib.graph.recording.replay_times import FunctionTimes
 from commlib.graph.recording.segments import Segments
+from commlib.graph.watching.outside_reads import keys_of
 from commlib.graph.watching.runs import DonePart
 
 Bound = list[tuple[torch.Tensor, torch.Tensor | None]]  # leaves, and what is bound as their grads
@@ -98,6 +99,7 @@ def record_call(
     found = recipe.findings
     read = inputs.of(call)
     given = with_grads(list(map(leaf, read)) if found.differentiable else read, call.tensors)
+    found.arguments |= keys_of((*call.tensors, *read))
     args, kwargs = call.rebuilt(given)
     saved = set[int]()
 

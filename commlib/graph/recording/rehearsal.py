@@ -17,6 +17,7 @@ from commlib.graph.operators.generators import default_generator, moved_on
 from commlib.graph.operators.nested import unrolled
 from commlib.graph.operators.schema import memory
 from commlib.graph.operators.unsupported import check_python_random, check_unseen
+from commlib.graph.python.iterators import check_taken
 from commlib.graph.python.python_state import PythonState, random_state
 from commlib.graph.recording.capture_run import isolated
 from commlib.graph.recording.counted_call import CountedCall
@@ -38,6 +39,9 @@ def rehearse(
         GraphError: No graph could do it; every member of its rings raises.
     """
     _check_tied(first.tied)
+    check_taken(first.findings.taken)
+    if first.findings.draws:
+        check_python_random()
     check_unseen(first.findings.unseen)
     first.findings.compared = times > 0
     rehearsal = _Rehearsal(fn, backend, first, call)
@@ -224,6 +228,7 @@ class _Rehearsal:
         earlier = {k for k in touched.externals if found.lives(k) or self._first.has_made(k)}
         found.carried = earlier - found.empty
         found.made.update(touched.made)
+        found.outside = touched.reads
 
     def _note_changes(self, run: WarmUpRun, objects: PythonState) -> None:
         """Refuse Python state that each run changes; tensors are bound again at each replay."""

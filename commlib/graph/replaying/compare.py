@@ -57,12 +57,14 @@ class Noise:
 
     Attributes:
         items: Numbers that agree to half of their digits from run to run.
-        wild: Other items, which can't be compared: numbers that differ more, and non-numbers.
+        wild: Other items, which can't be compared: numbers that differ more, and non-numbers. By
+            item, their names.
     """
 
-    def __init__(self) -> None:
-        self.items: set[Item] = set()
-        self.wild: set[Item] = set()
+    def __init__(self, known: "Noise | None" = None) -> None:
+        """``known``: what is copied."""
+        self.items: set[Item] = set() if known is None else {*known.items}
+        self.wild: dict[Item, str] = {} if known is None else {**known.wild}
 
     def __bool__(self) -> bool:
         return bool(self.items or self.wild)

@@ -25,6 +25,19 @@ class VerificationLog:
         self.eager_seconds: float | None = None
         self.uncaptured = False
 
+    def note_noise(self, noise: Noise) -> None:
+        """Know further noise, and warn of results that are not compared any more, by name."""
+        names = [name for item, name in noise.wild.items() if item not in self.noise.wild]
+        self.noise.items.update(noise.items)
+        self.noise.wild.update(noise.wild)
+        if names:
+            log.warning(
+                "%s gives other values each time it is run, and verified calls do not compare "
+                "these any more: %s. If it takes new data at each run, pass that as an argument",
+                self._name,
+                ", ".join(names),
+            )
+
     def note(self, seconds: float, eager_seconds: float) -> None:
         """Count a verified call.
 

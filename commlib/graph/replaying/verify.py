@@ -8,23 +8,26 @@ compared bit for bit. Where they differ, the eager effects are kept.
 import time
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, suppress
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from commlib.core import observers
 from commlib.core.ring import Ring
+from commlib.core.tensors import has_memory, parts
 from commlib.errors import CommError, GraphError
 from commlib.graph.python.changes import Change
 from commlib.graph.python.python_state import PythonState
 from commlib.graph.recording.segments import Segments
-from commlib.graph.replaying.compare import Comparison, Difference, Left
+from commlib.graph.replaying.compare import Comparison, Difference, Left, Noise
 from commlib.graph.replaying.stopwatch import Stopwatch
 from commlib.graph.replaying.verification_log import VerificationLog
 from commlib.graph.replaying.write_counts import WriteCounts
 from commlib.graph.watching.capture_query import reporting
 from commlib.graph.watching.effects import Effects, Held
 from commlib.graph.watching.host import OtherValue
+from commlib.graph.watching.outside_reads import OtherRead, OutsideReads, first_other, keys_of
 from commlib.graph.watching.real_call import RealCall
 from commlib.graph.watching.runs import DonePart, VerifiedRun, under_way
 from commlib.log import log
@@ -214,13 +217,14 @@ class Verification(NamedTuple):
     def _again(self, fn: Callable[[], Any], bound: Sequence[Change]) -> str:
         """Run ``fn`` some more times, watched and then put back.
 
-        What it gives other bits of is noise from now on.
+        What it gives other bits of is noise from now on, unless it reads other memory each time.
 
         Returns:
             What it does otherwise than at the capture.
         """
         first: Left | None = None
-        names: list[str] = []
+        names, reads = list[str](), list[OutsideReads]()
+        noise = Noise(self.log.noise)
         for _ in range(_RUNS if self.log.tolerance is None else 1):
             real, objects = RealCall(self.segments.device, (), named=True), PythonState(self.roots)
             real.note_leaves(x for x in self.watched if x.is_leaf and x.requires_grad)
@@ -229,8 +233,9 @@ class Verification(NamedTuple):
                     result = real.run(fn)
                 self.segments.join(self.rings)
                 left = self._left(result, bound)._replace(held=self.effects.now())
+                reads.append(real.reads)
                 if first is not None:
-                    self._note_noise(first, left)
+                    self._note_noise(first, left, noise)
                 first = first or left
             except Exception as error:  # one too many: it has filled its cache to the end
                 log.once("a function whose graph differs can't be run once more: %s", error)
@@ -239,14 +244,25 @@ class Verification(NamedTuple):
                 names = real.names
                 real.undo.restore()
                 objects.restore()
+        other = self._other_read(reads)
+        if other is not None:
+            return str(other)
+        self.log.note_noise(noise)
         if self.uncaptured:
             return "the function asks whether it is captured and behaves differently when it is"
         return _first_other(self.segments.own_names, names)
 
-    def _note_noise(self, one: Left, other: Left) -> None:
-        """Record what differs between two runs of the function, and by how much."""
-        self.log.noise.items.update(x.item for x in self._compare().differences(one, other))
-        self.log.noise.wild.update(x.item for x in self._compare().differences(one, other))
+    def _other_read(self, runs: Sequence[OutsideReads]) -> OtherRead | None:
+        """Return the first operator that reads other memory from outside in one of ``runs``."""
+        lasting = keys_of(part for x in self.watched for part in parts(x) if has_memory(part))
+        found = (first_other(a, b, made=(), lasting=lasting) for a, b in pairwise(runs))
+        return next((x for x in found if x is not None), None)
+
+    def _note_noise(self, one: Left, other: Left, noise: Noise) -> None:
+        """Add to ``noise`` what differs between two runs of the function."""
+        numbers = Comparison(self.effects, self.log.tolerance, noise, half=self.uncaptured)
+        noise.items.update(x.item for x in numbers.differences(one, other))
+        noise.wild.update((x.item, x.what) for x in numbers.differences(one, other))
 
 
 def _with_works(fn: Callable[[], Any]) -> Any:

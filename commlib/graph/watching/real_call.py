@@ -13,8 +13,10 @@ from commlib.core import observers
 from commlib.core.ring import Ring
 from commlib.core.tensors import fault
 from commlib.graph.operators.generators import default_generator, generators_of
+from commlib.graph.operators.higher_order import check_higher_order
 from commlib.graph.operators.schema import OpCall, memory
 from commlib.graph.operators.step import computes_nothing, tensors_in
+from commlib.graph.watching.outside_reads import OutsideReads
 from commlib.graph.watching.undo import UndoLog
 
 _clone = torch.ops.aten.clone.default
@@ -27,9 +29,11 @@ class RealCall(TorchDispatchMode):
         undo: Memory and generators from outside, as they were before the run.
         rings: The rings of its collectives, by number.
         names: Its operators in order, with their plain arguments, where they are asked for.
+        reads: What each of them reads from outside, where names are asked for.
     """
 
     refuses = False
+    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -54,6 +58,7 @@ class RealCall(TorchDispatchMode):
         self.written: set[int] = set()  # memory
         self.rings: dict[int, Ring] = {}
         self.names: list[str] = []
+        self.reads = OutsideReads()
         for storage in writes:
             self.undo.note_memory(storage)
         for kind in {"cpu", device.type}:
@@ -92,6 +97,7 @@ class RealCall(TorchDispatchMode):
         kwargs = kwargs or {}
         if computes_nothing():
             return func(*args, **kwargs)
+        check_higher_order(func)
         call = OpCall(func, args, kwargs)
         tensors = call.tensors
         if types and any(fault(x, "it") for x in tensors):
@@ -108,6 +114,7 @@ class RealCall(TorchDispatchMode):
         for generator in generators_of(call, self._device):
             self.undo.note_generator(generator)
         if self._named and not call.known.detaches:
+            self._note_reads(call)
             self.names.append(str(call))
         result = self._called(call)
         for tensor in tensors_in(result):
@@ -116,6 +123,12 @@ class RealCall(TorchDispatchMode):
             if key and key not in call.memory:
                 self.made[key] = StorageWeakRef(tensor.untyped_storage())
         return result
+
+    def _note_reads(self, call: OpCall) -> None:
+        """Record what an operator reads from outside."""
+        for tensor, key in zip(call.tensors, call.memory, strict=False):
+            if key and not call.known.only_views and not self.has_made(tensor.untyped_storage()):
+                self.reads.note(len(self.names), call.known.text, tensor)
 
     def _called(self, call: OpCall) -> Any:
         """Run an operator; a collective inside it is a part of it."""

@@ -13,6 +13,7 @@ from commlib.core import observers
 from commlib.core.ring import Ring
 from commlib.core.tensors import fault, is_wrapper, parts
 from commlib.graph.operators.generators import default_generator
+from commlib.graph.operators.higher_order import check_higher_order
 from commlib.graph.operators.literals import made_on_host
 from commlib.graph.operators.nested import watching_replays
 from commlib.graph.operators.one_hot import checking_each
@@ -55,7 +56,7 @@ class Recorder(TorchDispatchMode):
         host: What the host does before each launch, in a capture on a GPU.
     """
 
-    refuses = True
+    refuses = supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -79,13 +80,11 @@ class Recorder(TorchDispatchMode):
         self.undo, self.memory = UndoLog(), TouchedMemory()
         self.random = RngWatch(device, drawn, self.undo, captured=host is not None)
         self.names: list[str] = []
-        self.launches = 0
         self.steps: list[Step] = []
         self.collectives: list[Collective] = []
         self.leaves: dict[int, weakref.ref[torch.Tensor]] = {}
         self.computed: dict[int, torch.Tensor] = {}
-        self._nested = False
-        self._reading = ExitStack()
+        self.launches, self._nested, self._reading = 0, False, ExitStack()
 
     # -- watching ----------------------------------------------------------------------------------
 
@@ -119,6 +118,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if computes_nothing():
             return func(*args, **(kwargs or {}))
+        check_higher_order(func)
         call = OpCall(func, args, kwargs or {})
         if call.known.lifts:
             call = OpCall(self._literal(args[0]), args, kwargs or {})
@@ -183,7 +183,7 @@ class Recorder(TorchDispatchMode):
         made = self.memory.made
         for tensor, key in zip(call.tensors, call.memory, strict=False):
             if key not in made and self._know(tensor) and not call.known.only_views:
-                self.memory.note_read(tensor)
+                self.memory.note_read(tensor, len(self.names), call.known.text)
         if call.known.reshapes and not self.memory.has_given(call.args[0]):
             check_reshaping(call)
 
@@ -227,7 +227,7 @@ class Recorder(TorchDispatchMode):
         if not self._nested:  # an operator has said what it reads and writes
             for known in tensors_in((call.x, call.out, call.args)):
                 if self._know(known):
-                    self.memory.note_read(known)
+                    self.memory.note_read(known, len(self.names), "a collective")
             if call.out is not None:
                 self._before_write(call.out)
         self.collectives.append(Collective.of(call))

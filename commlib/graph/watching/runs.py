@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from commlib.core import observers
 from commlib.errors import GraphError
+from commlib.graph.python.iterators import Positions
 from commlib.graph.python.python_state import PythonState
 from commlib.graph.watching.effects import Effects
 from commlib.graph.watching.real_call import RealCall
@@ -82,6 +83,7 @@ class WarmUpRun:
         """``roots``: what leads to the Python objects that eager parts may change."""
         self.broken = False  # whether it has met an eager part
         self.changed: dict[tuple[int, str], Any] = {}  # what eager parts bind names to
+        self.positions: Positions | None = None  # of generators that eager parts may draw from
         self._undo, self._roots = undo, roots
 
     @contextmanager
@@ -98,7 +100,11 @@ class WarmUpRun:
         """Return ``part()``, and know which names it binds."""
         self.broken = True
         before = PythonState(self._roots)
+        if self.positions is not None:
+            self.positions.note_draws()
         found = call_apart(part, self._undo)
+        if self.positions is not None:
+            self.positions.begin_draws()
         self.changed |= {(change.where, change.name): change.now for change in before.changes()}
         return found
 

@@ -8,6 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from commlib.graph.operators.overlap import Span, span
 from commlib.graph.operators.unsupported import check_resized
+from commlib.graph.watching.outside_reads import OutsideReads
 
 
 class TouchedMemory:
@@ -24,6 +25,7 @@ class TouchedMemory:
         constants: That of another graph on the host, which holds the same at each call.
         literals: What the function has typed (``torch.tensor([...])``).
         borrowed: Arrays that the function has made tensors of.
+        reads: What each operator reads from outside.
     """
 
     def __init__(self) -> None:
@@ -37,6 +39,7 @@ class TouchedMemory:
         self.constants: dict[int, StorageWeakRef] = {}
         self.literals: set[int] = set()
         self.borrowed: set[int] = set()
+        self.reads = OutsideReads()
         self._given: dict[int, weakref.ref[torch.Tensor]] = {}  # by an operator of this run, by id
         self._sizes: dict[int, tuple[torch.UntypedStorage, int]] = {}  # of memory from outside
 
@@ -62,9 +65,11 @@ class TouchedMemory:
         known = self._given.get(id(tensor))
         return known is not None and known() is tensor
 
-    def note_read(self, tensor: torch.Tensor) -> None:
-        """Record that the elements of a tensor from outside are touched."""
+    def note_read(self, tensor: torch.Tensor, number: int = 0, operator: str = "") -> None:
+        """Record that the elements of a tensor from outside are touched, by which operator."""
         _touch(self.read, tensor)
+        if operator:
+            self.reads.note(number, operator, tensor)
 
     def note_written(self, tensor: torch.Tensor) -> None:
         """Record that the elements of a tensor from outside are written."""
