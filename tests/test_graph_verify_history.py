@@ -2,7 +2,6 @@
 
 import ctypes
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import commlib
 from commlib import graph
 from commlib.errors import GraphError
 from tests.support.checks import assert_bits_equal, assert_equal, raises
+from tests.support.hidden import HiddenCount
 from tests.support.runs_on import runs_on
 from tests.test_graph_verify import Hidden
 
@@ -252,7 +252,7 @@ def test_names_bound_to_arguments() -> None:
 
 def test_noise() -> None:
     """A function that gives other bits each time counts, with its gradients."""
-    numbers, weight = count(1), torch.full((3,), 3.0, requires_grad=True)
+    numbers, weight = HiddenCount(), torch.full((3,), 3.0, requires_grad=True)
 
     def f(x: torch.Tensor) -> torch.Tensor:
         y = x * weight
