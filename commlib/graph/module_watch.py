@@ -5,7 +5,7 @@ and submodules, and ``nn.Module.__setattr__`` reports attributes.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -85,10 +85,8 @@ class ModuleWatch:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the parameters and buffers of all modules."""
-        parts = (
-            x for each in self.modules for name in _PARTS[:2] for x in vars(each)[name].values()
-        )
-        return [x for x in parts if x is not None]
+        held = (vars(each).get(name, {}) for each in self.modules for name in _PARTS[:2])
+        return [x for parts in held for x in parts.values() if x is not None]
 
 
 def _facts(module: torch.nn.Module) -> Iterable[_Fact]:
@@ -104,6 +102,16 @@ def _facts(module: torch.nn.Module) -> Iterable[_Fact]:
             yield name, value
         elif callable(value) and not isinstance(value, torch.Tensor):
             yield name, Same(value)
+    if isinstance(module, torch.jit.ScriptModule):
+        yield from _facts_of_script(module)
+
+
+def _facts_of_script(module: Any) -> Iterator[_Fact]:
+    """Yield the attributes of a scripted module, which are TorchScript's."""
+    for name in module._concrete_type.get_attributes():
+        value = getattr(module, name)
+        if not isinstance(value, torch.Tensor):  # these are parameters and buffers
+            yield name, repr(value)
 
 
 def _hooks_of(module: torch.nn.Module) -> Iterable[dict[Any, Any]]:
@@ -142,19 +150,23 @@ def _notify(module: torch.nn.Module, *_: object) -> None:
         watch.note()
 
 
-_plain_setattr = torch.nn.Module.__setattr__
+def _note_attributes(kind: type[torch.nn.Module]) -> None:
+    """Have modules of a class report the attributes that are set."""
+    plain = kind.__setattr__
 
+    def noted(self: torch.nn.Module, name: str, value: Any) -> None:
+        if id(self) in _watched:
+            _notify(self)
+        plain(self, name, value)
 
-def _noted_setattr(self: torch.nn.Module, name: str, value: Any) -> None:
-    if id(self) in _watched:
-        _notify(self)
-    _plain_setattr(self, name, value)
+    kind.__setattr__ = noted  # type: ignore[method-assign, assignment]
 
 
 @cache
 def _install_hooks() -> None:
     """Have all modules report their changes, once the first one is watched."""
-    torch.nn.Module.__setattr__ = _noted_setattr  # type: ignore[method-assign]
+    _note_attributes(torch.nn.Module)
+    _note_attributes(torch.jit.RecursiveScriptModule)
     torch_modules.register_module_parameter_registration_hook(_notify)
     torch_modules.register_module_buffer_registration_hook(_notify)
     torch_modules.register_module_module_registration_hook(_notify)

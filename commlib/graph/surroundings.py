@@ -14,7 +14,14 @@ from torch.utils._pytree import tree_leaves
 
 from commlib.graph.module_watch import ModuleWatch, Same
 from commlib.graph.operators.schema import memory
-from commlib.graph.python.reach import Name, attributes, content, is_of_the_program, reached
+from commlib.graph.python.reach import (
+    Name,
+    attributes,
+    content,
+    forward_of,
+    is_of_the_program,
+    reached,
+)
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _MOST = 200  # attributes of plain objects that are asked at every call
@@ -59,7 +66,7 @@ class Surroundings:
         names = dict(_variables(self._fn))
         whole = reached([self._fn]).objects
         modules = [x for x in whole if isinstance(x, torch.nn.Module)]
-        forwards = {type(module).forward for module in modules}
+        forwards = {forward_of(type(module)) for module in modules}
         for x in reached([self._fn, *forwards], ends=_OWN_WAYS).objects:
             if isinstance(x, CellType):
                 if id(x) in names:
