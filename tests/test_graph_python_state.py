@@ -461,7 +461,7 @@ class Clipped(torch.autograd.Function):
 @pytest.mark.parametrize("on_fail", ["raise", "eager"])
 def test_state_in_a_class_of_autograd(on_fail: OnFail) -> None:
     Clipped.settings["scale"] = 1.0
-    g = graph.capture(lambda x: Clipped.apply(x), on_fail=on_fail)  # type: ignore[no-untyped-call]
+    g = graph.capture(lambda x: Clipped.apply(x), on_fail=on_fail)
     for turn in range(4):
         x = torch.ones(2, requires_grad=True)
         if on_fail == "raise":

@@ -343,7 +343,10 @@ def _averaged(_: torch.Tensor) -> Callable[[], None]:
         (lambda p: torch.optim.Adam([p]).step, "fused=True, or on a GPU with capturable=True"),
         (_averaged, "; call update_parameters.. outside the function"),
         (_lbfgs, "keep LBFGS outside the function"),
-        (lambda p: lambda: torch.distributions.Normal(p, 1).log_prob(p), "validate_args=False"),
+        (
+            lambda p: lambda: torch.distributions.Normal(p, 1, True).log_prob(p),
+            "validate_args=False",
+        ),
         (lambda p: lambda: torch.eye(2).to_sparse() @ p, "of a sparse tensor .* dense one"),
     ],
 )

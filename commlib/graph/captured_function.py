@@ -2,13 +2,12 @@
 
 import copy
 import functools
-import inspect
 import sys
 import threading
 import types
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, Concatenate, Generic, TypeVar, overload
 
 import torch
@@ -22,7 +21,7 @@ from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.first_call import FirstCall, Reach, device_of
 from commlib.graph.kinds_watch import KindsWatch
 from commlib.graph.operators.unsupported import check_hidden, check_unreadable, check_wanting
-from commlib.graph.options import Options
+from commlib.graph.options import Options, check_capturable
 from commlib.graph.recording.rank_agreement import same_key
 from commlib.graph.replaying.compare import load_kernels
 from commlib.graph.replaying.entries import Entries
@@ -35,7 +34,6 @@ from commlib.log import log
 from commlib.streams import capturing
 
 everything: "weakref.WeakSet[CapturedFunction[..., Any]]" = weakref.WeakSet()
-
 _MANY = 8  # kinds of calls, where most are replayed
 
 
@@ -49,13 +47,7 @@ class CapturedFunction(Generic[P, R]):
     """A captured function; call it as the function. ``reset()`` releases its graphs."""
 
     def __init__(self, fn: Callable[P, R], options: Options) -> None:
-        if not callable(fn):
-            raise GraphError(f"capture({fn!r}): expected a function or a module")
-        if inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
-            raise GraphError(
-                f"{fn.__qualname__} is an async function, whose steps no graph can hold; capture "
-                f"the function that it awaits"
-            )
+        check_capturable(fn)
         functools.update_wrapper(self, fn, updated=())
         self.fn, self.options, self._schedule = fn, options, Schedule(options.verify)
         if self._schedule.ever and torch.cuda.is_initialized() and not capturing():
@@ -109,7 +101,10 @@ class CapturedFunction(Generic[P, R]):
         """Replay the call's graph on the current stream, or capture it first."""
         if inside():
             return self.fn(*args, **kwargs)  # part of a larger capture
-        call = self._keys.of(args, kwargs)
+        try:
+            call = self._keys.of(args, kwargs)
+        except GraphError as error:
+            return self._without_key(error, args, kwargs)
         if self.options.agree is not None:
             self._agree_on(call.key, self.options.agree)
         entry = self.entries.get(call.key)
@@ -168,6 +163,15 @@ class CapturedFunction(Generic[P, R]):
         else:
             log.once("a call of %s stays eager: %s", self.name, error)
 
+    def _without_key(self, error: GraphError, args: Any, kwargs: Any) -> R:
+        """Make a call eagerly whose arguments no key can hold, unless the error is to be raised."""
+        if self.options.on_fail == "raise":
+            raise error
+        if self.options.agree is not None:
+            self._agree_on(str(error), self.options.agree)
+        log.once("a call of %s stays eager: %s", self.name, error)
+        return self.fn(*args, **kwargs)
+
     def _agree_on(self, key: Any, ring_id: int) -> None:
         """Compare keys with the other ranks; where one has no graph, all capture."""
         known = key in self.entries or key in self.eager
@@ -202,10 +206,10 @@ class CapturedFunction(Generic[P, R]):
         weights = [*self._keys.around.weights, *self._keys.grads.leaves]
         reach = Reach(weights, self._keys.around.modules)
         first = FirstCall(self.fn, self.options, self._schedule, device, reach, self.entries.times)
-        self._keys.around.before_call(*call.given)
+        self._keys.before_call(call)
         wanted = [x.requires_grad for x in call.tensors]
         result: R = first.counted.make(call)
-        self._keys.around.after_call(*call.given)
+        self._keys.after_call(call)
         try:
             check_wanting(call.tensors, wanted)
             self._capture(call, first)
@@ -275,7 +279,9 @@ class CapturedFunction(Generic[P, R]):
                     tensor.requires_grad_(one)
         if wanted != [x.requires_grad for x in call.tensors]:
             self._stay_eager(call.key, error)  # the key of the next such call
-        self._stay_eager(self._keys.of(*call.given).key, error)
+        with suppress(GraphError):  # as it is now, no key can hold it
+            call = self._keys.of(*call.given)
+        self._stay_eager(call.key, error)
 
     def check(self) -> None:
         """Raise ``GraphError`` if a tensor that the graphs use was replaced since the capture.
@@ -283,12 +289,7 @@ class CapturedFunction(Generic[P, R]):
         It has other memory now (``p.data = ...``), or is another parameter or buffer of a captured
         module. Each tensor takes some 50 ns: ask after loading weights, or while looking for a bug.
         """
-        gone = self._used.replaced(self._module, self.entries.captured)
-        if gone:
-            raise GraphError(
-                f"{self.name}: {', '.join(gone[:5])} is not where the graph reads it any more; "
-                f"write into the old memory (copy_), or call reset() to capture again"
-            )
+        self._used.check(self.name, self._module, self.entries.captured)
 
     def reset(self) -> None:
         """Release every graph; the next calls capture again."""

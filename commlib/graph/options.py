@@ -1,5 +1,6 @@
 """The options of `capture`."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
@@ -60,6 +61,18 @@ class Options:
             if name not in names:
                 raise GraphError(f"capture() has no option {name!r}; it has {', '.join(names)}")
         return cls(**options)
+
+
+def check_capturable(fn: object) -> None:
+    """Raise ``GraphError`` for what is not called, or is awaited."""
+    if not callable(fn):
+        raise GraphError(f"capture({fn!r}): expected a function or a module")
+    for each in (fn, type(fn).__call__):
+        if inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each):
+            raise GraphError(
+                f"{getattr(each, '__qualname__', fn)} is an async function, whose steps no graph "
+                f"can hold; capture the function that it awaits"
+            )
 
 
 def _are_two_numbers(x: Any) -> bool:

@@ -1,6 +1,6 @@
 """What a function uses in addition to its arguments, as a part of the key of its calls."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
 from commlib.graph.module_watch import ModuleWatch, Same
 from commlib.graph.operators.schema import memory
@@ -25,7 +24,6 @@ from commlib.graph.python.reach import (
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _MOST = 200  # attributes of plain objects that are asked at every call
-_SIMPLE = {torch.Tensor, torch.nn.Parameter, bool, int, float, str, type(None)}
 _DEEP = 4  # how far lists and objects are followed
 _FEW = 32  # items of a list or dict that are asked at every call
 _FIXED = (FunctionType, type, ModuleType)  # what a program does not exchange between calls
@@ -93,7 +91,7 @@ class Surroundings:
         """Return the modules that the function can reach."""
         return self._modules.modules
 
-    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def key(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """Return the settings as they are now, of objects among the arguments too."""
         if self._modules.modules and self._modules.changed:
             self._modules.known = facts = tuple(self._modules.facts().items())
@@ -105,7 +103,7 @@ class Surroundings:
             self._holds_items = any(_is_small(x) for _, _, x in self._variables())
             self._is_steady = not (self._optimizers or self._holds_items)
             self._known = tuple(what for name, what in self._facts() if name not in own)
-        objects = _objects_in(args, kwargs) if args or kwargs else ()
+        objects = [x for x in leaves if _is_open(type(x))] if leaves else ()
         if not objects:
             return (self._number, self._known)
         asked = chain(*map(_of_object, objects))
@@ -150,31 +148,24 @@ class Surroundings:
         known |= {f"a module's {name}": repr(what) for (_, name), what in self._modules.known}
         return known
 
-    def before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_call(self, leaves: Sequence[Any]) -> None:
         """Record the settings before a call, to tell which of them the function changes."""
-        self._before = self._all_facts(args, kwargs)
+        self._before = self._all_facts(leaves)
 
-    def after_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def after_call(self, leaves: Sequence[Any]) -> None:
         """Leave out what the call has changed."""
-        now = self._all_facts(args, kwargs)
+        now = self._all_facts(leaves)
         changed = [name for name in self._before | now if self._before.get(name) != now.get(name)]
         self._own.update(changed)
         self._modules.leave_out(changed)
         self._before, self._is_steady = {}, False
 
-    def _all_facts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
+    def _all_facts(self, leaves: Sequence[Any]) -> dict[Any, Any]:
         found: dict[Any, Any] = dict(self._facts())
         found |= dict(fact for variable in self._variables() for fact in _places(*variable))
-        for x in _objects_in(args, kwargs):
+        for x in (x for x in leaves if _is_open(type(x))):
             found |= dict(_of_object(x))
         return found | self._modules.facts()
-
-
-def _objects_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the plain objects among the arguments, and in lists and tuples there."""
-    if not kwargs and _SIMPLE.issuperset(map(type, args)):
-        return []
-    return [x for x in tree_leaves((args, kwargs)) if _is_open(type(x))]
 
 
 _known_open: dict[type, bool] = {}

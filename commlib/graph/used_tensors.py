@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from commlib.errors import GraphError
 from commlib.graph.replaying.captured_call import CapturedCall
 
 
@@ -18,7 +19,18 @@ class UsedTensors:
         """Record what ``module`` has now."""
         self._known = {name: weakref.ref(x) for name, x in _named(module).items()}
 
-    def replaced(
+    def check(
+        self, function: str, module: torch.nn.Module | None, entries: Sequence[CapturedCall]
+    ) -> None:
+        """Raise ``GraphError`` if a tensor was replaced, or has other memory."""
+        gone = self._replaced(module, entries)
+        if gone:
+            raise GraphError(
+                f"{function}: {', '.join(gone[:5])} is not where the graph reads it any more; "
+                f"write into the old memory (copy_), or call reset() to capture again"
+            )
+
+    def _replaced(
         self, module: torch.nn.Module | None, entries: Sequence[CapturedCall]
     ) -> list[str]:
         """Return the names of tensors that are others now, or have other memory."""
