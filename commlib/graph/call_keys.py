@@ -32,16 +32,17 @@ class CallKeys:
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Return a call with its key."""
-        flat = flatten(args, kwargs, self.closed) if args or kwargs else _EMPTY
-        own = self.around.key(() if type(flat[2]) is int else flat[0])
+        flat = _EMPTY
+        if args or kwargs:
+            flat = flatten(args, kwargs, self.closed)
+        own = self.around.key(() if flat[2].__class__ is int else flat[0])
         weights = self.around.weights
         if weights and torch.is_grad_enabled():
             own = (*own, *[x.requires_grad for x in weights])
         if self._key is not None:
             own = (*own, value(self._key(*args, **kwargs)))
         if args or kwargs:
-            call = arguments(args, kwargs, flat, own)
-            call.closed = self.closed
+            call = arguments(args, kwargs, flat, own, self.closed)
         else:
             key, call = modes() + own, self._bare
             if key != call.key:

@@ -103,8 +103,8 @@ class CapturedFunction(Generic[P, R]):
             return self.fn(*args, **kwargs)  # part of a larger capture
         try:
             call = self._keys.of(args, kwargs)
-        except GraphError as error:
-            return self._without_key(error, args, kwargs)
+        except GraphError as why:
+            return self._without_key(why, args, kwargs)
         if self.options.agree is not None:
             self._agree_on(call.key, self.options.agree)
         entry = self.entries.get(call.key)
@@ -200,7 +200,7 @@ class CapturedFunction(Generic[P, R]):
         check_foreign()
         check_unreadable(call.tensors)
         device = device_of(call, self._module)
-        self._keys.around.find()
+        self._keys.around.find(call.leaves)
         if device.type == "cpu":
             check_hidden(self._keys.around.modules)
         weights = [*self._keys.around.weights, *self._keys.grads.leaves]

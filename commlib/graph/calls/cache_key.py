@@ -6,12 +6,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import _C
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from commlib.errors import GraphError
 from commlib.graph.calls.flattening import Flat, flatten
 
 _DEVICES = ("cuda", "cpu")
+_FLAGS_OF_GPUS: Sequence[Callable[[], object]] = ()
+if torch.backends.cuda.is_built():
+    _FLAGS_OF_GPUS = (
+        _C._get_cudnn_enabled,
+        _C._get_cudnn_deterministic,
+        _C._get_cudnn_benchmark,
+        _C._get_cudnn_allow_tf32,
+        _C._get_cudnn_sdp_enabled,
+        _C._get_mem_efficient_sdp_enabled,
+    )
 _NOTHING = tree_flatten(((), {}))[1]
 
 
@@ -61,9 +72,15 @@ any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled",
 
 
 def arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any], flat: Flat, own: tuple[Any, ...]
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    flat: Flat,
+    own: tuple[Any, ...],
+    closed: Set[type],
 ) -> Arguments:
-    """Build the key of a call from its leaves; ``own`` is what the function adds to it.
+    """Build the key of a call from its leaves.
+
+    ``own``: what the function adds to it; ``closed``: types of objects that are leaves.
 
     Raises ``GraphError`` for an argument that is neither a tensor nor hashable.
     """
@@ -81,7 +98,7 @@ def arguments(
         hash(key)
     except TypeError as error:
         raise GraphError(_without_hash(error, args, kwargs, leaves)) from error
-    return Arguments(tensors, key, leaves, spec, (args, kwargs))
+    return Arguments(tensors, key, leaves, spec, (args, kwargs), [], 0, closed)
 
 
 def _without_hash(
@@ -121,11 +138,21 @@ def bare(key: tuple[Any, ...]) -> Arguments:
 
 def modes() -> tuple[Any, ...]:
     """What of torch's modes changes what a function does."""
-    grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
+    now = (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        _C._get_float32_matmul_precision(),
+        _C._get_deterministic_algorithms(),
+        _C._get_flash_sdp_enabled(),
+        _C._get_math_sdp_enabled(),
+    )
+    if _FLAGS_OF_GPUS:
+        now = (*now, *[ask() for ask in _FLAGS_OF_GPUS])
     if not any_autocast():
-        return grad
+        return now
     on = (device for device in _DEVICES if torch.is_autocast_enabled(device))
-    return (*grad, *((device, torch.get_autocast_dtype(device)) for device in on))
+    return (*now, *((device, torch.get_autocast_dtype(device)) for device in on))
 
 
 def value(x: Any) -> tuple[Any, ...]:

@@ -32,6 +32,7 @@ Flat: TypeAlias = tuple[list[Any], TreeSpec, Any]  # leaves, structure, what sta
 _PLAIN = {torch.Tensor, torch.nn.Parameter, GuardedTensor, bool, int, float, str, type(None)}
 _NAMESPACES = (SimpleNamespace, Namespace)
 _CLOSED = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor, Enum, type)
+_known: dict[type, bool] = {}  # whether objects of a type are opened
 _OF_PYTHON = 1 << 9  # the flag of classes that a class statement has made
 
 
@@ -45,13 +46,14 @@ class _Names(NamedTuple):
 class _Opened:
     """An object of a call by its attributes; a node of pytree."""
 
-    def __init__(self, names: _Names, values: Sequence[Any]) -> None:
+    def __init__(self, names: _Names, values: list[Any]) -> None:
         self.names, self.values = names, values
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any], closed: Set[type]) -> Flat:
-    """Return the leaves of a call, its structure, and its representation in a key: a number for
-    arguments without any structure.
+    """Return the leaves of a call, its structure, and what represents that in a key.
+
+    The latter is a number for arguments without any structure.
 
     ``closed``: types of objects that the function changes; these are leaves.
     """
@@ -89,9 +91,15 @@ def changed(before: Sequence[tuple[Any, dict[str, Any]]]) -> Iterator[type]:
             yield type(x)
 
 
-@cache
-def _can_open(kind: type) -> bool:
+def _can_open(kind: Any) -> bool:
     """Return True if the attributes of an object are all that it is."""
+    found = _known.get(kind)
+    if found is None:
+        found = _known[kind] = _holds_all(kind)
+    return found
+
+
+def _holds_all(kind: type) -> bool:
     if kind in _NAMESPACES:
         return True
     if not (is_dataclass(kind) or hasattr(kind, "__attrs_attrs__")) or issubclass(kind, _CLOSED):
@@ -113,7 +121,7 @@ def _open(x: Any, closed: Set[type], inside: tuple[int, ...]) -> Any:
     return _Opened(_Names(kind, tuple(held)), values)
 
 
-def _values_of(opened: _Opened) -> tuple[Sequence[Any], _Names]:
+def _values_of(opened: _Opened) -> tuple[list[Any], _Names]:
     return opened.values, opened.names
 
 

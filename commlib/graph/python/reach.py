@@ -130,20 +130,20 @@ def is_of_the_program(kind: Any) -> bool:
 
 def _leads_to(x: Any) -> Iterable[Any]:
     """Return what an object holds."""
-    found = [forward_of(type(x))] if isinstance(x, torch.nn.Module) else [*_held_by(x)]
+    kind: Any = type(x)
+    found = [forward_of(kind)] if isinstance(x, torch.nn.Module) else [*held_by(x)]
     if isinstance(x, type):
         found += [*_functions_of(x), *class_values(x).values()]
     elif not isinstance(x, FunctionType | Name):
         found += attributes(x).values()
         if isinstance(x, torch.jit.ScriptModule):  # its parts are in dicts of TorchScript
             found += [*x.children(), *x.parameters(recurse=False), *x.buffers(recurse=False)]
-        kind: Any = type(x)
         found += _own_class(kind)
     return found
 
 
 @lru_cache(maxsize=10_000)
-def forward_of(kind: type[torch.nn.Module]) -> Any:
+def forward_of(kind: Any) -> Any:
     """Return the forward of a class of modules; None for a scripted one, which has no code."""
     found = next(vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each))
     return None if issubclass(kind, torch.jit.ScriptModule) else found
@@ -176,7 +176,7 @@ def class_values(kind: type) -> dict[str, Any]:
     }
 
 
-def _held_by(x: Any) -> Iterator[Any]:
+def held_by(x: Any) -> Iterator[Any]:
     """Yield what an object holds elsewhere than in its attributes."""
     if isinstance(x, FunctionType):
         yield from x.__closure__ or ()
