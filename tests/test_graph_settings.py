@@ -29,7 +29,7 @@ class Trainer:
         self.choice = {1}
         self.array = np.ones(1, dtype=np.float32)
 
-    def step(self, x: torch.Tensor) -> torch.Tensor:
+    def step(self, x: torch.Tensor) -> Any:
         """Return what all settings make of ``x``."""
         found = self._scaled(x) * self.settings["deep"]["scale"][0] * Trainer.factor
         return found * self.table["deep"]["scale"] * min(self.choice) * float(self.array[0])
@@ -69,7 +69,7 @@ def test_counters_around_a_method() -> None:
         assert_equal((len(g.entries), g.entries.replays), (1, 19), "graphs and replays")
 
 
-SETTINGS = {
+SETTINGS: dict[str, Callable[[Any, float], object]] = {
     "attribute": lambda t, v: setattr(t, "scale", v),
     "nested": lambda t, v: t.settings["deep"]["scale"].__setitem__(0, v),
     "set": lambda t, v: (t.choice.clear(), t.choice.add(int(v))),

@@ -87,19 +87,20 @@ class Surroundings:
             elif not isinstance(x, _OWN_WAYS):
                 self._objects += [(x, name) for name in self._attributes_of(x)]
         del self._objects[_MOST:]
-        self._objects += [(self._inner, name) for name in _DEFAULTS if hasattr(self._inner, name)]
+        self._objects += [
+            (self._inner, name) for name in _DEFAULTS if getattr(self._inner, name, None)
+        ]
         self._readers = [partial(content, cell) for _, cell in self._cells]
         self._readers += [partial(each.names.get, each.name) for _, each in self._globals]
         self._readers += [partial(getattr, x, name, None) for x, name in self._objects]
         self._optimizers = [x for x in whole if isinstance(x, torch.optim.Optimizer)]
         self._modules.add(modules)
-        self._contents.watch(self._containers())
-        self._contents.leave_out(self._own)
+        self._contents.watch(self._containers(), self._own)
         found: list[Any] = [*self._modules.tensors()]
         found += [x for each in self._optimizers for g in each.param_groups for x in g["params"]]
         found += [x for _, _, x in self._variables()]
-        leaves = (x for x in found if isinstance(x, torch.Tensor) and x.is_leaf)
-        self.weights = [*{id(x): x for x in leaves}.values()]
+        weights = (x for x in found if isinstance(x, torch.Tensor) and x.is_leaf)
+        self.weights = [*{id(x): x for x in weights}.values()]
 
     def _note_names(self, leaves: Sequence[Any]) -> None:
         """Look for the names of attributes that the function may read; known ones stay."""
@@ -166,7 +167,8 @@ class Surroundings:
             yield from _variable(where, name, x)
         for x, name in self._objects:
             yield (id(x), name), _setting(getattr(x, name, None))
-        yield from self._contents.facts()
+        if self._contents.held:
+            yield from self._contents.facts()
 
     def _variables(self) -> Iterator[tuple[int, str, Any]]:
         for name, cell in self._cells:

@@ -138,7 +138,7 @@ def bare(key: tuple[Any, ...]) -> Arguments:
 
 def modes() -> tuple[Any, ...]:
     """What of torch's modes changes what a function does."""
-    now = (
+    now: tuple[object, ...] = (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),

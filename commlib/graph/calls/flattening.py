@@ -1,7 +1,7 @@
 """The arguments of a call as leaves and a structure: containers are opened, and dataclasses too.
 
 A dataclass is opened by its attributes, whether it is hashable or not: tensors in it are tensors of
-the call, and plain values are in its key. The runs after the first call get an object of their own.
+the call, and plain values are in its key. The runs after the first call get a separate object.
 """
 
 from argparse import Namespace
@@ -26,7 +26,7 @@ from commlib.errors import GraphError
 from commlib.graph.calls.output_guard import GuardedTensor
 from commlib.graph.python.reach import attributes
 
-Flat: TypeAlias = tuple[list[Any], TreeSpec, Any]  # leaves, structure, what stands for it in a key
+Flat: TypeAlias = tuple[list[Any], TreeSpec, Any]  # leaves, structure, what represents it in a key
 
 # What is never unfolded.
 _PLAIN = {torch.Tensor, torch.nn.Parameter, GuardedTensor, bool, int, float, str, type(None)}

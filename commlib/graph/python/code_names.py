@@ -34,7 +34,7 @@ class CodeNames(NamedTuple):
     Attributes:
         read: Attributes that it reads, and texts in it, which may be names.
         looked_up: Globals.
-        imported: Modules that it imports where it runs; one of its own package has no name here.
+        imported: Modules that it imports where it runs; a relative one has an empty name.
         by_name: What it uses to read attributes by computed names.
     """
 

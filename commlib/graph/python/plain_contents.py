@@ -1,7 +1,7 @@
 """What lists, dicts, sets and arrays hold, where these are plain values: compared as bytes."""
 
 import marshal
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,17 +31,21 @@ class PlainContents:
         self.held: list[Any] = []
         self._bytes: bytes | None = None  # of all of them, when the facts were asked last
 
-    def watch(self, places: Iterable[tuple[int, str, Any]]) -> None:
-        """Watch these and no others: whose they are, their names, and the objects themselves."""
-        plain = (_Place(*each) for each in places if type(each[2]) in _KINDS)
-        self._places = [x for x in plain if 0 < len(_bytes_of(x.held)) <= _MOST]
+    def watch(self, places: Iterable[tuple[int, str, Any]], out: Container[Any]) -> None:
+        """Watch these and no others: whose they are, their names, and the objects themselves.
+
+        ``out``: the names of facts that are left out.
+        """
+        plain = [_Place(*each) for each in places if type(each[2]) in _KINDS]
+        small = [x for x in plain if 0 < len(_bytes_of(x.held)) <= _MOST]
+        self._places = [x for x in small if (x.where, _label(x.name)) not in out]
         self.held = [x.held for x in self._places]
         self._bytes = None
 
-    def leave_out(self, names: set[Any]) -> None:
+    def leave_out(self, names: Container[Any]) -> None:
         """Watch some no longer: their facts have these names."""
-        left = [x for x in self._places if (x.where, _label(x.name)) not in names]
-        self.watch(left)
+        if self.held:
+            self.watch(self._places, names)
 
     @property
     def changed(self) -> bool:

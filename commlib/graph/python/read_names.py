@@ -55,7 +55,7 @@ class _UnknownError(Exception):
 def read_names(roots: Iterable[Any]) -> frozenset[str] | None:
     """Return the names of attributes that code may read where ``roots`` are called and used.
 
-    None stands for any name.
+    None represents any name.
     """
     reader = _Reader(roots)
     try:
@@ -67,12 +67,13 @@ def read_names(roots: Iterable[Any]) -> frozenset[str] | None:
 
 def is_read(x: Any, name: str, names: frozenset[str] | None) -> bool:
     """Return True if an attribute may be among those that code reads."""
-    return names is None or name in names or _reads_all(type(x))
+    kind: Any = type(x)
+    return names is None or name in names or _reads_all(kind)
 
 
 @lru_cache(maxsize=10_000)
 def _reads_all(kind: Any) -> bool:
-    """Return True for classes of torch, and those with an access of their own."""
+    """Return True for classes of torch, and those with an access that is not that of Python."""
     return _root_of(kind.__module__) in _ENDS or kind.__getattribute__ not in _PLAIN_ACCESS
 
 
@@ -163,7 +164,7 @@ class _Reader:
             self._add_global(module, found.read)
 
     def _add_global(self, x: Any, read: Iterable[str]) -> None:
-        """Add what a name stands for: of a module, what code reads from it."""
+        """Add what a name refers to: of a module, what code reads from it."""
         modules = [x]
         while modules and isinstance(modules[-1], ModuleType):
             module = modules.pop()
