@@ -376,10 +376,15 @@ class Counting:
     """An object whose class counts, and whose method counts in a global."""
 
     calls: ClassVar[int] = 0
+    log: ClassVar[list[int]] = []
 
     def note(self) -> None:
         """Count in the class."""
         Counting.calls += 1
+
+    def note_in_a_list(self) -> None:
+        """Count by the length of a list that is the class's."""
+        self.log.append(1)
 
     def note_elsewhere(self) -> None:
         """Count in a global."""
@@ -394,6 +399,11 @@ def _counted_in_a_class() -> tuple[Any, Callable[[], int]]:
     return Counting().note, lambda: Counting.calls
 
 
+def _counted_in_a_list_of_a_class() -> tuple[Any, Callable[[], int]]:
+    Counting.log.clear()
+    return Counting().note_in_a_list, lambda: len(Counting.log)
+
+
 def _counted_in_a_global() -> tuple[Any, Callable[[], int]]:
     CALLS["calls"] = 0
     return Counting().note_elsewhere, lambda: CALLS["calls"]
@@ -406,6 +416,7 @@ def _counted_in_a_global() -> tuple[Any, Callable[[], int]]:
         _counted_by_a_counter,
         _counted_in_a_namespace,
         _counted_in_a_class,
+        _counted_in_a_list_of_a_class,
         _counted_in_a_global,
     ],
 )
@@ -427,6 +438,42 @@ def test_counters(made: Callable[[], Any], on_fail: OnFail) -> None:
         else:
             assert_bits_equal(g(x), x + turn, f"turn {turn}")
         assert_equal(counted(), turn if on_fail == "eager" else 0, f"turn {turn}")
+
+
+class Clipped(torch.autograd.Function):
+    """A function of autograd that keeps settings in its class."""
+
+    settings: ClassVar[dict[str, float]] = {"scale": 1.0}
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        """Return a multiple, and change the next one."""
+        found = x * Clipped.settings["scale"]
+        Clipped.settings["scale"] *= 2
+        return found
+
+    @staticmethod
+    def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:
+        """Return a multiple of the gradient."""
+        return grad * Clipped.settings["scale"]
+
+
+@pytest.mark.parametrize("on_fail", ["raise", "eager"])
+def test_state_in_a_class_of_autograd(on_fail: OnFail) -> None:
+    Clipped.settings["scale"] = 1.0
+    clipped: Any = Clipped.apply
+    g = graph.capture(lambda x: clipped(x), on_fail=on_fail)
+    for turn in range(4):
+        x = torch.ones(2, requires_grad=True)
+        if on_fail == "raise":
+            with raises(GraphError, "item 'scale' of a dict at each run"):
+                g(x)
+            assert_equal(Clipped.settings["scale"], 1.0)
+        else:
+            out = g(x)
+            out.sum().backward()
+            assert_bits_equal(out, torch.full((2,), 2.0**turn))
+            assert_bits_equal(x.grad, torch.full((2,), 2.0 ** (turn + 1)))
 
 
 def test_numbers_that_a_call_sets() -> None:

@@ -326,10 +326,27 @@ def test_no_function_and_no_option() -> None:
         graph.capture(lambda: None, warmups=3)  # type: ignore[call-overload]
 
 
+def _lbfgs(p: torch.Tensor) -> Callable[[], None]:
+    optimizer = torch.optim.LBFGS([p])
+    return lambda: optimizer.step(lambda: p.sum())
+
+
+def _averaged(_: torch.Tensor) -> Callable[[], None]:
+    module = nn.Linear(2, 2)
+    averaged = torch.optim.swa_utils.AveragedModel(module)
+    return lambda: averaged.update_parameters(module)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda p: torch.optim.Adam([p]).step, "capturable=True or fused=True"),
+        (lambda p: torch.optim.Adam([p]).step, "fused=True, or on a GPU with capturable=True"),
+        (_averaged, "; call update_parameters.. outside the function"),
+        (_lbfgs, "keep LBFGS outside the function"),
+        (
+            lambda p: lambda: torch.distributions.Normal(p, 1, True).log_prob(p),
+            "validate_args=False",
+        ),
         (lambda p: lambda: torch.eye(2).to_sparse() @ p, "of a sparse tensor .* dense one"),
     ],
 )

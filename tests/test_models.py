@@ -74,6 +74,7 @@ REFUSED = {  # words of the reason
     "optimizers/AdamW/update alone": "item",
     "optimizers/LBFGS/whole step": "item",
     "penalties/captured critic": "second derivatives",
+    "mixed precision/float16 GradScaler": "keep the GradScaler outside the function",
     "loops/mixup NumPy": "draws from Python's or NumPy's generator",
     "loops/momentum contrast": "item 0 of a list at each run",
     "schedulefree/AdamWScheduleFree/whole turn": "item 'k' of a dict at each run",
@@ -82,6 +83,8 @@ REFUSED = {  # words of the reason
 }
 NOT_REPLAYED = (  # equal, but every call was made eagerly or captured again
     "generation/LlamaForCausalLM/beam step",
+    "mixed precision/GradScaler, the error is caught",
+    "mixed precision/GradScaler, eager where it fails",
     "schedulers/OneCycleLR/float",
 )
 

@@ -6,8 +6,11 @@ from typing import Any
 import torch
 
 from commlib.graph.calls.cache_key import Arguments, arguments, bare, modes, value
+from commlib.graph.calls.flattening import Flat, changed, contents, flatten
 from commlib.graph.calls.grads import Grads
 from commlib.graph.surroundings import Surroundings
+
+_EMPTY: Flat = flatten((), {}, frozenset())
 
 
 class CallKeys:
@@ -16,26 +19,43 @@ class CallKeys:
     Attributes:
         around: Settings that the function reads from where it can reach.
         grads: The leaves whose gradients it uses: further inputs of each call.
+        closed: Types of arguments that it changes: such an object counts as itself.
     """
 
     def __init__(self, fn: Callable[..., Any], key: Callable[..., Any] | None) -> None:
         """``key``: the program's own part of the key."""
         self.around, self.grads = Surroundings(fn), Grads()
+        self.closed: set[type] = set()
+        self._opened: list[tuple[Any, dict[str, Any]]] = []
         self._key = key
         self._bare = bare(())  # the last call without arguments
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Return a call with its key."""
-        own = self.around.key(args, kwargs)
+        flat = _EMPTY
+        if args or kwargs:
+            flat = flatten(args, kwargs, self.closed)
+        own = self.around.key(() if flat[2].__class__ is int else flat[0])
         weights = self.around.weights
         if weights and torch.is_grad_enabled():
             own = (*own, *[x.requires_grad for x in weights])
         if self._key is not None:
             own = (*own, value(self._key(*args, **kwargs)))
         if args or kwargs:
-            call = arguments(args, kwargs, own)
+            call = arguments(args, kwargs, flat, own, self.closed)
         else:
             key, call = modes() + own, self._bare
             if key != call.key:
                 call = self._bare = bare(key)
         return self.grads.extend(call) if self.grads.leaves else call
+
+    def before_call(self, call: Arguments) -> None:
+        """Record what is around a call, and what its objects hold."""
+        self._opened = contents(*call.given)
+        self.around.before_call([*call.leaves, *(x for x, _ in self._opened)])
+
+    def after_call(self, call: Arguments) -> None:
+        """Leave out of keys what the call has changed."""
+        self.around.after_call([*call.leaves, *(x for x, _ in self._opened)])
+        self.closed.update(changed(self._opened))
+        self._opened = []

@@ -7,7 +7,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, Concatenate, Generic, TypeVar, overload
 
 import torch
@@ -35,7 +35,6 @@ from commlib.log import log
 from commlib.streams import capturing
 
 everything: "weakref.WeakSet[CapturedFunction[..., Any]]" = weakref.WeakSet()
-
 _MANY = 8  # kinds of calls, where most are replayed
 
 
@@ -109,7 +108,10 @@ class CapturedFunction(Generic[P, R]):
         """Replay the call's graph on the current stream, or capture it first."""
         if inside():
             return self.fn(*args, **kwargs)  # part of a larger capture
-        call = self._keys.of(args, kwargs)
+        try:
+            call = self._keys.of(args, kwargs)
+        except GraphError as why:
+            return self._without_key(why, args, kwargs)
         if self.options.agree is not None:
             self._agree_on(call.key, self.options.agree)
         entry = self.entries.get(call.key)
@@ -169,6 +171,15 @@ class CapturedFunction(Generic[P, R]):
         else:
             log.once("a call of %s stays eager: %s", self.name, error)
 
+    def _without_key(self, error: GraphError, args: Any, kwargs: Any) -> R:
+        """Make a call eagerly whose arguments no key can hold, unless the error is to be raised."""
+        if self.options.on_fail == "raise":
+            raise error
+        if self.options.agree is not None:
+            self._agree_on(str(error), self.options.agree)
+        log.once("a call of %s stays eager: %s", self.name, error)
+        return self.fn(*args, **kwargs)
+
     def _agree_on(self, key: Any, ring_id: int) -> None:
         """Compare keys with the other ranks; where one has no graph, all capture."""
         known = key in self.entries or key in self.eager
@@ -197,7 +208,7 @@ class CapturedFunction(Generic[P, R]):
         check_foreign()
         check_unreadable(call.tensors)
         check_consumed(self.fn, call.leaves, *call.given)
-        self._keys.around.find()
+        self._keys.around.find(call.leaves)
         if makes_parameters(self._keys.around.modules, call):
             return self.fn(*call.given[0], **call.given[1])
         device = device_of(call, self._module)
@@ -206,10 +217,10 @@ class CapturedFunction(Generic[P, R]):
         weights = [*self._keys.around.weights, *self._keys.grads.leaves]
         reach = Reach(weights, self._keys.around.modules)
         first = FirstCall(self.fn, self.options, self._schedule, device, reach, self.entries.times)
-        self._keys.around.before_call(*call.given)
+        self._keys.before_call(call)
         wanted = [x.requires_grad for x in call.tensors]
         result: R = first.counted.make(call)
-        self._keys.around.after_call(*call.given)
+        self._keys.after_call(call)
         try:
             check_wanting(call.tensors, wanted)
             self._capture(call, first)
@@ -279,7 +290,9 @@ class CapturedFunction(Generic[P, R]):
                     tensor.requires_grad_(one)
         if wanted != [x.requires_grad for x in call.tensors]:
             self._stay_eager(call.key, error)  # the key of the next such call
-        self._stay_eager(self._keys.of(*call.given).key, error)
+        with suppress(GraphError):  # as it is now, no key can hold it
+            call = self._keys.of(*call.given)
+        self._stay_eager(call.key, error)
 
     def check(self) -> None:
         """Raise ``GraphError`` if a tensor that the graphs use was replaced since the capture.

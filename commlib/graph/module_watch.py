@@ -5,14 +5,16 @@ and submodules, and ``nn.Module.__setattr__`` reports attributes.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_modules
 from torch.utils.hooks import RemovableHandle
 
+from commlib.graph.python.read_names import is_read
 from commlib.graph.recording.externals import at_addresses
 
 _Fact = tuple[str, Any]
@@ -20,6 +22,12 @@ _Fact = tuple[str, Any]
 _watched: dict[int, "weakref.WeakSet[ModuleWatch]"] = {}  # by id of a module
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _WITH_ADDRESS = (torch.Tensor, torch.nn.Parameter)
+_GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
+    torch_modules._global_forward_pre_hooks,
+    torch_modules._global_forward_hooks,
+    torch_modules._global_backward_pre_hooks,
+    torch_modules._global_backward_hooks,
+)
 _PARTS = ("_parameters", "_buffers", "_modules")
 
 
@@ -28,6 +36,7 @@ class ModuleWatch:
 
     def __init__(self) -> None:
         self.modules: list[torch.nn.Module] = []
+        self._names: frozenset[str] | None = None  # of attributes that are read; None for any
         self._hooks_made = -1
         self._own: set[tuple[int, str]] = set()
         self._changed = True
@@ -62,19 +71,32 @@ class ModuleWatch:
         """Record that a module has changed."""
         self._changed = True
 
+    def note_attribute(self, module: torch.nn.Module, name: str) -> None:
+        """Record that an attribute was set."""
+        if is_read(module, name, self._names):
+            self._changed = True
+
+    def read_only(self, names: frozenset[str] | None) -> None:
+        """Leave out attributes with other names than these; None: leave out none."""
+        if names != self._names:
+            self._names, self._changed = names, True
+
     def facts(self) -> dict[tuple[int, str], Any]:
         """Return the state of the modules without the state that the function itself changes."""
         self._changed, self._hooks_made = False, RemovableHandle.next_id
-        all_hooks = (x for module in self.modules for x in _hooks_of(module))
+        all_hooks = chain(_GLOBAL_HOOKS, *map(_hooks_of, self.modules))
         self._hooked = [(hooks, len(hooks)) for hooks in all_hooks if hooks]
         self._tensors = [x for x in self.tensors() if type(x) in _WITH_ADDRESS]
         self._pointers = [x.data_ptr() for x in self._tensors]
         self._positions = list(range(len(self._tensors)))
-        addresses: dict[tuple[int, str], Any] = {(0, "addresses"): tuple(self._pointers)}
-        return addresses | {
+        common: dict[tuple[int, str], Any] = {(0, "addresses"): tuple(self._pointers)}
+        common[0, "hooks of all modules"] = tuple(
+            Same(hook) for hooks in _GLOBAL_HOOKS for hook in hooks.values()
+        )
+        return common | {
             (id(module), name): fact
             for module in self.modules
-            for name, fact in _facts(module)
+            for name, fact in _facts(module, self._names)
             if (id(module), name) not in self._own
         }
 
@@ -85,25 +107,35 @@ class ModuleWatch:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the parameters and buffers of all modules."""
-        parts = (
-            x for each in self.modules for name in _PARTS[:2] for x in vars(each)[name].values()
-        )
-        return [x for x in parts if x is not None]
+        held = (vars(each).get(name, {}) for each in self.modules for name in _PARTS[:2])
+        return [x for parts in held for x in parts.values() if x is not None]
 
 
-def _facts(module: torch.nn.Module) -> Iterable[_Fact]:
-    """Yield each attribute by its value if that is plain, else by identity."""
+def _facts(module: torch.nn.Module, names: frozenset[str] | None) -> Iterable[_Fact]:
+    """Yield each attribute in ``names`` by its value if that is plain, else by identity."""
     for name, value in list(vars(module).items()):
         if name in _PARTS:
             yield from ((f"{name}.{part}", Same(x)) for part, x in value.items())
         elif name.endswith("_hooks") and isinstance(value, dict):
             yield name, tuple(map(Same, value.values()))
+        elif not is_read(module, name, names):
+            continue
         elif isinstance(value, _PLAIN):
             yield name, (type(value), value)
         elif isinstance(value, tuple) and all(isinstance(x, _PLAIN) for x in value):
             yield name, value
         elif callable(value) and not isinstance(value, torch.Tensor):
             yield name, Same(value)
+    if isinstance(module, torch.jit.ScriptModule):
+        yield from _facts_of_script(module)
+
+
+def _facts_of_script(module: Any) -> Iterator[_Fact]:
+    """Yield the attributes of a scripted module, which are TorchScript's."""
+    for name in module._concrete_type.get_attributes():
+        value = getattr(module, name)
+        if not isinstance(value, torch.Tensor):  # these are parameters and buffers
+            yield name, repr(value)
 
 
 def _hooks_of(module: torch.nn.Module) -> Iterable[dict[Any, Any]]:
@@ -142,19 +174,23 @@ def _notify(module: torch.nn.Module, *_: object) -> None:
         watch.note()
 
 
-_plain_setattr = torch.nn.Module.__setattr__
+def _note_attributes(kind: type[torch.nn.Module]) -> None:
+    """Have modules of a class report the attributes that are set."""
+    plain = kind.__setattr__
 
+    def noted(self: torch.nn.Module, name: str, value: Any) -> None:
+        for watch in _watched.get(id(self), ()):
+            watch.note_attribute(self, name)
+        plain(self, name, value)
 
-def _noted_setattr(self: torch.nn.Module, name: str, value: Any) -> None:
-    if id(self) in _watched:
-        _notify(self)
-    _plain_setattr(self, name, value)
+    kind.__setattr__ = noted  # type: ignore[method-assign]
 
 
 @cache
 def _install_hooks() -> None:
     """Have all modules report their changes, once the first one is watched."""
-    torch.nn.Module.__setattr__ = _noted_setattr  # type: ignore[method-assign]
+    _note_attributes(torch.nn.Module)
+    _note_attributes(torch.jit.RecursiveScriptModule)
     torch_modules.register_module_parameter_registration_hook(_notify)
     torch_modules.register_module_buffer_registration_hook(_notify)
     torch_modules.register_module_module_registration_hook(_notify)

@@ -1,6 +1,6 @@
 """What a function uses in addition to its arguments, as a part of the key of its calls."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -10,18 +10,28 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
 from commlib.graph.module_watch import ModuleWatch, Same
 from commlib.graph.operators.schema import memory
-from commlib.graph.python.reach import Name, attributes, content, is_of_the_program, reached
+from commlib.graph.python.plain_contents import PlainContents
+from commlib.graph.python.reach import (
+    Name,
+    attributes,
+    class_values,
+    content,
+    forward_of,
+    is_of_the_program,
+    reached,
+)
+from commlib.graph.python.read_names import is_read, read_names
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _MOST = 200  # attributes of plain objects that are asked at every call
-_SIMPLE = {torch.Tensor, torch.nn.Parameter, bool, int, float, str, type(None)}
 _DEEP = 4  # how far lists and objects are followed
 _FEW = 32  # items of a list or dict that are asked at every call
 _FIXED = (FunctionType, type, ModuleType)  # what a program does not exchange between calls
+_NESTED = (list, dict, set, tuple)
+_DEFAULTS = ("__defaults__", "__kwdefaults__")  # of the function itself
 _OWN_WAYS = (torch.nn.Module, torch.optim.Optimizer)  # to know of their changes
 _CONTAINERS = ("builtins", "collections")
 _Fact = tuple[tuple[int, str], Any]  # whose it is, its name, and what it is
@@ -36,13 +46,15 @@ class Surroundings:
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        self._fn = fn
+        self._fn, self._inner = fn, getattr(fn, "__func__", fn)
         self._modules = ModuleWatch()
+        self._contents = PlainContents()
+        self._names: frozenset[str] | None = frozenset()  # that the function may read; None for any
         self._numbers: dict[Any, int] = {}  # by what modules hold: a short key for much
         self._number = 0
         self._optimizers: list[torch.optim.Optimizer] = []
         self._cells: list[tuple[str, CellType]] = []
-        self._names: list[tuple[str, Name]] = []
+        self._globals: list[tuple[str, Name]] = []
         self._objects: list[tuple[Any, str]] = []
         self._own: set[Any] = set()  # what calls of the function change
         self._before: dict[Any, Any] = {}
@@ -53,55 +65,96 @@ class Surroundings:
         self._holds_items = False  # whether a variable is a small list or dict
         self.weights: list[torch.Tensor] = []
 
-    def find(self) -> None:
-        """Look for settings; those that are new count from now on."""
-        self._cells, self._names, self._objects, self._is_steady = [], [], [], False
+    def find(self, leaves: Sequence[Any] = ()) -> None:
+        """Look for settings; those that are new count from now on.
+
+        ``leaves``: the arguments of a call.
+        """
+        self._cells, self._globals, self._objects, self._is_steady = [], [], [], False
+        self._note_names(leaves)
         names = dict(_variables(self._fn))
         whole = reached([self._fn]).objects
         modules = [x for x in whole if isinstance(x, torch.nn.Module)]
-        forwards = {type(module).forward for module in modules}
+        kinds: set[Any] = {type(module) for module in modules}
+        forwards = map(forward_of, kinds)
         for x in reached([self._fn, *forwards], ends=_OWN_WAYS).objects:
             if isinstance(x, CellType):
                 if id(x) in names:
                     self._cells.append((names[id(x)], x))
             elif isinstance(x, Name):
                 if not isinstance(x.names.get(x.name), _FIXED):
-                    self._names.append((x.name, x))
-            elif not isinstance(x, _OWN_WAYS) and type(x).__module__ not in _CONTAINERS:
-                self._objects += [(x, name) for name in attributes(x)]
+                    self._globals.append((x.name, x))
+            elif not isinstance(x, _OWN_WAYS):
+                self._objects += [(x, name) for name in self._attributes_of(x)]
         del self._objects[_MOST:]
+        self._objects += [
+            (self._inner, name) for name in _DEFAULTS if getattr(self._inner, name, None)
+        ]
         self._readers = [partial(content, cell) for _, cell in self._cells]
-        self._readers += [partial(each.names.get, each.name) for _, each in self._names]
+        self._readers += [partial(each.names.get, each.name) for _, each in self._globals]
         self._readers += [partial(getattr, x, name, None) for x, name in self._objects]
         self._optimizers = [x for x in whole if isinstance(x, torch.optim.Optimizer)]
         self._modules.add(modules)
+        self._contents.watch(self._containers(), self._own)
         found: list[Any] = [*self._modules.tensors()]
         found += [x for each in self._optimizers for g in each.param_groups for x in g["params"]]
         found += [x for _, _, x in self._variables()]
-        leaves = (x for x in found if isinstance(x, torch.Tensor) and x.is_leaf)
-        self.weights = [*{id(x): x for x in leaves}.values()]
+        weights = (x for x in found if isinstance(x, torch.Tensor) and x.is_leaf)
+        self.weights = [*{id(x): x for x in weights}.values()]
+
+    def _note_names(self, leaves: Sequence[Any]) -> None:
+        """Look for the names of attributes that the function may read; known ones stay."""
+        found = read_names([self._fn, *leaves])
+        self._names = None if found is None or self._names is None else self._names | found
+        self._modules.read_only(self._names)
+
+    def _attributes_of(self, x: Any) -> list[str]:
+        """Return the attributes of an object that the function may read; of a class, its values."""
+        if isinstance(x, type):
+            return [name for name in class_values(x) if is_read(x, name, self._names)]
+        if type(x).__module__ in _CONTAINERS:
+            return []
+        return [name for name in attributes(x) if is_read(x, name, self._names)]
+
+    def _containers(self) -> Iterator[tuple[int, str, Any]]:
+        """Yield what may hold plain values, but for variables whose items are facts."""
+        for x, name in self._objects:
+            yield id(x), name, getattr(x, name, None)
+        for where, name, x in self._variables():
+            if not _is_small(x) or any(isinstance(held, _NESTED) for _, held in _items(x)):
+                yield where, name, x
+        for module in self.modules:
+            for name, x in vars(module).items():
+                if not name.startswith("_") and is_read(module, name, self._names):
+                    yield id(module), name, x
+
+    def _of_object(self, x: Any) -> Iterator[_Fact]:
+        for name, held in attributes(x).items():
+            if is_read(x, name, self._names):
+                yield (id(x), name), _setting(held, _DEEP, self._names)
 
     @property
     def modules(self) -> list[torch.nn.Module]:
         """Return the modules that the function can reach."""
         return self._modules.modules
 
-    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def key(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """Return the settings as they are now, of objects among the arguments too."""
         if self._modules.modules and self._modules.changed:
             self._modules.known = facts = tuple(self._modules.facts().items())
             self._number = self._numbers.setdefault(facts, len(self._numbers))
         own = self._own
         now = [read() for read in self._readers]
-        if not self._is_steady or not all(map(is_, now, self._held)):
+        steady = self._is_steady and all(map(is_, now, self._held))
+        if not steady or (self._contents.held and self._contents.changed):
             self._held = now
             self._holds_items = any(_is_small(x) for _, _, x in self._variables())
             self._is_steady = not (self._optimizers or self._holds_items)
             self._known = tuple(what for name, what in self._facts() if name not in own)
-        objects = _objects_in(args, kwargs) if args or kwargs else ()
+        objects = [x for x in leaves if _is_open(type(x))] if leaves else ()
         if not objects:
             return (self._number, self._known)
-        asked = chain(*map(_of_object, objects))
+        asked = chain(*map(self._of_object, objects))
         return (self._number, self._known, *(what for name, what in asked if name not in own))
 
     def _facts(self) -> Iterator[_Fact]:
@@ -114,11 +167,13 @@ class Surroundings:
             yield from _variable(where, name, x)
         for x, name in self._objects:
             yield (id(x), name), _setting(getattr(x, name, None))
+        if self._contents.held:
+            yield from self._contents.facts()
 
     def _variables(self) -> Iterator[tuple[int, str, Any]]:
         for name, cell in self._cells:
             yield id(cell), name, content(cell)
-        for name, each in self._names:
+        for name, each in self._globals:
             yield id(each.names), name, each.names.get(name)
 
     def places(self) -> dict[Any, Any]:
@@ -143,31 +198,25 @@ class Surroundings:
         known |= {f"a module's {name}": repr(what) for (_, name), what in self._modules.known}
         return known
 
-    def before_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_call(self, leaves: Sequence[Any]) -> None:
         """Record the settings before a call, to tell which of them the function changes."""
-        self._before = self._all_facts(args, kwargs)
+        self._before = self._all_facts(leaves)
 
-    def after_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def after_call(self, leaves: Sequence[Any]) -> None:
         """Leave out what the call has changed."""
-        now = self._all_facts(args, kwargs)
+        now = self._all_facts(leaves)
         changed = [name for name in self._before | now if self._before.get(name) != now.get(name)]
         self._own.update(changed)
         self._modules.leave_out(changed)
+        self._contents.leave_out(self._own)
         self._before, self._is_steady = {}, False
 
-    def _all_facts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
+    def _all_facts(self, leaves: Sequence[Any]) -> dict[Any, Any]:
         found: dict[Any, Any] = dict(self._facts())
         found |= dict(fact for variable in self._variables() for fact in _places(*variable))
-        for x in _objects_in(args, kwargs):
-            found |= dict(_of_object(x))
+        for x in (x for x in leaves if _is_open(type(x))):
+            found |= dict(self._of_object(x))
         return found | self._modules.facts()
-
-
-def _objects_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the plain objects among the arguments, and in lists and tuples there."""
-    if not kwargs and _SIMPLE.issuperset(map(type, args)):
-        return []
-    return [x for x in tree_leaves((args, kwargs)) if _is_open(type(x))]
 
 
 _known_open: dict[type, bool] = {}
@@ -180,11 +229,6 @@ def _is_open(kind: type) -> bool:
         closed = issubclass(kind, (*_OWN_WAYS, *_PLAIN, *_FIXED, torch.Tensor, Enum))
         found = _known_open[kind] = not closed and is_of_the_program(kind)
     return found
-
-
-def _of_object(x: Any) -> Iterator[_Fact]:
-    for name, held in attributes(x).items():
-        yield (id(x), name), _setting(held, _DEEP)
 
 
 def _variable(where: int, name: str, x: Any) -> Iterator[_Fact]:
@@ -219,19 +263,24 @@ def _items(x: Any) -> list[tuple[Any, Any]]:
     return list(x.items() if isinstance(x, dict) else enumerate(x))
 
 
-def _setting(x: Any, depth: int = 0) -> Any:
+def _setting(x: Any, depth: int = 0, names: frozenset[str] | None = None) -> Any:
     """Return what tells a setting from another: the value of plain ones, else which object.
 
-    Lists, dicts and objects count by what they hold down to ``depth``, below that as themselves.
+    Lists, dicts, sets and objects count by what they hold down to ``depth``, below that as
+    themselves. Of objects, attributes in ``names`` count, or all of them.
     """
     if isinstance(x, _PLAIN):
         return type(x), x
     if isinstance(x, tuple) or (depth and isinstance(x, list) and len(x) <= _FEW):
-        return type(x), tuple(_setting(one, depth - 1 if depth else 0) for one in x)
+        return type(x), tuple(_setting(one, depth - 1 if depth else 0, names) for one in x)
     if depth and type(x) is dict and len(x) <= _FEW:
-        return tuple((_setting(key), _setting(held, depth - 1)) for key, held in x.items())
+        return tuple((_setting(key), _setting(held, depth - 1, names)) for key, held in x.items())
+    if depth and type(x) is set and len(x) <= _FEW:
+        return set, frozenset(map(_setting, x))
     if depth and _is_open(type(x)):
-        return Same(x), _setting(attributes(x), depth - 1)
+        held = attributes(x).items()
+        read = {name: one for name, one in held if is_read(x, name, names)}
+        return Same(x), _setting(read, depth - 1, names)
     return Same(x)
 
 

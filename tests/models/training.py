@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from commlib.errors import GraphError
+from commlib.graph import capture
+from commlib.graph.options import OnFail
 from tests.models.program import Program, Session, Start, floats, trained
 from tests.models.small_models import (
     CLASSES,
@@ -45,6 +48,22 @@ def autocast_step(dtype: torch.dtype, device: torch.device, *, scaled: bool = Fa
         return loss.detach()
 
     return Session(train_step, turn_of(images, device), trained(model, optimizer))
+
+
+def refused_scaler(on_fail: OnFail, device: torch.device) -> Session:
+    """Go on training with the scaler after a step that may be refused."""
+    whole = autocast_step(torch.float16, device, scaled=True)
+
+    def turn(step: Any, number: int) -> Any:
+        if step is not whole.step and on_fail == "eager":
+            step = eagerly
+        try:
+            return step(*images(number, device))
+        except GraphError:
+            return whole.step(*images(number, device))
+
+    eagerly = capture(whole.step, on_fail="eager")
+    return Session(whole.step, turn, whole.state)
 
 
 def autocast_forward(device: torch.device) -> Session:
@@ -446,6 +465,12 @@ def _programs() -> Iterator[Program]:
         "mixed precision/bfloat16": functools.partial(autocast_step, torch.bfloat16),
         "mixed precision/float16 GradScaler": functools.partial(
             autocast_step, torch.float16, scaled=True
+        ),
+        "mixed precision/GradScaler, the error is caught": functools.partial(
+            refused_scaler, "raise"
+        ),
+        "mixed precision/GradScaler, eager where it fails": functools.partial(
+            refused_scaler, "eager"
         ),
         "mixed precision/model alone": autocast_forward,
         "penalties/whole step": functools.partial(penalized, critic_alone=False),

@@ -1,21 +1,29 @@
 """What tells one call of a captured function from another: a hashable key."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch import _C
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from commlib.errors import GraphError
-from commlib.graph.calls.output_guard import GuardedTensor
+from commlib.graph.calls.flattening import Flat, flatten
 
 _DEVICES = ("cuda", "cpu")
+_FLAGS_OF_GPUS: Sequence[Callable[[], object]] = ()
+if torch.backends.cuda.is_built():
+    _FLAGS_OF_GPUS = (
+        _C._get_cudnn_enabled,
+        _C._get_cudnn_deterministic,
+        _C._get_cudnn_benchmark,
+        _C._get_cudnn_allow_tf32,
+        _C._get_cudnn_sdp_enabled,
+        _C._get_mem_efficient_sdp_enabled,
+    )
 _NOTHING = tree_flatten(((), {}))[1]
-# What is never unfolded.
-_PLAIN = {torch.Tensor, torch.nn.Parameter, GuardedTensor, bool, int, float, str, type(None)}
 
 
 @dataclass(slots=True)
@@ -29,6 +37,7 @@ class Arguments:
     given: tuple[tuple[Any, ...], dict[str, Any]]  # what the caller has passed
     owners: list[torch.Tensor] = field(default_factory=list)  # leaves; their grads end the tensors
     grads: int = 0  # how many tensors these are
+    closed: Set[type] = frozenset()  # types of objects that are leaves
 
     def described(self) -> list[str]:
         """Return each argument in words: its shape and dtype, or its value."""
@@ -48,7 +57,7 @@ class Arguments:
         self, tensors: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Whether args and kwargs that were ``rebuilt`` with ``tensors`` hold what they held."""
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec, _ = flatten(args, kwargs, self.closed)
         others = iter(tensors)
         held = [next(others) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         return spec == self.spec and all(x is y for x, y in zip(leaves, held, strict=True))
@@ -62,12 +71,20 @@ def _ask_each() -> bool:
 any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", _ask_each)
 
 
-def arguments(args: tuple[Any, ...], kwargs: dict[str, Any], own: tuple[Any, ...]) -> Arguments:
-    """Flatten a call and build its key; ``own`` is what the function adds to it.
+def arguments(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    flat: Flat,
+    own: tuple[Any, ...],
+    closed: Set[type],
+) -> Arguments:
+    """Build the key of a call from its leaves.
+
+    ``own``: what the function adds to it; ``closed``: types of objects that are leaves.
 
     Raises ``GraphError`` for an argument that is neither a tensor nor hashable.
     """
-    leaves, spec, shape = _flat(args, kwargs)
+    leaves, spec, shape = flat
     tensors: list[torch.Tensor] = []
     parts: list[Any] = []
     for leaf in leaves:
@@ -80,24 +97,38 @@ def arguments(args: tuple[Any, ...], kwargs: dict[str, Any], own: tuple[Any, ...
     try:
         hash(key)
     except TypeError as error:
-        raise GraphError(
-            f"an argument can't be part of a graph's key ({error}); pass tensors and hashable "
-            f"values, or pass key= a function that represents it"
-        ) from error
-    return Arguments(tensors, key, leaves, spec, (args, kwargs))
+        raise GraphError(_without_hash(error, args, kwargs, leaves)) from error
+    return Arguments(tensors, key, leaves, spec, (args, kwargs), [], 0, closed)
 
 
-def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec, Any]:
-    """Return the leaves of a call, its structure, and their representation in a key."""
-    if not kwargs and _PLAIN.issuperset(map(type, args)):  # 10 µs less than in general
-        return list(args), _of_leaves(len(args)), len(args)
-    leaves, spec = tree_flatten((args, kwargs))
-    return leaves, spec, spec
+def _without_hash(
+    error: TypeError, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
+) -> str:
+    """Return why a call has no key."""
+    bad = next((x for x in leaves if not _is_hashable(x)), None)
+    named = ((f"argument {name!r}" if kwargs else f"argument {name}", x)
+             for name, x in (*enumerate(args), *kwargs.items()))  # fmt: skip
+    where = next((name for name, x in named if any(one is bad for one in tree_leaves(x))), "")
+    if bad is None:
+        return f"what key= returns, or a setting, can't be part of a graph's key ({error})"
+    if isinstance(bad, np.ndarray):
+        what, remedy = "an array of NumPy", "pass torch.from_numpy(x), or tuple(x.tolist())"
+    elif is_dataclass(bad):
+        what = f"a {type(bad).__qualname__}, which has no hash and which the function changes"
+        remedy = "return what is new, or define it with dataclass(eq=False)"
+    else:
+        what = f"a {type(bad).__qualname__}, which has no hash"
+        remedy = "pass the tensors and values in it, or make its class a dataclass"
+    inside = f"{where} is" if any(bad is x for x in (*args, *kwargs.values())) else f"in {where} is"
+    return f"{inside} {what}, and can't be part of a graph's key; {remedy}"
 
 
-@cache
-def _of_leaves(count: int) -> TreeSpec:
-    return tree_flatten(((None,) * count, {}))[1]
+def _is_hashable(x: Any) -> bool:
+    try:
+        hash(x if isinstance(x, torch.Tensor) else value(x))
+    except TypeError:
+        return False
+    return True
 
 
 def bare(key: tuple[Any, ...]) -> Arguments:
@@ -107,11 +138,21 @@ def bare(key: tuple[Any, ...]) -> Arguments:
 
 def modes() -> tuple[Any, ...]:
     """What of torch's modes changes what a function does."""
-    grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
+    now: tuple[object, ...] = (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        _C._get_float32_matmul_precision(),
+        _C._get_deterministic_algorithms(),
+        _C._get_flash_sdp_enabled(),
+        _C._get_math_sdp_enabled(),
+    )
+    if _FLAGS_OF_GPUS:
+        now = (*now, *[ask() for ask in _FLAGS_OF_GPUS])
     if not any_autocast():
-        return grad
+        return now
     on = (device for device in _DEVICES if torch.is_autocast_enabled(device))
-    return (*grad, *((device, torch.get_autocast_dtype(device)) for device in on))
+    return (*now, *((device, torch.get_autocast_dtype(device)) for device in on))
 
 
 def value(x: Any) -> tuple[Any, ...]:
@@ -124,6 +165,12 @@ def value(x: Any) -> tuple[Any, ...]:
         return type(x), x.tobytes()
     if isinstance(x, tuple):
         return type(x), *map(value, x)
+    if isinstance(x, set | frozenset):
+        return type(x), frozenset(map(value, x))
+    if isinstance(x, slice):
+        return slice, value(x.start), value(x.stop), value(x.step)
+    if isinstance(x, bytearray):
+        return bytearray, bytes(x)
     if isinstance(x, torch.nn.Module):
         return type(x), x, *(part.training for part in x.modules())
     return type(x), x

@@ -37,8 +37,13 @@ def user_line() -> str:
     return traceback.format_stack(limit=1)[0].strip()
 
 
-_PLACES = {  # files of torch that read values, and what a program does about it
-    os.path.join("torch", "optim", ""): "create the optimizer with capturable=True or fused=True",
+_PLACES = {  # files of torch that read values, and what a program does: the first one counts
+    os.path.join("torch", "optim", "swa_utils"): "call update_parameters() outside the function",
+    os.path.join("torch", "optim", "lr_scheduler"): "call the scheduler outside the function",
+    os.path.join("torch", "optim", "lbfgs"): "keep LBFGS outside the function",
+    os.path.join("torch", "optim", ""): "create the optimizer with fused=True, or on a GPU with "
+    "capturable=True",
+    os.path.join("torch", "distributions", ""): "create the distribution with validate_args=False",
     os.path.join("torch", "amp", "grad_scaler"): "keep the GradScaler outside the function",
     os.path.join("torch", "nn", "utils", "clip_grad"): "pass error_if_nonfinite=False",
 }

@@ -25,7 +25,12 @@ _INSTALLED = tuple({get_path("purelib"), get_path("platlib"), get_path("stdlib")
 RANDOM = (random.Random, np.random.Generator, np.random.RandomState)  # that the program holds
 _LOOKS_UP = ("LOAD_GLOBAL", "LOAD_NAME")
 _NAMESPACES = (SimpleNamespace, Namespace)  # of the standard library, and what programs put there
-_OF_TORCH = ("torch.nn", "torch.optim", "torch.ao")  # of torch, what is the program's
+# Of torch, what is the program's wherever its class is, and other classes by their modules.
+_KINDS_OF_TORCH = (torch.nn.Module, torch.optim.Optimizer)
+_OF_TORCH = (
+    *("torch.nn", "torch.optim", "torch.ao", "torch.amp", "torch.cuda.amp", "torch.cpu.amp"),
+    *("torch.distributions", "torch.distributed.optim"),
+)
 
 
 class Name:
@@ -114,7 +119,7 @@ def _kind(kind: type) -> _Kind:
 
 def is_of_the_program(kind: Any) -> bool:
     """Return True for a class or function outside the libraries that keep their own state."""
-    if kind in _NAMESPACES:
+    if kind in _NAMESPACES or (isinstance(kind, type) and issubclass(kind, _KINDS_OF_TORCH)):
         return True
     module = str(kind.__module__)
     if module in ("builtins", "collections", "__main__"):
@@ -125,14 +130,23 @@ def is_of_the_program(kind: Any) -> bool:
 
 def _leads_to(x: Any) -> Iterable[Any]:
     """Return what an object holds."""
-    found = [type(x).forward] if isinstance(x, torch.nn.Module) else [*_held_by(x)]
+    kind: Any = type(x)
+    found = [forward_of(kind)] if isinstance(x, torch.nn.Module) else [*held_by(x)]
     if isinstance(x, type):
-        found += _functions_of(x)
+        found += [*_functions_of(x), *class_values(x).values()]
     elif not isinstance(x, FunctionType | Name):
         found += attributes(x).values()
-        kind: Any = type(x)
+        if isinstance(x, torch.jit.ScriptModule):  # its parts are in dicts of TorchScript
+            found += [*x.children(), *x.parameters(recurse=False), *x.buffers(recurse=False)]
         found += _own_class(kind)
     return found
+
+
+@lru_cache(maxsize=10_000)
+def forward_of(kind: Any) -> Any:
+    """Return the forward of a class of modules; None for a scripted one, which has no code."""
+    found = next(vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each))
+    return None if issubclass(kind, torch.jit.ScriptModule) else found
 
 
 @lru_cache(maxsize=10_000)
@@ -150,7 +164,19 @@ def _functions_of(kind: type) -> list[Any]:
     return [x for x in held if isinstance(x, FunctionType)]
 
 
-def _held_by(x: Any) -> Iterator[Any]:
+def class_values(kind: type) -> dict[str, Any]:
+    """Return the attributes of a class of the program that are neither functions nor Python's."""
+    if not _own_class(kind) or issubclass(kind, Enum):
+        return {}
+    held = vars(kind).items()
+    return {
+        name: x
+        for name, x in held
+        if not (name.startswith(("__", "_abc_")) or hasattr(type(x), "__get__"))
+    }
+
+
+def held_by(x: Any) -> Iterator[Any]:
     """Yield what an object holds elsewhere than in its attributes."""
     if isinstance(x, FunctionType):
         yield from x.__closure__ or ()
