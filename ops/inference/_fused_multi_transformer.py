@@ -13,6 +13,7 @@ from commlib.ops.inference.attention import Attention, prepare
 from commlib.ops.inference.checks import NAME, Checks
 from commlib.ops.inference.config import DecoderConfig
 from commlib.ops.inference.kv_cache import KVCache
+from commlib.ops.inference.position_checks import check_starts
 from commlib.ops.inference.rotary import Rotary
 from commlib.ops.inference.weights import DecoderLayer, linear
 from commlib.ops.registered.library import needs_op
@@ -52,8 +53,9 @@ def fused_multi_transformer(
         cache: This rank's keys and values, in the dtype of ``x``. The call writes to it.
         ring_id: The ring, its id or its name. None: the layers are whole, nothing is reduced.
         config: The shape of the whole decoder.
-        start: Position of the first new token: one number, or [B] int32 or int64. The number 0
-            says that all sequences begin: attention then reads the new tokens alone.
+        start: Position of the first new token: one number, or [B] int32 or int64. Earlier calls
+            must have written all positions before it; this is not checked. The number 0 says
+            that all sequences begin: attention then reads the new tokens alone.
         rotary: Tables for every position of the cache. Default: no rotary embedding.
         final_norm: [hidden], a norm after the last layer, for ``pre_norm`` only.
         final_norm_bias: [hidden], for norm="layer".
@@ -79,7 +81,7 @@ def fused_multi_transformer(
         if not x.numel():
             return torch.empty_like(x)
         in_range = check_positions and not needs_op(x) and not sees_capture(x)
-        checks.positions(cache, start, read=in_range)
+        check_starts(checks.where, x, cache, start, read=in_range)
     if number is None:
         reduce: Reduce = partial(_add, config)
     else:
