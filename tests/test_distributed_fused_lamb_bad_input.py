@@ -131,13 +131,15 @@ def alone(comm: Any, case: Case) -> None:
 
 def without_gradients(made: Any) -> Callable[[], None]:
     made.zero_grad(set_to_none=True)
-    return made.zero_grad
+    clear: Callable[[], None] = made.zero_grad
+    return clear
 
 
 def with_sparse_gradient(made: Any) -> Callable[[], None]:
     param = made.param_groups[0]["params"][0]
     param.grad = torch.ones(3, 5).to_sparse().to(param.device)
-    return made.zero_grad
+    clear: Callable[[], None] = made.zero_grad
+    return clear
 
 
 def setting(name: str, value: Any) -> Callable[[Any], Callable[[], None]]:
@@ -170,7 +172,7 @@ def test_one_rank_alone_with_own_state(ranks: Ranks) -> None:
 
 
 def scales(comm: Any) -> None:
-    """Scales and rates in tensors that are no positive numbers skip the step on every rank."""
+    """Scales and rates in tensors that are not positive numbers skip the step on every rank."""
     for shards in (0, 1):
         case = small(Case(shards=shards))
         params = parameters(case, comm.device)
@@ -256,7 +258,10 @@ CHANGES: list[tuple[Callable[[Any], Any], str]] = [
     (of_group(params=[1, 0, 2, 3, 4]), "groups of the parameters [1, 0, 2, 3, 4]"),
     (of_parameter("exp_avg", lambda x: x.to(torch.complex64)), "is torch.complex64"),
     (of_parameter("exp_avg", lambda x: x.double()), "exp_avg of parameter 0 is torch.float64"),
-    (of_parameter("step", lambda x: x + 1), "numbers of updates of parameters {3: [0], 2: [1, 2, 3]}"),
+    (
+        of_parameter("step", lambda x: x + 1),
+        "numbers of updates of parameters {3: [0], 2: [1, 2, 3]}",
+    ),
     (of_parameter("step", lambda x: 2), "step of parameter 0 is int; expected a tensor"),
     (with_others, "a state of the parameters [9]; expected 5 parameters"),
     (lambda state: {**state, "state": None}, "a state of NoneType; expected a dictionary"),

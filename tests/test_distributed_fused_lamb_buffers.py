@@ -31,7 +31,9 @@ def there_and_back(comm: Any) -> None:
                         param.grad.data = param.grad.data.to(dtype)
             train(case, made, params, comm.rank, 1, 3)
             weights.append(bits_of(params))
-            assert_equal([part.detached() for part in made._sharded.parts if part.detached()], [], "detached")
+            assert_equal(
+                [part.detached() for part in made._sharded.parts if part.detached()], [], "detached"
+            )
         for n, (one, other) in enumerate(zip(*weights, strict=True)):
             assert_bits_equal(other, one, f"parameter {n}, {low}")
 

@@ -12,7 +12,7 @@ from commlib.core.validation import check_tensor, overlaps_itself
 from commlib.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from commlib.ops.inference.config import DecoderConfig
 from commlib.ops.inference.kv_cache import KVCache, PagedCache
-from commlib.ops.inference.rotary import Rotary
+from commlib.ops.inference.rotary import Rotary, TokenRotary
 from commlib.ops.inference.weights import LARGEST, LINEARS, DecoderLayer, QuantizedWeight, Shape
 
 Tensor = torch.Tensor
@@ -65,8 +65,8 @@ class Checks:
         """Raise for a weight that is missing, or that has another shape, dtype or device."""
         if not isinstance(layers, Sequence):
             raise ArgumentError(
-                f"{self.where}: layers is {type(layers).__name__}; expected a list of DecoderLayer; "
-                f"pass list(layers)"
+                f"{self.where}: layers is {type(layers).__name__}; expected a list of "
+                f"DecoderLayer; pass list(layers)"
             )
         if not layers or not all(isinstance(layer, DecoderLayer) for layer in layers):
             kinds = sorted({type(layer).__name__ for layer in layers}) or "nothing"
@@ -159,8 +159,8 @@ class Checks:
                 if other != name or overlaps_itself(memory):
                     what = "itself, as an expanded tensor" if other == name else other
                     raise ArgumentError(
-                        f"{self.where}: {name} shares memory with {what}; expected memory of its "
-                        f"own, because the call writes to it; pass ContiguousCache.zeros(...)"
+                        f"{self.where}: {name} shares memory with {what}; expected separate "
+                        f"memory, because the call writes to it; pass ContiguousCache.zeros(...)"
                     )
 
     def _table(self, table: Any) -> None:
@@ -169,9 +169,40 @@ class Checks:
         kind = dtype if dtype in (torch.int32, torch.int64) else torch.int64
         self.tensor("cache.table", table, shape, kind)
 
-    def rotary(self, rotary: Rotary | None, capacity: int) -> None:
+    def mask(self, mask: Tensor | None, begins: bool, capacity: int) -> None:
+        """Raise for a mask that does not fit to the new tokens and to the keys."""
+        if mask is None:
+            return
+        count, length = self.x.shape[:2]
+        most = length if begins else capacity
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else ()
+        heads = self.config.local_heads(self.size)
+        wanted = (count, heads, length, most)
+        fits = len(shape) == 4 and all(
+            given in (1, limit) for given, limit in zip(shape[:3], wanted, strict=False)
+        )
+        keys = fits and (shape[3] == most or (not begins and length <= shape[3] <= most))
+        if isinstance(mask, Tensor) and not keys:
+            raise ShapeError(
+                f"{self.where}: attn_mask has shape {shape}; expected one that broadcasts to "
+                f"{wanted}: [sequences, heads of this rank, tokens, keys]; with earlier tokens in "
+                f"the cache, {length} to {most} keys"
+            )
+        is_tensor = isinstance(mask, Tensor)
+        known = is_tensor and (mask.dtype is torch.bool or mask.is_floating_point())
+        self.tensor("attn_mask", mask, shape, mask.dtype if known else torch.bool)
+
+    def rotary(self, rotary: Rotary | TokenRotary | None, capacity: int) -> None:
         """Raise for tables that do not reach every position of the cache."""
         if rotary is None:
+            return
+        if isinstance(rotary, TokenRotary):
+            parts = rotary.cos.shape[2] if rotary.cos.dim() == 4 else 1
+            each = self.config.head_dim // max(1, 2 * parts)
+            shape = (*self.x.shape[:2], parts, each)
+            why = f", for 2 * {parts} * {each} of {self.config.head_dim} elements of a head"
+            self.tensor("rotary.cos", rotary.cos, shape, torch.float32, why)
+            self.tensor("rotary.sin", rotary.sin, shape, torch.float32, why)
             return
         if not isinstance(rotary, Rotary):
             raise ArgumentError(

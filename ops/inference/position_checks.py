@@ -8,9 +8,7 @@ from commlib.ops.inference.kv_cache import KVCache, PagedCache
 Tensor = torch.Tensor
 
 
-def check_starts(
-    where: str, x: Tensor, cache: KVCache, start: int | Tensor, *, read: bool
-) -> None:
+def check_starts(where: str, x: Tensor, cache: KVCache, start: int | Tensor, *, read: bool) -> None:
     """Raise for positions outside of the cache, without a page, or in a page of two sequences.
 
     Args:
@@ -41,9 +39,9 @@ def check_starts(
             f"the cache larger"
         )
     if read and isinstance(cache, PagedCache):
-        starts = start + x.new_zeros(count, dtype=torch.int64)
-        _check_assigned(where, cache, starts + length)
-        _check_own(where, cache, starts, length)
+        begins = start + x.new_zeros(count, dtype=torch.int64)
+        _check_assigned(where, cache, begins + length)
+        _check_own(where, cache, begins, length)
 
 
 def _check_assigned(where: str, cache: PagedCache, lengths: Tensor) -> None:

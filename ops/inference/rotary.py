@@ -49,6 +49,33 @@ class Rotary:
         return torch.cat([joined, rest], -1) if rest.shape[-1] else joined
 
 
+@dataclass(frozen=True, eq=False)
+class TokenRotary:
+    """Cosines and sines of the new tokens of one call, in place of tables by position.
+
+    A head is cut into parts of one size. In each, element i is rotated with element r + i.
+
+    Args:
+        cos: [B, S, parts, r], float32, with 2 * r * parts elements per head.
+        sin: [B, S, parts, r], float32.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def at(self, positions: Tensor) -> "TokenRotary":
+        """Return the same: the angles are those of the tokens."""
+        return self
+
+    def rotate(self, heads: Tensor) -> Tensor:
+        """Return ``heads`` [B, S, heads, D], rotated in float32 and rounded once."""
+        parts = heads.unflatten(-1, (self.cos.shape[2], -1)).float()
+        first, second = parts.chunk(2, dim=-1)
+        cos, sin = self.cos.unsqueeze(2), self.sin.unsqueeze(2)
+        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        return turned.flatten(-2).to(heads.dtype)
+
+
 def rotary_tables(
     head_dim: int,
     positions: int,
@@ -105,14 +132,14 @@ def _check(head_dim: int, positions: int, theta: float) -> None:
         )
 
 
-def _is_positive(value: object) -> bool:
+def _is_positive(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and isfinite(value) and value > 0
 
 
 def _number(scaling: Mapping[str, Any], name: str) -> float:
     """Return a number of the scaling."""
-    value = scaling.get(name)
+    value: Any = scaling.get(name)
     if not _is_positive(value):
         raise ArgumentError(
             f"rotary_tables: {name} of scaling {dict(scaling)} is {value!r}; expected a number "

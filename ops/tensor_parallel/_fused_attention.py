@@ -211,7 +211,7 @@ def _checked_cache(
     if has_memory(kv) and overlaps_itself(kv):
         raise ArgumentError(
             f"{checks.where}: cache_kv of shape {tuple(kv.shape)} and strides {kv.stride()} "
-            f"overlaps itself; expected memory of its own for each element, because the call "
+            f"overlaps itself; expected separate memory for each element, because the call "
             f"writes to it; pass cache_kv.contiguous()"
         )
     if position > length:
