@@ -77,7 +77,8 @@ def test_wrong_rings(cpu_ranks: Ranks) -> None:
 ARGUMENTS = """
 learning_rate lamb_weight_decay beta1 beta2 epsilon parameters grad_clip
 exclude_from_weight_decay_fn clip_after_allreduce is_grad_scaled_by_nranks alignment
-use_master_param_norm gradient_accumulation_steps use_master_acc_grad nproc_per_node use_hierarchical_allreduce name
+use_master_param_norm gradient_accumulation_steps use_master_acc_grad nproc_per_node
+use_hierarchical_allreduce name
 """
 
 
