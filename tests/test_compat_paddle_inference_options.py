@@ -10,11 +10,10 @@ from commlib.compat import paddle
 from commlib.errors import ArgumentError, CommError, DtypeError, RingError, ShapeError
 from commlib.ops.inference import TokenRotary
 from tests.support.checks import assert_bits_equal, assert_equal, raises
-from tests.support.decoder import CAPACITY, SEQUENCES, Case, cast
+from tests.support.decoder import SEQUENCES
+from tests.support.legacy_decoder import WIDTH, Layers, Legacy
 from tests.support.ranks import Ranks
 
-Legacy: Any = paddle.fused_multi_transformer
-WIDTH = 8  # of a head
 # Of Paddle 2.6.2, in order.
 ARGUMENTS = """
 x ln_scales ln_biases qkv_weights qkv_biases linear_weights linear_biases ffn_ln_scales
@@ -28,39 +27,6 @@ def test_signature() -> None:
     assert [*inspect.signature(Legacy).parameters] == ARGUMENTS.split()
     same = inspect.signature(paddle.fused_multi_head_attention)
     assert same == inspect.signature(paddle.fused_attention)
-
-
-class Layers:
-    """Layers of this rank, their weights as the operator takes them, and activations."""
-
-    def __init__(self, ring: Any) -> None:
-        case = Case(ring, "legacy")
-        layers: list[Any] = [cast(layer, case.dtype, ring.device) for layer in case.layers]
-        self.heads, hidden = case.config.heads // ring.size, case.config.hidden
-        self.ring, self.x = ring, case.x.to(ring.device)
-        self.weights: list[Any] = [
-            [layer.attention_norm for layer in layers],
-            [layer.attention_norm_bias for layer in layers],
-            [layer.qkv.view(3, self.heads, WIDTH, hidden) for layer in layers],
-            [layer.qkv_bias.view(3, self.heads, WIDTH) for layer in layers],
-            [layer.out.t() for layer in layers],
-            [layer.out_bias for layer in layers],
-            [layer.ffn_norm for layer in layers],
-            [layer.ffn_norm_bias for layer in layers],
-            [layer.up.t() for layer in layers],
-            [layer.up_bias for layer in layers],
-            [layer.down.t() for layer in layers],
-            [layer.down_bias for layer in layers],
-        ]
-
-    def caches(self, count: int = SEQUENCES) -> list[torch.Tensor]:
-        shape = (2, count, self.heads, CAPACITY, WIDTH)
-        return [torch.zeros(shape, device=self.ring.device) for _ in self.weights[0]]
-
-    def __call__(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
-        found = Legacy(x, *self.weights, ring_id=0, **how)
-        y: torch.Tensor = found[0] if isinstance(found, tuple) else found
-        return y
 
 
 def near(y: torch.Tensor, other: torch.Tensor, what: str) -> None:
