@@ -48,10 +48,14 @@ def ring_number(collective: str, ring: Any) -> int:
 
     Raises:
         ArgumentError: ``ring`` is a tensor: the call has the order of torch.distributed.
-        RingError: The ring is closed.
+        RingError: The ring is closed, or a bool.
     """
     if type(ring) is int:
         return ring
+    if isinstance(ring, bool):
+        raise RingError(
+            f"{collective}: ring_id={ring}; expected the number of a ring; pass ring_id={int(ring)}"
+        )
     if isinstance(ring, CommContext):
         if _rings.get(ring.ring_id) is not ring:
             raise RingError(

@@ -11,21 +11,25 @@ MODEL = {"layers": 80, "hidden": 8192, "dtype": "bfloat16", "capacity": 512}
 
 
 def test_report() -> None:
-    times = {name: [0.010] for name in CALLS} | {decode.LEGACY: [0.020], decode.REDUCTIONS: [0.002]}
-    slower = times | {decode.OURS: [0.012]}
+    times = {name: [0.010] for name in CALLS} | {decode.LEGACY: [0.050], decode.REDUCTIONS: [0.002]}
+    slower = times | {decode.OURS: [0.012], decode.BARE: [0.0016]}
     found = {"samples": {"1": times, "8": slower}, "model": MODEL}
 
     report = decode.report(found, {"nproc": 2, "rounds": 1}, on_gpus=True)
 
-    nccl, legacy, first, second = report.findings
-    assert nccl.startswith("missed: ") and nccl.endswith("worst batch: 1.20, target at most 1.00")
-    assert legacy.startswith("met: ") and legacy.endswith("worst batch: 0.60, target at most 0.80")
+    nccl, legacy, sums, first, second = report.findings
+    assert nccl.startswith("missed: ") and nccl.endswith("worst batch: 1.20, target at most 0.80")
+    assert legacy.startswith("met: ") and legacy.endswith("worst batch: 0.24, target at most 0.35")
+    assert sums == (
+        "missed: reductions with norms alone / ring.all_reduce(out, x) alone, worst batch: 1.25, "
+        "target at most 1.10"
+    )
     assert first == "batch 1: reductions with norms 2000 µs, 20% of a step; bare sums 10000 µs"
     assert second.startswith("batch 8: ") and "17% of a step" in second
     assert "80 layers of hidden 8192" in report.caption
     assert {len(row) for row in report.rows} == {len(report.columns)}
     on_cpus = decode.report(found, {"nproc": 2, "rounds": 1}, on_gpus=False)
-    assert all(finding.startswith("not measured here") for finding in on_cpus.findings[:2])
+    assert all(finding.startswith("not measured here") for finding in on_cpus.findings[:3])
 
 
 def test_results_that_differ() -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from commlib.tools.bench import lamb
@@ -11,7 +12,8 @@ from commlib.tools.bench.lamb import CAPTURED, OURS, PEER
 from commlib.tools.commands import commands
 
 SETTINGS = {"nproc": 2, "rounds": 2, "width": 1024}
-STATE = {OURS: 501 * 2**20, PEER: 1000 * 2**20}
+MEMORY = {OURS: 625 * 2**20, PEER: 1000 * 2**20}
+STATE = {OURS: 375 * 2**20, PEER: 750 * 2**20}
 
 
 @pytest.mark.usefixtures("warm_launches")
@@ -31,19 +33,30 @@ def test_small_on_one_rank(tmp_path: Path) -> None:
 
 def test_report() -> None:
     times = {OURS: [0.003], CAPTURED: [0.001], PEER: [0.004]}
-    found = {"times": times, "state": STATE, "difference": 1e-4}
+    found = {"times": times, "memory": MEMORY, "state": STATE, "difference": 1e-4}
 
     report = lamb.report(found, SETTINGS, "GPUs")
 
-    speed, state, agree = report.findings
-    assert speed == f"met: {CAPTURED} / {PEER}: 0.25, target at most 0.60"
-    assert state == "met: state per rank / unsharded state: 0.50, target at most 0.53"
+    speed, memory, state, agree = report.findings
+    assert speed == f"met: {CAPTURED} / {PEER}: 0.25, target at most 0.50"
+    assert memory == "missed: memory / unsharded: 0.62, target at most 0.60"
+    assert state == "moments and float32 weights alone, of unsharded: 0.50"
     assert "agree" in agree
     assert {len(row) for row in report.rows} == {len(report.columns)}
-    assert [row[-1] for row in report.rows] == ["501", "501", "1000"]
+    assert [row[-1] for row in report.rows] == ["625", "625", "1000"]
     other = lamb.report({**found, "difference": 0.5}, {**SETTINGS, "width": 64}, "GPUs")
     assert "DIFFER" in other.findings[-1]
     assert other.findings[0].startswith("not measured here")
+
+
+def test_bytes_of_flat_buffers() -> None:
+    """Padding counts, and memory that tensors share counts once."""
+    flat, other = torch.zeros(64), torch.zeros(3, dtype=torch.bfloat16)
+    assert lamb.nbytes([flat[:5], flat[8:9], other]) == 64 * 4 + 3 * 2
+    param = torch.nn.Parameter(torch.zeros(2))
+    assert len(lamb.with_gradients([param])) == 1
+    param.grad = torch.zeros(2)
+    assert lamb.nbytes(lamb.with_gradients([param])) == 16
 
 
 def test_parameters_of_bert_large() -> None:

@@ -223,7 +223,7 @@ def refusals(comm: Any) -> None:
     with raises(ShapeError, "expected [width, 3 * heads * head_dim]"):
         attend(transpose_qkv_wb=True, num_heads=2)
     flat = w["qkv_weight"].flatten(0, 2).t()
-    with raises(ShapeError, "qkv_bias has shape (1,)", f"({flat.shape[1]},)"):
+    with raises(ShapeError, "qkv_bias is (1,)", f"({flat.shape[1]},)"):
         heads = HEADS // comm.size
         bias = flat.new_zeros(1)
         attend(qkv_weight=flat, qkv_bias=bias, num_heads=heads, transpose_qkv_wb=True)

@@ -99,6 +99,9 @@ BLOCKS: dict[str, Callable[[int], object]] = {
     "fused_feedforward": lambda ring: paddle.fused_feedforward(
         HIDDEN, WIDE, WIDE.t(), ring_id=ring
     ),
+    "fused_multi_head_attention": lambda ring: paddle.fused_multi_head_attention(
+        HIDDEN, HEAD, SQUARE, ring_id=ring
+    ),
     "fused_multi_transformer": lambda ring: paddle.fused_multi_transformer(
         *(HIDDEN, [SCALE], None, [HEAD], None, [SQUARE], None, [SCALE], None, [WIDE], None),
         *([WIDE.t()], None),
@@ -115,6 +118,7 @@ WITHOUT = {
     *("moe_combine", "moe_gate_dispatch", "moe_permute", "moe_unpermute"),
     *("c_comm_init_all", "c_comm_init_multitrainer", "c_gen_xccl_id", "comm_init_all"),
     *("LayerDesc", "PipelineLayer", "SharedLayerDesc"),
+    "DistributedFusedLamb",  # over ring 0, as upstream
 }
 
 

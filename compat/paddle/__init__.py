@@ -30,7 +30,11 @@ from typing import TYPE_CHECKING, Any
 
 from commlib.compat.paddle import distributed as distributed
 from commlib.compat.paddle.attributes import AttributeCalls
-from commlib.compat.paddle.blocks import fused_attention, fused_feedforward
+from commlib.compat.paddle.blocks import (
+    fused_attention,
+    fused_feedforward,
+    fused_multi_head_attention,
+)
 from commlib.compat.paddle.experts import global_gather, global_scatter
 from commlib.compat.paddle.in_place import (
     c_allreduce_avg_,
@@ -65,7 +69,7 @@ from commlib.compat.paddle.moe import (
 )
 from commlib.compat.paddle.moves import alltoall, c_allgather, c_broadcast, c_scatter
 from commlib.compat.paddle.normalization import data_norm, sync_batch_norm
-from commlib.compat.paddle.optimizers import distributed_fused_lamb
+from commlib.compat.paddle.optimizers import DistributedFusedLamb, distributed_fused_lamb
 from commlib.compat.paddle.partial import partial_allgather, partial_recv, partial_send
 from commlib.compat.paddle.phi import (
     all_gather,
@@ -130,6 +134,7 @@ from commlib.compat.paddle.token_moves import (
 from commlib.compat.paddle.unported import unported
 
 __all__ = [
+    "DistributedFusedLamb",
     "LayerDesc",
     "PipelineLayer",
     "SharedLayerDesc",
@@ -191,6 +196,7 @@ __all__ = [
     "distributed_fused_lamb",
     "fused_attention",
     "fused_feedforward",
+    "fused_multi_head_attention",
     "fused_multi_transformer",
     "global_gather",
     "global_scatter",

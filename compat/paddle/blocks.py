@@ -81,7 +81,7 @@ def fused_attention(
     _check_options(where, mode, (pre_ln_epsilon, ln_epsilon), pre_layer_norm, add_residual)
     if transpose_qkv_wb:
         qkv_weight, qkv_bias = _transposed(where, qkv_weight, qkv_bias, num_heads)
-    if ring_id == -1 and qkv_weight.dim() == 4:
+    if ring_id == -1 and _has_dims(qkv_weight, 4):
         _, heads, head_dim, width = qkv_weight.shape
         if heads * head_dim != width:
             raise ShapeError(
@@ -89,9 +89,10 @@ def fused_attention(
                 f"head_dim to be the width {width} without a ring; pass ring_id="
             )
     position, longer = 0, None
-    if cache_kv is not None and cache_kv.dim() == 5 and x.dim() == 3:
+    if cache_kv is not None and _has_dims(cache_kv, 5) and _has_dims(x, 3):
         position, longer = cache_kv.shape[3], _longer(cache_kv, x.shape[1])
-    integers = attn_mask is not None and not attn_mask.is_floating_point()
+    if isinstance(attn_mask, Tensor) and not attn_mask.is_floating_point():
+        attn_mask = attn_mask.bool()
     out: Tensor = ops.fused_attention(
         x,
         qkv_weight,
@@ -103,7 +104,7 @@ def fused_attention(
         ln_eps=pre_ln_epsilon if pre_layer_norm else ln_epsilon,
         qkv_bias=qkv_bias,
         linear_bias=linear_bias,
-        attn_mask=attn_mask.bool() if attn_mask is not None and integers else attn_mask,
+        attn_mask=attn_mask,
         cache_kv=cache_kv if longer is None else longer,
         position=position,
         dropout_rate=dropout_rate,
@@ -113,6 +114,9 @@ def fused_attention(
         add_residual=add_residual,
     )
     return out if longer is None else (out, longer)
+
+
+fused_multi_head_attention = fused_attention  # its name in paddle.incubate.nn.functional
 
 
 def fused_feedforward(
@@ -202,9 +206,13 @@ def _check_options(
     where: str, mode: str, epsilons: tuple[float, float], before: bool, add_residual: bool
 ) -> None:
     if mode not in MODES:
-        raise ArgumentError(f"{where}: mode={mode!r}; expected {' or '.join(map(repr, MODES))}")
+        raise ArgumentError(
+            f"{where}: mode={mode!r}; expected {' or '.join(map(repr, MODES))}; pass "
+            f"mode={MODES[0]!r}"
+        )
     for epsilon in epsilons:
-        if not 0 <= epsilon <= LARGEST_EPSILON:
+        is_number = isinstance(epsilon, int | float) and not isinstance(epsilon, bool)
+        if not is_number or not 0 <= epsilon <= LARGEST_EPSILON:
             raise ArgumentError(
                 f"{where}: epsilon={epsilon!r}; expected 0 to {LARGEST_EPSILON}; pass 1e-5"
             )
@@ -219,23 +227,30 @@ def _transposed(
     where: str, weight: Tensor, bias: Tensor | None, num_heads: int
 ) -> tuple[Tensor, Tensor | None]:
     """Return views of weight and bias in the shapes [3, heads, head_dim, width] and without it."""
-    if num_heads < 1:
+    if isinstance(num_heads, bool) or not isinstance(num_heads, int) or num_heads < 1:
         raise ArgumentError(
-            f"{where}: transpose_qkv_wb=True with num_heads={num_heads}; expected the heads of "
+            f"{where}: transpose_qkv_wb=True with num_heads={num_heads!r}; expected the heads of "
             f"this rank, 1 or more; pass num_heads="
         )
-    if weight.dim() != 2 or weight.shape[1] % (3 * num_heads):
+    if not _has_dims(weight, 2) or weight.shape[1] % (3 * num_heads):
+        given = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
         raise ShapeError(
-            f"{where}: qkv_weight has shape {tuple(weight.shape)}; expected [width, 3 * heads * "
+            f"{where}: qkv_weight is {given}; expected [width, 3 * heads * "
             f"head_dim] for num_heads={num_heads}"
         )
-    if bias is not None and tuple(bias.shape) != (weight.shape[1],):
+    if bias is not None and not (_has_dims(bias, 1) and len(bias) == weight.shape[1]):
+        given = tuple(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
         raise ShapeError(
-            f"{where}: qkv_bias has shape {tuple(bias.shape)}; expected ({weight.shape[1]},), the "
+            f"{where}: qkv_bias is {given}; expected ({weight.shape[1]},), the "
             f"columns of qkv_weight"
         )
     heads = 3, num_heads, weight.shape[1] // (3 * num_heads)
     return weight.t().view(*heads, weight.shape[0]), None if bias is None else bias.view(heads)
+
+
+def _has_dims(x: object, dims: int) -> bool:
+    """Return True for a tensor of ``dims`` dims; the checks of the operator refuse another."""
+    return isinstance(x, Tensor) and x.dim() == dims
 
 
 def _longer(cache: Tensor, tokens: int) -> Tensor:

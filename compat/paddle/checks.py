@@ -13,7 +13,7 @@ def ring_of(name: str, ring_id: int) -> CommContext:
     Raises:
         RingError: The ring does not exist.
     """
-    if isinstance(ring_id, int) and ring_id < 0:
+    if isinstance(ring_id, bool) or (isinstance(ring_id, int) and ring_id < 0):
         raise RingError(f"{name}: ring_id={ring_id}; expected the number of a ring, 0 or above")
     return comm(ring_id)
 

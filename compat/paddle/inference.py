@@ -7,15 +7,14 @@ import torch
 
 from commlib import ops
 from commlib.compat.paddle.checks import ring_of
+from commlib.compat.paddle.inference_inputs import Inputs, hide_from
 from commlib.errors import ArgumentError
-from commlib.ops.inference import ContiguousCache, DecoderConfig, DecoderLayer
-from commlib.streams import sees_capture
+from commlib.ops.inference import DecoderConfig
 
 Tensor = torch.Tensor
 Biases: TypeAlias = Sequence[Tensor | None] | None
 
 NAME = "fused_multi_transformer"
-HIDDEN_BELOW = -1e3  # an additive mask hides a position with this or less
 
 
 def fused_multi_transformer(
@@ -35,16 +34,24 @@ def fused_multi_transformer(
     pre_layer_norm: bool = True,
     epsilon: float = 1e-5,
     cache_kvs: Sequence[Tensor] | None = None,
+    pre_caches: Sequence[Tensor] | None = None,
+    seq_lens: Tensor | None = None,
+    rotary_embs: Tensor | None = None,
     time_step: int | Tensor | None = None,
     attn_mask: Tensor | None = None,
+    dropout_rate: float = 0.0,
+    rotary_emb_dims: int = 0,
     activation: str = "gelu",
+    training: bool = False,
+    mode: str = "upscale_in_train",
     trans_qkvw: bool = True,
     ring_id: int = -1,
+    name: str | None = None,
 ) -> Tensor | tuple[Tensor, Sequence[Tensor]]:
     """Run layers of a GPT, and put keys and values of the new tokens into ``cache_kvs``.
 
-    Source: operator ``fused_multi_transformer``, without dropout, ``pre_caches``, ``seq_lens`` and
-    ``rotary_embs``. It runs on the current stream. Attention is causal.
+    Source: operator ``fused_multi_transformer`` with the arguments of Paddle 2.6. It runs on the
+    current stream.
 
     Args:
         x: [B, S, E], the same on every rank.
@@ -63,121 +70,124 @@ def fused_multi_transformer(
         pre_layer_norm: As ``pre_norm`` of ``DecoderConfig``.
         epsilon: Of the norms.
         cache_kvs: Per layer [2, B, heads of the rank, longest sequence, D], written in place.
+        pre_caches: Per layer [2, B, heads of the rank, P, D]: keys and values of a prefix, which
+            take the first P positions; without ``time_step``.
+        seq_lens: [B]. Without ``time_step`` the tokens of each sequence: later ones are hidden, and
+            their rows of the result are 0. With it the position of each new token.
+        rotary_embs: [2, B, 1, S, D], cosines and sines of the new tokens.
         time_step: Position of the first new token. None: the sequences begin.
-        attn_mask: None, or the causal mask: True or about 0 where a token may look.
+        attn_mask: [B, heads of the rank or 1, S, K]: numbers that are added, or True and integers
+            other than 0 where a token may look. None: attention is causal.
+        dropout_rate: Without effect in inference.
+        rotary_emb_dims: Parts of a head with their own angles, 1 or 2; 0 without ``rotary_embs``.
         activation: "gelu" or "relu".
+        training: False.
+        mode: "upscale_in_train".
         trans_qkvw: False: ``qkv_weights`` are [E, 3, heads of the rank, D].
         ring_id: The ring; -1 sums nothing.
+        name: Ignored.
 
     Returns:
         [B, S, E]; with ``cache_kvs`` also these.
 
     Raises:
-        ArgumentError: The mask is not causal, the lists have other lengths, or ``time_step``
+        ArgumentError: An option is not supported, the lists have other lengths, or ``time_step``
             without ``cache_kvs``.
         CommError: As ``ops.fused_multi_transformer``.
     """
     ring = None if ring_id == -1 else ring_of(NAME, ring_id)
     where, size = (NAME, 1) if ring is None else (ring._describe(NAME), ring.size)
-    if time_step is not None and cache_kvs is None:
-        raise ArgumentError(f"{where}: time_step without cache_kvs; pass both, or neither")
-    if attn_mask is not None:
-        _check_causal(where, attn_mask)
+    inputs = Inputs(where, x, size)
+    inputs.dropout(dropout_rate, training, mode)
+    _check_stage(where, time_step, cache_kvs, pre_caches)
     columns = {
         "attention_norm": ln_scales,
         "attention_norm_bias": ln_biases,
-        "qkv": [_rows(weight, trans_qkvw) for weight in qkv_weights],
-        "qkv_bias": _each(qkv_biases, torch.flatten),
-        "out": _each(linear_weights, torch.t),
+        "qkv": qkv_weights,
+        "qkv_bias": qkv_biases,
+        "out": linear_weights,
         "out_bias": linear_biases,
         "ffn_norm": ffn_ln_scales,
         "ffn_norm_bias": ffn_ln_biases,
-        "up": _each(ffn1_weights, torch.t),
+        "up": ffn1_weights,
         "up_bias": ffn1_biases,
-        "down": _each(ffn2_weights, torch.t),
+        "down": ffn2_weights,
         "down_bias": ffn2_biases,
     }
-    lengths = {name: len(column) for name, column in columns.items() if column is not None}
-    if len(set(lengths.values())) != 1:
-        raise ArgumentError(f"{where}: weights of {lengths} layers; expected the same number each")
-    count = lengths["qkv"]
-    layers = [
-        DecoderLayer(**{name: column[number] for name, column in columns.items() if column})
-        for number in range(count)
-    ]
+    layers = inputs.columns(columns, trans_qkvw)
     heads, head_dim = qkv_weights[0].shape[1:3] if trans_qkvw else qkv_weights[0].shape[2:]
     config = DecoderConfig(
         hidden=x.shape[-1],
         heads=heads * size,
         kv_heads=heads * size,
         head_dim=head_dim,
-        inner=ffn1_weights[0].shape[1] * size,
+        inner=ffn1_weights[0].shape[-1] * size,
         norm="layer",
         pre_norm=pre_layer_norm,
         activation=activation,
         gated=False,
         eps=epsilon,
     )
-    cache = _cache(x, config, count, size, cache_kvs)
+    cache, prefix = inputs.cache(config, len(layers), cache_kvs, pre_caches)
+    lengths, mask = inputs.lengths(seq_lens), inputs.mask(attn_mask)
+    start = prefix if time_step is None else _start(x, time_step, lengths)
+    if mask is not None:
+        mask = _narrowed(x, mask, start, prefix, time_step, lengths)
+    rotary = inputs.rotary(rotary_embs, rotary_emb_dims, head_dim)
+    inputs.fill(cache, pre_caches, prefix)
     y = ops.fused_multi_transformer(
         x,
         layers,
         cache,
         None if ring is None else ring_id,
         config=config,
-        start=_start(x, time_step),
+        start=start,
+        rotary=rotary,
+        attn_mask=mask,
     )
+    if lengths is not None and time_step is None:
+        rows = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
+        y = y.masked_fill(rows.unsqueeze(-1), 0)
     return y if cache_kvs is None else (y, cache_kvs)
 
 
-def _rows(weight: Tensor, trans_qkvw: bool) -> Tensor:
-    """Return a weight as [3 * heads * D, E]."""
-    return weight.flatten(0, 2) if trans_qkvw else weight.flatten(1, 3).t()
-
-
-def _each(column: Any, change: Any) -> Any:
-    return column and [None if one is None else change(one) for one in column]
-
-
-def _cache(
-    x: Tensor, config: DecoderConfig, count: int, size: int, cache_kvs: Sequence[Tensor] | None
-) -> ContiguousCache:
-    """Return views of the legacy caches, or a cache for this call alone."""
-    if cache_kvs is not None:
-        keys, values = (
-            tuple(cache[kind].transpose(1, 2) for cache in cache_kvs) for kind in (0, 1)
+def _check_stage(where: str, time_step: Any, cache_kvs: Any, pre_caches: Any) -> None:
+    if time_step is not None and cache_kvs is None:
+        raise ArgumentError(f"{where}: time_step without cache_kvs; pass both, or neither")
+    if time_step is not None and pre_caches is not None:
+        raise ArgumentError(
+            f"{where}: pre_caches with time_step; expected it in the call without time_step, which "
+            f"puts it into cache_kvs; pass pre_caches=None"
         )
-        return ContiguousCache(keys, values)
-    return ContiguousCache.zeros(
-        config,
-        layers=count,
-        sequences=x.shape[0],
-        capacity=x.shape[1],
-        ranks=size,
-        dtype=x.dtype,
-        device=x.device,
-    )
+    whole = isinstance(time_step, int) and not isinstance(time_step, bool)
+    one = isinstance(time_step, Tensor) and time_step.numel() == 1
+    if time_step is not None and not whole and not one:
+        raise ArgumentError(
+            f"{where}: time_step={time_step!r}; expected an integer or a tensor of one; pass the "
+            f"position of the first new token"
+        )
 
 
-def _start(x: Tensor, time_step: int | Tensor | None) -> int | Tensor:
+def _start(x: Tensor, time_step: int | Tensor, lengths: Tensor | None) -> int | Tensor:
     """Return the position of the first token; a tensor on a GPU is not read."""
-    if time_step is None:
-        return 0
+    if lengths is not None:
+        return lengths
     if isinstance(time_step, Tensor):
         same_device = time_step.device == x.device
         return time_step.reshape(1).expand(x.shape[0]) if same_device else int(time_step)
     return time_step
 
 
-def _check_causal(where: str, mask: Tensor) -> None:
-    """Raise unless the last S of T positions are new tokens, which see no later ones."""
-    if torch.compiler.is_compiling() or sees_capture(mask):
-        return
-    seen = mask if mask.dtype is torch.bool else mask > HIDDEN_BELOW
-    length, whole = mask.shape[-2:]
-    causal = torch.ones(length, whole, dtype=torch.bool, device=mask.device).tril(whole - length)
-    if not bool((seen == causal).all()):
-        raise ArgumentError(
-            f"{where}: attn_mask of shape {tuple(mask.shape)} is not causal; expected the mask "
-            f"that hides later tokens and no others; pass attn_mask=None"
-        )
+def _narrowed(
+    x: Tensor,
+    mask: Tensor,
+    start: int | Tensor,
+    prefix: int,
+    time_step: int | Tensor | None,
+    lengths: Tensor | None,
+) -> Tensor:
+    """Return a mask that also hides positions without a token."""
+    if time_step is None:
+        return mask if lengths is None else hide_from(mask, lengths + prefix)
+    first = start if isinstance(start, Tensor) else x.new_full((x.shape[0],), start).long()
+    return hide_from(mask, first + x.shape[1])

@@ -10,6 +10,10 @@ _CURRENT_STREAM = f"always on the current stream; {_NO_GRADIENT}"
 
 # Old name: the new one, and what differs.
 NEW_NAMES: dict[str, tuple[str, str]] = {
+    "DistributedFusedLamb": (
+        "ops.DistributedFusedLamb",
+        "the constructor of `paddle.incubate`; makes the rings inside and across nodes",
+    ),
     "LayerDesc": ("graph.pipeline", "a layer that is built on the rank of its stage only"),
     "PipelineLayer": ("graph.pipeline", "builds, cuts and shares the stages of this rank"),
     "SharedLayerDesc": ("graph.pipeline", "`shared=`; its gradients are added between ranks"),
@@ -79,6 +83,7 @@ NEW_NAMES: dict[str, tuple[str, str]] = {
     "distributed_fused_lamb": ("ops.DistributedFusedLamb", "attributes of the legacy operator"),
     "fused_attention": ("ops.fused_attention", "order and defaults of the legacy attributes"),
     "fused_feedforward": ("ops.fused_feedforward", "order and defaults of the legacy attributes"),
+    "fused_multi_head_attention": ("ops.fused_attention", "as `fused_attention`"),
     "fused_multi_transformer": (
         "ops.fused_multi_transformer",
         "lists of weights, one per layer",

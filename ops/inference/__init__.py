@@ -3,7 +3,7 @@
 from commlib.ops.inference.config import DecoderConfig
 from commlib.ops.inference.kv_cache import ContiguousCache, KVCache, PagedCache, PagePool
 from commlib.ops.inference.llama import Llama, llama_config
-from commlib.ops.inference.rotary import Rotary, rotary_tables
+from commlib.ops.inference.rotary import Rotary, TokenRotary, rotary_tables
 from commlib.ops.inference.weights import DecoderLayer, QuantizedWeight, quantize
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "PagedCache",
     "QuantizedWeight",
     "Rotary",
+    "TokenRotary",
     "llama_config",
     "quantize",
     "rotary_tables",

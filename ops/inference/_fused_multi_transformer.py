@@ -13,7 +13,8 @@ from commlib.ops.inference.attention import Attention, prepare
 from commlib.ops.inference.checks import NAME, Checks
 from commlib.ops.inference.config import DecoderConfig
 from commlib.ops.inference.kv_cache import KVCache
-from commlib.ops.inference.rotary import Rotary
+from commlib.ops.inference.position_checks import check_starts
+from commlib.ops.inference.rotary import Rotary, TokenRotary
 from commlib.ops.inference.weights import DecoderLayer, linear
 from commlib.ops.registered.library import needs_op
 from commlib.ops.tensor_parallel._all_reduce_residual_norm import all_reduce_residual_norm
@@ -33,7 +34,8 @@ def fused_multi_transformer(
     *,
     config: DecoderConfig,
     start: int | Tensor = 0,
-    rotary: Rotary | None = None,
+    rotary: Rotary | TokenRotary | None = None,
+    attn_mask: Tensor | None = None,
     final_norm: Tensor | None = None,
     final_norm_bias: Tensor | None = None,
     check_positions: bool = True,
@@ -52,9 +54,14 @@ def fused_multi_transformer(
         cache: This rank's keys and values, in the dtype of ``x``. The call writes to it.
         ring_id: The ring, its id or its name. None: the layers are whole, nothing is reduced.
         config: The shape of the whole decoder.
-        start: Position of the first new token: one number, or [B] int32 or int64. The number 0
-            says that all sequences begin: attention then reads the new tokens alone.
-        rotary: Tables for every position of the cache. Default: no rotary embedding.
+        start: Position of the first new token: one number, or [B] int32 or int64. Earlier calls
+            must have written all positions before it; this is not checked. The number 0 says
+            that all sequences begin: attention then reads the new tokens alone.
+        rotary: Tables for every position of the cache, or ``TokenRotary`` with the angles of these
+            tokens. Default: no rotary embedding.
+        attn_mask: Broadcast to [B, heads of the rank, S, K]: True, or 0 in a float mask that is
+            added, where a token may attend. K is S if ``start`` is the number 0, else K is the
+            first positions of the cache; others are hidden. Default: causal attention.
         final_norm: [hidden], a norm after the last layer, for ``pre_norm`` only.
         final_norm_bias: [hidden], for norm="layer".
         check_positions: Read ``start`` and the page table to check them: the host waits for a GPU.
@@ -76,17 +83,18 @@ def fused_multi_transformer(
     if not torch.compiler.is_compiling():
         checks = Checks(None if number is None else comm(number), config, x)
         _check(checks, layers, cache, start, rotary, (final_norm, final_norm_bias))
+        checks.mask(attn_mask, _begins(start), cache.capacity)
         if not x.numel():
             return torch.empty_like(x)
         in_range = check_positions and not needs_op(x) and not sees_capture(x)
-        checks.positions(cache, start, read=in_range)
+        check_starts(checks.where, x, cache, start, read=in_range)
     if number is None:
         reduce: Reduce = partial(_add, config)
     else:
         reduce = partial(_reduce, number, config, use_calc_stream)
     positions, outside = _positions(x, cache, start)
-    begins = isinstance(start, int) and start == 0
-    attention = prepare(cache, config.head_dim, positions, rotary, x, begins)
+    begins = _begins(start)
+    attention = prepare(cache, config.head_dim, positions, rotary, x, begins, attn_mask)
     y = decode_layers(x, layers, attention, reduce, config, final_norm, final_norm_bias)
     return y if in_range else y.masked_fill(outside, torch.nan)
 
@@ -96,7 +104,7 @@ def _check(
     layers: Sequence[DecoderLayer],
     cache: KVCache,
     start: int | Tensor,
-    rotary: Rotary | None,
+    rotary: Rotary | TokenRotary | None,
     final_norm: tuple[Tensor | None, Tensor | None],
 ) -> None:
     """Raise for what can be known without reading values."""
@@ -107,6 +115,11 @@ def _check(
     checks.cache(cache, len(layers))
     checks.rotary(rotary, cache.capacity)
     checks.start(start)
+
+
+def _begins(start: int | Tensor) -> bool:
+    """Return True if the number 0 says that all sequences begin."""
+    return isinstance(start, int) and start == 0
 
 
 def _positions(x: Tensor, cache: KVCache, start: int | Tensor) -> tuple[Tensor, Tensor]:

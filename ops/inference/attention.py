@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from commlib.ops.inference.kv_cache import KVCache
-from commlib.ops.inference.rotary import Rotary
+from commlib.ops.inference.rotary import Rotary, TokenRotary
 
 Tensor = torch.Tensor
 
@@ -15,15 +15,17 @@ Tensor = torch.Tensor
 class Attention:
     """What all layers of one call share.
 
-    ``places`` are the two indices of the new tokens in the cache. ``bias`` [B, 1, S, capacity] is
-    added to the scores. None: the sequences begin with this call, and the new tokens suffice.
+    ``places`` are the two indices of the new tokens in the cache. ``begins``: the sequences begin
+    with this call, and the new tokens suffice. ``bias`` is added to the scores: [B, heads or 1, S,
+    capacity], or with ``begins`` [B, heads or 1, S, S]. None: causal attention of new tokens.
     """
 
     cache: KVCache
     head_dim: int
     places: tuple[Tensor, Tensor]
-    rotary: Rotary | None
+    rotary: Rotary | TokenRotary | None
     bias: Tensor | None
+    begins: bool
 
     def __call__(self, qkv: Tensor, heads: int, layer: int) -> Tensor:
         """Return [B, S, heads * D] for one layer, whose keys and values go into the cache."""
@@ -35,21 +37,51 @@ class Attention:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys.index_put_(self.places, k)
         values.index_put_(self.places, v)
-        if self.bias is None:
-            return _causal(q, k, v)
+        if self.begins:
+            return _fresh(q, k, v, self.bias)
         count = qkv.shape[0]
+        assert self.bias is not None
         return _cached(
             q, self.cache.gathered(keys, count), self.cache.gathered(values, count), self.bias
         )
 
 
 def prepare(
-    cache: KVCache, head_dim: int, positions: Tensor, rotary: Rotary | None, x: Tensor, begins: bool
+    cache: KVCache,
+    head_dim: int,
+    positions: Tensor,
+    rotary: Rotary | TokenRotary | None,
+    x: Tensor,
+    begins: bool,
+    mask: Tensor | None = None,
 ) -> Attention:
-    """Return what all layers share, for new tokens of ``x`` at ``positions`` [B, S]."""
+    """Return what all layers share, for new tokens of ``x`` at ``positions`` [B, S].
+
+    ``mask`` replaces causal attention.
+    """
     turned = None if rotary is None else rotary.at(positions)
-    bias = None if begins else _bias(positions, cache.capacity, x.dtype)
-    return Attention(cache, head_dim, cache.places(positions), turned, bias)
+    bias = None
+    if mask is not None:
+        bias = _masked(mask, x, None if begins else cache.capacity)
+    elif not begins:
+        bias = _bias(positions, cache.capacity, x.dtype)
+    return Attention(cache, head_dim, cache.places(positions), turned, bias, begins)
+
+
+def _masked(mask: Tensor, x: Tensor, capacity: int | None) -> Tensor:
+    """Return a mask as numbers that are added, finite so that a row that sees nothing is not NaN.
+
+    Positions of the cache after the mask are hidden.
+    """
+    least = torch.finfo(x.dtype).min / 2
+    if mask.dtype is torch.bool:
+        bias = torch.zeros(mask.shape, dtype=x.dtype, device=x.device).masked_fill_(~mask, least)
+    else:
+        bias = mask.to(x.dtype).clamp(min=least)
+    bias = bias.expand(-1, -1, x.shape[1], -1)
+    if capacity is None:
+        return bias
+    return F.pad(bias, (0, capacity - mask.shape[-1]), value=-torch.inf)
 
 
 def _bias(positions: Tensor, capacity: int, dtype: torch.dtype) -> Tensor:
@@ -59,11 +91,13 @@ def _bias(positions: Tensor, capacity: int, dtype: torch.dtype) -> Tensor:
     return bias.masked_fill_(later, -torch.inf).unsqueeze(1)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return the attention of tokens [B, S, heads, D] over themselves."""
+def _fresh(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the attention of tokens [B, S, heads, D] over themselves; causal without a bias."""
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    y = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=bias, is_causal=bias is None, enable_gqa=grouped
+    )
     joined: Tensor = y.transpose(1, 2).flatten(2)
     return joined
 
@@ -78,7 +112,10 @@ def _cached(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
     group = heads // kv_heads
     rows = q.view(count, length, kv_heads, group, width).permute(0, 2, 3, 1, 4)
     rows = rows.reshape(count, kv_heads, group * length, width)
-    biases = bias if length == 1 else bias.repeat(1, 1, group, 1)
+    if bias.shape[1] > 1:  # one per head
+        biases = bias.unflatten(1, (kv_heads, group)).flatten(2, 3)
+    else:
+        biases = bias if length == 1 else bias.repeat(1, 1, group, 1)
     y = F.scaled_dot_product_attention(
         rows, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=biases
     )

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from commlib.core.context import CommContext
-from commlib.core.validation import check_tensor
+from commlib.core.tensors import has_memory
+from commlib.core.validation import check_tensor, overlaps_itself
 from commlib.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from commlib.ops.inference.config import DecoderConfig
 from commlib.ops.inference.kv_cache import KVCache, PagedCache
-from commlib.ops.inference.rotary import Rotary
+from commlib.ops.inference.rotary import Rotary, TokenRotary
 from commlib.ops.inference.weights import LARGEST, LINEARS, DecoderLayer, QuantizedWeight, Shape
 
 Tensor = torch.Tensor
@@ -29,6 +30,11 @@ class Checks:
         self.ring, self.config, self.x = ring, config, x
         self.where = NAME if ring is None else ring._describe(NAME)
         self.size = 1 if ring is None else ring.size
+        if not isinstance(config, DecoderConfig):
+            raise ArgumentError(
+                f"{self.where}: config is {type(config).__name__}; expected a DecoderConfig; pass "
+                f"config=DecoderConfig(...)"
+            )
         self._shard = f", the shard of one of {self.size} ranks; DecoderLayer.shard makes it"
 
     def split(self) -> None:
@@ -57,6 +63,11 @@ class Checks:
 
     def layers(self, layers: Sequence[DecoderLayer]) -> None:
         """Raise for a weight that is missing, or that has another shape, dtype or device."""
+        if not isinstance(layers, Sequence):
+            raise ArgumentError(
+                f"{self.where}: layers is {type(layers).__name__}; expected a list of "
+                f"DecoderLayer; pass list(layers)"
+            )
         if not layers or not all(isinstance(layer, DecoderLayer) for layer in layers):
             kinds = sorted({type(layer).__name__ for layer in layers}) or "nothing"
             raise ArgumentError(
@@ -106,6 +117,11 @@ class Checks:
     def cache(self, cache: KVCache, layers: int) -> None:
         """Raise for a cache of other layers, heads or dtype, or with fewer sequences than ``x``."""
         config, (count, length) = self.config, self.x.shape[:2]
+        if not all(isinstance(getattr(cache, role, None), tuple) for role in ("keys", "values")):
+            raise ArgumentError(
+                f"{self.where}: cache is {type(cache).__name__}; expected a ContiguousCache or a "
+                f"PagedCache, with tuples of tensors; pass ContiguousCache.zeros(...)"
+            )
         if len(cache.keys) != layers or len(cache.values) != layers:
             raise ShapeError(
                 f"{self.where}: the cache has keys of {len(cache.keys)} and values of "
@@ -117,6 +133,7 @@ class Checks:
                 why = f", that of one of {self.size} ranks; make the cache with ranks={self.size}"
                 shape = (*cache.keys[0].shape[:2], *heads)
                 self.tensor(f"cache.{role}[{number}]", memory, shape, None, why)
+        self._distinct(cache)
         if isinstance(cache, PagedCache):
             self._table(cache.table)
         if count > cache.sequences:
@@ -130,16 +147,68 @@ class Checks:
                 f"expected at most {cache.capacity}; make the cache with room for {length} tokens"
             )
 
+    def _distinct(self, cache: KVCache) -> None:
+        """Raise if two tensors of the cache, or two elements of one, are the same memory."""
+        seen = dict[int, str]()
+        for role in ("keys", "values"):
+            for number, memory in enumerate(getattr(cache, role)):
+                if not has_memory(memory) or not memory.numel():
+                    continue
+                name = f"cache.{role}[{number}]"
+                other = seen.setdefault(memory.data_ptr(), name)
+                if other != name or overlaps_itself(memory):
+                    what = "itself, as an expanded tensor" if other == name else other
+                    raise ArgumentError(
+                        f"{self.where}: {name} shares memory with {what}; expected separate "
+                        f"memory, because the call writes to it; pass ContiguousCache.zeros(...)"
+                    )
+
     def _table(self, table: Any) -> None:
         dtype = getattr(table, "dtype", None)
         shape = tuple(table.shape) if isinstance(table, Tensor) and table.dim() == 2 else (1, 1)
         kind = dtype if dtype in (torch.int32, torch.int64) else torch.int64
         self.tensor("cache.table", table, shape, kind)
 
-    def rotary(self, rotary: Rotary | None, capacity: int) -> None:
+    def mask(self, mask: Tensor | None, begins: bool, capacity: int) -> None:
+        """Raise for a mask that does not fit to the new tokens and to the keys."""
+        if mask is None:
+            return
+        count, length = self.x.shape[:2]
+        most = length if begins else capacity
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else ()
+        heads = self.config.local_heads(self.size)
+        wanted = (count, heads, length, most)
+        fits = len(shape) == 4 and all(
+            given in (1, limit) for given, limit in zip(shape[:3], wanted, strict=False)
+        )
+        keys = fits and (shape[3] == most or (not begins and length <= shape[3] <= most))
+        if isinstance(mask, Tensor) and not keys:
+            raise ShapeError(
+                f"{self.where}: attn_mask has shape {shape}; expected one that broadcasts to "
+                f"{wanted}: [sequences, heads of this rank, tokens, keys]; with earlier tokens in "
+                f"the cache, {length} to {most} keys"
+            )
+        is_tensor = isinstance(mask, Tensor)
+        known = is_tensor and (mask.dtype is torch.bool or mask.is_floating_point())
+        self.tensor("attn_mask", mask, shape, mask.dtype if known else torch.bool)
+
+    def rotary(self, rotary: Rotary | TokenRotary | None, capacity: int) -> None:
         """Raise for tables that do not reach every position of the cache."""
         if rotary is None:
             return
+        if isinstance(rotary, TokenRotary):
+            parts = rotary.cos.shape[2] if rotary.cos.dim() == 4 else 1
+            each = self.config.head_dim // max(1, 2 * parts)
+            shape = (*self.x.shape[:2], parts, each)
+            why = f", for 2 * {parts} * {each} of {self.config.head_dim} elements of a head"
+            self.tensor("rotary.cos", rotary.cos, shape, torch.float32, why)
+            self.tensor("rotary.sin", rotary.sin, shape, torch.float32, why)
+            return
+        if not isinstance(rotary, Rotary):
+            raise ArgumentError(
+                f"{self.where}: rotary is {type(rotary).__name__}; expected a Rotary; pass "
+                f"rotary_tables(...)"
+            )
         most = self.config.head_dim // 2
         for role in ("cos", "sin"):
             table = getattr(rotary, role)
@@ -198,43 +267,4 @@ class Checks:
             raise ArgumentError(
                 f"{self.where}: start={start!r}; expected an integer, or a tensor with one per "
                 f"sequence"
-            )
-
-    def positions(self, cache: KVCache, start: int | Tensor, *, read: bool) -> None:
-        """Raise for positions outside of the cache, or without a page.
-
-        Tensors are looked at with ``read`` only: that waits for a GPU.
-        """
-        count, length = self.x.shape[:2]
-        first = last = start
-        if isinstance(start, Tensor):
-            if not read:
-                return
-            first, last = (int(bound) for bound in start.aminmax())
-        if first < 0 or last > cache.capacity - length:
-            starts = start.tolist() if isinstance(start, Tensor) else [start]
-            sequence = next(
-                row for row, at in enumerate(starts) if not 0 <= at <= cache.capacity - length
-            )
-            raise ArgumentError(
-                f"{self.where}: position out of range: sequence {sequence} has {length} tokens "
-                f"from position {starts[sequence]} on; expected positions 0 to "
-                f"{cache.capacity - 1}; pass start from 0 to {cache.capacity - length}, or make "
-                f"the cache larger"
-            )
-        if read and isinstance(cache, PagedCache):
-            self._pages(cache, start + self.x.new_full((count,), length, dtype=torch.int64))
-
-    def _pages(self, cache: PagedCache, lengths: Tensor) -> None:
-        """Raise unless each sequence has the pages of its first ``lengths`` tokens."""
-        table = cache.table[: len(lengths)]
-        first = torch.arange(table.shape[1], device=table.device) * cache.page_size
-        missing = (first < lengths[:, None]) & ((table < 0) | (table >= cache.pages))
-        if bool(missing.any()):
-            sequence = int(missing.any(1).nonzero()[0])
-            length = int(lengths[sequence])
-            raise ArgumentError(
-                f"{self.where}: the cache is too small: {int(missing[sequence].sum())} of the "
-                f"{-(-length // cache.page_size)} pages that sequence {sequence} needs for "
-                f"{length} tokens are not assigned; call PagePool.reserve({sequence}, {length})"
             )

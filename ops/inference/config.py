@@ -50,10 +50,11 @@ class DecoderConfig:
                 f"divisor of heads; pass kv_heads={math.gcd(self.heads, self.kv_heads)}"
             )
         for name, known in (("norm", ("rms", "layer")), ("activation", ACTIVATIONS)):
-            if getattr(self, name) not in known:
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in known:
                 raise ArgumentError(
-                    f"DecoderConfig: {name}={getattr(self, name)!r}; expected one of "
-                    f"{', '.join(known)}"
+                    f"DecoderConfig: {name}={value!r}; expected one of "
+                    f"{', '.join(known)}; pass {name}={known[0]!r}"
                 )
         is_number = isinstance(self.eps, (int, float)) and not isinstance(self.eps, bool)
         if not is_number or not 0 <= self.eps < math.inf:

@@ -161,6 +161,11 @@ class PagePool:
     """
 
     def __init__(self, cache: PagedCache) -> None:
+        if not isinstance(cache, PagedCache):
+            raise ArgumentError(
+                f"PagePool: cache is {type(cache).__name__}; expected a PagedCache; pass "
+                f"PagedCache.zeros(...)"
+            )
         self._cache = cache
         self._free = list(range(cache.pages))[::-1]
         self._owned: list[list[int]] = [[] for _ in range(cache.sequences)]
@@ -178,6 +183,11 @@ class PagePool:
                 table, or too few pages are free. Nothing is reserved then.
         """
         cache, owned = self._cache, self._pages(sequence)
+        if not _is_number(tokens) or tokens < 0:
+            raise ArgumentError(
+                f"PagePool.reserve: tokens={tokens!r} for sequence {sequence}; expected an integer "
+                f"from 0 on; pass the number of tokens that the sequence has in all"
+            )
         missing = -(-tokens // cache.page_size) - len(owned)
         if tokens > cache.capacity:
             raise ArgumentError(
@@ -204,11 +214,16 @@ class PagePool:
         self._cache.table[sequence] = self._cache.pages
 
     def _pages(self, sequence: int) -> list[int]:
-        if not 0 <= sequence < len(self._owned):
+        if not _is_number(sequence) or not 0 <= sequence < len(self._owned):
             raise ArgumentError(
-                f"PagePool: sequence={sequence}; expected 0 to {len(self._owned) - 1}"
+                f"PagePool: sequence={sequence!r}; expected 0 to {len(self._owned) - 1}; pass the "
+                f"row of the table"
             )
         return self._owned[sequence]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _zeros(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -48,6 +49,33 @@ class Rotary:
         return torch.cat([joined, rest], -1) if rest.shape[-1] else joined
 
 
+@dataclass(frozen=True, eq=False)
+class TokenRotary:
+    """Cosines and sines of the new tokens of one call, in place of tables by position.
+
+    A head is cut into parts of one size. In each, element i is rotated with element r + i.
+
+    Args:
+        cos: [B, S, parts, r], float32, with 2 * r * parts elements per head.
+        sin: [B, S, parts, r], float32.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def at(self, positions: Tensor) -> "TokenRotary":
+        """Return the same: the angles are those of the tokens."""
+        return self
+
+    def rotate(self, heads: Tensor) -> Tensor:
+        """Return ``heads`` [B, S, heads, D], rotated in float32 and rounded once."""
+        parts = heads.unflatten(-1, (self.cos.shape[2], -1)).float()
+        first, second = parts.chunk(2, dim=-1)
+        cos, sin = self.cos.unsqueeze(2), self.sin.unsqueeze(2)
+        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        return turned.flatten(-2).to(heads.dtype)
+
+
 def rotary_tables(
     head_dim: int,
     positions: int,
@@ -69,10 +97,15 @@ def rotary_tables(
         device: The tables' device.
 
     Raises:
-        ArgumentError: ``head_dim`` is odd, or the type of the scaling is unknown.
+        ArgumentError: ``head_dim`` is odd, a number is out of range, or the scaling is unknown or
+            lacks a number.
     """
-    if head_dim % 2:
-        raise ArgumentError(f"rotary_tables: head_dim={head_dim}; expected an even number")
+    _check(head_dim, positions, theta)
+    if scaling is not None and not isinstance(scaling, Mapping):
+        raise ArgumentError(
+            f"rotary_tables: scaling is {type(scaling).__name__}; expected None or a dictionary; "
+            f"pass config.rope_scaling"
+        )
     steps = torch.arange(0, head_dim, 2, dtype=torch.float64)
     frequencies = _scaled(torch.pow(theta, -steps / head_dim), scaling or {})
     angles = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies
@@ -80,19 +113,60 @@ def rotary_tables(
     return Rotary(cos, sin, interleaved)
 
 
+def _check(head_dim: int, positions: int, theta: float) -> None:
+    whole = {"head_dim": head_dim, "positions": positions}
+    for name, value in whole.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ArgumentError(
+                f"rotary_tables: {name}={value!r}; expected an integer from 0 on; pass "
+                f"{name}={128 if name == 'head_dim' else 4096}"
+            )
+    if head_dim < 2 or head_dim % 2:
+        raise ArgumentError(
+            f"rotary_tables: head_dim={head_dim}; expected an even number from 2 on; pass the "
+            f"elements of a head that are rotated"
+        )
+    if not _is_positive(theta):
+        raise ArgumentError(
+            f"rotary_tables: theta={theta!r}; expected a finite number above 0; pass theta=10000.0"
+        )
+
+
+def _is_positive(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and isfinite(value) and value > 0
+
+
+def _number(scaling: Mapping[str, Any], name: str) -> float:
+    """Return a number of the scaling."""
+    value: Any = scaling.get(name)
+    if not _is_positive(value):
+        raise ArgumentError(
+            f"rotary_tables: {name} of scaling {dict(scaling)} is {value!r}; expected a number "
+            f"above 0; pass scaling={{..., {name!r}: 8.0}}"
+        )
+    return float(value)
+
+
 def _scaled(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return frequencies
     if kind == "linear":
-        return frequencies / float(scaling["factor"])
+        return frequencies / _number(scaling, "factor")
     if kind != "llama3":
         raise ArgumentError(
             f"rotary_tables: scaling of type {kind!r}; expected default, linear or llama3; compute "
             f"the tables yourself and pass Rotary(cos, sin)"
         )
     # Long waves are stretched, short ones are kept, and the ones between are interpolated.
-    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-    turns = frequencies * (int(scaling["original_max_position_embeddings"]) / (2 * torch.pi))
+    low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+    if low == high:
+        raise ArgumentError(
+            f"rotary_tables: low_freq_factor and high_freq_factor are {low}; expected two "
+            f"numbers; pass the scaling of the model's config"
+        )
+    whole = _number(scaling, "original_max_position_embeddings")
+    turns = frequencies * (whole / (2 * torch.pi))
     kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / float(scaling["factor"]))
+    return frequencies * (kept + (1 - kept) / _number(scaling, "factor"))

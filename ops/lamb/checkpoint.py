@@ -5,9 +5,7 @@ from typing import Any
 
 import torch
 
-from commlib.core.context import CommContext
-from commlib.errors import ArgumentError
-from commlib.ops.lamb.lamb_rings import NAME, LambRings
+from commlib.ops.lamb.lamb_rings import LambRings
 from commlib.ops.lamb.part import Part
 
 Tensor = torch.Tensor
@@ -40,38 +38,6 @@ def gathered(parts: Sequence[Part], rings: LambRings, order: Sequence[int], step
             for place, view in enumerate(part.views(rings.gather(flat, own))):
                 state[order[part.first + place]][name] = view.to("cpu", copy=True)
     return state
-
-
-def check(
-    ring: CommContext,
-    parts: Sequence[Part],
-    order: Sequence[int],
-    groups: Sequence[dict[str, Any]],
-    given: Mapping[str, Any],
-) -> None:
-    """Raise ``ArgumentError`` if ``given`` is not a state of these parameters."""
-    prefix = f"{ring._describe(NAME)}: load_state_dict"
-    remedy = "pass the state_dict() of an optimizer with the same parameters in the same groups"
-    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= {*given}:
-        found = sorted(given) if isinstance(given, Mapping) else type(given).__name__
-        raise ArgumentError(f"{prefix}: {found}; expected keys state and param_groups; {remedy}")
-    sizes = [len(group["params"]) for group in given["param_groups"]]
-    expected = [len(group["params"]) for group in groups]
-    if sizes != expected:
-        raise ArgumentError(
-            f"{prefix}: groups of {sizes} parameters; expected {expected}; {remedy}"
-        )
-    for part in parts:
-        for place, param in enumerate(part.params):
-            number = order[part.first + place]
-            saved = given["state"].get(number, {})
-            shapes = {name: tuple(x.shape) for name, x in saved.items()}
-            wanted = {STEP: (), **dict.fromkeys(names(part), tuple(param.shape))}
-            if shapes != wanted:
-                raise ArgumentError(
-                    f"{prefix}: parameter {number} has {shapes or 'no state'}; expected {wanted}; "
-                    f"{remedy}"
-                )
 
 
 def load(parts: Sequence[Part], order: Sequence[int], state: Mapping[int, Any]) -> None:

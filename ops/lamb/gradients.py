@@ -30,11 +30,17 @@ class Reduced(NamedTuple):
 
 
 class Gradients:
-    """Collects and reduces the gradients of all parts; nothing is read by the host."""
+    """Collects and reduces the gradients of all parts; nothing is read by the host.
+
+    Attributes:
+        one: [1] float32.
+        zero: [1] float32.
+    """
 
     def __init__(self, parts: Sequence[Part], rings: LambRings, settings: Settings) -> None:
         self._parts, self._rings, self._settings = parts, rings, settings
-        self._one = torch.ones(1, dtype=torch.float32, device=rings.ring.device)
+        self.one = torch.ones(1, dtype=torch.float32, device=rings.ring.device)
+        self.zero = torch.zeros_like(self.one)
 
     def collect(self) -> None:
         """Bring all gradients into the flat buffers.
@@ -65,14 +71,19 @@ class Gradients:
             part.gradients.copy_(part.accumulated)
             part.accumulated.zero_()
 
-    def reduce(self, scale: Tensor | None, found_inf: Tensor | None) -> Reduced:
+    def reduce(self, scale: Tensor | None, suspect: Tensor | None) -> Reduced:
         """Sum the gradients over the ranks.
 
         Args:
-            scale: Factor that this rank's loss was multiplied by; None for 1.
-            found_inf: Above 0 if this rank knows of a gradient that is not finite.
+            scale: Factor that this rank's loss was multiplied by; None for 1. All ranks skip the
+                step if one is not a finite number above 0.
+            suspect: [1] above 0 if this rank knows why the step must be skipped.
         """
         rings, settings = self._rings, self._settings
+        known = self.zero if suspect is None else suspect
+        if scale is not None:
+            valid = (scale > 0) & scale.isfinite()
+            known, scale = known + ~valid, torch.where(valid, scale, self.one)
         scale = self._common_scale(scale)
         clips = settings.max_grad_norm > 0
         if clips and not settings.clip_after_allreduce:
@@ -81,9 +92,8 @@ class Gradients:
             rings.reduce(part.gradients, part.layout.shard(part.rank)) for part in self._parts
         ]
         clips = clips and settings.clip_after_allreduce
-        known = self._one * 0 if found_inf is None else found_inf.float().view(1)
         square = _square(shards) if clips else _not_finite(shards)
-        square, known = rings.total(torch.cat([square, known])).split(1)
+        square, known = rings.total(torch.cat([square, rings.any(known)])).split(1)
         factor = 1 / scale
         if not settings.is_grad_scaled_by_nranks:
             factor = factor / rings.ring.size
@@ -103,12 +113,12 @@ class Gradients:
             [1] the scale that the gradients have now.
         """
         if scale is None:
-            return self._one
-        own, ranks = scale.float().view(1), self._rings.ring.size
+            return self.one
+        ranks = self._rings.ring.size
         if ranks == 1:
-            return own
-        common = self._rings.least(own) / ranks
-        self._multiply(common / own)
+            return scale
+        common = self._rings.least(scale) / ranks
+        self._multiply(common / scale)
         return common
 
     def _clip_own(self, scale: Tensor) -> None:
@@ -120,7 +130,7 @@ class Gradients:
         if self._settings.is_grad_scaled_by_nranks:
             norm = norm * self._rings.ring.size
         factor = scale * self._settings.max_grad_norm / (norm + _TINY)
-        self._multiply(torch.where(factor < 1, factor, self._one))
+        self._multiply(torch.where(factor < 1, factor, self.one))
 
     def _multiply(self, factor: Tensor) -> None:
         for part in self._parts:

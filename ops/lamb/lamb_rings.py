@@ -2,6 +2,7 @@
 
 import torch
 
+from commlib.core.context import CommContext
 from commlib.core.manager import comm
 from commlib.errors import ArgumentError
 from commlib.ops.arguments import Ring, ring_number
@@ -19,8 +20,8 @@ class LambRings:
         cross: The ranks with the same shard, if the sum is done in two stages, else None.
     """
 
-    def __init__(self, ring: Ring, shard_ring: Ring | None, cross_ring: Ring | None) -> None:
-        self.ring = comm(ring_number(NAME, ring))
+    def __init__(self, ring: CommContext, shard_ring: Ring | None, cross_ring: Ring | None) -> None:
+        self.ring = ring
         self.shard = self.ring if shard_ring is None else comm(ring_number(NAME, shard_ring))
         self.cross = None if cross_ring is None else comm(ring_number(NAME, cross_ring))
 
@@ -102,4 +103,15 @@ class LambRings:
         """Return the minimum of ``x`` over all ranks."""
         out = torch.empty_like(x)
         self.ring.all_reduce(out, x, op="min")
+        return out
+
+    def any(self, flag: Tensor) -> Tensor:
+        """Return a number above 0 if ``flag`` [1] is above 0 on a rank that holds other shards.
+
+        ``total`` adds the flags inside of ``shard``; this covers the other copies of the state.
+        """
+        if self.shard.size == self.ring.size:
+            return flag
+        out = torch.empty_like(flag)
+        self.ring.all_reduce(out, flag, op="max")
         return out

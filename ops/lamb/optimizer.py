@@ -1,39 +1,22 @@
 """LAMB over flat buffers: one reduction, state divided over the ranks, no waits of the host."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, overload
 
 import torch
 
-from commlib.core.compiler import leave_to_eager, untraced
+from commlib.core.manager import comm
 from commlib.errors import ArgumentError
 from commlib.ops.agreement import check_ranks_agree, refuse_together
-from commlib.ops.arguments import Ring
+from commlib.ops.arguments import Ring, ring_number
+from commlib.ops.lamb.eager import eager
 from commlib.ops.lamb.lamb_rings import NAME, LambRings
-from commlib.ops.lamb.settings import (
-    Settings,
-    check_group,
-    check_params,
-    common_moments,
-    decayed,
-    facts,
-)
+from commlib.ops.lamb.parameters import check_new_group, check_params
+from commlib.ops.lamb.settings import Settings, check_group, facts
 from commlib.ops.lamb.sharded_state import ShardedState
+from commlib.ops.lamb.state_checks import LOAD
 
 Tensor = torch.Tensor
-
-_COMPILED = (
-    "DistributedFusedLamb is not traced: its kernels are fused already. Call step() outside the "
-    "compiled function, or capture it by commlib.graph.capture"
-)
-
-
-def _eager() -> AbstractContextManager[None]:
-    """Return a block without gradients that torch.compile leaves to eager code."""
-    if torch.compiler.is_compiling():
-        leave_to_eager(_COMPILED)
-    return untraced(torch.no_grad())
 
 
 class DistributedFusedLamb(torch.optim.Optimizer):
@@ -113,37 +96,39 @@ class DistributedFusedLamb(torch.optim.Optimizer):
         """
         self._microbatches = 0
         self._has_buffers = False
-        rings = self._rings = LambRings(ring_id, shard_ring, cross_ring)
+        ring = self._ring = comm(ring_number(NAME, ring_id))
+        where, defaults = ring._describe(NAME), {"lr": lr, "betas": betas, "eps": eps}
         settings = self._settings = Settings(
-            float(max_grad_norm or 0),
+            0.0 if max_grad_norm is None else max_grad_norm,
             clip_after_allreduce,
             is_grad_scaled_by_nranks,
             gradient_accumulation_steps,
             use_master_acc_grad,
             use_master_param_norm,
         )
-        with refuse_together(rings.ring, NAME):
-            settings.check(rings.ring)
+        with refuse_together(ring, NAME):
+            settings.check(where)
+            rings = LambRings(ring, shard_ring, cross_ring)
             rings.check()
-            defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-            try:
-                super().__init__(params, defaults)
-            except (TypeError, ValueError) as error:  # torch's checks of params
-                if isinstance(error, ArgumentError):
-                    raise
-                raise ArgumentError(
-                    f"{self._describe('params')}: {error}; pass model.parameters()"
-                ) from error
-            listed = [p for group in self.param_groups for p in group["params"]]
-            check_params(rings.ring, listed)
-            moments = self._moments()
-        agreed = facts(settings, listed, (*moments[0], moments[1]), rings.shard.size)
-        rows = check_ranks_agree(rings.ring, NAME, agreed, [rings.shard.rank])
+            self._set_groups(params, {**defaults, "weight_decay": weight_decay})
+            with_decay = check_params(ring, self.param_groups, exclude_from_weight_decay)
+            agreed = facts(settings, self.param_groups, with_decay, rings.shard.size)
+        rows = check_ranks_agree(ring, NAME, agreed, [rings.shard.rank])
         rings.check_positions([row[0] for row in rows])
-        with_decay = decayed(listed, exclude_from_weight_decay)
         with torch.no_grad():
             self._sharded = ShardedState(self.param_groups, with_decay, rings, settings)
         self._has_buffers = True
+
+    def _set_groups(self, params: Any, defaults: dict[str, Any]) -> None:
+        """Let torch make the parameter groups, with an error of this project."""
+        try:
+            super().__init__(params, defaults)
+        except (TypeError, ValueError) as error:  # torch's checks of params
+            if isinstance(error, ArgumentError):
+                raise
+            raise ArgumentError(
+                f"{self._describe('params')}: {error}; pass model.parameters()"
+            ) from error
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -191,7 +176,7 @@ class DistributedFusedLamb(torch.optim.Optimizer):
                 f"{self._describe('accumulate')}: gradient_accumulation_steps is 1; expected 2 or "
                 f"more; pass gradient_accumulation_steps= to the constructor"
             )
-        with _eager():
+        with eager():
             self._sharded.accumulate()
 
     def update(self) -> None:
@@ -204,8 +189,8 @@ class DistributedFusedLamb(torch.optim.Optimizer):
             RingError: A ring was closed or has failed.
         """
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        with _eager():
-            self._sharded.update(self.param_groups, self._moments(), scale, found_inf)
+        with eager():
+            self._sharded.update(self.param_groups, scale, found_inf)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Set the gradients to zero by one kernel per dtype.
@@ -223,7 +208,14 @@ class DistributedFusedLamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def refresh_master(self) -> None:
-        """Set the master weights to the parameters, after the program has changed these."""
+        """Set the master weights to the parameters, after the program has changed these.
+
+        Parameters that have left the flat buffer, as by ``p.data = x``, are put back first.
+
+        Raises:
+            DtypeError, DeviceError, ShapeError: One does not fit any more.
+        """
+        self._sharded.settle()
         for part in self._sharded.parts:
             part.refresh_weights()
 
@@ -237,11 +229,8 @@ class DistributedFusedLamb(torch.optim.Optimizer):
         """This rank's shards of the moments and of the master weights."""
         return self._sharded.shards
 
-    def _moments(self) -> tuple[tuple[float, float], float]:
-        return common_moments(self._rings.ring, self.param_groups)
-
     def _describe(self, method: str) -> str:
-        return f"{self._rings.ring._describe(NAME)}: {method}"
+        return f"{self._ring._describe(NAME)}: {method}"
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -258,9 +247,10 @@ class DistributedFusedLamb(torch.optim.Optimizer):
                 f"parameters and can't grow; expected all parameters in the constructor; create a "
                 f"new optimizer with all of them"
             )
+        where, number = self._ring._describe(NAME), len(self.param_groups)
+        check_new_group(where, param_group)
         super().add_param_group(param_group)
-        number = len(self.param_groups) - 1
-        check_group(self._rings.ring, number, self.param_groups[number])
+        check_group(where, number, self.param_groups[number])
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse a copy: buffers and rings belong to this process."""
@@ -289,12 +279,21 @@ class DistributedFusedLamb(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of any number of ranks. Load the model too.
 
-        Sends nothing. Every rank calls it with the same state.
+        Every rank of the ring calls it with the same state. The hosts compare what they load; no
+        tensor is sent. A learning rate in a tensor keeps its memory, for captured steps.
 
         Raises:
-            ArgumentError: The state is of other parameters. Nothing is changed.
+            ArgumentError: The state is of other parameters or of another optimizer, or the ranks
+                load different ones. On every rank, before anything is changed.
         """
-        self._sharded.check(self.param_groups, state_dict)
+        with refuse_together(self._ring, LOAD):
+            loaded = self._sharded.check(self.param_groups, state_dict)
+        check_ranks_agree(self._ring, LOAD, loaded)
+        rates = [group["lr"] for group in self.param_groups]
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            if isinstance(rate, Tensor):
+                rate.detach().copy_(torch.as_tensor(group["lr"]).view(rate.shape))
+                group["lr"] = rate
         self._sharded.load(state_dict["state"])
         self._microbatches = 0

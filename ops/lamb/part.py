@@ -16,6 +16,7 @@ class Part:
 
     Attributes:
         params: The parameters, in the order of the buffer.
+        shapes: Their shapes.
         first: Position of the first parameter among those of all parts.
         layout: Places in the buffer.
         values: [numel] values of all parameters.
@@ -41,16 +42,25 @@ class Part:
         sum_dtype: torch.dtype | None,
     ) -> None:
         self.params, self.first, self.rank = list(params), first, rank
+        self.shapes = [tuple(p.shape) for p in params]
+        # Dense strides in the order of the parameter's own, such as those of channels_last.
+        self._strides = [torch.empty_like(p, device="meta").stride() for p in params]
         self.layout = Layout([p.numel() for p in params], shards)
         self.values = params[0].new_zeros(self.layout.numel)
         self.gradients = torch.zeros_like(self.values)
         self.accumulated = None
         if sum_dtype is not None:
             self.accumulated = torch.zeros_like(self.values, dtype=sum_dtype)
-        for param, view in zip(self.params, self.views(self.values), strict=True):
+        self._gradient_views = self.views(self.gradients)
+        for param, view in zip(self.params, self._gradient_views, strict=True):
+            if param.grad is not None:
+                view.copy_(param.grad)
+        places = self.views(self.values)
+        for param, view in zip(self.params, places, strict=True):
             view.copy_(param.detach())
             param.data = view
-        self._gradient_views = self.views(self.gradients)
+        self._addresses = [view.data_ptr() for view in places]
+        self._gradient_addresses = [view.data_ptr() for view in self._gradient_views]
         self.attach_gradients()
         own = self.values[self.layout.shard(rank)]
         is_low = own.dtype is not torch.float32
@@ -67,18 +77,51 @@ class Part:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return the place of every parameter in ``flat`` [numel], in the parameter's shape."""
-        places = zip(self.params, self.layout.starts, self.layout.counts, strict=True)
-        return [flat[start : start + count].view(p.shape) for p, start, count in places]
+        return [self._view(flat, number) for number in range(len(self.params))]
+
+    def _view(self, flat: Tensor, number: int) -> Tensor:
+        start = flat.storage_offset() + self.layout.starts[number]
+        return flat.as_strided(self.shapes[number], self._strides[number], start)
+
+    def detached(self) -> list[int]:
+        """Return the positions of parameters that are not views of the buffer any more.
+
+        ``model.double().float()`` and ``p.data = x`` do that. Nothing is launched.
+        """
+        dtype = self.values.dtype
+        return [
+            number
+            for number, (param, address) in enumerate(
+                zip(self.params, self._addresses, strict=True)
+            )
+            if param.data_ptr() != address
+            or param.dtype is not dtype
+            or param.shape != self.shapes[number]
+        ]
+
+    def reattach(self, detached: Sequence[int]) -> None:
+        """Copy the values of parameters into the buffer, and make the parameters views again.
+
+        Master weights stay where they still round to these values.
+        """
+        for number in detached:
+            param, view = self.params[number], self._view(self.values, number)
+            view.copy_(param.detach())
+            param.data = view
+        if detached and self.copy is not None:
+            kept = self.weights.to(self.copy.dtype) == self.copy
+            self.weights.copy_(torch.where(kept, self.weights, self.copy.float()))
 
     def attach_gradients(self) -> None:
         """Make the gradients views of the flat buffer; a backward then adds to it."""
-        for param, view in zip(self.params, self._gradient_views, strict=True):
-            param.grad = view
+        for number, param in enumerate(self.params):
+            param.grad = self._gradient_view(number)
 
     def collect_gradients(self) -> None:
         """Copy gradients that are elsewhere into the flat buffer; a missing one becomes zero."""
         sources, targets = [], []
-        for param, view in zip(self.params, self._gradient_views, strict=True):
+        for number, param in enumerate(self.params):
+            view = self._gradient_view(number)
             if param.grad is None:
                 view.zero_()
             elif param.grad is not view:
@@ -86,6 +129,13 @@ class Part:
                 targets.append(view)
         if sources:
             torch._foreach_copy_(targets, sources)
+
+    def _gradient_view(self, number: int) -> Tensor:
+        """Return the place of a gradient; ``model.float()`` moves the tensor that was there."""
+        view = self._gradient_views[number]
+        if view.data_ptr() != self._gradient_addresses[number]:
+            view = self._gradient_views[number] = self._view(self.gradients, number)
+        return view
 
     def refresh_weights(self) -> None:
         """Set the master weights to the values of the parameters."""

@@ -1,15 +1,14 @@
 """The settings of the LAMB optimizer, and their checks."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 
-from commlib.core.context import CommContext
-from commlib.core.validation import check_tensor
 from commlib.errors import ArgumentError, DtypeError
 from commlib.ops.agreement import Fact
-from commlib.ops.lamb.lamb_rings import NAME
 
 LOW = (torch.float16, torch.bfloat16)
 
@@ -33,33 +32,45 @@ class Settings(NamedTuple):
     use_master_acc_grad: bool
     use_master_param_norm: bool
 
-    def check(self, ring: CommContext) -> None:
+    def check(self, where: str) -> None:
         """Raise ``ArgumentError`` if a setting is out of range."""
-        _check(ring, "max_grad_norm", self.max_grad_norm, "a number >= 0", self.max_grad_norm >= 0)
+        limit = self.max_grad_norm
+        _check(where, "max_grad_norm", limit, "a number >= 0", is_number(limit) and limit >= 0)
         steps = self.accumulation_steps
-        valid = isinstance(steps, int) and steps >= 1
-        _check(ring, "gradient_accumulation_steps", steps, "a whole number >= 1", valid)
+        valid = type(steps) is int and steps >= 1
+        _check(where, "gradient_accumulation_steps", steps, "a whole number >= 1", valid)
+        for name in self._fields:
+            value = getattr(self, name)
+            if name not in ("max_grad_norm", "accumulation_steps"):
+                _check(where, name, value, "True or False", isinstance(value, bool))
 
 
-def check_group(ring: CommContext, number: int, group: dict[str, Any]) -> None:
+def is_number(value: object) -> bool:
+    """Return True for a finite real number that is not a bool."""
+    return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
+
+
+def check_group(where: str, number: int, group: Mapping[str, Any]) -> None:
     """Raise ``ArgumentError`` if a setting of a parameter group is out of range.
 
-    A learning rate in a tensor is not read.
+    The value of a tensor is not read.
     """
-    rate, betas, eps, decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
-    where = f"of group {number}"
-    if isinstance(rate, torch.Tensor):
-        _check(ring, f"lr {where}", tuple(rate.shape), "a tensor of one element", rate.numel() == 1)
-    else:
-        _check(ring, f"lr {where}", rate, "a number >= 0", rate >= 0)
-    _check(ring, f"weight_decay {where}", decay, "a number >= 0", decay >= 0)
-    _check(ring, f"eps {where}", eps, "a number > 0", eps > 0)
-    valid = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
-    _check(ring, f"betas {where}", betas, "two numbers in [0, 1)", valid)
+    for name in ("lr", "weight_decay"):
+        value, role = group[name], f"{name} of group {number}"
+        if isinstance(value, torch.Tensor):
+            valid = value.numel() == 1 and value.is_floating_point()
+            _check(where, role, (value.dtype, *value.shape), "a tensor of one element", valid)
+        else:
+            _check(where, role, value, "a number >= 0", is_number(value) and value >= 0)
+    betas, eps = group["betas"], group["eps"]
+    _check(where, f"eps of group {number}", eps, "a number > 0", is_number(eps) and eps > 0)
+    valid = isinstance(betas, tuple | list) and len(betas) == 2
+    valid = valid and all(is_number(beta) and 0 <= beta < 1 for beta in betas)
+    _check(where, f"betas of group {number}", betas, "two numbers in [0, 1)", valid)
 
 
 def common_moments(
-    ring: CommContext, groups: Sequence[dict[str, Any]]
+    where: str, groups: Sequence[Mapping[str, Any]]
 ) -> tuple[tuple[float, float], float]:
     """Return betas and eps, which all parameter groups share.
 
@@ -70,7 +81,7 @@ def common_moments(
     for number, (betas, eps) in enumerate(found):
         if (betas, eps) != found[0]:
             raise ArgumentError(
-                f"{ring._describe(NAME)}: group {number} has betas={betas}, eps={eps}; expected "
+                f"{where}: group {number} has betas={betas}, eps={eps}; expected "
                 f"betas={found[0][0]}, eps={found[0][1]} of group 0, because all parameters share "
                 f"them; create one optimizer per setting"
             )
@@ -78,41 +89,11 @@ def common_moments(
     return (first, second), eps
 
 
-def check_params(ring: CommContext, params: Sequence[torch.Tensor]) -> None:
-    """Raise an error if a parameter can't be part of a flat buffer of this ring.
-
-    Raises:
-        ArgumentError: There are no parameters, or one does not require grad.
-        DeviceError: A parameter is not plain memory on the device of the ring.
-        DtypeError: A dtype is not supported, or both 16-bit dtypes occur.
-    """
-    prefix = ring._describe(NAME)
-    if not params:
-        raise ArgumentError(f"{prefix}: no parameters; expected one or more; pass params=")
-    for number, param in enumerate(params):
-        check_tensor(ring, NAME, f"parameter {number}", param)
-        if param.dtype not in (torch.float32, *LOW):
-            raise DtypeError(
-                f"{prefix}: parameter {number} is {param.dtype}; expected torch.float32, "
-                f"torch.float16 or torch.bfloat16; call model.float()"
-            )
-        if not param.requires_grad:
-            raise ArgumentError(
-                f"{prefix}: parameter {number} does not require grad; expected one that does; "
-                f"pass [p for p in model.parameters() if p.requires_grad]"
-            )
-    low = {p.dtype: number for number, p in enumerate(params) if p.dtype in LOW}
-    if len(low) > 1:
-        given = ", ".join(f"parameter {number} is {dtype}" for dtype, number in low.items())
-        raise DtypeError(
-            f"{prefix}: {given}; expected one 16-bit dtype; cast the model to one of them"
-        )
-
-
 def facts(
-    settings: Settings, params: Sequence[torch.Tensor], moments: Iterable[float], shards: int
+    settings: Settings, groups: Sequence[Mapping[str, Any]], with_decay: Sequence[bool], shards: int
 ) -> list[Fact]:
     """Return what must be the same on every rank."""
+    params = [p for group in groups for p in group["params"]]
     shapes = hash(tuple(tuple(p.shape) for p in params))
     low = next((p.dtype for p in params if p.dtype in LOW), torch.float32)
     named = [Fact(f"setting {name}", value) for name, value in settings._asdict().items()]
@@ -123,20 +104,30 @@ def facts(
         Fact("elements of all parameters", sum(p.numel() for p in params)),
         Fact("hash of the parameters' shapes", shapes),
         Fact("size of shard_ring", shards),
-        *(Fact("betas and eps", value) for value in moments),
         *named,
+        *group_facts(groups),
+        Fact("parameters with weight decay", sum(with_decay)),
+        Fact("hash of exclude_from_weight_decay's answers", hash(tuple(with_decay))),
     ]
 
 
-def decayed(
-    params: Sequence[torch.Tensor], exclude: Callable[[torch.Tensor], bool] | None
-) -> list[bool]:
-    """Return per parameter whether weight decay applies to it."""
-    return [exclude is None or not exclude(param) for param in params]
+def group_facts(groups: Sequence[Mapping[str, Any]]) -> list[Fact]:
+    """Return what must be the same of parameter groups; tensors are read.
+
+    The number of groups comes first, because the others are compared by their position.
+    """
+    sizes = hash(tuple(len(group["params"]) for group in groups))
+    found = [Fact("number of parameter groups", len(groups)), Fact("hash of their sizes", sizes)]
+    for number, group in enumerate(groups):
+        for name in ("lr", "weight_decay"):
+            # float32, as the step takes it: a tensor and a number may have the same value.
+            value = torch.tensor(float(group[name]), dtype=torch.float32).item()
+            found.append(Fact(f"{name} of group {number}", value))
+        moments = (*group["betas"], group["eps"])
+        found += [Fact("betas and eps", float(value)) for value in moments]
+    return found
 
 
-def _check(ring: CommContext, name: str, given: object, expected: str, valid: bool) -> None:
+def _check(where: str, name: str, given: object, expected: str, valid: bool) -> None:
     if not valid:
-        raise ArgumentError(
-            f"{ring._describe(NAME)}: {name} is {given!r}; expected {expected}; pass such a value"
-        )
+        raise ArgumentError(f"{where}: {name} is {given!r}; expected {expected}; pass such a value")

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from commlib.core.tensors import has_memory
+from commlib.core.validation import overlaps_itself
 from commlib.errors import ArgumentError, DtypeError, ShapeError
 from commlib.ops.arguments import Ring
 from commlib.ops.tensor_parallel.attention import Cache, Masking, attend
@@ -110,8 +112,9 @@ def fused_attention(
     bias = None if qkv_bias is None else qkv_bias.flatten()
     hidden, same = first_step(x, norm)
     qkv = column_linear(hidden, qkv_weight.flatten(0, 2), bias, checks.ring_id, use_calc_stream)
+    shape = (*x.shape[:2], 3, heads, qkv_weight.shape[2])  # without -1, for an empty batch
     # Split before heads and tokens change places: the gradients are then written once, in order.
-    q, k, v = (part.transpose(1, 2) for part in qkv.view(*x.shape[:2], 3, heads, -1).unbind(2))
+    q, k, v = (part.transpose(1, 2) for part in qkv.view(shape).unbind(2))
     masking = Masking(attn_mask, is_causal)
     context = attend((q, k, v), masking, cache, attn_dropout, checks.ring_id)
     return last_step(
@@ -163,6 +166,11 @@ def _check_heads(checks: BlockChecks, heads: int, num_heads: int | None) -> None
     _, size = position_in(checks.ring_id)
     if num_heads is None:
         return
+    if isinstance(num_heads, bool) or not isinstance(num_heads, int):
+        raise ArgumentError(
+            f"{checks.where}: num_heads={num_heads!r}; expected an integer; pass the heads of all "
+            f"ranks together, {heads * size}"
+        )
     if num_heads < 1 or num_heads % size:
         raise ShapeError(
             f"{checks.where}: num_heads={num_heads}; expected a multiple of the ring's size "
@@ -199,6 +207,12 @@ def _checked_cache(
     if kv.dtype is not dtype:
         raise DtypeError(
             f"{checks.where}: cache_kv is {kv.dtype}; expected {dtype}, the dtype of the keys"
+        )
+    if has_memory(kv) and overlaps_itself(kv):
+        raise ArgumentError(
+            f"{checks.where}: cache_kv of shape {tuple(kv.shape)} and strides {kv.stride()} "
+            f"overlaps itself; expected separate memory for each element, because the call "
+            f"writes to it; pass cache_kv.contiguous()"
         )
     if position > length:
         raise ArgumentError(

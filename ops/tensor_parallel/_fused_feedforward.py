@@ -80,8 +80,11 @@ def fused_feedforward(
     for role, rate in (("dropout1_rate", dropout1_rate), ("dropout2_rate", dropout2_rate)):
         checks.number(role, rate, 1)
     checks.number("ln_eps", ln_eps, math.inf)
-    if activation not in ACTIVATIONS:
-        raise ArgumentError(f"{checks.where}: activation={activation!r}; expected 'relu' or 'gelu'")
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise ArgumentError(
+            f"{checks.where}: activation={activation!r}; expected 'relu' or 'gelu'; pass "
+            f"activation='gelu'"
+        )
     checks.hidden(x)
     width = x.shape[2]
     _, units = checks.weight("linear1_weight", linear1_weight, x, "width, units")

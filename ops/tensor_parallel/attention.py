@@ -73,7 +73,10 @@ def attend(
     if dropout.draws:
         context = dropout.sharded(_probabilities(q, k, mask, is_causal), 1, ring_id) @ v
     else:
-        context = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
+        if q.numel():
+            context = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
+        else:  # the backward of torch's kernels fails on a GPU
+            context = _probabilities(q, k, mask, is_causal) @ v
         context = dropout.sharded(context, 1, ring_id)
     return context.transpose(1, 2).flatten(2)
 

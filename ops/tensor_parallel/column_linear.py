@@ -100,7 +100,7 @@ def _grad_run(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients; an empty tensor for one that is not needed."""
     ring = sized(NAME, ring_id, size)
-    rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)  # not -1: there may be no units
     if not by_x:
         return (x.new_empty(0), *_local_grads(rows, inputs, weight, by_weight, by_bias))
     partial = rows @ weight
