@@ -4,7 +4,6 @@ import copy
 import functools
 import sys
 import threading
-import types
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -20,6 +19,7 @@ from commlib.graph.call_keys import CallKeys
 from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.first_call import FirstCall, Reach, device_of, makes_parameters
 from commlib.graph.kinds_watch import KindsWatch
+from commlib.graph.methods import bound
 from commlib.graph.operators.unsupported import check_hidden, check_unreadable, check_wanting
 from commlib.graph.options import Options, check_function
 from commlib.graph.python.taking_code import check_consumed
@@ -58,7 +58,7 @@ class CapturedFunction(Generic[P, R]):
         self._kinds = KindsWatch(self.name)
         self._seen: set[Any] = set()  # keys of calls that came once, and were not captured yet
         self._lock = threading.RLock()
-        self._of_classes: dict[type, CapturedFunction[..., Any]] = {}  # bound by ``classmethod``
+        self._of_classes: dict[type, Any] = {}  # bound by ``classmethod``
         self._turns = 0  # replays of any kind since the last capture: the same on all ranks
         owner = getattr(fn, "__self__", fn)  # of a bound method
         self._module = owner if isinstance(owner, torch.nn.Module) else None
@@ -78,19 +78,7 @@ class CapturedFunction(Generic[P, R]):
 
         A module's graphs go when the module goes, and its parameters are found through it.
         """
-        if owner is None:
-            return self
-        if isinstance(owner, type):  # ``classmethod`` binds to a class, whose attribute it is
-            if owner not in self._of_classes:
-                method = types.MethodType(self.fn, owner)
-                self._of_classes[owner] = CapturedFunction(method, self.options)
-            return self._of_classes[owner]
-        bound = CapturedFunction(types.MethodType(self.fn, owner), self.options)
-        try:  # found before this descriptor from now on
-            object.__setattr__(owner, self.fn.__name__, bound)
-        except AttributeError:
-            return bound  # no place for it: each access captures again
-        return bound
+        return self if owner is None else bound(self, owner, self._of_classes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CapturedFunction[P, R]":
         """Return a captured copy of the function, which has no graph yet."""
