@@ -58,6 +58,7 @@ class CommContext(Collectives, Split, Bridge):
         self._fences = Fences(self.device) if self.device.type == "cuda" else None
         self._lock = issue_lock(self.device)
         self._groups: dict[int, group.Group] = {}  # the open one of each thread
+        self._orders: dict[int, Any] = {}
         self._calls = 0
         self._last: str | None = None  # collective
         self._unfenced = UnfencedCalls()

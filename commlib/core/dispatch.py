@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from threading import get_ident
 from typing import Any, TypeVar
 
 import torch
@@ -67,6 +68,8 @@ def dispatch(ring: Ring, call: Call[Result], mode: StreamMode) -> Result | Work:
     """
     before = switch(None)
     try:
+        if ring._orders and (order := ring._orders.get(get_ident())) is not None:
+            order.take(call)
         if not call.plain:
             _check_special(ring, call)
         if observers and ring._open_group is None and looking_on():
@@ -136,6 +139,8 @@ def count(ring: Ring, call: Call[Any]) -> None:
     ring._calls += 1
     ring._last = call.collective
     log = ring._call_log
+    if call.order is not None and call.order.log is not None:
+        log = call.order.log
     if log is None:
         return
     if ring._fences is not None and stream_captures():

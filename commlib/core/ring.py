@@ -35,6 +35,7 @@ class Ring(Protocol):
     _fences: Fences | None  # None on a CPU
     _lock: RLock  # the issue lock of the device
     _groups: dict[int, Any]  # the open group of each thread, by the thread's number
+    _orders: dict[int, Any]  # the order of calls that a thread's calls belong to, if not the ring's
     _unfenced: UnfencedCalls
     _compares: bool  # every call, before its launch
     _call_log: CallLog | None

@@ -37,7 +37,7 @@ class HostExchange:
         self._shared_memory: SharedMemoryAllGather | None = None
         self._group: Any = None  # the gloo group that this object has made
         self._lent: Any = None  # the engine's own gloo group
-        self._pairs: Counter[tuple[int, bool]] = Counter()
+        self._pairs: Counter[tuple[int, bool, int]] = Counter()
         self._barriers = 0
 
     def lend(self, group: Any) -> None:
@@ -115,13 +115,20 @@ class HostExchange:
             f"on every rank"
         )
 
-    def pair(self, peer: int, sends: bool) -> tuple[Any, int]:
-        """Return the gloo group, and the number of the next message to or from ``peer``."""
+    def pair(self, peer: int, sends: bool, group: Any = None) -> tuple[Any, int]:
+        """Return the gloo group, and the number of the next message to or from ``peer`` in it.
+
+        Args:
+            peer: The other member.
+            sends: True if this member sends.
+            group: The gloo group of another order of calls. Default: the ring's.
+        """
         if self._health.fault is not None:
             raise self._health.unusable("send" if sends else "recv")
-        number = self._pairs[peer, sends]
-        self._pairs[peer, sends] += 1
-        return self._gloo_group(), number
+        key = peer, sends, id(group)
+        number = self._pairs[key]
+        self._pairs[key] += 1
+        return group or self._gloo_group(), number
 
     def barrier(self, deadline: Deadline) -> list[int]:
         """Wait for all members in the store; return the positions of those that are late.

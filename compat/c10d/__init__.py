@@ -43,9 +43,11 @@ def _create(given: Any, pg_options: Any = None) -> Any:
     bound = _bound_device(given)
     place = (given.group_id, ranks, world, given.store, given.timeout)
     rings = group_rings.make_rings(*place, bound=bound)
+    first = not dist.is_initialized()
+    orders = group_rings.make_orders(rings, given.group_id, given.store, given.timeout, first=first)
     if takes_subclasses():
-        return Backend(rings, given.timeout, world, given.group_id)
-    group = ProcessGroup(rings, given.timeout, given.store, world)
+        return Backend(rings, given.timeout, world, given.group_id, orders)
+    group = ProcessGroup(rings, given.timeout, given.store, world, orders)
     if bound is not None and bound.index is not None:
         group.bound_device_id = bound  # also that of the groups that are made from this one
     return group

@@ -13,6 +13,7 @@ from commlib.compat.c10d.launching import Step
 from commlib.compat.c10d.options import check_rows, listed, options, parts, single
 from commlib.compat.c10d.reductions import BY_HASH, arguments_of
 from commlib.compat.c10d.work import DONE
+from commlib.core.call_order import CallOrder
 from commlib.core.context import CommContext
 from commlib.core.stream_mode import MODES
 
@@ -29,6 +30,8 @@ class Collectives:
     ``asyncOp`` (the default) the call runs on the ring's own stream, and on a CPU while the host
     goes on; without it the call is in the order of the caller's stream.
     """
+
+    _main_order: CallOrder | None
 
     def _ring_for(self, tensors: Given) -> CommContext:
         raise NotImplementedError
@@ -53,7 +56,11 @@ class Collectives:
             ring = self._plain_ring(tensors, opts) if op else None
             if ring is not None:  # the most frequent call, in few steps
                 x = tensors[0]
-                ring._all_reduce(x, x, op, None, SYNC, True)
+                order = self._main_order
+                if order is None:
+                    ring._all_reduce(x, x, op, None, SYNC, True)
+                else:
+                    order.run(ring._all_reduce, x, x, op, None, SYNC, True)
                 return DONE
         if not hasattr(opts, "asyncOp"):
             opts = options(AllreduceOptions, opts, timeout, reduceOp=opts)
