@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commlib.compat.c10d import barriers, batches, group_rings
+from commlib.compat.c10d import barriers, batches, functional_ops, group_rings
 from commlib.compat.c10d.backend import Backend, takes_subclasses
 from commlib.compat.c10d.bridges import process_group_of, ring_from_group
 from commlib.compat.c10d.group_calls import NAME
@@ -26,6 +26,7 @@ def register() -> None:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
         batches.install()
         barriers.install()
+        functional_ops.install()
 
 
 def _create(given: Any, pg_options: Any = None) -> Any:
