@@ -10,10 +10,13 @@ from commlib.core.call import Call
 from commlib.core.call_log import CallLog
 from commlib.core.call_reports import CallReports
 from commlib.core.context import CommContext
+from commlib.core.posting import with_codes
 from commlib.core.ring import Ring
 from commlib.deadlines import Deadline, bounded
 from commlib.engines.c10d import C10dEngine
 from commlib.errors import CommTimeout
+from commlib.rendezvous.host_exchange import gloo_round, host_number
+from commlib.rendezvous.shared_memory import SharedMemoryAllGather, open_shared_memory
 from commlib.rendezvous.store import BoundedStore, EngineStore
 
 _LOOK_S = 0.05  # how often a member looks for the others
@@ -31,6 +34,7 @@ class CallOrder:
         name: The same on every member, and different for each order of the ring.
         engine: What launches the calls, on a CPU; None for the ring's own engine.
         reports: The order's own log of calls, on a CPU; None for the ring's.
+        memory: What holds the order's board of calls, on a CPU of one host.
     """
 
     def __init__(
@@ -39,8 +43,13 @@ class CallOrder:
         name: str,
         engine: C10dEngine | None = None,
         reports: CallReports | None = None,
+        memory: SharedMemoryAllGather | None = None,
     ) -> None:
         self.ring, self.name, self.engine, self._reports = ring, name, engine, reports
+        self._memory = memory
+        self.board = None if memory is None else with_codes(memory.board)
+        if self.board is not None:
+            ring._boards.append(self.board)
         self.log = None if reports is None else reports.calls
         self._names: dict[str, str] = {}  # of collectives, with the order's own
 
@@ -73,7 +82,10 @@ class CallOrder:
 
     def close(self) -> None:
         """Free the connections of the order; the ring goes on."""
-        if self.engine is None or self.ring._health.ended:  # the ring has freed them
+        if self._memory is not None:
+            self.ring._boards.remove(self._memory.board)
+            self._memory.close()
+        if self.engine is None or self.ring._health.ended:  # the ring has freed the rest
             return
         if self._reports is not None and self.ring._reports is not None:
             self.ring._reports.others.remove(self._reports)
@@ -113,12 +125,21 @@ def open_order(ring: CommContext, name: str, store: Any, seconds: float) -> Call
         connecting.give_up()
         raise
     reports = None
+    board = None
+    if ring._board is not None:
+        board = _shared(ring, own.pg)
     if ring._reports is not None:
         reports = CallReports(ring.ring_id, ring.rank, ring.ranks, ring.timeout, CallLog())
         reports.name, reports.found = name, ring._reports.found
         reports.open(lambda: keys.under("calls"))
         ring._reports.others.append(reports)
-    return CallOrder(ring, name, own, reports)
+    return CallOrder(ring, name, own, reports, board)
+
+
+def _shared(ring: CommContext, group: Any) -> SharedMemoryAllGather | None:
+    """Return shared memory for the order's board; every member calls it."""
+    by_gloo = partial(gloo_round, group, ring.rank, ring.size)
+    return open_shared_memory(by_gloo, ring.rank, ring.size, host_number(), ring.timeout)
 
 
 def _meet(ring: Ring, name: str, keys: BoundedStore, deadline: Deadline) -> None:

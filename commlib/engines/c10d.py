@@ -1,7 +1,7 @@
 """The collectives over a process group: what the gloo and torch.distributed engines share."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy as same_but
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class C10dEngine(Engine):
 
     reducer: ClassVar[Reducer] = Reducer("c10d", unsigned=False)
 
-    wait = staticmethod(wait)
+    look: Callable[[], None] | None = None  # raises where the members' calls differ
 
     pg: Any = None
     _limit: Deadline | None = None  # of the calls that are launched now
@@ -81,6 +81,10 @@ class C10dEngine(Engine):
 
     @abstractmethod
     def _make(self, store: EngineStore, wait: timedelta) -> Any: ...
+
+    def wait(self, handle: Any, deadline: Deadline | None = None) -> None:
+        """Block until a launched call has ended."""
+        wait(handle, deadline, self.look)
 
     def _issued(self, work: Any) -> Any:
         """Where the stream orders the result, join it now and leave nothing to wait for."""
@@ -120,7 +124,7 @@ class C10dEngine(Engine):
     def _reduced(self, work: Any, out: Tensor, plan: "_Plan") -> Any:
         if plan.divides:  # complex numbers by their parts, unsigned ones as what they are
             target = flat(out, plan.dtype) if plan.dtype.is_floating_point else out
-            return Then(work, lambda: divide(target, self.size))
+            return Then(work, lambda: divide(target, self.size), self.look)
         return self._issued(work)
 
     def all_reduce(self, out: Tensor, x: Tensor, plan: "_Plan") -> Any:

@@ -8,6 +8,7 @@ from commlib.deadlines import Deadline
 from commlib.waits import OVER, Interruptible
 
 # While torch waits, Python runs no signal handler, so a wait is cut into slices of this length.
+Look = Callable[[], None] | None
 _SLICE = timedelta(seconds=0.1)
 _SLICE_OVER = "Operation timed out"  # in torch's error when a slice ends
 
@@ -15,12 +16,12 @@ _SLICE_OVER = "Operation timed out"  # in torch's error when a slice ends
 class Then(Interruptible):
     """A c10d work with a step of ours after it, which is taken once."""
 
-    def __init__(self, work: Any, step: Callable[[], object]) -> None:
-        self.work, self.step = work, step
+    def __init__(self, work: Any, step: Callable[[], object], look: Look = None) -> None:
+        self.work, self.step, self._look = work, step, look
 
     def wait(self, deadline: Deadline | None = None) -> None:
         """Block until the call has ended, and take the step."""
-        wait(self.work, deadline)
+        wait(self.work, deadline, self._look)
         step, self.step = self.step, _interrupted
         step()
         self.step = _nothing
@@ -30,8 +31,11 @@ class Then(Interruptible):
         return bool(self.work.is_completed())
 
 
-def wait(handle: Any, deadline: Deadline | None = None) -> None:
-    """Block until a work of torch or an ``Interruptible`` has finished."""
+def wait(handle: Any, deadline: Deadline | None = None, look: Look = None) -> None:
+    """Block until a work of torch or an ``Interruptible`` has finished.
+
+    ``look`` is called after each slice, and may raise.
+    """
     if isinstance(handle, Interruptible):
         handle.wait(deadline)
         return
@@ -41,6 +45,8 @@ def wait(handle: Any, deadline: Deadline | None = None) -> None:
         try:
             handle.wait(_SLICE if deadline is None else min(_SLICE, deadline.timedelta()))
         except RuntimeError as error:
+            if look is not None:  # also after a failure: it may be that of the other rank
+                look()
             if _SLICE_OVER not in str(error):
                 raise
         else:

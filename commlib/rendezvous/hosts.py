@@ -13,6 +13,7 @@ from commlib.call_lines import call_line
 from commlib.deadlines import Deadline, bounded
 from commlib.errors import ArgumentError, CommTimeout, MismatchError
 from commlib.rendezvous import host_exchange
+from commlib.rendezvous.call_board import CallBoard
 from commlib.rendezvous.identity import Health, RingIdentity
 from commlib.rendezvous.roll_call import Meeting
 from commlib.rendezvous.shared_memory import Rounds, SharedMemoryAllGather, open_shared_memory
@@ -159,6 +160,11 @@ class HostExchange:
         """Return the part ``name`` of the store of this ring's members."""
         assert self._meeting is not None  # only a ring of one rank has none
         return self._meeting.store.under(name)
+
+    @property
+    def board(self) -> CallBoard | None:
+        """Return the calls of the members, after an exchange; None between several hosts."""
+        return None if self._shared_memory is None else self._shared_memory.board
 
     @property
     def one_network(self) -> bool:
