@@ -17,7 +17,7 @@ from commlib.deadlines import Deadline, bounded
 from commlib.engines.base import ABORT_S, Engine
 from commlib.engines.c10d_waits import Then, wait
 from commlib.engines.local import as_bytes, copy, divide, flat, multiplied
-from commlib.engines.reductions import UNSIGNED, Reducer, ReductionSpec, factor_of
+from commlib.engines.reductions import BITWISE, UNSIGNED, Reducer, ReductionSpec, factor_of
 from commlib.errors import CommTimeout, DtypeError
 from commlib.rendezvous import host_exchange
 from commlib.rendezvous.hosts import HostExchange
@@ -34,6 +34,9 @@ _OPS = {
     "min": dist.ReduceOp.MIN,
     "prod": dist.ReduceOp.PRODUCT,
     "avg": dist.ReduceOp.AVG,
+    "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR,
+    "bxor": dist.ReduceOp.BXOR,
     "premul_sum": dist.ReduceOp.SUM,  # of copies that are multiplied first
 }
 
@@ -53,7 +56,7 @@ class _Plan:
 class C10dEngine(Engine):
     """Collectives of a process group ``pg`` that no other code knows of."""
 
-    reducer: ClassVar[Reducer] = Reducer("c10d", unsigned=False)
+    reducer: ClassVar[Reducer] = Reducer("c10d", unsigned=False, bitwise=True)
 
     look: Callable[[], None] | None = None  # raises where the members' calls differ
 
@@ -100,6 +103,11 @@ class C10dEngine(Engine):
             raise DtypeError(
                 f"avg of {dtype} is refused: torch.distributed has no unsigned avg on GPUs; cast "
                 f"to torch.int64"
+            )
+        if not self.on_host and reduction.op in BITWISE:
+            raise DtypeError(
+                f"{reduction.op} of {dtype} is refused: NCCL has no bitwise reduction; call "
+                f"all_gather and combine the parts with torch.bitwise_{reduction.op[1:]}"
             )
         # gloo has no mean on every torch we support: sum, then divide.
         divides = self.on_host and reduction.op == "avg"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commlib.compat.c10d import barriers, batches, functional_ops, group_rings
+from commlib.compat.c10d import barriers, batches, functional_ops, group_rings, splits
 from commlib.compat.c10d.backend import Backend, takes_subclasses
 from commlib.compat.c10d.bridges import process_group_of, ring_from_group
 from commlib.compat.c10d.group_calls import NAME
@@ -27,6 +27,7 @@ def register() -> None:
         batches.install()
         barriers.install()
         functional_ops.install()
+        splits.install()
 
 
 def _create(given: Any, pg_options: Any = None) -> Any:

@@ -10,7 +10,7 @@ from torch._C import _distributed_c10d as c10d
 
 from commlib.compat.c10d.gloo_order import all_reduce_flat, is_flat, reduce_scatter_each
 from commlib.compat.c10d.launching import Step
-from commlib.compat.c10d.options import check_rows, listed, options, parts, single
+from commlib.compat.c10d.options import check_rows, distinct, listed, options, parts, single
 from commlib.compat.c10d.reductions import BY_HASH, arguments_of
 from commlib.compat.c10d.work import DONE
 from commlib.core.call_order import CallOrder
@@ -143,7 +143,7 @@ class Collectives:
         opts = options(c10d.AllgatherOptions, opts)
         targets, source = parts(outs), single(x)
         ring = self._ring_for([source])
-        call = partial(ring.all_gather, targets, source)
+        call = partial(ring.all_gather, distinct(ring, "all_gather", targets), source)
         return self._issue(ring, Step([call], targets, lists=True), opts)
 
     def allgather_coalesced(
@@ -181,7 +181,7 @@ class Collectives:
         opts = options(c10d.GatherOptions, root, timeout, rootRank=root)
         source, targets = single(x), parts(outs)
         ring = self._ring_for([source])
-        out = targets if ring.rank == opts.rootRank else None
+        out = distinct(ring, "gather", targets) if ring.rank == opts.rootRank else None
         call = partial(ring.gather, out, source, root=opts.rootRank)
         return self._issue(ring, Step([call], targets, lists=True), opts)
 
@@ -219,7 +219,7 @@ class Collectives:
         opts = options(c10d.AllToAllOptions, opts)
         targets, sources = listed(outs), listed(inputs)
         ring = self._ring_for(targets)
-        call = partial(ring.all_to_all, targets, sources)
+        call = partial(ring.all_to_all, distinct(ring, "all_to_all", targets), sources)
         return self._issue(ring, Step([call], targets, lists=True), opts)
 
     # -- the names before torch 2.13 ---------------------------------------------------------------
