@@ -42,6 +42,7 @@ HOST = (
 GLOO = (
     *("ops.all_reduce(x, out=x)", "dist.all_reduce(x)"),
     *("ops.all_reduce(x)", "dist.all_reduce(x.clone())"),
+    'dist.all_reduce(x), backend "commlib"',
 )
 MEMORY = {
     "flag on": (
@@ -260,8 +261,8 @@ def test_host_report() -> None:
     assert row[2:] == ("6.00", "6.00..6.00", "2.00", *ratios)
     over_symm = "ops.all_reduce(x, out=x) / symm_mem.one_shot_all_reduce(x)"
     assert report.findings[2:] == (
-        f"idle host, {over_symm}: 1.00; no target",
-        f"busy host, {over_symm}: 1.50; no target",
+        f"missed: idle host, {over_symm}: 1.00, target at most 0.90",
+        f"missed: busy host, {over_symm}: 1.50, target at most 0.90",
     )
     over, against = report.findings[:2]
     assert over == "met: ops.all_reduce(x, out=x) over bare CuPy: 2.00 µs, target at most 3.00 µs"
@@ -381,13 +382,14 @@ def test_import_report_tells_what_was_opened() -> None:
 
 
 def test_gloo_report_compares_like_with_like() -> None:
-    times = dict(zip(GLOO, (1.0, 2.0, 9.0, 3.0), strict=True))
+    times = dict(zip(GLOO, (1.0, 2.0, 9.0, 3.0, 2.0), strict=True))
     sizes = {"4 B": {name: [time] for name, time in times.items()}}
 
-    in_place, fresh = gloo.report(sizes, SETTINGS).findings
+    in_place, fresh, backend = gloo.report(sizes, SETTINGS).findings
 
     assert in_place.startswith("met: 4 B, ops.all_reduce(x, out=x) / dist.all_reduce(x): 0.50")
     assert fresh.startswith("missed: 4 B, ops.all_reduce(x) / dist.all_reduce(x.clone()): 3.00")
+    assert backend.startswith("met: 4 B, " + gloo.BACKEND + " / dist.all_reduce(x): 1.00")
 
 
 # -- statistics and files ------------------------------------------------------------------------

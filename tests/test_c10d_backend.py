@@ -18,6 +18,7 @@ from commlib.compat.c10d import pairs as queued_pairs
 from commlib.compat.c10d.backend import takes_subclasses
 from commlib.compat.c10d.bridges import calls_of
 from commlib.compat.c10d.launching import Step
+from commlib.errors import ArgumentError, DtypeError
 from tests.support.checks import assert_bits_equal, assert_equal, raises, sample
 from tests.support.runs_on import runs_on
 from tests.support.torch_groups import OURS, assert_same_as_stock, initialised
@@ -326,8 +327,14 @@ def test_parts_of_wrong_sizes(ring: Any) -> None:
 def test_refusals_say_the_way_round(ring: Any) -> None:
     with initialised(ring, OURS[ring.device.type]):
         x = torch.ones(2, dtype=torch.int32, device=ring.device)
-        with raises(NotImplementedError, "BAND", "torch.bitwise_and"):
-            dist.all_reduce(x, dist.ReduceOp.BAND)
+        if ring.device.type == "cuda":
+            with raises(DtypeError, "band", "torch.bitwise_and"):
+                dist.all_reduce(x.clone(), dist.ReduceOp.BAND)
+        else:
+            with raises(DtypeError, "bitwise reductions take integers"):
+                dist.all_reduce(x.float(), dist.ReduceOp.BAND)
+        with raises(ArgumentError, "all_gather on ring", "twice"):
+            dist.all_gather([x, x], x.clone())
         with raises(NotImplementedError, "pass src="):
             dist.recv(x)
         dist.all_reduce(x)

@@ -185,7 +185,7 @@ def test_reductions_have_the_legacy_numbers() -> None:
     [
         (dist, "all_reduc", "did you mean 'all_reduce'?"),
         (dist, "spawn", "start programs with torchrun"),
-        (dist, "xyz", "docs/paddle_differences.md"),
+        (dist, "xyz", "docs/paddle.md"),
         (fleet, "init_server", "parameter servers are out of scope"),
         (fleet, "worker_indx", "did you mean 'worker_index'?"),
         (fleet.meta_parallel, "RowParallelLiner", "did you mean 'RowParallelLinear'?"),
@@ -194,7 +194,13 @@ def test_reductions_have_the_legacy_numbers() -> None:
         (dist.pp_utils, "P2PHelper", "did you mean 'P2pHelper'?"),
         (dist.stream, "alltoall_singl", "did you mean 'alltoall_single'?"),
         (dist.mp_ops, "_c_identiti", "did you mean '_c_identity'?"),
-        (paddle, "alltoall_single", "call commlib.compat.paddle.distributed.alltoall_single"),
+        (paddle, "nop", "leave it away"),
+        (paddle, "dgc_momentum", "gradient compression is not ported"),
+        (paddle, "rpc", "torch.distributed.rpc"),
+        (paddle, "save_state_dict", "torch.distributed.checkpoint.save"),
+        (paddle, "fused_gemm_epilogue", "it does not communicate"),
+        (paddle, "int_bincount", "it is not an operator of communication"),
+        (paddle, "c_concat_grad", "gradients come from autograd"),
     ],
 )
 def test_unknown_names(module: Any, name: str, words: str) -> None:

@@ -10,7 +10,10 @@ import torch
 
 import commlib
 from commlib.compat import paddle
-from commlib.compat.paddle.names import NEW_NAMES, NOT_PORTED, page
+from commlib.compat.paddle.distributed.import_paths import PATHS
+from commlib.compat.paddle.names import NEW_NAMES, NOT_PORTED
+from commlib.compat.paddle.page import distributed_names, page
+from commlib.compat.paddle.unported import FAMILIES, REASONS
 from commlib.errors import ArgumentError
 from tests.support.checks import assert_bits_equal, assert_equal, raises, sample
 from tests.support.runs_on import runs_on
@@ -25,7 +28,7 @@ def test_every_name_is_in_the_table() -> None:
 
 
 def test_the_page_shows_the_table() -> None:
-    """`python -c "from commlib.compat.paddle.names import page; print(page(), end='')"`."""
+    """`python -c "from commlib.compat.paddle.page import page; print(page(), end='')"`."""
     assert PAGE.read_text() == page()
 
 
@@ -116,5 +119,6 @@ def test_wrong_pairs(comm: Any) -> None:
 
 def test_rows_are_whole() -> None:
     rows = [line for line in page().splitlines() if line.startswith("| `")]
-    assert len(rows) == len(NEW_NAMES) + len(NOT_PORTED)
-    assert all(re.fullmatch(r"\| `\w+` \|( `[\w.]+` \|)? \S.* \|", row) for row in rows)
+    tables = NEW_NAMES, distributed_names(), PATHS, REASONS, FAMILIES
+    assert len(rows) == sum(map(len, tables))
+    assert all(re.fullmatch(r"\| `[\w.…]+` \|( `[\w.]+` \|)? \S.* \|", row) for row in rows)

@@ -35,6 +35,7 @@ class Call(Generic[Result]):
         entry: What every member must give alike; None for a send and a receive.
         result: What the caller gets.
         staged: The output and the input as the engine got them; set by ``start``.
+        order: The ``CallOrder`` that it belongs to; None for the ring's own.
     """
 
     collective: str
@@ -47,6 +48,7 @@ class Call(Generic[Result]):
     entry: Entry | None
     result: Result
     staged: tuple[Tensor | None, Tensor | None] = (None, None)
+    order: Any = None
 
     def start(self) -> Any:
         """Stage what the engine can't take as it is, and launch on the current stream."""

@@ -57,6 +57,8 @@ class CallReports:
     ) -> None:
         self.calls, self.seconds = calls, seconds
         self.found: list[str] = []  # differences between members, as they were noticed
+        self.name = ""  # of the order of calls, if it is not the ring's own
+        self.others: list[CallReports] = []  # those of the ring's other orders of calls
         self._ring_id, self._rank, self._ranks = ring_id, rank, ranks
         self._store: Callable[[], BoundedStore] | None = None
         self._published = -1
@@ -105,7 +107,10 @@ class CallReports:
         for rank, record in self._records(store, near).items():
             text = None if record["captured"] or mine.captured else self._difference(mine, record)
             if text is not None and not self.found:
-                where = f"ring {self._ring_id}: this rank and {self._name(rank)} make different"
+                group = f", group {self.name!r}" if self.name else ""
+                where = (
+                    f"ring {self._ring_id}{group}: this rank and {self._name(rank)} make different"
+                )
                 self.found.append(f"{where} calls: {text}")
                 log.warning("%s", self.found[-1])
 
@@ -142,7 +147,9 @@ class CallReports:
         self._state = f"failed in {verb}"
         seconds = max(LOOK_S, min(_LONGEST_LOOK_S, self.seconds / 10))
         what = f"comparing the calls of ring {self._ring_id}"
-        return self._bounded(self._look, what, seconds) or ""
+        own = self._bounded(self._look, what, seconds) or ""
+        others = [(one.name, one.verdict(verb)) for one in self.others]
+        return "; ".join([own, *(f"in group {name!r}: {text}" for name, text in others if text)])
 
     def _bounded(self, step: Callable[[_Keys], Any], what: str, seconds: float) -> Any:
         store = self._store
@@ -202,6 +209,8 @@ class CallReports:
 
     def close(self) -> None:
         """Publish the last calls, and compare them with those of the neighbours."""
+        for one in self.others:
+            one.close()
         _reporter.remove(self)
         self._state = "closed the ring"
         self._bounded(self._finish, f"comparing the calls of ring {self._ring_id}", LOOK_S)
@@ -216,12 +225,14 @@ class CallReports:
 
     def resume(self) -> None:
         """Publish again after a failure that has been repaired."""
-        self._state, self._published = "open", -1
+        for one in (self, *self.others):
+            one._state, one._published = "open", -1
 
     def abandon(self) -> None:
         """Stop at once, without a look at the store."""
-        _reporter.remove(self)
-        self._store = None
+        for one in (self, *self.others):
+            _reporter.remove(one)
+            one._store = None
 
 
 def _last(recent: Sequence[Any]) -> str:

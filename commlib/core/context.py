@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from commlib import flags
-from commlib.core import group, ring_report
+from commlib.core import group, posting, ring_report
 from commlib.core.bridge import Bridge
 from commlib.core.call_log import CallLog, level
 from commlib.core.call_reports import CallReports
@@ -23,7 +23,9 @@ from commlib.core.work import Work
 from commlib.deadlines import Deadline
 from commlib.deferred import UnfencedCalls
 from commlib.engines.base import ABORT_S, Engine
+from commlib.engines.c10d import C10dEngine
 from commlib.engines.single_rank import SingleRankEngine
+from commlib.rendezvous.call_board import CallBoard
 from commlib.rendezvous.hosts import HostExchange
 from commlib.rendezvous.identity import RingIdentity
 from commlib.rendezvous.roll_call import Meeting
@@ -58,6 +60,9 @@ class CommContext(Collectives, Split, Bridge):
         self._fences = Fences(self.device) if self.device.type == "cuda" else None
         self._lock = issue_lock(self.device)
         self._groups: dict[int, group.Group] = {}  # the open one of each thread
+        self._orders: dict[int, Any] = {}
+        self._board: CallBoard | None = None
+        self._boards: list[CallBoard] = []
         self._calls = 0
         self._last: str | None = None  # collective
         self._unfenced = UnfencedCalls()
@@ -94,6 +99,8 @@ class CommContext(Collectives, Split, Bridge):
                 self._reports.open(lambda: self._hosts.store("calls"))
             if self._compares:
                 self._hosts.exchange([])  # sends and receives of two members can't set it up
+            elif self._call_log is not None and isinstance(self._engine, C10dEngine):
+                posting.open_board(self, self._engine)
         except BaseException:
             self.abort()
             raise

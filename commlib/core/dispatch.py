@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from threading import get_ident
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from commlib.core.launches import launch
 from commlib.core.mismatch import compare
 from commlib.core.modes import check_untraced, depth, is_tracing
 from commlib.core.observers import Seen, begun, looking_on, observers, watched
+from commlib.core.posting import differs, post
 from commlib.core.ring import Ring
 from commlib.core.stream_mode import StreamMode
 from commlib.core.tensors import NO_DISPATCH
@@ -67,6 +69,8 @@ def dispatch(ring: Ring, call: Call[Result], mode: StreamMode) -> Result | Work:
     """
     before = switch(None)
     try:
+        if ring._orders and (order := ring._orders.get(get_ident())) is not None:
+            order.take(call)
         if not call.plain:
             _check_special(ring, call)
         if observers and ring._open_group is None and looking_on():
@@ -88,6 +92,11 @@ def dispatch(ring: Ring, call: Call[Result], mode: StreamMode) -> Result | Work:
         with ring._lock:
             if ring._health.fault is not None:
                 raise ring._health.unusable(collective)
+            board = ring._board
+            if board is not None and call.entry is not None:  # ``post``, written out
+                board = board if call.order is None else call.order.board
+                if board is not None and (other := board.post(call.entry)) is not None:
+                    raise differs(ring, call, other)
             try:
                 handle = call.launch(out, x, *call.args)
             except Unconnected:
@@ -136,6 +145,8 @@ def count(ring: Ring, call: Call[Any]) -> None:
     ring._calls += 1
     ring._last = call.collective
     log = ring._call_log
+    if call.order is not None and call.order.log is not None:
+        log = call.order.log
     if log is None:
         return
     if ring._fences is not None and stream_captures():
@@ -170,6 +181,9 @@ def issue(
         with ring._lock:
             if ring._health.fault is not None:
                 raise ring._health.unusable(name)
+            if ring._board is not None:
+                for call in calls:
+                    post(ring, call)
             try:
                 done = launch(ring, calls, result, mode, grouped=name == "group")
             except Unconnected as caught:

@@ -1,5 +1,6 @@
 """The health of one ring: its first fault, all errors so far, and the errors of later calls."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from commlib.errors import (
     CommError,
     CommTimeout,
     EngineError,
+    MismatchError,
     PeerTimeout,
     RingError,
     StreamError,
@@ -19,6 +21,8 @@ from commlib.errors import (
 from commlib.log import log
 from commlib.rendezvous.identity import RingIdentity
 from commlib.waits import OVER
+
+_PUBLISH_S = 0.3  # longer than a slice of a wait on a CPU
 
 
 class RingHealth:
@@ -91,6 +95,21 @@ class RingHealth:
         """Return the error of a call whose own deadline has passed; the ring has failed then."""
         return self.failed(collective, RuntimeError(OVER), (), seconds)
 
+    def differs(self, collective: str, other: int) -> MismatchError:
+        """Mark the ring as failed: member ``other`` has made another call; return the error."""
+        if self._reports is not None:
+            self._reports.verdict(collective)  # publishes this rank's calls
+            time.sleep(_PUBLISH_S)  # the other member publishes its own meanwhile
+            self._verdict = self._reports.verdict(collective)
+        text = (
+            f"{self._identity.describe(collective)}: detected mismatch between the calls of this "
+            f"rank and rank {self._identity.ranks[other]}: {self._verdict or 'no calls are logged'}"
+        )
+        self.note(text)
+        self.repairable = False
+        self.fault = self.fault or f"failed in {collective}; {self._identity.recreate}"
+        return MismatchError(f"{text}; {self._identity.recreate}; make the same calls on all ranks")
+
     def failed(
         self,
         collective: str,
@@ -106,8 +125,8 @@ class RingHealth:
             args: Those of the launch: the first one of a send or a receive is the peer.
             seconds: The call's own deadline. Default: the ring's.
         """
-        if isinstance(error, ArgumentError):
-            return error  # nothing was launched
+        if isinstance(error, ArgumentError | MismatchError):
+            return error  # nothing was launched, or ``differs`` has said so
         if self._verdict is None and not isinstance(error, StreamError):
             self._verdict = "" if self._reports is None else self._reports.verdict(collective)
         logs = f"; {self._verdict}" if self._verdict else ""

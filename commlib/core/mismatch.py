@@ -101,15 +101,18 @@ class _Pair:
         """Post this member's header, and the receive of the peer's; blocks nothing."""
         self.ring, self.collective, self.peer = ring, call.collective, call.args[0]
         sends = call.collective == "send"
-        group, number = ring._hosts.pair(self.peer, sends)
+        order = call.order
+        apart = None if order is None or order.engine is None else order.engine.pg
+        group, number = ring._hosts.pair(self.peer, sends, apart)
         tag = _FIRST + _TAGS * (number % _MOST)
         self.tag = tag + 2
         tensor = call.x if sends else call.out
         assert tensor is not None
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self.given = [dtype, tensor.numel(), *call.args[1:]]
+        self.given = [dtype, tensor.numel(), "" if order is None else order.name, *call.args[1:]]
         tagged = "".join(f" with tag {number - USER_TAGS}" for number in call.args[1:])
-        shown = f"{call.collective} {dtype} {tuple(tensor.shape)}{tagged}"
+        named_group = "" if order is None else f" in group {order.name!r}"
+        shown = f"{call.collective} {dtype} {tuple(tensor.shape)}{tagged}{named_group}"
         self.shown = f"{shown[:100]} at {call_line()[-200:]}"
         text = json.dumps([*self.given, self.shown]).encode()[:_HEADER].ljust(_HEADER)
         self._own = torch.frombuffer(bytearray(text), dtype=torch.uint8)

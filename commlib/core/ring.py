@@ -11,6 +11,7 @@ from commlib.core.health import RingHealth
 from commlib.core.lifecycle import RingLifecycle
 from commlib.deferred import UnfencedCalls
 from commlib.engines.base import Engine
+from commlib.rendezvous.call_board import CallBoard
 from commlib.rendezvous.hosts import HostExchange
 from commlib.streams import Fences
 
@@ -35,8 +36,11 @@ class Ring(Protocol):
     _fences: Fences | None  # None on a CPU
     _lock: RLock  # the issue lock of the device
     _groups: dict[int, Any]  # the open group of each thread, by the thread's number
+    _orders: dict[int, Any]  # the order of calls that a thread's calls belong to, if not the ring's
     _unfenced: UnfencedCalls
     _compares: bool  # every call, before its launch
+    _board: CallBoard | None  # where calls are posted before their launch, on a CPU
+    _boards: list[CallBoard]  # that one, and those of other orders of calls
     _call_log: CallLog | None
     _calls: int
     _last: str | None

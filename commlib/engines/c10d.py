@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy as same_but
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -14,15 +15,16 @@ from torch._C import _distributed_c10d as c10d
 
 from commlib.deadlines import Deadline, bounded
 from commlib.engines.base import ABORT_S, Engine
+from commlib.engines.c10d_waits import Then, wait
 from commlib.engines.local import as_bytes, copy, divide, flat, multiplied
-from commlib.engines.reductions import UNSIGNED, Reducer, ReductionSpec, factor_of
+from commlib.engines.reductions import BITWISE, UNSIGNED, Reducer, ReductionSpec, factor_of
 from commlib.errors import CommTimeout, DtypeError
 from commlib.rendezvous import host_exchange
 from commlib.rendezvous.hosts import HostExchange
 from commlib.rendezvous.identity import Health, RingIdentity
 from commlib.rendezvous.roll_call import Meeting
 from commlib.rendezvous.store import EngineStore
-from commlib.waits import OVER, Interruptible, PointToPoint
+from commlib.waits import PointToPoint
 
 Tensor = torch.Tensor
 
@@ -32,6 +34,9 @@ _OPS = {
     "min": dist.ReduceOp.MIN,
     "prod": dist.ReduceOp.PRODUCT,
     "avg": dist.ReduceOp.AVG,
+    "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR,
+    "bxor": dist.ReduceOp.BXOR,
     "premul_sum": dist.ReduceOp.SUM,  # of copies that are multiplied first
 }
 
@@ -48,59 +53,12 @@ class _Plan:
     factor: Tensor | None = None
 
 
-# While torch waits, Python runs no signal handler, so a wait is cut into slices of this length.
-_SLICE = timedelta(seconds=0.1)
-_SLICE_OVER = "Operation timed out"  # in torch's error when a slice ends
-
-
-class _Then(Interruptible):
-    """A c10d work with a step of ours after it, which is taken once."""
-
-    def __init__(self, work: Any, step: Callable[[], object]) -> None:
-        self.work, self.step = work, step
-
-    def wait(self, deadline: Deadline | None = None) -> None:
-        _wait(self.work, deadline)
-        step, self.step = self.step, _interrupted
-        step()
-        self.step = _nothing
-
-    def is_completed(self) -> bool:
-        return bool(self.work.is_completed())
-
-
-def _wait(handle: Any, deadline: Deadline | None = None) -> None:
-    """Block until a work of torch or an ``Interruptible`` has finished."""
-    if isinstance(handle, Interruptible):
-        handle.wait(deadline)
-        return
-    while not handle.is_completed():
-        if deadline is not None and deadline.passed():
-            raise RuntimeError(OVER)
-        try:
-            handle.wait(_SLICE if deadline is None else min(_SLICE, deadline.timedelta()))
-        except RuntimeError as error:
-            if _SLICE_OVER not in str(error):
-                raise
-        else:
-            return
-    handle.wait()
-
-
-def _interrupted() -> None:
-    raise RuntimeError("a signal interrupted the last step of the call; its result is undefined")
-
-
-def _nothing() -> None:
-    """Take no step: it has been taken."""
-
-
 class C10dEngine(Engine):
     """Collectives of a process group ``pg`` that no other code knows of."""
 
-    reducer: ClassVar[Reducer] = Reducer("c10d", unsigned=False)
+    reducer: ClassVar[Reducer] = Reducer("c10d", unsigned=False, bitwise=True)
 
-    wait = staticmethod(_wait)
+    look: Callable[[], None] | None = None  # raises where the members' calls differ
 
     pg: Any = None
     _limit: Deadline | None = None  # of the calls that are launched now
@@ -109,6 +67,7 @@ class C10dEngine(Engine):
         super().__init__(identity, hosts, health)
         self.on_host = identity.device.type == "cpu"
         self._token = torch.zeros(1, dtype=torch.int32, device=identity.device)
+        self._apart: list[C10dEngine] = []
 
     def open(self, meeting: Meeting, deadline: Deadline) -> None:
         """Make the process group."""
@@ -126,6 +85,10 @@ class C10dEngine(Engine):
     @abstractmethod
     def _make(self, store: EngineStore, wait: timedelta) -> Any: ...
 
+    def wait(self, handle: Any, deadline: Deadline | None = None) -> None:
+        """Block until a launched call has ended."""
+        wait(handle, deadline, self.look)
+
     def _issued(self, work: Any) -> Any:
         """Where the stream orders the result, join it now and leave nothing to wait for."""
         if self.on_host:
@@ -141,6 +104,11 @@ class C10dEngine(Engine):
                 f"avg of {dtype} is refused: torch.distributed has no unsigned avg on GPUs; cast "
                 f"to torch.int64"
             )
+        if not self.on_host and reduction.op in BITWISE:
+            raise DtypeError(
+                f"{reduction.op} of {dtype} is refused: NCCL has no bitwise reduction; call "
+                f"all_gather and combine the parts with torch.bitwise_{reduction.op[1:]}"
+            )
         # gloo has no mean on every torch we support: sum, then divide.
         divides = self.on_host and reduction.op == "avg"
         op = dist.ReduceOp.SUM if divides else _OPS[reduction.op]
@@ -152,16 +120,19 @@ class C10dEngine(Engine):
     @contextmanager
     def limited(self, seconds: float) -> Iterator[None]:
         """Give the launches inside their own deadline; the issue lock is held."""
-        self._limit = Deadline(seconds)
+        every = (self, *self._apart)
+        for one in every:
+            one._limit = Deadline(seconds)
         try:
             yield
         finally:
-            self._limit = None
+            for one in every:
+                one._limit = None
 
     def _reduced(self, work: Any, out: Tensor, plan: "_Plan") -> Any:
         if plan.divides:  # complex numbers by their parts, unsigned ones as what they are
             target = flat(out, plan.dtype) if plan.dtype.is_floating_point else out
-            return _Then(work, lambda: divide(target, self.size))
+            return Then(work, lambda: divide(target, self.size), self.look)
         return self._issued(work)
 
     def all_reduce(self, out: Tensor, x: Tensor, plan: "_Plan") -> Any:
@@ -283,16 +254,36 @@ class C10dEngine(Engine):
 
     def abort(self) -> None:
         """End the calls in flight, and release the process group."""
-        if self.on_host and self.pg is not None:
-            cut = partial(host_exchange.cut, self.pg)
-            self.health.attempt(cut, Deadline(ABORT_S), "aborting")
+        for one in (self, *self._apart):
+            if self.on_host and one.pg is not None:
+                cut = partial(host_exchange.cut, one.pg)
+                self.health.attempt(cut, Deadline(ABORT_S), "aborting")
         self._release(Deadline(ABORT_S))
 
     def _release(self, deadline: Deadline) -> None:
-        group, self.pg = [self.pg], None
-        if group[0] is not None:
-            release = partial(host_exchange.release, group)
-            self.health.attempt(release, deadline, "releasing the process group")
+        for one in (*self._apart, self):
+            group, one.pg = [one.pg], None
+            if group[0] is not None:
+                release = partial(host_exchange.release, group)
+                self.health.attempt(release, deadline, "releasing the process group")
+
+    # -- other orders of calls ---------------------------------------------------------------------
+
+    def apart(self, store: EngineStore, wait: timedelta) -> "C10dEngine":
+        """Return an engine with its own connections, whose calls never meet those of this one.
+
+        Every member calls it. It ends with this engine, or by ``drop``.
+        """
+        other = same_but(self)
+        other.pg = self._make(store, wait)
+        self._apart.append(other)
+        return other
+
+    def drop(self, other: "C10dEngine", deadline: Deadline) -> None:
+        """Release an engine that ``apart`` has made."""
+        self._apart.remove(other)
+        other._apart = []
+        other._release(deadline)
 
 
 def _options(kind: Any, limit: Deadline | None = None) -> Any:

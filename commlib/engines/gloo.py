@@ -13,7 +13,7 @@ class GlooEngine(C10dEngine):
     """CPU ranks over gloo; connects to the other members when the ring is created."""
 
     name: ClassVar[str] = "gloo"
-    reducer: ClassVar[Reducer] = Reducer("gloo", unsigned=False)
+    reducer: ClassVar[Reducer] = Reducer("gloo", unsigned=False, bitwise=True)
 
     def _make(self, store: EngineStore, wait: timedelta) -> Any:
         one_network = self.hosts.one_network

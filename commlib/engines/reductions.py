@@ -8,6 +8,7 @@ import torch
 from commlib.errors import ArgumentError, DtypeError
 
 OPS = ("sum", "max", "min", "prod", "avg", "premul_sum")
+BITWISE = ("band", "bor", "bxor")  # where the engine has them: gloo
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
@@ -18,6 +19,7 @@ _COMPLEX = {
     torch.complex128: torch.float64,
 }
 _BOOL_OPS = {"sum": "max", "max": "max", "prod": "min", "min": "min"}
+_BOOL_OPS |= {"band": "min", "bor": "max", "bxor": "bxor"}
 
 # Dtypes that every engine takes as they are; anything else is moved as bytes.
 NATIVE = frozenset(_FLOATS + _INTEGERS)
@@ -36,6 +38,7 @@ class Reducer(NamedTuple):
 
     name: str
     unsigned: bool
+    bitwise: bool = False
 
 
 @cache
@@ -44,6 +47,14 @@ def _refusal(dtype: torch.dtype, op: str, reducer: Reducer) -> str | None:
         return "no engine reduces 16-bit integers; cast to torch.int32"
     if dtype.itemsize == 1 and dtype.is_floating_point:
         return "8-bit floats can be moved but not reduced; cast to torch.bfloat16"
+    if op in BITWISE:
+        if not reducer.bitwise:
+            return (
+                f"the {reducer.name} engine has no bitwise reduction on this device; call "
+                f"all_gather and combine the parts with torch.bitwise_{op.removeprefix('b')}"
+            )
+        whole = not (dtype.is_floating_point or dtype.is_complex)
+        return None if whole else "bitwise reductions take integers and booleans"
     if op == "premul_sum":
         floats = "premul_sum takes floating-point tensors; multiply first and use op='sum'"
         return None if dtype in _FLOATS else floats
@@ -68,8 +79,9 @@ def resolve_reduction(
     Raises ``ArgumentError`` for an unknown ``op`` or a factor that is not a number, and
     ``DtypeError`` with the reason of a refusal.
     """
-    if op not in OPS:
-        raise ArgumentError(f"op={op!r} is not a reduction; expected one of {', '.join(OPS)}")
+    if op not in OPS and op not in BITWISE:
+        known = ", ".join(OPS + BITWISE)
+        raise ArgumentError(f"op={op!r} is not a reduction; expected one of {known}")
     if (op == "premul_sum") != (factor is not None):
         raise ArgumentError(f"op={op!r} with factor={factor!r}: factor= belongs to op='premul_sum'")
     reason = _refusal(dtype, op, reducer)

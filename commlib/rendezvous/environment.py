@@ -34,6 +34,11 @@ def names_rank() -> bool:
     return "RANK" in os.environ or "WORLD_SIZE" in os.environ
 
 
+def has(name: str) -> bool:
+    """Return True if the environment has a variable of this name."""
+    return name in os.environ
+
+
 def world() -> World:
     """Read the rendezvous environment.
 

@@ -13,6 +13,7 @@ from commlib.call_lines import call_line
 from commlib.deadlines import Deadline, bounded
 from commlib.errors import ArgumentError, CommTimeout, MismatchError
 from commlib.rendezvous import host_exchange
+from commlib.rendezvous.call_board import CallBoard
 from commlib.rendezvous.identity import Health, RingIdentity
 from commlib.rendezvous.roll_call import Meeting
 from commlib.rendezvous.shared_memory import Rounds, SharedMemoryAllGather, open_shared_memory
@@ -37,7 +38,7 @@ class HostExchange:
         self._shared_memory: SharedMemoryAllGather | None = None
         self._group: Any = None  # the gloo group that this object has made
         self._lent: Any = None  # the engine's own gloo group
-        self._pairs: Counter[tuple[int, bool]] = Counter()
+        self._pairs: Counter[tuple[int, bool, int]] = Counter()
         self._barriers = 0
 
     def lend(self, group: Any) -> None:
@@ -115,13 +116,20 @@ class HostExchange:
             f"on every rank"
         )
 
-    def pair(self, peer: int, sends: bool) -> tuple[Any, int]:
-        """Return the gloo group, and the number of the next message to or from ``peer``."""
+    def pair(self, peer: int, sends: bool, group: Any = None) -> tuple[Any, int]:
+        """Return the gloo group, and the number of the next message to or from ``peer`` in it.
+
+        Args:
+            peer: The other member.
+            sends: True if this member sends.
+            group: The gloo group of another order of calls. Default: the ring's.
+        """
         if self._health.fault is not None:
             raise self._health.unusable("send" if sends else "recv")
-        number = self._pairs[peer, sends]
-        self._pairs[peer, sends] += 1
-        return self._gloo_group(), number
+        key = peer, sends, id(group)
+        number = self._pairs[key]
+        self._pairs[key] += 1
+        return group or self._gloo_group(), number
 
     def barrier(self, deadline: Deadline) -> list[int]:
         """Wait for all members in the store; return the positions of those that are late.
@@ -152,6 +160,11 @@ class HostExchange:
         """Return the part ``name`` of the store of this ring's members."""
         assert self._meeting is not None  # only a ring of one rank has none
         return self._meeting.store.under(name)
+
+    @property
+    def board(self) -> CallBoard | None:
+        """Return the calls of the members, after an exchange; None between several hosts."""
+        return None if self._shared_memory is None else self._shared_memory.board
 
     @property
     def one_network(self) -> bool:

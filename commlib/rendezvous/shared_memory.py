@@ -12,6 +12,7 @@ from pathlib import Path
 
 from commlib.deadlines import Deadline
 from commlib.errors import CommTimeout, EngineError
+from commlib.rendezvous.call_board import ROW, CallBoard
 
 Rounds = Callable[[list[int]], list[list[int]]]
 
@@ -29,12 +30,16 @@ class SharedMemoryAllGather:
     all-gather ahead of another. A message carries its number and a checksum, so that a reader
     never accepts a partly written one, in whatever order the stores become visible. A rank that has
     died is detected by the file lock that it held.
+
+    Attributes:
+        board: The calls of the ranks, in the same memory.
     """
 
     def __init__(self, file: int, rank: int, size: int, seconds: float) -> None:
         self._file, self._rank, self._size, self._seconds = file, rank, size, seconds
         self._memory = mmap.mmap(file, _length(size))
         self._round = 0
+        self.board = CallBoard(self._memory, 2 * size * _SLOT, rank, size)
 
     def __call__(self, values: list[int]) -> list[list[int]]:
         """Return the integers of every rank, in rank order; at most ``MOST`` each.
@@ -72,6 +77,7 @@ class SharedMemoryAllGather:
 
     def close(self) -> None:
         """Unmap the memory and close the file, which releases this rank's lock."""
+        self.board.close()
         self._memory.close()
         os.close(self._file)
 
@@ -150,7 +156,7 @@ def open_shared_memory(
 
 
 def _length(size: int) -> int:
-    return 2 * size * _SLOT
+    return size * (2 * _SLOT + ROW)
 
 
 def _path(name: int) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commlib.compat.c10d import barriers, batches, group_rings
+from commlib.compat.c10d import barriers, batches, functional_ops, group_rings, splits
 from commlib.compat.c10d.backend import Backend, takes_subclasses
 from commlib.compat.c10d.bridges import process_group_of, ring_from_group
 from commlib.compat.c10d.group_calls import NAME
@@ -26,6 +26,8 @@ def register() -> None:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
         batches.install()
         barriers.install()
+        functional_ops.install()
+        splits.install()
 
 
 def _create(given: Any, pg_options: Any = None) -> Any:
@@ -43,9 +45,11 @@ def _create(given: Any, pg_options: Any = None) -> Any:
     bound = _bound_device(given)
     place = (given.group_id, ranks, world, given.store, given.timeout)
     rings = group_rings.make_rings(*place, bound=bound)
+    first = not dist.is_initialized()
+    orders = group_rings.make_orders(rings, given.group_id, given.store, given.timeout, first=first)
     if takes_subclasses():
-        return Backend(rings, given.timeout, world, given.group_id)
-    group = ProcessGroup(rings, given.timeout, given.store, world)
+        return Backend(rings, given.timeout, world, given.group_id, orders)
+    group = ProcessGroup(rings, given.timeout, given.store, world, orders)
     if bound is not None and bound.index is not None:
         group.bound_device_id = bound  # also that of the groups that are made from this one
     return group

@@ -9,6 +9,7 @@ from torch._C import _distributed_c10d as c10d
 
 from commlib.compat.c10d import group_rings
 from commlib.compat.c10d.group_calls import NAME, GroupCalls
+from commlib.core.call_order import CallOrder
 from commlib.core.context import CommContext
 from commlib.rendezvous.world import World
 
@@ -23,12 +24,18 @@ class Backend(GroupCalls, c10d.Backend):
         timeout: The longest wait on a CPU.
         world: This process's place among all ranks.
         name: The name of the group.
+        orders: Its own orders of calls by type of device, where it has not the ring's.
     """
 
     def __init__(
-        self, rings: dict[str, CommContext], timeout: timedelta, world: World, name: str
+        self,
+        rings: dict[str, CommContext],
+        timeout: timedelta,
+        world: World,
+        name: str,
+        orders: dict[str, CallOrder] | None = None,
     ) -> None:
-        self._set_up(rings, timeout)
+        self._set_up(rings, timeout, orders)
         c10d.Backend.__init__(self, self._main.rank, self._main.size)
         self._world, self._name = world, name
 
@@ -49,7 +56,8 @@ class Backend(GroupCalls, c10d.Backend):
         name = getattr(opts, "group_name", "") or f"{self._name}:{','.join(map(str, ranks))}"
         wait = self._timeout if opts is None else opts._timeout
         rings = group_rings.make_rings(name, members, self._world, store, wait)
-        return Backend(rings, wait, self._world, name)
+        orders = group_rings.make_orders(rings, name, store, wait)
+        return Backend(rings, wait, self._world, name, orders)
 
 
 def takes_subclasses() -> bool:

@@ -10,9 +10,10 @@ from torch._C import _distributed_c10d as c10d
 
 from commlib.compat.c10d.gloo_order import all_reduce_flat, is_flat, reduce_scatter_each
 from commlib.compat.c10d.launching import Step
-from commlib.compat.c10d.options import check_rows, listed, options, parts, single
+from commlib.compat.c10d.options import check_rows, distinct, listed, options, parts, single
 from commlib.compat.c10d.reductions import BY_HASH, arguments_of
 from commlib.compat.c10d.work import DONE
+from commlib.core.call_order import CallOrder
 from commlib.core.context import CommContext
 from commlib.core.stream_mode import MODES
 
@@ -29,6 +30,8 @@ class Collectives:
     ``asyncOp`` (the default) the call runs on the ring's own stream, and on a CPU while the host
     goes on; without it the call is in the order of the caller's stream.
     """
+
+    _main_order: CallOrder | None
 
     def _ring_for(self, tensors: Given) -> CommContext:
         raise NotImplementedError
@@ -53,7 +56,11 @@ class Collectives:
             ring = self._plain_ring(tensors, opts) if op else None
             if ring is not None:  # the most frequent call, in few steps
                 x = tensors[0]
-                ring._all_reduce(x, x, op, None, SYNC, True)
+                order = self._main_order
+                if order is None:
+                    ring._all_reduce(x, x, op, None, SYNC, True)
+                else:
+                    order.run(ring._all_reduce, x, x, op, None, SYNC, True)
                 return DONE
         if not hasattr(opts, "asyncOp"):
             opts = options(AllreduceOptions, opts, timeout, reduceOp=opts)
@@ -136,7 +143,7 @@ class Collectives:
         opts = options(c10d.AllgatherOptions, opts)
         targets, source = parts(outs), single(x)
         ring = self._ring_for([source])
-        call = partial(ring.all_gather, targets, source)
+        call = partial(ring.all_gather, distinct(ring, "all_gather", targets), source)
         return self._issue(ring, Step([call], targets, lists=True), opts)
 
     def allgather_coalesced(
@@ -174,7 +181,7 @@ class Collectives:
         opts = options(c10d.GatherOptions, root, timeout, rootRank=root)
         source, targets = single(x), parts(outs)
         ring = self._ring_for([source])
-        out = targets if ring.rank == opts.rootRank else None
+        out = distinct(ring, "gather", targets) if ring.rank == opts.rootRank else None
         call = partial(ring.gather, out, source, root=opts.rootRank)
         return self._issue(ring, Step([call], targets, lists=True), opts)
 
@@ -212,7 +219,7 @@ class Collectives:
         opts = options(c10d.AllToAllOptions, opts)
         targets, sources = listed(outs), listed(inputs)
         ring = self._ring_for(targets)
-        call = partial(ring.all_to_all, targets, sources)
+        call = partial(ring.all_to_all, distinct(ring, "all_to_all", targets), sources)
         return self._issue(ring, Step([call], targets, lists=True), opts)
 
     # -- the names before torch 2.13 ---------------------------------------------------------------

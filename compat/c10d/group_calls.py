@@ -1,5 +1,6 @@
 """What a group of ours is to torch, as a process group or as a backend: its rings and its calls."""
 
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from threading import get_ident
@@ -13,6 +14,7 @@ from commlib.compat.c10d.collectives import Collectives, Given
 from commlib.compat.c10d.launching import Batch, Step, launch, launch_async
 from commlib.compat.c10d.options import options, single
 from commlib.compat.c10d.work import DONE, GroupWork, HostBarrier
+from commlib.core.call_order import CallOrder
 from commlib.core.context import CommContext
 from commlib.core.dispatch import is_plain
 from commlib.core.tensors import is_symbolic
@@ -29,10 +31,17 @@ class GroupCalls(Collectives):
     supports_splitting = True
     supports_coalescing = True
 
-    def _set_up(self, rings: dict[str, CommContext], timeout: timedelta) -> None:
+    def _set_up(
+        self,
+        rings: dict[str, CommContext],
+        timeout: timedelta,
+        orders: dict[str, CallOrder] | None,
+    ) -> None:
         """Take the rings by type of device; the first one is that of a call without tensors."""
         self.rings, self._main, self._sequence = rings, next(iter(rings.values())), 0
-        self._held = rings  # until the group ends
+        self._orders = orders or {}
+        self._main_order = self._orders.get(self._main.device.type)
+        self._held = rings, self._orders  # until the group ends
         self.set_timeout(timeout)
         self._batches: dict[int, Batch] = {}  # open coalescing, by thread
 
@@ -77,6 +86,7 @@ class GroupCalls(Collectives):
         """Launch a step as its options say, or keep it for the end of coalescing."""
         self._sequence += 1
         pairs.flush()
+        step = self._in_order(ring, step)
         if step.tensors and is_symbolic(step.tensors[0]):
             return DONE  # a trace wants to know that the call is valid, and its shapes are there
         batch = self._batches.get(get_ident()) if self._batches else None
@@ -92,6 +102,13 @@ class GroupCalls(Collectives):
             return launch_async(ring, step, limit, kind)
         launch(ring, step, limit if ring.stream is None else None)
         return DONE
+
+    def _in_order(self, ring: CommContext, step: Step) -> Step:
+        """Return a step whose calls belong to this group's own order of calls, if it has one."""
+        order = self._orders.get(ring.device.type) if self._orders else None
+        if order is None:
+            return step
+        return replace(step, calls=[partial(order.run, call) for call in step.calls])
 
     def _limit(self, ring: CommContext, opts: Any) -> float | None:
         """Return the seconds of a call; None for the ring's own timeout."""
@@ -118,7 +135,7 @@ class GroupCalls(Collectives):
 
     def _pair(self, ring: CommContext, step: Step, source: int) -> Any:
         if ring.stream is not None and not self._is_coalescing():
-            return pairs.queue(ring, step, source)
+            return pairs.queue(ring, self._in_order(ring, step), source)
         work = self._issue(ring, step, _DEFAULTS)
         if isinstance(work, GroupWork):
             work._source = source
@@ -192,11 +209,11 @@ class GroupCalls(Collectives):
 
     def shutdown(self) -> None:
         """Close the rings that were made for groups and that no group uses any more."""
-        held, self._held = self._held, {}
+        (rings, orders), self._held = self._held, ({}, {})
         try:
             pairs.flush()
         finally:
-            group_rings.release(held)
+            group_rings.release(rings, orders)
 
     def abort(self) -> None:
         """Abort the rings that were made for groups, with all calls in flight.
@@ -205,8 +222,9 @@ class GroupCalls(Collectives):
         """
         for ring in self.rings.values():
             pairs.drop(ring)
-        held, self._held = self._held, {}
-        group_rings.abort(held)
+        (rings, orders), self._held = self._held, ({}, {})
+        group_rings.abort(rings)
+        group_rings.release({}, orders)
 
     def supports_tensor_alloc(self, device: Any) -> bool:
         """Return False: a ring registers no memory of the program."""

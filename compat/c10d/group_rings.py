@@ -1,12 +1,14 @@
 """The rings of a process group: one per kind of device, shared by groups of the same ranks."""
 
 import zlib
+from collections.abc import Mapping
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from commlib.core.call_order import CallOrder, open_order
 from commlib.core.context import CommContext
 from commlib.core.devices import checked_device, default_device
 from commlib.core.manager import CommContextManager
@@ -71,6 +73,50 @@ def make_rings(
     return rings
 
 
+def make_orders(
+    rings: dict[str, CommContext],
+    name: str,
+    store: dist.Store,
+    timeout: timedelta,
+    *,
+    first: bool = False,
+) -> dict[str, CallOrder]:
+    """Return the new group's own orders of calls, by type of device; its members alone call it.
+
+    A group that has made its ring has the ring's own order, and so has the group of
+    ``init_process_group``. Later groups of the same ranks have one each: torch's groups share none.
+
+    Args:
+        rings: The group's, from ``make_rings``; released if this fails.
+        name: The group's name, the same on every member.
+        store: A store of this group alone.
+        timeout: Of the wait for missing ranks.
+        first: True for the group of ``init_process_group``.
+
+    Raises:
+        CommTimeout: Ranks are missing; the text names them.
+    """
+    orders: dict[str, CallOrder] = {}
+    try:
+        for kind, ring in rings.items():
+            if first or _users.get(ring) == 1:
+                continue
+            given = ring.timeout if _is_default(timeout) else timeout.total_seconds()
+            own = dist.PrefixStore(f"commlib/{kind}/order", store)
+            order = open_order(ring, name, own, given)
+            if order is not None:
+                orders[kind] = order
+    except BaseException:
+        release(rings, orders)
+        raise
+    return orders
+
+
+def _is_default(timeout: timedelta) -> bool:
+    """Return True for torch's default, which means that the program gives none."""
+    return timeout == dist.constants.default_pg_timeout
+
+
 def _create(
     ring_id: int,
     name: str,
@@ -81,8 +127,7 @@ def _create(
     world: World,
 ) -> CommContext:
     """Create the ring of a group; the errors name the group too, which the program knows."""
-    # torch's default means that the program gives none
-    given = None if timeout == dist.constants.default_pg_timeout else timeout
+    given = None if _is_default(timeout) else timeout
     try:
         return CommContextManager.instance().create(
             ring_id, ranks, store=store, device=device, timeout=given, world=world
@@ -106,8 +151,10 @@ def hold(ring: CommContext) -> None:
         _users[ring] += 1
 
 
-def release(rings: dict[str, CommContext]) -> None:
-    """Close the rings that groups have made and that no group uses any more."""
+def release(rings: dict[str, CommContext], orders: Mapping[str, CallOrder] | None = None) -> None:
+    """Close orders of calls, and the rings of groups that no group uses any more."""
+    for order in (orders or {}).values():
+        order.close()
     for ring in rings.values():
         if ring not in _users:
             continue

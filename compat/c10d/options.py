@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from commlib.core.context import CommContext
-from commlib.errors import ShapeError
+from commlib.core.tensors import is_symbolic
+from commlib.errors import ArgumentError, ShapeError
 
 Tensor = torch.Tensor
 
@@ -44,6 +45,21 @@ def parts(tensors: Sequence[Any]) -> list[Tensor]:
             )
         tensors = tensors[0]
     return listed(tensors)
+
+
+def distinct(ring: CommContext, name: str, outputs: list[Tensor]) -> list[Tensor]:
+    """Return a list of outputs none of which is in it twice.
+
+    Raises:
+        ArgumentError: One is: its values would depend on timing.
+    """
+    places = [x.data_ptr() for x in outputs if not is_symbolic(x) and x.numel()]
+    if len(set(places)) < len(places):
+        raise ArgumentError(
+            f"{ring._describe(name)}: a tensor is in the list of outputs twice; pass a tensor for "
+            f"each rank"
+        )
+    return outputs
 
 
 def check_rows(ring: CommContext, rows: list[list[Tensor]], own: list[Tensor]) -> None:

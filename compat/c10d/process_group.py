@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from commlib.compat.c10d import group_rings
 from commlib.compat.c10d.group_calls import GroupCalls
+from commlib.core.call_order import CallOrder
 from commlib.core.context import CommContext
 from commlib.errors import DeviceError
 from commlib.rendezvous.world import World
@@ -34,6 +35,7 @@ class ProcessGroup(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]  # over
         timeout: The longest wait on a CPU.
         store: The group's own store; None for a group that is made from a ring.
         world: This process's place among all ranks.
+        orders: Its own orders of calls by type of device, where it has not the ring's.
     """
 
     supports_time_estimate = False
@@ -44,8 +46,9 @@ class ProcessGroup(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]  # over
         timeout: timedelta,
         store: dist.Store | None,
         world: World,
+        orders: dict[str, CallOrder] | None = None,
     ) -> None:
-        self._set_up(rings, timeout)
+        self._set_up(rings, timeout, orders)
         dist.ProcessGroup.__init__(self, self._main.rank, self._main.size)  # type: ignore[call-arg]
         self._store, self._world = store, world
         self._name = self._desc = ""
@@ -129,7 +132,8 @@ class ProcessGroup(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]  # over
         store = dist.PrefixStore(f"{name}/", self.get_group_store())
         wait = timeout or self._timeout
         rings = group_rings.make_rings(name, members, self._world, store, wait)
-        group = ProcessGroup(rings, wait, store, self._world)
+        orders = group_rings.make_orders(rings, name, store, wait)
+        group = ProcessGroup(rings, wait, store, self._world, orders)
         group.setGroupName(name)
         group.setGroupDesc(group_desc or "undefined")
         return group

@@ -35,6 +35,7 @@ from commlib.compat.paddle.blocks import (
     fused_feedforward,
     fused_multi_head_attention,
 )
+from commlib.compat.paddle.distributed.collectives import alltoall_single
 from commlib.compat.paddle.experts import global_gather, global_scatter
 from commlib.compat.paddle.in_place import (
     c_allreduce_avg_,
@@ -68,6 +69,14 @@ from commlib.compat.paddle.moe import (
     random_routing,
 )
 from commlib.compat.paddle.moves import alltoall, c_allgather, c_broadcast, c_scatter
+from commlib.compat.paddle.mp_reductions import (
+    mp_allreduce_max,
+    mp_allreduce_max_,
+    mp_allreduce_min,
+    mp_allreduce_min_,
+    mp_allreduce_prod,
+    mp_allreduce_prod_,
+)
 from commlib.compat.paddle.normalization import data_norm, sync_batch_norm
 from commlib.compat.paddle.optimizers import DistributedFusedLamb, distributed_fused_lamb
 from commlib.compat.paddle.partial import partial_allgather, partial_recv, partial_send
@@ -84,6 +93,7 @@ from commlib.compat.paddle.phi import (
     reduce,
     reduce_scatter,
 )
+from commlib.compat.paddle.phi_in_place import all_reduce_, broadcast_, reduce_, sync_batch_norm_
 from commlib.compat.paddle.pipeline import LayerDesc, PipelineLayer, SharedLayerDesc
 from commlib.compat.paddle.point_to_point import recv_v2, send_v2
 from commlib.compat.paddle.reductions import (
@@ -140,11 +150,14 @@ __all__ = [
     "SharedLayerDesc",
     "all_gather",
     "all_reduce",
+    "all_reduce_",
     "all_to_all",
     "alltoall",
+    "alltoall_single",
     "assign_pos",
     "barrier",
     "broadcast",
+    "broadcast_",
     "c_allgather",
     "c_allreduce_avg",
     "c_allreduce_avg_",
@@ -206,6 +219,12 @@ __all__ = [
     "moe_gate_dispatch",
     "moe_permute",
     "moe_unpermute",
+    "mp_allreduce_max",
+    "mp_allreduce_max_",
+    "mp_allreduce_min",
+    "mp_allreduce_min_",
+    "mp_allreduce_prod",
+    "mp_allreduce_prod_",
     "mp_allreduce_sum",
     "mp_allreduce_sum_",
     "number_count",
@@ -223,9 +242,11 @@ __all__ = [
     "random_routing",
     "recv_v2",
     "reduce",
+    "reduce_",
     "reduce_scatter",
     "send_v2",
     "sync_batch_norm",
+    "sync_batch_norm_",
 ]
 
 

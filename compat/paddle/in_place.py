@@ -147,7 +147,9 @@ def c_broadcast_(
     return x
 
 
-def mp_allreduce_sum_(x: Tensor, ring_id: int = 0, use_calc_stream: bool = False) -> Tensor:
+def mp_allreduce_sum_(
+    x: Tensor, ring_id: int = 0, use_calc_stream: bool = False, use_model_parallel: bool = True
+) -> Tensor:
     """Write the sum of ``x`` over the ring to ``x``; the gradient passes unchanged.
 
     Source: operator ``mp_allreduce_sum_``. Arguments and errors are those of ``mp_allreduce_sum``.

@@ -1,6 +1,6 @@
 """The table of legacy names: what a new program writes instead, and names that do not exist here.
 
-``docs/paddle.md`` shows it; ``tests/test_compat_paddle_names.py`` compares the two.
+``page`` makes ``docs/paddle.md`` of it.
 """
 
 _SAME = "none"
@@ -20,10 +20,13 @@ NEW_NAMES: dict[str, tuple[str, str]] = {
     "all_gather": ("ops.all_gather", _CURRENT_STREAM),
     "all_reduce": ("ops.all_reduce", f"`reduce_type` is a number; {_CURRENT_STREAM}"),
     "all_to_all": ("ops.all_to_all", _CURRENT_STREAM),
+    "all_reduce_": ("ops.all_reduce_", f"`reduce_type` is a number; {_IN_PLACE}"),
     "alltoall": ("ops.all_to_all", _NO_GRADIENT),
+    "alltoall_single": ("ops.all_to_all", "input and output are arguments; sizes of parts"),
     "assign_pos": ("ops.assign_pos", _SAME),
     "barrier": ("ops.barrier", "the legacy name waits on the host, for GPUs too"),
     "broadcast": ("ops.broadcast", _CURRENT_STREAM),
+    "broadcast_": ("ops.broadcast_", f"always on the current stream; {_IN_PLACE}"),
     "c_allgather": ("ops.all_gather", f"`nranks` is required; {_NO_GRADIENT}"),
     **{
         f"c_allreduce_{op}": ("ops.all_reduce", f'`op="{op}"`; {_NO_GRADIENT}')
@@ -96,6 +99,14 @@ NEW_NAMES: dict[str, tuple[str, str]] = {
     "moe_gate_dispatch": ("ops.assign_pos", "chooses, drops and copies in one call"),
     "moe_permute": ("ops.assign_pos", "copies the rows too, padded for each expert"),
     "moe_unpermute": ("ops.global_gather", "of this rank's rows; it does not communicate"),
+    **{
+        f"mp_allreduce_{op}": ("ops.all_reduce", f'`op="{op}"`; {_NO_GRADIENT}')
+        for op in ("max", "min", "prod")
+    },
+    **{
+        f"mp_allreduce_{op}_": ("ops.all_reduce_", f'`op="{op}"`; {_IN_PLACE}')
+        for op in ("max", "min", "prod")
+    },
     "mp_allreduce_sum": ("ops.all_reduce", '`backward="identity"`'),
     "mp_allreduce_sum_": ("ops.all_reduce_", '`backward="identity"`, with a gradient'),
     "number_count": ("ops.number_count", "counts have the dtype of the numbers"),
@@ -113,9 +124,11 @@ NEW_NAMES: dict[str, tuple[str, str]] = {
     "random_routing": ("ops.random_routing", "`topk` must be 2"),
     "recv_v2": ("ops.recv", "returns a new tensor; `dynamic_shape=`"),
     "reduce": ("ops.reduce", f"`reduce_type` is a number; {_CURRENT_STREAM}"),
+    "reduce_": ("ops.reduce_", "`reduce_type` is a number; the root is `root_id`"),
     "reduce_scatter": ("ops.reduce_scatter", f"`nranks` is required; {_CURRENT_STREAM}"),
     "send_v2": ("ops.send", "`dynamic_shape=`"),
     "sync_batch_norm": ("torch.nn.SyncBatchNorm", "a function, over a ring"),
+    "sync_batch_norm_": ("torch.nn.SyncBatchNorm", "as `sync_batch_norm`, with six results"),
 }
 
 _SERVERS = "parameter servers are out of scope: commlib has collectives between equal ranks"
@@ -140,39 +153,3 @@ NOT_PORTED: dict[str, str] = {
     "send_and_recv": _SERVERS,
     "send_barrier": _SERVERS,
 }
-
-
-def page() -> str:
-    """Return ``docs/paddle.md``."""
-    rows = [f"| `{old}` | `{new}` | {what} |" for old, (new, what) in sorted(NEW_NAMES.items())]
-    missing = [f"| `{name}` | {why} |" for name, why in sorted(NOT_PORTED.items())]
-    return "\n".join((_HEAD, *rows, _MISSING, *missing, ""))
-
-
-_HEAD = """\
-# Paddle programs
-
-A program keeps its calls and changes its imports: `from commlib.compat import paddle`. The table
-has each legacy operator, what a new program writes instead, and what differs between the two. In
-what the legacy name differs from Paddle's operator: [Paddle differences](paddle_differences.md).
-
-`import commlib.compat.paddle.distributed as dist` is `paddle.distributed`, with `fleet` and the
-parallel layers. [examples/fleet_gpt.py](../examples/fleet_gpt.py) uses it.
-
-Three styles of a call are understood:
-
-| style | example |
-| --- | --- |
-| positional or by keyword, as `_C_ops` | `paddle._C_ops.c_identity(x, 0, True, True)` |
-| pairs, as `_legacy_C_ops` | `paddle._legacy_C_ops.c_identity(x, "ring_id", 0)` |
-| in place | `paddle.c_allreduce_sum_(x)` |
-
-| old name | new name | difference |
-| --- | --- | --- |"""
-
-_MISSING = """\
-
-Names that do not exist here raise `AttributeError` with the reason, or with the nearest name:
-
-| name | reason |
-| --- | --- |"""

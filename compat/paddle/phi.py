@@ -9,6 +9,7 @@ import torch
 
 from commlib import ops
 from commlib.compat.paddle.checks import detached, position, ring_of, ring_of_size
+from commlib.compat.paddle.dtypes import Dtype
 from commlib.compat.paddle.moves import alltoall, c_allgather, c_broadcast
 from commlib.compat.paddle.point_to_point import recv_v2, send_v2
 from commlib.compat.paddle.reductions import all_reduced, c_reducescatter
@@ -17,7 +18,6 @@ from commlib.errors import ArgumentError
 from commlib.ops.arguments import ReductionName
 
 Tensor = torch.Tensor
-Dtype = torch.dtype | int | str
 
 _REDUCTIONS: tuple[ReductionName, ...] = ("sum", "max", "min", "prod", "avg")
 
@@ -59,7 +59,7 @@ def all_reduce(x: Tensor, ring_id: int = 0, reduce_type: int = 0) -> Tensor:
         ArgumentError: ``reduce_type`` is none of these.
         CommError: As ``ops.all_reduce``.
     """
-    op = _reduction("all_reduce", ring_id, reduce_type)
+    op = reduction_of("all_reduce", ring_id, reduce_type)
     return all_reduced("all_reduce", op, x, ring_id, use_calc_stream=True)
 
 
@@ -121,7 +121,7 @@ def reduce(x: Tensor, ring_id: int = 0, root_id: int = 0, reduce_type: int = 0) 
         PeerError: ``root_id`` is not a position in the ring.
         CommError: As ``ops.reduce``.
     """
-    op = _reduction("reduce", ring_id, reduce_type)
+    op = reduction_of("reduce", ring_id, reduce_type)
     return reduced("reduce", op, x, ring_id, root_id, use_calc_stream=True)
 
 
@@ -241,7 +241,12 @@ def p_recv_array(
     return [recv_v2(shape, dtype, peer, ring_id, use_calc_stream=True) for shape in out_shapes]
 
 
-def _reduction(name: str, ring_id: int, reduce_type: int) -> ReductionName:
+def reduction_of(name: str, ring_id: int, reduce_type: int) -> ReductionName:
+    """Return the reduction of a number.
+
+    Raises:
+        ArgumentError: There is none.
+    """
     ring = ring_of(name, ring_id)
     if isinstance(reduce_type, bool) or reduce_type not in range(len(_REDUCTIONS)):
         known = ", ".join(f"{number} {op}" for number, op in enumerate(_REDUCTIONS))

@@ -6,27 +6,12 @@ import torch
 
 from commlib import ops
 from commlib.compat.paddle.checks import detached, position, ring_of, tensor
+from commlib.compat.paddle.dtypes import dtype_of
 from commlib.core.context import CommContext
-from commlib.errors import ArgumentError, DtypeError, ShapeError
+from commlib.errors import ArgumentError, ShapeError
 from commlib.ops.registered.library import needs_op, raw_output
 from commlib.streams import capturing
 
-# Codes of Paddle's VarType, with which a program stores the dtype of a tensor.
-_CODES = {
-    0: torch.bool,
-    1: torch.int16,
-    2: torch.int32,
-    3: torch.int64,
-    4: torch.float16,
-    5: torch.float32,
-    6: torch.float64,
-    20: torch.uint8,
-    21: torch.int8,
-    22: torch.bfloat16,
-    23: torch.complex64,
-    24: torch.complex128,
-}
-_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _CODES.values()}
 _MOST_DIMS = 64
 
 
@@ -132,20 +117,7 @@ def _empty(
     device: torch.device | str | None,
 ) -> torch.Tensor:
     device = ring.device if device is None else device
-    return torch.empty(shape, dtype=_dtype(name, ring, dtype), device=device)
-
-
-def _dtype(name: str, ring: CommContext, dtype: torch.dtype | int | str) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    parsed = _NAMES.get(dtype) if isinstance(dtype, str) else _CODES.get(dtype)
-    if parsed is None:
-        raise DtypeError(
-            f"{ring._describe(name)}: dtype={dtype!r}; expected a torch dtype, one of the "
-            f"names {', '.join(_NAMES)}, or one of the codes {', '.join(map(str, _CODES))}; pass "
-            f"dtype=torch.float32"
-        )
-    return parsed
+    return torch.empty(shape, dtype=dtype_of(ring._describe(name), dtype), device=device)
 
 
 def _send_shape(ring: CommContext, x: torch.Tensor, peer: int, use_calc_stream: bool) -> None:

@@ -34,6 +34,11 @@ def c_gen_nccl_id(
         ArgumentError: An address is not "host:port".
     """
     _checked_ring("c_gen_nccl_id", ring_id)
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise ArgumentError(
+            f"c_gen_nccl_id: rank={rank!r}; expected this rank's position; the order is rank, "
+            f"endpoint, other_endpoints, ring_id; pass them by keyword"
+        )
     if rank < 0:
         raise PeerError(f"c_gen_nccl_id: rank={rank} for ring {ring_id}; expected 0 or above")
     for one in (endpoint, *other_endpoints):
@@ -100,6 +105,8 @@ def c_comm_init(
 
 
 def _checked_ring(name: str, ring_id: int) -> None:
+    if isinstance(ring_id, bool) or not isinstance(ring_id, int):
+        raise ArgumentError(f"{name}: ring_id={ring_id!r}; expected the number of a ring")
     if ring_id < 0:
         raise RingError(f"{name}: ring_id={ring_id}; expected the number of a ring, 0 or above")
 
@@ -202,6 +209,11 @@ def c_comm_init_multitrainer(
         ArgumentError: There are several devices.
         CommError: As ``c_comm_init``.
     """
+    if not (isinstance(ntrainers, int) and isinstance(trainer_id, int)):
+        raise ArgumentError(
+            f"c_comm_init_multitrainer: ntrainers={ntrainers!r}, trainer_id={trainer_id!r}; "
+            f"expected numbers; x, the id, comes last here; pass the arguments by keyword"
+        )
     device_id = _only("c_comm_init_multitrainer", devices, ring_id)
     return c_comm_init(ntrainers, trainer_id, device_id, ring_id)
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from commlib.compat.paddle.dtypes import Dtype, dtype_of
 from commlib.errors import ArgumentError, DtypeError, ShapeError
 
 Tensor = torch.Tensor
@@ -84,7 +85,7 @@ def _common_shape(name: str, x: Sequence[Tensor]) -> tuple[int, ...]:
 
 def coalesce_tensor(
     input: Sequence[Tensor],
-    dtype: torch.dtype,
+    dtype: Dtype,
     copy_data: bool = False,
     set_constant: bool = False,
     persist_output: bool = False,
@@ -102,7 +103,7 @@ def coalesce_tensor(
 
     Args:
         input: Tensors of ``dtype`` on one device.
-        dtype: Their dtype.
+        dtype: Their dtype: of torch, its name, or Paddle's code (5 is float32).
         copy_data: True copies the tensors into the buffer.
         set_constant: True fills the buffer with ``constant``.
         persist_output: Ignored: views keep the buffer alive.
@@ -119,9 +120,10 @@ def coalesce_tensor(
     Raises:
         ArgumentError: ``input`` is empty, ``copy_data`` and ``set_constant`` are both True, or
             ``align_size`` is not a multiple of the size of ``dtype``.
-        DtypeError: A tensor has another dtype.
+        DtypeError: ``dtype`` is unknown, or a tensor has another one.
         ShapeError: ``concated_shapes`` and ``concated_ranks`` do not fit ``input``.
     """
+    dtype = dtype_of("coalesce_tensor", dtype)
     _check_coalesced(input, dtype, copy_data, set_constant)
     shapes = _shapes(input, concated_shapes, concated_ranks)
     step = _elements_of_alignment(dtype, align_size) if use_align else 1

@@ -9,7 +9,10 @@ from commlib.compat.paddle.checks import ring_of, ring_of_rank
 
 
 def mp_allreduce_sum(
-    x: torch.Tensor, ring_id: int = 0, use_calc_stream: bool = False
+    x: torch.Tensor,
+    ring_id: int = 0,
+    use_calc_stream: bool = False,
+    use_model_parallel: bool = True,
 ) -> torch.Tensor:
     """Return, on every rank, the sum of ``x`` over the ring; the gradient passes unchanged.
 
@@ -21,6 +24,7 @@ def mp_allreduce_sum(
         ring_id: The ring.
         use_calc_stream: True runs on the current stream, False raw on the ring's comm stream. A
             call whose ``x`` requires grad is always fenced.
+        use_model_parallel: Ignored.
 
     Returns:
         A new tensor of the shape of ``x``.

@@ -5,7 +5,7 @@ from difflib import get_close_matches
 
 from commlib.compat.paddle.names import NOT_PORTED
 
-_REASONS = {
+REASONS = {
     **NOT_PORTED,
     "launch": "start programs with torchrun or Paddle's launcher",
     "spawn": "start programs with torchrun or Paddle's launcher",
@@ -19,8 +19,7 @@ _REASONS = {
     "DygraphShardingOptimizerV2": "use DygraphShardingOptimizer, or FSDP2 of torch",
     "group_sharded_parallel": "use FSDP2 of torch, or a sharding_degree for states alone",
     "sharding": "use FSDP2 of torch, or a sharding_degree for states alone",
-    "alltoall_single": "call commlib.compat.paddle.distributed.alltoall_single",
-    "utils": "use commlib.compat.paddle.distributed.moe_utils, and torch.utils.checkpoint",
+    "utils": "use commlib.compat.paddle.distributed.utils.moe_utils, and torch.utils.checkpoint",
     "recompute": "use torch.utils.checkpoint",
     "PaddleCloudRoleMaker": "call fleet.init(is_collective=True)",
     "UserDefinedRoleMaker": "parameter servers are out of scope",
@@ -33,7 +32,30 @@ _REASONS = {
     "run_server": "parameter servers are out of scope",
     "init_worker": "parameter servers are out of scope",
     "stop_worker": "parameter servers are out of scope",
+    "rpc": "use torch.distributed.rpc, or a library for remote calls",
+    "nop": "it keeps a variable alive in Paddle's executor; leave it away",
+    "save_state_dict": "use torch.distributed.checkpoint.save",
+    "load_state_dict": "use torch.distributed.checkpoint.load",
+    "sharding_stage": "use FSDP2 of torch",
+    "auto_parallel": "use torch.distributed.tensor",
+    "to_static": "use torch.compile or commlib.graph.capture",
+    "depend": "torch keeps the order of calls; leave it away",
 }
+# The beginning of a name, and the reason for all names that begin so.
+FAMILIES = {
+    "dgc": "gradient compression is not ported; call all_reduce in torch.bfloat16",
+    "fused_": "it does not communicate; use torch, whose compiler fuses operators",
+    "rpc_": "use torch.distributed.rpc, or a library for remote calls",
+    "shard_": "use torch.distributed.tensor",
+    "pull_": NOT_PORTED["pull_sparse"],
+    "push_": NOT_PORTED["push_dense"],
+}
+_GRADIENT = "gradients come from autograd: call backward() of a result"
+_ELSE = (
+    "it is not an operator of communication that commlib has; docs/paddle.md lists those, and "
+    "torch has the operators that do not communicate"
+)
+_NEAR = 0.8  # how alike two names are, from 0 to 1, before one is suggested for the other
 
 
 def unported(module: str, names: Iterable[str], name: str) -> AttributeError:
@@ -44,8 +66,12 @@ def unported(module: str, names: Iterable[str], name: str) -> AttributeError:
         names: What the module offers.
         name: What was asked for.
     """
-    reason = _REASONS.get(name)
-    if reason is None:
-        near = get_close_matches(name, names, 1, 0.6)
-        reason = f"did you mean {near[0]!r}?" if near else "see docs/paddle_differences.md"
+    near = get_close_matches(name, names, 1, _NEAR)
+    reason = REASONS.get(name)
+    if reason is None and name.endswith(("_grad", "_grad_")):
+        reason = _GRADIENT
+    elif reason is None and near:
+        reason = f"did you mean {near[0]!r}?"
+    elif reason is None:
+        reason = next((why for start, why in FAMILIES.items() if name.startswith(start)), _ELSE)
     return AttributeError(f"module {module!r} has no attribute {name!r}; {reason}", name=name)

@@ -83,7 +83,8 @@ class AllReduce(Ring):
         Args:
             out: As many elements as ``x``; may be ``x``. As the only tensor it is the input.
             x: Any shape. Default: the only tensor is the input, and the output is a new one.
-            op: "sum", "prod", "min", "max", "avg" or "premul_sum".
+            op: "sum", "prod", "min", "max", "avg" or "premul_sum"; on a CPU also "band", "bor"
+                and "bxor" of integers.
             factor: The factor of "premul_sum".
             max_blocks: Most blocks of a push kernel, which wait on the GPU for the peers. By
                 default an asynchronous call takes at most FLAGS_comm_async_blocks, so that the

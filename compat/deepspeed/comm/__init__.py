@@ -6,8 +6,25 @@ bytes are counted, and nothing waits. ``configure`` switches the counters on, ``
 them.
 """
 
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
 from torch.distributed import ReduceOp
 
+from commlib.compat.deepspeed.comm.bring_up import (
+    ProcessGroup,
+    cdb,
+    comms_logger,
+    has_allgather_base,
+    has_reduce_scatter_base,
+    in_aml,
+    in_aws_sm,
+    in_dlts,
+    init_deepspeed_backend,
+    mpi_discovery,
+    set_backend,
+    timed_op,
+)
 from commlib.compat.deepspeed.comm.collectives import (
     all_gather,
     all_gather_coalesced,
@@ -62,6 +79,7 @@ from commlib.compat.deepspeed.comm.point_to_point import (
 )
 
 __all__ = [
+    "ProcessGroup",
     "ReduceOp",
     "all_gather",
     "all_gather_coalesced",
@@ -75,6 +93,8 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object_list",
+    "cdb",
+    "comms_logger",
     "configure",
     "default_pg_timeout",
     "destroy_process_group",
@@ -87,9 +107,15 @@ __all__ = [
     "get_world_size",
     "has_all_gather_into_tensor",
     "has_all_reduce_coalesced",
+    "has_allgather_base",
     "has_coalescing_manager",
+    "has_reduce_scatter_base",
     "has_reduce_scatter_tensor",
+    "in_aml",
+    "in_aws_sm",
+    "in_dlts",
     "inference_all_reduce",
+    "init_deepspeed_backend",
     "init_distributed",
     "initialize_mesh_device",
     "irecv",
@@ -98,6 +124,7 @@ __all__ = [
     "isend",
     "log_summary",
     "monitored_barrier",
+    "mpi_discovery",
     "new_group",
     "recv",
     "reduce",
@@ -107,4 +134,14 @@ __all__ = [
     "reset_log",
     "scatter",
     "send",
+    "set_backend",
+    "timed_op",
 ]
+
+if not TYPE_CHECKING:  # a checker would take any name for one that is there
+
+    def __getattr__(name: str) -> Any:
+        """Refuse an unknown name, with the nearest one or the way round."""
+        near = get_close_matches(name, __all__, 1, 0.8)
+        reason = f"did you mean {near[0]!r}?" if near else "call it in torch.distributed"
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; {reason}", name=name)

@@ -17,6 +17,7 @@ from commlib.compat.paddle.distributed import (
     stream,
     topology,
 )
+from commlib.compat.paddle.distributed import import_paths as import_paths
 from commlib.compat.paddle.distributed.collectives import (
     all_gather,
     all_reduce,
@@ -108,6 +109,8 @@ __all__ = [
     "topology",
     "wait",
 ]
+
+import_paths.install()
 
 if not TYPE_CHECKING:  # a checker would take any name for one that is there
 

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from commlib.compat.paddle.distributed.groups import Group, member_ring
+from commlib.compat.paddle.distributed.mp_linear import (
+    _linear,
+    _parallel_embedding,
+    _parallel_linear,
+    set_var_distributed,
+)
 from commlib.compat.paddle.distributed.reduce_op import ReduceOp
+from commlib.compat.paddle.distributed.weights import checked_part
 from commlib.compat.paddle.losses import c_softmax_with_cross_entropy
 from commlib.compat.paddle.tensor_parallel import (
     c_concat,
@@ -29,7 +36,11 @@ __all__ = [
     "_c_lookup_table",
     "_c_softmax_with_cross_entropy",
     "_c_split",
+    "_linear",
     "_mp_allreduce",
+    "_parallel_embedding",
+    "_parallel_linear",
+    "set_var_distributed",
     "split",
 ]
 
@@ -237,24 +248,13 @@ def _checked_part(
             f"{start}: num_partitions={num_partitions}; expected the number of ranks; pass "
             f"num_partitions={ring.size}"
         )
-    if not isinstance(weight, Tensor):
-        raise ArgumentError(
-            f"{start}: weight_attr={weight!r}; expected this rank's weight as a tensor, since no "
-            f"program owns it; pass a torch.nn.Parameter, or use VocabParallelEmbedding, "
-            f"ColumnParallelLinear or RowParallelLinear"
-        )
     if len(size) != 2 or size[axis] % ring.size:
         raise ShapeError(
             f"{start}: size={tuple(size)}; expected rows and columns, number {axis} a multiple of "
             f"the {ring.size} ranks"
         )
     part = [length // (ring.size if number == axis else 1) for number, length in enumerate(size)]
-    if list(weight.shape) != part:
-        raise ShapeError(
-            f"{start}: weight_attr has shape {tuple(weight.shape)}; expected {tuple(part)}, this "
-            f"rank's part of {tuple(size)}"
-        )
-    return weight
+    return checked_part(ring, "split", weight, part, "weight_attr")
 
 
 if not TYPE_CHECKING:  # a checker would take any name for one that is there

@@ -4,14 +4,14 @@ from typing import NamedTuple
 
 import torch
 
-from commlib.compat.paddle.point_to_point import _CODES
+from commlib.compat.paddle.dtypes import CODES
 from commlib.core.context import CommContext
 from commlib.errors import ArgumentError, ShapeError
 
 Tensor = torch.Tensor
 Tensors = Tensor | tuple[Tensor, ...] | None
 LENGTH = 128  # numbers in a message
-_NUMBERS = {dtype: number for number, dtype in _CODES.items()}
+_NUMBERS = {dtype: number for number, dtype in CODES.items()}
 
 
 class Form(NamedTuple):
@@ -100,6 +100,6 @@ def read(numbers: list[int]) -> Form:
     parts = []
     for _ in range(count):
         code, has_grad, dims, *rest = rest
-        parts.append((_CODES[code], bool(has_grad), tuple(rest[:dims])))
+        parts.append((CODES[code], bool(has_grad), tuple(rest[:dims])))
         rest = rest[dims:]
     return Form(bool(is_tuple), tuple(parts))

@@ -1,0 +1,156 @@
+"""Orders of calls on one ring: each group of ``torch.distributed`` over its ranks has one."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+from commlib.core.call import Call
+from commlib.core.call_log import CallLog
+from commlib.core.call_reports import CallReports
+from commlib.core.context import CommContext
+from commlib.core.posting import with_codes
+from commlib.core.ring import Ring
+from commlib.deadlines import Deadline, bounded
+from commlib.engines.c10d import C10dEngine
+from commlib.errors import CommTimeout
+from commlib.rendezvous.host_exchange import gloo_round, host_number
+from commlib.rendezvous.shared_memory import SharedMemoryAllGather, open_shared_memory
+from commlib.rendezvous.store import BoundedStore, EngineStore
+
+_LOOK_S = 0.05  # how often a member looks for the others
+
+
+class CallOrder:
+    """An order of calls in addition to the ring's own: the calls inside ``run`` belong to it.
+
+    On a CPU it has its own gloo connections, so its calls never meet those of another order. On a
+    GPU the calls of all orders share the ring's communicator. They carry the name of the order, so
+    that the check of calls finds an order that differs between ranks.
+
+    Args:
+        ring: The ring.
+        name: The same on every member, and different for each order of the ring.
+        engine: What launches the calls, on a CPU; None for the ring's own engine.
+        reports: The order's own log of calls, on a CPU; None for the ring's.
+        memory: What holds the order's board of calls, on a CPU of one host.
+    """
+
+    def __init__(
+        self,
+        ring: CommContext,
+        name: str,
+        engine: C10dEngine | None = None,
+        reports: CallReports | None = None,
+        memory: SharedMemoryAllGather | None = None,
+    ) -> None:
+        self.ring, self.name, self.engine, self._reports = ring, name, engine, reports
+        self._memory = memory
+        self.board = None if memory is None else with_codes(memory.board)
+        if self.board is not None:
+            ring._boards.append(self.board)
+        self.log = None if reports is None else reports.calls
+        self._names: dict[str, str] = {}  # of collectives, with the order's own
+
+    def run(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Return ``call(*args, **options)``; what it calls on the ring belongs to this order."""
+        orders, thread = self.ring._orders, get_ident()
+        before = orders.get(thread)
+        orders[thread] = self
+        try:
+            return call(*args, **options)
+        finally:
+            if before is None:
+                del orders[thread]
+            else:
+                orders[thread] = before
+
+    def take(self, call: Call[Any]) -> None:
+        """Make a call one of this order."""
+        if call.order is not None:  # it is made again
+            return
+        call.order = self
+        if call.entry is not None:
+            collective = call.entry[0]
+            name = self._names.get(collective)
+            if name is None:
+                name = self._names[collective] = f"{collective} in group {self.name!r}"
+            call.entry = (name, *call.entry[1:])
+        if self.engine is not None and getattr(call.launch, "__self__", None) is self.ring._engine:
+            call.launch = getattr(self.engine, call.launch.__name__)
+
+    def close(self) -> None:
+        """Free the connections of the order; the ring goes on."""
+        if self._memory is not None:
+            self.ring._boards.remove(self._memory.board)
+            self._memory.close()
+        if self.engine is None or self.ring._health.ended:  # the ring has freed the rest
+            return
+        if self._reports is not None and self.ring._reports is not None:
+            self.ring._reports.others.remove(self._reports)
+            self._reports.close()
+        base = self.ring._engine
+        assert isinstance(base, C10dEngine)
+        base.drop(self.engine, Deadline(self.ring.timeout))
+
+
+def open_order(ring: CommContext, name: str, store: Any, seconds: float) -> CallOrder | None:
+    """Return a new order of calls on a ring; every member calls it, and waits for the others.
+
+    Args:
+        ring: The ring.
+        name: The same on every member, and new for this ring.
+        store: A store of this order alone.
+        seconds: The longest wait for missing members.
+
+    Returns:
+        The order; None for a ring of one rank, and where nothing would compare the calls.
+
+    Raises:
+        CommTimeout: Members are missing; the text names them.
+    """
+    engine = ring._engine
+    if ring.size == 1:
+        return None
+    if not (ring.device.type == "cpu" and isinstance(engine, C10dEngine)):
+        return CallOrder(ring, name) if ring._call_log is not None else None
+    deadline, keys = Deadline(seconds), BoundedStore.of(store)
+    _meet(ring, name, keys, deadline)
+    connecting = EngineStore(keys, deadline)
+    make = partial(engine.apart, connecting, timedelta(seconds=ring.timeout))
+    try:
+        own = bounded(make, deadline, ring._describe(f"connecting group {name!r}"))
+    except CommTimeout:
+        connecting.give_up()
+        raise
+    reports = None
+    board = None
+    if ring._board is not None:
+        board = _shared(ring, own.pg)
+    if ring._reports is not None:
+        reports = CallReports(ring.ring_id, ring.rank, ring.ranks, ring.timeout, CallLog())
+        reports.name, reports.found = name, ring._reports.found
+        reports.open(lambda: keys.under("calls"))
+        ring._reports.others.append(reports)
+    return CallOrder(ring, name, own, reports, board)
+
+
+def _shared(ring: CommContext, group: Any) -> SharedMemoryAllGather | None:
+    """Return shared memory for the order's board; every member calls it."""
+    by_gloo = partial(gloo_round, group, ring.rank, ring.size)
+    return open_shared_memory(by_gloo, ring.rank, ring.size, host_number(), ring.timeout)
+
+
+def _meet(ring: Ring, name: str, keys: BoundedStore, deadline: Deadline) -> None:
+    """Wait until every member of the ring opens the order."""
+    look = Deadline(deadline.seconds + 5)
+    keys.set(f"here/{ring.rank}", "1", look)
+    every = [f"here/{rank}" for rank in range(ring.size)]
+    if deadline.poll(lambda: keys.check(every, look), longest_sleep=_LOOK_S):
+        return
+    late = [at for at in range(ring.size) if not keys.check([f"here/{at}"], look)]
+    raise CommTimeout(
+        f"{ring._describe(f'creating group {name!r}')}: timed out after {deadline.seconds:g} s, "
+        f"waiting for ranks {[ring.ranks[at] for at in late]}; create the group on every member"
+    )

@@ -1,0 +1,61 @@
+"""Reductions of tensor parallelism other than the sum: none of them has a gradient."""
+
+import torch
+
+from commlib.compat.paddle.reductions import all_reduced
+
+Tensor = torch.Tensor
+
+
+def mp_allreduce_max(
+    x: Tensor, ring_id: int = 0, use_calc_stream: bool = False, use_model_parallel: bool = True
+) -> Tensor:
+    """Return, on every rank, the maximum of ``x`` over the ring.
+
+    Arguments and errors are those of ``c_allreduce_max``.
+    """
+    return all_reduced("mp_allreduce_max", "max", x, ring_id, use_calc_stream)
+
+
+def mp_allreduce_min(
+    x: Tensor, ring_id: int = 0, use_calc_stream: bool = False, use_model_parallel: bool = True
+) -> Tensor:
+    """Return, on every rank, the minimum of ``x`` over the ring.
+
+    Arguments and errors are those of ``c_allreduce_min``.
+    """
+    return all_reduced("mp_allreduce_min", "min", x, ring_id, use_calc_stream)
+
+
+def mp_allreduce_prod(
+    x: Tensor, ring_id: int = 0, use_calc_stream: bool = False, use_model_parallel: bool = True
+) -> Tensor:
+    """Return, on every rank, the product of ``x`` over the ring.
+
+    Arguments and errors are those of ``c_allreduce_prod``.
+    """
+    return all_reduced("mp_allreduce_prod", "prod", x, ring_id, use_calc_stream)
+
+
+def mp_allreduce_max_(
+    x: Tensor, ring_id: int = 0, use_calc_stream: bool = False, use_model_parallel: bool = True
+) -> Tensor:
+    """Write the maximum of ``x`` over the ring to ``x``, on every rank, and return ``x``."""
+    all_reduced("mp_allreduce_max_", "max", x, ring_id, use_calc_stream, in_place=True)
+    return x
+
+
+def mp_allreduce_min_(
+    x: Tensor, ring_id: int = 0, use_calc_stream: bool = False, use_model_parallel: bool = True
+) -> Tensor:
+    """Write the minimum of ``x`` over the ring to ``x``, on every rank, and return ``x``."""
+    all_reduced("mp_allreduce_min_", "min", x, ring_id, use_calc_stream, in_place=True)
+    return x
+
+
+def mp_allreduce_prod_(
+    x: Tensor, ring_id: int = 0, use_calc_stream: bool = False, use_model_parallel: bool = True
+) -> Tensor:
+    """Write the product of ``x`` over the ring to ``x``, on every rank, and return ``x``."""
+    all_reduced("mp_allreduce_prod_", "prod", x, ring_id, use_calc_stream, in_place=True)
+    return x

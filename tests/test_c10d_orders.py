@@ -1,0 +1,116 @@
+"""Groups over the same ranks: each has its own order of calls, as torch's groups have."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+import commlib
+from commlib.compat.c10d import group_rings
+from commlib.compat.c10d.bridges import calls_of
+from commlib.errors import CommTimeout, MismatchError
+from tests.support.checks import assert_equal, raises
+from tests.support.runs_on import runs_on
+from tests.support.torch_groups import OURS, initialised
+
+
+def crossed(ring: Any, one: Any, two: Any) -> list[list[float]]:
+    """Return sums of two groups whose asynchronous calls have another order on each rank."""
+    a, b = (torch.full((2,), base + ring.rank, device=ring.device) for base in (5.0, 10.0))
+    calls = [(a, one), (b, two)]
+    calls = calls if ring.rank == 0 else calls[::-1]
+    works: list[Any] = [dist.all_reduce(x, group=group, async_op=True) for x, group in calls]
+    for work in works:
+        work.wait()
+    return [a.tolist(), b.tolist()]
+
+
+@runs_on("cpu_ranks")
+def test_two_groups_in_another_order_on_each_rank(ring: Any) -> None:
+    with initialised(ring, "commlib") as world:
+        one, two = dist.new_group([0, 1]), dist.new_group([0, 1])
+        assert_equal(commlib.ring_from_group(two) is ring, True, "one ring")
+        calls = ring.report()["calls"]
+        for groups in ((one, two), (world, two), (one, world)):
+            assert_equal(crossed(ring, *groups), [[11.0] * 2, [21.0] * 2], "sums")
+        assert_equal(ring.report()["calls"], calls + 6, "calls of the ring")
+        dist.destroy_process_group(one)
+        assert_equal(crossed(ring, world, two), [[11.0] * 2, [21.0] * 2], "after one has ended")
+    assert_equal(ring.report()["errors"], [], "errors")
+    ring.barrier()
+
+
+@runs_on("cpu_ranks")
+def test_messages_of_two_groups(ring: Any) -> None:
+    """A receive takes what was sent in its own group."""
+    with initialised(ring, "commlib"):
+        groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+        if ring.rank == 0:
+            sent: list[Any] = [
+                dist.isend(torch.full((1,), 1.0 + at), 1, g) for at, g in enumerate(groups)
+            ]
+            for work in sent:
+                work.wait()
+        else:
+            got = [torch.zeros(1), torch.zeros(1)]
+            for at in (1, 0):
+                dist.recv(got[at], 0, groups[at])
+            assert_equal([x.item() for x in got], [1.0, 2.0], "messages")
+        dist.barrier(groups[0])
+
+
+@runs_on("cpu_ranks")
+def test_every_call_in_a_second_group(ring: Any) -> None:
+    with initialised(ring, "commlib"):
+        group = dist.new_group([0, 1])
+        x = torch.arange(4.0) + ring.rank
+        outs = [torch.empty(4), torch.empty(4)]
+        dist.all_gather(outs, x, group)
+        assert_equal([out[0].item() for out in outs], [0.0, 1.0], "all_gather")
+        half = torch.empty(2)
+        dist.reduce_scatter_tensor(half, x, group=group)
+        assert_equal(half.tolist(), [[1.0, 3.0], [5.0, 7.0]][ring.rank], "reduce_scatter")
+        dist.all_to_all_single(x, x.clone(), group=group)
+        dist.broadcast(x, 0, group)
+        assert_equal(x.tolist(), [0.0, 1.0, 1.0, 2.0], "all_to_all, broadcast")
+        with distributed_c10d._coalescing_manager(group):
+            dist.all_reduce(x, group=group)
+            dist.all_reduce(half, group=group)
+        assert_equal(half.tolist(), [6.0, 10.0], "coalesced")
+        peer = 1 - ring.rank
+        taken = torch.empty(2)
+        operations = [
+            dist.P2POp(dist.isend, half + ring.rank, peer, group),
+            dist.P2POp(dist.irecv, taken, peer, group),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        assert_equal(taken.tolist(), [6.0 + peer, 10.0 + peer], "batch")
+        dist.barrier(group)
+
+
+@runs_on("ranks")
+def test_an_order_that_differs_is_found_at_level_2(ring: Any) -> None:
+    """All ranks raise before a launch, and the text names the groups."""
+    commlib.shutdown()
+    with commlib.flags.override("FLAGS_comm_check", 2), initialised(ring, OURS[ring.device.type]):
+        one, two = dist.new_group([0, 1], group_desc="one"), dist.new_group([0, 1])
+        names = [distributed_c10d._world.pg_names[group] for group in (one, two)]
+        x = torch.ones(2, device=ring.device)
+        with raises(MismatchError, *(f"in group '{name}'" for name in names)):
+            dist.all_reduce(x, group=(one, two)[ring.rank])
+        dist.all_reduce(x, group=two)
+        assert_equal(x.tolist(), [2.0, 2.0], "after the error")
+
+
+@runs_on("cpu_ranks")
+def test_members_that_do_not_make_the_group(ring: Any) -> None:
+    with initialised(ring, "commlib") as world:
+        calls: Any = calls_of(world)
+        store = dist.PrefixStore("late", distributed_c10d._get_default_store())
+        if ring.rank == 0:
+            with raises(CommTimeout, "creating group 'late'", "waiting for ranks [1]"):
+                group_rings.make_orders(dict(calls.rings), "late", store, timedelta(seconds=0.5))
+        dist.barrier()
