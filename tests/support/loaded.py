@@ -11,11 +11,11 @@ import pytest
 import torch.distributed
 
 import commlib
-from commlib import compat, graph
+from commlib import compat, export, graph
 from tests.support import suites
 from tests.support.compiler import load_compiler
 
-__all__ = ["commlib", "compat", "graph", "hypothesis", "pytest", "suites", "torch"]
+__all__ = ["commlib", "compat", "export", "graph", "hypothesis", "pytest", "suites", "torch"]
 
 load_compiler()
 gc.freeze()
