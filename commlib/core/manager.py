@@ -181,7 +181,7 @@ class CommContextManager:
         return self._table.get(ring)
 
     def has(self, ring_id: int) -> bool:
-        """Whether ``ring_id`` exists on this rank."""
+        """Return True if ``ring_id`` exists on this rank."""
         return ring_id in self._table.open
 
     def rings(self) -> list[int]:
@@ -256,7 +256,7 @@ class CommContextManager:
 
     # -- fork ------------------------------------------------------------------------------------
 
-    def after_fork(self) -> None:
+    def _after_fork(self) -> None:
         """Forget every ring in a forked child, without any call to an engine or a socket.
 
         Nothing is freed: destructors would join threads that the child does not have. The locks
@@ -284,7 +284,7 @@ copyreg.pickle(CommContext, lambda ring: (comm, (ring.ring_id,)))  # a copy is t
 _manager = CommContextManager()
 _rings = _manager._table.open  # looked up at every call
 atexit.register(_manager._at_exit)
-os.register_at_fork(after_in_child=_manager.after_fork)
+os.register_at_fork(after_in_child=_manager._after_fork)
 
 
 def comm(ring_id: int | str | CommContext = 0) -> CommContext:
