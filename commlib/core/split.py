@@ -16,7 +16,7 @@ _NONE = -1  # sent for a color of None
 
 
 class Split(Ring):
-    """How the members of a ring form new rings."""
+    """The split of a ring's members into new rings."""
 
     def split(
         self,

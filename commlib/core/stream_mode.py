@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 
 class StreamMode(NamedTuple):
-    """How a collective is ordered with the caller's current stream.
+    """The order of a collective with the caller's current stream.
 
     Attributes:
         use_calc_stream: It runs on the current stream; else on the ring's comm stream.

@@ -127,7 +127,7 @@ class C10dEngine(Engine):
     def _make(self, store: EngineStore, wait: timedelta) -> Any: ...
 
     def _issued(self, work: Any) -> Any:
-        """Where the stream orders the result, join it now and leave nothing to wait for."""
+        """Join the result now if the stream orders it; nothing is left to wait for."""
         if self.on_host:
             return work
         if work is not None:  # torch gives no work for what it issued on the caller's own stream

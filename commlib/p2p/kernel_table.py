@@ -1,4 +1,4 @@
-"""Which kernel carries a call: a pure function of verb, bytes, ranks, dtype and operation."""
+"""Selection of a kernel: a pure function of collective, bytes, ranks, dtype and operation."""
 
 import json
 from collections.abc import Mapping, Sequence

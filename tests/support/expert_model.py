@@ -21,7 +21,7 @@ DISPATCH, BACK = 0, 1
 
 
 class Call(NamedTuple):
-    """What the ranks agree on, and how each launches it.
+    """The call that the ranks agree on, and its launch on each.
 
     ``ranks[r][t]``: which ranks have a row of token t of rank r. A rank that is not ``live`` is
     left out by the mask: it makes the call all the same, without a row.

@@ -1,4 +1,4 @@
-"""What every rank needs and what takes long to load: ``ranks.py`` forks ranks from it.
+"""Modules that every rank needs and that take long to load: ``ranks.py`` forks ranks from it.
 
 None of it starts CUDA or threads. A collection in a rank skips all of it: it would visit half a
 million objects and copy their pages.

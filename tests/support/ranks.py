@@ -47,7 +47,7 @@ def torchrun_environment(port: int, rank: int, size: int) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where ranks run: the engine, the kind of device and the GPUs they see.
+    """The place of ranks: the engine, the kind of device and the GPUs they see.
 
     All ranks share one GPU if there is only one.
     """
@@ -181,7 +181,7 @@ class Ranks:
         return reports
 
     def alive(self) -> bool:
-        """Whether every process is there."""
+        """Return True if every process is alive."""
         return bool(self.members) and all(member.process.is_alive() for member in self.members)
 
     def kill(self) -> None:

@@ -69,7 +69,7 @@ def run(nproc: int, rounds: int) -> Report:
 
 
 class Goal(NamedTuple):
-    """What ours is held to: at most ``limit`` of the peer's, or, ``over`` it, µs more."""
+    """The target: at most ``limit`` of the peer's time, or, ``over`` it, µs more."""
 
     kind: str
     figure: str

@@ -93,7 +93,7 @@ def _findings(runs: list[list[Step]]) -> tuple[str, ...]:
 
 
 class _Ledger:
-    """What is taken from the GPU step by step; the first entry is the process without rings."""
+    """The GPU memory taken by each step; the first entry is the process without rings."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -1,4 +1,4 @@
-"""What can't stand in a graph: it is refused before it runs, with the line of the program."""
+"""Checks that reject what can't be captured, before it runs, with the line of the program."""
 
 import functools
 import sys
