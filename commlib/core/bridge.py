@@ -8,7 +8,7 @@ from commlib.core.ring import Ring
 
 
 class Bridge(Ring):
-    """The part of a ring that libraries with process groups use."""
+    """Conversion of a ring to a process group, for other libraries."""
 
     def process_group(self) -> dist.ProcessGroup:
         """Return the process group over this ring, the same object at every call.

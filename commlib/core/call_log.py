@@ -29,7 +29,7 @@ def level() -> int:
 class Facts(NamedTuple):
     """The values that must be equal on every member of one collective.
 
-    ``elements`` is None where every member may give another one (``all_to_all`` with splits).
+    ``elements`` is None if ranks may pass different sizes (``all_to_all`` with splits).
     """
 
     verb: str

@@ -240,7 +240,7 @@ class CommContextManager:
             return []
         flags.thaw()
         self._world = None
-        return self._calls.drop_lent()
+        return self._calls.drop_borrowed()
 
     def _at_exit(self) -> None:
         failing = is_failing() or any(ring._health.has_failed for ring in self._table.open.values())

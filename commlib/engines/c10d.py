@@ -121,7 +121,7 @@ class C10dEngine(Engine):
             store.give_up()
             raise
         if self.on_host:
-            self.hosts.lend(self.pg)
+            self.hosts.share_group(self.pg)
 
     @abstractmethod
     def _make(self, store: EngineStore, wait: timedelta) -> Any: ...

@@ -159,8 +159,8 @@ class Ranks:
         wanted = {self.members[rank].name: _KILLED for rank in lost}
         if any(reports[member.name] != wanted.get(member.name) for member in self.members):
             self.kill()
-            told = (f"{name}: {text or 'finished'}" for name, text in sorted(reports.items()))
-            pytest.fail("\n".join(told), pytrace=False)
+            texts = (f"{name}: {text or 'finished'}" for name, text in sorted(reports.items()))
+            pytest.fail("\n".join(texts), pytrace=False)
 
     def _collect(self, deadline: float, lost: frozenset[str]) -> dict[str, str | None]:
         """Return each rank's traceback, or None where it finished."""
