@@ -65,6 +65,9 @@ class Work(Generic[Result]):
             timeout: Seconds from now on until ``CommTimeout``. The host then blocks on a GPU too,
                 until the collective has ended. Default: that of the call.
 
+        Returns:
+            ``result``.
+
         Raises:
             CommTimeout: The collective has not ended in time; the ring can't be used any more.
             EngineError: The engine reports a failure (CPU).
