@@ -1,4 +1,4 @@
-"""Collectives of Python objects and integers, which travel between the hosts, not over the engine."""
+"""Collectives of Python objects and integers, which travel between the hosts."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
