@@ -27,6 +27,12 @@ from commlib.log import log
 
 __all__ = ["Flag", "get", "override", "rows", "set", "table"]
 
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return [*__all__]
+
+
 _set_values: dict[str, Any] = {}
 _frozen: dict[str, Any] = {}
 
@@ -100,6 +106,9 @@ def override(name: str, value: object) -> Iterator[None]:
     Args:
         name: The full name of the flag.
         value: The value inside the block.
+
+    Yields:
+        None.
 
     Raises:
         FlagError: As ``set``.

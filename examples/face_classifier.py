@@ -1,4 +1,4 @@
-"""Train a face classifier whose class centres lie in shards on the ranks: ArcFace on a sample.
+"""Train a face classifier whose class centres are sharded over the ranks: ArcFace on a sample.
 
 Each rank embeds its part of the batch and gathers the embeddings of all ranks; it holds some of
 the class centres, and trains only those that a step samples: the classes of the batch, and others

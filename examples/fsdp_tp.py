@@ -165,7 +165,7 @@ class Trainer:
 
 @dataclass
 class Comparison:
-    """What both runs have given.
+    """The results of both runs.
 
     Attributes:
         losses: The mean loss of all ranks, step by step.
@@ -185,7 +185,7 @@ class Comparison:
 
     @property
     def failed(self) -> bool:
-        """Whether the graphs compute something else, or copy parameters."""
+        """Return True if the graphs compute something else, or copy parameters."""
         return bool(self.differing) or self.copied > self.batch
 
 

@@ -40,7 +40,7 @@ PART_RING, PIPELINE_RING, SHARED_RING, EDGE_RING = 100, 200, 300, 400
 
 
 class Layout(NamedTuple):
-    """Where this rank is in the grid of stages and parts.
+    """The place of this rank in the grid of stages and parts.
 
     Attributes:
         device: Its device.
@@ -172,7 +172,7 @@ class LegacyTransport:
 
 
 class Run(NamedTuple):
-    """What a training has left on this rank.
+    """The results of a training on this rank.
 
     Attributes:
         losses: The losses of all microbatches, where this rank has the last stage.

@@ -1,9 +1,8 @@
 """Collective operators, one per file: the same call works eager, compiled and on every engine."""
 
-from commlib.ops._data_norm import data_norm
-from commlib.ops.classification._class_center_sample import class_center_sample
-from commlib.ops.classification._margin_cross_entropy import margin_cross_entropy
-from commlib.ops.classification._softmax_with_cross_entropy import softmax_with_cross_entropy
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from commlib.ops.collectives._all_gather import all_gather
 from commlib.ops.collectives._all_reduce import all_reduce, all_reduce_
 from commlib.ops.collectives._all_to_all import all_to_all
@@ -15,20 +14,10 @@ from commlib.ops.collectives._reduce import reduce, reduce_
 from commlib.ops.collectives._reduce_scatter import reduce_scatter
 from commlib.ops.collectives._scatter import scatter
 from commlib.ops.collectives._send import send
-from commlib.ops.expert_parallel._assign_pos import assign_pos
-from commlib.ops.expert_parallel._expert_combine import expert_combine
-from commlib.ops.expert_parallel._expert_dispatch import expert_dispatch
-from commlib.ops.expert_parallel._global_gather import global_gather
-from commlib.ops.expert_parallel._global_scatter import global_scatter
-from commlib.ops.expert_parallel._limit_by_capacity import limit_by_capacity
-from commlib.ops.expert_parallel._number_count import number_count
-from commlib.ops.expert_parallel._prune_gate_by_capacity import prune_gate_by_capacity
-from commlib.ops.expert_parallel._random_routing import random_routing
-from commlib.ops.inference._fused_multi_transformer import fused_multi_transformer
-from commlib.ops.lamb.optimizer import DistributedFusedLamb
 from commlib.ops.pipeline_parallel._partial_all_gather import partial_all_gather
 from commlib.ops.pipeline_parallel._partial_recv import partial_recv
 from commlib.ops.pipeline_parallel._partial_send import partial_send
+from commlib.ops.registered import late
 from commlib.ops.tensor_parallel._all_reduce_residual_norm import all_reduce_residual_norm
 from commlib.ops.tensor_parallel._concat import concat
 from commlib.ops.tensor_parallel._fused_attention import fused_attention
@@ -36,6 +25,23 @@ from commlib.ops.tensor_parallel._fused_feedforward import fused_feedforward
 from commlib.ops.tensor_parallel._identity import identity
 from commlib.ops.tensor_parallel._split import split
 from commlib.ops.tensor_parallel._vocab_parallel_embedding import vocab_parallel_embedding
+
+if TYPE_CHECKING:
+    from commlib.ops._data_norm import data_norm
+    from commlib.ops.classification._class_center_sample import class_center_sample
+    from commlib.ops.classification._margin_cross_entropy import margin_cross_entropy
+    from commlib.ops.classification._softmax_with_cross_entropy import softmax_with_cross_entropy
+    from commlib.ops.expert_parallel._assign_pos import assign_pos
+    from commlib.ops.expert_parallel._expert_combine import expert_combine
+    from commlib.ops.expert_parallel._expert_dispatch import expert_dispatch
+    from commlib.ops.expert_parallel._global_gather import global_gather
+    from commlib.ops.expert_parallel._global_scatter import global_scatter
+    from commlib.ops.expert_parallel._limit_by_capacity import limit_by_capacity
+    from commlib.ops.expert_parallel._number_count import number_count
+    from commlib.ops.expert_parallel._prune_gate_by_capacity import prune_gate_by_capacity
+    from commlib.ops.expert_parallel._random_routing import random_routing
+    from commlib.ops.inference._fused_multi_transformer import fused_multi_transformer
+    from commlib.ops.lamb.optimizer import DistributedFusedLamb
 
 __all__ = [
     "DistributedFusedLamb",
@@ -78,3 +84,19 @@ __all__ = [
     "split",
     "vocab_parallel_embedding",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the operators, also those that are imported when they are first used."""
+    return [*__all__]
+
+
+if not TYPE_CHECKING:  # a checker would accept any name
+
+    def __getattr__(name: str) -> Any:
+        """Import an operator of `late.OPERATORS` when it is first used."""
+        if name not in late.OPERATORS:
+            raise AttributeError(f"module 'commlib.ops' has no attribute {name!r}")
+        operator = getattr(import_module(late.OPERATORS[name]), name)
+        globals()[name] = operator
+        return operator

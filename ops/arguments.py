@@ -70,6 +70,11 @@ def ring_number(collective: str, ring: Any) -> int:
             f"{collective}: ring_id is a tensor of shape {tuple(ring.shape)}; ops.{collective} "
             f"takes x first; pass the output as out="
         )
+    if isinstance(ring, torch.Tensor):
+        raise ArgumentError(
+            f"{collective}: ring_id is a tensor of shape {tuple(ring.shape)}; pass one tensor to "
+            f"ops.{collective}, then a ring, its id or its name"
+        )
     return cast(int, ring)
 
 

@@ -186,7 +186,7 @@ def test_a_row_fits_into_the_channel(size: int) -> None:
             assert slots * 16 <= 2 * push_channel.WINDOW
 
 
-def test_arguments_lie_as_the_kernel_sees_them() -> None:
+def test_arguments_are_laid_out_as_the_kernel_sees_them() -> None:
     call, norm = ctypes.sizeof(push_channel.Call), fused.NormCall
     assert call == 128
     assert norm.residual.offset == call

@@ -192,8 +192,8 @@ def test_all_that_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
             assert "arget" in said.out or name == "memory"
     if not torch.cuda.is_available():
         lines = [line for line in said.out.splitlines() if line.startswith(NEEDS_GPUS)]
-        # one of most, two of class-center and decode, four of attention and dispatch
-        assert len(lines) == 15
+        # one of most, two of class-center, three of decode, four of attention and dispatch
+        assert len(lines) == 16
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_refusals(
 
 
 @pytest.mark.usefixtures("warm_launches")
-def test_a_failed_run_is_told(
+def test_a_failed_run_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FLAGS_comm_timeout_s", "soon")
@@ -304,7 +304,7 @@ def _spins(pid: int) -> bool:
     return state != "Z"
 
 
-def memory_runs(*, beside: bool = False) -> dict[str, list[list[dict[str, Any]]]]:
+def memory_runs(*, initialised: bool = False) -> dict[str, list[list[dict[str, Any]]]]:
     """Two runs of each program; a step takes 0 MiB in the first run and 2 MiB in the second."""
     engine = {"flag on": ["nccl"], "flag off": ["c10d"], "torch.distributed": []}
     return {
@@ -315,7 +315,7 @@ def memory_runs(*, beside: bool = False) -> dict[str, list[list[dict[str, Any]]]
                     "taken": number * 2**21,
                     "process": None if program == "flag off" else 2**30,
                     "communicators": engine[program],
-                    "initialised": beside or "dist" in step,
+                    "initialised": initialised or "dist" in step,
                 }
                 for step in steps
             ]
@@ -364,8 +364,8 @@ def test_overlap_report() -> None:
     )
 
 
-def test_a_group_beside_the_rings_is_told() -> None:
-    report = memory.report(memory_runs(beside=True), SETTINGS)
+def test_a_group_in_addition_to_the_rings_is_reported() -> None:
+    report = memory.report(memory_runs(initialised=True), SETTINGS)
 
     assert "torch.distributed initialised: yes" in report.findings[0]
 

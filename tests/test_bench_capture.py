@@ -134,7 +134,7 @@ def test_the_large_tensor_is_as_large_as_is_said() -> None:
     torch.testing.assert_close(large.out, large.x * large.rows, rtol=1e-3, atol=1e-3)
 
 
-def test_other_bits_are_told() -> None:
+def test_other_bits_are_reported() -> None:
     zero = torch.zeros(2, dtype=torch.bfloat16)
 
     check("tiny", {EAGER: [zero], OURS: [zero.clone()]})

@@ -323,23 +323,23 @@ def wrong_calls(comm: Any) -> list[tuple[Callable[[], Any], type[Exception], tup
     """Return calls that a legacy check refuses, with the error and what its text must say."""
     x, other, me = FLOAT.to(comm.device), 1 - comm.rank, comm.rank
     here = ("ring 0", f"rank {me} of 2")
-    told = ("nranks=3", "pass nranks=2", *here)
+    said = ("nranks=3", "pass nranks=2", *here)
     odd, scalar = x.new_zeros(3, 5), x.new_zeros(())
     listed: Any = [1.0]
     return [
         (lambda: paddle.c_allgather(x), ArgumentError, ("nranks is missing", "pass nranks=2")),
-        (lambda: paddle.c_allgather(x, nranks=3), ArgumentError, told),
+        (lambda: paddle.c_allgather(x, nranks=3), ArgumentError, said),
         (lambda: paddle.c_allgather(x, nranks=1), ArgumentError, ("nranks=1",)),
         (lambda: paddle.c_reducescatter(x), ArgumentError, ("nranks=1", *here)),
-        (lambda: paddle.c_reducescatter(x, nranks=3), ArgumentError, told),
+        (lambda: paddle.c_reducescatter(x, nranks=3), ArgumentError, said),
         (lambda: paddle.c_scatter(x), ArgumentError, ("nranks=0", *here)),
-        (lambda: paddle.c_scatter(x, nranks=3), ArgumentError, told),
+        (lambda: paddle.c_scatter(x, nranks=3), ArgumentError, said),
         (lambda: paddle.c_concat(x), ArgumentError, ("nranks=1", *here)),
-        (lambda: paddle.c_concat(x, me, 3), ArgumentError, told),
+        (lambda: paddle.c_concat(x, me, 3), ArgumentError, said),
         (lambda: paddle.c_concat(x, other, 2), ArgumentError, (f"rank={other}", f"rank={me}")),
         (lambda: paddle.c_concat(x, 2, 2), ArgumentError, ("rank=2", *here)),
         (lambda: paddle.c_split(x), ArgumentError, ("nranks=1", *here)),
-        (lambda: paddle.c_split(x, me, 3), ArgumentError, told),
+        (lambda: paddle.c_split(x, me, 3), ArgumentError, said),
         (lambda: paddle.c_split(x, other, 2), ArgumentError, (f"rank={other}", f"rank={me}")),
         (lambda: paddle.c_split(x, -1, 2), ArgumentError, ("rank=-1",)),
         (lambda: paddle.c_broadcast(x, root=-1), PeerError, ("root=-1", "0 to 1", *here)),

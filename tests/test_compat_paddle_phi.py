@@ -163,11 +163,11 @@ def test_sends_of_paddle_3(comm: Any) -> None:
 def test_refusals(comm: Any) -> None:
     """A wrong call is an error on its rank and launches nothing."""
     before, x = calls(comm), torch.ones(2, 2, device=comm.device)
-    told = ("pass nranks=2", "ring 0")
+    said = ("pass nranks=2", "ring 0")
     wrong: list[tuple[Callable[[], Any], type[Exception], tuple[Any, ...]]] = [
-        (lambda: paddle.all_gather(x), ArgumentError, ("all_gather", "nranks=0", *told)),
-        (lambda: paddle.reduce_scatter(x), ArgumentError, ("reduce_scatter", "nranks=1", *told)),
-        (lambda: paddle.dist_concat(x), ArgumentError, ("dist_concat", "nranks=1", *told)),
+        (lambda: paddle.all_gather(x), ArgumentError, ("all_gather", "nranks=0", *said)),
+        (lambda: paddle.reduce_scatter(x), ArgumentError, ("reduce_scatter", "nranks=1", *said)),
+        (lambda: paddle.dist_concat(x), ArgumentError, ("dist_concat", "nranks=1", *said)),
         (lambda: paddle.all_reduce(x, 0, 5), ArgumentError, ("reduce_type=5", "4 avg")),
         (lambda: paddle.reduce(x, 0, 0, True), ArgumentError, ("reduce_type=True", "0 sum")),
         (lambda: paddle.reduce(x, 0, 2), PeerError, ("root_id=2",)),

@@ -250,8 +250,8 @@ def rings(comm: Any) -> None:
     os.environ["PADDLE_TRAINER_ENDPOINTS"] = "h:1,h:2,h:3"
     position = {2: 0, 0: 1}.get(comm.rank)
     if position is not None:
-        told = paddle.c_gen_nccl_id(position, "h:3", ["h:1"], 7)  # type: ignore[func-returns-value]
-        ring = paddle.c_comm_init(2, position, -1, 7, "h:3,h:1", told)
+        said = paddle.c_gen_nccl_id(position, "h:3", ["h:1"], 7)  # type: ignore[func-returns-value]
+        ring = paddle.c_comm_init(2, position, -1, 7, "h:3,h:1", said)
         assert_equal(ring.ranks, (2, 0), "members in the order of the endpoints")
         assert_equal(ring.rank, position, "position")
         assert_equal(ring.engine, comm.engine, "engine: the flag's, as for every other ring")

@@ -260,9 +260,9 @@ def answers(comm: Any) -> list[str]:
 @runs_on("unified_ranks")
 def test_explain(comm: Any) -> None:
     """Says what runs, the same on every rank."""
-    told = answers(comm)
+    said = answers(comm)
     assert_equal(
-        len({tuple(row) for row in comm.exchange([zlib.crc32("".join(told).encode())])}), 1, told
+        len({tuple(row) for row in comm.exchange([zlib.crc32("".join(said).encode())])}), 1, said
     )
     assert_equal(comm.explain(0, torch.float32), "nothing is sent: no bytes", "no bytes")
     for wrong in (3, -2):

@@ -95,7 +95,7 @@ def test_a_peer_that_does_not_come(gpu_ranks: Ranks, how: str) -> None:
 
 
 @runs_on("gpu_ranks")
-def test_calls_of_nccl_behind_a_lost_peer(comm: Any) -> None:
+def test_calls_of_nccl_after_a_lost_peer(comm: Any) -> None:
     """Calls of NCCL that wait after the fault for that peer end too: reset() connects again."""
     with another(comm, 87, timeout=30) as ring:
         ring.connect()  # which may take longer than the deadline of the kernels

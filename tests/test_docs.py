@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from commlib import flags
+from commlib import errors, flags
 from tests.support.processes import ROOT, run
 
 DOCS = ROOT / "docs"
@@ -104,6 +104,26 @@ def test_named_flags_exist(page: Path) -> None:
     of_others = {"FLAGS_comm_", "FLAGS_selected_gpus"}
     named = set(re.findall(r"FLAGS_\w+", page.read_text())) - of_others
     assert not named - {row["name"] for row in flags.rows()}
+
+
+def test_the_tree_of_errors() -> None:
+    lines = (DOCS / "errors.md").read_text().split("```")[1].split("\n")[1:-1]
+    drawn, above = [], {-1: "RuntimeError"}
+    for line in lines:
+        depth = len(line) - len(line.lstrip("│├└─ "))
+        name, _, others = line[depth:].rstrip(")").partition("(")
+        above[depth] = name
+        bases = [above[max(d for d in above if d < depth)]] if depth else []
+        drawn.append((name, [*bases, *filter(None, others.split(", "))]))
+    found = {name: getattr(errors, name) for name in errors.__all__}
+    assert drawn == [(n, [base.__name__ for base in c.__bases__]) for n, c in declared(found)]
+
+
+def declared(classes: dict[str, type]) -> list[tuple[str, type]]:
+    """Return the classes in the order of their definition."""
+    tree = ast.parse(Path(errors.__file__ or "").read_text())
+    names = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    return [(name, classes[name]) for name in names if name in classes]
 
 
 def test_quoted_messages_are_in_the_code() -> None:

@@ -1,5 +1,6 @@
 """Exported programs: saved files, loaded by new processes, give eager's bits or say why not."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,13 +69,24 @@ print(torch._inductor.aoti_load_package(path)(torch.ones(4, device="cuda")).toli
 
 @pytest.fixture(scope="session")
 def gpu_files(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """The programs, for GPUs; where torch can load what it has saved."""
-    stock = tmp_path_factory.mktemp("stock") / "stock.pt2"
-    code, out, err = run("-c", STOCK, str(stock), seconds=200)
-    if code < 0 and out == "saved\n":
-        pytest.skip(f"torch ends with signal {-code} when it loads a package that it has made")
-    assert out == "saved\n[1.0, 1.0, 1.0, 1.0]\n", err
+    """The programs, for GPUs."""
     return saved(tmp_path_factory, worker_id, "cuda")
+
+
+def loads_packages() -> bool:
+    """Return True if torch can load a package that it has made for a GPU of this machine.
+
+    One worker of the run tries it; on some machines the process ends with a signal.
+    """
+    folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])  # of this run
+    answer = folder / "loads_packages"
+    with FileLock(f"{answer}.lock"):
+        if not answer.exists():
+            code, out, err = run("-c", STOCK, str(folder / "stock.pt2"), seconds=200)
+            ended = code < 0 and out == "saved\n"
+            assert ended or out == "saved\n[1.0, 1.0, 1.0, 1.0]\n", err
+            answer.write_text("no" if ended else "yes")
+    return answer.read_text() == "yes"
 
 
 def package(file: Path) -> Model:
@@ -153,10 +165,12 @@ def test_captured_calls(new_ranks: NewRanks, files: Path, load: Callable[[Path],
         ranks(captured, load, files, deadline=300)
 
 
-@pytest.mark.parametrize("call", [loaded, captured])
-def test_on_gpus(new_gpu_ranks: NewRanks, gpu_files: Path, call: Callable[..., None]) -> None:
-    with new_gpu_ranks(2) as ranks:
-        ranks(call, package, gpu_files, deadline=300)
+if torch.cuda.device_count() and loads_packages():
+
+    @pytest.mark.parametrize("call", [loaded, captured])
+    def test_on_gpus(new_gpu_ranks: NewRanks, gpu_files: Path, call: Callable[..., None]) -> None:
+        with new_gpu_ranks(2) as ranks:
+            ranks(call, package, gpu_files, deadline=300)
 
 
 def writing(ring: Any, path: Path) -> None:

@@ -326,7 +326,7 @@ def test_a_group_that_connects_is_launched_once(comm: Any) -> None:
 
 
 @runs_on("gpu_ranks")
-def test_closing_beside_a_graph_of_the_program(comm: Any) -> None:
+def test_closing_next_to_a_graph_of_the_program(comm: Any) -> None:
     """close() does not wait for graphs of the program; the communicator goes after them."""
     from commlib.engines import nccl_connection
 

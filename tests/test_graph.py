@@ -175,7 +175,7 @@ def test_host_syncs(comm: Any, what: str) -> None:
     """What waits for a value is refused with its name and line, and the process stays whole."""
     x = torch.ones(4, device=comm.device)
     f = graph.capture(SYNCS[what])
-    with raises(GraphError, "can't stand in a graph", "test_graph.py"):
+    with raises(GraphError, "can't be captured", "test_graph.py"):
         f(x)
     whole(comm)
     rows = graph.report(f)
@@ -286,10 +286,10 @@ def reported(comm: Any, folder: str) -> None:
     assert_equal(graph.report(with_gradients)[0]["pool_bytes"] > 0, True, "bytes")
     file = Path(folder) / f"graphs-{comm.rank}.html"
     text = str(graph.report(html=file))
-    for word in ("function", "nodes", "item can't stand in a graph"):
+    for word in ("function", "nodes", "item can't be captured"):
         assert_equal(word in text, True, f"{word} in the table")
     page = file.read_text()
-    for word in ("<table>", "all_reduce of 3 x float32", "item can&#x27;t stand in a graph"):
+    for word in ("<table>", "all_reduce of 3 x float32", "item can&#x27;t be captured"):
         assert_equal(word in page, True, f"{word} in the page")
 
 

@@ -48,7 +48,7 @@ def test_overlapping_arguments(comm: Any) -> None:
             table, torch.tensor([[1.0, 1.0, 2.0, 2.0, 0.0]] * 3), "columns do not meet"
         )
     zeros, more = torch.zeros(6, device=comm.device), torch.zeros(6, device=comm.device)
-    if on_gpu(comm):  # the graph works where the tensors lie, as the function does
+    if on_gpu(comm):  # the graph works where the tensors are, as the function does
         assert_bits_equal(written(zeros[:4], zeros[2:]), torch.tensor([1.0, 1.0, 0.0, 0.0]))
         assert_bits_equal(zeros, torch.tensor([1.0] * 4 + [0.0] * 2))
     with raises(GraphError, "overlap", "writes one"):
@@ -131,7 +131,7 @@ def test_leaves_of_the_function(comm: Any) -> None:
 
 @runs_on("unified_ranks")
 def test_parameters_in_one_memory(comm: Any) -> None:
-    """Parameters that lie in one memory each get their gradient, with an argument there too."""
+    """Parameters that are in one memory each get their gradient, with an argument there too."""
     memory = torch.arange(12.0, device=comm.device)
     one, two = (torch.nn.Parameter(memory[i : i + 4]) for i in (0, 4))
     third = memory[8:].clone().requires_grad_()

@@ -297,9 +297,9 @@ def test_threads_of_a_backward(watched: bool) -> None:
     with Recorder(torch.device("cpu")) if watched else WarmUpRun(UndoLog()).under_way():
         back()
     back()
-    (there, during), (_, behind) = _Deep.seen
+    (there, during), (_, after) = _Deep.seen
     assert there != threading.current_thread().name
-    assert (during, behind) == (True, False)
+    assert (during, after) == (True, False)
 
 
 # -- threads and keys ------------------------------------------------------------------------------

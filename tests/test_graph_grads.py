@@ -166,7 +166,7 @@ def test_sums_of_gradients(comm: Any) -> None:
 
 
 @runs_on("unified_ranks")
-def test_a_backward_beside_a_capture(comm: Any) -> None:
+def test_a_backward_during_a_capture(comm: Any) -> None:
     """A backward in another thread is not part of what this one captures, and breaks nothing."""
     weight = torch.ones(3, device=comm.device, requires_grad=True)
     x = torch.arange(3.0, device=comm.device)

@@ -31,8 +31,8 @@ def in_capture() -> bool:
 # -- C: a crash or an error at the capture ---------------------------------------------------------
 
 COPIES: dict[str, tuple[Callable[[torch.Tensor], Any], tuple[str, ...]]] = {
-    "cpu": (lambda x: x.cpu(), ("can't stand in a graph", "host waits")),
-    "numpy": (lambda x: x.cpu().numpy(), ("can't stand in a graph", "host waits")),
+    "cpu": (lambda x: x.cpu(), ("can't be captured", "host waits")),
+    "numpy": (lambda x: x.cpu().numpy(), ("can't be captured", "host waits")),
     "list": (lambda x: x.tolist(), ()),
     # no operator of torch shows this: the driver refuses it
     "print": (lambda x: repr(x), ("capturing failed", "test_graph_hazards_capture.py:")),
@@ -328,7 +328,7 @@ def test_hooks_that_read_values(comm: Any, kind: str) -> None:
     remove = getattr(module[1], f"register_{kind}_hook")(look).remove
     x = torch.ones(2, 3, device=comm.device)
     g = graph.capture(module, outputs="copy")
-    with raises(GraphError, "item can't stand in a graph", line):
+    with raises(GraphError, "item can't be captured", line):
         g(x)
     assert_equal(seen, [], "what it has read")
     whole(comm)

@@ -234,9 +234,9 @@ def test_refusals(comm: Any) -> None:
     def part() -> None:
         pass
 
-    def behind_a_part(x: torch.Tensor) -> torch.Tensor:
+    def after_a_part(x: torch.Tensor) -> torch.Tensor:
         part()
         return x * count.item()
 
     with raises(GraphError, "a function with eager parts"):
-        graph.capture(behind_a_part)(x)
+        graph.capture(after_a_part)(x)

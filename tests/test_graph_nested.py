@@ -50,7 +50,7 @@ def test_graphs_of_the_program(comm: Any) -> None:
         return x + total
 
     x = torch.zeros(4, device=comm.device)
-    with raises(GraphError, "replay of a CUDA graph can't stand in a graph"):
+    with raises(GraphError, "replay of a CUDA graph can't be captured"):
         graph.capture(f)(x)
     kept = graph.capture(f, on_fail="eager")
     for turn in range(1, 4):
@@ -74,7 +74,7 @@ def test_memory_that_each_call_empties(comm: Any) -> None:
 
     g, others = graph.capture(f, outputs="copy"), []
     for turn in range(6):
-        others.append(torch.full((count,), -1.0, device=comm.device))  # it may lie there now
+        others.append(torch.full((count,), -1.0, device=comm.device))  # it may be there now
         found = g(torch.full((count,), float(turn), device=comm.device))
         assert_equal(torch.unique(found).tolist(), [2.0 * turn], f"turn {turn}")
         assert_equal(

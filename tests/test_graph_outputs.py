@@ -33,7 +33,7 @@ def test_borrowed_outputs(comm: Any) -> None:
 
 
 @runs_on("unified_ranks")
-def test_outputs_are_lent_again(comm: Any) -> None:
+def test_outputs_are_borrowed_again(comm: Any) -> None:
     """The holder of an output, a view of it or its storage loses it at the next replay."""
     f = graph.capture(lambda x: (x + 1, x * 2))
     holders: list[Callable[[torch.Tensor], Any]] = [
@@ -109,7 +109,7 @@ def test_outputs_as_text(comm: Any) -> None:
 
 
 @runs_on("unified_ranks")
-def test_a_storage_is_lent_again(comm: Any) -> None:
+def test_a_storage_is_borrowed_again(comm: Any) -> None:
     """An output that nobody holds any more leaves its storage to the next one."""
     f = graph.capture(lambda x: x + 1)
     x = torch.ones(3, device=comm.device)

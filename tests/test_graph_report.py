@@ -57,8 +57,8 @@ def test_drift(comm: Any) -> None:
     assert_equal((row["latest_rank"], row["slowest_rank"]), (1, 0), "rank 0 waits for rank 1")
     assert_equal(sorted(row["replay_us"]), list(comm.ranks), "ranks")
     assert_equal(row["worst_late_us"] >= row["late_us"] > 0, True, f"{row}")
-    told = comm._hosts.exchange_bytes(repr(row).encode())
-    assert_equal(set(told), {repr(row).encode()}, "the same row on every rank")
+    said = comm._hosts.exchange_bytes(repr(row).encode())
+    assert_equal(set(said), {repr(row).encode()}, "the same row on every rank")
     for text in (str(report), report.page()):
         assert_equal("latest rank" in text, True, "the table of drift")
     assert_equal(graph.report(alone, drift=0).drift, [], "functions without collectives")

@@ -144,7 +144,7 @@ class Quantized(torch.Tensor):
 
 @runs_on("unified_ranks")
 def test_quantized_weights(comm: Any) -> None:
-    """A weight that is a wrapper is read where its parts lie, and can be returned."""
+    """A weight that is a wrapper is read where its parts are, and can be returned."""
     numbers = torch.arange(6, dtype=torch.int8, device=comm.device).view(2, 3)
     weight = Quantized(numbers, torch.tensor(0.5, device=comm.device))
 

@@ -125,15 +125,15 @@ def test_interrupts(flag: str, tmp_path: Path) -> None:
             assert ranks[0].line() == {"waiting": kind}
             began = time.monotonic()
             ranks[0].process.send_signal(signal.SIGINT)
-            told = ranks[0].line()
-            assert time.monotonic() - began < SECONDS, told
+            said = ranks[0].line()
+            assert time.monotonic() - began < SECONDS, said
             if kind == "work":
-                assert told == {"kind": "work", "state": "ready", "after": "nothing"}
+                assert said == {"kind": "work", "state": "ready", "after": "nothing"}
                 continue
             verb = VERBS.get(kind, kind)
             expected = f"a signal interrupted {verb}, which this rank has never finished"
-            assert expected in told["state"]
-            assert told["state"] in told["after"], told
+            assert expected in said["state"]
+            assert said["state"] in said["after"], said
         assert list(tmp_path.iterdir()) == []
         for rank in ranks:
             rank.go_on()

@@ -81,7 +81,7 @@ def test_proof_compiles(home: Path) -> None:
     assert b"find_tokens" in code
 
 
-def test_a_wrong_source_is_told(home: Path, tmp_path: Path) -> None:
+def test_a_wrong_source_is_reported(home: Path, tmp_path: Path) -> None:
     (tmp_path / "wrong.cu").write_text("__global__ void f() { undeclared(); }")
     with pytest.raises(EngineError, match="undeclared"):
         nvrtc.binary(tmp_path / "wrong.cu", "sm_90")

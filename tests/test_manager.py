@@ -245,7 +245,7 @@ def test_close_with_a_call_that_never_ends(cpu_ranks: Ranks) -> None:
 
 
 @runs_on("ranks")
-def test_abort_beside_a_stuck_call(comm: Any) -> None:
+def test_abort_during_a_stuck_call(comm: Any) -> None:
     """abort() takes no lock: a thread that is stuck in a call, holding it, can be helped."""
     ring = commlib.new_ring(52, [0, 1])
     assert ring is not None

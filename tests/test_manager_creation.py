@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 
 import commlib
+from commlib.core.creation import Creation
 from commlib.errors import (
     CommError,
     CommTimeout,
@@ -256,3 +257,21 @@ def test_interrupted_at_the_start(comm: Any) -> None:
         commlib.new_ring(68, [0, 1])
     assert_equal(gathered(commlib.new_ring(68, [0, 1])), [0, 1], "the next attempt")
     manager.close(68)
+
+
+@runs_on("ranks")
+def test_closed_after_the_build(comm: Any) -> None:
+    """A close between the build of a ring and its publication closes the ring."""
+    build, built = Creation.build, []
+
+    def closing(self: Any, calls: Any) -> Any:
+        built.append(build(self, calls))
+        manager.close(70)
+        return built[0]
+
+    with mock.patch.object(Creation, "build", closing), raises(RingError, "ring 70", "given up"):
+        commlib.new_ring(70, [0, 1], timeout=20)
+    with raises(RingError, "ring 70"):
+        built[0].barrier()
+    assert_equal(gathered(commlib.new_ring(70, [0, 1])), [0, 1], "the next attempt")
+    manager.close(70)

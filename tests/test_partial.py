@@ -177,9 +177,9 @@ def test_in_a_group(comm: Any) -> None:
 
 @runs_on("ranks")
 def test_opcheck(comm: Any) -> None:
-    twin = torch.ops.commlib.partial_all_gather.default
+    op = torch.ops.commlib.partial_all_gather.default
     for shape in ((4, 3), (2,), (0, 2)):
-        torch.library.opcheck(twin, (sample(0, shape, torch.float32).to(comm.device), 0, True))
+        torch.library.opcheck(op, (sample(0, shape, torch.float32).to(comm.device), 0, True))
 
 
 @runs_on("ranks")

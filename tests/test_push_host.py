@@ -42,8 +42,8 @@ class Order(stream_order.StreamOrder):
     def _permanent(self) -> bool:
         return self.stream not in self.strangers
 
-    def _fence(self, stream: int, behind: int) -> None:
-        self.fences.append(behind)
+    def _fence(self, stream: int, after: int) -> None:
+        self.fences.append(after)
 
     def _wait(self, stream: int, event: Any) -> None:
         self.fences.append(-event)  # recorded after the last call, on that stream
@@ -64,7 +64,7 @@ def ordered(monkeypatch: pytest.MonkeyPatch) -> Order:
     return Order(monkeypatch)
 
 
-def test_a_call_comes_behind_the_last_one(ordered: Order) -> None:
+def test_a_call_follows_the_last_one(ordered: Order) -> None:
     assert [ordered.call(s) for s in (A, A, B, A)] == [[], [], [A], [B]]
     assert ordered.tag == 1
 
@@ -91,7 +91,7 @@ def test_a_stream_that_goes_on_in_a_capture(ordered: Order) -> None:
     assert ordered.call(S) == [A]
 
 
-def test_a_call_beside_a_capture(ordered: Order) -> None:
+def test_a_call_during_a_capture(ordered: Order) -> None:
     """Another thread's: nothing of a capture may be waited for outside it."""
     ordered.call(A)
     ordered.captures = {A: 7}
@@ -359,7 +359,7 @@ class Lonely(Ring):
 
     def exchange(self, values: list[int]) -> list[list[int]]:
         """Note what the other ranks receive."""
-        self.told = values
+        self.said = values
         return [values] * 2
 
 
@@ -377,7 +377,7 @@ def test_the_others_hear_of_any_failure(
     monkeypatch.setattr(push_collectives, "share", lambda *given: memory)
     ring = Lonely()
     assert "compile" in opened(ring, fills=True)
-    assert ring.told == [0]
+    assert ring.said == [0]
     assert closed == [True] * (opened is push_collectives.open_push)
 
 

@@ -225,14 +225,14 @@ def test_two_streams_at_once(size: int) -> None:
     for seed in range(60):
         machine, (one, other) = Machine(size, seed, limit=LIMIT), some_calls(seed, 2)
         outputs = machine.run([[one]] * size, [other])
-        told = any(rank.error for rank in machine.ranks)
+        said = any(rank.error for rank in machine.ranks)
         right = all(
             output == expected(call, size, rank)
             for rank in range(size)
             for call, output in zip((one, other), outputs[rank], strict=True)
         )
         if any(rank.overlapped for rank in machine.ranks):
-            reported += told
-            silent += not told and not right
+            reported += said
+            silent += not said and not right
     assert reported > 20
     assert silent == 0

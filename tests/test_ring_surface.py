@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import commlib
-from commlib import ops
+from commlib import flags, graph, ops
 from commlib.errors import ArgumentError, RingError, ShapeError
 from tests.support.checks import assert_bits_equal, assert_equal, raises, settle
 from tests.support.runs_on import runs_on
@@ -70,6 +70,8 @@ def public(x: object) -> list[str]:
 def test_public_names(comm: Any) -> None:
     assert_equal(public(comm), RING, "names of a ring")
     assert_equal(sorted(comm.report()), sorted({*comm.report()}), "keys")
+    for module in (graph, flags):
+        assert_equal(dir(module), module.__all__, f"names of {module.__name__}")
     assert_equal("compat" in dir(commlib) and "graph" in dir(commlib), True, "names of the package")
     assert_equal(
         [name for name in dir(commlib) if name in ("Any", "core", "import_module")], [], "others"

@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 
 import commlib
 from commlib import ops
-from tests.programs.scale import Crowd, load
+from tests.programs.scale import ManyRanks, load
 from tests.support.checks import assert_equal
 from tests.support.ranks import Ranks
 
@@ -33,12 +33,12 @@ def test_waiting_costs_a_request_per_ring_and_not_per_member() -> None:
 
 def test_a_deadline_costs_each_member_a_few_requests() -> None:
     # torch prints a trace per member that waits too long: more of them in one process are too slow.
-    crowd = Crowd(members=16, rings=2, timeout=4)
-    crowd.join_rings(crowd.early())
-    assert_equal(dict(crowd.join()), {"CommTimeout": 14}, "the members that joined")
+    many = ManyRanks(members=16, rings=2, timeout=4)
+    many.join_rings(many.early())
+    assert_equal(dict(many.join()), {"CommTimeout": 14}, "the members that joined")
     # Register, search while waiting, and read or write the verdict.
     most = 14 * 16 + 2 * 26 * 6
-    assert crowd.requests() <= most, crowd.counts
+    assert many.requests() <= most, many.counts
 
 
 def keys_of_closed_rings(comm: Any, port: int) -> None:

@@ -1,4 +1,4 @@
-"""ops.softmax_with_cross_entropy: the loss of labels whose classes lie in shards on the ranks."""
+"""ops.softmax_with_cross_entropy: the loss of labels whose classes are sharded over the ranks."""
 
 from typing import Any
 

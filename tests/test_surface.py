@@ -12,7 +12,7 @@ import torch.distributed as dist
 import commlib
 from commlib import ops
 from commlib.core import collectives
-from commlib.errors import ArgumentError, RingError
+from commlib.errors import ArgumentError, PeerError, RingError
 from tests.support.checks import assert_equal, raises
 from tests.support.runs_on import runs_on
 
@@ -88,6 +88,12 @@ def test_the_order_of_torch_distributed_is_an_error(ring: Any) -> None:
     for call in WITH_OUT:
         with raises(ArgumentError, f"{call.__name__} takes x first; pass the output as out="):
             call(out, x)
+    point_to_point: Any = (ops.send, ops.recv)
+    for call in point_to_point:
+        with raises(ArgumentError, f"pass one tensor to ops.{call.__name__}, then a ring"):
+            call(out, x)
+        with raises(PeerError, call.__name__, "peer=None"):
+            call(x)
 
 
 @runs_on("ranks")

@@ -1,5 +1,6 @@
 """The command `commlib`, its doctor, and the choice of packages that `make` makes."""
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import commlib
 from commlib import flags
 from commlib.tools import bootstrap_env
+from commlib.tools.bench.command import BENCHMARKS
 from tests.support.processes import run
 
 CLI = ("-m", "commlib")
@@ -33,6 +35,28 @@ def test_doctor_shows_the_machine() -> None:
         assert text in out
     unified = next(line for line in out.splitlines() if flags.UNIFIED in line)
     assert "True" in unified and "environment" in unified
+
+
+def test_doctor_says_what_is_wrong_first() -> None:
+    code, out, _ = doctor(FLAGS_comm_timeout_s="abc")
+    assert code == 1
+    first, second = out.splitlines()[:2]
+    assert first == "complaints: 1" and second.startswith("flags: FLAGS_comm_timeout_s='abc'")
+
+
+def test_doctor_as_json() -> None:
+    code, out, err = run(*CLI, "doctor", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["complaints"] == []
+    assert {row["name"] for row in found["flags"]} == {row["name"] for row in flags.rows()}
+    assert {"name": "commlib", "version": commlib.__version__} in found["versions"]
+
+
+def test_help_of_bench_names_every_benchmark() -> None:
+    code, out, _ = run(*CLI, "bench", "--help")
+    names = " ".join(out.split()).split("NAMES are: ")[1].split(".")[0]
+    assert code == 0 and names.split(", ") == list(BENCHMARKS)
 
 
 def test_doctor_complains_of_a_flag_that_cannot_be_read() -> None:

@@ -38,12 +38,13 @@ def demo(ctx: click.Context, nproc: int, json_path: str | None) -> None:
 
 
 @commands.command()
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.pass_context
-def doctor(ctx: click.Context) -> None:
+def doctor(ctx: click.Context, as_json: bool) -> None:
     """Show versions, libraries, GPUs, flags and rendezvous, for a bug report."""
     from commlib.tools.doctor import run_doctor
 
-    ctx.exit(run_doctor())
+    ctx.exit(run_doctor(as_json=as_json))
 
 
 @commands.command("flags")
@@ -52,7 +53,19 @@ def show_flags() -> None:
     click.echo(flags.table())
 
 
-@commands.command()
+class _Bench(click.Command):
+    """The command `bench`. Its help lists the benchmarks, which are imported for that."""
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from commlib.tools.bench.command import BENCHMARKS
+
+        super().format_help_text(ctx, formatter)
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(f"NAMES are: {', '.join(BENCHMARKS)}.")
+
+
+@commands.command(cls=_Bench)
 @click.argument("names", nargs=-1)
 @click.option("--nproc", default=2, show_default=True, help="Ranks to start on this machine.")
 @click.option(
@@ -95,11 +108,7 @@ def bench(
     tune: bool,
     **given: int | str | None,
 ) -> None:
-    """Time the benchmarks NAMES, or all of them, against named peers.
-
-    NAMES are host, gloo, import, memory, cross-entropy, experts, dispatch, class-center, attention,
-    lamb, allreduce, capture, llama, decode and overlap.
-    """
+    """Time the benchmarks NAMES, or all of them, against named peers."""
     from commlib.tools.bench.command import run_bench, run_tune
 
     if tune:

@@ -1,6 +1,7 @@
 """`commlib doctor`: the state of this machine and process, with complaints about both."""
 
 import ctypes
+import json
 import platform
 from collections.abc import Iterable, Iterator
 from importlib import metadata, util
@@ -33,38 +34,58 @@ PACKAGES = (
 LIBRARIES = ("libnccl.so", "libcudart.so", "libnvrtc.so", "libcuda.so")
 
 
-def run_doctor() -> int:
-    """Print one table per subject, then the complaints; return 1 if there are any, else 0."""
+def run_doctor(*, as_json: bool = False) -> int:
+    """Print the complaints, then one table per subject; return 1 if there are complaints, else 0.
+
+    Args:
+        as_json: Print one JSON object instead: complaints, notes, and a list per subject.
+    """
+    complaints, notes = list(_complaints()), list(_notes())
+    subjects = {
+        title: [dict(zip(columns, row, strict=True)) for row in rows]
+        for title, columns, rows in _subjects()
+    }
+    if as_json:
+        print(json.dumps({"complaints": complaints, "notes": notes, **subjects}, indent=2))
+        return 1 if complaints else 0
     console = Console(markup=False, highlight=False)
-    complaints = list(_complaints())
-    for title, columns, rows in (
-        ("versions", ("name", "version"), versions()),
-        ("libraries in this process", ("library", "file"), _libraries()),
-        ("GPUs", ("index", "name", "memory GiB", "capability"), gpus()),
-        ("peer access", ("from", "reaches"), _peers()),
-        ("flags", ("name", "type", "default", "value", "source"), _flags()),
-        ("rendezvous", ("name", "value"), _rendezvous()),
-        ("unsupported reductions", ("engines", "dtypes", "operations", "reason"), _unsupported()),
-    ):
-        _show(console, title, columns, list(rows))
-    for name, flag in flags.unknown():
-        if flag is None:  # it may belong to another library
-            console.print(f"note: {flags.unknown_text(name, flag)}", soft_wrap=True)
+    console.print(f"complaints: {len(complaints)}")
     for complaint in complaints:
         console.print(complaint, style="red", soft_wrap=True)
-    console.print(f"complaints: {len(complaints)}")
+    for note in notes:
+        console.print(f"note: {note}", soft_wrap=True)
+    for title, rows in subjects.items():
+        _show(console, title, rows)
     return 1 if complaints else 0
 
 
-def _show(console: Console, title: str, columns: Row, rows: list[Row]) -> None:
+def _subjects() -> Iterator[tuple[str, Row, Iterable[Row]]]:
+    """Yield title, columns and rows of each subject."""
+    yield "versions", ("name", "version"), versions()
+    yield "GPUs", ("index", "name", "memory GiB", "capability"), gpus()
+    yield "peer access", ("from", "reaches"), _peers()
+    yield "rendezvous", ("name", "value"), _rendezvous()
+    yield "flags", ("name", "type", "default", "value", "source"), _flags()
+    yield "libraries in this process", ("library", "file"), _libraries()
+    yield "unsupported reductions", ("engines", "dtypes", "operations", "reason"), _unsupported()
+
+
+def _notes() -> Iterator[str]:
+    """Yield remarks about names of flags that may belong to another library."""
+    for name, flag in flags.unknown():
+        if flag is None:
+            yield flags.unknown_text(name, flag)
+
+
+def _show(console: Console, title: str, rows: list[dict[str, str]]) -> None:
     if not rows:
         console.print(f"{title}: none")
         return
     table = Table(title=title, title_justify="left")
-    for column in columns:
+    for column in rows[0]:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*row.values())
     console.print(table)
 
 

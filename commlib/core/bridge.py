@@ -8,7 +8,7 @@ from commlib.core.ring import Ring
 
 
 class Bridge(Ring):
-    """What a ring gives to libraries that take a process group."""
+    """Conversion of a ring to a process group, for other libraries."""
 
     def process_group(self) -> dist.ProcessGroup:
         """Return the process group over this ring, the same object at every call.

@@ -27,9 +27,9 @@ def level() -> int:
 
 
 class Facts(NamedTuple):
-    """What must be equal on every member that makes one collective.
+    """The values that must be equal on every member of one collective.
 
-    ``elements`` is None where every member may give another one (``all_to_all`` with splits).
+    ``elements`` is None if ranks may pass different sizes (``all_to_all`` with splits).
     """
 
     verb: str

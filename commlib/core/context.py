@@ -1,6 +1,5 @@
 """A ring of ranks as its caller sees it: identity, streams, and the collectives."""
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from threading import get_ident
 from typing import Any
@@ -113,15 +112,17 @@ class CommContext(Collectives, Split, Bridge):
             f"{self._health.fault or 'ready'}>"
         )
 
-    # -- streams, state ----------------------------------------------------------------------------
-
     @property
     def stream(self) -> torch.cuda.Stream | None:
         """The ring's own high-priority comm stream; None on a CPU."""
         return None if self._fences is None else self._fences.comm
 
     def stream_for(self, use_calc_stream: bool) -> torch.cuda.Stream | None:
-        """Return the stream that a collective runs on: the caller's current one, or the ring's."""
+        """Return the stream that a collective runs on; None on a CPU.
+
+        Args:
+            use_calc_stream: True for the caller's current stream, False for the ring's.
+        """
         if self._fences is None:
             return None
         return torch.cuda.current_stream(self.device) if use_calc_stream else self._fences.comm
@@ -157,8 +158,6 @@ class CommContext(Collectives, Split, Bridge):
     def _describe(self, collective: str) -> str:
         """Return the start of an error text: the collective, the ring and the rank."""
         return self._identity.describe(collective)
-
-    # -- life --------------------------------------------------------------------------------------
 
     def connect(self) -> None:
         """Make now what a first call would otherwise make. Every member calls it.
@@ -250,31 +249,6 @@ class CommContext(Collectives, Split, Bridge):
         """Drop the ring in a forked child, without any call to its engine."""
         self._lifecycle.forget(why)
         self._lock = issue_lock(self.device)
-
-    def exchange(self, values: Sequence[int]) -> list[list[int]]:
-        """Return every rank's integers.
-
-        For what the ranks must agree on before a launch. It uses shared memory on one host and TCP
-        (gloo) between several, and is allowed during a capture. Every member calls it; the first
-        call sets it up. It blocks the host at most ``timeout`` seconds.
-
-        Args:
-            values: Integers of 64 bits; lengths may differ between ranks.
-
-        Returns:
-            The values of each rank, in rank order.
-
-        Raises:
-            ArgumentError: A value is another one. Nothing is sent and the ring stays usable. The
-                other members wait, at most ``timeout`` seconds, for a correct call.
-            CommTimeout: Naming the positions of the members that are late.
-            MismatchError: A member exchanges for another call, such as ``split``.
-            EngineError: A member has ended.
-            RingError: The ring has failed or is closed.
-        """
-        return self._hosts.exchange(values)
-
-    # -- groups, and what carries a call -----------------------------------------------------------
 
     def group(
         self, *, use_calc_stream: bool = True, sync_op: bool = True, timeout: Seconds | None = None

@@ -93,11 +93,11 @@ class RollCalls:
             if not pool.slots and self._pools.get(key) is pool:
                 del self._pools[key]
 
-    def drop_lent(self) -> list[RollCall]:
+    def drop_borrowed(self) -> list[RollCall]:
         """Forget the idle ones over a store of ``torch.distributed``; the caller ends them."""
         with self._lock:
             gone = []
-            for key in [key for key in self._pools if isinstance(key, LentKey)]:
+            for key in [key for key in self._pools if isinstance(key, BorrowedKey)]:
                 pool = self._pools[key]
                 ended = [call for call in pool.idle if not call.unfinished]
                 pool.kept = False
@@ -114,7 +114,7 @@ class RollCalls:
             self._pools.clear()
 
 
-class LentKey(NamedTuple):
+class BorrowedKey(NamedTuple):
     """Tells one initialisation of ``torch.distributed`` from the next."""
 
     store: dist.Store
@@ -198,8 +198,8 @@ class Creation:
         if self.store is not None:
             return self.store
         if world.address is None and dist.is_initialized():
-            lent = dist.distributed_c10d._get_default_store()
-            return LentKey(lent, world.prefix, world.rank, world.size)
+            borrowed_store = dist.distributed_c10d._get_default_store()
+            return BorrowedKey(borrowed_store, world.prefix, world.rank, world.size)
         return world.address, world.prefix, world.rank, world.size
 
     def _home(self) -> BoundedStore:

@@ -22,7 +22,7 @@ Describe = Callable[[RingIdentity, list[int]], CommError]
 
 
 class DeviceReports:
-    """What the calls of one ring report: of wrong counts, and of experts without room.
+    """Reports of the calls of one ring: wrong counts, and experts without room.
 
     A report does not break the ring. It is raised once, on every rank that looks.
     """

@@ -65,8 +65,6 @@ class CommContextManager:
     def __repr__(self) -> str:
         return f"<CommContextManager of rings {self.rings()}>"
 
-    # -- create ----------------------------------------------------------------------------------
-
     def create(
         self,
         ring_id: int,
@@ -79,7 +77,7 @@ class CommContextManager:
         world: World | None = None,
         again: str = "",
     ) -> CommContext:
-        """Create a ring; called by its members alone.
+        """Return a new ring, or the one that exists; called by its members alone.
 
         Blocks until every member has called it. Threads that create the same ring at the same
         time get one context. ``close`` and ``shutdown`` in another thread give the creation up.
@@ -170,10 +168,11 @@ class CommContextManager:
         self._device = self._device or default_device(world, None)
         return self._device
 
-    # -- find ------------------------------------------------------------------------------------
-
     def get(self, ring: "int | str | CommContext") -> CommContext:
         """Return a ring by its id or its name; a ring itself is returned if it is open.
+
+        Args:
+            ring: The id, the name or the ring.
 
         Raises:
             RingError: There is no such ring on this rank; the text lists those that exist.
@@ -181,7 +180,11 @@ class CommContextManager:
         return self._table.get(ring)
 
     def has(self, ring_id: int) -> bool:
-        """Whether ``ring_id`` exists on this rank."""
+        """Return True if a ring exists on this rank.
+
+        Args:
+            ring_id: Its id.
+        """
         return ring_id in self._table.open
 
     def rings(self) -> list[int]:
@@ -191,8 +194,6 @@ class CommContextManager:
     def report(self) -> list[dict[str, Any]]:
         """Return ``CommContext.report()`` of every ring on this rank."""
         return [ring.report() for ring in list(self._table.open.values())]
-
-    # -- close -----------------------------------------------------------------------------------
 
     def close(self, ring_id: int | None = None, abort: bool = False) -> None:
         """Close one ring, or all in reverse order of creation; a closed ring is not an error.
@@ -240,7 +241,7 @@ class CommContextManager:
             return []
         flags.thaw()
         self._world = None
-        return self._calls.drop_lent()
+        return self._calls.drop_borrowed()
 
     def _at_exit(self) -> None:
         failing = is_failing() or any(ring._health.has_failed for ring in self._table.open.values())
@@ -254,13 +255,10 @@ class CommContextManager:
             environment.leave(Deadline(_FAILING_S if failing else seconds), wait=not failing)
             workers.await_steps(_FAILING_S if failing else _LAST_STEPS_S)
 
-    # -- fork ------------------------------------------------------------------------------------
-
-    def after_fork(self) -> None:
+    def _after_fork(self) -> None:
         """Forget every ring in a forked child, without any call to an engine or a socket.
 
-        Nothing is freed: destructors would join threads that the child does not have. The locks
-        are new, because another thread of the parent may have held the old ones.
+        Nothing is freed: destructors would join threads that the child lacks. The lock is new.
         """
         parent, self._process = self._process, os.getpid()
         self._lock = threading.RLock()
@@ -284,11 +282,14 @@ copyreg.pickle(CommContext, lambda ring: (comm, (ring.ring_id,)))  # a copy is t
 _manager = CommContextManager()
 _rings = _manager._table.open  # looked up at every call
 atexit.register(_manager._at_exit)
-os.register_at_fork(after_in_child=_manager.after_fork)
+os.register_at_fork(after_in_child=_manager._after_fork)
 
 
 def comm(ring_id: int | str | CommContext = 0) -> CommContext:
     """Return a ring by its id or its name; a ring itself is returned if it is open.
+
+    Args:
+        ring_id: The id, the name or the ring.
 
     Raises:
         RingError: There is no such ring on this rank; the text lists those that exist.

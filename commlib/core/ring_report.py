@@ -1,4 +1,4 @@
-"""What a ring reports of itself: its state, its errors, and what carries a call."""
+"""The report of a ring: its state, its errors, and the carrier of a call."""
 
 from typing import Any
 

@@ -29,6 +29,9 @@ def init(
         timeout: Seconds until missing ranks are an error, and of later waits on a CPU. Default:
             FLAGS_comm_timeout_s.
 
+    Returns:
+        Ring 0, on the device.
+
     Raises:
         BootstrapError: The environment or the store can't be used.
         DeviceError: There is no such GPU, or the backend does not run on the device.
@@ -67,6 +70,9 @@ def new_ring(
         ranks: Global ranks in the order of the ring.
         timeout: As in ``CommContextManager.create``, which also lists the exceptions.
         name: The program's own name of the ring, for ``commlib.comm(name)`` and messages.
+
+    Returns:
+        The ring, or None on a rank that is not a member.
     """
     manager = CommContextManager.instance()
     world = manager.world()
@@ -93,8 +99,11 @@ def close_ring(ring_id: int, *, abort: bool = False) -> None:
 def shutdown(*, abort: bool = False) -> None:
     """Close every ring in reverse order of creation and let the flags change again.
 
-    Waits for the calls that are under way, at most FLAGS_comm_close_timeout_s seconds per ring;
-    ``abort=True`` does not wait and returns within 5 s. Twice is harmless; ``init`` may follow.
+    Blocks until the calls that are under way have ended, at most FLAGS_comm_close_timeout_s seconds
+    per ring. Twice is harmless; ``init`` may follow.
+
+    Args:
+        abort: Wait for no call. Returns within 5 s, whatever other threads do.
     """
     manager = CommContextManager.instance()
     manager.close(abort=abort)

@@ -3,9 +3,7 @@
 from datetime import timedelta
 from importlib import import_module
 from operator import index
-from typing import Any
-
-from typing_extensions import Self
+from typing import Any, Self
 
 from commlib.core.ring import Ring
 from commlib.core.ring_ids import numbers, ring_id
@@ -16,7 +14,7 @@ _NONE = -1  # sent for a color of None
 
 
 class Split(Ring):
-    """How the members of a ring form new rings."""
+    """The split of a ring's members into new rings."""
 
     def split(
         self,

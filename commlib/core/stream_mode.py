@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 
 class StreamMode(NamedTuple):
-    """How a collective is ordered with the caller's current stream.
+    """The order of a collective with the caller's current stream.
 
     Attributes:
         use_calc_stream: It runs on the current stream; else on the ring's comm stream.
@@ -24,7 +24,7 @@ class StreamMode(NamedTuple):
 
 class _Modes(dict[tuple[bool, bool, bool], StreamMode]):
     def __missing__(self, options: tuple[Any, Any, Any]) -> StreamMode:
-        """Return the mode of options that are true or false in another form."""
+        """Return the mode of options that are truthy or falsy but not bool."""
         use_calc_stream, sync_op, fenced = options
         return self[bool(use_calc_stream), bool(sync_op), bool(fenced)]
 

@@ -17,13 +17,13 @@ from commlib.streams import capture_of, capturing, is_permanent
 
 
 class Pending(Protocol):
-    """What is still to happen before a result may be read."""
+    """The remaining step before a result may be read."""
 
     def join(self, deadline: Deadline | None = None) -> None:
         """Make the result safe to use for the caller; with a deadline, block the host."""
 
     def done(self) -> bool:
-        """Whether the result is there already; never blocks."""
+        """Return True if the result is there already; never blocks."""
 
 
 Result = TypeVar("Result", default=Any, covariant=True)
@@ -65,6 +65,9 @@ class Work(Generic[Result]):
             timeout: Seconds from now on until ``CommTimeout``. The host then blocks on a GPU too,
                 until the collective has ended. Default: that of the call.
 
+        Returns:
+            ``result``.
+
         Raises:
             CommTimeout: The collective has not ended in time; the ring can't be used any more.
             EngineError: The engine reports a failure (CPU).
@@ -83,7 +86,7 @@ class Work(Generic[Result]):
             self._pending.hold()
 
     def done(self) -> bool:
-        """Whether the collective has finished; never blocks.
+        """Return True if the collective has finished; never blocks.
 
         gloo reports a receive only to a thread that waits for it: False until then.
         """

@@ -1,1 +1,1 @@
-"""What moves the bytes: NCCL through CuPy, gloo, and process groups of torch.distributed."""
+"""Engines, which move the bytes: NCCL through CuPy, gloo, groups of torch.distributed."""

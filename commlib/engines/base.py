@@ -44,7 +44,7 @@ class Launch(Protocol):
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """What the launch gets in addition to the tensors."""
+        """The arguments of the launch in addition to the tensors."""
 
     @property
     def x(self) -> Tensor | None:

@@ -4,53 +4,32 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy as same_but
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from commlib.deadlines import Deadline, bounded
 from commlib.engines.base import ABORT_S, Engine
-from commlib.engines.c10d_waits import Then, wait
+from commlib.engines.c10d_plans import Plan, options_of, plan_of
+from commlib.engines.c10d_then import Then
 from commlib.engines.local import as_bytes, copy, divide, flat, multiplied
-from commlib.engines.reductions import BITWISE, UNSIGNED, Reducer, ReductionSpec, factor_of
-from commlib.errors import CommTimeout, DtypeError
+from commlib.engines.reductions import Reducer, ReductionSpec
+from commlib.errors import CommTimeout
 from commlib.rendezvous import host_exchange
 from commlib.rendezvous.hosts import HostExchange
 from commlib.rendezvous.identity import Health, RingIdentity
 from commlib.rendezvous.roll_call import Meeting
 from commlib.rendezvous.store import EngineStore
-from commlib.waits import PointToPoint
+from commlib.waits import OVER, Interruptible, PointToPoint
 
 Tensor = torch.Tensor
 
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "prod": dist.ReduceOp.PRODUCT,
-    "avg": dist.ReduceOp.AVG,
-    "band": dist.ReduceOp.BAND,
-    "bor": dist.ReduceOp.BOR,
-    "bxor": dist.ReduceOp.BXOR,
-    "premul_sum": dist.ReduceOp.SUM,  # of copies that are multiplied first
-}
-
-
-@dataclass(frozen=True, eq=False)  # equal by identity: a key at every call
-class _Plan:
-    """A reduction in c10d's terms; the options of the most frequent call are made once."""
-
-    dtype: torch.dtype
-    name: str
-    op: Any
-    divides: bool
-    all_reduce: Any
-    factor: Tensor | None = None
+# While torch waits, Python runs no signal handler, so a wait is cut into slices of this length.
+_SLICE = timedelta(seconds=0.1)
+_SLICE_OVER = "Operation timed out"  # in torch's error when a slice ends
 
 
 class C10dEngine(Engine):
@@ -80,42 +59,41 @@ class C10dEngine(Engine):
             store.give_up()
             raise
         if self.on_host:
-            self.hosts.lend(self.pg)
+            self.hosts.share_group(self.pg)
 
     @abstractmethod
     def _make(self, store: EngineStore, wait: timedelta) -> Any: ...
 
     def wait(self, handle: Any, deadline: Deadline | None = None) -> None:
         """Block until a launched call has ended."""
-        wait(handle, deadline, self.look)
+        if isinstance(handle, Interruptible):
+            handle.wait(deadline)
+            return
+        while not handle.is_completed():
+            if deadline is not None and deadline.passed():
+                raise RuntimeError(OVER)
+            try:
+                handle.wait(_SLICE if deadline is None else min(_SLICE, deadline.timedelta()))
+            except RuntimeError as error:
+                if self.look is not None:  # also after a failure: it may be that of the other rank
+                    self.look()
+                if _SLICE_OVER not in str(error):
+                    raise
+            else:
+                return
+        handle.wait()
 
     def _issued(self, work: Any) -> Any:
-        """Where the stream orders the result, join it now and leave nothing to wait for."""
+        """Join the result now if the stream orders it; nothing is left to wait for."""
         if self.on_host:
             return work
         if work is not None:  # torch gives no work for what it issued on the caller's own stream
             work.wait()
         return None
 
-    def resolve(self, dtype: torch.dtype, reduction: ReductionSpec) -> "_Plan":
+    def resolve(self, dtype: torch.dtype, reduction: ReductionSpec) -> Plan:
         """Return c10d's options of a reduction."""
-        if not self.on_host and dtype in UNSIGNED and reduction.op == "avg":
-            raise DtypeError(
-                f"avg of {dtype} is refused: torch.distributed has no unsigned avg on GPUs; cast "
-                f"to torch.int64"
-            )
-        if not self.on_host and reduction.op in BITWISE:
-            raise DtypeError(
-                f"{reduction.op} of {dtype} is refused: NCCL has no bitwise reduction; call "
-                f"all_gather and combine the parts with torch.bitwise_{reduction.op[1:]}"
-            )
-        # gloo has no mean on every torch we support: sum, then divide.
-        divides = self.on_host and reduction.op == "avg"
-        op = dist.ReduceOp.SUM if divides else _OPS[reduction.op]
-        options = _options(c10d.AllreduceOptions)
-        options.reduceOp = op
-        factor = factor_of(reduction)
-        return _Plan(reduction.dtype, reduction.op, op, divides, options, factor)
+        return plan_of(dtype, reduction, on_host=self.on_host)
 
     @contextmanager
     def limited(self, seconds: float) -> Iterator[None]:
@@ -129,13 +107,13 @@ class C10dEngine(Engine):
             for one in every:
                 one._limit = None
 
-    def _reduced(self, work: Any, out: Tensor, plan: "_Plan") -> Any:
+    def _reduced(self, work: Any, out: Tensor, plan: Plan) -> Any:
         if plan.divides:  # complex numbers by their parts, unsigned ones as what they are
             target = flat(out, plan.dtype) if plan.dtype.is_floating_point else out
-            return Then(work, lambda: divide(target, self.size), self.look)
+            return Then(self, work, lambda: divide(target, self.size))
         return self._issued(work)
 
-    def all_reduce(self, out: Tensor, x: Tensor, plan: "_Plan") -> Any:
+    def all_reduce(self, out: Tensor, x: Tensor, plan: Plan) -> Any:
         """Launch an all_reduce of the process group."""
         if plan.factor is not None:
             multiplied(out, x, plan.factor)
@@ -146,7 +124,7 @@ class C10dEngine(Engine):
         target = out if plan.dtype is out.dtype else flat(out, plan.dtype)
         options = plan.all_reduce
         if self._limit is not None:
-            options = _options(c10d.AllreduceOptions, self._limit)
+            options = options_of(c10d.AllreduceOptions, self._limit)
             options.reduceOp = plan.op
         work = self.pg.allreduce([target], options)
         if self.on_host and not plan.divides:
@@ -155,15 +133,15 @@ class C10dEngine(Engine):
 
     def all_gather(self, out: Tensor, x: Tensor) -> Any:
         """Launch an all_gather of the process group."""
-        options = _options(c10d.AllgatherOptions, self._limit)
+        options = options_of(c10d.AllgatherOptions, self._limit)
         return self._issued(self.pg._allgather_base(as_bytes(out), as_bytes(x), options))
 
-    def reduce_scatter(self, out: Tensor, x: Tensor, plan: "_Plan") -> Any:
+    def reduce_scatter(self, out: Tensor, x: Tensor, plan: Plan) -> Any:
         """Launch a reduce_scatter of the process group."""
         if plan.factor is not None:
             x = multiplied(None, x, plan.factor)
         target = flat(out, plan.dtype)
-        options = _options(c10d.ReduceScatterOptions, self._limit)
+        options = options_of(c10d.ReduceScatterOptions, self._limit)
         options.reduceOp = plan.op
         work = self.pg._reduce_scatter_base(target, flat(x, plan.dtype), options)
         return self._reduced(work, out, plan)
@@ -171,11 +149,11 @@ class C10dEngine(Engine):
     def broadcast(self, out: Tensor, x: Tensor | None, root: int) -> Any:
         """Launch a broadcast of the process group."""
         copy(out, x)
-        options = _options(c10d.BroadcastOptions, self._limit)
+        options = options_of(c10d.BroadcastOptions, self._limit)
         options.rootRank = root
         return self._issued(self.pg.broadcast([as_bytes(out)], options))
 
-    def reduce(self, out: Tensor | None, x: Tensor, root: int, plan: "_Plan") -> Any:
+    def reduce(self, out: Tensor | None, x: Tensor, root: int, plan: Plan) -> Any:
         """Launch a reduce of the process group."""
         # c10d reduces in place and may leave partial sums on the other ranks.
         if plan.factor is not None:
@@ -185,21 +163,21 @@ class C10dEngine(Engine):
         else:
             copy(out, x)
         target = flat(out, plan.dtype)
-        options = _options(c10d.ReduceOptions, self._limit)
+        options = options_of(c10d.ReduceOptions, self._limit)
         options.rootRank = root
         options.reduceOp = plan.op
         return self._reduced(self.pg.reduce([target], options), out, plan)
 
     def gather(self, out: Tensor | None, x: Tensor, root: int) -> Any:
         """Launch a gather of the process group."""
-        options = _options(c10d.GatherOptions, self._limit)
+        options = options_of(c10d.GatherOptions, self._limit)
         options.rootRank = root
         parts = [] if out is None else [list(as_bytes(out).chunk(self.size))]
         return self._issued(self.pg.gather(parts, [as_bytes(x)], options))
 
     def scatter(self, out: Tensor, x: Tensor | None, root: int) -> Any:
         """Launch a scatter of the process group."""
-        options = _options(c10d.ScatterOptions, self._limit)
+        options = options_of(c10d.ScatterOptions, self._limit)
         options.rootRank = root
         parts = [] if x is None else [list(as_bytes(x).chunk(self.size))]
         return self._issued(self.pg.scatter([as_bytes(out)], parts, options))
@@ -208,7 +186,7 @@ class C10dEngine(Engine):
         """Launch an all_to_all of the process group."""
         target, source = as_bytes(out), as_bytes(x)
         scale = 1 if target.dtype is out.dtype else out.itemsize
-        options = _options(c10d.AllToAllOptions, self._limit)
+        options = options_of(c10d.AllToAllOptions, self._limit)
         work = self.pg.alltoall_base(
             target, source, [n * scale for n in takes], [n * scale for n in sends], options
         )
@@ -230,7 +208,7 @@ class C10dEngine(Engine):
         if not self.on_host:  # an all-reduce on the stream; c10d's own blocks the host
             plan = self.resolve(torch.int32, ReductionSpec(torch.int32, "max"))
             return self.all_reduce(self._token, self._token, plan)
-        return self.pg.barrier(_options(c10d.BarrierOptions, self._limit))
+        return self.pg.barrier(options_of(c10d.BarrierOptions, self._limit))
 
     @contextmanager
     def coalesced(self) -> Iterator[None]:
@@ -284,13 +262,3 @@ class C10dEngine(Engine):
         self._apart.remove(other)
         other._apart = []
         other._release(deadline)
-
-
-def _options(kind: Any, limit: Deadline | None = None) -> Any:
-    """Return options of a launch on the caller's current stream, and with its deadline."""
-    options = kind()
-    if hasattr(options, "asyncOp"):  # since torch 2.8; before, torch chooses the stream
-        options.asyncOp = False
-    if limit is not None:
-        options.timeout = limit.timedelta()
-    return options

@@ -1,4 +1,4 @@
-"""How many CUDA graphs hold calls of a communicator, graphs that were captured by hand too."""
+"""The number of CUDA graphs, also captured by hand, that hold calls of a communicator."""
 
 import ctypes
 from functools import cache
@@ -56,7 +56,7 @@ class GraphHolds:
 
     @property
     def count(self) -> int:
-        """How many graphs still hold calls; never blocks."""
+        """Return the number of graphs that still hold calls; never blocks."""
         while _libc().sem_trywait(ctypes.c_void_p(self._place)) == 0:
             self._held -= 1
         return self._held

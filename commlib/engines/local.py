@@ -1,4 +1,4 @@
-"""What an engine does with this rank's own tensors: views, copies, factors and means."""
+"""Local steps of an engine on this rank's tensors: views, copies, factors and means."""
 
 from typing import Any
 

@@ -92,7 +92,7 @@ class NCCLEngine(NCCLExchanges):
     def disconnect(self) -> None:
         """Abort the communicators: their calls wait for peers that never made them.
 
-        What waits for push kernels may be launched after a fault on one rank and not on another.
+        After a fault, NCCL calls queued after push kernels may be launched on some ranks only.
         """
         self._connection.renew()
 

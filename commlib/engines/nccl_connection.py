@@ -24,7 +24,7 @@ _GRAPH_S = 0.5  # how long close() waits for graphs that were just destroyed
 
 
 class Connection:
-    """What NCCL holds for one ring.
+    """The NCCL communicator of one ring, and its state.
 
     All members make the ring's communicator together, at the first call that needs it. NCCL
     connects peers for sends and receives separately, which takes further memory: the first call
@@ -48,12 +48,12 @@ class Connection:
 
     @property
     def connected(self) -> bool:
-        """Whether the ring's communicator exists."""
+        """Return True if the ring's communicator exists."""
         return self._comm is not None
 
     @property
     def exchanges(self) -> bool:
-        """Whether all peers are connected to each other."""
+        """Return True if all peers are connected to each other."""
         return self._exchanges
 
     # -- what a call is given ----------------------------------------------------------------------
@@ -266,7 +266,7 @@ class Connection:
 
     @property
     def held(self) -> bool:
-        """Whether a CUDA graph holds calls of a communicator."""
+        """Return True if a CUDA graph holds calls of a communicator."""
         return self._holds.count > 0
 
     def _all(self) -> list[Any]:

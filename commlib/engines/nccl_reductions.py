@@ -33,7 +33,7 @@ OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 
 @dataclass(frozen=True, eq=False)  # equal by identity: a key at every call
 class Reduction:
-    """How NCCL is asked for a reduction, and what may carry it instead."""
+    """The form in which NCCL gets a reduction, and the kernels that may carry it instead."""
 
     name: str
     parts: int  # elements of the reduction for each element of the tensor

@@ -1,4 +1,4 @@
-"""How each dtype travels and which reductions it allows, with the reason for each refusal."""
+"""The form in which each dtype travels, its reductions, and the reason for each error."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ class ReductionSpec(NamedTuple):
 
 
 class Reducer(NamedTuple):
-    """What an engine's own reductions cover beyond the common set."""
+    """The reductions of an engine beyond the common set."""
 
     name: str
     unsigned: bool

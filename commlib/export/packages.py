@@ -119,7 +119,7 @@ class _Loader:
         return results
 
     def run_unwatched(self, inputs: Tensors) -> Tensors:
-        """Run the program, no matter who watches."""
+        """Run the program also where a dispatch mode watches."""
         results: Tensors = self._loader.boxed_run(inputs)
         return results
 

@@ -60,3 +60,8 @@ __all__ = [
     "pipeline",
     "report",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the public names, not the modules."""
+    return [*__all__]

@@ -1,4 +1,4 @@
-"""What an engine knows of its push kernels: their channels, and what carries experts."""
+"""The push kernels of an engine: their channels, and the carrier of the exchange with experts."""
 
 from typing import Protocol
 

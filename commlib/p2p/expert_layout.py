@@ -15,7 +15,7 @@ _COUNTERS = EXPERTS + RANKS
 
 
 class ExpertCall(ctypes.Structure):
-    """What a kernel is given; as in experts.cuh."""
+    """The arguments of a kernel; as in experts.cuh."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "out", "scales", "ids", "weights", "active")),
@@ -44,7 +44,7 @@ class OverflowRecord(ctypes.Structure):
 
 
 class Layout:
-    """Where things are in the memory of each rank: offsets in bytes."""
+    """The layout of each rank's memory: offsets in bytes."""
 
     def __init__(self, size: int, room: int) -> None:
         words = size * SLOTS * _WORD  # of one kind: a word per slot

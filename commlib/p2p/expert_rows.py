@@ -26,7 +26,7 @@ _SMALL, _LARGE, _BORDER = 1 << 14, 1 << 17, 1 << 22  # bytes of a chunk; from wh
 
 
 class _Call(ctypes.Structure):
-    """What the kernel is given, before the segments."""
+    """The arguments of the kernel, before the segments."""
 
     _fields_ = [
         ("x", ctypes.c_void_p),
@@ -76,7 +76,7 @@ class RowChannel:
         return nvrtc.Launch(function, device, grid, self._calls[most])
 
     def takes(self, routes: Routes) -> bool:
-        """Whether the call fits; the same on all ranks, for it asks for nothing else."""
+        """Return True if the call fits; the result is the same on all ranks."""
         return len(routes.sends) <= max(_BLOCKS)
 
     def exchange(self, out: torch.Tensor, x: torch.Tensor, routes: Routes) -> None:

@@ -49,7 +49,7 @@ class Choices(NamedTuple):
 
 
 class ExpertTables(NamedTuple):
-    """What a dispatch leaves for the way back; dense tensors on the ring's device.
+    """The tables that a dispatch leaves for the way back; dense tensors on the ring's device.
 
     Attributes:
         expert_ids: int32 [tokens, top_k]: the ids, -1 for no expert.
@@ -69,7 +69,7 @@ class ExpertTables(NamedTuple):
 
 
 class ExpertCounts(NamedTuple):
-    """How many rows a dispatch has for each expert.
+    """The number of rows per expert of a dispatch.
 
     Attributes:
         counts: int32 [local experts]: rows that are used.

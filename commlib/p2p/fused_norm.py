@@ -22,7 +22,7 @@ _PLANS = 4096  # shapes that are remembered
 
 
 class Norm(NamedTuple):
-    """What is added to rows and how they are normalised, but for the rows themselves.
+    """The residual, weights and settings of a norm, without its rows.
 
     ``residual`` has their shape, ``weight`` and both biases have one row's, ``scale`` one float32:
     dense tensors on the ring's device. With a ``scale`` the result has 8 bits.
@@ -43,7 +43,7 @@ class Norm(NamedTuple):
 
 
 class NormCall(ctypes.Structure):
-    """What a kernel is given; as in row.cuh."""
+    """The arguments of a kernel; as in row.cuh."""
 
     _fields_ = [
         ("call", Call),

@@ -1,4 +1,4 @@
-"""Which kernel carries a call: a pure function of verb, bytes, ranks, dtype and operation."""
+"""Selection of a kernel: a pure function of collective, bytes, ranks, dtype and operation."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
 @cache
 def text() -> str:
-    """Return the table's file as it was when it was first asked for; calls follow that."""
+    """Return the text of the table's file. It is fixed at the first use."""
     return TABLE.read_text()
 
 
@@ -86,8 +86,8 @@ def refusal(dtype: torch.dtype, op: str) -> str | None:
 def room(kernel: str, half: int, size: int) -> int:
     """Return the bytes of a call (as in ``Row.most``) that fit into ``half`` bytes of the channel.
 
-    A slot a rank holds all of it, or, for two hops, two rounds of slots a slice each; packets take
-    twice what they carry. Rounding to whole vectors in each slot is left room for.
+    One-shot: one slot per rank, each holding the whole tensor. Two-shot: two sets of slots, one
+    slice each. Packets take twice their payload. Each slot has room for rounding to whole vectors.
     """
     slots = 2 if kernel.startswith("two_shot") else 2 * size if kernel == "packets" else size
     return (half - 2 * size * VECTOR) // slots // VECTOR * VECTOR

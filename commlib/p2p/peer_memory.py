@@ -163,7 +163,7 @@ def _agree(hosts: HostExchange, good: bool) -> bool:
 
 
 class _Proof(ctypes.Structure):
-    """What the kernels of a proof are given; as in proof.cu."""
+    """The arguments of the kernels that probe peer access; as in proof.cu."""
 
     _fields_ = [
         ("base", ctypes.c_void_p * _RANKS),
@@ -176,7 +176,7 @@ class _Proof(ctypes.Structure):
 
 
 def _probe_peer_access(hosts: HostExchange, bases: list[int], nbytes: int) -> bool:
-    """Whether tokens that a kernel of each rank has written were found by one of every peer."""
+    """Return True if every peer's kernel has read the tokens of each rank's kernel."""
     ring = hosts.identity
     tokens = [row[0] for row in hosts.exchange([secrets.randbits(62)])]
     wrong = nvrtc.HostWord()

@@ -28,7 +28,7 @@ _LATE, _TWO_AT_ONCE = 1, 2  # as in channel.cuh
 
 
 class Call(ctypes.Structure):
-    """What a kernel is given; as in channel.cuh."""
+    """The arguments of a kernel; as in channel.cuh."""
 
     _fields_ = [
         ("x", ctypes.c_void_p),

@@ -1,4 +1,4 @@
-"""How many blocks a kernel that waits for its peers may have, so that no two rings block a GPU.
+"""The most blocks of a kernel that waits for its peers, so that no two rings block a GPU.
 
 A kernel that waits on all of a GPU keeps every other kernel away. Two rings on two streams could
 each hold one rank's GPU and wait for the other's. No order in the program prevents that when graphs

@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Routes(NamedTuple):
-    """What one rank sends and takes: arrays of SEGMENT.
+    """The segments that one rank sends and takes: arrays of SEGMENT.
 
     Segments between two ranks have the same order on both. ``most``: the most rows that any
     rank takes from others, the same number on all ranks.

@@ -71,6 +71,6 @@ class SplitAllReduce:
         self._event, self._tensors = event, ()
 
     def done(self) -> bool:
-        """Whether the result is there: never before somebody has waited."""
+        """Return True if the result is there: never before somebody has waited."""
         event = self._event
         return event is not None and (self._capture != 0 or event.query())

@@ -1,4 +1,4 @@
-"""What each rank of one host calls, in shared memory: written before a launch, waited for by none.
+"""The calls of each rank of one host in shared memory, written before a launch; nobody waits.
 
 The later one of two neighbours sees at its launch that their calls differ, and launches nothing.
 The earlier one sees it while it waits. So no call meets a different one in gloo, which would end

@@ -37,13 +37,13 @@ class HostExchange:
         self._rounds: Rounds | None = None
         self._shared_memory: SharedMemoryAllGather | None = None
         self._group: Any = None  # the gloo group that this object has made
-        self._lent: Any = None  # the engine's own gloo group
+        self._engine_group: Any = None  # the engine's own gloo group
         self._pairs: Counter[tuple[int, bool, int]] = Counter()
         self._barriers = 0
 
-    def lend(self, group: Any) -> None:
+    def share_group(self, group: Any) -> None:
         """Use the gloo group of an engine, which also releases it."""
-        self._lent = group
+        self._engine_group = group
 
     # -- exchanges ---------------------------------------------------------------------------------
 
@@ -186,8 +186,8 @@ class HostExchange:
         return self._shared_memory or by_gloo
 
     def _gloo_group(self) -> Any:
-        if self._lent is not None:
-            return self._lent
+        if self._engine_group is not None:
+            return self._engine_group
         if self._group is None:
             me = self.identity
             deadline, wait = Deadline(me.timeout), timedelta(seconds=me.timeout)
@@ -205,7 +205,7 @@ class HostExchange:
 
     def detach(self) -> None:
         """Drop the process group of the engine, which is released next."""
-        self._rounds = self._lent = None
+        self._rounds = self._engine_group = None
 
     def close(self, deadline: Deadline) -> None:
         """Release the gloo group and the shared memory, at most until ``deadline``."""

@@ -46,7 +46,7 @@ def recv(
     out: torch.Tensor,
     ring_id: Ring = 0,
     *,
-    peer: int,
+    peer: Any = None,
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
@@ -56,7 +56,7 @@ def recv(
     Args:
         out: The output: any shape, dtype and strides, as many bytes as the peer's ``x``.
         ring_id: The ring, its id or its name.
-        peer: Position of the sender in the ring.
+        peer: Position of the sender in the ring. Required.
         use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.
         sync_op: Wait for the result: the current stream on a GPU, the host on a CPU, at most for
             the ring's timeout. False, which needs ``use_calc_stream=False``: return a ``Work``

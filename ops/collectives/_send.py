@@ -1,6 +1,6 @@
 """send: send a tensor to one other rank."""
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -46,7 +46,7 @@ def send(
     x: torch.Tensor,
     ring_id: Ring = 0,
     *,
-    peer: int,
+    peer: Any = None,
     use_calc_stream: bool = True,
     sync_op: bool = True,
     fenced: bool = True,
@@ -58,7 +58,7 @@ def send(
     Args:
         x: Any shape and dtype. The peer receives as many bytes.
         ring_id: The ring, its id or its name.
-        peer: Position of the receiver in the ring.
+        peer: Position of the receiver in the ring. Required.
         use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.
         sync_op: Wait for the result: the current stream on a GPU, the host on a CPU, at most for
             the ring's timeout. False, which needs ``use_calc_stream=False``: return a ``Work``

@@ -110,7 +110,7 @@ def expert_dispatch(
 
 
 class _Given(NamedTuple):
-    """What the op takes, in the order of its schema."""
+    """The arguments of the op, in the order of its schema."""
 
     x: Tensor
     ids: Tensor

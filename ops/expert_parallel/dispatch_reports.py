@@ -1,4 +1,4 @@
-"""What a dispatch reports in the plain form: experts without room."""
+"""Reports of a dispatch in the plain form: experts without room."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What ``expert_dispatch`` returns: rows by expert, and the handle that combines them again."""
+"""The result of ``expert_dispatch``: rows by expert, and the handle that combines them again."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ Tensor = torch.Tensor
 
 
 class ExpertHandle(NamedTuple):
-    """Where the rows of one dispatch are, and where they are from: for ``expert_combine``.
+    """The places of the rows of one dispatch, and their origins: for ``expert_combine``.
 
     Attributes:
         expert_ids: int32 [tokens, top_k]; -1 for an id outside [0, num_experts).

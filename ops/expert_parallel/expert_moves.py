@@ -18,7 +18,7 @@ _TENSORS = 5  # the first fields of a Move
 
 
 class Move(NamedTuple):
-    """What the ops of an exchange take after their tensors of values, in the order of ``SCHEMA``.
+    """Arguments of an exchange's ops after their tensors of values, in the order of ``SCHEMA``.
 
     Attributes:
         expert_ids, positions, sources, row_weights: The tables of the dispatch.

@@ -1,5 +1,6 @@
 """Registered ops: the form of an operator that torch.compile traces and autograd differentiates."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +16,14 @@ from commlib.core.tensors import has_memory, is_symbolic
 from commlib.core.validation import check_out, check_tensor
 from commlib.core.work import Work
 from commlib.errors import ArgumentError, DtypeError, ShapeError
-from commlib.ops.registered import autograd
+from commlib.ops.registered import autograd, late
 from commlib.ops.registered.compile_cache import cacheable
 from commlib.ops.registered.ordered import order
 from commlib.ops.registered.traced_ring import outside_group
 from commlib.ops.registered.vmap import batched, unbatched
 from commlib.streams import capturing
 
+torch.ops.commlib = late.Namespace("commlib")  # type: ignore[attr-defined]
 _library = torch.library.Library("commlib", "DEF")
 _EVERY_DEVICE = "CompositeExplicitAutograd"
 
@@ -57,7 +59,7 @@ def register(
     _library.define(schema, alias_analysis="CONSERVATIVE" if ordered else "")
     overload = getattr(torch.ops.commlib, name.removeprefix("commlib::")).default
     _library.impl(name, outside_group(overload, run) if ordered else run, _EVERY_DEVICE)
-    torch.library.register_fake(name, cacheable(fake), lib=_library)
+    _register_fake(name, cacheable(fake))
     if backward is not None:
         kernel = autograd.kernel(overload, setup, backward)
         _library.impl(name, kernel, "Autograd", with_keyset=True)
@@ -66,6 +68,13 @@ def register(
     if ordered:
         order(overload, _library)
     return overload
+
+
+def _register_fake(name: str, fake: Callable[..., Any]) -> None:
+    """Register ``fake`` as ``torch.library.register_fake`` does, but read no source file."""
+    code = inspect.unwrap(fake).__code__
+    entry = torch._library.simple_registry.singleton.find(name)
+    entry.fake_impl.register(fake, f"{code.co_filename}:{code.co_firstlineno}", _library)
 
 
 def _kind(tensor: torch.Tensor) -> str:

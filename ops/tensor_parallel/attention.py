@@ -25,7 +25,7 @@ class Cache(NamedTuple):
 
 
 class Masking(NamedTuple):
-    """What a query may attend to: ``mask`` is broadcast to [batch, heads, tokens, keys]."""
+    """The keys of each query: ``mask`` is broadcast to [batch, heads, tokens, keys]."""
 
     mask: Tensor | None
     is_causal: bool

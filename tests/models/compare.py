@@ -22,7 +22,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 @dataclass
 class Record:
-    """What one run of a program gave.
+    """The results of one run of a program.
 
     Attributes:
         leaves: Everything that a user sees, by its path.
@@ -43,7 +43,7 @@ class Record:
 
 @dataclass
 class Outcome:
-    """What the comparison of a program came to.
+    """The result of comparing a program.
 
     Attributes:
         kind: equal, remedied (equal after the change that the program names), close (the program

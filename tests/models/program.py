@@ -63,7 +63,7 @@ class Program:
 
     @property
     def runs_here(self) -> bool:
-        """Whether the packages that it needs are installed."""
+        """Return True if the packages that it needs are installed."""
         return all(importlib.util.find_spec(package) for package in self.needs)
 
 

@@ -55,7 +55,7 @@ class _Opening:
         return Counted(client, self.counts)
 
 
-class Crowd:
+class ManyRanks:
     """``members`` ranks in ``rings`` equal rings; the last rank of each ring joins on demand."""
 
     def __init__(self, members: int, rings: int, timeout: float) -> None:
@@ -117,25 +117,25 @@ class Crowd:
 
 def load(members: int, rings: int, seconds: float, timeout: float = 300) -> dict[str, Any]:
     """Return the requests of ``members`` that wait in ``rings``, and the outcomes."""
-    crowd = Crowd(members, rings, timeout)
-    crowd.join_rings(crowd.early())
+    many = ManyRanks(members, rings, timeout)
+    many.join_rings(many.early())
     end = Deadline(timeout)
-    end.poll(lambda: crowd.registered() == len(crowd.early()), longest_sleep=0.2)
-    before, began = crowd.requests(), time.monotonic()
+    end.poll(lambda: many.registered() == len(many.early()), longest_sleep=0.2)
+    before, began = many.requests(), time.monotonic()
     time.sleep(seconds)
-    waited, spent = crowd.requests() - before, time.monotonic() - began
-    crowd.join_rings(crowd.late())
-    ended = crowd.join()
-    Deadline(10).poll(lambda: crowd.server.num_keys() <= members + 2 * rings + 2)
+    waited, spent = many.requests() - before, time.monotonic() - began
+    many.join_rings(many.late())
+    ended = many.join()
+    Deadline(10).poll(lambda: many.server.num_keys() <= members + 2 * rings + 2)
     return {
-        "members": sum(map(len, crowd.rings)),
+        "members": sum(map(len, many.rings)),
         "rings": rings,
         "requests while waiting": waited,
         "seconds": round(spent, 1),
         "requests per second while waiting": round(waited / spent, 1),
-        "requests per member": round(crowd.requests() / sum(map(len, crowd.rings)), 1),
+        "requests per member": round(many.requests() / sum(map(len, many.rings)), 1),
         "ended": dict(ended),
-        "keys": crowd.server.num_keys(),
+        "keys": many.server.num_keys(),
     }
 
 

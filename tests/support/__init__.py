@@ -1,1 +1,1 @@
-"""What tests share: live ranks, formulas, suites and comparisons."""
+"""Shared code of tests: live ranks, formulas, suites and comparisons."""

@@ -128,7 +128,9 @@ def _apart_bytes(actual: torch.Tensor, expected: torch.Tensor) -> Array:
 
 
 def assert_equal(actual: object, expected: object, what: object = "") -> None:
-    """Raise unless two plain values are equal."""
+    """Raise unless two plain values are equal; tensors are an error."""
+    if isinstance(actual, torch.Tensor) or isinstance(expected, torch.Tensor):
+        raise TypeError("assert_equal compares plain values; call assert_bits_equal for tensors")
     if actual != expected:
         raise AssertionError(_here(what) + f"got {actual!r}, expected {expected!r}")
 

@@ -21,7 +21,7 @@ DISPATCH, BACK = 0, 1
 
 
 class Call(NamedTuple):
-    """What the ranks agree on, and how each launches it.
+    """The call that the ranks agree on, and its launch on each.
 
     ``ranks[r][t]``: which ranks have a row of token t of rank r. A rank that is not ``live`` is
     left out by the mask: it makes the call all the same, without a row.
@@ -208,7 +208,7 @@ class Block:
         self.note(peer)
         if waited < self.machine.limit:
             return False
-        self.rank.fault = late = self.furthest_behind(peer)
+        self.rank.fault = late = self.furthest_back(peer)
         for rank in self.call.live:
             if rank != self.me:
                 self.machine.later(partial(setattr, self.machine.ranks[rank], "fault", late))
@@ -220,7 +220,7 @@ class Block:
             waits = self.machine.ranks[rank].waits
             self.store(partial(waits.__setitem__, self.me, (self.number, peer)))
 
-    def furthest_behind(self, peer: int) -> int:
+    def furthest_back(self, peer: int) -> int:
         """Return the rank that a peer may wait for, directly or not, or the peer."""
         begun, waits = self.rank.begun, self.rank.waits
         late = self.last_to_begin(peer)

@@ -11,7 +11,7 @@ from tests.support.checks import Array, sample, wide
 
 
 class Row(NamedTuple):
-    """Where a row of an expert is from."""
+    """The origin of a row of an expert."""
 
     rank: int
     token: int

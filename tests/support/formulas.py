@@ -1,4 +1,4 @@
-"""What the collectives mean, in NumPy: every rank's input and one position give its result."""
+"""The collectives in NumPy: every rank's input and one position give its result."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What a captured function's graphs are made of: nodes of CUDA graphs, or operators on a CPU."""
+"""The parts of a captured function's graphs: nodes of CUDA graphs, or operators on a CPU."""
 
 from typing import Any
 

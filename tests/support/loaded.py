@@ -1,4 +1,4 @@
-"""What every rank needs and what takes long to load: ``ranks.py`` forks ranks from it.
+"""Modules that every rank needs and that take long to load: ``ranks.py`` forks ranks from it.
 
 None of it starts CUDA or threads. A collection in a rank skips all of it: it would visit half a
 million objects and copy their pages.
@@ -11,11 +11,11 @@ import pytest
 import torch.distributed
 
 import commlib
-from commlib import compat, graph
+from commlib import compat, export, graph
 from tests.support import suites
 from tests.support.compiler import load_compiler
 
-__all__ = ["commlib", "compat", "graph", "hypothesis", "pytest", "suites", "torch"]
+__all__ = ["commlib", "compat", "export", "graph", "hypothesis", "pytest", "suites", "torch"]
 
 load_compiler()
 gc.freeze()

@@ -41,7 +41,7 @@ ABSENT_RING = 77
 
 @dataclass(frozen=True)
 class Operator:
-    """How an operator is called and what it means.
+    """The call of an operator, and its meaning.
 
     ``formula(inputs, rank)`` gives the result on ``rank`` from every rank's input. An operator
     that only moves values is fed bit patterns, one that ``reduces`` is fed numbers.
@@ -75,7 +75,7 @@ class Operator:
         return {name: MODES[name] for name in self.modes}
 
     def writes(self, comm: Any) -> bool:
-        """Whether this rank's out= is written."""
+        """Return True if this rank's out= is written."""
         return not self.only_root or bool(comm.rank == self.keywords["root"])
 
     def shapes(self, size: int) -> list[Shape]:

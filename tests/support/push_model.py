@@ -21,11 +21,11 @@ Fault: TypeAlias = tuple[str, str, int, int]  # reason, verb, peer, epoch (or th
 
 
 class Violation(AssertionError):
-    """What the protocol rules out has happened."""
+    """The protocol has been violated."""
 
 
 class Call(NamedTuple):
-    """What the ranks agree on."""
+    """The call that the ranks agree on."""
 
     verb: "type[Thread]"
     tag: int

@@ -48,7 +48,7 @@ def torchrun_environment(port: int, rank: int, size: int) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where ranks run: the engine, the kind of device and the GPUs they see.
+    """The place of ranks: the engine, the kind of device and the GPUs they see.
 
     All ranks share one GPU if there is only one.
     """
@@ -150,8 +150,8 @@ class Ranks:
         wanted = {self.members[rank].name: _KILLED for rank in lost}
         if any(reports[member.name] != wanted.get(member.name) for member in self.members):
             self.kill()
-            told = (f"{name}: {text or 'finished'}" for name, text in sorted(reports.items()))
-            pytest.fail("\n".join(told), pytrace=False)
+            texts = (f"{name}: {text or 'finished'}" for name, text in sorted(reports.items()))
+            pytest.fail("\n".join(texts), pytrace=False)
 
     def _collect(self, deadline: float, lost: frozenset[str]) -> dict[str, str | None]:
         """Return each rank's traceback, or None where it finished."""
@@ -172,7 +172,7 @@ class Ranks:
         return reports
 
     def alive(self) -> bool:
-        """Whether every process is there."""
+        """Return True if every process is alive."""
         return bool(self.members) and all(member.process.is_alive() for member in self.members)
 
     def kill(self) -> None:

@@ -1,4 +1,4 @@
-"""What every operator must do, written once: each suite runs inside live ranks on one operator."""
+"""Tests of every operator, written once: each suite runs inside live ranks on one operator."""
 
 import functools
 import threading

@@ -4,10 +4,10 @@ A checker must report the lines marked as refused and no other line.
 """
 
 import datetime
+from typing import assert_type
 
 import torch
 from torch import Tensor
-from typing_extensions import assert_type
 
 import commlib
 from commlib import compat, errors, flags, graph, ops

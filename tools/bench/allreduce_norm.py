@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 
 def available() -> bool:
-    """Whether this commlib has the operator."""
+    """Return True if this commlib has the operator."""
     return hasattr(ops, OPERATOR)
 
 

@@ -1,4 +1,4 @@
-"""What the benchmark `allreduce` makes of its samples: the table, the findings and the plot."""
+"""The report of the benchmark `allreduce`: the table, the findings and the plot."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial

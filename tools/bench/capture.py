@@ -69,7 +69,7 @@ def run(nproc: int, rounds: int) -> Report:
 
 
 class Goal(NamedTuple):
-    """What ours is held to: at most ``limit`` of the peer's, or, ``over`` it, µs more."""
+    """The target: at most ``limit`` of the peer's time, or, ``over`` it, µs more."""
 
     kind: str
     figure: str
@@ -191,7 +191,7 @@ def _memory(device: torch.device) -> Samples:
     ours = [captured(one.add) for one in sums[OURS]]
     between = _reserved()
     bare = [by_hand(one.add) for one in sums[BARE]]
-    behind = _reserved()
+    after = _reserved()
     calls: dict[str, list[Call]] = {
         OURS: [*ours],
         BARE: [one.replay for one in bare],
@@ -201,7 +201,7 @@ def _memory(device: torch.device) -> Samples:
     for graphed, replayed in zip(ours, bare, strict=True):
         graphed.reset()
         replayed.reset()
-    return {OURS: [float(between - before)], BARE: [float(behind - between)]}
+    return {OURS: [float(between - before)], BARE: [float(after - between)]}
 
 
 def _results(sums: list[Large], calls: list[Call]) -> list[torch.Tensor]:

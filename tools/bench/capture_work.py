@@ -1,4 +1,4 @@
-"""What `capture` measures: four kinds of work, two ways to capture it, and whether they agree."""
+"""The work that `capture` measures: four kinds, two ways to capture them, and a comparison."""
 
 import gc
 from collections.abc import Callable, Mapping, Sequence

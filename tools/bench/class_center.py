@@ -111,10 +111,10 @@ def _legacy(
     begins = counts.cumsum(0) - counts
     owner = torch.bucketize(label, edges, right=True) - 1
     remapped = places + (begins - starts[:-1])[owner]
-    first, behind, base, count = torch.stack(
+    first, end, base, count = torch.stack(
         [starts[ring.rank], starts[ring.rank + 1], edges[ring.rank], counts[ring.rank]]
     ).tolist()
-    positives = known[first:behind] - base
+    positives = known[first:end] - base
     keys = torch.randint(classes, (classes,), device=label.device)
     keys[positives] = positives - classes
     return remapped, keys.sort(stable=True)[1][:count]

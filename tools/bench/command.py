@@ -37,7 +37,7 @@ from commlib.tools.paths import folder_refusal
 
 
 class Benchmark(Protocol):
-    """What a module needs to be a benchmark."""
+    """The names that a module needs to be a benchmark."""
 
     ROUNDS: int
 

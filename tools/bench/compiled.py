@@ -31,7 +31,7 @@ CAPTION = (
 
 
 class Goal(NamedTuple):
-    """What ours is held to: at most ``limit`` of Inductor's graphs."""
+    """The target: at most ``limit`` of the time of Inductor's graphs."""
 
     kind: str
     figure: str

@@ -132,7 +132,7 @@ class _Work:
         return back
 
     def an_expert_at_a_time(self) -> torch.Tensor:
-        """What the legacy operator launches."""
+        """The launches of the legacy operator."""
         there = self.x.new_empty((int(self.taken.sum()), self.x.shape[1]))
         back, parts = torch.empty_like(self.x), self.x.split(self.local.tolist())
         self._rounds(parts, there.split(self.taken.T.reshape(-1).tolist()), to_experts=True)

@@ -12,12 +12,12 @@ from commlib.tools.launch import LaunchError, environment
 
 ROUNDS = 20
 DEADLINE_S = 120
-TORCH, BOTH, BEHIND = "import torch", "import torch, commlib", "import commlib after torch"
+TORCH, BOTH, AFTER = "import torch", "import torch, commlib", "import commlib after torch"
 LIMIT_MS = 60.0
 CAPTION = (
     f"Time of the statement inside fresh interpreters, which alternate between `{TORCH}` and "
     f"`{BOTH}`; the last row is the second half of the latter. Byte code is compiled beforehand. "
-    f"Target: {BEHIND} at most {LIMIT_MS:g} ms; no CUDA context, no socket."
+    f"Target: {AFTER} at most {LIMIT_MS:g} ms; no CUDA context, no socket."
 )
 PROGRAM = """
 import json, os, sys, time
@@ -57,14 +57,14 @@ def run(nproc: int, rounds: int) -> Report:
 def report(runs: dict[str, list[Run]], settings: dict[str, int]) -> Report:
     """Turn the interpreters' figures into a table and findings."""
     found = {statement: [one["whole"] for one in each] for statement, each in runs.items()}
-    found[BEHIND] = [one["after"] for one in runs[BOTH]]
+    found[AFTER] = [one["after"] for one in runs[BOTH]]
     return Report(
         name="import",
         caption=CAPTION,
         columns=timing_columns("ms", (TORCH,)),
         rows=tuple(timing_rows(found, (TORCH,), 1e3)),
         findings=(
-            target(BEHIND, spread(found[BEHIND]).middle * 1e3, LIMIT_MS, " ms"),
+            target(AFTER, spread(found[AFTER]).middle * 1e3, LIMIT_MS, " ms"),
             *(_opened(statement, each) for statement, each in runs.items()),
         ),
         settings=settings,

@@ -66,7 +66,7 @@ def run(nproc: int, rounds: int) -> Report:
 
 
 class Goal(NamedTuple):
-    """What ours is held to: at most ``limit`` of the peer's."""
+    """The target: at most ``limit`` of the peer's time."""
 
     kind: str
     ours: str

@@ -1,4 +1,4 @@
-"""What `llama` measures: a Llama of transformers that decodes, goes back, and trains."""
+"""The work that `llama` measures: a Llama of transformers that decodes, goes back, and trains."""
 
 from collections.abc import Callable
 from typing import Any

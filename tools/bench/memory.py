@@ -82,18 +82,18 @@ def _row(program: str, same: tuple[Step, ...]) -> tuple[str, ...]:
 def _findings(runs: list[list[Step]]) -> tuple[str, ...]:
     """Say whether the flag keeps torch.distributed from making its own communicator."""
     ours = [step for steps in runs for step in steps if step["step"] != GROUP]
-    beside = any(step["initialised"] for step in ours)
+    started = any(step["initialised"] for step in ours)
     engines = {engine for step in ours for engine in step["communicators"]}
     alone = [step["taken"] for step in ours if step["step"] == ALONE]
     return (
-        f"flag on, before {GROUP}: torch.distributed initialised: {'yes' if beside else 'no'}; "
+        f"flag on, before {GROUP}: torch.distributed initialised: {'yes' if started else 'no'}; "
         f"engines of all communicators: {', '.join(sorted(engines)) or 'none'}",
         f"flag on, {ALONE}: at most {max(alone)} bytes",
     )
 
 
-class _Ledger:
-    """What is taken from the GPU step by step; the first entry is the process without rings."""
+class _Usage:
+    """The GPU memory taken by each step; the first entry is the process without rings."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -125,47 +125,47 @@ class _Ledger:
 
 def measure(program: str) -> list[Step]:
     """Return, on each rank, the steps of ``program``."""
-    ledger = _Ledger()
-    PROGRAMS[program](ledger)
+    usage = _Usage()
+    PROGRAMS[program](usage)
     if dist.is_initialized():
         dist.destroy_process_group()
     commlib.shutdown()
-    return ledger.steps
+    return usage.steps
 
 
-def _rings(ledger: _Ledger) -> None:
+def _rings(usage: _Usage) -> None:
     ring = commlib.init("nccl", timeout=TIMEOUT)
-    ledger.note(INIT)
-    ops.all_reduce(ledger.x, out=ledger.x)
-    ledger.note(FIRST_CALL)
+    usage.note(INIT)
+    ops.all_reduce(usage.x, out=usage.x)
+    usage.note(FIRST_CALL)
     for step in (CONNECT, SUSPEND, RESUME):
         getattr(ring, step.removeprefix("ring.").removesuffix("()"))()
-        ledger.note(step)
+        usage.note(step)
     commlib.new_ring(1, ring.ranks)
-    ops.all_reduce(ledger.x, 1, out=ledger.x)
-    ledger.note(SECOND)
+    ops.all_reduce(usage.x, 1, out=usage.x)
+    usage.note(SECOND)
     commlib.new_ring(2, [0])
-    ledger.note(ALONE)
+    usage.note(ALONE)
 
 
-def _rings_and_group(ledger: _Ledger) -> None:
-    _rings(ledger)
-    _first_group(ledger)
+def _rings_and_group(usage: _Usage) -> None:
+    _rings(usage)
+    _first_group(usage)
 
 
-def _first_group(ledger: _Ledger) -> None:
+def _first_group(usage: _Usage) -> None:
     dist.init_process_group("nccl", timeout=TIMEOUT)
-    dist.all_reduce(ledger.x)
-    ledger.note(GROUP)
+    dist.all_reduce(usage.x)
+    usage.note(GROUP)
 
 
-def _groups(ledger: _Ledger) -> None:
-    _first_group(ledger)
-    dist.all_reduce(ledger.x, group=dist.new_group())
-    ledger.note(SECOND_GROUP)
+def _groups(usage: _Usage) -> None:
+    _first_group(usage)
+    dist.all_reduce(usage.x, group=dist.new_group())
+    usage.note(SECOND_GROUP)
 
 
-PROGRAMS: dict[str, Callable[[_Ledger], None]] = {
+PROGRAMS: dict[str, Callable[[_Usage], None]] = {
     UNIFIED: _rings_and_group,
     LEGACY: _rings,
     DIST: _groups,

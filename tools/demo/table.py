@@ -44,7 +44,7 @@ def table(rows: list[Row], reports: Mapping[Mode, Report]) -> Table:
 def _text(cell: Cell, mode: Mode) -> Text:
     """Return the text of a cell: green if bits are equal, red if the promise is broken."""
     if mode == REFERENCE and cell.good:
-        return Text("as formula" if cell.against == FORMULA else "reference")
+        return Text("matches reference" if cell.against == FORMULA else "reference")
     if cell.equal:
         return Text("bits equal", style="green")
     apart = "incomparable" if cell.difference is None else f"{cell.difference:.1e} apart"

@@ -142,7 +142,7 @@ class Copies(Ring):
     def _gather_parts(
         self, outs: Any, x: Tensor, root: int, mode: StreamMode, timeout: Seconds | None
     ) -> list[Tensor] | Work[list[Tensor]]:
-        """Gather into a tensor per rank; other ranks leave theirs as they are."""
+        """Gather into one tensor per rank on the root; the lists of other ranks do not change."""
         check_position(self, "gather", "root", root)
         check_mode(self, "gather", mode)
         if self.rank != root:

@@ -1,4 +1,4 @@
-"""Collectives of Python objects, which travel between the hosts and not over the engine."""
+"""Collectives of Python objects and integers, which travel between the hosts."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -22,6 +22,29 @@ class Objects(Ring):
     ``torch.serialization.add_safe_globals``. With ``pickle=True`` on every rank it may be anything
     that pickle carries, and the sender chooses what code is run to restore it.
     """
+
+    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+        """Return every rank's integers.
+
+        For what the ranks must agree on before a launch. It uses shared memory on one host and TCP
+        (gloo) between several, and is allowed during a capture. Every member calls it; the first
+        call sets it up. It blocks the host at most ``timeout`` seconds.
+
+        Args:
+            values: Integers of 64 bits; lengths may differ between ranks.
+
+        Returns:
+            The values of each rank, in rank order.
+
+        Raises:
+            ArgumentError: A value is another one. Nothing is sent and the ring stays usable. The
+                other members wait, at most ``timeout`` seconds, for a correct call.
+            CommTimeout: Naming the positions of the members that are late.
+            MismatchError: A member exchanges for another call, such as ``split``.
+            EngineError: A member has ended.
+            RingError: The ring has failed or is closed.
+        """
+        return self._hosts.exchange(values)
 
     def all_gather_object(self, obj: Value, *, pickle: bool = False) -> list[Value]:
         """Return the ``obj`` of every rank, in rank order.

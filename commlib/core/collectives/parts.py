@@ -88,13 +88,13 @@ def check_mode(ring: Ring, collective: str, mode: StreamMode) -> None:
         )
     if not mode.fenced:
         raise ArgumentError(
-            f"{ring._describe(collective)}: fenced=False with a list of tensors, which may need "
-            f"copies in stream order; pass one tensor of all parts"
+            f"{ring._describe(collective)}: fenced=False does not support a list of tensors, which "
+            f"may need copies; pass one tensor of all parts"
         )
 
 
 def check_size(ring: Ring, collective: str, role: str, at: int, part: Tensor, own: Tensor) -> None:
-    """Refuse a part that has not as many elements as this rank's own tensor."""
+    """Raise ShapeError if a part and this rank's own tensor differ in size."""
     if part.numel() != own.numel():
         raise ShapeError(
             f"{ring._describe(collective)}: {role}[{at}] of shape {tuple(part.shape)} has "
@@ -103,7 +103,7 @@ def check_size(ring: Ring, collective: str, role: str, at: int, part: Tensor, ow
 
 
 def check_even(ring: Ring, collective: str, role: str, parts: Parts, own: Tensor) -> None:
-    """Refuse parts of several sizes, of which other ranks could not know."""
+    """Raise if the parts differ in size: other ranks do not know these sizes."""
     for at, part in enumerate(parts):
         check_size(ring, collective, role, at, part, own)
 

@@ -23,7 +23,7 @@ class RngTracker:
         self._states.add(self._last)
 
     def was_set(self) -> bool:
-        """Whether it is elsewhere than left, and no draw that torch does not show leads there."""
+        """Return True if the generator was re-seeded: no random draw explains the new state."""
         state = self._state()
         if state == self._last:
             return False

@@ -22,7 +22,7 @@ def check_higher_order(func: Any) -> None:
     name, where = str(func.name()), user_line()
     hint = _HINTS.get(name, "use operators on tensors (torch.where)")
     raise GraphError(
-        f"{name} can't stand in a graph: torch compiles the functions that it takes when it is "
+        f"{name} can't be captured: torch compiles the functions that it takes when it is "
         f"called; at {where}; {hint}, or mark the part with commlib.graph.eager",
         op=name,
         where=where,

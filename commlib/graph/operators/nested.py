@@ -45,7 +45,7 @@ def _refused(name: str, replay: Callable[..., Any]) -> Callable[..., Any]:
     def refusing(self: torch.cuda.CUDAGraph) -> Any:
         if observers.observers and observers.refusing():
             raise GraphError(
-                f"{name} of a CUDA graph can't stand in a graph: no graph can hold another one; "
+                f"{name} of a CUDA graph can't be captured: no graph can hold another one; "
                 f"capture the function that it was made of (a module before "
                 f"torch.cuda.make_graphed_callables), or mark the part with commlib.graph.eager"
             )

@@ -1,4 +1,4 @@
-"""What can't stand in a graph: it is refused before it runs, with the line of the program."""
+"""Checks that reject what can't be captured, before it runs, with the line of the program."""
 
 import functools
 import sys
@@ -31,7 +31,7 @@ def check_sync(call: OpCall, device: torch.device) -> None:
         name = _name_of(call)
         name = _CALLED.get(name, name)
         hint = _REMEDY.get(name, "do it outside, or mark the part with commlib.graph.eager")
-        text = f"{name} can't stand in a graph: {why}"
+        text = f"{name} can't be captured: {why}"
         raise _refusal(text, name, remedy_here() or hint, reads=True)
 
 
@@ -90,7 +90,7 @@ watching_reads = Exchange(
 def check_value(name: str) -> None:
     """Raise ``GraphError`` for a method that reads the values of a tensor."""
     hint = _REMEDY.get(name, _REMEDY["item"])
-    raise _refusal(f"{name} can't stand in a graph: {_NEEDED}", name, hint, reads=True)
+    raise _refusal(f"{name} can't be captured: {_NEEDED}", name, hint, reads=True)
 
 
 def check_changing(where: str, remedy: str | None) -> None:
@@ -123,7 +123,7 @@ def check_wrappers(call: OpCall, tensors: Iterable[torch.Tensor]) -> None:
         if found is not None:
             name = _name_of(call)
             what, remedy = found
-            text = f"{name} can't stand in a graph: a tensor that it takes {what}"
+            text = f"{name} can't be captured: a tensor that it takes {what}"
             raise _refusal(text, name, f"capture what works on plain tensors; {remedy}")
 
 
@@ -133,14 +133,14 @@ def check_layouts(call: OpCall, tensors: Iterable[torch.Tensor]) -> None:
         if tensor.layout is not torch.strided or tensor.is_nested:
             name = _name_of(call)
             kind = "jagged" if tensor.is_nested else "sparse"
-            what = f"{name} of a {kind} tensor can't stand in a graph: how much it holds may change"
+            what = f"{name} of a {kind} tensor can't be captured: how much it holds may change"
             raise _refusal(what, name, "use a padded or dense one (sparse=False, to_dense())")
 
 
 def check_reshaping(call: OpCall) -> None:
     """Raise ``GraphError`` for an operator that gives a tensor from outside another shape."""
     name = _name_of(call)
-    what = f"{name} can't stand in a graph: it changes the shape of a tensor from outside"
+    what = f"{name} can't be captured: it changes the shape of a tensor from outside"
     raise _refusal(what, name, f"use {name.rstrip('_')}, which returns another tensor")
 
 
@@ -201,7 +201,7 @@ def check_hidden(modules: Iterable[torch.nn.Module]) -> None:
 def check_borrowed(call: OpCall) -> None:
     """Raise ``GraphError`` for a write to an array that the function has made a tensor of."""
     name = _name_of(call)
-    what = f"{name} can't stand in a graph: it writes to an array, which may be another next time"
+    what = f"{name} can't be captured: it writes to an array, which may be another next time"
     raise _refusal(what, name, "make the tensor outside, or a new one: torch.tensor, torch.zeros")
 
 

@@ -41,7 +41,7 @@ _aten = torch.ops.aten
 class Recorder(TorchDispatchMode):
     """Records a run; ``with Recorder(device) as seen: fn()``.
 
-    Refuses what can't stand in a graph before it runs: ``GraphError`` with operator and line.
+    Refuses what can't be captured before it runs: ``GraphError`` with operator and line.
 
     Attributes:
         memory: What the run makes, reads and writes.

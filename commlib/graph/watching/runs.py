@@ -55,7 +55,7 @@ def under_way(run: Run | None) -> Iterator[None]:
 def inside() -> bool:
     """Return True if this thread works for a run, as the threads of a backward in it do.
 
-    These have the mode of whatever watches; where nothing does, they are known by not being ours.
+    When no mode is active, autograd threads are recognised as non-Python threads.
     """
     if getattr(_thread, "run", None) is not None or (
         observers.observers and observers.looking_on()

@@ -36,7 +36,7 @@ __device__ inline void two_shot(const Call& call) {
     if (first < work.slice) work.scatter(first);
     const Ticket ticket = arrive(call);
     advance(call, ticket, state);
-    // The three steps of one vector lie a turn apart, so that all of them go on at a time.
+    // The three steps of one vector are a turn apart, so that all of them go on at a time.
     for (i64 i = first; i < work.slice + 2 * step; i += step) {
         if (i > first && i < work.slice) work.scatter(i);
         const i64 j = i - step, k = i - 2 * step;

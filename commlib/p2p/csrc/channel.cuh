@@ -1,8 +1,8 @@
-// The channel as a kernel sees it: one piece of memory a rank, mapped on all of them.
+// The channel as a kernel sees it: one piece of memory per rank, mapped on all of them.
 //
-// Behind the control words lie two halves that take turns: call e uses half e & 1. Every word of a
-// half is zero while nothing is in it. A rank pushes non-zero words into its peers' halves; whoever
-// finds a word of its own half not zero has it, whole, and puts the zero back once it has read it.
+// After the control words there are two halves that take turns: call e uses half e & 1. Every word
+// of a half is zero while nothing is in it. A rank pushes non-zero words into its peers' halves. A
+// rank that reads a non-zero word in its own half has the whole word. It then writes zero back.
 // So nothing else says that data is ready, and no barrier, fence or registration is needed.
 //
 // Two halves are enough because every call makes every rank wait for something from every other
@@ -21,13 +21,13 @@ constexpr u32 kGatePolls = 64, kGateSleepNs = 100;  // the same of a gate, which
 
 enum Reason : u32 { kLate = 1, kTwoAtOnce = 2 };
 
-struct Call {  // as in push.py
+struct Call {  // as in push_channel.py
     const char* x;
     char* out;
     i64 items;           // elements of the tensor, or of one rank's part
     char* base[kMost];   // every rank's memory, as this rank sees it
     u64* error;          // in host memory: 0, or the first fault
-    i64 half;            // bytes of a half; the first begins behind the control words
+    i64 half;            // bytes of a half; the first begins after the control words
     int rank;
     u32 tag;             // number of the stream, from 1 on, and of the launch (kLaunchBits)
     u32 verb;            // what the error text calls this
@@ -60,8 +60,8 @@ __device__ inline Control* control(const Call& call, int rank) {
 
 // -- the order of kernels --------------------------------------------------------------------------
 
-// Comes last: whoever starts now finds the next epoch and all that this block has written. Told
-// earlier, a foreign kernel that does not wait could let our next call overtake this one.
+// Comes last: a kernel that starts now finds the next epoch and all that this block has written.
+// Signalled earlier, a foreign kernel that does not wait could let our next call overtake this one.
 __device__ inline void release_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -119,7 +119,7 @@ __device__ inline State enter(const Call& call) {
     return state;
 }
 
-// Parity goes on alternating where the number wraps: 0 comes behind 2^32 - 1.
+// Parity goes on alternating where the number wraps: 0 follows 2^32 - 1.
 __device__ inline char* half(const Call& call, int rank, u32 epoch) {
     return call.base[rank] + kControl + (epoch & 1) * call.half;
 }
@@ -168,7 +168,7 @@ __device__ inline void signal(const Call& call, u32 epoch) {
 // this call may have finished too; the first block to look can't see one of them, so a single block
 // of an earlier call is enough to be found.
 // A word holds number, count and sum: tags have 27 bits, grids at most 2^13 - 1 blocks.
-constexpr int kSumBits = 40, kEpochShift = 53, kLaunchBits = 17;  // as in push.py
+constexpr int kSumBits = 40, kEpochShift = 53, kLaunchBits = 17;  // as in push_channel.py
 constexpr u64 kSumMask = (1ull << kSumBits) - 1, kCountMask = (1u << (kEpochShift - kSumBits)) - 1;
 
 __device__ inline u64 no_arrivals(u32 epoch) { return u64(epoch) << kEpochShift; }

@@ -165,7 +165,7 @@ __device__ inline void note(const Call& call, const State& state, int peer) {
 }
 
 // The rank that a peer may wait for, directly or not, or the peer.
-__device__ inline int furthest_behind(const Call& call, const State& state, int peer) {
+__device__ inline int furthest_back(const Call& call, const State& state, int peer) {
     const Control* mine = control(call, call.rank);
     int late = peer;
     for (int rank = 0; rank < call.size; ++rank) {
@@ -195,7 +195,7 @@ __device__ __noinline__ bool given_up(const Call& call, State state, u64& begin,
     const u64 limit = peek(&mine->limit_ns), waited = now() - begin;
     if (waited >= limit / 2) note(call, state, peer);
     if (waited < limit) return false;
-    const int late = furthest_behind(call, state, peer);
+    const int late = furthest_back(call, state, peer);
     report(call, state, late);
     for (int rank = 0; rank < call.size; ++rank) {
         if (has(state.live, rank)) poke(&control(call, rank)->aborted, late + 1);

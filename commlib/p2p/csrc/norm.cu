@@ -85,7 +85,7 @@ __device__ inline void norm_one_shot(const NormCall& norm) {
 
 // -- two hops ----------------------------------------------------------------------------------------
 
-// Every rank owns a slice of the columns: it adds up what lies there, and hands it on.
+// Every rank owns a slice of the columns: it adds up the values there, and hands them on.
 template <class T, int V>
 struct TwoHops : Rows<T, V> {
     using Base = Rows<T, V>;
@@ -172,7 +172,7 @@ __device__ inline void norm_two_shot(const NormCall& norm) {
     const int first = work.team.first, step = work.team.step;
     Mine<V> own;
     start(work, own);
-    // The three steps of one row lie a turn apart, so that all of them go on at a time.
+    // The three steps of one row are a turn apart, so that all of them go on at a time.
     for (int row = first; row < norm.rows + 2 * step; row += step) {
         if (work.good && row > first && row < norm.rows) {
             work.get(norm.call.x, row, own);

@@ -1,4 +1,4 @@
-// One row of an all_reduce with a norm behind it: what a thread has of it, and what is done with that.
+// One row of an all_reduce with a norm after it: what a thread has of it, and what is done with that.
 #pragma once
 
 #include "team.cuh"
@@ -207,7 +207,7 @@ struct Rows {
         }
     }
 
-    // Behind the first pushes, which `state` has allowed or not. After a fault a block goes on
+    // After the first pushes, which `state` has allowed or not. After a fault a block goes on
     // without its peers, for its team counts on it, and no result is a number.
     __device__ void begin(const State& state) {
         good = !__syncthreads_or(state.fault != 0);

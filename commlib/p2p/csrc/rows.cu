@@ -97,7 +97,7 @@ __device__ inline void copy(char* to, const char* from, i64 bytes) {
     for (; i < count; i += threads) target[i] = __ldcg(source + i);
 }
 
-// The part of a segment that belongs to this call: what lies in its window, and own rows at first.
+// The part of a segment that belongs to this call: the rows in its window, and own rows at first.
 struct Part {
     i64 skip;    // bytes of the segment before it
     i64 place;   // first byte in the half

@@ -1,4 +1,4 @@
-// all_reduce in two kernels: what lies between them on the stream runs while the data is under way.
+// all_reduce in two kernels: work between them on the stream runs while the data is under way.
 // The first reads the epoch and leaves it; the second moves it on.
 
 #include "hops.cuh"
@@ -13,7 +13,7 @@ __device__ inline bool begin(const Call& call, u32& epoch) {
 }
 
 // The first thread of a block that releases does so for all of it, also for those that have not even
-// read the epoch; what comes behind may move that on.
+// read the epoch; later work may move that on.
 __device__ inline void release_first_half() {
     __syncthreads();
     release_dependents();

@@ -1,4 +1,4 @@
-// Vectors of 16 bytes: as they lie in tensors, as they travel, and as numbers.
+// Vectors of 16 bytes: as they are in tensors, as they travel, and as numbers.
 
 #pragma once
 #include "channel.cuh"

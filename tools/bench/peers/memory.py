@@ -12,7 +12,7 @@ Tensor = torch.Tensor
 
 
 class PeerMemory(Protocol):
-    """What an adapter needs of its rank."""
+    """The facts about its rank that an adapter needs."""
 
     rank: int
     size: int

@@ -26,7 +26,7 @@ class Near(NamedTuple):
     slack: Tensor
 
     def holds(self, found: Tensor) -> bool:
-        """Whether ``found`` is right everywhere; NaN is not."""
+        """Return True if ``found`` is right everywhere; NaN is not."""
         return bool(((found.double() - self.exact).abs() <= self.slack).all())
 
 
