@@ -8,7 +8,7 @@ from commlib.waits import Interruptible
 
 
 class Waiter(Protocol):
-    """What waits for a work of torch."""
+    """Anything that waits for a work of torch."""
 
     def wait(self, handle: Any, deadline: Deadline | None = None) -> None:
         """Block until the work has ended."""
