@@ -1,7 +1,8 @@
 """Verified calls whose arguments have a history that leads to weights of the function."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -129,6 +130,19 @@ PROGRAMS = (
 TURNS = 5
 
 
+@contextmanager
+def aside(device: torch.device) -> Iterator[None]:
+    """Use another stream than the default one, where some versions of torch capture no history."""
+    if device.type == "cpu":
+        yield
+        return
+    default, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    stream.wait_stream(default)
+    with torch.cuda.stream(stream):
+        yield
+    default.wait_stream(stream)
+
+
 def gradients(program: Program, capture: Callable[[Any], Any]) -> list[torch.Tensor]:
     """Return the loss and the gradients of each turn."""
     fn, loss, weights = program
@@ -156,8 +170,10 @@ def test_histories(comm: Any, make: Any, verify: Any, on_fail: Any) -> None:
         graphs.append(graph.capture(fn, verify=verify, on_fail=on_fail))
         return graphs[-1]
 
-    want = gradients(program, lambda fn: fn)
-    for i, (one, other) in enumerate(zip(gradients(program, capture), want, strict=True)):
+    with aside(comm.device):
+        want = gradients(program, lambda fn: fn)
+        found = gradients(program, capture)
+    for i, (one, other) in enumerate(zip(found, want, strict=True)):
         assert_bits_equal(one, other, f"number {i}", atol=1e-4)  # three and more sums per weight
     (g,) = graphs
     assert_equal(len(g.eager), 0, "calls that stay eager")
@@ -279,14 +295,19 @@ def test_another_rank_raises(comm: Any) -> None:
         return x * weight + total * 0
 
     g = graph.capture(f, outputs="copy")
-    for turn in range(4):
+
+    def step(turn: int) -> None:
         hidden.scale, weight.grad = 5.0 if turn == 1 else 2.0, None
         if turn == 1 and comm.rank == 1:
             with raises(ValueError, "on one rank"):
                 g(weight * 2)
-            continue
+            return
         g(weight * 2).sum().backward()
         assert_bits_equal(weight.grad, torch.full((3,), 12.0), f"turn {turn}")
+
+    with aside(comm.device):
+        for turn in range(4):
+            step(turn)
 
 
 @runs_on("unified_ranks")
