@@ -29,6 +29,9 @@ def ring_from_group(group: Any = None, *, device: torch.device | str | None = No
             group of all ranks.
         device: The device of the ring's tensors. Default: a GPU where the group has one.
 
+    Returns:
+        The ring.
+
     Raises:
         ArgumentError: ``group`` is neither, or this rank is not a member.
         DeviceError: The group has no ring on this kind of device.
@@ -77,7 +80,13 @@ def _rings_over(group: dist.ProcessGroup) -> dict[str, CommContext]:
 def process_group_of(ring: CommContext) -> dist.ProcessGroup:
     """Return the process group of a ring, for ``DDP(process_group=...)`` and the like.
 
-    The same object at every call. No member waits for another one.
+    No member waits for another one.
+
+    Args:
+        ring: A ring of this process.
+
+    Returns:
+        The same object at every call.
 
     Raises:
         ArgumentError: ``torch.distributed`` is not initialised.

@@ -1,4 +1,4 @@
-"""What a group of ours is to torch, as a process group or as a backend: its rings and its calls."""
+"""A group of commlib as torch sees it, a process group or a backend: its rings and its calls."""
 
 from dataclasses import replace
 from datetime import timedelta

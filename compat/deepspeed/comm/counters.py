@@ -20,7 +20,7 @@ class Count:
 
 @dataclass
 class Counters:
-    """What ``configure`` selects is counted: nothing, all calls, or some names.
+    """Counters of the calls that ``configure`` selects: nothing, all calls, or some names.
 
     Attributes:
         enabled: False counts nothing.
