@@ -111,7 +111,7 @@ def process_group_of(ring: CommContext) -> dist.ProcessGroup:
 
 
 def _group_over(ring: CommContext, name: str) -> Any:
-    world = CommContextManager.instance().world()
+    world = CommContextManager.instance()._world()
     rings, timeout = {ring.device.type: ring}, timedelta(seconds=ring.timeout)
     group: Any
     if takes_subclasses():

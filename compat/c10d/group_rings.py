@@ -208,7 +208,7 @@ def _same_world(world: World) -> World:
     manager = CommContextManager.instance()
     if not manager.rings():
         return world
-    known = manager.world()
+    known = manager._world()
     if (known.rank, known.size) != (world.rank, world.size):
         raise RingError(
             f"init_process_group: rank {world.rank} of {world.size}, but the rings of this process "

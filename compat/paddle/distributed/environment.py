@@ -27,7 +27,7 @@ class ParallelEnv:
     """
 
     def __init__(self) -> None:
-        self._world: World = CommContextManager.instance().world()
+        self._world: World = CommContextManager.instance()._world()
 
     @property
     def rank(self) -> int:
