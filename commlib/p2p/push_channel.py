@@ -214,8 +214,8 @@ class PushChannel:
             )
         raise PeerTimeout(
             f"timed out after {ring.timeout:g} s waiting for rank {ring.ranks[peer]} in "
-            f"{collective} (call {what} of ring {ring.ring_id}). Results of this and later calls are NaN (of "
-            f"integers -1); {repair}"
+            f"{collective} (call {what} of ring {ring.ring_id}). Results of this and later calls "
+            f"are NaN (of integers -1); {repair}"
         )
 
     def reset(self) -> None:

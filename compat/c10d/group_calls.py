@@ -142,7 +142,7 @@ class GroupCalls(Collectives):
         return work
 
     def recv_anysource(self, tensors: Given, tag: int = 0) -> Any:
-        """Refuse a receive from any rank."""
+        """Raise an error for a receive from any rank."""
         raise NotImplementedError("recv without src: rings receive from one rank; pass src=")
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
