@@ -97,13 +97,15 @@ def process_group_of(ring: CommContext) -> dist.ProcessGroup:
             f'keeps the list of groups; call dist.init_process_group("commlib") on every rank '
             f"first, which takes ring 0 over"
         )
-    for known in distributed_c10d._world.pg_map:
-        calls = calls_of(known)
+    for process_group in distributed_c10d._world.pg_map:
+        calls = calls_of(process_group)
         if calls is not None and any(ring is one for one in calls.rings.values()):
-            return known
+            return process_group
     name = f"commlib ring {ring.ring_id}"
-    for known in [one for one, its in distributed_c10d._world.pg_names.items() if its == name]:
-        dist.destroy_process_group(known)  # of a closed ring that had the same id
+    for process_group in [
+        one for one, its in distributed_c10d._world.pg_names.items() if its == name
+    ]:
+        dist.destroy_process_group(process_group)  # of a closed ring that had the same id
     group: dist.ProcessGroup = _group_over(ring, name)
     _enter(group, name, ring)
     group_rings.hold(ring)

@@ -106,7 +106,7 @@ def new_group(ranks: Sequence[int]) -> Any:
     return dist.new_group(list(ranks))
 
 
-def get_world_group() -> dist.ProcessGroup | None:
+def get_world_group() -> Any:
     """Return the group of all ranks; None before ``init_distributed``."""
     return dist.group.WORLD
 
