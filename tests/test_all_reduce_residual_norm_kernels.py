@@ -179,7 +179,7 @@ def test_a_peer_that_does_not_come(comm: Any, rows: int, kind: dict[str, Any]) -
 
 @pytest.mark.parametrize("size", kernel_table.SIZES)
 def test_a_row_fits_into_the_channel(size: int) -> None:
-    for row in kernel_table.table()[fused.VERB][size]:
+    for row in kernel_table.table()[fused.COLLECTIVE][size]:
         for width in (1, size - 1, size, size + 1, fused.WIDEST):
             slots = fused.slots(row.kernel, width, size)
             assert slots >= (size if row.kernel == "norm_one_shot" else 2) * width

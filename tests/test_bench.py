@@ -265,7 +265,7 @@ def test_host_report() -> None:
         f"missed: busy host, {over_symm}: 1.50, target at most 0.90",
     )
     over, against = report.findings[:2]
-    assert over == "met: ops.all_reduce(x, out=x) over bare CuPy: 2.00 µs, target at most 3.00 µs"
+    assert over == "met: ops.all_reduce(x, out=x) over bare CuPy: 2.00 µs, target at most 2.50 µs"
     assert against.startswith("met: ") and against.endswith(": 0.60, target at most 0.65")
 
 

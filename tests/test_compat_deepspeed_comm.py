@@ -103,6 +103,7 @@ def calls_of(comm: Any) -> dict[str, Callable[[], tuple[Any, Any]]]:
         out = torch.empty_like(x)
         works = [dist.isend(x, 1 - rank), dist.irecv(out, 1 - rank)]
         for work in works:
+            assert work is not None
             work.wait()
         if rank:
             dist.send(x, 0)
@@ -118,7 +119,9 @@ def calls_of(comm: Any) -> dict[str, Callable[[], tuple[Any, Any]]]:
 
     def asynchronous() -> Tensor:
         copy = x.clone()
-        dist.all_reduce(copy, async_op=True).wait()
+        work = dist.all_reduce(copy, async_op=True)
+        assert work is not None
+        work.wait()
         return copy
 
     whole, half = torch.cat(both), slice(2 * rank, 2 * rank + 2)

@@ -300,7 +300,7 @@ def test_explain_on_a_gpu(comm: Any) -> None:
 @runs_on("gpu_ranks")
 def test_ranks_that_push_kernels_can_t_serve(comm: Any) -> None:
     """A rank with another table, or whose memory its peers can't prove, leaves all of them NCCL."""
-    text, proof = kernel_table.text, peer_memory.PROOF
+    text, probe = kernel_table.text, peer_memory.PROBE
     here, x = comm.rank == 0, torch.ones(9, device=comm.device)
     try:
         if here:
@@ -312,11 +312,11 @@ def test_ranks_that_push_kernels_can_t_serve(comm: Any) -> None:
             assert_equal(set(ring.all_reduce(x, x * 1).tolist()), {float(comm.size)}, "by NCCL")
         kernel_table.text = text
         if here:
-            peer_memory.PROOF = proof.with_name("missing.cu")
+            peer_memory.PROBE = probe.with_name("missing.cu")
         with another(comm, 89) as ring:
-            assert_equal("no peer access" in ring.explain(64, torch.float32), True, "proof")
+            assert_equal("no peer access" in ring.explain(64, torch.float32), True, "probe")
             assert_equal(
                 set(ring.all_reduce(x, torch.ones_like(x)).tolist()), {float(comm.size)}, "NCCL"
             )
     finally:
-        kernel_table.text, peer_memory.PROOF = text, proof
+        kernel_table.text, peer_memory.PROBE = text, probe

@@ -26,7 +26,7 @@ BUCKETS = (8, 64, 2048)
 def thresholds() -> list[int]:
     """Return the sizes in bytes, up to 2 MiB, at which two ranks change the kernel."""
     table = json.loads((files("commlib.p2p") / "table.json").read_text())
-    return [row[0] for row in table["verbs"]["all_reduce"]["2"] if row[0] <= 2**21]
+    return [row[0] for row in table["collectives"]["all_reduce"]["2"] if row[0] <= 2**21]
 
 
 ROWS = [1, *(rows for most in thresholds() for rows in (most // ROW, most // ROW + 1))]

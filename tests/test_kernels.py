@@ -76,7 +76,7 @@ def test_row_kernel_compiles(home: Path) -> None:
 
 
 def test_proof_compiles(home: Path) -> None:
-    code = nvrtc.binary(peer_memory.PROOF, "sm_90")
+    code = nvrtc.binary(peer_memory.PROBE, "sm_90")
     assert b"write_tokens" in code
     assert b"find_tokens" in code
 
@@ -162,32 +162,36 @@ def test_no_home_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 # -- the choice ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", push_channel.VERBS)
+@pytest.mark.parametrize("collective", push_channel.COLLECTIVES)
 @pytest.mark.parametrize("size", kernel_table.SIZES)
-def test_table(verb: str, size: int) -> None:
+def test_table(collective: str, size: int) -> None:
     """Rows ascend, name kernels that there are, and every ring the kernels serve has some."""
-    found = kernel_table.table()[verb][size]
+    found = kernel_table.table()[collective][size]
     assert [row.most for row in found] == sorted({row.most for row in found})
     kinds = {"all_reduce": ("one_shot", "two_shot"), "reduce_scatter": ("scatter",)}
-    kinds |= {fused_norm.VERB: ("norm_one_shot", "norm_two_shot")}
+    kinds |= {fused_norm.COLLECTIVE: ("norm_one_shot", "norm_two_shot")}
     for row in found:
-        assert row.kernel in (*kinds.get(verb, ("packets",)), "nccl")
+        assert row.kernel in (*kinds.get(collective, ("packets",)), "nccl")
         assert row.threads % 32 == 0
-        assert 0 < row.threads <= (512 * fused_norm.TEAM if verb == fused_norm.VERB else 512)
+        assert (
+            0
+            < row.threads
+            <= (512 * fused_norm.TEAM if collective == fused_norm.COLLECTIVE else 512)
+        )
         assert row.blocks > 0
 
 
 @given(
-    verb=st.sampled_from(push_channel.VERBS),
+    collective=st.sampled_from(push_channel.COLLECTIVES),
     nbytes=st.integers(1, 1 << 33),
     size=st.integers(2, 20),
 )
 @examples(200)
-def test_choice_is_pure(verb: str, nbytes: int, size: int) -> None:
+def test_choice_is_pure(collective: str, nbytes: int, size: int) -> None:
     """The same at every call, the first row that holds the bytes, and NCCL beyond the last."""
-    found = kernel_table.select_kernel(verb, nbytes, size)
-    assert found == kernel_table.select_kernel(verb, nbytes, size)
-    rows_of = kernel_table.table()[verb].get(size, ())
+    found = kernel_table.select_kernel(collective, nbytes, size)
+    assert found == kernel_table.select_kernel(collective, nbytes, size)
+    rows_of = kernel_table.table()[collective].get(size, ())
     holding = [row for row in rows_of if row.most >= nbytes]
     assert found == (holding[0] if holding and holding[0].kernel != "nccl" else None)
 

@@ -53,7 +53,7 @@ class Order(stream_order.StreamOrder):
         self.fences.clear()
         self.stream = stream
         if stream != self.last:
-            self.change_to(stream)
+            self.switch_stream(stream)
         if self.foreign:
             self._ended[stream] = stream  # type: ignore[assignment]  # represents the event
         return list(self.fences)
@@ -216,7 +216,7 @@ class Halves:
         """Launch a first half."""
         ring: Any = self.ring
         x, steps = torch.zeros(1), {"begin": ("begin",), "end": ("end",)}
-        halves = push_collectives.Halves(**steps)
+        halves = push_collectives.SplitSteps(**steps)
         return split_all_reduce.SplitAllReduce(ring, ring, self.channel, halves, x, x)
 
 

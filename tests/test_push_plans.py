@@ -66,13 +66,13 @@ def channel() -> push_channel.PushChannel:
 # -- the table -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", push_channel.VERBS)
+@pytest.mark.parametrize("collective", push_channel.COLLECTIVES)
 @pytest.mark.parametrize("size", kernel_table.SIZES)
-def test_a_row_serves_its_largest_call(verb: str, size: int) -> None:
-    for row in kernel_table.table()[verb][size]:
+def test_a_row_serves_its_largest_call(collective: str, size: int) -> None:
+    for row in kernel_table.table()[collective][size]:
         selected = None if row.kernel == "nccl" else row
-        assert kernel_table.select_kernel(verb, row.most, size) == selected
-        assert kernel_table.select_kernel(verb, row.most + 1, size) != row
+        assert kernel_table.select_kernel(collective, row.most, size) == selected
+        assert kernel_table.select_kernel(collective, row.most + 1, size) != row
 
 
 @pytest.mark.parametrize(("vectors", "blocks"), [(0, 1), (1, 1), (32, 1), (33, 2), (9999, 8)])
@@ -96,8 +96,8 @@ def test_parts_of_ranks_are_not_cut(
     monkeypatch.setattr(channel, "prepare", lambda name, grid, call: name)
     row, window = Row(1 << 40, "packets", 256, 8), channel.window("packets")
 
-    def offsets(verb: str, nbytes: int) -> list[int]:
-        moved = push_collectives.PushCollective(channel, verb, "", 1, 8, 0)
+    def offsets(collective: str, nbytes: int) -> list[int]:
+        moved = push_collectives.PushCollective(channel, collective, "", 1, 8, 0)
         return [step.offset for step in moved.steps_of(row, nbytes)]
 
     assert offsets("all_reduce", 2 * window + 16) == [0, window, 2 * window]
@@ -111,8 +111,8 @@ def test_parts_of_ranks_are_not_cut(
 def test_a_record_names_the_peer_the_collective_and_the_call(
     channel: push_channel.PushChannel,
 ) -> None:
-    verb = push_channel.VERBS.index("all_to_all")
-    channel._word.value = LATE << 61 | verb << 53 | 1 << 45 | 77
+    collective = push_channel.COLLECTIVES.index("all_to_all")
+    channel._word.value = LATE << 61 | collective << 53 | 1 << 45 | 77
 
     with pytest.raises(PeerTimeout, match=r"waiting for rank 11 in all_to_all \(call 77 of ring 7"):
         channel.check()

@@ -32,7 +32,7 @@ class Facts(NamedTuple):
     ``elements`` is None if ranks may pass different sizes (``all_to_all`` with splits).
     """
 
-    verb: str
+    collective: str
     elements: int | None = None
     dtype: torch.dtype | None = None
     op: str | None = None
@@ -40,7 +40,7 @@ class Facts(NamedTuple):
 
     def __str__(self) -> str:
         """Return the call as it is shown: ``all_reduce float32 [4] op=sum``."""
-        parts = [self.verb]
+        parts = [self.collective]
         if self.dtype is not None:
             parts.append(str(self.dtype).removeprefix("torch."))
         if self.elements is not None and self.dtype is not None:
@@ -54,9 +54,9 @@ class Facts(NamedTuple):
     @classmethod
     def of(cls, entry: Entry) -> "Facts":
         """Return the facts of an entry: those of its reduction's name."""
-        verb, elements, dtype, reduction, root = entry
+        collective, elements, dtype, reduction, root = entry
         op = None if reduction is None else getattr(reduction, "name", None) or reduction.op
-        return cls(verb, elements, dtype, op, root)
+        return cls(collective, elements, dtype, op, root)
 
     @property
     def code(self) -> int:

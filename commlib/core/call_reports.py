@@ -139,16 +139,16 @@ class CallReports:
 
     # -- at a deadline, and at the end ------------------------------------------------------------
 
-    def verdict(self, verb: str) -> str:
+    def verdict(self, collective: str) -> str:
         """Return what the members' logs say of a failed call; empty if nothing does.
 
         Takes at most a tenth of the ring's timeout, between 1 and 5 s, whatever the store does.
         """
-        self._state = f"failed in {verb}"
+        self._state = f"failed in {collective}"
         seconds = max(LOOK_S, min(_LONGEST_LOOK_S, self.seconds / 10))
         what = f"comparing the calls of ring {self._ring_id}"
         own = self._bounded(self._look, what, seconds) or ""
-        others = [(one.name, one.verdict(verb)) for one in self.others]
+        others = [(one.name, one.verdict(collective)) for one in self.others]
         return "; ".join([own, *(f"in group {name!r}: {text}" for name, text in others if text)])
 
     def _bounded(self, step: Callable[[_Keys], Any], what: str, seconds: float) -> Any:

@@ -170,7 +170,7 @@ def _tracked(ring: Ring, call: Call[Result], mode: StreamMode) -> Result | Work:
     if ring._compares:
         [call] = compare(ring, [call])  # without the lock: it waits for the other members
     done = issue(ring, call.collective, [call], call.result, mode)
-    return settle(ring, call.collective, done, mode.sync_op)
+    return wait_if_sync(ring, call.collective, done, mode.sync_op)
 
 
 def issue(
@@ -198,7 +198,7 @@ def issue(
             raise ring._health.failed(name, error) from error
 
 
-def settle(ring: Ring, collective: str, done: Result | Work, sync_op: bool) -> Result | Work:
+def wait_if_sync(ring: Ring, collective: str, done: Result | Work, sync_op: bool) -> Result | Work:
     """Block where the host is what has to wait; outside the lock, so that other calls go on."""
     if not sync_op or ring._fences is not None or not isinstance(done, Work):
         return done

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from commlib.core.call import Call
-from commlib.core.dispatch import async_unsupported, finished, issue, settle
+from commlib.core.dispatch import async_unsupported, finished, issue, wait_if_sync
 from commlib.core.mismatch import compare
 from commlib.core.modes import watched as under_mode
 from commlib.core.observers import Seen, looking_on, observers, unwatched, watched
@@ -137,7 +137,7 @@ def group(
             ring._groups[thread] = outer
     limit = opened.work._limit = None if seconds is None else Deadline(seconds)
     opened.leave()
-    settle(ring, "group", opened.work, sync_op)
+    wait_if_sync(ring, "group", opened.work, sync_op)
     if limit is not None and sync_op:
         await_stream(ring, "group", opened.mode, limit)
 

@@ -53,7 +53,7 @@ class CommContextManager:
         self._calls = RollCalls()
         self._lock = threading.RLock()
         self._device: torch.device | None = None
-        self._world: World | None = None  # as the first ring found it, until no ring is left
+        self._world_of_rings: World | None = None  # set by the first ring, until no ring is left
         self._parent: tuple[int, World] | None = None
         self._process = os.getpid()
 
@@ -91,7 +91,8 @@ class CommContextManager:
             timeout: Seconds until missing ranks are an error, and of later waits on a CPU.
                 Default: FLAGS_comm_timeout_s.
             name: The program's own name of the ring, for ``commlib.comm(name)`` and messages.
-            world: This process's place among the ranks. Default: ``self.world()``.
+            world: This process's place among the ranks. Default: that of its rings, or without
+                rings the launcher's.
             again: The call that makes this ring, for error texts. Default: ``new_ring``.
 
         Raises:
@@ -106,7 +107,7 @@ class CommContextManager:
         deadline = Deadline(flags.get(flags.TIMEOUT) if timeout is None else timeout)
         while True:
             with self._lock:
-                world = world or self.world()
+                world = world or self._world()
                 members = checked_members(ring_id, ranks, world)
                 check_place(ring_id, members, world, self._parent)
                 known = self._table.usable(ring_id)
@@ -129,9 +130,9 @@ class CommContextManager:
             if ring is not None:
                 return ring
 
-    def world(self) -> World:
+    def _world(self) -> World:
         """Return this process's place among the ranks; it stays while there are rings."""
-        return self._world or environment.world()
+        return self._world_of_rings or environment.world()
 
     def _run(self, creation: Creation) -> CommContext:
         """Create the ring of ``creation`` without the lock, and publish it."""
@@ -146,7 +147,7 @@ class CommContextManager:
                     raise creation.given_up()
                 del self._creating[ring_id]
                 self._table.add(ring)
-                self._world = creation.world
+                self._world_of_rings = creation.world
             log.info("created %r", ring)
         except BaseException as error:
             if ring is not None:
@@ -240,7 +241,7 @@ class CommContextManager:
         if self._table.open or self._creating or self._closing:
             return []
         flags.thaw()
-        self._world = None
+        self._world_of_rings = None
         return self._calls.drop_borrowed()
 
     def _at_exit(self) -> None:
@@ -270,11 +271,11 @@ class CommContextManager:
         for ring in [*self._table.open.values(), *self._closing]:
             ring._forget(why)
         self._table.inherited.update(dict.fromkeys([*self._table.open, *self._creating], parent))
-        if self._world is not None:
-            self._parent = parent, self._world
+        if self._world_of_rings is not None:
+            self._parent = parent, self._world_of_rings
         self._table.open.clear()  # the same dict: lookups hold it
         self._creating, self._closing, self._calls = {}, [], RollCalls()
-        self._device = self._world = None
+        self._device = self._world_of_rings = None
         flags.thaw()
 
 

@@ -45,7 +45,7 @@ def init(
     if known is not None:
         ranks = known.ranks
         return same_ring(known, ranks, backend=backend, device=device, timeout=timeout)
-    world = manager.world()
+    world = manager._world()
     where = default_device(world, backend) if device is None else checked_device(device)
     if backend is not None and (backend == "nccl") != (where.type == "cuda"):
         raise DeviceError(
@@ -75,7 +75,7 @@ def new_ring(
         The ring, or None on a rank that is not a member.
     """
     manager = CommContextManager.instance()
-    world = manager.world()
+    world = manager._world()
     members = checked_members(ring_id, ranks, world)
     if world.rank not in members:
         manager._table.elsewhere[ring_id] = members

@@ -91,7 +91,7 @@ class Split(Ring):
         No other new ring has the same, also in other threads. Only a ring that the program has
         numbered so itself may have it, on some members: then all members draw once more.
         """
-        size = manager.world().size
+        size = manager._world().size
         while True:
             ids = [ring_id(drawn[at], self.ranks[at], size) for at in firsts]
             free = not any(manager.has(one) or one in manager._creating for one in ids)

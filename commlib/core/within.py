@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from commlib.core.call import Call, Result
-from commlib.core.dispatch import async_unsupported, dispatch, settle
+from commlib.core.dispatch import async_unsupported, dispatch, wait_if_sync
 from commlib.core.ring import Ring
 from commlib.core.stream_mode import StreamMode
 from commlib.core.work import Work, await_event
@@ -37,7 +37,7 @@ def dispatch_within(
         own = mode._replace(use_calc_stream=False, sync_op=False, seconds=limit.seconds)
         work: Any = dispatch(ring, call, own)
         work._limit = limit
-        return settle(ring, call.collective, work, mode.sync_op)
+        return wait_if_sync(ring, call.collective, work, mode.sync_op)
     done = dispatch(ring, call, mode)
     if isinstance(done, Work):
         done._limit = limit

@@ -13,7 +13,7 @@ from commlib.rendezvous.hosts import HostExchange
 
 Tensor = torch.Tensor
 
-VERB = "all_reduce_residual_norm"
+COLLECTIVE = "all_reduce_residual_norm"
 FLOAT8 = torch.float8_e4m3fn
 THREADS, HELD = 512, 4  # the most in a block, and the most vectors a thread; as in channel.cuh
 TEAM, SHARE = 8, 128  # the most blocks that share a row, as in team.cuh; threads of each
@@ -91,7 +91,7 @@ class PushNorm:
         if steps is None:
             if len(self._steps) >= _PLANS:
                 self._steps.clear()
-            row = kernel_table.select_kernel(VERB, numel * x.itemsize, self._size)
+            row = kernel_table.select_kernel(COLLECTIVE, numel * x.itemsize, self._size)
             found = () if row is None else self.plan(items, numel, x.dtype, row)
             steps = self._steps[key] = found
         return steps
@@ -104,7 +104,7 @@ class PushNorm:
         kernel = kernel_of(row, width, self._size)
         held, threads, team = block(width, row.threads, self._team)
         name, rows = f"{kernel}_{FLOATS[dtype]}_{held}", numel // items
-        call = self._channel.call(VERB, items, 0)
+        call = self._channel.call(COLLECTIVE, items, 0)
         most = call.half // (slots(kernel, width, self._size) * VECTOR)
         steps = []
         for first in range(0, rows, most):

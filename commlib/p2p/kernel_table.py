@@ -18,8 +18,9 @@ VECTOR = 16  # bytes that a thread moves at a time
 class Row(NamedTuple):
     """One row of the table: calls of up to ``most`` bytes run ``kernel`` on at most ``blocks``.
 
-    ``most`` counts the tensor of an all_reduce, one rank's part of any other verb; ``threads`` are
-    those of a block, or of one row that is normalised. Kernel "nccl" leaves the call to NCCL.
+    ``most`` counts the tensor of an all_reduce, one rank's part of any other collective.
+    ``threads`` are those of a block, or of one row that is normalised. Kernel "nccl" leaves the
+    call to NCCL.
     """
 
     most: int
@@ -36,26 +37,28 @@ def text() -> str:
 
 @cache
 def table() -> dict[str, dict[int, tuple[Row, ...]]]:
-    """Return the rows of each verb and number of ranks, smallest first."""
+    """Return the rows of each collective and number of ranks, smallest first."""
     read = json.loads(text())
     return {
-        verb: {int(size): tuple(Row(*row) for row in rows) for size, rows in sizes.items()}
-        for verb, sizes in read["verbs"].items()
+        collective: {int(size): tuple(Row(*row) for row in rows) for size, rows in sizes.items()}
+        for collective, sizes in read["collectives"].items()
     }
 
 
-def write(path: Path, verbs: Mapping[str, Mapping[int, Sequence[Row]]]) -> None:
+def write(path: Path, collectives: Mapping[str, Mapping[int, Sequence[Row]]]) -> None:
     """Write a table, one row per line. A concurrent reader gets the old table or the new one."""
     lines = []
-    for verb, sizes in verbs.items():
+    for collective, sizes in collectives.items():
         rows_of = []
         for size, rows in sizes.items():
             rows_of.append(f'      "{size}": [\n        ' + ",\n        ".join(map(_line, rows)))
-        lines.append(f'    "{verb}": {{\n' + "\n      ],\n".join(rows_of) + "\n      ]\n    }")
+        lines.append(
+            f'    "{collective}": {{\n' + "\n      ],\n".join(rows_of) + "\n      ]\n    }"
+        )
     columns = json.dumps(Row._fields)
     part = path.with_name(f".{path.name}.part")
     part.write_text(
-        f'{{\n  "columns": {columns},\n  "verbs": {{\n' + ",\n".join(lines) + "\n  }\n}\n"
+        f'{{\n  "columns": {columns},\n  "collectives": {{\n' + ",\n".join(lines) + "\n  }\n}\n"
     )
     part.replace(path)
 
@@ -64,9 +67,9 @@ def _line(row: Row) -> str:
     return json.dumps(list(row))
 
 
-def select_kernel(verb: str, nbytes: int, size: int) -> Row | None:
+def select_kernel(collective: str, nbytes: int, size: int) -> Row | None:
     """Return the row for ``nbytes`` in a ring of ``size``, or None: NCCL does it."""
-    for row in table()[verb].get(size, ()):
+    for row in table()[collective].get(size, ()):
         if nbytes <= row.most:
             return None if row.kernel == "nccl" else row
     return None

@@ -17,7 +17,7 @@ from commlib.rendezvous.hosts import HostExchange
 from commlib.streams import capturing, current_raw
 
 _RANKS, _PAGE = 16, 4096  # as in proof.cu
-PROOF = Path(__file__).parent / "csrc" / "proof.cu"
+PROBE = Path(__file__).parent / "csrc" / "proof.cu"
 _GRID = nvrtc.Grid(64, 256)
 
 
@@ -162,7 +162,7 @@ def _agree(hosts: HostExchange, good: bool) -> bool:
     return all(row == [1] for row in hosts.exchange([int(good)]))
 
 
-class _Proof(ctypes.Structure):
+class _Probe(ctypes.Structure):
     """The arguments of the kernels that probe peer access; as in proof.cu."""
 
     _fields_ = [
@@ -180,15 +180,15 @@ def _probe_peer_access(hosts: HostExchange, bases: list[int], nbytes: int) -> bo
     ring = hosts.identity
     tokens = [row[0] for row in hosts.exchange([secrets.randbits(62)])]
     wrong = nvrtc.HostWord()
-    proof = _Proof(pages=nbytes // _PAGE, wrong=wrong.address, rank=ring.rank, size=ring.size)
-    proof.base[: ring.size], proof.token[: ring.size] = bases, tokens
+    probe = _Probe(pages=nbytes // _PAGE, wrong=wrong.address, rank=ring.rank, size=ring.size)
+    probe.base[: ring.size], probe.token[: ring.size] = bases, tokens
 
     def step(name: str) -> bool:
         """Run a kernel; on failure the other members learn of it at the next exchange."""
         try:
-            module = nvrtc.module(PROOF, ring.device.index)
+            module = nvrtc.module(PROBE, ring.device.index)
             found = nvrtc.function([module], name, ring.device.index)
-            nvrtc.Launch(found, ring.device.index, _GRID, proof)(current_raw(ring.device.index))
+            nvrtc.Launch(found, ring.device.index, _GRID, probe)(current_raw(ring.device.index))
             _runtime().deviceSynchronize()
         except Exception as error:
             log.once("peers can't reach this rank's memory: %s", error)

@@ -16,7 +16,13 @@ from commlib.streams import capture_of, current_raw
 RANKS = 8  # as in channel.cuh
 WINDOW = 16 << 20  # bytes of an all_reduce that one launch does; larger ones take several
 WARP = 32
-VERBS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "all_reduce_residual_norm")
+COLLECTIVES = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+    "all_reduce_residual_norm",
+)
 
 _CONTROL, _LIMIT = 4096, 32  # bytes of control words; offset of limit_ns
 SPARE = 4096  # bytes of a half in addition to two windows: slots begin at whole vectors
@@ -39,7 +45,7 @@ class Call(ctypes.Structure):
         ("half", ctypes.c_int64),
         ("rank", ctypes.c_int),
         ("tag", ctypes.c_uint32),
-        ("verb", ctypes.c_uint32),
+        ("collective", ctypes.c_uint32),
         ("option", ctypes.c_int),
         ("signals", ctypes.c_int),
     ]
@@ -84,10 +90,12 @@ class PushChannel:
 
     # -- making calls ------------------------------------------------------------------------------
 
-    def call(self, verb: str, items: int, option: int) -> Call:
+    def call(self, collective: str, items: int, option: int) -> Call:
         """Return the argument of a kernel, but for what changes with every call."""
         ring = self._ring
-        call = Call(items=items, rank=ring.rank, verb=VERBS.index(verb), option=option)
+        call = Call(
+            items=items, rank=ring.rank, collective=COLLECTIVES.index(collective), option=option
+        )
         call.base[: ring.size] = self._memory.bases
         call.error, call.half = self._error.address, self._half
         return call
@@ -116,7 +124,7 @@ class PushChannel:
             self._refuse()
         stream = current_raw(self._device)  # not order.turn(): every call passes here
         if stream != order.last:
-            order.change_to(stream)
+            order.switch_stream(stream)
         self._launched = launch = self._launched + 1 & _LAUNCH_MASK
         return stream, order.tag % _STREAMS << _LAUNCH_BITS | launch
 
@@ -193,21 +201,21 @@ class PushChannel:
         record = self._word.value
         if not record:
             return
-        reason, verb = record >> 61, VERBS[record >> 53 & 0xFF]
+        reason, collective = record >> 61, COLLECTIVES[record >> 53 & 0xFF]
         peer, what = record >> 45 & 0xFF, record & 0xFFFFFFFF
         ring, repair = self._ring, "call ring.reset() on every member"
         if reason == _TWO_AT_ONCE:
             pair = [self._order.stream_of(tag) for tag in (what >> 16, what & 0xFFFF)]
             raise StreamError(
                 f"rank {ring.ranks[peer]} ran two calls of ring {ring.ring_id} at the same time, "
-                f"one in {verb}: on its streams {pair[0]} and {pair[1]} (a graph counts as the "
-                f"stream it was captured on; handles as rank {ring.ranks[ring.rank]} numbers "
+                f"one in {collective}: on its streams {pair[0]} and {pair[1]} (a graph counts as "
+                f"the stream it was captured on; handles as rank {ring.ranks[ring.rank]} numbers "
                 f"them). Order the streams with an event or give each its own ring; then {repair}"
             )
         raise PeerTimeout(
-            f"timed out after {ring.timeout:g} s waiting for rank {ring.ranks[peer]} in {verb} "
-            f"(call {what} of ring {ring.ring_id}). Results of this and later calls are NaN (of "
-            f"integers -1); {repair}"
+            f"timed out after {ring.timeout:g} s waiting for rank {ring.ranks[peer]} in "
+            f"{collective} (call {what} of ring {ring.ring_id}). Results of this and later calls "
+            f"are NaN (of integers -1); {repair}"
         )
 
     def reset(self) -> None:

@@ -21,7 +21,7 @@ GATED = 64 << 10  # bytes of a call from which on it waits in a gate where it sh
 _PLANS = 4096  # sizes that are remembered
 
 
-class Halves(NamedTuple):
+class SplitSteps(NamedTuple):
     """The launches of a call in two halves."""
 
     begin: tuple[Step, ...]
@@ -29,33 +29,53 @@ class Halves(NamedTuple):
 
 
 class PushCollective:
-    """One verb over one kind of data: a launch for each size that the kernels take."""
+    """One collective over one kind of data: a launch for each size that the kernels take."""
 
-    __slots__ = ("_channel", "_halves", "_steps", "itemsize", "option", "suffix", "vector", "verb")
+    __slots__ = (
+        "_channel",
+        "_split_steps",
+        "_steps",
+        "collective",
+        "itemsize",
+        "option",
+        "suffix",
+        "vector",
+    )
 
     def __init__(
-        self, channel: PushChannel, verb: str, suffix: str, itemsize: int, vector: int, option: int
+        self,
+        channel: PushChannel,
+        collective: str,
+        suffix: str,
+        itemsize: int,
+        vector: int,
+        option: int,
     ) -> None:
-        self.verb, self.suffix, self.itemsize, self.option = verb, suffix, itemsize, option
+        self.collective, self.suffix, self.itemsize, self.option = (
+            collective,
+            suffix,
+            itemsize,
+            option,
+        )
         self.vector = vector  # bytes of a tensor that a thread takes at a time
         self._channel = channel
         self._steps: dict[int | tuple[int, int], tuple[Step, ...]] = {}
-        self._halves: dict[tuple[int, int], Halves | None] = {}
+        self._split_steps: dict[tuple[int, int], SplitSteps | None] = {}
 
     @classmethod
     def reducing(
-        cls, channel: PushChannel, verb: str, dtype: torch.dtype, op: str
+        cls, channel: PushChannel, collective: str, dtype: torch.dtype, op: str
     ) -> "PushCollective | None":
         """Return what reduces ``dtype`` by ``op``, or None without such a kernel."""
         if kernel_table.refusal(dtype, op):
             return None
         suffix, mean = f"_{FLOATS[dtype]}_{OPS[op]}", op == "avg"
-        return cls(channel, verb, suffix, dtype.itemsize, VECTOR, int(mean))
+        return cls(channel, collective, suffix, dtype.itemsize, VECTOR, int(mean))
 
     @classmethod
-    def moving(cls, channel: PushChannel, verb: str) -> "PushCollective":
+    def moving(cls, channel: PushChannel, collective: str) -> "PushCollective":
         """Return what moves the bytes of equal parts; those of all_to_all differ by receiver."""
-        return cls(channel, verb, "", 1, VECTOR // 2, int(verb == "all_to_all"))
+        return cls(channel, collective, "", 1, VECTOR // 2, int(collective == "all_to_all"))
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor, nbytes: int) -> bool:
         """Launch on the current stream; False, and nothing done, where NCCL is to do it."""
@@ -73,14 +93,14 @@ class PushCollective:
         steps = self._steps.get(nbytes)
         return bool(self._plan(nbytes) if steps is None else steps)
 
-    def split(self, nbytes: int) -> "Halves | None":
+    def split(self, nbytes: int) -> "SplitSteps | None":
         """Return the two halves of a call of ``nbytes``, None where it is not cut in two."""
         key = nbytes, self._channel.share
-        if key not in self._halves:
-            if len(self._halves) >= _PLANS:
-                self._halves.clear()
-            self._halves[key] = self._split(nbytes)
-        return self._halves[key]
+        if key not in self._split_steps:
+            if len(self._split_steps) >= _PLANS:
+                self._split_steps.clear()
+            self._split_steps[key] = self._split(nbytes)
+        return self._split_steps[key]
 
     # -- plans -------------------------------------------------------------------------------------
 
@@ -96,7 +116,7 @@ class PushCollective:
     def steps_of(self, row: Row, nbytes: int) -> tuple[Step, ...]:
         """Return the launches of a call of ``nbytes`` as ``row`` describes them."""
         window = self._channel.window(row.kernel)
-        if self.verb != "all_reduce" and nbytes > window:
+        if self.collective != "all_reduce" and nbytes > window:
             return ()  # parts can't be cut
         steps = tuple(
             self._step(row, offset, min(window, nbytes - offset))
@@ -104,7 +124,7 @@ class PushCollective:
         )
         return (*self._gate(nbytes, signals=True), *steps)
 
-    def _split(self, nbytes: int) -> "Halves | None":
+    def _split(self, nbytes: int) -> "SplitSteps | None":
         whole = self._row(nbytes)
         if whole is None or not self.suffix.endswith("_sum"):
             return None
@@ -115,7 +135,7 @@ class PushCollective:
             for half in ("begin", "end")
         )
         # The first half never waits. It signals to the peers that its data is in flight.
-        return Halves((begin,), (*self._gate(nbytes, signals=False), end))
+        return SplitSteps((begin,), (*self._gate(nbytes, signals=False), end))
 
     def _gate(self, nbytes: int, *, signals: bool) -> tuple[Step, ...]:
         """Return the launch that waits for the peers before a large call that shares the GPU.
@@ -125,19 +145,19 @@ class PushCollective:
         channel = self._channel
         if not channel.share or nbytes < GATED:
             return ()
-        call = channel.call(self.verb, 0, int(signals))
+        call = channel.call(self.collective, 0, int(signals))
         return (Step(call, channel.prepare("gate", nvrtc.Grid(1, WARP), call), 0),)
 
     def _row(self, nbytes: int) -> Row | None:
         """Return the row of the table for a call of ``nbytes``."""
-        return kernel_table.select_kernel(self.verb, nbytes, self._channel.size)
+        return kernel_table.select_kernel(self.collective, nbytes, self._channel.size)
 
     def _step(self, row: Row, offset: int, nbytes: int) -> Step:
         """Return the launch that ``row`` describes for ``nbytes`` of a call, from ``offset`` on."""
         vectors = -(-nbytes // self.vector)
         if row.kernel.startswith("two_shot"):
             vectors = -(-vectors // self._channel.size)
-        call = self._channel.call(self.verb, nbytes // self.itemsize, self.option)
+        call = self._channel.call(self.collective, nbytes // self.itemsize, self.option)
         call.signals = int(nbytes >= GATED)  # the same on all ranks: any of them may have a gate
         grid = nvrtc.Grid(kernel_table.blocks(row, vectors), row.threads)
         return Step(call, self._channel.prepare(row.kernel + self.suffix, grid, call), offset)

@@ -6,7 +6,7 @@ from commlib.deadlines import Deadline
 from commlib.deferred import hold_until, release_deferred
 from commlib.errors import CommTimeout
 from commlib.p2p.push_channel import PushChannel
-from commlib.p2p.push_collectives import Halves
+from commlib.p2p.push_collectives import SplitSteps
 from commlib.rendezvous.identity import Health, RingIdentity
 from commlib.streams import capture_of, is_permanent, issue_lock
 
@@ -19,7 +19,7 @@ class SplitAllReduce:
         ring: RingIdentity,
         health: Health,
         channel: PushChannel,
-        halves: Halves,
+        steps: SplitSteps,
         out: torch.Tensor,
         x: torch.Tensor,
     ) -> None:
@@ -27,12 +27,12 @@ class SplitAllReduce:
         self._device, self._health, self._channel = ring.device, health, channel
         self._lock = issue_lock(ring.device)
         self._tensors: tuple[torch.Tensor, ...] = out, x
-        self._end = halves.end
+        self._end = steps.end
         self._origin = torch.cuda.current_stream(ring.device)
         self._permanent = is_permanent(self._origin)
         if not self._permanent and not capture_of(self._origin.cuda_stream):
             release_deferred()
-        self._number = channel.open(halves.begin, out, x)
+        self._number = channel.open(steps.begin, out, x)
         self._event: torch.cuda.Event | None = None  # after the second half
         self._capture = 0  # which one that is part of
 

@@ -32,10 +32,10 @@ class StreamOrder:
         """Return the handle of the current stream, ordered after the last call."""
         stream = current_raw(self._device.index)
         if stream != self.last:
-            self.change_to(stream)
+            self.switch_stream(stream)
         return stream
 
-    def change_to(self, stream: int) -> None:
+    def switch_stream(self, stream: int) -> None:
         """Order the current stream, which this handle names, after the last call."""
         here, there = capture_of(stream), 0 if self.last is None else capture_of(self.last)
         self.foreign = not here and not self._permanent()

@@ -30,34 +30,34 @@ def register() -> None:
         splits.install()
 
 
-def _create(given: Any, pg_options: Any = None) -> Any:
+def _create(setup: Any, pg_options: Any = None) -> Any:
     """Return the group or the backend that torch asks for; every member calls this.
 
     Args:
-        given: What torch knows of the group: name, ranks, place, store, timeout.
+        setup: Torch's description of the group: name, ranks, position, store, timeout.
         pg_options: Not read: rings are set by flags.
     """
     if dist.is_initialized():
         world = environment.joined(dist.get_rank(), dist.get_world_size())
     else:
-        world = environment.joined(given.group_rank, given.group_size)
-    ranks = tuple(given.global_ranks_in_group) or tuple(range(given.group_size))
-    bound = _bound_device(given)
-    place = (given.group_id, ranks, world, given.store, given.timeout)
-    rings = group_rings.make_rings(*place, bound=bound)
+        world = environment.joined(setup.group_rank, setup.group_size)
+    ranks = tuple(setup.global_ranks_in_group) or tuple(range(setup.group_size))
+    bound = _bound_device(setup)
+    arguments = (setup.group_id, ranks, world, setup.store, setup.timeout)
+    rings = group_rings.make_rings(*arguments, bound=bound)
     first = not dist.is_initialized()
-    orders = group_rings.make_orders(rings, given.group_id, given.store, given.timeout, first=first)
+    orders = group_rings.make_orders(rings, setup.group_id, setup.store, setup.timeout, first=first)
     if takes_subclasses():
-        return Backend(rings, given.timeout, world, given.group_id, orders)
-    group = ProcessGroup(rings, given.timeout, given.store, world, orders)
+        return Backend(rings, setup.timeout, world, setup.group_id, orders)
+    group = ProcessGroup(rings, setup.timeout, setup.store, world, orders)
     if bound is not None and bound.index is not None:
         group.bound_device_id = bound  # also that of the groups that are made from this one
     return group
 
 
-def _bound_device(given: Any) -> torch.device | None:
+def _bound_device(setup: Any) -> torch.device | None:
     """Return the ``device_id=`` of the group; None without one."""
-    group: Any = getattr(given, "process_group", None)
+    group: Any = getattr(setup, "process_group", None)
     if group is not None:
         bound: torch.device | None = group.bound_device_id
         return bound

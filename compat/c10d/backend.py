@@ -41,7 +41,7 @@ class Backend(GroupCalls, c10d.Backend):
 
     @property
     def options(self) -> Any:
-        """What the group was made with."""
+        """The group's settings: timeout, global ranks and name."""
         kind: Any = c10d.Backend.Options
         options = kind(NAME, timeout=self._timeout)
         options.global_ranks_in_group = list(self._main.ranks)

@@ -19,8 +19,10 @@ def monitored_barrier(
     group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
     """Block the host until every rank of the group has called it; the error names late ranks."""
-    known = distributed_c10d._get_default_group() if group is None else group
-    calls = calls_of(known) if isinstance(known, dist.ProcessGroup) else None  # not a member
+    process_group = distributed_c10d._get_default_group() if group is None else group
+    calls = (
+        calls_of(process_group) if isinstance(process_group, dist.ProcessGroup) else None
+    )  # not a member
     if calls is None:
         _stock(group, timeout, wait_all_ranks)
     else:

@@ -27,16 +27,16 @@ def _coalescing_manager(
     group: Any = None, device: Any = None, async_ops: bool = False
 ) -> Iterator[Any]:
     """Launch the collectives of a block as one operation; none if an exception leaves it."""
-    known = group or distributed_c10d._get_default_group()
+    process_group = group or distributed_c10d._get_default_group()
     recorded: dict[Any, Any] = distributed_c10d._world.pg_coalesce_state
-    outermost = known not in recorded
+    outermost = process_group not in recorded
     try:
         with _stock_manager(group, device, async_ops) as manager:
             yield manager
     except BaseException:
-        calls = calls_of(known)
+        calls = calls_of(process_group)
         if outermost and calls is not None:
-            recorded.pop(known, None)
+            recorded.pop(process_group, None)
             calls.drop_coalescing()
         raise
 

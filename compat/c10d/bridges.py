@@ -29,6 +29,9 @@ def ring_from_group(group: Any = None, *, device: torch.device | str | None = No
             group of all ranks.
         device: The device of the ring's tensors. Default: a GPU where the group has one.
 
+    Returns:
+        The ring.
+
     Raises:
         ArgumentError: ``group`` is neither, or this rank is not a member.
         DeviceError: The group has no ring on this kind of device.
@@ -77,7 +80,13 @@ def _rings_over(group: dist.ProcessGroup) -> dict[str, CommContext]:
 def process_group_of(ring: CommContext) -> dist.ProcessGroup:
     """Return the process group of a ring, for ``DDP(process_group=...)`` and the like.
 
-    The same object at every call. No member waits for another one.
+    No member waits for another one.
+
+    Args:
+        ring: A ring of this process.
+
+    Returns:
+        The same object at every call.
 
     Raises:
         ArgumentError: ``torch.distributed`` is not initialised.
@@ -88,13 +97,15 @@ def process_group_of(ring: CommContext) -> dist.ProcessGroup:
             f'keeps the list of groups; call dist.init_process_group("commlib") on every rank '
             f"first, which takes ring 0 over"
         )
-    for known in distributed_c10d._world.pg_map:
-        calls = calls_of(known)
+    for process_group in distributed_c10d._world.pg_map:
+        calls = calls_of(process_group)
         if calls is not None and any(ring is one for one in calls.rings.values()):
-            return known
+            return process_group
     name = f"commlib ring {ring.ring_id}"
-    for known in [one for one, its in distributed_c10d._world.pg_names.items() if its == name]:
-        dist.destroy_process_group(known)  # of a closed ring that had the same id
+    for process_group in [
+        one for one, its in distributed_c10d._world.pg_names.items() if its == name
+    ]:
+        dist.destroy_process_group(process_group)  # of a closed ring that had the same id
     group: dist.ProcessGroup = _group_over(ring, name)
     _enter(group, name, ring)
     group_rings.hold(ring)
@@ -102,7 +113,7 @@ def process_group_of(ring: CommContext) -> dist.ProcessGroup:
 
 
 def _group_over(ring: CommContext, name: str) -> Any:
-    world = CommContextManager.instance().world()
+    world = CommContextManager.instance()._world()
     rings, timeout = {ring.device.type: ring}, timedelta(seconds=ring.timeout)
     group: Any
     if takes_subclasses():

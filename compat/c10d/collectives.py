@@ -64,9 +64,9 @@ class Collectives:
                 return DONE
         if not hasattr(opts, "asyncOp"):
             opts = options(AllreduceOptions, opts, timeout, reduceOp=opts)
-        reduced, how = listed(tensors), arguments_of(opts.reduceOp)
+        reduced, reduction = listed(tensors), arguments_of(opts.reduceOp)
         ring = self._ring_for(reduced)
-        calls = [partial(ring.all_reduce, x, x, **how) for x in reduced]
+        calls = [partial(ring.all_reduce, x, x, **reduction) for x in reduced]
         return self._issue(ring, Step(calls, reduced), opts)
 
     def allreduce_coalesced(
@@ -78,11 +78,11 @@ class Collectives:
         element's position decides about the order of its sum.
         """
         opts = options(c10d.AllreduceCoalescedOptions, opts, timeout, reduceOp=opts)
-        reduced, how = listed(tensors), arguments_of(opts.reduceOp)
+        reduced, reduction = listed(tensors), arguments_of(opts.reduceOp)
         ring = self._ring_for(reduced)
         if ring.stream is not None or self._is_coalescing() or not is_flat(ring, reduced):
             return self.allreduce(reduced, opts)
-        call = partial(all_reduce_flat, ring, reduced, **how)
+        call = partial(all_reduce_flat, ring, reduced, **reduction)
         return self._issue(ring, Step([call], reduced, lists=True), opts)
 
     def reduce(
@@ -92,8 +92,8 @@ class Collectives:
         opts = options(c10d.ReduceOptions, root, timeout, rootRank=root, reduceOp=op)
         out = single(tensors)
         ring = self._ring_for([out])
-        how = arguments_of(opts.reduceOp)
-        call = partial(ring.reduce, out, out, root=opts.rootRank, **how)
+        reduction = arguments_of(opts.reduceOp)
+        call = partial(ring.reduce, out, out, root=opts.rootRank, **reduction)
         return self._issue(ring, Step([call], [out]), opts)
 
     def reduce_scatter(
@@ -106,10 +106,10 @@ class Collectives:
         opts = options(c10d.ReduceScatterOptions, op, timeout, reduceOp=op)
         target = single(out)
         ring = self._ring_for([target])
-        how = arguments_of(opts.reduceOp)
-        call = partial(ring.reduce_scatter, target, parts(inputs), **how)
+        reduction = arguments_of(opts.reduceOp)
+        call = partial(ring.reduce_scatter, target, parts(inputs), **reduction)
         if ring.stream is None and ring.size > 2:
-            call = partial(reduce_scatter_each, ring, target, parts(inputs), **how)
+            call = partial(reduce_scatter_each, ring, target, parts(inputs), **reduction)
         return self._issue(ring, Step([call], [target], lists=True), opts)
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
@@ -123,9 +123,9 @@ class Collectives:
         opts = options(c10d.ReduceScatterOptions, opts)
         targets = listed(outs)
         ring = self._ring_for(targets)
-        how = arguments_of(opts.reduceOp)
+        reduction = arguments_of(opts.reduceOp)
         pairs = zip(targets, listed(inputs), strict=True)
-        calls = [partial(ring.reduce_scatter, out, x, **how) for out, x in pairs]
+        calls = [partial(ring.reduce_scatter, out, x, **reduction) for out, x in pairs]
         return self._issue(ring, Step(calls, targets), opts)
 
     # -- copies ------------------------------------------------------------------------------------

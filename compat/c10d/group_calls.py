@@ -1,4 +1,4 @@
-"""What a group of ours is to torch, as a process group or as a backend: its rings and its calls."""
+"""A group of commlib as torch sees it, a process group or a backend: its rings and its calls."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -142,7 +142,7 @@ class GroupCalls(Collectives):
         return work
 
     def recv_anysource(self, tensors: Given, tag: int = 0) -> Any:
-        """Refuse a receive from any rank."""
+        """Raise an error for a receive from any rank."""
         raise NotImplementedError("recv without src: rings receive from one rank; pass src=")
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:

@@ -208,14 +208,14 @@ def _same_world(world: World) -> World:
     manager = CommContextManager.instance()
     if not manager.rings():
         return world
-    known = manager.world()
-    if (known.rank, known.size) != (world.rank, world.size):
+    joined = manager._world()
+    if (joined.rank, joined.size) != (world.rank, world.size):
         raise RingError(
             f"init_process_group: rank {world.rank} of {world.size}, but the rings of this process "
-            f"are for rank {known.rank} of {known.size}; give both the same ranks, or call "
+            f"are for rank {joined.rank} of {joined.size}; give both the same ranks, or call "
             f"commlib.shutdown() first"
         )
-    return known
+    return joined
 
 
 def _ring_id(name: str, device: torch.device, whole: bool) -> int:

@@ -1,4 +1,4 @@
-"""How the calls of a group are launched on its ring: alone, as one operation, or in a batch."""
+"""Launching of a group's calls on its ring: alone, as one operation, or in a batch."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

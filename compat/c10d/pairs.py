@@ -47,7 +47,7 @@ class PairWork(GroupWork):
 
 
 class Place(NamedTuple):
-    """Where calls are issued: a stream (None on a CPU), and the capture that it is part of."""
+    """The place that calls are issued from: a stream (None on a CPU) and its capture."""
 
     stream: torch.cuda.Stream | None
     capture: int

@@ -18,7 +18,7 @@ from commlib.rendezvous.world import World
 
 @dataclass
 class Options:
-    """What a group was made with, as ``group._get_backend(device).options``."""
+    """The settings of a group, as ``group._get_backend(device).options``."""
 
     _timeout: timedelta
     global_ranks_in_group: list[int]
@@ -86,7 +86,7 @@ class ProcessGroup(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]  # over
 
     @property
     def options(self) -> Options:
-        """What the group was made with."""
+        """The group's settings."""
         return Options(self._timeout, list(self._main.ranks), self._name)
 
     def _get_backend(  # type: ignore[override]  # torch expects a C++ object

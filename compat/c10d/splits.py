@@ -28,9 +28,9 @@ def split_group(
 
     Every member of the parent calls it with the same lists of positions in the parent.
     """
-    known = distributed_c10d._get_default_group() if parent_pg is None else parent_pg
-    calls = calls_of(known) if isinstance(known, dist.ProcessGroup) else None
-    bound = getattr(known, "bound_device_id", None) is not None
+    parent = distributed_c10d._get_default_group() if parent_pg is None else parent_pg
+    calls = calls_of(parent) if isinstance(parent, dist.ProcessGroup) else None
+    bound = getattr(parent, "bound_device_id", None) is not None
     if calls is None or bound or any(kind != "cpu" for kind in calls.rings):
         return _stock(parent_pg, split_ranks, timeout, pg_options, group_desc)
     members = [position for part in split_ranks or [] for position in part]
@@ -39,10 +39,10 @@ def split_group(
             f"split_group: split_ranks={split_ranks!r}; expected lists of positions in the parent, "
             f"each at most once"
         )
-    ranks = dist.get_process_group_ranks(known)
-    own = known.rank()
+    ranks = dist.get_process_group_ranks(parent)
+    rank = parent.rank()
     for part in split_ranks or []:
-        if own in part:
+        if rank in part:
             return dist.new_group(
                 [ranks[position] for position in sorted(part)],
                 timeout,

@@ -136,6 +136,9 @@ def capture_to_graph(graph: Graph, pool: object = None, stream: object = None) -
         pool: Ignored: every graph has its own memory.
         stream: Ignored: all graphs of a device are captured on one stream.
 
+    Returns:
+        A context manager for the block.
+
     Raises:
         GraphError: The block can't be captured, or is inside a captured function.
     """

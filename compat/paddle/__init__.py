@@ -38,18 +38,8 @@ from commlib.compat.paddle.blocks import (
 from commlib.compat.paddle.distributed.collectives import alltoall_single
 from commlib.compat.paddle.experts import global_gather, global_scatter
 from commlib.compat.paddle.in_place import (
-    c_allreduce_avg_,
-    c_allreduce_max_,
-    c_allreduce_min_,
-    c_allreduce_prod_,
-    c_allreduce_sum_,
     c_broadcast_,
     c_identity_,
-    c_reduce_avg_,
-    c_reduce_max_,
-    c_reduce_min_,
-    c_reduce_prod_,
-    c_reduce_sum_,
     c_sync_calc_stream_,
     c_sync_comm_stream_,
     mp_allreduce_sum_,
@@ -103,6 +93,18 @@ from commlib.compat.paddle.reductions import (
     c_allreduce_prod,
     c_allreduce_sum,
     c_reducescatter,
+)
+from commlib.compat.paddle.reductions_in_place import (
+    c_allreduce_avg_,
+    c_allreduce_max_,
+    c_allreduce_min_,
+    c_allreduce_prod_,
+    c_allreduce_sum_,
+    c_reduce_avg_,
+    c_reduce_max_,
+    c_reduce_min_,
+    c_reduce_prod_,
+    c_reduce_sum_,
 )
 from commlib.compat.paddle.rings import (
     c_comm_init,

@@ -10,126 +10,10 @@ from commlib import ops
 from commlib.compat.paddle.checks import detached, position, ring_of
 from commlib.compat.paddle.partial import partial_allgather
 from commlib.compat.paddle.reductions import all_reduced
-from commlib.compat.paddle.root_reductions import reduced
 from commlib.compat.paddle.streams import c_sync_calc_stream, c_sync_comm_stream
 from commlib.compat.paddle.tensor_parallel import c_identity, mp_allreduce_sum
 
 Tensor = torch.Tensor
-
-
-def c_allreduce_sum_(
-    x: Tensor, ring_id: int = 0, use_calc_stream: bool = False, use_model_parallel: bool = False
-) -> Tensor:
-    """Write the sum of ``x`` over the ring to ``x``, on every rank.
-
-    Source: operator ``c_allreduce_sum_``. Arguments and errors are those of ``c_allreduce_sum``.
-    """
-    all_reduced("c_allreduce_sum_", "sum", x, ring_id, use_calc_stream, in_place=True)
-    return x
-
-
-def c_allreduce_max_(
-    x: Tensor, ring_id: int = 0, use_calc_stream: bool = False, use_model_parallel: bool = False
-) -> Tensor:
-    """Write the maximum of ``x`` over the ring to ``x``, on every rank.
-
-    Source: operator ``c_allreduce_max_``. Arguments and errors are those of ``c_allreduce_max``.
-    """
-    all_reduced("c_allreduce_max_", "max", x, ring_id, use_calc_stream, in_place=True)
-    return x
-
-
-def c_allreduce_min_(
-    x: Tensor, ring_id: int = 0, use_calc_stream: bool = False, use_model_parallel: bool = False
-) -> Tensor:
-    """Write the minimum of ``x`` over the ring to ``x``, on every rank.
-
-    Source: operator ``c_allreduce_min_``. Arguments and errors are those of ``c_allreduce_min``.
-    """
-    all_reduced("c_allreduce_min_", "min", x, ring_id, use_calc_stream, in_place=True)
-    return x
-
-
-def c_allreduce_prod_(
-    x: Tensor, ring_id: int = 0, use_calc_stream: bool = False, use_model_parallel: bool = False
-) -> Tensor:
-    """Write the product of ``x`` over the ring to ``x``, on every rank.
-
-    Source: operator ``c_allreduce_prod_``. Arguments and errors are those of ``c_allreduce_prod``.
-    """
-    all_reduced("c_allreduce_prod_", "prod", x, ring_id, use_calc_stream, in_place=True)
-    return x
-
-
-def c_allreduce_avg_(
-    x: Tensor, ring_id: int = 0, use_calc_stream: bool = False, use_model_parallel: bool = False
-) -> Tensor:
-    """Write the mean of ``x`` over the ring to ``x``, on every rank.
-
-    Source: operator ``c_allreduce_avg_``. Arguments and errors are those of ``c_allreduce_avg``.
-    """
-    all_reduced("c_allreduce_avg_", "avg", x, ring_id, use_calc_stream, in_place=True)
-    return x
-
-
-def c_reduce_sum_(
-    x: Tensor, ring_id: int = 0, root_id: int = 0, use_calc_stream: bool = False
-) -> Tensor:
-    """Write the sum of ``x`` over the ring to ``x`` on position ``root_id``.
-
-    Source: operator ``c_reduce_sum_``. Arguments and errors are those of ``c_reduce_sum``.
-    Other ranks keep ``x``.
-    """
-    reduced("c_reduce_sum_", "sum", x, ring_id, root_id, use_calc_stream, in_place=True)
-    return x
-
-
-def c_reduce_max_(
-    x: Tensor, ring_id: int = 0, root_id: int = 0, use_calc_stream: bool = False
-) -> Tensor:
-    """Write the maximum of ``x`` over the ring to ``x`` on position ``root_id``.
-
-    Source: operator ``c_reduce_max_``. Arguments and errors are those of ``c_reduce_max``.
-    Other ranks keep ``x``.
-    """
-    reduced("c_reduce_max_", "max", x, ring_id, root_id, use_calc_stream, in_place=True)
-    return x
-
-
-def c_reduce_min_(
-    x: Tensor, ring_id: int = 0, root_id: int = 0, use_calc_stream: bool = False
-) -> Tensor:
-    """Write the minimum of ``x`` over the ring to ``x`` on position ``root_id``.
-
-    Source: operator ``c_reduce_min_``. Arguments and errors are those of ``c_reduce_min``.
-    Other ranks keep ``x``.
-    """
-    reduced("c_reduce_min_", "min", x, ring_id, root_id, use_calc_stream, in_place=True)
-    return x
-
-
-def c_reduce_prod_(
-    x: Tensor, ring_id: int = 0, root_id: int = 0, use_calc_stream: bool = False
-) -> Tensor:
-    """Write the product of ``x`` over the ring to ``x`` on position ``root_id``.
-
-    Source: operator ``c_reduce_prod_``. Arguments and errors are those of ``c_reduce_prod``.
-    Other ranks keep ``x``.
-    """
-    reduced("c_reduce_prod_", "prod", x, ring_id, root_id, use_calc_stream, in_place=True)
-    return x
-
-
-def c_reduce_avg_(
-    x: Tensor, ring_id: int = 0, root_id: int = 0, use_calc_stream: bool = False
-) -> Tensor:
-    """Write the mean of ``x`` over the ring to ``x`` on position ``root_id``.
-
-    Source: operator ``c_reduce_avg_``. Arguments and errors are those of ``c_reduce_avg``.
-    Other ranks keep ``x``.
-    """
-    reduced("c_reduce_avg_", "avg", x, ring_id, root_id, use_calc_stream, in_place=True)
-    return x
 
 
 def c_broadcast_(
@@ -137,7 +21,19 @@ def c_broadcast_(
 ) -> Tensor:
     """Write the ``x`` of position ``root`` to ``x``, on every rank.
 
-    Source: operator ``c_broadcast_``. Arguments and errors are those of ``c_broadcast``.
+    Source: operator ``c_broadcast_``. It has no gradient.
+
+    Args:
+        x: Any shape and dtype, the same on every rank.
+        ring_id: The ring.
+        root: Position of the sender in the ring.
+        use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.
+
+    Returns:
+        ``x``.
+
+    Raises:
+        PeerError: ``root`` is not a position in the ring.
     """
     root = position("c_broadcast_", ring_of("c_broadcast_", ring_id), "root", root)
     own = detached(x)
@@ -152,8 +48,21 @@ def mp_allreduce_sum_(
 ) -> Tensor:
     """Write the sum of ``x`` over the ring to ``x``; the gradient passes unchanged.
 
-    Source: operator ``mp_allreduce_sum_``. Arguments and errors are those of ``mp_allreduce_sum``.
-    An ``x`` that requires grad must not be a leaf of the graph.
+    Source: operator ``mp_allreduce_sum_``, whose gradient is ``c_identity``.
+
+    Args:
+        x: Any shape, the same on every rank. If it requires grad, it must not be a leaf of the
+            graph.
+        ring_id: The ring.
+        use_calc_stream: True runs on the current stream, False raw on the ring's comm stream. A
+            call whose ``x`` requires grad is always fenced.
+        use_model_parallel: Ignored.
+
+    Returns:
+        ``x``.
+
+    Raises:
+        CommError: As ``ops.all_reduce``.
     """
     if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
         return x.copy_(mp_allreduce_sum(x, ring_id, use_calc_stream))
@@ -166,8 +75,21 @@ def c_identity_(
 ) -> Tensor:
     """Return ``x``, whose gradient is summed over the ring from here on.
 
-    Source: operator ``c_identity_``. Arguments and errors are those of ``c_identity``. An ``x``
-    that requires grad must not be a leaf of the graph.
+    Source: operator ``c_identity_``, whose gradient is ``c_allreduce_sum``.
+
+    Args:
+        x: Any shape, the same on every rank. If it requires grad, it must not be a leaf of the
+            graph.
+        ring_id: The ring.
+        use_calc_stream: True runs the backward on the current stream, False on the ring's comm
+            stream. Both are fenced.
+        use_model_parallel: Ignored.
+
+    Returns:
+        ``x``.
+
+    Raises:
+        CommError: As ``ops.identity``.
     """
     ring_of("c_identity_", ring_id)
     if x.requires_grad and torch.is_grad_enabled():
@@ -176,17 +98,36 @@ def c_identity_(
 
 
 def c_sync_calc_stream_(x: Tensor) -> Tensor:
-    """Hold the host until the current stream has finished its work; return ``x``.
+    """Hold the host until the current stream has finished its work.
 
     Source: operator ``c_sync_calc_stream_``, which is ``c_sync_calc_stream``.
+
+    Args:
+        x: A tensor.
+
+    Returns:
+        ``x``. It is unchanged.
+
+    Raises:
+        CommTimeout: The stream is still busy after FLAGS_comm_timeout_s seconds.
     """
     return c_sync_calc_stream(x)
 
 
 def c_sync_comm_stream_(x: Tensor, ring_id: int = 0) -> Tensor:
-    """Hold the host until the ring's comm stream has finished its work; return ``x``.
+    """Hold the host until the ring's comm stream has finished its work.
 
     Source: operator ``c_sync_comm_stream_``, which is ``c_sync_comm_stream``.
+
+    Args:
+        x: A tensor.
+        ring_id: The ring.
+
+    Returns:
+        ``x``. It is unchanged.
+
+    Raises:
+        CommTimeout: The comm stream is still busy after the ring's timeout.
     """
     return c_sync_comm_stream(x, ring_id)
 
@@ -194,8 +135,23 @@ def c_sync_comm_stream_(x: Tensor, ring_id: int = 0) -> Tensor:
 def partial_allgather_(
     x: Tensor, nranks: int, rank: int, ring_id: int = 0, use_calc_stream: bool = False
 ) -> Tensor:
-    """Fill slice r of the flattened ``x`` from position r, and return ``x``.
+    """Fill slice r of the flattened ``x`` from position r, in place.
 
     Source: operator ``partial_allgather_``, which is ``partial_allgather``.
+
+    Args:
+        x: Any shape and dtype; ``nranks`` must divide its number of elements. This rank sends its
+            own slice.
+        nranks: Size of the ring.
+        rank: This rank's position in the ring.
+        ring_id: The ring.
+        use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.
+
+    Returns:
+        ``x``.
+
+    Raises:
+        ArgumentError: ``nranks`` or ``rank`` differs from the ring's.
+        ShapeError: ``nranks`` does not divide the number of elements.
     """
     return partial_allgather(x, nranks, rank, ring_id, use_calc_stream)

@@ -12,7 +12,17 @@ def mp_allreduce_max(
 ) -> Tensor:
     """Return, on every rank, the maximum of ``x`` over the ring.
 
-    Arguments and errors are those of ``c_allreduce_max``.
+    Args:
+        x: Any shape, the same on every rank; a dtype of ``ops.all_reduce``.
+        ring_id: The ring.
+        use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.
+        use_model_parallel: Ignored.
+
+    Returns:
+        A new tensor of the shape of ``x``.
+
+    Raises:
+        CommError: As ``ops.all_reduce``.
     """
     return all_reduced("mp_allreduce_max", "max", x, ring_id, use_calc_stream)
 
@@ -22,7 +32,17 @@ def mp_allreduce_min(
 ) -> Tensor:
     """Return, on every rank, the minimum of ``x`` over the ring.
 
-    Arguments and errors are those of ``c_allreduce_min``.
+    Args:
+        x: Any shape, the same on every rank; a dtype of ``ops.all_reduce``.
+        ring_id: The ring.
+        use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.
+        use_model_parallel: Ignored.
+
+    Returns:
+        A new tensor of the shape of ``x``.
+
+    Raises:
+        CommError: As ``ops.all_reduce``.
     """
     return all_reduced("mp_allreduce_min", "min", x, ring_id, use_calc_stream)
 
@@ -32,7 +52,17 @@ def mp_allreduce_prod(
 ) -> Tensor:
     """Return, on every rank, the product of ``x`` over the ring.
 
-    Arguments and errors are those of ``c_allreduce_prod``.
+    Args:
+        x: Any shape, the same on every rank; a dtype of ``ops.all_reduce``.
+        ring_id: The ring.
+        use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.
+        use_model_parallel: Ignored.
+
+    Returns:
+        A new tensor of the shape of ``x``.
+
+    Raises:
+        CommError: As ``ops.all_reduce``.
     """
     return all_reduced("mp_allreduce_prod", "prod", x, ring_id, use_calc_stream)
 
@@ -40,7 +70,20 @@ def mp_allreduce_prod(
 def mp_allreduce_max_(
     x: Tensor, ring_id: int = 0, use_calc_stream: bool = False, use_model_parallel: bool = True
 ) -> Tensor:
-    """Write the maximum of ``x`` over the ring to ``x``, on every rank, and return ``x``."""
+    """Write the maximum of ``x`` over the ring to ``x``, on every rank.
+
+    Args:
+        x: Any shape, the same on every rank; a dtype of ``ops.all_reduce``.
+        ring_id: The ring.
+        use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.
+        use_model_parallel: Ignored.
+
+    Returns:
+        ``x``.
+
+    Raises:
+        CommError: As ``ops.all_reduce``.
+    """
     all_reduced("mp_allreduce_max_", "max", x, ring_id, use_calc_stream, in_place=True)
     return x
 
@@ -48,7 +91,20 @@ def mp_allreduce_max_(
 def mp_allreduce_min_(
     x: Tensor, ring_id: int = 0, use_calc_stream: bool = False, use_model_parallel: bool = True
 ) -> Tensor:
-    """Write the minimum of ``x`` over the ring to ``x``, on every rank, and return ``x``."""
+    """Write the minimum of ``x`` over the ring to ``x``, on every rank.
+
+    Args:
+        x: Any shape, the same on every rank; a dtype of ``ops.all_reduce``.
+        ring_id: The ring.
+        use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.
+        use_model_parallel: Ignored.
+
+    Returns:
+        ``x``.
+
+    Raises:
+        CommError: As ``ops.all_reduce``.
+    """
     all_reduced("mp_allreduce_min_", "min", x, ring_id, use_calc_stream, in_place=True)
     return x
 
@@ -56,6 +112,19 @@ def mp_allreduce_min_(
 def mp_allreduce_prod_(
     x: Tensor, ring_id: int = 0, use_calc_stream: bool = False, use_model_parallel: bool = True
 ) -> Tensor:
-    """Write the product of ``x`` over the ring to ``x``, on every rank, and return ``x``."""
+    """Write the product of ``x`` over the ring to ``x``, on every rank.
+
+    Args:
+        x: Any shape, the same on every rank; a dtype of ``ops.all_reduce``.
+        ring_id: The ring.
+        use_calc_stream: True runs on the current stream, False raw on the ring's comm stream.
+        use_model_parallel: Ignored.
+
+    Returns:
+        ``x``.
+
+    Raises:
+        CommError: As ``ops.all_reduce``.
+    """
     all_reduced("mp_allreduce_prod_", "prod", x, ring_id, use_calc_stream, in_place=True)
     return x

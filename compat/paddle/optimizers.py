@@ -175,7 +175,11 @@ class DistributedFusedLamb(ops.DistributedFusedLamb):
         )
 
     def clear_grad(self, set_to_zero: bool = True) -> None:
-        """Set the gradients to zero, or drop them."""
+        """Set the gradients to zero, or drop them.
+
+        Args:
+            set_to_zero: False drops the gradients.
+        """
         self.zero_grad(set_to_none=not set_to_zero)
 
 

@@ -170,7 +170,18 @@ def dist_concat(x: Tensor, ring_id: int = 0, nranks: int = 1) -> Tensor:
 def p_send(x: Tensor, ring_id: int = 0, peer: int = 0, dynamic_shape: bool = False) -> None:
     """Send ``x`` to position ``peer``, which calls ``p_recv``.
 
-    Source: operator ``p_send``. Arguments and errors are those of ``send_v2``.
+    Source: operator ``p_send``.
+
+    Args:
+        x: Any shape and dtype.
+        ring_id: The ring.
+        peer: Position of the receiver in the ring.
+        dynamic_shape: True sends the number of dims and the dims first, both as int32. This header
+            needs eager code outside captures and ``ring.group()``.
+
+    Raises:
+        PeerError: ``peer`` is not a position in the ring, or is this rank.
+        ArgumentError: ``dynamic_shape`` in compiled code, a capture or a group.
     """
     position("p_send", ring_of("p_send", ring_id), "peer", peer)
     send_v2(x, ring_id, peer, use_calc_stream=True, dynamic_shape=dynamic_shape)
@@ -185,7 +196,23 @@ def p_recv(
 ) -> Tensor:
     """Return the tensor that position ``peer`` sends with ``p_send``.
 
-    Source: operator ``p_recv``. Arguments and errors are those of ``recv_v2``.
+    Source: operator ``p_recv``.
+
+    Args:
+        ring_id: The ring.
+        peer: Position of the sender in the ring.
+        dtype: A torch dtype, its name, or Paddle's code (5 is float32).
+        out_shape: Shape of the tensor, every dim at least 1.
+        dynamic_shape: True ignores ``out_shape`` and receives the shape; the host waits for it.
+
+    Returns:
+        A new tensor.
+
+    Raises:
+        PeerError: ``peer`` is not a position in the ring, or is this rank.
+        ShapeError: ``out_shape`` is empty or has a dim below 1.
+        DtypeError: ``dtype`` is unknown.
+        ArgumentError: ``dynamic_shape`` in compiled code, a capture or a group.
     """
     position("p_recv", ring_of("p_recv", ring_id), "peer", peer)
     return recv_v2(

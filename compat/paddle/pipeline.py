@@ -26,7 +26,7 @@ class LayerDesc:
         self.layer_func, self.inputs, self.kwargs = layer_func, inputs, kwargs
 
     def build_layer(self) -> Any:
-        """Return a new layer."""
+        """Return a new layer, which ``layer_func`` builds."""
         return self.layer_func(*self.inputs, **self.kwargs)
 
 
@@ -128,7 +128,20 @@ class PipelineLayer(torch.nn.Module):
         self._weights = self._share(shared_ring_id)
 
     def forward(self, x: Any, chunk_id: int | None = None) -> Any:
-        """Run one stage of this rank; ``chunk_id`` is needed where there are several."""
+        """Run one stage of this rank.
+
+        Args:
+            x: The stage's input: the model's on the first stage, else the output of the stage
+                before.
+            chunk_id: Number of the stage among those of this rank. It may be None if there is only
+                one.
+
+        Returns:
+            The stage's output.
+
+        Raises:
+            ArgumentError: ``chunk_id`` is missing, or this rank has no such stage.
+        """
         if chunk_id is None and self._count > 1:
             self._refuse(f"chunk_id is missing; expected 0 to {self._count - 1}")
         if not 0 <= (chunk_id or 0) < self._count:
@@ -142,7 +155,17 @@ class PipelineLayer(torch.nn.Module):
             weight.grad = c_allreduce_sum(grad, ring_id=ring.ring_id, use_calc_stream=True)
 
     def get_stage_from_index(self, layer_idx: int) -> int:
-        """Return the rank of the stage that has a layer."""
+        """Return the rank of the stage that has a layer.
+
+        Args:
+            layer_idx: The layer's position in ``layers``.
+
+        Returns:
+            The rank's position in the ring.
+
+        Raises:
+            ArgumentError: There is no such layer.
+        """
         if not 0 <= layer_idx < len(self._descs):
             self._refuse(f"layer_idx={layer_idx}; expected 0 to {len(self._descs) - 1}")
         return self._part_of(layer_idx) % self._ring.size

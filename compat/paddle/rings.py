@@ -145,7 +145,18 @@ def c_gen_xccl_id(
 ) -> None:
     """Check the arguments of upstream's exchange of ids between custom devices.
 
-    Source: operator ``c_gen_xccl_id``. Arguments and errors are those of ``c_gen_nccl_id``.
+    Source: operator ``c_gen_xccl_id``, which does what ``c_gen_nccl_id`` does.
+
+    Args:
+        rank: This rank's position in the ring.
+        endpoint: This rank's address, "host:port".
+        other_endpoints: The addresses of the other ranks.
+        ring_id: The ring, which does not exist yet.
+
+    Raises:
+        RingError: ``ring_id`` is negative.
+        PeerError: ``rank`` is negative.
+        ArgumentError: An address is not "host:port".
     """
     c_gen_nccl_id(rank, endpoint, other_endpoints, ring_id)
 
@@ -179,7 +190,19 @@ def c_comm_init_all(devices: Sequence[int] = (), ring_id: int = 0) -> CommContex
 def comm_init_all(devices: Sequence[int] = (), ring_id: int = 0) -> CommContext:
     """Create ring ``ring_id`` of all devices of this process, and return it.
 
-    Source: operator ``comm_init_all``. Arguments and errors are those of ``c_comm_init_all``.
+    Source: operator ``comm_init_all``, which does what ``c_comm_init_all`` does.
+
+    Args:
+        devices: The GPU of this process, or nothing.
+        ring_id: The ring.
+
+    Returns:
+        The ring.
+
+    Raises:
+        ArgumentError: There are several devices.
+        DeviceError: There is no such GPU.
+        RingError: ``ring_id`` is negative, or the ring exists with other members.
     """
     return c_comm_init_all(devices, ring_id)
 

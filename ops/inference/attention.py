@@ -13,7 +13,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """What all layers of one call share.
+    """The arguments that all layers of one call share.
 
     ``places`` are the two indices of the new tokens in the cache. ``begins``: the sequences begin
     with this call, and the new tokens suffice. ``bias`` is added to the scores: [B, heads or 1, S,

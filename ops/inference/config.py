@@ -66,6 +66,12 @@ class DecoderConfig:
         """Return why the layers can't be split over ``size`` ranks; None if they can.
 
         Ranks that outnumber the key heads share them: each key head is then on several ranks.
+
+        Args:
+            size: Number of ranks that share the model.
+
+        Returns:
+            The error's text, or None.
         """
         if self.heads % size:
             return (
@@ -85,9 +91,17 @@ class DecoderConfig:
         return None
 
     def local_heads(self, size: int) -> int:
-        """Return the query heads of each of ``size`` ranks."""
+        """Return the query heads of each of ``size`` ranks.
+
+        Args:
+            size: Number of ranks that share the model.
+        """
         return self.heads // size
 
     def local_kv_heads(self, size: int) -> int:
-        """Return the key heads of each of ``size`` ranks."""
+        """Return the key heads of each of ``size`` ranks, at least one.
+
+        Args:
+            size: Number of ranks that share the model.
+        """
         return max(1, self.kv_heads // size)

@@ -34,10 +34,26 @@ class KVCache(Protocol):
         """The most tokens of a sequence."""
 
     def places(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two indices of ``positions`` [B, S]."""
+        """Return the two indices of tokens in the cache.
+
+        Args:
+            positions: [B, S], the position of each new token in its sequence.
+
+        Returns:
+            Two tensors [B, S], indices of the first two dims of each tensor of ``keys`` and
+            ``values``.
+        """
 
     def gathered(self, memory: Tensor, count: int) -> Tensor:
-        """Return one layer's keys or values of ``count`` sequences, [B, capacity, heads, D]."""
+        """Return one layer's keys or values of the first sequences.
+
+        Args:
+            memory: One layer's tensor of ``keys`` or ``values``.
+            count: Number of sequences, from the first one on.
+
+        Returns:
+            [count, capacity, heads, D].
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,12 +95,27 @@ class ContiguousCache:
         return self.keys[0].shape[1]
 
     def places(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return sequence and position of ``positions`` [B, S]."""
+        """Return the two indices of tokens in the cache.
+
+        Args:
+            positions: [B, S], the position of each new token in its sequence.
+
+        Returns:
+            The sequences and the positions, two tensors [B, S].
+        """
         rows = torch.arange(positions.shape[0], device=positions.device)
         return rows[:, None].expand_as(positions), positions
 
     def gathered(self, memory: Tensor, count: int) -> Tensor:
-        """Return the first ``count`` sequences, a view."""
+        """Return one layer's keys or values of the first sequences.
+
+        Args:
+            memory: One layer's tensor of ``keys`` or ``values``.
+            count: Number of sequences, from the first one on.
+
+        Returns:
+            [count, capacity, heads, D], a view.
+        """
         return memory[:count]
 
 
@@ -145,12 +176,27 @@ class PagedCache:
         return self.keys[0].shape[0] - 1
 
     def places(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return page and offset of ``positions`` [B, S]."""
+        """Return the two indices of tokens in the cache.
+
+        Args:
+            positions: [B, S], the position of each new token in its sequence.
+
+        Returns:
+            The pages and the offsets inside them, two tensors [B, S].
+        """
         rows = self.table[: positions.shape[0]].long()
         return rows.gather(1, positions // self.page_size), positions % self.page_size
 
     def gathered(self, memory: Tensor, count: int) -> Tensor:
-        """Return the pages of the first ``count`` sequences, a copy."""
+        """Return one layer's keys or values of the first sequences.
+
+        Args:
+            memory: One layer's tensor of ``keys`` or ``values``.
+            count: Number of sequences, from the first one on.
+
+        Returns:
+            [count, capacity, heads, D], a copy.
+        """
         return memory[self.table[:count].long()].flatten(1, 2)
 
 
@@ -177,6 +223,10 @@ class PagePool:
 
     def reserve(self, sequence: int, tokens: int) -> None:
         """Give a sequence enough pages for its first ``tokens`` tokens.
+
+        Args:
+            sequence: The sequence's row of the table.
+            tokens: Number of tokens that the sequence has in all.
 
         Raises:
             ArgumentError: The sequence does not exist, the tokens do not fit into a row of the
@@ -207,7 +257,14 @@ class PagePool:
             owned.append(page)
 
     def release(self, sequence: int) -> None:
-        """Take all pages of a finished sequence back."""
+        """Free all pages of a finished sequence.
+
+        Args:
+            sequence: The sequence's row of the table.
+
+        Raises:
+            ArgumentError: The sequence does not exist.
+        """
         owned = self._pages(sequence)
         self._free += owned[::-1]
         owned.clear()

@@ -130,11 +130,31 @@ class Llama:
         )
 
     def quantize(self, dtype: torch.dtype) -> "Llama":
-        """Return the model with the linear layers of its layers in int8 or float8_e4m3fn."""
+        """Return the model with the linear layers of its layers in 8 bits.
+
+        Args:
+            dtype: torch.int8 or torch.float8_e4m3fn.
+
+        Returns:
+            A new model. It shares the weights that are not quantized.
+
+        Raises:
+            DtypeError: ``dtype`` is another one, or the model is quantized already.
+        """
         return replace(self, layers=tuple(layer.quantize(dtype) for layer in self.layers))
 
     def rotary(self, positions: int) -> Rotary:
-        """Return the rotary tables for so many positions, those of the cache."""
+        """Return the model's rotary tables.
+
+        Args:
+            positions: Number of positions, the capacity of the cache.
+
+        Returns:
+            The tables, on the ring's device.
+
+        Raises:
+            ArgumentError: ``positions`` or the model's scaling is invalid.
+        """
         device = self.ring.device
         return rotary_tables(self.config.head_dim, positions, device=device, **self.rope)
 
@@ -147,7 +167,21 @@ class Llama:
         *,
         check_positions: bool = True,
     ) -> Tensor:
-        """Return the last activations of new tokens [B, S]; see ``fused_multi_transformer``."""
+        """Return the last activations of new tokens.
+
+        Args:
+            tokens: [B, S], the numbers of the new tokens.
+            cache: Keys and values of earlier tokens; those of the new ones are added.
+            start: As in ``fused_multi_transformer``.
+            rotary: The tables that ``rotary`` returns.
+            check_positions: As in ``fused_multi_transformer``.
+
+        Returns:
+            [B, S, hidden].
+
+        Raises:
+            CommError: As ``fused_multi_transformer``.
+        """
         return fused_multi_transformer(
             F.embedding(tokens, self.embedding),
             self.layers,
@@ -161,12 +195,22 @@ class Llama:
         )
 
     def logits(self, activations: Tensor) -> Tensor:
-        """Return the scores of all tokens of the vocabulary, on every rank."""
+        """Return the scores of all tokens of the vocabulary, on every rank.
+
+        Args:
+            activations: [..., hidden].
+
+        Returns:
+            [..., vocabulary].
+        """
         return concat(F.linear(activations, self.head), self.ring)
 
 
 def llama_config(about: Mapping[str, Any]) -> DecoderConfig:
     """Return the shape of a Llama from its config.json.
+
+    Args:
+        about: The contents of config.json.
 
     Raises:
         ArgumentError: It is another kind of model.

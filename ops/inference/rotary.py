@@ -30,13 +30,27 @@ class Rotary:
     interleaved: bool = False
 
     def at(self, positions: Tensor) -> "Rotary":
-        """Return the rows of ``positions`` [B, S], for heads [B, S, heads, D]."""
+        """Return the rows of some positions.
+
+        Args:
+            positions: [B, S].
+
+        Returns:
+            Tables for heads [B, S, heads, D].
+        """
         return Rotary(
             self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2), self.interleaved
         )
 
     def rotate(self, heads: Tensor) -> Tensor:
-        """Return ``heads``, rotated in float32 and rounded once; ``self`` comes from ``at``."""
+        """Return rotated heads; ``at`` has returned this object.
+
+        Args:
+            heads: [B, S, heads, D].
+
+        Returns:
+            A tensor of the shape and dtype of ``heads``, computed in float32 and rounded once.
+        """
         width = 2 * self.cos.shape[-1]
         turned, rest = heads[..., :width].float(), heads[..., width:]
         if self.interleaved:
@@ -64,11 +78,22 @@ class TokenRotary:
     sin: Tensor
 
     def at(self, positions: Tensor) -> "TokenRotary":
-        """Return the same: the angles are those of the tokens."""
+        """Return this object: the angles are those of the tokens.
+
+        Args:
+            positions: Ignored.
+        """
         return self
 
     def rotate(self, heads: Tensor) -> Tensor:
-        """Return ``heads`` [B, S, heads, D], rotated in float32 and rounded once."""
+        """Return rotated heads.
+
+        Args:
+            heads: [B, S, heads, D].
+
+        Returns:
+            A tensor of the shape and dtype of ``heads``, computed in float32 and rounded once.
+        """
         parts = heads.unflatten(-1, (self.cos.shape[2], -1)).float()
         first, second = parts.chunk(2, dim=-1)
         cos, sin = self.cos.unsqueeze(2), self.sin.unsqueeze(2)

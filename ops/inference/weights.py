@@ -76,7 +76,15 @@ class DecoderLayer:
 
     @staticmethod
     def shapes(config: DecoderConfig, size: int = 1) -> dict[str, Shape]:
-        """Return the shape of each weight on one of ``size`` ranks."""
+        """Return the shape of each weight on one of ``size`` ranks.
+
+        Args:
+            config: The shape of the whole model.
+            size: Number of ranks that share the model.
+
+        Returns:
+            Shapes by the weights' names. Whole weights: ``size=1``.
+        """
         heads, kv_heads = config.local_heads(size), config.local_kv_heads(size)
         rows = (heads + 2 * kv_heads) * config.head_dim
         inner, hidden = config.inner // size, config.hidden
@@ -92,9 +100,15 @@ class DecoderLayer:
         return weights | {f"{name}_bias": shape[:1] for name, shape in weights.items()}
 
     def shard(self, config: DecoderConfig, rank: int, size: int) -> "DecoderLayer":
-        """Return the weights of ``rank``, one of ``size`` ranks, from those of a whole layer.
+        """Return one rank's weights from those of a whole layer.
 
-        Shards are new tensors, so that the whole layer can be freed.
+        Args:
+            config: The shape of the whole model.
+            rank: Position of the rank among them.
+            size: Number of ranks that share the model.
+
+        Returns:
+            A layer whose split weights are new tensors, so that the whole layer can be freed.
 
         Raises:
             ArgumentError: The layer can't be split over so many ranks, or is quantized.
@@ -124,7 +138,17 @@ class DecoderLayer:
         return replace(self, **parts)
 
     def quantize(self, dtype: torch.dtype) -> "DecoderLayer":
-        """Return the layer with its four linear layers in ``dtype``: int8 or float8_e4m3fn."""
+        """Return the layer with its four linear layers in 8 bits.
+
+        Args:
+            dtype: torch.int8 or torch.float8_e4m3fn.
+
+        Returns:
+            A new layer. It shares the weights that are not quantized.
+
+        Raises:
+            DtypeError: ``dtype`` is another one, or the layer is quantized already.
+        """
         quantized: dict[str, Any] = {name: quantize(getattr(self, name), dtype) for name in LINEARS}
         return replace(self, **quantized)
 
@@ -165,8 +189,15 @@ class _Part:
 def quantize(weight: Weight, dtype: torch.dtype) -> QuantizedWeight:
     """Quantize a weight to 8 bits with one scale per output; the largest value stays exact.
 
+    Args:
+        weight: [outputs, inputs], a floating dtype.
+        dtype: torch.int8 or torch.float8_e4m3fn.
+
+    Returns:
+        The weight in 8 bits.
+
     Raises:
-        DtypeError: ``dtype`` is not int8 or float8_e4m3fn, or the weight is quantized already.
+        DtypeError: ``dtype`` is another one, or the weight is quantized already.
     """
     if dtype not in LARGEST:
         raise DtypeError(f"quantize: dtype={dtype}; expected torch.int8 or torch.float8_e4m3fn")

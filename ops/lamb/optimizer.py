@@ -237,6 +237,9 @@ class DistributedFusedLamb(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; only the constructor can.
 
+        Args:
+            param_group: Parameters, and their settings.
+
         Raises:
             ArgumentError: The buffers exist, or a setting of the group is out of range.
         """
@@ -279,8 +282,11 @@ class DistributedFusedLamb(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of any number of ranks. Load the model too.
 
-        Every rank of the ring calls it with the same state. The hosts compare what they load; no
-        tensor is sent. A learning rate in a tensor keeps its memory, for captured steps.
+        Every rank of the ring calls it. The hosts compare what they load; no tensor is sent. A
+        learning rate in a tensor keeps its memory, for captured steps.
+
+        Args:
+            state_dict: A result of ``state_dict``, the same on every rank of the ring.
 
         Raises:
             ArgumentError: The state is of other parameters or of another optimizer, or the ranks

@@ -111,10 +111,11 @@ def run_tune(nproc: int, path: Path = kernel_table.TABLE) -> int:
     except (LaunchError, subprocess.TimeoutExpired) as error:
         _say(progress, f"measuring failed: {error}", "red")
         return 1
-    for verb, rows in found.items():
+    for collective, rows in found.items():
         for row in rows:
             _say(
-                progress, f"{verb}, {nproc} ranks, up to {row.most}: {', '.join(map(str, row[1:]))}"
+                progress,
+                f"{collective}, {nproc} ranks, up to {row.most}: {', '.join(map(str, row[1:]))}",
             )
     _say(progress, f"written: {path}")
     return 0

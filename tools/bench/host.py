@@ -23,7 +23,7 @@ VERB, COMM_STREAM = "comm.all_reduce(out, x)", "ops.all_reduce(x, out=x, use_cal
 BARE, DIST = "bare CuPy", "dist.all_reduce(x)"
 SYMM = "symm_mem.one_shot_all_reduce(x)"
 IDLE, BUSY = "idle", "busy"
-OVER_BARE_US, OF_DIST, OF_SYMM = 3.0, 0.65, 0.9
+OVER_BARE_US, OF_DIST, OF_SYMM = 2.5, 0.65, 0.9
 CAPTION = (
     f"Host time of one 4-byte float32 sum on rank 0, flag on: {CALLS} calls back to back, no "
     f"synchronisation inside a round. idle: nothing else runs; busy: one process per core "

@@ -43,19 +43,19 @@ refusal = gpu_refusal
 def tune(nproc: int, path: Path) -> dict[str, tuple[Row, ...]]:
     """Measure on ``nproc`` GPUs and write their rows into the table at ``path``; others stay.
 
-    Returns the rows by verb. Raises ``LaunchError``.
+    Returns the rows by collective. Raises ``LaunchError``.
     """
     found = launch("tune", nproc, rounds=ROUNDS)
-    rows = {verb: tuple(Row(*row) for row in given) for verb, given in found.items()}
-    verbs = {verb: dict(sizes) for verb, sizes in kernel_table.table().items()}
-    for verb, measured in rows.items():
-        verbs[verb][nproc] = measured
-    kernel_table.write(path, verbs)
+    rows = {collective: tuple(Row(*row) for row in given) for collective, given in found.items()}
+    collectives = {collective: dict(sizes) for collective, sizes in kernel_table.table().items()}
+    for collective, measured in rows.items():
+        collectives[collective][nproc] = measured
+    kernel_table.write(path, collectives)
     return rows
 
 
 def measure(rounds: int) -> dict[str, list[Row]]:
-    """Return the rows of each verb for the ring of all ranks."""
+    """Return the rows of each collective for the ring of all ranks."""
     with flags.override(flags.CUSTOM_ALLREDUCE, True):
         ring = commlib.init("nccl")
     channel = getattr(ring._engine, "_push", None)
@@ -65,9 +65,15 @@ def measure(rounds: int) -> dict[str, list[Row]]:
     try:
         bench = _Bench(ring, channel, rounds)
         return {
-            **{verb: bench.rows(verb, kernels, SIZES) for verb, kernels in _whole()},
-            **{verb: bench.rows(verb, kernels, PARTS) for verb, kernels in _by_part()},
-            fused_norm.VERB: bench.norm_rows(),
+            **{
+                collective: bench.rows(collective, kernels, SIZES)
+                for collective, kernels in _whole()
+            },
+            **{
+                collective: bench.rows(collective, kernels, PARTS)
+                for collective, kernels in _by_part()
+            },
+            fused_norm.COLLECTIVE: bench.norm_rows(),
         }
     finally:
         dist.destroy_process_group()
@@ -103,19 +109,19 @@ class _Bench:
         self.out = torch.empty_like(self.x)
         self.norm = fused_norm.PushNorm(channel, ring._hosts)
 
-    def rows(self, verb: str, kernels: Sequence[str], sizes: Iterable[int]) -> list[Row]:
+    def rows(self, collective: str, kernels: Sequence[str], sizes: Iterable[int]) -> list[Row]:
         """Return the fastest row up to each size, and NCCL from where that is faster."""
         found: list[Row] = []
         for nbytes in sizes:
             times = {
-                row: self._time(self._pushed(verb, row))
-                for row in self._able(verb, kernels, nbytes)
+                row: self._time(self._pushed(collective, row))
+                for row in self._able(collective, kernels, nbytes)
             }
             best = min(times.values(), default=None)
-            if best is None or self._time(self._by_nccl(verb, nbytes)) < best:
+            if best is None or self._time(self._by_nccl(collective, nbytes)) < best:
                 break
             _extend(found, times, nbytes)
-        if found and verb == "all_reduce" and found[-1].most == SIZES[-1]:
+        if found and collective == "all_reduce" and found[-1].most == SIZES[-1]:
             found[-1] = found[-1]._replace(most=MOST)
         return found
 
@@ -136,29 +142,29 @@ class _Bench:
         steps = self.norm.plan(NORM_ITEMS, x.numel(), DTYPE, row)
         return partial(self.norm.launch, *how.outputs(x)[:1], x, torch.empty_like(x), how, steps)
 
-    def _able(self, verb: str, kernels: Sequence[str], nbytes: int) -> Iterator[Row]:
+    def _able(self, collective: str, kernels: Sequence[str], nbytes: int) -> Iterator[Row]:
         """Yield the candidates; a part, which can't be cut, has to fit into the channel."""
         for kernel in kernels:
-            whole = verb == "all_reduce"
+            whole = collective == "all_reduce"
             if whole or nbytes <= self.channel.window(kernel):
                 for threads in THREADS:
                     wide = nbytes // kernel_table.VECTOR > threads * BLOCKS[0]
                     caps = BLOCKS if wide else BLOCKS[:1]
                     yield from (Row(nbytes, kernel, threads, blocks) for blocks in caps)
 
-    def _pushed(self, verb: str, row: Row) -> Callable[[], object]:
-        moved = self._moved(verb)
+    def _pushed(self, collective: str, row: Row) -> Callable[[], object]:
+        moved = self._moved(collective)
         steps = moved.steps_of(row, row.most)
         return partial(self.channel.launch, steps, self.out, self.x)
 
-    def _moved(self, verb: str) -> PushCollective:
-        if verb in MOVEMENTS:
-            return PushCollective.moving(self.channel, verb)
-        found = PushCollective.reducing(self.channel, verb, DTYPE, "sum")
+    def _moved(self, collective: str) -> PushCollective:
+        if collective in MOVEMENTS:
+            return PushCollective.moving(self.channel, collective)
+        found = PushCollective.reducing(self.channel, collective, DTYPE, "sum")
         assert found is not None  # bfloat16 sums are what the kernels are for
         return found
 
-    def _by_nccl(self, verb: str, nbytes: int) -> Callable[[], object]:
+    def _by_nccl(self, collective: str, nbytes: int) -> Callable[[], object]:
         items = nbytes // DTYPE.itemsize
         part, whole = self.x[:items], self.out[: items * self.ring.size]
         return {
@@ -166,7 +172,7 @@ class _Bench:
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
             "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
             "all_to_all": lambda: dist.all_to_all_single(whole, self.x[: len(whole)]),
-        }[verb]
+        }[collective]
 
     def _time(self, call: Callable[[], Any]) -> float:
         """Return the seconds of a call in a graph, the median of some turns."""

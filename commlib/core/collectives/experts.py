@@ -16,7 +16,9 @@ Tensor = torch.Tensor
 
 
 @lru_cache(maxsize=256)
-def _verb(collective: str, num_experts: int, capacity: int, top_k: int, quantize: bool) -> str:
+def _name_with_settings(
+    collective: str, num_experts: int, capacity: int, top_k: int, quantize: bool
+) -> str:
     """Return the call as it is compared and shown; equal numbers of rows may be other ones."""
     numbers = f"num_experts={num_experts}, capacity={capacity}, top_k={top_k}"
     return f"{collective}({numbers}{', quantize=fp8' if quantize else ''})"
@@ -51,7 +53,9 @@ class Experts(Ring):
         """
         # Ranks may differ in their tokens, but not in their rows.
         rows, spec = x if collective == "expert_combine" else out, args[-1]
-        verb = _verb(collective, spec.num_experts, spec.capacity, spec.top_k, spec.quantize)
-        entry = (verb, rows.numel(), x.dtype, None, None)
+        name = _name_with_settings(
+            collective, spec.num_experts, spec.capacity, spec.top_k, spec.quantize
+        )
+        entry = (name, rows.numel(), x.dtype, None, None)
         call = Call(collective, launch, args, out, x, None, is_plain(self, x, x), entry, out)
         dispatch(self, call, MODES[use_calc_stream, True, True])

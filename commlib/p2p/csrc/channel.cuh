@@ -30,8 +30,8 @@ struct Call {  // as in push_channel.py
     i64 half;            // bytes of a half; the first begins after the control words
     int rank;
     u32 tag;             // number of the stream, from 1 on, and of the launch (kLaunchBits)
-    u32 verb;            // what the error text calls this
-    int option;          // of the verb: divide the sum by the ranks; send each peer its own part
+    u32 collective;      // index of the name in error texts
+    int option;          // divide the sum by the ranks; or send each peer its own part
     int signals;         // whether a gate may wait for this call on another rank
 };
 
@@ -70,9 +70,9 @@ __device__ inline void release_dependents() {
 
 // -- faults ----------------------------------------------------------------------------------------
 
-// Bits of a fault: reason 61..63, verb 53..60, peer 45..52, what 0..31 (epoch, or both tags).
+// Bits of a fault: reason 61..63, collective 53..60, peer 45..52, what 0..31 (epoch, or both tags).
 __device__ inline u64 fault(u32 reason, const Call& call, int peer, u32 what) {
-    return u64(reason) << 61 | u64(call.verb) << 53 | u64(peer) << 45 | what;
+    return u64(reason) << 61 | u64(call.collective) << 53 | u64(peer) << 45 | what;
 }
 
 // One thread of those that run together does it: a million writes to the host would take a second.

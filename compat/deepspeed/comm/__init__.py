@@ -4,6 +4,10 @@ Names, arguments and defaults are those of DeepSpeed. ``prof``, ``log_name`` and
 accepted everywhere: DeepSpeed times such calls and waits for the device around each; here calls and
 bytes are counted, and nothing waits. ``configure`` switches the counters on, ``log_summary`` prints
 them.
+
+``group`` is a process group, None that of all ranks; ``src`` and ``dst`` are global ranks. A call
+with ``async_op=True`` returns a ``Work`` to wait for. On GPUs other calls are in the order of the
+current stream, on CPUs they block the host. Errors are those of ``torch.distributed`` and of rings.
 """
 
 from difflib import get_close_matches
@@ -30,19 +34,12 @@ from commlib.compat.deepspeed.comm.collectives import (
     all_gather_coalesced,
     all_gather_into_tensor,
     all_gather_object,
-    all_reduce,
-    all_reduce_coalesced,
     all_to_all,
     all_to_all_single,
     allgather_fn,
     broadcast,
     broadcast_object_list,
     gather,
-    inference_all_reduce,
-    reduce,
-    reduce_scatter,
-    reduce_scatter_fn,
-    reduce_scatter_tensor,
     scatter,
 )
 from commlib.compat.deepspeed.comm.counters import (
@@ -76,6 +73,15 @@ from commlib.compat.deepspeed.comm.point_to_point import (
     monitored_barrier,
     recv,
     send,
+)
+from commlib.compat.deepspeed.comm.reductions import (
+    all_reduce,
+    all_reduce_coalesced,
+    inference_all_reduce,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_fn,
+    reduce_scatter_tensor,
 )
 
 __all__ = [

@@ -69,7 +69,11 @@ def in_dlts() -> bool:
 
 
 def timed_op(func: Function) -> Function:
-    """Return the function as it is, under its own name: calls are counted, not timed."""
+    """Return the function as it is, under its own name: calls are counted, not timed.
+
+    Args:
+        func: The function.
+    """
     return func
 
 

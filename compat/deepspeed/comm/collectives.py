@@ -1,11 +1,11 @@
-"""The collectives of ``deepspeed.comm``."""
+"""The collectives of ``deepspeed.comm`` that move data without a reduction."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed import ReduceOp
-from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed import Work
+from torch.distributed.distributed_c10d import _coalescing_manager, _CoalescingManager
 
 from commlib.compat import torch_distributed as dist
 from commlib.compat.deepspeed.comm.counters import counters
@@ -23,10 +23,20 @@ def broadcast(
     prof: bool = False,
     log_name: str = "broadcast",
     debug: object = None,
-) -> Any:
-    """Send ``tensor`` of rank ``src`` to every rank of the group."""
+) -> Work | None:
+    """Send ``tensor`` of rank ``src`` to every rank of the group.
+
+    Args:
+        tensor: Any shape, the same on every rank. Input on ``src``, output elsewhere.
+        src: Rank of the sender.
+        group, async_op, prof, log_name, debug: See ``deepspeed.comm``.
+
+    Returns:
+        The work with ``async_op=True``, else None.
+    """
     counters.count(log_name, [tensor], prof)
-    return dist.broadcast(tensor, src, group=group, async_op=async_op)
+    work: Work | None = dist.broadcast(tensor, src, group=group, async_op=async_op)
+    return work
 
 
 def broadcast_object_list(
@@ -35,12 +45,26 @@ def broadcast_object_list(
     group: Group = None,
     device: torch.device | None = None,
 ) -> None:
-    """Send pickled objects of rank ``src`` to every rank of the group."""
+    """Send pickled objects of rank ``src`` to every rank of the group.
+
+    Args:
+        object_list: Objects on ``src``; on other ranks a list of as many entries, which are
+            replaced.
+        src: Rank of the sender.
+        group: See ``deepspeed.comm``.
+        device: Device of the pickled bytes. Default: that of the group.
+    """
     dist.broadcast_object_list(object_list, src=src, group=group, device=device)
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
-    """Fill ``object_list`` with the pickled ``obj`` of each rank."""
+    """Fill ``object_list`` with the pickled ``obj`` of each rank.
+
+    Args:
+        object_list: The output, one entry per rank.
+        obj: An object that can be pickled.
+        group: See ``deepspeed.comm``.
+    """
     dist.all_gather_object(object_list, obj, group=group)
 
 
@@ -52,10 +76,20 @@ def all_gather(
     prof: bool = False,
     log_name: str = "all_gather",
     debug: object = None,
-) -> Any:
-    """Fill ``tensor_list`` with ``tensor`` of each rank."""
+) -> Work | None:
+    """Fill ``tensor_list`` with ``tensor`` of each rank.
+
+    Args:
+        tensor_list: The output, one tensor per rank.
+        tensor: The input of this rank.
+        group, async_op, prof, log_name, debug: See ``deepspeed.comm``.
+
+    Returns:
+        The work with ``async_op=True``, else None.
+    """
     counters.count(log_name, tensor_list, prof)
-    return dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
+    work: Work | None = dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
+    return work
 
 
 def all_gather_into_tensor(
@@ -66,10 +100,22 @@ def all_gather_into_tensor(
     prof: bool = False,
     log_name: str = "all_gather_into_tensor",
     debug: object = None,
-) -> Any:
-    """Fill ``output_tensor`` with ``tensor`` of each rank."""
+) -> Work | None:
+    """Fill ``output_tensor`` with ``tensor`` of each rank.
+
+    Args:
+        output_tensor: The output, with the elements of all inputs in rank order.
+        tensor: Any shape, the same on every rank.
+        group, async_op, prof, log_name, debug: See ``deepspeed.comm``.
+
+    Returns:
+        The work with ``async_op=True``, else None.
+    """
     counters.count(log_name, [output_tensor], prof)
-    return dist.all_gather_into_tensor(output_tensor, tensor, group=group, async_op=async_op)
+    work: Work | None = dist.all_gather_into_tensor(
+        output_tensor, tensor, group=group, async_op=async_op
+    )
+    return work
 
 
 def allgather_fn(
@@ -78,8 +124,17 @@ def allgather_fn(
     group: Group = None,
     async_op: bool = False,
     debug: object = None,
-) -> Any:
-    """Fill ``output_tensor`` with ``input_tensor`` of each rank."""
+) -> Work | None:
+    """Fill ``output_tensor`` with ``input_tensor`` of each rank.
+
+    Args:
+        output_tensor: The output, with the elements of all inputs in rank order.
+        input_tensor: Any shape, the same on every rank.
+        group, async_op, debug: See ``deepspeed.comm``.
+
+    Returns:
+        The work with ``async_op=True``, else None.
+    """
     return all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
@@ -88,8 +143,20 @@ def all_gather_coalesced(
     input_tensors: Sequence[Tensor],
     group: Group = None,
     async_op: bool = False,
-) -> Any:
-    """Fill each output with its input of each rank, as one operation."""
+) -> _CoalescingManager | None:
+    """Fill each output with its input of each rank, as one operation.
+
+    Args:
+        output_tensors: One output per input, as in ``all_gather_into_tensor``.
+        input_tensors: One input or more, on one device.
+        group, async_op: See ``deepspeed.comm``.
+
+    Returns:
+        An object with ``wait()`` with ``async_op=True``, else None.
+
+    Raises:
+        ArgumentError: There is no input, or not one output per input.
+    """
     if len(output_tensors) != len(input_tensors) or not output_tensors:
         raise ArgumentError(
             f"all_gather_coalesced: {len(output_tensors)} outputs for {len(input_tensors)} inputs; "
@@ -103,49 +170,6 @@ def all_gather_coalesced(
     return manager if async_op else None
 
 
-def reduce_scatter(
-    output: Tensor,
-    input_list: list[Tensor],
-    op: Any = ReduceOp.SUM,
-    group: Group = None,
-    async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "reduce_scatter",
-    debug: object = None,
-) -> Any:
-    """Reduce tensor r of the lists to ``output`` on rank r."""
-    counters.count(log_name, input_list, prof)
-    return dist.reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
-
-
-def reduce_scatter_tensor(
-    output_tensor: Tensor,
-    tensor: Tensor,
-    op: Any = ReduceOp.SUM,
-    group: Group = None,
-    async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "reduce_scatter_tensor",
-    debug: object = None,
-) -> Any:
-    """Reduce part r of ``tensor`` to ``output_tensor`` on rank r."""
-    counters.count(log_name, [tensor], prof)
-    return dist.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
-
-
-def reduce_scatter_fn(
-    output_tensor: Tensor,
-    tensor: Tensor,
-    op: Any = ReduceOp.SUM,
-    group: Group = None,
-    async_op: bool = False,
-    prof: bool = False,
-    debug: object = None,
-) -> Any:
-    """Reduce part r of ``tensor`` to ``output_tensor`` on rank r."""
-    return reduce_scatter_tensor(output_tensor, tensor, op, group, async_op, prof)
-
-
 def all_to_all_single(
     output: Tensor,
     tensor: Tensor,
@@ -156,11 +180,25 @@ def all_to_all_single(
     prof: bool = False,
     log_name: str = "all_to_all_single",
     debug: object = None,
-) -> Any:
-    """Send part j of ``tensor`` to rank j, and receive one part of each rank in ``output``."""
+) -> Work | None:
+    """Send part j of ``tensor`` to rank j, and receive one part of each rank in ``output``.
+
+    Args:
+        output: The output, rows along dim 0.
+        tensor: The input, rows along dim 0.
+        output_split_sizes: Rows from each rank. Default: equal parts.
+        input_split_sizes: Rows to each rank. Default: equal parts.
+        group, async_op, prof, log_name, debug: See ``deepspeed.comm``.
+
+    Returns:
+        The work with ``async_op=True``, else None.
+    """
     counters.count(log_name, [tensor], prof)
     splits = (output_split_sizes, input_split_sizes)
-    return dist.all_to_all_single(output, tensor, *splits, group=group, async_op=async_op)
+    work: Work | None = dist.all_to_all_single(
+        output, tensor, *splits, group=group, async_op=async_op
+    )
+    return work
 
 
 def all_to_all(
@@ -168,10 +206,22 @@ def all_to_all(
     input_tensor_list: list[Tensor],
     group: Group = None,
     async_op: bool = False,
-) -> Any:
-    """Send tensor j of the inputs to rank j, and receive one of each rank in the outputs."""
+) -> Work | None:
+    """Send tensor j of the inputs to rank j, and receive one of each rank in the outputs.
+
+    Args:
+        output_tensor_list: The output, one tensor per rank.
+        input_tensor_list: The input, one tensor per rank.
+        group, async_op: See ``deepspeed.comm``.
+
+    Returns:
+        The work with ``async_op=True``, else None.
+    """
     counters.count("all_to_all", input_tensor_list, False)
-    return dist.all_to_all(output_tensor_list, input_tensor_list, group=group, async_op=async_op)
+    work: Work | None = dist.all_to_all(
+        output_tensor_list, input_tensor_list, group=group, async_op=async_op
+    )
+    return work
 
 
 def gather(
@@ -183,10 +233,21 @@ def gather(
     prof: bool = False,
     log_name: str = "gather",
     debug: object = None,
-) -> Any:
-    """Fill ``gather_list`` on rank ``dst`` with ``tensor`` of each rank."""
+) -> Work | None:
+    """Fill ``gather_list`` on rank ``dst`` with ``tensor`` of each rank.
+
+    Args:
+        tensor: Any shape, the same on every rank.
+        gather_list: The output on ``dst``, one tensor per rank; None elsewhere.
+        dst: Rank of the receiver.
+        group, async_op, prof, log_name, debug: See ``deepspeed.comm``.
+
+    Returns:
+        The work with ``async_op=True``, else None.
+    """
     counters.count(log_name, [tensor], prof)
-    return dist.gather(tensor, gather_list, dst=dst, group=group, async_op=async_op)
+    work: Work | None = dist.gather(tensor, gather_list, dst=dst, group=group, async_op=async_op)
+    return work
 
 
 def scatter(
@@ -198,68 +259,18 @@ def scatter(
     prof: bool = False,
     log_name: str = "scatter",
     debug: object = None,
-) -> Any:
-    """Send tensor r of ``scatter_list`` of rank ``src`` to ``tensor`` on rank r."""
+) -> Work | None:
+    """Send tensor r of ``scatter_list`` of rank ``src`` to ``tensor`` on rank r.
+
+    Args:
+        tensor: The output.
+        scatter_list: The input on ``src``, one tensor per rank; None elsewhere.
+        src: Rank of the sender.
+        group, async_op, prof, log_name, debug: See ``deepspeed.comm``.
+
+    Returns:
+        The work with ``async_op=True``, else None.
+    """
     counters.count(log_name, [tensor], prof)
-    return dist.scatter(tensor, scatter_list, src=src, group=group, async_op=async_op)
-
-
-def reduce(
-    tensor: Tensor,
-    dst: int,
-    op: Any = ReduceOp.SUM,
-    group: Group = None,
-    async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "reduce",
-    debug: object = None,
-) -> Any:
-    """Reduce ``tensor`` over the group in place on rank ``dst``."""
-    counters.count(log_name, [tensor], prof)
-    return dist.reduce(tensor, dst, op=op, group=group, async_op=async_op)
-
-
-def all_reduce(
-    tensor: Tensor,
-    op: Any = ReduceOp.SUM,
-    group: Group = None,
-    async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "all_reduce",
-    debug: object = None,
-) -> Any:
-    """Reduce ``tensor`` over the group in place on every rank."""
-    counters.count(log_name, [tensor], prof)
-    return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
-
-
-def inference_all_reduce(
-    tensor: Tensor,
-    op: Any = ReduceOp.SUM,
-    group: Group = None,
-    async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "all_reduce",
-    debug: object = None,
-) -> Any:
-    """Reduce ``tensor`` over the group in place on every rank."""
-    return all_reduce(tensor, op, group, async_op, prof, log_name)
-
-
-def all_reduce_coalesced(
-    tensors: Sequence[Tensor],
-    op: Any = ReduceOp.SUM,
-    group: Group = None,
-    async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "all_reduce",
-    debug: object = None,
-) -> Any:
-    """Reduce each of ``tensors`` over the group in place on every rank, as one operation."""
-    if not tensors:
-        raise ArgumentError("all_reduce_coalesced: no tensors; expected one or more")
-    counters.count(log_name, tensors, prof)
-    with _coalescing_manager(group, tensors[0].device, async_ops=async_op) as manager:
-        for tensor in tensors:
-            dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
-    return manager if async_op else None
+    work: Work | None = dist.scatter(tensor, scatter_list, src=src, group=group, async_op=async_op)
+    return work

@@ -20,7 +20,7 @@ class Count:
 
 @dataclass
 class Counters:
-    """What ``configure`` selects is counted: nothing, all calls, or some names.
+    """Counters of the calls that ``configure`` selects: nothing, all calls, or some names.
 
     Attributes:
         enabled: False counts nothing.
@@ -35,7 +35,13 @@ class Counters:
     found: dict[tuple[str, int], Count] = field(default_factory=dict)
 
     def count(self, name: str, tensors: Sequence[torch.Tensor | None], asked: bool) -> None:
-        """Count one call; ``asked``: the call asks for it by itself."""
+        """Count one call.
+
+        Args:
+            name: The name that the call logs under.
+            tensors: Tensors whose bytes are counted.
+            asked: True if the call itself asks to be counted.
+        """
         if not self.enabled or not (asked or self.all or name in self.names):
             return
         size = sum(x.numel() * x.element_size() for x in tensors if x is not None)
@@ -105,6 +111,9 @@ def log_summary(
     Args:
         show_straggler: Must be False: the time that a rank waits for others is not measured.
         return_dict: True also returns the counts by name and size.
+
+    Returns:
+        The counts by name and size with ``return_dict=True``, else None.
 
     Raises:
         ArgumentError: ``show_straggler`` is True.

@@ -86,27 +86,46 @@ def is_initialized() -> bool:
 
 
 def destroy_process_group(group: Group = None) -> None:
-    """Close a group, or all of them."""
+    """Close a group, or all of them.
+
+    Args:
+        group: A process group; None closes all groups.
+    """
     dist.destroy_process_group(group)
 
 
 def new_group(ranks: Sequence[int]) -> Any:
-    """Return a group of some ranks; every rank calls it."""
+    """Return a group of some ranks; every rank calls it.
+
+    Args:
+        ranks: Global ranks.
+
+    Returns:
+        The group; on a rank that is not in it ``GroupMember.NON_GROUP_MEMBER`` of torch.
+    """
     return dist.new_group(list(ranks))
 
 
 def get_world_group() -> Any:
-    """Return the group of all ranks."""
+    """Return the group of all ranks; None before ``init_distributed``."""
     return dist.group.WORLD
 
 
 def get_world_size(group: Group = None) -> int:
-    """Return the number of ranks of a group; -1 for one that this rank is not in."""
+    """Return the number of ranks of a group; -1 for one that this rank is not in.
+
+    Args:
+        group: A process group; None is that of all ranks.
+    """
     return int(dist.get_world_size(group))
 
 
 def get_rank(group: Group = None) -> int:
-    """Return this rank's position in a group; -1 for one that it is not in."""
+    """Return this rank's position in a group; -1 for one that it is not in.
+
+    Args:
+        group: A process group; None is that of all ranks.
+    """
     return int(dist.get_rank(group))
 
 
@@ -117,17 +136,31 @@ def get_local_rank() -> int:
 
 
 def get_global_rank(group: Group = None, group_rank: int = 0) -> int:
-    """Return the rank among all that has a position in a group."""
+    """Return the global rank of a position in a group.
+
+    Args:
+        group: A process group; None is that of all ranks.
+        group_rank: A position in the group.
+    """
     return int(dist.get_global_rank(group or get_world_group(), group_rank))
 
 
 def get_all_ranks_from_group(group: Group = None) -> list[int]:
-    """Return the ranks of a group in its order."""
+    """Return the ranks of a group in its order.
+
+    Args:
+        group: A process group; None is that of all ranks.
+    """
     return list(dist.get_process_group_ranks(group or get_world_group()))
 
 
 def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:
-    """Return a ``DeviceMesh`` over the devices of all ranks."""
+    """Return a ``DeviceMesh`` over the devices of all ranks.
+
+    Args:
+        mesh_shape: Sizes of the dimensions.
+        mesh_dim_names: Names of the dimensions.
+    """
     calls = calls_of(get_world_group())
     kind = "cuda" if calls is not None and "cuda" in calls.rings else "cpu"
     return dist.init_device_mesh(kind, mesh_shape, mesh_dim_names=mesh_dim_names)

@@ -19,14 +19,43 @@ Tensor = torch.Tensor
 def all_reduce(
     tensor: Tensor, op: ReduceOp = ReduceOp.SUM, group: Group | None = None, sync_op: bool = True
 ) -> Task | None:
-    """Reduce ``tensor`` over the group in place; see ``stream.all_reduce``."""
+    """Reduce ``tensor`` over the group, in place.
+
+    Args:
+        tensor: Any shape, the same on every rank. The reduction is written to it.
+        op: The reduction.
+        group: The group; None for the group of all ranks.
+        sync_op: True makes the current stream wait for the call; False leaves that to ``wait()`` of
+            the task.
+
+    Returns:
+        The task; None on a process that is not in the group.
+
+    Raises:
+        CommError: As ``ring.all_reduce``.
+    """
     return stream.all_reduce(tensor, op, group, sync_op)
 
 
 def all_gather(
     tensor_list: list[Tensor], tensor: Tensor, group: Group | None = None, sync_op: bool = True
 ) -> Task | None:
-    """Gather the ``tensor`` of every rank in ``tensor_list``; see ``stream.all_gather``."""
+    """Gather the ``tensor`` of every rank in ``tensor_list``, on every rank.
+
+    Args:
+        tensor_list: The output: an empty list, or one of ``size`` tensors of the input's shape.
+        tensor: Any shape, the same on every rank.
+        group: The group; None for the group of all ranks.
+        sync_op: True makes the current stream wait for the call; False leaves that to ``wait()`` of
+            the task.
+
+    Returns:
+        The task. With ``sync_op=False`` a list of the caller's tensors is filled by ``wait()``.
+
+    Raises:
+        RingError: This process is not a member of the group.
+        CommError: As ``ring.all_gather``.
+    """
     return stream.all_gather(tensor_list, tensor, group, sync_op)
 
 
@@ -37,14 +66,45 @@ def reduce(
     group: Group | None = None,
     sync_op: bool = True,
 ) -> Task | None:
-    """Reduce ``tensor`` to the global rank ``dst``, in place there; see ``stream.reduce``."""
+    """Reduce ``tensor`` over the group to ``dst``, in place there.
+
+    Args:
+        tensor: Any shape, the same on every rank. The reduction is written to it on ``dst``.
+        dst: Global rank of the receiver.
+        op: The reduction.
+        group: The group; None for the group of all ranks.
+        sync_op: True makes the current stream wait for the call; False leaves that to ``wait()`` of
+            the task.
+
+    Returns:
+        The task; None on a process that is not in the group.
+
+    Raises:
+        PeerError: ``dst`` is not in the group.
+        CommError: As ``ring.reduce``.
+    """
     return stream.reduce(tensor, dst, op, group, sync_op)
 
 
 def broadcast(
     tensor: Tensor, src: int, group: Group | None = None, sync_op: bool = True
 ) -> Task | None:
-    """Fill ``tensor`` with that of the global rank ``src``; see ``stream.broadcast``."""
+    """Fill ``tensor`` of every rank with that of ``src``.
+
+    Args:
+        tensor: Any shape, the same on every rank. Input on ``src``, output elsewhere.
+        src: Global rank of the sender.
+        group: The group; None for the group of all ranks.
+        sync_op: True makes the current stream wait for the call; False leaves that to ``wait()`` of
+            the task.
+
+    Returns:
+        The task; None on a process that is not in the group.
+
+    Raises:
+        PeerError: ``src`` is not in the group.
+        CommError: As ``ring.broadcast``.
+    """
     return stream.broadcast(tensor, src, group, sync_op)
 
 
@@ -55,7 +115,25 @@ def scatter(
     group: Group | None = None,
     sync_op: bool = True,
 ) -> Task | None:
-    """Fill ``tensor`` with this rank's entry of the list of ``src``; see ``stream.scatter``."""
+    """Fill ``tensor`` of rank r with tensor r of the list of ``src``.
+
+    Args:
+        tensor: The output.
+        tensor_list: The input on ``src``: ``size`` tensors of the output's shape; ignored
+            elsewhere.
+        src: Global rank of the sender.
+        group: The group; None for the group of all ranks.
+        sync_op: True makes the current stream wait for the call; False leaves that to ``wait()`` of
+            the task.
+
+    Returns:
+        The task; None on a process that is not in the group.
+
+    Raises:
+        PeerError: ``src`` is not in the group.
+        ArgumentError: There is no input on ``src``.
+        CommError: As ``ring.scatter``.
+    """
     return stream.scatter(tensor, tensor_list, src, group, sync_op)
 
 
@@ -66,7 +144,26 @@ def gather(
     group: Group | None = None,
     sync_op: bool = True,
 ) -> Task | None:
-    """Gather the ``tensor`` of every rank in the list of ``dst``; see ``stream.gather``."""
+    """Gather the ``tensor`` of every rank in the list of ``dst``.
+
+    Args:
+        tensor: Any shape, the same on every rank.
+        gather_list: The output on ``dst``: an empty list, or one of ``size`` tensors of the input's
+            shape; ignored elsewhere.
+        dst: Global rank of the receiver.
+        group: The group; None for the group of all ranks.
+        sync_op: True makes the current stream wait for the call; False leaves that to ``wait()`` of
+            the task.
+
+    Returns:
+        The task; None on a process that is not in the group. With ``sync_op=False`` a list of the
+        caller's tensors is filled by ``wait()``.
+
+    Raises:
+        PeerError: ``dst`` is not in the group.
+        ArgumentError: There is no list on ``dst``.
+        CommError: As ``ring.gather``.
+    """
     return stream.gather(tensor, gather_list, dst, group, sync_op)
 
 
@@ -77,7 +174,22 @@ def reduce_scatter(
     group: Group | None = None,
     sync_op: bool = True,
 ) -> Task | None:
-    """Fill ``tensor`` with this rank's entry of the reduced lists; see ``stream``."""
+    """Fill ``tensor`` of rank r with the reduction of tensor r of the lists.
+
+    Args:
+        tensor: The output.
+        tensor_list: The input: ``size`` tensors of the output's shape.
+        op: The reduction.
+        group: The group; None for the group of all ranks.
+        sync_op: True makes the current stream wait for the call; False leaves that to ``wait()`` of
+            the task.
+
+    Returns:
+        The task; None on a process that is not in the group.
+
+    Raises:
+        CommError: As ``ring.reduce_scatter``.
+    """
     return stream.reduce_scatter(tensor, tensor_list, op, group, sync_op)
 
 
@@ -87,7 +199,25 @@ def alltoall(
     group: Group | None = None,
     sync_op: bool = True,
 ) -> Task | None:
-    """Send entry j of the input to rank j. The input is first; in ``stream`` the output is."""
+    """Send part j of the input to rank j; ``stream.alltoall`` takes the output first.
+
+    Args:
+        in_tensor_list: The input: a tensor of ``size`` equal parts along dim 0, or a list of
+            ``size`` tensors, which may differ in shape.
+        out_tensor_list: The output: a tensor; or an empty list, which gets tensors of the input's
+            shapes; or a list of ``size`` tensors.
+        group: The group; None for the group of all ranks.
+        sync_op: True makes the current stream wait for the call; False leaves that to ``wait()`` of
+            the task.
+
+    Returns:
+        The task; None on a process that is not in the group. With ``sync_op=False`` a list of the
+        caller's tensors is filled by ``wait()``.
+
+    Raises:
+        ArgumentError: One of both is a tensor and the other one is a list.
+        CommError: As ``ring.all_to_all``.
+    """
     return stream.alltoall(out_tensor_list, in_tensor_list, group, sync_op)
 
 
@@ -99,7 +229,25 @@ def alltoall_single(
     group: Group | None = None,
     sync_op: bool = True,
 ) -> Task | None:
-    """Send rows of the input to every rank. The input is first; in ``stream`` the output is."""
+    """Send rows of the input to every rank; ``stream.alltoall_single`` takes the output first.
+
+    Args:
+        in_tensor: The input, rows along dim 0.
+        out_tensor: The output, rows along dim 0.
+        in_split_sizes: Rows to each rank. Default, also for an empty list: equal parts. All ranks
+            pass sizes, or none does.
+        out_split_sizes: Rows from each rank, likewise.
+        group: The group; None for the group of all ranks.
+        sync_op: True makes the current stream wait for the call; False leaves that to ``wait()`` of
+            the task.
+
+    Returns:
+        The task; None on a process that is not in the group.
+
+    Raises:
+        ShapeError: Sizes do not add up to the rows.
+        CommError: As ``ring.all_to_all``.
+    """
     return stream.alltoall_single(
         out_tensor, in_tensor, out_split_sizes, in_split_sizes, group, sync_op
     )
@@ -108,12 +256,42 @@ def alltoall_single(
 def send(
     tensor: Tensor, dst: int = 0, group: Group | None = None, sync_op: bool = True
 ) -> Task | None:
-    """Send ``tensor`` to the global rank ``dst``; see ``stream.send``."""
+    """Send ``tensor`` to ``dst``, which calls ``recv``.
+
+    Args:
+        tensor: Any shape.
+        dst: Global rank of the receiver.
+        group: The group; None for the group of all ranks.
+        sync_op: True makes the current stream wait for the call; False leaves that to ``wait()`` of
+            the task.
+
+    Returns:
+        The task; None on a process that is not in the group.
+
+    Raises:
+        PeerError: ``dst`` is not another rank of the group.
+        CommError: As ``ring.send``.
+    """
     return stream.send(tensor, dst, group, sync_op)
 
 
 def recv(
     tensor: Tensor, src: int = 0, group: Group | None = None, sync_op: bool = True
 ) -> Task | None:
-    """Fill ``tensor`` with what the global rank ``src`` sends; see ``stream.recv``."""
+    """Fill ``tensor`` with the data that ``src`` sends.
+
+    Args:
+        tensor: The output, as many bytes as ``src`` sends.
+        src: Global rank of the sender.
+        group: The group; None for the group of all ranks.
+        sync_op: True makes the current stream wait for the call; False leaves that to ``wait()`` of
+            the task.
+
+    Returns:
+        The task; None on a process that is not in the group.
+
+    Raises:
+        PeerError: ``src`` is not another rank of the group.
+        CommError: As ``ring.recv``.
+    """
     return stream.recv(tensor, src, group, sync_op)

@@ -10,7 +10,7 @@ from commlib.rendezvous.environment import World, paddle_endpoints
 
 
 class ParallelMode:
-    """How a program is parallel, as ``HybridCommunicateGroup.get_parallel_mode`` returns it."""
+    """The kinds of parallelism that ``HybridCommunicateGroup.get_parallel_mode`` returns."""
 
     DATA_PARALLEL = 0
     TENSOR_PARALLEL = 1
@@ -20,14 +20,14 @@ class ParallelMode:
 
 
 class ParallelEnv:
-    """What the launcher has said about this process; it reads the environment as ``init`` does.
+    """The place of this process, from the environment variables that ``init`` reads.
 
     ``PADDLE_TRAINER_ID``, ``PADDLE_TRAINERS_NUM``, ``PADDLE_MASTER``,
     ``PADDLE_TRAINER_ENDPOINTS`` and ``FLAGS_selected_gpus`` are read, also torchrun's variables.
     """
 
     def __init__(self) -> None:
-        self._world: World = CommContextManager.instance().world()
+        self._world: World = CommContextManager.instance()._world()
 
     @property
     def rank(self) -> int:

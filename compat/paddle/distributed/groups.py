@@ -133,7 +133,7 @@ def new_group(
     world_ring, manager = ring_of("new_group", 0), CommContextManager.instance()
     check_backend(backend)
     device = None if backend is None else checked_device(_DEVICES[backend])
-    ring_id, world = _groups.next_id, manager.world()
+    ring_id, world = _groups.next_id, manager._world()
     given = world_ring.ranks if ranks is None else ranks
     members = sorted(checked_members(ring_id, given, world))
     _groups.next_id += 1

@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 
 
 class ProcessGroup:
-    """What ``group.process_group`` is: peers are positions in the group, not global ranks.
+    """A group's ring as ``group.process_group``: peers are positions, not global ranks.
 
     A method with ``sync_op`` runs on the group's comm stream; ``sync_op=False`` leaves the wait to
     the returned ``Task``. A method ``…_on_calc_stream`` runs on the current stream.

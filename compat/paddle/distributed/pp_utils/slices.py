@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 
 class _Pipeline:
-    """What ``initialize_p2p_groups`` has set."""
+    """The settings of ``initialize_p2p_groups``."""
 
     slices = True
 
