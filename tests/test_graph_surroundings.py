@@ -366,7 +366,7 @@ def test_wrappers_that_a_function_uses() -> None:
         return total.held  # type: ignore[no-any-return]
 
     x = torch.ones(3)
-    with pytest.raises(GraphError, match=r"mul can't stand .* is a Wrapper.* plain tensors"):
+    with pytest.raises(GraphError, match=r"mul can't be captured.* is a Wrapper.* plain tensors"):
         graph.capture(f)(x)
     g = graph.capture(f, on_fail="eager")
     for turn in range(3):

@@ -7,7 +7,7 @@ content, and what the function uses without receiving it. The life of one key::
       rehearse         fn runs again, watched, and all is put back   rehearse -> Findings
       record           fn runs once more, and is captured            record_call -> RecordedCall
         segments       graphs, and the eager parts between them      CaptureRun -> Segments
-        agree          all members of its rings succeed, or none     record, settle
+        agree          all members of its rings succeed, or none     record, raise_together
       keep             what later calls need                         CapturedCall, or Slots
     later calls        a graph is launched                           CapturedCall.replay
       verify           now and then fn runs first, and both must     Verification.run

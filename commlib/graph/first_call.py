@@ -29,7 +29,7 @@ from commlib.graph.replaying.verify import Unequal
 
 
 class Reach(NamedTuple):
-    """What a function can reach.
+    """Objects that a function can reach.
 
     Attributes:
         weights: Leaves.

@@ -1,4 +1,4 @@
-"""What holds a captured stretch of work: on a CPU its steps, run again into the same memory."""
+"""Captured stretches of work. On a CPU, the recorded steps run again in the same memory."""
 
 import threading
 from collections.abc import Iterator, Sequence

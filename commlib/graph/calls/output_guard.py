@@ -95,17 +95,17 @@ class OutputGuard:
 
     @property
     def held(self) -> bool:
-        """Whether the program still has the output, a view of it, or its storage."""
+        """Return True if the program still has the output, a view of it, or its storage."""
         return _sharers is None or self._holders() != self._at_rest
 
     @property
     def version(self) -> int:
-        """How often the output was written to, as autograd counts."""
+        """Return the number of writes to the output, as autograd counts them."""
         return self._alias._version
 
     @property
     def moved(self) -> bool:
-        """Whether the program has given the output its own memory (``share_memory_``)."""
+        """Return True if the program has moved the output to other memory (``share_memory_``)."""
         return self._storage.data_ptr() != self._place
 
     def begin(self, where: str) -> torch.Tensor:
@@ -132,7 +132,7 @@ class OutputGuard:
 
 
 class Loans:
-    """What the program was given of a graph's memory, by position."""
+    """Borrowed outputs: tensors in a graph's memory that the program was given, by position."""
 
     def __init__(self, what: str) -> None:
         """``what``: as of an ``OutputGuard``."""

@@ -1,4 +1,4 @@
-"""What a captured function returns: the same memory at every replay, lent until the next."""
+"""Outputs of a captured function: graph memory, borrowed until the next replay."""
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -167,7 +167,7 @@ class Outputs:
 
 
 def leads_back(tensor: Any) -> bool:
-    """Whether gradients flow through an output."""
+    """Return True if gradients flow through an output."""
     return isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.grad_fn is not None
 
 
@@ -255,7 +255,7 @@ _MOST = 1000  # objects that are looked through
 
 
 def hides(leaf: Any, own: Callable[[torch.Tensor], bool]) -> bool:
-    """Whether an object that is not a tensor holds one of the graph, or a run that goes on."""
+    """Return True if a non-tensor object holds a tensor of the graph, or an unfinished run."""
     if isinstance(leaf, Iterator) and not isinstance(leaf, IOBase):
         return True
     queue, seen = [leaf], set[int]()

@@ -1,4 +1,4 @@
-"""What a program asks of the backend: options of capture, and settings of Inductor."""
+"""Options of the backend: those of capture, and settings of Inductor."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

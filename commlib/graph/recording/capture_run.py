@@ -25,7 +25,7 @@ from commlib.graph.watching.undo import UndoLog
 
 
 class Settings(NamedTuple):
-    """How a run is captured.
+    """Settings of a captured run.
 
     Attributes:
         generators: Those that it draws from in addition to torch's own.

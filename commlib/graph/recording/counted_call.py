@@ -18,7 +18,7 @@ from commlib.graph.python.iterators import Positions
 from commlib.graph.python.python_state import PythonState
 from commlib.graph.python.reach import reached
 from commlib.graph.recording.findings import Findings
-from commlib.graph.recording.rank_agreement import settle
+from commlib.graph.recording.rank_agreement import raise_together
 from commlib.graph.watching.digest import digests, whole
 from commlib.graph.watching.real_call import RealCall
 from commlib.graph.watching.runs import WarmUpRun
@@ -81,7 +81,7 @@ class CountedCall:
         self.drawn = [generator for generator, _ in self._real.undo.generators]
         self._begun = self._real.begun_grads()
         try:
-            settle(rings, (), problem, counted=self.counted)
+            raise_together(rings, (), problem, counted=self.counted)
         except CommError:
             self.undo()
             raise
@@ -170,7 +170,7 @@ class CountedCall:
 
 
 def _memory_of(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Return each piece of memory that tensors lie in."""
+    """Return each piece of memory that holds tensors."""
     held = (part for x in tensors for part in parts(x))
     plain = [x for x in held if has_memory(x) and x.numel()]
     return [*{memory(x): x.untyped_storage() for x in plain}.values()]

@@ -1,4 +1,4 @@
-"""What the runs of a function before its capture show, and what its captures must agree with."""
+"""Findings of the runs before a capture, with which the captures must agree."""
 
 import weakref
 from collections.abc import Iterable, Sequence, Set
@@ -19,7 +19,7 @@ from commlib.graph.watching.undo import UndoLog
 
 @dataclass
 class Findings:
-    """What is known of a function from the call that counts and the runs after it.
+    """Findings about a function from the call that counts and the runs after it.
 
     Attributes:
         modules: Modules that it can reach.

@@ -1,4 +1,4 @@
-"""Where the graphs of a call read its arguments: where the first caller has them, or in copies."""
+"""Addresses of the arguments that graphs read: the first caller's tensors, or copies."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from commlib.graph.recording.segments import Segments
 
 
 class Touched(NamedTuple):
-    """What a function does with the memory of its arguments, and with that outside.
+    """Use that a function makes of the memory of its arguments, and of memory outside.
 
     Attributes:
         written: Positions of the arguments that it writes to.
@@ -45,7 +45,7 @@ class Touched(NamedTuple):
 class Inputs:
     """The tensors that the graphs of a call read, by the position of the argument.
 
-    A graph reads the first caller's tensors where they lie. One that comes from somewhere else gets
+    A graph reads the first caller's tensors in place. One that comes from somewhere else gets
     memory of the graph's own, once, by capturing again; from then on it is copied there.
 
     Attributes:
@@ -111,7 +111,7 @@ class Inputs:
     def refuse_overlaps(self, tensors: Tensors, pointers: Sequence[int] = ()) -> None:
         """Refuse memory that is shared outside, and not in the graph, where one side is written.
 
-        ``pointers``: where a call's arguments lie; those that moved get memory of the graph's own.
+        ``pointers``: addresses of a call's arguments. Moved ones get memory of the graph.
         """
         touched = self.touched
         own: dict[int, object] = {i: id(copy) for i, copy in self.copies.items()}

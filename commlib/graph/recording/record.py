@@ -10,7 +10,7 @@ from commlib.graph.operators.program_line import line_of
 from commlib.graph.operators.unsupported import check_reads
 from commlib.graph.recording.capture_run import CaptureRun, Settings
 from commlib.graph.recording.findings import Findings
-from commlib.graph.recording.rank_agreement import settle
+from commlib.graph.recording.rank_agreement import raise_together
 from commlib.graph.recording.replay_times import ReplayTimes
 from commlib.graph.recording.segments import Segments
 from commlib.graph.watching.host import OtherValue
@@ -89,7 +89,7 @@ def record(
         problem = _as_ours(error)
     try:
         rings = [] if again else findings.rings
-        settle(rings, segments.collectives, problem, counted=again and segments.broken)
+        raise_together(rings, segments.collectives, problem, counted=again and segments.broken)
     except CommError:
         segments.release()
         raise

@@ -29,7 +29,7 @@ Bound = list[tuple[torch.Tensor, torch.Tensor | None]]  # leaves, and what is bo
 
 
 class Recipe(NamedTuple):
-    """How the calls of one kind are recorded.
+    """Settings for recording the calls of one kind.
 
     Attributes:
         fn: The function.
@@ -38,7 +38,7 @@ class Recipe(NamedTuple):
         copy: Whether outputs are copies.
         times: Where the times of replays are kept.
         own_inputs: Whether arguments are read from the graphs' own memory from the start.
-        rooms: For each leaf of the result, where it is to lie if the graph makes it.
+        rooms: For each leaf of the result, its memory if the graph makes it.
         unseen: Tensors that it writes, and no operator says so: of the arguments their positions.
         pool: Its own memory, in place of what all graphs share.
         lends_gradients: Whether backwards return the graphs' memory.

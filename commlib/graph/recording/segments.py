@@ -25,7 +25,7 @@ class Segments:
         parts: Graphs and eager parts.
         recorders: What each graph touches.
         own: How many operators are the function's own; copies of its outputs follow.
-        broken: Whether parts lie outside, so that the capture has already run.
+        broken: Whether it has eager segments, so that the capture has already run.
         reports_capture: The answer when the function asks whether it is captured.
     """
 

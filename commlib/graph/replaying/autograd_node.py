@@ -36,7 +36,7 @@ class Lease:
 
 
 class Slot(Protocol):
-    """What a node asks of the graphs that it replays."""
+    """Interface between an autograd node and the graphs that it replays."""
 
     def not_differentiable(self, lent: Sequence[torch.Tensor]) -> Tensors:
         """Return the outputs that no gradient comes back through."""

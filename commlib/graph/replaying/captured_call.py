@@ -276,7 +276,7 @@ class CapturedCall:
         return self.lost
 
     def moved(self) -> list[torch.Tensor]:
-        """Return the tensors from outside that do not lie any more where the graph reads them."""
+        """Return the tensors from outside that are no longer where the graph reads them."""
         return self._externals.moved()
 
     @property

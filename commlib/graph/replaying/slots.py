@@ -1,4 +1,4 @@
-"""The slots of one kind of call: as many as there are forwards still to go back."""
+"""The slots of one kind of call: one per forward whose backward has not run yet."""
 
 from collections.abc import Callable, Sequence
 from types import FrameType

@@ -54,7 +54,7 @@ class Unequal(GraphError):
 
 
 class Verified(NamedTuple):
-    """What a verified call has come to.
+    """Result of a verified call.
 
     Attributes:
         expected: What the function returned.
@@ -72,7 +72,7 @@ class Verified(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """What a verified call needs to know of its graph.
+    """A verified call of a graph, and its settings.
 
     Attributes:
         segments: The graph, with its eager parts.

@@ -1,4 +1,4 @@
-"""What a graph changes outside itself: memory, generators, gradients. Held, put back, compared."""
+"""Changes that a graph makes outside itself, in memory, generators and gradients."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -56,7 +56,7 @@ class _Chunk(NamedTuple):
 class Effects:
     """All that a graph changes outside itself.
 
-    Copies lie side by side in few buffers, so that hundreds of tensors are copied and compared in a
+    Copies are packed into few buffers, so that hundreds of tensors are copied and compared in a
     few launches.
     """
 

@@ -1,4 +1,4 @@
-"""What one run of a function touches: tensors from outside, writes, random numbers, collectives."""
+"""Recorder of one run: tensors from outside, writes, random numbers, collectives."""
 
 import weakref
 from collections.abc import Iterable, Sequence
@@ -139,7 +139,7 @@ class Recorder(TorchDispatchMode):
         check_layouts(call, results)
         made = self.memory.note_made(results, call.memory)
         for generator in drawn:
-            self.random.leave(generator)
+            self.random.record_state(generator)
         changed = [tensor for _, tensor in made] + written
         if self.host is not None:
             check_stray(call, changed)
@@ -223,7 +223,7 @@ class Recorder(TorchDispatchMode):
                 self.host.note_read(tensor)
 
     def before(self, call: observers.Seen) -> None:
-        """Note a collective; the gate says so before it launches."""
+        """Note a collective; dispatch calls this before it launches."""
         if not self._nested:  # an operator has said what it reads and writes
             for known in tensors_in((call.x, call.out, call.args)):
                 if self._know(known):
@@ -254,7 +254,7 @@ class Recorder(TorchDispatchMode):
         return True
 
     def _know_leaf(self, tensor: torch.Tensor) -> None:
-        """Several leaves may lie in one memory, as in flat buffers; the function's own go again."""
+        """Keep a leaf. Several may share memory, as in flat buffers; own ones are dropped later."""
         known = self.leaves.get(id(tensor))
         if known is None or known() is None:
             self.leaves[id(tensor)] = weakref.ref(tensor)

@@ -11,7 +11,7 @@ from commlib.graph.watching.undo import UndoLog
 
 
 class RngWatch:
-    """What a run does with generators.
+    """Draws and settings of generators in a run.
 
     Attributes:
         generators: Those that it draws from, by id.
@@ -42,7 +42,7 @@ class RngWatch:
         if self._captured:
             return
         for generator in (default_generator(self._device), *(self._drawn or ())):
-            self.leave(generator)
+            self.record_state(generator)
 
     def end(self) -> None:
         """Refuse a run that has set a generator after it drew from it."""
@@ -66,11 +66,11 @@ class RngWatch:
             if not self._captured or generator.device.type == "cpu":
                 self._undo.note_generator(generator)
 
-    def leave(self, generator: torch.Generator) -> None:
-        """Record the state that a draw has left."""
+    def record_state(self, generator: torch.Generator) -> None:
+        """Record the state after a draw."""
         if self._captured:
             return
-        self._trackers.setdefault(id(generator), RngTracker(generator)).leave()
+        self._trackers.setdefault(id(generator), RngTracker(generator)).record_state()
 
     def _check(self, generator: torch.Generator) -> None:
         """Refuse a run that sets a generator it draws from: a graph draws on from where it is."""

@@ -1,4 +1,4 @@
-"""What a run of a function has changed outside itself, so that it can be put back or compared."""
+"""Changes that a run makes outside itself, recorded to restore or compare them."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -46,7 +46,7 @@ class UndoLog:
             self._plain[id(tensor)] = tensor
 
     def note_shape(self, tensor: torch.Tensor) -> None:
-        """Keep where the elements of ``tensor`` lie unless that was done before."""
+        """Keep the shape and place of ``tensor`` unless that was done before."""
         if id(tensor) not in self._shapes:
             self._shapes[id(tensor)] = tensor, shape_of(tensor)
 
