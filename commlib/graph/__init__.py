@@ -27,10 +27,10 @@ Invariants:
 2. A graph reads and writes three kinds of memory (``TouchedMemory``): its own, that of the
    arguments (``Inputs``), and that of the program outside. Replays copy arguments that have moved.
    Memory from outside is kept alive. Where the program replaces it, the call is captured again.
-3. What can't be in a graph is refused before it runs, with the line of the program. What a replay
-   would leave out is refused too: a number that the host reads, a Python counter, a name.
+3. What can't be in a graph is rejected before it runs, with the line of the program. What a replay
+   would leave out is rejected too: a number that the host reads, a Python counter, a name.
 4. All members of a ring capture the same collectives in the same order, or all of them raise.
-5. Outputs are memory of the graph, lent until its next replay: reading one after that raises.
+5. Outputs are memory of the graph, borrowed until its next replay: reading one after that raises.
 6. A replay runs no Python of the program but eager parts, and never blocks the host without them.
 7. All graphs of a device share one pool and one capture stream, and replay one after the other.
 

@@ -89,7 +89,7 @@ class FirstCall:
             self._times,
             own_inputs,
             unseen=unseen,
-            lends_gradients=options.gradients == "borrow" and guards_memory,
+            borrowed_gradients=options.gradients == "borrow" and guards_memory,
         )
         log = functools.partial(VerificationLog, self._fn, options.tolerance, Noise())
         if findings.differentiable:

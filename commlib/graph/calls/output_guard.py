@@ -131,33 +131,33 @@ class OutputGuard:
             self._ended.append(text)
 
 
-class Loans:
+class OutputGuards:
     """Borrowed outputs: tensors in a graph's memory that the program was given, by position."""
 
     def __init__(self, what: str) -> None:
         """``what``: as of an ``OutputGuard``."""
         self._what = what
-        self.guards: dict[int, OutputGuard] = {}
+        self.by_position: dict[int, OutputGuard] = {}
 
-    def lend(self, i: int, tensor: torch.Tensor, where: str) -> torch.Tensor:
-        """Return what the program gets of ``tensor`` at ``where``."""
-        guard = self.guards.get(i)
+    def borrow(self, i: int, tensor: torch.Tensor, where: str) -> torch.Tensor:
+        """Return the borrowed output over ``tensor`` for the caller at ``where``."""
+        guard = self.by_position.get(i)
         if guard is None:
-            guard = self.guards[i] = OutputGuard(tensor, self._what)
+            guard = self.by_position[i] = OutputGuard(tensor, self._what)
         return guard.begin(where)
 
     def expire(self, where: str) -> None:
         """Make what is still held of the last replay raise when it is read."""
-        for i, guard in list(self.guards.items()):
+        for i, guard in list(self.by_position.items()):
             if guard.moved:
-                del self.guards[i]
+                del self.by_position[i]
             elif guard.held:
                 guard.end(where)
-                del self.guards[i]
+                del self.by_position[i]
 
     def version(self, i: int) -> int:
-        """Return how often what was lent at a position was written to; -1 for nothing."""
-        guard = self.guards.get(i)
+        """Return how often the output borrowed at a position was written to; -1 for nothing."""
+        guard = self.by_position.get(i)
         return -1 if guard is None else guard.version
 
     def __del__(self) -> None:

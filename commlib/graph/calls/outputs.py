@@ -11,7 +11,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from commlib.core.tensors import is_pending
 from commlib.errors import GraphError
-from commlib.graph.calls.output_guard import Loans
+from commlib.graph.calls.output_guard import OutputGuards
 from commlib.graph.operators.layout import copy_of, is_packed
 from commlib.graph.python.objects import unfold
 
@@ -115,16 +115,16 @@ class Outputs:
                 self._kinds.append(Again(same))
             else:
                 self._kinds.append(_kind(leaf, given, own))
-        self._lent = [i for i, kind in enumerate(self._kinds) if isinstance(kind, Borrowed)]
+        self._borrowed = [i for i, kind in enumerate(self._kinds) if isinstance(kind, Borrowed)]
         self._again = [(i, kind.place) for i, kind in enumerate(self._kinds) if type(kind) is Again]
-        self._loans = Loans("output")
-        self.lends = bool(self._lent)
+        self._guards = OutputGuards("output")
+        self.any_borrowed = bool(self._borrowed)
         kind = self._kinds[0] if self._alone else None
         self._only = kind if isinstance(kind, Plain) else None
 
     def expire(self, where: str) -> None:
         """Make what is still held of the last replay raise when it is read."""
-        self._loans.expire(where)
+        self._guards.expire(where)
 
     def give(self, given: Sequence[torch.Tensor], where: str, join: Join | None = None) -> Any:
         """Return the outputs of the replay that was just launched.
@@ -135,8 +135,8 @@ class Outputs:
             return self._only.value
         leaves = [self._one(i, given, where) for i in range(len(self._kinds))]
         if join is not None:
-            joined = join([leaves[i] for i in self._lent])
-            for i, leaf in zip(self._lent, joined, strict=True):
+            joined = join([leaves[i] for i in self._borrowed])
+            for i, leaf in zip(self._borrowed, joined, strict=True):
                 leaves[i] = leaf
         for i, place in self._again:
             leaves[i] = leaves[place]
@@ -145,11 +145,11 @@ class Outputs:
     def made(self, result: Any) -> list[torch.Tensor]:
         """Return those leaves of ``result`` that ``join`` will be given."""
         leaves, _ = flat(result)
-        return [leaves[i] for i in self._lent]
+        return [leaves[i] for i in self._borrowed]
 
     def versions(self, places: Sequence[int]) -> list[int]:
-        """Return how often what is lent in some of the places of ``made`` was written to."""
-        return [self._loans.version(self._lent[i]) for i in places]
+        """Return how often the borrowed outputs at some places of ``made`` were written to."""
+        return [self._guards.version(self._borrowed[i]) for i in places]
 
     def _one(self, i: int, given: Sequence[torch.Tensor], where: str) -> Any:
         kind = self._kinds[i]
@@ -163,7 +163,7 @@ class Outputs:
             return None  # known when all are
         if self._copy:
             return kind.tensor.clone() if kind.packed else copy_of(kind.tensor)
-        return self._loans.lend(i, kind.tensor, where)
+        return self._guards.borrow(i, kind.tensor, where)
 
 
 def leads_back(tensor: Any) -> bool:
@@ -225,7 +225,7 @@ def standing(leaf: Any, given: Sequence[torch.Tensor], own: Callable[[torch.Tens
         return leaf
     position = _source(leaf, given)
     if position is None:
-        leaf = leaf.clone() if leaf._is_zerotensor() else leaf  # it has no memory to lend
+        leaf = leaf.clone() if leaf._is_zerotensor() else leaf  # it has no memory to borrow
         return leaf.resolve_conj().resolve_neg() if own(leaf) else leaf
     if leaf is given[position] or _plain_view(leaf, given[position]):
         return leaf

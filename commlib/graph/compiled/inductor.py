@@ -65,7 +65,7 @@ class _Partitions:
 
 
 def _keep_saved() -> None:
-    """Let the backward leave what the forward has saved: it may run again, with other gradients."""
+    """Keep what the forward has saved: the backward may run again, with other gradients."""
     context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []

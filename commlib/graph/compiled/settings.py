@@ -62,7 +62,7 @@ def capture_options(given: Mapping[str, Any]) -> Options:
                 f"a graph of compiled code has no option {name!r}; it has {', '.join(_CAPTURE)}"
             )
     options = Options.of({"outputs": "copy", "on_fail": "eager", **given})
-    Schedule(options.verify)  # refuses what is not one
+    Schedule(options.verify)  # raises unless it is one
     return options
 
 

@@ -109,7 +109,7 @@ class CountedCall:
         ]
         changes = [x for x in self._before.changes() if x.has_place and self._is_kept(x)]
         found.sets = [kept(x, call.tensors) for x in changes]
-        found.note_watched(self._after.tensors)
+        found.note_reachable(self._after.tensors)
 
     def _is_kept(self, change: Change) -> bool:
         """Return True for a plain value, and for a tensor that the call has not made."""

@@ -106,10 +106,10 @@ class Inputs:
         """Raise ``GraphError`` for arguments that the graphs can't take, before anything runs."""
         if 0 in pointers:
             check_unreadable(tensors)
-        self.refuse_overlaps(tensors, pointers)
+        self.check_overlaps(tensors, pointers)
 
-    def refuse_overlaps(self, tensors: Tensors, pointers: Sequence[int] = ()) -> None:
-        """Refuse memory that is shared outside, and not in the graph, where one side is written.
+    def check_overlaps(self, tensors: Tensors, pointers: Sequence[int] = ()) -> None:
+        """Raise ``GraphError`` for written memory that is shared outside, but not in the graph.
 
         ``pointers``: addresses of a call's arguments. Moved ones get memory of the graph.
         """

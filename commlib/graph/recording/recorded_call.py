@@ -41,7 +41,7 @@ class Recipe(NamedTuple):
         rooms: For each leaf of the result, its memory if the graph makes it.
         unseen: Tensors that it writes, and no operator says so: of the arguments their positions.
         pool: Its own memory, in place of what all graphs share.
-        lends_gradients: Whether backwards return the graphs' memory.
+        borrowed_gradients: Whether backwards return the graphs' memory.
     """
 
     fn: Callable[..., Any]
@@ -53,7 +53,7 @@ class Recipe(NamedTuple):
     rooms: Sequence[torch.Tensor | None] = ()
     unseen: Sequence[torch.Tensor | int] = ()
     pool: Pool | None = None
-    lends_gradients: bool = False
+    borrowed_gradients: bool = False
 
 
 class RecordedCall(NamedTuple):
@@ -84,17 +84,17 @@ def record_call(
     again: bool,
     done: Sequence[DonePart] | None = None,
 ) -> RecordedCall:
-    """Record a call where ``inputs`` say that the graphs read its arguments.
+    """Record a call, whose arguments the graphs read where ``inputs`` says.
 
     Args:
         recipe: How calls of its kind are recorded.
         call: The call.
-        inputs: Where its arguments are read; knows afterwards what the graphs do with them.
+        inputs: The addresses of its arguments. Use of that memory is recorded here.
         again: The call was recorded before, and no other rank is asked.
         done: What its eager parts have done already in a verified call.
 
     Raises:
-        GraphError: No graph can hold it. Nothing is left of it.
+        GraphError: It can't be captured. The capture leaves nothing.
     """
     found = recipe.findings
     read = inputs.of(call)
@@ -114,8 +114,8 @@ def record_call(
             bindings = _bound(objects, found, segments)
         segments.own = len(segments.names)  # what follows is not work of the function
         inputs.touched = Touched.by(segments, read)
-        _refuse_grads(call, inputs.touched)
-        inputs.refuse_overlaps(call.tensors)
+        _check_grads(call, inputs.touched)
+        inputs.check_overlaps(call.tensors)
         return _kept(result, given, segments, recipe), grads, bindings
 
     with reading(call, given), kept_grads(found.leaves) as before:
@@ -154,8 +154,8 @@ def _bound(objects: PythonState, found: Findings, segments: Segments) -> list[Ch
     return [x for x in changes if holds_tensor(x.now)]
 
 
-def _refuse_grads(call: Arguments, touched: Touched) -> None:
-    """Refuse a function that reads ``grad`` of an argument: the next one's is elsewhere."""
+def _check_grads(call: Arguments, touched: Touched) -> None:
+    """Raise ``GraphError`` for a read of an argument's ``grad``: the next one's is elsewhere."""
     for i, tensor in enumerate(call.tensors[: len(call.tensors) - call.grads]):
         grad = tensor.grad if tensor.is_leaf and tensor.requires_grad else None
         key = None if grad is None else grad.untyped_storage()._cdata

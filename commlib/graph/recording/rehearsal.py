@@ -146,8 +146,8 @@ class _Rehearsal:
                 check_python_random()
             if not call.still(inputs, args, kwargs):
                 raise GraphError(
-                    "the function changes a list or dict that it is given, and no replay would; "
-                    "return what is new"
+                    "the function changes a list or dict that it is given, but a replay would not; "
+                    "return the new contents instead"
                 )
             found.names, found.calls = list(recorder.names), list(map(str, recorder.collectives))
             if any(x.requires_grad for x in inputs):
@@ -195,7 +195,7 @@ class _Rehearsal:
                 )
 
     def _note_emptied(self, recorder: Recorder) -> None:
-        """Record memory that each run fills and empties, and refuse it where a backward follows."""
+        """Record memory that each run fills and empties; raise if a backward follows."""
         found = self._found
         found.empty = found.empty | recorder.memory.emptied
         if found.empty and found.differentiable:
@@ -236,7 +236,7 @@ class _Rehearsal:
         found.outside = touched.reads
 
     def _note_changes(self, run: WarmUpRun, objects: PythonState) -> None:
-        """Refuse Python state that each run changes; tensors are bound again at each replay."""
+        """Raise for Python state that each run changes; tensors are bound at each replay."""
         found = self._found
         changes = [x for x in objects.changes() if (x.where, x.name) not in run.changed]
         found.by_parts |= run.changed.keys()
@@ -269,7 +269,7 @@ class _Rehearsal:
 def _check_backwards(
     inputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], histories: Set[int]
 ) -> None:
-    """Refuse a backward inside the function that leads to an argument.
+    """Raise ``GraphError`` for a backward inside the function that leads to an argument.
 
     ``histories``: positions of arguments through whose history one went in the first call.
     """
@@ -278,12 +278,13 @@ def _check_backwards(
         if i in histories or (new is not tensor and new.grad is not before):
             raise GraphError(
                 f"a backward inside the function leads to argument tensor {i}, or to what it was "
-                f"computed from, and no replay would; pass x.detach(), or return its gradient"
+                f"computed from, but a replay would not add to its gradient; pass x.detach(), or "
+                f"return its gradient"
             )
 
 
 def _check_tied(tied: Sequence[torch.Tensor]) -> None:
-    """Refuse to write outside what would be a part of the caller's autograd graph."""
+    """Raise ``GraphError`` for outside memory that has become a part of an autograd graph."""
     if tied:
         raise GraphError(
             f"the function writes a value that requires grad into a {tuple(tied[0].shape)} tensor "

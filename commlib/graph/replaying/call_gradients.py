@@ -28,7 +28,7 @@ class NoGradients:
         """Do nothing."""
 
     def recorded(self, recorded: RecordedCall, outputs: Outputs, *, again: bool) -> None:
-        """Refuse an output that requires grad."""
+        """Raise ``GraphError`` for an output that requires grad."""
         if any(map(leads_back, flat(recorded.result)[0])):
             raise GraphError(
                 "an output requires grad, but the backward was not run before the capture; pass "

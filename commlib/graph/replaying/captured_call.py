@@ -106,7 +106,7 @@ class CapturedCall:
         self._grads = recorded.grads
         self.effects = CallEffects(self.inputs, recipe.rooms, [x for x, _ in self._grads])
         gives = self.inputs.touched.written or self._grads or self._bindings.names
-        self._only_launches = not (gives or self.outputs.lends)
+        self._only_launches = not (gives or self.outputs.any_borrowed)
         gradients.recorded(recorded, self.outputs, again=again)
         self.capture_seconds = time.perf_counter() - began
 
@@ -145,7 +145,7 @@ class CapturedCall:
                 if fresh:
                     self._capture_again(call, fresh, caller, gradients, done)
                     return self.first(call, caller, gradients)
-            if self.outputs.lends:
+            if self.outputs.any_borrowed:
                 self.outputs.expire(f"the call at {line_of_frame(caller)}")
             self.replays += 1
             timed = not self.replays & (self.replays - 1)  # now and then: the clock takes its time
@@ -186,7 +186,7 @@ class CapturedCall:
             if owner.grad is not grad or copy:
                 owner.grad = grad.clone() if copy and grad is not None else grad
         self._bindings.bind(tensors)
-        where = line_of_frame(caller) if self.outputs.lends else ""
+        where = line_of_frame(caller) if self.outputs.any_borrowed else ""
         return self.outputs.give(tensors, where, gradients.join(list(tensors)))
 
     def _place(self, call: Arguments, pointers: Sequence[int]) -> list[int]:
@@ -249,13 +249,13 @@ class CapturedCall:
 
     def verification(self, what: str, segments: Segments, call: Arguments | None) -> Verification:
         """Return what verifies a call of one of the graphs; a backward has no ``call``."""
-        watched = (reference() for reference in self._recipe.findings.watched)
+        reachable = (reference() for reference in self._recipe.findings.reachable)
         return Verification(
             segments,
             self.effects.of(call, self.graphs),
             self.log,
             what,
-            [x for x in watched if x is not None],
+            [x for x in reachable if x is not None],
             [self._recipe.fn, *(() if call is None else call.given)],
             self._bindings.names if call is not None else set(),
             self.log.uncaptured,
@@ -297,4 +297,4 @@ class CapturedCall:
         self.outputs.expire("the release of the graph")
         self.segments.release()
         self._externals.forget()
-        self._recipe.findings.watched.clear()
+        self._recipe.findings.reachable.clear()

@@ -124,11 +124,11 @@ class Slot:
         forms = zip(self._outs, comes, strict=True)
         others = [out for out, form in forms if form is None]
         there = {i: grad for i, grad in found if grad is not None}
-        last, lends = used_up(outs, others), self._recipe.lends_gradients
-        return Backward(segments, given, there, last=last, lends=lends)
+        last, borrow = used_up(outs, others), self._recipe.borrowed_gradients
+        return Backward(segments, given, there, last=last, borrow=borrow)
 
     def _note_reads(self, recorded: RecordedCall, whole: Backward, made: Tensors) -> None:
-        """Record the tensors that forward saves for backward; nobody may write to them in between.
+        """Record the tensors that forward saves for backward. Writes in between are an error.
 
         Other inputs of a hook must be as they are then.
         """
@@ -144,11 +144,11 @@ class Slot:
         places = [x.untyped_storage()._cdata for x in recorded.given]
         own = self.forward.inputs.copies
         self._reads_inputs = [i for i, key in enumerate(places) if key in read and i not in own]
-        lent = [x.untyped_storage()._cdata for x in made] if not self._recipe.copy else []
-        self._reads_outputs = [i for i, key in enumerate(lent) if key in read]
+        borrowed = [x.untyped_storage()._cdata for x in made] if not self._recipe.copy else []
+        self._reads_outputs = [i for i, key in enumerate(borrowed) if key in read]
         for memory in forward:  # the program's own tensors, whose versions count
             read |= {key: x for key, x in memory.externals.items() if key in read}
-        of_graph = {*places, *lent, *(x.untyped_storage()._cdata for x in whole.given)}
+        of_graph = {*places, *borrowed, *(x.untyped_storage()._cdata for x in whole.given)}
         self._reads = [
             tensor
             for key, tensor in read.items()
@@ -165,7 +165,7 @@ class Slot:
         self, call: Arguments, caller: FrameType, done: Sequence[DonePart] | None = None
     ) -> Any:
         """Replay the forward; the gradients of its outputs lead to the backward."""
-        if self._recipe.lends_gradients:  # the graphs share one memory
+        if self._recipe.borrowed_gradients:  # the graphs share one memory
             self._expire(f"the call at {line_of_frame(caller)}")
         return self.forward.replay(call, caller, self, done)
 
@@ -174,9 +174,9 @@ class Slot:
         lease = Lease(self._side if self._side is not None and self._side.serves() else None)
         self._lease = weakref.ref(lease)
 
-        def join(lent: list[torch.Tensor]) -> Any:
+        def join(borrowed: list[torch.Tensor]) -> Any:
             with nullcontext() if lease.side is None else lease.side.current():
-                outs = Node.apply(self, lease, lent, *tensors, *self.parameters)  # type: ignore[no-untyped-call]
+                outs = Node.apply(self, lease, borrowed, *tensors, *self.parameters)  # type: ignore[no-untyped-call]
             lease.reads = [*self._reads, *(tensors[i] for i in self._reads_inputs)]
             lease.versions = self._versions(lease)
             return outs
@@ -186,12 +186,12 @@ class Slot:
     def _versions(self, lease: Lease) -> list[int]:
         """Return how often what the backward reads was written to, as autograd counts."""
         seen = [tensor._version for tensor in lease.reads]
-        lent = self._reads_outputs
-        return seen + self.forward.outputs.versions(lent) if lent else seen
+        borrowed = self._reads_outputs
+        return seen + self.forward.outputs.versions(borrowed) if borrowed else seen
 
-    def not_differentiable(self, lent: Sequence[torch.Tensor]) -> Tensors:
+    def not_differentiable(self, borrowed: Sequence[torch.Tensor]) -> Tensors:
         """Return the outputs that no gradient comes back through."""
-        return [tensor for tensor, leads in zip(lent, self._leads, strict=True) if not leads]
+        return [tensor for tensor, leads in zip(borrowed, self._leads, strict=True) if not leads]
 
     # -- going back --------------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ class Verification(NamedTuple):
         effects: What it changes outside itself.
         log: How results are compared, and what the function gives other bits of each time.
         what: What the results are called in errors.
-        watched: Tensors that the function can reach.
+        reachable: Tensors that the function can reach.
         roots: What leads to the Python objects that it may change.
         binds: The names that a replay binds, and the objects that have them.
         uncaptured: Whether the function gets the answer "not captured" this once. It may take
@@ -92,7 +92,7 @@ class Verification(NamedTuple):
     effects: Effects
     log: VerificationLog
     what: str
-    watched: Sequence[torch.Tensor]
+    reachable: Sequence[torch.Tensor]
     roots: Sequence[object]
     binds: Set[tuple[int, str]]
     uncaptured: bool
@@ -109,7 +109,8 @@ class Verification(NamedTuple):
             Unequal: They differ, here or on another member. The effects of ``fn`` are kept.
         """
         effects, run, watch = self.effects, VerifiedRun(self.roots), Stopwatch(self.segments.device)
-        before, counts, objects = effects.now(), WriteCounts(self.watched), PythonState(self.roots)
+        before, counts = effects.now(), WriteCounts(self.reachable)
+        objects = PythonState(self.roots)
         began = time.perf_counter()
         try:
             with under_way(run), self._reporting():
@@ -227,7 +228,7 @@ class Verification(NamedTuple):
         noise = Noise(self.log.noise)
         for _ in range(_RUNS if self.log.tolerance is None else 1):
             real, objects = RealCall(self.segments.device, (), named=True), PythonState(self.roots)
-            real.note_leaves(x for x in self.watched if x.is_leaf and x.requires_grad)
+            real.note_leaves(x for x in self.reachable if x.is_leaf and x.requires_grad)
             try:
                 with under_way(VerifiedRun()), self._reporting():
                     result = real.run(fn)
@@ -254,7 +255,7 @@ class Verification(NamedTuple):
 
     def _other_read(self, runs: Sequence[OutsideReads]) -> OtherRead | None:
         """Return the first operator that reads other memory from outside in one of ``runs``."""
-        lasting = keys_of(part for x in self.watched for part in parts(x) if has_memory(part))
+        lasting = keys_of(part for x in self.reachable for part in parts(x) if has_memory(part))
         found = (first_other(a, b, made=(), lasting=lasting) for a, b in pairwise(runs))
         return next((x for x in found if x is not None), None)
 

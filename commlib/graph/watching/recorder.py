@@ -41,7 +41,7 @@ _aten = torch.ops.aten
 class Recorder(TorchDispatchMode):
     """Records a run; ``with Recorder(device) as seen: fn()``.
 
-    Refuses what can't be captured before it runs: ``GraphError`` with operator and line.
+    Raises ``GraphError`` with operator and line before an unsupported operator runs.
 
     Attributes:
         memory: What the run makes, reads and writes.
@@ -73,7 +73,7 @@ class Recorder(TorchDispatchMode):
             keep: Whether every step stays, to be run again.
             drawn: The generators that the run before has drawn from, where there was one.
             host: Gets the host's part of a capture on a GPU. No memory of the GPU is copied then,
-                and what runs on a stream outside the capture is refused.
+                and work on a stream outside the capture raises.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.keep, self.host = device, keep, host
@@ -215,7 +215,7 @@ class Recorder(TorchDispatchMode):
     # -- what is not an operator -------------------------------------------------------------------
 
     def before_read(self, tensor: torch.Tensor, name: str) -> None:
-        """Note or refuse a method that reads the values of a tensor."""
+        """Note a method that reads the values of a tensor, or raise."""
         if self.device.type == "cpu":
             check_value(name)
         elif self.host is not None and is_on_host(tensor):

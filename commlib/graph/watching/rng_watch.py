@@ -1,4 +1,4 @@
-"""The generators that a run draws from; a run that sets one of them is refused."""
+"""The generators that a run draws from; a run that sets one of them raises."""
 
 from collections.abc import Sequence
 
@@ -45,7 +45,7 @@ class RngWatch:
             self.record_state(generator)
 
     def end(self) -> None:
-        """Refuse a run that has set a generator after it drew from it."""
+        """Raise ``GraphError`` for a run that has set a generator after it drew from it."""
         for generator in () if self._captured else self.generators.values():
             self._check(generator)
 
@@ -73,7 +73,7 @@ class RngWatch:
         self._trackers.setdefault(id(generator), RngTracker(generator)).record_state()
 
     def _check(self, generator: torch.Generator) -> None:
-        """Refuse a run that sets a generator it draws from: a graph draws on from where it is."""
+        """Raise for a run that sets a generator it draws from: a graph continues its state."""
         tracker = self._trackers.get(id(generator))
         if tracker is not None and tracker.was_set():
             self.generators[id(generator)] = generator

@@ -65,7 +65,7 @@ def inside() -> bool:
 
 
 def check_foreign() -> None:
-    """Refuse to begin a capture inside one that is not ours."""
+    """Raise ``GraphError`` for a capture that begins inside a capture of the program."""
     if capturing():
         raise GraphError("a capture can't begin inside another one; make this call once before it")
 
