@@ -4,7 +4,7 @@
 content, and what the function uses without receiving it. The life of one key::
 
     first call         the call itself runs and counts               CountedCall.make
-      rehearse         fn runs again, watched, and all is put back   rehearse -> Findings
+      rehearse         fn runs again, observed, and is undone        rehearse -> Findings
       record           fn runs once more, and is captured            record_call -> RecordedCall
         segments       graphs, and the eager parts between them      CaptureRun -> Segments
         agree          all members of its rings succeed, or none     record, raise_together
@@ -16,13 +16,13 @@ content, and what the function uses without receiving it. The life of one key::
                        a ring: graphs go before communicators
 
 Where gradients flow, a ``Slot`` has a captured call as its forward, and its backwards. One autograd
-node joins them. There are as many slots as forwards that wait for their backward. A ``Pipeline``
+node joins them. There is one slot per forward whose backward has not run yet. A ``Pipeline``
 has a captured module for each stretch of its layers, and a ``PipelineSchedule`` calls such stages.
 
 Invariants:
 
 1. The first call is right by construction: it is an eager call. Whatever runs for its capture is
-   put back: memory and gradients (``UndoLog``), generators (``RngWatch``), Python objects
+   undone: memory and gradients (``UndoLog``), generators (``RngWatch``), Python objects
    (``PythonState``). A failed capture undoes the call too, or says that its effects were kept.
 2. A graph reads and writes three kinds of memory (``TouchedMemory``): its own, that of the
    arguments (``Inputs``), and that of the program outside. Replays copy arguments that have moved.

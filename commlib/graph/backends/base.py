@@ -79,7 +79,7 @@ class Backend(Protocol):
         """Return the context to make autograd nodes in that outlive a capture."""
 
     def fail(self) -> None:
-        """Give up the stretch that an exception has left, and repair what that breaks."""
+        """Abandon the stretch after an exception, and restore the state around it."""
 
 
 class CpuRecording:

@@ -23,7 +23,7 @@ _SPOIL = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 
 
 class GuardedTensor(torch.Tensor):
-    """An output where torch can't guard memory: it knows itself that it was overwritten."""
+    """An output that checks itself whether it was overwritten, if torch can't guard memory."""
 
     overwritten: Sequence[str] = ()  # one list for an output and its views: how it ended
 
@@ -147,7 +147,7 @@ class OutputGuards:
         return guard.begin(where)
 
     def expire(self, where: str) -> None:
-        """Make what is still held of the last replay raise when it is read."""
+        """Make borrowed outputs of the last replay that are still held raise when read."""
         for i, guard in list(self.by_position.items()):
             if guard.moved:
                 del self.by_position[i]

@@ -90,12 +90,12 @@ def _is_shape(x: Any) -> bool:
 
 
 def _awaited(leaf: Any) -> Any:
-    """Return what nobody has waited for, the result of a functional collective, as it is then."""
+    """Wait for pending results of functional collectives, and return them."""
     return leaf.clone() if isinstance(leaf, torch.Tensor) and is_pending(leaf) else leaf
 
 
 class Outputs:
-    """The outputs of one captured call, and what of them the program still holds."""
+    """The outputs of one captured call, and the borrowed ones that the program still holds."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Outputs:
         self._only = kind if isinstance(kind, Plain) else None
 
     def expire(self, where: str) -> None:
-        """Make what is still held of the last replay raise when it is read."""
+        """Make borrowed outputs of the last replay that are still held raise when read."""
         self._guards.expire(where)
 
     def give(self, given: Sequence[torch.Tensor], where: str, join: Join | None = None) -> Any:

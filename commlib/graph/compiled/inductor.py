@@ -46,7 +46,7 @@ class _Partitions:
         self._region = region
 
     def __call__(self, gm: GraphModule, values: Sequence[Any], **how: Any) -> Code:
-        """Compile a partition; ``how``: what Inductor has to know of it."""
+        """Compile a partition; ``how``: options of it for Inductor."""
         from torch._inductor.compile_fx import compile_fx_inner
 
         def compile_part(part: GraphModule, values: Sequence[Any], name: str) -> Code:

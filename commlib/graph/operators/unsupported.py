@@ -16,7 +16,7 @@ from commlib.graph.operators.schema import OpCall
 from commlib.streams import stream_captures
 
 _aten = torch.ops.aten
-_CALLED = {"_local_scalar_dense": "item"}  # what the user has typed
+_CALLED = {"_local_scalar_dense": "item"}  # as programs write it
 _NEEDED = "the host needs a value that the replay has not computed yet"
 _REMEDY = {
     "item": "keep the value in a tensor (torch.where, clamp), or read it outside",
@@ -69,7 +69,7 @@ def check_unreadable(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _checked(name: str, read: Any) -> Any:
-    """Return a method in place of one that reads values: observers see the call."""
+    """Return a method that reads values after asking the observers."""
 
     @functools.wraps(read)
     def checked(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -166,9 +166,9 @@ def check_unseen(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def check_wanting(given: Iterable[torch.Tensor], wanted: Iterable[bool]) -> None:
-    """Raise ``GraphError`` for an argument that the function has made want a gradient, or not.
+    """Raise ``GraphError`` for an argument whose ``requires_grad`` the function has changed.
 
-    ``wanted``: whether they wanted one before.
+    ``wanted``: their ``requires_grad`` before the call.
     """
     for i, (tensor, before) in enumerate(zip(given, wanted, strict=True)):
         if tensor.requires_grad != before:
@@ -222,7 +222,7 @@ def _unsupported(what: str, name: str, hint: str, *, reads: bool = False) -> Gra
 
 
 def _name_of(call: OpCall) -> str:
-    """Return what an operator is called where it is typed."""
+    """Return the name of an operator as programs write it."""
     return str(call.func.name()).removeprefix("aten::").partition(".")[0]
 
 

@@ -1,4 +1,4 @@
-"""The first call of a kind: its result and all that it does count, unless no capture follows."""
+"""The first call of a kind. Its result and effects count, unless the capture fails."""
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,7 +26,7 @@ from commlib.graph.watching.undo import UndoLog
 
 
 class CountedCall:
-    """A call that is made for real and watched, so that it can be undone.
+    """A real call that is observed, so that it can be undone.
 
     Attributes:
         findings: What is known of the function.
@@ -58,7 +58,7 @@ class CountedCall:
         self._begun: list[torch.Tensor] = []
 
     def make(self, call: Arguments) -> Any:
-        """Make the call; every member of its rings comes through, or all of them raise."""
+        """Make the call. Either all members of its rings succeed, or all raise."""
         args, kwargs = call.given
         self.roots = [self._fn, args, kwargs]
         result, problem, run = None, None, WarmUpRun(self._real.undo, self.roots)
@@ -137,7 +137,7 @@ class CountedCall:
         return self._after
 
     def undo(self) -> None:
-        """Put back what the call has done, unless it counts."""
+        """Undo the effects of the call, unless it counts."""
         if not self.counted:
             self._real.undo.restore()
             self._before.restore()

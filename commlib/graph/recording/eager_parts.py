@@ -99,7 +99,7 @@ class EagerSegment:
 
 
 def _shape(x: Any) -> Any:
-    """Return what a graph has fixed of what an eager part returns."""
+    """Return the properties of an eager part's result that a graph has fixed."""
     if isinstance(x, torch.Tensor):
         return x.shape, x.dtype, x.device
     return value(x) if isinstance(x, _PLAIN) else type(x)

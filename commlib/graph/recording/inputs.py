@@ -75,7 +75,7 @@ class Inputs:
             self._targets[i] = self._elements(i, self.copies[i].data)
 
     def of(self, call: Arguments) -> Tensors:
-        """Return what the graphs read in the place of a call's tensors."""
+        """Return the tensors that the graphs read in place of a call's tensors."""
         return [self.copies.get(i, tensor) for i, tensor in enumerate(call.tensors)]
 
     def fix(self, given: Tensors) -> None:
@@ -93,7 +93,7 @@ class Inputs:
                 )
 
     def give_back(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy what a replay has written to the graphs' own memory to the caller's."""
+        """Copy what a replay has written from the graphs' memory to the caller's tensors."""
         for i in self.touched.written:
             if i in self.copies:
                 with torch.no_grad():

@@ -55,7 +55,7 @@ def check_ranks_agree(
     status = 2 * (counted or getattr(problem, "done", False)) + (problem is not None)
     status += 4 * getattr(problem, "reads", False)
     for ring in rings:
-        own = [c for c in collectives if c.ring is ring and c.verb not in PEER_TO_PEER]
+        own = [c for c in collectives if c.ring is ring and c.collective not in PEER_TO_PEER]
         rows = ring._hosts.exchange([status, *(_number(str(call)) for call in own)])
         done = any(row[0] & 2 for row in rows)
         if any(row[0] & 1 for row in rows):

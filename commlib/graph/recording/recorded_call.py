@@ -167,7 +167,7 @@ def _check_grads(call: Arguments, touched: Touched) -> None:
 
 
 def _kept(result: Any, given: Tensors, segments: Segments, recipe: Recipe) -> Any:
-    """Bring what is returned to where no other graph's replay writes."""
+    """Copy results to memory that replays of other graphs do not write."""
     leaves, spec = flat(result)
     kept: dict[int, Any] = {}  # what is returned twice is one tensor
     for i, each in enumerate(leaves):
@@ -192,7 +192,7 @@ def kept_grads(leaves: Sequence[torch.Tensor]) -> Iterator[Bound]:
 
 @contextmanager
 def reading(call: Arguments, inputs: Tensors) -> Iterator[None]:
-    """Let owners have their gradients where the graph reads them, inside a ``with`` block."""
+    """Give owners the gradients that the graph reads, inside a ``with`` block."""
     owners, given = call.owners, iter(inputs[len(inputs) - call.grads :])
     before = [owner.grad for owner in owners]
     for owner, grad in zip(owners, before, strict=True):

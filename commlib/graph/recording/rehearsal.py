@@ -1,4 +1,4 @@
-"""The runs of a function between its first call and its capture: watched, and put back."""
+"""The runs of a function between its first call and its capture: observed, and undone."""
 
 from collections.abc import Callable, Sequence, Set
 from typing import Any
@@ -52,7 +52,7 @@ def rehearse(
 
 
 class _Rehearsal:
-    """The runs, in the order in which each finds what the one before has left."""
+    """The runs, in order: each begins with the Python state that the one before has left."""
 
     def __init__(
         self, fn: Callable[..., Any], backend: Backend, first: CountedCall, call: Arguments

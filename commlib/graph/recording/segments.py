@@ -71,7 +71,7 @@ class Segments:
 
     @property
     def reads(self) -> str | None:
-        """Return where the host reads a value that the graphs fit alone, if it does."""
+        """Return the line where the host reads a value, if the graphs fit that value only."""
         return next((part.reads for part in self.parts if part.reads), None)
 
     @property
@@ -101,7 +101,7 @@ class Segments:
                 self.replay_one(part)
 
     def replay_rest(self) -> None:
-        """Run what the capture itself has not: after an eager part, the last graph."""
+        """Run what the capture has not run: with eager parts, the last graph."""
         if self.broken:
             part = self.parts[-1]
             assert not isinstance(part, EagerSegment)

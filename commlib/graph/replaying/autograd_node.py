@@ -48,7 +48,7 @@ class Slot(Protocol):
         """Replay the backward with the gradients of the outputs; returns fresh tensors."""
 
     def verified_backward(self, lease: Lease, grads: Grads) -> list[torch.Tensor | None]:
-        """Go back through the function's own outputs, and replay the backward after that."""
+        """Run the backward of the function's own outputs, then replay the captured one."""
 
     def is_last(self, grads: Grads) -> bool:
         """Return True if no other backward can follow the one with these gradients."""
@@ -103,7 +103,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def _gone_back(ctx: Any, grads: Grads) -> list[torch.Tensor | None]:
-    """Replay a node's backward, and free its slot when no other can come through it."""
+    """Replay a node's backward, and free its slot if no other backward can follow."""
     slot: Slot | None = ctx.slot
     if slot is None:
         raise GraphError(

@@ -38,13 +38,13 @@ class CapturedCall:
         effects: What it changes outside itself.
         outputs: What it returns.
         log: What its verified calls have shown.
-        replays: How many calls it was used for.
+        replays: The number of calls that it was used for.
         bytes_copied: What the last of them copied to where the graphs read it.
         launch_seconds: Host time of one of the replays.
         capture_seconds: What the capture has cost.
         lost: It was to be captured again, and could not.
         has_eager_parts: Whether Python runs between its graphs.
-        places: Where tensors lay that small lists and dicts hold.
+        places: Addresses of tensors that small lists and dicts hold.
     """
 
     def __init__(self, recipe: Recipe, log: VerificationLog, schedule: Schedule) -> None:
@@ -161,7 +161,7 @@ class CapturedCall:
             return self._outcome(tensors, caller, gradients)
 
     def first(self, call: Arguments, caller: FrameType, gradients: Gradients = NO_GRADIENTS) -> Any:
-        """Do what the capture itself has not done, and return the outputs."""
+        """Run what the capture has not run, and return the outputs."""
         with self.segments.lock:
             self.replays += 1
             self.segments.turn()
@@ -190,7 +190,7 @@ class CapturedCall:
         return self.outputs.give(tensors, where, gradients.join(list(tensors)))
 
     def _place(self, call: Arguments, pointers: Sequence[int]) -> list[int]:
-        """Copy what is elsewhere to where the graph reads it; returns what has no room there yet.
+        """Copy moved arguments to the graph's memory; return positions without such memory.
 
         What is copied may be an output of the last replay, so that one expires after this.
         """
@@ -290,7 +290,7 @@ class CapturedCall:
         return any(key in each.externals for each in memories) or key in self._bindings.memory()
 
     def release(self) -> None:
-        """Release the graphs and all that they read; what was returned can't be read any more.
+        """Release the graphs and all that they read; reading their outputs raises from then on.
 
         Torch swaps the content of no tensor that a weak reference points to.
         """

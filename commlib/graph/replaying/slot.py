@@ -158,7 +158,7 @@ class Slot:
     # -- replaying ---------------------------------------------------------------------------------
 
     def first(self, call: Arguments, caller: FrameType) -> Any:
-        """Do what the capture itself has not done, and return the outputs."""
+        """Run what the capture has not run, and return the outputs."""
         return self.forward.first(call, caller, self)
 
     def replay(
@@ -170,7 +170,7 @@ class Slot:
         return self.forward.replay(call, caller, self, done)
 
     def join(self, tensors: Tensors) -> Join:
-        """Return what makes its outputs results of the node of this forward."""
+        """Return a function that makes outputs results of the autograd node of this forward."""
         lease = Lease(self._side if self._side is not None and self._side.serves() else None)
         self._lease = weakref.ref(lease)
 
@@ -184,13 +184,13 @@ class Slot:
         return join
 
     def _versions(self, lease: Lease) -> list[int]:
-        """Return how often what the backward reads was written to, as autograd counts."""
+        """Return the number of writes to each tensor that the backward reads."""
         seen = [tensor._version for tensor in lease.reads]
         borrowed = self._reads_outputs
         return seen + self.forward.outputs.versions(borrowed) if borrowed else seen
 
     def not_differentiable(self, borrowed: Sequence[torch.Tensor]) -> Tensors:
-        """Return the outputs that no gradient comes back through."""
+        """Return the outputs without a gradient."""
         return [tensor for tensor, leads in zip(borrowed, self._leads, strict=True) if not leads]
 
     # -- going back --------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ class Slot:
             lease.expected, lease.uncaptured = (outs, wanted), uncaptured
 
     def verified_backward(self, lease: Lease, grads: Grads) -> list[torch.Tensor | None]:
-        """Go back through the function's own outputs, and replay the backward after that."""
+        """Run the backward of the function's own outputs, then replay the captured one."""
         assert lease.expected is not None
         outs, wanted = lease.expected
         given = self._of_leading(grads)
@@ -287,7 +287,7 @@ class Slot:
 
 
 def _form(grad: torch.Tensor | None, *, dense: bool) -> Form:
-    """Return how a gradient comes; kernels add up an expanded one, as of a sum, in other orders.
+    """Return the form of a gradient: kernels add up an expanded one in another order.
 
     Its other strides do not count: each new form costs another backward graph. ``dense``: all forms
     count as dense.

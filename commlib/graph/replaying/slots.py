@@ -154,7 +154,7 @@ class Slots:
         return [slot.forward for slot in self.slots]
 
     def drop_lost(self) -> bool:
-        """Drop slots that have lost their graphs; says whether one has, or was never made."""
+        """Drop slots that have lost their graphs; return True if one has, or was never made."""
         kept = [slot for slot in self.slots if not slot.forward.lost]
         lost, self._failed = self._failed or len(kept) < len(self.slots), False
         self.slots = kept

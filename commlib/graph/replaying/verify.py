@@ -190,7 +190,7 @@ class Verification(NamedTuple):
         return Left({self.what: result}, now, self.effects.here())
 
     def _put_back(self, run: VerifiedRun, before: Held) -> Held:
-        """Put back what the call has changed; returns what it has left.
+        """Restore what the call has changed; return the state that it left.
 
         That takes the place of ``before``, so that there is one copy at any time. Eager parts may
         write the same memory, and are put back first.
@@ -216,7 +216,7 @@ class Verification(NamedTuple):
         return tied
 
     def _again(self, fn: Callable[[], Any], bound: Sequence[Change]) -> str:
-        """Run ``fn`` some more times, watched and then put back.
+        """Run ``fn`` some more times, observed and then undone.
 
         What it gives other bits of is noise from now on, unless it reads other memory each time.
 
@@ -276,7 +276,7 @@ def _with_works(fn: Callable[[], Any]) -> Any:
 
 
 def _worst(rings: Iterable[Ring], said: int) -> int:
-    """Return the worst of what this member and those of its rings say."""
+    """Return the worst outcome among this member and those of its rings."""
     for ring in rings:
         said = max(row[0] for row in ring._hosts.exchange([said]))
     return said
@@ -288,7 +288,7 @@ def _elsewhere(rings: Sequence[Ring]) -> Difference:
 
 
 def _first_other(captured: Sequence[str], now: Sequence[str]) -> str:
-    """Say what is another than at the capture: the first operator or number, or what it read."""
+    """Name the first operator, number or read that differs from the capture."""
     for number, (before, after) in enumerate(zip(captured, now, strict=False)):
         if before != after:
             return f"operator {number} was {before} at the capture, and is {after} now"

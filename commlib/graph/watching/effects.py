@@ -93,14 +93,14 @@ class Effects:
         )
 
     def put(self, held: Held) -> None:
-        """Give all of it back what it held."""
+        """Restore all of it to its state in ``held``."""
         assert held.buffers is not None
         for buffer, chunk in zip(held.buffers, self._chunks, strict=True):
             chunk.write(buffer)
         self._put_rest(held)
 
     def exchange(self, held: Held) -> Held:
-        """Give all of it back what it held; returns what it holds now, in the memory of ``held``.
+        """Restore all of it to ``held``; return its present state, in the memory of ``held``.
 
         What is allocated is allocated first, and is as large as the largest chunk.
         """

@@ -51,7 +51,7 @@ class Recorder(TorchDispatchMode):
         launches: How many compute something, as views and new memory don't.
         steps: Every operator with its tensors, where they are kept.
         collectives: Its collectives, in order.
-        leaves: Leaves from outside that want a gradient, by id.
+        leaves: Leaves from outside that require grad, by id.
         computed: Tensors from outside that autograd has made, by id.
         host: What the host does before each launch, in a capture on a GPU.
     """
@@ -66,7 +66,7 @@ class Recorder(TorchDispatchMode):
         drawn: Sequence[torch.Generator] | None = None,
         host: HostPart | None = None,
     ) -> None:
-        """Store what is watched.
+        """Prepare to record a run.
 
         Args:
             device: Where the function runs.
@@ -244,7 +244,7 @@ class Recorder(TorchDispatchMode):
     # -- memory ------------------------------------------------------------------------------------
 
     def _know(self, tensor: torch.Tensor) -> bool:
-        """Return True for a tensor from outside, and know it."""
+        """Record a tensor; return True if it is from outside."""
         if not self.memory.know(tensor):
             return False
         if tensor.is_leaf and tensor.requires_grad:
@@ -272,12 +272,12 @@ class Recorder(TorchDispatchMode):
     # -- after the run -----------------------------------------------------------------------------
 
     def end_host(self) -> None:
-        """End the host's part. Raises ``GraphError`` where no graph fits what it reads."""
+        """End the host's part. Raises ``GraphError`` if no graph can fit what it reads."""
         assert self.host is not None
         self.host.end(self.memory, self.random.generators.values())
 
     def note_again(self, undo: UndoLog) -> None:
-        """Let ``undo`` note what the run changes, for a run that is not watched."""
+        """Let ``undo`` note what the run changes, for a run that is not observed."""
         for storage in self.memory.written.values():
             undo.note_memory(storage)
         for generator in self.random.generators.values():
@@ -290,7 +290,7 @@ class Recorder(TorchDispatchMode):
         return [leaf for known in self.leaves.values() if (leaf := known()) is not None]
 
     def restore(self) -> None:
-        """Put back what memory from outside, and generators, held before the run."""
+        """Restore memory from outside, and generators, to their state before the run."""
         self.undo.restore()
 
     @property

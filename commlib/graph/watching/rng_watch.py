@@ -50,7 +50,7 @@ class RngWatch:
             self._check(generator)
 
     def note(self, call: OpCall) -> list[torch.Generator]:
-        """Return the generators of an operator that draws numbers, and know their states before."""
+        """Return the generators of an operator, after recording their states before its draw."""
         found = generators_of(call, self._device)
         for generator in found:
             self._note(generator)

@@ -97,7 +97,7 @@ class UndoLog:
         return Effects(tensors.values(), generators, leaves)
 
     def swap(self) -> None:
-        """Exchange what memory and generators hold now for what the log holds.
+        """Swap the contents of memory and generators with those in the log.
 
         Storages that were resized since keep their content: all of it is new.
         """
@@ -126,7 +126,7 @@ class UndoLog:
             put_state(generator, state)
 
     def restore(self) -> None:
-        """Give back what memory, generators and leaves held, and forget it."""
+        """Restore memory, generators and leaves, and clear the log."""
         for storage, content in self._memory.values():
             if storage.nbytes() == content.nbytes():
                 storage.copy_(content, non_blocking=True)
