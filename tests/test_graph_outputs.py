@@ -116,17 +116,16 @@ def test_a_storage_is_borrowed_again(comm: Any) -> None:
     for _ in range(2):
         f(x)
     (entry,) = f.entries.values()
-    (loan,) = entry.parts[0].outputs._loans.guards.values()
+    (loan,) = entry.parts[0].outputs._guards.by_position.values()
     for held in (False, False, True):
         out = f(x)
-        (now,) = entry.parts[0].outputs._loans.guards.values()
+        (now,) = entry.parts[0].outputs._guards.by_position.values()
         assert_equal(now is loan, True, "the same loan")
         kept = out if held else None
         del out
     f(x)
-    assert_equal(
-        [*entry.parts[0].outputs._loans.guards.values()] == [loan], False, "after one that is held"
-    )
+    last = [*entry.parts[0].outputs._guards.by_position.values()]
+    assert_equal(last == [loan], False, "after one that is held")
     del kept
 
 

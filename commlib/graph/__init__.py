@@ -4,10 +4,10 @@
 content, and what the function uses without receiving it. The life of one key::
 
     first call         the call itself runs and counts               CountedCall.make
-      rehearse         fn runs again, watched, and all is put back   rehearse -> Findings
+      rehearse         fn runs again, observed, and is undone        rehearse -> Findings
       record           fn runs once more, and is captured            record_call -> RecordedCall
         segments       graphs, and the eager parts between them      CaptureRun -> Segments
-        agree          all members of its rings succeed, or none     record, settle
+        agree          all members of its rings succeed, or none     record, raise_together
       keep             what later calls need                         CapturedCall, or Slots
     later calls        a graph is launched                           CapturedCall.replay
       verify           now and then fn runs first, and both must     Verification.run
@@ -16,21 +16,21 @@ content, and what the function uses without receiving it. The life of one key::
                        a ring: graphs go before communicators
 
 Where gradients flow, a ``Slot`` has a captured call as its forward, and its backwards. One autograd
-node joins them. There are as many slots as forwards that wait for their backward. A ``Pipeline``
+node joins them. There is one slot per forward whose backward has not run yet. A ``Pipeline``
 has a captured module for each stretch of its layers, and a ``PipelineSchedule`` calls such stages.
 
 Invariants:
 
 1. The first call is right by construction: it is an eager call. Whatever runs for its capture is
-   put back: memory and gradients (``UndoLog``), generators (``RngWatch``), Python objects
+   undone: memory and gradients (``UndoLog``), generators (``RngWatch``), Python objects
    (``PythonState``). A failed capture undoes the call too, or says that its effects were kept.
 2. A graph reads and writes three kinds of memory (``TouchedMemory``): its own, that of the
    arguments (``Inputs``), and that of the program outside. Replays copy arguments that have moved.
    Memory from outside is kept alive. Where the program replaces it, the call is captured again.
-3. What can't be in a graph is refused before it runs, with the line of the program. What a replay
-   would leave out is refused too: a number that the host reads, a Python counter, a name.
+3. What can't be in a graph is rejected before it runs, with the line of the program. What a replay
+   would leave out is rejected too: a number that the host reads, a Python counter, a name.
 4. All members of a ring capture the same collectives in the same order, or all of them raise.
-5. Outputs are memory of the graph, lent until its next replay: reading one after that raises.
+5. Outputs are memory of the graph, borrowed until its next replay: reading one after that raises.
 6. A replay runs no Python of the program but eager parts, and never blocks the host without them.
 7. All graphs of a device share one pool and one capture stream, and replay one after the other.
 

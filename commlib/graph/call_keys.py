@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from commlib.graph.calls.cache_key import Arguments, arguments, bare, modes, value
+from commlib.graph.calls.cache_key import Arguments, arguments, modes, value, without_arguments
 from commlib.graph.calls.flattening import Flat, changed, contents, flatten
 from commlib.graph.calls.grads import Grads
 from commlib.graph.surroundings import Surroundings
@@ -14,7 +14,7 @@ _EMPTY: Flat = flatten((), {}, frozenset())
 
 
 class CallKeys:
-    """What tells the calls of one function apart.
+    """Cache keys of the calls of one function.
 
     Attributes:
         around: Settings that the function reads from where it can reach.
@@ -28,7 +28,7 @@ class CallKeys:
         self.closed: set[type] = set()
         self._opened: list[tuple[Any, dict[str, Any]]] = []
         self._key = key
-        self._bare = bare(())  # the last call without arguments
+        self._empty_call = without_arguments(())  # the last call without arguments
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Return a call with its key."""
@@ -44,9 +44,9 @@ class CallKeys:
         if args or kwargs:
             call = arguments(args, kwargs, flat, own, self.closed)
         else:
-            key, call = modes() + own, self._bare
+            key, call = modes() + own, self._empty_call
             if key != call.key:
-                call = self._bare = bare(key)
+                call = self._empty_call = without_arguments(key)
         return self.grads.extend(call) if self.grads.leaves else call
 
     def before_call(self, call: Arguments) -> None:

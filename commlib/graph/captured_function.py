@@ -160,7 +160,7 @@ class CapturedFunction(Generic[P, R]):
             log.once("a call of %s stays eager: %s", self.name, error)
 
     def _without_key(self, error: GraphError, args: Any, kwargs: Any) -> R:
-        """Make a call eagerly whose arguments no key can hold, unless the error is to be raised."""
+        """Make a call without a key eagerly, unless the error is to be raised."""
         if self.options.on_fail == "raise":
             raise error
         if self.options.agree is not None:
@@ -192,7 +192,7 @@ class CapturedFunction(Generic[P, R]):
     # -- the first call of a kind ------------------------------------------------------------------
 
     def _first_call(self, call: Arguments) -> R:
-        """Make the call eagerly, and capture what the next ones of its kind will replay."""
+        """Make the call eagerly, and capture a graph for the next calls of its kind."""
         check_foreign()
         check_unreadable(call.tensors)
         check_consumed(self.fn, call.leaves, *call.given)
@@ -265,7 +265,7 @@ class CapturedFunction(Generic[P, R]):
     ) -> None:
         """Undo the call and raise, or have the next calls of its kind run eagerly.
 
-        ``wanted``: which of its tensors wanted a gradient before the call.
+        ``wanted``: which of its tensors required grad before the call.
         """
         if self.options.on_fail == "raise":
             if first.counted.counted or first.findings.unseen or first.findings.taken:

@@ -47,15 +47,15 @@ def drift_over(
         )
     ring = CommContextManager.instance().get(ring_id)
     mine = {"host": host_number(), "times": own_times(ring, functions)}
-    told = [json.loads(data) for data in ring._hosts.exchange_bytes(json.dumps(mine).encode())]
-    offsets = _clock_offsets(ring, [each["host"] for each in told])
-    names = sorted({name for each in told for name in each["times"]})
+    reports = [json.loads(data) for data in ring._hosts.exchange_bytes(json.dumps(mine).encode())]
+    offsets = _clock_offsets(ring, [each["host"] for each in reports])
+    names = sorted({name for each in reports for name in each["times"]})
     return [
         compare(
             name,
             {
                 rank: [(began - offset, ended - offset) for began, ended in each["times"][name]]
-                for rank, each, offset in zip(ring.ranks, told, offsets, strict=True)
+                for rank, each, offset in zip(ring.ranks, reports, offsets, strict=True)
                 if name in each["times"]
             },
         )

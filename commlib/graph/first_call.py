@@ -29,7 +29,7 @@ from commlib.graph.replaying.verify import Unequal
 
 
 class Reach(NamedTuple):
-    """What a function can reach.
+    """Objects that a function can reach.
 
     Attributes:
         weights: Leaves.
@@ -70,7 +70,7 @@ class FirstCall:
         )
 
     def rehearse(self, call: Arguments) -> None:
-        """Run the function as often as the options say, to find what a graph would have to do."""
+        """Run the function as often as the options say, and record what a graph must do."""
         least = 0 if self._options.first == "warmup" else 1
         times = max(least, self._options.warmup - 1)
         rehearse(self._fn, self._backend, self.counted, call, times)
@@ -89,7 +89,7 @@ class FirstCall:
             self._times,
             own_inputs,
             unseen=unseen,
-            lends_gradients=options.gradients == "borrow" and guards_memory,
+            borrowed_gradients=options.gradients == "borrow" and guards_memory,
         )
         log = functools.partial(VerificationLog, self._fn, options.tolerance, Noise())
         if findings.differentiable:

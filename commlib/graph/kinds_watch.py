@@ -20,7 +20,7 @@ class KindsWatch:
         self._last = call.described(), around.named()
 
     def warn(self, entries: Sized, call: Arguments, around: Surroundings, what: str) -> None:
-        """Say once that there are many kinds, ``what`` happens, and in what the call differs."""
+        """Warn once that there are many kinds: what happens, and how the call differs."""
         if self._warned:
             return
         self._warned = True
@@ -34,7 +34,7 @@ class KindsWatch:
 def _changed(
     last: list[str], settings: dict[str, str], call: Arguments, around: Surroundings
 ) -> str:
-    """Return in what a call differs from the one that was captured last."""
+    """Return the differences of a call from the one that was captured last."""
     described = call.described()
     if len(last) != len(described):
         return f"the call has {len(described)} arguments, and had {len(last)}"

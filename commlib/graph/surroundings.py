@@ -1,4 +1,4 @@
-"""What a function uses in addition to its arguments, as a part of the key of its calls."""
+"""Values that a function uses in addition to its arguments, as a part of the cache key."""
 
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
@@ -177,7 +177,7 @@ class Surroundings:
             yield id(each.names), name, each.names.get(name)
 
     def places(self) -> dict[Any, Any]:
-        """Return where tensors lie that small lists and dicts hold.
+        """Return the addresses of tensors that small lists and dicts hold.
 
         One that is replaced by another may still be held elsewhere. Where the function itself
         replaces it, its place tells nothing.
@@ -243,7 +243,7 @@ def _variable(where: int, name: str, x: Any) -> Iterator[_Fact]:
 
 
 def _places(where: int, name: str, x: Any) -> Iterator[_Fact]:
-    """Yield where the tensors among a variable's items lie."""
+    """Yield the addresses of the tensors among a variable's items."""
     for key, held in _items(x) if _is_small(x) else ():
         if isinstance(held, torch.Tensor) and not is_lazy(held) and held.layout is torch.strided:
             place = memory(held), held.storage_offset(), held.shape, held.stride(), held.dtype

@@ -1,1 +1,1 @@
-"""What captures: a CPU records steps, a GPU a CUDA graph."""
+"""Backends of capture: a CPU records steps, a GPU records a CUDA graph."""

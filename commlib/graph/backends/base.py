@@ -1,4 +1,4 @@
-"""What holds a captured stretch of work: on a CPU its steps, run again into the same memory."""
+"""Captured stretches of work. On a CPU, the recorded steps run again in the same memory."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -79,7 +79,7 @@ class Backend(Protocol):
         """Return the context to make autograd nodes in that outlive a capture."""
 
     def fail(self) -> None:
-        """Give up the stretch that an exception has left, and repair what that breaks."""
+        """Abandon the stretch after an exception, and restore the state around it."""
 
 
 class CpuRecording:

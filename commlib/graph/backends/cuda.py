@@ -260,7 +260,7 @@ class CudaBackend:
             self.turn()
 
     def fail(self) -> None:
-        """Give up a capture that an exception has left, so that the process is as before it.
+        """Abandon a capture after an exception, and restore the state from before it.
 
         Torch up to 2.13 leaves the allocator, the generators and the current stream in the capture
         when it ends with an error.

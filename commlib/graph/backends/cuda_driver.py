@@ -1,4 +1,4 @@
-"""What a capture needs of the CUDA driver, of torch's allocator and of Python's collector."""
+"""Calls of the CUDA driver, torch's allocator and Python's collector that a capture needs."""
 
 import ctypes
 import gc

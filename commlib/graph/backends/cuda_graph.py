@@ -57,7 +57,7 @@ class CudaRecording:
 
 
 def _busy() -> bool:
-    """Whether something is being captured, by hand too: no capture survives a graph's end."""
+    """Return True if any capture is under way: destroying a graph would break that capture."""
     return bool(under_way) or capturing()
 
 

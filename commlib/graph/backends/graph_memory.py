@@ -25,7 +25,7 @@ def driver_allocates() -> bool:
 
 
 class GraphMemory:
-    """What one capture has allocated and not freed; it is never freed before a launch."""
+    """Memory that one capture has allocated and not freed; it is never freed before a launch."""
 
     def __init__(
         self, graph: torch.cuda.CUDAGraph, device: torch.device, made: Iterable[StorageWeakRef]
@@ -64,7 +64,7 @@ def join_frees(index: int, pool: Any) -> None:
 
 
 class Failures:
-    """Whether the driver has ended a capture with an error, under cudaMallocAsync."""
+    """Record of captures that the driver ended with an error under cudaMallocAsync."""
 
     def __init__(self) -> None:
         self._any = False

@@ -1,4 +1,4 @@
-"""What a function binds to names outside at each call, and a replay in its place."""
+"""Names outside a function that each call binds, and that a replay binds in its place."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ from commlib.graph.python.changes import Change, Place
 
 
 class Kept(NamedTuple):
-    """What the first call has bound to a name, and the runs after it have left there.
+    """A value that the first call has bound to a name, and that later runs have left there.
 
     Attributes:
         where: In which object.
@@ -68,7 +68,7 @@ def check_hidden(changes: Sequence[Change], own: Callable[[torch.Tensor], bool])
 
 
 class Bindings:
-    """What each call gives to names."""
+    """Names that each call binds, with their values."""
 
     def __init__(
         self,

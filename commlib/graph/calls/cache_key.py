@@ -1,4 +1,4 @@
-"""What tells one call of a captured function from another: a hashable key."""
+"""Cache keys: one hashable key per kind of call of a captured function."""
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, is_dataclass
@@ -56,7 +56,7 @@ class Arguments:
     def still(
         self, tensors: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Whether args and kwargs that were ``rebuilt`` with ``tensors`` hold what they held."""
+        """Return True if args and kwargs ``rebuilt`` with ``tensors`` hold what they held."""
         leaves, spec, _ = flatten(args, kwargs, self.closed)
         others = iter(tensors)
         held = [next(others) if isinstance(x, torch.Tensor) else x for x in self.leaves]
@@ -131,13 +131,13 @@ def _is_hashable(x: Any) -> bool:
     return True
 
 
-def bare(key: tuple[Any, ...]) -> Arguments:
+def without_arguments(key: tuple[Any, ...]) -> Arguments:
     """Return the call without any argument."""
     return Arguments([], key, [], _NOTHING, ((), {}))
 
 
 def modes() -> tuple[Any, ...]:
-    """What of torch's modes changes what a function does."""
+    """Return the modes of torch that change the result of a function."""
     now: tuple[object, ...] = (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -184,7 +184,7 @@ def of_tensor(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _shared(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Which of the tensors begin where an earlier one does: the graph has them as one."""
+    """Return which tensors share an address: the graph has these as one; () if none do."""
     if len(tensors) < 2:
         return ()
     first: dict[int, int] = {}

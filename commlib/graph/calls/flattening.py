@@ -37,7 +37,7 @@ _OF_PYTHON = 1 << 9  # the flag of classes that a class statement has made
 
 
 class _Names(NamedTuple):
-    """What tells the structure of one opened object from another."""
+    """Names that distinguish the structures of opened objects."""
 
     kind: type
     names: tuple[str, ...]

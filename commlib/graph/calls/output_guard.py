@@ -23,7 +23,7 @@ _SPOIL = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 
 
 class GuardedTensor(torch.Tensor):
-    """An output where torch can't guard memory: it knows itself that it was overwritten."""
+    """An output that checks itself whether it was overwritten, if torch can't guard memory."""
 
     overwritten: Sequence[str] = ()  # one list for an output and its views: how it ended
 
@@ -95,17 +95,17 @@ class OutputGuard:
 
     @property
     def held(self) -> bool:
-        """Whether the program still has the output, a view of it, or its storage."""
+        """Return True if the program still has the output, a view of it, or its storage."""
         return _sharers is None or self._holders() != self._at_rest
 
     @property
     def version(self) -> int:
-        """How often the output was written to, as autograd counts."""
+        """Return the number of writes to the output, as autograd counts them."""
         return self._alias._version
 
     @property
     def moved(self) -> bool:
-        """Whether the program has given the output its own memory (``share_memory_``)."""
+        """Return True if the program has moved the output to other memory (``share_memory_``)."""
         return self._storage.data_ptr() != self._place
 
     def begin(self, where: str) -> torch.Tensor:
@@ -131,33 +131,33 @@ class OutputGuard:
             self._ended.append(text)
 
 
-class Loans:
-    """What the program was given of a graph's memory, by position."""
+class OutputGuards:
+    """Borrowed outputs: tensors in a graph's memory that the program was given, by position."""
 
     def __init__(self, what: str) -> None:
         """``what``: as of an ``OutputGuard``."""
         self._what = what
-        self.guards: dict[int, OutputGuard] = {}
+        self.by_position: dict[int, OutputGuard] = {}
 
-    def lend(self, i: int, tensor: torch.Tensor, where: str) -> torch.Tensor:
-        """Return what the program gets of ``tensor`` at ``where``."""
-        guard = self.guards.get(i)
+    def borrow(self, i: int, tensor: torch.Tensor, where: str) -> torch.Tensor:
+        """Return the borrowed output over ``tensor`` for the caller at ``where``."""
+        guard = self.by_position.get(i)
         if guard is None:
-            guard = self.guards[i] = OutputGuard(tensor, self._what)
+            guard = self.by_position[i] = OutputGuard(tensor, self._what)
         return guard.begin(where)
 
     def expire(self, where: str) -> None:
-        """Make what is still held of the last replay raise when it is read."""
-        for i, guard in list(self.guards.items()):
+        """Make borrowed outputs of the last replay that are still held raise when read."""
+        for i, guard in list(self.by_position.items()):
             if guard.moved:
-                del self.guards[i]
+                del self.by_position[i]
             elif guard.held:
                 guard.end(where)
-                del self.guards[i]
+                del self.by_position[i]
 
     def version(self, i: int) -> int:
-        """Return how often what was lent at a position was written to; -1 for nothing."""
-        guard = self.guards.get(i)
+        """Return how often the output borrowed at a position was written to; -1 for nothing."""
+        guard = self.by_position.get(i)
         return -1 if guard is None else guard.version
 
     def __del__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a captured function returns: the same memory at every replay, lent until the next."""
+"""Outputs of a captured function: graph memory, borrowed until the next replay."""
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from commlib.core.tensors import is_pending
 from commlib.errors import GraphError
-from commlib.graph.calls.output_guard import Loans
+from commlib.graph.calls.output_guard import OutputGuards
 from commlib.graph.operators.layout import copy_of, is_packed
 from commlib.graph.python.objects import unfold
 
@@ -90,12 +90,12 @@ def _is_shape(x: Any) -> bool:
 
 
 def _awaited(leaf: Any) -> Any:
-    """Return what nobody has waited for, the result of a functional collective, as it is then."""
+    """Wait for pending results of functional collectives, and return them."""
     return leaf.clone() if isinstance(leaf, torch.Tensor) and is_pending(leaf) else leaf
 
 
 class Outputs:
-    """The outputs of one captured call, and what of them the program still holds."""
+    """The outputs of one captured call, and the borrowed ones that the program still holds."""
 
     def __init__(
         self,
@@ -115,16 +115,16 @@ class Outputs:
                 self._kinds.append(Again(same))
             else:
                 self._kinds.append(_kind(leaf, given, own))
-        self._lent = [i for i, kind in enumerate(self._kinds) if isinstance(kind, Borrowed)]
+        self._borrowed = [i for i, kind in enumerate(self._kinds) if isinstance(kind, Borrowed)]
         self._again = [(i, kind.place) for i, kind in enumerate(self._kinds) if type(kind) is Again]
-        self._loans = Loans("output")
-        self.lends = bool(self._lent)
+        self._guards = OutputGuards("output")
+        self.any_borrowed = bool(self._borrowed)
         kind = self._kinds[0] if self._alone else None
         self._only = kind if isinstance(kind, Plain) else None
 
     def expire(self, where: str) -> None:
-        """Make what is still held of the last replay raise when it is read."""
-        self._loans.expire(where)
+        """Make borrowed outputs of the last replay that are still held raise when read."""
+        self._guards.expire(where)
 
     def give(self, given: Sequence[torch.Tensor], where: str, join: Join | None = None) -> Any:
         """Return the outputs of the replay that was just launched.
@@ -135,8 +135,8 @@ class Outputs:
             return self._only.value
         leaves = [self._one(i, given, where) for i in range(len(self._kinds))]
         if join is not None:
-            joined = join([leaves[i] for i in self._lent])
-            for i, leaf in zip(self._lent, joined, strict=True):
+            joined = join([leaves[i] for i in self._borrowed])
+            for i, leaf in zip(self._borrowed, joined, strict=True):
                 leaves[i] = leaf
         for i, place in self._again:
             leaves[i] = leaves[place]
@@ -145,11 +145,11 @@ class Outputs:
     def made(self, result: Any) -> list[torch.Tensor]:
         """Return those leaves of ``result`` that ``join`` will be given."""
         leaves, _ = flat(result)
-        return [leaves[i] for i in self._lent]
+        return [leaves[i] for i in self._borrowed]
 
     def versions(self, places: Sequence[int]) -> list[int]:
-        """Return how often what is lent in some of the places of ``made`` was written to."""
-        return [self._loans.version(self._lent[i]) for i in places]
+        """Return how often the borrowed outputs at some places of ``made`` were written to."""
+        return [self._guards.version(self._borrowed[i]) for i in places]
 
     def _one(self, i: int, given: Sequence[torch.Tensor], where: str) -> Any:
         kind = self._kinds[i]
@@ -163,11 +163,11 @@ class Outputs:
             return None  # known when all are
         if self._copy:
             return kind.tensor.clone() if kind.packed else copy_of(kind.tensor)
-        return self._loans.lend(i, kind.tensor, where)
+        return self._guards.borrow(i, kind.tensor, where)
 
 
 def leads_back(tensor: Any) -> bool:
-    """Whether gradients flow through an output."""
+    """Return True if gradients flow through an output."""
     return isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.grad_fn is not None
 
 
@@ -225,7 +225,7 @@ def standing(leaf: Any, given: Sequence[torch.Tensor], own: Callable[[torch.Tens
         return leaf
     position = _source(leaf, given)
     if position is None:
-        leaf = leaf.clone() if leaf._is_zerotensor() else leaf  # it has no memory to lend
+        leaf = leaf.clone() if leaf._is_zerotensor() else leaf  # it has no memory to borrow
         return leaf.resolve_conj().resolve_neg() if own(leaf) else leaf
     if leaf is given[position] or _plain_view(leaf, given[position]):
         return leaf
@@ -255,7 +255,7 @@ _MOST = 1000  # objects that are looked through
 
 
 def hides(leaf: Any, own: Callable[[torch.Tensor], bool]) -> bool:
-    """Whether an object that is not a tensor holds one of the graph, or a run that goes on."""
+    """Return True if a non-tensor object holds a tensor of the graph, or an unfinished run."""
     if isinstance(leaf, Iterator) and not isinstance(leaf, IOBase):
         return True
     queue, seen = [leaf], set[int]()

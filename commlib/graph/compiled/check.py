@@ -1,4 +1,4 @@
-"""What the backend is given: checked before anything is compiled."""
+"""Checks of the backend's arguments, before anything is compiled."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -46,7 +46,7 @@ class _Partitions:
         self._region = region
 
     def __call__(self, gm: GraphModule, values: Sequence[Any], **how: Any) -> Code:
-        """Compile a partition; ``how``: what Inductor has to know of it."""
+        """Compile a partition; ``how``: options of it for Inductor."""
         from torch._inductor.compile_fx import compile_fx_inner
 
         def compile_part(part: GraphModule, values: Sequence[Any], name: str) -> Code:
@@ -65,7 +65,7 @@ class _Partitions:
 
 
 def _keep_saved() -> None:
-    """Let the backward leave what the forward has saved: it may run again, with other gradients."""
+    """Keep what the forward has saved: the backward may run again, with other gradients."""
     context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []

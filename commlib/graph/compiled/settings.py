@@ -1,4 +1,4 @@
-"""What a program asks of the backend: options of capture, and settings of Inductor."""
+"""Options of the backend: those of capture, and settings of Inductor."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -62,7 +62,7 @@ def capture_options(given: Mapping[str, Any]) -> Options:
                 f"a graph of compiled code has no option {name!r}; it has {', '.join(_CAPTURE)}"
             )
     options = Options.of({"outputs": "copy", "on_fail": "eager", **given})
-    Schedule(options.verify)  # refuses what is not one
+    Schedule(options.verify)  # raises unless it is one
     return options
 
 

@@ -1,4 +1,4 @@
-"""Which inputs of an FX graph are static: the same tensors at every call, such as parameters."""
+"""Static inputs of an FX graph: the same tensors at every call, such as parameters."""
 
 import re
 from collections.abc import Sequence

@@ -17,8 +17,8 @@ class RngTracker:
         self._seed, self._last = generator.initial_seed(), b""
         self._states: set[bytes] = set()
 
-    def leave(self) -> None:
-        """Record the state that a draw has left."""
+    def record_state(self) -> None:
+        """Record the state after a draw."""
         self._last = self._state()
         self._states.add(self._last)
 
@@ -37,7 +37,7 @@ class RngTracker:
 
 
 @contextmanager
-def moved_on(generators: Sequence[torch.Generator]) -> Iterator[None]:
+def advanced(generators: Sequence[torch.Generator]) -> Iterator[None]:
     """Draw from them once more inside a ``with`` block, so that a second setting of them shows."""
     before = [(generator, generator.get_state()) for generator in generators]
     for generator in generators:

@@ -40,9 +40,9 @@ def _own_forward(module: torch.nn.Module) -> Callable[..., Any] | None:
     return own
 
 
-def _refused(name: str, replay: Callable[..., Any]) -> Callable[..., Any]:
+def _checked(name: str, replay: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(replay)
-    def refusing(self: torch.cuda.CUDAGraph) -> Any:
+    def checked(self: torch.cuda.CUDAGraph) -> Any:
         if observers.observers and observers.refusing():
             raise GraphError(
                 f"{name} of a CUDA graph can't be captured: no graph can hold another one; "
@@ -51,7 +51,7 @@ def _refused(name: str, replay: Callable[..., Any]) -> Callable[..., Any]:
             )
         return replay(self)
 
-    return refusing
+    return checked
 
 
-watching_replays = Exchange([(torch.cuda.CUDAGraph, "replay")], _refused)
+watching_replays = Exchange([(torch.cuda.CUDAGraph, "replay")], _checked)

@@ -1,4 +1,4 @@
-"""Whether two tensors have elements in one place."""
+"""Test whether two tensors share elements in memory."""
 
 from collections.abc import Iterator, Sequence
 
@@ -18,7 +18,7 @@ def overlaps(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return False where no element of a strided tensor can lie where one of the other's does.
+    """Return False if no element of a strided tensor can share memory with one of the other's.
 
     Slices of one tensor are distinguished where they have its strides: columns of rows are in each
     other's span without meeting.
@@ -33,7 +33,7 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _in_columns(one: torch.Tensor, other: torch.Tensor, apart: int, period: int) -> bool:
-    """Whether both lie in their own columns, of a table with ``period`` elements a row."""
+    """Return True if both have separate columns of a table with ``period`` elements per row."""
     widths = []
     for tensor in (one, other):
         inner = 1

@@ -15,7 +15,7 @@ _STANDARD = sysconfig.get_path("stdlib")
 
 
 def in_ours(frame: Any) -> bool:
-    """Whether a frame is commlib's: it asks for numbers that are a part of the call."""
+    """Return True if a frame is commlib's: it reads numbers that are a part of the call."""
     return str(frame.f_code.co_filename).startswith(_OURS[0])
 
 

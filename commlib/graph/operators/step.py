@@ -106,7 +106,7 @@ def _wait(found: Any) -> None:
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """Run what no autocast of the caller's is about inside a ``with`` block."""
+    """Run without the caller's autocast inside a ``with`` block."""
     with ExitStack() as off:
         for device in ("cuda", "cpu"):
             if torch.is_autocast_enabled(device):

@@ -16,7 +16,7 @@ from commlib.graph.operators.schema import OpCall
 from commlib.streams import stream_captures
 
 _aten = torch.ops.aten
-_CALLED = {"_local_scalar_dense": "item"}  # what the user has typed
+_CALLED = {"_local_scalar_dense": "item"}  # as programs write it
 _NEEDED = "the host needs a value that the replay has not computed yet"
 _REMEDY = {
     "item": "keep the value in a tensor (torch.where, clamp), or read it outside",
@@ -32,7 +32,7 @@ def check_sync(call: OpCall, device: torch.device) -> None:
         name = _CALLED.get(name, name)
         hint = _REMEDY.get(name, "do it outside, or mark the part with commlib.graph.eager")
         text = f"{name} can't be captured: {why}"
-        raise _refusal(text, name, remedy_here() or hint, reads=True)
+        raise _unsupported(text, name, remedy_here() or hint, reads=True)
 
 
 def check_stray(call: OpCall, touched: Iterable[torch.Tensor]) -> None:
@@ -46,7 +46,7 @@ def check_stray(call: OpCall, touched: Iterable[torch.Tensor]) -> None:
             f"{name} ran on a stream that is not part of the capture, so no replay would repeat it"
         )
         hint = "let it wait for the current stream first: stream.wait_stream(...)"
-        raise _refusal(what, name, hint)
+        raise _unsupported(what, name, hint)
 
 
 def check_unreadable(tensors: Iterable[torch.Tensor]) -> None:
@@ -68,29 +68,29 @@ def check_unreadable(tensors: Iterable[torch.Tensor]) -> None:
             )
 
 
-def _refused(name: str, read: Any) -> Any:
-    """Return a method in place of one that reads values: observers see the call."""
+def _checked(name: str, read: Any) -> Any:
+    """Return a method that reads values after asking the observers."""
 
     @functools.wraps(read)
-    def refusing(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def checked(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if observers.observers and not in_ours(sys._getframe(1)):
             for observer in observers.looking_on():
                 if observer.refuses:
                     observer.before_read(self, name.strip("_"))
         return read(self, *args, **kwargs)
 
-    return refusing
+    return checked
 
 
 watching_reads = Exchange(
-    [(torch.Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__")], _refused
+    [(torch.Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__")], _checked
 )
 
 
 def check_value(name: str) -> None:
     """Raise ``GraphError`` for a method that reads the values of a tensor."""
     hint = _REMEDY.get(name, _REMEDY["item"])
-    raise _refusal(f"{name} can't be captured: {_NEEDED}", name, hint, reads=True)
+    raise _unsupported(f"{name} can't be captured: {_NEEDED}", name, hint, reads=True)
 
 
 def check_changing(where: str, remedy: str | None) -> None:
@@ -124,7 +124,7 @@ def check_wrappers(call: OpCall, tensors: Iterable[torch.Tensor]) -> None:
             name = _name_of(call)
             what, remedy = found
             text = f"{name} can't be captured: a tensor that it takes {what}"
-            raise _refusal(text, name, f"capture what works on plain tensors; {remedy}")
+            raise _unsupported(text, name, f"capture what works on plain tensors; {remedy}")
 
 
 def check_layouts(call: OpCall, tensors: Iterable[torch.Tensor]) -> None:
@@ -134,14 +134,14 @@ def check_layouts(call: OpCall, tensors: Iterable[torch.Tensor]) -> None:
             name = _name_of(call)
             kind = "jagged" if tensor.is_nested else "sparse"
             what = f"{name} of a {kind} tensor can't be captured: how much it holds may change"
-            raise _refusal(what, name, "use a padded or dense one (sparse=False, to_dense())")
+            raise _unsupported(what, name, "use a padded or dense one (sparse=False, to_dense())")
 
 
 def check_reshaping(call: OpCall) -> None:
     """Raise ``GraphError`` for an operator that gives a tensor from outside another shape."""
     name = _name_of(call)
     what = f"{name} can't be captured: it changes the shape of a tensor from outside"
-    raise _refusal(what, name, f"use {name.rstrip('_')}, which returns another tensor")
+    raise _unsupported(what, name, f"use {name.rstrip('_')}, which returns another tensor")
 
 
 def check_resized(nbytes: int, now: int) -> None:
@@ -150,7 +150,7 @@ def check_resized(nbytes: int, now: int) -> None:
         f"memory of {nbytes} bytes from outside has {now} bytes now (resize_): a replay would "
         f"write where it was"
     )
-    raise _refusal(what, "resize_", "keep its size, or allocate it in the function")
+    raise _unsupported(what, "resize_", "keep its size, or allocate it in the function")
 
 
 def check_unseen(tensors: Iterable[torch.Tensor]) -> None:
@@ -159,23 +159,23 @@ def check_unseen(tensors: Iterable[torch.Tensor]) -> None:
         if tensor.device.type == "cpu":
             raise GraphError(
                 f"the function writes {tensor.nbytes} bytes that it can reach, and no operator of "
-                f"torch says so (NumPy, ctypes, an extension), so that no replay would; make it an "
-                f"operator (torch.library.custom_op, mutates_args=...), or mark the part with "
-                f"commlib.graph.eager"
+                f"torch says so (NumPy, ctypes, an extension), so a replay would not write them; "
+                f"make it an operator (torch.library.custom_op, mutates_args=...), or mark the "
+                f"part with commlib.graph.eager"
             )
 
 
 def check_wanting(given: Iterable[torch.Tensor], wanted: Iterable[bool]) -> None:
-    """Raise ``GraphError`` for an argument that the function has made want a gradient, or not.
+    """Raise ``GraphError`` for an argument whose ``requires_grad`` the function has changed.
 
-    ``wanted``: whether they wanted one before.
+    ``wanted``: their ``requires_grad`` before the call.
     """
     for i, (tensor, before) in enumerate(zip(given, wanted, strict=True)):
         if tensor.requires_grad != before:
             raise GraphError(
                 f"the function sets requires_grad of tensor {i} of its arguments to "
-                f"{tensor.requires_grad}, and no replay would; set it before the call, or that of "
-                f"x.detach()"
+                f"{tensor.requires_grad}, but a replay would not; set it before the call, or set "
+                f"that of x.detach()"
             )
 
 
@@ -202,7 +202,9 @@ def check_borrowed(call: OpCall) -> None:
     """Raise ``GraphError`` for a write to an array that the function has made a tensor of."""
     name = _name_of(call)
     what = f"{name} can't be captured: it writes to an array, which may be another next time"
-    raise _refusal(what, name, "make the tensor outside, or a new one: torch.tensor, torch.zeros")
+    raise _unsupported(
+        what, name, "make the tensor outside, or a new one: torch.tensor, torch.zeros"
+    )
 
 
 def check_seeding() -> None:
@@ -211,16 +213,16 @@ def check_seeding() -> None:
         "the function sets a generator (manual_seed, fork_rng, a checkpoint with dropout) or makes "
         "one, and a graph only draws on"
     )
-    raise _refusal(what, "manual_seed", "set it before the call")
+    raise _unsupported(what, "manual_seed", "set it before the call")
 
 
-def _refusal(what: str, name: str, hint: str, *, reads: bool = False) -> GraphError:
+def _unsupported(what: str, name: str, hint: str, *, reads: bool = False) -> GraphError:
     where = user_line()
     return GraphError(f"{what}; at {where}; {hint}", op=name, where=where, hint=hint, reads=reads)
 
 
 def _name_of(call: OpCall) -> str:
-    """Return what an operator is called where it is typed."""
+    """Return the name of an operator as programs write it."""
     return str(call.func.name()).removeprefix("aten::").partition(".")[0]
 
 

@@ -1,4 +1,4 @@
-"""What a schedule of a pipeline is made of: actions, and moves between ranks."""
+"""Parts of a pipeline schedule: actions, and moves between ranks."""
 
 from typing import Literal, NamedTuple, TypeAlias
 

@@ -32,7 +32,7 @@ class Stretch(NamedTuple):
 
 
 class Cuts:
-    """Where a list of layers is cut, and which layers stay outside any graph.
+    """Cuts of a list of layers, and the layers that stay outside any graph.
 
     Attributes:
         eager: Positions of layers that stay eager.

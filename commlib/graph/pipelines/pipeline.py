@@ -72,7 +72,14 @@ class Pipeline(Layers):
         self._cut()
 
     def forward(self, *args: Any) -> Any:
-        """Call the layers; new kinds of calls are captured, known ones replayed."""
+        """Call the layers; new kinds of calls are captured, known ones replayed.
+
+        Args:
+            *args: The arguments of the first layer.
+
+        Returns:
+            The result of the last layer.
+        """
         self._check_children()
         for call in self._calls:
             args = (call(*args),)

@@ -1,4 +1,4 @@
-"""`PipelineSchedule`: what every rank of a pipeline runs in which order, and what passes."""
+"""`PipelineSchedule`: the order of the actions of each rank, and the moves between ranks."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from commlib.graph.pipelines.step import Loss, PipelineStep, Transport
 
 
 class PipelineSchedule:
-    """Which rank runs what in which order; checked when it is made.
+    """The order of the actions of each rank, checked when the schedule is made.
 
     Attributes:
         orders: The actions of each rank.
@@ -67,10 +67,13 @@ class PipelineSchedule:
         return 1 + max(action.microbatch for order in self.orders for action in order)
 
     def steps(self, rank: int) -> list[Action | PipelineMove]:
-        """Return what a rank does, in order: actions, and the moves that it takes part in.
+        """Return the actions of a rank, and the moves that it takes part in, in order.
 
         All ranks make their moves in one common order. A send may therefore block until its
         receive is posted, on any transport.
+
+        Args:
+            rank: A rank of the schedule, from 0.
         """
         found: list[Action | PipelineMove] = []
         for actions in self._ticks:

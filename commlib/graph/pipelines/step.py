@@ -12,7 +12,7 @@ Loss = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 class Transport(Protocol):
-    """What moves activations and gradients between ranks."""
+    """A transport of activations and gradients between ranks."""
 
     def send(self, x: torch.Tensor, move: PipelineMove) -> Work[None] | None:
         """Send a tensor; a ``Work`` is waited for after the next send to that stage."""
@@ -22,7 +22,7 @@ class Transport(Protocol):
 
 
 class PipelineStep:
-    """What is under way in one step: tensors by the action that uses them."""
+    """The state of one step: tensors by the action that uses them."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""What objects of Python a function can reach, what they hold, and how that is put back."""
+"""Python objects that a function can reach, their contents, and the undo of changes to them."""

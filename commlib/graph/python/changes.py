@@ -19,7 +19,7 @@ UNBOUND = _Unbound()  # of a name that a replay has left alone
 
 
 class Place(NamedTuple):
-    """Where an object holds something."""
+    """A place in an object that holds a value."""
 
     read: Callable[[], Any]
     bind: Callable[[Any], None]  # gives the object something else in its place

@@ -29,7 +29,7 @@ _WITH_A_NAME = ("getattr", "hasattr")
 
 
 class CodeNames(NamedTuple):
-    """What code names, and the code in it.
+    """Names in code, and the code that is nested in it.
 
     Attributes:
         read: Attributes that it reads, and texts in it, which may be names.

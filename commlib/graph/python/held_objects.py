@@ -1,4 +1,4 @@
-"""What objects of Python hold, remembered so that it can be put back, and what has changed."""
+"""Contents of Python objects, recorded to restore them and to find changes."""
 
 import copy
 import random

@@ -66,21 +66,21 @@ def check_arguments(leaves: Iterable[object]) -> None:
     """Raise ``GraphError`` for an iterator among the arguments of a call."""
     for leaf in leaves:
         if is_iterator(leaf):
-            raise _refusal(f"an argument of the function is an iterator ({_kind(leaf)})")
+            raise _unsupported(f"an argument of the function is an iterator ({_kind(leaf)})")
 
 
 def check_taken(names: Sequence[str]) -> None:
     """Raise ``GraphError`` for a call that has taken elements from iterators or queues."""
     if names:
-        raise _refusal(f"the call has taken elements from {', '.join(names[:3])}")
+        raise _unsupported(f"the call has taken elements from {', '.join(names[:3])}")
 
 
 def check_takes(name: str, x: object) -> None:
     """Raise ``GraphError`` for a function whose code takes elements from ``x``."""
-    raise _refusal(f"the function takes elements from {name} ({_kind(x)})")
+    raise _unsupported(f"the function takes elements from {name} ({_kind(x)})")
 
 
-def _refusal(what: str) -> GraphError:
+def _unsupported(what: str) -> GraphError:
     hint = "take the element before the call, and pass it as an argument"
     return GraphError(
         f"{what}, and each replay would repeat the element of the capture; {hint}", hint=hint

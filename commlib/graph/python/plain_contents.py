@@ -1,4 +1,4 @@
-"""What lists, dicts, sets and arrays hold, where these are plain values: compared as bytes."""
+"""Plain contents of lists, dicts, sets and arrays, compared as bytes."""
 
 import marshal
 from collections.abc import Container, Iterable, Iterator

@@ -21,7 +21,7 @@ def random_state() -> tuple[Any, ...]:
 
 
 class PythonState:
-    """What the objects that a function can reach hold; ``restore()`` gives it back to them.
+    """Contents of the objects that a function can reach; ``restore()`` restores them.
 
     The objects stay, and hold the same items and attributes again. Iterators, files, and what a
     library counts inside itself go on from where they are.

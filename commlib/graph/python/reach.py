@@ -1,4 +1,4 @@
-"""What Python objects a function can reach: its closure, its own object, globals that it names."""
+"""Python objects that a function can reach: its closure, its own object, globals it names."""
 
 import random
 import sys
@@ -43,7 +43,7 @@ class Name:
 
 
 class Reached(NamedTuple):
-    """What objects lead to: other objects, nearest first, and the tensors that they hold."""
+    """Objects reached from other objects, nearest first, and the tensors that they hold."""
 
     objects: list[Any]
     tensors: list[torch.Tensor]
@@ -62,9 +62,9 @@ def reached(roots: Iterable[object], *, ends: tuple[type, ...] = ()) -> Reached:
     while queue and len(seen) < _MOST:
         found = queue.popleft()
         kind = kind_of(type(found))
-        while kind is _Kind.STANDS or kind is _Kind.REFERS:
+        while kind is _Kind.WRAPS or kind is _Kind.REFERS:
             # A captured function represents its function; LR schedulers refer to their optimizer.
-            found = found.__commlib_captures__ if kind is _Kind.STANDS else found()
+            found = found.__commlib_captures__ if kind is _Kind.WRAPS else found()
             kind = kind_of(type(found))
         if kind is _Kind.NOTHING or id(found) in seen:
             continue
@@ -85,11 +85,11 @@ def reached(roots: Iterable[object], *, ends: tuple[type, ...] = ()) -> Reached:
 
 
 class _Kind(Enum):
-    """What is done about the objects of a type."""
+    """Treatment of the objects of a type."""
 
     NOTHING = 0
     TENSOR = 1
-    STANDS = 2
+    WRAPS = 2
     REFERS = 3
     DEFINED = 4  # a function or class, which belongs to its own module
     DICT = 5
@@ -102,7 +102,7 @@ def _kind(kind: type) -> _Kind:
     if issubclass(kind, torch.Tensor):
         return _Kind.TENSOR
     if hasattr(kind, "__commlib_captures__"):
-        return _Kind.STANDS
+        return _Kind.WRAPS
     if issubclass(kind, weakref.ref):
         return _Kind.REFERS
     if issubclass(kind, _LEAVES):

@@ -1,4 +1,4 @@
-"""What attributes a function may read: the names in all the code that may run where it runs.
+"""Attributes that a function may read: the names in all code that may run during its run.
 
 An attribute that no such code names is not a setting of the function, such as a counter of the loop
 around it. Where code reads attributes by computed names, or can't be seen, all of them count.

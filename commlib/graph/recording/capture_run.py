@@ -25,7 +25,7 @@ from commlib.graph.watching.undo import UndoLog
 
 
 class Settings(NamedTuple):
-    """How a run is captured.
+    """Settings of a captured run.
 
     Attributes:
         generators: Those that it draws from in addition to torch's own.
@@ -51,7 +51,7 @@ class Settings(NamedTuple):
 
 
 class CaptureRun:
-    """One run that is captured; ``segments`` are what it is made of so far."""
+    """One run that is captured; ``segments`` are its graphs and eager parts so far."""
 
     def __init__(self, backend: Backend, settings: Settings) -> None:
         self._backend, self._settings = backend, settings
@@ -118,7 +118,7 @@ _saved_hooks: Callable[[bool], Any] = getattr(
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Run apart from what the caller's modes do with tensors on their way.
+    """Run without the caller's autocast cache and saved-tensor hooks.
 
     Autocast would reuse its casts of weights, and a graph go on reading an old one. Hooks on what
     autograd saves (checkpoints, offloading) count and move it: no backward of theirs will need it.

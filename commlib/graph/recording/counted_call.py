@@ -1,4 +1,4 @@
-"""The first call of a kind: its result and all that it does count, unless no capture follows."""
+"""The first call of a kind. Its result and effects count, unless the capture fails."""
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +18,7 @@ from commlib.graph.python.iterators import Positions
 from commlib.graph.python.python_state import PythonState
 from commlib.graph.python.reach import reached
 from commlib.graph.recording.findings import Findings
-from commlib.graph.recording.rank_agreement import settle
+from commlib.graph.recording.rank_agreement import raise_together
 from commlib.graph.watching.digest import digests, whole
 from commlib.graph.watching.real_call import RealCall
 from commlib.graph.watching.runs import WarmUpRun
@@ -26,7 +26,7 @@ from commlib.graph.watching.undo import UndoLog
 
 
 class CountedCall:
-    """A call that is made for real and watched, so that it can be undone.
+    """A real call that is observed, so that it can be undone.
 
     Attributes:
         findings: What is known of the function.
@@ -58,7 +58,7 @@ class CountedCall:
         self._begun: list[torch.Tensor] = []
 
     def make(self, call: Arguments) -> Any:
-        """Make the call; every member of its rings comes through, or all of them raise."""
+        """Make the call. Either all members of its rings succeed, or all raise."""
         args, kwargs = call.given
         self.roots = [self._fn, args, kwargs]
         result, problem, run = None, None, WarmUpRun(self._real.undo, self.roots)
@@ -81,7 +81,7 @@ class CountedCall:
         self.drawn = [generator for generator, _ in self._real.undo.generators]
         self._begun = self._real.begun_grads()
         try:
-            settle(rings, (), problem, counted=self.counted)
+            raise_together(rings, (), problem, counted=self.counted)
         except CommError:
             self.undo()
             raise
@@ -109,7 +109,7 @@ class CountedCall:
         ]
         changes = [x for x in self._before.changes() if x.has_place and self._is_kept(x)]
         found.sets = [kept(x, call.tensors) for x in changes]
-        found.note_watched(self._after.tensors)
+        found.note_reachable(self._after.tensors)
 
     def _is_kept(self, change: Change) -> bool:
         """Return True for a plain value, and for a tensor that the call has not made."""
@@ -137,7 +137,7 @@ class CountedCall:
         return self._after
 
     def undo(self) -> None:
-        """Put back what the call has done, unless it counts."""
+        """Undo the effects of the call, unless it counts."""
         if not self.counted:
             self._real.undo.restore()
             self._before.restore()
@@ -170,7 +170,7 @@ class CountedCall:
 
 
 def _memory_of(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Return each piece of memory that tensors lie in."""
+    """Return each piece of memory that holds tensors."""
     held = (part for x in tensors for part in parts(x))
     plain = [x for x in held if has_memory(x) and x.numel()]
     return [*{memory(x): x.untyped_storage() for x in plain}.values()]

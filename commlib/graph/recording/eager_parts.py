@@ -21,9 +21,15 @@ _marked: "weakref.WeakSet[Callable[..., Any]]" = weakref.WeakSet()
 def eager(fn: F) -> F:
     """Mark a function that must stay outside any graph; usable as a decorator.
 
-    A capture that meets it is made in segments: it ends there, the function runs eagerly (it may
-    read values on the host, and branch), and a new graph begins after it. Its tensors must keep
-    their shapes; no gradient flows through it. Outside a capture it changes nothing.
+    A capture ends before the function, and a new graph begins after it. The function runs eagerly
+    between them. It may read values on the host, and branch. Outside a capture nothing changes.
+
+    Args:
+        fn: The function. At each call it must return tensors of the same shapes and dtypes, and the
+            same plain values. No gradient flows through it.
+
+    Returns:
+        A function with the same signature.
     """
 
     @functools.wraps(fn)
@@ -93,7 +99,7 @@ class EagerSegment:
 
 
 def _shape(x: Any) -> Any:
-    """Return what a graph has fixed of what an eager part returns."""
+    """Return the properties of an eager part's result that a graph has fixed."""
     if isinstance(x, torch.Tensor):
         return x.shape, x.dtype, x.device
     return value(x) if isinstance(x, _PLAIN) else type(x)

@@ -1,4 +1,4 @@
-"""What the runs of a function before its capture show, and what its captures must agree with."""
+"""Findings of the runs before a capture, with which the captures must agree."""
 
 import weakref
 from collections.abc import Iterable, Sequence, Set
@@ -19,11 +19,11 @@ from commlib.graph.watching.undo import UndoLog
 
 @dataclass
 class Findings:
-    """What is known of a function from the call that counts and the runs after it.
+    """Findings about a function from the call that counts and the runs after it.
 
     Attributes:
         modules: Modules that it can reach.
-        watched: Tensors that it can reach.
+        reachable: Tensors that it can reach.
         unseen: Tensors that it writes, and no operator says so.
         taken: Iterators and queues that the call has taken elements from.
         draws: Whether it draws from a generator of Python or NumPy that the program holds.
@@ -54,7 +54,7 @@ class Findings:
     """
 
     modules: Iterable[torch.nn.Module]
-    watched: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    reachable: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     unseen: list[torch.Tensor] = field(default_factory=list)
     taken: list[str] = field(default_factory=list)
     draws: bool = False
@@ -89,9 +89,9 @@ class Findings:
         self.reports_capture = True
         self.made, self.carried, self._texts = {}, set(), {}
 
-    def note_watched(self, tensors: Iterable[torch.Tensor]) -> None:
+    def note_reachable(self, tensors: Iterable[torch.Tensor]) -> None:
         """Record the tensors that the function can reach, and hold none of them."""
-        self.watched = [weakref.ref(x) for x in tensors]
+        self.reachable = [weakref.ref(x) for x in tensors]
 
     def unseen_in(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | int]:
         """Return ``unseen``, with the position in ``tensors`` where a tensor has that memory."""
@@ -114,7 +114,7 @@ class Findings:
     # -- what a run must agree with ----------------------------------------------------------------
 
     def check(self, part: str, segments: Segments, *, again: bool) -> None:
-        """Refuse a capture of ``part`` that no replay could stand for.
+        """Raise ``GraphError`` for a capture of ``part`` that can't be replayed.
 
         ``again``: it was captured before.
         """
@@ -129,7 +129,7 @@ class Findings:
             recorder.memory.reads = OutsideReads()  # nothing asks for them after this
 
     def check_state(self, recorder: Recorder) -> None:
-        """Refuse state that a run after the call has made and the next one has written."""
+        """Raise ``GraphError`` for state that a later run has made and the next one has written."""
         written = [x for key, x in recorder.memory.written.items() if self.lives(key)]
         if written:
             sizes = ", ".join(f"{x.nbytes()} bytes" for x in written[:5])
@@ -140,9 +140,9 @@ class Findings:
             )
 
     def _check_carried(self, recorders: Sequence[Recorder]) -> None:
-        """Refuse state that each run makes again from the last one's: its name is rebound.
+        """Raise ``GraphError`` for state that each run rebinds, computed from the last run's.
 
-        What one run makes for all others, such as a table, the capture reads too.
+        A table that one run makes for all others is allowed: the capture reads it too.
         """
         read = {key for each in recorders for key in each.memory.externals}
         lost = self.carried - read
@@ -154,9 +154,9 @@ class Findings:
             )
 
     def _check_same(self, part: str, segments: Segments) -> None:
-        """Refuse a capture that has done something else than the run before it, or than the last.
+        """Raise ``GraphError`` for a capture that differs from the run before it or the last one.
 
-        Such as a function that asks whether it is being captured.
+        An example is a function that asks whether it is being captured.
         """
         texts = list(map(str, segments.collectives))
         if part == "forward" and self.compared:
@@ -167,7 +167,7 @@ class Findings:
         check_same("two captures of the function differ", known, texts)
 
     def _check_reads(self, segments: Segments) -> None:
-        """Refuse a function that has read other memory from outside in the run before it."""
+        """Raise ``GraphError`` for a function that read other outside memory in the last run."""
         before, after = self.outside, OutsideReads()
         self.outside, begin = OutsideReads(), 0
         for recorder in segments.recorders:
@@ -176,8 +176,8 @@ class Findings:
         others = self.arguments | self.empty
         before = before.until(len(self.names), others)
         after = after.until(segments.own, others)
-        watched = [x for known in self.watched if (x := known()) is not None]
-        lasting = keys_of(part for x in watched for part in parts(x) if has_memory(part))
+        reachable = [x for known in self.reachable if (x := known()) is not None]
+        lasting = keys_of(part for x in reachable for part in parts(x) if has_memory(part))
         if self.broken:  # eager parts make other tensors each time, which replays copy
             before, after = before.among(lasting), after.among(lasting)
         other = first_other(before, after, made=self.made, lasting=lasting)

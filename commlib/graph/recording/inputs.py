@@ -1,4 +1,4 @@
-"""Where the graphs of a call read its arguments: where the first caller has them, or in copies."""
+"""Addresses of the arguments that graphs read: the first caller's tensors, or copies."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from commlib.graph.recording.segments import Segments
 
 
 class Touched(NamedTuple):
-    """What a function does with the memory of its arguments, and with that outside.
+    """Use that a function makes of the memory of its arguments, and of memory outside.
 
     Attributes:
         written: Positions of the arguments that it writes to.
@@ -45,7 +45,7 @@ class Touched(NamedTuple):
 class Inputs:
     """The tensors that the graphs of a call read, by the position of the argument.
 
-    A graph reads the first caller's tensors where they lie. One that comes from somewhere else gets
+    A graph reads the first caller's tensors in place. One that comes from somewhere else gets
     memory of the graph's own, once, by capturing again; from then on it is copied there.
 
     Attributes:
@@ -75,7 +75,7 @@ class Inputs:
             self._targets[i] = self._elements(i, self.copies[i].data)
 
     def of(self, call: Arguments) -> Tensors:
-        """Return what the graphs read in the place of a call's tensors."""
+        """Return the tensors that the graphs read in place of a call's tensors."""
         return [self.copies.get(i, tensor) for i, tensor in enumerate(call.tensors)]
 
     def fix(self, given: Tensors) -> None:
@@ -93,7 +93,7 @@ class Inputs:
                 )
 
     def give_back(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy what a replay has written to the graphs' own memory to the caller's."""
+        """Copy what a replay has written from the graphs' memory to the caller's tensors."""
         for i in self.touched.written:
             if i in self.copies:
                 with torch.no_grad():
@@ -106,12 +106,12 @@ class Inputs:
         """Raise ``GraphError`` for arguments that the graphs can't take, before anything runs."""
         if 0 in pointers:
             check_unreadable(tensors)
-        self.refuse_overlaps(tensors, pointers)
+        self.check_overlaps(tensors, pointers)
 
-    def refuse_overlaps(self, tensors: Tensors, pointers: Sequence[int] = ()) -> None:
-        """Refuse memory that is shared outside, and not in the graph, where one side is written.
+    def check_overlaps(self, tensors: Tensors, pointers: Sequence[int] = ()) -> None:
+        """Raise ``GraphError`` for written memory that is shared outside, but not in the graph.
 
-        ``pointers``: where a call's arguments lie; those that moved get memory of the graph's own.
+        ``pointers``: addresses of a call's arguments. Moved ones get memory of the graph.
         """
         touched = self.touched
         own: dict[int, object] = {i: id(copy) for i, copy in self.copies.items()}

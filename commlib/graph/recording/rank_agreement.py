@@ -13,27 +13,27 @@ _PLACE = re.compile(r", index=\d+| at 0x[0-9a-f]+")
 _WORD = 7  # bytes of a digest in a number: it stays below 2**63
 
 
-def settle(
+def raise_together(
     rings: Sequence[Ring],
     collectives: Sequence[Collective],
     problem: Exception | None,
     *,
     counted: bool,
 ) -> None:
-    """Vote, then raise what this rank has run into, or another one.
+    """Compare the outcomes of all members, then raise the error of this rank or of another one.
 
     ``counted``: work of the call has been done, so that it must not be made again.
     """
     try:
         check_ranks_agree(rings, collectives, problem, counted=counted)
-    except CommError as told:
+    except CommError as error:
         if problem is None:
             raise
         if any(ring._health.fault is not None for ring in rings) and not isinstance(
-            told, GraphError
+            error, GraphError
         ):
             raise GraphError(f"the ring fails in the function: {problem}") from problem
-        raise told from problem
+        raise error from problem
     if counted and isinstance(problem, GraphError):
         raise GraphError(f"{problem}; work of the call had been done", done=True) from problem
     if problem is not None:
@@ -50,48 +50,48 @@ def check_ranks_agree(
     """Compare what this rank has seen with the other members of each ring; every one calls it.
 
     Blocks the host, at most each ring's timeout. Raises ``GraphError`` on all members when one has
-    a ``problem``, or where their lists of collectives part.
+    a ``problem``, or if their lists of collectives differ.
     """
     status = 2 * (counted or getattr(problem, "done", False)) + (problem is not None)
     status += 4 * getattr(problem, "reads", False)
     for ring in rings:
-        own = [c for c in collectives if c.ring is ring and c.verb not in PEER_TO_PEER]
+        own = [c for c in collectives if c.ring is ring and c.collective not in PEER_TO_PEER]
         rows = ring._hosts.exchange([status, *(_number(str(call)) for call in own)])
         done = any(row[0] & 2 for row in rows)
         if any(row[0] & 1 for row in rows):
-            said = _told(ring, _words(problem))
-            told: dict[str, list[int]] = {}  # what several say is said once
+            texts = _gather_texts(ring, _text_of(problem))
+            failed: dict[str, list[int]] = {}  # ranks with the same text share one entry
             for position, row in enumerate(rows):
                 if row[0] & 1:
-                    told.setdefault(said[position], []).append(ring.ranks[position])
-            bad = "; ".join(f"{_of(ranks)}: {text}" for text, ranks in told.items())
+                    failed.setdefault(texts[position], []).append(ring.ranks[position])
+            bad = "; ".join(f"{_ranks_text(ranks)}: {text}" for text, ranks in failed.items())
             text = f"no rank of ring {ring.ring_id} captures: {bad}"
             raise GraphError(text, done=done, reads=any(row[0] & 4 for row in rows))
         if any(row[1:] != rows[0][1:] for row in rows):
             raise GraphError(_part(ring, own, [row[1:] for row in rows]), done=done)
 
 
-def _words(problem: Exception | None) -> str:
+def _text_of(problem: Exception | None) -> str:
     if problem is None or isinstance(problem, GraphError):
         return str(problem or "")
     return f"{type(problem).__name__}: {problem}"
 
 
-def _of(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def same_key(ring: Ring, key: object, known: bool) -> bool:
-    """Whether every member has a graph for the key that all of them call with; each one calls it.
+    """Return True if every member has a graph for the common key; every member calls it.
 
-    Blocks the host, at most the ring's timeout. Raises ``GraphError`` on all of them where the keys
+    Blocks the host, at most the ring's timeout. Raises ``GraphError`` on all members if the keys
     differ in more than the number of a device.
     """
     text = _PLACE.sub("", repr(_ordered(key)))
     rows = ring._hosts.exchange([int(known), _number(text)])
     if any(row[1] != rows[0][1] for row in rows):
         keys = "; ".join(
-            f"rank {ring.ranks[r]}: {said}" for r, said in enumerate(_told(ring, text))
+            f"rank {ring.ranks[r]}: {its}" for r, its in enumerate(_gather_texts(ring, text))
         )
         raise GraphError(f"the ranks of ring {ring.ring_id} call with different keys: {keys}")
     return all(row[0] for row in rows)
@@ -112,15 +112,15 @@ def _part(ring: Ring, own: Sequence[Collective], lists: Sequence[list[int]]) -> 
         shortest,
     )
     mine = f"{own[first]} at {own[first].where}" if first < len(own) else "no further call"
-    said = _told(ring, mine)
-    calls = "; ".join(f"rank {ring.ranks[r]}: {text}" for r, text in enumerate(said))
+    texts = _gather_texts(ring, mine)
+    calls = "; ".join(f"rank {ring.ranks[r]}: {text}" for r, text in enumerate(texts))
     return (
         f"the ranks of ring {ring.ring_id} capture different collectives; number {first} is {calls}"
     )
 
 
-def _told(ring: Ring, text: str) -> list[str]:
-    """Return every member's text."""
+def _gather_texts(ring: Ring, text: str) -> list[str]:
+    """Return every member's text, by position in the ring."""
     return [
         data.decode(errors="replace") for data in ring._hosts.exchange_bytes(text.encode()[:2000])
     ]

@@ -10,7 +10,7 @@ from commlib.graph.operators.program_line import line_of
 from commlib.graph.operators.unsupported import check_reads
 from commlib.graph.recording.capture_run import CaptureRun, Settings
 from commlib.graph.recording.findings import Findings
-from commlib.graph.recording.rank_agreement import settle
+from commlib.graph.recording.rank_agreement import raise_together
 from commlib.graph.recording.replay_times import ReplayTimes
 from commlib.graph.recording.segments import Segments
 from commlib.graph.watching.host import OtherValue
@@ -36,7 +36,7 @@ def record(
     done: Sequence[DonePart] | None = None,
     times: ReplayTimes | None = None,
 ) -> tuple[Segments, Any]:
-    """Capture ``fn``; every member of its rings succeeds, or all of them raise.
+    """Capture ``fn``. Either every member of its rings succeeds, or all raise.
 
     Args:
         backend: What captures.
@@ -53,8 +53,8 @@ def record(
         The graphs, and what ``fn`` returned.
 
     Raises:
-        GraphError: No graph can hold it, here or on another member. Nothing is left of it.
-        OtherValue: A later capture goes another way than the first.
+        GraphError: It can't be captured, here or on another member. The capture leaves nothing.
+        OtherValue: A later capture takes another branch than the first.
     """
     # What runs outside may replay other graphs; gradients that are bound stay after a replay.
     if pool is None and (findings.broken or findings.binds_grads or findings.binds):
@@ -89,7 +89,7 @@ def record(
         problem = _as_ours(error)
     try:
         rings = [] if again else findings.rings
-        settle(rings, segments.collectives, problem, counted=again and segments.broken)
+        raise_together(rings, segments.collectives, problem, counted=again and segments.broken)
     except CommError:
         segments.release()
         raise
@@ -97,7 +97,7 @@ def record(
 
 
 def _as_ours(error: Exception) -> GraphError:
-    """Return what is raised where a capture has failed with an error."""
+    """Return the error to raise for a capture that failed with ``error``."""
     if isinstance(error, GraphError):
         return error
     text = f"{type(error).__name__}: {error}"

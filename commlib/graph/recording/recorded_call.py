@@ -29,7 +29,7 @@ Bound = list[tuple[torch.Tensor, torch.Tensor | None]]  # leaves, and what is bo
 
 
 class Recipe(NamedTuple):
-    """How the calls of one kind are recorded.
+    """Settings for recording the calls of one kind.
 
     Attributes:
         fn: The function.
@@ -38,10 +38,10 @@ class Recipe(NamedTuple):
         copy: Whether outputs are copies.
         times: Where the times of replays are kept.
         own_inputs: Whether arguments are read from the graphs' own memory from the start.
-        rooms: For each leaf of the result, where it is to lie if the graph makes it.
+        rooms: For each leaf of the result, its memory if the graph makes it.
         unseen: Tensors that it writes, and no operator says so: of the arguments their positions.
         pool: Its own memory, in place of what all graphs share.
-        lends_gradients: Whether backwards return the graphs' memory.
+        borrowed_gradients: Whether backwards return the graphs' memory.
     """
 
     fn: Callable[..., Any]
@@ -53,7 +53,7 @@ class Recipe(NamedTuple):
     rooms: Sequence[torch.Tensor | None] = ()
     unseen: Sequence[torch.Tensor | int] = ()
     pool: Pool | None = None
-    lends_gradients: bool = False
+    borrowed_gradients: bool = False
 
 
 class RecordedCall(NamedTuple):
@@ -84,17 +84,17 @@ def record_call(
     again: bool,
     done: Sequence[DonePart] | None = None,
 ) -> RecordedCall:
-    """Record a call where ``inputs`` say that the graphs read its arguments.
+    """Record a call, whose arguments the graphs read where ``inputs`` says.
 
     Args:
         recipe: How calls of its kind are recorded.
         call: The call.
-        inputs: Where its arguments are read; knows afterwards what the graphs do with them.
+        inputs: The addresses of its arguments. Use of that memory is recorded here.
         again: The call was recorded before, and no other rank is asked.
         done: What its eager parts have done already in a verified call.
 
     Raises:
-        GraphError: No graph can hold it. Nothing is left of it.
+        GraphError: It can't be captured. The capture leaves nothing.
     """
     found = recipe.findings
     read = inputs.of(call)
@@ -114,8 +114,8 @@ def record_call(
             bindings = _bound(objects, found, segments)
         segments.own = len(segments.names)  # what follows is not work of the function
         inputs.touched = Touched.by(segments, read)
-        _refuse_grads(call, inputs.touched)
-        inputs.refuse_overlaps(call.tensors)
+        _check_grads(call, inputs.touched)
+        inputs.check_overlaps(call.tensors)
         return _kept(result, given, segments, recipe), grads, bindings
 
     with reading(call, given), kept_grads(found.leaves) as before:
@@ -154,8 +154,8 @@ def _bound(objects: PythonState, found: Findings, segments: Segments) -> list[Ch
     return [x for x in changes if holds_tensor(x.now)]
 
 
-def _refuse_grads(call: Arguments, touched: Touched) -> None:
-    """Refuse a function that reads ``grad`` of an argument: the next one's is elsewhere."""
+def _check_grads(call: Arguments, touched: Touched) -> None:
+    """Raise ``GraphError`` for a read of an argument's ``grad``: the next one's is elsewhere."""
     for i, tensor in enumerate(call.tensors[: len(call.tensors) - call.grads]):
         grad = tensor.grad if tensor.is_leaf and tensor.requires_grad else None
         key = None if grad is None else grad.untyped_storage()._cdata
@@ -167,7 +167,7 @@ def _refuse_grads(call: Arguments, touched: Touched) -> None:
 
 
 def _kept(result: Any, given: Tensors, segments: Segments, recipe: Recipe) -> Any:
-    """Bring what is returned to where no other graph's replay writes."""
+    """Copy results to memory that replays of other graphs do not write."""
     leaves, spec = flat(result)
     kept: dict[int, Any] = {}  # what is returned twice is one tensor
     for i, each in enumerate(leaves):
@@ -192,7 +192,7 @@ def kept_grads(leaves: Sequence[torch.Tensor]) -> Iterator[Bound]:
 
 @contextmanager
 def reading(call: Arguments, inputs: Tensors) -> Iterator[None]:
-    """Let owners have their gradients where the graph reads them, inside a ``with`` block."""
+    """Give owners the gradients that the graph reads, inside a ``with`` block."""
     owners, given = call.owners, iter(inputs[len(inputs) - call.grads :])
     before = [owner.grad for owner in owners]
     for owner, grad in zip(owners, before, strict=True):

@@ -1,4 +1,4 @@
-"""The runs of a function between its first call and its capture: watched, and put back."""
+"""The runs of a function between its first call and its capture: observed, and undone."""
 
 from collections.abc import Callable, Sequence, Set
 from typing import Any
@@ -13,7 +13,7 @@ from commlib.graph.calls.bindings import holds_tensor
 from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.calls.leaves import leaf, parameters, plain_gradients, with_grads, without_grads
 from commlib.graph.calls.outputs import awaited, flat, leads_back
-from commlib.graph.operators.generators import default_generator, moved_on
+from commlib.graph.operators.generators import advanced, default_generator
 from commlib.graph.operators.nested import unrolled
 from commlib.graph.operators.schema import memory
 from commlib.graph.operators.unsupported import check_python_random, check_unseen
@@ -22,7 +22,7 @@ from commlib.graph.python.python_state import PythonState, random_state
 from commlib.graph.recording.capture_run import isolated
 from commlib.graph.recording.counted_call import CountedCall
 from commlib.graph.recording.findings import check_same
-from commlib.graph.recording.rank_agreement import settle
+from commlib.graph.recording.rank_agreement import raise_together
 from commlib.graph.watching.capture_query import reporting
 from commlib.graph.watching.recorder import Recorder
 from commlib.graph.watching.runs import WarmUpRun
@@ -31,12 +31,12 @@ from commlib.graph.watching.runs import WarmUpRun
 def rehearse(
     fn: Callable[..., Any], backend: Backend, first: CountedCall, call: Arguments, times: int
 ) -> None:
-    """Run ``fn`` ``times`` more after its ``first`` call, and find what a graph would have to do.
+    """Run ``fn`` another ``times`` times and record what a graph must reproduce.
 
-    Memory, gradients, generators and the Python objects that it can reach are put back.
+    Memory, gradients, generators and the Python objects that it can reach are restored.
 
     Raises:
-        GraphError: No graph could do it; every member of its rings raises.
+        GraphError: The function can't be captured; every member of its rings raises.
     """
     _check_tied(first.tied)
     check_taken(first.findings.taken)
@@ -52,7 +52,7 @@ def rehearse(
 
 
 class _Rehearsal:
-    """The runs, in the order in which each finds what the one before has left."""
+    """The runs, in order: each begins with the Python state that the one before has left."""
 
     def __init__(
         self, fn: Callable[..., Any], backend: Backend, first: CountedCall, call: Arguments
@@ -63,7 +63,7 @@ class _Rehearsal:
         self._recorder = Recorder(backend.device)
 
     def run(self, objects: PythonState, *, as_before: bool) -> None:
-        """Run once; every member of the rings comes through, or all of them raise.
+        """Run once. Either all ranks of the rings succeed, or all raise.
 
         Args:
             objects: What Python objects hold before the run.
@@ -76,7 +76,7 @@ class _Rehearsal:
         problem: Exception | None = None
         with (
             self._backend.warming(),
-            moved_on(self._drawn),
+            advanced(self._drawn),
             reporting(found.reports_capture),
             unrolled(found.modules),
             run.under_way(),
@@ -94,10 +94,12 @@ class _Rehearsal:
                 problem = error
             except Exception as error:
                 problem = GraphError(
-                    f"the function runs once, and not again: {type(error).__name__}: {error}"
+                    f"the second run of the function failed: {type(error).__name__}: {error}"
                 )
                 problem.__cause__ = error
-            for work in works:  # one that nobody waits for would write after the undoing
+            for (
+                work
+            ) in works:  # one that that the function did not wait for would write after the undo
                 try:
                     work.wait()
                 except Exception as error:
@@ -110,7 +112,7 @@ class _Rehearsal:
         found.rings = recorder.rings
         found.broken = found.broken or run.broken
         self._note_generators(recorder)
-        settle(found.rings, recorder.collectives, problem, counted=False)
+        raise_together(found.rings, recorder.collectives, problem, counted=False)
 
     def note_capture(self) -> None:
         """Record what the capture may write, where it runs for real: around eager parts."""
@@ -144,8 +146,8 @@ class _Rehearsal:
                 check_python_random()
             if not call.still(inputs, args, kwargs):
                 raise GraphError(
-                    "the function changes a list or dict that it is given, and no replay would; "
-                    "return what is new"
+                    "the function changes a list or dict that it is given, but a replay would not; "
+                    "return the new contents instead"
                 )
             found.names, found.calls = list(recorder.names), list(map(str, recorder.collectives))
             if any(x.requires_grad for x in inputs):
@@ -171,7 +173,10 @@ class _Rehearsal:
         wanted = [x for x in (*inputs, *found.parameters) if x.requires_grad]
         ones = [torch.ones_like(x) for x in outs]
         if not wanted and not computed:
-            raise GraphError("an output wants a gradient, and no tensor before it does")
+            raise GraphError(
+                "an output requires grad but none of its inputs does; detach the output or pass "
+                "the parameter as an argument"
+            )
         try:
             quiet = (*found.parameters, *computed)
             grads = plain_gradients(outs, (*wanted, *computed), ones, quiet=quiet)
@@ -185,12 +190,12 @@ class _Rehearsal:
         for tensor, grad in zip(computed, grads[len(wanted) :], strict=True):
             if grad is not None:
                 raise GraphError(
-                    f"a {tuple(tensor.shape)} tensor that the function reads, but is not given, "
-                    f"wants a gradient: pass it as an argument, or detach it"
+                    f"the function reads a {tuple(tensor.shape)} tensor that requires grad but "
+                    f"is not an argument; pass it as an argument or detach it"
                 )
 
     def _note_emptied(self, recorder: Recorder) -> None:
-        """Record memory that each run fills and empties, and refuse it where a backward follows."""
+        """Record memory that each run fills and empties; raise if a backward follows."""
         found = self._found
         found.empty = found.empty | recorder.memory.emptied
         if found.empty and found.differentiable:
@@ -231,7 +236,7 @@ class _Rehearsal:
         found.outside = touched.reads
 
     def _note_changes(self, run: WarmUpRun, objects: PythonState) -> None:
-        """Refuse Python state that each run changes; tensors are bound again at each replay."""
+        """Raise for Python state that each run changes; tensors are bound at each replay."""
         found = self._found
         changes = [x for x in objects.changes() if (x.where, x.name) not in run.changed]
         found.by_parts |= run.changed.keys()
@@ -247,14 +252,14 @@ class _Rehearsal:
         for change in changes:
             if id(change.now) in there:
                 raise GraphError(
-                    f"the function binds {change.name} to another of its tensors at each run, and "
-                    f"each replay would bind the same; copy_() what they hold"
+                    f"the function rebinds {change.name} to a different tensor in each run; a "
+                    f"replay would always bind the captured one. Call copy_(...) on it instead"
                 )
             if change.counts:
                 raise GraphError(
-                    f"the function changes {change.name} at each run ({change.before!r:.40}, then "
-                    f"{change.now!r:.40}), and no replay would; do that outside, or in a part that "
-                    f"is marked with commlib.graph.eager"
+                    f"the function changes {change.name} in each run ({change.before!r:.40}, then "
+                    f"{change.now!r:.40}), but a replay runs no Python; change it outside the "
+                    f"function, or in a part that is marked with commlib.graph.eager"
                 )
         found.binds = any(holds_tensor(change.now) for change in changes)
         rebinds = not all(change.is_plain for change in changes)
@@ -264,7 +269,7 @@ class _Rehearsal:
 def _check_backwards(
     inputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], histories: Set[int]
 ) -> None:
-    """Refuse a backward inside the function that leads to an argument.
+    """Raise ``GraphError`` for a backward inside the function that leads to an argument.
 
     ``histories``: positions of arguments through whose history one went in the first call.
     """
@@ -273,14 +278,15 @@ def _check_backwards(
         if i in histories or (new is not tensor and new.grad is not before):
             raise GraphError(
                 f"a backward inside the function leads to argument tensor {i}, or to what it was "
-                f"computed from, and no replay would; pass x.detach(), or return its gradient"
+                f"computed from, but a replay would not add to its gradient; pass x.detach(), or "
+                f"return its gradient"
             )
 
 
 def _check_tied(tied: Sequence[torch.Tensor]) -> None:
-    """Refuse to write outside what would be a part of the caller's autograd graph."""
+    """Raise ``GraphError`` for outside memory that has become a part of an autograd graph."""
     if tied:
         raise GraphError(
-            f"a {tuple(tied[0].shape)} tensor that the function is given, or uses, is written "
-            f"with something that wants a gradient; write x.detach() into it, or return it"
+            f"the function writes a value that requires grad into a {tuple(tied[0].shape)} tensor "
+            f"from outside; write x.detach(), or return the value"
         )

@@ -1,4 +1,4 @@
-"""When the last replays of captured work began and ended on this rank."""
+"""Times at which the last replays of captured work began and ended on this rank."""
 
 import time
 from collections import deque

@@ -25,7 +25,7 @@ class Segments:
         parts: Graphs and eager parts.
         recorders: What each graph touches.
         own: How many operators are the function's own; copies of its outputs follow.
-        broken: Whether parts lie outside, so that the capture has already run.
+        broken: Whether it has eager segments, so that the capture has already run.
         reports_capture: The answer when the function asks whether it is captured.
     """
 
@@ -71,7 +71,7 @@ class Segments:
 
     @property
     def reads(self) -> str | None:
-        """Return where the host reads a value that the graphs fit alone, if it does."""
+        """Return the line where the host reads a value, if the graphs fit that value only."""
         return next((part.reads for part in self.parts if part.reads), None)
 
     @property
@@ -101,7 +101,7 @@ class Segments:
                 self.replay_one(part)
 
     def replay_rest(self) -> None:
-        """Run what the capture itself has not: after an eager part, the last graph."""
+        """Run what the capture has not run: with eager parts, the last graph."""
         if self.broken:
             part = self.parts[-1]
             assert not isinstance(part, EagerSegment)

@@ -36,9 +36,9 @@ class Lease:
 
 
 class Slot(Protocol):
-    """What a node asks of the graphs that it replays."""
+    """Interface between an autograd node and the graphs that it replays."""
 
-    def not_differentiable(self, lent: Sequence[torch.Tensor]) -> Tensors:
+    def not_differentiable(self, borrowed: Sequence[torch.Tensor]) -> Tensors:
         """Return the outputs that no gradient comes back through."""
 
     def check(self, lease: Lease) -> None:
@@ -48,7 +48,7 @@ class Slot(Protocol):
         """Replay the backward with the gradients of the outputs; returns fresh tensors."""
 
     def verified_backward(self, lease: Lease, grads: Grads) -> list[torch.Tensor | None]:
-        """Go back through the function's own outputs, and replay the backward after that."""
+        """Run the backward of the function's own outputs, then replay the captured one."""
 
     def is_last(self, grads: Grads) -> bool:
         """Return True if no other backward can follow the one with these gradients."""
@@ -59,13 +59,13 @@ class Node(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, slot: Slot, lease: Lease, lent: list[torch.Tensor], *_: torch.Tensor
+        ctx: Any, slot: Slot, lease: Lease, borrowed: list[torch.Tensor], *_: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Return the outputs, as results of the node."""
         ctx.slot, ctx.lease = slot, lease
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*slot.not_differentiable(lent))
-        return tuple(lent)
+        ctx.mark_non_differentiable(*slot.not_differentiable(borrowed))
+        return tuple(borrowed)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
@@ -73,19 +73,19 @@ class Node(torch.autograd.Function):
         with torch.no_grad():
             found = _gone_back(ctx, grads)
         if torch.is_grad_enabled():  # create_graph=True
-            found = _refusing_more(found)
+            found = _differentiable_once(found)
         return None, None, None, *found
 
 
-def _refusing_more(grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def _differentiable_once(grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Return gradients that raise where something is derived from them: no graph has that."""
     there = [grad.requires_grad_() for grad in grads if grad is not None]
-    marked: Any = _Refusal.apply(*there)  # type: ignore[no-untyped-call]
+    marked: Any = _NoSecondDerivative.apply(*there)  # type: ignore[no-untyped-call]
     each = iter(marked)
     return [None if grad is None else next(each) for grad in grads]
 
 
-class _Refusal(torch.autograd.Function):
+class _NoSecondDerivative(torch.autograd.Function):
     """The node of gradients that have none themselves."""
 
     @staticmethod
@@ -103,7 +103,7 @@ class _Refusal(torch.autograd.Function):
 
 
 def _gone_back(ctx: Any, grads: Grads) -> list[torch.Tensor | None]:
-    """Replay a node's backward, and free its slot when no other can come through it."""
+    """Replay a node's backward, and free its slot if no other backward can follow."""
     slot: Slot | None = ctx.slot
     if slot is None:
         raise GraphError(

@@ -8,7 +8,7 @@ import torch
 
 from commlib.core.tensors import is_wrapper, parts, rebuilt
 from commlib.graph.backends.side_stream import SideStream
-from commlib.graph.calls.output_guard import Loans
+from commlib.graph.calls.output_guard import OutputGuards
 from commlib.graph.operators.layout import expanded_dims, maker, unexpanded
 from commlib.graph.recording.segments import Segments
 
@@ -23,7 +23,7 @@ class Backward:
         grads: dict[int, torch.Tensor],
         *,
         last: bool,
-        lends: bool,
+        borrow: bool,
     ) -> None:
         """Store the graph.
 
@@ -32,16 +32,16 @@ class Backward:
             given: Where it reads the gradients of outputs.
             grads: What it writes, by position of the tensor whose gradient it is.
             last: Whether no other backward can follow, but for one with ``retain_graph=True``.
-            lends: Whether it returns the memory that it writes, where that is one gradient's alone.
+            borrow: Whether it returns the memory that it writes, if only one gradient uses it.
         """
         self.last = last
         self.segments, self.given = segments, given
         self._expanded = [expanded_dims(x) for x in given]
         self._places = [unexpanded(x, dims) for x, dims in zip(given, self._expanded, strict=True)]
         self._at_once = bool(given) and not any(map(is_wrapper, given))
-        self._lent = _alone(grads, segments) if lends else {}
-        self._loans = Loans("gradient")
-        self._grads = {i: grad for i, grad in grads.items() if i not in self._lent}
+        self._borrowed = _alone(grads, segments) if borrow else {}
+        self._guards = OutputGuards("gradient")
+        self._grads = {i: grad for i, grad in grads.items() if i not in self._borrowed}
         self._parts = [part for grad in self._grads.values() for part in parts(grad)]
         self._wrapped = any(map(is_wrapper, self._grads.values()))
         self._make = {} if self._wrapped else {i: maker(grad) for i, grad in self._grads.items()}
@@ -60,8 +60,8 @@ class Backward:
             self.segments.replay()
             if places:
                 torch._foreach_copy_(places, self._parts)
-        lent = {i: self._loans.lend(i, x, "its backward") for i, x in self._lent.items()}
-        return fresh | lent
+        borrowed = {i: self._guards.borrow(i, x, "its backward") for i, x in self._borrowed.items()}
+        return fresh | borrowed
 
     def _take(self, coming: Sequence[torch.Tensor]) -> None:
         """Copy the gradients of outputs to where the graph reads them."""
@@ -74,7 +74,7 @@ class Backward:
 
     def expire(self, where: str) -> None:
         """Make gradients that the program still holds raise when they are read."""
-        self._loans.expire(where)
+        self._guards.expire(where)
 
     def _fresh(self) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
         """Return new gradients by position, and all memory that is to be written."""

@@ -1,4 +1,4 @@
-"""What the graphs of a call, and what is copied to its arguments, change outside."""
+"""Changes outside a call that its graphs, and copies to its arguments, make."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ class CallEffects:
 
         Args:
             inputs: Where it reads its arguments.
-            rooms: Where its outputs lie.
+            rooms: Memory of its outputs.
             leaves: Those whose ``grad`` it binds.
         """
         self._inputs, self._rooms, self._leaves = inputs, rooms, list(leaves)

@@ -1,4 +1,4 @@
-"""How gradients flow back through a captured call; here: not at all."""
+"""Gradients of a captured call: the interface, and its form without gradients."""
 
 from typing import Protocol
 
@@ -9,7 +9,7 @@ from commlib.graph.recording.recorded_call import RecordedCall
 
 
 class Gradients(Protocol):
-    """How gradients flow back through a captured call."""
+    """Gradients of a captured call: how they flow back through it."""
 
     def prepare(self) -> None:
         """Make ready for the recording of the call."""
@@ -28,7 +28,7 @@ class NoGradients:
         """Do nothing."""
 
     def recorded(self, recorded: RecordedCall, outputs: Outputs, *, again: bool) -> None:
-        """Refuse an output that requires grad."""
+        """Raise ``GraphError`` for an output that requires grad."""
         if any(map(leads_back, flat(recorded.result)[0])):
             raise GraphError(
                 "an output requires grad, but the backward was not run before the capture; pass "

@@ -38,13 +38,13 @@ class CapturedCall:
         effects: What it changes outside itself.
         outputs: What it returns.
         log: What its verified calls have shown.
-        replays: How many calls it was used for.
+        replays: The number of calls that it was used for.
         bytes_copied: What the last of them copied to where the graphs read it.
         launch_seconds: Host time of one of the replays.
         capture_seconds: What the capture has cost.
         lost: It was to be captured again, and could not.
         has_eager_parts: Whether Python runs between its graphs.
-        places: Where tensors lay that small lists and dicts hold.
+        places: Addresses of tensors that small lists and dicts hold.
     """
 
     def __init__(self, recipe: Recipe, log: VerificationLog, schedule: Schedule) -> None:
@@ -106,7 +106,7 @@ class CapturedCall:
         self._grads = recorded.grads
         self.effects = CallEffects(self.inputs, recipe.rooms, [x for x, _ in self._grads])
         gives = self.inputs.touched.written or self._grads or self._bindings.names
-        self._only_launches = not (gives or self.outputs.lends)
+        self._only_launches = not (gives or self.outputs.any_borrowed)
         gradients.recorded(recorded, self.outputs, again=again)
         self.capture_seconds = time.perf_counter() - began
 
@@ -145,7 +145,7 @@ class CapturedCall:
                 if fresh:
                     self._capture_again(call, fresh, caller, gradients, done)
                     return self.first(call, caller, gradients)
-            if self.outputs.lends:
+            if self.outputs.any_borrowed:
                 self.outputs.expire(f"the call at {line_of_frame(caller)}")
             self.replays += 1
             timed = not self.replays & (self.replays - 1)  # now and then: the clock takes its time
@@ -161,7 +161,7 @@ class CapturedCall:
             return self._outcome(tensors, caller, gradients)
 
     def first(self, call: Arguments, caller: FrameType, gradients: Gradients = NO_GRADIENTS) -> Any:
-        """Do what the capture itself has not done, and return the outputs."""
+        """Run what the capture has not run, and return the outputs."""
         with self.segments.lock:
             self.replays += 1
             self.segments.turn()
@@ -186,11 +186,11 @@ class CapturedCall:
             if owner.grad is not grad or copy:
                 owner.grad = grad.clone() if copy and grad is not None else grad
         self._bindings.bind(tensors)
-        where = line_of_frame(caller) if self.outputs.lends else ""
+        where = line_of_frame(caller) if self.outputs.any_borrowed else ""
         return self.outputs.give(tensors, where, gradients.join(list(tensors)))
 
     def _place(self, call: Arguments, pointers: Sequence[int]) -> list[int]:
-        """Copy what is elsewhere to where the graph reads it; returns what has no room there yet.
+        """Copy moved arguments to the graph's memory; return positions without such memory.
 
         What is copied may be an output of the last replay, so that one expires after this.
         """
@@ -249,13 +249,13 @@ class CapturedCall:
 
     def verification(self, what: str, segments: Segments, call: Arguments | None) -> Verification:
         """Return what verifies a call of one of the graphs; a backward has no ``call``."""
-        watched = (reference() for reference in self._recipe.findings.watched)
+        reachable = (reference() for reference in self._recipe.findings.reachable)
         return Verification(
             segments,
             self.effects.of(call, self.graphs),
             self.log,
             what,
-            [x for x in watched if x is not None],
+            [x for x in reachable if x is not None],
             [self._recipe.fn, *(() if call is None else call.given)],
             self._bindings.names if call is not None else set(),
             self.log.uncaptured,
@@ -276,7 +276,7 @@ class CapturedCall:
         return self.lost
 
     def moved(self) -> list[torch.Tensor]:
-        """Return the tensors from outside that do not lie any more where the graph reads them."""
+        """Return the tensors from outside that are no longer where the graph reads them."""
         return self._externals.moved()
 
     @property
@@ -290,11 +290,11 @@ class CapturedCall:
         return any(key in each.externals for each in memories) or key in self._bindings.memory()
 
     def release(self) -> None:
-        """Release the graphs and all that they read; what was returned can't be read any more.
+        """Release the graphs and all that they read; reading their outputs raises from then on.
 
         Torch swaps the content of no tensor that a weak reference points to.
         """
         self.outputs.expire("the release of the graph")
         self.segments.release()
         self._externals.forget()
-        self._recipe.findings.watched.clear()
+        self._recipe.findings.reachable.clear()

@@ -124,11 +124,11 @@ class Slot:
         forms = zip(self._outs, comes, strict=True)
         others = [out for out, form in forms if form is None]
         there = {i: grad for i, grad in found if grad is not None}
-        last, lends = used_up(outs, others), self._recipe.lends_gradients
-        return Backward(segments, given, there, last=last, lends=lends)
+        last, borrow = used_up(outs, others), self._recipe.borrowed_gradients
+        return Backward(segments, given, there, last=last, borrow=borrow)
 
     def _note_reads(self, recorded: RecordedCall, whole: Backward, made: Tensors) -> None:
-        """Record the tensors that forward saves for backward; nobody may write to them in between.
+        """Record the tensors that forward saves for backward. Writes in between are an error.
 
         Other inputs of a hook must be as they are then.
         """
@@ -144,11 +144,11 @@ class Slot:
         places = [x.untyped_storage()._cdata for x in recorded.given]
         own = self.forward.inputs.copies
         self._reads_inputs = [i for i, key in enumerate(places) if key in read and i not in own]
-        lent = [x.untyped_storage()._cdata for x in made] if not self._recipe.copy else []
-        self._reads_outputs = [i for i, key in enumerate(lent) if key in read]
+        borrowed = [x.untyped_storage()._cdata for x in made] if not self._recipe.copy else []
+        self._reads_outputs = [i for i, key in enumerate(borrowed) if key in read]
         for memory in forward:  # the program's own tensors, whose versions count
             read |= {key: x for key, x in memory.externals.items() if key in read}
-        of_graph = {*places, *lent, *(x.untyped_storage()._cdata for x in whole.given)}
+        of_graph = {*places, *borrowed, *(x.untyped_storage()._cdata for x in whole.given)}
         self._reads = [
             tensor
             for key, tensor in read.items()
@@ -158,25 +158,25 @@ class Slot:
     # -- replaying ---------------------------------------------------------------------------------
 
     def first(self, call: Arguments, caller: FrameType) -> Any:
-        """Do what the capture itself has not done, and return the outputs."""
+        """Run what the capture has not run, and return the outputs."""
         return self.forward.first(call, caller, self)
 
     def replay(
         self, call: Arguments, caller: FrameType, done: Sequence[DonePart] | None = None
     ) -> Any:
         """Replay the forward; the gradients of its outputs lead to the backward."""
-        if self._recipe.lends_gradients:  # the graphs share one memory
+        if self._recipe.borrowed_gradients:  # the graphs share one memory
             self._expire(f"the call at {line_of_frame(caller)}")
         return self.forward.replay(call, caller, self, done)
 
     def join(self, tensors: Tensors) -> Join:
-        """Return what makes its outputs results of the node of this forward."""
+        """Return a function that makes outputs results of the autograd node of this forward."""
         lease = Lease(self._side if self._side is not None and self._side.serves() else None)
         self._lease = weakref.ref(lease)
 
-        def join(lent: list[torch.Tensor]) -> Any:
+        def join(borrowed: list[torch.Tensor]) -> Any:
             with nullcontext() if lease.side is None else lease.side.current():
-                outs = Node.apply(self, lease, lent, *tensors, *self.parameters)  # type: ignore[no-untyped-call]
+                outs = Node.apply(self, lease, borrowed, *tensors, *self.parameters)  # type: ignore[no-untyped-call]
             lease.reads = [*self._reads, *(tensors[i] for i in self._reads_inputs)]
             lease.versions = self._versions(lease)
             return outs
@@ -184,14 +184,14 @@ class Slot:
         return join
 
     def _versions(self, lease: Lease) -> list[int]:
-        """Return how often what the backward reads was written to, as autograd counts."""
+        """Return the number of writes to each tensor that the backward reads."""
         seen = [tensor._version for tensor in lease.reads]
-        lent = self._reads_outputs
-        return seen + self.forward.outputs.versions(lent) if lent else seen
+        borrowed = self._reads_outputs
+        return seen + self.forward.outputs.versions(borrowed) if borrowed else seen
 
-    def not_differentiable(self, lent: Sequence[torch.Tensor]) -> Tensors:
-        """Return the outputs that no gradient comes back through."""
-        return [tensor for tensor, leads in zip(lent, self._leads, strict=True) if not leads]
+    def not_differentiable(self, borrowed: Sequence[torch.Tensor]) -> Tensors:
+        """Return the outputs without a gradient."""
+        return [tensor for tensor, leads in zip(borrowed, self._leads, strict=True) if not leads]
 
     # -- going back --------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class Slot:
             lease.expected, lease.uncaptured = (outs, wanted), uncaptured
 
     def verified_backward(self, lease: Lease, grads: Grads) -> list[torch.Tensor | None]:
-        """Go back through the function's own outputs, and replay the backward after that."""
+        """Run the backward of the function's own outputs, then replay the captured one."""
         assert lease.expected is not None
         outs, wanted = lease.expected
         given = self._of_leading(grads)
@@ -287,7 +287,7 @@ class Slot:
 
 
 def _form(grad: torch.Tensor | None, *, dense: bool) -> Form:
-    """Return how a gradient comes; kernels add up an expanded one, as of a sum, in other orders.
+    """Return the form of a gradient: kernels add up an expanded one in another order.
 
     Its other strides do not count: each new form costs another backward graph. ``dense``: all forms
     count as dense.

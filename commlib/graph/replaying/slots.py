@@ -1,4 +1,4 @@
-"""The slots of one kind of call: as many as there are forwards still to go back."""
+"""The slots of one kind of call: one per forward whose backward has not run yet."""
 
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -154,7 +154,7 @@ class Slots:
         return [slot.forward for slot in self.slots]
 
     def drop_lost(self) -> bool:
-        """Drop slots that have lost their graphs; says whether one has, or was never made."""
+        """Drop slots that have lost their graphs; return True if one has, or was never made."""
         kept = [slot for slot in self.slots if not slot.forward.lost]
         lost, self._failed = self._failed or len(kept) < len(self.slots), False
         self.slots = kept

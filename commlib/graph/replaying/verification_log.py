@@ -1,4 +1,4 @@
-"""What the verified calls of a captured call have shown, and what they cost."""
+"""Results and cost of the verified calls of a captured call."""
 
 from typing import Any
 

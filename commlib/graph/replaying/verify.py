@@ -54,7 +54,7 @@ class Unequal(GraphError):
 
 
 class Verified(NamedTuple):
-    """What a verified call has come to.
+    """Result of a verified call.
 
     Attributes:
         expected: What the function returned.
@@ -72,14 +72,14 @@ class Verified(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """What a verified call needs to know of its graph.
+    """A verified call of a graph, and its settings.
 
     Attributes:
         segments: The graph, with its eager parts.
         effects: What it changes outside itself.
         log: How results are compared, and what the function gives other bits of each time.
         what: What the results are called in errors.
-        watched: Tensors that the function can reach.
+        reachable: Tensors that the function can reach.
         roots: What leads to the Python objects that it may change.
         binds: The names that a replay binds, and the objects that have them.
         uncaptured: Whether the function gets the answer "not captured" this once. It may take
@@ -92,7 +92,7 @@ class Verification(NamedTuple):
     effects: Effects
     log: VerificationLog
     what: str
-    watched: Sequence[torch.Tensor]
+    reachable: Sequence[torch.Tensor]
     roots: Sequence[object]
     binds: Set[tuple[int, str]]
     uncaptured: bool
@@ -109,7 +109,8 @@ class Verification(NamedTuple):
             Unequal: They differ, here or on another member. The effects of ``fn`` are kept.
         """
         effects, run, watch = self.effects, VerifiedRun(self.roots), Stopwatch(self.segments.device)
-        before, counts, objects = effects.now(), WriteCounts(self.watched), PythonState(self.roots)
+        before, counts = effects.now(), WriteCounts(self.reachable)
+        objects = PythonState(self.roots)
         began = time.perf_counter()
         try:
             with under_way(run), self._reporting():
@@ -189,7 +190,7 @@ class Verification(NamedTuple):
         return Left({self.what: result}, now, self.effects.here())
 
     def _put_back(self, run: VerifiedRun, before: Held) -> Held:
-        """Put back what the call has changed; returns what it has left.
+        """Restore what the call has changed; return the state that it left.
 
         That takes the place of ``before``, so that there is one copy at any time. Eager parts may
         write the same memory, and are put back first.
@@ -215,7 +216,7 @@ class Verification(NamedTuple):
         return tied
 
     def _again(self, fn: Callable[[], Any], bound: Sequence[Change]) -> str:
-        """Run ``fn`` some more times, watched and then put back.
+        """Run ``fn`` some more times, observed and then undone.
 
         What it gives other bits of is noise from now on, unless it reads other memory each time.
 
@@ -227,7 +228,7 @@ class Verification(NamedTuple):
         noise = Noise(self.log.noise)
         for _ in range(_RUNS if self.log.tolerance is None else 1):
             real, objects = RealCall(self.segments.device, (), named=True), PythonState(self.roots)
-            real.note_leaves(x for x in self.watched if x.is_leaf and x.requires_grad)
+            real.note_leaves(x for x in self.reachable if x.is_leaf and x.requires_grad)
             try:
                 with under_way(VerifiedRun()), self._reporting():
                     result = real.run(fn)
@@ -254,7 +255,7 @@ class Verification(NamedTuple):
 
     def _other_read(self, runs: Sequence[OutsideReads]) -> OtherRead | None:
         """Return the first operator that reads other memory from outside in one of ``runs``."""
-        lasting = keys_of(part for x in self.watched for part in parts(x) if has_memory(part))
+        lasting = keys_of(part for x in self.reachable for part in parts(x) if has_memory(part))
         found = (first_other(a, b, made=(), lasting=lasting) for a, b in pairwise(runs))
         return next((x for x in found if x is not None), None)
 
@@ -275,7 +276,7 @@ def _with_works(fn: Callable[[], Any]) -> Any:
 
 
 def _worst(rings: Iterable[Ring], said: int) -> int:
-    """Return the worst of what this member and those of its rings say."""
+    """Return the worst outcome among this member and those of its rings."""
     for ring in rings:
         said = max(row[0] for row in ring._hosts.exchange([said]))
     return said
@@ -287,7 +288,7 @@ def _elsewhere(rings: Sequence[Ring]) -> Difference:
 
 
 def _first_other(captured: Sequence[str], now: Sequence[str]) -> str:
-    """Say what is another than at the capture: the first operator or number, or what it read."""
+    """Name the first operator, number or read that differs from the capture."""
     for number, (before, after) in enumerate(zip(captured, now, strict=False)):
         if before != after:
             return f"operator {number} was {before} at the capture, and is {after} now"

@@ -1,4 +1,4 @@
-"""How often tensors were written to: what a call changes, and no replay would."""
+"""Counts of writes to tensors: a call increases them, and a replay would not."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from commlib.graph.watching.effects import Effects
 
 
 class WriteCounts:
-    """How often tensors were written to, and their gradients, before a call of the function."""
+    """Counts of writes to tensors and their gradients, before a call of the function."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         leaves = [x for x in tensors if x.is_leaf and x.requires_grad]

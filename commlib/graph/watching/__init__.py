@@ -1,1 +1,1 @@
-"""What watches a run of a function: memory, generators, collectives, and how it is undone."""
+"""Observers of a run of a function: memory, generators, collectives, and its undo."""

@@ -1,4 +1,4 @@
-"""What a graph changes outside itself: memory, generators, gradients. Held, put back, compared."""
+"""Changes that a graph makes outside itself, in memory, generators and gradients."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -56,7 +56,7 @@ class _Chunk(NamedTuple):
 class Effects:
     """All that a graph changes outside itself.
 
-    Copies lie side by side in few buffers, so that hundreds of tensors are copied and compared in a
+    Copies are packed into few buffers, so that hundreds of tensors are copied and compared in a
     few launches.
     """
 
@@ -93,14 +93,14 @@ class Effects:
         )
 
     def put(self, held: Held) -> None:
-        """Give all of it back what it held."""
+        """Restore all of it to its state in ``held``."""
         assert held.buffers is not None
         for buffer, chunk in zip(held.buffers, self._chunks, strict=True):
             chunk.write(buffer)
         self._put_rest(held)
 
     def exchange(self, held: Held) -> Held:
-        """Give all of it back what it held; returns what it holds now, in the memory of ``held``.
+        """Restore all of it to ``held``; return its present state, in the memory of ``held``.
 
         What is allocated is allocated first, and is as large as the largest chunk.
         """

@@ -1,4 +1,4 @@
-"""Which memory from outside each operator of a run reads, to be compared with another run."""
+"""Memory from outside that each operator of a run reads, to be compared with another run."""
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -47,7 +47,7 @@ class OtherRead(NamedTuple):
 
 
 class OutsideReads:
-    """What the operators of a run read from outside; the memory is kept, so addresses are unique.
+    """Reads of outside memory by a run's operators; it is kept, so addresses are unique.
 
     Attributes:
         reads: Each tensor, by its place.

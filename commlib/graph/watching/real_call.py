@@ -1,4 +1,4 @@
-"""A call of a function for real, watched: what it writes, draws and returns; nothing is refused."""
+"""A real call of a function, observed: its writes, draws and results; nothing is rejected."""
 
 import weakref
 from collections.abc import Callable, Iterable

@@ -20,10 +20,10 @@ PEER_TO_PEER = ("send", "recv")  # the other ranks do not make them
 
 
 class Collective(NamedTuple):
-    """One call of a ring's verb, in the terms that all ranks must share."""
+    """One call of a collective, in the terms that all ranks must share."""
 
     ring: Ring
-    verb: str
+    collective: str
     dtype: str
     items: int
     rest: str  # reduction, root or peer
@@ -39,7 +39,8 @@ class Collective(NamedTuple):
         return cls(call.ring, call.collective, dtype, items, rest, user_line())
 
     def __str__(self) -> str:
-        return f"{self.verb} of {self.items} x {self.dtype}{self.rest} on ring {self.ring.ring_id}"
+        what = f"{self.collective} of {self.items} x {self.dtype}{self.rest}"
+        return f"{what} on ring {self.ring.ring_id}"
 
 
 def _shared(args: Sequence[Any]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What one run of a function touches: tensors from outside, writes, random numbers, collectives."""
+"""Recorder of one run: tensors from outside, writes, random numbers, collectives."""
 
 import weakref
 from collections.abc import Iterable, Sequence
@@ -41,7 +41,7 @@ _aten = torch.ops.aten
 class Recorder(TorchDispatchMode):
     """Records a run; ``with Recorder(device) as seen: fn()``.
 
-    Refuses what can't be captured before it runs: ``GraphError`` with operator and line.
+    Raises ``GraphError`` with operator and line before an unsupported operator runs.
 
     Attributes:
         memory: What the run makes, reads and writes.
@@ -51,7 +51,7 @@ class Recorder(TorchDispatchMode):
         launches: How many compute something, as views and new memory don't.
         steps: Every operator with its tensors, where they are kept.
         collectives: Its collectives, in order.
-        leaves: Leaves from outside that want a gradient, by id.
+        leaves: Leaves from outside that require grad, by id.
         computed: Tensors from outside that autograd has made, by id.
         host: What the host does before each launch, in a capture on a GPU.
     """
@@ -66,14 +66,14 @@ class Recorder(TorchDispatchMode):
         drawn: Sequence[torch.Generator] | None = None,
         host: HostPart | None = None,
     ) -> None:
-        """Store what is watched.
+        """Prepare to record a run.
 
         Args:
             device: Where the function runs.
             keep: Whether every step stays, to be run again.
             drawn: The generators that the run before has drawn from, where there was one.
             host: Gets the host's part of a capture on a GPU. No memory of the GPU is copied then,
-                and what runs on a stream outside the capture is refused.
+                and work on a stream outside the capture raises.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.keep, self.host = device, keep, host
@@ -139,7 +139,7 @@ class Recorder(TorchDispatchMode):
         check_layouts(call, results)
         made = self.memory.note_made(results, call.memory)
         for generator in drawn:
-            self.random.leave(generator)
+            self.random.record_state(generator)
         changed = [tensor for _, tensor in made] + written
         if self.host is not None:
             check_stray(call, changed)
@@ -215,7 +215,7 @@ class Recorder(TorchDispatchMode):
     # -- what is not an operator -------------------------------------------------------------------
 
     def before_read(self, tensor: torch.Tensor, name: str) -> None:
-        """Note or refuse a method that reads the values of a tensor."""
+        """Note a method that reads the values of a tensor, or raise."""
         if self.device.type == "cpu":
             check_value(name)
         elif self.host is not None and is_on_host(tensor):
@@ -223,7 +223,7 @@ class Recorder(TorchDispatchMode):
                 self.host.note_read(tensor)
 
     def before(self, call: observers.Seen) -> None:
-        """Note a collective; the gate says so before it launches."""
+        """Note a collective; dispatch calls this before it launches."""
         if not self._nested:  # an operator has said what it reads and writes
             for known in tensors_in((call.x, call.out, call.args)):
                 if self._know(known):
@@ -244,7 +244,7 @@ class Recorder(TorchDispatchMode):
     # -- memory ------------------------------------------------------------------------------------
 
     def _know(self, tensor: torch.Tensor) -> bool:
-        """Return True for a tensor from outside, and know it."""
+        """Record a tensor; return True if it is from outside."""
         if not self.memory.know(tensor):
             return False
         if tensor.is_leaf and tensor.requires_grad:
@@ -254,7 +254,7 @@ class Recorder(TorchDispatchMode):
         return True
 
     def _know_leaf(self, tensor: torch.Tensor) -> None:
-        """Several leaves may lie in one memory, as in flat buffers; the function's own go again."""
+        """Keep a leaf. Several may share memory, as in flat buffers; own ones are dropped later."""
         known = self.leaves.get(id(tensor))
         if known is None or known() is None:
             self.leaves[id(tensor)] = weakref.ref(tensor)
@@ -272,12 +272,12 @@ class Recorder(TorchDispatchMode):
     # -- after the run -----------------------------------------------------------------------------
 
     def end_host(self) -> None:
-        """End the host's part. Raises ``GraphError`` where no graph fits what it reads."""
+        """End the host's part. Raises ``GraphError`` if no graph can fit what it reads."""
         assert self.host is not None
         self.host.end(self.memory, self.random.generators.values())
 
     def note_again(self, undo: UndoLog) -> None:
-        """Let ``undo`` note what the run changes, for a run that is not watched."""
+        """Let ``undo`` note what the run changes, for a run that is not observed."""
         for storage in self.memory.written.values():
             undo.note_memory(storage)
         for generator in self.random.generators.values():
@@ -290,7 +290,7 @@ class Recorder(TorchDispatchMode):
         return [leaf for known in self.leaves.values() if (leaf := known()) is not None]
 
     def restore(self) -> None:
-        """Put back what memory from outside, and generators, held before the run."""
+        """Restore memory from outside, and generators, to their state before the run."""
         self.undo.restore()
 
     @property

@@ -1,4 +1,4 @@
-"""The generators that a run draws from; a run that sets one of them is refused."""
+"""The generators that a run draws from; a run that sets one of them raises."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from commlib.graph.watching.undo import UndoLog
 
 
 class RngWatch:
-    """What a run does with generators.
+    """Draws and settings of generators in a run.
 
     Attributes:
         generators: Those that it draws from, by id.
@@ -42,15 +42,15 @@ class RngWatch:
         if self._captured:
             return
         for generator in (default_generator(self._device), *(self._drawn or ())):
-            self.leave(generator)
+            self.record_state(generator)
 
     def end(self) -> None:
-        """Refuse a run that has set a generator after it drew from it."""
+        """Raise ``GraphError`` for a run that has set a generator after it drew from it."""
         for generator in () if self._captured else self.generators.values():
             self._check(generator)
 
     def note(self, call: OpCall) -> list[torch.Generator]:
-        """Return the generators of an operator that draws numbers, and know their states before."""
+        """Return the generators of an operator, after recording their states before its draw."""
         found = generators_of(call, self._device)
         for generator in found:
             self._note(generator)
@@ -66,14 +66,14 @@ class RngWatch:
             if not self._captured or generator.device.type == "cpu":
                 self._undo.note_generator(generator)
 
-    def leave(self, generator: torch.Generator) -> None:
-        """Record the state that a draw has left."""
+    def record_state(self, generator: torch.Generator) -> None:
+        """Record the state after a draw."""
         if self._captured:
             return
-        self._trackers.setdefault(id(generator), RngTracker(generator)).leave()
+        self._trackers.setdefault(id(generator), RngTracker(generator)).record_state()
 
     def _check(self, generator: torch.Generator) -> None:
-        """Refuse a run that sets a generator it draws from: a graph draws on from where it is."""
+        """Raise for a run that sets a generator it draws from: a graph continues its state."""
         tracker = self._trackers.get(id(generator))
         if tracker is not None and tracker.was_set():
             self.generators[id(generator)] = generator

@@ -65,13 +65,13 @@ def inside() -> bool:
 
 
 def check_foreign() -> None:
-    """Refuse to begin a capture inside one that is not ours."""
+    """Raise ``GraphError`` for a capture that begins inside a capture of the program."""
     if capturing():
         raise GraphError("a capture can't begin inside another one; make this call once before it")
 
 
 def call_apart(part: EagerPart, undo: UndoLog) -> Any:
-    """Return ``part()``, called outside what is watched; ``undo`` notes what it changes."""
+    """Return ``part()``, called without observers; ``undo`` notes what it changes."""
     with under_way(None), observers.unwatched():
         return RealCall(torch.device("cpu"), (), undo=undo).run(part)
 
@@ -97,7 +97,7 @@ class WarmUpRun:
             _watched.remove(self)
 
     def eager_part(self, part: EagerPart) -> Any:
-        """Return ``part()``, and know which names it binds."""
+        """Return ``part()``, and record which names it binds."""
         self.broken = True
         before = PythonState(self._roots)
         if self.positions is not None:
@@ -135,7 +135,7 @@ def name_of(part: EagerPart) -> str:
 
 
 def do_again(done: list[DonePart], part: EagerPart) -> Any:
-    """Return what the next of ``done`` returned, and do again what it did, in place of ``part``."""
+    """Repeat the effects of the next of ``done`` in place of ``part``; return its result."""
     if not done:
         raise GraphError(f"{name_of(part)}, an eager part, was not called by the function")
     return done.pop(0).again()
@@ -151,7 +151,7 @@ class VerifiedRun:
         self._roots = roots
 
     def eager_part(self, part: EagerPart) -> Any:
-        """Return ``part()``, and keep what it does."""
+        """Return ``part()``, and keep its effects."""
         before = PythonState(self._roots)
         self.parts.append(DonePart(part))
         self.changed |= {(change.where, change.name) for change in before.changes()}

@@ -104,7 +104,7 @@ class TouchedMemory:
         return key not in self.constants or self.constants[key].expired()
 
     def check_sizes(self, *, may_empty: bool) -> None:
-        """Refuse memory from outside that has another size now, but for what each run empties.
+        """Raise for outside memory that has another size now, except what each run empties.
 
         What one run leaves empty the next one fills itself, as FSDP does with gathered parameters.
         ``may_empty``: whether this run may be the first to empty it.

@@ -1,4 +1,4 @@
-"""What a run of a function has changed outside itself, so that it can be put back or compared."""
+"""Changes that a run makes outside itself, recorded to restore or compare them."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -46,7 +46,7 @@ class UndoLog:
             self._plain[id(tensor)] = tensor
 
     def note_shape(self, tensor: torch.Tensor) -> None:
-        """Keep where the elements of ``tensor`` lie unless that was done before."""
+        """Keep the shape and place of ``tensor`` unless that was done before."""
         if id(tensor) not in self._shapes:
             self._shapes[id(tensor)] = tensor, shape_of(tensor)
 
@@ -97,7 +97,7 @@ class UndoLog:
         return Effects(tensors.values(), generators, leaves)
 
     def swap(self) -> None:
-        """Exchange what memory and generators hold now for what the log holds.
+        """Swap the contents of memory and generators with those in the log.
 
         Storages that were resized since keep their content: all of it is new.
         """
@@ -126,7 +126,7 @@ class UndoLog:
             put_state(generator, state)
 
     def restore(self) -> None:
-        """Give back what memory, generators and leaves held, and forget it."""
+        """Restore memory, generators and leaves, and clear the log."""
         for storage, content in self._memory.values():
             if storage.nbytes() == content.nbytes():
                 storage.copy_(content, non_blocking=True)
