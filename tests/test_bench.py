@@ -114,9 +114,10 @@ PEERS = {
         "all_to_all_single, packed",
     },
     "dispatch": {
-        f"{tokens} | {call}"
+        f"{tokens} | {way} | {call}"
         for tokens in dispatch.TOKENS["nccl" if torch.cuda.device_count() >= 2 else "gloo"]
-        for call in (dispatch.OURS, dispatch.FP8, dispatch.BARE, dispatch.PEER)
+        for way, calls in dispatch.CALLS.items()
+        for call in calls
     },
     "decode": {f"{batch} | {call}" for batch in decode.BATCHES for call in DECODE},
     "class-center": {
@@ -192,8 +193,8 @@ def test_all_that_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
             assert "arget" in said.out or name == "memory"
     if not torch.cuda.is_available():
         lines = [line for line in said.out.splitlines() if line.startswith(NEEDS_GPUS)]
-        # one of most, two of class-center, three of decode, four of attention and dispatch
-        assert len(lines) == 16
+        # one of most, two of class-center, three of decode, four of attention, eight of dispatch
+        assert len(lines) == 20
 
 
 @pytest.mark.parametrize(

@@ -242,3 +242,39 @@ def _masked(comm: Any) -> None:
 
 def test_masked_ranks_with_other_numbers(three_ranks: Ranks) -> None:
     three_ranks(_masked)
+
+
+def _other_masks(comm: Any) -> None:
+    active = torch.tensor([True, True, comm.rank != 1])
+    last = (
+        "left out" if comm.rank == 1 else True
+    )  # rank 1 has no mask from the rank that it leaves out
+    seen, same = f"active[2] is {[True, False, last]}, by rank", "pass the same active="
+    with another(comm, 107, timeout=4) as ring:
+        ring.barrier()
+        if comm.rank < 2:
+            with raises(ArgumentError, "expert_dispatch on ring 107", seen, same):
+                dispatched(comm, 107, active=active)
+        else:
+            words = "did not finish within 4 s", "active leaves out all ranks but [0, 1, 2]", same
+            with raises(CommTimeout, "rank 2 of 3", *words):
+                dispatched(comm, 107, active=active)
+        comm.barrier()
+
+
+def test_masks_that_differ(three_ranks: Ranks) -> None:
+    """Ranks that take part compare their masks; a rank that another leaves out has a deadline."""
+    three_ranks(_other_masks)
+
+
+def _compared_without_a_rank(comm: Any) -> None:
+    with flags.override(flags.CHECK, 2), another(comm, 106) as ring:
+        active = torch.tensor([True, False, True])
+        if comm.rank != 1:
+            dispatched(comm, 106, active=active)
+        ring.barrier()
+
+
+def test_masked_ranks_are_not_compared(three_ranks: Ranks) -> None:
+    """A rank that is left out makes no call, at any level of the check of calls."""
+    three_ranks(_compared_without_a_rank)

@@ -1,5 +1,6 @@
 """graph.backend: collectives of rings are in the graphs, those of stock groups between them."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import commlib
 from commlib import graph, ops
-from tests.support.checks import assert_bits_equal, assert_equal, wide
+from commlib.errors import CommError
+from tests.support.checks import assert_bits_equal, assert_equal, raises, wide
 from tests.support.runs_on import runs_on
 from tests.support.torch_groups import OURS, initialised
 
@@ -101,3 +104,28 @@ def test_functional_collectives_of_stock_groups(comm: Any, tmp_path: Path) -> No
     text = "_c10d_functional.all_reduce.default on group 'gloo' of torch.distributed"
     found = replayed(comm, "gloo", group, through_gloo)
     assert_equal(found, ([], [text]), "collectives inside graphs, and outside")
+
+
+@runs_on("unified_ranks")
+def test_a_ring_that_is_closed_first(comm: Any) -> None:
+    """Compiled code whose graphs hold calls of a closed ring says so, and is freed."""
+
+    def summed(x: Tensor) -> Tensor:
+        return ops.all_reduce(x @ x, ring_id=111)
+
+    for turn in range(2):  # a ring of the same number has new graphs
+        commlib.new_ring(111, range(comm.size))
+        compiled = torch.compile(summed, backend=graph.backend, fullgraph=True, options=STRICT)
+        x = torch.eye(SIZE, device=comm.device) * (turn + 1)
+        for step in range(STEPS):
+            assert_equal(compiled(x)[0, 0].item(), (turn + 1) ** 2 * comm.size, f"step {step}")
+        (row,) = rows_of("summed")
+        assert_equal((row["replays"], row["eager"]), (STEPS - 1, None), "replays")
+        commlib.close_ring(111)
+        with raises(CommError, "ring 111"):
+            compiled(x)
+        torch._dynamo.reset()
+        del compiled
+        gc.collect()
+        assert_equal(rows_of("summed"), [], "graphs of freed code")
+    comm.barrier()

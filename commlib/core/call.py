@@ -32,7 +32,8 @@ class Call(Generic[Result]):
         place: How many elements after the start of ``out`` an ``x`` inside it may begin (negative:
             before it); None if the collective has no in-place form.
         plain: ``is_plain`` holds for the tensors.
-        entry: What every member must give alike; None for a send and a receive.
+        entry: What every member must give alike; None for a call that some members do not make,
+            such as a send.
         result: What the caller gets.
         staged: The output and the input as the engine got them; set by ``start``.
         order: The ``CallOrder`` that it belongs to; None for the ring's own.

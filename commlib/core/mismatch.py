@@ -38,7 +38,7 @@ def compare(ring: Ring, calls: list[Call[Any]]) -> list[Call[Any]]:
     Raises:
         MismatchError: The members' calls differ; every member raises it.
     """
-    collectives = [call for call in calls if call.collective not in PAIRED]
+    collectives = [call for call in calls if call.entry is not None]
     if collectives or not calls:
         _agree(ring, collectives, calls[0].collective if len(calls) == 1 else "group")
     pairs = {at: _Pair(ring, call) for at, call in enumerate(calls) if call.collective in PAIRED}
@@ -62,7 +62,7 @@ def _launched_by(call: Call[Any], launch: Callable[..., Any]) -> Call[Any]:
 
 def _agree(ring: Ring, calls: list[Call[Any]], collective: str) -> None:
     """Compare collectives: codes of all of them, and who sends how much to whom."""
-    summaries = [Facts.of(call.entry) for call in calls if call.entry is not None]
+    summaries = [Facts.of(call.entry) for call in calls if call.entry is not None]  # all
     splits = [
         c.args for c, t in zip(calls, summaries, strict=True) if t.elements is None and c.args
     ]

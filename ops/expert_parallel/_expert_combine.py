@@ -79,12 +79,14 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     move, y = saved(ctx), ctx.saved_tensors[-1]
-    of_y, dots = _gradients(grad, y, *move)
     of_weights = None
-    if y is not None:
-        # A dot product is in the column of its choice: the sum of a token's rows are its gradients.
-        columns = expert_moves.sums(dots, *move._replace(weighted=False))
-        of_weights = columns[:, : move.positions.shape[1]]
+    with expert_moves.same_gradients(NAME):
+        of_y, dots = _gradients(grad, y, *move)
+        if y is not None:
+            # A dot product is in the column of its choice: the sum of a token's rows are its
+            # gradients.
+            columns = expert_moves.sums(dots, *move._replace(weighted=False))
+            of_weights = columns[:, : move.positions.shape[1]]
     return of_y, of_weights, *[None] * len(move)
 
 

@@ -158,7 +158,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    return expert_moves.sums(grad, *saved(ctx)), *[None] * (len(_Given._fields) - 1)
+    with expert_moves.same_gradients(NAME):
+        return expert_moves.sums(grad, *saved(ctx)), *[None] * (len(_Given._fields) - 1)
 
 
 _registered_op = register(

@@ -9,7 +9,7 @@ import torch
 from commlib.core.context import CommContext
 from commlib.errors import ArgumentError, CommTimeout, DtypeError, MismatchError, ShapeError
 from commlib.ops.expert_parallel.expert_checks import FLOATS
-from commlib.ops.expert_parallel.plain_exchange import PlainExchange
+from commlib.ops.expert_parallel.plain_exchange import SAME_MASK, PlainExchange
 from commlib.p2p.expert_tables import ExpertSpec
 
 CAPACITY = (
@@ -56,7 +56,7 @@ def check_spec(
         MismatchError: Ranks compare another call; every call with ``FLAGS_comm_check=2``.
     """
     if exchange is not None and exchange.may_miss_ranks:
-        numbers = _numbers(collective, spec)
+        numbers = _numbers(collective, spec) + _mask(exchange)
         rows = exchange.all_gather(torch.tensor(_values(numbers), device=ring.device))
         _check_equal(ring, collective, numbers, rows.tolist())
         return
@@ -104,6 +104,16 @@ def _numbers(collective: str, spec: ExpertSpec) -> list[Number]:
         Number(dtypes.index(spec.dtype), f"{role} is {{}}", dtype, DtypeError, dtypes),
         Number(spec.width, f"{role} has width {{}}", width, ShapeError),
         Number(int(spec.quantize), "quantize is {}", quantize, names=forms),
+    ]
+
+
+def _mask(exchange: PlainExchange) -> list[Number]:
+    """Return a number per rank: whether it takes part."""
+    assert exchange.present is not None
+    expected = f"expected the same mask on every rank that takes part; {SAME_MASK}"
+    return [
+        Number(int(present), f"active[{rank}] is {{}}", expected, names=(False, True))
+        for rank, present in enumerate(exchange.present.tolist())
     ]
 
 

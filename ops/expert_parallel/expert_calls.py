@@ -8,6 +8,7 @@ from commlib.core.context import CommContext
 from commlib.core.tensors import dense_copy, is_dense
 from commlib.ops.expert_parallel import plain_experts
 from commlib.ops.expert_parallel.expert_agreement import check_spec
+from commlib.ops.expert_parallel.expert_checks import enough_memory
 from commlib.p2p.expert_tables import (
     FLOAT8,
     GROUP,
@@ -31,7 +32,8 @@ def dispatch(
             return plain_experts.dispatch(ring, x, choices, spec, use_calc_stream)
         _check_all(ring, "expert_dispatch", spec, choices.active)
         choices = Choices(*map(_dense, choices))
-        rows, scales, tables, counts = outputs(x, choices.ids, spec, ring.size)
+        with enough_memory(ring, "expert_dispatch", spec, 1):
+            rows, scales, tables, counts = outputs(x, choices.ids, spec, ring.size)
         args = (scales if spec.quantize else None, choices, tables, counts, spec)
         ring._expert_call("expert_dispatch", kernels.dispatch, rows, x, args, use_calc_stream)
     return rows, scales, tables, counts

@@ -1,11 +1,14 @@
 """Rows to the positions of a dispatch, and their sums back: each is the gradient of the other."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from commlib.core.group import needs_result
 from commlib.core.manager import _rings
+from commlib.errors import CommTimeout, MismatchError
 from commlib.ops.expert_parallel import expert_calls
 from commlib.ops.expert_parallel.expert_checks import check_combine
 from commlib.ops.registered.library import register
@@ -110,16 +113,31 @@ def _fake_sums(y: Tensor, *given: Any) -> Tensor:
     return y.new_empty((Move(*given).positions.shape[0], y.shape[2]))
 
 
+@contextmanager
+def same_gradients(collective: str) -> Iterator[None]:
+    """Name the cause that is likely where the exchange of a backward fails: one rank's gradient."""
+    try:
+        yield
+    except (CommTimeout, MismatchError) as error:
+        raise type(error)(
+            f"{error}; this is the backward of {collective}, which every rank runs: its tensors "
+            f"must require grad on all ranks or on none; pass x.requires_grad_() or x.detach() on "
+            f"every rank"
+        ) from error
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     Move(*inputs[1:]).save(ctx)
 
 
 def _rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return sums(grad, *saved(ctx)), *[None] * len(Move._fields)
+    with same_gradients("expert_dispatch"):
+        return sums(grad, *saved(ctx)), *[None] * len(Move._fields)
 
 
 def _sums_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return rows(grad, *saved(ctx)), *[None] * len(Move._fields)
+    with same_gradients("expert_combine"):
+        return rows(grad, *saved(ctx)), *[None] * len(Move._fields)
 
 
 rows = register(

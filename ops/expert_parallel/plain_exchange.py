@@ -6,9 +6,12 @@ import numpy as np
 import torch
 
 from commlib.core.context import CommContext
+from commlib.errors import CommTimeout
 from commlib.p2p.routes import routes
 
 Tensor = torch.Tensor
+
+SAME_MASK = "pass the same active= on every rank that takes part"
 
 
 class PlainExchange:
@@ -44,7 +47,13 @@ class PlainExchange:
         flat = x.view(ring.size, x[0].numel())
         sent = flat[members]
         taken, plan = torch.empty_like(sent), routes(rows, ring.rank, back=False)
-        ring._exchange_rows(taken, sent, plan, use_calc_stream=self._calc)
+        try:
+            ring._exchange_rows(taken, sent, plan, use_calc_stream=self._calc, by_all=False)
+        except CommTimeout as error:
+            raise CommTimeout(
+                f"{error}; active leaves out all ranks but {members} on this rank, which has "
+                f"waited for the others of them; {SAME_MASK}"
+            ) from error
         out = torch.zeros_like(flat)
         out[members] = taken
         return out.view(x.shape)

@@ -9,6 +9,7 @@ from commlib.core.context import CommContext
 from commlib.core.observers import unwatched
 from commlib.ops.expert_parallel.dispatch_reports import describe_overflow, overflow_of
 from commlib.ops.expert_parallel.expert_agreement import check_spec
+from commlib.ops.expert_parallel.expert_checks import check_memory
 from commlib.ops.expert_parallel.plain_exchange import (
     PlainExchange,
     packed,
@@ -37,6 +38,7 @@ def dispatch(
     """Return rows, scales (of width 0 unless rows are quantized), tables and counts."""
     exchange = PlainExchange(ring, choices.active, use_calc_stream)
     check_spec(ring, _NAME, spec, exchange)
+    check_memory(ring, _NAME, spec)
     chosen = ChosenExperts(choices.ids, spec.num_experts, ring.size, exchange.present)
     every = exchange.all_gather(chosen.counts)
     before = every.cumsum(0)[ring.rank] - every[ring.rank]
@@ -103,6 +105,7 @@ def scatter(
     """Return the rows of ``x`` at the positions of an earlier dispatch, weighted if asked for."""
     exchange = PlainExchange(ring, active, use_calc_stream)
     check_spec(ring, "expert_scatter", spec, exchange)
+    check_memory(ring, "expert_scatter", spec)
     columns = [x.repeat_interleave(spec.top_k, 0)]
     owners, count = _owners(ring, tables, spec), _rows(ring, spec)
     received = exchange.to_owners(packed(columns), tables.positions, owners, count)
@@ -124,6 +127,7 @@ def combine(
     """Return the sum of each token's rows: [tokens, width], weighted if asked for."""
     exchange = PlainExchange(ring, active, use_calc_stream)
     check_spec(ring, "expert_combine", spec, exchange)
+    check_memory(ring, "expert_combine", spec)
     rows = _wide(y.reshape(_rows(ring, spec), spec.width))
     if spec.weighted:
         rows = rows * tables.row_weights[:, None]

@@ -18,7 +18,9 @@ def main() -> None:
     for rows, width in ((1, 8), (3, 1024), (40, 4096)):
         norms(comm, rows, width)
     exchanged_rows(comm)
+    experts(comm)
     comm.reset()
+    experts(comm)
     reductions(comm, 100, torch.float32)
     torch.cuda.synchronize()
     comm.check()
@@ -61,6 +63,82 @@ def exchanged_rows(comm: commlib.CommContext) -> None:
     x = torch.ones(comm.size * 3, 17, device=comm.device)
     counts = torch.full((comm.size,), 3)
     all_are(ops.global_scatter(x, counts, counts), 1)
+
+
+def experts(comm: commlib.CommContext) -> None:
+    """Run the kernels of the expert exchange, with few and many tokens, none on the last rank."""
+    for tokens in (1, 5, 130):
+        for dtype in DTYPES:
+            for ids in (torch.int32, torch.int64):
+                there_and_back(comm, tokens if comm.rank + 1 < comm.size else 0, dtype, ids)
+        quantized(comm, tokens)
+    masked_and_dropped(comm)
+    counted_rows(comm)
+
+
+def choices(comm: commlib.CommContext, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    """Return two experts per token, and the number of experts, which ranks do not divide."""
+    number = 2 * comm.size + 1
+    ids = torch.arange(2 * tokens, dtype=dtype, device=comm.device) + comm.rank
+    return ids.view(tokens, 2) % number, number
+
+
+def there_and_back(
+    comm: commlib.CommContext, tokens: int, dtype: torch.dtype, ids_dtype: torch.dtype
+) -> None:
+    """Dispatch and combine ones; the gradients launch the kernels that move rows again."""
+    ids, number = choices(comm, tokens, ids_dtype)
+    x = torch.ones(tokens, 256, dtype=dtype, device=comm.device, requires_grad=True)
+    weights = torch.full((tokens, 2), 0.5, device=comm.device, requires_grad=True)
+    sent = ops.expert_dispatch(x, ids, number, 130 * comm.size, weights=weights)
+    used_are(sent.rows, sent.counts, 1)
+    total = ops.expert_combine(sent.rows, sent.handle)
+    total.sum().backward()
+    plain = ops.expert_combine(sent.rows.detach(), sent.handle, weighted=False)
+    if tokens:
+        assert x.grad is not None and weights.grad is not None
+        for found, value in ((total, 1), (x.grad, 1), (weights.grad, 256), (plain, 2)):
+            all_are(found, value)
+
+
+def quantized(comm: commlib.CommContext, tokens: int) -> None:
+    for dtype in DTYPES:
+        x = torch.ones(tokens, 256, dtype=dtype, device=comm.device)
+        ids, number = choices(comm, tokens, torch.int32)
+        sent = ops.expert_dispatch(x, ids, number, tokens * comm.size, quantize="fp8")
+        assert sent.scales is not None
+        rows = sent.rows.float().unflatten(2, (-1, 128)) * sent.scales[..., None]
+        used_are(rows.round(decimals=3), sent.counts, 1)
+
+
+def masked_and_dropped(comm: commlib.CommContext) -> None:
+    """Leave no rank out by a mask, and drop all but one row of an expert."""
+    x = torch.ones(6, 64, device=comm.device)
+    active = torch.ones(comm.size, dtype=torch.uint8, device=comm.device)
+    ids = torch.zeros(6, dtype=torch.int64, device=comm.device)
+    sent = ops.expert_dispatch(x, ids, 1, 1, on_overflow="drop", active=active)
+    used_are(sent.rows, sent.counts, 1)
+    all_are(sent.handle.demand, 6 * comm.size)
+    total = ops.expert_combine(sent.rows, sent.handle)
+    assert float(total.sum()) == (64 if comm.rank == 0 else 0), total
+
+
+def counted_rows(comm: commlib.CommContext) -> None:
+    """Move rows with counts on the device, and back."""
+    x = torch.ones(comm.size * 3, 64, device=comm.device)
+    counts = torch.full((comm.size,), 3, device=comm.device)
+    there = ops.global_scatter(x, counts, counts, capacity=len(x) + 2)
+    all_are(there[: len(x)], 1)
+    all_are(there[len(x) :], 0)
+    all_are(ops.global_gather(there, counts, counts, capacity=len(x)), 1)
+
+
+def used_are(rows: torch.Tensor, counts: torch.Tensor, value: float) -> None:
+    """Check the used rows of each expert, and the zeros after them."""
+    for expert, count in zip(rows, counts.tolist(), strict=True):
+        for part, expected in ((expert[:count], value), (expert[count:], 0)):
+            if len(part):
+                all_are(part, expected)
 
 
 def all_are(x: torch.Tensor, value: float) -> None:

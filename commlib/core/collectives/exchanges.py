@@ -155,11 +155,13 @@ class Exchanges(Ring):
         use_calc_stream: bool = True,
         sync_op: bool = True,
         fenced: bool = True,
+        by_all: bool = True,
     ) -> Any:
         """Fill the 2-D ``out`` with rows of every rank's 2-D ``x``, each where ``routes`` says.
 
         Every member calls it with the routes that belong together; nothing checks that here. On
         GPUs of one host the first call sets a channel up and blocks the host for it.
+        ``by_all=False``: ranks without rows need not make the call, so it is in no log of calls.
         """
         plain = is_plain(self, x, out)
         if not plain:
@@ -170,7 +172,7 @@ class Exchanges(Ring):
         if elements:
             launch = self._engine.exchange_rows
             self._engine.prepare_rows()
-        entry = ("exchange_rows", elements, x.dtype, None, None)
+        entry = ("exchange_rows", elements, x.dtype, None, None) if by_all else None
         call = Call("exchange_rows", launch, (routes,), out, x, None, plain, entry, out)
         return dispatch(self, call, MODES[use_calc_stream, sync_op, fenced])
 

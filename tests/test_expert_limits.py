@@ -1,0 +1,45 @@
+"""Calls of the expert exchange that no memory or no other rank allows: errors that say why."""
+
+from typing import Any
+
+from commlib import ops
+from commlib.errors import ArgumentError, CommError
+from tests.support.checks import assert_equal, raises
+from tests.support.operator import calls
+from tests.support.runs_on import runs_on
+from tests.test_custom_allreduce import another
+from tests.test_expert_errors import tensors
+
+SAME = "must require grad on all ranks or on none", "x.detach() on every rank"
+
+
+@runs_on("ranks")
+def test_a_capacity_without_memory(comm: Any) -> None:
+    """Memory is tried before an exchange, so that no rank waits for another."""
+    good, before = {**tensors(comm), "capacity": 2**28}, calls(comm)
+    good["x"] = good["x"].repeat(1, 64)
+    words = "capacity=268435456 needs", f"bytes on {comm.device}", "2 experts with width 1024"
+    with raises(ArgumentError, "expert_dispatch on ring 0", *words, "pass a smaller capacity"):
+        ops.expert_dispatch(**good)
+    assert_equal(calls(comm), before, "calls launched by a refused one")
+    ops.expert_dispatch(**tensors(comm))
+
+
+@runs_on("cpu_ranks")
+def test_a_gradient_on_one_rank(comm: Any) -> None:
+    """A rank that goes back alone says that the others have no gradient."""
+    for ring_id, first in ((108, False), (109, True)):  # whether all ranks went back before
+        with another(comm, ring_id, timeout=4) as ring:
+            given = {**tensors(comm), "ring_id": ring_id}
+            for _ in range(first):
+                x = given["x"].clone().requires_grad_()
+                ops.expert_dispatch(**{**given, "x": x}).rows.sum().backward()
+            x = given["x"].clone().requires_grad_(comm.rank == 0)
+            sent = ops.expert_dispatch(**{**given, "x": x})
+            if comm.rank == 0:
+                with raises(CommError, "the backward of expert_dispatch", *SAME):
+                    sent.rows.sum().backward()
+            else:
+                with raises(CommError, "barrier"):
+                    ring.barrier()
+            comm.barrier()
