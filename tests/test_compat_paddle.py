@@ -140,7 +140,7 @@ SIGNATURES: dict[str, list[tuple[str, Any]]] = {
         ("margin3", 0.0),
         ("scale", 64.0),
     ],
-    "mp_allreduce_sum": [X, RING, CALC],
+    "mp_allreduce_sum": [X, RING, CALC, ("use_model_parallel", True)],
     "number_count": [("numbers", NEEDED), ("upper_range", NEEDED)],
     "partial_allgather": [X, ("nranks", NEEDED), ("rank", NEEDED), RING, CALC],
     "partial_recv": [
@@ -183,8 +183,14 @@ SIGNATURES: dict[str, list[tuple[str, Any]]] = {
 NEWER: dict[str, list[tuple[str, Any]]] = {
     "all_gather": [X, RING, ("nranks", 0)],
     "all_reduce": [X, RING, ("reduce_type", 0)],
+    "all_reduce_": [X, RING, ("reduce_type", 0)],
     "all_to_all": [X, RING],
+    "alltoall_single": [
+        *(("in_tensor", NEEDED), ("out_tensor", NEEDED), ("in_split_sizes", None)),
+        *(("out_split_sizes", None), ("group", None), ("sync_op", True)),
+    ],
     "broadcast": [X, RING, ("root", 0)],
+    "broadcast_": [X, RING, ("root", 0)],
     "c_allreduce_avg": REDUCE,
     **{f"c_allreduce_{op}_": REDUCE for op in ("avg", "max", "min", "prod", "sum")},
     "c_broadcast_": [X, RING, ("root", 0), CALC],
@@ -241,7 +247,12 @@ NEWER: dict[str, list[tuple[str, Any]]] = {
         *((name, NEEDED) for name in ("expert_routemap_topk", "token_prob_unzipped")),
         *(("total_zipped_tokens", NEEDED), ("num_experts", NEEDED), ("use_mix_precision", True)),
     ],
-    "mp_allreduce_sum_": [X, RING, CALC],
+    "mp_allreduce_sum_": SIGNATURES["mp_allreduce_sum"],
+    **{
+        f"mp_allreduce_{op}{place}": SIGNATURES["mp_allreduce_sum"]
+        for op in ("max", "min", "prod")
+        for place in ("", "_")
+    },
     "p_recv": [
         *(RING, ("peer", 0), ("dtype", torch.float32), ("out_shape", ())),
         ("dynamic_shape", False),
@@ -253,6 +264,7 @@ NEWER: dict[str, list[tuple[str, Any]]] = {
     "partial_concat": [X, ("start_index", 0), ("length", -1)],
     "partial_sum": [X, ("start_index", 0), ("length", -1)],
     "reduce": [X, RING, ("root_id", 0), ("reduce_type", 0)],
+    "reduce_": [X, RING, ("root_id", 0), ("reduce_type", 0)],
     "reduce_scatter": [X, RING, ("nranks", 1)],
     "sync_batch_norm": [
         X,
@@ -261,8 +273,9 @@ NEWER: dict[str, list[tuple[str, Any]]] = {
         *(("use_global_stats", False), ("trainable_statistics", False), RING),
     ],
 }
+NEWER["sync_batch_norm_"] = NEWER["sync_batch_norm"]
 
-# Their values and refusals have test their own files.
+# Their values and refusals are in other files.
 ELSEWHERE = {
     "assign_pos",
     "c_softmax_with_cross_entropy",

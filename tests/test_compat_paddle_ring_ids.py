@@ -85,6 +85,18 @@ CALLS: dict[str, Callable[[torch.Tensor], object]] = {
     "c_sync_comm_stream_": lambda x: paddle.c_sync_comm_stream_(x, RING),
     "dist_concat": lambda x: paddle.dist_concat(x, RING, 1),
     "mp_allreduce_sum_": lambda x: paddle.mp_allreduce_sum_(x, RING),
+    "mp_allreduce_max": lambda x: paddle.mp_allreduce_max(x, RING),
+    "mp_allreduce_max_": lambda x: paddle.mp_allreduce_max_(x, RING),
+    "mp_allreduce_min": lambda x: paddle.mp_allreduce_min(x, RING),
+    "mp_allreduce_min_": lambda x: paddle.mp_allreduce_min_(x, RING),
+    "mp_allreduce_prod": lambda x: paddle.mp_allreduce_prod(x, RING),
+    "mp_allreduce_prod_": lambda x: paddle.mp_allreduce_prod_(x, RING),
+    "all_reduce_": lambda x: paddle.all_reduce_(x, RING),
+    "broadcast_": lambda x: paddle.broadcast_(x, RING),
+    "reduce_": lambda x: paddle.reduce_(x, RING),
+    "sync_batch_norm_": lambda x: paddle.sync_batch_norm_(
+        x, *(torch.ones(x.shape[1]) for _ in range(4)), ring_id=RING
+    ),
     "reduce": lambda x: paddle.reduce(x, RING),
     "reduce_scatter": lambda x: paddle.reduce_scatter(x, RING, 1),
     "sync_batch_norm": lambda x: paddle.sync_batch_norm(
@@ -119,6 +131,7 @@ WITHOUT = {
     *("c_comm_init_all", "c_comm_init_multitrainer", "c_gen_xccl_id", "comm_init_all"),
     *("LayerDesc", "PipelineLayer", "SharedLayerDesc"),
     "DistributedFusedLamb",  # over ring 0, as upstream
+    "alltoall_single",  # it takes a group
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import commlib
-from commlib import graph
+from commlib import flags, graph
 from commlib.errors import CommError
 from commlib.graph import GraphError
 from commlib.graph.watching.recorder import Recorder
@@ -165,7 +165,8 @@ def test_one_rank_tells_the_others(comm: Any, how: str) -> None:
 @runs_on("unified_ranks")
 def test_runs_that_count_are_not_repeated(comm: Any) -> None:
     """Where the call counts and the capture differs between ranks, it stays eager on all."""
-    ring = commlib.new_ring(91, comm.ranks)  # ring 0 would remember the difference
+    with flags.override("FLAGS_comm_check", 0):  # else the calls themselves are compared on CPUs
+        ring = commlib.new_ring(91, comm.ranks)
     assert ring is not None
     runs: list[int] = []
 

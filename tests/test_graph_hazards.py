@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import commlib
-from commlib import graph, ops
+from commlib import flags, graph, ops
 from commlib.graph import GraphError
 from tests.support.checks import assert_bits_equal, assert_equal, raises, settle
 from tests.support.ranks import Ranks
@@ -160,7 +160,8 @@ def test_ranks_with_different_keys(comm: Any) -> None:
     for turn in range(3):
         x = torch.full((3,), turn + 1.0, device=comm.device)
         assert_bits_equal(g(x, comm.rank + 1), x * 3, f"turn {turn}")  # 1 + 2
-    ring = ring_of(comm, 90)
+    with flags.override("FLAGS_comm_check", 0):  # else the calls themselves are compared on CPUs
+        ring = ring_of(comm, 90)
 
     @graph.capture
     def other(x: torch.Tensor, op: str) -> Any:
