@@ -12,6 +12,8 @@ def mp_allreduce_max(
 ) -> Tensor:
     """Return, on every rank, the maximum of ``x`` over the ring.
 
+    Source: operator ``mp_allreduce_max``, which has no gradient.
+
     Args:
         x: Any shape, the same on every rank; a dtype of ``ops.all_reduce``.
         ring_id: The ring.
@@ -31,6 +33,8 @@ def mp_allreduce_min(
     x: Tensor, ring_id: int = 0, use_calc_stream: bool = False, use_model_parallel: bool = True
 ) -> Tensor:
     """Return, on every rank, the minimum of ``x`` over the ring.
+
+    Source: operator ``mp_allreduce_min``, which has no gradient.
 
     Args:
         x: Any shape, the same on every rank; a dtype of ``ops.all_reduce``.
@@ -52,6 +56,8 @@ def mp_allreduce_prod(
 ) -> Tensor:
     """Return, on every rank, the product of ``x`` over the ring.
 
+    Source: operator ``mp_allreduce_prod``, which has no gradient.
+
     Args:
         x: Any shape, the same on every rank; a dtype of ``ops.all_reduce``.
         ring_id: The ring.
@@ -71,6 +77,8 @@ def mp_allreduce_max_(
     x: Tensor, ring_id: int = 0, use_calc_stream: bool = False, use_model_parallel: bool = True
 ) -> Tensor:
     """Write the maximum of ``x`` over the ring to ``x``, on every rank.
+
+    Source: operator ``mp_allreduce_max_``, which has no gradient.
 
     Args:
         x: Any shape, the same on every rank; a dtype of ``ops.all_reduce``.
@@ -93,6 +101,8 @@ def mp_allreduce_min_(
 ) -> Tensor:
     """Write the minimum of ``x`` over the ring to ``x``, on every rank.
 
+    Source: operator ``mp_allreduce_min_``, which has no gradient.
+
     Args:
         x: Any shape, the same on every rank; a dtype of ``ops.all_reduce``.
         ring_id: The ring.
@@ -113,6 +123,8 @@ def mp_allreduce_prod_(
     x: Tensor, ring_id: int = 0, use_calc_stream: bool = False, use_model_parallel: bool = True
 ) -> Tensor:
     """Write the product of ``x`` over the ring to ``x``, on every rank.
+
+    Source: operator ``mp_allreduce_prod_``, which has no gradient.
 
     Args:
         x: Any shape, the same on every rank; a dtype of ``ops.all_reduce``.

@@ -231,6 +231,8 @@ def alltoall_single(
 ) -> Task | None:
     """Send rows of the input to every rank; ``stream.alltoall_single`` takes the output first.
 
+    Source: ``alltoall_single`` of ``paddle.distributed``.
+
     Args:
         in_tensor: The input, rows along dim 0.
         out_tensor: The output, rows along dim 0.
