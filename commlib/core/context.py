@@ -91,18 +91,14 @@ class CommContext(Collectives, Split, Bridge):
         self._reports = reports
 
     def _open(self, meeting: Meeting, deadline: Deadline) -> None:
-        """Connect to the other members, at most until ``deadline``; free everything on failure."""
-        try:
-            self._engine.open(meeting, deadline)
-            if self._reports is not None:
-                self._reports.open(lambda: self._hosts.store("calls"))
-            if self._compares:
-                self._hosts.exchange([])  # sends and receives of two members can't set it up
-            elif self._call_log is not None and isinstance(self._engine, C10dEngine):
-                posting.open_board(self, self._engine)
-        except BaseException:
-            self.abort()
-            raise
+        """Connect to the other members, at most until ``deadline``. After a failure, abort it."""
+        self._engine.open(meeting, deadline)
+        if self._reports is not None:
+            self._reports.open(lambda: self._hosts.store("calls"))
+        if self._compares:
+            self._hosts.exchange([])  # sends and receives of two members can't set it up
+        elif self._call_log is not None and isinstance(self._engine, C10dEngine):
+            posting.open_board(self, self._engine)
 
     def __repr__(self) -> str:
         name = f" {self.name!r}" if self.name else ""

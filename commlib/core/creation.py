@@ -218,9 +218,11 @@ class Creation:
         except BaseException as caught:  # an interrupt: they learn of it, this thread goes on
             with suppress(CommError):
                 meeting.finish(InterruptedError(repr(caught)), self.deadline)
+            if ring is not None:
+                ring.abort()
             raise
         try:
-            meeting.finish(error, self.deadline)
+            meeting.finish(error, self.deadline)  # before the ring is freed, which others notice
         except BaseException:
             if ring is not None:
                 ring.abort()
