@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from commlib.core.call_log import CallLog, Snapshot
@@ -19,6 +20,8 @@ from commlib.rendezvous.store import BoundedStore
 
 LOOK_S = 1.0  # the most that a close, or a short deadline, spends on the comparison
 _LONGEST_LOOK_S = 5.0  # after a deadline of a minute or more
+_PUBLISH_S = 0.5  # longer than a slice of a wait on a CPU
+_POLL_S = 0.02
 _STORE_S = 30.0  # long: a shorter limit would mark a connection that others use as faulty
 _ROUND_S = 5.0  # between two rounds of a ring with a long timeout
 _SHOWN = 4  # ranks whose calls a text shows
@@ -139,16 +142,20 @@ class CallReports:
 
     # -- at a deadline, and at the end ------------------------------------------------------------
 
-    def verdict(self, collective: str) -> str:
+    def verdict(self, collective: str, first: Sequence[int] = ()) -> str:
         """Return what the members' logs say of a failed call; empty if nothing does.
 
         Takes at most a tenth of the ring's timeout, between 1 and 5 s, whatever the store does.
+
+        Args:
+            collective: What the program has called.
+            first: Members whose calls are shown in any case, and soon published.
         """
         self._state = f"failed in {collective}"
         seconds = max(LOOK_S, min(_LONGEST_LOOK_S, self.seconds / 10))
         what = f"comparing the calls of ring {self._ring_id}"
-        own = self._bounded(self._look, what, seconds) or ""
-        others = [(one.name, one.verdict(collective)) for one in self.others]
+        own = self._bounded(partial(self._look, first), what, seconds) or ""
+        others = [(one.name, one.verdict(collective, first)) for one in self.others]
         return "; ".join([own, *(f"in group {name!r}: {text}" for name, text in others if text)])
 
     def _bounded(self, step: Callable[[_Keys], Any], what: str, seconds: float) -> Any:
@@ -167,19 +174,31 @@ class CallReports:
             log.once("%s: %s", what, error)
             return None
 
-    def _look(self, store: _Keys) -> str:
+    def _look(self, first: Sequence[int], store: _Keys) -> str:
         mine = self.calls.snapshot()
         self._publish(store, mine)
+        self._await(store, first)
         others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
         places = self._places(store, others)
         apart = [rank for rank in others if places.get(rank, (0, ""))[0] != mine.number]
-        records = self._records(store, (apart or others)[:_SHOWN])
+        shown = [*first, *(at for at in apart or others if at not in first)][:_SHOWN]
+        records = self._records(store, shown)
         lines = [f"this rank is at call {mine.number}{_last(mine.recent)}"]
-        for rank in (apart or others)[:_SHOWN]:
+        for rank in shown:
             lines.append(self._where(rank, records.get(rank), mine))
-        if len(apart) > _SHOWN:
-            lines.append(f"{len(apart) - _SHOWN} more ranks are at other calls")
+        more = len(set(apart) - set(shown))
+        if more:
+            lines.append(f"{more} more ranks are at other calls")
         return "; ".join(lines)
+
+    def _await(self, store: _Keys, ranks: Sequence[int]) -> None:
+        """Wait a short time until members have published the calls that they fail in."""
+        deadline, waiting = Deadline(_PUBLISH_S), list(ranks)
+        while waiting and not deadline.passed():
+            places = self._places(store, waiting)
+            waiting = [rank for rank in waiting if places.get(rank, (0, "open"))[1] == "open"]
+            if waiting:
+                time.sleep(_POLL_S)
 
     def _places(self, store: _Keys, others: list[int]) -> dict[int, tuple[int, str]]:
         """Return the other members' numbers of calls: two requests if all have published."""
@@ -196,7 +215,7 @@ class CallReports:
     def _where(self, rank: int, record: Any, mine: Snapshot) -> str:
         """Say where another member is, and where its calls part from this rank's."""
         if record is None:
-            return f"{self._name(rank)} has not made a call of this ring"
+            return f"{self._name(rank)} has published no calls"
         text = f"{self._name(rank)} is at call {record['number']}{_last(record['recent'])}"
         if record["state"] != "open":
             text += f" and has {record['state']}"
