@@ -32,7 +32,7 @@ def child(rank: int, port: int) -> None:
 
 def settle() -> None:
     """Wait until the store has answered all that this rank's threads have asked of it."""
-    for reports in list(call_reports._reporter._rings):
+    for reports in list(call_reports.reporter._rings):
         reports.round()  # the next round finds nothing new
     for connection in list(connections._connections):
         connection.run("settling", lambda store: store.num_keys(), Deadline(30))
