@@ -258,11 +258,12 @@ class Posting:
 
 def test_a_post_during_a_look_is_not_a_difference() -> None:
     one, two = boards()
+    near: Any = one
     for number in range(20):
         one.post(number)
         two.post(number)
     (at, row), calls = one._near[0], list(range(20, 20 + 1024))
-    one._near = [(at, Posting(row, one, calls))]
+    near._near = [(at, Posting(row, one, calls))]
     assert_equal((one.difference(), one._number), (None, 1044))
     one._near = []
     one.close()
@@ -285,8 +286,9 @@ def test_a_look_compares_new_calls_alone() -> None:
     for number in range(900):
         one.post(number)
         two.post(number)
+    near: Any = one
     counting = Counting(one._near[0][1])
-    one._near = [(1, counting)]
+    near._near = [(1, counting)]
     reads = []
     for number in range(3):
         one.difference()

@@ -155,9 +155,9 @@ def hold(ring: CommContext) -> None:
 def release(rings: dict[str, CommContext], orders: Mapping[str, CallOrder] | None = None) -> None:
     """Close orders of calls, and the rings of groups that no group uses any more."""
     with ExitStack() as ends:  # each of them, also where one before has failed
-        for ring in reversed(rings.values()):
+        for ring in reversed(list(rings.values())):
             ends.callback(_release, ring)
-        for order in reversed((orders or {}).values()):
+        for order in reversed(list((orders or {}).values())):
             ends.callback(order.close)
 
 
