@@ -40,7 +40,7 @@ class RingHealth:
         self.fault: str | None = None
         self.ended = self.forgotten = self.repairable = self.suspended = False
         self.mismatch: str | None = None
-        self._finding = threading.Lock()  # held while the text is made
+        self._finding = threading.RLock()  # held while the text is made; a handler may look too
         self.find_dead: Callable[[], list[int]] = list
         self._identity, self._reports = identity, reports
         self._errors: list[str] = []
@@ -75,7 +75,7 @@ class RingHealth:
         """Mark the copy of a forked child, which can't be used."""
         self.fault, self.ended, self.forgotten = f"it {why}", True, True
         self.repairable = self.suspended = False
-        self._finding = threading.Lock()  # another thread of the parent may have held it
+        self._finding = threading.RLock()  # another thread of the parent may have held it
 
     # -- failures ----------------------------------------------------------------------------------
 
