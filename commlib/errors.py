@@ -85,7 +85,11 @@ class PeerError(ArgumentError):
 
 
 class MismatchError(ArgumentError):
-    """The ranks of a ring make different calls; all of them raise it, and nothing is launched."""
+    """The ranks of a ring make different calls; the text names both.
+
+    At FLAGS_comm_check=2 all ranks raise it before a launch, and the ring stays usable. At level 1
+    on the CPUs of one host the late rank launches nothing, and the ring must be made again.
+    """
 
 
 class CapacityError(CommError):

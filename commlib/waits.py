@@ -10,6 +10,7 @@ from typing import Any
 from commlib.deadlines import Deadline
 
 OVER = "timed out at the deadline of this wait"
+SLICE_S = 0.1  # of a wait that Python or a look interrupts
 _idle: list["SimpleQueue[Callable[[], None]]"] = []  # of helper threads without a job
 
 
@@ -34,30 +35,55 @@ class PointToPoint(Interruptible):
     in Python, therefore waits through a helper thread. Other threads wait directly.
     """
 
-    __slots__ = ("_ended", "_error", "_limit", "works")
+    __slots__ = ("_ended", "_error", "_limit", "_look", "works")
 
-    def __init__(self, works: Sequence[Any], limit: Deadline | None = None) -> None:
-        """``limit`` replaces the timeout of the group."""
+    def __init__(
+        self,
+        works: Sequence[Any],
+        limit: Deadline | None = None,
+        look: Callable[[], None] | None = None,
+    ) -> None:
+        """Take the works.
+
+        Args:
+            works: Of the group.
+            limit: Replaces the timeout of the group.
+            look: Is called in every slice of a wait, and ends the wait by an error.
+        """
         self.works: list[Any] = list(works)
-        self._limit = limit
+        self._limit, self._look = limit, look
         self._ended: threading.Lock | None = None  # locked while a helper thread waits
         self._error: Exception | None = None
 
     def wait(self, deadline: Deadline | None = None) -> None:
         """Block until all have finished; raise gloo's error, the same at every call."""
-        apart = deadline is not None or get_ident() == threading.main_thread().ident
+        apart = deadline is not None or self._look is not None
+        apart = apart or get_ident() == threading.main_thread().ident
         if self._ended is None and not apart:
             self._run()  # does nothing in a second call
         else:
             if self._ended is None:
                 self._hand_over()
             assert self._ended is not None
-            # a signal interrupts the main thread here
-            if not self._ended.acquire(timeout=-1 if deadline is None else deadline.left()):
-                raise RuntimeError(OVER)
+            self._acquire(self._ended, deadline)
             self._ended.release()
         if self._error is not None:
+            if self._look is not None:  # the failure may be that of the other member
+                self._look()
             raise self._error
+
+    def _acquire(self, ended: threading.Lock, deadline: Deadline | None) -> None:
+        """Wait for the helper thread; a signal interrupts the main thread here."""
+        if self._look is None:
+            if not ended.acquire(timeout=-1 if deadline is None else deadline.left()):
+                raise RuntimeError(OVER)
+            return
+        while not ended.acquire(
+            timeout=SLICE_S if deadline is None else min(SLICE_S, deadline.left())
+        ):
+            self._look()
+            if deadline is not None and deadline.passed():
+                raise RuntimeError(OVER)
 
     def is_completed(self) -> bool:
         """Return True if all have finished; for a receive, gloo reports that only after a wait."""

@@ -171,6 +171,12 @@ def three_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ra
     return _live(3, Place(request.param))
 
 
+@pytest.fixture(params=UNIFIED)
+def four_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
+    """The same with four ranks on the CPU."""
+    return _live(4, Place(request.param))
+
+
 def _many_ranks() -> Iterator[Any]:
     """More than two ranks: on as many GPUs as there are, else three on the CPU."""
     if GPUS < 3:

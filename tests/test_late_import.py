@@ -1,5 +1,7 @@
 """Operators that are imported when they are first used: the same names, ops and compiled code."""
 
+from pathlib import Path
+
 import pytest
 
 from commlib import ops
@@ -72,3 +74,29 @@ def test_the_table_names_operators() -> None:
 def test_a_trace_imports_them() -> None:
     code, _, err = run("-c", TRACED, FLAGS_dynamic_static_unified_comm="1")
     assert code == 0, err
+
+
+SAVED = """
+import sys, torch, commlib
+commlib.init(device="cpu")
+def loss(x, label):
+    return commlib.ops.softmax_with_cross_entropy(x, label)
+inputs = torch.randn(3, 4), torch.tensor([[0], [1], [2]])
+torch.jit.trace(loss, inputs, check_trace=False).save(sys.argv[1])
+commlib.shutdown()
+"""
+LOADED = """
+import sys, torch, commlib.export
+commlib.init(device="cpu")
+loss = torch.jit.load(sys.argv[1])
+x, label = torch.randn(3, 4), torch.tensor([[0], [1], [2]])
+assert torch.equal(loss(x, label), commlib.ops.softmax_with_cross_entropy(x, label))
+commlib.shutdown()
+"""
+
+
+def test_a_saved_script_module_loads_in_a_new_process(tmp_path: Path) -> None:
+    """As docs/compile.md says: torch looks the ops up in C++."""
+    for program in (SAVED, LOADED):
+        code, _, err = run("-c", program, str(tmp_path / "loss.pt"))
+        assert code == 0, err

@@ -14,7 +14,7 @@ from commlib.core.posting import with_codes
 from commlib.core.ring import Ring
 from commlib.deadlines import Deadline, bounded
 from commlib.engines.c10d import C10dEngine
-from commlib.errors import CommTimeout
+from commlib.errors import CommTimeout, RingError
 from commlib.rendezvous.host_exchange import gloo_round, host_number
 from commlib.rendezvous.shared_memory import SharedMemoryAllGather, open_shared_memory
 from commlib.rendezvous.store import BoundedStore, EngineStore
@@ -51,6 +51,7 @@ class CallOrder:
         if self.board is not None:
             ring._boards.append(self.board)
         self.log = None if reports is None else reports.calls
+        self.ended = False
         self._names: dict[str, str] = {}  # of collectives, with the order's own
 
     def run(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -67,7 +68,16 @@ class CallOrder:
                 orders[thread] = before
 
     def take(self, call: Call[Any]) -> None:
-        """Make a call one of this order."""
+        """Make a call one of this order.
+
+        Raises:
+            RingError: The order is closed. The ring goes on.
+        """
+        if self.ended:
+            raise RingError(
+                f"{self.ring._describe(call.collective)}: group {self.name!r} is closed; "
+                f"make the call in another group, or call new_group on every member"
+            )
         if call.order is not None:  # it is made again
             return
         call.order = self
@@ -81,7 +91,10 @@ class CallOrder:
             call.launch = getattr(self.engine, call.launch.__name__)
 
     def close(self) -> None:
-        """Free the connections of the order; the ring goes on."""
+        """Free the connections of the order; the ring goes on. A second call does nothing."""
+        ended, self.ended = self.ended, True
+        if ended:
+            return
         if self._memory is not None:
             self.ring._boards.remove(self._memory.board)
             self._memory.close()
@@ -124,16 +137,21 @@ def open_order(ring: CommContext, name: str, store: Any, seconds: float) -> Call
     except CommTimeout:
         connecting.give_up()
         raise
-    reports = None
-    board = None
-    if ring._board is not None:
-        board = _shared(ring, own.pg)
-    if ring._reports is not None:
-        reports = CallReports(ring.ring_id, ring.rank, ring.ranks, ring.timeout, CallLog())
-        reports.name, reports.found = name, ring._reports.found
-        reports.open(lambda: keys.under("calls"))
-        ring._reports.others.append(reports)
-    return CallOrder(ring, name, own, reports, board)
+    reports = memory = None
+    try:
+        if ring._board is not None:
+            memory = _shared(ring, own.pg)
+        if ring._reports is not None:
+            reports = CallReports(ring.ring_id, ring.rank, ring.ranks, ring.timeout, CallLog())
+            reports.name, reports.found = name, ring._reports.found
+            reports.open(lambda: keys.under("calls"))
+            ring._reports.others.append(reports)
+    except BaseException:
+        if memory is not None:
+            memory.close()
+        engine.drop(own, Deadline(ring.timeout))
+        raise
+    return CallOrder(ring, name, own, reports, memory)
 
 
 def _shared(ring: CommContext, group: Any) -> SharedMemoryAllGather | None:

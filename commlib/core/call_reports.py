@@ -5,13 +5,14 @@ the number of its calls, and one with its fingerprints and last calls. Nothing w
 """
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from commlib.core.call_log import CallLog, Snapshot
+from commlib.core.reporter import reporter
 from commlib.deadlines import Deadline, bounded
 from commlib.errors import CommError
 from commlib.log import log
@@ -19,11 +20,11 @@ from commlib.rendezvous.store import BoundedStore
 
 LOOK_S = 1.0  # the most that a close, or a short deadline, spends on the comparison
 _LONGEST_LOOK_S = 5.0  # after a deadline of a minute or more
+_PUBLISH_S = 0.5  # longer than a slice of a wait on a CPU
+_POLL_S = 0.02
 _STORE_S = 30.0  # long: a shorter limit would mark a connection that others use as faulty
-_ROUND_S = 5.0  # between two rounds of a ring with a long timeout
 _SHOWN = 4  # ranks whose calls a text shows
 _REQUESTS = 4  # of one round of one ring
-_LOAD = 500  # requests per second that all members of a ring may make together
 
 
 class _Keys:
@@ -68,7 +69,7 @@ class CallReports:
     def open(self, store: Callable[[], BoundedStore]) -> None:
         """Begin to publish; ``store`` gives the ring's part of the store."""
         self._store = store
-        _reporter.add(self)
+        reporter.add(self)
 
     # -- what a member writes ---------------------------------------------------------------------
 
@@ -139,16 +140,20 @@ class CallReports:
 
     # -- at a deadline, and at the end ------------------------------------------------------------
 
-    def verdict(self, collective: str) -> str:
+    def verdict(self, collective: str, first: Sequence[int] = ()) -> str:
         """Return what the members' logs say of a failed call; empty if nothing does.
 
         Takes at most a tenth of the ring's timeout, between 1 and 5 s, whatever the store does.
+
+        Args:
+            collective: What the program has called.
+            first: Members whose calls are shown in any case, and soon published.
         """
         self._state = f"failed in {collective}"
         seconds = max(LOOK_S, min(_LONGEST_LOOK_S, self.seconds / 10))
         what = f"comparing the calls of ring {self._ring_id}"
-        own = self._bounded(self._look, what, seconds) or ""
-        others = [(one.name, one.verdict(collective)) for one in self.others]
+        own = self._bounded(partial(self._look, first), what, seconds) or ""
+        others = [(one.name, one.verdict(collective, first)) for one in self.others]
         return "; ".join([own, *(f"in group {name!r}: {text}" for name, text in others if text)])
 
     def _bounded(self, step: Callable[[_Keys], Any], what: str, seconds: float) -> Any:
@@ -167,19 +172,31 @@ class CallReports:
             log.once("%s: %s", what, error)
             return None
 
-    def _look(self, store: _Keys) -> str:
+    def _look(self, first: Sequence[int], store: _Keys) -> str:
         mine = self.calls.snapshot()
         self._publish(store, mine)
+        self._await(store, first)
         others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
         places = self._places(store, others)
         apart = [rank for rank in others if places.get(rank, (0, ""))[0] != mine.number]
-        records = self._records(store, (apart or others)[:_SHOWN])
+        shown = [*first, *(at for at in apart or others if at not in first)][:_SHOWN]
+        records = self._records(store, shown)
         lines = [f"this rank is at call {mine.number}{_last(mine.recent)}"]
-        for rank in (apart or others)[:_SHOWN]:
+        for rank in shown:
             lines.append(self._where(rank, records.get(rank), mine))
-        if len(apart) > _SHOWN:
-            lines.append(f"{len(apart) - _SHOWN} more ranks are at other calls")
+        more = len(set(apart) - set(shown))
+        if more:
+            lines.append(f"{more} more ranks are at other calls")
         return "; ".join(lines)
+
+    def _await(self, store: _Keys, ranks: Sequence[int]) -> None:
+        """Wait a short time until members have published the calls that they fail in."""
+        deadline, waiting = Deadline(_PUBLISH_S), list(ranks)
+        while waiting and not deadline.passed():
+            places = self._places(store, waiting)
+            waiting = [rank for rank in waiting if places.get(rank, (0, "open"))[1] == "open"]
+            if waiting:
+                time.sleep(_POLL_S)
 
     def _places(self, store: _Keys, others: list[int]) -> dict[int, tuple[int, str]]:
         """Return the other members' numbers of calls: two requests if all have published."""
@@ -196,7 +213,7 @@ class CallReports:
     def _where(self, rank: int, record: Any, mine: Snapshot) -> str:
         """Say where another member is, and where its calls part from this rank's."""
         if record is None:
-            return f"{self._name(rank)} has not made a call of this ring"
+            return f"{self._name(rank)} has published no calls"
         text = f"{self._name(rank)} is at call {record['number']}{_last(record['recent'])}"
         if record["state"] != "open":
             text += f" and has {record['state']}"
@@ -211,7 +228,7 @@ class CallReports:
         """Publish the last calls, and compare them with those of the neighbours."""
         for one in self.others:
             one.close()
-        _reporter.remove(self)
+        reporter.remove(self)
         self._state = "closed the ring"
         self._bounded(self._finish, f"comparing the calls of ring {self._ring_id}", LOOK_S)
         self._store = None
@@ -231,67 +248,9 @@ class CallReports:
     def abandon(self) -> None:
         """Stop at once, without a look at the store."""
         for one in (self, *self.others):
-            _reporter.remove(one)
+            reporter.remove(one)
             one._store = None
 
 
 def _last(recent: Sequence[Any]) -> str:
     return f" ({recent[-1][1]})" if recent else ""
-
-
-class _Reporter:
-    """One thread per process that publishes the logs of all its rings, as often as it may."""
-
-    def __init__(self) -> None:
-        self._rings: list[CallReports] = []
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-
-    def add(self, reports: CallReports) -> None:
-        with self._changed:
-            self._rings.append(reports)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="commlib call reports", daemon=True
-                )
-                self._thread.start()
-            self._changed.notify()
-
-    def remove(self, reports: CallReports) -> None:
-        """Take a ring out; the thread ends with the last one."""
-        with self._changed:
-            if reports in self._rings:
-                self._rings.remove(reports)
-            thread, idle = self._thread, not self._rings
-            self._changed.notify()
-        if idle and thread is not None and thread is not threading.current_thread():
-            thread.join(LOOK_S)
-
-    def _pause(self) -> float:
-        """Seconds between two rounds: short deadlines need fresh logs, the store needs rest."""
-        most = sum(one.requests() for one in self._rings) / _LOAD
-        return max(most, min([_ROUND_S, *(one.seconds / 4 for one in self._rings)]))
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                begin = time.monotonic()  # a ring that joins may need a shorter pause
-                while self._rings and (left := begin + self._pause() - time.monotonic()) > 0:
-                    self._changed.wait(left)
-                if not self._rings:
-                    self._thread = None
-                    return
-                rings = list(self._rings)
-            for reports in rings:
-                try:
-                    reports.round()
-                except RuntimeError as error:  # no store: calls go on, they are not compared
-                    log.once("the calls of a ring can't be compared: %s", error)
-
-    def forget(self) -> None:
-        """Begin again in a forked child, which has neither the thread nor the rings."""
-        self.__init__()  # type: ignore[misc]
-
-
-_reporter = _Reporter()
-os.register_at_fork(after_in_child=_reporter.forget)

@@ -15,13 +15,13 @@ from commlib.core.launches import launch
 from commlib.core.mismatch import compare
 from commlib.core.modes import check_untraced, depth, is_tracing
 from commlib.core.observers import Seen, begun, looking_on, observers, watched
-from commlib.core.posting import differs, post
+from commlib.core.posting import differs, post_all
 from commlib.core.ring import Ring
 from commlib.core.stream_mode import StreamMode
 from commlib.core.tensors import NO_DISPATCH
 from commlib.core.work import Work
 from commlib.engines.base import Unconnected
-from commlib.errors import ArgumentError
+from commlib.errors import ArgumentError, MismatchError
 from commlib.streams import stream_captures
 
 Tensor = torch.Tensor
@@ -92,15 +92,17 @@ def dispatch(ring: Ring, call: Call[Result], mode: StreamMode) -> Result | Work:
         with ring._lock:
             if ring._health.fault is not None:
                 raise ring._health.unusable(collective)
-            board = ring._board
-            if board is not None and call.entry is not None:  # ``post``, written out
-                board = board if call.order is None else call.order.board
-                if board is not None and (other := board.post(call.entry)) is not None:
-                    raise differs(ring, call, other)
             try:
+                board = ring._board
+                if board is not None and call.entry is not None:  # ``post_all``, written out
+                    board = board if call.order is None else call.order.board
+                    if board is not None and (other := board.post(call.entry)) is not None:
+                        raise differs(ring, call, other)
                 handle = call.launch(out, x, *call.args)
             except Unconnected:
                 connected = False
+            except MismatchError:
+                raise
             except Exception as error:
                 raise ring._health.failed(collective, error, call.args) from error
             except BaseException:
@@ -182,8 +184,7 @@ def issue(
             if ring._health.fault is not None:
                 raise ring._health.unusable(name)
             if ring._board is not None:
-                for call in calls:
-                    post(ring, call)
+                post_all(ring, name, calls)
             try:
                 done = launch(ring, calls, result, mode, grouped=name == "group")
             except Unconnected as caught:

@@ -1,6 +1,6 @@
 """The health of one ring: its first fault, all errors so far, and the errors of later calls."""
 
-import time
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +22,6 @@ from commlib.log import log
 from commlib.rendezvous.identity import RingIdentity
 from commlib.waits import OVER
 
-_PUBLISH_S = 0.3  # longer than a slice of a wait on a CPU
-
 
 class RingHealth:
     """Turns failures of an engine into errors of commlib, and remembers the first one.
@@ -34,12 +32,15 @@ class RingHealth:
         forgotten: A forked child's copy of a ring of its parent.
         repairable: ``reset()`` may clear the fault.
         suspended: ``suspend()`` has freed memory, and ``resume()`` has not been called.
+        mismatch: The text of the error, once the calls of two members have differed.
         find_dead: Returns the positions of members whose process has ended.
     """
 
     def __init__(self, identity: RingIdentity, reports: CallReports | None) -> None:
         self.fault: str | None = None
         self.ended = self.forgotten = self.repairable = self.suspended = False
+        self.mismatch: str | None = None
+        self._finding = threading.RLock()  # held while the text is made; a handler may look too
         self.find_dead: Callable[[], list[int]] = list
         self._identity, self._reports = identity, reports
         self._errors: list[str] = []
@@ -74,6 +75,7 @@ class RingHealth:
         """Mark the copy of a forked child, which can't be used."""
         self.fault, self.ended, self.forgotten = f"it {why}", True, True
         self.repairable = self.suspended = False
+        self._finding = threading.RLock()  # another thread of the parent may have held it
 
     # -- failures ----------------------------------------------------------------------------------
 
@@ -95,20 +97,33 @@ class RingHealth:
         """Return the error of a call whose own deadline has passed; the ring has failed then."""
         return self.failed(collective, RuntimeError(OVER), (), seconds)
 
-    def differs(self, collective: str, other: int) -> MismatchError:
-        """Mark the ring as failed: member ``other`` has made another call; return the error."""
-        if self._reports is not None:
-            self._reports.verdict(collective)  # publishes this rank's calls
-            time.sleep(_PUBLISH_S)  # the other member publishes its own meanwhile
-            self._verdict = self._reports.verdict(collective)
-        text = (
-            f"{self._identity.describe(collective)}: detected mismatch between the calls of this "
-            f"rank and rank {self._identity.ranks[other]}: {self._verdict or 'no calls are logged'}"
-        )
-        self.note(text)
+    def begin_mismatch(self, collective: str) -> None:
+        """Mark the ring as failed: calls of its members differ."""
         self.repairable = False
         self.fault = self.fault or f"failed in {collective}; {self._identity.recreate}"
-        return MismatchError(f"{text}; {self._identity.recreate}; make the same calls on all ranks")
+
+    def differs(self, collective: str, pair: tuple[int, int]) -> MismatchError:
+        """Return the error of two members whose calls differ; the first one's text is kept.
+
+        Args:
+            collective: What the program has called.
+            pair: The positions of the members.
+        """
+        me = self._identity
+        with self._finding:
+            if self.mismatch is None:
+                shown = [at for at in pair if at != me.rank]
+                if self._reports is not None:
+                    self._verdict = self._reports.verdict(collective, shown)
+                whose = [f"rank {me.ranks[at]}" for at in shown]
+                names = " and ".join(whose if len(whose) > 1 else ["this rank", *whose])
+                text = (
+                    f"{me.describe(collective)}: detected mismatch between the calls of {names}: "
+                    f"{self._verdict or 'no calls are logged'}"
+                )
+                self.note(text)
+                self.mismatch = f"{text}; {me.recreate}; make the same calls on all ranks"
+        return MismatchError(self.mismatch)
 
     def failed(
         self,
@@ -125,8 +140,8 @@ class RingHealth:
             args: Those of the launch: the first one of a send or a receive is the peer.
             seconds: The call's own deadline. Default: the ring's.
         """
-        if isinstance(error, ArgumentError | MismatchError):
-            return error  # nothing was launched, or ``differs`` has said so
+        if isinstance(error, ArgumentError):
+            return error  # nothing was launched, or it is that of ``differs``
         if self._verdict is None and not isinstance(error, StreamError):
             self._verdict = "" if self._reports is None else self._reports.verdict(collective)
         logs = f"; {self._verdict}" if self._verdict else ""

@@ -102,8 +102,9 @@ class _Pair:
         self.ring, self.collective, self.peer = ring, call.collective, call.args[0]
         sends = call.collective == "send"
         order = call.order
-        apart = None if order is None or order.engine is None else order.engine.pg
-        group, number = ring._hosts.pair(self.peer, sends, apart)
+        engine = None if order is None else order.engine
+        apart = () if engine is None else (engine.pg, order.name)
+        group, number = ring._hosts.pair(self.peer, sends, *apart)
         tag = _FIRST + _TAGS * (number % _MOST)
         self.tag = tag + 2
         tensor = call.x if sends else call.out

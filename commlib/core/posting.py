@@ -11,7 +11,7 @@ from commlib.core.call import Call
 from commlib.core.call_log import Entry, Facts
 from commlib.core.ring import Ring
 from commlib.engines.c10d import C10dEngine
-from commlib.errors import CommError
+from commlib.errors import CommError, MismatchError
 from commlib.rendezvous.call_board import CallBoard
 
 
@@ -38,12 +38,23 @@ def code(entry: Entry) -> int:
     return Facts.of(entry).code
 
 
-def post(ring: Ring, call: Call[Any]) -> None:
-    """Post a call that is about to be launched; the ring's lock is held.
+def post_all(ring: Ring, name: str, calls: list[Call[Any]]) -> None:
+    """Post calls that are about to be launched; the ring's lock is held.
 
     Raises:
-        MismatchError: A neighbour has made another call there. Nothing is launched.
+        MismatchError: The calls of two members differ. Nothing is launched.
     """
+    try:
+        for call in calls:
+            _post(ring, call)
+    except Exception:
+        raise
+    except BaseException:  # a call may be posted that is never launched
+        ring._health.interrupted(name)
+        raise
+
+
+def _post(ring: Ring, call: Call[Any]) -> None:
     board = ring._board if call.order is None else call.order.board
     if board is not None and call.entry is not None:
         other = board.post(call.entry)
@@ -53,19 +64,34 @@ def post(ring: Ring, call: Call[Any]) -> None:
 
 def differs(ring: Ring, call: Call[Any], other: int) -> CommError:
     """Return the error of a call that differs from that of member ``other``."""
+    ring._health.begin_mismatch(call.collective)  # first: a signal may end what follows
     log = ring._call_log if call.order is None else call.order.log
     if log is not None and call.entry is not None:
         log.window.append(call.entry)  # for the text
-    return ring._health.differs(call.collective, other)
+    return _mismatch(ring, call.collective, other)
+
+
+def _mismatch(ring: Ring, collective: str, other: int) -> CommError:
+    """Mark the boards for the other members; return the error of every call from now on."""
+    health, boards = ring._health, list(ring._boards)
+    health.begin_mismatch(collective)
+    pair = next(filter(None, (board.marked() for board in boards)), (ring.rank, other))
+    for board in boards:
+        if board.marked() is None:
+            board.mark(*pair)
+    return health.differs(collective, pair)
 
 
 def look(ring: Ring) -> None:
     """Compare the calls that a waiting rank has posted, in all orders.
 
     Raises:
-        MismatchError: A neighbour has made another call, and launched nothing.
+        MismatchError: The calls of two members differ. A late one has launched nothing.
     """
+    if ring._health.mismatch is not None:
+        raise MismatchError(ring._health.mismatch)
     for board in list(ring._boards):
-        other = board.difference()
-        if other is not None and ring._health.fault is None:
-            raise ring._health.differs(str(ring._last), other)
+        marked = board.marked()
+        other = board.difference() if marked is None else marked[0]
+        if other is not None:
+            raise _mismatch(ring, str(ring._last), other)

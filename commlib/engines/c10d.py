@@ -23,12 +23,12 @@ from commlib.rendezvous.hosts import HostExchange
 from commlib.rendezvous.identity import Health, RingIdentity
 from commlib.rendezvous.roll_call import Meeting
 from commlib.rendezvous.store import EngineStore
-from commlib.waits import OVER, Interruptible, PointToPoint
+from commlib.waits import OVER, SLICE_S, Interruptible, PointToPoint
 
 Tensor = torch.Tensor
 
 # While torch waits, Python runs no signal handler, so a wait is cut into slices of this length.
-_SLICE = timedelta(seconds=0.1)
+_SLICE = timedelta(seconds=SLICE_S)
 _SLICE_OVER = "Operation timed out"  # in torch's error when a slice ends
 
 
@@ -201,7 +201,7 @@ class C10dEngine(Engine):
         return self._between_two(self.pg.recv([as_bytes(out)], peer, tag))
 
     def _between_two(self, work: Any) -> Any:
-        return PointToPoint([work], self._limit) if self.on_host else self._issued(work)
+        return PointToPoint([work], self._limit, self.look) if self.on_host else self._issued(work)
 
     def barrier(self, out: None, x: None) -> Any:
         """Launch a barrier of the process group."""

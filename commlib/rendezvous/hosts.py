@@ -38,7 +38,7 @@ class HostExchange:
         self._shared_memory: SharedMemoryAllGather | None = None
         self._group: Any = None  # the gloo group that this object has made
         self._engine_group: Any = None  # the engine's own gloo group
-        self._pairs: Counter[tuple[int, bool, int]] = Counter()
+        self._pairs: Counter[tuple[int, bool, str]] = Counter()
         self._barriers = 0
 
     def share_group(self, group: Any) -> None:
@@ -116,17 +116,18 @@ class HostExchange:
             f"on every rank"
         )
 
-    def pair(self, peer: int, sends: bool, group: Any = None) -> tuple[Any, int]:
+    def pair(self, peer: int, sends: bool, group: Any = None, name: str = "") -> tuple[Any, int]:
         """Return the gloo group, and the number of the next message to or from ``peer`` in it.
 
         Args:
             peer: The other member.
             sends: True if this member sends.
             group: The gloo group of another order of calls. Default: the ring's.
+            name: That order's, which is never used again.
         """
         if self._health.fault is not None:
             raise self._health.unusable("send" if sends else "recv")
-        key = peer, sends, id(group)
+        key = peer, sends, name
         number = self._pairs[key]
         self._pairs[key] += 1
         return group or self._gloo_group(), number

@@ -210,8 +210,8 @@ class Collectives:
         opts = options(c10d.AllToAllOptions, opts)
         target, source = single(out), single(x)
         ring = self._ring_for([target])
-        splits = {"out_splits": list(out_splits) or None, "in_splits": list(in_splits) or None}
-        call = partial(ring.all_to_all, target, source, **splits)
+        takes, sends = _splits(ring, target, out_splits), _splits(ring, source, in_splits)
+        call = partial(ring.all_to_all, target, source, out_splits=takes, in_splits=sends)
         return self._issue(ring, Step([call], [target]), opts)
 
     def alltoall(self, outs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
@@ -229,3 +229,10 @@ class Collectives:
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
+
+
+def _splits(ring: CommContext, tensor: Tensor, splits: Sequence[int]) -> list[int] | None:
+    """Return the rows of each part, on a CPU also of equal parts: another rank may pass splits."""
+    rows = 0 if splits or ring.stream is not None or not tensor.dim() else tensor.shape[0]
+    equal = [rows // ring.size] * ring.size if rows and rows % ring.size == 0 else None
+    return list(splits) or equal

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Mapping
+from contextlib import ExitStack
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -153,15 +154,21 @@ def hold(ring: CommContext) -> None:
 
 def release(rings: dict[str, CommContext], orders: Mapping[str, CallOrder] | None = None) -> None:
     """Close orders of calls, and the rings of groups that no group uses any more."""
-    for order in (orders or {}).values():
-        order.close()
-    for ring in rings.values():
-        if ring not in _users:
-            continue
-        _users[ring] -= 1
-        if not _users[ring]:
-            del _users[ring]
-            _close(ring, abort=False)
+    with ExitStack() as ends:  # each of them, also where one before has failed
+        for ring in reversed(list(rings.values())):
+            ends.callback(_release, ring)
+        for order in reversed(list((orders or {}).values())):
+            ends.callback(order.close)
+
+
+def _release(ring: CommContext) -> None:
+    """Count one group less of a ring that a group has made, and close it after the last one."""
+    if ring not in _users:
+        return
+    _users[ring] -= 1
+    if not _users[ring]:
+        del _users[ring]
+        _close(ring, abort=False)
 
 
 def abort(rings: dict[str, CommContext]) -> None:

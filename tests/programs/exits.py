@@ -12,7 +12,7 @@ import torch
 
 import commlib
 from commlib import ops
-from commlib.core import call_reports
+from commlib.core import reporter
 from commlib.deadlines import Deadline
 from commlib.rendezvous import connection as connections
 from tests.support.ports import free_port
@@ -32,7 +32,7 @@ def child(rank: int, port: int) -> None:
 
 def settle() -> None:
     """Wait until the store has answered all that this rank's threads have asked of it."""
-    for reports in list(call_reports._reporter._rings):
+    for reports in list(reporter.reporter._rings):
         reports.round()  # the next round finds nothing new
     for connection in list(connections._connections):
         connection.run("settling", lambda store: store.num_keys(), Deadline(30))
