@@ -27,7 +27,6 @@ class CallKeys:
         """``key``: the program's own part of the key."""
         self.around, self.grads = Surroundings(fn), Grads()
         self.closed: frozenset[type] = frozenset()
-        self._opened: list[tuple[Any, dict[str, Any]]] = []
         self._key = key
         self._empty_call = without_arguments(())  # the last call without arguments
 
@@ -50,13 +49,18 @@ class CallKeys:
                 call = self._empty_call = without_arguments(key)
         return self.grads.extend(call) if self.grads.leaves else call
 
-    def before_call(self, call: Arguments) -> None:
-        """Record what is around a call, and what its objects hold."""
-        self._opened = contents(*call.given)
-        self.around.before_call([*call.leaves, *(x for x, _ in self._opened)])
+    def before_call(self, call: Arguments) -> Callable[[], None]:
+        """Look at what is around a call, and what its objects hold.
 
-    def after_call(self, call: Arguments) -> None:
-        """Leave out of keys what the call has changed."""
-        self.around.after_call([*call.leaves, *(x for x, _ in self._opened)])
-        self.closed |= set(changed(self._opened))
-        self._opened = []
+        Returns:
+            What to call after it: it leaves out of keys what the call has changed.
+        """
+        opened = contents(*call.given)
+        objects = [*call.leaves, *(x for x, _ in opened)]
+        before = self.around.all_facts(objects)
+
+        def after_call() -> None:
+            self.around.after_call(objects, before)
+            self.closed |= set(changed(opened))
+
+        return after_call
