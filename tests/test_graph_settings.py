@@ -216,11 +216,11 @@ def _matched(p: Point) -> float:
 
 
 def _of_lazy_module(p: Point) -> float:
-    return float(lazy.read(p))  # type: ignore[attr-defined]
+    return float(lazy.read(p))
 
 
 def _formatted(p: Point) -> float:
-    return float("{0.scale}".format(p))  # noqa: UP032 - this is the case that counts
+    return float("{.scale}".format(p))  # noqa: UP032 - this is the case that counts
 
 
 class _Lazy(types.ModuleType):

@@ -92,6 +92,7 @@ class Surroundings:
                     self._globals.append((x.name, x))
             elif not isinstance(x, _OWN_WAYS):
                 self._objects += [(x, name) for name in self._attributes_of(x)]
+        self._objects.sort(key=lambda each: each[1] == "__class__")  # attributes come first
         del self._objects[_MOST:]
         self._objects += [
             (self._inner, name) for name in _DEFAULTS if getattr(self._inner, name, None)
