@@ -1,6 +1,8 @@
 """Arguments that are objects: dataclasses by what they hold, sets and slices by content."""
 
 import argparse
+import collections
+import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -168,3 +170,191 @@ def test_arrays_as_the_message_says() -> None:
         want = torch.full((2,), turn // 2 * 2.0)
         for given in (torch.from_numpy(array), tuple(array.tolist())):
             assert_bits_equal(g(torch.full((2,), 2.0), given), want, f"turn {turn}")
+
+
+# -- which object it is ----------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Config:
+    """Plain values; equal to itself alone."""
+
+    scale: float
+    more: Any = None
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Plain values with a hash."""
+
+    scale: float
+    more: Any = None
+
+
+@dataclass
+class Loose:
+    """Plain values without a hash."""
+
+    scale: float
+    more: Any = None
+
+
+ALL_PLAIN: list[Any] = [Config, Fixed, Loose, types.SimpleNamespace]
+
+
+def test_an_object_with_a_cycle() -> None:
+    """It is a value of the call, whatever refers to it."""
+
+    def grown(x: torch.Tensor, node: Config) -> torch.Tensor:
+        node.more = Config(2.0, node)
+        return x * node.scale
+
+    g, root = graph.capture(grown, on_fail="eager", verify=False), Config(3.0)
+    for _ in range(3):
+        assert_equal(g(torch.ones(1), root).item(), 3.0)
+    parent = Config(1.0)
+    parent.more = [Config(2.0, parent)]
+    tree = graph.capture(lambda x, n: x * n.scale * n.more[0].scale, verify=False)
+    for _ in range(3):
+        assert_equal(tree(torch.ones(1), parent).item(), 2.0)
+    assert_equal(tree.entries.replays, 2, "replays")
+    state = Identical(torch.ones(1))
+    state.more = [state]
+    h = graph.capture(lambda s: s.x * s.more[0].x, outputs="copy", verify=False)
+    for turn in range(3):
+        state.x.fill_(turn)
+        assert_equal(h(state).item(), turn**2, "squared")
+    assert_equal(h.entries.replays, 2, "replays")
+
+
+@pytest.mark.parametrize("kind", [*ALL_PLAIN, Batch, Identical, Frozen])
+def test_objects_that_are_one(kind: Any) -> None:
+    """Two attributes with the same object are another call than two with equal objects."""
+    holds = kind in (Batch, Identical, Frozen)
+
+    def made() -> Any:
+        if kind is types.SimpleNamespace:
+            return kind(scale=1.0)
+        return kind(torch.ones(1)) if holds else kind(1.0)
+
+    def one(x: torch.Tensor, pair: Any, other: Any) -> torch.Tensor:
+        found = x * 10 if pair.more is pair.most else x
+        return found * 3 if other is pair.more else found
+
+    g = graph.capture(one, outputs="copy", verify=False)
+    for _ in range(4):
+        a, b, x = made(), made(), torch.ones(1)
+        for more, most, other, want in ((a, a, a, 30), (a, b, b, 1), (a, b, a, 3), (a, a, b, 10)):
+            pair = types.SimpleNamespace(more=more, most=most, x=x)
+            assert_equal(g(x, pair, other).item(), want)
+    if kind is not Config:
+        assert_equal((len(g.entries), g.entries.replays), (4, 12), "graphs and replays")
+
+
+@pytest.mark.parametrize("kind", ALL_PLAIN)
+def test_a_function_gets_the_object_itself(kind: Any) -> None:
+    """It may ask which one it is, and look it up."""
+    a, b = kind(scale=1.0), kind(scale=2.0)
+    table = {id(a): 5.0, id(b): 7.0}
+    g = graph.capture(lambda x, c: x * table[id(c)] * (2 if c is a else 3), verify=False)
+    for _ in range(3):
+        assert_equal(g(torch.ones(1), a).item(), 10.0)
+        assert_equal(g(torch.ones(1), b).item(), 21.0)
+    assert_equal((len(g.entries), g.entries.replays), (2, 4), "graphs and replays")
+
+
+def test_equal_objects_that_compare_by_identity() -> None:
+    a, b = Config(1.0), Config(1.0)
+    g = graph.capture(lambda x, c: x * 2 if c is a else x * 3, verify=False)
+    for _ in range(3):
+        assert_equal([g(torch.ones(1), c).item() for c in (a, b)], [2.0, 3.0])
+    a.scale = 2.0
+    h = graph.capture(lambda x, c: x * c.scale, outputs="copy", verify=False)
+    for scale in (1.0, 4.0, 1.0):
+        a.scale = scale
+        assert_equal(h(torch.ones(1), a).item(), scale)
+
+
+@pytest.mark.parametrize("kind", [Fixed, Loose, _namespace])
+def test_new_objects_with_equal_values(kind: Any) -> None:
+    """They are replays; numbers of other types or signs are not."""
+    g = graph.capture(lambda x, c: x / (x * c.scale), outputs="copy", verify=False)
+    for scale, want in ((1.0, 1), (0.0, torch.inf), (-0.0, -torch.inf), (1, 1)) * 3:
+        c = kind(None, scale) if kind is _namespace else kind(scale, [kind(1.0), {"a": (1, 2)}])
+        assert_equal(g(torch.ones(1), c).item(), want)
+    assert_equal((len(g.entries), g.entries.replays), (4, 8), "graphs and replays")
+
+
+@pytest.mark.parametrize("kind", [Config, Fixed])
+def test_objects_that_are_handed_back(kind: Any) -> None:
+    """The caller gets its own object, and names are bound to it."""
+    holder = types.SimpleNamespace(last=None)
+
+    def kept(x: torch.Tensor, c: Any) -> Any:
+        holder.last = c
+        return x * 2, c
+
+    g, a, b = graph.capture(kept, verify=False), kind(1.0), kind(2.0)
+    for _ in range(2):
+        for c in (a, a, a, b, b, b):
+            assert g(torch.ones(1), c)[1] is c
+            assert holder.last is c
+    assert g.entries.replays > 3, g
+
+
+@pytest.mark.parametrize("kind", [Batch, Identical, Frozen, _namespace, Loose])
+def test_objects_that_are_not_handed_back(kind: Any) -> None:
+    """A replay would have the object of the capture."""
+    holder = types.SimpleNamespace(last=None)
+
+    def bound(c: Any) -> None:
+        holder.last = [c]
+
+    made = (lambda: kind(1.0)) if kind is Loose else (lambda: kind(torch.ones(1)))
+    for fn, words in (
+        (lambda c: {"a": [c]}, "returns an argument that is a "),
+        (bound, "binds SimpleNamespace.last to an argument that is a "),
+    ):
+        with raises(GraphError, words):
+            graph.capture(fn, verify=False)(made())
+        g = graph.capture(fn, verify=False, on_fail="eager")
+        for _ in range(3):
+            c = made()
+            result = g(c)
+            assert (holder.last if result is None else result["a"])[0] is c
+
+
+@dataclass
+class Table(collections.OrderedDict):  # type: ignore[type-arg]
+    """A dataclass that has items too."""
+
+    x: Any = None
+
+
+@dataclass
+class Computed:
+    """A batch with a property that is computed once."""
+
+    x: torch.Tensor
+
+    @functools.cached_property
+    def double(self) -> torch.Tensor:
+        """Twice the tensor."""
+        return self.x * 2
+
+
+def test_what_the_messages_name() -> None:
+    def changes(x: torch.Tensor, c: Any) -> torch.Tensor:
+        c.more.scale += 1
+        return x * 2
+
+    with raises(GraphError, "in argument 1 is a Loose", "which the function changes"):
+        graph.capture(changes)(torch.ones(1), Frozen(torch.ones(1), 1.0, Loose(1.0)))
+    with raises(GraphError, "argument 1 is a Table, which has no hash, and", "values in it"):
+        graph.capture(lambda x, c: x * 2)(torch.ones(1), Table())
+    for first in (False, True):
+        batch, g = Computed(torch.ones(1)), graph.capture(lambda b: b.double * 2, on_fail="eager")
+        getattr(batch, "double" if first else "x")
+        assert_equal([g(batch).item() for _ in range(3)], [4.0] * 3)
+        assert "which the function changes" not in str(g.eager), g.eager
+    assert_equal(g.entries.replays, 2, "replays")

@@ -2,8 +2,10 @@
 
 import itertools
 import logging
+import multiprocessing
 import queue
 import random
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -118,7 +120,11 @@ def test_iterators_that_only_the_call_shows(way: Callable[[Any], Any], kind: str
 
 def test_iterators_among_the_arguments() -> None:
     it, f = iter(tensors()), lambda it, x: x * next(it)
-    with raises(GraphError, "an argument of the function is an iterator (list_iterator)"):
+    with raises(
+        GraphError,
+        "an argument of the function is an iterator (list_iterator)",
+        "list(...) for all",
+    ):
         graph.capture(f)(it, torch.ones(1))
     g = graph.capture(f, outputs="copy", on_fail="eager")
     assert_equal([g(it, torch.ones(1)).item() for _ in range(4)], [0.0, 1.0, 2.0, 3.0])
@@ -134,6 +140,33 @@ def test_an_eager_part_that_takes_elements() -> None:
 
     f = graph.capture(lambda: take() * 2, outputs="copy", on_fail="eager")
     assert_equal([f().item() for _ in range(4)], [0.0, 2.0, 4.0, 6.0])
+
+
+class Feed(torch.nn.Module):
+    """A module with a queue that another thread fills; it only mentions it."""
+
+    def __init__(self, made: Any, filled: bool) -> None:
+        super().__init__()
+        self.made, self.filled = made, filled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a multiple, while another thread puts an element into the queue."""
+        if self.filled:
+            thread = threading.Thread(target=self.made.put, args=(1,))
+            thread.start()
+            thread.join()
+        take = self.made.get
+        return x * 2 if callable(take) else x
+
+
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize("kind", [queue.Queue, queue.SimpleQueue, multiprocessing.SimpleQueue])
+def test_queues_that_are_not_taken_from(kind: Any, filled: bool) -> None:
+    """A producer may add to them, and queues of processes have no size."""
+    if filled and kind is not queue.SimpleQueue:
+        pytest.skip("the deque of a Queue is Python state that the call changes")
+    f = graph.capture(Feed(kind(), filled), outputs="copy", verify=False)
+    assert_equal([f(torch.ones(1)).item() for _ in range(4)], [2.0] * 4)
 
 
 class Fixed:

@@ -197,3 +197,92 @@ def test_names_that_code_reads(fn: Any, found: bool) -> None:
     if names is not None:
         assert "scale" in names
         assert "counter" not in names
+
+
+class Point:
+    """An object that patterns open."""
+
+    __match_args__ = ("x_of",)
+
+    def __init__(self) -> None:
+        self.x_of = self.scale = self.counter = 1.0
+
+
+def _matched(p: Point) -> float:
+    match p:
+        case Point(7.0):
+            return 7.0
+    return 1.0
+
+
+def _of_lazy_module(p: Point) -> float:
+    return float(lazy.read(p))
+
+
+def _formatted(p: Point) -> float:
+    return float("{.scale}".format(p))  # noqa: UP032 - this is the case that counts
+
+
+class _Lazy(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name != "read":
+            raise AttributeError(name)
+        return lambda p: p.scale
+
+
+lazy = _Lazy("lazily_filled")
+PROXY = types.MappingProxyType({"read": lambda p: p.scale})
+
+
+@pytest.mark.parametrize(
+    "read", [_matched, _of_lazy_module, _formatted, lambda p: PROXY["read"](p)]
+)
+def test_attributes_that_are_read_in_other_ways(read: Callable[[Point], float]) -> None:
+    """Patterns, formats, modules that are filled when asked, and views of dicts."""
+    point = Point()
+    g = graph.capture(lambda x: x * read(point), outputs="copy", verify=False)
+    for value in (1.0, 1.0, 1.0, 7.0, 7.0):
+        point.scale = point.x_of = value
+        assert_equal(g(torch.ones(1)).item(), value)
+
+
+def test_another_class_after_the_capture() -> None:
+    """The attributes of an object are the same, and its methods are others."""
+
+    class Once:
+        def factor(self) -> float:
+            return 1.0
+
+    class Twice(Once):
+        def factor(self) -> float:
+            return 2.0
+
+    held = Once()
+    g = graph.capture(lambda x: x * held.factor(), outputs="copy", verify=False)
+    for kind, want in ((Once, 1.0), (Once, 1.0), (Twice, 2.0), (Twice, 2.0), (Once, 1.0)):
+        held.__class__ = kind
+        assert_equal(g(torch.ones(1)).item(), want)
+
+
+@pytest.mark.parametrize("loop", ["run", "check", "reset", "name", "fn"])
+def test_loops_with_names_of_ours(loop: str) -> None:
+    """A method is not read because commlib's own class has one of that name."""
+
+    class Loop:
+        def __init__(self) -> None:
+            self.scale, self.global_step = 2.0, 0
+
+        @graph.capture(verify=False)
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            """Return a multiple."""
+            return x * self.scale
+
+    def run(self: Any) -> Any:
+        for _ in range(6):
+            self.step(torch.ones(1))
+            self.global_step += 1
+        return self.step
+
+    setattr(Loop, loop, run)
+    g = getattr(Loop(), loop)()
+    assert_equal((len(g.entries), g.entries.replays), (1, 5), "graphs and replays")

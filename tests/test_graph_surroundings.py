@@ -5,7 +5,7 @@ import io
 import logging
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch import nn
 
 from commlib import graph
 from commlib.errors import GraphError
+from commlib.graph.python.plain_contents import PlainContents
 from tests.support.checks import assert_bits_equal, assert_equal
 from tests.support.runs_on import runs_on
 from tests.test_modes import Wrapper
@@ -394,3 +395,26 @@ def test_threads_and_verified_calls() -> None:
     for thread in threads:
         thread.join(60)
     assert_equal((total.item(), len(g.eager)), (121.0, 0), "calls that count")
+
+
+def test_a_thread_that_looks_during_another_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets the key of what is there now, not the one before."""
+    holder, x = types.SimpleNamespace(scales=[[1.0]]), torch.ones(1)
+    f = graph.capture(lambda x: x * holder.scales[0][0], verify=False, outputs="copy")
+    assert_equal([f(x).item(), f(x).item()], [1.0, 1.0])
+    facts, found = PlainContents.facts, list[float]()
+
+    def slowly(self: PlainContents) -> Iterator[Any]:
+        monkeypatch.setattr(PlainContents, "facts", facts)
+        each = facts(self)
+        first = next(each)
+        thread = threading.Thread(target=lambda: found.append(f(x).item()))
+        thread.start()
+        thread.join()
+        yield first
+        yield from each
+
+    holder.scales[0][0] = 7.0
+    monkeypatch.setattr(PlainContents, "facts", slowly)
+    found.append(f(x).item())
+    assert_equal(found, [7.0, 7.0])

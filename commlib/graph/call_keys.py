@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
-from commlib.graph.calls.cache_key import Arguments, arguments, modes, value, without_arguments
+from commlib.graph.calls.cache_key import Arguments, arguments, modes, without_arguments
 from commlib.graph.calls.flattening import Flat, changed, contents, flatten
 from commlib.graph.calls.grads import Grads
+from commlib.graph.calls.key_values import value
 from commlib.graph.surroundings import Surroundings
 
 _EMPTY: Flat = flatten((), {}, frozenset())
@@ -25,8 +26,7 @@ class CallKeys:
     def __init__(self, fn: Callable[..., Any], key: Callable[..., Any] | None) -> None:
         """``key``: the program's own part of the key."""
         self.around, self.grads = Surroundings(fn), Grads()
-        self.closed: set[type] = set()
-        self._opened: list[tuple[Any, dict[str, Any]]] = []
+        self.closed: frozenset[type] = frozenset()
         self._key = key
         self._empty_call = without_arguments(())  # the last call without arguments
 
@@ -35,7 +35,7 @@ class CallKeys:
         flat = _EMPTY
         if args or kwargs:
             flat = flatten(args, kwargs, self.closed)
-        own = self.around.key(() if flat[2].__class__ is int else flat[0])
+        own = self.around.key(() if flat.shape.__class__ is int else flat.visible)
         weights = self.around.weights
         if weights and torch.is_grad_enabled():
             own = (*own, *[x.requires_grad for x in weights])
@@ -49,13 +49,18 @@ class CallKeys:
                 call = self._empty_call = without_arguments(key)
         return self.grads.extend(call) if self.grads.leaves else call
 
-    def before_call(self, call: Arguments) -> None:
-        """Record what is around a call, and what its objects hold."""
-        self._opened = contents(*call.given)
-        self.around.before_call([*call.leaves, *(x for x, _ in self._opened)])
+    def before_call(self, call: Arguments) -> Callable[[], None]:
+        """Look at what is around a call, and what its objects hold.
 
-    def after_call(self, call: Arguments) -> None:
-        """Leave out of keys what the call has changed."""
-        self.around.after_call([*call.leaves, *(x for x, _ in self._opened)])
-        self.closed.update(changed(self._opened))
-        self._opened = []
+        Returns:
+            What to call after it: it leaves out of keys what the call has changed.
+        """
+        opened = contents(*call.given)
+        objects = [*call.leaves, *(x for x, _ in opened)]
+        before = self.around.all_facts(objects)
+
+        def after_call() -> None:
+            self.around.after_call(objects, before)
+            self.closed |= set(changed(opened))
+
+        return after_call

@@ -205,10 +205,10 @@ class CapturedFunction(Generic[P, R]):
         weights = [*self._keys.around.weights, *self._keys.grads.leaves]
         reach = Reach(weights, self._keys.around.modules)
         first = FirstCall(self.fn, self.options, self._schedule, device, reach, self.entries.times)
-        self._keys.before_call(call)
+        after_call = self._keys.before_call(call)
         wanted = [x.requires_grad for x in call.tensors]
         result: R = first.counted.make(call)
-        self._keys.after_call(call)
+        after_call()
         try:
             check_wanting(call.tensors, wanted)
             self._capture(call, first)

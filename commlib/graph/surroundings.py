@@ -6,7 +6,7 @@ from functools import partial
 from itertools import chain
 from operator import is_
 from types import CellType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -37,6 +37,14 @@ _CONTAINERS = ("builtins", "collections")
 _Fact = tuple[tuple[int, str], Any]  # whose it is, its name, and what it is
 
 
+class _Reading(NamedTuple):
+    """A look at variables and attributes."""
+
+    held: list[Any]
+    whole: bytes  # the contents of lists and dicts among them
+    facts: tuple[Any, ...]  # what represents all of this in a key
+
+
 class Surroundings:
     """Settings that a function reads from where it can reach: they tell its calls apart.
 
@@ -57,10 +65,8 @@ class Surroundings:
         self._globals: list[tuple[str, Name]] = []
         self._objects: list[tuple[Any, str]] = []
         self._own: set[Any] = set()  # what calls of the function change
-        self._before: dict[Any, Any] = {}
         self._readers: list[Callable[[], Any]] = []  # of variables and attributes
-        self._held: list[Any] = []  # what they read last
-        self._known: tuple[Any, ...] = ()  # what tells that
+        self._last = _Reading([], b"", ())
         self._is_steady = False  # whether the same objects tell the same
         self._holds_items = False  # whether a variable is a small list or dict
         self.weights: list[torch.Tensor] = []
@@ -86,6 +92,7 @@ class Surroundings:
                     self._globals.append((x.name, x))
             elif not isinstance(x, _OWN_WAYS):
                 self._objects += [(x, name) for name in self._attributes_of(x)]
+        self._objects.sort(key=lambda each: each[1] == "__class__")  # attributes come first
         del self._objects[_MOST:]
         self._objects += [
             (self._inner, name) for name in _DEFAULTS if getattr(self._inner, name, None)
@@ -114,7 +121,8 @@ class Surroundings:
             return [name for name in class_values(x) if is_read(x, name, self._names)]
         if type(x).__module__ in _CONTAINERS:
             return []
-        return [name for name in attributes(x) if is_read(x, name, self._names)]
+        own = ["__class__"] if _is_open(type(x)) else []
+        return own + [name for name in attributes(x) if is_read(x, name, self._names)]
 
     def _containers(self) -> Iterator[tuple[int, str, Any]]:
         """Yield what may hold plain values, but for variables whose items are facts."""
@@ -141,21 +149,23 @@ class Surroundings:
     def key(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """Return the settings as they are now, of objects among the arguments too."""
         if self._modules.modules and self._modules.changed:
-            self._modules.known = facts = tuple(self._modules.facts().items())
-            self._number = self._numbers.setdefault(facts, len(self._numbers))
-        own = self._own
+            found = tuple(self._modules.facts().items())
+            self._number = self._numbers.setdefault(found, len(self._numbers))
+            self._modules.known = found
+        own, number = self._own, self._number
         now = [read() for read in self._readers]
-        steady = self._is_steady and all(map(is_, now, self._held))
-        if not steady or (self._contents.held and self._contents.changed):
-            self._held = now
+        last, whole = self._last, self._contents.whole
+        steady = self._is_steady and all(map(is_, now, last.held))
+        if not steady or whole != last.whole:
+            facts = tuple(what for name, what in self._facts() if name not in own)
             self._holds_items = any(_is_small(x) for _, _, x in self._variables())
+            last = self._last = _Reading(now, whole, facts)  # at once: threads share it
             self._is_steady = not (self._optimizers or self._holds_items)
-            self._known = tuple(what for name, what in self._facts() if name not in own)
         objects = [x for x in leaves if _is_open(type(x))] if leaves else ()
         if not objects:
-            return (self._number, self._known)
+            return (number, last.facts)
         asked = chain(*map(self._of_object, objects))
-        return (self._number, self._known, *(what for name, what in asked if name not in own))
+        return (number, last.facts, *(what for name, what in asked if name not in own))
 
     def _facts(self) -> Iterator[_Fact]:
         for optimizer in self._optimizers:
@@ -198,20 +208,17 @@ class Surroundings:
         known |= {f"a module's {name}": repr(what) for (_, name), what in self._modules.known}
         return known
 
-    def before_call(self, leaves: Sequence[Any]) -> None:
-        """Record the settings before a call, to tell which of them the function changes."""
-        self._before = self._all_facts(leaves)
-
-    def after_call(self, leaves: Sequence[Any]) -> None:
-        """Leave out what the call has changed."""
-        now = self._all_facts(leaves)
-        changed = [name for name in self._before | now if self._before.get(name) != now.get(name)]
+    def after_call(self, leaves: Sequence[Any], before: dict[Any, Any]) -> None:
+        """Leave out what the call has changed; ``before``: ``all_facts`` before it."""
+        now = self.all_facts(leaves)
+        changed = [name for name in before | now if before.get(name) != now.get(name)]
         self._own.update(changed)
         self._modules.leave_out(changed)
         self._contents.leave_out(self._own)
-        self._before, self._is_steady = {}, False
+        self._is_steady = False
 
-    def _all_facts(self, leaves: Sequence[Any]) -> dict[Any, Any]:
+    def all_facts(self, leaves: Sequence[Any]) -> dict[Any, Any]:
+        """Return the settings, to tell which of them a call changes."""
         found: dict[Any, Any] = dict(self._facts())
         found |= dict(fact for variable in self._variables() for fact in _places(*variable))
         for x in (x for x in leaves if _is_open(type(x))):

@@ -15,7 +15,7 @@ import torch
 
 from commlib.errors import GraphError
 from commlib.graph import CapturedFunction, capture
-from commlib.graph.calls.cache_key import value
+from commlib.graph.calls.key_values import value
 from commlib.graph.first_call import backend_of
 from commlib.graph.options import First
 from commlib.graph.recording.capture_run import CaptureRun, Settings

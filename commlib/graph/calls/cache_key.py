@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import _C
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from commlib.errors import GraphError
-from commlib.graph.calls.flattening import Flat, flatten
+from commlib.graph.calls.flattening import Flat, can_open, flatten, held_in, is_hashable, unflatten
+from commlib.graph.calls.key_values import value
 
 _DEVICES = ("cuda", "cpu")
 _FLAGS_OF_GPUS: Sequence[Callable[[], object]] = ()
@@ -50,14 +51,14 @@ class Arguments:
         """Return args and kwargs with other tensors in the places of these."""
         others = iter(tensors)
         leaves = [next(others) if isinstance(x, torch.Tensor) else x for x in self.leaves]
-        args, kwargs = tree_unflatten(leaves, self.spec)
+        args, kwargs = unflatten(leaves, self.spec)
         return args, kwargs
 
     def still(
         self, tensors: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Return True if args and kwargs ``rebuilt`` with ``tensors`` hold what they held."""
-        leaves, spec, _ = flatten(args, kwargs, self.closed)
+        leaves, spec, *_ = flatten(args, kwargs, self.closed)
         others = iter(tensors)
         held = [next(others) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         return spec == self.spec and all(x is y for x, y in zip(leaves, held, strict=True))
@@ -84,51 +85,52 @@ def arguments(
 
     Raises ``GraphError`` for an argument that is neither a tensor nor hashable.
     """
-    leaves, spec, shape = flat
+    leaves, spec, shape, contents, _ = flat
     tensors: list[torch.Tensor] = []
     parts: list[Any] = []
-    for leaf in leaves:
+    for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             tensors.append(leaf)
             parts.append(of_tensor(leaf))
         else:
-            parts.append(value(leaf))
+            parts.append(contents[i] if i in contents else value(leaf))
     key = (shape, *parts, _shared(tensors), *modes(), *own)
     try:
         hash(key)
     except TypeError as error:
-        raise GraphError(_without_hash(error, args, kwargs, leaves)) from error
+        raise GraphError(_without_hash(error, args, kwargs, closed)) from error
     return Arguments(tensors, key, leaves, spec, (args, kwargs), [], 0, closed)
 
 
 def _without_hash(
-    error: TypeError, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
+    error: TypeError, args: tuple[Any, ...], kwargs: dict[str, Any], closed: Set[type]
 ) -> str:
     """Return why a call has no key."""
-    bad = next((x for x in leaves if not _is_hashable(x)), None)
-    named = ((f"argument {name!r}" if kwargs else f"argument {name}", x)
-             for name, x in (*enumerate(args), *kwargs.items()))  # fmt: skip
-    where = next((name for name, x in named if any(one is bad for one in tree_leaves(x))), "")
-    if bad is None:
+    named = [(f"argument {name!r}" if kwargs else f"argument {name}", x)
+             for name, x in (*enumerate(args), *kwargs.items())]  # fmt: skip
+    found = ((name, x, one) for name, x in named for one in held_in(x) if _is_bad(one, closed))
+    where, given, bad = next(found, ("", None, None))
+    if not where:
         return f"what key= returns, or a setting, can't be part of a graph's key ({error})"
+    kind = type(bad)
     if isinstance(bad, np.ndarray):
         what, remedy = "an array of NumPy", "pass torch.from_numpy(x), or tuple(x.tolist())"
-    elif is_dataclass(bad):
-        what = f"a {type(bad).__qualname__}, which has no hash and which the function changes"
+    elif kind in closed:
+        what = f"a {kind.__qualname__}, which has no hash and which the function changes"
         remedy = "return what is new, or define it with dataclass(eq=False)"
     else:
-        what = f"a {type(bad).__qualname__}, which has no hash"
-        remedy = "pass the tensors and values in it, or make its class a dataclass"
-    inside = f"{where} is" if any(bad is x for x in (*args, *kwargs.values())) else f"in {where} is"
+        what = f"a {kind.__qualname__}, which has no hash"
+        remedy = "pass the tensors and values in it"
+        remedy += "" if is_dataclass(bad) else ", or make its class a dataclass"
+    inside = f"{where} is" if given is bad else f"in {where} is"
     return f"{inside} {what}, and can't be part of a graph's key; {remedy}"
 
 
-def _is_hashable(x: Any) -> bool:
-    try:
-        hash(x if isinstance(x, torch.Tensor) else value(x))
-    except TypeError:
-        return False
-    return True
+def _is_bad(x: Any, closed: Set[type]) -> bool:
+    """Return True for a value that is neither opened nor hashable."""
+    kind = type(x)
+    is_opened = can_open(kind) and kind not in closed
+    return not (is_opened or is_hashable(x if isinstance(x, torch.Tensor) else value(x)))
 
 
 def without_arguments(key: tuple[Any, ...]) -> Arguments:
@@ -153,27 +155,6 @@ def modes() -> tuple[Any, ...]:
         return now
     on = (device for device in _DEVICES if torch.is_autocast_enabled(device))
     return (*now, *((device, torch.get_autocast_dtype(device)) for device in on))
-
-
-def value(x: Any) -> tuple[Any, ...]:
-    """Return what tells a plain value from another: numbers by type and bits, modules by modes."""
-    if isinstance(x, float):
-        return type(x), x.hex()
-    if isinstance(x, complex):
-        return type(x), x.real.hex(), x.imag.hex()
-    if isinstance(x, np.generic):
-        return type(x), x.tobytes()
-    if isinstance(x, tuple):
-        return type(x), *map(value, x)
-    if isinstance(x, set | frozenset):
-        return type(x), frozenset(map(value, x))
-    if isinstance(x, slice):
-        return slice, value(x.start), value(x.stop), value(x.step)
-    if isinstance(x, bytearray):
-        return bytearray, bytes(x)
-    if isinstance(x, torch.nn.Module):
-        return type(x), x, *(part.training for part in x.modules())
-    return type(x), x
 
 
 def of_tensor(x: torch.Tensor) -> tuple[Any, ...]:

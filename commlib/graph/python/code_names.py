@@ -1,6 +1,7 @@
 """The names in a piece of code: attributes that it reads, globals and modules that it looks up."""
 
 import dis
+import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from types import CodeType
@@ -12,7 +13,15 @@ _READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
 _BY_NAME = frozenset(
     (
         *("getattr", "hasattr", "vars", "dir", "eval", "exec", "locals", "globals", "__dict__"),
-        *("__getattribute__", "attrgetter", "methodcaller", "tree_map", "tree_flatten"),
+        *(
+            "__getattribute__",
+            "format_map",
+            "Formatter",
+            "attrgetter",
+            "methodcaller",
+            "tree_map",
+            "tree_flatten",
+        ),
         *(
             "tree_leaves",
             "__builtins__",
@@ -69,6 +78,8 @@ def names_of(code: CodeType) -> CodeNames:
 def _texts(constant: Any) -> Iterator[str]:
     if isinstance(constant, str):
         yield constant
+        if "{" in constant:  # a format, which may read attributes
+            yield from re.findall(r"[^\W\d]\w*", constant)
     elif isinstance(constant, tuple | frozenset):
         for each in constant:
             yield from _texts(each)

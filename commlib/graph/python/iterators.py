@@ -26,6 +26,7 @@ from commlib.graph.python.reach import RANDOM, Name, attributes, content, is_of_
 _QUEUES = ("queue", "_queue", "multiprocessing.queues")
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _METHODS = (MethodType, BuiltinMethodType, MethodWrapperType)
+_HINT = "take the element before the call, and pass it as an argument"
 _DEEP = 8  # how far iterators in iterators are followed
 
 
@@ -66,7 +67,10 @@ def check_arguments(leaves: Iterable[object]) -> None:
     """Raise ``GraphError`` for an iterator among the arguments of a call."""
     for leaf in leaves:
         if is_iterator(leaf):
-            raise _unsupported(f"an argument of the function is an iterator ({_kind(leaf)})")
+            raise _unsupported(
+                f"an argument of the function is an iterator ({_kind(leaf)})",
+                "pass an element of it, or list(...) for all of them",
+            )
 
 
 def check_taken(names: Sequence[str]) -> None:
@@ -80,8 +84,7 @@ def check_takes(name: str, x: object) -> None:
     raise _unsupported(f"the function takes elements from {name} ({_kind(x)})")
 
 
-def _unsupported(what: str) -> GraphError:
-    hint = "take the element before the call, and pass it as an argument"
+def _unsupported(what: str, hint: str = _HINT) -> GraphError:
     return GraphError(
         f"{what}, and each replay would repeat the element of the capture; {hint}", hint=hint
     )
@@ -123,7 +126,7 @@ class Positions:
     def note(self) -> None:
         """Record what has moved."""
         self.note_draws()
-        self.taken = [name for name, x, before in self._sources if _position(x) != before]
+        self.taken = [name for name, x, before in self._sources if _has_moved(x, before)]
 
 
 def _held_by(x: Any) -> Iterable[tuple[Any, Any]]:
@@ -155,7 +158,7 @@ def _kind(x: object) -> str:
 def _position(x: Any, depth: int = _DEEP) -> Any:
     """Return what differs before and after an element was taken, as far as Python shows it."""
     if is_queue(x):
-        return x.qsize()
+        return _size(x)
     if isinstance(x, itertools.count):
         return repr(x)
     frame = x.gi_frame if isinstance(x, GeneratorType) else None  # asked first: it is a referent
@@ -168,6 +171,20 @@ def _position(x: Any, depth: int = _DEEP) -> Any:
     if depth:
         parts += [_position(one, depth - 1) for one in inner if is_iterator(one)]
     return parts
+
+
+def _size(x: Any) -> int:
+    """Return the number of elements in a queue, as far as it tells: 1 for any number."""
+    try:
+        return int(x.qsize()) if hasattr(x, "qsize") else int(not x.empty())
+    except (NotImplementedError, OSError):  # macOS has no size of a semaphore; a closed pipe
+        return 0
+
+
+def _has_moved(x: Any, before: Any) -> bool:
+    """Return True if elements were taken; other threads may add some to a queue meanwhile."""
+    now = _position(x)
+    return bool(now < before if is_queue(x) else now != before)
 
 
 def _reduced(x: Any) -> Any:

@@ -18,7 +18,7 @@ class _Place(NamedTuple):
 
 
 class PlainContents:
-    """Objects whose content is asked at every call: ``changed`` takes 0.1 µs and 20 ns per value.
+    """Objects whose content is asked at every call: ``whole`` takes 0.1 µs and 20 ns per value.
 
     Attributes:
         held: These objects.
@@ -29,7 +29,6 @@ class PlainContents:
     def __init__(self) -> None:
         self._places: list[_Place] = []
         self.held: list[Any] = []
-        self._bytes: bytes | None = None  # of all of them, when the facts were asked last
 
     def watch(self, places: Iterable[tuple[int, str, Any]], out: Container[Any]) -> None:
         """Watch these and no others: whose they are, their names, and the objects themselves.
@@ -40,7 +39,6 @@ class PlainContents:
         small = [x for x in plain if 0 < len(_bytes_of(x.held)) <= _MOST]
         self._places = [x for x in small if (x.where, _label(x.name)) not in out]
         self.held = [x.held for x in self._places]
-        self._bytes = None
 
     def leave_out(self, names: Container[Any]) -> None:
         """Watch some no longer: their facts have these names."""
@@ -48,13 +46,12 @@ class PlainContents:
             self.watch(self._places, names)
 
     @property
-    def changed(self) -> bool:
-        """Return True if one of them holds something else than at the last ``facts()``."""
-        return _bytes_of(self.held) != self._bytes
+    def whole(self) -> bytes:
+        """Return bytes that are others where one of them holds something else."""
+        return _bytes_of(self.held) if self.held else b""
 
     def facts(self) -> Iterator[tuple[tuple[int, str], bytes]]:
         """Yield what each of them holds."""
-        self._bytes = _bytes_of(self.held)
         for where, name, held in self._places:
             yield (where, _label(name)), _bytes_of(held)
 

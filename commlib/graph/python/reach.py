@@ -10,7 +10,15 @@ from dis import get_instructions
 from enum import Enum
 from functools import lru_cache, partial
 from sysconfig import get_path
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -198,6 +206,8 @@ def held_by(x: Any) -> Iterator[Any]:
         yield from x.values()
     elif isinstance(x, list | tuple | set | frozenset | deque):
         yield from x
+    elif isinstance(x, MappingProxyType):
+        yield from x.values()
     if callable(x) and not isinstance(x, type | FunctionType | Name):
         yield getattr(type(x).__call__, "__func__", type(x).__call__)
 

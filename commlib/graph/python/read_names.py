@@ -108,6 +108,8 @@ class _Reader:
             elif isinstance(x, type):
                 self._add_class(x)
                 self._make(x)
+            elif hasattr(type(x), "__commlib_captures__"):
+                self._left.append(x.__commlib_captures__)
             elif isinstance(x, BuiltinFunctionType):
                 _check_visible(x)
                 self._left.append(x.__self__)
@@ -170,7 +172,11 @@ class _Reader:
             module = modules.pop()
             if _root_of(module.__name__) in _ENDS | _HARMLESS:
                 continue
-            held = [vars(module)[name] for name in read if name in vars(module)]
+            names = vars(module)
+            held = [names[name] for name in read if name in names]
+            lazy = "__getattr__" in names or type(module) is not ModuleType
+            if lazy and any(name not in names and name.isidentifier() for name in read):
+                raise _UnknownError
             modules += [one for one in held if isinstance(one, ModuleType)]
             self._left.extend(one for one in held if not isinstance(one, ModuleType))
         self._left.extend(one for one in modules if not isinstance(one, ModuleType))
@@ -188,6 +194,7 @@ class _Reader:
             if (root in _ENDS or root in sys.stdlib_module_names) and not by_name:
                 self._name(_names_of_class(each))
                 continue
+            self._name(vars(each).get("__match_args__", ()))
             for name, x in vars(each).items():
                 self._add_method(name, x)
             if type(each) is not type:

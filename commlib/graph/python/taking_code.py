@@ -1,6 +1,7 @@
 """Code that takes an element from an iterator or a queue at each call: found before it runs."""
 
 import dis
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -91,7 +92,7 @@ def _taken(code: CodeType, variables: dict[str, dict[str, Any]]) -> Iterator[_Lo
             continue
         elif step.opname in _ATTRIBUTES:
             name = str(step.argval)
-            if name in _TAKES and is_queue(loaded.value):
+            if name in _TAKES and is_queue(loaded.value) and _is_called(step):
                 yield loaded
             loaded = _Loaded(f"{loaded.name}.{name}", attributes(loaded.value).get(name))
         else:
@@ -99,6 +100,12 @@ def _taken(code: CodeType, variables: dict[str, dict[str, Any]]) -> Iterator[_Lo
             if takes and is_iterator(loaded.value):
                 yield loaded
             loaded, by_next = None, False
+
+
+def _is_called(step: dis.Instruction) -> bool:
+    """Return True if the attribute that a step loads is a method that is called."""
+    flag = sys.version_info >= (3, 12) and bool((step.arg or 0) & 1)
+    return step.opname == "LOAD_METHOD" or flag
 
 
 def _always(code: CodeType) -> Iterator[dis.Instruction]:

@@ -11,6 +11,7 @@ from commlib.errors import CommError
 from commlib.graph.backends.base import Backend
 from commlib.graph.calls.bindings import kept
 from commlib.graph.calls.cache_key import Arguments
+from commlib.graph.calls.flattening import changed, contents, exchanged, first_of
 from commlib.graph.calls.leaves import noting_histories
 from commlib.graph.operators.schema import memory
 from commlib.graph.python.changes import Change
@@ -56,6 +57,7 @@ class CountedCall:
         self._real = RealCall(backend.device, (), copies=not counted)
         self._before = self._after = PythonState(())
         self._begun: list[torch.Tensor] = []
+        self._opened: list[Any] = []
 
     def make(self, call: Arguments) -> Any:
         """Make the call. Either all members of its rings succeed, or all raise."""
@@ -65,6 +67,7 @@ class CountedCall:
         self._before = PythonState(self.roots)
         run.positions = positions = Positions(self._before.objects)
         self._real.note_leaves(self.weights)
+        self._opened = contents(args, kwargs)
         held = _memory_of(self._before.tensors or reached(self.roots).tensors)
         bits = digests(held)
         has_history = any(x.grad_fn is not None for x in call.tensors)
@@ -90,12 +93,13 @@ class CountedCall:
         self._after = PythonState(self.roots)
         positions.note()
         self.findings.taken, self.findings.draws = positions.taken, positions.draws
-        self._find(call, run, rings, changed)
+        self._find(call, result, run, rings, changed)
         return result
 
     def _find(
         self,
         call: Arguments,
+        result: Any,
         run: WarmUpRun,
         rings: Sequence[Any],
         changed: Sequence[torch.Tensor],
@@ -107,15 +111,17 @@ class CountedCall:
         found.unseen = [
             x for x in changed if memory(x) not in known and not real.undo.has_noted(memory(x))
         ]
-        changes = [x for x in self._before.changes() if x.has_place and self._is_kept(x)]
-        found.sets = [kept(x, call.tensors) for x in changes]
+        changes = [x for x in self._before.changes() if x.has_place]
+        found.sets = [kept(x, call.tensors) for x in changes if self._is_kept(x, call)]
+        others = [x for x in changes if (x.where, x.name) not in found.by_parts]
+        found.hands_back = _handed_back(call, self._opened, result, others)
         found.note_reachable(self._after.tensors)
 
-    def _is_kept(self, change: Change) -> bool:
-        """Return True for a plain value, and for a tensor that the call has not made."""
+    def _is_kept(self, change: Change, call: Arguments) -> bool:
+        """Return True for plain values, values of the call, and tensors that it has not made."""
         if isinstance(change.now, torch.Tensor):
             return not self.has_made(memory(change.now))
-        return change.is_plain
+        return change.is_plain or any(change.now is x for x in call.leaves)
 
     def has_made(self, key: int) -> bool:
         """Return True if the call has made the memory that ``key`` names."""
@@ -166,7 +172,24 @@ class CountedCall:
         """Release what only the first call needs."""
         self._real.undo = UndoLog()
         self._before = self._after = PythonState(())
-        self._begun, self.roots = [], []
+        self._begun, self._opened, self.roots = [], [], []
+
+
+def _handed_back(
+    call: Arguments, opened: Sequence[Any], result: Any, changes: Sequence[Change]
+) -> str:
+    """Return how a call hands out an object that a replay has another one of; "" if it does not."""
+    if not opened:
+        return ""
+    objects = exchanged(*call.given, {*call.closed, *changed(opened)})
+    found = first_of(objects, result)
+    if found is not None:
+        return f"returns an argument that is a {type(found).__qualname__}"
+    for change in changes:
+        found = first_of(objects, change.now)
+        if found is not None:
+            return f"binds {change.name} to an argument that is a {type(found).__qualname__}"
+    return ""
 
 
 def _memory_of(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:

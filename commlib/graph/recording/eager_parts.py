@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from commlib.core import observers
 from commlib.errors import GraphError
-from commlib.graph.calls.cache_key import value
+from commlib.graph.calls.key_values import value
 from commlib.graph.watching.runs import DonePart, EagerPart, current, do_again, name_of
 
 F = TypeVar("F", bound=Callable[..., Any])

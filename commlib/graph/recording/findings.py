@@ -26,6 +26,7 @@ class Findings:
         reachable: Tensors that it can reach.
         unseen: Tensors that it writes, and no operator says so.
         taken: Iterators and queues that the call has taken elements from.
+        hands_back: How the call hands out an argument that a replay has another one of.
         draws: Whether it draws from a generator of Python or NumPy that the program holds.
         rings: The rings of its collectives.
         sets: What the call has bound to names, and later runs leave.
@@ -58,6 +59,7 @@ class Findings:
     unseen: list[torch.Tensor] = field(default_factory=list)
     taken: list[str] = field(default_factory=list)
     draws: bool = False
+    hands_back: str = ""
     rings: list[Ring] = field(default_factory=list)
     sets: list[Kept] = field(default_factory=list)
     by_parts: set[tuple[int, str]] = field(default_factory=set)

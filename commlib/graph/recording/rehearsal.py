@@ -42,6 +42,11 @@ def rehearse(
     check_taken(first.findings.taken)
     if first.findings.draws:
         check_python_random()
+    if first.findings.hands_back:
+        raise GraphError(
+            f"the function {first.findings.hands_back}, and a replay would give the object of the "
+            f"capture; return or bind what it holds instead"
+        )
     check_unseen(first.findings.unseen)
     first.findings.compared = times > 0
     rehearsal = _Rehearsal(fn, backend, first, call)

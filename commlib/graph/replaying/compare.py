@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from commlib.core.tensors import parts
-from commlib.graph.calls.cache_key import value
+from commlib.graph.calls.key_values import value
 from commlib.graph.calls.outputs import flat
 from commlib.graph.python.changes import Change
 from commlib.graph.watching.effects import TOGETHER, Effects, Held
