@@ -109,8 +109,7 @@ def test_an_order_that_differs_is_found_at_level_2(ring: Any) -> None:
 def test_members_that_do_not_make_the_group(ring: Any) -> None:
     with initialised(ring, "commlib") as world:
         calls: Any = calls_of(world)
-        store = dist.PrefixStore("late", distributed_c10d._get_default_store())
         if ring.rank == 0:
             with raises(CommTimeout, "creating group 'late'", "waiting for ranks [1]"):
-                group_rings.make_orders(dict(calls.rings), "late", store, timedelta(seconds=0.5))
+                group_rings.make_orders(dict(calls.rings), "late", timedelta(seconds=0.5))
         dist.barrier()

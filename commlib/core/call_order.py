@@ -108,13 +108,12 @@ class CallOrder:
         base.drop(self.engine, Deadline(self.ring.timeout))
 
 
-def open_order(ring: CommContext, name: str, store: Any, seconds: float) -> CallOrder | None:
+def open_order(ring: CommContext, name: str, seconds: float) -> CallOrder | None:
     """Return a new order of calls on a ring; every member calls it, and waits for the others.
 
     Args:
         ring: The ring.
         name: The same on every member, and new for this ring.
-        store: A store of this order alone.
         seconds: The longest wait for missing members.
 
     Returns:
@@ -128,7 +127,8 @@ def open_order(ring: CommContext, name: str, store: Any, seconds: float) -> Call
         return None
     if not (ring.device.type == "cpu" and isinstance(engine, C10dEngine)):
         return CallOrder(ring, name) if ring._call_log is not None else None
-    deadline, keys = Deadline(seconds), BoundedStore.of(store)
+    keys = ring._hosts.store(f"order {ring._order_count} {name}")  # a name may come again
+    deadline = Deadline(seconds)
     _meet(ring, name, keys, deadline)
     connecting = EngineStore(keys, deadline)
     make = partial(engine.apart, connecting, timedelta(seconds=ring.timeout))
@@ -151,6 +151,7 @@ def open_order(ring: CommContext, name: str, store: Any, seconds: float) -> Call
             memory.close()
         engine.drop(own, Deadline(ring.timeout))
         raise
+    ring._order_count += 1
     return CallOrder(ring, name, own, reports, memory)
 
 

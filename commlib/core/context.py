@@ -60,6 +60,7 @@ class CommContext(Collectives, Split, Bridge):
         self._lock = issue_lock(self.device)
         self._groups: dict[int, group.Group] = {}  # the open one of each thread
         self._orders: dict[int, Any] = {}
+        self._order_count = 0  # of those that were opened
         self._board: CallBoard | None = None
         self._boards: list[CallBoard] = []
         self._calls = 0

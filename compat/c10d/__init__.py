@@ -46,7 +46,7 @@ def _create(setup: Any, pg_options: Any = None) -> Any:
     arguments = (setup.group_id, ranks, world, setup.store, setup.timeout)
     rings = group_rings.make_rings(*arguments, bound=bound)
     first = not dist.is_initialized()
-    orders = group_rings.make_orders(rings, setup.group_id, setup.store, setup.timeout, first=first)
+    orders = group_rings.make_orders(rings, setup.group_id, setup.timeout, first=first)
     if takes_subclasses():
         return Backend(rings, setup.timeout, world, setup.group_id, orders)
     group = ProcessGroup(rings, setup.timeout, setup.store, world, orders)

@@ -56,7 +56,7 @@ class Backend(GroupCalls, c10d.Backend):
         name = getattr(opts, "group_name", "") or f"{self._name}:{','.join(map(str, ranks))}"
         wait = self._timeout if opts is None else opts._timeout
         rings = group_rings.make_rings(name, members, self._world, store, wait)
-        orders = group_rings.make_orders(rings, name, store, wait)
+        orders = group_rings.make_orders(rings, name, wait)
         return Backend(rings, wait, self._world, name, orders)
 
 

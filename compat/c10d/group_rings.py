@@ -77,7 +77,6 @@ def make_rings(
 def make_orders(
     rings: dict[str, CommContext],
     name: str,
-    store: dist.Store,
     timeout: timedelta,
     *,
     first: bool = False,
@@ -90,7 +89,6 @@ def make_orders(
     Args:
         rings: The group's, from ``make_rings``; released if this fails.
         name: The group's name, the same on every member.
-        store: A store of this group alone.
         timeout: Of the wait for missing ranks.
         first: True for the group of ``init_process_group``.
 
@@ -103,8 +101,7 @@ def make_orders(
             if first or _users.get(ring) == 1:
                 continue
             given = ring.timeout if _is_default(timeout) else timeout.total_seconds()
-            own = dist.PrefixStore(f"commlib/{kind}/order", store)
-            order = open_order(ring, name, own, given)
+            order = open_order(ring, name, given)
             if order is not None:
                 orders[kind] = order
     except BaseException:

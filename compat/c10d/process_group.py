@@ -132,7 +132,7 @@ class ProcessGroup(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]  # over
         store = dist.PrefixStore(f"{name}/", self.get_group_store())
         wait = timeout or self._timeout
         rings = group_rings.make_rings(name, members, self._world, store, wait)
-        orders = group_rings.make_orders(rings, name, store, wait)
+        orders = group_rings.make_orders(rings, name, wait)
         group = ProcessGroup(rings, wait, store, self._world, orders)
         group.setGroupName(name)
         group.setGroupDesc(group_desc or "undefined")

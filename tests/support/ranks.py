@@ -271,6 +271,8 @@ def _outcome(job: bytes) -> str | None:
             commlib.comm().barrier()
     except BaseException:  # the parent must learn of every failure
         return traceback.format_exc()
+    finally:
+        faulthandler.cancel_dump_traceback_later()  # the guard of a benchmark would end the rank
     return None
 
 
