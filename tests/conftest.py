@@ -6,6 +6,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,17 +19,27 @@ from tests.support.ranks import UNIFIED, NewRanks, Place, Ranks, fresh
 
 # NVML counts the GPUs: no CUDA context is made in the parent.
 GPUS = torch.cuda.device_count()
+# Fixtures of tests that only GPUs can run.
+ON_GPUS = {
+    "all_gpu_ranks", "compared_on_gpu", "gpu_ranks", "legacy_gpu_ranks", "new_gpu_ranks",
+    "new_ranks_beside_gpus",
+}  # fmt: skip
+
+
+def _visible() -> list[str]:
+    """Return the GPUs of this xdist worker. Each begins at another one, so that all are used."""
+    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(GPUS)))).split(",")
+    first = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % len(visible)
+    return visible[first:] + visible[:first]
+
+
+if GPUS:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_visible())  # also for programs of one rank
 
 
 def _gpus() -> tuple[str, ...]:
-    """Return the two GPUs of this xdist worker; more workers than pairs share.
-
-    The only GPU of a machine has both ranks.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(GPUS)))
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    first = 2 * (worker % max(GPUS // 2, 1))
-    return tuple(visible.split(",")[first : first + 2])
+    """Return the pair of GPUs of this xdist worker; the only GPU of a machine has both ranks."""
+    return tuple(os.environ["CUDA_VISIBLE_DEVICES"].split(",")[:2])
 
 
 def _places() -> Iterator[Any]:
@@ -131,8 +142,7 @@ def _gpus_needed(item: pytest.Item) -> int:
         return 3
     if item.get_closest_marker("two_gpus") is not None:
         return 2
-    pairs = {"gpu_ranks", "legacy_gpu_ranks", "all_gpu_ranks", "new_gpu_ranks", "compared_on_gpu"}
-    return 1 if fixtures & pairs or item.get_closest_marker("gpu") is not None else 0
+    return 1 if fixtures & ON_GPUS or item.get_closest_marker("gpu") is not None else 0
 
 
 @pytest.fixture(params=_gpu_places("unified"))
@@ -155,8 +165,14 @@ def all_gpu_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], 
 
 @pytest.fixture(params=_gpu_places("unified"))
 def new_gpu_ranks(request: pytest.FixtureRequest) -> NewRanks:
-    """``with new_gpu_ranks(4) as ranks:`` starts that many ranks, which see a pair of GPUs."""
+    """``with new_gpu_ranks(4) as ranks:`` starts that many ranks, which share a pair of GPUs."""
     return functools.partial(fresh, place=request.param)
+
+
+@pytest.fixture(params=_gpu_places("unified"))
+def new_ranks_beside_gpus(request: pytest.FixtureRequest) -> NewRanks:
+    """The same for ranks whose ring 0 is on the CPU; each sees the pair of GPUs."""
+    return functools.partial(fresh, place=replace(request.param, shared=False))
 
 
 @pytest.fixture(params=UNIFIED)
@@ -182,9 +198,7 @@ def _many_ranks() -> Iterator[Any]:
     if GPUS < 3:
         yield pytest.param((3, Place()), id="3")
     for size in range(3, min(GPUS, 8) + 1):
-        gpus = tuple(
-            (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1,2,3,4,5,6,7").split(",")[:size]
-        )
+        gpus = tuple(os.environ["CUDA_VISIBLE_DEVICES"].split(",")[:size])
         yield pytest.param(
             (size, Place("unified", "gpu", gpus)), id=f"{size}-gpu", marks=pytest.mark.gpu
         )

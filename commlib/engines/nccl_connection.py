@@ -223,7 +223,7 @@ class Connection:
     def renew(self) -> None:
         """Abort every communicator; the next call that needs one connects again."""
         for comm in self._forget():
-            self._ring.bounded(comm.abort, Deadline(ABORT_S), "aborting NCCL")
+            self._ring.bounded(comm.abort, Deadline(self._ring.timeout), "aborting NCCL")
 
     def abort(self) -> None:
         """Abort every communicator at once; the ring notes errors."""

@@ -19,7 +19,7 @@ import torch
 
 from tests.models.compare import Outcome, Record, first_difference, outcome, record
 from tests.models.program import Program, Start
-from tests.support.ranks import alone_on_a_host, torchrun_environment
+from tests.support.ranks import alone_on_a_host, return_unused_memory, torchrun_environment
 
 DEADLINE_S = 120
 _fork = mp.get_context("fork")
@@ -71,6 +71,9 @@ def _serve(jobs: Any, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     sys.stdin.close()
     os.dup2(2, 1)  # what programs print is not an answer
+    # The first thread that uses torch's pool of threads after a fork replaces it, without a lock.
+    # Of autograd's threads, which begin together, one may find no pool, and ends the process.
+    torch.set_num_threads(1)
     while True:
         try:
             job = jobs.recv()
@@ -80,6 +83,7 @@ def _serve(jobs: Any, environment: dict[str, str]) -> None:
             found = job()
         except BaseException:
             found = Record(error=traceback.format_exc())
+        return_unused_memory()
         jobs.send(found)
 
 

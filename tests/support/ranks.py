@@ -29,6 +29,7 @@ UNIFIED = {"unified": "1", "legacy": "0"}
 _KILLED = f"died with exit code {-signal.SIGKILL}"
 START_S = 120  # connecting several processes on a busy machine
 GRACE_S = 3  # what a rank still gets once another rank has failed: it is likely stuck
+UNUSED_BYTES = 2**27  # a process may keep that much GPU memory between two tests
 SIGNAL_S = 5.0  # until a busy machine runs the handler of a signal
 
 
@@ -50,21 +51,28 @@ def torchrun_environment(port: int, rank: int, size: int) -> dict[str, str]:
 class Place:
     """The place of ranks: the engine, the kind of device and the GPUs they see.
 
-    All ranks share one GPU if there is only one.
+    More ranks than GPUs share them, or use the CPU where ``shared`` is False.
     """
 
     engine: str = "unified"
     device: str = "cpu"
     gpus: tuple[str, ...] = ()
+    shared: bool = True
 
     def environment(self, port: int, rank: int, size: int) -> dict[str, str]:
         """Return what torchrun would give this rank, with the flag of the engine."""
         return {
             **torchrun_environment(port, rank, size),
-            **(alone_on_a_host(rank) if len(self.gpus) == 1 else {}),
+            **self._gpu(rank, size),
             "FLAGS_dynamic_static_unified_comm": UNIFIED[self.engine],
-            "CUDA_VISIBLE_DEVICES": ",".join(self.gpus),
         }
+
+    def _gpu(self, rank: int, size: int) -> dict[str, str]:
+        """Return what gives a rank the GPU of its own, or the one that it shares."""
+        if not self.shared or size <= len(self.gpus) or not self.gpus:
+            return {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
+        gpu = self.gpus[rank % len(self.gpus)]
+        return {**alone_on_a_host(rank), "CUDA_VISIBLE_DEVICES": gpu}
 
 
 def alone_on_a_host(rank: int) -> dict[str, str]:
@@ -273,7 +281,14 @@ def _outcome(job: bytes) -> str | None:
         return traceback.format_exc()
     finally:
         faulthandler.cancel_dump_traceback_later()  # the guard of a benchmark would end the rank
+        return_unused_memory()
     return None
+
+
+def return_unused_memory() -> None:
+    """Free the GPU memory that torch keeps for later: dozens of processes share a GPU."""
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > UNUSED_BYTES:
+        torch.cuda.empty_cache()
 
 
 def _init() -> Any:
