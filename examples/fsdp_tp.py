@@ -23,9 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch._inductor.config
+import torch._inductor
 from torch import Tensor, nn
-from torch._inductor.utils import fresh_inductor_cache
 
 import commlib
 from commlib import graph, ops
@@ -149,9 +148,11 @@ def columns(weight: Tensor) -> Tensor:
 class Trainer:
     """A compiled model with its optimizer."""
 
-    def __init__(self, backend: object) -> None:
+    def __init__(self, backend: Any) -> None:
         self.model = Llama()
-        self.compiled = torch.compile(self.model, backend=backend, fullgraph=True)
+        self.compiled = torch.compile(
+            self.model, backend=backend, fullgraph=True, options=fixed_kernels()
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
 
     def step(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
@@ -199,15 +200,18 @@ def make_rings(tensor: int) -> None:
     commlib.new_ring(DATA, range(rank % tensor, size, tensor))
 
 
+def fixed_kernels() -> dict[str, Any]:
+    """Return settings of Inductor with which no measurement chooses a kernel, and so its bits.
+
+    As options they hold for one compilation. ``torch._inductor.config.deterministic`` does not
+    last: Dynamo sets it back after each function that it traces.
+    """
+    name = "deterministic"
+    return {name: True} if name in torch._inductor.list_options() else {}
+
+
 def compare(steps: int) -> Comparison:
     """Train with Inductor alone and from graphs, step by step."""
-    if hasattr(torch._inductor.config, "deterministic"):
-        torch._inductor.config.deterministic = True  # else measurements choose kernels, and bits
-    with fresh_inductor_cache():  # another process would add its choices between two compilations
-        return _compare(steps)
-
-
-def _compare(steps: int) -> Comparison:
     found, ring = Comparison(), commlib.comm(DATA)
     plain, replayed = Trainer("inductor"), Trainer(graph.backend)
     generator = torch.Generator().manual_seed(2 + ring.rank)

@@ -2,9 +2,6 @@
 
 from typing import Any
 
-import torch
-from torch._inductor.utils import fresh_inductor_cache
-
 from commlib.tools.bench import compiled
 from commlib.tools.bench.capture_work import Passes
 from tests.support.checks import assert_bits_equal
@@ -35,10 +32,9 @@ def test_findings() -> None:
 def test_the_work(comm: Any) -> None:
     """What is measured has the bits of compiled code, and is not work of zeros."""
     ours, plain = Passes(comm.device), Passes(comm.device)
-    with fresh_inductor_cache():  # another process would add its choices between two compilations
-        forward, alone = compiled.compiled(ours), torch.compile(plain.module)
-        found = ours.after(lambda: ours.both(forward))
-        wanted = plain.after(lambda: plain.both(alone))
+    forward, alone = compiled.compiled(ours), compiled.by_inductor(plain)
+    found = ours.after(lambda: ours.both(forward))
+    wanted = plain.after(lambda: plain.both(alone))
     for i, (given, expected) in enumerate(zip(found, wanted, strict=True)):
         assert_bits_equal(given, expected, f"tensor {i}")
         assert given.abs().sum() > 0

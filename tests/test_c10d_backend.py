@@ -172,7 +172,7 @@ PROGRAMS: list[Callable[[torch.device, bool], Any]] = [
 
 
 @pytest.mark.parametrize("later", [False, True])
-@runs_on("ranks")
+@runs_on("ranks", deadline=100)
 def test_collectives(ring: Any, later: bool) -> None:
     """Results have the bits of stock gloo and stock NCCL."""
     with warnings.catch_warnings():

@@ -63,6 +63,7 @@ def test_the_program(tensor: int) -> None:
     """Two GPUs: 2 x 1 and 1 x 2, with expandable segments; it exits by itself."""
     code, out, err = run(
         *on_gpus("examples/fsdp_tp.py", "--tensor", str(tensor)),
+        seconds=300,  # everything is compiled twice
         fresh=True,  # torch reads the setting while it is loaded
         PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",
         FLAGS_dynamic_static_unified_comm="1",

@@ -112,10 +112,13 @@ class Ranks:
         deadline: float = 60,
         lost: frozenset[int] = frozenset(),
     ) -> None:
-        """Run ``fn`` on every rank; those in ``lost`` must die of SIGKILL in it."""
+        """Run ``fn`` on every rank; those in ``lost`` must die of SIGKILL in it.
+
+        On GPUs, which dozens of processes share, ``deadline`` is twice as long.
+        """
         if not self.alive():
             self._start()
-        self._run(fn, args, deadline, lost)
+        self._run(fn, args, 2 * deadline if self.place.gpus else deadline, lost)
         if lost:
             self.kill()
 

@@ -5,8 +5,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch._inductor.config
-from torch._inductor.utils import fresh_inductor_cache
+import torch._inductor
 
 import commlib
 from commlib import CommContext, graph
@@ -22,6 +21,7 @@ ROUNDS = 20
 OURS, THEIRS = "backend=commlib.graph.backend", "mode=reduce-overhead"
 ALONE = "torch.compile"  # no graph
 BURST, WARM_UPS = 50, 5
+Forward = Callable[[torch.Tensor], torch.Tensor]
 CAPTION = (
     f"torch.compile of {LAYERS} linear layers {FEATURES} x {FEATURES} with ReLU, batch {BATCH}, on "
     "{nproc} GPUs, one a rank, every peer in the same processes; ours has the bits of compiled "
@@ -81,19 +81,12 @@ def _findings(samples: Mapping[str, Samples]) -> Iterator[str]:
 
 def measure(rounds: int) -> dict[str, Any]:
     """Return, on each rank, the samples of both kinds."""
-    if hasattr(torch._inductor.config, "deterministic"):
-        torch._inductor.config.deterministic = True  # else measurements choose kernels, and bits
-    with fresh_inductor_cache():  # another process would add its choices between two compilations
-        return _measure(rounds)
-
-
-def _measure(rounds: int) -> dict[str, Any]:
     ring = commlib.init("nccl", timeout=TIMEOUT)  # makes this rank's GPU the current one
     passes = {name: Passes(ring.device) for name in (OURS, THEIRS, ALONE)}
-    forwards: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    forwards: dict[str, Forward] = {
         OURS: compiled(passes[OURS]),
-        THEIRS: _in_steps(torch.compile(passes[THEIRS].module, mode="reduce-overhead")),
-        ALONE: torch.compile(passes[ALONE].module),
+        THEIRS: _in_steps(by_inductor(passes[THEIRS], "reduce-overhead")),
+        ALONE: by_inductor(passes[ALONE]),
     }
     samples = {
         "pass": _passes(ring, passes, forwards, rounds),
@@ -104,16 +97,31 @@ def _measure(rounds: int) -> dict[str, Any]:
     return samples
 
 
-def compiled(work: Passes) -> Callable[[torch.Tensor], torch.Tensor]:
+def compiled(work: Passes) -> Forward:
     """Compile a module for our graphs."""
-    options: dict[str, Any] = {"verify": False, "on_fail": "raise"}
-    found: Callable[[torch.Tensor], torch.Tensor] = torch.compile(
-        work.module, backend=graph.backend, options=options
-    )
+    options: dict[str, Any] = {"verify": False, "on_fail": "raise", **fixed_kernels()}
+    found: Forward = torch.compile(work.module, backend=graph.backend, options=options)
     return found
 
 
-def _in_steps(forward: Callable[..., Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+def by_inductor(work: Passes, mode: str = "default") -> Forward:
+    """Compile a module as a mode of ``torch.compile`` does, into the same kernels."""
+    options = {**torch._inductor.list_mode_options(mode), **fixed_kernels()}
+    found: Forward = torch.compile(work.module, options=options)
+    return found
+
+
+def fixed_kernels() -> dict[str, Any]:
+    """Return settings of Inductor with which no measurement chooses a kernel, and so its bits.
+
+    As options they hold for one compilation. ``torch._inductor.config.deterministic`` does not
+    last: Dynamo sets it back after each function that it traces.
+    """
+    name = "deterministic"
+    return {name: True} if name in torch._inductor.list_options() else {}
+
+
+def _in_steps(forward: Forward) -> Forward:
     """Tell Inductor's graphs where a step begins: what the last one has returned may go."""
 
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -127,7 +135,7 @@ def _in_steps(forward: Callable[..., Any]) -> Callable[[torch.Tensor], torch.Ten
 def _passes(
     ring: CommContext,
     passes: Mapping[str, Passes],
-    forwards: Mapping[str, Callable[[torch.Tensor], torch.Tensor]],
+    forwards: Mapping[str, Forward],
     rounds: int,
 ) -> Samples:
     calls: dict[str, Call] = {
@@ -144,7 +152,7 @@ def _passes(
 
 def _forwards(
     passes: Mapping[str, Passes],
-    forwards: Mapping[str, Callable[[torch.Tensor], torch.Tensor]],
+    forwards: Mapping[str, Forward],
     rounds: int,
 ) -> Samples:
     calls: dict[str, Call] = {
