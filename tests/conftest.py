@@ -22,7 +22,7 @@ GPUS = torch.cuda.device_count()
 # Fixtures of tests that only GPUs can run.
 ON_GPUS = {
     "all_gpu_ranks", "compared_on_gpu", "gpu_ranks", "legacy_gpu_ranks", "new_gpu_ranks",
-    "new_ranks_beside_gpus",
+    "new_cpu_ranks_with_gpus",
 }  # fmt: skip
 
 
@@ -170,7 +170,7 @@ def new_gpu_ranks(request: pytest.FixtureRequest) -> NewRanks:
 
 
 @pytest.fixture(params=_gpu_places("unified"))
-def new_ranks_beside_gpus(request: pytest.FixtureRequest) -> NewRanks:
+def new_cpu_ranks_with_gpus(request: pytest.FixtureRequest) -> NewRanks:
     """The same for ranks whose ring 0 is on the CPU; each sees the pair of GPUs."""
     return functools.partial(fresh, place=replace(request.param, shared=False))
 

@@ -416,8 +416,8 @@ def circle_of_pairs(comm: Any, ring_id: int, nbytes: int) -> None:
 
 
 @pytest.mark.two_gpus
-def test_pairs_in_a_larger_ring(new_ranks_beside_gpus: NewRanks) -> None:
-    with new_ranks_beside_gpus(4) as ranks:
+def test_pairs_in_a_larger_ring(new_cpu_ranks_with_gpus: NewRanks) -> None:
+    with new_cpu_ranks_with_gpus(4) as ranks:
         ranks(lone_pairs, deadline=120)
         ranks(circle_of_pairs, 50, 4096, deadline=120)
         ranks(circle_of_pairs, 51, 64 * MIB, deadline=120)

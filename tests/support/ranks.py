@@ -68,7 +68,7 @@ class Place:
         }
 
     def _gpu(self, rank: int, size: int) -> dict[str, str]:
-        """Return what gives a rank the GPU of its own, or the one that it shares."""
+        """Return what gives a rank its own GPU, or the one that it shares."""
         if not self.shared or size <= len(self.gpus) or not self.gpus:
             return {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
         gpu = self.gpus[rank % len(self.gpus)]
