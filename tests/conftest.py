@@ -75,6 +75,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
         # No measurement chooses kernels of sums: code that is compiled twice has the same bits.
         os.environ["TORCHINDUCTOR_FORCE_FILTER_REDUCTION_CONFIGS"] = "1"
+        # Dozens of processes share a GPU; each communicator takes 700 MiB with all its channels.
+        os.environ.setdefault("NCCL_MAX_NCHANNELS", "4")
         # Else each process that compiles starts others, which load torch.
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         # Hundreds of programs import commlib: from byte code, in half the time.
