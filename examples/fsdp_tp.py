@@ -29,9 +29,21 @@ from torch import Tensor, nn
 import commlib
 from commlib import graph, ops
 
-LAYERS, HIDDEN, HEADS, INNER, VOCABULARY = 2, 32, 4, 64, 64
-ROWS, TOKENS, LEARNING_RATE, EPSILON = 2, 16, 1e-2, 1e-5
+LEARNING_RATE, EPSILON = 1e-2, 1e-5
 DATA, TENSOR = 1, 2  # the numbers of the rings
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a model and of a rank's batch."""
+
+    layers: int = 2
+    hidden: int = 32
+    heads: int = 4
+    inner: int = 64
+    vocabulary: int = 64
+    rows: int = 2
+    tokens: int = 16
 
 
 class Sharded(nn.Module):
@@ -44,30 +56,35 @@ class Sharded(nn.Module):
 
     def forward(self) -> Tensor:
         """Return the weight of all ranks of the ring."""
-        return ops.all_gather(self.shard, DATA)
+        whole: Tensor = ops.all_gather(self.shard, DATA)
+        return whole
 
 
 class Norm(nn.Module):
     """The root-mean-square norm of Llama."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.weight = Sharded(torch.ones(HIDDEN))
+        self.weight = Sharded(torch.ones(sizes.hidden))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` with rows of one size."""
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON) * self.weight()
+        y: Tensor = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON) * self.weight()
+        return y
 
 
 class Attention(nn.Module):
     """Causal attention; this rank has some of the heads."""
 
-    def __init__(self, draw: Callable[..., Tensor]) -> None:
+    turn: Tensor
+
+    def __init__(self, sizes: Sizes, draw: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.qkv = Sharded(torch.cat([columns(draw(HIDDEN, HIDDEN)) for _ in range(3)]))
-        self.out = Sharded(columns(draw(HIDDEN, HIDDEN)))
+        hidden, self.width = sizes.hidden, sizes.hidden // sizes.heads
+        self.qkv = Sharded(torch.cat([columns(draw(hidden, hidden)) for _ in range(3)]))
+        self.out = Sharded(columns(draw(hidden, hidden)))
         angles = torch.outer(
-            torch.arange(TOKENS), 1e4 ** -torch.linspace(0, 1, HIDDEN // HEADS // 2)
+            torch.arange(sizes.tokens), 1e4 ** -torch.linspace(0, 1, self.width // 2)
         )
         device = commlib.comm(DATA).device
         self.register_buffer("turn", torch.stack([angles.cos(), angles.sin()]).to(device))
@@ -83,9 +100,7 @@ class Attention(nn.Module):
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values by head."""
-        parts = (
-            part.unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2) for part in x.chunk(3, -1)
-        )
+        parts = (part.unflatten(-1, (-1, self.width)).transpose(1, 2) for part in x.chunk(3, -1))
         q, k, v = parts
         return q, k, v
 
@@ -99,10 +114,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """The gated network; this rank has some of its hidden units."""
 
-    def __init__(self, draw: Callable[..., Tensor]) -> None:
+    def __init__(self, sizes: Sizes, draw: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.up = Sharded(torch.cat([columns(draw(INNER, HIDDEN)) for _ in range(2)]))
-        self.down = Sharded(columns(draw(INNER, HIDDEN)))
+        shape = sizes.inner, sizes.hidden
+        self.up = Sharded(torch.cat([columns(draw(*shape)) for _ in range(2)]))
+        self.down = Sharded(columns(draw(*shape)))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what each token becomes by itself."""
@@ -111,29 +127,42 @@ class FeedForward(nn.Module):
         return ops.all_reduce(part, TENSOR, backward="identity")
 
 
+class Layer(nn.Module):
+    """Attention and the gated network, each after a norm."""
+
+    def __init__(self, sizes: Sizes, draw: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.first, self.attention = Norm(sizes), Attention(sizes, draw)
+        self.second, self.feed_forward = Norm(sizes), FeedForward(sizes, draw)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the next state of the tokens."""
+        x = x + self.attention(self.first(x))
+        y: Tensor = x + self.feed_forward(self.second(x))
+        return y
+
+
 class Llama(nn.Module):
     """A language model with random weights from a seed; returns its loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(1)
+        device = commlib.comm(DATA).device
+        generator = torch.Generator(device).manual_seed(1)
 
         def draw(rows: int, width: int) -> Tensor:
-            return torch.randn(rows, width, generator=generator) / math.sqrt(width)
+            weight = torch.randn(rows, width, device=device, generator=generator)
+            return weight / math.sqrt(width)
 
-        self.embedding = Sharded(draw(VOCABULARY, HIDDEN))
-        self.layers = nn.ModuleList(
-            nn.ModuleList([Norm(), Attention(draw), Norm(), FeedForward(draw)])
-            for _ in range(LAYERS)
-        )
-        self.norm, self.head = Norm(), Sharded(draw(VOCABULARY, HIDDEN))
+        self.embedding = Sharded(draw(sizes.vocabulary, sizes.hidden))
+        self.layers = nn.ModuleList(Layer(sizes, draw) for _ in range(sizes.layers))
+        self.norm, self.head = Norm(sizes), Sharded(draw(sizes.vocabulary, sizes.hidden))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return this rank's share of the mean loss of all tokens."""
         x = nn.functional.embedding(tokens, self.embedding())
-        for first, attention, second, feed_forward in self.layers:  # type: ignore[misc]
-            x = x + attention(first(x))
-            x = x + feed_forward(second(x))
+        for layer in self.layers:
+            x = layer(x)
         logits = self.norm(x) @ self.head().T
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         return loss / commlib.comm(DATA).size
@@ -148,8 +177,8 @@ def columns(weight: Tensor) -> Tensor:
 class Trainer:
     """A compiled model with its optimizer."""
 
-    def __init__(self, backend: Any) -> None:
-        self.model = Llama()
+    def __init__(self, sizes: Sizes, backend: Any) -> None:
+        self.model = Llama(sizes)
         self.compiled = torch.compile(
             self.model, backend=backend, fullgraph=True, options=fixed_kernels()
         )
@@ -200,6 +229,14 @@ def make_rings(tensor: int) -> None:
     commlib.new_ring(DATA, range(rank % tensor, size, tensor))
 
 
+def make_batch(sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw a batch of this rank: each token is one more than the token before it."""
+    text = torch.randint(sizes.vocabulary, (sizes.rows, 1), generator=generator)
+    text = (text + torch.arange(sizes.tokens + 1)) % sizes.vocabulary
+    text = text.to(commlib.comm(DATA).device)
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
 def fixed_kernels() -> dict[str, Any]:
     """Return settings of Inductor with which no measurement chooses a kernel, and so its bits.
 
@@ -210,15 +247,13 @@ def fixed_kernels() -> dict[str, Any]:
     return {name: True} if name in torch._inductor.list_options() else {}
 
 
-def compare(steps: int) -> Comparison:
+def compare(steps: int, sizes: Sizes = Sizes()) -> Comparison:
     """Train with Inductor alone and from graphs, step by step."""
     found, ring = Comparison(), commlib.comm(DATA)
-    plain, replayed = Trainer("inductor"), Trainer(graph.backend)
+    plain, replayed = Trainer(sizes, "inductor"), Trainer(sizes, graph.backend)
     generator = torch.Generator().manual_seed(2 + ring.rank)
     for step in range(steps):
-        text = torch.randint(VOCABULARY, (ROWS, 1), generator=generator)
-        rows = ((text + torch.arange(TOKENS + 1)) % VOCABULARY).to(ring.device)
-        batch = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        batch = make_batch(sizes, generator)
         expected, given = plain.step(*batch), replayed.step(*batch)
         if not all(map(torch.equal, expected, given)):
             found.differing.append(step)
@@ -258,12 +293,13 @@ def main() -> int:
     ring = commlib.init()
     if options.tensor not in (1, 2, 4) or ring.size % options.tensor:
         parser.exit(2, f"--tensor {options.tensor}: expected 1, 2 or 4, a divisor of {ring.size}\n")
-    if HIDDEN % (ring.size // options.tensor):
-        parser.exit(2, f"{ring.size // options.tensor} shards: expected a divisor of {HIDDEN}\n")
+    shards, hidden = ring.size // options.tensor, Sizes().hidden
+    if hidden % shards:
+        parser.exit(2, f"{shards} shards: expected a divisor of {hidden}\n")
     make_rings(options.tensor)
     found = compare(options.steps)
     if ring.rank == 0:
-        print(f"{ring.size // options.tensor} shards x {options.tensor} parts of each layer")
+        print(f"{shards} shards x {options.tensor} parts of each layer")
         if note:
             print(note)
         print(f"loss: {found.losses[0]:.4f} at first, {found.losses[-1]:.4f} after {options.steps}")

@@ -101,6 +101,9 @@ CAPTURE = {
 }
 DECODE = (decode.OURS, decode.BY_NCCL, decode.LEGACY, decode.REDUCTIONS, decode.BARE)
 OVERLAP = ("matmul 4096", "matmul 8192", "attention", "softmax", "elementwise")
+ON_GPUS = torch.cuda.device_count() >= 2
+C10D = ('backend "commlib"', "torch's own backend")
+FSDP_TP = ("backend=commlib.graph.backend", "torch.compile", "eager")
 PEERS = {
     "host": {f"{load} | {call}" for load in ("idle", "busy") for call in HOST},
     "gloo": {f"{size} | {call}" for size in ("4 B", "64 KiB", "4 MiB") for call in GLOO},
@@ -154,6 +157,28 @@ PEERS = {
         for during in ("a peer is late", "all_reduces queued")
         for peer in ("push kernels", "NCCL")
     },
+    "fsdp-tp": {
+        *(
+            f"{size}-bound | step, ms | {call}"
+            for size in ("launch", "compute")
+            for call in FSDP_TP
+        ),
+        *(
+            f"compute-bound | memory, MiB | {call}"
+            for call in (*FSDP_TP, f"{FSDP_TP[0]}, a replay verified")
+            if ON_GPUS
+        ),
+    },
+    "c10d": {
+        *(f"dist.all_reduce, 4 B | host time, µs | {peer}" for peer in C10D),
+        *(
+            f"{program} | {figure} | {peer}"
+            for program in ("DDP", "FSDP2")
+            for figure in ("step, ms", "memory, MiB")[: 1 + ON_GPUS]
+            for peer in C10D
+        ),
+    },
+    "c10d-decode": {f"{way} | {peer}" for way in ("eager", "captured") for peer in C10D},
 }
 
 
@@ -186,15 +211,16 @@ def test_all_that_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     for name, benchmark in BENCHMARKS.items():
         written = list(tmp_path.glob(f"{name}-2?pu.md"))
         if benchmark.refusal(2):
-            assert not written and f"{name} is left out: 2 ranks need 2 GPUs" in said.err
+            assert not written and f"{name} is left out: {benchmark.refusal(2)}" in said.err
         else:
             check(written[0], name)
             assert written[0].with_suffix(".png").exists() == (name == "allreduce")
             assert "arget" in said.out or name == "memory"
     if not torch.cuda.is_available():
         lines = [line for line in said.out.splitlines() if line.startswith(NEEDS_GPUS)]
-        # one of most, two of class-center, three of decode, four of attention, eight of dispatch
-        assert len(lines) == 20
+        # one of most, two of class-center, three of decode, four of attention, five of c10d, six of
+        # fsdp-tp, eight of dispatch; two of c10d-decode, which needs transformers
+        assert len(lines) == (31 if BENCHMARKS["c10d-decode"].refusal(2) else 33)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from tests.support.processes import run
 from tests.support.ranks import NewRanks
 
 STEPS = 3
+SIZES = fsdp_tp.Sizes(layers=1)
 # Operators as torch has them, where Inductor knows this setting: no C++ is compiled.
 QUICK = "fallback_by_default"
 NEAR = 1e-5  # sums of halves, where one process has whole sums
@@ -22,21 +23,18 @@ NEAR = 1e-5  # sums of halves, where one process has whole sums
 
 def untrained_loss() -> float:
     """Return the loss of the untrained model on the rings that there are."""
-    tokens = torch.arange(fsdp_tp.TOKENS, device=commlib.comm().device).expand(fsdp_tp.ROWS, -1)
+    tokens = torch.arange(SIZES.tokens, device=commlib.comm().device).expand(SIZES.rows, -1)
     with torch.no_grad():
-        loss = (
-            fsdp_tp.Llama()(tokens % fsdp_tp.VOCABULARY, tokens) * commlib.comm(fsdp_tp.DATA).size
-        )
-    return float(loss)
+        loss = fsdp_tp.Llama(SIZES)(tokens % SIZES.vocabulary, tokens)
+    return float(loss * commlib.comm(fsdp_tp.DATA).size)
 
 
 def two_by_two(comm: Any, quick: bool) -> None:
     """Two shards of two halves: the bits of Inductor, and the loss of one process."""
-    fsdp_tp.LAYERS = 1
     fsdp_tp.make_rings(2)
     split = untrained_loss()
     with torch._inductor.config.patch({QUICK: True} if quick else {}):
-        found = fsdp_tp.compare(STEPS)
+        found = fsdp_tp.compare(STEPS, SIZES)
     assert_equal(found.differing, [], "steps with another bit")
     assert_equal(found.copied, found.batch, "bytes copied per replay: the batch, and no parameter")
     (row,) = [row for row in found.report if "compiled code" in row["function"]]

@@ -18,6 +18,7 @@ from commlib.tools.bench import (
     decode,
     dispatch,
     experts,
+    fsdp_tp,
     gloo,
     host,
     import_time,
@@ -29,6 +30,8 @@ from commlib.tools.bench import (
     quantized,
     tune,
 )
+from commlib.tools.bench.c10d import decode as c10d_decode
+from commlib.tools.bench.c10d import training as c10d_training
 from commlib.tools.bench.machine import facts
 from commlib.tools.bench.peers.folder import refusal as peers_refusal
 from commlib.tools.bench.report import Report, show, write
@@ -67,6 +70,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "quantized": quantized,
     "overlap": overlap,
     "pipeline": pipeline,
+    "fsdp-tp": fsdp_tp,
+    "c10d": c10d_training,
+    "c10d-decode": c10d_decode,
 }
 
 

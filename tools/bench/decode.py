@@ -1,6 +1,5 @@
 """Benchmark `decode`: a token through a 70B decoder, split over all ranks, against NCCL by hand."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ from commlib.ops.inference._fused_multi_transformer import (
 from commlib.ops.inference.attention import prepare
 from commlib.tools.bench.capture_work import Call, by_hand
 from commlib.tools.bench.launch import launch
-from commlib.tools.bench.pair import backend_for, ring_and_group, settler
+from commlib.tools.bench.pair import backend_for, ring_and_group, slowest_seconds
 from commlib.tools.bench.report import Report, Row, number, target, timing_columns, timing_rows
 from commlib.tools.bench.rounds import Samples, interleave, ratio, spread
 
@@ -136,7 +135,7 @@ def _samples(work: "Work", batch: int, rounds: int) -> Samples:
     calls: dict[str, Call] = {OURS: captured[OURS], BY_NCCL: peer, LEGACY: step.legacy}
     _check({name: step.after(call) for name, call in calls.items()})
     calls |= {name: captured[name] for name in (REDUCTIONS, BARE)}
-    meters = {name: partial(_seconds, ring, call) for name, call in calls.items()}
+    meters = {name: partial(slowest_seconds, ring, call, CALLS) for name, call in calls.items()}
     found = interleave(meters, rounds=rounds)
     for ours in captured.values():
         ours.reset()
@@ -152,21 +151,6 @@ def _check(found: Mapping[str, Tensor]) -> None:
         apart = float((y.float() - exact).abs().max() / exact.abs().max())
         if not apart <= NEAR:
             raise AssertionError(f"{name}: {apart} of the largest output apart from {LEGACY}")
-
-
-def _seconds(ring: CommContext, call: Callable[[], object]) -> float:
-    """Return the seconds of one call on the slowest rank, after a common start."""
-    settle = settler(ring)
-    call()
-    settle()
-    ring.barrier()
-    settle()
-    began = time.perf_counter_ns()
-    for _ in range(CALLS):
-        call()
-    settle()
-    taken = time.perf_counter_ns() - began
-    return max(each for (each,) in ring.exchange([taken])) / 1e9 / CALLS
 
 
 class Work:

@@ -1,0 +1,1 @@
+"""Benchmarks of the backend "commlib" of torch.distributed against torch's own backends."""
