@@ -17,7 +17,7 @@ from commlib.deadlines import Deadline
 from commlib.engines.base import Engine
 from commlib.engines.gloo import GlooEngine
 from commlib.engines.nccl import NCCLEngine
-from commlib.engines.torch_distributed import TorchDistributedEngine
+from commlib.engines.torch_distributed import TorchGlooEngine, TorchNCCLEngine
 from commlib.errors import CommError, CommTimeout, RingError
 from commlib.log import log
 from commlib.rendezvous import environment
@@ -32,8 +32,8 @@ GIVE_UP_S = 2.0
 _ENGINES: dict[tuple[bool, bool], type[Engine]] = {
     (True, True): NCCLEngine,
     (True, False): GlooEngine,
-    (False, True): TorchDistributedEngine,
-    (False, False): TorchDistributedEngine,
+    (False, True): TorchNCCLEngine,
+    (False, False): TorchGlooEngine,
 }
 
 
