@@ -1,12 +1,15 @@
 """One operator of a captured stretch, with its tensors: it can be run again."""
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 _NESTS = (tuple, list, dict)
+# ``mode_of(FAKE)`` is set where operators compute shapes and no values.
+mode_of, FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
 _COLLECTIVES = ("c10d", "_c10d_functional")  # of torch.distributed, which do not wait
 
 
@@ -18,6 +21,19 @@ class Step(NamedTuple):
     kwargs: dict[str, Any]
     made: tuple[tuple[int, torch.Tensor], ...]  # outputs with their own memory, by position
     grad: bool = False  # whether autograd was on: some operators return more then
+
+    @classmethod
+    def of(
+        cls,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        made: Iterable[tuple[int, torch.Tensor]],
+        own: Container[int],
+    ) -> "Step":
+        """Return the step of a call that has ``made`` tensors; ``own``: memory of the graph."""
+        kept = tuple((i, as_it_is(tensor, own)) for i, tensor in made)
+        return cls(call, args, kwargs, kept, torch.is_grad_enabled())
 
     def again(self) -> None:
         """Run it again, on the same tensors and into the same memory."""
@@ -34,11 +50,6 @@ class Step(NamedTuple):
             return self.call(*self.args, **self.kwargs)
         with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
             return self.call(*self.args, **self.kwargs)
-
-
-def computes_nothing() -> bool:
-    """Return True under a FakeTensorMode: operators compute shapes there, and no values."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def leaves_in(tree: Any) -> list[Any]:
@@ -81,18 +92,19 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves_in(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def as_they_are(tree: Any, made: Container[int]) -> Any:
-    """Return what an operator takes or returns with other tensors over the same memory.
+def as_it_is(x: torch.Tensor, made: Container[int]) -> torch.Tensor:
+    """Return another tensor over the same memory.
 
     Autograd is to know of writes to what is outside, not of those to memory that a graph has
     ``made``: that is right again when a backward reads it.
     """
-
-    def other(x: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
         return x.data if x.untyped_storage()._cdata in made else x.detach()
 
-    with torch._C.DisableTorchFunctionSubclass():
-        return map_tensors(other, tree)
+
+def as_they_are(tree: Any, made: Container[int]) -> Any:
+    """Return what an operator takes with each tensor ``as_it_is``."""
+    return map_tensors(partial(as_it_is, made=made), tree) if tree else tree
 
 
 def _wait(found: Any) -> None:

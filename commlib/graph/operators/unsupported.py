@@ -228,7 +228,7 @@ def _name_of(call: OpCall) -> str:
 
 def sync_reason(call: OpCall, device: torch.device) -> str | None:
     """Return why an operator waits for the GPU, or would if there were one; None if it does not."""
-    if not (call.known.syncs or call.known.copies or call.known.indexed):
+    if not call.known.waits:
         return None
     if device.type != "cpu" and all(x.device.type == "cpu" for x in call.tensors):
         return None  # the host's part of the call

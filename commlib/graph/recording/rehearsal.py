@@ -7,6 +7,7 @@ import torch
 
 from commlib.core import observers
 from commlib.core.tensors import parts
+from commlib.core.work import Work
 from commlib.errors import CommError, GraphError
 from commlib.graph.backends.base import Backend
 from commlib.graph.calls.bindings import holds_tensor
@@ -65,7 +66,7 @@ class _Rehearsal:
         self._fn, self._backend, self._first, self._call = fn, backend, first, call
         self._found = first.findings
         self._drawn = first.drawn  # generators that the run before has drawn from
-        self._recorder = Recorder(backend.device)
+        self._recorder: Recorder | None = None  # of the last run
 
     def run(self, objects: PythonState, *, as_before: bool) -> None:
         """Run once. Either all ranks of the rings succeed, or all raise.
@@ -74,8 +75,8 @@ class _Rehearsal:
             objects: What Python objects hold before the run.
             as_before: Whether the run has to do the same as the one before it.
         """
-        found, device = self._found, self._backend.device
-        recorder = self._recorder = Recorder(device, drawn=self._drawn)
+        found = self._found
+        self._recorder = recorder = Recorder(self._backend.device, drawn=self._drawn)
         recorder.memory.empty = found.empty
         run = WarmUpRun(recorder.undo, self._first.roots)
         problem: Exception | None = None
@@ -102,26 +103,31 @@ class _Rehearsal:
                     f"the second run of the function failed: {type(error).__name__}: {error}"
                 )
                 problem.__cause__ = error
-            for (
-                work
-            ) in works:  # one that that the function did not wait for would write after the undo
-                try:
-                    work.wait()
-                except Exception as error:
-                    problem = problem or error
-            self._backend.join(recorder.rings)
-            try:
-                recorder.restore()
-            except Exception as error:  # the other ranks wait for the outcome
-                problem = problem or error
-        found.rings = recorder.rings
+            found.rings = recorder.rings
+            problem = self._undone(recorder, works, problem)
         found.broken = found.broken or run.broken
         self._note_generators(recorder)
         raise_together(found.rings, recorder.collectives, problem, counted=False)
 
+    def _undone(
+        self, recorder: Recorder, works: Sequence[Work], problem: Exception | None
+    ) -> Exception | None:
+        """Undo a run that has ended; returns ``problem``, or the first error here."""
+        for work in works:  # one that the function did not wait for would write after the undo
+            try:
+                work.wait()
+            except Exception as error:
+                problem = problem or error
+        self._backend.join(self._found.rings)
+        try:
+            recorder.restore()
+        except Exception as error:  # the other ranks wait for the outcome
+            problem = problem or error
+        return problem
+
     def note_capture(self) -> None:
         """Record what the capture may write, where it runs for real: around eager parts."""
-        if self._found.broken:
+        if self._found.broken and self._recorder is not None:
             self._recorder.note_again(self._found.undo)
             for each in self._found.leaves:
                 self._found.undo.note_leaf(each)
@@ -243,13 +249,16 @@ class _Rehearsal:
     def _note_changes(self, run: WarmUpRun, objects: PythonState) -> None:
         """Raise for Python state that each run changes; tensors are bound at each replay."""
         found = self._found
-        changes = [x for x in objects.changes() if (x.where, x.name) not in run.changed]
+        every = list(objects.changes())
+        changes = [x for x in every if (x.where, x.name) not in run.changed]
         found.by_parts |= run.changed.keys()
         other = {(x.where, x.name) for x in changes if not x.is_plain} | found.by_parts
         found.sets = [x for x in found.sets if (x.where, x.name) not in other]
         there = {id(x) for x in objects.tensors} - {id(x) for x in self._call.tensors}
-        for change in (x for x in objects.changes() if x.has_place):
-            if change.now is not run.changed.get((change.where, change.name), change.now):
+        for change in every:
+            if change.has_place and change.now is not run.changed.get(
+                (change.where, change.name), change.now
+            ):
                 raise GraphError(
                     f"the function and an eager part of it both bind {change.name}, and a replay "
                     f"would not know which comes last; bind it in one of them"
