@@ -214,6 +214,17 @@ def _checked_cache(
             f"overlaps itself; expected separate memory for each element, because the call "
             f"writes to it; pass cache_kv.contiguous()"
         )
+    _check_positions(checks, length, position, tokens)
+    if torch.is_grad_enabled() and (x.requires_grad or qkv_weight.requires_grad):
+        raise ArgumentError(
+            f"{checks.where}: cache_kv with tensors that require grad; a cache serves inference; "
+            f"call it under torch.no_grad()"
+        )
+    return Cache(kv, position)
+
+
+def _check_positions(checks: BlockChecks, length: int, position: int, tokens: int) -> None:
+    """Refuse new tokens that do not fit into a cache of ``length`` positions."""
     if position > length:
         raise ArgumentError(
             f"{checks.where}: position={position}; expected 0 to {length}, the positions of "
@@ -224,12 +235,6 @@ def _checked_cache(
             f"{checks.where}: cache_kv has {length} positions; expected {position + tokens} or "
             f"more, for {tokens} tokens from position {position} on; allocate a larger cache_kv"
         )
-    if torch.is_grad_enabled() and (x.requires_grad or qkv_weight.requires_grad):
-        raise ArgumentError(
-            f"{checks.where}: cache_kv with tensors that require grad; a cache serves inference; "
-            f"call it under torch.no_grad()"
-        )
-    return Cache(kv, position)
 
 
 def _check_mask(
