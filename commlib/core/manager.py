@@ -17,7 +17,6 @@ from commlib.core.creation import Creation, RollCalls
 from commlib.core.devices import checked_device, default_device
 from commlib.core.membership import (
     Seconds,
-    belongs,
     check_place,
     checked_members,
     other_members,
@@ -267,13 +266,9 @@ class CommContextManager:
         streams.forget()
         environment.forget()
         keep_forever(dict(vars(self)), list(self._creating.values()), list(self._closing))
-        why = belongs(parent, self._process)
-        for ring in [*self._table.open.values(), *self._closing]:
-            ring._forget(why)
-        self._table.inherited.update(dict.fromkeys([*self._table.open, *self._creating], parent))
+        self._table.forget(parent, self._closing, self._creating)
         if self._world_of_rings is not None:
             self._parent = parent, self._world_of_rings
-        self._table.open.clear()  # the same dict: lookups hold it
         self._creating, self._closing, self._calls = {}, [], RollCalls()
         self._device = self._world_of_rings = None
         flags.thaw()

@@ -17,7 +17,7 @@ from commlib.graph.calls.outputs import awaited, flat, leads_back
 from commlib.graph.operators.generators import advanced, default_generator
 from commlib.graph.operators.nested import unrolled
 from commlib.graph.operators.schema import memory
-from commlib.graph.operators.unsupported import check_python_random, check_unseen
+from commlib.graph.operators.unsupported import check_python_random, check_tied, check_unseen
 from commlib.graph.python.iterators import check_taken
 from commlib.graph.python.python_state import PythonState, random_state
 from commlib.graph.recording.capture_run import isolated
@@ -39,7 +39,7 @@ def rehearse(
     Raises:
         GraphError: The function can't be captured; every member of its rings raises.
     """
-    _check_tied(first.tied)
+    check_tied(first.tied)
     check_taken(first.findings.taken)
     if first.findings.draws:
         check_python_random()
@@ -167,7 +167,7 @@ class _Rehearsal:
             self._go_back(result, inputs, recorder)
         without_grads(inputs, call.tensors)
         self._note_emptied(recorder)
-        _check_tied(recorder.undo.tied)
+        check_tied(recorder.undo.tied)
         self._note_grads((*call.tensors, *inputs), recorder)
         found.check_state(recorder)
         self._note_memory(result, recorder)
@@ -295,12 +295,3 @@ def _check_backwards(
                 f"computed from, but a replay would not add to its gradient; pass x.detach(), or "
                 f"return its gradient"
             )
-
-
-def _check_tied(tied: Sequence[torch.Tensor]) -> None:
-    """Raise ``GraphError`` for outside memory that has become a part of an autograd graph."""
-    if tied:
-        raise GraphError(
-            f"the function writes a value that requires grad into a {tuple(tied[0].shape)} tensor "
-            f"from outside; write x.detach(), or return the value"
-        )
