@@ -132,7 +132,7 @@ class CommContext(Collectives, Split, Bridge):
         """
         return ring_report.nccl_comm(self)
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> ring_report.RingReport:
         """Return what the ring is, has done and has taken.
 
         Returns:

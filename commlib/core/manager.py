@@ -5,7 +5,6 @@ import copyreg
 import os
 import threading
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from commlib.core.membership import (
     same_ring,
 )
 from commlib.core.process_exit import is_failing, watch_exit
+from commlib.core.ring_report import RingReport
 from commlib.core.ring_table import RingTable
 from commlib.deadlines import Deadline
 from commlib.keepalive import keep_forever
@@ -191,7 +191,7 @@ class CommContextManager:
         """Return the ids of the rings on this rank, in the order of their creation."""
         return self._table.ids()
 
-    def report(self) -> list[dict[str, Any]]:
+    def report(self) -> list[RingReport]:
         """Return ``CommContext.report()`` of every ring on this rank."""
         return [ring.report() for ring in list(self._table.open.values())]
 
