@@ -11,9 +11,9 @@ import commlib
 from commlib import flags, ops
 from commlib.ops.expert_parallel import expert_calls, plain_experts
 from commlib.ops.expert_parallel.quantize import quantized
-from commlib.p2p.expert_channel import ExpertChannel
-from commlib.p2p.expert_layout import CALLS
-from commlib.p2p.expert_tables import Choices, ExpertSpec
+from commlib.p2p.experts.channel import ExpertChannel
+from commlib.p2p.experts.layout import CALLS
+from commlib.p2p.experts.tables import Choices, ExpertSpec
 from tests.support.checks import Array, assert_bits_equal, assert_equal, rounded, sample, wide
 from tests.support.experts import Routing, given, random_routing, tokens_of, with_weights
 from tests.support.ranks import NewRanks, Ranks

@@ -22,7 +22,7 @@ from commlib.core.work import Work
 from commlib.deadlines import Deadline
 from commlib.deferred import UnfencedCalls
 from commlib.engines.base import ABORT_S, Engine
-from commlib.engines.c10d import C10dEngine
+from commlib.engines.c10d.engine import C10dEngine
 from commlib.engines.single_rank import SingleRankEngine
 from commlib.rendezvous.call_board import CallBoard
 from commlib.rendezvous.hosts import HostExchange

@@ -15,9 +15,9 @@ from commlib.core.call_log import level
 from commlib.core.context import CommContext
 from commlib.deadlines import Deadline
 from commlib.engines.base import Engine
-from commlib.engines.gloo import GlooEngine
-from commlib.engines.nccl import NCCLEngine
-from commlib.engines.torch_distributed import TorchGlooEngine, TorchNCCLEngine
+from commlib.engines.c10d.gloo import GlooEngine
+from commlib.engines.c10d.torch_distributed import TorchGlooEngine, TorchNCCLEngine
+from commlib.engines.nccl.engine import NCCLEngine
 from commlib.errors import CommError, CommTimeout, RingError
 from commlib.log import log
 from commlib.rendezvous import environment

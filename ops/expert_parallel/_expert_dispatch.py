@@ -20,7 +20,7 @@ from commlib.ops.expert_parallel.expert_handle import Dispatched, ExpertHandle
 from commlib.ops.expert_parallel.expert_moves import Move, saved
 from commlib.ops.registered.library import register, traced
 from commlib.ops.registered.traced_ring import size_of, sized
-from commlib.p2p.expert_tables import Choices, ExpertSpec
+from commlib.p2p.experts.tables import Choices, ExpertSpec
 
 Tensor = torch.Tensor
 

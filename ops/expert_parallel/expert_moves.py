@@ -13,7 +13,7 @@ from commlib.ops.expert_parallel import expert_calls
 from commlib.ops.expert_parallel.expert_checks import check_combine
 from commlib.ops.registered.library import register
 from commlib.ops.registered.traced_ring import sized
-from commlib.p2p.expert_tables import ExpertSpec, ExpertTables, local_experts
+from commlib.p2p.experts.tables import ExpertSpec, ExpertTables, local_experts
 
 Tensor = torch.Tensor
 

@@ -19,7 +19,7 @@ from commlib.ops.expert_parallel.plain_exchange import (
 )
 from commlib.ops.expert_parallel.quantize import quantized
 from commlib.ops.expert_parallel.routing import ChosenExperts, links, row_sources
-from commlib.p2p.expert_tables import (
+from commlib.p2p.experts.tables import (
     Choices,
     ExpertCounts,
     ExpertSpec,

@@ -10,7 +10,7 @@ from commlib.core.dispatch import dispatch, is_plain
 from commlib.core.ring import Ring
 from commlib.core.stream_mode import MODES
 from commlib.p2p.channel import ExpertKernels
-from commlib.p2p.expert_tables import ExpertSpec
+from commlib.p2p.experts.tables import ExpertSpec
 
 Tensor = torch.Tensor
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from commlib.deadlines import Deadline
 from commlib.engines.base import ABORT_S, EngineMemory, Launch
-from commlib.engines.c10d import C10dEngine
+from commlib.engines.c10d.engine import C10dEngine
 from commlib.errors import ArgumentError, CommError
 from commlib.rendezvous import host_exchange
 from commlib.rendezvous.hosts import HostExchange
