@@ -10,9 +10,9 @@ from commlib.core.validation import overlaps_itself
 from commlib.errors import ArgumentError, DtypeError, ShapeError
 from commlib.ops.arguments import Ring
 from commlib.ops.tensor_parallel.attention import Cache, Masking, attend
-from commlib.ops.tensor_parallel.block_checks import BlockChecks, Expected
-from commlib.ops.tensor_parallel.block_ends import first_step, last_step
-from commlib.ops.tensor_parallel.block_steps import Dropout, LayerNorm, position_in
+from commlib.ops.tensor_parallel.blocks.checks import BlockChecks, Expected
+from commlib.ops.tensor_parallel.blocks.ends import first_step, last_step
+from commlib.ops.tensor_parallel.blocks.steps import Dropout, LayerNorm, position_in
 from commlib.ops.tensor_parallel.column_linear import autocast_dtype, column_linear
 
 Tensor = torch.Tensor

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from commlib.errors import ArgumentError
 from commlib.ops.arguments import Ring
-from commlib.ops.tensor_parallel.block_checks import BlockChecks, Expected
-from commlib.ops.tensor_parallel.block_ends import first_step, last_step
-from commlib.ops.tensor_parallel.block_steps import Dropout, LayerNorm
+from commlib.ops.tensor_parallel.blocks.checks import BlockChecks, Expected
+from commlib.ops.tensor_parallel.blocks.ends import first_step, last_step
+from commlib.ops.tensor_parallel.blocks.steps import Dropout, LayerNorm
 from commlib.ops.tensor_parallel.column_linear import column_linear
 
 Tensor = torch.Tensor

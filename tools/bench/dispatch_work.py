@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from commlib import CommContext, ops
-from commlib.ops.expert_parallel.expert_handle import Dispatched
+from commlib.ops.expert_parallel.handle import Dispatched
 from commlib.p2p.experts.tables import GROUP, local_experts
 from commlib.p2p.routes import routes
 

@@ -8,7 +8,7 @@ import torch
 
 from commlib.core.context import CommContext
 from commlib.errors import ArgumentError, CommTimeout, DtypeError, MismatchError, ShapeError
-from commlib.ops.expert_parallel.expert_checks import FLOATS
+from commlib.ops.expert_parallel.checks import FLOATS
 from commlib.ops.expert_parallel.plain_exchange import SAME_MASK, PlainExchange
 from commlib.p2p.experts.tables import ExpertSpec
 
