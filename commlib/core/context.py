@@ -7,15 +7,16 @@ from typing import Any
 import torch
 
 from commlib import flags
-from commlib.core import group, posting, ring_report
+from commlib.core import group, posting
 from commlib.core.bridge import Bridge
-from commlib.core.call_log import CallLog, level
-from commlib.core.call_reports import CallReports
+from commlib.core.calls.log import CallLog, level
+from commlib.core.calls.reports import CallReports
 from commlib.core.collectives.every import Collectives
 from commlib.core.compiler import leave_to_eager, untraced
 from commlib.core.device_reports import DeviceReports
 from commlib.core.health import RingHealth
 from commlib.core.lifecycle import RingLifecycle
+from commlib.core.rings import report as ring_report
 from commlib.core.split import Split
 from commlib.core.within import Seconds
 from commlib.core.work import Work

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from commlib import flags
-from commlib.core.call_log import level
+from commlib.core.calls.log import level
 from commlib.core.context import CommContext
 from commlib.deadlines import Deadline
 from commlib.engines.base import Engine

@@ -8,8 +8,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch.autograd import forward_ad
 
-from commlib.core.call import Call, Result, as_they_are, increment_version, written
-from commlib.core.call_log import EVERY
+from commlib.core.calls.call import Call, Result, as_they_are, increment_version, written
+from commlib.core.calls.log import EVERY
 from commlib.core.compiler import switch
 from commlib.core.launches import launch
 from commlib.core.mismatch import compare

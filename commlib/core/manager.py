@@ -22,8 +22,8 @@ from commlib.core.membership import (
     same_ring,
 )
 from commlib.core.process_exit import is_failing, watch_exit
-from commlib.core.ring_report import RingReport
-from commlib.core.ring_table import RingTable
+from commlib.core.rings.report import RingReport
+from commlib.core.rings.table import RingTable
 from commlib.deadlines import Deadline
 from commlib.keepalive import keep_forever
 from commlib.log import log

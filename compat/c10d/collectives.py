@@ -14,7 +14,7 @@ from commlib.compat.c10d.launching import Step
 from commlib.compat.c10d.options import check_rows, distinct, listed, options, parts, single
 from commlib.compat.c10d.reductions import BY_HASH, arguments_of
 from commlib.compat.c10d.work import DONE
-from commlib.core.call_order import CallOrder
+from commlib.core.calls.order import CallOrder
 from commlib.core.context import CommContext
 from commlib.core.stream_mode import MODES
 

@@ -15,7 +15,7 @@ from commlib.compat.c10d.collectives import Collectives, Given
 from commlib.compat.c10d.launching import Batch, Step, launch, launch_async
 from commlib.compat.c10d.options import options, single
 from commlib.compat.c10d.work import DONE, GroupWork, HostBarrier
-from commlib.core.call_order import CallOrder
+from commlib.core.calls.order import CallOrder
 from commlib.core.context import CommContext
 from commlib.core.dispatch import is_plain
 from commlib.core.tensors import is_symbolic

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from commlib import flags
-from commlib.core.call import Call, nothing
+from commlib.core.calls.call import Call, nothing
 from commlib.core.dispatch import begin, dispatch, is_plain
 from commlib.core.ring import Ring
 from commlib.core.stream_mode import MODES, Either, StreamMode, Unwaited, Waited

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from commlib.core.call import Call
+from commlib.core.calls.call import Call
 from commlib.core.dispatch import dispatch, is_plain
 from commlib.core.ring import Ring
 from commlib.core.stream_mode import MODES

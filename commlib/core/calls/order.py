@@ -6,9 +6,9 @@ from functools import partial
 from threading import get_ident
 from typing import Any
 
-from commlib.core.call import Call
-from commlib.core.call_log import CallLog
-from commlib.core.call_reports import CallReports
+from commlib.core.calls.call import Call
+from commlib.core.calls.log import CallLog
+from commlib.core.calls.reports import CallReports
 from commlib.core.context import CommContext
 from commlib.core.posting import with_codes
 from commlib.core.ring import Ring
