@@ -109,15 +109,15 @@ class CommContextManager:
                 world = world or self._world()
                 members = checked_members(ring_id, ranks, world)
                 check_place(ring_id, members, world, self._parent)
-                known = self._table.usable(ring_id)
+                existing = self._table.usable(ring_id)
                 self._table.check_name(ring_id, name)
-                if known is not None:
-                    return same_ring(known, members, device=device, timeout=timeout)
+                if existing is not None:
+                    return same_ring(existing, members, device=device, timeout=timeout)
                 shared = self._creating.get(ring_id)
                 if shared is None:
-                    place = self._place(world, device)
+                    chosen = self._place(world, device)
                     creation = Creation(
-                        ring_id, members, world, store, place, deadline, name, again
+                        ring_id, members, world, store, chosen, deadline, name, again
                     )
                     flags.freeze()
                     self._creating[ring_id] = creation

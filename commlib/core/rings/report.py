@@ -50,13 +50,13 @@ def report(ring: Ring) -> RingReport:
 
 def errors(ring: Ring) -> list[str]:
     """Return what went wrong so far, oldest first, and what the library reports now."""
-    found = ring._health.errors()
+    texts = ring._health.errors()
     if not ring._health.ended:
         try:
             ring._engine.check()
         except Exception as error:
-            found.append(f"{ring._describe('asynchronous error')}: {error}")
-    return found
+            texts.append(f"{ring._describe('asynchronous error')}: {error}")
+    return texts
 
 
 def nccl_comm(ring: Ring) -> int:

@@ -29,8 +29,8 @@ class TorchGlooEngine(C10dEngine):
     name: ClassVar[str] = "c10d"
 
     def _make(self, store: EngineStore, wait: timedelta) -> Any:
-        place = self.rank, self.size, wait, self.hosts.one_network
-        backend = host_exchange.connect(store, *place)
+        one_network = self.hosts.one_network
+        backend = host_exchange.connect(store, self.rank, self.size, wait, one_network)
         return _with_backend(self, backend, dist.ProcessGroup.BackendType.GLOO)
 
 

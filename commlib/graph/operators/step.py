@@ -37,11 +37,11 @@ class Step(NamedTuple):
 
     def again(self) -> None:
         """Run it again, on the same tensors and into the same memory."""
-        found = self._call()
+        result = self._call()
         if getattr(self.call, "namespace", "") in _COLLECTIVES:
-            _wait(found)
+            _wait(result)
         if self.made:
-            leaves = tensors_in(found)
+            leaves = tensors_in(result)
             for position, tensor in self.made:
                 tensor.copy_(leaves[position])
 
@@ -58,13 +58,13 @@ def leaves_in(tree: Any) -> list[Any]:
     It is asked several times an operator, and three times as fast as ``tree_leaves``.
     """
     if isinstance(tree, _NESTS):
-        found = []
+        leaves = []
         for one in tree.values() if isinstance(tree, dict) else tree:
             if isinstance(one, _NESTS):
-                found += leaves_in(one)
+                leaves += leaves_in(one)
             else:
-                found.append(one)
-        return found
+                leaves.append(one)
+        return leaves
     return [tree]
 
 
@@ -76,13 +76,13 @@ def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
         return tree
     if isinstance(tree, dict):
         return {name: map_tensors(change, one) for name, one in tree.items()}
-    found = []
+    changed = []
     for x in tree:
         if isinstance(x, torch.Tensor):
-            found.append(change(x))
+            changed.append(change(x))
         else:
-            found.append(map_tensors(change, x) if isinstance(x, _NESTS) else x)
-    return type(tree)(found)
+            changed.append(map_tensors(change, x) if isinstance(x, _NESTS) else x)
+    return type(tree)(changed)
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
@@ -107,9 +107,9 @@ def as_they_are(tree: Any, made: Container[int]) -> Any:
     return map_tensors(partial(as_it_is, made=made), tree) if tree else tree
 
 
-def _wait(found: Any) -> None:
+def _wait(result: Any) -> None:
     """Wait for what a collective of torch.distributed has returned: tensors, or its work."""
-    for leaf in leaves_in(found):
+    for leaf in leaves_in(result):
         if isinstance(leaf, torch.Tensor):
             torch.ops._c10d_functional.wait_tensor(leaf)
         elif hasattr(leaf, "wait"):
