@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from commlib import errors, flags, ops
 from commlib.core.context import CommContext
 from commlib.core.manager import CommContextManager, comm
-from commlib.core.rings import close_ring, init, new_ring, shutdown
+from commlib.core.rings.opening import close_ring, init, new_ring, shutdown
 from commlib.core.work import Work
 from commlib.version import __version__ as __version__
 

@@ -2,22 +2,39 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Final, Literal, TypeAlias
 
 from commlib import flag_values
 
-UNIFIED = "FLAGS_dynamic_static_unified_comm"
-TIMEOUT = "FLAGS_comm_timeout_s"
-CLOSE_TIMEOUT = "FLAGS_comm_close_timeout_s"
-CHANNEL = "FLAGS_comm_channel_mib"
-CUSTOM_ALLREDUCE = "FLAGS_custom_allreduce"
-ASYNC_BLOCKS = "FLAGS_comm_async_blocks"
-CHECK = "FLAGS_comm_check"
-RUN_TOKEN = "FLAGS_comm_run_token"
-TORCH_BACKEND = "FLAGS_comm_torch_backend"
-GRAPH_VERIFY = "FLAGS_graph_verify"
-GRAPH_DRIFT = "FLAGS_graph_drift"
-MALLOC_ASYNC = "FLAGS_use_cuda_malloc_async_allocator"
+UNIFIED: Final = "FLAGS_dynamic_static_unified_comm"
+TIMEOUT: Final = "FLAGS_comm_timeout_s"
+CLOSE_TIMEOUT: Final = "FLAGS_comm_close_timeout_s"
+CHANNEL: Final = "FLAGS_comm_channel_mib"
+CUSTOM_ALLREDUCE: Final = "FLAGS_custom_allreduce"
+ASYNC_BLOCKS: Final = "FLAGS_comm_async_blocks"
+CHECK: Final = "FLAGS_comm_check"
+RUN_TOKEN: Final = "FLAGS_comm_run_token"
+TORCH_BACKEND: Final = "FLAGS_comm_torch_backend"
+GRAPH_VERIFY: Final = "FLAGS_graph_verify"
+GRAPH_DRIFT: Final = "FLAGS_graph_drift"
+MALLOC_ASYNC: Final = "FLAGS_use_cuda_malloc_async_allocator"
+
+Value: TypeAlias = bool | int | float | str
+Switch: TypeAlias = Literal[  # flags that are a bool
+    "FLAGS_dynamic_static_unified_comm",
+    "FLAGS_custom_allreduce",
+    "FLAGS_comm_torch_backend",
+    "FLAGS_use_cuda_malloc_async_allocator",
+]
+Seconds: TypeAlias = Literal["FLAGS_comm_timeout_s", "FLAGS_comm_close_timeout_s"]
+Number: TypeAlias = Literal[
+    "FLAGS_comm_channel_mib",
+    "FLAGS_comm_async_blocks",
+    "FLAGS_comm_check",
+    "FLAGS_graph_drift",
+]
+Text: TypeAlias = Literal["FLAGS_comm_run_token"]
+Schedule: TypeAlias = Literal["FLAGS_graph_verify"]
 
 
 @dataclass(frozen=True)
@@ -26,8 +43,8 @@ class Flag:
 
     name: str
     kind: str
-    parse: Callable[[str, object], Any]
-    default: Any
+    parse: Callable[[str, object], Value]
+    default: Value
     description: str
     freezes: bool = False
 

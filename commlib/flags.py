@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, overload
 
 from commlib import torch_allocator
 from commlib.errors import FlagError
@@ -15,7 +15,17 @@ from commlib.flag_table import CHANNEL as CHANNEL
 from commlib.flag_table import CHECK as CHECK
 from commlib.flag_table import CLOSE_TIMEOUT as CLOSE_TIMEOUT
 from commlib.flag_table import CUSTOM_ALLREDUCE as CUSTOM_ALLREDUCE
-from commlib.flag_table import FLAGS, PREFIXES, Flag
+from commlib.flag_table import (
+    FLAGS,
+    PREFIXES,
+    Flag,
+    Number,
+    Schedule,
+    Seconds,
+    Switch,
+    Text,
+    Value,
+)
 from commlib.flag_table import GRAPH_DRIFT as GRAPH_DRIFT
 from commlib.flag_table import GRAPH_VERIFY as GRAPH_VERIFY
 from commlib.flag_table import MALLOC_ASYNC as MALLOC_ASYNC
@@ -33,8 +43,20 @@ def __dir__() -> list[str]:
     return [*__all__]
 
 
-_set_values: dict[str, Any] = {}
-_frozen: dict[str, Any] = {}
+_set_values: dict[str, Value] = {}
+_frozen: dict[str, Value] = {}
+
+
+class FlagRow(TypedDict):
+    """One flag as ``rows`` returns it."""
+
+    name: str
+    type: str
+    default: Value
+    value: Value
+    source: str
+    frozen: bool
+    description: str
 
 
 def _flag(name: str) -> Flag:
@@ -43,7 +65,7 @@ def _flag(name: str) -> Flag:
     return FLAGS[name]
 
 
-def _current(flag: Flag) -> tuple[Any, str]:
+def _current(flag: Flag) -> tuple[Value, str]:
     """Return the value of a flag, without regard to a freeze, and its source."""
     if flag.name in _set_values:
         return _set_values[flag.name], "set"
@@ -53,7 +75,21 @@ def _current(flag: Flag) -> tuple[Any, str]:
     return flag.default, "default"
 
 
-def get(name: str) -> Any:
+@overload
+def get(name: Switch) -> bool: ...
+@overload
+def get(name: Seconds) -> float: ...
+@overload
+def get(name: Number) -> int: ...
+@overload
+def get(name: Text) -> str: ...
+@overload
+def get(name: Schedule) -> int | str: ...
+@overload
+def get(name: str) -> Value: ...
+
+
+def get(name: str) -> Value:
     """Return the value of a flag.
 
     A value from ``set`` wins over the environment, and the environment over the default. A frozen
@@ -114,15 +150,15 @@ def override(name: str, value: object) -> Iterator[None]:
         FlagError: As ``set``.
     """
     _flag(name)
-    was_set, before = name in _set_values, _set_values.get(name)
+    before = _set_values.get(name)
     set(name, value)
     try:
         yield
     finally:
-        if was_set:
-            _set_values[name] = before
-        else:
+        if before is None:
             _set_values.pop(name, None)
+        else:
+            _set_values[name] = before
 
 
 def freeze() -> None:
@@ -142,7 +178,7 @@ def thaw() -> None:
     _frozen.clear()
 
 
-def rows() -> list[dict[str, Any]]:
+def rows() -> list[FlagRow]:
     """Return every flag as a dictionary.
 
     Returns:
@@ -176,7 +212,8 @@ def table() -> str:
         FlagError: A text in the environment can't be parsed.
     """
     columns = ("name", "type", "default", "value", "source")
-    cells = [columns, *(tuple(str(row[c]) for c in columns) for row in rows())]
+    lines: list[dict[str, Any]] = [{**row} for row in rows()]
+    cells = [columns, *(tuple(str(line[c]) for c in columns) for line in lines)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

@@ -27,7 +27,6 @@ from commlib.ops.tensor_parallel._split import split
 from commlib.ops.tensor_parallel._vocab_parallel_embedding import vocab_parallel_embedding
 
 if TYPE_CHECKING:
-    from commlib.ops._data_norm import data_norm
     from commlib.ops.classification._class_center_sample import class_center_sample
     from commlib.ops.classification._margin_cross_entropy import margin_cross_entropy
     from commlib.ops.classification._softmax_with_cross_entropy import softmax_with_cross_entropy
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from commlib.ops.expert_parallel._random_routing import random_routing
     from commlib.ops.inference._fused_multi_transformer import fused_multi_transformer
     from commlib.ops.lamb.optimizer import DistributedFusedLamb
+    from commlib.ops.normalisation._data_norm import data_norm
 
 __all__ = [
     "DistributedFusedLamb",

@@ -4,10 +4,8 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
 import torch.distributed as dist
-from torch.compiler import is_compiling
 
 from commlib.core.context import CommContext
-from commlib.core.dispatch import is_plain
 from commlib.core.manager import _rings, comm
 from commlib.errors import ArgumentError, RingError
 from commlib.ops.registered.library import registered
@@ -80,29 +78,24 @@ def ring_number(collective: str, ring: Any) -> int:
 
 def eager_ring(
     collective: str,
-    ring: Any,
+    number: int,
     x: torch.Tensor,
     out: torch.Tensor | None,
     use_calc_stream: bool,
     sync_op: bool,
-) -> tuple[CommContext | None, bool]:
-    """Return the ring that makes a call itself, and True if no check of the tensors can fail.
+) -> CommContext | None:
+    """Return the ring that makes a call itself, whose tensors may be of any kind.
 
     Returns:
-        None in place of the ring if the call takes its registered op: under torch.compile, a mode
-        or a trace, for a gradient, and for tensors without memory.
+        None if the call takes its registered op: under torch.compile, a mode or a trace, for a
+        gradient, and for tensors without memory.
 
     Raises:
-        As ``ring_number``, ``comm`` and ``registered``.
+        As ``comm`` and ``registered``.
     """
-    number = ring if type(ring) is int else ring_number(collective, ring)
-    if not is_compiling() and type(number) is int:
-        known = _rings.get(number)
-        if known is not None and is_plain(known, x, x if out is None else out):
-            return known, True
     if registered(collective, x, number, out, use_calc_stream, sync_op):
-        return None, False
-    return comm(number), False
+        return None
+    return comm(number)
 
 
 def reduction_name(op: Any) -> ReductionName:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import commlib
-from commlib.core import call_reports
+from commlib.core.calls import reports as call_reports
 from commlib.errors import (
     ArgumentError,
     EngineError,

@@ -11,8 +11,8 @@ import torch
 
 import commlib
 from commlib.core import dispatch
-from commlib.core.call import Call, nothing
-from commlib.core.call_log import EVERY, CallLog
+from commlib.core.calls.call import Call, nothing
+from commlib.core.calls.log import EVERY, CallLog
 from commlib.deadlines import Deadline
 from commlib.errors import (
     ArgumentError,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import commlib
 from commlib.compat.c10d import group_rings
-from commlib.core import call_order
+from commlib.core.calls import order as call_order
 from commlib.errors import MismatchError, RingError
 from commlib.rendezvous.call_board import ROW, CallBoard
 from commlib.rendezvous.hosts import HostExchange

@@ -10,7 +10,7 @@ import commlib
 from commlib.core.device_reports import DeviceReports, Record
 from commlib.errors import CapacityError, PeerTimeout
 from commlib.p2p.channel import ExpertKernels
-from commlib.p2p.expert_tables import Overflow
+from commlib.p2p.experts.tables import Overflow
 from tests.support.checks import assert_equal, raises
 from tests.support.runs_on import runs_on
 

@@ -152,7 +152,7 @@ def test_on_a_closed_ring(comm: Any) -> None:
 @runs_on("gpu_ranks")
 def test_the_channel_is_used(comm: Any) -> None:
     """On the NCCL engine the rows of one host pass the channel by themselves."""
-    from commlib.p2p.expert_rows import RowChannel
+    from commlib.p2p.experts.rows import RowChannel
 
     check(comm, drawn(comm.size, 2, 4, 2), 8, torch.float32)
     assert_equal(type(comm._engine._rows.channel), RowChannel, "what carries the rows")

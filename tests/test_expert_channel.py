@@ -9,11 +9,12 @@ import torch
 
 import commlib
 from commlib import flags, ops
-from commlib.ops.expert_parallel import expert_calls, plain_experts
+from commlib.ops.expert_parallel import calls as kernel_calls
+from commlib.ops.expert_parallel import plain_experts
 from commlib.ops.expert_parallel.quantize import quantized
-from commlib.p2p.expert_channel import ExpertChannel
-from commlib.p2p.expert_layout import CALLS
-from commlib.p2p.expert_tables import Choices, ExpertSpec
+from commlib.p2p.experts.channel import ExpertChannel
+from commlib.p2p.experts.layout import CALLS
+from commlib.p2p.experts.tables import Choices, ExpertSpec
 from tests.support.checks import Array, assert_bits_equal, assert_equal, rounded, sample, wide
 from tests.support.experts import Routing, given, random_routing, tokens_of, with_weights
 from tests.support.ranks import NewRanks, Ranks
@@ -184,7 +185,7 @@ def test_the_plain_form_gives_the_same_bits(comm: Any) -> None:
             spec = ExpertSpec(*numbers, quantize=quantize, reports=False)
             found, expected = (
                 form.dispatch(comm, x, choices, spec, True)
-                for form in (expert_calls, plain_experts)
+                for form in (kernel_calls, plain_experts)
             )
             for one, other in zip(flat(found), flat(expected), strict=True):
                 assert_bits_equal(one, other, f"{seed} {quantize} {routing}")

@@ -15,7 +15,7 @@ from commlib.errors import (
     RingError,
     ShapeError,
 )
-from commlib.p2p.expert_tables import ExpertSpec
+from commlib.p2p.experts.tables import ExpertSpec
 from tests.support.checks import assert_equal, on_gpu, raises, sample, settle
 from tests.support.operator import ABSENT_RING, calls, compile_whole
 from tests.support.ranks import Ranks

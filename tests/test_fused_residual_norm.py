@@ -9,7 +9,7 @@ import torch
 from commlib import graph
 from commlib.errors import ArgumentError
 from commlib.ops import fused_feedforward
-from commlib.ops.tensor_parallel.block_steps import Dropout, LayerNorm
+from commlib.ops.tensor_parallel.blocks.steps import Dropout, LayerNorm
 from commlib.ops.tensor_parallel.column_linear import NO_RING
 from commlib.ops.tensor_parallel.residual_norm import has_kernels, norm_and_input, residual_norm
 from tests.support.checks import Array, assert_bits_equal, assert_equal, raises

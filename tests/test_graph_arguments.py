@@ -12,7 +12,7 @@ from commlib import graph
 from commlib.compat import deepspeed
 from commlib.graph import GraphError
 from commlib.graph.operators.overlap import overlap, overlaps
-from tests.support.checks import assert_bits_equal, assert_equal, on_gpu, raises
+from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.examples import examples
 from tests.support.runs_on import runs_on
 
@@ -21,20 +21,12 @@ from tests.support.runs_on import runs_on
 
 @runs_on("unified_ranks")
 def test_overlapping_arguments(comm: Any) -> None:
-    """Tensors of one begin and of empty memory are distinguished; a written overlap is refused."""
+    """Tensors of one begin are distinguished, and columns of one table do not overlap."""
     x = torch.arange(6.0, device=comm.device)
     both = graph.capture(lambda a, b: b.sum() + a.sum(), outputs="copy")
     for turn in range(3):
         y = x + turn  # at another place
         assert_bits_equal(both(y[:2], y), y[:2].sum() + y.sum(), f"turn {turn}")
-    shapes = graph.capture(lambda a, b: torch.zeros(b.shape[1]) + b.sum(0).cpu(), outputs="copy")
-    if not on_gpu(comm):
-        assert_equal(shapes(torch.empty(0, 3), torch.empty(0, 5)).shape, (5,), "empty")
-
-    @graph.capture(outputs="copy")
-    def written(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        a.add_(1)
-        return b * 1
 
     @graph.capture(outputs="copy")
     def columns(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -47,10 +39,35 @@ def test_overlapping_arguments(comm: Any) -> None:
         assert_bits_equal(
             table, torch.tensor([[1.0, 1.0, 2.0, 2.0, 0.0]] * 3), "columns do not meet"
         )
+
+
+def add_to_first(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    a.add_(1)
+    return b * 1
+
+
+@runs_on("cpu_ranks")
+def test_a_written_overlap(comm: Any) -> None:
+    """A graph on a CPU has copies of its arguments from the start."""
+    written, zeros = graph.capture(add_to_first, outputs="copy"), torch.zeros(6)
+    with raises(GraphError, "overlap", "writes one"):
+        written(zeros[:4], zeros[2:])
+    assert_bits_equal(zeros, torch.zeros(6), "nothing has changed")
+
+
+@runs_on("cpu_ranks")
+def test_empty_arguments_of_other_shapes(comm: Any) -> None:
+    f = graph.capture(lambda a, b: torch.zeros(b.shape[1]) + b.sum(0), outputs="copy")
+    assert_equal(f(torch.empty(0, 3), torch.empty(0, 5)).shape, (5,), "empty")
+
+
+@runs_on("gpu_ranks")
+def test_a_written_overlap_that_is_where_it_was(comm: Any) -> None:
+    """The graph works where the tensors are, as the function does."""
+    written = graph.capture(add_to_first, outputs="copy")
     zeros, more = torch.zeros(6, device=comm.device), torch.zeros(6, device=comm.device)
-    if on_gpu(comm):  # the graph works where the tensors are, as the function does
-        assert_bits_equal(written(zeros[:4], zeros[2:]), torch.tensor([1.0, 1.0, 0.0, 0.0]))
-        assert_bits_equal(zeros, torch.tensor([1.0] * 4 + [0.0] * 2))
+    assert_bits_equal(written(zeros[:4], zeros[2:]), torch.tensor([1.0, 1.0, 0.0, 0.0]))
+    assert_bits_equal(zeros, torch.tensor([1.0] * 4 + [0.0] * 2))
     with raises(GraphError, "overlap", "writes one"):
         written(more[:4], more[2:])
     assert_bits_equal(more, torch.zeros(6), "nothing has changed")

@@ -425,9 +425,16 @@ def test_one_hot(comm: Any) -> None:
         x = torch.tensor([[turn, 1], [2, 3 - turn]], device=comm.device)
         assert_equal(torch.equal(g(x), f(x)), True, f"turn {turn}")
     assert_equal(graph.report(g)[0]["replays"], 3, "replays")
-    if not on_gpu(comm):
-        with raises(RuntimeError, "out of bounds"):
-            g(torch.tensor([[1, 1], [4, 1]]))
+
+
+@runs_on("cpu_ranks")
+def test_one_hot_of_a_class_that_does_not_exist(comm: Any) -> None:
+    g = graph.capture(lambda x: torch.nn.functional.one_hot(x, 4) * 2, outputs="copy")
+    for _ in range(3):
+        g(torch.tensor([[1, 1], [3, 0]]))
+    assert_equal(graph.report(g)[0]["replays"], 2, "replays")
+    with raises(RuntimeError, "out of bounds"):
+        g(torch.tensor([[1, 1], [4, 1]]))
 
 
 @runs_on("unified_ranks")

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from commlib.errors import EngineError
 from commlib.p2p import (
-    expert_rows,
     fused_norm,
     kernel_table,
     nvrtc,
@@ -23,6 +22,7 @@ from commlib.p2p import (
     push_channel,
     push_collectives,
 )
+from commlib.p2p.experts import rows as row_channels
 from tests.support.examples import examples
 
 HALF = 2 * push_channel.WINDOW + push_channel.SPARE  # bytes
@@ -72,7 +72,7 @@ def test_other_devices_and_rings(home: Path, file: str, architecture: str, size:
 
 
 def test_row_kernel_compiles(home: Path) -> None:
-    assert b"exchange_rows" in nvrtc.binary(expert_rows.KERNEL, "sm_90", ("-DSEGMENTS=32",))
+    assert b"exchange_rows" in nvrtc.binary(row_channels.KERNEL, "sm_90", ("-DSEGMENTS=32",))
 
 
 def test_proof_compiles(home: Path) -> None:

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from commlib.core.context import CommContext
-from commlib.engines.gloo import GlooEngine
+from commlib.engines.c10d.gloo import GlooEngine
 from commlib.errors import ArgumentError, BootstrapError, EngineError, PeerTimeout, RingError
 from commlib.p2p import (
-    expert_rows,
     nvrtc,
     peer_memory,
     push_channel,
@@ -19,6 +18,7 @@ from commlib.p2p import (
     split_all_reduce,
     stream_order,
 )
+from commlib.p2p.experts import rows as row_channels
 from commlib.p2p.kernel_table import Row
 from commlib.rendezvous.identity import RingIdentity
 
@@ -364,7 +364,7 @@ class Lonely(Ring):
 
 
 @pytest.mark.parametrize("error", [EngineError("no compiler"), RuntimeError("of another kind")])
-@pytest.mark.parametrize("opened", [push_collectives.open_push, expert_rows.open_channel])
+@pytest.mark.parametrize("opened", [push_collectives.open_push, row_channels.open_channel])
 def test_the_others_hear_of_any_failure(
     monkeypatch: pytest.MonkeyPatch, opened: Any, error: Exception
 ) -> None:

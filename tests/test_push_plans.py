@@ -12,13 +12,13 @@ from torch.distributed import HashStore
 from commlib.deadlines import Deadline
 from commlib.errors import PeerTimeout
 from commlib.p2p import (
-    expert_rows,
     kernel_table,
     nvrtc,
     peer_memory,
     push_channel,
     push_collectives,
 )
+from commlib.p2p.experts import rows as row_channels
 from commlib.p2p.kernel_table import Row
 from commlib.p2p.peer_memory import PeerMemory
 from commlib.p2p.routes import SEGMENT, Routes, routes
@@ -140,10 +140,10 @@ def test_a_split_call_is_done_when_its_event_has_happened() -> None:
 # -- rows ------------------------------------------------------------------------------------------
 
 
-def row_channel(window: int) -> expert_rows.RowChannel:
+def row_channel(window: int) -> row_channels.RowChannel:
     hosts: Any = Hosts()
-    return expert_rows.RowChannel(
-        hosts, memory_of(expert_rows._HALVES + 2 * window), {}, fills=True
+    return row_channels.RowChannel(
+        hosts, memory_of(row_channels._HALVES + 2 * window), {}, fills=True
     )
 
 
@@ -158,12 +158,12 @@ def test_rows_that_exceed_the_window_take_several_launches(
 ) -> None:
     window, width = 4096, 256  # bytes, floats
     channel, firsts = row_channel(window), []
-    least = min(expert_rows._BLOCKS)
-    call: Any = expert_rows._BLOCKS[least]()
+    least = min(row_channels._BLOCKS)
+    call: Any = row_channels._BLOCKS[least]()
     launch: Any = lambda stream: firsts.append(call.first)  # noqa: E731
     channel._calls, channel._launches = {least: call}, {least: launch}
     monkeypatch.setattr(StreamOrder, "turn", lambda order: 0)
-    monkeypatch.setattr(expert_rows, "stream_captures", lambda: False)
+    monkeypatch.setattr(row_channels, "stream_captures", lambda: False)
     counts = np.full((4, 4, 1), 3)  # 9 rows of 1024 bytes come from others
 
     x = torch.zeros(12, width)

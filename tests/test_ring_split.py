@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 
 import commlib
-from commlib.core.ring_ids import FIRST_ID, RingNumbers, ring_id
+from commlib.core.rings.ids import FIRST_ID, RingNumbers, ring_id
 from commlib.errors import ArgumentError, CommTimeout, MismatchError, RingError
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.runs_on import runs_on

@@ -170,8 +170,7 @@ FAMILIES = [ast.parse(path.read_text()) for path in Path(*collectives.__path__).
 
 @pytest.mark.parametrize("call", [*WITH_OUT, *METHODS])
 def test_hints_name_no_any(call: Any) -> None:
-    found = get_type_hints(call)["return"]
-    assert found == dict[str, Any] if call.__name__ == "report" else "Any" not in str(found)
+    assert "Any" not in str(get_type_hints(call)["return"])
 
 
 def returns_of_overloads(name: str) -> list[str]:

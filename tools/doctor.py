@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from commlib import flags, torch_allocator
-from commlib.engines import libnccl, nccl
-from commlib.engines.gloo import GlooEngine
+from commlib.engines import libnccl
+from commlib.engines.c10d.gloo import GlooEngine
+from commlib.engines.c10d.torch_distributed import TorchNCCLEngine
+from commlib.engines.nccl.engine import NCCLEngine
 from commlib.engines.reductions import refusals
-from commlib.engines.torch_distributed import TorchDistributedEngine
 from commlib.errors import CommError
 from commlib.rendezvous import environment
 from commlib.version import __version__
@@ -207,7 +208,7 @@ def _rendezvous() -> Iterator[Row]:
 def _unsupported() -> Iterator[Row]:
     """Yield one row per reason: engines, dtypes and operations that it excludes."""
     reasons: dict[str, tuple[dict[str, None], ...]] = {}  # dicts keep the order, sets do not
-    for engine in (nccl.NCCLEngine, GlooEngine, TorchDistributedEngine):
+    for engine in (NCCLEngine, GlooEngine, TorchNCCLEngine):
         for (dtype, op), reason in refusals(engine.reducer).items():
             names = engine.name, str(dtype).removeprefix("torch."), op
             for column, name in zip(reasons.setdefault(reason, ({}, {}, {})), names, strict=True):

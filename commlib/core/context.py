@@ -7,22 +7,23 @@ from typing import Any
 import torch
 
 from commlib import flags
-from commlib.core import group, posting, ring_report
+from commlib.core import group, posting
 from commlib.core.bridge import Bridge
-from commlib.core.call_log import CallLog, level
-from commlib.core.call_reports import CallReports
+from commlib.core.calls.log import CallLog, level
+from commlib.core.calls.reports import CallReports
 from commlib.core.collectives.every import Collectives
 from commlib.core.compiler import leave_to_eager, untraced
 from commlib.core.device_reports import DeviceReports
 from commlib.core.health import RingHealth
 from commlib.core.lifecycle import RingLifecycle
+from commlib.core.rings import report as ring_report
 from commlib.core.split import Split
 from commlib.core.within import Seconds
 from commlib.core.work import Work
 from commlib.deadlines import Deadline
 from commlib.deferred import UnfencedCalls
 from commlib.engines.base import ABORT_S, Engine
-from commlib.engines.c10d import C10dEngine
+from commlib.engines.c10d.engine import C10dEngine
 from commlib.engines.single_rank import SingleRankEngine
 from commlib.rendezvous.call_board import CallBoard
 from commlib.rendezvous.hosts import HostExchange
@@ -132,7 +133,7 @@ class CommContext(Collectives, Split, Bridge):
         """
         return ring_report.nccl_comm(self)
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> ring_report.RingReport:
         """Return what the ring is, has done and has taken.
 
         Returns:

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from commlib import flags
-from commlib.core.call_log import level
+from commlib.core.calls.log import level
 from commlib.core.context import CommContext
 from commlib.deadlines import Deadline
 from commlib.engines.base import Engine
-from commlib.engines.gloo import GlooEngine
-from commlib.engines.nccl import NCCLEngine
-from commlib.engines.torch_distributed import TorchDistributedEngine
+from commlib.engines.c10d.gloo import GlooEngine
+from commlib.engines.c10d.torch_distributed import TorchGlooEngine, TorchNCCLEngine
+from commlib.engines.nccl.engine import NCCLEngine
 from commlib.errors import CommError, CommTimeout, RingError
 from commlib.log import log
 from commlib.rendezvous import environment
@@ -32,8 +32,8 @@ GIVE_UP_S = 2.0
 _ENGINES: dict[tuple[bool, bool], type[Engine]] = {
     (True, True): NCCLEngine,
     (True, False): GlooEngine,
-    (False, True): TorchDistributedEngine,
-    (False, False): TorchDistributedEngine,
+    (False, True): TorchNCCLEngine,
+    (False, False): TorchGlooEngine,
 }
 
 

@@ -8,7 +8,7 @@ import torch
 
 from commlib.errors import ArgumentError, CapacityError, CommError
 from commlib.p2p.channel import ExpertKernels
-from commlib.p2p.expert_tables import Overflow
+from commlib.p2p.experts.tables import Overflow
 from commlib.rendezvous.identity import RingIdentity
 from commlib.streams import capturing
 

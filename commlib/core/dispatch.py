@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.autograd import forward_ad
 
-from commlib.core.call import Call, Result, as_they_are, increment_version, written
-from commlib.core.call_log import EVERY
+from commlib.core.calls.call import Call, Result, as_they_are, increment_version, written
+from commlib.core.calls.log import EVERY
 from commlib.core.compiler import switch
 from commlib.core.launches import launch
 from commlib.core.mismatch import compare
@@ -63,64 +63,39 @@ def is_plain(ring: Ring, x: Tensor, out: Tensor) -> bool:
 
 
 def dispatch(ring: Ring, call: Call[Result], mode: StreamMode) -> Result | Work:
-    """Pass one validated call to the engine: at once, or tracked until it ends.
-
-    torch.compile is off inside: where it has skipped the program's function, it would trace ours.
-    """
-    before = switch(None)
+    """Pass one validated call to the engine: at once, or tracked until it ends."""
+    before = switch(None)  # where torch.compile skipped the program's function, it would trace ours
     try:
-        if ring._orders and (order := ring._orders.get(get_ident())) is not None:
-            order.take(call)
-        if not call.plain:
-            _check_special(ring, call)
-        if observers and ring._open_group is None and looking_on():
+        if (observers or ring._orders or not call.plain) and _is_observed(ring, call):
             return _observed(ring, call, partial(dispatch, ring, call, mode))
-        collective, out, x = call.collective, call.out, call.x
-        if not (
-            mode.sync_op
-            and (mode.use_calc_stream or ring._fences is None)
-            and not mode.blocks
-            and not ring._compares
-            and not (ring._groups and ring._open_group is not None)
-            and (
-                (call.plain and (out is not x or call.place == 0))
-                or as_they_are(out, x, call.place)
-            )
-        ):
+        out, x = call.out, call.x
+        at_once = mode.sync_op and (mode.use_calc_stream or ring._fences is None)
+        at_once = at_once and not (mode.blocks or ring._compares)
+        at_once = at_once and not (ring._groups and ring._open_group is not None)
+        dense = call.plain and (out is not x or call.place == 0)
+        if not (at_once and (dense or as_they_are(out, x, call.place))):
             return _tracked(ring, call, mode)
-        # The common case: nothing to stage, no fence, nothing to track after the call.
         with ring._lock:
             if ring._health.fault is not None:
-                raise ring._health.unusable(collective)
+                raise ring._health.unusable(call.collective)
             try:
-                board = ring._board
-                if board is not None and call.entry is not None:  # ``post_all``, written out
-                    board = board if call.order is None else call.order.board
-                    if board is not None and (other := board.post(call.entry)) is not None:
-                        raise differs(ring, call, other)
+                board = ring._board if call.order is None else call.order.board
+                if board and call.entry and (other := board.post(call.entry)) is not None:
+                    raise differs(ring, call, other)  # as ``post_all``
                 handle = call.launch(out, x, *call.args)
             except Unconnected:
-                connected = False
-            except MismatchError:
-                raise
-            except Exception as error:
-                raise ring._health.failed(collective, error, call.args) from error
-            except BaseException:
-                ring._health.interrupted(collective)
-                raise
+                handle = Unconnected
+            except BaseException as error:
+                _fail(ring, call, error)
             else:
-                connected = True
                 count(ring, call)
-        if not connected:
+        if handle is Unconnected:
             return _tracked(ring, call, mode)
         if handle is not None:  # a CPU: the host waits, outside the lock, so that other calls go on
             try:
                 ring._engine.wait(handle)
-            except Exception as error:
-                raise ring._health.failed(collective, error, call.args) from error
-            except BaseException:
-                ring._health.interrupted(collective)
-                raise
+            except BaseException as error:
+                _fail(ring, call, error)
         if out is not None and not out.is_inference():
             increment_version((out,))
         return call.result
@@ -128,11 +103,25 @@ def dispatch(ring: Ring, call: Call[Result], mode: StreamMode) -> Result | Work:
         switch(before)
 
 
-def _check_special(ring: Ring, call: Call[Any]) -> None:
-    """Refuse a call that a mode or a trace would miss; drop the gradient of an input."""
-    check_untraced(ring, call.collective, call.out, call.x)
-    if call.x is not None and call.x.requires_grad:
-        call.x = call.x.detach()  # gradients take the registered ops instead
+def _is_observed(ring: Ring, call: Call[Any]) -> bool:
+    """Give a call to its order, and check it where it is not plain; True if observers look on."""
+    if ring._orders and (order := ring._orders.get(get_ident())) is not None:
+        order.take(call)
+    if not call.plain:
+        check_untraced(ring, call.collective, call.out, call.x)
+        if call.x is not None and call.x.requires_grad:
+            call.x = call.x.detach()  # gradients take the registered ops instead
+    return bool(observers and ring._open_group is None and looking_on())
+
+
+def _fail(ring: Ring, call: Call[Any], error: BaseException) -> NoReturn:
+    """Raise the error of a launch or a wait that failed; the ring has failed then."""
+    if isinstance(error, MismatchError):
+        raise error
+    if isinstance(error, Exception):
+        raise ring._health.failed(call.collective, error, call.args) from error
+    ring._health.interrupted(call.collective)
+    raise error
 
 
 def _observed(ring: Ring, call: Call[Any], again: Callable[[], Outcome]) -> Outcome:
@@ -252,11 +241,8 @@ def begin(ring: Ring, call: Call[Any], blocks: int) -> Work | None:
         try:
             with ring._engine.bounded(blocks):
                 pending = call.launch(out, x.detach(), *call.args)
-        except Exception as error:
-            raise ring._health.failed(collective, error) from error
-        except BaseException:
-            ring._health.interrupted(collective)
-            raise
+        except BaseException as error:
+            _fail(ring, call, error)
         count(ring, call)
     written(out)
     return begun(Work(out, pending))

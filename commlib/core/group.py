@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from commlib.core.call import Call
+from commlib.core.calls.call import Call
 from commlib.core.dispatch import async_unsupported, finished, issue, wait_if_sync
 from commlib.core.mismatch import compare
 from commlib.core.modes import watched as under_mode

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from commlib.core import failures
-from commlib.core.call_log import PAIRED
-from commlib.core.call_reports import CallReports
+from commlib.core.calls.log import PAIRED
+from commlib.core.calls.reports import CallReports
 from commlib.deadlines import Deadline
 from commlib.errors import (
     ArgumentError,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from commlib import flags
-from commlib.core.call import Call, Result
+from commlib.core.calls.call import Call, Result
 from commlib.core.observers import begun
 from commlib.core.ring import Ring
 from commlib.core.stream_mode import StreamMode

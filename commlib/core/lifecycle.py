@@ -6,7 +6,7 @@ from weakref import WeakSet
 
 import torch
 
-from commlib.core.call_reports import CallReports
+from commlib.core.calls.reports import CallReports
 from commlib.core.device_reports import DeviceReports
 from commlib.core.health import RingHealth
 from commlib.deadlines import Deadline

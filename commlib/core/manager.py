@@ -5,7 +5,6 @@ import copyreg
 import os
 import threading
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,14 +16,14 @@ from commlib.core.creation import Creation, RollCalls
 from commlib.core.devices import checked_device, default_device
 from commlib.core.membership import (
     Seconds,
-    belongs,
     check_place,
     checked_members,
     other_members,
     same_ring,
 )
 from commlib.core.process_exit import is_failing, watch_exit
-from commlib.core.ring_table import RingTable
+from commlib.core.rings.report import RingReport
+from commlib.core.rings.table import RingTable
 from commlib.deadlines import Deadline
 from commlib.keepalive import keep_forever
 from commlib.log import log
@@ -110,15 +109,15 @@ class CommContextManager:
                 world = world or self._world()
                 members = checked_members(ring_id, ranks, world)
                 check_place(ring_id, members, world, self._parent)
-                known = self._table.usable(ring_id)
+                existing = self._table.usable(ring_id)
                 self._table.check_name(ring_id, name)
-                if known is not None:
-                    return same_ring(known, members, device=device, timeout=timeout)
+                if existing is not None:
+                    return same_ring(existing, members, device=device, timeout=timeout)
                 shared = self._creating.get(ring_id)
                 if shared is None:
-                    place = self._place(world, device)
+                    chosen = self._place(world, device)
                     creation = Creation(
-                        ring_id, members, world, store, place, deadline, name, again
+                        ring_id, members, world, store, chosen, deadline, name, again
                     )
                     flags.freeze()
                     self._creating[ring_id] = creation
@@ -192,7 +191,7 @@ class CommContextManager:
         """Return the ids of the rings on this rank, in the order of their creation."""
         return self._table.ids()
 
-    def report(self) -> list[dict[str, Any]]:
+    def report(self) -> list[RingReport]:
         """Return ``CommContext.report()`` of every ring on this rank."""
         return [ring.report() for ring in list(self._table.open.values())]
 
@@ -267,13 +266,9 @@ class CommContextManager:
         streams.forget()
         environment.forget()
         keep_forever(dict(vars(self)), list(self._creating.values()), list(self._closing))
-        why = belongs(parent, self._process)
-        for ring in [*self._table.open.values(), *self._closing]:
-            ring._forget(why)
-        self._table.inherited.update(dict.fromkeys([*self._table.open, *self._creating], parent))
+        self._table.forget(parent, self._closing, self._creating)
         if self._world_of_rings is not None:
             self._parent = parent, self._world_of_rings
-        self._table.open.clear()  # the same dict: lookups hold it
         self._creating, self._closing, self._calls = {}, [], RollCalls()
         self._device = self._world_of_rings = None
         flags.thaw()

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from commlib.call_lines import call_line
-from commlib.core.call import Call
-from commlib.core.call_log import PAIRED, Facts
+from commlib.core.calls.call import Call
+from commlib.core.calls.log import PAIRED, Facts
 from commlib.core.failures import named
 from commlib.core.ring import Ring
 from commlib.errors import MismatchError

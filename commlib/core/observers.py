@@ -99,8 +99,11 @@ def watched(calls: Iterable[Seen]) -> Iterator[None]:
 def unwaited() -> Iterator[list[Work]]:
     """Keep the works that this thread's calls begin, for the code that waits for all of them."""
     works: list[Work] = []
-    with _being(works=works):
+    before, _inside.works = getattr(_inside, "works", None), works
+    try:
         yield works
+    finally:
+        _inside.works = before
 
 
 def begun(work: Work) -> Work:

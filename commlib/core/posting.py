@@ -7,10 +7,10 @@ and mixes data of one size, so a call that differs must never be launched.
 from functools import partial
 from typing import Any
 
-from commlib.core.call import Call
-from commlib.core.call_log import Entry, Facts
+from commlib.core.calls.call import Call
+from commlib.core.calls.log import Entry, Facts
 from commlib.core.ring import Ring
-from commlib.engines.c10d import C10dEngine
+from commlib.engines.c10d.engine import C10dEngine
 from commlib.errors import CommError, MismatchError
 from commlib.rendezvous.call_board import CallBoard
 

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
-from commlib.core.call_log import CallLog
+from commlib.core.calls.log import CallLog
 from commlib.core.device_reports import DeviceReports
 from commlib.core.health import RingHealth
 from commlib.core.lifecycle import RingLifecycle

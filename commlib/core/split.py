@@ -6,7 +6,7 @@ from operator import index
 from typing import Any, Self
 
 from commlib.core.ring import Ring
-from commlib.core.ring_ids import numbers, ring_id
+from commlib.core.rings.ids import numbers, ring_id
 from commlib.deadlines import Deadline
 from commlib.errors import ArgumentError
 

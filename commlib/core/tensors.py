@@ -107,9 +107,12 @@ def fault(tensor: Tensor, role: str) -> tuple[str, str] | None:
         return "is a nested tensor", f"pass torch.nested.to_padded_tensor({role}, 0.0)"
     if tensor.is_nested:
         return f"is a nested tensor ({tensor.layout})", f"pass {role}.values()"
-    if is_symbolic(tensor) or is_pending(tensor):
+    if kind.__torch_dispatch__ is NO_DISPATCH:
+        if _is_wrapped(tensor) or torch._is_functional_tensor(tensor):  # else not ``is_symbolic``
+            return None
+    elif is_symbolic(tensor) or is_pending(tensor):
         return None
-    if kind.__torch_dispatch__ is not NO_DISPATCH:
+    else:
         if hasattr(tensor, "to_local"):
             return f"is a {kind.__name__}", f"pass {role}.to_local()"
         rule = "pass the tensors that it holds, one call per tensor"

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from commlib.core.call import Call, Result
+from commlib.core.calls.call import Call, Result
 from commlib.core.dispatch import async_unsupported, dispatch, wait_if_sync
 from commlib.core.ring import Ring
 from commlib.core.stream_mode import StreamMode

@@ -26,8 +26,8 @@ from commlib.graph.python.taking_code import check_consumed
 from commlib.graph.recording.rank_agreement import same_key
 from commlib.graph.replaying.compare import load_kernels
 from commlib.graph.replaying.entries import Entries
+from commlib.graph.replaying.outcome import Unequal
 from commlib.graph.replaying.schedule import Schedule
-from commlib.graph.replaying.verify import Unequal
 from commlib.graph.used_tensors import UsedTensors
 from commlib.graph.watching.host import OtherValue
 from commlib.graph.watching.runs import check_foreign, inside
@@ -35,8 +35,6 @@ from commlib.log import log
 from commlib.streams import capturing
 
 everything: "weakref.WeakSet[CapturedFunction[..., Any]]" = weakref.WeakSet()
-_MANY = 8  # kinds of calls, where most are replayed
-
 
 P = ParamSpec("P", default=...)
 R = DefaultVar("R", default=Any)
@@ -106,15 +104,9 @@ class CapturedFunction(Generic[P, R]):
         if entry is not None and (
             entry.stale or (entry.places and self._keys.around.moved(entry.places))
         ):
-            error = self.entries.drop_stale(call.key, self.name)
-            if error is not None:
-                self._stay_eager(call.key, error)
+            self._drop_stale(call.key)
             entry = None
-        if entry is None and call.key in self.eager:
-            return self.fn(*args, **kwargs)
-        if entry is None and len(self.entries) >= self.options.max_graphs:
-            what = f"calls of further kinds stay eager (max_graphs={self.options.max_graphs})"
-            self._kinds.warn(self.entries, call, self._keys.around, what)
+        if entry is None and self._is_eager(call):
             return self.fn(*args, **kwargs)
         try:
             if entry is not None:
@@ -138,6 +130,19 @@ class CapturedFunction(Generic[P, R]):
                 self.entries.pop(call.key, None)
             self._stay_eager(call.key, error)
         return self.fn(*args, **kwargs)
+
+    def _drop_stale(self, key: Any) -> None:
+        """Release a graph that is of no use any more."""
+        error = self.entries.drop_stale(key, self.name)
+        if error is not None:
+            self._stay_eager(key, error)
+
+    def _is_eager(self, call: Arguments) -> bool:
+        """Return True for a call without a graph that does not get one."""
+        if call.key in self.eager or len(self.entries) < self.options.max_graphs:
+            return call.key in self.eager
+        self._kinds.note_full(self.entries, call, self._keys.around, self.options.max_graphs)
+        return True
 
     def _drop_different(self, key: Any, error: Unequal) -> None:
         """Release a graph that differs from the function; calls of its kind are eager now."""
@@ -189,21 +194,19 @@ class CapturedFunction(Generic[P, R]):
         """The function's name."""
         return str(getattr(self.fn, "__qualname__", type(self.fn).__qualname__))
 
-    # -- the first call of a kind ------------------------------------------------------------------
-
     def _first_call(self, call: Arguments) -> R:
         """Make the call eagerly, and capture a graph for the next calls of its kind."""
         check_foreign()
         check_unreadable(call.tensors)
         check_consumed(self.fn, call.leaves, *call.given)
         self._keys.around.find(call.leaves)
-        if makes_parameters(self._keys.around.modules, call):
+        modules = self._keys.around.modules
+        if makes_parameters(modules, call):
             return self.fn(*call.given[0], **call.given[1])
         device = device_of(call, self._module)
         if device.type == "cpu":
-            check_hidden(self._keys.around.modules)
-        weights = [*self._keys.around.weights, *self._keys.grads.leaves]
-        reach = Reach(weights, self._keys.around.modules)
+            check_hidden(modules)
+        reach = Reach([*self._keys.around.weights, *self._keys.grads.leaves], modules)
         first = FirstCall(self.fn, self.options, self._schedule, device, reach, self.entries.times)
         after_call = self._keys.before_call(call)
         wanted = [x.requires_grad for x in call.tensors]
@@ -253,9 +256,7 @@ class CapturedFunction(Generic[P, R]):
         places = self._keys.around.places()
         entry.places = {name: place for name, place in places.items() if entry.uses(place[0])}
         self._turns = 0
-        if len(self.entries) > _MANY and self.entries.replays < len(self.entries):
-            self._kinds.warn(self.entries, call, self._keys.around, "hardly any was replayed")
-        self._kinds.note(call, self._keys.around)
+        self._kinds.note(self.entries, call, self._keys.around)
         self._used.note(self._module)
         for ring in first.findings.rings:
             ring._lifecycle.graphs.add(self)

@@ -21,11 +21,11 @@ from commlib.graph.recording.replay_times import FunctionTimes
 from commlib.graph.replaying.captured_call import CapturedCall
 from commlib.graph.replaying.compare import Noise
 from commlib.graph.replaying.entries import Entry
+from commlib.graph.replaying.outcome import Unequal
 from commlib.graph.replaying.schedule import Schedule
 from commlib.graph.replaying.slot import Slot
 from commlib.graph.replaying.slots import Slots
 from commlib.graph.replaying.verification_log import VerificationLog
-from commlib.graph.replaying.verify import Unequal
 
 
 class Reach(NamedTuple):

@@ -1,10 +1,11 @@
 """A warning, once, for a function that is called in ever new ways; it says what changes."""
 
-from collections.abc import Sized
-
 from commlib.graph.calls.cache_key import Arguments
+from commlib.graph.replaying.entries import Entries
 from commlib.graph.surroundings import Surroundings
 from commlib.log import log
+
+_MANY = 8  # kinds of calls, where most are replayed
 
 
 class KindsWatch:
@@ -15,11 +16,18 @@ class KindsWatch:
         self._warned = False
         self._last: tuple[list[str], dict[str, str]] | None = None
 
-    def note(self, call: Arguments, around: Surroundings) -> None:
-        """Record a call that was captured, and what was around it."""
+    def note(self, entries: Entries, call: Arguments, around: Surroundings) -> None:
+        """Record a call that was captured, and what was around it; warn where none is replayed."""
+        if len(entries) > _MANY and entries.replays < len(entries):
+            self._warn(entries, call, around, "hardly any was replayed")
         self._last = call.described(), around.named()
 
-    def warn(self, entries: Sized, call: Arguments, around: Surroundings, what: str) -> None:
+    def note_full(self, entries: Entries, call: Arguments, around: Surroundings, most: int) -> None:
+        """Warn of a call that gets no graph: there are ``most`` already."""
+        what = f"calls of further kinds stay eager (max_graphs={most})"
+        self._warn(entries, call, around, what)
+
+    def _warn(self, entries: Entries, call: Arguments, around: Surroundings, what: str) -> None:
         """Warn once that there are many kinds: what happens, and how the call differs."""
         if self._warned:
             return

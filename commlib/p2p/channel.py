@@ -4,7 +4,7 @@ from typing import Protocol
 
 import torch
 
-from commlib.p2p.expert_tables import Choices, ExpertCounts, ExpertSpec, ExpertTables, Overflow
+from commlib.p2p.experts.tables import Choices, ExpertCounts, ExpertSpec, ExpertTables, Overflow
 
 Tensor = torch.Tensor
 

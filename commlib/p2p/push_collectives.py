@@ -202,7 +202,7 @@ def version() -> int:
     Never 0. The files are those of this package: how calls are cut is a part of the protocol.
     """
     texts = [kernel_table.text().encode()]
-    for kind in ("*.py", "csrc/*.cu", "csrc/*.cuh"):
+    for kind in ("**/*.py", "csrc/*.cu", "csrc/*.cuh"):
         texts += [path.read_bytes() for path in sorted(KERNELS.parent.glob(kind))]
     digest = hashlib.sha256(b"\0".join(texts)).digest()
     return int.from_bytes(digest[:7], "little") + 1

@@ -9,7 +9,7 @@ from torch._C import _distributed_c10d as c10d
 
 from commlib.compat.c10d import group_rings
 from commlib.compat.c10d.group_calls import NAME, GroupCalls
-from commlib.core.call_order import CallOrder
+from commlib.core.calls.order import CallOrder
 from commlib.core.context import CommContext
 from commlib.rendezvous.world import World
 

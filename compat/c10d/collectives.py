@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from commlib.compat.c10d.gloo_order import all_reduce_flat, is_flat, reduce_scatter_each
@@ -13,7 +14,7 @@ from commlib.compat.c10d.launching import Step
 from commlib.compat.c10d.options import check_rows, distinct, listed, options, parts, single
 from commlib.compat.c10d.reductions import BY_HASH, arguments_of
 from commlib.compat.c10d.work import DONE
-from commlib.core.call_order import CallOrder
+from commlib.core.calls.order import CallOrder
 from commlib.core.context import CommContext
 from commlib.core.stream_mode import MODES
 
@@ -40,7 +41,7 @@ class Collectives:
         """Return the ring of a synchronous call that can go to it as it is, else None."""
         raise NotImplementedError
 
-    def _issue(self, ring: CommContext, step: Step, opts: Any) -> Any:
+    def _issue(self, ring: CommContext, step: Step, opts: Any) -> dist.Work:
         raise NotImplementedError
 
     def _is_coalescing(self) -> bool:
@@ -49,7 +50,9 @@ class Collectives:
 
     # -- reductions --------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Given, opts: Any = None, timeout: timedelta | None = None) -> Any:
+    def allreduce(
+        self, tensors: Given, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
         """Reduce each tensor over all ranks, in place."""
         if type(opts) is AllreduceOptions and not opts.asyncOp:
             op = BY_HASH.get(hash(opts.reduceOp), "")
@@ -71,7 +74,7 @@ class Collectives:
 
     def allreduce_coalesced(
         self, tensors: Given, opts: Any = None, timeout: timedelta | None = None
-    ) -> Any:
+    ) -> dist.Work:
         """Reduce several tensors as one operation, in place.
 
         On a CPU tensors of one dtype are reduced as one flat tensor. gloo does so too, and an
@@ -87,7 +90,7 @@ class Collectives:
 
     def reduce(
         self, tensors: Given, root: Any = None, op: Any = None, timeout: timedelta | None = None
-    ) -> Any:
+    ) -> dist.Work:
         """Reduce a tensor over all ranks, in place on the root."""
         opts = options(c10d.ReduceOptions, root, timeout, rootRank=root, reduceOp=op)
         out = single(tensors)
@@ -98,7 +101,7 @@ class Collectives:
 
     def reduce_scatter(
         self, out: Given, inputs: Sequence[Any], op: Any = None, timeout: timedelta | None = None
-    ) -> Any:
+    ) -> dist.Work:
         """Fill ``out`` of rank r with the reduction of tensor r of all ranks.
 
         On a CPU each part is reduced by itself from three ranks on, for the bits of gloo.
@@ -107,18 +110,18 @@ class Collectives:
         target = single(out)
         ring = self._ring_for([target])
         reduction = arguments_of(opts.reduceOp)
-        call = partial(ring.reduce_scatter, target, parts(inputs), **reduction)
+        call: partial[Any] = partial(ring.reduce_scatter, target, parts(inputs), **reduction)
         if ring.stream is None and ring.size > 2:
             call = partial(reduce_scatter_each, ring, target, parts(inputs), **reduction)
         return self._issue(ring, Step([call], [target], lists=True), opts)
 
-    def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
+    def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> dist.Work:
         """Fill ``out`` of rank r with the reduction of part r of all ranks."""
         return self.reduce_scatter_single_coalesced([out], [x], opts)
 
     def reduce_scatter_single_coalesced(
         self, outs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Any:
+    ) -> dist.Work:
         """Make several ``reduce_scatter_single`` as one operation."""
         opts = options(c10d.ReduceScatterOptions, opts)
         targets = listed(outs)
@@ -130,7 +133,9 @@ class Collectives:
 
     # -- copies ------------------------------------------------------------------------------------
 
-    def broadcast(self, tensors: Given, root: Any = None, timeout: timedelta | None = None) -> Any:
+    def broadcast(
+        self, tensors: Given, root: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
         """Fill the tensors of every rank with those of the root."""
         opts = options(c10d.BroadcastOptions, root, timeout, rootRank=root)
         copied = listed(tensors)
@@ -138,7 +143,7 @@ class Collectives:
         calls = [partial(ring.broadcast, x, x, root=opts.rootRank) for x in copied]
         return self._issue(ring, Step(calls, copied), opts)
 
-    def allgather(self, outs: Sequence[Any], x: Given, opts: Any = None) -> Any:
+    def allgather(self, outs: Sequence[Any], x: Given, opts: Any = None) -> dist.Work:
         """Fill tensor r of ``outs`` on every rank with ``x`` of rank r; sizes may differ."""
         opts = options(c10d.AllgatherOptions, opts)
         targets, source = parts(outs), single(x)
@@ -148,7 +153,7 @@ class Collectives:
 
     def allgather_coalesced(
         self, outs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Any:
+    ) -> dist.Work:
         """Gather several tensors: ``outs[r][i]`` is tensor i of rank r."""
         opts = options(c10d.AllgatherOptions, opts)
         sources, rows = listed(inputs), [listed(row) for row in outs]
@@ -159,13 +164,13 @@ class Collectives:
         ]
         return self._issue(ring, Step(calls, [x for row in rows for x in row], lists=True), opts)
 
-    def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
+    def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> dist.Work:
         """Fill ``out`` on every rank with ``x`` of all ranks in their order."""
         return self.all_gather_single_coalesced([out], [x], opts)
 
     def all_gather_single_coalesced(
         self, outs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Any:
+    ) -> dist.Work:
         """Make several ``all_gather_single`` as one operation."""
         opts = options(c10d.AllgatherOptions, opts)
         targets, sources = listed(outs), listed(inputs)
@@ -176,7 +181,7 @@ class Collectives:
 
     def gather(
         self, outs: Sequence[Any], x: Given, root: Any = None, timeout: timedelta | None = None
-    ) -> Any:
+    ) -> dist.Work:
         """Fill tensor r of ``outs`` on the root with ``x`` of rank r."""
         opts = options(c10d.GatherOptions, root, timeout, rootRank=root)
         source, targets = single(x), parts(outs)
@@ -187,7 +192,7 @@ class Collectives:
 
     def scatter(
         self, out: Given, inputs: Sequence[Any], root: Any = None, timeout: timedelta | None = None
-    ) -> Any:
+    ) -> dist.Work:
         """Fill ``out`` of rank r with tensor r of the root."""
         opts = options(c10d.ScatterOptions, root, timeout, rootRank=root)
         target = single(out)
@@ -205,7 +210,7 @@ class Collectives:
         out_splits: Sequence[int],
         in_splits: Sequence[int],
         opts: Any = None,
-    ) -> Any:
+    ) -> dist.Work:
         """Send part j of ``x`` to rank j; empty splits stand for equal parts."""
         opts = options(c10d.AllToAllOptions, opts)
         target, source = single(out), single(x)
@@ -214,7 +219,9 @@ class Collectives:
         call = partial(ring.all_to_all, target, source, out_splits=takes, in_splits=sends)
         return self._issue(ring, Step([call], [target]), opts)
 
-    def alltoall(self, outs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
+    def alltoall(
+        self, outs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
         """Send tensor j of ``inputs`` to rank j; fill tensor j of ``outs`` with what it sends."""
         opts = options(c10d.AllToAllOptions, opts)
         targets, sources = listed(outs), listed(inputs)

@@ -10,6 +10,7 @@ from commlib.core.context import CommContext
 from commlib.core.stream_mode import MODES
 from commlib.core.tensors import is_symbolic
 from commlib.core.validation import check_pair
+from commlib.core.work import Work
 
 Tensor = torch.Tensor
 
@@ -30,7 +31,7 @@ def all_reduce_flat(
     sync_op: bool = True,
     timeout: float | None = None,
     **how: Any,
-) -> Any:
+) -> list[Tensor] | Work[list[Tensor]]:
     """Reduce all tensors in one ``all_reduce``, in place; returns its work if it has one.
 
     Args:
@@ -59,7 +60,7 @@ def reduce_scatter_each(
     use_calc_stream: bool = True,
     sync_op: bool = True,
     timeout: float | None = None,
-) -> Any:
+) -> Tensor | Work[Tensor]:
     """Make the ring's ``reduce_scatter`` of a list, by a reduce per part."""
     mode = MODES[use_calc_stream, sync_op, True]
     name = "reduce_scatter"

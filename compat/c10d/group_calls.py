@@ -4,9 +4,10 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from commlib.compat.c10d import group_rings, pairs
@@ -14,7 +15,7 @@ from commlib.compat.c10d.collectives import Collectives, Given
 from commlib.compat.c10d.launching import Batch, Step, launch, launch_async
 from commlib.compat.c10d.options import options, single
 from commlib.compat.c10d.work import DONE, GroupWork, HostBarrier
-from commlib.core.call_order import CallOrder
+from commlib.core.calls.order import CallOrder
 from commlib.core.context import CommContext
 from commlib.core.dispatch import is_plain
 from commlib.core.tensors import is_symbolic
@@ -82,7 +83,7 @@ class GroupCalls(Collectives):
 
     def _issue(
         self, ring: CommContext, step: Step, opts: Any, kind: type[GroupWork] = GroupWork
-    ) -> Any:
+    ) -> dist.Work:
         """Launch a step as its options say, or keep it for the end of coalescing."""
         self._sequence += 1
         pairs.flush()
@@ -119,21 +120,21 @@ class GroupCalls(Collectives):
     def _is_coalescing(self) -> bool:
         return get_ident() in self._batches
 
-    def send(self, tensors: Given, peer: int, tag: int = 0) -> Any:
+    def send(self, tensors: Given, peer: int, tag: int = 0) -> dist.Work:
         """Send a tensor to position ``peer``; NCCL ignores the tag."""
         x = single(tensors)
         ring = self._ring_for([x])
         tags = {"tag": tag} if tag and ring.stream is None else {}
         return self._pair(ring, Step([partial(ring.send, x, peer=peer, **tags)], [x]), -1)
 
-    def recv(self, tensors: Given, peer: int, tag: int = 0) -> Any:
+    def recv(self, tensors: Given, peer: int, tag: int = 0) -> dist.Work:
         """Fill a tensor with what position ``peer`` sends; NCCL ignores the tag."""
         out = single(tensors)
         ring = self._ring_for([out])
         tags = {"tag": tag} if tag and ring.stream is None else {}
         return self._pair(ring, Step([partial(ring.recv, out, peer=peer, **tags)], [out]), peer)
 
-    def _pair(self, ring: CommContext, step: Step, source: int) -> Any:
+    def _pair(self, ring: CommContext, step: Step, source: int) -> dist.Work:
         if ring.stream is not None and not self._is_coalescing():
             return pairs.queue(ring, self._in_order(ring, step), source)
         work = self._issue(ring, step, _DEFAULTS)
@@ -141,11 +142,11 @@ class GroupCalls(Collectives):
             work._source = source
         return work
 
-    def recv_anysource(self, tensors: Given, tag: int = 0) -> Any:
+    def recv_anysource(self, tensors: Given, tag: int = 0) -> NoReturn:
         """Raise an error for a receive from any rank."""
         raise NotImplementedError("recv without src: rings receive from one rank; pass src=")
 
-    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Block the host, in ``wait()`` of the work, until every rank has called it."""
         opts = options(c10d.BarrierOptions, opts, timeout)
         ring = self._main if opts.device is None else self.rings.get(opts.device.type, self._main)
@@ -177,7 +178,7 @@ class GroupCalls(Collectives):
         """Keep the calls of this thread until ``end_coalescing``; drop those of a broken block."""
         self._batches[get_ident()] = Batch()
 
-    def end_coalescing(self) -> Any:
+    def end_coalescing(self) -> dist.Work:
         """Launch the calls as one operation, and return the work of all of them.
 
         Raises:

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from commlib.core.call_order import CallOrder, open_order
+from commlib.core.calls.order import CallOrder, open_order
 from commlib.core.context import CommContext
 from commlib.core.devices import checked_device, default_device
 from commlib.core.manager import CommContextManager

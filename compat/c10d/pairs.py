@@ -4,7 +4,7 @@ import threading
 from contextlib import nullcontext
 from datetime import timedelta
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -23,7 +23,7 @@ class PairWork(GroupWork):
         super().__init__(queued.ring, [], step.tensors, source=source)
         self._queue = queued
 
-    def get_future(self) -> Any:
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Launch what is queued, and return a future of the outputs."""
         self._queue.launch()
         return super().get_future()

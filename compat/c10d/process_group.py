@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from commlib.compat.c10d import group_rings
 from commlib.compat.c10d.group_calls import GroupCalls
-from commlib.core.call_order import CallOrder
+from commlib.core.calls.order import CallOrder
 from commlib.core.context import CommContext
 from commlib.errors import DeviceError
 from commlib.rendezvous.world import World

@@ -13,7 +13,7 @@ from commlib.compat.c10d.bridges import calls_of
 from commlib.compat.c10d.group_calls import NAME
 from commlib.errors import ArgumentError
 
-_stock: Callable[..., Any] = distributed_c10d.split_group
+_stock: Callable[..., dist.ProcessGroup | None] = distributed_c10d.split_group
 
 
 @wraps(_stock)
@@ -23,7 +23,7 @@ def split_group(
     timeout: timedelta | None = None,
     pg_options: Any = None,
     group_desc: str | None = None,
-) -> Any:
+) -> dist.ProcessGroup | None:
     """Return the group of this rank's part of the parent; None if it is in none.
 
     Every member of the parent calls it with the same lists of positions in the parent.
@@ -43,13 +43,14 @@ def split_group(
     rank = parent.rank()
     for part in split_ranks or []:
         if rank in part:
-            return dist.new_group(
+            made: dist.ProcessGroup = dist.new_group(
                 [ranks[position] for position in sorted(part)],
                 timeout,
                 NAME,
                 use_local_synchronization=True,
                 group_desc=group_desc,
             )
+            return made
     return None
 
 

@@ -48,11 +48,11 @@ class GroupWork(dist.Work):
         self._join(timeout if timeout > _NO_TIMEOUT else None)
         return True
 
-    def get_future(self) -> Any:
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Return a future of the outputs; it needs no one to call ``wait``."""
         if self._ring.stream is not None:
             return self._future_of_stream(self._ring.stream)
-        future: Any = torch.futures.Future()
+        future: torch.futures.Future[Any] = torch.futures.Future()
 
         def complete() -> None:
             try:
@@ -66,10 +66,10 @@ class GroupWork(dist.Work):
             complete()
         return future
 
-    def _future_of_stream(self, stream: torch.cuda.Stream) -> Any:
+    def _future_of_stream(self, stream: torch.cuda.Stream) -> torch.futures.Future[list[Tensor]]:
         """Return a future whose waiters' streams wait for what ``stream`` has now."""
         device = self._ring.device
-        future: Any = torch.futures.Future(devices=[device])
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[device])
         for work in self._works:
             work._hold()  # the caller may drop this object, and its stream must not wait for that
         with torch.cuda.stream(stream):

@@ -116,18 +116,9 @@ def fused_multi_transformer(
     }
     layers = inputs.columns(columns, trans_qkvw)
     heads, head_dim = qkv_weights[0].shape[1:3] if trans_qkvw else qkv_weights[0].shape[2:]
-    config = DecoderConfig(
-        hidden=x.shape[-1],
-        heads=heads * size,
-        kv_heads=heads * size,
-        head_dim=head_dim,
-        inner=ffn1_weights[0].shape[-1] * size,
-        norm="layer",
-        pre_norm=pre_layer_norm,
-        activation=activation,
-        gated=False,
-        eps=epsilon,
-    )
+    inner = ffn1_weights[0].shape[-1] * size
+    options = {"pre_norm": pre_layer_norm, "activation": activation, "eps": epsilon}
+    config = _config(x.shape[-1], heads * size, head_dim, inner, options)
     cache, prefix = inputs.cache(config, len(layers), cache_kvs, pre_caches)
     lengths, mask = inputs.lengths(seq_lens), inputs.mask(attn_mask)
     start = prefix if time_step is None else _start(x, time_step, lengths)
@@ -135,20 +126,29 @@ def fused_multi_transformer(
         mask = _narrowed(x, mask, start, prefix, time_step, lengths)
     rotary = inputs.rotary(rotary_embs, rotary_emb_dims, head_dim)
     inputs.fill(cache, pre_caches, prefix)
-    y = ops.fused_multi_transformer(
-        x,
-        layers,
-        cache,
-        None if ring is None else ring_id,
-        config=config,
-        start=start,
-        rotary=rotary,
-        attn_mask=mask,
-    )
+    given: dict[str, Any] = {"start": start, "rotary": rotary, "attn_mask": mask}
+    number = None if ring is None else ring_id
+    y = ops.fused_multi_transformer(x, layers, cache, number, config=config, **given)
     if lengths is not None and time_step is None:
         rows = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
         y = y.masked_fill(rows.unsqueeze(-1), 0)
     return y if cache_kvs is None else (y, cache_kvs)
+
+
+def _config(
+    hidden: int, heads: int, head_dim: int, inner: int, options: dict[str, Any]
+) -> DecoderConfig:
+    """Return the sizes of all ranks together, with the legacy operator's norm."""
+    return DecoderConfig(
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=head_dim,
+        inner=inner,
+        norm="layer",
+        gated=False,
+        **options,
+    )
 
 
 def _check_stage(where: str, time_step: Any, cache_kvs: Any, pre_caches: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 from commlib import ops
 from commlib.compat.paddle.checks import ring_of, ring_of_size
 from commlib.core.context import CommContext
-from commlib.core.rings import new_ring
+from commlib.core.rings.opening import new_ring
 from commlib.errors import ArgumentError
 
 Tensor = torch.Tensor

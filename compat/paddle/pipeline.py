@@ -10,7 +10,7 @@ from commlib.compat.paddle.checks import ring_of
 from commlib.compat.paddle.moves import c_broadcast
 from commlib.compat.paddle.reductions import c_allreduce_sum
 from commlib.core.context import CommContext
-from commlib.core.rings import new_ring
+from commlib.core.rings.opening import new_ring
 from commlib.errors import ArgumentError
 from commlib.graph.pipelines.layers import Layers
 from commlib.graph.pipelines.pipeline import pipeline

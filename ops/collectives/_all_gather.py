@@ -3,7 +3,10 @@
 from typing import Any, Literal, overload
 
 import torch
+from torch.compiler import is_compiling
 
+from commlib.core.dispatch import is_plain
+from commlib.core.manager import _rings
 from commlib.core.stream_mode import MODES
 from commlib.core.work import Work
 from commlib.ops.arguments import Ring, eager_ring, ring_number
@@ -75,9 +78,12 @@ def all_gather(
         RingError: The ring does not exist, or it has failed.
         DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
-    ring, plain = eager_ring("all_gather", ring_id, x, out, use_calc_stream, sync_op)
+    number = ring_id if type(ring_id) is int else ring_number("all_gather", ring_id)
+    ring = _rings.get(number) if type(number) is int and not is_compiling() else None
+    plain = ring is not None and is_plain(ring, x, x if out is None else out)
+    if not plain:
+        ring = eager_ring("all_gather", number, x, out, use_calc_stream, sync_op)
     if ring is None:
-        number = ring_number("all_gather", ring_id)
         return deliver(_registered_op(x, number, size_of(number), use_calc_stream), out, sync_op)
     if out is None:
         out = (

@@ -3,8 +3,10 @@
 from typing import Any, Literal, overload
 
 import torch
+from torch.compiler import is_compiling
 
-from commlib.core.manager import comm
+from commlib.core.dispatch import is_plain
+from commlib.core.manager import _rings, comm
 from commlib.core.stream_mode import MODES
 from commlib.core.work import Work
 from commlib.errors import ArgumentError
@@ -103,10 +105,14 @@ def all_reduce(
         RingError: The ring does not exist, or it has failed.
         DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
-    ring, plain = eager_ring("all_reduce", ring_id, x, out, use_calc_stream, sync_op)
+    number = ring_id if type(ring_id) is int else ring_number("all_reduce", ring_id)
+    ring = _rings.get(number) if type(number) is int and not is_compiling() else None
+    plain = ring is not None and is_plain(ring, x, x if out is None else out)
+    if not plain:
+        ring = eager_ring("all_reduce", number, x, out, use_calc_stream, sync_op)
     if ring is None:
         _check_backward(backward)
-        number, name = ring_number("all_reduce", ring_id), reduction_name(op)
+        name = reduction_name(op)
         result = _registered_op(x, number, name, factor, backward, use_calc_stream)
         return deliver(result, out, sync_op)
     if out is None and (fenced or use_calc_stream):

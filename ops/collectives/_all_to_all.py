@@ -4,7 +4,10 @@ from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
+from torch.compiler import is_compiling
 
+from commlib.core.dispatch import is_plain
+from commlib.core.manager import _rings
 from commlib.core.work import Work
 from commlib.ops.arguments import Ring, eager_ring, ring_number
 from commlib.ops.registered.library import deliver, raw_output, register, rows
@@ -86,9 +89,11 @@ def all_to_all(
         RingError: The ring does not exist, or it has failed.
         DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
-    ring, _ = eager_ring("all_to_all", ring_id, x, out, use_calc_stream, sync_op)
+    number = ring_id if type(ring_id) is int else ring_number("all_to_all", ring_id)
+    ring = _rings.get(number) if type(number) is int and not is_compiling() else None
+    if ring is None or not is_plain(ring, x, x if out is None else out):
+        ring = eager_ring("all_to_all", number, x, out, use_calc_stream, sync_op)
     if ring is None:
-        number = ring_number("all_to_all", ring_id)
         splits = _list(out_splits), _list(in_splits)
         result = _registered_op(x, number, size_of(number), *splits, use_calc_stream)
         return deliver(result, out, sync_op)

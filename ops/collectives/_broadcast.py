@@ -3,8 +3,10 @@
 from typing import Any, Literal, overload
 
 import torch
+from torch.compiler import is_compiling
 
-from commlib.core.manager import comm
+from commlib.core.dispatch import is_plain
+from commlib.core.manager import _rings, comm
 from commlib.core.work import Work
 from commlib.ops.arguments import Ring, eager_ring, ring_number
 from commlib.ops.registered.library import (
@@ -88,9 +90,11 @@ def broadcast(
         DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
         PeerError: ``root`` is not a position of the ring.
     """
-    ring, _ = eager_ring("broadcast", ring_id, x, out, use_calc_stream, sync_op)
+    number = ring_id if type(ring_id) is int else ring_number("broadcast", ring_id)
+    ring = _rings.get(number) if type(number) is int and not is_compiling() else None
+    if ring is None or not is_plain(ring, x, x if out is None else out):
+        ring = eager_ring("broadcast", number, x, out, use_calc_stream, sync_op)
     if ring is None:
-        number = ring_number("broadcast", ring_id)
         return deliver(_registered_op(x, number, root, use_calc_stream), out, sync_op)
     if out is None:
         out = like(x) if fenced or use_calc_stream else raw_output(ring, like, x)

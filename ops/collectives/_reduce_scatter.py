@@ -3,8 +3,11 @@
 from typing import Any, Literal, overload
 
 import torch
+from torch.compiler import is_compiling
 
 from commlib.core.context import CommContext
+from commlib.core.dispatch import is_plain
+from commlib.core.manager import _rings
 from commlib.core.stream_mode import MODES
 from commlib.core.work import Work
 from commlib.errors import ArgumentError
@@ -90,9 +93,13 @@ def reduce_scatter(
         RingError: The ring does not exist, or it has failed.
         DtypeError, ShapeError, DeviceError, ArgumentError: Before any launch.
     """
-    ring, plain = eager_ring("reduce_scatter", ring_id, x, out, use_calc_stream, sync_op)
+    number = ring_id if type(ring_id) is int else ring_number("reduce_scatter", ring_id)
+    ring = _rings.get(number) if type(number) is int and not is_compiling() else None
+    plain = ring is not None and is_plain(ring, x, x if out is None else out)
+    if not plain:
+        ring = eager_ring("reduce_scatter", number, x, out, use_calc_stream, sync_op)
     if ring is None:
-        number, name = ring_number("reduce_scatter", ring_id), reduction_name(op)
+        name = reduction_name(op)
         result = _registered_op(x, number, size_of(number), name, use_calc_stream)
         return deliver(result, out, sync_op)
     if out is None:

@@ -4,7 +4,7 @@ import torch
 
 from commlib.errors import ArgumentError
 from commlib.ops.expert_parallel._number_count import number_count
-from commlib.ops.expert_parallel.expert_ids import check_ids, check_number
+from commlib.ops.expert_parallel.ids import check_ids, check_number
 from commlib.ops.registered.library import needs_op, register
 from commlib.streams import capturing
 

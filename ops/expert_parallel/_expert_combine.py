@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from commlib.ops.expert_parallel import expert_moves
-from commlib.ops.expert_parallel.expert_checks import check_handle
-from commlib.ops.expert_parallel.expert_handle import ExpertHandle
-from commlib.ops.expert_parallel.expert_ids import check_tensor
-from commlib.ops.expert_parallel.expert_moves import Move, saved
+from commlib.ops.expert_parallel import moves
+from commlib.ops.expert_parallel.checks import check_handle
+from commlib.ops.expert_parallel.handle import ExpertHandle
+from commlib.ops.expert_parallel.ids import check_tensor
+from commlib.ops.expert_parallel.moves import Move, saved
 from commlib.ops.registered.library import once, register, traced
 
 Tensor = torch.Tensor
@@ -57,15 +57,15 @@ def expert_combine(
     tables = handle.expert_ids, handle.positions, handle.sources, handle.row_weights
     numbers = handle.size, handle.num_experts, handle.capacity
     move = Move(*tables, handle.active, ring_id, *numbers, use_calc_stream, weighted)
-    if traces or needs_grad or expert_moves.is_on_host(ring_id):
-        op: Any = expert_moves.sums if weights is None else _registered_op
+    if traces or needs_grad or moves.is_on_host(ring_id):
+        op: Any = moves.sums if weights is None else _registered_op
         total: Tensor = op(*values, *move)
         return total
-    return expert_moves.combined(y, *move)
+    return moves.combined(y, *move)
 
 
 def _run(y: Tensor, weights: Tensor, *given: Any) -> Tensor:
-    return expert_moves.combined(y, *given)
+    return moves.combined(y, *given)
 
 
 def _fake(y: Tensor, weights: Tensor, *_: Any) -> Tensor:
@@ -80,12 +80,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     move, y = saved(ctx), ctx.saved_tensors[-1]
     of_weights = None
-    with expert_moves.same_gradients(NAME):
+    with moves.same_gradients(NAME):
         of_y, dots = _gradients(grad, y, *move)
         if y is not None:
             # A dot product is in the column of its choice: the sum of a token's rows are its
             # gradients.
-            columns = expert_moves.sums(dots, *move._replace(weighted=False))
+            columns = moves.sums(dots, *move._replace(weighted=False))
             of_weights = columns[:, : move.positions.shape[1]]
     return of_y, of_weights, *[None] * len(move)
 
@@ -94,9 +94,9 @@ def _run_gradients(grad: Tensor, y: Tensor | None, *given: Any) -> tuple[Tensor,
     """Return the gradient of y, and each row's dot product with y in the column of its choice."""
     move = Move(*given)
     if y is None:
-        of_y = expert_moves.scattered(grad, *move)
+        of_y = moves.scattered(grad, *move)
         return of_y, of_y.new_empty(0, dtype=torch.float32)
-    rows = expert_moves.scattered(grad, *move._replace(weighted=False))
+    rows = moves.scattered(grad, *move._replace(weighted=False))
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     of_y = (wide * move.row_weights.view(*rows.shape[:2], 1)).to(rows.dtype)
     choice = move.sources[:, 2].view(rows.shape[:2]).long()
@@ -111,20 +111,20 @@ def _columns(move: Move) -> int:
 
 
 def _fake_gradients(grad: Tensor, y: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
-    of_y = expert_moves.fake_rows(grad, *given)
+    of_y = moves.fake_rows(grad, *given)
     shape = (0,) if y is None else (*of_y.shape[:2], _columns(Move(*given)))
     return of_y, grad.new_empty(shape, dtype=torch.float32)
 
 
 _registered_op = register(
-    f"{NAME}(Tensor y, Tensor weights, {expert_moves.SCHEMA}) -> Tensor",
+    f"{NAME}(Tensor y, Tensor weights, {moves.SCHEMA}) -> Tensor",
     _run,
     _fake,
     setup=_setup,
     backward=_backward,
 )
 _gradients = register(
-    f"{NAME}_gradients(Tensor grad, Tensor? y, {expert_moves.SCHEMA}) -> (Tensor, Tensor)",
+    f"{NAME}_gradients(Tensor grad, Tensor? y, {moves.SCHEMA}) -> (Tensor, Tensor)",
     _run_gradients,
     _fake_gradients,
     backward=once(NAME),

@@ -9,18 +9,18 @@ from commlib.core.group import needs_result
 from commlib.core.manager import comm
 from commlib.errors import ArgumentError
 from commlib.ops.arguments import Ring, ring_number
-from commlib.ops.expert_parallel import expert_calls, expert_moves
-from commlib.ops.expert_parallel.expert_checks import (
+from commlib.ops.expert_parallel import calls, moves
+from commlib.ops.expert_parallel.checks import (
     check_dispatch,
     check_options,
     ids_of,
     weights_of,
 )
-from commlib.ops.expert_parallel.expert_handle import Dispatched, ExpertHandle
-from commlib.ops.expert_parallel.expert_moves import Move, saved
+from commlib.ops.expert_parallel.handle import Dispatched, ExpertHandle
+from commlib.ops.expert_parallel.moves import Move, saved
 from commlib.ops.registered.library import register, traced
 from commlib.ops.registered.traced_ring import size_of, sized
-from commlib.p2p.expert_tables import Choices, ExpertSpec
+from commlib.p2p.experts.tables import Choices, ExpertSpec
 
 Tensor = torch.Tensor
 
@@ -99,7 +99,7 @@ def expert_dispatch(
             f"{NAME}: x requires grad with quantize={quantize!r}, which has no gradient; pass "
             f"x.detach(), or leave quantize= away"
         )
-    call: Any = _registered_op if traces or needs_grad or expert_moves.is_on_host(ring_id) else _run
+    call: Any = _registered_op if traces or needs_grad or moves.is_on_host(ring_id) else _run
     size, own = size_of(ring_id), None if scaled is None else scaled.detach()
     options = quantize == "fp8", on_overflow == "error", use_calc_stream
     given = _Given(x, ids, own, active, ring_id, size, num_experts, capacity, *options)
@@ -137,14 +137,14 @@ def _run(*values: Any) -> tuple[Tensor, ...]:
     ring, calc = sized(NAME, given.ring_id, given.size), given.use_calc_stream
     choices, spec = given.checked(ring)
     needs_result(ring, NAME)
-    rows, scales, tables, counts = expert_calls.dispatch(ring, given.x, choices, spec, calc)
+    rows, scales, tables, counts = calls.dispatch(ring, given.x, choices, spec, calc)
     return rows, scales, *tables, *counts
 
 
 def _fake(*values: Any) -> tuple[Tensor, ...]:
     given = _Given(*values)
     choices, spec = given.checked(comm(given.ring_id))
-    rows, scales, tables, counts = expert_calls.outputs(given.x, choices.ids, spec, given.size)
+    rows, scales, tables, counts = calls.outputs(given.x, choices.ids, spec, given.size)
     return rows, scales, *tables, *counts
 
 
@@ -158,8 +158,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    with expert_moves.same_gradients(NAME):
-        return expert_moves.sums(grad, *saved(ctx)), *[None] * (len(_Given._fields) - 1)
+    with moves.same_gradients(NAME):
+        return moves.sums(grad, *saved(ctx)), *[None] * (len(_Given._fields) - 1)
 
 
 _registered_op = register(

@@ -3,7 +3,7 @@
 import torch
 
 from commlib.errors import ShapeError
-from commlib.ops.expert_parallel.expert_ids import check_ids, check_number
+from commlib.ops.expert_parallel.ids import check_ids, check_number
 
 
 def limit_by_capacity(

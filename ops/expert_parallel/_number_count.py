@@ -2,7 +2,7 @@
 
 import torch
 
-from commlib.ops.expert_parallel.expert_ids import check_ids, check_number
+from commlib.ops.expert_parallel.ids import check_ids, check_number
 
 
 def number_count(numbers: torch.Tensor, upper_range: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import torch
 
 from commlib.errors import ShapeError
-from commlib.ops.expert_parallel.expert_ids import check_ids, check_tensor
+from commlib.ops.expert_parallel.ids import check_ids, check_tensor
 
 
 def random_routing(

@@ -15,11 +15,11 @@ from commlib.core.manager import comm
 from commlib.core.observers import unwatched
 from commlib.core.validation import check_tensor
 from commlib.errors import ArgumentError, CapacityError, CommError, DtypeError, ShapeError
-from commlib.ops.expert_parallel import expert_moves
-from commlib.ops.expert_parallel.expert_agreement import CAPACITY, Number, check_once
-from commlib.ops.expert_parallel.expert_checks import FLOATS
-from commlib.ops.expert_parallel.expert_ids import check_number
-from commlib.ops.expert_parallel.expert_moves import Move
+from commlib.ops.expert_parallel import moves
+from commlib.ops.expert_parallel.agreement import CAPACITY, Number, check_once
+from commlib.ops.expert_parallel.checks import FLOATS
+from commlib.ops.expert_parallel.ids import check_number
+from commlib.ops.expert_parallel.moves import Move
 from commlib.ops.expert_parallel.plain_exchange import PlainExchange
 from commlib.ops.expert_parallel.row_counts import COLLECTIVES, check_counts, counts_error
 from commlib.ops.registered.library import register, traced
@@ -46,7 +46,7 @@ def counted(
     traces = traced(name, use_calc_stream, True, ring_id, x=x, **counts)
     if not torch.compiler.is_compiling():
         _check(comm(ring_id), x, counts, back)
-    registered = traces or expert_moves.is_on_host(ring_id)
+    registered = traces or moves.is_on_host(ring_id)
     size, count = size_of(ring_id), x.shape[0]
     own_rows, most = (capacity, count) if back else (count, capacity)
     call: Any = _tables if registered else _run
@@ -56,10 +56,10 @@ def counted(
     move = Move(*tables, None, ring_id, size, experts, most, use_calc_stream, weighted=False)
     registered = registered or (torch.is_grad_enabled() and x.requires_grad)
     if back:
-        call = expert_moves.sums if registered else expert_moves.combined
+        call = moves.sums if registered else moves.combined
         own: Tensor = call(x.unsqueeze(0), *move)
         return own
-    call = expert_moves.rows if registered else expert_moves.scattered
+    call = moves.rows if registered else moves.scattered
     received: Tensor = call(x, *move)
     return received.squeeze(0)
 

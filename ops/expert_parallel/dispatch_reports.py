@@ -4,7 +4,7 @@ import torch
 
 from commlib.core.device_reports import capacity_error
 from commlib.errors import CapacityError
-from commlib.p2p.expert_tables import Overflow, local_experts
+from commlib.p2p.experts.tables import Overflow, local_experts
 from commlib.rendezvous.identity import RingIdentity
 
 

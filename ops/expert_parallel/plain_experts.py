@@ -7,9 +7,9 @@ import torch
 
 from commlib.core.context import CommContext
 from commlib.core.observers import unwatched
+from commlib.ops.expert_parallel.agreement import check_spec
+from commlib.ops.expert_parallel.checks import check_memory
 from commlib.ops.expert_parallel.dispatch_reports import describe_overflow, overflow_of
-from commlib.ops.expert_parallel.expert_agreement import check_spec
-from commlib.ops.expert_parallel.expert_checks import check_memory
 from commlib.ops.expert_parallel.plain_exchange import (
     PlainExchange,
     packed,
@@ -19,7 +19,7 @@ from commlib.ops.expert_parallel.plain_exchange import (
 )
 from commlib.ops.expert_parallel.quantize import quantized
 from commlib.ops.expert_parallel.routing import ChosenExperts, links, row_sources
-from commlib.p2p.expert_tables import (
+from commlib.p2p.experts.tables import (
     Choices,
     ExpertCounts,
     ExpertSpec,

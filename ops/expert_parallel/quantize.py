@@ -2,7 +2,7 @@
 
 import torch
 
-from commlib.p2p.expert_tables import FLOAT8, GROUP
+from commlib.p2p.experts.tables import FLOAT8, GROUP
 
 LARGEST = 448.0  # of FLOAT8
 

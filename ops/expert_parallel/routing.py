@@ -3,7 +3,7 @@
 import torch
 
 from commlib.ops.expert_parallel._number_count import number_count
-from commlib.p2p.expert_tables import local_experts
+from commlib.p2p.experts.tables import local_experts
 
 Tensor = torch.Tensor
 

@@ -16,6 +16,7 @@ from commlib.ops.inference._fused_multi_transformer import fused_multi_transform
 from commlib.ops.inference.config import DecoderConfig
 from commlib.ops.inference.kv_cache import KVCache
 from commlib.ops.inference.rotary import Rotary, rotary_tables
+from commlib.ops.inference.weight_sources import RandomWeights, WeightFiles
 from commlib.ops.inference.weights import DecoderLayer
 from commlib.ops.tensor_parallel._concat import concat
 
@@ -23,14 +24,6 @@ Tensor = torch.Tensor
 Track: TypeAlias = Callable[[Iterable[int]], Iterable[int]]
 
 THETA = 500_000.0  # of Llama 3
-PARTS = {  # the modules of Hugging Face in each weight
-    "attention_norm": ("input_layernorm",),
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "out": ("self_attn.o_proj",),
-    "ffn_norm": ("post_attention_layernorm",),
-    "up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +75,7 @@ class Llama:
             ArgumentError: The model can't be split over the ranks.
         """
         _check_split(ring, config, vocabulary)
-        draw = _Draw(ring.device, dtype, seed)
+        draw = RandomWeights(ring.device, dtype, seed)
         whole = (draw.layer(config, number) for number in track(range(layers)))
         return cls(
             ring,
@@ -113,7 +106,7 @@ class Llama:
         about = json.loads((folder / "config.json").read_text())
         config = llama_config(about)
         _check_split(ring, config, about["vocab_size"])
-        files = _Files(folder, ring.device, dtype)
+        files = WeightFiles(folder, ring.device, dtype)
         embedding = files.whole("model.embed_tokens.weight")
         tied = about.get("tie_word_embeddings")
         rope = about.get("rope_parameters") or about.get("rope_scaling") or {}
@@ -244,58 +237,3 @@ def _check_split(ring: CommContext, config: DecoderConfig, vocabulary: int) -> N
 
 def _rows(whole: Tensor, ring: CommContext) -> Tensor:
     return whole.chunk(ring.size)[ring.rank].clone()
-
-
-@dataclass(frozen=True)
-class _Draw:
-    """Random weights; each matrix has its own seed."""
-
-    device: torch.device
-    dtype: torch.dtype
-    seed: int
-
-    def matrix(self, number: int, *shape: int) -> Tensor:
-        generator = torch.Generator(self.device).manual_seed(self.seed * 2**32 + number)
-        values = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return values.normal_(0, 1 / math.sqrt(shape[-1]), generator=generator)
-
-    def layer(self, config: DecoderConfig, number: int) -> DecoderLayer:
-        weights = {}
-        for place, (name, shape) in enumerate(DecoderLayer.shapes(config).items()):
-            if len(shape) == 2:
-                weights[name] = self.matrix(100 * (number + 1) + place, *shape)
-            elif not name.endswith("bias"):
-                weights[name] = torch.ones(shape, dtype=self.dtype, device=self.device)
-        return DecoderLayer(**weights)
-
-
-class _Files:
-    """The weights in a folder."""
-
-    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-        from safetensors import safe_open
-
-        self._folder, self._device, self._dtype = folder, device, dtype
-        files: list[Any] = [safe_open(p, "pt") for p in sorted(folder.glob("*.safetensors"))]
-        self._owners = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-
-    def whole(self, *names: str) -> Tensor:
-        """Return one weight, or several with their rows after each other."""
-        missing = [name for name in names if name not in self._owners]
-        if missing:
-            raise ArgumentError(
-                f"Llama.load: {self._folder} has no {missing[0]}; expected it in a file of "
-                f"*.safetensors; save the model with save_pretrained"
-            )
-        parts = [self._owners[name].get_tensor(name) for name in names]
-        return torch.cat(parts).to(self._device, self._dtype)
-
-    def layer(self, number: int) -> DecoderLayer:
-        """Return a whole layer."""
-        weights = {}
-        for name, parts in PARTS.items():
-            paths = [f"model.layers.{number}.{part}" for part in parts]
-            weights[name] = self.whole(*(f"{path}.weight" for path in paths))
-            if f"{paths[0]}.bias" in self._owners:
-                weights[f"{name}_bias"] = self.whole(*(f"{path}.bias" for path in paths))
-        return DecoderLayer(**weights)

@@ -11,7 +11,7 @@ from commlib.ops.agreement import check_ranks_agree, refuse_together
 from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.lamb.eager import eager
 from commlib.ops.lamb.lamb_rings import NAME, LambRings
-from commlib.ops.lamb.parameters import check_new_group, check_params
+from commlib.ops.lamb.parameters import check_new_group, check_params, keep_rates
 from commlib.ops.lamb.settings import Settings, check_group, facts
 from commlib.ops.lamb.sharded_state import ShardedState
 from commlib.ops.lamb.state_checks import LOAD
@@ -94,8 +94,7 @@ class DistributedFusedLamb(torch.optim.Optimizer):
             DtypeError, DeviceError: A parameter can't be part of the buffers.
             RingError: A ring does not exist here.
         """
-        self._microbatches = 0
-        self._has_buffers = False
+        self._microbatches, self._has_buffers = 0, False
         ring = self._ring = comm(ring_number(NAME, ring_id))
         where, defaults = ring._describe(NAME), {"lr": lr, "betas": betas, "eps": eps}
         settings = self._settings = Settings(
@@ -244,11 +243,10 @@ class DistributedFusedLamb(torch.optim.Optimizer):
             ArgumentError: The buffers exist, or a setting of the group is out of range.
         """
         if self._has_buffers:
-            count = len(self._sharded.order)
             raise ArgumentError(
-                f"{self._describe('add_param_group')}: the flat buffers hold {count} "
-                f"parameters and can't grow; expected all parameters in the constructor; create a "
-                f"new optimizer with all of them"
+                f"{self._describe('add_param_group')}: the flat buffers hold "
+                f"{len(self._sharded.order)} parameters and can't grow; expected all parameters in "
+                f"the constructor; create a new optimizer with all of them"
             )
         where, number = self._ring._describe(NAME), len(self.param_groups)
         check_new_group(where, param_group)
@@ -297,9 +295,6 @@ class DistributedFusedLamb(torch.optim.Optimizer):
         check_ranks_agree(self._ring, LOAD, loaded)
         rates = [group["lr"] for group in self.param_groups]
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        for group, rate in zip(self.param_groups, rates, strict=True):
-            if isinstance(rate, Tensor):
-                rate.detach().copy_(torch.as_tensor(group["lr"]).view(rate.shape))
-                group["lr"] = rate
+        keep_rates(self.param_groups, rates)
         self._sharded.load(state_dict["state"])
         self._microbatches = 0

@@ -116,3 +116,11 @@ def _decayed(
                 f"None"
             ) from error
     return found
+
+
+def keep_rates(groups: Sequence[dict[str, Any]], rates: Sequence[Any]) -> None:
+    """Put the learning rates of ``groups`` into the tensors that had them: graphs read these."""
+    for group, rate in zip(groups, rates, strict=True):
+        if isinstance(rate, torch.Tensor):
+            rate.detach().copy_(torch.as_tensor(group["lr"]).view(rate.shape))
+            group["lr"] = rate

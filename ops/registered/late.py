@@ -31,10 +31,10 @@ _FAMILIES = {
 OPERATORS = {  # name in commlib.ops: module
     **{name: f"commlib.ops.{room}._{name}" for room, names in _FAMILIES.items() for name in names},
     "DistributedFusedLamb": "commlib.ops.lamb.optimizer",
-    "data_norm": "commlib.ops._data_norm",
+    "data_norm": "commlib.ops.normalisation._data_norm",
 }
 _OPS = {  # module that registers them: names in torch.ops.commlib
-    "_data_norm": ("data_norm", "data_norm_grad", "data_norm_update"),
+    "normalisation._data_norm": ("data_norm", "data_norm_grad", "data_norm_update"),
     "classification._class_center_sample": ("class_center_sample", "class_center_sample_cut"),
     "classification._margin_cross_entropy": ("margin_cross_entropy", "margin_cross_entropy_grad"),
     "classification._softmax_with_cross_entropy": (
@@ -47,7 +47,7 @@ _OPS = {  # module that registers them: names in torch.ops.commlib
     "expert_parallel._global_gather": ("from_experts",),
     "expert_parallel._global_scatter": ("to_experts",),
     "expert_parallel.counted_rows": ("counted_tables",),
-    "expert_parallel.expert_moves": ("expert_rows", "expert_sums"),
+    "expert_parallel.moves": ("expert_rows", "expert_sums"),
     "expert_parallel.row_counts": ("agreed_counts",),
     "inference.quantized_linear": ("quantized_linear",),
 }

@@ -10,9 +10,9 @@ from commlib.core.validation import overlaps_itself
 from commlib.errors import ArgumentError, DtypeError, ShapeError
 from commlib.ops.arguments import Ring
 from commlib.ops.tensor_parallel.attention import Cache, Masking, attend
-from commlib.ops.tensor_parallel.block_checks import BlockChecks, Expected
-from commlib.ops.tensor_parallel.block_ends import first_step, last_step
-from commlib.ops.tensor_parallel.block_steps import Dropout, LayerNorm, position_in
+from commlib.ops.tensor_parallel.blocks.checks import BlockChecks, Expected
+from commlib.ops.tensor_parallel.blocks.ends import first_step, last_step
+from commlib.ops.tensor_parallel.blocks.steps import Dropout, LayerNorm, position_in
 from commlib.ops.tensor_parallel.column_linear import autocast_dtype, column_linear
 
 Tensor = torch.Tensor
@@ -214,6 +214,17 @@ def _checked_cache(
             f"overlaps itself; expected separate memory for each element, because the call "
             f"writes to it; pass cache_kv.contiguous()"
         )
+    _check_positions(checks, length, position, tokens)
+    if torch.is_grad_enabled() and (x.requires_grad or qkv_weight.requires_grad):
+        raise ArgumentError(
+            f"{checks.where}: cache_kv with tensors that require grad; a cache serves inference; "
+            f"call it under torch.no_grad()"
+        )
+    return Cache(kv, position)
+
+
+def _check_positions(checks: BlockChecks, length: int, position: int, tokens: int) -> None:
+    """Refuse new tokens that do not fit into a cache of ``length`` positions."""
     if position > length:
         raise ArgumentError(
             f"{checks.where}: position={position}; expected 0 to {length}, the positions of "
@@ -224,12 +235,6 @@ def _checked_cache(
             f"{checks.where}: cache_kv has {length} positions; expected {position + tokens} or "
             f"more, for {tokens} tokens from position {position} on; allocate a larger cache_kv"
         )
-    if torch.is_grad_enabled() and (x.requires_grad or qkv_weight.requires_grad):
-        raise ArgumentError(
-            f"{checks.where}: cache_kv with tensors that require grad; a cache serves inference; "
-            f"call it under torch.no_grad()"
-        )
-    return Cache(kv, position)
 
 
 def _check_mask(

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from commlib.errors import ArgumentError
 from commlib.ops.arguments import Ring
-from commlib.ops.tensor_parallel.block_checks import BlockChecks, Expected
-from commlib.ops.tensor_parallel.block_ends import first_step, last_step
-from commlib.ops.tensor_parallel.block_steps import Dropout, LayerNorm
+from commlib.ops.tensor_parallel.blocks.checks import BlockChecks, Expected
+from commlib.ops.tensor_parallel.blocks.ends import first_step, last_step
+from commlib.ops.tensor_parallel.blocks.steps import Dropout, LayerNorm
 from commlib.ops.tensor_parallel.column_linear import column_linear
 
 Tensor = torch.Tensor
@@ -86,27 +86,9 @@ def fused_feedforward(
             f"activation='gelu'"
         )
     checks.hidden(x)
-    width = x.shape[2]
-    _, units = checks.weight("linear1_weight", linear1_weight, x, "width, units")
-    whole = Expected((width,), "[width], the same on every rank")
-    checks.tensors(
-        x,
-        {
-            "linear1_weight": (
-                linear1_weight,
-                Expected((width, units), "[width of x, units of this rank]"),
-            ),
-            "linear2_weight": (
-                linear2_weight,
-                Expected((units, width), "[units of this rank, width of x]"),
-            ),
-            "linear1_bias": (linear1_bias, Expected((units,), "[units of this rank]")),
-            "linear2_bias": (linear2_bias, whole),
-            "ln_weight": (ln_weight, whole),
-            "ln_bias": (ln_bias, whole),
-        },
-        norm="ln_",
-    )
+    _check_layers(checks, x, linear1_weight, linear1_bias, linear2_weight, linear2_bias)
+    whole = Expected((x.shape[2],), "[width], the same on every rank")
+    checks.tensors(x, {"ln_weight": (ln_weight, whole), "ln_bias": (ln_bias, whole)}, norm="ln_")
     dropout1 = Dropout(dropout1_rate, training, upscale_in_train)
     dropout2 = Dropout(dropout2_rate, training, upscale_in_train)
     checks.generators(x, draws=dropout1.draws or dropout2.draws)
@@ -125,3 +107,23 @@ def fused_feedforward(
         checks.ring_id,
         use_calc_stream,
     )
+
+
+def _check_layers(
+    checks: BlockChecks,
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+) -> None:
+    """Refuse weights and biases of other shapes than the units of this rank have."""
+    width = x.shape[2]
+    _, units = checks.weight("linear1_weight", weight1, x, "width, units")
+    expected: dict[str, tuple[Tensor | None, Expected]] = {
+        "linear1_weight": (weight1, Expected((width, units), "[width of x, units of this rank]")),
+        "linear2_weight": (weight2, Expected((units, width), "[units of this rank, width of x]")),
+        "linear1_bias": (bias1, Expected((units,), "[units of this rank]")),
+        "linear2_bias": (bias2, Expected((width,), "[width], the same on every rank")),
+    }
+    checks.tensors(x, expected, norm="ln_")

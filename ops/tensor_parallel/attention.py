@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from commlib.ops.tensor_parallel.block_steps import Dropout
+from commlib.ops.tensor_parallel.blocks.steps import Dropout
 
 Tensor = torch.Tensor
 

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from commlib.core.modes import depth, is_tracing
 from commlib.core.tensors import has_memory
 from commlib.ops.registered.library import once, register
-from commlib.ops.tensor_parallel.block_steps import Dropout, LayerNorm
+from commlib.ops.tensor_parallel.blocks.steps import Dropout, LayerNorm
 from commlib.ops.triton_support import has_triton
 
 Tensor = torch.Tensor

@@ -249,6 +249,16 @@ def main() -> None:
     except errors.MissingError:  # refused
         raise
     flags.set("FLAGS_comm_timeout_s", 60)
+    assert_type(flags.get("FLAGS_comm_timeout_s"), float)
+    assert_type(flags.get("FLAGS_custom_allreduce"), bool)
+    assert_type(flags.get("FLAGS_comm_async_blocks"), int)
+    assert_type(flags.get("FLAGS_comm_run_token"), str)
+    assert_type(flags.get("FLAGS_graph_verify"), int | str)
+    assert_type(flags.rows()[0]["name"], str)
+    assert_type(ring.report()["calls"], int)
+    for report in commlib.CommContextManager.instance().report():
+        assert_type(report["last"], str | None)
+    ring.report()["call"]  # refused: no such key
     commlib.shutdown(abort=True)
     commlib.shutdown(True)  # refused: options are keywords
 

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from commlib import CommContext, ops
-from commlib.ops.expert_parallel.expert_handle import Dispatched
-from commlib.p2p.expert_tables import GROUP, local_experts
+from commlib.ops.expert_parallel.handle import Dispatched
+from commlib.p2p.experts.tables import GROUP, local_experts
 from commlib.p2p.routes import routes
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 
-from commlib.core.call import Call, nothing
+from commlib.core.calls.call import Call, nothing
 from commlib.core.collectives.copies import Copies
 from commlib.core.collectives.parts import (
     check_parts,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from commlib import flags
-from commlib.core.call import Call, nothing
+from commlib.core.calls.call import Call, nothing
 from commlib.core.dispatch import begin, dispatch, is_plain
 from commlib.core.ring import Ring
 from commlib.core.stream_mode import MODES, Either, StreamMode, Unwaited, Waited
@@ -123,8 +123,8 @@ class AllReduce(Ring):
         count = x.numel()
         if out is not x and out.numel() != count:
             raise shape_mismatch(self, "all_reduce", out, count, "as many elements as x")
-        known = self._engine.reductions.get((x.dtype, op)) if factor is None else None
-        reduction = known or self._reduction("all_reduce", x, op, factor)
+        resolved = self._engine.reductions.get((x.dtype, op)) if factor is None else None
+        reduction = resolved or self._reduction("all_reduce", x, op, factor)
         launch = self._engine.all_reduce if count else nothing
         entry = ("all_reduce", count, x.dtype, reduction, None)
         call = Call("all_reduce", launch, (reduction,), out, x, 0, plain, entry, out)

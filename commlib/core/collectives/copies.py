@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 
-from commlib.core.call import Call, nothing
+from commlib.core.calls.call import Call, nothing
 from commlib.core.collectives.parts import (
     check_even,
     check_mode,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 
-from commlib.core.call import Call, Launch, nothing
+from commlib.core.calls.call import Call, Launch, nothing
 from commlib.core.collectives.parts import check_parts, fill, is_list, joined
 from commlib.core.dispatch import dispatch, is_plain
 from commlib.core.ring import Ring

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from commlib.core.call import Call
+from commlib.core.calls.call import Call
 from commlib.core.dispatch import dispatch, is_plain
 from commlib.core.ring import Ring
 from commlib.core.stream_mode import MODES
 from commlib.p2p.channel import ExpertKernels
-from commlib.p2p.expert_tables import ExpertSpec
+from commlib.p2p.experts.tables import ExpertSpec
 
 Tensor = torch.Tensor
 

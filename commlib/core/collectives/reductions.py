@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 
-from commlib.core.call import Call, nothing
+from commlib.core.calls.call import Call, nothing
 from commlib.core.collectives.all_reduce import AllReduce
 from commlib.core.collectives.parts import (
     check_parts,
@@ -117,12 +117,12 @@ class Reductions(AllReduce):
         count, total = out.numel(), x.numel()
         if count * self.size != total:
             raise shape_mismatch(self, "reduce_scatter", out, total / self.size, "x.numel() / size")
-        known = self._engine.reductions.get((x.dtype, op)) if factor is None else None
-        reduction = known or self._reduction("reduce_scatter", x, op, factor)
-        place = -self.rank * count if self._engine.parts_in_place else None
+        resolved = self._engine.reductions.get((x.dtype, op)) if factor is None else None
+        reduction = resolved or self._reduction("reduce_scatter", x, op, factor)
+        offset = -self.rank * count if self._engine.parts_in_place else None
         launch = self._engine.reduce_scatter if count else nothing
         entry = ("reduce_scatter", total, x.dtype, reduction, None)
-        call = Call("reduce_scatter", launch, (reduction,), out, x, place, plain, entry, out)
+        call = Call("reduce_scatter", launch, (reduction,), out, x, offset, plain, entry, out)
         if timeout is not None:
             return dispatch_within(self, call, mode, timeout)
         return dispatch(self, call, mode)

@@ -40,6 +40,7 @@ class CompiledCode(Described):
             draws=draws,
             generator=True,
             syncs=False,
+            waits=False,
             computes=True,
             copies=False,
             indexed=False,

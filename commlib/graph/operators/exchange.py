@@ -23,6 +23,7 @@ class Exchange:
         self._places, self._watched = places, watched
         self._inherited = [place for place in places if place[1] not in vars(place[0])]
         self._before: list[Any] = []
+        self._made: dict[Any, Any] = {}  # by the name and the function that each takes over from
         self._asking = 0
 
     @contextmanager
@@ -33,19 +34,17 @@ class Exchange:
             if self._asking == 1:
                 self._before = [getattr(where, name) for where, name in self._places]
                 for (where, name), function in zip(self._places, self._before, strict=True):
-                    setattr(where, name, self._watched(name, function))
+                    if (name, function) not in self._made:
+                        self._made[name, function] = self._watched(name, function)
+                    setattr(where, name, self._made[name, function])
         try:
             yield
         finally:
             with _lock:
                 self._asking -= 1
-                if not self._asking:
-                    self._put_back()
-
-    def _put_back(self) -> None:
-        for place, function in zip(self._places, self._before, strict=True):
-            if place in self._inherited:
-                delattr(*place)
-            else:
-                setattr(*place, function)
-        self._before = []
+                over = () if self._asking else zip(self._places, self._before, strict=True)
+                for place, function in over:
+                    if place in self._inherited:
+                        delattr(*place)
+                    else:
+                        setattr(*place, function)

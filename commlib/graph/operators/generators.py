@@ -14,8 +14,8 @@ class RngTracker:
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator, self.begun = generator, generator.get_state()
-        self._seed, self._last = generator.initial_seed(), b""
-        self._states: set[bytes] = set()
+        self._seed, self._last = generator.initial_seed(), self.begun.numpy().tobytes()
+        self._states = {self._last}
 
     def record_state(self) -> None:
         """Record the state after a draw."""

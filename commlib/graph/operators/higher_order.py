@@ -14,10 +14,8 @@ _PLACES = os.path.join("torch", "_higher_order_ops", ""), "flex_attention.py"
 _HINTS = {"flex_attention": "use torch.nn.functional.scaled_dot_product_attention"}
 
 
-def check_higher_order(func: Any) -> None:
+def check_higher_order(func: HigherOrderOperator) -> None:
     """Raise ``GraphError`` for an operator that takes functions; it has no schema."""
-    if not isinstance(func, HigherOrderOperator):
-        return
     _forget_frames()
     name, where = str(func.name()), user_line()
     hint = _HINTS.get(name, "use operators on tensors (torch.where)")

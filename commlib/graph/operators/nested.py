@@ -6,8 +6,8 @@ given keeps its own forward, so that one graph is made of all.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,17 +17,21 @@ from commlib.errors import GraphError
 from commlib.graph.operators.exchange import Exchange
 
 
-@contextmanager
-def unrolled(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+def unrolled(modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
     """Run the own forwards of graphed modules inside a ``with`` block."""
-    found = [(module, own) for module in modules if (own := _own_forward(module)) is not None]
-    graphed = [vars(module)["forward"] for module, _ in found]
-    for module, own in found:
+    graphed = [(module, own) for module in modules if (own := _own_forward(module)) is not None]
+    return _exchanged(graphed) if graphed else nullcontext()
+
+
+@contextmanager
+def _exchanged(forwards: Sequence[tuple[torch.nn.Module, Any]]) -> Iterator[None]:
+    before = [vars(module)["forward"] for module, _ in forwards]
+    for module, own in forwards:
         vars(module)["forward"] = own
     try:
         yield
     finally:
-        for (module, _), forward in zip(found, graphed, strict=True):
+        for (module, _), forward in zip(forwards, before, strict=True):
             vars(module)["forward"] = forward
 
 

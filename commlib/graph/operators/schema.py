@@ -37,6 +37,7 @@ class Facts(NamedTuple):
         draws: True if it draws random numbers.
         generator: True if it takes a generator.
         syncs: True if the host waits for a value or a shape.
+        waits: True if the host may wait, for a value, a shape or a copy.
         computes: True if it does more than allocate.
         copies: True if it may copy between devices.
         indexed: True if it takes indices, which may be masks.
@@ -57,6 +58,7 @@ class Facts(NamedTuple):
     draws: bool
     generator: bool
     syncs: bool
+    waits: bool
     computes: bool
     copies: bool
     indexed: bool
@@ -87,16 +89,18 @@ def facts(func: Any) -> Facts:
     )
     reads = [(i, x.name) for i, x in enumerate(arguments) if (i, x.name) not in writes]
     tags = set(func.tags)
+    syncs, copies, indexed = bool(tags & _SYNCS), func in _COPIES, func in _INDEXED
     return Facts(
         text=str(func),
         only_views=not writes and any(x.alias_info for x in func._schema.returns),
         reshapes=torch.Tag.inplace_view in tags,
         draws=torch.Tag.nondeterministic_seeded in tags,
         generator=any("Generator" in str(x.type) for x in arguments),
-        syncs=bool(tags & _SYNCS),
+        syncs=syncs,
+        waits=syncs or copies or indexed,
         computes=func not in _NO_KERNEL,
-        copies=func in _COPIES,
-        indexed=func in _INDEXED,
+        copies=copies,
+        indexed=indexed,
         takes_memory=any(str(x.type) == "Storage" for x in arguments),
         lifts=func is _aten.lift_fresh.default,
         detaches=func is _aten.detach.default,
@@ -132,7 +136,9 @@ class OpCall:
         self.known = func.facts if isinstance(func, Described) else facts(func)
         self._leaves = leaves_in(args) + leaves_in(kwargs) if kwargs else leaves_in(args)
         self.tensors = [x for x in self._leaves if isinstance(x, torch.Tensor)]
-        self.memory = [memory(x) for x in self.tensors]
+        self.memory = [  # ``memory``, written out
+            x.untyped_storage()._cdata if x.layout is torch.strided else 0 for x in self.tensors
+        ]
         if self.known.takes_memory:
             self.memory += [x._cdata for x in self._leaves if isinstance(x, torch.UntypedStorage)]
 

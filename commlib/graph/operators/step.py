@@ -1,12 +1,15 @@
 """One operator of a captured stretch, with its tensors: it can be run again."""
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 _NESTS = (tuple, list, dict)
+# ``mode_of(FAKE)`` is set where operators compute shapes and no values.
+mode_of, FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
 _COLLECTIVES = ("c10d", "_c10d_functional")  # of torch.distributed, which do not wait
 
 
@@ -19,13 +22,26 @@ class Step(NamedTuple):
     made: tuple[tuple[int, torch.Tensor], ...]  # outputs with their own memory, by position
     grad: bool = False  # whether autograd was on: some operators return more then
 
+    @classmethod
+    def of(
+        cls,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        made: Iterable[tuple[int, torch.Tensor]],
+        own: Container[int],
+    ) -> "Step":
+        """Return the step of a call that has ``made`` tensors; ``own``: memory of the graph."""
+        kept = tuple((i, as_it_is(tensor, own)) for i, tensor in made)
+        return cls(call, args, kwargs, kept, torch.is_grad_enabled())
+
     def again(self) -> None:
         """Run it again, on the same tensors and into the same memory."""
-        found = self._call()
+        result = self._call()
         if getattr(self.call, "namespace", "") in _COLLECTIVES:
-            _wait(found)
+            _wait(result)
         if self.made:
-            leaves = tensors_in(found)
+            leaves = tensors_in(result)
             for position, tensor in self.made:
                 tensor.copy_(leaves[position])
 
@@ -36,24 +52,19 @@ class Step(NamedTuple):
             return self.call(*self.args, **self.kwargs)
 
 
-def computes_nothing() -> bool:
-    """Return True under a FakeTensorMode: operators compute shapes there, and no values."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-
-
 def leaves_in(tree: Any) -> list[Any]:
     """Return the leaves of what an operator takes or returns: of tuples, lists and dicts.
 
     It is asked several times an operator, and three times as fast as ``tree_leaves``.
     """
     if isinstance(tree, _NESTS):
-        found = []
+        leaves = []
         for one in tree.values() if isinstance(tree, dict) else tree:
             if isinstance(one, _NESTS):
-                found += leaves_in(one)
+                leaves += leaves_in(one)
             else:
-                found.append(one)
-        return found
+                leaves.append(one)
+        return leaves
     return [tree]
 
 
@@ -65,13 +76,13 @@ def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
         return tree
     if isinstance(tree, dict):
         return {name: map_tensors(change, one) for name, one in tree.items()}
-    found = []
+    changed = []
     for x in tree:
         if isinstance(x, torch.Tensor):
-            found.append(change(x))
+            changed.append(change(x))
         else:
-            found.append(map_tensors(change, x) if isinstance(x, _NESTS) else x)
-    return type(tree)(found)
+            changed.append(map_tensors(change, x) if isinstance(x, _NESTS) else x)
+    return type(tree)(changed)
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
@@ -81,23 +92,24 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves_in(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def as_they_are(tree: Any, made: Container[int]) -> Any:
-    """Return what an operator takes or returns with other tensors over the same memory.
+def as_it_is(x: torch.Tensor, made: Container[int]) -> torch.Tensor:
+    """Return another tensor over the same memory.
 
     Autograd is to know of writes to what is outside, not of those to memory that a graph has
     ``made``: that is right again when a backward reads it.
     """
-
-    def other(x: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
         return x.data if x.untyped_storage()._cdata in made else x.detach()
 
-    with torch._C.DisableTorchFunctionSubclass():
-        return map_tensors(other, tree)
+
+def as_they_are(tree: Any, made: Container[int]) -> Any:
+    """Return what an operator takes with each tensor ``as_it_is``."""
+    return map_tensors(partial(as_it_is, made=made), tree) if tree else tree
 
 
-def _wait(found: Any) -> None:
+def _wait(result: Any) -> None:
     """Wait for what a collective of torch.distributed has returned: tensors, or its work."""
-    for leaf in leaves_in(found):
+    for leaf in leaves_in(result):
         if isinstance(leaf, torch.Tensor):
             torch.ops._c10d_functional.wait_tensor(leaf)
         elif hasattr(leaf, "wait"):

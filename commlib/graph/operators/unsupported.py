@@ -165,6 +165,15 @@ def check_unseen(tensors: Iterable[torch.Tensor]) -> None:
             )
 
 
+def check_tied(tied: Sequence[torch.Tensor]) -> None:
+    """Raise ``GraphError`` for outside memory that has become a part of an autograd graph."""
+    if tied:
+        raise GraphError(
+            f"the function writes a value that requires grad into a {tuple(tied[0].shape)} tensor "
+            f"from outside; write x.detach(), or return the value"
+        )
+
+
 def check_wanting(given: Iterable[torch.Tensor], wanted: Iterable[bool]) -> None:
     """Raise ``GraphError`` for an argument whose ``requires_grad`` the function has changed.
 
@@ -228,7 +237,7 @@ def _name_of(call: OpCall) -> str:
 
 def sync_reason(call: OpCall, device: torch.device) -> str | None:
     """Return why an operator waits for the GPU, or would if there were one; None if it does not."""
-    if not (call.known.syncs or call.known.copies or call.known.indexed):
+    if not call.known.waits:
         return None
     if device.type != "cpu" and all(x.device.type == "cpu" for x in call.tensors):
         return None  # the host's part of the call

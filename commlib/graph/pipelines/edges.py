@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from commlib.core.context import CommContext
-from commlib.core.rings import new_ring
+from commlib.core.rings.opening import new_ring
 from commlib.core.work import Work
 from commlib.errors import GraphError
 from commlib.graph.pipelines.actions import PipelineMove

@@ -25,6 +25,8 @@ from commlib.graph.watching.real_call import RealCall
 from commlib.graph.watching.runs import WarmUpRun
 from commlib.graph.watching.undo import UndoLog
 
+_NO_STATE = PythonState(())
+
 
 class CountedCall:
     """A real call that is observed, so that it can be undone.
@@ -55,7 +57,7 @@ class CountedCall:
         self.weights = [x for x in weights if x.is_leaf and x.requires_grad]
         self._fn, self._backend = fn, backend
         self._real = RealCall(backend.device, (), copies=not counted)
-        self._before = self._after = PythonState(())
+        self._before = self._after = _NO_STATE
         self._begun: list[torch.Tensor] = []
         self._opened: list[Any] = []
 
@@ -171,7 +173,7 @@ class CountedCall:
     def forget(self) -> None:
         """Release what only the first call needs."""
         self._real.undo = UndoLog()
-        self._before = self._after = PythonState(())
+        self._before = self._after = _NO_STATE
         self._begun, self._opened, self.roots = [], [], []
 
 

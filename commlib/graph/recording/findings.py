@@ -170,14 +170,16 @@ class Findings:
 
     def _check_reads(self, segments: Segments) -> None:
         """Raise ``GraphError`` for a function that read other outside memory in the last run."""
-        before, after = self.outside, OutsideReads()
-        self.outside, begin = OutsideReads(), 0
-        for recorder in segments.recorders:
+        first, *further = segments.recorders
+        after, begin = first.memory.reads, len(first.names)
+        for recorder in further:
             after.join(recorder.memory.reads, begin)
             begin += len(recorder.names)
         others = self.arguments | self.empty
-        before = before.until(len(self.names), others)
-        after = after.until(segments.own, others)
+        before = self.outside.until(len(self.names), others)
+        after, self.outside = after.until(segments.own, others), OutsideReads()
+        if not (before.reads or after.reads):
+            return
         reachable = [x for known in self.reachable if (x := known()) is not None]
         lasting = keys_of(part for x in reachable for part in parts(x) if has_memory(part))
         if self.broken:  # eager parts make other tensors each time, which replays copy

@@ -25,7 +25,8 @@ def raise_together(
     ``counted``: work of the call has been done, so that it must not be made again.
     """
     try:
-        check_ranks_agree(rings, collectives, problem, counted=counted)
+        if rings:
+            check_ranks_agree(rings, collectives, problem, counted=counted)
     except CommError as error:
         if problem is None:
             raise

@@ -78,10 +78,11 @@ def record(
         with unrolled(findings.modules), run.under_way():
             result = fn(segments)
         findings.check(part, segments, again=again)
-        if segments.reads and (segments.broken or part != "forward"):
+        reads = segments.reads
+        if reads and (segments.broken or part != "forward"):
             inside = "a function with eager parts" if part == "forward" else "a backward"
-            check_reads(segments.reads, inside)
-        findings.reads = findings.reads or segments.reads is not None
+            check_reads(reads, inside)
+        findings.reads = findings.reads or reads is not None
     except Exception as error:
         if again and findings.reads:  # this call goes another way than the one that was captured
             segments.release()

@@ -7,6 +7,7 @@ import torch
 
 from commlib.core import observers
 from commlib.core.tensors import parts
+from commlib.core.work import Work
 from commlib.errors import CommError, GraphError
 from commlib.graph.backends.base import Backend
 from commlib.graph.calls.bindings import holds_tensor
@@ -16,7 +17,7 @@ from commlib.graph.calls.outputs import awaited, flat, leads_back
 from commlib.graph.operators.generators import advanced, default_generator
 from commlib.graph.operators.nested import unrolled
 from commlib.graph.operators.schema import memory
-from commlib.graph.operators.unsupported import check_python_random, check_unseen
+from commlib.graph.operators.unsupported import check_python_random, check_tied, check_unseen
 from commlib.graph.python.iterators import check_taken
 from commlib.graph.python.python_state import PythonState, random_state
 from commlib.graph.recording.capture_run import isolated
@@ -38,7 +39,7 @@ def rehearse(
     Raises:
         GraphError: The function can't be captured; every member of its rings raises.
     """
-    _check_tied(first.tied)
+    check_tied(first.tied)
     check_taken(first.findings.taken)
     if first.findings.draws:
         check_python_random()
@@ -63,9 +64,9 @@ class _Rehearsal:
         self, fn: Callable[..., Any], backend: Backend, first: CountedCall, call: Arguments
     ) -> None:
         self._fn, self._backend, self._first, self._call = fn, backend, first, call
-        self._found = first.findings
+        self._findings = first.findings
         self._drawn = first.drawn  # generators that the run before has drawn from
-        self._recorder = Recorder(backend.device)
+        self._recorder: Recorder | None = None  # of the last run
 
     def run(self, objects: PythonState, *, as_before: bool) -> None:
         """Run once. Either all ranks of the rings succeed, or all raise.
@@ -74,27 +75,27 @@ class _Rehearsal:
             objects: What Python objects hold before the run.
             as_before: Whether the run has to do the same as the one before it.
         """
-        found, device = self._found, self._backend.device
-        recorder = self._recorder = Recorder(device, drawn=self._drawn)
-        recorder.memory.empty = found.empty
+        findings = self._findings
+        self._recorder = recorder = Recorder(self._backend.device, drawn=self._drawn)
+        recorder.memory.empty = findings.empty
         run = WarmUpRun(recorder.undo, self._first.roots)
         problem: Exception | None = None
         with (
             self._backend.warming(),
             advanced(self._drawn),
-            reporting(found.reports_capture),
-            unrolled(found.modules),
+            reporting(findings.reports_capture),
+            unrolled(findings.modules),
             run.under_way(),
             observers.unwaited() as works,
         ):
             try:
                 for weight in self._first.weights:
                     recorder.undo.note_leaf(weight)
-                before = found.names
+                before = findings.names
                 self._watch(recorder)
                 self._note_changes(run, objects)
                 if as_before:
-                    check_same("two runs of the function differ", before, found.names)
+                    check_same("two runs of the function differ", before, findings.names)
             except CommError as error:
                 problem = error
             except Exception as error:
@@ -102,35 +103,40 @@ class _Rehearsal:
                     f"the second run of the function failed: {type(error).__name__}: {error}"
                 )
                 problem.__cause__ = error
-            for (
-                work
-            ) in works:  # one that that the function did not wait for would write after the undo
-                try:
-                    work.wait()
-                except Exception as error:
-                    problem = problem or error
-            self._backend.join(recorder.rings)
-            try:
-                recorder.restore()
-            except Exception as error:  # the other ranks wait for the outcome
-                problem = problem or error
-        found.rings = recorder.rings
-        found.broken = found.broken or run.broken
+            findings.rings = recorder.rings
+            problem = self._undone(recorder, works, problem)
+        findings.broken = findings.broken or run.broken
         self._note_generators(recorder)
-        raise_together(found.rings, recorder.collectives, problem, counted=False)
+        raise_together(findings.rings, recorder.collectives, problem, counted=False)
+
+    def _undone(
+        self, recorder: Recorder, works: Sequence[Work], problem: Exception | None
+    ) -> Exception | None:
+        """Undo a run that has ended; returns ``problem``, or the first error here."""
+        for work in works:  # one that the function did not wait for would write after the undo
+            try:
+                work.wait()
+            except Exception as error:
+                problem = problem or error
+        self._backend.join(self._findings.rings)
+        try:
+            recorder.restore()
+        except Exception as error:  # the other ranks wait for the outcome
+            problem = problem or error
+        return problem
 
     def note_capture(self) -> None:
         """Record what the capture may write, where it runs for real: around eager parts."""
-        if self._found.broken:
-            self._recorder.note_again(self._found.undo)
-            for each in self._found.leaves:
-                self._found.undo.note_leaf(each)
+        if self._findings.broken and self._recorder is not None:
+            self._recorder.note_again(self._findings.undo)
+            for each in self._findings.leaves:
+                self._findings.undo.note_leaf(each)
 
     def _note_generators(self, recorder: Recorder) -> None:
         own = default_generator(self._backend.device)
         others = [x for x in recorder.random.generators.values() if x is not own]
         self._drawn = [own, *others]
-        self._found.generators = [
+        self._findings.generators = [
             x
             for x in recorder.random.generators.values()
             if x.device.type == "cuda" and x is not default_generator(x.device)
@@ -140,10 +146,10 @@ class _Rehearsal:
 
     def _watch(self, recorder: Recorder) -> None:
         """Run the function and its backward."""
-        found, call, grad = self._found, self._call, torch.is_grad_enabled()
+        findings, call, grad = self._findings, self._call, torch.is_grad_enabled()
         inputs = with_grads([leaf(x) if grad else x for x in call.tensors], call.tensors)
         args, kwargs = call.rebuilt(inputs)
-        recorder.note_unseen(found.unseen)
+        recorder.note_unseen(findings.unseen)
         with recorder, isolated():
             drawn = random_state()
             result = self._fn(*args, **kwargs)
@@ -154,28 +160,31 @@ class _Rehearsal:
                     "the function changes a list or dict that it is given, but a replay would not; "
                     "return the new contents instead"
                 )
-            found.names, found.calls = list(recorder.names), list(map(str, recorder.collectives))
+            findings.names, findings.calls = (
+                list(recorder.names),
+                list(map(str, recorder.collectives)),
+            )
             if any(x.requires_grad for x in inputs):
                 _check_backwards(inputs, call.tensors, self._first.histories)
             result = awaited(result)
             self._go_back(result, inputs, recorder)
         without_grads(inputs, call.tensors)
         self._note_emptied(recorder)
-        _check_tied(recorder.undo.tied)
+        check_tied(recorder.undo.tied)
         self._note_grads((*call.tensors, *inputs), recorder)
-        found.check_state(recorder)
+        findings.check_state(recorder)
         self._note_memory(result, recorder)
 
     def _go_back(self, result: Any, inputs: Sequence[torch.Tensor], recorder: Recorder) -> None:
         """Run the backward too, where there is one."""
         outs = [x for x in flat(result)[0] if leads_back(x)]
-        found = self._found
-        found.differentiable = bool(outs)
+        findings = self._findings
+        findings.differentiable = bool(outs)
         if not outs:
             return
         computed = list(recorder.computed.values())
-        found.parameters = parameters(recorder, inputs)
-        wanted = [x for x in (*inputs, *found.parameters) if x.requires_grad]
+        findings.parameters = parameters(recorder, inputs)
+        wanted = [x for x in (*inputs, *findings.parameters) if x.requires_grad]
         ones = [torch.ones_like(x) for x in outs]
         if not wanted and not computed:
             raise GraphError(
@@ -183,7 +192,7 @@ class _Rehearsal:
                 "the parameter as an argument"
             )
         try:
-            quiet = (*found.parameters, *computed)
+            quiet = (*findings.parameters, *computed)
             grads = plain_gradients(outs, (*wanted, *computed), ones, quiet=quiet)
         except RuntimeError as error:
             if "second time" not in str(error):
@@ -201,9 +210,9 @@ class _Rehearsal:
 
     def _note_emptied(self, recorder: Recorder) -> None:
         """Record memory that each run fills and empties; raise if a backward follows."""
-        found = self._found
-        found.empty = found.empty | recorder.memory.emptied
-        if found.empty and found.differentiable:
+        findings = self._findings
+        findings.empty = findings.empty | recorder.memory.emptied
+        if findings.empty and findings.differentiable:
             raise GraphError(
                 "the function empties memory that it uses (resize_), as FSDP does, and its "
                 "backward fills it again; capture the whole step, with its backward"
@@ -211,11 +220,11 @@ class _Rehearsal:
 
     def _note_grads(self, given: Sequence[torch.Tensor], recorder: Recorder) -> None:
         """Record which leaves' gradients the function reads, writes or binds, but for arguments."""
-        found, noted = self._found, list(recorder.undo.grads)
+        findings, noted = self._findings, list(recorder.undo.grads)
         arguments = {id(tensor) for tensor in given}
         bound = [(leaf, grad) for leaf, grad in noted if leaf.grad is not grad]
-        found.binds_grads = bool(bound)
-        found.leaves = [leaf for leaf, _ in noted if id(leaf) not in arguments]
+        findings.binds_grads = bool(bound)
+        findings.leaves = [leaf for leaf, _ in noted if id(leaf) not in arguments]
         # What is dropped before it is read may be there before a call or not.
         used = {id(leaf) for leaf, grad in bound if grad is None}
         externals = recorder.memory.externals
@@ -224,32 +233,35 @@ class _Rehearsal:
             for leaf, grad in noted
             if grad is not None and any(memory(x) in externals for x in parts(grad))
         }
-        found.owners = [leaf for leaf in found.leaves if id(leaf) in used]
+        findings.owners = [leaf for leaf in findings.leaves if id(leaf) in used]
 
     def _note_memory(self, result: Any, recorder: Recorder) -> None:
         """Record what the result is made of, and what the run has made and read of earlier runs."""
-        found, touched = self._found, recorder.memory
-        found.outputs = [
+        findings, touched = self._findings, recorder.memory
+        findings.outputs = [
             torch.empty_like(x, device="meta")
             if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata in touched.made
             else None
             for x in flat(result)[0]
         ]
-        earlier = {k for k in touched.externals if found.lives(k) or self._first.has_made(k)}
-        found.carried = earlier - found.empty
-        found.made.update(touched.made)
-        found.outside = touched.reads
+        earlier = {k for k in touched.externals if findings.lives(k) or self._first.has_made(k)}
+        findings.carried = earlier - findings.empty
+        findings.made.update(touched.made)
+        findings.outside = touched.reads
 
     def _note_changes(self, run: WarmUpRun, objects: PythonState) -> None:
         """Raise for Python state that each run changes; tensors are bound at each replay."""
-        found = self._found
-        changes = [x for x in objects.changes() if (x.where, x.name) not in run.changed]
-        found.by_parts |= run.changed.keys()
-        other = {(x.where, x.name) for x in changes if not x.is_plain} | found.by_parts
-        found.sets = [x for x in found.sets if (x.where, x.name) not in other]
+        findings = self._findings
+        every = list(objects.changes())
+        changes = [x for x in every if (x.where, x.name) not in run.changed]
+        findings.by_parts |= run.changed.keys()
+        other = {(x.where, x.name) for x in changes if not x.is_plain} | findings.by_parts
+        findings.sets = [x for x in findings.sets if (x.where, x.name) not in other]
         there = {id(x) for x in objects.tensors} - {id(x) for x in self._call.tensors}
-        for change in (x for x in objects.changes() if x.has_place):
-            if change.now is not run.changed.get((change.where, change.name), change.now):
+        for change in every:
+            if change.has_place and change.now is not run.changed.get(
+                (change.where, change.name), change.now
+            ):
                 raise GraphError(
                     f"the function and an eager part of it both bind {change.name}, and a replay "
                     f"would not know which comes last; bind it in one of them"
@@ -266,9 +278,9 @@ class _Rehearsal:
                     f"{change.now!r:.40}), but a replay runs no Python; change it outside the "
                     f"function, or in a part that is marked with commlib.graph.eager"
                 )
-        found.binds = any(holds_tensor(change.now) for change in changes)
+        findings.binds = any(holds_tensor(change.now) for change in changes)
         rebinds = not all(change.is_plain for change in changes)
-        found.roots = self._first.roots if rebinds else ()
+        findings.roots = self._first.roots if rebinds else ()
 
 
 def _check_backwards(
@@ -286,12 +298,3 @@ def _check_backwards(
                 f"computed from, but a replay would not add to its gradient; pass x.detach(), or "
                 f"return its gradient"
             )
-
-
-def _check_tied(tied: Sequence[torch.Tensor]) -> None:
-    """Raise ``GraphError`` for outside memory that has become a part of an autograd graph."""
-    if tied:
-        raise GraphError(
-            f"the function writes a value that requires grad into a {tuple(tied[0].shape)} tensor "
-            f"from outside; write x.detach(), or return the value"
-        )

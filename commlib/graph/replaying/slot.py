@@ -25,9 +25,9 @@ from commlib.graph.replaying.autograd_node import Grads, Lease, Node
 from commlib.graph.replaying.backward import Backward
 from commlib.graph.replaying.captured_call import CapturedCall
 from commlib.graph.replaying.nodes import used_up
+from commlib.graph.replaying.outcome import Unequal
 from commlib.graph.replaying.schedule import Schedule
 from commlib.graph.replaying.verification_log import VerificationLog
-from commlib.graph.replaying.verify import Unequal
 from commlib.graph.watching.runs import DonePart
 
 Form = tuple[int, ...] | None  # of a gradient that comes: the dimensions that are expanded

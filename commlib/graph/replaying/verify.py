@@ -6,7 +6,7 @@ compared bit for bit. Where they differ, the eager effects are kept.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, suppress
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -21,6 +21,15 @@ from commlib.graph.python.changes import Change
 from commlib.graph.python.python_state import PythonState
 from commlib.graph.recording.segments import Segments
 from commlib.graph.replaying.compare import Comparison, Difference, Left, Noise
+from commlib.graph.replaying.outcome import (
+    DIFFERS,
+    EQUAL,
+    RAISED,
+    Unequal,
+    Verified,
+    elsewhere,
+    worst,
+)
 from commlib.graph.replaying.stopwatch import Stopwatch
 from commlib.graph.replaying.verification_log import VerificationLog
 from commlib.graph.replaying.write_counts import WriteCounts
@@ -32,43 +41,7 @@ from commlib.graph.watching.real_call import RealCall
 from commlib.graph.watching.runs import DonePart, VerifiedRun, under_way
 from commlib.log import log
 
-_EQUAL, _DIFFERS, _RAISED = range(3)  # what a member says of its call
 _RUNS = 3  # of a function whose graph differs, to see whether its own runs do
-
-
-class Unequal(GraphError):
-    """A replay differed from the function; ``result`` is what the function returned."""
-
-    def __init__(self, difference: Difference, cause: str, result: Any) -> None:
-        super().__init__(
-            f"the replay differs from the eager call: {difference}; {cause}. The effects of the "
-            f"eager call were kept: do not repeat it"
-        )
-        self.result = result
-
-    def public(self) -> GraphError:
-        """Return the error that the program gets, under the name that it knows."""
-        error = GraphError(str(self), done=True)
-        error.result = self.result
-        return error
-
-
-class Verified(NamedTuple):
-    """Result of a verified call.
-
-    Attributes:
-        expected: What the function returned.
-        found: What the replay returned: the same. Where none counts, what the function returned.
-        eager_seconds: Host time of the function.
-        seconds: What all of it has cost.
-        replayed: Whether the replay counts.
-    """
-
-    expected: Any
-    found: Any
-    eager_seconds: float
-    seconds: float
-    replayed: bool
 
 
 class Verification(NamedTuple):
@@ -112,13 +85,7 @@ class Verification(NamedTuple):
         before, counts = effects.now(), WriteCounts(self.reachable)
         objects = PythonState(self.roots)
         began = time.perf_counter()
-        try:
-            with under_way(run), self._reporting():
-                expected = _with_works(fn)
-        except Exception:
-            with suppress(CommError):
-                _worst(self.rings, _RAISED)
-            raise
+        expected = self._called(run, fn)
         seconds = time.perf_counter() - began
 
         def keep_eager(kept: Any) -> Verified:
@@ -127,35 +94,59 @@ class Verification(NamedTuple):
         self.segments.join(self.rings)  # a raw collective without fences may still run
         by_parts = run.changed - self.binds
         bound = [x for x in objects.changes() if x.sets and (x.where, x.name) not in by_parts]
-        if _worst(self.rings, _EQUAL) == _RAISED:  # that rank will make no collectives now
+        if worst(self.rings, EQUAL) == RAISED:  # that rank will make no collectives now
             return keep_eager(self._tied(expected, bound))
         missed = counts.missed(effects, run.effects())
         real = Left({self.what: expected}, bound, self._put_back(run, before))
         del before
-        try:
-            for change in bound:
-                change.undo()
-            problem, replayed = self._replayed(run, replay, real)
-            problem = problem or missed
-            worst = _worst(self.rings, _DIFFERS if problem else _EQUAL)
-            if replayed is not None and worst == _DIFFERS:
-                replayed = replayed._replace(held=effects.now())
-        except BaseException:
-            self._let_stand(run, real)
-            raise
-        if replayed is None or worst != _EQUAL:
+        outcome, problem, replayed = self._compared(run, replay, real, missed)
+        if replayed is None or outcome != EQUAL:
             expected = self._let_stand(run, real)
-        if worst == _DIFFERS:
+        if outcome == DIFFERS:
             cause = self._again(fn, real.bound)
             if replayed is not None and not missed:  # what is noise does not count
                 problem = next(self._compare().differences(real, replayed), None)
-            if _worst(self.rings, _DIFFERS if problem else _EQUAL) == _DIFFERS:
-                raise Unequal(problem or _elsewhere(self.rings), cause, expected)
-        elif worst == _EQUAL and replayed is not None:
+            if worst(self.rings, DIFFERS if problem else EQUAL) == DIFFERS:
+                raise Unequal(problem or elsewhere(self.rings), cause, expected)
+        elif outcome == EQUAL and replayed is not None:
             effects.put_versions(real.held)
             found = replayed.results[self.what]
             return Verified(expected, found, seconds, watch.seconds(), replayed=True)
         return keep_eager(expected)
+
+    def _called(self, run: VerifiedRun, fn: Callable[[], Any]) -> Any:
+        """Return ``fn()``; an error of it is one of all members."""
+        try:
+            with under_way(run), self._reporting():
+                return _with_works(fn)
+        except Exception:
+            with suppress(CommError):
+                worst(self.rings, RAISED)
+            raise
+
+    def _compared(
+        self,
+        run: VerifiedRun,
+        replay: Callable[[Sequence[DonePart]], Any],
+        real: Left,
+        missed: Difference | None,
+    ) -> tuple[int, Difference | None, Left | None]:
+        """Replay after ``real``; returns the outcome, this member's difference, and what was left.
+
+        ``missed``: a difference that is known before.
+        """
+        try:
+            for change in real.bound:
+                change.undo()
+            problem, replayed = self._replayed(run, replay, real)
+            problem = problem or missed
+            outcome = worst(self.rings, DIFFERS if problem else EQUAL)
+            if replayed is not None and outcome == DIFFERS:
+                replayed = replayed._replace(held=self.effects.now())
+        except BaseException:
+            self._let_stand(run, real)
+            raise
+        return outcome, problem, replayed
 
     def _replayed(
         self,
@@ -273,18 +264,6 @@ def _with_works(fn: Callable[[], Any]) -> Any:
     for work in works:
         work.wait()
     return result
-
-
-def _worst(rings: Iterable[Ring], said: int) -> int:
-    """Return the worst outcome among this member and those of its rings."""
-    for ring in rings:
-        said = max(row[0] for row in ring._hosts.exchange([said]))
-    return said
-
-
-def _elsewhere(rings: Sequence[Ring]) -> Difference:
-    numbers = ", ".join(str(ring.ring_id) for ring in rings)
-    return Difference(("replay", 1), "a replay", f"differs on another rank of ring {numbers}")
 
 
 def _first_other(captured: Sequence[str], now: Sequence[str]) -> str:

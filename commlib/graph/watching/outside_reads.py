@@ -69,12 +69,12 @@ class OutsideReads:
     def until(self, end: int, without: Container[int]) -> "OutsideReads":
         """Return the reads of the first ``end`` operators, except of the memory ``without``."""
         return self._those(
-            x for x, at in self.reads.items() if x[0] < end and at.key not in without
+            [x for x, at in self.reads.items() if x[0] < end and at.key not in without]
         )
 
     def among(self, keys: Container[int]) -> "OutsideReads":
         """Return the reads of certain memory."""
-        return self._those(place for place, read in self.reads.items() if read.key in keys)
+        return self._those([place for place, read in self.reads.items() if read.key in keys])
 
     def _those(self, places: Iterable[_Place]) -> "OutsideReads":
         found = OutsideReads()
@@ -116,7 +116,9 @@ def first_other(
                 others.append(OtherRead(place[0], now.name, _TENSOR))
             else:
                 constants.append((place, was, now))
-    others += _not_the_same(constants, before, after)
+    if constants:
+        others += _not_the_same(constants, before, after)
+    before.storages.clear()
     return min(others, default=None)
 
 

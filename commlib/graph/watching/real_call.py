@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,7 +16,7 @@ from commlib.core.tensors import fault
 from commlib.graph.operators.generators import default_generator, generators_of
 from commlib.graph.operators.higher_order import check_higher_order
 from commlib.graph.operators.schema import OpCall, memory
-from commlib.graph.operators.step import computes_nothing, tensors_in
+from commlib.graph.operators.step import FAKE, mode_of, tensors_in
 from commlib.graph.watching.outside_reads import OutsideReads
 from commlib.graph.watching.undo import UndoLog
 
@@ -95,9 +96,10 @@ class RealCall(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if computes_nothing():
+        if mode_of(FAKE) is not None:
             return func(*args, **kwargs)
-        check_higher_order(func)
+        if isinstance(func, HigherOrderOperator):
+            check_higher_order(func)
         call = OpCall(func, args, kwargs)
         tensors = call.tensors
         if types and any(fault(x, "it") for x in tensors):
@@ -109,10 +111,12 @@ class RealCall(TorchDispatchMode):
         for tensor in tensors:
             if tensor.is_leaf and tensor.requires_grad:
                 self.undo.note_leaf(tensor)
-        for tensor in call.written:
-            self._note(tensor)
-        for generator in generators_of(call, self._device):
-            self.undo.note_generator(generator)
+        if call.known.writes or call.known.unsaid:
+            for tensor in call.written:
+                self._note(tensor)
+        if call.known.draws or call.known.generator:
+            for generator in generators_of(call, self._device):
+                self.undo.note_generator(generator)
         if self._named and not call.known.detaches:
             self._note_reads(call)
             self.names.append(str(call))

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commlib.core import observers
@@ -18,7 +19,7 @@ from commlib.graph.operators.literals import made_on_host
 from commlib.graph.operators.nested import watching_replays
 from commlib.graph.operators.one_hot import checking_each
 from commlib.graph.operators.schema import OpCall
-from commlib.graph.operators.step import Step, as_they_are, computes_nothing, tensors_in
+from commlib.graph.operators.step import FAKE, Step, as_they_are, mode_of, tensors_in
 from commlib.graph.operators.unsupported import (
     check_borrowed,
     check_layouts,
@@ -116,23 +117,22 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if computes_nothing():
+        if mode_of(FAKE) is not None:
             return func(*args, **(kwargs or {}))
-        check_higher_order(func)
+        if isinstance(func, HigherOrderOperator):
+            check_higher_order(func)
         call = OpCall(func, args, kwargs or {})
         if call.known.lifts:
             call = OpCall(self._literal(args[0]), args, kwargs or {})
         if types and self._are_wrapped(call):
             return NotImplemented  # the wrapper's own operators on what it holds follow
-        check_layouts(call, call.tensors)
-        check_sync(call, self.device)
-        self._note_read(call)
-        written = self._note_written(call)
-        drawn = self.random.note(call)
+        written, known = self._note_taken(call), call.known
+        drawn = self.random.note(call) if known.draws or known.generator else []
         on_host = self.host is not None and all(map(is_on_host, call.tensors))
-        keep = (self.keep or on_host) and not call.known.reshapes
-        # As they are now: they may get another shape later.
-        args, kwargs = as_they_are((call.args, call.kwargs), self.memory.made) if keep else ((), {})
+        keep = (self.keep or on_host) and not known.reshapes
+        if keep:  # as they are now: they may get another shape later
+            args = as_they_are(call.args, self.memory.made)
+            kwargs = as_they_are(call.kwargs, self.memory.made) if kwargs else {}
         name = str(call)
         result = self._called(call, written)
         results = tensors_in(result)
@@ -143,14 +143,12 @@ class Recorder(TorchDispatchMode):
         changed = [tensor for _, tensor in made] + written
         if self.host is not None:
             check_stray(call, changed)
-        if not call.known.detaches:
+        if not known.detaches:
             self.names.append(name)
         on_host = on_host and all(map(is_on_host, changed))
-        if call.known.computes and not on_host and any(map(torch.Tensor.numel, changed)):
-            self.launches += 1
+        self.launches += known.computes and not on_host and any(map(torch.Tensor.numel, changed))
         if keep and (self.keep or (on_host and changed)):
-            kept = tuple((i, as_they_are(tensor, self.memory.made)) for i, tensor in made)
-            step = Step(call.func, args, kwargs, kept, torch.is_grad_enabled())
+            step = Step.of(call.func, args, kwargs, made, self.memory.made)
             if self.host is None:
                 self.steps.append(step)
             else:
@@ -178,18 +176,18 @@ class Recorder(TorchDispatchMode):
         self.memory.borrowed.add(x.untyped_storage()._cdata)
         return _aten.lift_fresh.default
 
-    def _note_read(self, call: OpCall) -> None:
-        """Record what an operator reads from outside."""
-        made = self.memory.made
+    def _note_taken(self, call: OpCall) -> list[torch.Tensor]:
+        """Check an operator, and record what it reads and writes; returns what it writes to."""
+        known, made = call.known, self.memory.made
+        check_layouts(call, call.tensors)
+        if known.waits:
+            check_sync(call, self.device)
         for tensor, key in zip(call.tensors, call.memory, strict=False):
-            if key not in made and self._know(tensor) and not call.known.only_views:
-                self.memory.note_read(tensor, len(self.names), call.known.text)
-        if call.known.reshapes and not self.memory.has_given(call.args[0]):
+            if key not in made and self._know(tensor) and not known.only_views:
+                self.memory.note_read(tensor, len(self.names), known.text)
+        if known.reshapes and not self.memory.has_given(call.args[0]):
             check_reshaping(call)
-
-    def _note_written(self, call: OpCall) -> list[torch.Tensor]:
-        """Record what an operator writes to, before it does; returns that."""
-        written = call.written
+        written = call.written if known.writes or known.unsaid else []
         for tensor in written:
             if tensor.untyped_storage()._cdata in self.memory.borrowed:
                 check_borrowed(call)
@@ -296,5 +294,4 @@ class Recorder(TorchDispatchMode):
     @property
     def rings(self) -> list[Ring]:
         """Return the rings of the collectives, by number."""
-        found = {call.ring.ring_id: call.ring for call in self.collectives}
-        return [found[number] for number in sorted(found)]
+        return [x for _, x in sorted({x.ring.ring_id: x.ring for x in self.collectives}.items())]

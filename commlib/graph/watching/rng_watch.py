@@ -41,7 +41,8 @@ class RngWatch:
         """Record where the generators are before the run."""
         if self._captured:
             return
-        for generator in (default_generator(self._device), *(self._drawn or ())):
+        begun = [default_generator(self._device), *(self._drawn or ())]
+        for generator in {id(generator): generator for generator in begun}.values():
             self.record_state(generator)
 
     def end(self) -> None:
@@ -70,7 +71,11 @@ class RngWatch:
         """Record the state after a draw."""
         if self._captured:
             return
-        self._trackers.setdefault(id(generator), RngTracker(generator)).record_state()
+        tracker = self._trackers.get(id(generator))
+        if tracker is None:
+            self._trackers[id(generator)] = RngTracker(generator)
+        else:
+            tracker.record_state()
 
     def _check(self, generator: torch.Generator) -> None:
         """Raise for a run that sets a generator it draws from: a graph continues its state."""

@@ -90,10 +90,11 @@ class WarmUpRun:
     def under_way(self) -> Iterator[None]:
         """Mark this thread as making the run, inside a ``with`` block."""
         _watched.append(self)
+        before, _thread.run = current(), self
         try:
-            with under_way(self):
-                yield
+            yield
         finally:
+            _thread.run = before
             _watched.remove(self)
 
     def eager_part(self, part: EagerPart) -> Any:

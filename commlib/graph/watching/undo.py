@@ -132,12 +132,14 @@ class UndoLog:
                 storage.copy_(content, non_blocking=True)
         if self._generators:
             self._put_generators()
-        for leaf, grad in self.grads:
-            if leaf.grad is not grad:
+        for reference, grad in self._grads.values():
+            leaf = reference()
+            if leaf is not None and leaf.grad is not grad:
                 leaf.grad = grad
-        for tensor in self.tied:
-            base = tensor._base
-            (tensor if base is None else base).detach_()
+        for tensor in self._plain.values():
+            if tensor.grad_fn is not None:  # ``tied``
+                base = tensor._base
+                (tensor if base is None else base).detach_()
         for tensor, shape in self._shapes.values():
             _reshape(tensor, shape)
         if self._versions:

@@ -41,7 +41,7 @@
 #pragma once
 #include "numbers.cuh"
 
-constexpr int kRanks = 16;      // as in expert_channel.py
+constexpr int kRanks = 16;      // as in experts/channel.py
 constexpr int kExperts = 1024;  // of all ranks
 constexpr int kChoices = 32;    // of a token: one per lane
 constexpr int kThreads = 256;
@@ -54,13 +54,13 @@ constexpr u32 kWarp = 0xffffffffu;
 enum Kind : int { kToExperts, kBack };
 
 // In host memory: the first expert of a call beyond its capacity. The host puts `state` back to 0.
-struct Overflow {  // as in expert_channel.py
+struct Overflow {  // as in experts/channel.py
     u64 state;     // 0: free, 1: it is written, 2: complete
     int expert, owner, capacity, unused;
     u32 by_rank[kRanks];
 };
 
-struct Call {  // as in expert_channel.py
+struct Call {  // as in experts/channel.py
     const char* x;  // the rows of this rank that are given
     char* out;
     float* scales;

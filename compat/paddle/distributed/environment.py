@@ -5,7 +5,7 @@ import torch
 from commlib import flags
 from commlib.compat.paddle.distributed.groups import Group, global_group
 from commlib.core.manager import CommContextManager
-from commlib.core.rings import init
+from commlib.core.rings.opening import init
 from commlib.rendezvous.environment import World, paddle_endpoints
 
 

@@ -10,7 +10,7 @@ from commlib.core.context import CommContext
 from commlib.core.devices import check_backend, checked_device
 from commlib.core.manager import CommContextManager, comm
 from commlib.core.membership import checked_members
-from commlib.core.rings import close_ring, new_ring, shutdown
+from commlib.core.rings.opening import close_ring, new_ring, shutdown
 from commlib.errors import ArgumentError, PeerError, RingError
 
 _FIRST_ID = 10  # upstream keeps 1 to 9 for its own rings

@@ -10,14 +10,14 @@ import torch
 
 from commlib.deadlines import Deadline
 from commlib.engines.base import EngineMemory, Launch
-from commlib.engines.nccl_exchanges import NCCLExchanges
-from commlib.engines.nccl_reductions import BYTES, OPS, TYPES, Reduction, explain
+from commlib.engines.nccl.exchanges import NCCLExchanges
+from commlib.engines.nccl.reductions import BYTES, OPS, TYPES, Reduction, explain
 from commlib.engines.reductions import Reducer, ReductionSpec
 from commlib.log import log
 from commlib.p2p import residency
 from commlib.p2p.channel import ExpertKernels
-from commlib.p2p.expert_channel import ExpertChannel, open_experts
-from commlib.p2p.expert_rows import RowChannel, open_channel
+from commlib.p2p.experts.channel import ExpertChannel, open_experts
+from commlib.p2p.experts.rows import RowChannel, open_channel
 from commlib.p2p.fused_norm import Norm, PushNorm
 from commlib.p2p.optional_channel import OptionalChannel
 from commlib.p2p.push_channel import PushChannel

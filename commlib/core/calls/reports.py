@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from commlib.core.call_log import CallLog, Snapshot
+from commlib.core.calls.log import CallLog, Snapshot
 from commlib.core.reporter import reporter
 from commlib.deadlines import Deadline, bounded
 from commlib.errors import CommError

@@ -1,4 +1,4 @@
-"""The engine of programs without the flag: one torch.distributed process group per ring."""
+"""The engines of programs without the flag: one torch.distributed process group per ring."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from commlib.deadlines import Deadline
 from commlib.engines.base import ABORT_S, EngineMemory, Launch
-from commlib.engines.c10d import C10dEngine
+from commlib.engines.c10d.engine import C10dEngine
 from commlib.errors import ArgumentError, CommError
 from commlib.rendezvous import host_exchange
 from commlib.rendezvous.hosts import HostExchange
@@ -20,11 +20,24 @@ from commlib.rendezvous.store import EngineStore
 from commlib.streams import capturing, issue_lock
 
 
-class TorchDistributedEngine(C10dEngine):
-    """Ranks over ``torch.distributed``: NCCL on GPUs, gloo on CPUs.
+class TorchGlooEngine(C10dEngine):
+    """CPU ranks over gloo in ``torch.distributed``.
 
-    On GPUs torch makes the NCCL communicator (about 0.5 GB) at the ring's first call. gloo
-    connects at once: a lone send and receive must not wait for members that take no part.
+    It connects at once: a lone send and receive must not wait for members that take no part.
+    """
+
+    name: ClassVar[str] = "c10d"
+
+    def _make(self, store: EngineStore, wait: timedelta) -> Any:
+        one_network = self.hosts.one_network
+        backend = host_exchange.connect(store, self.rank, self.size, wait, one_network)
+        return _with_backend(self, backend, dist.ProcessGroup.BackendType.GLOO)
+
+
+class TorchNCCLEngine(C10dEngine):
+    """GPU ranks over NCCL in ``torch.distributed``.
+
+    torch makes the NCCL communicator (about 0.5 GB) at the ring's first call.
 
     For sends and receives in a group torch takes the group's communicator, for others one of their
     pair, and the two never meet. So all take the group's from the first call of all members on.
@@ -58,7 +71,7 @@ class TorchDistributedEngine(C10dEngine):
         Every member calls it. Without it a lone send or receive has a communicator of its pair,
         which its first call makes.
         """
-        if self.on_host or (self.connected and self._met):
+        if self.connected and self._met:
             return
         self.hosts.exchange([])  # names the members that are late
         try:
@@ -88,7 +101,7 @@ class TorchDistributedEngine(C10dEngine):
 
     def _to(self, peer: int) -> AbstractContextManager[None]:
         """Choose the communicator of a send or receive: the group's, or one of this pair."""
-        if self.on_host or self._batched:
+        if self._batched:
             return nullcontext()
         if self.size == 2:
             self._connect_peers()
@@ -123,7 +136,7 @@ class TorchDistributedEngine(C10dEngine):
         NCCL connects two ranks as the first groups of both need it, and fails where one of them
         sends and receives while the other only sends. All members make this call.
         """
-        if self.on_host or self._met:
+        if self._met:
             return
         if capturing():
             self._refuse_capture("Call ring.connect() on every member before the capture")
@@ -136,7 +149,7 @@ class TorchDistributedEngine(C10dEngine):
                     super().recv(token[1:], None, peer)
 
     def _between_two(self, work: Any) -> Any:
-        if self.on_host or self._batched:
+        if self._batched:
             return super()._between_two(work)
         return super()._issued(work)  # of a pair: the group's communicator is still to be made
 
@@ -152,7 +165,7 @@ class TorchDistributedEngine(C10dEngine):
 
     @property
     def connected(self) -> bool:
-        """Return True if torch has made the group's communicator; on GPUs the first call does."""
+        """Return True if torch has made the group's communicator; the first call does."""
         return self._free_before is None
 
     @property
@@ -161,22 +174,12 @@ class TorchDistributedEngine(C10dEngine):
         return EngineMemory(self._communicator_bytes)
 
     def _make(self, store: EngineStore, wait: timedelta) -> Any:
-        group = dist.ProcessGroup(dist.HashStore(), self.rank, self.size)  # it asks its backend
-        backend: Any
-        if self.on_host:
-            place = self.rank, self.size, wait, self.hosts.one_network
-            backend = host_exchange.connect(store, *place)
-            kind = dist.ProcessGroup.BackendType.GLOO
-        else:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = wait
-            # The first call makes the communicator, and waits in the store for as long as this.
-            backend = dist.ProcessGroupNCCL(store.for_good(wait), self.rank, self.size, options)
-            kind = dist.ProcessGroup.BackendType.NCCL
-            self._free_before = torch.cuda.mem_get_info(self.device)[0]
-        group._set_default_backend(kind)
-        group._register_backend(self.device, kind, backend)
-        return group
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = wait
+        # The first call makes the communicator, and waits in the store for as long as this.
+        backend = dist.ProcessGroupNCCL(store.for_good(wait), self.rank, self.size, options)
+        self._free_before = torch.cuda.mem_get_info(self.device)[0]
+        return _with_backend(self, backend, dist.ProcessGroup.BackendType.NCCL)
 
     def _issued(self, work: Any) -> Any:
         if self._free_before is not None:  # the first call has just made the communicator
@@ -190,15 +193,20 @@ class TorchDistributedEngine(C10dEngine):
         A kernel of NCCL may end while its data is still on the way to another host. ``abort`` of
         torch cuts that off; ``shutdown`` lets NCCL finish it first, and frees everything.
         """
-        if self.on_host:
-            super().close(deadline)
-            return
         group, self._group = [self._group], None
         finish = partial(_shut_down, group, self.device)
         if group[0] is None or self.health.attempt(finish, deadline, "finishing the calls of NCCL"):
             return
         if group:
             self.health.attempt(partial(host_exchange.release, group), Deadline(ABORT_S), "abort")
+
+
+def _with_backend(engine: C10dEngine, backend: Any, kind: Any) -> Any:
+    """Return a process group of torch with one backend, for the device of the engine."""
+    group = dist.ProcessGroup(dist.HashStore(), engine.rank, engine.size)  # it asks its backend
+    group._set_default_backend(kind)
+    group._register_backend(engine.device, kind, backend)
+    return group
 
 
 def _has_messages(calls: Sequence[Launch]) -> bool:

@@ -41,10 +41,10 @@ def init(
     check_backend(backend)
     manager = CommContextManager.instance()
     with manager._lock:
-        known = manager._table.usable(0)
-    if known is not None:
-        ranks = known.ranks
-        return same_ring(known, ranks, backend=backend, device=device, timeout=timeout)
+        existing = manager._table.usable(0)
+    if existing is not None:
+        ranks = existing.ranks
+        return same_ring(existing, ranks, backend=backend, device=device, timeout=timeout)
     world = manager._world()
     where = default_device(world, backend) if device is None else checked_device(device)
     if backend is not None and (backend == "nccl") != (where.type == "cuda"):

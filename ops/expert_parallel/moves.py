@@ -9,11 +9,11 @@ import torch
 from commlib.core.group import needs_result
 from commlib.core.manager import _rings
 from commlib.errors import CommTimeout, MismatchError
-from commlib.ops.expert_parallel import expert_calls
-from commlib.ops.expert_parallel.expert_checks import check_combine
+from commlib.ops.expert_parallel import calls
+from commlib.ops.expert_parallel.checks import check_combine
 from commlib.ops.registered.library import register
 from commlib.ops.registered.traced_ring import sized
-from commlib.p2p.expert_tables import ExpertSpec, ExpertTables, local_experts
+from commlib.p2p.experts.tables import ExpertSpec, ExpertTables, local_experts
 
 Tensor = torch.Tensor
 
@@ -86,7 +86,7 @@ def scattered(x: Tensor, *given: Any) -> Tensor:
     move = Move(*given)
     ring, spec = sized("expert_dispatch", move.ring_id, move.size), move.spec(x.dtype, x.shape[1])
     needs_result(ring, "expert_dispatch")
-    return expert_calls.scatter(ring, x, move.tables, move.active, spec, move.use_calc_stream)
+    return calls.scatter(ring, x, move.tables, move.active, spec, move.use_calc_stream)
 
 
 def combined(y: Tensor, *given: Any) -> Tensor:
@@ -96,7 +96,7 @@ def combined(y: Tensor, *given: Any) -> Tensor:
     check_combine(ring, "expert_combine", y, local, move.capacity)
     needs_result(ring, "expert_combine")
     spec = move.spec(y.dtype, y.shape[2])
-    return expert_calls.combine(ring, y, move.tables, move.active, spec, move.use_calc_stream)
+    return calls.combine(ring, y, move.tables, move.active, spec, move.use_calc_stream)
 
 
 def _local(move: Move) -> int:

@@ -13,8 +13,8 @@ from torch._C import _distributed_c10d as c10d
 
 from commlib.deadlines import Deadline, bounded
 from commlib.engines.base import ABORT_S, Engine
-from commlib.engines.c10d_plans import Plan, options_of, plan_of
-from commlib.engines.c10d_then import Then
+from commlib.engines.c10d.plans import Plan, options_of, plan_of
+from commlib.engines.c10d.then import Then
 from commlib.engines.local import as_bytes, copy, divide, flat, multiplied
 from commlib.engines.reductions import Reducer, ReductionSpec
 from commlib.errors import CommTimeout

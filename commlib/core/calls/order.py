@@ -6,14 +6,14 @@ from functools import partial
 from threading import get_ident
 from typing import Any
 
-from commlib.core.call import Call
-from commlib.core.call_log import CallLog
-from commlib.core.call_reports import CallReports
+from commlib.core.calls.call import Call
+from commlib.core.calls.log import CallLog
+from commlib.core.calls.reports import CallReports
 from commlib.core.context import CommContext
 from commlib.core.posting import with_codes
 from commlib.core.ring import Ring
 from commlib.deadlines import Deadline, bounded
-from commlib.engines.c10d import C10dEngine
+from commlib.engines.c10d.engine import C10dEngine
 from commlib.errors import CommTimeout, RingError
 from commlib.rendezvous.host_exchange import gloo_round, host_number
 from commlib.rendezvous.shared_memory import SharedMemoryAllGather, open_shared_memory

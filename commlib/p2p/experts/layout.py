@@ -3,7 +3,7 @@
 import ctypes
 
 from commlib.p2p import nvrtc
-from commlib.p2p.expert_tables import GROUP, ExpertSpec
+from commlib.p2p.experts.tables import GROUP, ExpertSpec
 from commlib.p2p.kernel_table import VECTOR
 
 KINDS = ("expert_dispatch", "expert_combine")  # of calls; each has its slots

@@ -9,7 +9,7 @@ from commlib.core.manager import comm
 from commlib.errors import DtypeError, ShapeError
 from commlib.ops.agreement import Fact, check_ranks_agree, refuse_together
 from commlib.ops.arguments import Ring, ring_number
-from commlib.ops.data_norm_checks import (
+from commlib.ops.normalisation.checks import (
     NAME,
     SUMMARIES,
     check_options,
@@ -17,7 +17,7 @@ from commlib.ops.data_norm_checks import (
     check_traced,
     check_writable,
 )
-from commlib.ops.data_norm_summaries import batch_summaries, skipped_groups
+from commlib.ops.normalisation.summaries import batch_summaries, skipped_groups
 from commlib.ops.registered.library import like, once, register, traced
 
 Tensor = torch.Tensor

@@ -8,8 +8,8 @@ import torch
 
 from commlib.engines.base import Engine, Launch
 from commlib.engines.libnccl import library
-from commlib.engines.nccl_connection import Connection
-from commlib.engines.nccl_reductions import BYTES, premul
+from commlib.engines.nccl.connection import Connection
+from commlib.engines.nccl.reductions import BYTES, premul
 from commlib.engines.reductions import ReductionSpec
 from commlib.rendezvous.hosts import HostExchange
 from commlib.rendezvous.identity import Health, RingIdentity

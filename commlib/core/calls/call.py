@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.autograd import graph
 
-from commlib.core.call_log import Entry
+from commlib.core.calls.log import Entry
 from commlib.core.observers import unwatched
 from commlib.core.tensors import dense_copy, is_dense
 

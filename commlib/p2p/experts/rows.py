@@ -19,7 +19,7 @@ from commlib.streams import stream_captures
 RANKS, _THREADS = 16, 512  # as in rows.cu
 _PER_MULTIPROCESSOR = 2  # blocks that fit, as __launch_bounds__ in rows.cu says
 _LEAST = 2  # blocks: one pushes, one empties
-KERNEL = Path(__file__).parent / "csrc" / "rows.cu"
+KERNEL = Path(__file__).parent.parent / "csrc" / "rows.cu"
 _CONTROL, _FLAGS = 4096, 1 << 16  # bytes of control words, then of each half's flags
 _HALVES = _CONTROL + 2 * _FLAGS  # where they begin
 _SMALL, _LARGE, _BORDER = 1 << 14, 1 << 17, 1 << 22  # bytes of a chunk; from which total on

@@ -1,6 +1,7 @@
 """The rings of a process by their ids, and the error of an id that is not there."""
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -42,6 +43,20 @@ class RingTable:
         if ring_id is None:
             self.elsewhere.clear()
         return rings
+
+    def forget(self, parent: int, closing: Iterable[CommContext], creating: Iterable[int]) -> None:
+        """Take every ring of the process ``parent`` out in a forked child; nothing is closed.
+
+        Args:
+            parent: The number of the process.
+            closing: Rings that are not in the table any more.
+            creating: Ids of rings that are not in it yet.
+        """
+        why = belongs(parent, os.getpid())
+        for ring in [*self.open.values(), *closing]:
+            ring._forget(why)
+        self.inherited.update(dict.fromkeys([*self.open, *creating], parent))
+        self.open.clear()  # the same dict: lookups hold it
 
     def check_known(self, ring_id: int) -> None:
         """Refuse an id that no ring here has or had."""

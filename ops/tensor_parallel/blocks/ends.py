@@ -4,7 +4,7 @@ import torch
 
 from commlib.ops.collectives._all_reduce import all_reduce
 from commlib.ops.tensor_parallel._all_reduce_residual_norm import DTYPES, all_reduce_residual_norm
-from commlib.ops.tensor_parallel.block_steps import Dropout, LayerNorm, position_in
+from commlib.ops.tensor_parallel.blocks.steps import Dropout, LayerNorm, position_in
 from commlib.ops.tensor_parallel.residual_norm import (
     has_kernels,
     norm_and_input,

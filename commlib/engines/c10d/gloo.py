@@ -3,7 +3,7 @@
 from datetime import timedelta
 from typing import Any, ClassVar
 
-from commlib.engines.c10d import C10dEngine
+from commlib.engines.c10d.engine import C10dEngine
 from commlib.engines.reductions import Reducer
 from commlib.rendezvous import host_exchange
 from commlib.rendezvous.store import EngineStore

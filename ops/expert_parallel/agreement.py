@@ -8,9 +8,9 @@ import torch
 
 from commlib.core.context import CommContext
 from commlib.errors import ArgumentError, CommTimeout, DtypeError, MismatchError, ShapeError
-from commlib.ops.expert_parallel.expert_checks import FLOATS
+from commlib.ops.expert_parallel.checks import FLOATS
 from commlib.ops.expert_parallel.plain_exchange import SAME_MASK, PlainExchange
-from commlib.p2p.expert_tables import ExpertSpec
+from commlib.p2p.experts.tables import ExpertSpec
 
 CAPACITY = (
     "expected the same number on every rank; make it from numbers that are equal on all ranks"

@@ -9,10 +9,10 @@ import torch
 from commlib.core.context import CommContext
 from commlib.core.validation import check_tensor
 from commlib.errors import ArgumentError, DtypeError, ShapeError
-from commlib.ops.expert_parallel.expert_handle import ExpertHandle
-from commlib.ops.expert_parallel.expert_ids import check_ids, check_number
-from commlib.ops.expert_parallel.expert_ids import check_tensor as check_tensor_type
-from commlib.p2p.expert_tables import GROUP, Choices, ExpertSpec, local_experts
+from commlib.ops.expert_parallel.handle import ExpertHandle
+from commlib.ops.expert_parallel.ids import check_ids, check_number
+from commlib.ops.expert_parallel.ids import check_tensor as check_tensor_type
+from commlib.p2p.experts.tables import GROUP, Choices, ExpertSpec, local_experts
 
 Tensor = torch.Tensor
 

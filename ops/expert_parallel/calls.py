@@ -7,9 +7,9 @@ import torch
 from commlib.core.context import CommContext
 from commlib.core.tensors import dense_copy, is_dense
 from commlib.ops.expert_parallel import plain_experts
-from commlib.ops.expert_parallel.expert_agreement import check_spec
-from commlib.ops.expert_parallel.expert_checks import enough_memory
-from commlib.p2p.expert_tables import (
+from commlib.ops.expert_parallel.agreement import check_spec
+from commlib.ops.expert_parallel.checks import enough_memory
+from commlib.p2p.experts.tables import (
     FLOAT8,
     GROUP,
     Choices,

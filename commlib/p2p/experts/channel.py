@@ -10,7 +10,7 @@ from commlib import flags
 from commlib.errors import PeerTimeout
 from commlib.log import log
 from commlib.p2p import nvrtc, residency
-from commlib.p2p.expert_layout import (
+from commlib.p2p.experts.layout import (
     CHOICES,
     COMBINE,
     DISPATCH,
@@ -24,7 +24,7 @@ from commlib.p2p.expert_layout import (
     OverflowRecord,
     slot_bytes,
 )
-from commlib.p2p.expert_tables import (
+from commlib.p2p.experts.tables import (
     GROUP,
     Choices,
     ExpertCounts,
@@ -46,7 +46,7 @@ THREADS = 256  # as in experts.cuh
 _PER_MULTIPROCESSOR = 4  # blocks that fit, as __launch_bounds__ says
 _ROWS = 1 << 30  # a link has so many bits for a row
 _COMPLETE = 2  # state of an OverflowRecord
-KERNELS = Path(__file__).with_name("csrc")
+KERNELS = Path(__file__).parent.parent / "csrc"
 _FLOAT8_NAMES = tuple(f"quantize_{one}" for one in FLOATS.values())
 _NAMES = {
     "experts_dispatch.cu": ("dispatch", "scatter", *(f"scatter_{one}" for one in FLOATS.values())),

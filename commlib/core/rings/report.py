@@ -1,6 +1,6 @@
 """The report of a ring: its state, its errors, and the carrier of a call."""
 
-from typing import Any
+from typing import TypedDict
 
 import torch
 
@@ -10,7 +10,25 @@ from commlib.engines.reductions import resolve_reduction
 from commlib.errors import ArgumentError
 
 
-def report(ring: Ring) -> dict[str, Any]:
+class RingReport(TypedDict):
+    """The state of a ring, its calls and its memory; see ``CommContext.report``."""
+
+    ring_id: int
+    engine: str
+    ranks: list[int]
+    rank: int
+    size: int
+    device: str
+    state: str
+    calls: int
+    last: str | None
+    communicator: bool
+    bytes: int
+    workspace_bytes: int
+    errors: list[str]
+
+
+def report(ring: Ring) -> RingReport:
     """Return the rows of ``CommContext.report``."""
     memory, fault = ring._engine.memory, ring._health.fault
     return {
@@ -32,13 +50,13 @@ def report(ring: Ring) -> dict[str, Any]:
 
 def errors(ring: Ring) -> list[str]:
     """Return what went wrong so far, oldest first, and what the library reports now."""
-    found = ring._health.errors()
+    texts = ring._health.errors()
     if not ring._health.ended:
         try:
             ring._engine.check()
         except Exception as error:
-            found.append(f"{ring._describe('asynchronous error')}: {error}")
-    return found
+            texts.append(f"{ring._describe('asynchronous error')}: {error}")
+    return texts
 
 
 def nccl_comm(ring: Ring) -> int:

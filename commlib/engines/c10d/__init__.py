@@ -1,0 +1,1 @@
+"""The engines over process groups of torch: gloo, and the groups of torch.distributed."""

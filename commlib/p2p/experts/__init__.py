@@ -1,0 +1,1 @@
+"""Channels for rows and for exchanges with experts, and their kernels."""

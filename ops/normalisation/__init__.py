@@ -1,0 +1,1 @@
+"""Normalisation by statistics that the ranks gather over a training run."""
