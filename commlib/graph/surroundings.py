@@ -13,9 +13,9 @@ from torch.nn.parameter import is_lazy
 
 from commlib.graph.module_watch import ModuleWatch, Same
 from commlib.graph.operators.schema import memory
+from commlib.graph.python.global_names import Name
 from commlib.graph.python.plain_contents import PlainContents
 from commlib.graph.python.reach import (
-    Name,
     attributes,
     class_values,
     content,
