@@ -4,7 +4,7 @@ import sys
 from collections.abc import Container, Iterable, Iterator
 from importlib.util import resolve_name
 from sysconfig import get_path
-from types import FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 from commlib.graph.python.code_names import names_of
@@ -24,29 +24,31 @@ class Name:
         self.names, self.name = names, name
 
 
-def names_in(fn: FunctionType) -> Iterator[Name]:
-    """Yield the global names that a function reads; none for code of installed packages.
+def names_in(fn: FunctionType) -> list[Name]:
+    """Return the global names that a function reads; none for code of installed packages.
 
     These are thousands of names, which no program replaces.
     """
     if fn.__code__.co_filename.startswith(INSTALLED):
-        return
+        return []
     found = names_of(fn.__code__)
-    for name in found.looked_up & fn.__globals__.keys():
-        yield Name(fn.__globals__, name)
-    for module in modules_through(_named(fn), found.read, _ENDS):
-        yield from (Name(vars(module), name) for name in found.read & vars(module).keys())
+    names = [Name(fn.__globals__, name) for name in found.looked_up & fn.__globals__.keys()]
+    named = [each.names[each.name] for each in names]
+    named += [cell.cell_contents for cell in fn.__closure__ or () if not _is_empty(cell)]
+    if found.imported:
+        named += imported_by(fn)
+    for module in modules_through(named, found.read, _ENDS):
+        names += [Name(vars(module), name) for name in found.read & vars(module).keys()]
+    return names
 
 
-def _named(fn: FunctionType) -> Iterator[Any]:
-    """Yield what a function's variables refer to, and the modules that it imports."""
-    yield from (fn.__globals__.get(name) for name in names_of(fn.__code__).looked_up)
-    for cell in fn.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # a variable without a value
-            continue
-    yield from imported_by(fn)
+def _is_empty(cell: CellType) -> bool:
+    """Return True for a variable of a closure that has no value yet."""
+    try:
+        cell.cell_contents  # noqa: B018 - it raises
+    except ValueError:
+        return True
+    return False
 
 
 def imported_by(fn: FunctionType) -> Iterator[ModuleType | None]:

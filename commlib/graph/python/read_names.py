@@ -2,6 +2,11 @@
 
 An attribute that no such code names is not a setting of the function, such as a counter of the loop
 around it. Where code reads attributes by computed names, or can't be seen, all of them count.
+
+Three lists are written by hand, as Python does not tell what they say. ``_HARMLESS`` has modules
+whose hidden code reads no attributes but by methods such as ``__eq__``. ``_OUTSIDE`` has methods
+that no run of a function needs. ``_BY_NAME`` of ``code_names`` has functions that read attributes
+by names which are values. What is missing in the first two makes more attributes count.
 """
 
 import sys
@@ -9,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -38,8 +43,9 @@ _HARMLESS = {
 }
 _LEAVES = (bool, int, float, complex, str, bytes, range, type(None), torch.Tensor, Enum)
 _HOLDING = {"builtins", "functools", "collections", "types", "argparse"}
+_SHOWN = _HOLDING - {"functools"}  # what callables of these hold is followed
 _HIDING = {"builtins", "itertools"}  # iterators whose code can't be seen
-_MAKES = {"__init__", "__new__", "__post_init__"}  # run where objects are made
+_MAKES = {"__init__", "__new__"}  # that ``type`` calls where objects are made
 # Run where objects are copied or dropped: what these read is of no other use.
 _OUTSIDE = {
     "__del__",
@@ -52,7 +58,6 @@ _OUTSIDE = {
     "__class_getitem__",
     "__set_name__",
 }
-_READS_ANY = ("attrgetter", "methodcaller")
 
 
 class _UnknownError(Exception):
@@ -129,9 +134,11 @@ class _Reader:
     def _add_object(self, x: Any) -> None:
         kind: Any = type(x)
         root = root_of(kind.__module__)
-        hides = isinstance(x, Iterator | Coroutine) and root in _HIDING
-        if hides or kind.__name__ in _READS_ANY:
+        if isinstance(x, Iterator | Coroutine) and root in _HIDING:
             raise _UnknownError
+        shown = root not in sys.stdlib_module_names or kind is partial or root in _SHOWN
+        if callable(x) and not shown:
+            self._add_hidden(x)
         self._add_class(kind)
         if isinstance(x, weakref.ref):
             self._left.append(x())
@@ -148,6 +155,27 @@ class _Reader:
         node = _pytree.SUPPORTED_NODES.get(kind)
         if node is not None:
             self._left.append(node.flatten_fn)
+
+    def _add_hidden(self, x: Any) -> None:
+        """Add what a callable of the standard library is made of: texts in it may be names.
+
+        Its code can't be seen (``attrgetter``), but its pickled form shows its arguments.
+        """
+        try:
+            made = x.__reduce_ex__(2)
+        except TypeError:
+            raise _UnknownError from None
+        left = [made]
+        while left:
+            held = left.pop()
+            if isinstance(held, str):
+                self._name(held.split("."))
+            elif isinstance(held, tuple | list | dict):
+                left += [*held, *held.values()] if isinstance(held, dict) else held
+            elif isinstance(held, partial):
+                left += (held.args, held.keywords)
+            else:
+                self._left.append(held)
 
     def _add_function(self, x: FunctionType) -> None:
         self._left.extend(content(cell) for cell in x.__closure__ or ())
