@@ -146,6 +146,59 @@ def test_values_of_other_types() -> None:
         assert_bits_equal(g(torch.ones(2)), torch.full((2,), value))
 
 
+class Base:
+    """A class with a default."""
+
+    scale = 1.0
+
+
+class Derived(Base):
+    """A class that inherits it."""
+
+    def __init__(self) -> None:
+        self.other = 1
+
+
+class ModuleWithDefault(nn.Module, Derived):
+    """A module that inherits it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a multiple."""
+        return x * self.scale
+
+
+@pytest.mark.parametrize("number", [1, 8])
+@pytest.mark.parametrize("where", ["instance", "base"])
+def test_defaults_in_classes(number: int, where: str) -> None:
+    """They are replaced there, or hidden by an attribute that comes later."""
+    held: Any = Derived()
+    for name in range(number):
+        setattr(held, f"scale_{name}", name)
+
+    def read(x: Any) -> Any:
+        _ = (x.scale_1, x.scale_2, x.scale_3, x.scale_4, x.scale_5) if number > 1 else ()
+        return x.scale
+
+    try:
+        changed = held if where == "instance" else Base
+        _check(Held(held, read), lambda value: setattr(changed, "scale", value))
+        module = ModuleWithDefault()
+        changed = module if where == "instance" else Base
+        _check(module, lambda value: setattr(changed, "scale", value))
+    finally:
+        Base.scale = 1.0
+
+
+@pytest.mark.parametrize("make", [Config, SimpleNamespace])
+def test_attributes_that_come_later(make: Callable[[], Any]) -> None:
+    held = make()
+    g = graph.capture(Held(held, lambda x: getattr(x, "factor", 1.0)), outputs="copy", verify=False)
+    for turn in range(6):
+        if turn == 3:
+            held.factor = 3.0
+        assert_bits_equal(g(torch.ones(2)), torch.full((2,), 1.0 if turn < 3 else 3.0))
+
+
 def test_deleted_attributes() -> None:
     class Optional(nn.Module):
         def forward(self, x: torch.Tensor) -> Any:

@@ -81,7 +81,6 @@ class SettingPlaces:
             if read:
                 self.objects.append((x, read))
                 self._ask(x, read)
-
         self.has_versions = bool(self._dicts)
         self.is_empty = not (self._single or self._groups or self._dicts)
 
@@ -125,15 +124,19 @@ class SettingPlaces:
         if _version is not None and len(names) > _MANY and type(held) is dict:
             self._dicts.append((held, [name for name in names if name in held]))
             names = ["__dict__", *(name for name in names if name not in held)]
+        elif type(held) is dict:
+            self._single.append(partial(len, held))  # a new attribute
         if len(names) == 1 or isinstance(x, type) or kind.__getattribute__ is not _PLAIN_ACCESS:
             self._single += [partial(getattr, x, name, None) for name in names]
         else:
             self._groups.append((attrgetter(*names), x))
 
-    def attributes(self, *, known: bool) -> Iterator[Fact]:
-        """Yield the attributes of objects: those that were known, or those that there are now."""
-        for x, names in self.objects:
-            for name in names if known else self._attributes_of(x):
+    def facts(self) -> Iterator[Fact]:
+        """Yield what variables hold, and the attributes that objects have now."""
+        for where, name, read in self.variables:
+            yield (where, name), setting(read())
+        for x, _ in self.objects:
+            for name in self._attributes_of(x):
                 yield (id(x), name), setting(getattr(x, name, None))
 
     def containers(self) -> Iterator[Place]:
@@ -163,4 +166,5 @@ class SettingPlaces:
 
     def versioned(self) -> list[Any]:
         """Return attributes of objects with many of them."""
-        return [held.get(name) for held, names in self._dicts for name in names]
+        found: list[Any] = [held.get(name) for held, names in self._dicts for name in names]
+        return found + [len(held) for held, _ in self._dicts]

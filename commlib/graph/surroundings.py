@@ -207,7 +207,6 @@ class Surroundings:
         """Return the settings, to tell which of them a call changes."""
         watched = self._watched
         found: dict[Any, Any] = dict(_facts(watched))
-        found |= dict(watched.places.attributes(known=False))
         found |= dict(watched.contents.all_facts())
         found |= dict(_groups(watched.places))
         found |= dict(self._addresses())
@@ -230,10 +229,7 @@ def _weights(places: SettingPlaces, of_modules: list[torch.Tensor]) -> list[torc
 
 
 def _facts(watched: _Watched) -> Iterator[Fact]:
-    for where, name, read in watched.places.variables:
-        yield (where, name), setting(read())
-    yield from watched.places.attributes(known=True)
-    yield from watched.contents.facts()
+    return chain(watched.places.facts(), watched.contents.facts())
 
 
 def _groups(places: SettingPlaces) -> Iterator[Fact]:

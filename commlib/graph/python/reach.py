@@ -156,7 +156,7 @@ def _leads_to(x: Any, follows: Follows) -> Iterable[Any]:
                 found.append(one)
         if isinstance(x, torch.jit.ScriptModule):  # its parts are in dicts of TorchScript
             found += [*x.children(), *x.parameters(recurse=False), *x.buffers(recurse=False)]
-        found += _own_class(kind)
+        found += _own_classes(kind)
     return found
 
 
@@ -168,15 +168,20 @@ def forward_of(kind: Any) -> Any:
 
 
 @lru_cache(maxsize=10_000)
-def _own_class(kind: type) -> list[type]:
-    """Return a class, unless an installed package has it: these keep no state in classes."""
+def _own_classes(kind: type) -> list[type]:
+    """Return a class and its bases but for those of installed packages, which keep no state."""
+    return [each for each in kind.__mro__ if _has_state(each)]
+
+
+@lru_cache(maxsize=10_000)
+def _has_state(kind: type) -> bool:
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return [kind] if file and not file.startswith(INSTALLED) else []
+    return bool(file) and not file.startswith(INSTALLED)
 
 
 def _functions_of(kind: type) -> dict[str, Any]:
     """Return the functions of a class of the program, which lead to the globals that they name."""
-    if not _own_class(kind):
+    if not _has_state(kind):
         return {}
     held = vars(kind).items()
     inner = {name: getattr(x, "__func__", getattr(x, "fget", x)) for name, x in held}
@@ -185,7 +190,7 @@ def _functions_of(kind: type) -> dict[str, Any]:
 
 def class_values(kind: type) -> dict[str, Any]:
     """Return the attributes of a class of the program that are neither functions nor Python's."""
-    if not _own_class(kind) or issubclass(kind, Enum):
+    if not _has_state(kind) or issubclass(kind, Enum):
         return {}
     held = vars(kind).items()
     return {

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator
 from enum import Enum
 from functools import lru_cache, partial
+from pickle import PickleError
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -163,7 +164,7 @@ class _Reader:
         """
         try:
             made = x.__reduce_ex__(2)
-        except TypeError:
+        except (TypeError, ValueError, AttributeError, PickleError):  # it has no such form
             raise _UnknownError from None
         left = [made]
         while left:
