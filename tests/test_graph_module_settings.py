@@ -122,7 +122,7 @@ def test_methods_of_objects_in_modules(make: Callable[[], Any]) -> None:
 
 
 def test_replaced_configs() -> None:
-    """Frozen ones count by content: an equal one is no other setting."""
+    """Frozen ones count by content: an equal one is the same setting."""
     module: Any = Held(Frozen(), _scale)
     _check(module, lambda value: setattr(module, "_held", Frozen(value)))
     one, three = Config(1.0), Config(3.0)
@@ -343,6 +343,28 @@ def test_a_call_while_another_thread_looks_at_modules(
     found.append(g(x).item())
     threads[0].join()
     assert_equal(found, [7.0, 7.0])
+
+
+def test_a_look_of_another_thread_before_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another thread has found is used where nothing has changed since."""
+    module: Any = Held(1.0, lambda held: held)
+    g, x = graph.capture(module, outputs="copy", verify=False), torch.ones(1)
+    for value in (7.0, 7.0, 1.0, 1.0):
+        module._held = value
+        g(x)
+    plain = ModuleWatch.changed
+    assert isinstance(plain, property)
+
+    def asked(self: ModuleWatch) -> Any:
+        monkeypatch.setattr(ModuleWatch, "changed", plain)
+        thread = threading.Thread(target=lambda: g(x))
+        thread.start()
+        thread.join()
+        return self.changed
+
+    module._held = 7.0
+    monkeypatch.setattr(ModuleWatch, "changed", property(asked))
+    assert_equal(g(x).item(), 7.0)
 
 
 @pytest.mark.parametrize("part", ["attribute", "buffer", "parameter", "module"])

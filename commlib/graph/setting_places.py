@@ -153,6 +153,8 @@ class SettingPlaces:
     def read(self) -> list[Any]:
         """Return what is in all places, but for attributes of ``versions``."""
         found = [read() for read in self._single]
+        if not self._groups:
+            return found
         try:
             for get, x in self._groups:
                 found += get(x)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
+from typing_extensions import Self
 
 from commlib.graph.hook_watch import hooks_of_all
 from commlib.graph.module_watch import ModuleWatch
@@ -20,17 +21,32 @@ from commlib.graph.python.setting import is_open, label, setting
 from commlib.graph.setting_places import SettingPlaces
 
 _DEEP = 4  # how far settings of optimizers and objects among arguments are followed
+_MANY = 16  # facts that are hashed faster one by one
 _FEW = 32  # items of a list or dict whose tensors' addresses are asked at every call
 
 
 class _Watched(NamedTuple):
-    """What is asked at every call; another one where anything in it is another."""
+    """Places and modules that are asked at every call; replaced where they change."""
 
     places: SettingPlaces
     contents: Contents
     modules: int  # the number of what modules hold
     can_change: bool  # whether there are modules, or others with hooks
     is_asked: bool  # whether there is anything else
+
+
+class _ManyFacts(tuple[Any, ...]):
+    """Facts whose hash is computed once: a key is hashed at every call."""
+
+    _hash: int
+
+    def __new__(cls, facts: tuple[Any, ...]) -> Self:
+        self = super().__new__(cls, facts)
+        self._hash = hash(facts)
+        return self
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 class _Reading(NamedTuple):
@@ -104,9 +120,10 @@ class Surroundings:
 
     def key(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """Return the settings as they are now, of objects among the arguments too."""
-        watched = self._watched
-        if watched.can_change and self._modules.changed:
+        if self._watched.can_change and self._modules.changed:
             watched = self._watch_again()
+        else:  # read after the question: another thread may have looked between the two
+            watched = self._watched
         facts = self._facts_of(watched) if watched.is_asked else ()
         found, own = (watched.modules, facts), self._own
         if watched.places.optimizers:
@@ -120,7 +137,7 @@ class Surroundings:
 
     def _facts_of(self, watched: _Watched) -> tuple[Any, ...]:
         """Return what represents the settings in places and containers."""
-        places, contents, last = watched.places, watched.contents, self._last
+        places, contents, *_ = watched
         held, whole, versions = places.read(), b"", []
         if not contents.is_empty:
             held += contents.items()
@@ -129,9 +146,10 @@ class Surroundings:
                 return self._facts_of(self._watch_again())
         if places.has_versions:
             versions = places.versions()
-        steady = last.watched is watched and whole == last.whole and len(held) == len(last.held)
-        if steady and all(map(is_, held, last.held)) and versions == last.versions:
-            return last.facts
+        last, known, was_whole, had_versions, _, facts = self._last
+        steady = last is watched and whole == was_whole and len(held) == len(known)
+        if steady and all(map(is_, held, known)) and versions == had_versions:
+            return facts
         return self._read(watched, held, whole, versions).facts
 
     def _watch_again(self) -> _Watched:
@@ -150,6 +168,7 @@ class Surroundings:
         facts = last.facts
         if not (is_same and all(map(is_, before[1:], now[1:]))):
             facts = tuple(what for name, what in _facts(watched) if name not in self._own)
+            facts = _ManyFacts(facts) if len(facts) > _MANY else facts
             held = [] if self._has_changed(watched, held, versions) else held
         self._last = _Reading(watched, held, whole, versions, versioned, facts)
         return self._last

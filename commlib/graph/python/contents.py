@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from commlib.graph.python.setting import label, setting
+from commlib.graph.python.setting import PLAIN, label, setting
 
 _VERSION = 2  # of marshal: later ones write what has nothing to do with values
 _MOST_BYTES = 2000  # of one object
@@ -80,7 +80,7 @@ class Contents:
 
     def _add(self, place: Place, seen: set[tuple[int, str]], depth: int) -> None:
         x, name = place.held, (place.where, _content(place.name))
-        if type(x) not in _KINDS or name in seen or not depth:
+        if not _may_change(x) or name in seen or not depth:
             return
         seen.add(name)
         if name not in self._own and _is_plain(x):
@@ -129,7 +129,13 @@ class Contents:
 
 def is_asked(x: Any) -> bool:
     """Return True for a container that counts by its content."""
-    return type(x) in _KINDS and (_is_plain(x) or _is_opened(x))
+    return _may_change(x) and (_is_plain(x) or _is_opened(x))
+
+
+def _may_change(x: Any) -> bool:
+    """Return True for containers, but not for a tuple of plain values, which is a value itself."""
+    kind = type(x)
+    return kind in _KINDS and not (kind is tuple and all(isinstance(one, PLAIN) for one in x))
 
 
 def _facts(place: Place, keys: list[Any] | None = None) -> Iterator[Fact]:

@@ -1,4 +1,4 @@
-"""Global names that code reads: of its own module, and of modules that it names or imports."""
+"""Global names that code reads: in its module, and in modules that it names or imports."""
 
 import sys
 from collections.abc import Container, Iterable, Iterator

@@ -1,4 +1,4 @@
-"""What tells one setting from another: the value of plain ones, else which object it is."""
+"""Settings in a form that tells one from another: the value of plain ones, else which object."""
 
 from collections.abc import Callable
 from enum import Enum
