@@ -5,7 +5,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -303,16 +303,80 @@ def test_an_item_that_the_function_changes() -> None:
     assert_equal((state["calls"], log), (6, [1, 2, 3, 4, 5, 6]), "calls")
 
 
-@pytest.mark.parametrize("where", ["list", "dict"])
-def test_large_containers_are_verified(where: str) -> None:
-    """Those that are too large for a key are compared by verified calls."""
-    held: Any = [1.0] * 3000 if where == "list" else dict.fromkeys(range(3000), 1.0)
-    g = graph.capture(lambda x: x * held[7], outputs="copy", verify=1)
+# -- what is in no key ---------------------------------------------------------------------------
+
+
+def _times(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    return x * scale
+
+
+def large_list() -> tuple[Any, Callable[[], object]]:
+    """A list of more than 2,000 bytes."""
+    held = [1.0] * 3000
+    return (lambda x: x * held[7]), lambda: held.__setitem__(7, 3.0)
+
+
+def large_dict() -> tuple[Any, Callable[[], object]]:
+    """A dict of more than 200 items with another object."""
+    held: dict[Any, Any] = {**dict.fromkeys(range(300), 1.0), "other": object()}
+    return (lambda x: x * held[7]), lambda: held.__setitem__(7, 3.0)
+
+
+def default_of_a_called_function() -> tuple[Any, Callable[[], object]]:
+    """A default that is replaced."""
+    return (lambda x: _times(x)), lambda: setattr(_times, "__defaults__", (3.0,))
+
+
+def forced_field() -> tuple[Any, Callable[[], object]]:
+    """A field of a frozen dataclass, set in spite of that."""
+    config = Frozen()
+    return Held(config, _scale), lambda: object.__setattr__(config, "scale", 3.0)
+
+
+def written_past_setattr() -> tuple[Any, Callable[[], object]]:
+    """A number of a module that no ``__setattr__`` reports."""
+    module = Held(1.0, lambda held: held)
+    return module, lambda: vars(module).__setitem__("_held", 3.0)
+
+
+def module_of_an_attribute() -> tuple[Any, Callable[[], object]]:
+    """A number in a module of Python that an object holds."""
+    settings: Any = ModuleType("settings")
+    settings.scale = 1.0
+    held = SimpleNamespace(settings=settings)
+    return (lambda x: x * held.settings.scale), lambda: setattr(settings, "scale", 3.0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(large_list, large_dict, default_of_a_called_function, forced_field),
+        *(written_past_setattr, module_of_an_attribute),
+    ],
+)
+def test_verified_calls_find_the_others(make: Callable[[], Any]) -> None:
+    """Settings in no key: replays use the old value, and the next verified call raises."""
+    fn, change = make()
+    g, x = graph.capture(fn, outputs="copy", verify=1), torch.ones(2)
     for _ in range(3):
-        g(torch.ones(2))
-    held[7] = 3.0
+        assert_bits_equal(g(x), x)
+    try:
+        change()
+        with raises(GraphError, "differ"):
+            g(x)
+    finally:
+        _times.__defaults__ = (1.0,)
+
+
+def test_verified_calls_find_configs_of_arguments() -> None:
+    config = Config()
+    module, x = Held(config, _scale), torch.ones(2)
+    g = graph.capture(lambda module, x: module(x), outputs="copy", verify=1)
+    for _ in range(3):
+        assert_bits_equal(g(module, x), x)
+    config.scale = 3.0
     with raises(GraphError, "differ"):
-        g(torch.ones(2))
+        g(module, x)
 
 
 # -- threads --------------------------------------
