@@ -14,6 +14,7 @@ from torch import nn
 
 from commlib import graph
 from commlib.errors import GraphError
+from commlib.graph import setting_places
 from commlib.graph.module_watch import ModuleWatch
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 
@@ -119,6 +120,14 @@ def test_methods_of_objects_in_modules(make: Callable[[], Any]) -> None:
 
     module = Calling()
     _check(module, lambda value: setattr(module.config, "scale", value))
+
+
+def test_many_settings_without_versions_of_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch without that function: each attribute is read."""
+    monkeypatch.setattr(setting_places, "_version", None)
+    held = ManySettings()
+    module = Held(held, lambda x: getattr(x, "sca" + "le"))
+    _check(module, lambda value: setattr(held, "scale", value))
 
 
 def test_replaced_configs() -> None:
