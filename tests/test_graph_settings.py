@@ -1,8 +1,10 @@
 """Settings in the key of a call: attributes that code reads, contents, hooks and flags."""
 
+import operator
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -180,11 +182,27 @@ class Reading:
         return float(self.inner.scale)
 
 
+@dataclass
+class Made:
+    """An object that reads another one where it is made; ``__init__`` names the method."""
+
+    reading: Any
+
+    def __post_init__(self) -> None:
+        """Read an attribute of another object."""
+        self.taken = self.reading.scale
+
+
 @pytest.mark.parametrize(
     ("fn", "found"),
     [
         (lambda r: lambda: r.literal(), True),
         (lambda r: lambda: r.through, True),
+        (lambda r: (lambda key: lambda: key(r))(operator.attrgetter("scale")), True),
+        (lambda r: (lambda key: lambda: key(r))(operator.methodcaller("literal")), True),
+        (lambda r: (lambda key: lambda: key(r))(operator.methodcaller("computed")), False),
+        (lambda r: (lambda made: lambda: made)(Made(r)), True),
+        (lambda r: lambda: Made(r), True),
         (lambda r: lambda: r.computed(), False),
         (lambda r: lambda: r.all_of_them(), False),
         (lambda r: lambda: sorted([r], key=__import__("operator").attrgetter("counter")), False),

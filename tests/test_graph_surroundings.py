@@ -14,7 +14,7 @@ from torch import nn
 
 from commlib import graph
 from commlib.errors import GraphError
-from commlib.graph.python.plain_contents import PlainContents
+from commlib.graph.python.contents import Contents
 from tests.support.checks import assert_bits_equal, assert_equal
 from tests.support.runs_on import runs_on
 from tests.test_modes import Wrapper
@@ -402,10 +402,10 @@ def test_a_thread_that_looks_during_another_look(monkeypatch: pytest.MonkeyPatch
     holder, x = types.SimpleNamespace(scales=[[1.0]]), torch.ones(1)
     f = graph.capture(lambda x: x * holder.scales[0][0], verify=False, outputs="copy")
     assert_equal([f(x).item(), f(x).item()], [1.0, 1.0])
-    facts, found = PlainContents.facts, list[float]()
+    facts, found = Contents.facts, list[float]()
 
-    def slowly(self: PlainContents) -> Iterator[Any]:
-        monkeypatch.setattr(PlainContents, "facts", facts)
+    def slowly(self: Contents) -> Iterator[Any]:
+        monkeypatch.setattr(Contents, "facts", facts)
         each = facts(self)
         first = next(each)
         thread = threading.Thread(target=lambda: found.append(f(x).item()))
@@ -415,6 +415,6 @@ def test_a_thread_that_looks_during_another_look(monkeypatch: pytest.MonkeyPatch
         yield from each
 
     holder.scales[0][0] = 7.0
-    monkeypatch.setattr(PlainContents, "facts", slowly)
+    monkeypatch.setattr(Contents, "facts", slowly)
     found.append(f(x).item())
     assert_equal(found, [7.0, 7.0])

@@ -5,105 +5,129 @@ and submodules, and ``nn.Module.__setattr__`` reports attributes.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
-from functools import cache
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, wraps
+from itertools import count
 from typing import Any
 
 import torch
-from torch.nn.modules import module as torch_modules
-from torch.utils.hooks import RemovableHandle
 
+from commlib.graph.hook_watch import HookLook
+from commlib.graph.python.contents import is_asked
 from commlib.graph.python.read_names import is_read
+from commlib.graph.python.setting import Same, setting
 from commlib.graph.recording.externals import at_addresses
 
 _Fact = tuple[str, Any]
 
 _watched: dict[int, "weakref.WeakSet[ModuleWatch]"] = {}  # by id of a module
-_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+_changes = count(1)
 _WITH_ADDRESS = (torch.Tensor, torch.nn.Parameter)
-_GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
-    torch_modules._global_forward_pre_hooks,
-    torch_modules._global_forward_hooks,
-    torch_modules._global_backward_pre_hooks,
-    torch_modules._global_backward_hooks,
-)
 _PARTS = ("_parameters", "_buffers", "_modules")
 
 
+class ModuleLook:
+    """The state of modules at one moment.
+
+    Attributes:
+        change: The last change that was reported before it.
+        facts: The state, but for what the function itself changes.
+    """
+
+    def __init__(self, watch: "ModuleWatch", change: int) -> None:
+        self.change = change
+        tensors = watch.tensors()
+        self._hooks = HookLook([*watch.modules, *watch.others, *tensors])
+        self._tensors = [x for x in tensors if type(x) in _WITH_ADDRESS]
+        self._pointers = [x.data_ptr() for x in self._tensors]
+        self._positions = list(range(len(self._tensors)))
+        self.facts: dict[tuple[int, str], Any] = {(0, "addresses"): tuple(self._pointers)}
+        self.facts |= {name: fact for name, fact in self._hooks.facts if name not in watch.own}
+        self.facts |= {
+            (id(module), name): fact
+            for module in watch.modules
+            for name, fact in _facts(module, watch.names)
+            if (id(module), name) not in watch.own
+        }
+
+    @property
+    def is_old(self) -> bool:
+        """Return True if hooks or addresses are others since."""
+        return self._hooks.is_old or bool(
+            self._tensors and not at_addresses(self._tensors, self._pointers, self._positions)
+        )
+
+
 class ModuleWatch:
-    """A set of modules whose changes are detected."""
+    """A set of modules whose changes are detected.
+
+    Attributes:
+        modules: These modules.
+        others: Optimizers and tensors whose hooks are watched too.
+        names: Names of attributes that are read; None for any.
+        own: Names of facts that the function changes.
+
+    A look at modules takes effect where it is kept, as one assignment: other threads see all of it
+    or nothing. A change that is reported in between makes it old.
+    """
 
     def __init__(self) -> None:
         self.modules: list[torch.nn.Module] = []
-        self._names: frozenset[str] | None = None  # of attributes that are read; None for any
-        self._hooks_made = -1
-        self._own: set[tuple[int, str]] = set()
-        self._changed = True
-        self.known: tuple[tuple[tuple[int, str], Any], ...] = ()  # the last facts
-        self._tensors: list[torch.Tensor] = []  # parameters and buffers, and their addresses
-        self._pointers: list[int] = []
-        self._hooked: list[tuple[dict[Any, Any], int]] = []  # hooks that may be removed
-        self._positions: list[int] = []
+        self.others: list[Any] = []
+        self.names: frozenset[str] | None = None
+        self.own: set[tuple[int, str]] = set()
+        self._change = 0
+        self._look: ModuleLook | None = None
 
-    def add(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Watch more modules."""
+    def add(self, modules: Iterable[torch.nn.Module], others: Iterable[Any]) -> None:
+        """Watch more modules, and the hooks of these other objects instead of the last ones."""
         _install_hooks()
         watched = set(map(id, self.modules))
         for module in modules:
             if id(module) not in watched:
                 self.modules.append(module)
                 _watch(module, self)
+        self.others = list(others)
+        self.note()
+
+    @property
+    def known(self) -> dict[tuple[int, str], Any]:
+        """Return the facts of the last kept look."""
+        return {} if self._look is None else self._look.facts
+
+    @property
+    def is_needed(self) -> bool:
+        """Return True if there is something to watch."""
+        return bool(self.modules or self.others)
 
     @property
     def changed(self) -> bool:
-        """Return True if a module may have changed since the last ``facts()``."""
-        return (
-            self._changed
-            or self._hooks_made != RemovableHandle.next_id
-            or bool(self._hooked and any(len(x) != number for x, number in self._hooked))
-            or bool(
-                self._tensors and not at_addresses(self._tensors, self._pointers, self._positions)
-            )
-        )
+        """Return True if a module may have changed since the look that was kept."""
+        look = self._look
+        return look is None or look.change != self._change or look.is_old
 
     def note(self) -> None:
         """Record that a module has changed."""
-        self._changed = True
+        self._change = next(_changes)  # a number that no other thread gets
 
     def note_attribute(self, module: torch.nn.Module, name: str) -> None:
         """Record that an attribute was set."""
-        if is_read(module, name, self._names):
-            self._changed = True
+        parts = (vars(module).get(part, ()) for part in _PARTS)
+        if is_read(module, name, self.names) or any(name in part for part in parts):
+            self.note()
 
-    def read_only(self, names: frozenset[str] | None) -> None:
-        """Leave out attributes with other names than these; None: leave out none."""
-        if names != self._names:
-            self._names, self._changed = names, True
+    def look(self) -> ModuleLook:
+        """Return the state of the modules."""
+        return ModuleLook(self, self._change)
 
-    def facts(self) -> dict[tuple[int, str], Any]:
-        """Return the state of the modules without the state that the function itself changes."""
-        self._changed, self._hooks_made = False, RemovableHandle.next_id
-        all_hooks = chain(_GLOBAL_HOOKS, *map(_hooks_of, self.modules))
-        self._hooked = [(hooks, len(hooks)) for hooks in all_hooks if hooks]
-        self._tensors = [x for x in self.tensors() if type(x) in _WITH_ADDRESS]
-        self._pointers = [x.data_ptr() for x in self._tensors]
-        self._positions = list(range(len(self._tensors)))
-        common: dict[tuple[int, str], Any] = {(0, "addresses"): tuple(self._pointers)}
-        common[0, "hooks of all modules"] = tuple(
-            Same(hook) for hooks in _GLOBAL_HOOKS for hook in hooks.values()
-        )
-        return common | {
-            (id(module), name): fact
-            for module in self.modules
-            for name, fact in _facts(module, self._names)
-            if (id(module), name) not in self._own
-        }
+    def keep(self, look: ModuleLook) -> None:
+        """Compare with this look from now on."""
+        self._look = look
 
     def leave_out(self, names: Iterable[tuple[int, str]]) -> None:
         """Ignore facts that a call of the function has changed: they are its own state."""
-        self._own.update(names)
-        self._changed = True
+        self.own.update(names)
+        self.note()
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the parameters and buffers of all modules."""
@@ -112,20 +136,17 @@ class ModuleWatch:
 
 
 def _facts(module: torch.nn.Module, names: frozenset[str] | None) -> Iterable[_Fact]:
-    """Yield each attribute in ``names`` by its value if that is plain, else by identity."""
+    """Yield each attribute in ``names`` by its setting.
+
+    Containers that count by content, tensors and hooks are left out.
+    """
     for name, value in list(vars(module).items()):
         if name in _PARTS:
             yield from ((f"{name}.{part}", Same(x)) for part, x in value.items())
-        elif name.endswith("_hooks") and isinstance(value, dict):
-            yield name, tuple(map(Same, value.values()))
-        elif not is_read(module, name, names):
+        elif name.endswith("_hooks") or not is_read(module, name, names):
             continue
-        elif isinstance(value, _PLAIN):
-            yield name, (type(value), value)
-        elif isinstance(value, tuple) and all(isinstance(x, _PLAIN) for x in value):
-            yield name, value
-        elif callable(value) and not isinstance(value, torch.Tensor):
-            yield name, Same(value)
+        elif not isinstance(value, torch.Tensor) and not is_asked(value):
+            yield name, setting(value)
     if isinstance(module, torch.jit.ScriptModule):
         yield from _facts_of_script(module)
 
@@ -138,30 +159,6 @@ def _facts_of_script(module: Any) -> Iterator[_Fact]:
             yield name, repr(value)
 
 
-def _hooks_of(module: torch.nn.Module) -> Iterable[dict[Any, Any]]:
-    for name, value in vars(module).items():
-        if name.endswith("_hooks") and isinstance(value, dict):
-            yield value
-
-
-class Same(int):
-    """Identity of an object: equal for the same object.
-
-    A number, so that no Python code runs where a key with many of them is looked up.
-    """
-
-    _object: object
-
-    def __new__(cls, x: object) -> "Same":
-        """Return the number of ``x``, and hold it: its number belongs to no other object then."""
-        self = super().__new__(cls, id(x))
-        self._object = x
-        return self
-
-    def __repr__(self) -> str:
-        return f"{type(self._object).__name__} at {id(self._object):#x}"
-
-
 def _watch(module: torch.nn.Module, watch: ModuleWatch) -> None:
     if id(module) not in _watched:
         _watched[id(module)] = weakref.WeakSet()
@@ -169,21 +166,39 @@ def _watch(module: torch.nn.Module, watch: ModuleWatch) -> None:
     _watched[id(module)].add(watch)
 
 
-def _notify(module: torch.nn.Module, *_: object) -> None:
-    for watch in _watched.get(id(module), ()):
-        watch.note()
-
-
 def _note_attributes(kind: type[torch.nn.Module]) -> None:
-    """Have modules of a class report the attributes that are set."""
-    plain = kind.__setattr__
+    """Have modules of a class report the attributes that were set or deleted.
 
-    def noted(self: torch.nn.Module, name: str, value: Any) -> None:
+    They report after the change: another thread may look at them until then.
+    """
+    for name in ("__setattr__", "__delattr__"):
+        setattr(kind, name, _noted(getattr(kind, name)))
+
+
+def _noted(plain: Callable[..., None]) -> Callable[..., None]:
+    @wraps(plain)
+    def noted(self: torch.nn.Module, name: str, *value: Any) -> None:
+        plain(self, name, *value)
         for watch in _watched.get(id(self), ()):
-            watch.note_attribute(self, name)
-        plain(self, name, value)
+            if value:
+                watch.note_attribute(self, name)
+            else:  # it was deleted, and may have been a part
+                watch.note()
 
-    kind.__setattr__ = noted  # type: ignore[method-assign]
+    return noted
+
+
+def _note_parts(name: str) -> None:
+    """Have modules report what was registered; torch's own hooks are called before that."""
+    plain = getattr(torch.nn.Module, name)
+
+    @wraps(plain)
+    def noted(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        for watch in _watched.get(id(self), ()):
+            watch.note()
+
+    setattr(torch.nn.Module, name, noted)
 
 
 @cache
@@ -191,6 +206,5 @@ def _install_hooks() -> None:
     """Have all modules report their changes, once the first one is watched."""
     _note_attributes(torch.nn.Module)
     _note_attributes(torch.jit.RecursiveScriptModule)
-    torch_modules.register_module_parameter_registration_hook(_notify)
-    torch_modules.register_module_buffer_registration_hook(_notify)
-    torch_modules.register_module_module_registration_hook(_notify)
+    for name in ("register_parameter", "register_buffer", "add_module"):
+        _note_parts(name)

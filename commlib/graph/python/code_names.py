@@ -43,7 +43,7 @@ class CodeNames(NamedTuple):
     Attributes:
         read: Attributes that it reads, and texts in it, which may be names.
         looked_up: Globals.
-        imported: Modules that it imports where it runs; a relative one has an empty name.
+        imported: Modules that it imports where it runs; relative names begin with dots.
         by_name: What it uses to read attributes by computed names.
     """
 
@@ -60,7 +60,7 @@ def names_of(code: CodeType) -> CodeNames:
     read = {x.argval for x in steps if x.opname in _READS}
     looked_up = {x.argval for x in steps if x.opname in _LOOKS_UP}
     imports = ((i, x.argval) for i, x in enumerate(steps) if x.opname == "IMPORT_NAME")
-    imported = {"" if steps[i - 2].argval != 0 else name for i, name in imports}
+    imported = {"." * steps[i - 2].argval + name for i, name in imports}  # the level comes first
     named = [i for i, x in enumerate(steps) if isinstance(x.argval, str) and x.argval in _BY_NAME]
     by_name = {steps[i].argval for i in named if _reads_any(steps, i)}
     for constant in code.co_consts:

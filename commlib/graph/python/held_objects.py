@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from commlib.graph.python.changes import GONE, NO_PLACE, Change, Place
-from commlib.graph.python.reach import RANDOM, Name, slots
+from commlib.graph.python.global_names import Name
+from commlib.graph.python.reach import RANDOM, slots
 
 _DICTS = (dict, OrderedDict, defaultdict)
 CONTAINERS = {*_DICTS, list, set}

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from commlib.errors import GraphError
-from commlib.graph.python.reach import RANDOM, Name, attributes, content, is_of_the_program
+from commlib.graph.python.global_names import Name
+from commlib.graph.python.reach import RANDOM, attributes, content, is_of_the_program
 
 _QUEUES = ("queue", "_queue", "multiprocessing.queues")
 _PLAIN = (bool, int, float, str, bytes, type(None))

@@ -6,48 +6,37 @@ import weakref
 from argparse import Namespace
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from dis import get_instructions
 from enum import Enum
 from functools import lru_cache, partial
-from sysconfig import get_path
 from types import (
     CellType,
-    CodeType,
     FunctionType,
     MappingProxyType,
     MethodType,
     ModuleType,
     SimpleNamespace,
 )
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
+from commlib.graph.python.global_names import FOREIGN, INSTALLED, Name, names_in, root_of
+
 _MOST = 100_000  # objects that are looked at; those near the function come first
 # Of what is left out here, generators alone have a state that a program may set.
 _LEAVES = (bool, int, float, complex, str, bytes, range, type(None), ModuleType)
-# Libraries whose objects belong to them: what they count, they count for the whole process.
-_FOREIGN = {"commlib", "cupy", "numpy", *sys.stdlib_module_names}
-_INSTALLED = tuple({get_path("purelib"), get_path("platlib"), get_path("stdlib")})
 RANDOM = (random.Random, np.random.Generator, np.random.RandomState)  # that the program holds
-_LOOKS_UP = ("LOAD_GLOBAL", "LOAD_NAME")
 _NAMESPACES = (SimpleNamespace, Namespace)  # of the standard library, and what programs put there
 # Of torch, what is the program's wherever its class is, and other classes by their modules.
 _KINDS_OF_TORCH = (torch.nn.Module, torch.optim.Optimizer)
+_PARTS = ("_hooks", "_parameters", "_buffers", "_modules")  # how names end that torch follows
 _OF_TORCH = (
     *("torch.nn", "torch.optim", "torch.ao", "torch.amp", "torch.cuda.amp", "torch.cpu.amp"),
     *("torch.distributions", "torch.distributed.optim"),
 )
 
-
-class Name:
-    """One global name of a function's module, with what it names."""
-
-    __slots__ = ("name", "names")
-
-    def __init__(self, names: dict[str, Any], name: str) -> None:
-        self.names, self.name = names, name
+Follows: TypeAlias = Callable[[Any, str], bool]  # an object, and the name of an attribute
 
 
 class Reached(NamedTuple):
@@ -57,12 +46,18 @@ class Reached(NamedTuple):
     tensors: list[torch.Tensor]
 
 
-def reached(roots: Iterable[object], *, ends: tuple[type, ...] = ()) -> Reached:
+def reached(
+    roots: Iterable[object], *, ends: tuple[type, ...] = (), follows: Follows | None = None
+) -> Reached:
     """Return what ``roots`` lead to, once each.
 
     Plain values are left out; so are objects of libraries that keep their own state (the
-    standard library's, commlib's, most of torch's), and what these lead to, and what objects of the
-    types in ``ends`` lead to.
+    standard library's, commlib's, most of torch's), and what these lead to.
+
+    Args:
+        roots: Where the search begins.
+        ends: Types of objects that lead to nothing.
+        follows: Whether an attribute of an object or class is followed; by default, each is.
     """
     kind_of: Callable[[Any], _Kind] = _kind
     queue, seen = deque[Any](roots), set[int]()
@@ -81,6 +76,7 @@ def reached(roots: Iterable[object], *, ends: tuple[type, ...] = ()) -> Reached:
         seen.add(id(found))
         if kind is _Kind.TENSOR:
             tensors.append(found)
+            queue.extend(hooks_of_tensor(found))
             continue
         objects.append(found)
         if kind is _Kind.DICT:
@@ -88,7 +84,7 @@ def reached(roots: Iterable[object], *, ends: tuple[type, ...] = ()) -> Reached:
         elif kind is _Kind.ITEMS:
             queue.extend(found)
         elif not ends or not isinstance(found, ends):
-            queue.extend(_leads_to(found))
+            queue.extend(_leads_to(found, follows or _follows_all))
     return Reached(objects, tensors)
 
 
@@ -132,21 +128,35 @@ def is_of_the_program(kind: Any) -> bool:
     module = str(kind.__module__)
     if module in ("builtins", "collections", "__main__"):
         return True
-    root = module.partition(".")[0]
-    return module.startswith(_OF_TORCH) if root == "torch" else root not in _FOREIGN
+    root = root_of(module)
+    return module.startswith(_OF_TORCH) if root == "torch" else root not in FOREIGN
 
 
-def _leads_to(x: Any) -> Iterable[Any]:
+def hooks_of_tensor(x: torch.Tensor) -> Iterator[Any]:
+    """Yield what autograd calls for a tensor."""
+    yield from (x._backward_hooks or {}).values()
+    yield from (getattr(x, "_post_accumulate_grad_hooks", None) or {}).values()
+
+
+def _follows_all(*_: object) -> bool:
+    return True
+
+
+def _leads_to(x: Any, follows: Follows) -> Iterable[Any]:
     """Return what an object holds."""
     kind: Any = type(x)
     found = [forward_of(kind)] if isinstance(x, torch.nn.Module) else [*held_by(x)]
     if isinstance(x, type):
-        found += [*_functions_of(x), *class_values(x).values()]
+        held = {**_functions_of(x), **class_values(x)}.items()
+        found += [one for name, one in held if name.startswith("__") or follows(x, name)]
     elif not isinstance(x, FunctionType | Name):
-        found += attributes(x).values()
+        own = isinstance(x, _KINDS_OF_TORCH)
+        for name, one in attributes(x).items():
+            if (own and name.endswith(_PARTS)) or follows(x, name):
+                found.append(one)
         if isinstance(x, torch.jit.ScriptModule):  # its parts are in dicts of TorchScript
             found += [*x.children(), *x.parameters(recurse=False), *x.buffers(recurse=False)]
-        found += _own_class(kind)
+        found += _own_classes(kind)
     return found
 
 
@@ -158,23 +168,29 @@ def forward_of(kind: Any) -> Any:
 
 
 @lru_cache(maxsize=10_000)
-def _own_class(kind: type) -> list[type]:
-    """Return a class, unless an installed package has it: these keep no state in classes."""
+def _own_classes(kind: type) -> list[type]:
+    """Return a class and its bases but for those of installed packages, which keep no state."""
+    return [each for each in kind.__mro__ if _has_state(each)]
+
+
+@lru_cache(maxsize=10_000)
+def _has_state(kind: type) -> bool:
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return [kind] if file and not file.startswith(_INSTALLED) else []
+    return bool(file) and not file.startswith(INSTALLED)
 
 
-def _functions_of(kind: type) -> list[Any]:
+def _functions_of(kind: type) -> dict[str, Any]:
     """Return the functions of a class of the program, which lead to the globals that they name."""
-    if not _own_class(kind):
-        return []
-    held = [getattr(x, "__func__", getattr(x, "fget", x)) for x in vars(kind).values()]
-    return [x for x in held if isinstance(x, FunctionType)]
+    if not _has_state(kind):
+        return {}
+    held = vars(kind).items()
+    inner = {name: getattr(x, "__func__", getattr(x, "fget", x)) for name, x in held}
+    return {name: x for name, x in inner.items() if isinstance(x, FunctionType)}
 
 
 def class_values(kind: type) -> dict[str, Any]:
     """Return the attributes of a class of the program that are neither functions nor Python's."""
-    if not _own_class(kind) or issubclass(kind, Enum):
+    if not _has_state(kind) or issubclass(kind, Enum):
         return {}
     held = vars(kind).items()
     return {
@@ -190,9 +206,7 @@ def held_by(x: Any) -> Iterator[Any]:
         yield from x.__closure__ or ()
         yield from x.__defaults__ or ()
         yield from (x.__kwdefaults__ or {}).values()
-        if not x.__code__.co_filename.startswith(_INSTALLED):  # these exchange no globals
-            names = _names(x.__code__) & x.__globals__.keys()
-            yield from (Name(x.__globals__, name) for name in names)
+        yield from names_in(x)
         yield from vars(x).values()
     elif isinstance(x, Name):
         yield x.names.get(x.name)
@@ -210,17 +224,6 @@ def held_by(x: Any) -> Iterator[Any]:
         yield from x.values()
     if callable(x) and not isinstance(x, type | FunctionType | Name):
         yield getattr(type(x).__call__, "__func__", type(x).__call__)
-
-
-@lru_cache(maxsize=10_000)
-def _names(code: CodeType) -> frozenset[str]:
-    """Return the global names that code looks up, and the functions in it."""
-    looks = (step for step in get_instructions(code) if step.opname in _LOOKS_UP)
-    found = {step.argval for step in looks}
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            found |= _names(constant)
-    return frozenset(found)
 
 
 def content(cell: CellType) -> Any:

@@ -2,6 +2,11 @@
 
 An attribute that no such code names is not a setting of the function, such as a counter of the loop
 around it. Where code reads attributes by computed names, or can't be seen, all of them count.
+
+Three lists are written by hand, as Python does not tell what they say. ``_HARMLESS`` has modules
+whose hidden code reads no attributes but by methods such as ``__eq__``. ``_OUTSIDE`` has methods
+that no run of a function needs. ``_BY_NAME`` of ``code_names`` has functions that read attributes
+by names which are values. What is missing in the first two makes more attributes count.
 """
 
 import sys
@@ -9,7 +14,8 @@ import weakref
 from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
+from pickle import PickleError
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -17,7 +23,14 @@ import torch
 from torch.utils import _pytree
 
 from commlib.graph.python.code_names import names_of
-from commlib.graph.python.reach import attributes, content, held_by, is_of_the_program
+from commlib.graph.python.global_names import imported_by, modules_through, root_of
+from commlib.graph.python.reach import (
+    attributes,
+    content,
+    held_by,
+    hooks_of_tensor,
+    is_of_the_program,
+)
 
 _MOST = 50_000  # objects and functions that are looked at
 _ENDS = {"torch", "torchgen", "numpy", "cupy", "commlib"}  # their code reads what bases define
@@ -31,8 +44,9 @@ _HARMLESS = {
 }
 _LEAVES = (bool, int, float, complex, str, bytes, range, type(None), torch.Tensor, Enum)
 _HOLDING = {"builtins", "functools", "collections", "types", "argparse"}
+_SHOWN = _HOLDING - {"functools"}  # what callables of these hold is followed
 _HIDING = {"builtins", "itertools"}  # iterators whose code can't be seen
-_MAKES = {"__init__", "__new__", "__post_init__"}  # run where objects are made
+_MAKES = {"__init__", "__new__"}  # that ``type`` calls where objects are made
 # Run where objects are copied or dropped: what these read is of no other use.
 _OUTSIDE = {
     "__del__",
@@ -45,7 +59,6 @@ _OUTSIDE = {
     "__class_getitem__",
     "__set_name__",
 }
-_READS_ANY = ("attrgetter", "methodcaller")
 
 
 class _UnknownError(Exception):
@@ -74,7 +87,7 @@ def is_read(x: Any, name: str, names: frozenset[str] | None) -> bool:
 @lru_cache(maxsize=10_000)
 def _reads_all(kind: Any) -> bool:
     """Return True for classes of torch, and those with an access that is not that of Python."""
-    return _root_of(kind.__module__) in _ENDS or kind.__getattribute__ not in _PLAIN_ACCESS
+    return root_of(kind.__module__) in _ENDS or kind.__getattribute__ not in _PLAIN_ACCESS
 
 
 _PLAIN_ACCESS = (object.__getattribute__, type.__getattribute__)
@@ -96,7 +109,7 @@ class _Reader:
         while self._left:
             x = self._left.popleft()
             if isinstance(x, torch.Tensor):
-                self._left.extend(_hooks_of(x))
+                self._left.extend(hooks_of_tensor(x))
             if isinstance(x, _LEAVES) or id(x) in self._seen:
                 continue
             self._seen.add(id(x))
@@ -114,17 +127,19 @@ class _Reader:
                 _check_visible(x)
                 self._left.append(x.__self__)
             elif isinstance(x, ModuleType):
-                if _root_of(x.__name__) not in _ENDS | _HARMLESS:
+                if root_of(x.__name__) not in _ENDS | _HARMLESS:
                     raise _UnknownError  # its functions may be called by names that others read
             else:
                 self._add_object(x)
 
     def _add_object(self, x: Any) -> None:
         kind: Any = type(x)
-        root = _root_of(kind.__module__)
-        hides = isinstance(x, Iterator | Coroutine) and root in _HIDING
-        if hides or kind.__name__ in _READS_ANY:
+        root = root_of(kind.__module__)
+        if isinstance(x, Iterator | Coroutine) and root in _HIDING:
             raise _UnknownError
+        shown = root not in sys.stdlib_module_names or kind is partial or root in _SHOWN
+        if callable(x) and not shown:
+            self._add_hidden(x)
         self._add_class(kind)
         if isinstance(x, weakref.ref):
             self._left.append(x())
@@ -142,12 +157,33 @@ class _Reader:
         if node is not None:
             self._left.append(node.flatten_fn)
 
+    def _add_hidden(self, x: Any) -> None:
+        """Add what a callable of the standard library is made of: texts in it may be names.
+
+        Its code can't be seen (``attrgetter``), but its pickled form shows its arguments.
+        """
+        try:
+            made = x.__reduce_ex__(2)
+        except (TypeError, ValueError, AttributeError, PickleError):  # it has no such form
+            raise _UnknownError from None
+        left = [made]
+        while left:
+            held = left.pop()
+            if isinstance(held, str):
+                self._name(held.split("."))
+            elif isinstance(held, tuple | list | dict):
+                left += [*held, *held.values()] if isinstance(held, dict) else held
+            elif isinstance(held, partial):
+                left += (held.args, held.keywords)
+            else:
+                self._left.append(held)
+
     def _add_function(self, x: FunctionType) -> None:
         self._left.extend(content(cell) for cell in x.__closure__ or ())
         self._left.extend((*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()))
         self._left.extend(vars(x).values())
         found = names_of(x.__code__)
-        if _root_of(x.__globals__.get("__name__")) in _ENDS:
+        if root_of(x.__globals__.get("__name__")) in _ENDS:
             self._name(found.read)
             return
         _check_visible(x)
@@ -159,27 +195,22 @@ class _Reader:
             self._name(_MAKES)
         for name in found.looked_up & x.__globals__.keys():
             self._add_global(x.__globals__[name], found.read)
-        for name in found.imported:
-            module = sys.modules.get(name)
+        for module in imported_by(x):
             if module is None:
                 raise _UnknownError
             self._add_global(module, found.read)
 
     def _add_global(self, x: Any, read: Iterable[str]) -> None:
         """Add what a name refers to: of a module, what code reads from it."""
-        modules = [x]
-        while modules and isinstance(modules[-1], ModuleType):
-            module = modules.pop()
-            if _root_of(module.__name__) in _ENDS | _HARMLESS:
-                continue
+        if not isinstance(x, ModuleType):
+            self._left.append(x)
+        for module in modules_through([x], read, _ENDS | _HARMLESS):
             names = vars(module)
-            held = [names[name] for name in read if name in names]
             lazy = "__getattr__" in names or type(module) is not ModuleType
             if lazy and any(name not in names and name.isidentifier() for name in read):
                 raise _UnknownError
-            modules += [one for one in held if isinstance(one, ModuleType)]
+            held = (names[name] for name in read if name in names)
             self._left.extend(one for one in held if not isinstance(one, ModuleType))
-        self._left.extend(one for one in modules if not isinstance(one, ModuleType))
 
     # -- classes -----------------------------------------------------------------------------------
 
@@ -189,7 +220,7 @@ class _Reader:
             if each in self._known or each is object:
                 continue
             self._known.add(each)
-            root = _root_of(each.__module__)
+            root = root_of(each.__module__)
             by_name = issubclass(each, torch.nn.Module | torch.optim.Optimizer)
             if (root in _ENDS or root in sys.stdlib_module_names) and not by_name:
                 self._name(_names_of_class(each))
@@ -213,7 +244,7 @@ class _Reader:
     def _make(self, kind: type) -> None:
         """Add what makes an object of a class."""
         for each in kind.__mro__:
-            if _root_of(each.__module__) not in _ENDS | sys.stdlib_module_names:
+            if root_of(each.__module__) not in _ENDS | sys.stdlib_module_names:
                 self._left.extend(vars(each)[name] for name in _MAKES & vars(each).keys())
 
     def _name(self, names: Iterable[str]) -> None:
@@ -240,21 +271,11 @@ def _is_followed(kind: type, root: str) -> bool:
     return root not in sys.stdlib_module_names
 
 
-def _hooks_of(x: torch.Tensor) -> Iterator[Any]:
-    """Yield what autograd calls for a tensor."""
-    yield x._backward_hooks
-    yield getattr(x, "_post_accumulate_grad_hooks", None)
-
-
 def _check_visible(x: Any) -> None:
     """Raise for a function of a library whose code can't be seen, or may be anything."""
     of = type(x.__self__) if isinstance(x, BuiltinFunctionType) else x
-    root = _root_of(x.__module__ or of.__module__)
+    root = root_of(x.__module__ or of.__module__)
     if root in _ENDS or root in _HARMLESS:
         return
     if isinstance(x, BuiltinFunctionType) or root in sys.stdlib_module_names:
         raise _UnknownError
-
-
-def _root_of(module: object) -> str:
-    return str(module).partition(".")[0]

@@ -1,0 +1,189 @@
+"""Contents of containers: plain ones are compared as bytes, others item by item."""
+
+import marshal
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Container, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from commlib.graph.python.setting import PLAIN, label, setting
+
+_VERSION = 2  # of marshal: later ones write what has nothing to do with values
+_MOST_BYTES = 2000  # of one object
+_MOST_ITEMS = 200  # of one container with other objects than plain values
+_ALL_ITEMS = 2000  # of all such containers
+_DEEP = 6  # containers in each other
+_DICTS = (dict, OrderedDict, defaultdict)
+_OPENED = (*_DICTS, list, tuple, set, deque)
+_KINDS = (*_OPENED, np.ndarray)
+
+Fact = tuple[tuple[int, str], Any]  # whose it is, its name, and what it is
+
+
+class Place(NamedTuple):
+    """A name that leads to something.
+
+    Attributes:
+        where: Whose it is.
+        name: The name.
+        held: What it leads to.
+    """
+
+    where: int
+    name: str
+    held: Any
+
+
+class Contents:
+    """Containers whose content is asked at every call.
+
+    ``whole`` takes 0.1 µs and 20 ns per value, for all containers of plain values together. Others
+    are opened: their items are compared by identity, at 20 ns each, and containers among them have
+    places too. Of tensors among items, only the presence counts. Left out are containers of more
+    than 200 items which can't be written to 2,000 bytes, and opened ones beyond 2,000 items.
+
+    Attributes:
+        has_plain: Whether there are containers of plain values.
+        is_empty: Whether nothing is asked.
+    """
+
+    def __init__(
+        self,
+        places: Iterable[Place] = (),
+        own: Container[Any] = (),
+        kept: dict[Any, list[Any]] | None = None,
+    ) -> None:
+        """Look into containers.
+
+        Args:
+            places: Containers and other objects.
+            own: Names of facts that calls of the function change. Containers that it changes are
+                opened: their other items count.
+            kept: The keys that count in containers to which calls of the function add items. They
+                are those of the first look, which adds them.
+        """
+        self._plain: list[Place] = []
+        self._opened: list[tuple[Place, list[Any] | None]] = []
+        self._own, self._kept = own, {} if kept is None else kept
+        self._room = _ALL_ITEMS
+        seen = set[tuple[int, str]]()
+        for place in places:
+            self._add(place, seen, _DEEP)
+        self._held = [place.held for place in self._plain]
+        opened = [place.held for place, _ in self._opened]
+        self._dicts = [x for x in opened if isinstance(x, dict)]
+        self._lists = [x for x in opened if not isinstance(x, dict | tuple)]
+        self.has_plain = bool(self._plain)
+        self.is_empty = not (self._plain or self._opened)
+
+    def _add(self, place: Place, seen: set[tuple[int, str]], depth: int) -> None:
+        x, name = place.held, (place.where, _content(place.name))
+        if not _may_change(x) or name in seen or not depth:
+            return
+        seen.add(name)
+        if name not in self._own and _is_plain(x):
+            self._plain.append(place)
+        elif _is_opened(x) and len(x) <= self._room:
+            self._room -= len(x)
+            keys, items = None, (place.where, _keys(place.name))
+            if items in self._own:
+                keys = self._kept.setdefault(items, [key for key, _ in _items(x)])
+            self._opened.append((place, keys))
+            for key, one in _items(x, keys):
+                self._add(Place(place.where, _item(place, key), one), seen, depth - 1)
+
+    @property
+    def whole(self) -> bytes:
+        """Return bytes that are others where a container of plain values holds other ones.
+
+        They are empty where one holds something else now, which hides the others.
+        """
+        return _bytes_of(self._held) if self._held else b""
+
+    def items(self) -> list[Any]:
+        """Return the keys and items of the other containers."""
+        found: list[Any] = []
+        for x in self._dicts:
+            found += x
+            found += x.values()
+        for x in self._lists:
+            found += x
+        return found
+
+    def facts(self) -> Iterator[Fact]:
+        """Yield what each of them holds."""
+        for where, name, held in self._plain:
+            yield (where, _content(name)), _bytes_of(held)
+        for place, keys in self._opened:
+            yield from _facts(place, keys)
+
+    def all_facts(self) -> Iterator[Fact]:
+        """Yield what each of them holds, and each item."""
+        yield from self.facts()
+        for place in self._plain:
+            if _is_opened(place.held):
+                yield from _facts(place)
+
+
+def is_asked(x: Any) -> bool:
+    """Return True for a container that counts by its content."""
+    return _may_change(x) and (_is_plain(x) or _is_opened(x))
+
+
+def _may_change(x: Any) -> bool:
+    """Return True for containers, but not for a tuple of plain values, which is a value itself."""
+    kind = type(x)
+    return kind in _KINDS and not (kind is tuple and all(isinstance(one, PLAIN) for one in x))
+
+
+def _facts(place: Place, keys: list[Any] | None = None) -> Iterator[Fact]:
+    """Yield the items of a container, with their number or keys; of ``keys`` alone if given."""
+    items, kind = _items(place.held), type(place.held)
+    what = (kind, len(items)) if kind in (list, tuple, deque) else (kind, *(k for k, _ in items))
+    yield (place.where, _keys(place.name)), setting(what)
+    for key, one in items if keys is None else _items(place.held, keys):
+        yield (place.where, _item(place, key)), _of_item(one)
+
+
+def _of_item(x: Any) -> Any:
+    """Return what tells an item from another: a container among them has its own place."""
+    return type(x) if isinstance(x, torch.Tensor) or is_asked(x) else setting(x)
+
+
+def _items(x: Any, keys: list[Any] | None = None) -> list[tuple[Any, Any]]:
+    """Return the items of a container with their keys; those of ``keys`` that are there."""
+    if isinstance(x, dict):
+        return list(x.items() if keys is None else ((key, x[key]) for key in keys if key in x))
+    if isinstance(x, set):
+        return [(one, one) for one in (x if keys is None else keys) if one in x]
+    return list(enumerate(x))[: None if keys is None else len(keys)]
+
+
+def _keys(name: str) -> str:
+    return f"the items of {name}"
+
+
+def _content(name: str) -> str:
+    return f"the content of {name}"
+
+
+def _item(place: Place, key: Any) -> str:
+    return f"{place.name}[{label(key)}]"
+
+
+def _is_opened(x: Any) -> bool:
+    return type(x) in _OPENED and len(x) <= _MOST_ITEMS
+
+
+def _is_plain(x: Any) -> bool:
+    return 0 < len(_bytes_of(x)) <= _MOST_BYTES
+
+
+def _bytes_of(x: Any) -> bytes:
+    """Return bytes that differ where values or their types differ; empty ones for other objects."""
+    try:
+        return marshal.dumps(x, _VERSION)
+    except ValueError:
+        return b""

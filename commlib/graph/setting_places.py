@@ -1,0 +1,172 @@
+"""The places where a function finds its settings, and what is there now."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from operator import attrgetter
+from types import CellType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+from commlib.graph.hook_watch import hooks_of_all
+from commlib.graph.python.contents import Fact, Place
+from commlib.graph.python.global_names import Name
+from commlib.graph.python.reach import attributes, class_values, content, reached
+from commlib.graph.python.read_names import is_read
+from commlib.graph.python.setting import FIXED, is_frozen, is_open, setting
+
+_MOST = 2000  # attributes of plain objects that are asked at every call
+_CONTAINERS = ("builtins", "collections")
+_DEFAULTS = ("__defaults__", "__kwdefaults__")  # of the function itself
+_OF_OPTIMIZERS = ("param_groups", "state", "defaults")  # that are known in other ways
+_OF_MODULES = frozenset(vars(torch.nn.Module()))  # likewise
+_PLAIN_ACCESS = object.__getattribute__
+_MANY = 4  # attributes of one object, from which on its version is asked first
+
+# Another number after each change of a dict, if torch has this function.
+_version: Callable[[dict[Any, Any]], int] | None = getattr(
+    torch._C._dynamo.guards, "dict_version", None
+)
+
+
+def _is_followed(names: frozenset[str], x: Any, name: str) -> bool:
+    return is_read(x, name, names)
+
+
+class Variable(NamedTuple):
+    """A variable of a closure, or a global name.
+
+    Attributes:
+        where: Whose it is.
+        name: Its name.
+        read: Returns what it holds.
+    """
+
+    where: int
+    name: str
+    read: Callable[[], Any]
+
+
+class SettingPlaces:
+    """The variables and objects where a function finds settings, as they were at one moment.
+
+    Attributes:
+        modules: The modules that the function can reach.
+        optimizers: Its optimizers.
+        tensors: Its tensors.
+        variables: Variables of closures, and global names.
+        objects: Objects with the names of their attributes that count.
+        has_versions: Whether ``versions`` are asked.
+        is_empty: Whether nothing is asked.
+    """
+
+    def __init__(self, fn: Callable[..., Any], names: frozenset[str] | None) -> None:
+        """``names``: those of attributes that the function may read; None for any."""
+        self._names, self._fn = names, fn
+        follows = None if names is None else partial(_is_followed, names)
+        found = reached([fn, *hooks_of_all()], follows=follows)
+        objects = found.objects
+        self.tensors = found.tensors
+        self.modules = [x for x in objects if isinstance(x, torch.nn.Module)]
+        self.optimizers = [x for x in objects if isinstance(x, torch.optim.Optimizer)]
+        self.variables = [*{each[:2]: each for each in self._find_variables(objects)}.values()]
+        self.objects: list[tuple[Any, list[str]]] = []
+        self._single: list[Callable[[], Any]] = [each.read for each in self.variables]
+        self._groups: list[tuple[Callable[[Any], Any], Any]] = []
+        self._dicts: list[tuple[dict[str, Any], list[str]]] = []
+        room = _MOST
+        for x in objects:
+            read = self._attributes_of(x)[:room]
+            room -= len(read)
+            if read:
+                self.objects.append((x, read))
+                self._ask(x, read)
+        self.has_versions = bool(self._dicts)
+        self.is_empty = not (self._single or self._groups or self._dicts)
+
+    def _find_variables(self, objects: list[Any]) -> Iterator[Variable]:
+        """Yield those of the function itself first."""
+        inner = getattr(self._fn, "__func__", self._fn)
+        own = set(map(id, getattr(inner, "__closure__", None) or ()))
+        for fn in (inner, *objects):
+            if isinstance(fn, FunctionType):
+                for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+                    if id(cell) in own or not isinstance(content(cell), FIXED):
+                        yield Variable(id(cell), name, partial(content, cell))
+        for x in objects:
+            if isinstance(x, Name) and not isinstance(x.names.get(x.name), FIXED):
+                yield Variable(id(x.names), x.name, partial(x.names.get, x.name))
+
+    def _attributes_of(self, x: Any) -> list[str]:
+        """Return the attributes of an object that the function may read; of a class, its values."""
+        inner = getattr(self._fn, "__func__", self._fn)
+        if isinstance(x, torch.nn.Module | CellType | Name):
+            return []
+        if isinstance(x, FunctionType):
+            return [name for name in _DEFAULTS if x is inner and getattr(x, name)]
+        if isinstance(x, type):
+            return [name for name in class_values(x) if is_read(x, name, self._names)]
+        kind: Any = type(x)
+        if kind.__module__ in _CONTAINERS:
+            return []
+        own = ["__class__"] if is_open(kind) else []
+        found = own + [name for name in attributes(x) if is_read(x, name, self._names)]
+        if isinstance(x, torch.optim.Optimizer):
+            found = [x for x in found if x not in _OF_OPTIMIZERS and not x.endswith("_hooks")]
+        return found
+
+    def _ask(self, x: Any, names: list[str]) -> None:
+        """Ask for attributes of an object at each call, in the way that takes the least time."""
+        kind: Any = type(x)
+        held = getattr(x, "__dict__", None)
+        if is_frozen(kind):
+            return
+        if _version is not None and len(names) > _MANY and type(held) is dict:
+            self._dicts.append((held, [name for name in names if name in held]))
+            names = ["__dict__", *(name for name in names if name not in held)]
+        elif type(held) is dict:
+            self._single.append(partial(len, held))  # a new attribute
+        if len(names) == 1 or isinstance(x, type) or kind.__getattribute__ is not _PLAIN_ACCESS:
+            self._single += [partial(getattr, x, name, None) for name in names]
+        else:
+            self._groups.append((attrgetter(*names), x))
+
+    def facts(self) -> Iterator[Fact]:
+        """Yield what variables hold, and the attributes that objects have now."""
+        for where, name, read in self.variables:
+            yield (where, name), setting(read())
+        for x, _ in self.objects:
+            for name in self._attributes_of(x):
+                yield (id(x), name), setting(getattr(x, name, None))
+
+    def containers(self) -> Iterator[Place]:
+        """Yield what may be a container: what variables, and attributes of objects, hold now."""
+        for variable in self.variables:
+            yield Place(variable.where, variable.name, variable.read())
+        for x, names in self.objects:
+            yield from (Place(id(x), name, getattr(x, name, None)) for name in names)
+        for module in self.modules:
+            for name, x in vars(module).items():
+                if name not in _OF_MODULES and is_read(module, name, self._names):
+                    yield Place(id(module), name, x)
+
+    def read(self) -> list[Any]:
+        """Return what is in all places, but for attributes of ``versions``."""
+        found = [read() for read in self._single]
+        if not self._groups:
+            return found
+        try:
+            for get, x in self._groups:
+                found += get(x)
+        except AttributeError:  # one is gone
+            return [object()]
+        return found
+
+    def versions(self) -> list[int]:
+        """Return numbers that are others where one of ``versioned`` may be another."""
+        return [_version(held) for held, _ in self._dicts] if _version is not None else []
+
+    def versioned(self) -> list[Any]:
+        """Return attributes of objects with many of them."""
+        found: list[Any] = [held.get(name) for held, names in self._dicts for name in names]
+        return found + [len(held) for held, _ in self._dicts]

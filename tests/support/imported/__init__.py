@@ -1,0 +1,3 @@
+"""A package of settings that tests import in captured functions."""
+
+scale = 1.0

@@ -1,0 +1,488 @@
+"""Settings in objects and containers that modules hold, and threads that change modules."""
+
+import threading
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from commlib import graph
+from commlib.errors import GraphError
+from commlib.graph import setting_places
+from commlib.graph.module_watch import ModuleWatch
+from tests.support.checks import assert_bits_equal, assert_equal, raises
+
+VALUES = (1.0, 1.0, 1.0, 3.0, 3.0, 1.0)
+
+
+class Config:
+    """An object with a setting, and a counter of the loop around it."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale, self.global_step = scale, 0
+
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a multiple."""
+        return x * self.scale
+
+
+class ManySettings(Config):
+    """More attributes than are read one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(20):
+            setattr(self, f"other_{number}", number)
+
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a multiple, through computed names."""
+        return x * float(getattr(self, "sca" + "le"))
+
+
+class Intercepted(Config):
+    """An object whose attributes are asked by its own code."""
+
+    def __getattribute__(self, name: str) -> Any:
+        return object.__getattribute__(self, name)
+
+
+class Slotted:
+    """An object without a dict."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A config that is replaced as a whole."""
+
+    scale: float = 1.0
+    name: str = "x"
+
+
+class Held(nn.Module):
+    """A module that reads what it holds."""
+
+    def __init__(self, held: Any, read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._held, self.read = held, read
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Return a multiple."""
+        return x * self.read(self._held)
+
+
+def _scale(held: Any) -> Any:
+    return held.scale
+
+
+def _check(fn: Any, change: Callable[[float], object]) -> None:
+    """Compare calls with the values of a setting; each value has its graph."""
+    g = graph.capture(fn, outputs="copy", verify=False)
+    for turn, value in enumerate(VALUES):
+        change(value)
+        assert_bits_equal(g(torch.ones(2)), torch.full((2,), value), f"turn {turn}")
+    assert_equal((len(g.entries), g.entries.replays >= 3), (2, True), f"graphs: {g}")
+
+
+@pytest.mark.parametrize(
+    "make", [Config, ManySettings, Intercepted, Slotted, lambda: SimpleNamespace(scale=1.0)]
+)
+@pytest.mark.parametrize("deep", [False, True])
+def test_objects_in_modules(make: Callable[[], Any], deep: bool) -> None:
+    held = make()
+    if deep:
+        outer = SimpleNamespace(inner=[held])
+        module: Any = nn.Sequential(nn.Identity(), Held(outer, lambda x: x.inner[0].scale))
+    else:
+        module = Held(held, _scale)
+    _check(module, lambda value: setattr(held, "scale", value))
+
+
+@pytest.mark.parametrize("make", [Config, ManySettings])
+def test_methods_of_objects_in_modules(make: Callable[[], Any]) -> None:
+    class Calling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = make()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.config.times(x)
+
+    module = Calling()
+    _check(module, lambda value: setattr(module.config, "scale", value))
+
+
+def test_many_settings_without_versions_of_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch without that function: each attribute is read."""
+    monkeypatch.setattr(setting_places, "_version", None)
+    held = ManySettings()
+    module = Held(held, lambda x: getattr(x, "sca" + "le"))
+    _check(module, lambda value: setattr(held, "scale", value))
+
+
+def test_replaced_configs() -> None:
+    """Frozen ones count by content: an equal one is the same setting."""
+    module: Any = Held(Frozen(), _scale)
+    _check(module, lambda value: setattr(module, "_held", Frozen(value)))
+    one, three = Config(1.0), Config(3.0)
+    module = Held(one, _scale)
+    g = graph.capture(module, outputs="copy", verify=False)
+    for config in (one, one, three, three, one, three):
+        module._held = config
+        assert_bits_equal(g(torch.ones(2)), torch.full((2,), config.scale))
+
+
+def test_values_of_other_types() -> None:
+    class Mode(Enum):
+        ONE, THREE = 1.0, 3.0
+
+    module: Any = Held(Mode.ONE, lambda mode: mode.value)
+    _check(module, lambda value: setattr(module, "_held", Mode(value)))
+    other: Any = Held(1.0, lambda held: held)
+    g = graph.capture(other, outputs="copy", verify=False)
+    for value in (0.0, 0.0, -0.0, -0.0):
+        other._held = value
+        assert_bits_equal(g(torch.ones(2)), torch.full((2,), value))
+
+
+class Base:
+    """A class with a default."""
+
+    scale = 1.0
+
+
+class Derived(Base):
+    """A class that inherits it."""
+
+    def __init__(self) -> None:
+        self.other = 1
+
+
+class ModuleWithDefault(nn.Module, Derived):
+    """A module that inherits it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a multiple."""
+        return x * self.scale
+
+
+@pytest.mark.parametrize("number", [1, 8])
+@pytest.mark.parametrize("where", ["instance", "base"])
+def test_defaults_in_classes(number: int, where: str) -> None:
+    """They are replaced there, or hidden by an attribute that comes later."""
+    held: Any = Derived()
+    for name in range(number):
+        setattr(held, f"scale_{name}", name)
+
+    def read(x: Any) -> Any:
+        _ = (x.scale_1, x.scale_2, x.scale_3, x.scale_4, x.scale_5) if number > 1 else ()
+        return x.scale
+
+    try:
+        changed = held if where == "instance" else Base
+        _check(Held(held, read), lambda value: setattr(changed, "scale", value))
+        module = ModuleWithDefault()
+        changed = module if where == "instance" else Base
+        _check(module, lambda value: setattr(changed, "scale", value))
+    finally:
+        Base.scale = 1.0
+
+
+@pytest.mark.parametrize("make", [Config, SimpleNamespace])
+def test_attributes_that_come_later(make: Callable[[], Any]) -> None:
+    held = make()
+    g = graph.capture(Held(held, lambda x: getattr(x, "factor", 1.0)), outputs="copy", verify=False)
+    for turn in range(6):
+        if turn == 3:
+            held.factor = 3.0
+        assert_bits_equal(g(torch.ones(2)), torch.full((2,), 1.0 if turn < 3 else 3.0))
+
+
+def test_deleted_attributes() -> None:
+    class Optional(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return x * getattr(self, "scale", 1.0)
+
+    module: Any = Optional()
+
+    def change(value: float) -> None:
+        if value != 1.0:
+            module.scale = value
+        elif hasattr(module, "scale"):
+            del module.scale
+
+    _check(module, change)
+
+
+def test_counters_of_the_loop_in_objects_of_modules() -> None:
+    """An attribute that no code reads is not a setting there either."""
+    config = Config()
+    module = Held(config, _scale)
+    g = graph.capture(module, outputs="copy", verify=False)
+    for _ in range(6):
+        g(torch.ones(2))
+        config.global_step += 1
+    assert_equal((len(g.entries), g.entries.replays), (1, 5), "graphs and replays")
+
+
+# -- containers with other objects than plain values --------------------------------------
+
+
+def _mapping(kind: Any) -> Any:
+    made = kind()
+    made.update(scale=1.0, obj=object(), weight=torch.ones(1))
+    return made
+
+
+CONTAINERS: dict[str, tuple[Callable[[], Any], Any, Any]] = {
+    "dict": (lambda: _mapping(dict), lambda d: d["scale"], "scale"),
+    "ordered": (lambda: _mapping(OrderedDict), lambda d: d["scale"], "scale"),
+    "default": (lambda: _mapping(lambda: defaultdict(int)), lambda d: d["scale"], "scale"),
+    "list": (lambda: [1.0, object(), torch.ones(1), len], lambda d: d[0], 0),
+    "deque": (lambda: deque([1.0, object()]), lambda d: d[0], 0),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+@pytest.mark.parametrize("nest", ["no", "dict", "list", "tuple"])
+@pytest.mark.parametrize("where", ["variable", "object", "module"])
+def test_one_value_that_is_not_plain(name: str, nest: str, where: str) -> None:
+    """The others count."""
+    make, read, key = CONTAINERS[name]
+    inner = make()
+    whole = {"no": inner, "dict": {"a": inner}, "list": [inner, object()], "tuple": (inner, len)}
+    held = whole[nest]
+    keys: dict[str, list[Any]] = {"no": [], "dict": ["a"], "list": [0], "tuple": [0]}
+
+    def into(x: Any) -> Any:
+        return x[keys[nest][0]] if keys[nest] else x
+
+    config = SimpleNamespace(held=held)
+    fn: Any = Held(held, lambda x: read(into(x)))
+    if where == "variable":
+        fn = lambda x: x * read(into(held))  # noqa: E731 - a function with a closure
+    elif where == "object":
+        fn = lambda x: x * read(into(config.held))  # noqa: E731
+    _check(fn, lambda value: inner.__setitem__(key, value))
+
+
+def test_a_container_that_stops_being_plain() -> None:
+    """Neither it nor the other ones are hidden then."""
+    one, other = {"scale": 1.0, "more": 0}, {"scale": 1.0, "more": 0}
+    g = graph.capture(lambda x: x * one["scale"] * other["scale"], outputs="copy", verify=False)
+    changes: tuple[tuple[dict[str, Any], str, Any], ...] = (
+        (one, "more", object()),
+        (one, "scale", 3.0),
+        (other, "scale", 5.0),
+        (other, "more", torch.ones(1)),
+        (other, "scale", 7.0),
+    )
+    for held, name, value in changes:
+        held[name] = value
+        for turn in range(2):
+            want = torch.full((2,), one["scale"] * other["scale"])
+            assert_bits_equal(g(torch.ones(2)), want, f"{name}, turn {turn}")
+
+
+def test_an_item_that_the_function_changes() -> None:
+    """It is left out, and the other items of its container still count."""
+    state: dict[str, Any] = {"scale": 1.0, "calls": 0}
+    log: list[int] = []
+
+    @graph.eager
+    def count() -> None:
+        state["calls"] += 1
+        log.append(state["calls"])
+
+    def f(x: torch.Tensor) -> Any:
+        count()
+        return x * state["scale"]
+
+    _check(f, lambda value: state.__setitem__("scale", value))
+    assert_equal((state["calls"], log), (6, [1, 2, 3, 4, 5, 6]), "calls")
+
+
+# -- what is in no key ---------------------------------------------------------------------------
+
+
+def _times(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    return x * scale
+
+
+def large_list() -> tuple[Any, Callable[[], object]]:
+    """A list of more than 2,000 bytes."""
+    held = [1.0] * 3000
+    return (lambda x: x * held[7]), lambda: held.__setitem__(7, 3.0)
+
+
+def large_dict() -> tuple[Any, Callable[[], object]]:
+    """A dict of more than 200 items with another object."""
+    held: dict[Any, Any] = {**dict.fromkeys(range(300), 1.0), "other": object()}
+    return (lambda x: x * held[7]), lambda: held.__setitem__(7, 3.0)
+
+
+def default_of_a_called_function() -> tuple[Any, Callable[[], object]]:
+    """A default that is replaced."""
+    return (lambda x: _times(x)), lambda: setattr(_times, "__defaults__", (3.0,))
+
+
+def forced_field() -> tuple[Any, Callable[[], object]]:
+    """A field of a frozen dataclass, set in spite of that."""
+    config = Frozen()
+    return Held(config, _scale), lambda: object.__setattr__(config, "scale", 3.0)
+
+
+def written_past_setattr() -> tuple[Any, Callable[[], object]]:
+    """A number of a module that no ``__setattr__`` reports."""
+    module = Held(1.0, lambda held: held)
+    return module, lambda: vars(module).__setitem__("_held", 3.0)
+
+
+def module_of_an_attribute() -> tuple[Any, Callable[[], object]]:
+    """A number in a module of Python that an object holds."""
+    settings: Any = ModuleType("settings")
+    settings.scale = 1.0
+    held = SimpleNamespace(settings=settings)
+    return (lambda x: x * held.settings.scale), lambda: setattr(settings, "scale", 3.0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(large_list, large_dict, default_of_a_called_function, forced_field),
+        *(written_past_setattr, module_of_an_attribute),
+    ],
+)
+def test_verified_calls_find_the_others(make: Callable[[], Any]) -> None:
+    """Settings in no key: replays use the old value, and the next verified call raises."""
+    fn, change = make()
+    g, x = graph.capture(fn, outputs="copy", verify=1), torch.ones(2)
+    for _ in range(3):
+        assert_bits_equal(g(x), x)
+    try:
+        change()
+        with raises(GraphError, "differ"):
+            g(x)
+    finally:
+        _times.__defaults__ = (1.0,)
+
+
+def test_verified_calls_find_configs_of_arguments() -> None:
+    config = Config()
+    module, x = Held(config, _scale), torch.ones(2)
+    g = graph.capture(lambda module, x: module(x), outputs="copy", verify=1)
+    for _ in range(3):
+        assert_bits_equal(g(module, x), x)
+    config.scale = 3.0
+    with raises(GraphError, "differ"):
+        g(module, x)
+
+
+# -- threads --------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["look", "keep"])
+def test_a_call_while_another_thread_looks_at_modules(
+    monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """A change before both calls is seen by both, wherever the other thread is."""
+    module: Any = Held(1.0, lambda held: held)
+    g, x = graph.capture(module, outputs="copy", verify=False), torch.ones(1)
+    for value in (7.0, 7.0, 1.0, 1.0):
+        module._held = value
+        g(x)
+    plain, found, threads = getattr(ModuleWatch, moment), list[float](), list[threading.Thread]()
+
+    def slowly(self: ModuleWatch, *args: Any) -> Any:
+        monkeypatch.setattr(ModuleWatch, moment, plain)
+        made = plain(self, *args)
+        threads.append(threading.Thread(target=lambda: found.append(g(x).item())))
+        threads[0].start()
+        threads[0].join(0.3)  # it waits for this thread, or has seen the change
+        return made
+
+    module._held = 7.0
+    monkeypatch.setattr(ModuleWatch, moment, slowly)
+    found.append(g(x).item())
+    threads[0].join()
+    assert_equal(found, [7.0, 7.0])
+
+
+def test_a_look_of_another_thread_before_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another thread has found is used where nothing has changed since."""
+    module: Any = Held(1.0, lambda held: held)
+    g, x = graph.capture(module, outputs="copy", verify=False), torch.ones(1)
+    for value in (7.0, 7.0, 1.0, 1.0):
+        module._held = value
+        g(x)
+    plain = ModuleWatch.changed
+    assert isinstance(plain, property)
+
+    def asked(self: ModuleWatch) -> Any:
+        monkeypatch.setattr(ModuleWatch, "changed", plain)
+        thread = threading.Thread(target=lambda: g(x))
+        thread.start()
+        thread.join()
+        return self.changed
+
+    module._held = 7.0
+    monkeypatch.setattr(ModuleWatch, "changed", property(asked))
+    assert_equal(g(x).item(), 7.0)
+
+
+@pytest.mark.parametrize("part", ["attribute", "buffer", "parameter", "module"])
+def test_a_call_while_another_thread_changes_a_module(
+    monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """A change is reported when it is there: a look before that would keep the old state."""
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attribute = 1.0
+            self.register_buffer("buffer", torch.ones(1))
+            self.register_parameter("parameter", nn.Parameter(torch.ones(1)))
+            self.add_module("module", Held(1.0, lambda held: held))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            made = self.get_submodule("module")(x) * self.attribute
+            return made * self.get_buffer("buffer") * self.get_parameter("parameter")
+
+    module: Any = Parts()
+    found = list[float]()
+    old = [*module.parameters(), *module.buffers(), *module.children()]  # they stay alive
+    changes: dict[str, Callable[[], object]] = {
+        "attribute": lambda: setattr(module, "attribute", 7.0),
+        "buffer": lambda: module.register_buffer("buffer", torch.full((1,), 7.0)),
+        "parameter": lambda: module.register_parameter(
+            "parameter", nn.Parameter(torch.full((1,), 7.0))
+        ),
+        "module": lambda: module.add_module("module", Held(7.0, lambda held: held)),
+    }
+    g, x = graph.capture(module, outputs="copy", verify=False), torch.ones(1)
+    plain = ModuleWatch.note
+
+    def call() -> float:
+        with torch.no_grad():
+            return float(g(x).item())
+
+    def note(self: ModuleWatch) -> None:
+        monkeypatch.setattr(ModuleWatch, "note", plain)
+        plain(self)
+        found.append(call())
+
+    assert_equal([call(), call()], [1.0, 1.0])
+    monkeypatch.setattr(ModuleWatch, "note", note)
+    changes[part]()
+    assert_equal([*found, call()], [7.0, 7.0])
+    assert_equal(len(old), 3, "old parts")
