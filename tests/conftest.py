@@ -28,7 +28,8 @@ ON_GPUS = {
 
 def _visible() -> list[str]:
     """Return the GPUs of this xdist worker. Each begins at another one, so that all are used."""
-    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(GPUS)))).split(",")
+    named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(GPUS)))
+    visible = named.split(",")[:GPUS]  # CUDA stops at the first name that it does not know
     first = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % len(visible)
     return visible[first:] + visible[:first]
 

@@ -1,5 +1,6 @@
 """Two nodes under torchrun: gloo over TCP between two hosts, NCCL over its network transport."""
 
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -81,12 +82,12 @@ GPUS = torch.cuda.device_count()
 @pytest.mark.parametrize("flag", ["0", "1"], ids=["legacy", "unified"])
 def test_nccl_over_its_network_transport(tmp_path: Path, flag: str) -> None:
     """Different host ids keep NCCL off NVLink between the nodes."""
-    each = min(2, GPUS // 2)
+    each, visible = min(2, GPUS // 2), os.environ["CUDA_VISIBLE_DEVICES"].split(",")
     nodes = [
         {
             "TWO_NODES_GPU": "1",
             "NCCL_HOSTID": f"host-{node}",
-            "CUDA_VISIBLE_DEVICES": ",".join(str(node * each + i) for i in range(each)),
+            "CUDA_VISIBLE_DEVICES": ",".join(visible[node * each :][:each]),
         }
         for node in range(2)
     ]

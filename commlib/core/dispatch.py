@@ -21,7 +21,7 @@ from commlib.core.stream_mode import StreamMode
 from commlib.core.tensors import NO_DISPATCH
 from commlib.core.work import Work
 from commlib.engines.base import Unconnected
-from commlib.errors import ArgumentError, MismatchError
+from commlib.errors import ArgumentError
 from commlib.streams import stream_captures
 
 Tensor = torch.Tensor
@@ -116,12 +116,15 @@ def _is_observed(ring: Ring, call: Call[Any]) -> bool:
 
 def _fail(ring: Ring, call: Call[Any], error: BaseException) -> NoReturn:
     """Raise the error of a launch or a wait that failed; the ring has failed then."""
-    if isinstance(error, MismatchError):
+    try:
+        if isinstance(error, ArgumentError):  # nothing was launched, or it is that of ``differs``
+            raise error
+        if isinstance(error, Exception):
+            raise ring._health.failed(call.collective, error, call.args) from error
+        ring._health.interrupted(call.collective)
         raise error
-    if isinstance(error, Exception):
-        raise ring._health.failed(call.collective, error, call.args) from error
-    ring._health.interrupted(call.collective)
-    raise error
+    finally:
+        del error  # its traceback has this frame: the two would keep the tensors of the call
 
 
 def _observed(ring: Ring, call: Call[Any], again: Callable[[], Outcome]) -> Outcome:

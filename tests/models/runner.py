@@ -81,9 +81,9 @@ def _serve(jobs: Any, environment: dict[str, str]) -> None:
             os._exit(0)
         try:
             found = job()
+            return_unused_memory()
         except BaseException:
             found = Record(error=traceback.format_exc())
-        return_unused_memory()
         jobs.send(found)
 
 

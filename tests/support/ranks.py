@@ -280,11 +280,11 @@ def _outcome(job: bytes) -> str | None:
             manager.close(ring_id)  # the next test finds ring 0 alone
         if manager.has(0):
             commlib.comm().barrier()
+        return_unused_memory()
     except BaseException:  # the parent must learn of every failure
         return traceback.format_exc()
     finally:
         faulthandler.cancel_dump_traceback_later()  # the guard of a benchmark would end the rank
-        return_unused_memory()
     return None
 
 

@@ -3,7 +3,8 @@
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,16 @@ def report(found: Found, settings: dict[str, int], backend: str) -> Report:
     )
 
 
+@cache
+def program() -> Any:
+    """Load the example, which belongs to no package."""
+    spec = spec_from_file_location(PROGRAM.stem, PROGRAM)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def parts(ranks: int) -> int:
     """Return how many ranks share a layer."""
     return 2 if ranks > 2 else 1
@@ -153,10 +164,8 @@ def measure(backend: str, rounds: int = ROUNDS, way: str | None = None) -> Any:
 
     These are read before and after the first verified replay.
     """
-    from examples import fsdp_tp
-
     ring = commlib.init(backend, timeout=TIMEOUT)  # makes this rank's GPU the current one
-    fsdp_tp.make_rings(parts(ring.size))
+    program().make_rings(parts(ring.size))
     with _quick(ring):
         found: Any
         if way is None:
@@ -226,17 +235,15 @@ class Training:
     """A model of the example with its optimizer and a batch, in one of the ways."""
 
     def __init__(self, ring: CommContext, size: str, way: str, *, verify: int) -> None:
-        from examples import fsdp_tp
-
-        on_gpu = ring.device.type == "cuda"
-        sizes = fsdp_tp.Sizes(**(ON_GPUS if on_gpu else ON_CPUS)[size])
-        self.model = fsdp_tp.Llama(sizes).to(torch.bfloat16 if on_gpu else torch.float32)
+        example, on_gpu = program(), ring.device.type == "cuda"
+        sizes = example.Sizes(**(ON_GPUS if on_gpu else ON_CPUS)[size])
+        self.model = example.Llama(sizes).to(torch.bfloat16 if on_gpu else torch.float32)
         self.forward = WAYS[way](self.model, verify)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), RATE, fused=True)
         if on_gpu:
             torch.cuda.empty_cache()  # of whole float32 weights
-        draw = torch.Generator().manual_seed(2 + commlib.comm(fsdp_tp.DATA).rank)
-        self.batch = fsdp_tp.make_batch(sizes, draw)
+        draw = torch.Generator().manual_seed(2 + commlib.comm(example.DATA).rank)
+        self.batch = example.make_batch(sizes, draw)
 
     def step(self) -> torch.Tensor:
         """Make a step and return its loss."""

@@ -53,7 +53,9 @@ def refusal(nproc: int) -> str | None:
     """Say what is missing here; one rank is enough."""
     missing = find_spec("transformers") is None
     return gpu_refusal(nproc, least=1) or (
-        "transformers is not installed; run `pip install commlib[models]`" if missing else None
+        "transformers is not installed; run `pip install '/path/to/commlib[models]'`"
+        if missing
+        else None
     )
 
 

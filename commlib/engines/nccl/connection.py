@@ -221,9 +221,13 @@ class Connection:
             comm.check_async_error()
 
     def renew(self) -> None:
-        """Abort every communicator; the next call that needs one connects again."""
+        """Abort every communicator; the next call that needs one connects again.
+
+        All of them in a quarter of the timeout: the other members wait meanwhile.
+        """
+        deadline = Deadline(max(ABORT_S, self._ring.timeout / 4))
         for comm in self._forget():
-            self._ring.bounded(comm.abort, Deadline(self._ring.timeout), "aborting NCCL")
+            self._ring.bounded(comm.abort, deadline, "aborting NCCL")
 
     def abort(self) -> None:
         """Abort every communicator at once; the ring notes errors."""

@@ -23,8 +23,16 @@ class Exchange:
         self._places, self._watched = places, watched
         self._inherited = [place for place in places if place[1] not in vars(place[0])]
         self._before: list[Any] = []
-        self._made: dict[Any, Any] = {}  # by the name and the function that each takes over from
+        # What takes over, by place, with the function that it takes over from.
+        self._made: dict[Place, tuple[Any, Any]] = {}
         self._asking = 0
+
+    def _watcher(self, place: Place, function: Any) -> Any:
+        """Return what takes over at a place; a program may have exchanged the function itself."""
+        made = self._made.get(place)
+        if made is None or made[0] is not function:
+            made = self._made[place] = function, self._watched(place[1], function)
+        return made[1]
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -33,10 +41,8 @@ class Exchange:
             self._asking += 1
             if self._asking == 1:
                 self._before = [getattr(where, name) for where, name in self._places]
-                for (where, name), function in zip(self._places, self._before, strict=True):
-                    if (name, function) not in self._made:
-                        self._made[name, function] = self._watched(name, function)
-                    setattr(where, name, self._made[name, function])
+                for place, function in zip(self._places, self._before, strict=True):
+                    setattr(*place, self._watcher(place, function))
         try:
             yield
         finally:

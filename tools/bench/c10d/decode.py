@@ -50,7 +50,7 @@ def refusal(nproc: int) -> str | None:
         return f"{nproc} ranks: expected 2, 4 or 8, a divisor of {KEY_HEADS} heads; pass --nproc 2"
     for package in ("transformers", "accelerate"):  # tp_plan needs the second one
         if find_spec(package) is None:
-            return f"{package} is not installed; run `pip install commlib[models]`"
+            return f"{package} is not installed; run `pip install '/path/to/commlib[models]'`"
     return None
 
 
