@@ -6,9 +6,10 @@ from typing import Any
 import torch
 
 from commlib.graph.calls.cache_key import Arguments, arguments, modes, without_arguments
-from commlib.graph.calls.flattening import Flat, changed, contents, flatten
+from commlib.graph.calls.flattening import Flat, flatten
 from commlib.graph.calls.grads import Grads
 from commlib.graph.calls.key_values import value
+from commlib.graph.calls.openable import changed, contents
 from commlib.graph.surroundings import Surroundings
 
 _EMPTY: Flat = flatten((), {}, frozenset())

@@ -10,8 +10,9 @@ from torch import _C
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from commlib.errors import GraphError
-from commlib.graph.calls.flattening import Flat, can_open, flatten, held_in, is_hashable, unflatten
+from commlib.graph.calls.flattening import Flat, flatten, unflatten
 from commlib.graph.calls.key_values import value
+from commlib.graph.calls.openable import can_open, held_in, is_hashable
 
 _DEVICES = ("cuda", "cpu")
 _FLAGS_OF_GPUS: Sequence[Callable[[], object]] = ()

@@ -11,8 +11,8 @@ from commlib.errors import CommError
 from commlib.graph.backends.base import Backend
 from commlib.graph.calls.bindings import kept
 from commlib.graph.calls.cache_key import Arguments
-from commlib.graph.calls.flattening import changed, contents, exchanged, first_of
 from commlib.graph.calls.leaves import noting_histories
+from commlib.graph.calls.openable import changed, contents, exchanged, first_of
 from commlib.graph.operators.schema import memory
 from commlib.graph.python.changes import Change
 from commlib.graph.python.iterators import Positions
