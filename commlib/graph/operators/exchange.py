@@ -27,13 +27,6 @@ class Exchange:
         self._made: dict[Place, tuple[Any, Any]] = {}
         self._asking = 0
 
-    def _watcher(self, place: Place, function: Any) -> Any:
-        """Return what takes over at a place; a program may have exchanged the function itself."""
-        made = self._made.get(place)
-        if made is None or made[0] is not function:
-            made = self._made[place] = function, self._watched(place[1], function)
-        return made[1]
-
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Exchange them inside a ``with`` block."""
@@ -42,7 +35,10 @@ class Exchange:
             if self._asking == 1:
                 self._before = [getattr(where, name) for where, name in self._places]
                 for place, function in zip(self._places, self._before, strict=True):
-                    setattr(*place, self._watcher(place, function))
+                    made = self._made.get(place)
+                    if made is None or made[0] is not function:  # a program may have exchanged it
+                        made = self._made[place] = function, self._watched(place[1], function)
+                    setattr(*place, made[1])
         try:
             yield
         finally:
