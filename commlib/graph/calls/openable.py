@@ -1,4 +1,4 @@
-"""Objects of a call that can be opened, and what they hold.
+"""Objects of a call that can be opened, with what they hold.
 
 These are dataclasses, classes of attrs, and namespaces: their attributes are all that they are.
 """
@@ -108,7 +108,7 @@ def counts_as_itself(kind: Any) -> bool:
 
 
 class Content(NamedTuple):
-    """What an object holds: tensors, and the object itself."""
+    """Kinds of contents of an object: tensors, and the object itself."""
 
     tensors: bool
     cycle: bool
