@@ -4,6 +4,7 @@ A replay only checks whether something has changed. torch reports registered par
 and submodules, and ``nn.Module.__setattr__`` reports attributes.
 """
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, wraps
@@ -20,7 +21,11 @@ from commlib.graph.recording.externals import at_addresses
 
 _Fact = tuple[str, Any]
 
-_watched: dict[int, "weakref.WeakSet[ModuleWatch]"] = {}  # by id of a module
+_Watches = tuple[
+    "weakref.ref[ModuleWatch]", ...
+]  # replaced as a whole: other threads go through it
+_watched: dict[int, _Watches] = {}  # by id of a module
+_lock = threading.Lock()
 _changes = count(1)
 _WITH_ADDRESS = (torch.Tensor, torch.nn.Parameter)
 _PARTS = ("_parameters", "_buffers", "_modules")
@@ -160,10 +165,18 @@ def _facts_of_script(module: Any) -> Iterator[_Fact]:
 
 
 def _watch(module: torch.nn.Module, watch: ModuleWatch) -> None:
-    if id(module) not in _watched:
-        _watched[id(module)] = weakref.WeakSet()
-        weakref.finalize(module, _watched.pop, id(module), None)
-    _watched[id(module)].add(watch)
+    with _lock:
+        if id(module) not in _watched:
+            weakref.finalize(module, _watched.pop, id(module), None)
+        alive = (each for each in _watched.get(id(module), ()) if each() is not None)
+        _watched[id(module)] = *alive, weakref.ref(watch)
+
+
+def _watches_of(module: torch.nn.Module) -> Iterator[ModuleWatch]:
+    for reference in _watched.get(id(module), ()):
+        watch = reference()
+        if watch is not None:
+            yield watch
 
 
 def _note_attributes(kind: type[torch.nn.Module]) -> None:
@@ -178,8 +191,9 @@ def _note_attributes(kind: type[torch.nn.Module]) -> None:
 def _noted(plain: Callable[..., None]) -> Callable[..., None]:
     @wraps(plain)
     def noted(self: torch.nn.Module, name: str, *value: Any) -> None:
+        same = bool(value) and vars(self).get(name, _watched) is value[0]
         plain(self, name, *value)
-        for watch in _watched.get(id(self), ()):
+        for watch in () if same else _watches_of(self):
             if value:
                 watch.note_attribute(self, name)
             else:  # it was deleted, and may have been a part
@@ -195,7 +209,7 @@ def _note_parts(name: str) -> None:
     @wraps(plain)
     def noted(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         plain(self, *args, **kwargs)
-        for watch in _watched.get(id(self), ()):
+        for watch in _watches_of(self):
             watch.note()
 
     setattr(torch.nn.Module, name, noted)

@@ -11,7 +11,7 @@ import torch
 from commlib.graph.hook_watch import hooks_of_all
 from commlib.graph.python.contents import Fact, Place
 from commlib.graph.python.global_names import Name
-from commlib.graph.python.reach import attributes, class_values, content, reached
+from commlib.graph.python.reach import attributes, class_values, content, dict_of, reached
 from commlib.graph.python.read_names import is_read
 from commlib.graph.python.setting import FIXED, is_frozen, is_open, setting
 
@@ -23,10 +23,21 @@ _OF_MODULES = frozenset(vars(torch.nn.Module()))  # likewise
 _PLAIN_ACCESS = object.__getattribute__
 _MANY = 4  # attributes of one object, from which on its version is asked first
 
-# Another number after each change of a dict, if torch has this function.
-_version: Callable[[dict[Any, Any]], int] | None = getattr(
-    torch._C._dynamo.guards, "dict_version", None
-)
+
+def _find_version() -> Callable[[dict[Any, Any]], int] | None:
+    """Return torch's function for another number after each change of a dict, where it works."""
+    found: Callable[[dict[Any, Any]], int] | None = getattr(
+        torch._C._dynamo.guards, "dict_version", None
+    )
+    try:
+        if found is not None:
+            found({})
+    except RuntimeError:  # this Python has no such number
+        return None
+    return found
+
+
+_version = _find_version()
 
 
 def _is_followed(names: frozenset[str], x: Any, name: str) -> bool:
@@ -110,7 +121,8 @@ class SettingPlaces:
         if kind.__module__ in _CONTAINERS:
             return []
         own = ["__class__"] if is_open(kind) else []
-        found = own + [name for name in attributes(x) if is_read(x, name, self._names)]
+        names = (name for name in attributes(x) if isinstance(name, str))
+        found = own + [name for name in names if is_read(x, name, self._names)]
         if isinstance(x, torch.optim.Optimizer):
             found = [x for x in found if x not in _OF_OPTIMIZERS and not x.endswith("_hooks")]
         return found
@@ -118,7 +130,7 @@ class SettingPlaces:
     def _ask(self, x: Any, names: list[str]) -> None:
         """Ask for attributes of an object at each call, in the way that takes the least time."""
         kind: Any = type(x)
-        held = getattr(x, "__dict__", None)
+        held = dict_of(x)
         if is_frozen(kind):
             return
         if _version is not None and len(names) > _MANY and type(held) is dict:
@@ -136,15 +148,15 @@ class SettingPlaces:
         for where, name, read in self.variables:
             yield (where, name), setting(read())
         for x, _ in self.objects:
-            for name in self._attributes_of(x):
-                yield (id(x), name), setting(getattr(x, name, None))
+            for name, held in _values(x, self._attributes_of(x)):
+                yield (id(x), name), setting(held)
 
     def containers(self) -> Iterator[Place]:
         """Yield what may be a container: what variables, and attributes of objects, hold now."""
         for variable in self.variables:
             yield Place(variable.where, variable.name, variable.read())
         for x, names in self.objects:
-            yield from (Place(id(x), name, getattr(x, name, None)) for name in names)
+            yield from (Place(id(x), name, held) for name, held in _values(x, names))
         for module in self.modules:
             for name, x in vars(module).items():
                 if name not in _OF_MODULES and is_read(module, name, self._names):
@@ -170,3 +182,11 @@ class SettingPlaces:
         """Return attributes of objects with many of them."""
         found: list[Any] = [held.get(name) for held, names in self._dicts for name in names]
         return found + [len(held) for held, _ in self._dicts]
+
+
+def _values(x: Any, names: list[str]) -> Iterator[tuple[str, Any]]:
+    """Return attributes of an object as it holds them: no descriptor of the program runs."""
+    if isinstance(x, FunctionType):
+        return ((name, getattr(x, name)) for name in names)
+    held = vars(x) if isinstance(x, type) else {"__class__": type(x), **attributes(x)}
+    return ((name, held.get(name)) for name in names)

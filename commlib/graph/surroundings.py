@@ -14,7 +14,7 @@ from typing_extensions import Self
 from commlib.graph.hook_watch import hooks_of_all
 from commlib.graph.module_watch import ModuleWatch
 from commlib.graph.operators.schema import memory
-from commlib.graph.python.contents import Contents, Fact
+from commlib.graph.python.contents import MOST_WRITTEN, Contents, Fact, is_asked
 from commlib.graph.python.reach import attributes
 from commlib.graph.python.read_names import is_read, read_names
 from commlib.graph.python.setting import is_open, label, setting
@@ -108,8 +108,8 @@ class Surroundings:
             look = self._modules.look()
             number = self._numbers.setdefault(tuple(look.facts.items()), len(self._numbers))
         contents = Contents(places.containers(), self._own, self._kept)
-        is_asked = not (places.is_empty and contents.is_empty)
-        self._watched = _Watched(places, contents, number, can_change, is_asked)
+        needed = not (places.is_empty and contents.is_empty)
+        self._watched = _Watched(places, contents, number, can_change, needed)
         if can_change:  # last: until then other threads find that modules have changed
             self._modules.keep(look)
 
@@ -142,7 +142,8 @@ class Surroundings:
         if not contents.is_empty:
             held += contents.items()
             whole = contents.whole
-            if contents.has_plain and not whole:  # one holds something else than plain values now
+            # One holds something else than plain values now, or far more than when it was asked.
+            if (contents.has_plain and not whole) or len(whole) > MOST_WRITTEN:
                 return self._facts_of(self._watch_again())
         if places.has_versions:
             versions = places.versions()
@@ -150,7 +151,19 @@ class Surroundings:
         steady = last is watched and whole == was_whole and len(held) == len(known)
         if steady and all(map(is_, held, known)) and versions == had_versions:
             return facts
+        if last is watched:
+            before, versioned = (known, self._last.versioned), watched.places.versioned()
+            if any(map(_have_new_containers, before, (held, versioned))):
+                return self._facts_of(self._look_into(watched))
         return self._read(watched, held, whole, versions).facts
+
+    def _look_into(self, watched: _Watched) -> _Watched:
+        """Look at what containers hold now that are in other ones."""
+        contents = Contents(watched.places.containers(), self._own, self._kept)
+        needed = not (watched.places.is_empty and contents.is_empty)
+        with self._lock:
+            self._watched = watched._replace(contents=contents, is_asked=needed)
+            return self._watched
 
     def _watch_again(self) -> _Watched:
         """Look at what containers and modules hold now."""
@@ -236,6 +249,13 @@ class Surroundings:
 
 def _nothing() -> None:
     """Read no setting."""
+
+
+def _have_new_containers(known: list[Any], held: list[Any]) -> bool:
+    """Return True if ``held`` has containers or arrays that ``known`` does not have."""
+    if len(held) != len(known):
+        return True
+    return any(is_asked(now) for was, now in zip(known, held, strict=True) if now is not was)
 
 
 def _weights(places: SettingPlaces, of_modules: list[torch.Tensor]) -> list[torch.Tensor]:

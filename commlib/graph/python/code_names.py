@@ -56,7 +56,8 @@ class CodeNames(NamedTuple):
 @lru_cache(maxsize=20_000)
 def names_of(code: CodeType) -> CodeNames:
     """Return what code names."""
-    steps = list(dis.get_instructions(code))
+    # The upper bits of an argument are a step before that of its instruction.
+    steps = [x for x in dis.get_instructions(code) if x.opname != "EXTENDED_ARG"]
     read = {x.argval for x in steps if x.opname in _READS}
     looked_up = {x.argval for x in steps if x.opname in _LOOKS_UP}
     imports = ((i, x.argval) for i, x in enumerate(steps) if x.opname == "IMPORT_NAME")

@@ -12,6 +12,10 @@ from commlib.graph.python.setting import PLAIN, label, setting
 
 _VERSION = 2  # of marshal: later ones write what has nothing to do with values
 _MOST_BYTES = 2000  # of one object
+_ALL_BYTES = 20_000  # of all of them, as they are estimated
+MOST_WRITTEN = 100_000  # bytes that represent all of them: what is written for text is longer
+_ARRAY_BYTES = 50  # the least that an array counts
+_NUMBERS = (bool, int, float, complex, type(None))
 _MOST_ITEMS = 200  # of one container with other objects than plain values
 _ALL_ITEMS = 2000  # of all such containers
 _DEEP = 6  # containers in each other
@@ -39,13 +43,15 @@ class Place(NamedTuple):
 class Contents:
     """Containers whose content is asked at every call.
 
-    ``whole`` takes 0.1 µs and 20 ns per value, for all containers of plain values together. Others
-    are opened: their items are compared by identity, at 20 ns each, and containers among them have
-    places too. Of tensors among items, only the presence counts. Left out are containers of more
-    than 200 items which can't be written to 2,000 bytes, and opened ones beyond 2,000 items.
+    ``whole`` takes 0.1 µs and 20 ns per value, for all containers of plain values together. NumPy
+    arrays count by their bytes, dtype and shape. Other containers are opened: their items are
+    compared by identity, at 20 ns each, and containers among them have places too. Of tensors among
+    items, only the presence counts. Left out are arrays and containers of more than 200 items which
+    don't fit into 2,000 bytes, what is beyond 20,000 bytes in all, and opened ones beyond 2,000
+    items.
 
     Attributes:
-        has_plain: Whether there are containers of plain values.
+        has_plain: Whether there are containers of plain values other than arrays.
         is_empty: Whether nothing is asked.
     """
 
@@ -67,15 +73,17 @@ class Contents:
         self._plain: list[Place] = []
         self._opened: list[tuple[Place, list[Any] | None]] = []
         self._own, self._kept = own, {} if kept is None else kept
-        self._room = _ALL_ITEMS
+        self._room, self._bytes = _ALL_ITEMS, _ALL_BYTES
         seen = set[tuple[int, str]]()
         for place in places:
             self._add(place, seen, _DEEP)
-        self._held = [place.held for place in self._plain]
+        plain = [place.held for place in self._plain]
+        self._arrays = [x for x in plain if type(x) is np.ndarray]
+        self._held = [x for x in plain if type(x) is not np.ndarray]
         opened = [place.held for place, _ in self._opened]
         self._dicts = [x for x in opened if isinstance(x, dict)]
         self._lists = [x for x in opened if not isinstance(x, dict | tuple)]
-        self.has_plain = bool(self._plain)
+        self.has_plain = bool(self._held)
         self.is_empty = not (self._plain or self._opened)
 
     def _add(self, place: Place, seen: set[tuple[int, str]], depth: int) -> None:
@@ -83,7 +91,9 @@ class Contents:
         if not _may_change(x) or name in seen or not depth:
             return
         seen.add(name)
-        if name not in self._own and _is_plain(x):
+        size = 0 if name in self._own else _plain_size(x)
+        if 0 < size <= self._bytes:
+            self._bytes -= size
             self._plain.append(place)
         elif _is_opened(x) and len(x) <= self._room:
             self._room -= len(x)
@@ -100,7 +110,10 @@ class Contents:
 
         They are empty where one holds something else now, which hides the others.
         """
-        return _bytes_of(self._held) if self._held else b""
+        whole = _bytes_of(self._held) if self._held else b""
+        if self._arrays and (whole or not self._held):
+            whole += b"".join(map(_bytes_of_array, self._arrays))
+        return whole
 
     def items(self) -> list[Any]:
         """Return the keys and items of the other containers."""
@@ -115,7 +128,7 @@ class Contents:
     def facts(self) -> Iterator[Fact]:
         """Yield what each of them holds."""
         for where, name, held in self._plain:
-            yield (where, _content(name)), _bytes_of(held)
+            yield (where, _content(name)), _fact_of(held)
         for place, keys in self._opened:
             yield from _facts(place, keys)
 
@@ -129,7 +142,7 @@ class Contents:
 
 def is_asked(x: Any) -> bool:
     """Return True for a container that counts by its content."""
-    return _may_change(x) and (_is_plain(x) or _is_opened(x))
+    return _may_change(x) and (_plain_size(x) > 0 or _is_opened(x))
 
 
 def _may_change(x: Any) -> bool:
@@ -141,10 +154,16 @@ def _may_change(x: Any) -> bool:
 def _facts(place: Place, keys: list[Any] | None = None) -> Iterator[Fact]:
     """Yield the items of a container, with their number or keys; of ``keys`` alone if given."""
     items, kind = _items(place.held), type(place.held)
-    what = (kind, len(items)) if kind in (list, tuple, deque) else (kind, *(k for k, _ in items))
-    yield (place.where, _keys(place.name)), setting(what)
+    yield (place.where, _keys(place.name)), _shape(kind, items)
     for key, one in items if keys is None else _items(place.held, keys):
         yield (place.where, _item(place, key)), _of_item(one)
+
+
+def _shape(kind: type, items: list[tuple[Any, Any]]) -> Any:
+    """Return what tells the items of containers of a kind apart, but for the items themselves."""
+    if kind is set:
+        return kind, frozenset(setting(key) for key, _ in items)
+    return kind, setting(len(items) if kind in (list, tuple, deque) else tuple(k for k, _ in items))
 
 
 def _of_item(x: Any) -> Any:
@@ -157,7 +176,7 @@ def _items(x: Any, keys: list[Any] | None = None) -> list[tuple[Any, Any]]:
     if isinstance(x, dict):
         return list(x.items() if keys is None else ((key, x[key]) for key in keys if key in x))
     if isinstance(x, set):
-        return [(one, one) for one in (x if keys is None else keys) if one in x]
+        return [(one, one) for one in (list(x) if keys is None else keys) if one in x]
     return list(enumerate(x))[: None if keys is None else len(keys)]
 
 
@@ -177,8 +196,42 @@ def _is_opened(x: Any) -> bool:
     return type(x) in _OPENED and len(x) <= _MOST_ITEMS
 
 
-def _is_plain(x: Any) -> bool:
-    return 0 < len(_bytes_of(x)) <= _MOST_BYTES
+def _plain_size(x: Any) -> int:
+    """Return about how many bytes represent an array or a container of plain values; 0 for others.
+
+    It is 0 beyond ``_MOST_BYTES`` too. No more than these are looked at, however much ``x`` holds.
+    Only values of the built-in types themselves are plain: of others, ``marshal`` writes a part.
+    """
+    if type(x) is np.ndarray:
+        return _ARRAY_BYTES + x.nbytes if x.nbytes <= _MOST_BYTES else 0
+    left, size = [x], 0
+    while left:
+        one = left.pop()
+        kind = type(one)
+        if kind in _NUMBERS:
+            size += 9 if kind is not int else 5 + one.bit_length() // 7
+        elif kind in (str, bytes):
+            size += 5 + len(one)
+        elif kind in (list, tuple, set, frozenset, dict) and len(one) <= _MOST_BYTES:
+            size += 5
+            left += one
+            left += one.values() if kind is dict else ()
+        else:
+            return 0
+        if size > _MOST_BYTES:
+            return 0
+    return size
+
+
+def _bytes_of_array(x: Any) -> bytes:
+    return b"".join((repr((x.dtype, x.shape)).encode(), x.tobytes()))
+
+
+def _fact_of(x: Any) -> Any:
+    """Return what tells a plain container or an array from another; sets have no order."""
+    if type(x) is set:
+        return set, frozenset(map(setting, list(x)))  # a list: other threads may add to the set
+    return _bytes_of_array(x) if type(x) is np.ndarray else _bytes_of(x)
 
 
 def _bytes_of(x: Any) -> bytes:

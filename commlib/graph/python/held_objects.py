@@ -13,7 +13,7 @@ import torch
 
 from commlib.graph.python.changes import GONE, NO_PLACE, Change, Place
 from commlib.graph.python.global_names import Name
-from commlib.graph.python.reach import RANDOM, slots
+from commlib.graph.python.reach import RANDOM, dict_of, in_slots, slots
 
 _DICTS = (dict, OrderedDict, defaultdict)
 CONTAINERS = {*_DICTS, list, set}
@@ -133,11 +133,11 @@ class _Slots:
     @staticmethod
     def _now(target: object) -> dict[str, Any]:
         kind: Any = type(target)
-        return {name: getattr(target, name, GONE) for name in slots(kind)}
+        return dict.fromkeys(slots(kind), GONE) | in_slots(target)
 
     def restore(self) -> None:
         for name, value in self._kept.items():
-            if value is not GONE and getattr(self._target, name, GONE) is not value:
+            if value is not GONE and self._now(self._target)[name] is not value:
                 object.__setattr__(self._target, name, value)
 
     def changes(self) -> Iterator[Change]:
@@ -236,7 +236,7 @@ def held(x: Any) -> Iterator[Any]:
         kind: Any = type(x)
         if slots(kind):
             yield _Slots(x)
-        attributes = getattr(x, "__dict__", None)
+        attributes = dict_of(x)
         if type(attributes) is dict:
             yield _Items(attributes, dict(attributes), x, dots=True)
 

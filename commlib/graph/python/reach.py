@@ -105,7 +105,7 @@ class _Kind(Enum):
 def _kind(kind: type) -> _Kind:
     if issubclass(kind, torch.Tensor):
         return _Kind.TENSOR
-    if hasattr(kind, "__commlib_captures__"):
+    if is_captured(kind):
         return _Kind.WRAPS
     if issubclass(kind, weakref.ref):
         return _Kind.REFERS
@@ -119,6 +119,11 @@ def _kind(kind: type) -> _Kind:
         return _Kind.ITEMS
     own = issubclass(kind, (MethodType, partial, Name, CellType, torch.Generator, *RANDOM))
     return _Kind.FOLLOWED if own or is_of_the_program(kind) else _Kind.NOTHING
+
+
+def is_captured(kind: type) -> bool:
+    """Return True for classes of captured functions; no code of a metaclass runs."""
+    return any("__commlib_captures__" in vars(each) for each in kind.__mro__)
 
 
 def is_of_the_program(kind: Any) -> bool:
@@ -235,13 +240,35 @@ def content(cell: CellType) -> Any:
 
 
 def attributes(x: Any) -> dict[str, Any]:
-    """Return the attributes of an object that are in its ``__dict__`` or its slots."""
-    found = dict(getattr(x, "__dict__", None) or {})
+    """Return the attributes of an object that are in its ``__dict__`` or its slots.
+
+    No code of the program runs, unless only that code knows the ``__dict__``, as that of a proxy.
+    """
+    return {**dict_of(x), **in_slots(x)}
+
+
+def in_slots(x: Any) -> dict[str, Any]:
+    """Return the attributes of an object that are in its slots, without those that are unset."""
+    found: dict[str, Any] = {}
     kind: Any = type(x)
     for name in slots(kind):
-        if hasattr(x, name):
-            found[name] = getattr(x, name)
+        try:
+            found[name] = object.__getattribute__(x, name)
+        except AttributeError:
+            continue
     return found
+
+
+def dict_of(x: Any) -> Any:
+    """Return the ``__dict__`` of an object, an empty one where it has none."""
+    try:
+        return object.__getattribute__(x, "__dict__")
+    except AttributeError:  # that of a proxy, or none
+        pass
+    try:
+        return getattr(x, "__dict__", None) or {}
+    except Exception:  # a __getattr__ of the program that knows no such name
+        return {}
 
 
 @lru_cache(maxsize=10_000)

@@ -29,6 +29,7 @@ from commlib.graph.python.reach import (
     content,
     held_by,
     hooks_of_tensor,
+    is_captured,
     is_of_the_program,
 )
 
@@ -121,7 +122,7 @@ class _Reader:
             elif isinstance(x, type):
                 self._add_class(x)
                 self._make(x)
-            elif hasattr(type(x), "__commlib_captures__"):
+            elif is_captured(type(x)):
                 self._left.append(x.__commlib_captures__)
             elif isinstance(x, BuiltinFunctionType):
                 _check_visible(x)
@@ -138,7 +139,7 @@ class _Reader:
         if isinstance(x, Iterator | Coroutine) and root in _HIDING:
             raise _UnknownError
         shown = root not in sys.stdlib_module_names or kind is partial or root in _SHOWN
-        if callable(x) and not shown:
+        if callable(x) and not shown and not isinstance(x, weakref.ref):
             self._add_hidden(x)
         self._add_class(kind)
         if isinstance(x, weakref.ref):
@@ -146,7 +147,7 @@ class _Reader:
         elif root in _HOLDING or _is_followed(kind, root):
             self._left.extend(held_by(x))
             self._left.extend(attributes(x).values())
-            self._left.append(getattr(x, "fget", None))  # of a property
+            self._left.append(x.fget if isinstance(x, property) else None)
         for name in (
             "__commlib_captures__",
             "_init_fn",

@@ -47,8 +47,9 @@ def is_open(kind: type) -> bool:
 
 def _looks_frozen(kind: Any) -> bool:
     """Return True for a dataclass whose objects Python keeps from changing."""
-    params = getattr(kind, "__dataclass_params__", None)
-    return bool(params and params.frozen) and is_open(kind)
+    held = (vars(each).get("__dataclass_params__") for each in kind.__mro__)
+    params = next(filter(None, held), None)
+    return params is not None and params.frozen and is_open(kind)
 
 
 is_frozen: Callable[[type], bool] = lru_cache(maxsize=10_000)(_looks_frozen)
