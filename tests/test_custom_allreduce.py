@@ -222,8 +222,7 @@ class Script:
 
 def mixed(comm: Any, count: int, seed: int) -> None:
     """Random calls while each rank is held up at random; every so many are checked."""
-    if not on_gpu(comm):
-        count = 50
+    count = count if on_gpu(comm) else 50
     script, own = Script(comm, seed), random.Random(seed * 8 + comm.rank)
     for number in range(count):
         if on_gpu(comm) and own.random() < 0.05:

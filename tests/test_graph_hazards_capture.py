@@ -65,9 +65,8 @@ def test_first_uses(comm: Any) -> None:
         found = [
             torch.fft.rfft(x).real,
             torch.nn.functional.conv2d(x.view(1, 1, 24, 35), x[:, :9].view(-1, 1, 3, 3)),
-            torch.linalg.solve(torch.eye(24, device=x.device) * 2, x)
-            if not on_gpu(comm)  # on a GPU its check of the result waits
-            else x @ x.T,
+            # On a GPU solve() waits for the check of its result.
+            x @ x.T if on_gpu(comm) else torch.linalg.solve(torch.eye(24) * 2, x),
             x.sort(dim=0).values,
             torch.cumsum(x, 0),
         ]

@@ -104,6 +104,30 @@ def test_a_set_in_another_order() -> None:
     assert_equal(len(captured.entries), 1, "graphs")
 
 
+def test_a_look_into_containers_keeps_what_another_thread_has_found() -> None:
+    """A thread that has read an older state of modules does not put it back."""
+    module: Any = nn.Linear(2, 2)
+    module.scale, module.held = 1.0, {"scale": 1.0, "other": object()}
+    captured = graph.capture(lambda x: x * module.scale * module.held["scale"], verify=False)
+    captured(ONE)
+    captured(ONE)
+    around = captured._keys.around
+    module.scale = 2.0
+    newer = around._watch_again()
+    around._look_into_containers()
+    assert_equal(around._watched.modules, newer.modules, "the number of the modules' state")
+    assert_bits_equal(captured(ONE), ONE * 2)
+
+
+def test_arrays_with_many_fields() -> None:
+    """What is written of an array counts, its dtype too: this one is left out."""
+    many = np.dtype([(f"field{number}", "f4") for number in range(200)])
+    held = {number: np.zeros(1, many) for number in range(60)}
+    captured = graph.capture(lambda x: x * len(held), verify=False)
+    for _ in range(3):
+        assert_bits_equal(captured(ONE), ONE * 60)
+
+
 class Attributes(dict[str, Any]):
     """A config whose items are its attributes; a missing one is a ``KeyError``."""
 

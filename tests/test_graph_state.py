@@ -332,7 +332,7 @@ def shapes(comm: Any) -> None:
 
     def program(captured: Callable[..., Any]) -> list[Any]:
         rows = torch.tensor([2, 0], device=comm.device)
-        index = captured(lambda x: (x[rows], x[[1, 0]] if not on_gpu(comm) else x + 1))
+        index = captured(lambda x: (x[rows], x + 1 if on_gpu(comm) else x[[1, 0]]))
 
         def reshaped(x: torch.Tensor) -> torch.Tensor:
             y = x * 2

@@ -66,7 +66,7 @@ def dispatch(ring: Ring, call: Call[Result], mode: StreamMode) -> Result | Work:
     """Pass one validated call to the engine: at once, or tracked until it ends."""
     before = switch(None)  # where torch.compile skipped the program's function, it would trace ours
     try:
-        if (observers or ring._orders or not call.plain) and _is_observed(ring, call):
+        if (observers or ring._orders or not call.plain) and _prepare(ring, call):
             return _observed(ring, call, partial(dispatch, ring, call, mode))
         out, x = call.out, call.x
         at_once = mode.sync_op and (mode.use_calc_stream or ring._fences is None)
@@ -103,8 +103,8 @@ def dispatch(ring: Ring, call: Call[Result], mode: StreamMode) -> Result | Work:
         switch(before)
 
 
-def _is_observed(ring: Ring, call: Call[Any]) -> bool:
-    """Give a call to its order, and check it where it is not plain; True if observers look on."""
+def _prepare(ring: Ring, call: Call[Any]) -> bool:
+    """Give a call to its order and check it; return True if observers are to see it."""
     if ring._orders and (order := ring._orders.get(get_ident())) is not None:
         order.take(call)
     if not call.plain:

@@ -21,10 +21,8 @@ from commlib.graph.recording.externals import at_addresses
 
 _Fact = tuple[str, Any]
 
-_Watches = tuple[
-    "weakref.ref[ModuleWatch]", ...
-]  # replaced as a whole: other threads go through it
-_watched: dict[int, _Watches] = {}  # by id of a module
+# By id of a module. The tuples are replaced as a whole: other threads go through them.
+_watched: dict[int, "tuple[weakref.ref[ModuleWatch], ...]"] = {}
 _lock = threading.Lock()
 _changes = count(1)
 _WITH_ADDRESS = (torch.Tensor, torch.nn.Parameter)

@@ -154,14 +154,15 @@ class Surroundings:
         if last is watched:
             before, versioned = (known, self._last.versioned), watched.places.versioned()
             if any(map(_have_new_containers, before, (held, versioned))):
-                return self._facts_of(self._look_into(watched))
+                return self._facts_of(self._look_into_containers())
         return self._read(watched, held, whole, versions).facts
 
-    def _look_into(self, watched: _Watched) -> _Watched:
-        """Look at what containers hold now that are in other ones."""
-        contents = Contents(watched.places.containers(), self._own, self._kept)
-        needed = not (watched.places.is_empty and contents.is_empty)
+    def _look_into_containers(self) -> _Watched:
+        """Look at what containers hold now; of what another thread has found since, too."""
         with self._lock:
+            watched = self._watched
+            contents = Contents(watched.places.containers(), self._own, self._kept)
+            needed = not (watched.places.is_empty and contents.is_empty)
             self._watched = watched._replace(contents=contents, is_asked=needed)
             return self._watched
 

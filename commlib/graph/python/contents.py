@@ -14,7 +14,6 @@ _VERSION = 2  # of marshal: later ones write what has nothing to do with values
 _MOST_BYTES = 2000  # of one object
 _ALL_BYTES = 20_000  # of all of them, as they are estimated
 MOST_WRITTEN = 100_000  # bytes that represent all of them: what is written for text is longer
-_ARRAY_BYTES = 50  # the least that an array counts
 _NUMBERS = (bool, int, float, complex, type(None))
 _MOST_ITEMS = 200  # of one container with other objects than plain values
 _ALL_ITEMS = 2000  # of all such containers
@@ -203,7 +202,8 @@ def _plain_size(x: Any) -> int:
     Only values of the built-in types themselves are plain: of others, ``marshal`` writes a part.
     """
     if type(x) is np.ndarray:
-        return _ARRAY_BYTES + x.nbytes if x.nbytes <= _MOST_BYTES else 0
+        size = len(_bytes_of_array(x)) if x.nbytes <= _MOST_BYTES else 0
+        return size if size <= _MOST_BYTES else 0
     left, size = [x], 0
     while left:
         one = left.pop()
