@@ -206,6 +206,55 @@ def test_loopback_alone_listens(host: str) -> None:
     assert isinstance(store, TCPStore)
 
 
+def test_a_name_with_a_loopback_address_on_its_own_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of other hosts know this host by another address."""
+    resolve = socket.getaddrinfo
+
+    def debian(host: str, *args: Any, **kwargs: Any) -> Any:
+        return resolve("127.0.1.1" if host == "node0.invalid" else host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", debian)
+    store = serve("node0.invalid", 0, "rank 0 of 2", Deadline(30))
+    for address in ("127.0.1.1", "127.0.0.2"):
+        with socket.create_connection((address, store.port), 10):  # type: ignore[attr-defined]
+            pass
+    opened(store.port, "node0.invalid").set("x", "1", Deadline(30))  # type: ignore[attr-defined]
+
+
+def test_a_connection_that_meets_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that has the port of a server that is not there yet connects to itself."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    connect = socket.socket.connect
+
+    def from_there(self: socket.socket, address: Any) -> None:
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.bind(("127.0.0.1", port))
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", from_there)
+    with raises(BootstrapError, "Connection refused: is rank 0 running"):
+        opened(port).get("x", Deadline(1))
+
+
+def test_a_server_that_has_ended_is_noticed_without_a_request(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with server() as (port, pid):
+        store = opened(port)
+        connection = store.connection
+        assert_equal(connection.answers(), False, "before the first request")
+        store.set("x", "1", Deadline(30))
+        assert_equal(connection.answers(), True, "while it lives")
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not connection.answers(), "the kernel has ended the connection")
+        store.delete(["x"])
+        connection.close(10)
+    noise = capfd.readouterr().err
+    assert "frame #" not in noise, noise
+
+
 def test_forget() -> None:
     """In a forked child, no operation reaches the parent's server."""
     code = """

@@ -204,7 +204,7 @@ class Connection:
             self._jobs.put(_Job(_logged(step, self.answers), None))
 
     def answers(self) -> bool:
-        """Return False if no process serves the store any more; takes at most a second.
+        """Return False if no process serves the store any more; sends nothing.
 
         torch prints a stack trace for each request to a server that has exited. So operations
         after the end of a ring check this first.

@@ -1,8 +1,12 @@
 """The TCP store of a program: rank 0 or the launcher serves it, and every rank connects to it."""
 
 import ipaddress
+import os
 import socket
+import threading
 import time
+from contextlib import suppress
+from errno import ECONNREFUSED
 from typing import Any
 
 import torch.distributed as dist
@@ -12,22 +16,31 @@ from commlib.errors import BootstrapError
 
 LOOPBACK = "127.0.0.1"
 _LONGEST_PAUSE_S = 1.0
+_LOOPBACK_NAMES = {"localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback"}
+# A host that has lost its power ends no connection: after 5 s of silence three questions, one a
+# second.
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}  # where the system has them
 
 
 class TcpOpening:
     """Connect to the TCP store at ``host:port``; the deadline includes the host look-up.
 
     ``who`` is the prefix of error messages. torch's client prints a stack trace for each attempt
-    that finds no server, so a plain socket tries first.
+    that finds no server, so a plain socket tries first. It stays open: the kernel ends it after the
+    server's process and its forked children. A connection per question would cost more, because
+    torch's server looks up the name of each client, and answers nobody else meanwhile.
     """
+
+    _idle: socket.socket | None = None  # nothing is sent or received here
 
     def __init__(self, host: str, port: int, who: str) -> None:
         self.host, self.port, self.who = host, port, who
         self.stage = ""
+        self._lock = threading.Lock()  # several connections may open at the same time
 
     def __call__(self, deadline: Deadline) -> dist.Store:
         """Connect within the deadline."""
-        address = self._reach(deadline)
+        address = self._reached() or self._reach(deadline)
         self.stage = (
             f"{self.who} was waiting for an answer to its first request: the port is open, but "
             "its server may not be a rendezvous store; check MASTER_ADDR and MASTER_PORT"
@@ -51,15 +64,34 @@ class TcpOpening:
         return store
 
     def answers(self) -> bool:
-        """Return True if a process accepts connections at the address; takes at most a second."""
+        """Return True if the server was reached and its process has not ended since."""
+        return bool(self._reached())
+
+    def _reached(self) -> str:
+        """Return the numeric address of the server that was reached; empty if it has ended."""
+        idle = self._idle
+        if idle is None:
+            return ""
         try:
-            with socket.create_connection((self.host, self.port), timeout=1.0):
-                return True
+            with suppress(BlockingIOError):  # there is nothing to read
+                if not idle.recv(1, socket.MSG_PEEK):
+                    return ""
+            return str(idle.getpeername()[0])
         except OSError:
-            return False
+            return ""
+
+    def __del__(self) -> None:
+        if self._idle is not None:
+            self._idle.close()
+
+    def _keep(self, idle: socket.socket) -> None:
+        with self._lock:
+            last, self._idle = self._idle, idle
+        if last is not None:
+            last.close()
 
     def _reach(self, deadline: Deadline) -> str:
-        """Return the numeric address that accepts connections."""
+        """Wait until the server accepts a connection; return its numeric address."""
         pause, reason = 0.01, "nothing was tried"
         while True:
             self.stage = f"{self.who} was looking up the host {self.host!r}; check MASTER_ADDR"
@@ -67,13 +99,11 @@ class TcpOpening:
                 candidates = addresses(self.host, self.port)
                 self.stage = f"{self.who} was connecting"
                 for family, address in candidates:
-                    with socket.socket(family, socket.SOCK_STREAM) as probe:
-                        probe.settimeout(max(0.001, deadline.left()))
-                        try:
-                            probe.connect(address)
-                            return str(address[0])
-                        except OSError as error:
-                            reason = f"{error.strerror or error}: is rank 0 running"
+                    try:
+                        self._keep(_connected(family, address, deadline))
+                        return str(address[0])
+                    except OSError as error:
+                        reason = f"{error.strerror or error}: is rank 0 running"
             except socket.gaierror as error:
                 reason = f"the host {self.host!r} is unknown ({error.strerror})"
             if deadline.left() <= pause:
@@ -90,6 +120,24 @@ class TcpOpening:
         )
 
 
+def _connected(family: socket.AddressFamily, address: Any, deadline: Deadline) -> socket.socket:
+    """Return a connected socket that never blocks."""
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(max(0.001, deadline.left()))
+        connection.connect(address)
+        if connection.getsockname() == connection.getpeername():  # no server: it met itself
+            raise ConnectionRefusedError(ECONNREFUSED, os.strerror(ECONNREFUSED))
+        connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name in _KEEPALIVE.keys() & vars(socket).keys():
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), _KEEPALIVE[name])
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
 def addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
     """Return family and socket address of every address of ``host``, IPv4 first."""
     rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -98,13 +146,16 @@ def addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
 
 
 def serve(host: str, port: int, who: str, deadline: Deadline) -> dist.Store:
-    """Serve a TCP store on ``port``: on loopback if ``host`` is a loopback address, else on all.
+    """Serve a TCP store on ``port``: on loopback if ``host`` says so, else on all addresses.
+
+    The name of a host may have a loopback address on that host alone, as on Debian; its other names
+    and the ranks of other hosts need the rest.
 
     Raises:
         BootstrapError: The port is taken, or the host is unknown.
     """
     try:
-        listening, address = _listen(addresses(host, port), port)
+        listening, address = _listen(host, addresses(host, port), port)
     except socket.gaierror as error:
         raise BootstrapError(
             f"{who} can't serve the store at {host}:{port}: the host {host!r} is unknown "
@@ -128,10 +179,10 @@ def serve(host: str, port: int, who: str, deadline: Deadline) -> dist.Store:
 
 
 def _listen(
-    candidates: list[tuple[socket.AddressFamily, Any]], port: int
+    host: str, candidates: list[tuple[socket.AddressFamily, Any]], port: int
 ) -> tuple[socket.socket, str]:
     """Return a bound socket, and the address at which this host reaches it."""
-    if all(ipaddress.ip_address(address[0]).is_loopback for _, address in candidates):
+    if _is_loopback(host):
         family, address = candidates[0]
         return _bound(family, address), str(address[0])
     if socket.has_dualstack_ipv6():
@@ -151,3 +202,10 @@ def _bound(family: socket.AddressFamily, address: Any) -> socket.socket:
         listening.close()
         raise
     return listening
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() in _LOOPBACK_NAMES

@@ -20,6 +20,7 @@ import torch
 from tests.models.compare import Outcome, Record, first_difference, outcome, record
 from tests.models.program import Program, Start
 from tests.support.ranks import alone_on_a_host, return_unused_memory, torchrun_environment
+from tests.support.stores import loopback_store
 
 DEADLINE_S = 120
 _fork = mp.get_context("fork")
@@ -137,11 +138,9 @@ class Runner:
 
     def _on_ranks(self, program: Program) -> Outcome:
         """Compare on each rank; the first rank that is not equal speaks for all."""
-        from torch.distributed import TCPStore
-
         runs = []
         for captured in (False, True):
-            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            store = loopback_store()
             shared = self._device != "cpu" and torch.cuda.device_count() < program.ranks
             workers = [
                 Worker(_rank(store.port, i, program.ranks) | (alone_on_a_host(i) if shared else {}))

@@ -20,6 +20,7 @@ from commlib.deadlines import Deadline
 from commlib.rendezvous.connection import Connection
 from commlib.rendezvous.roll_call import RollCall
 from commlib.rendezvous.store import BoundedStore
+from tests.support.stores import loopback_store
 
 _REQUESTS = (
     *("set", "get", "add", "append", "check", "compare_set", "multi_get", "wait", "delete_key"),
@@ -60,8 +61,7 @@ class ManyRanks:
 
     def __init__(self, members: int, rings: int, timeout: float) -> None:
         self.counts: Counter[str] = Counter()
-        wait = timedelta(seconds=600)
-        self.server = TCPStore("127.0.0.1", 0, None, True, timeout=wait, wait_for_workers=False)
+        self.server = loopback_store()
         each = members // rings
         self.rings = [tuple(range(ring * each, (ring + 1) * each)) for ring in range(rings)]
         self.timeout, self.outcomes = timeout, dict[int, str]()

@@ -24,6 +24,7 @@ import torch
 import commlib
 from commlib.tools.launch import one_gpu_for_all
 from tests.support.processes import LOADING, ROOT
+from tests.support.stores import loopback_store
 
 UNIFIED = {"unified": "1", "legacy": "0"}
 _KILLED = f"died with exit code {-signal.SIGKILL}"
@@ -123,11 +124,9 @@ class Ranks:
             self.kill()
 
     def _start(self) -> None:
-        from torch.distributed import TCPStore
-
         self.kill()
         # Their own store, on a port that the system chose: nothing to race for.
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = loopback_store()
         self.members = [self._spawn(rank) for rank in range(self.size)]
         self._run(_arrive, (), START_S)
 
