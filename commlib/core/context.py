@@ -67,6 +67,11 @@ class CommContext(Collectives, Split, Bridge):
         self._calls = 0
         self._last: str | None = None  # collective
         self._unfenced = UnfencedCalls()
+        self._compose(engine, meeting)
+
+    def _compose(self, engine: type[Engine], meeting: Meeting | None) -> None:
+        """Make the parts, each with those that it uses."""
+        identity = self._identity
         check = 0 if meeting is None else level()
         self._compares = check == 2  # every call, before its launch
         self._call_log = log = CallLog() if check else None
