@@ -12,6 +12,7 @@ from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer as torch_optimizers
 
 from commlib import graph
+from commlib.graph.module_watch import ModuleWatch
 from tests.support.checks import assert_bits_equal, assert_equal
 
 VALUES = (1.0, 1.0, 1.0, 3.0, 3.0, 1.0)
@@ -223,3 +224,66 @@ def test_attributes_of_an_optimizer_of_the_program() -> None:
     for turn, value in enumerate(VALUES):
         optimizer.scale = value
         assert_bits_equal(g(torch.ones(2)), torch.full((2,), value), f"turn {turn}")
+
+
+def test_hooks_that_replace_others() -> None:
+    """Between two calls one hook goes and another one comes."""
+    module: Any = nn.Identity()
+    g = graph.capture(lambda x: module(x) + 0, outputs="copy", verify=False)
+    for factor in (1.0, 3.0):
+        handle = module.register_forward_hook(lambda _, args, out, by=factor: out * by)
+        for _ in range(3):
+            assert_bits_equal(g(torch.ones(2)), torch.full((2,), factor))
+        handle.remove()
+
+
+@pytest.mark.parametrize("first", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_second_kind_of_hook(first: str) -> None:
+    """A tensor that has hooks of one kind gets one of the other kind."""
+    p: Any = nn.Parameter(torch.zeros(2))
+    second = {"register_hook", "register_post_accumulate_grad_hook"} - {first}
+
+    def step(x: torch.Tensor) -> None:
+        p.grad = None
+        (p * x).sum().backward()
+
+    def times(factor: float) -> Any:
+        def hook(x: torch.Tensor) -> Any:
+            if x is p:  # it is called after the accumulation
+                assert p.grad is not None
+                p.grad.mul_(factor)
+                return None
+            return x * factor
+
+        return hook
+
+    getattr(p, first)(times(3.0))
+    g = graph.capture(step, verify=False)
+    for turn in range(6):
+        if turn == 3:
+            getattr(p, second.pop())(times(5.0))
+        g(torch.ones(2))
+        assert_bits_equal(p.grad, torch.full((2,), 3.0 if turn < 3 else 15.0), f"turn {turn}")
+
+
+def test_hooks_of_other_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook on a tensor of each step costs no look at all modules."""
+    module: Any = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0))
+    g = graph.capture(lambda x: module(x) * 2, outputs="copy", verify=False)
+    with torch.no_grad():
+        for _ in range(3):
+            g(torch.ones(2))
+        looks: list[int] = []
+        plain = ModuleWatch.look
+
+        def look(self: ModuleWatch) -> Any:
+            looks.append(1)
+            return plain(self)
+
+        monkeypatch.setattr(ModuleWatch, "look", look)
+        for _ in range(5):
+            torch.ones(2, requires_grad=True).register_hook(lambda grad: grad)
+            g(torch.ones(2))
+        assert_equal(len(looks), 0, "looks")
+        module[1].register_forward_hook(lambda _, args, out: out * 3)
+        assert_bits_equal(g(torch.ones(2)), module[0](torch.ones(2)) * 3 * 2)

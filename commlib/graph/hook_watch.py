@@ -1,6 +1,6 @@
 """Hooks that a function's run may call: of modules, optimizers and tensors."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,20 +32,42 @@ class HookLook:
         facts: Which hooks there are, by whose they are.
     """
 
-    def __init__(self, owners: Iterable[Any]) -> None:
+    def __init__(self, owners: Sequence[Any]) -> None:
         self._made = RemovableHandle.next_id  # which each new hook raises
-        found = [(0, "hooks of all modules", hooks) for hooks in _GLOBAL if hooks]
-        found += [(id(x), name, hooks) for x in owners for name, hooks in _hooks_of(x) if hooks]
-        self._counted = [(hooks, len(hooks)) for _, _, hooks in found]
+        found = [(0, "hooks of all modules", hooks, [*hooks.items()]) for hooks in _GLOBAL]
+        for x in owners:
+            found += [(id(x), name, hooks, [*hooks.items()]) for name, hooks in _hooks_of(x)]
+        self._empty = [hooks for _, _, hooks, known in found if not known]
+        self._known = [
+            (hooks, [number for number, _ in known]) for *_, hooks, known in found if known
+        ]
+        # torch makes the dicts of a tensor when it needs them.
+        there = {(owner, name) for owner, name, *_ in found}
+        tensors = [x for x in owners if isinstance(x, torch.Tensor)]
+        self._bare = [(x, at) for x in tensors for at in _OF_TENSORS if (id(x), at) not in there]
         self.facts: list[Fact] = [
-            ((where, name), tuple(map(Same, hooks.values()))) for where, name, hooks in found
+            ((where, name), tuple(Same(hook) for _, hook in known))
+            for where, name, _, known in found
+            if known
         ]
 
     @property
     def is_old(self) -> bool:
-        """Return True if hooks may have been added or removed since."""
-        return self._made != RemovableHandle.next_id or bool(
-            self._counted and any(len(hooks) != number for hooks, number in self._counted)
+        """Return True if hooks have been added or removed since."""
+        made = RemovableHandle.next_id
+        if self._known and any(len(hooks) != len(known) for hooks, known in self._known):
+            return True
+        if made != self._made:
+            if self._has_new():
+                return True
+            self._made = made  # the new hooks are others', such as those of one step's tensors
+        return False
+
+    def _has_new(self) -> bool:
+        return (
+            any(self._empty)
+            or any([*hooks] != known for hooks, known in self._known)
+            or any(getattr(x, name) is not None for x, name in self._bare)
         )
 
 
@@ -55,9 +77,11 @@ def hooks_of_all() -> list[Any]:
 
 
 def _hooks_of(x: Any) -> Iterator[tuple[str, Hooks]]:
+    """Yield the dicts of hooks that an object has, empty ones too."""
     if isinstance(x, torch.Tensor):
-        yield from ((name, getattr(x, name, None) or {}) for name in _OF_TENSORS)
+        held = ((name, getattr(x, name)) for name in _OF_TENSORS)
+        yield from ((name, hooks) for name, hooks in held if hooks is not None)
         return
-    for name, held in vars(x).items():
-        if name.endswith("_hooks") and isinstance(held, dict):
-            yield name, held
+    for name, hooks in vars(x).items():
+        if name.endswith("_hooks") and isinstance(hooks, dict):
+            yield name, hooks
