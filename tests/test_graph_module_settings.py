@@ -486,3 +486,16 @@ def test_a_call_while_another_thread_changes_a_module(
     changes[part]()
     assert_equal([*found, call()], [7.0, 7.0])
     assert_equal(len(old), 3, "old parts")
+
+
+def test_states_of_many_steps() -> None:
+    """A step counter in a module does not keep all that modules held at each step."""
+    module: Any = nn.Linear(2, 2)
+    module.scale = 0.0
+    g = graph.capture(lambda x: module(x) * module.scale, outputs="copy", max_graphs=2)
+    x = torch.ones(2)
+    for turn in range(200):
+        module.scale = float(turn)
+        with torch.no_grad():
+            assert_bits_equal(g(x), module(x) * turn, f"turn {turn}")
+    assert_equal(len(g._keys.around._states._numbers), 128, "states")

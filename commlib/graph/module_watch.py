@@ -6,6 +6,7 @@ and submodules, and ``nn.Module.__setattr__`` reports attributes.
 
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, wraps
 from itertools import count
@@ -27,6 +28,28 @@ _lock = threading.Lock()
 _changes = count(1)
 _WITH_ADDRESS = (torch.Tensor, torch.nn.Parameter)
 _PARTS = ("_parameters", "_buffers", "_modules")
+_MOST_STATES = 128  # more than a function has graphs, unless the program asks for more
+
+
+class ModuleStates:
+    """Numbers of what modules held: short parts of keys.
+
+    The latest states keep their number. Ranks compare keys, so nothing here depends on when
+    garbage is collected.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: OrderedDict[tuple[Any, ...], int] = OrderedDict()
+        self._new = count(1)
+
+    def number(self, facts: tuple[Any, ...]) -> int:
+        """Return the number of the state in which modules hold this."""
+        found = self._numbers.pop(facts, None)
+        found = next(self._new) if found is None else found
+        self._numbers[facts] = found  # the last that goes
+        if len(self._numbers) > _MOST_STATES:
+            self._numbers.popitem(last=False)
+        return found
 
 
 class ModuleLook:

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import Self
 
 from commlib.graph.hook_watch import hooks_of_all
-from commlib.graph.module_watch import ModuleWatch
+from commlib.graph.module_watch import ModuleStates, ModuleWatch
 from commlib.graph.operators.schema import memory
 from commlib.graph.python.contents import MOST_WRITTEN, Contents, Fact, is_asked
 from commlib.graph.python.reach import attributes
@@ -75,7 +75,7 @@ class Surroundings:
         self._lock = threading.RLock()  # of what replaces ``_watched``
         self._modules = ModuleWatch()
         self._names: frozenset[str] | None = frozenset()  # that the function may read; None for any
-        self._numbers: dict[Any, int] = {}  # by what modules hold: a short key for much
+        self._states = ModuleStates()
         self._own: set[Any] = set()  # what calls of the function change
         self._kept: dict[Any, list[Any]] = {}  # the keys that count, of containers with other ones
         self._imported = 0  # modules of Python when the function was looked at
@@ -106,7 +106,7 @@ class Surroundings:
         can_change, number = self._modules.is_needed, 0
         if can_change:
             look = self._modules.look()
-            number = self._numbers.setdefault(tuple(look.facts.items()), len(self._numbers))
+            number = self._states.number(tuple(look.facts.items()))
         contents = Contents(places.containers(), self._own, self._kept)
         needed = not (places.is_empty and contents.is_empty)
         self._watched = _Watched(places, contents, number, can_change, needed)
