@@ -1,10 +1,12 @@
 """The keys of a captured function's calls: arguments, torch's modes, and what is around it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from traceback import format_exception_only
 from typing import Any
 
 import torch
 
+from commlib.errors import GraphError
 from commlib.graph.calls.cache_key import Arguments, arguments, modes, without_arguments
 from commlib.graph.calls.flattening import Flat, flatten
 from commlib.graph.calls.grads import Grads
@@ -36,7 +38,10 @@ class CallKeys:
         flat = _EMPTY
         if args or kwargs:
             flat = flatten(args, kwargs, self.closed)
-        own = self.around.key(() if flat.shape.__class__ is int else flat.visible)
+        try:
+            own = self.around.key(() if flat.shape.__class__ is int else flat.visible)
+        except Exception as error:
+            raise _refusal(error) from error
         weights = self.around.weights
         if weights and torch.is_grad_enabled():
             own = (*own, *[x.requires_grad for x in weights])
@@ -50,6 +55,13 @@ class CallKeys:
                 call = self._empty_call = without_arguments(key)
         return self.grads.extend(call) if self.grads.leaves else call
 
+    def find(self, leaves: Sequence[Any]) -> None:
+        """Look for what is around the function; ``leaves``: the arguments of a call."""
+        try:
+            self.around.find(leaves)
+        except Exception as error:
+            raise _refusal(error) from error
+
     def before_call(self, call: Arguments) -> Callable[[], None]:
         """Look at what is around a call, and what its objects hold.
 
@@ -58,10 +70,26 @@ class CallKeys:
         """
         opened = contents(*call.given)
         objects = [*call.leaves, *(x for x, _ in opened)]
-        before = self.around.all_facts(objects)
+        try:
+            before = self.around.all_facts(objects)
+        except Exception as error:
+            raise _refusal(error) from error
 
         def after_call() -> None:
-            self.around.after_call(objects, before)
+            try:
+                self.around.after_call(objects, before)
+            except Exception as error:
+                raise _refusal(error) from error
             self.closed |= set(changed(opened))
 
         return after_call
+
+
+def _refusal(error: Exception) -> GraphError:
+    """Name what an object of the program has raised as it was looked at."""
+    (text,) = format_exception_only(error)[-1:]  # also where its own text is an error
+    return GraphError(
+        f"an object that the function can reach raises as it is looked at: {text.strip()}; keep it "
+        f"out of the function's arguments, closure and globals, or mark the part that needs it "
+        f"with commlib.graph.eager"
+    )

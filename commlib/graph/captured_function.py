@@ -199,7 +199,7 @@ class CapturedFunction(Generic[P, R]):
         check_foreign()
         check_unreadable(call.tensors)
         check_consumed(self.fn, call.leaves, *call.given)
-        self._keys.around.find(call.leaves)
+        self._keys.find(call.leaves)
         modules = self._keys.around.modules
         if makes_parameters(modules, call):
             return self.fn(*call.given[0], **call.given[1])
@@ -211,8 +211,8 @@ class CapturedFunction(Generic[P, R]):
         after_call = self._keys.before_call(call)
         wanted = [x.requires_grad for x in call.tensors]
         result: R = first.counted.make(call)
-        after_call()
         try:
+            after_call()
             check_wanting(call.tensors, wanted)
             self._capture(call, first)
         except GraphError as error:

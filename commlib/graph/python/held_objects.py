@@ -4,7 +4,7 @@ import copy
 import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, MutableMapping
-from functools import partial
+from functools import lru_cache, partial
 from types import CellType
 from typing import Any
 
@@ -229,11 +229,12 @@ def held(x: Any) -> Iterator[Any]:
     elif type(x) in (list, set, deque):
         yield _Sequence(x, list(x))
     else:
-        if _keeps(x, dict):
-            yield _Items(x, dict(x), x, dots=False)
-        elif _keeps(x, list) or _keeps(x, set) or _keeps(x, deque):
-            yield _Sequence(x, list(x))
         kind: Any = type(x)
+        container = _kept_as(kind)
+        if container is dict:
+            yield _Items(x, dict(x), x, dots=False)
+        elif container is not None:
+            yield _Sequence(x, list(x))
         if slots(kind):
             yield _Slots(x)
         attributes = dict_of(x)
@@ -241,12 +242,16 @@ def held(x: Any) -> Iterator[Any]:
             yield _Items(attributes, dict(attributes), x, dots=True)
 
 
-def _keeps(x: Any, kind: type) -> bool:
-    """Return True for an object of a subclass that keeps what it is given as ``kind`` does."""
-    if not isinstance(x, kind):
-        return False
-    own = [name for name in _ACCESS if hasattr(kind, name)]
-    return all(getattr(type(x), name) is getattr(kind, name) for name in own)
+@lru_cache(maxsize=10_000)
+def _kept_as(kind: type) -> type | None:
+    """Return the container that keeps things as objects of this class do; None without one."""
+    for container in (dict, list, set, deque):
+        own = [name for name in _ACCESS if hasattr(container, name)]
+        if issubclass(kind, container) and all(
+            getattr(kind, name) is getattr(container, name) for name in own
+        ):
+            return container
+    return None
 
 
 def _value_of(x: CellType | Name) -> Any:

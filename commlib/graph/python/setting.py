@@ -73,8 +73,11 @@ def setting(x: Any, depth: int = 0, names: frozenset[str] | None = None) -> Any:
     count by what they hold down to ``depth``, below that as themselves. Of objects, attributes in
     ``names`` count, or all of them.
     """
+    for number in (float, complex):
+        if issubclass(type(x), number):  # -0.0 is not 0.0; a subclass may have its own text
+            return type(x), number.__repr__(x)
     if isinstance(x, PLAIN):
-        return type(x), repr(x) if isinstance(x, float | complex) else x  # -0.0 is not 0.0
+        return type(x), x
     if isinstance(x, tuple) or (depth and isinstance(x, list) and len(x) <= _FEW):
         return type(x), tuple(setting(one, depth - 1 if depth else 0, names) for one in x)
     if depth and type(x) is dict and len(x) <= _FEW:
