@@ -1,6 +1,7 @@
 """The fixtures that give tests live ranks on every engine and device of this machine."""
 
 import functools
+import gc
 import os
 import signal
 import sys
@@ -85,6 +86,12 @@ def pytest_configure(config: pytest.Config) -> None:
         # torch asks for the name of each peer of a store. Where the name server loses a request,
         # the resolver repeats it after 5 s, which is the deadline of many a test.
         os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
+
+
+def pytest_collection_finish() -> None:
+    """Take the collected tests out of the collections of garbage, which else walk all of them."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header() -> str:
