@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer as torch_optimizers
+from torch.utils.hooks import RemovableHandle
 
 from commlib import graph
+from commlib.graph import hook_watch
 from commlib.graph.module_watch import ModuleWatch
 from tests.support.checks import assert_bits_equal, assert_equal
 
@@ -264,6 +266,21 @@ def test_a_second_kind_of_hook(first: str) -> None:
             getattr(p, second.pop())(times(5.0))
         g(torch.ones(2))
         assert_bits_equal(p.grad, torch.full((2,), 3.0 if turn < 3 else 15.0), f"turn {turn}")
+
+
+def test_a_call_while_another_thread_adds_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes between the number of the hook and the hook, as torch stores them."""
+    now = [100.0]
+    monkeypatch.setattr(hook_watch, "monotonic", lambda: now[0])
+    module: Any = nn.Identity()
+    g = graph.capture(lambda x: module(x) + 0, outputs="copy", verify=False)
+    for _ in range(4):
+        assert_bits_equal(g(torch.ones(2)), torch.ones(2))
+        now[0] += 2.0
+    handle = RemovableHandle(module._forward_hooks)
+    assert_bits_equal(g(torch.ones(2)), torch.ones(2))
+    module._forward_hooks[handle.id] = lambda _, args, out: out * 3
+    assert_bits_equal(g(torch.ones(2)), torch.full((2,), 3.0))
 
 
 def test_hooks_of_other_objects(monkeypatch: pytest.MonkeyPatch) -> None:

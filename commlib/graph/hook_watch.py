@@ -1,6 +1,7 @@
 """Hooks that a function's run may call: of modules, optimizers and tensors."""
 
 from collections.abc import Iterator, Sequence
+from time import monotonic
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ _GLOBAL: tuple[Hooks, ...] = (
     torch_optimizers._global_optimizer_pre_hooks,
     torch_optimizers._global_optimizer_post_hooks,
 )
+_STORED_S = 1.0  # long after the number of a new hook was raised, torch has stored the hook
 _OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -33,7 +35,8 @@ class HookLook:
     """
 
     def __init__(self, owners: Sequence[Any]) -> None:
-        self._made = RemovableHandle.next_id  # which each new hook raises
+        self._settled = self._made = 0  # numbers of hooks, which each new hook raises
+        self._since = 0.0
         found = [(0, "hooks of all modules", hooks, [*hooks.items()]) for hooks in _GLOBAL]
         for x in owners:
             found += [(id(x), name, hooks, [*hooks.items()]) for name, hooks in _hooks_of(x)]
@@ -54,13 +57,23 @@ class HookLook:
     @property
     def is_old(self) -> bool:
         """Return True if hooks have been added or removed since."""
-        made = RemovableHandle.next_id
         if self._known and any(len(hooks) != len(known) for hooks, known in self._known):
             return True
+        return self._settled != RemovableHandle.next_id and self._has_changed()
+
+    def _has_changed(self) -> bool:
+        """Return True if one of these hooks is new.
+
+        Most new hooks are others', such as those of one step's tensors. torch raises the number
+        before it stores a hook, so a thread may still do that; after a while none does.
+        """
+        made, now = RemovableHandle.next_id, monotonic()
         if made != self._made:
-            if self._has_new():
-                return True
-            self._made = made  # the new hooks are others', such as those of one step's tensors
+            self._since, self._made = now, made  # in this order: other threads ask too
+        if self._has_new():
+            return True
+        if now - self._since > _STORED_S:
+            self._settled = made
         return False
 
     def _has_new(self) -> bool:
