@@ -494,8 +494,22 @@ def test_states_of_many_steps() -> None:
     module.scale = 0.0
     g = graph.capture(lambda x: module(x) * module.scale, outputs="copy", max_graphs=2)
     x = torch.ones(2)
-    for turn in range(200):
+    for turn in range(20):
         module.scale = float(turn)
         with torch.no_grad():
             assert_bits_equal(g(x), module(x) * turn, f"turn {turn}")
-    assert_equal(len(g._keys.around._states._numbers), 128, "states")
+    assert_equal(len(g._keys.around._states._numbers), 4, "states")
+
+
+def test_as_many_states_as_graphs() -> None:
+    """Each state keeps its graph, however many of them the program asks for."""
+    module: Any = nn.Linear(2, 2)
+    g = graph.capture(
+        lambda x: module(x) * module.scale, outputs="copy", verify=False, max_graphs=150
+    )
+    x = torch.ones(2)
+    with torch.no_grad():
+        for value in (*range(150), *range(150)):
+            module.scale = float(value)
+            g(x)
+    assert_equal([len(g.entries), g.entries.replays], [150, 150], "graphs and replays")

@@ -214,11 +214,11 @@ def test_a_name_with_a_loopback_address_on_its_own_host(monkeypatch: pytest.Monk
         return resolve("127.0.1.1" if host == "node0.invalid" else host, *args, **kwargs)
 
     monkeypatch.setattr(socket, "getaddrinfo", debian)
-    store = serve("node0.invalid", 0, "rank 0 of 2", Deadline(30))
+    store: Any = serve("node0.invalid", 0, "rank 0 of 2", Deadline(30))
     for address in ("127.0.1.1", "127.0.0.2"):
-        with socket.create_connection((address, store.port), 10):  # type: ignore[attr-defined]
+        with socket.create_connection((address, store.port), 10):
             pass
-    opened(store.port, "node0.invalid").set("x", "1", Deadline(30))  # type: ignore[attr-defined]
+    opened(store.port, "node0.invalid").set("x", "1", Deadline(30))
 
 
 def test_a_connection_that_meets_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,9 +26,11 @@ class CallKeys:
         closed: Types of arguments that it changes: such an object counts as itself.
     """
 
-    def __init__(self, fn: Callable[..., Any], key: Callable[..., Any] | None) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], key: Callable[..., Any] | None, max_graphs: int
+    ) -> None:
         """``key``: the program's own part of the key."""
-        self.around, self.grads = Surroundings(fn), Grads()
+        self.around, self.grads = Surroundings(fn, max_graphs), Grads()
         self.closed: frozenset[type] = frozenset()
         self._key = key
         self._empty_call = without_arguments(())  # the last call without arguments

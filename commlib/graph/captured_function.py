@@ -60,7 +60,7 @@ class CapturedFunction(Generic[P, R]):
         self._turns = 0  # replays of any kind since the last capture: the same on all ranks
         owner = getattr(fn, "__self__", fn)  # of a bound method
         self._module = owner if isinstance(owner, torch.nn.Module) else None
-        self._keys = CallKeys(fn, options.key)
+        self._keys = CallKeys(fn, options.key, options.max_graphs)
         self._used = UsedTensors()
         everything.add(self)
 
@@ -297,4 +297,4 @@ class CapturedFunction(Generic[P, R]):
         self.eager.clear()
         self._seen.clear()
         self._used = UsedTensors()
-        self._keys = CallKeys(self.fn, self.options.key)
+        self._keys = CallKeys(self.fn, self.options.key, self.options.max_graphs)

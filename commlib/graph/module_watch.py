@@ -28,17 +28,17 @@ _lock = threading.Lock()
 _changes = count(1)
 _WITH_ADDRESS = (torch.Tensor, torch.nn.Parameter)
 _PARTS = ("_parameters", "_buffers", "_modules")
-_MOST_STATES = 128  # more than a function has graphs, unless the program asks for more
 
 
 class ModuleStates:
     """Numbers of what modules held: short parts of keys.
 
-    The latest states keep their number. Ranks compare keys, so nothing here depends on when
-    garbage is collected.
+    The ``most`` latest states keep their number. Ranks compare keys, so nothing here depends on
+    when garbage is collected.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._numbers: OrderedDict[tuple[Any, ...], int] = OrderedDict()
         self._new = count(1)
 
@@ -47,7 +47,7 @@ class ModuleStates:
         found = self._numbers.pop(facts, None)
         found = next(self._new) if found is None else found
         self._numbers[facts] = found  # the last that goes
-        if len(self._numbers) > _MOST_STATES:
+        if len(self._numbers) > self._most:
             self._numbers.popitem(last=False)
         return found
 

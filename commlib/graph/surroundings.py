@@ -70,12 +70,12 @@ class Surroundings:
     Threads share it. ``_watched`` and ``_last`` are replaced as a whole, never changed.
     """
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], max_graphs: int) -> None:
         self._fn = fn
         self._lock = threading.RLock()  # of what replaces ``_watched``
         self._modules = ModuleWatch()
         self._names: frozenset[str] | None = frozenset()  # that the function may read; None for any
-        self._states = ModuleStates()
+        self._states = ModuleStates(2 * max_graphs)  # those of graphs, and those that calls change
         self._own: set[Any] = set()  # what calls of the function change
         self._kept: dict[Any, list[Any]] = {}  # the keys that count, of containers with other ones
         self._imported = 0  # modules of Python when the function was looked at
