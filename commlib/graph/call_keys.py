@@ -73,7 +73,7 @@ class CallKeys:
         opened = contents(*call.given)
         objects = [*call.leaves, *(x for x, _ in opened)]
         try:
-            before = self.around.all_facts(objects)
+            before = self.around.all_facts(objects, look=False)
         except Exception as error:
             raise _refusal(error) from error
 

@@ -12,6 +12,7 @@ from commlib.graph.backends import cuda as cuda_backend
 from commlib.graph.backends.base import Backend, CpuBackend
 from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.calls.output_guard import guards_memory
+from commlib.graph.operators.unsupported import check_hidden
 from commlib.graph.options import Options
 from commlib.graph.recording.counted_call import CountedCall
 from commlib.graph.recording.findings import Findings
@@ -57,6 +58,8 @@ class FirstCall:
         reach: Reach,
         times: FunctionTimes | None,
     ) -> None:
+        if device.type == "cpu":
+            check_hidden(reach.modules)
         self._times = times
         self._fn, self._options, self._schedule = fn, options, schedule
         self._backend = backend_of(device)

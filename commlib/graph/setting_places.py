@@ -1,7 +1,7 @@
 """The places where a function finds its settings, and what is there now."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from operator import attrgetter
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from commlib.graph.hook_watch import hooks_of_all
 from commlib.graph.python.contents import Fact, Place
 from commlib.graph.python.global_names import Name
 from commlib.graph.python.reach import attributes, class_values, content, dict_of, reached
-from commlib.graph.python.read_names import is_read
+from commlib.graph.python.read_names import is_read, read_of
 from commlib.graph.python.setting import FIXED, is_frozen, is_open, setting
 
 _MOST = 2000  # attributes of plain objects that are asked at every call
@@ -38,10 +38,6 @@ def _find_version() -> Callable[[dict[Any, Any]], int] | None:
 
 
 _version = _find_version()
-
-
-def _is_followed(names: frozenset[str], x: Any, name: str) -> bool:
-    return is_read(x, name, names)
 
 
 class Variable(NamedTuple):
@@ -74,8 +70,8 @@ class SettingPlaces:
     def __init__(self, fn: Callable[..., Any], names: frozenset[str] | None) -> None:
         """``names``: those of attributes that the function may read; None for any."""
         self._names, self._fn = names, fn
-        follows = None if names is None else partial(_is_followed, names)
-        found = reached([fn, *hooks_of_all()], follows=follows)
+        names_of = None if names is None else partial(read_of, names)
+        found = reached([fn, *hooks_of_all()], names_of=names_of)
         objects = found.objects
         self.tensors = found.tensors
         self.modules = [x for x in objects if isinstance(x, torch.nn.Module)]
@@ -110,16 +106,14 @@ class SettingPlaces:
 
     def _attributes_of(self, x: Any) -> list[str]:
         """Return the attributes of an object that the function may read; of a class, its values."""
-        inner = getattr(self._fn, "__func__", self._fn)
-        if isinstance(x, torch.nn.Module | CellType | Name):
+        kind: Any = type(x)
+        if _keeps_no_setting(kind):
             return []
+        inner = getattr(self._fn, "__func__", self._fn)
         if isinstance(x, FunctionType):
             return [name for name in _DEFAULTS if x is inner and getattr(x, name)]
         if isinstance(x, type):
             return [name for name in class_values(x) if is_read(x, name, self._names)]
-        kind: Any = type(x)
-        if kind.__module__ in _CONTAINERS:
-            return []
         own = ["__class__"] if is_open(kind) else []
         names = (name for name in attributes(x) if isinstance(name, str))
         found = own + [name for name in names if is_read(x, name, self._names)]
@@ -158,8 +152,9 @@ class SettingPlaces:
         for x, names in self.objects:
             yield from (Place(id(x), name, held) for name, held in _values(x, names))
         for module in self.modules:
+            read = read_of(self._names, module)
             for name, x in vars(module).items():
-                if name not in _OF_MODULES and is_read(module, name, self._names):
+                if name not in _OF_MODULES and (read is None or name in read):
                     yield Place(id(module), name, x)
 
     def read(self) -> list[Any]:
@@ -182,6 +177,14 @@ class SettingPlaces:
         """Return attributes of objects with many of them."""
         found: list[Any] = [held.get(name) for held, names in self._dicts for name in names]
         return found + [len(held) for held, _ in self._dicts]
+
+
+@lru_cache(maxsize=10_000)
+def _keeps_no_setting(kind: type) -> bool:
+    """Return True for types whose objects have no attributes, or none that are asked here."""
+    if issubclass(kind, (FunctionType, type)):
+        return False
+    return kind.__module__ in _CONTAINERS or issubclass(kind, (torch.nn.Module, CellType, Name))
 
 
 def _values(x: Any, names: list[str]) -> Iterator[tuple[str, Any]]:

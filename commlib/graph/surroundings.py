@@ -226,7 +226,7 @@ class Surroundings:
 
     def after_call(self, leaves: Sequence[Any], before: dict[Any, Any]) -> None:
         """Leave out what the call has changed; ``before``: ``all_facts`` before it."""
-        now = self.all_facts(leaves)
+        now = self.all_facts(leaves, look=True)
         changed = [name for name in before | now if before.get(name) != now.get(name)]
         if changed:
             with self._lock:
@@ -236,16 +236,21 @@ class Surroundings:
         if len(sys.modules) != self._imported:
             self.find(leaves)  # the call has imported what it reads
 
-    def all_facts(self, leaves: Sequence[Any]) -> dict[Any, Any]:
-        """Return the settings, to tell which of them a call changes."""
-        watched = self._watched
+    def all_facts(self, leaves: Sequence[Any], *, look: bool) -> dict[Any, Any]:
+        """Return the settings, to tell which of them a call changes.
+
+        ``look``: look at modules again, as code may change them in ways that nothing reports.
+        """
+        watched, modules = self._watched, self._modules
         found: dict[Any, Any] = dict(_facts(watched))
         found |= dict(watched.contents.all_facts())
         found |= dict(_groups(watched.places))
         found |= dict(self._addresses())
         for x in (x for x in leaves if is_open(type(x))):
             found |= dict(self._of_object(x))
-        return found | (self._modules.look().facts if self._modules.is_needed else {})
+        if not modules.is_needed:
+            return found
+        return found | (modules.look().facts if look or modules.changed else modules.known)
 
 
 def _nothing() -> None:

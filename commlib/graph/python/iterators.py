@@ -4,7 +4,7 @@ import io
 import itertools
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from gc import get_referents
 from operator import length_hint
@@ -26,6 +26,7 @@ from commlib.graph.python.reach import RANDOM, attributes, content, is_of_the_pr
 
 _QUEUES = ("queue", "_queue", "multiprocessing.queues")
 _PLAIN = (bool, int, float, str, bytes, type(None))
+_SEQUENCES, _DEFINED = (list, tuple), (type, FunctionType)
 _METHODS = (MethodType, BuiltinMethodType, MethodWrapperType)
 _HINT = "take the element before the call, and pass it as an argument"
 _DEEP = 8  # how far iterators in iterators are followed
@@ -102,10 +103,10 @@ class Positions:
     def __init__(self, objects: Sequence[object]) -> None:
         """``objects``: what holds them."""
         sources: dict[int, tuple[str, Any]] = {}
+        may_have_one: Callable[[Any], bool] = _may_have_one
         for x in objects:
             for name, one in _held_by(x):
-                kind: Any = type(one)
-                if not _may_have_one(kind):
+                if not may_have_one(type(one)):
                     continue
                 source = one.__self__ if isinstance(one, _METHODS) else one
                 if is_iterator(source) or is_queue(source):
@@ -132,15 +133,15 @@ class Positions:
 
 def _held_by(x: Any) -> Iterable[tuple[Any, Any]]:
     """Return what an object holds, by name."""
+    if isinstance(x, dict):
+        return list(x.items()) if x else ()
+    if isinstance(x, _SEQUENCES):
+        return enumerate(x)
     if isinstance(x, CellType):
         return [("a variable of its closure", content(x))]
     if isinstance(x, Name):
         return [(x.name, x.names.get(x.name))]
-    if isinstance(x, dict):
-        return list(x.items())
-    if isinstance(x, list | tuple):
-        return enumerate(x)
-    return [] if isinstance(x, type | FunctionType) else attributes(x).items()
+    return () if isinstance(x, _DEFINED) else attributes(x).items()
 
 
 def _name(x: Any, name: Any) -> str:

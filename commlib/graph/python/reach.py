@@ -5,7 +5,7 @@ import sys
 import weakref
 from argparse import Namespace
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from enum import Enum
 from functools import lru_cache, partial
 from types import (
@@ -27,6 +27,7 @@ _MOST = 100_000  # objects that are looked at; those near the function come firs
 # Of what is left out here, generators alone have a state that a program may set.
 _LEAVES = (bool, int, float, complex, str, bytes, range, type(None), ModuleType)
 RANDOM = (random.Random, np.random.Generator, np.random.RandomState)  # that the program holds
+_NAMED = (FunctionType, Name)  # what they lead to is not in attributes
 _NAMESPACES = (SimpleNamespace, Namespace)  # of the standard library, and what programs put there
 # Of torch, what is the program's wherever its class is, and other classes by their modules.
 _KINDS_OF_TORCH = (torch.nn.Module, torch.optim.Optimizer)
@@ -36,7 +37,7 @@ _OF_TORCH = (
     *("torch.distributions", "torch.distributed.optim"),
 )
 
-Follows: TypeAlias = Callable[[Any, str], bool]  # an object, and the name of an attribute
+NamesOf: TypeAlias = Callable[[Any], Container[str] | None]
 
 
 class Reached(NamedTuple):
@@ -47,7 +48,7 @@ class Reached(NamedTuple):
 
 
 def reached(
-    roots: Iterable[object], *, ends: tuple[type, ...] = (), follows: Follows | None = None
+    roots: Iterable[object], *, ends: tuple[type, ...] = (), names_of: NamesOf | None = None
 ) -> Reached:
     """Return what ``roots`` lead to, once each.
 
@@ -57,7 +58,7 @@ def reached(
     Args:
         roots: Where the search begins.
         ends: Types of objects that lead to nothing.
-        follows: Whether an attribute of an object or class is followed; by default, each is.
+        names_of: Returns the attributes of an object or class that are followed; None for all.
     """
     kind_of: Callable[[Any], _Kind] = _kind
     queue, seen = deque[Any](roots), set[int]()
@@ -65,26 +66,27 @@ def reached(
     while queue and len(seen) < _MOST:
         found = queue.popleft()
         kind = kind_of(type(found))
-        while kind is _Kind.WRAPS or kind is _Kind.REFERS:
+        while kind is _WRAPS or kind is _REFERS:
             # A captured function represents its function; LR schedulers refer to their optimizer.
-            found = found.__commlib_captures__ if kind is _Kind.WRAPS else found()
+            found = found.__commlib_captures__ if kind is _WRAPS else found()
             kind = kind_of(type(found))
-        if kind is _Kind.NOTHING or id(found) in seen:
+        if kind is _NOTHING or id(found) in seen:
             continue
-        if kind is _Kind.DEFINED and not is_of_the_program(found):
+        if kind is _DEFINED and not is_of_the_program(found):
             continue
         seen.add(id(found))
-        if kind is _Kind.TENSOR:
+        if kind is _TENSOR:
             tensors.append(found)
             queue.extend(hooks_of_tensor(found))
             continue
         objects.append(found)
-        if kind is _Kind.DICT:
-            queue.extend(found.values())
-        elif kind is _Kind.ITEMS:
+        if kind is _DICT:
+            if found:
+                queue.extend(found.values())
+        elif kind is _ITEMS:
             queue.extend(found)
         elif not ends or not isinstance(found, ends):
-            queue.extend(_leads_to(found, follows or _follows_all))
+            queue.extend(_leads_to(found, None if names_of is None else names_of(found)))
     return Reached(objects, tensors)
 
 
@@ -99,6 +101,10 @@ class _Kind(Enum):
     DICT = 5
     ITEMS = 6
     FOLLOWED = 7
+
+
+# Asked at every object. Python takes longer to find them in the enumeration.
+_NOTHING, _TENSOR, _WRAPS, _REFERS, _DEFINED, _DICT, _ITEMS, _ = _Kind
 
 
 @lru_cache(maxsize=10_000)
@@ -143,22 +149,22 @@ def hooks_of_tensor(x: torch.Tensor) -> Iterator[Any]:
     yield from (getattr(x, "_post_accumulate_grad_hooks", None) or {}).values()
 
 
-def _follows_all(*_: object) -> bool:
-    return True
-
-
-def _leads_to(x: Any, follows: Follows) -> Iterable[Any]:
-    """Return what an object holds."""
+def _leads_to(x: Any, names: Container[str] | None) -> Iterable[Any]:
+    """Return what an object holds, in its attributes ``names`` or in all of them."""
     kind: Any = type(x)
     found = [forward_of(kind)] if isinstance(x, torch.nn.Module) else [*held_by(x)]
     if isinstance(x, type):
         held = {**_functions_of(x), **class_values(x)}.items()
-        found += [one for name, one in held if name.startswith("__") or follows(x, name)]
-    elif not isinstance(x, FunctionType | Name):
-        own = isinstance(x, _KINDS_OF_TORCH)
-        for name, one in attributes(x).items():
-            if (own and name.endswith(_PARTS)) or follows(x, name):
-                found.append(one)
+        found += [
+            one for name, one in held if names is None or name in names or name.startswith("__")
+        ]
+    elif not isinstance(x, _NAMED):
+        held, own = attributes(x).items(), isinstance(x, _KINDS_OF_TORCH)
+        found += [
+            one
+            for name, one in held
+            if names is None or name in names or (own and name.endswith(_PARTS))
+        ]
         if isinstance(x, torch.jit.ScriptModule):  # its parts are in dicts of TorchScript
             found += [*x.children(), *x.parameters(recurse=False), *x.buffers(recurse=False)]
         found += _own_classes(kind)

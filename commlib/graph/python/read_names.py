@@ -81,8 +81,16 @@ def read_names(roots: Iterable[Any]) -> frozenset[str] | None:
 
 def is_read(x: Any, name: str, names: frozenset[str] | None) -> bool:
     """Return True if an attribute may be among those that code reads."""
+    return names is None or name in names or read_of(names, x) is None
+
+
+def read_of(names: frozenset[str] | None, x: Any) -> frozenset[str] | None:
+    """Return the names of attributes of ``x`` that code may read; None for any.
+
+    ``names``: those of all objects.
+    """
     kind: Any = type(x)
-    return names is None or name in names or _reads_all(kind)
+    return None if names is None or _reads_all(kind) else names
 
 
 @lru_cache(maxsize=10_000)
