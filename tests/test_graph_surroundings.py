@@ -482,6 +482,40 @@ def test_an_object_that_can_not_be_looked_at_any_more() -> None:
         assert_equal(len(runs), turn, "runs")
 
 
+class Armed:
+    """An object that hides its class from the first call on."""
+
+    armed = False
+
+    @property
+    def __class__(self) -> Any:
+        if Armed.armed:
+            raise RuntimeError("no class now")
+        return Armed
+
+
+def test_an_object_that_the_call_hides() -> None:
+    """The call counts once and returns its result, or is undone as a whole."""
+    there, total, x = Armed(), torch.zeros(2), torch.ones(2)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        total.add_(1)
+        Armed.armed = True
+        return x * (2 if there is not None else 3)
+
+    Armed.armed = False
+    g = graph.capture(f, on_fail="eager")
+    for turn in range(1, 4):
+        assert_bits_equal(g(x), x * 2, f"turn {turn}")
+        assert_bits_equal(total, torch.full((2,), float(turn)), "total")
+
+    Armed.armed = False
+    total.zero_()
+    with raises(GraphError, "raises as it is looked at", "no class now"):
+        graph.capture(f)(x)
+    assert_bits_equal(total, torch.zeros(2), "total")
+
+
 def test_settings_that_can_not_be_compared() -> None:
     """The call that brings them counts once, and its result is returned."""
     armed = [False]

@@ -1,17 +1,16 @@
 """The keys of a captured function's calls: arguments, torch's modes, and what is around it."""
 
 from collections.abc import Callable, Sequence
-from traceback import format_exception_only
 from typing import Any
 
 import torch
 
-from commlib.errors import GraphError
 from commlib.graph.calls.cache_key import Arguments, arguments, modes, without_arguments
 from commlib.graph.calls.flattening import Flat, flatten
 from commlib.graph.calls.grads import Grads
 from commlib.graph.calls.key_values import value
 from commlib.graph.calls.openable import changed, contents
+from commlib.graph.python.reach import look_error
 from commlib.graph.surroundings import Surroundings
 
 _EMPTY: Flat = flatten((), {}, frozenset())
@@ -43,7 +42,7 @@ class CallKeys:
         try:
             own = self.around.key(() if flat.shape.__class__ is int else flat.visible)
         except Exception as error:
-            raise _refusal(error) from error
+            raise look_error(error) from error
         weights = self.around.weights
         if weights and torch.is_grad_enabled():
             own = (*own, *[x.requires_grad for x in weights])
@@ -62,7 +61,7 @@ class CallKeys:
         try:
             self.around.find(leaves)
         except Exception as error:
-            raise _refusal(error) from error
+            raise look_error(error) from error
 
     def before_call(self, call: Arguments) -> Callable[[], None]:
         """Look at what is around a call, and what its objects hold.
@@ -75,23 +74,13 @@ class CallKeys:
         try:
             before = self.around.all_facts(objects, look=False)
         except Exception as error:
-            raise _refusal(error) from error
+            raise look_error(error) from error
 
         def after_call() -> None:
             try:
                 self.around.after_call(objects, before)
             except Exception as error:
-                raise _refusal(error) from error
+                raise look_error(error) from error
             self.closed |= set(changed(opened))
 
         return after_call
-
-
-def _refusal(error: Exception) -> GraphError:
-    """Name what an object of the program has raised as it was looked at."""
-    (text,) = format_exception_only(error)[-1:]  # also where its own text is an error
-    return GraphError(
-        f"an object that the function can reach raises as it is looked at: {text.strip()}; keep it "
-        f"out of the function's arguments, closure and globals, or mark the part that needs it "
-        f"with commlib.graph.eager"
-    )

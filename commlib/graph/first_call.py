@@ -74,6 +74,8 @@ class FirstCall:
 
     def rehearse(self, call: Arguments) -> None:
         """Run the function as often as the options say, and record what a graph must do."""
+        if self.counted.problem is not None:
+            raise self.counted.problem
         least = 0 if self._options.first == "warmup" else 1
         times = max(least, self._options.warmup - 1)
         rehearse(self._fn, self._backend, self.counted, call, times)

@@ -8,6 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from enum import Enum
 from functools import lru_cache, partial
+from traceback import format_exception_only
 from types import (
     CellType,
     FunctionType,
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from commlib.errors import GraphError
 from commlib.graph.python.global_names import FOREIGN, INSTALLED, Name, names_in, root_of
 
 _MOST = 100_000  # objects that are looked at; those near the function come first
@@ -285,3 +287,13 @@ def slots(kind: type) -> tuple[str, ...]:
         slots = vars(each).get("__slots__", ())
         found += (slots,) if isinstance(slots, str) else slots
     return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+
+
+def look_error(error: Exception) -> GraphError:
+    """Return the error for what an object of the program has raised as it was looked at."""
+    (text,) = format_exception_only(error)[-1:]  # also where its own text is an error
+    return GraphError(
+        f"an object that the function can reach raises as it is looked at: {text.strip()}; keep it "
+        f"out of the function's arguments, closure and globals, or mark the part that needs it "
+        f"with commlib.graph.eager"
+    )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from commlib.core.tensors import has_memory, parts
-from commlib.errors import CommError
+from commlib.errors import CommError, GraphError
 from commlib.graph.backends.base import Backend
 from commlib.graph.calls.bindings import kept
 from commlib.graph.calls.cache_key import Arguments
@@ -17,7 +17,7 @@ from commlib.graph.operators.schema import memory
 from commlib.graph.python.changes import Change
 from commlib.graph.python.iterators import Positions
 from commlib.graph.python.python_state import PythonState
-from commlib.graph.python.reach import reached
+from commlib.graph.python.reach import look_error, reached
 from commlib.graph.recording.findings import Findings
 from commlib.graph.recording.rank_agreement import raise_together
 from commlib.graph.watching.digest import digests, whole
@@ -38,6 +38,7 @@ class CountedCall:
         drawn: The generators that it draws from.
         histories: Positions of tensors of the call: a backward inside it went through what these
             were computed from.
+        problem: Why the call can't be captured, if that showed after it.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class CountedCall:
         self.roots: list[object] = []
         self.drawn: list[torch.Generator] = []
         self.histories: Set[int] = frozenset()
+        self.problem: GraphError | None = None
         self.weights = [x for x in weights if x.is_leaf and x.requires_grad]
         self._fn, self._backend = fn, backend
         self._real = RealCall(backend.device, (), copies=not counted)
@@ -92,10 +94,13 @@ class CountedCall:
             raise
         pairs = zip(held, bits, digests(held), strict=True)
         changed = [whole(x) for x, before, after in pairs if before != after and x.nbytes()]
-        self._after = PythonState(self.roots)
-        positions.note()
-        self.findings.taken, self.findings.draws = positions.taken, positions.draws
-        self._find(call, result, run, rings, changed)
+        try:
+            self._after = PythonState(self.roots)
+            positions.note()
+            self.findings.taken, self.findings.draws = positions.taken, positions.draws
+            self._find(call, result, run, rings, changed)
+        except Exception as error:  # the call counts, and its result is returned
+            self.problem = look_error(error)
         return result
 
     def _find(
