@@ -55,6 +55,49 @@ def test_one_rank_captures_alone(comm: Any) -> None:
     assert_bits_equal(h(x), torch.full((4,), 4.0), "another ring")
 
 
+class Hiding:
+    """An object that hides its class as soon as ``hidden`` is set."""
+
+    hidden = False
+
+    @property
+    def __class__(self) -> Any:
+        if Hiding.hidden:
+            raise RuntimeError("no class now")
+        return Hiding
+
+
+class Holder:
+    """What the function reads, and an object that it does not name."""
+
+    def __init__(self) -> None:
+        self.scale, self.unnamed = 2.0, Hiding()
+
+
+@runs_on("unified_ranks")
+def test_an_object_that_hides_on_one_rank(comm: Any) -> None:
+    """All ranks learn that there is no graph; none runs the function once more for one."""
+    holder, x = Holder(), torch.ones(4, device=comm.device)
+
+    def plain(x: torch.Tensor) -> Any:
+        return comm.all_reduce(x * holder.scale)
+
+    def hiding(x: torch.Tensor) -> Any:
+        Hiding.hidden = True
+        return comm.all_reduce(x * holder.scale)
+
+    f = plain if comm.rank else hiding
+    Hiding.hidden = False
+    g = graph.capture(f, on_fail="eager")
+    for turn in range(1, 4):
+        assert_bits_equal(g(x * turn), x * turn * 4, f"turn {turn}")
+    comm.exchange([])
+    Hiding.hidden = False
+    with raises(GraphError, "raises as it is looked at", "no class now"):
+        graph.capture(f)(x)
+    assert_bits_equal(comm.all_reduce(x), x * 2, "the ring goes on")
+
+
 def of_two_rings(comm: Any) -> tuple[list[Any], list[Any]]:
     """Return two rings and a captured function over each."""
     rings = [ring_of(comm, 90 + i) for i in range(2)]

@@ -11,8 +11,8 @@ import commlib
 from commlib import graph
 
 PACKAGE = Path(commlib.__file__).parent
-MOST_CALLS = 570  # of functions; comprehensions, which Python 3.12 calls no more, don't count
-MOST_FILES = 70
+MOST_CALLS = 572  # of functions; comprehensions, which Python 3.12 calls no more, don't count
+MOST_FILES = 69
 
 
 def functions_of(call: Callable[[], object]) -> list[str]:

@@ -10,7 +10,7 @@ from commlib.graph.calls.flattening import Flat, flatten
 from commlib.graph.calls.grads import Grads
 from commlib.graph.calls.key_values import value
 from commlib.graph.calls.openable import changed, contents
-from commlib.graph.python.reach import look_error
+from commlib.graph.python.look_error import look_error
 from commlib.graph.surroundings import Surroundings
 
 _EMPTY: Flat = flatten((), {}, frozenset())
@@ -72,7 +72,7 @@ class CallKeys:
         opened = contents(*call.given)
         objects = [*call.leaves, *(x for x, _ in opened)]
         try:
-            before = self.around.all_facts(objects, look=False)
+            before = self.around.all_facts(objects, look_again=False)
         except Exception as error:
             raise look_error(error) from error
 

@@ -20,9 +20,8 @@ from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.first_call import FirstCall, Reach, device_of, makes_parameters
 from commlib.graph.kinds_watch import KindsWatch
 from commlib.graph.methods import bound
-from commlib.graph.operators.unsupported import check_unreadable, check_wanting
+from commlib.graph.operators.unsupported import check_hidden, check_unreadable, check_wanting
 from commlib.graph.options import Options, check_function
-from commlib.graph.python.garbage import no_collection
 from commlib.graph.python.taking_code import check_consumed
 from commlib.graph.recording.rank_agreement import same_key
 from commlib.graph.replaying.compare import load_kernels
@@ -195,7 +194,6 @@ class CapturedFunction(Generic[P, R]):
         """The function's name."""
         return str(getattr(self.fn, "__qualname__", type(self.fn).__qualname__))
 
-    @no_collection()
     def _first_call(self, call: Arguments) -> R:
         """Make the call eagerly, and capture a graph for the next calls of its kind."""
         check_foreign()
@@ -206,13 +204,15 @@ class CapturedFunction(Generic[P, R]):
         if makes_parameters(modules, call):
             return self.fn(*call.given[0], **call.given[1])
         device = device_of(call, self._module)
+        if device.type == "cpu":
+            check_hidden(modules)
         reach = Reach([*self._keys.around.weights, *self._keys.grads.leaves], modules)
         first = FirstCall(self.fn, self.options, self._schedule, device, reach, self.entries.times)
         after_call = self._keys.before_call(call)
         wanted = [x.requires_grad for x in call.tensors]
-        result: R = first.counted.make(call)
+        result: R = first.counted.make(call, after_call)
         try:
-            after_call()
+            first.counted.check_looks()
             check_wanting(call.tensors, wanted)
             self._capture(call, first)
         except GraphError as error:

@@ -12,7 +12,6 @@ from commlib.graph.backends import cuda as cuda_backend
 from commlib.graph.backends.base import Backend, CpuBackend
 from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.calls.output_guard import guards_memory
-from commlib.graph.operators.unsupported import check_hidden
 from commlib.graph.options import Options
 from commlib.graph.recording.counted_call import CountedCall
 from commlib.graph.recording.findings import Findings
@@ -58,8 +57,6 @@ class FirstCall:
         reach: Reach,
         times: FunctionTimes | None,
     ) -> None:
-        if device.type == "cpu":
-            check_hidden(reach.modules)
         self._times = times
         self._fn, self._options, self._schedule = fn, options, schedule
         self._backend = backend_of(device)
@@ -74,8 +71,6 @@ class FirstCall:
 
     def rehearse(self, call: Arguments) -> None:
         """Run the function as often as the options say, and record what a graph must do."""
-        if self.counted.problem is not None:
-            raise self.counted.problem
         least = 0 if self._options.first == "warmup" else 1
         times = max(least, self._options.warmup - 1)
         rehearse(self._fn, self._backend, self.counted, call, times)

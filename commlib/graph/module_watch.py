@@ -16,7 +16,7 @@ import torch
 
 from commlib.graph.hook_watch import HookLook
 from commlib.graph.python.contents import is_asked
-from commlib.graph.python.read_names import is_read, read_of
+from commlib.graph.python.read_names import is_read, names_read
 from commlib.graph.python.setting import Same, setting
 from commlib.graph.recording.externals import at_addresses
 
@@ -166,7 +166,7 @@ def _facts(module: torch.nn.Module, names: frozenset[str] | None) -> Iterable[_F
 
     Containers that count by content, tensors and hooks are left out.
     """
-    read = read_of(names, module)
+    read = names_read(module, names)
     for name, value in list(vars(module).items()):
         if name in _PARTS:
             yield from ((f"{name}.{part}", Same(x)) for part, x in value.items())

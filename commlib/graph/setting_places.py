@@ -12,7 +12,7 @@ from commlib.graph.hook_watch import hooks_of_all
 from commlib.graph.python.contents import Fact, Place
 from commlib.graph.python.global_names import Name
 from commlib.graph.python.reach import attributes, class_values, content, dict_of, reached
-from commlib.graph.python.read_names import is_read, read_of
+from commlib.graph.python.read_names import is_read, names_read
 from commlib.graph.python.setting import FIXED, is_frozen, is_open, setting
 
 _MOST = 2000  # attributes of plain objects that are asked at every call
@@ -70,8 +70,8 @@ class SettingPlaces:
     def __init__(self, fn: Callable[..., Any], names: frozenset[str] | None) -> None:
         """``names``: those of attributes that the function may read; None for any."""
         self._names, self._fn = names, fn
-        names_of = None if names is None else partial(read_of, names)
-        found = reached([fn, *hooks_of_all()], names_of=names_of)
+        followed = None if names is None else partial(names_read, names=names)
+        found = reached([fn, *hooks_of_all()], followed=followed)
         objects = found.objects
         self.tensors = found.tensors
         self.modules = [x for x in objects if isinstance(x, torch.nn.Module)]
@@ -152,7 +152,7 @@ class SettingPlaces:
         for x, names in self.objects:
             yield from (Place(id(x), name, held) for name, held in _values(x, names))
         for module in self.modules:
-            read = read_of(self._names, module)
+            read = names_read(module, self._names)
             for name, x in vars(module).items():
                 if name not in _OF_MODULES and (read is None or name in read):
                     yield Place(id(module), name, x)

@@ -226,7 +226,7 @@ class Surroundings:
 
     def after_call(self, leaves: Sequence[Any], before: dict[Any, Any]) -> None:
         """Leave out what the call has changed; ``before``: ``all_facts`` before it."""
-        now = self.all_facts(leaves, look=True)
+        now = self.all_facts(leaves, look_again=True)
         changed = [name for name in before | now if before.get(name) != now.get(name)]
         if changed:
             with self._lock:
@@ -236,10 +236,10 @@ class Surroundings:
         if len(sys.modules) != self._imported:
             self.find(leaves)  # the call has imported what it reads
 
-    def all_facts(self, leaves: Sequence[Any], *, look: bool) -> dict[Any, Any]:
+    def all_facts(self, leaves: Sequence[Any], *, look_again: bool) -> dict[Any, Any]:
         """Return the settings, to tell which of them a call changes.
 
-        ``look``: look at modules again, as code may change them in ways that nothing reports.
+        ``look_again``: ask modules again though they report no change: code may hide one.
         """
         watched, modules = self._watched, self._modules
         found: dict[Any, Any] = dict(_facts(watched))
@@ -250,7 +250,7 @@ class Surroundings:
             found |= dict(self._of_object(x))
         if not modules.is_needed:
             return found
-        return found | (modules.look().facts if look or modules.changed else modules.known)
+        return found | (modules.look().facts if look_again or modules.changed else modules.known)
 
 
 def _nothing() -> None:

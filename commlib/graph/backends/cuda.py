@@ -17,6 +17,7 @@ from commlib.graph.backends.base import Pool
 from commlib.graph.backends.blas_workspace import BlasWorkspace
 from commlib.graph.backends.cuda_driver import (
     clear_error,
+    no_collection,
     no_stale_streams,
     nodes,
     unsafe_calls,
@@ -30,7 +31,6 @@ from commlib.graph.backends.graph_memory import (
 )
 from commlib.graph.backends.side_stream import SideStream
 from commlib.graph.operators.generators import put_state
-from commlib.graph.python.garbage import no_collection
 from commlib.graph.watching.host import HostPart
 from commlib.graph.watching.recorder import Recorder
 from commlib.p2p.stream_order import StreamOrder

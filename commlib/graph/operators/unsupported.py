@@ -127,13 +127,14 @@ def check_wrappers(call: OpCall, tensors: Iterable[torch.Tensor]) -> None:
             raise _unsupported(text, name, f"capture what works on plain tensors; {remedy}")
 
 
-def check_layout(call: OpCall, tensor: torch.Tensor) -> None:
-    """Raise ``GraphError`` for an operator on a sparse or jagged tensor."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        name = _name_of(call)
-        kind = "jagged" if tensor.is_nested else "sparse"
-        what = f"{name} of a {kind} tensor can't be captured: how much it holds may change"
-        raise _unsupported(what, name, "use a padded or dense one (sparse=False, to_dense())")
+def check_layouts(call: OpCall, tensors: Iterable[torch.Tensor]) -> None:
+    """Raise ``GraphError`` for an operator on sparse or jagged tensors."""
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            name = _name_of(call)
+            kind = "jagged" if tensor.is_nested else "sparse"
+            what = f"{name} of a {kind} tensor can't be captured: how much it holds may change"
+            raise _unsupported(what, name, "use a padded or dense one (sparse=False, to_dense())")
 
 
 def check_reshaping(call: OpCall) -> None:

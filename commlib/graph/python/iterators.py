@@ -26,7 +26,7 @@ from commlib.graph.python.reach import RANDOM, attributes, content, is_of_the_pr
 
 _QUEUES = ("queue", "_queue", "multiprocessing.queues")
 _PLAIN = (bool, int, float, str, bytes, type(None))
-_SEQUENCES, _DEFINED = (list, tuple), (type, FunctionType)
+_SEQUENCES, _CODE = (list, tuple), (type, FunctionType)
 _METHODS = (MethodType, BuiltinMethodType, MethodWrapperType)
 _HINT = "take the element before the call, and pass it as an argument"
 _DEEP = 8  # how far iterators in iterators are followed
@@ -134,14 +134,14 @@ class Positions:
 def _held_by(x: Any) -> Iterable[tuple[Any, Any]]:
     """Return what an object holds, by name."""
     if isinstance(x, dict):
-        return list(x.items()) if x else ()
+        return list(x.items())
     if isinstance(x, _SEQUENCES):
         return enumerate(x)
     if isinstance(x, CellType):
         return [("a variable of its closure", content(x))]
     if isinstance(x, Name):
         return [(x.name, x.names.get(x.name))]
-    return () if isinstance(x, _DEFINED) else attributes(x).items()
+    return () if isinstance(x, _CODE) else attributes(x).items()
 
 
 def _name(x: Any, name: Any) -> str:

@@ -8,7 +8,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from enum import Enum
 from functools import lru_cache, partial
-from traceback import format_exception_only
 from types import (
     CellType,
     FunctionType,
@@ -22,14 +21,13 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from commlib.errors import GraphError
 from commlib.graph.python.global_names import FOREIGN, INSTALLED, Name, names_in, root_of
 
 _MOST = 100_000  # objects that are looked at; those near the function come first
 # Of what is left out here, generators alone have a state that a program may set.
 _LEAVES = (bool, int, float, complex, str, bytes, range, type(None), ModuleType)
 RANDOM = (random.Random, np.random.Generator, np.random.RandomState)  # that the program holds
-_NAMED = (FunctionType, Name)  # what they lead to is not in attributes
+_WITHOUT_ATTRIBUTES = (FunctionType, Name)  # ``held_by`` yields all that they lead to
 _NAMESPACES = (SimpleNamespace, Namespace)  # of the standard library, and what programs put there
 # Of torch, what is the program's wherever its class is, and other classes by their modules.
 _KINDS_OF_TORCH = (torch.nn.Module, torch.optim.Optimizer)
@@ -39,7 +37,7 @@ _OF_TORCH = (
     *("torch.distributions", "torch.distributed.optim"),
 )
 
-NamesOf: TypeAlias = Callable[[Any], Container[str] | None]
+Followed: TypeAlias = Callable[[Any], Container[str] | None]  # names of an object's attributes
 
 
 class Reached(NamedTuple):
@@ -50,7 +48,7 @@ class Reached(NamedTuple):
 
 
 def reached(
-    roots: Iterable[object], *, ends: tuple[type, ...] = (), names_of: NamesOf | None = None
+    roots: Iterable[object], *, ends: tuple[type, ...] = (), followed: Followed | None = None
 ) -> Reached:
     """Return what ``roots`` lead to, once each.
 
@@ -60,7 +58,7 @@ def reached(
     Args:
         roots: Where the search begins.
         ends: Types of objects that lead to nothing.
-        names_of: Returns the attributes of an object or class that are followed; None for all.
+        followed: Returns the attributes of an object or class that are followed; None for all.
     """
     kind_of: Callable[[Any], _Kind] = _kind
     queue, seen = deque[Any](roots), set[int]()
@@ -88,7 +86,7 @@ def reached(
         elif kind is _ITEMS:
             queue.extend(found)
         elif not ends or not isinstance(found, ends):
-            queue.extend(_leads_to(found, None if names_of is None else names_of(found)))
+            queue.extend(_leads_to(found, None if followed is None else followed(found)))
     return Reached(objects, tensors)
 
 
@@ -105,8 +103,9 @@ class _Kind(Enum):
     FOLLOWED = 7
 
 
-# Asked at every object. Python takes longer to find them in the enumeration.
-_NOTHING, _TENSOR, _WRAPS, _REFERS, _DEFINED, _DICT, _ITEMS, _ = _Kind
+# Asked at every object: Python looks up a global name faster than a member of an enumeration.
+_NOTHING, _TENSOR, _DEFINED = _Kind.NOTHING, _Kind.TENSOR, _Kind.DEFINED
+_WRAPS, _REFERS, _DICT, _ITEMS = _Kind.WRAPS, _Kind.REFERS, _Kind.DICT, _Kind.ITEMS
 
 
 @lru_cache(maxsize=10_000)
@@ -160,7 +159,7 @@ def _leads_to(x: Any, names: Container[str] | None) -> Iterable[Any]:
         found += [
             one for name, one in held if names is None or name in names or name.startswith("__")
         ]
-    elif not isinstance(x, _NAMED):
+    elif not isinstance(x, _WITHOUT_ATTRIBUTES):
         held, own = attributes(x).items(), isinstance(x, _KINDS_OF_TORCH)
         found += [
             one
@@ -287,13 +286,3 @@ def slots(kind: type) -> tuple[str, ...]:
         slots = vars(each).get("__slots__", ())
         found += (slots,) if isinstance(slots, str) else slots
     return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
-
-
-def look_error(error: Exception) -> GraphError:
-    """Return the error for what an object of the program has raised as it was looked at."""
-    (text,) = format_exception_only(error)[-1:]  # also where its own text is an error
-    return GraphError(
-        f"an object that the function can reach raises as it is looked at: {text.strip()}; keep it "
-        f"out of the function's arguments, closure and globals, or mark the part that needs it "
-        f"with commlib.graph.eager"
-    )

@@ -81,13 +81,13 @@ def read_names(roots: Iterable[Any]) -> frozenset[str] | None:
 
 def is_read(x: Any, name: str, names: frozenset[str] | None) -> bool:
     """Return True if an attribute may be among those that code reads."""
-    return names is None or name in names or read_of(names, x) is None
+    return names is None or name in names or names_read(x, names) is None
 
 
-def read_of(names: frozenset[str] | None, x: Any) -> frozenset[str] | None:
-    """Return the names of attributes of ``x`` that code may read; None for any.
+def names_read(x: Any, names: frozenset[str] | None) -> frozenset[str] | None:
+    """Return which of the attributes of ``x`` code may read; None for any.
 
-    ``names``: those of all objects.
+    ``names``: those that it reads of any object.
     """
     kind: Any = type(x)
     return None if names is None or _reads_all(kind) else names

@@ -16,8 +16,9 @@ from commlib.graph.calls.openable import changed, contents, exchanged, first_of
 from commlib.graph.operators.schema import memory
 from commlib.graph.python.changes import Change
 from commlib.graph.python.iterators import Positions
+from commlib.graph.python.look_error import look_error
 from commlib.graph.python.python_state import PythonState
-from commlib.graph.python.reach import look_error, reached
+from commlib.graph.python.reach import reached
 from commlib.graph.recording.findings import Findings
 from commlib.graph.recording.rank_agreement import raise_together
 from commlib.graph.watching.digest import digests, whole
@@ -38,7 +39,6 @@ class CountedCall:
         drawn: The generators that it draws from.
         histories: Positions of tensors of the call: a backward inside it went through what these
             were computed from.
-        problem: Why the call can't be captured, if that showed after it.
     """
 
     def __init__(
@@ -55,16 +55,19 @@ class CountedCall:
         self.roots: list[object] = []
         self.drawn: list[torch.Generator] = []
         self.histories: Set[int] = frozenset()
-        self.problem: GraphError | None = None
         self.weights = [x for x in weights if x.is_leaf and x.requires_grad]
         self._fn, self._backend = fn, backend
         self._real = RealCall(backend.device, (), copies=not counted)
         self._before = self._after = _NO_STATE
         self._begun: list[torch.Tensor] = []
         self._opened: list[Any] = []
+        self._problem: GraphError | None = None  # of a look at what the call has left
 
-    def make(self, call: Arguments) -> Any:
-        """Make the call. Either all members of its rings succeed, or all raise."""
+    def make(self, call: Arguments, after_call: Callable[[], None]) -> Any:
+        """Make the call. Either all members of its rings succeed, or all raise.
+
+        ``after_call``: looks at what is around the function, once the call has been made.
+        """
         args, kwargs = call.given
         self.roots = [self._fn, args, kwargs]
         result, problem, run = None, None, WarmUpRun(self._real.undo, self.roots)
@@ -94,30 +97,62 @@ class CountedCall:
             raise
         pairs = zip(held, bits, digests(held), strict=True)
         changed = [whole(x) for x, before, after in pairs if before != after and x.nbytes()]
-        try:
-            self._after = PythonState(self.roots)
-            positions.note()
-            self.findings.taken, self.findings.draws = positions.taken, positions.draws
-            self._find(call, result, run, rings, changed)
-        except Exception as error:  # the call counts, and its result is returned
-            self.problem = look_error(error)
+        self._note_run(run, rings, changed)
+        problem = self._look(call, result, positions, after_call)
+        self._problem = self._agreed(rings, problem) if rings else problem
         return result
 
-    def _find(
-        self,
-        call: Arguments,
-        result: Any,
-        run: WarmUpRun,
-        rings: Sequence[Any],
-        changed: Sequence[torch.Tensor],
+    def check_looks(self) -> None:
+        """Raise ``GraphError`` where an object raises as it is looked at after the call.
+
+        The call counts. Every member of its rings raises.
+        """
+        if self._problem is not None:
+            raise self._problem
+
+    def _note_run(
+        self, run: WarmUpRun, rings: Sequence[Any], changed: Sequence[torch.Tensor]
     ) -> None:
-        """Record what the call shows; ``changed``: memory that holds something else since."""
+        """Record what the run shows; ``changed``: memory that holds something else since."""
         found, real = self.findings, self._real
         found.rings, found.broken, found.by_parts = list(rings), run.broken, set(run.changed)
         known = real.written  # that of eager parts is in the log
         found.unseen = [
             x for x in changed if memory(x) not in known and not real.undo.has_noted(memory(x))
         ]
+
+    def _look(
+        self, call: Arguments, result: Any, positions: Positions, after_call: Callable[[], None]
+    ) -> GraphError | None:
+        """Look at what the call has left, iterators first; returns what an object raises then."""
+        try:
+            positions.note()
+            self.findings.taken, self.findings.draws = positions.taken, positions.draws
+            after_call()
+            self._after = PythonState(self.roots)
+            self._find(call, result)
+        except GraphError as error:
+            return error
+        except Exception as error:
+            problem = look_error(error)
+            problem.__cause__ = error
+            return problem
+        return None
+
+    def _agreed(self, rings: Sequence[Any], problem: GraphError | None) -> GraphError | None:
+        """Return the error of all members: this rank's ``problem``, or that of another one."""
+        try:
+            raise_together(rings, (), problem, counted=False)
+        except GraphError as error:
+            return error
+        except CommError:
+            self.undo()
+            raise
+        return None
+
+    def _find(self, call: Arguments, result: Any) -> None:
+        """Record how the call has changed Python objects."""
+        found = self.findings
         changes = [x for x in self._before.changes() if x.has_place]
         found.sets = [kept(x, call.tensors) for x in changes if self._is_kept(x, call)]
         others = [x for x in changes if (x.where, x.name) not in found.by_parts]

@@ -22,7 +22,7 @@ from commlib.graph.operators.schema import OpCall
 from commlib.graph.operators.step import FAKE, Step, as_they_are, mode_of, tensors_in
 from commlib.graph.operators.unsupported import (
     check_borrowed,
-    check_layout,
+    check_layouts,
     check_reshaping,
     check_stray,
     check_sync,
@@ -136,8 +136,7 @@ class Recorder(TorchDispatchMode):
         name = str(call)
         result = self._called(call, written)
         results = tensors_in(result)
-        for tensor in results:
-            check_layout(call, tensor)
+        check_layouts(call, results)
         made = self.memory.note_made(results, call.memory)
         for generator in drawn:
             self.random.record_state(generator)
@@ -180,14 +179,12 @@ class Recorder(TorchDispatchMode):
     def _note_taken(self, call: OpCall) -> list[torch.Tensor]:
         """Check an operator, and record what it reads and writes; returns what it writes to."""
         known, made = call.known, self.memory.made
-        for tensor, key in zip(call.tensors, call.memory, strict=False):
-            if key in made:
-                continue
-            check_layout(call, tensor)
-            if self._know(tensor) and not known.only_views:
-                self.memory.note_read(tensor, len(self.names), known.text)
+        check_layouts(call, call.tensors)
         if known.waits:
             check_sync(call, self.device)
+        for tensor, key in zip(call.tensors, call.memory, strict=False):
+            if key not in made and self._know(tensor) and not known.only_views:
+                self.memory.note_read(tensor, len(self.names), known.text)
         if known.reshapes and not self.memory.has_given(call.args[0]):
             check_reshaping(call)
         written = call.written if known.writes or known.unsaid else []
