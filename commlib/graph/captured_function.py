@@ -101,9 +101,7 @@ class CapturedFunction(Generic[P, R]):
         if self.options.agree is not None:
             self._agree_on(call.key, self.options.agree)
         entry = self.entries.get(call.key)
-        if entry is not None and (
-            entry.stale or (entry.places and self._keys.around.moved(entry.places))
-        ):
+        if entry is not None and (entry.stale or entry.places.changed):
             self._drop_stale(call.key)
             entry = None
         if entry is None and self._is_eager(call):
@@ -206,7 +204,8 @@ class CapturedFunction(Generic[P, R]):
         device = device_of(call, self._module)
         if device.type == "cpu":
             check_hidden(modules)
-        reach = Reach([*self._keys.around.weights, *self._keys.grads.leaves], modules)
+        around = self._keys.around
+        reach = Reach([*around.weights, *self._keys.grads.leaves], modules, around.stepped)
         first = FirstCall(self.fn, self.options, self._schedule, device, reach, self.entries.times)
         after_call = self._keys.before_call(call)
         wanted = [x.requires_grad for x in call.tensors]
@@ -250,11 +249,10 @@ class CapturedFunction(Generic[P, R]):
         first.rehearse(call)
         if self._keys.grads.add(first.findings.owners):
             self.entries.drop_all()
-            call = self._keys.grads.extend(call)
+            call = self._keys.of(*call.given)
         entry = first.entry(call, functools.partial(self._drop_different, call.key))
         self.entries[call.key] = entry
-        places = self._keys.around.places()
-        entry.places = {name: place for name, place in places.items() if entry.uses(place[0])}
+        entry.places = self._keys.around.places(entry.uses)
         self._turns = 0
         self._kinds.note(self.entries, call, self._keys.around)
         self._used.note(self._module)

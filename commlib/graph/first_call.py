@@ -34,10 +34,12 @@ class Reach(NamedTuple):
     Attributes:
         weights: Leaves.
         modules: Modules.
+        stepped: Leaves of optimizers.
     """
 
     weights: Sequence[torch.Tensor]
     modules: Sequence[torch.nn.Module]
+    stepped: Sequence[torch.Tensor]
 
 
 class FirstCall:
@@ -60,7 +62,7 @@ class FirstCall:
         self._times = times
         self._fn, self._options, self._schedule = fn, options, schedule
         self._backend = backend_of(device)
-        self.findings = Findings(weakref.WeakSet(reach.modules))
+        self.findings = Findings(weakref.WeakSet(reach.modules), reach.stepped)
         self.counted = CountedCall(
             fn,
             self._backend,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from time import monotonic
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.nn.modules import module as torch_modules
@@ -30,6 +31,8 @@ _OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 class HookLook:
     """Hooks as they are now.
 
+    It keeps no tensor alive: the release of one may tell that the program has replaced it.
+
     Attributes:
         facts: Which hooks there are, by whose they are.
     """
@@ -47,7 +50,9 @@ class HookLook:
         # torch makes the dicts of a tensor when it needs them.
         there = {(owner, name) for owner, name, *_ in found}
         tensors = [x for x in owners if isinstance(x, torch.Tensor)]
-        self._bare = [(x, at) for x in tensors for at in _OF_TENSORS if (id(x), at) not in there]
+        self._bare = [
+            (ref(x), at) for x in tensors for at in _OF_TENSORS if (id(x), at) not in there
+        ]
         self.facts: list[Fact] = [
             ((where, name), tuple(Same(hook) for _, hook in known))
             for where, name, _, known in found
@@ -80,7 +85,7 @@ class HookLook:
         return (
             any(self._empty)
             or any([*hooks] != known for hooks, known in self._known)
-            or any(getattr(x, name) is not None for x, name in self._bare)
+            or any(getattr(x(), name, None) is not None for x, name in self._bare)
         )
 
 

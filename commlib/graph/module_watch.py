@@ -63,7 +63,8 @@ class ModuleLook:
     def __init__(self, watch: "ModuleWatch", change: int) -> None:
         self.change = change
         tensors = watch.tensors()
-        self._hooks = HookLook([*watch.modules, *watch.others, *tensors])
+        others = (reference() for reference in watch.others)
+        self._hooks = HookLook([*watch.modules, *(x for x in others if x is not None), *tensors])
         self._tensors = [x for x in tensors if type(x) in _WITH_ADDRESS]
         self._pointers = [x.data_ptr() for x in self._tensors]
         self._positions = list(range(len(self._tensors)))
@@ -89,7 +90,7 @@ class ModuleWatch:
 
     Attributes:
         modules: These modules.
-        others: Optimizers and tensors whose hooks are watched too.
+        others: Optimizers and tensors whose hooks are watched too, by weak references.
         names: Names of attributes that are read; None for any.
         own: Names of facts that the function changes.
 
@@ -99,13 +100,13 @@ class ModuleWatch:
 
     def __init__(self) -> None:
         self.modules: list[torch.nn.Module] = []
-        self.others: list[Any] = []
+        self.others: list[weakref.ref[Any]] = []
         self.names: frozenset[str] | None = None
         self.own: set[tuple[int, str]] = set()
         self._change = 0
         self._look: ModuleLook | None = None
 
-    def add(self, modules: Iterable[torch.nn.Module], others: Iterable[Any]) -> None:
+    def add(self, modules: Iterable[torch.nn.Module], others: Iterable[weakref.ref[Any]]) -> None:
         """Watch more modules, and the hooks of these other objects instead of the last ones."""
         _install_hooks()
         watched = set(map(id, self.modules))

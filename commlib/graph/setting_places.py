@@ -5,6 +5,7 @@ from functools import lru_cache, partial
 from operator import attrgetter
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 
@@ -60,7 +61,7 @@ class SettingPlaces:
     Attributes:
         modules: The modules that the function can reach.
         optimizers: Its optimizers.
-        tensors: Its tensors.
+        tensors: Its tensors, by weak references: these keep none alive that is replaced.
         variables: Variables of closures, and global names.
         objects: Objects with the names of their attributes that count.
         has_versions: Whether ``versions`` are asked.
@@ -73,7 +74,7 @@ class SettingPlaces:
         followed = None if names is None else partial(names_read, names=names)
         found = reached([fn, *hooks_of_all()], followed=followed)
         objects = found.objects
-        self.tensors = found.tensors
+        self.tensors = [*map(ref, found.tensors)]
         self.modules = [x for x in objects if isinstance(x, torch.nn.Module)]
         self.optimizers = [x for x in objects if isinstance(x, torch.optim.Optimizer)]
         self.variables = [*{each[:2]: each for each in self._find_variables(objects)}.values()]

@@ -2,27 +2,26 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
-from torch.nn.parameter import is_lazy
 from typing_extensions import Self
 
+from commlib.graph.calls.tensor_places import NO_PLACES, TensorPlaces, addresses
 from commlib.graph.hook_watch import hooks_of_all
 from commlib.graph.module_watch import ModuleStates, ModuleWatch
-from commlib.graph.operators.schema import memory
 from commlib.graph.python.contents import MOST_WRITTEN, Contents, Fact, is_asked
 from commlib.graph.python.reach import attributes
 from commlib.graph.python.read_names import is_read, read_names
-from commlib.graph.python.setting import is_open, label, setting
+from commlib.graph.python.setting import is_open, setting
 from commlib.graph.setting_places import SettingPlaces
 
 _DEEP = 4  # how far settings of optimizers and objects among arguments are followed
 _MANY = 16  # facts that are hashed faster one by one
-_FEW = 32  # items of a list or dict whose tensors' addresses are asked at every call
 
 
 class _Watched(NamedTuple):
@@ -47,6 +46,13 @@ class _ManyFacts(tuple[Any, ...]):
 
     def __hash__(self) -> int:
         return self._hash
+
+
+class _Those(tuple[int, ...]):
+    """Identities of objects that ``weights`` keeps alive; ranks compare only how many they are."""
+
+    def __repr__(self) -> str:
+        return f"{len(self)} objects"
 
 
 class _Reading(NamedTuple):
@@ -82,8 +88,8 @@ class Surroundings:
         places = SettingPlaces(_nothing, self._names)
         self._watched = _Watched(places, Contents(), 0, False, False)
         self._last = _Reading(self._watched, [], b"", [], [], ())
-        self._holds_items = False  # whether a variable is a small list or dict
         self.weights: list[torch.Tensor] = []
+        self.stepped: list[torch.Tensor] = []  # those of them that optimizers have
 
     def find(self, leaves: Sequence[Any] = ()) -> None:
         """Look for settings; those that are new count from now on.
@@ -96,9 +102,11 @@ class Surroundings:
             self._names = None if found is None or self._names is None else self._names | found
             places = SettingPlaces(self._fn, self._names)
             self._modules.names = self._names
-            self._modules.add(places.modules, [*places.optimizers, *places.tensors])
-            self.weights = _weights(places, self._modules.tensors())
-            self._holds_items = any(_is_small(each.read()) for each in places.variables)
+            self._modules.add(places.modules, [*map(ref, places.optimizers), *places.tensors])
+            groups = [group for each in places.optimizers for group in each.param_groups]
+            self.stepped = [x for group in groups for x in group["params"] if x.is_leaf]
+            held = [each.read() for each in places.variables]
+            self.weights = _leaves([*self._modules.tensors(), *self.stepped, *held])
             self._watch(places)
 
     def _watch(self, places: SettingPlaces) -> None:
@@ -198,24 +206,12 @@ class Surroundings:
             if is_read(x, name, self._names):
                 yield (id(x), name), setting(held, _DEEP, self._names)
 
-    def places(self) -> dict[Any, Any]:
-        """Return the addresses of tensors that small lists and dicts hold.
-
-        One that is replaced by another may still be held elsewhere. Where the function itself
-        replaces it, its place tells nothing.
-        """
-        if not self._holds_items:
-            return {}
-        return {name: place for name, place in self._addresses() if name not in self._own}
-
-    def _addresses(self) -> Iterator[Fact]:
-        for where, name, read in self._watched.places.variables:
-            yield from _places(where, name, read())
-
-    def moved(self, places: dict[Any, Any]) -> bool:
-        """Return True if a list or dict holds another tensor than when ``places`` were asked."""
-        now = self.places()
-        return any(now.get(name) != place for name, place in places.items())
+    def places(self, uses: Callable[[int], bool]) -> TensorPlaces:
+        """Return where tensors are now; ``uses``: returns True for memory that counts."""
+        places = self._watched.places
+        if not (places.variables or places.optimizers):
+            return NO_PLACES
+        return TensorPlaces(places.variables, places.optimizers, self._own, uses)
 
     def named(self) -> dict[str, str]:
         """Return the settings in words, by their names."""
@@ -245,7 +241,8 @@ class Surroundings:
         found: dict[Any, Any] = dict(_facts(watched))
         found |= dict(watched.contents.all_facts())
         found |= dict(_groups(watched.places))
-        found |= dict(self._addresses())
+        if watched.places.variables:
+            found |= dict(addresses(watched.places.variables))
         for x in (x for x in leaves if is_open(type(x))):
             found |= dict(self._of_object(x))
         if not modules.is_needed:
@@ -264,11 +261,8 @@ def _have_new_containers(known: list[Any], held: list[Any]) -> bool:
     return any(is_asked(now) for was, now in zip(known, held, strict=True) if now is not was)
 
 
-def _weights(places: SettingPlaces, of_modules: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the leaves among the tensors of modules, optimizers and variables."""
-    found: list[Any] = [*of_modules]
-    found += [x for each in places.optimizers for g in each.param_groups for x in g["params"]]
-    found += [each.read() for each in places.variables]
+def _leaves(found: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the leaves among what was found, once each."""
     leaves = (x for x in found if isinstance(x, torch.Tensor) and x.is_leaf)
     return [*{id(x): x for x in leaves}.values()]
 
@@ -282,19 +276,5 @@ def _groups(places: SettingPlaces) -> Iterator[Fact]:
     for optimizer in places.optimizers:
         for number, group in enumerate(optimizer.param_groups):
             for name, found in group.items():
-                what = len(found) if name == "params" else setting(found, _DEEP)
+                what = _Those(map(id, found)) if name == "params" else setting(found, _DEEP)
                 yield (id(optimizer), f"{name} of group {number}"), what
-
-
-def _places(where: int, name: str, x: Any) -> Iterator[Fact]:
-    """Yield the addresses of the tensors among a variable's items."""
-    if not _is_small(x):
-        return
-    for key, held in list(x.items() if isinstance(x, dict) else enumerate(x)):
-        if isinstance(held, torch.Tensor) and not is_lazy(held) and held.layout is torch.strided:
-            place = memory(held), held.storage_offset(), held.shape, held.stride(), held.dtype
-            yield (where, f"the place of {name}[{label(key)}]"), place
-
-
-def _is_small(x: Any) -> bool:
-    return type(x) in (list, dict) and len(x) <= _FEW

@@ -151,12 +151,15 @@ class CountedCall:
         return None
 
     def _find(self, call: Arguments, result: Any) -> None:
-        """Record how the call has changed Python objects."""
+        """Record how the call has changed Python objects and gradients."""
         found = self.findings
         changes = [x for x in self._before.changes() if x.has_place]
         found.sets = [kept(x, call.tensors) for x in changes if self._is_kept(x, call)]
         others = [x for x in changes if (x.where, x.name) not in found.by_parts]
         found.hands_back = _handed_back(call, self._opened, result, others)
+        given, noted = {id(x) for x in call.tensors}, [*self._real.undo.grads]
+        found.leaves = [leaf for leaf, _ in noted if id(leaf) not in given]
+        found.binds_grads = any(leaf.grad is not grad for leaf, grad in noted)
         found.note_reachable(self._after.tensors)
 
     def _is_kept(self, change: Change, call: Arguments) -> bool:

@@ -23,6 +23,7 @@ class Findings:
 
     Attributes:
         modules: Modules that it can reach.
+        stepped: Leaves of optimizers that it can reach.
         reachable: Tensors that it can reach.
         unseen: Tensors that it writes, and no operator says so.
         taken: Iterators and queues that the call has taken elements from.
@@ -55,6 +56,7 @@ class Findings:
     """
 
     modules: Iterable[torch.nn.Module]
+    stepped: Sequence[torch.Tensor] = ()
     reachable: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     unseen: list[torch.Tensor] = field(default_factory=list)
     taken: list[str] = field(default_factory=list)

@@ -233,6 +233,9 @@ class _Rehearsal:
             for leaf, grad in noted
             if grad is not None and any(memory(x) in externals for x in parts(grad))
         }
+        # It may ask which leaves have a gradient at all.
+        asked = noted if used or bound else [(leaf, leaf.grad) for leaf in findings.stepped]
+        used |= {id(leaf) for leaf, grad in asked if grad is None and leaf.grad is None}
         findings.owners = [leaf for leaf in findings.leaves if id(leaf) in used]
 
     def _note_memory(self, result: Any, recorder: Recorder) -> None:

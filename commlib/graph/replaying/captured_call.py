@@ -10,6 +10,7 @@ import torch
 from commlib.graph.calls.bindings import Bindings
 from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.calls.outputs import Outputs
+from commlib.graph.calls.tensor_places import NO_PLACES
 from commlib.graph.operators.program_line import line_of_frame
 from commlib.graph.recording.externals import Externals
 from commlib.graph.recording.inputs import Inputs
@@ -23,8 +24,6 @@ from commlib.graph.replaying.verify import Verification
 from commlib.graph.watching.runs import DonePart, check_foreign
 
 Done = Sequence[DonePart] | None  # what eager parts did in a verified call
-
-
 NO_GRADIENTS = NoGradients()
 
 
@@ -44,7 +43,7 @@ class CapturedCall:
         capture_seconds: What the capture has cost.
         lost: It was to be captured again, and could not.
         has_eager_parts: Whether Python runs between its graphs.
-        places: Addresses of tensors that small lists and dicts hold.
+        places: Where lists, dicts and optimizers hold tensors that it uses.
     """
 
     def __init__(self, recipe: Recipe, log: VerificationLog, schedule: Schedule) -> None:
@@ -57,7 +56,7 @@ class CapturedCall:
         self.launch_seconds: float | None = None
         self.capture_seconds = 0.0
         self.lost = self.has_eager_parts = False
-        self.places: dict[Any, Any] = {}
+        self.places = NO_PLACES
 
     # -- capture -----------------------------------------------------------------------------------
 

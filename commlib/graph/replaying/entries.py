@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from commlib import flags
 from commlib.errors import GraphError
 from commlib.graph.calls.cache_key import Arguments
+from commlib.graph.calls.tensor_places import TensorPlaces
 from commlib.graph.recording.replay_times import FunctionTimes
 from commlib.graph.replaying.captured_call import CapturedCall
 
@@ -15,10 +16,10 @@ class Entry(Protocol):
     """A captured call, or the slots of calls that gradients flow back through.
 
     Attributes:
-        places: Where tensors lay at the capture that small lists and dicts hold.
+        places: Where lists, dicts and optimizers held tensors that it uses at the capture.
     """
 
-    places: dict[Any, Any]
+    places: TensorPlaces
 
     def run(self, call: Arguments, caller: FrameType, turn: int) -> Any:
         """Replay on the tensors of ``call`` and return the outputs."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from commlib.errors import GraphError
 from commlib.graph.calls.cache_key import Arguments
+from commlib.graph.calls.tensor_places import NO_PLACES
 from commlib.graph.replaying.captured_call import CapturedCall
 from commlib.graph.replaying.schedule import Schedule
 from commlib.graph.replaying.slot import Slot
@@ -37,7 +38,7 @@ class Slots:
         self._count = count
         self.slots: list[Slot] = []
         self.replays = 0
-        self.places: dict[Any, Any] = {}
+        self.places = NO_PLACES
         self._failed = False  # whether one more could not be captured
 
     def capture(self, call: Arguments) -> None:

@@ -1,0 +1,127 @@
+"""Places of tensors in lists, dicts and optimizers, to find which hold another tensor now."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import chain
+from operator import is_
+from typing import Any, TypeAlias
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from commlib.graph.operators.schema import memory
+from commlib.graph.python.contents import Fact
+from commlib.graph.python.setting import label
+
+_FEW = 32  # items of a list or dict whose tensors' addresses are asked at every call
+
+Variable: TypeAlias = tuple[int, str, Callable[[], Any]]  # whose it is, its name, how to read it
+
+
+class TensorPlaces:
+    """The tensors that places held at one moment.
+
+    One that is replaced by another may still be held elsewhere, so that its release does not tell.
+    """
+
+    def __init__(
+        self,
+        variables: Iterable[Variable],
+        optimizers: Iterable[torch.optim.Optimizer],
+        own: Collection[Any],
+        uses: Callable[[int], bool],
+    ) -> None:
+        """Look at small lists and dicts in ``variables``, and at the states of ``optimizers``.
+
+        Args:
+            variables: Variables of the function.
+            optimizers: Its optimizers.
+            own: Names of what the function itself replaces: their places tell nothing.
+            uses: Returns True for the memory of a tensor that counts.
+        """
+        self._own = own
+        self._variables = [each for each in variables if _is_small(each[2]())]
+        found = addresses(self._variables)
+        self._addresses = {name: at for name, at in found if name not in own and uses(at[0])}
+        states = [_State(x, uses) for x in optimizers]
+        self._states = [each for each in states if each.counts]
+
+    @property
+    def changed(self) -> bool:
+        """Return True if a place holds another tensor now."""
+        if self._addresses:
+            now = dict(addresses(self._variables))
+            for name, at in self._addresses.items():
+                if name in self._own or now.get(name) != at:
+                    return True
+        return bool(self._states) and any(each.changed for each in self._states)
+
+
+class _State:
+    """The tensors of an optimizer's state at one moment, compared at some 50 ns each."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, uses: Callable[[int], bool]) -> None:
+        self._optimizer = optimizer
+        self._look()
+        self._tensors = {
+            name: x for name, x in self._named().items() if _is_placed(x) and uses(memory(x))
+        }
+        self.counts = bool(self._tensors)
+
+    def _look(self) -> None:
+        self._state = self._optimizer.state
+        self._held = [*self._state.values()]
+        self._inner = [x for x in self._held if isinstance(x, dict)]
+        self._values = [*chain.from_iterable(map(dict.values, self._inner))]
+
+    def _named(self) -> dict[Any, Any]:
+        """Return what the state holds, by the place of each."""
+        found: dict[Any, Any] = {}
+        for key, held in self._optimizer.state.items():
+            items = held.items() if isinstance(held, dict) else ((None, held),)
+            found |= {(id(key), name): x for name, x in items}
+        return found
+
+    @property
+    def changed(self) -> bool:
+        """Return True if the state holds another tensor in place of one that counts."""
+        if self._is_same():
+            return False
+        now = self._named()
+        if any(now.get(name) is not x for name, x in self._tensors.items()):
+            return True
+        self._look()  # something else is new
+        return False
+
+    def _is_same(self) -> bool:
+        state = self._optimizer.state
+        if state is not self._state or len(state) != len(self._held):
+            return False
+        if not all(map(is_, state.values(), self._held)):
+            return False
+        values = [*chain.from_iterable(map(dict.values, self._inner))]
+        return len(values) == len(self._values) and all(map(is_, values, self._values))
+
+
+def addresses(variables: Iterable[Variable]) -> Iterator[Fact]:
+    """Yield the addresses of the tensors among the items of small lists and dicts."""
+    for where, name, read in variables:
+        x = read()
+        if not _is_small(x):
+            continue
+        for key, held in list(x.items() if isinstance(x, dict) else enumerate(x)):
+            if _is_placed(held):
+                at = memory(held), held.storage_offset(), held.shape, held.stride(), held.dtype
+                yield (where, f"the place of {name}[{label(key)}]"), at
+
+
+def _is_placed(x: Any) -> bool:
+    """Return True for tensors with an address."""
+    return isinstance(x, torch.Tensor) and not is_lazy(x) and x.layout is torch.strided
+
+
+def _is_small(x: Any) -> bool:
+    """Return True for a list or dict that is asked at every call."""
+    return type(x) in (list, dict) and len(x) <= _FEW
+
+
+NO_PLACES = TensorPlaces((), (), (), bool)
