@@ -1,11 +1,14 @@
 """Hazards of graphs: what needs several ranks; rows D of docs/graph_hazards.md."""
 
 import gc
+import random
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -95,6 +98,36 @@ def test_an_object_that_hides_on_one_rank(comm: Any) -> None:
     Hiding.hidden = False
     with raises(GraphError, "raises as it is looked at", "no class now"):
         graph.capture(f)(x)
+    assert_bits_equal(comm.all_reduce(x), x * 2, "the ring goes on")
+
+
+UNFIT = {
+    "an object back": "returns an argument",
+    "memory past operators": "no operator of torch",
+    "a random number": "generator of random numbers",
+}
+
+
+@pytest.mark.parametrize("hazard", UNFIT)
+@runs_on("unified_ranks")
+def test_a_call_that_one_rank_can_not_repeat(comm: Any, hazard: str) -> None:
+    """What only one rank's function does keeps all ranks from the runs before a capture."""
+    table, x, batch = np.zeros(4), torch.ones(4, device=comm.device), SimpleNamespace(scale=1)
+    memory, generator = torch.from_numpy(table), random.Random(1)
+
+    def plain(x: torch.Tensor, batch: SimpleNamespace) -> Any:
+        return comm.all_reduce(x * memory.shape[0])
+
+    def unfit(x: torch.Tensor, batch: SimpleNamespace) -> Any:
+        found = plain(x, batch)
+        if hazard == "memory past operators":
+            table[:] += 1
+        if hazard == "a random number":
+            generator.random()
+        return (found, batch) if hazard == "an object back" else found
+
+    with raises(GraphError, UNFIT[hazard]):
+        graph.capture(plain if comm.rank else unfit)(x, batch)
     assert_bits_equal(comm.all_reduce(x), x * 2, "the ring goes on")
 
 

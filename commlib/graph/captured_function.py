@@ -211,7 +211,7 @@ class CapturedFunction(Generic[P, R]):
         wanted = [x.requires_grad for x in call.tensors]
         result: R = first.counted.make(call, after_call)
         try:
-            first.counted.check_looks()
+            first.counted.check()
             check_wanting(call.tensors, wanted)
             self._capture(call, first)
         except GraphError as error:

@@ -14,8 +14,9 @@ from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.calls.leaves import noting_histories
 from commlib.graph.calls.openable import changed, contents, exchanged, first_of
 from commlib.graph.operators.schema import memory
+from commlib.graph.operators.unsupported import check_python_random, check_tied, check_unseen
 from commlib.graph.python.changes import Change
-from commlib.graph.python.iterators import Positions
+from commlib.graph.python.iterators import Positions, check_taken
 from commlib.graph.python.look_error import look_error
 from commlib.graph.python.python_state import PythonState
 from commlib.graph.python.reach import reached
@@ -61,7 +62,7 @@ class CountedCall:
         self._before = self._after = _NO_STATE
         self._begun: list[torch.Tensor] = []
         self._opened: list[Any] = []
-        self._problem: GraphError | None = None  # of a look at what the call has left
+        self._problem: GraphError | None = None  # what a look at the call's effects has found
 
     def make(self, call: Arguments, after_call: Callable[[], None]) -> Any:
         """Make the call. Either all members of its rings succeed, or all raise.
@@ -102,10 +103,10 @@ class CountedCall:
         self._problem = self._agreed(rings, problem) if rings else problem
         return result
 
-    def check_looks(self) -> None:
-        """Raise ``GraphError`` where an object raises as it is looked at after the call.
+    def check(self) -> None:
+        """Raise ``GraphError`` for a call that no graph could repeat, on every member of its rings.
 
-        The call counts. Every member of its rings raises.
+        It is also raised where an object can't be looked at any more. The call counts.
         """
         if self._problem is not None:
             raise self._problem
@@ -124,13 +125,14 @@ class CountedCall:
     def _look(
         self, call: Arguments, result: Any, positions: Positions, after_call: Callable[[], None]
     ) -> GraphError | None:
-        """Look at what the call has left, iterators first; returns what an object raises then."""
+        """Look at what the call has left, iterators first; return why no graph can repeat it."""
         try:
             positions.note()
             self.findings.taken, self.findings.draws = positions.taken, positions.draws
             after_call()
             self._after = PythonState(self.roots)
             self._find(call, result)
+            self._check()
         except GraphError as error:
             return error
         except Exception as error:
@@ -162,6 +164,20 @@ class CountedCall:
         found.binds_grads = any(leaf.grad is not grad for leaf, grad in noted)
         found.note_reachable(self._after.tensors)
 
+    def _check(self) -> None:
+        """Raise ``GraphError`` for what no graph could repeat."""
+        found = self.findings
+        check_tied(self._real.undo.tied)
+        check_taken(found.taken)
+        if found.draws:
+            check_python_random()
+        if found.hands_back:
+            raise GraphError(
+                f"the function {found.hands_back}, and a replay would give the object of the "
+                f"capture; return or bind what it holds instead"
+            )
+        check_unseen(found.unseen)
+
     def _is_kept(self, change: Change, call: Arguments) -> bool:
         """Return True for plain values, values of the call, and tensors that it has not made."""
         if isinstance(change.now, torch.Tensor):
@@ -176,11 +192,6 @@ class CountedCall:
     def begins_grads(self) -> bool:
         """Return True if the call has given a gradient to a leaf that had none."""
         return bool(self._begun)
-
-    @property
-    def tied(self) -> list[torch.Tensor]:
-        """Return the tensors from outside that the call made a part of an autograd graph."""
-        return self._real.undo.tied
 
     @property
     def after(self) -> PythonState:

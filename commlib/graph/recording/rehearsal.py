@@ -17,8 +17,7 @@ from commlib.graph.calls.outputs import awaited, flat, leads_back
 from commlib.graph.operators.generators import advanced, default_generator
 from commlib.graph.operators.nested import unrolled
 from commlib.graph.operators.schema import memory
-from commlib.graph.operators.unsupported import check_python_random, check_tied, check_unseen
-from commlib.graph.python.iterators import check_taken
+from commlib.graph.operators.unsupported import check_python_random, check_tied
 from commlib.graph.python.python_state import PythonState, random_state
 from commlib.graph.recording.capture_run import isolated
 from commlib.graph.recording.counted_call import CountedCall
@@ -39,16 +38,6 @@ def rehearse(
     Raises:
         GraphError: The function can't be captured; every member of its rings raises.
     """
-    check_tied(first.tied)
-    check_taken(first.findings.taken)
-    if first.findings.draws:
-        check_python_random()
-    if first.findings.hands_back:
-        raise GraphError(
-            f"the function {first.findings.hands_back}, and a replay would give the object of the "
-            f"capture; return or bind what it holds instead"
-        )
-    check_unseen(first.findings.unseen)
     first.findings.compared = times > 0
     rehearsal = _Rehearsal(fn, backend, first, call)
     for turn in range(times):
