@@ -68,7 +68,7 @@ class FirstCall:
             self._backend,
             self.findings,
             counted=options.first == "warmup",
-            weights=reach.weights,
+            weights=[*filter(_has_grads, reach.weights), *reach.stepped],
         )
 
     def rehearse(self, call: Arguments) -> None:
@@ -104,6 +104,11 @@ class FirstCall:
         captured = CapturedCall(recipe._replace(rooms=rooms), log(), self._schedule)
         captured.capture(call)
         return captured
+
+
+def _has_grads(x: torch.Tensor) -> bool:
+    """Return True for a leaf that may have a gradient; a frozen parameter may still have one."""
+    return x.requires_grad or isinstance(x, torch.nn.Parameter)
 
 
 def backend_of(device: torch.device) -> Backend:

@@ -51,12 +51,12 @@ class CountedCall:
         counted: bool,
         weights: Sequence[torch.Tensor],
     ) -> None:
-        """``weights``: leaves that the function can reach."""
+        """``weights``: leaves that the function can reach and that may have gradients."""
         self.findings, self.counted = findings, counted
         self.roots: list[object] = []
         self.drawn: list[torch.Generator] = []
         self.histories: Set[int] = frozenset()
-        self.weights = [x for x in weights if x.is_leaf and x.requires_grad]
+        self.weights = weights
         self._fn, self._backend = fn, backend
         self._real = RealCall(backend.device, (), copies=not counted)
         self._before = self._after = _NO_STATE
