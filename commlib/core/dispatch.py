@@ -129,8 +129,7 @@ def _fail(ring: Ring, call: Call[Any], error: BaseException) -> NoReturn:
 
 def _observed(ring: Ring, call: Call[Any], again: Callable[[], Outcome]) -> Outcome:
     """Notify the observers of a call, and make it without them."""
-    redo = partial(finished, again)
-    with watched([Seen(ring, call.collective, call.out, call.x, call.args, redo)]):
+    with watched([Seen(ring, call.collective, call.out, call.x, call.args, again)]):
         return again()
 
 
@@ -203,12 +202,6 @@ def wait_if_sync(ring: Ring, collective: str, done: Result | Work, sync_op: bool
         ring._health.interrupted(collective)
         raise
     return result
-
-
-def finished(call: Callable[[], Any]) -> Any:
-    """Make a call, and wait for it if it has been handed out as a Work."""
-    done = call()
-    return done.wait() if isinstance(done, Work) else done
 
 
 def async_unsupported(ring: Ring, collective: str) -> str:

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from threading import get_ident
 from typing import Any
 
 import torch
 
 from commlib.core.calls.call import Call
-from commlib.core.dispatch import async_unsupported, finished, issue, wait_if_sync
+from commlib.core.dispatch import async_unsupported, issue, wait_if_sync
 from commlib.core.mismatch import compare
 from commlib.core.modes import watched as under_mode
 from commlib.core.observers import Seen, looking_on, observers, unwatched, watched
@@ -81,8 +80,9 @@ class Group:
     def _seen(self, again: Callable[[], Any]) -> Iterator[Seen]:
         """Yield the calls as observers see them; the first one makes all of them again."""
         for call in self.calls:
-            redo = partial(finished, again) if call is self.calls[0] else _nothing
-            yield Seen(self.ring, call.collective, call.out, call.x, call.args, redo)
+            leads = call is self.calls[0]
+            redo = again if leads else _nothing
+            yield Seen(self.ring, call.collective, call.out, call.x, call.args, redo, leads)
 
     def leave(self) -> None:
         """Launch everything as one operation."""

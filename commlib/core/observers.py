@@ -18,7 +18,11 @@ from commlib.deadlines import Deadline
 
 
 class Seen(NamedTuple):
-    """A call as an observer sees it before its launch; ``again()`` repeats it."""
+    """A call as an observer sees it before its launch.
+
+    ``again()`` repeats it, and returns a ``Work`` if the call did. ``leads`` is False for further
+    calls of a group, which the first call of the group repeats.
+    """
 
     ring: Ring
     collective: str
@@ -26,6 +30,7 @@ class Seen(NamedTuple):
     x: torch.Tensor | None
     args: tuple[Any, ...]
     again: Callable[[], Any]
+    leads: bool = True
 
 
 class Observer(Protocol):

@@ -12,6 +12,7 @@ from commlib.core.ring import Ring
 from commlib.core.work import Work
 from commlib.graph.backends.side_stream import SideStream
 from commlib.graph.operators.step import Step, as_recorded
+from commlib.graph.operators.waiting import with_waits
 from commlib.graph.watching.recorder import Recorder
 
 Pool: TypeAlias = Any  # torch's handle of a private pool
@@ -88,19 +89,19 @@ class CpuRecording:
     reads: str | None = None
 
     def __init__(self, steps: list[Step]) -> None:
-        self._steps, self.nodes = steps, len(steps)
+        self._actions, self.nodes = with_waits(steps), len(steps)
         made = (tensor.untyped_storage() for step in steps for _, tensor in step.made)
         self.nbytes = sum({memory._cdata: memory.nbytes() for memory in made}.values())
 
     def replay(self) -> None:
-        """Run every operator again on the recorded tensors; blocks as eager code does."""
+        """Run every operator again on the recorded tensors; all collectives have finished then."""
         with as_recorded():
-            for step in self._steps:
-                step.again()
+            for action in self._actions:
+                action.again()
 
     def release(self) -> None:
         """Drop the tensors."""
-        self._steps = []
+        self._actions = []
 
 
 class CpuBackend:

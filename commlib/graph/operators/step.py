@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from commlib.core.observers import Seen
+from commlib.core.work import Work
+
 _NESTS = (tuple, list, dict)
 # ``mode_of(FAKE)`` is set where operators compute shapes and no values.
 mode_of, FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
@@ -37,19 +40,36 @@ class Step(NamedTuple):
 
     def again(self) -> None:
         """Run it again, on the same tensors and into the same memory."""
-        result = self._call()
-        if getattr(self.call, "namespace", "") in _COLLECTIVES:
+        self.end(self.launch())
+
+    @property
+    def seen(self) -> Seen | None:
+        """Return the call of a ring that this step repeats, or None."""
+        first = self.args[0] if self.args else None
+        return first if isinstance(first, Seen) else None
+
+    @property
+    def begins(self) -> bool:
+        """Return True for a collective, which may run on after its launch."""
+        return self.seen is not None or getattr(self.call, "namespace", "") in _COLLECTIVES
+
+    def launch(self) -> Any:
+        """Call the operator; returns its result, for ``end``."""
+        if not self.grad:
+            return self.call(*self.args, **self.kwargs)
+        with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+            return self.call(*self.args, **self.kwargs)
+
+    def end(self, result: Any) -> None:
+        """Wait for a collective, and copy the result to the recorded memory."""
+        if isinstance(result, Work):
+            result.wait()
+        elif self.begins and self.seen is None:
             _wait(result)
         if self.made:
             leaves = tensors_in(result)
             for position, tensor in self.made:
                 tensor.copy_(leaves[position])
-
-    def _call(self) -> Any:
-        if not self.grad:
-            return self.call(*self.args, **self.kwargs)
-        with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
-            return self.call(*self.args, **self.kwargs)
 
 
 def leaves_in(tree: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from operator import methodcaller
 from types import TracebackType
 from typing import Any
 
@@ -37,6 +38,7 @@ from commlib.graph.watching.touched_memory import TouchedMemory
 from commlib.graph.watching.undo import UndoLog
 
 _aten = torch.ops.aten
+_again = methodcaller("again")
 
 
 class Recorder(TorchDispatchMode):
@@ -230,7 +232,7 @@ class Recorder(TorchDispatchMode):
                 self._before_write(call.out)
         self.collectives.append(Collective.of(call))
         if self.keep and not self._nested:
-            self.steps.append(Step(call.again, (), {}, ()))
+            self.steps.append(Step(_again, (call,), {}, ()))
 
     def note_unseen(self, tensors: Iterable[torch.Tensor]) -> None:
         """Record memory that the function writes, though no operator says so."""
