@@ -358,3 +358,63 @@ def test_what_the_messages_name() -> None:
         assert_equal([g(batch).item() for _ in range(3)], [4.0] * 3)
         assert "which the function changes" not in str(g.eager), g.eager
     assert_equal(g.entries.replays, 2, "replays")
+
+
+class Encoding(collections.UserDict[str, Any]):
+    """A batch as tokenizers return it: a UserDict with further attributes."""
+
+    def __init__(self, data: Any, sequences: int = 1) -> None:
+        super().__init__(data)
+        self.sequences = sequences
+
+
+@pytest.mark.parametrize("kind", [Encoding, collections.UserDict])
+def test_user_dicts(kind: Any) -> None:
+    """The function gets an object of the class with the same items, at each call."""
+
+    def f(batch: Any) -> Any:
+        assert type(batch) is kind, "another class"
+        assert sorted(batch) == ["scale", "x"], "other items"
+        assert kind is not Encoding or batch.sequences == 1, "another attribute"
+        return batch["x"] * batch["scale"]
+
+    g = graph.capture(f, outputs="copy")
+    for turn in range(6):
+        batch = kind({"x": torch.ones(3) * turn, "scale": 2.0 + turn % 2})
+        want = torch.full((3,), turn * (2.0 + turn % 2))
+        assert_bits_equal(g(batch), want, f"turn {turn}")
+        assert_equal(batch["scale"], 2.0 + turn % 2, "the caller's own")
+    assert_equal(len(g.entries), 2, "one graph per scale")
+    assert_equal(g.entries.replays > 0, True, "replays")
+
+
+def test_user_dicts_that_a_function_changes() -> None:
+    """It is changed at each call, as eagerly, or the call is refused."""
+
+    def f(batch: Any) -> Any:
+        batch["y"] = batch["x"] * 2
+        return batch["y"] + 1
+
+    g = graph.capture(f, outputs="copy", on_fail="eager")
+    for turn in range(4):
+        batch = Encoding({"x": torch.ones(3) * turn})
+        assert_bits_equal(g(batch), torch.full((3,), turn * 2.0 + 1))
+        assert_bits_equal(batch["y"], torch.full((3,), turn * 2.0), f"turn {turn}")
+
+
+def test_a_user_dict_in_another_argument() -> None:
+    g = graph.capture(lambda args: args["in"]["x"] + args["n"], outputs="copy")
+    for turn in range(4):
+        x = torch.ones(2) * turn
+        assert_bits_equal(g({"in": Encoding({"x": x}), "n": 1}), x + 1, f"turn {turn}")
+
+
+def test_user_dicts_with_other_objects_at_each_call(caplog: pytest.LogCaptureFixture) -> None:
+    """Each call has its own graph then, as no two of the objects are equal; the log says so."""
+    g = graph.capture(lambda batch: batch["x"] + 1, outputs="copy")
+    with caplog.at_level("WARNING", "commlib"):
+        for turn in range(12):
+            batch = Encoding({"x": torch.ones(2) * turn})
+            batch.source = object()  # type: ignore[attr-defined]
+            assert_bits_equal(g(batch), torch.ones(2) * turn + 1, f"turn {turn}")
+    assert "; pass the tensors in it alone (dict(batch))" in caplog.text

@@ -1,11 +1,16 @@
 """A warning, once, for a function that is called in ever new ways; it says what changes."""
 
+import torch
+
 from commlib.graph.calls.cache_key import Arguments
+from commlib.graph.calls.openable import PLAIN
 from commlib.graph.replaying.entries import Entries
 from commlib.graph.surroundings import Surroundings
 from commlib.log import log
 
 _MANY = 8  # kinds of calls, where most are replayed
+_SHAPES = "pad what varies to a few fixed sizes, or set max_graphs="
+_NUMBERS = "use a tensor in place of a number"
 
 
 class KindsWatch:
@@ -32,23 +37,35 @@ class KindsWatch:
         if self._warned:
             return
         self._warned = True
-        changed = "" if self._last is None else f" ({_changed(*self._last, call, around)})"
-        log.warning(
-            "%s has %s graphs, and %s%s; pad what varies, or use a tensor in place of a "
-            "number (lr=torch.tensor(0.1))", self._name, len(entries), what, changed,
-        )  # fmt: skip
+        changed, remedy = "", f"{_SHAPES}, or {_NUMBERS}"
+        if self._last is not None:
+            changed, remedy = _changed(*self._last, call, around)
+            changed = f" ({changed})"
+        log.warning("%s has %s graphs, and %s%s; %s",
+                    self._name, len(entries), what, changed, remedy)  # fmt: skip
 
 
 def _changed(
     last: list[str], settings: dict[str, str], call: Arguments, around: Surroundings
-) -> str:
-    """Return the differences of a call from the one that was captured last."""
+) -> tuple[str, str]:
+    """Return the difference of a call from the one that was captured last, and a remedy."""
     described = call.described()
     if len(last) != len(described):
-        return f"the call has {len(described)} arguments, and had {len(last)}"
+        text = f"the call has {len(described)} arguments, and had {len(last)}"
+        return text, "pass the same number of them, or set max_graphs="
     for i, (was, now) in enumerate(zip(last, described, strict=True)):
         if was != now:
-            return f"argument {i} is {now}, and was {was}"
+            return f"argument {i} is {now}, and was {was}", _remedy(call.leaves[i])
     named = around.named()
     changed = [name for name in settings | named if settings.get(name) != named.get(name)]
-    return f"{changed[0]} has changed" if changed else "torch's modes have changed"
+    if not changed:
+        return "torch's modes have changed", "call it in the same modes, or set max_graphs="
+    example = " (lr=torch.tensor(0.1))" if changed[0].startswith("lr ") else ""
+    return f"{changed[0]} has changed", _NUMBERS + example
+
+
+def _remedy(x: object) -> str:
+    """Return what to do about an argument that changes from call to call."""
+    if isinstance(x, torch.Tensor):
+        return _SHAPES
+    return _NUMBERS if type(x) in PLAIN else "pass the tensors in it alone (dict(batch))"

@@ -1,10 +1,11 @@
 """Objects of a call that can be opened, with what they hold.
 
-These are dataclasses, classes of attrs, and namespaces: their attributes are all that they are.
+These are dataclasses, classes of attrs, namespaces and subclasses of ``UserDict``: their attributes
+are all that they are.
 """
 
 from argparse import Namespace
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import is_dataclass
 from enum import Enum
@@ -94,7 +95,8 @@ def _holds_all(kind: type) -> bool:
     """Return True if the attributes of an object are all that it is."""
     if kind in NAMESPACES:
         return True
-    if not (is_dataclass(kind) or hasattr(kind, "__attrs_attrs__")) or issubclass(kind, _CLOSED):
+    is_known = is_dataclass(kind) or hasattr(kind, "__attrs_attrs__") or issubclass(kind, UserDict)
+    if not is_known or issubclass(kind, _CLOSED):
         return False
     return all(each.__flags__ & _OF_PYTHON for each in kind.__mro__[:-1])
 
