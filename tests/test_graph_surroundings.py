@@ -16,7 +16,10 @@ from torch import nn
 
 from commlib import graph
 from commlib.errors import GraphError
+from commlib.graph.calls.cache_key import arguments
+from commlib.graph.calls.flattening import flatten
 from commlib.graph.python.contents import Contents
+from commlib.graph.python.setting import Same
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.runs_on import runs_on
 from tests.test_modes import Wrapper
@@ -216,6 +219,18 @@ def test_ever_new_shapes(caplog: pytest.LogCaptureFixture) -> None:
     assert_equal(len(g.entries), 12, "graphs")
     assert "argument 0 is (9,) torch.float32, and was (8,) torch.float32" in caplog.text
     assert_equal(caplog.text.count("has 9 graphs"), 1, "said once")
+    assert "; pad what varies to a few fixed sizes, or set max_graphs=" in caplog.text
+    assert "in place of a number" not in caplog.text
+
+
+def test_ever_new_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    g = graph.capture(lambda x, n: x + n, outputs="copy")
+    with caplog.at_level(logging.WARNING, "commlib"):
+        for n in range(12):
+            assert_bits_equal(g(torch.ones(2), n), torch.full((2,), 1.0 + n))
+    assert "argument 1 is 8, and was 7" in caplog.text
+    assert "; use a tensor in place of a number" in caplog.text
+    assert "pad" not in caplog.text
 
 
 def test_ever_new_rates(caplog: pytest.LogCaptureFixture) -> None:
@@ -229,6 +244,7 @@ def test_ever_new_rates(caplog: pytest.LogCaptureFixture) -> None:
             step()
     assert "lr of group 0 has changed" in caplog.text
     assert "lr=torch.tensor(0.1)" in caplog.text
+    assert "pad" not in caplog.text
 
 
 @pytest.mark.parametrize("where", ["dict", "list", "attribute", "variable"])
@@ -343,7 +359,16 @@ def _averaged(_: torch.Tensor) -> Callable[[], None]:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda p: torch.optim.Adam([p]).step, "fused=True, or on a GPU with capturable=True"),
+        (
+            lambda p: torch.optim.Adam([p]).step,
+            r"fused=True, or on a GPU .* capturable=True, or call its step",
+        ),
+        (
+            lambda p: torch.optim.Adagrad([p]).step,
+            "; create the optimizer with fused=True, or call",
+        ),
+        (lambda p: torch.optim.NAdam([p]).step, r"; on a GPU .* capturable=True, or call its step"),
+        (lambda p: torch.optim.Adafactor([p]).step, r"; call its step.. outside the function"),
         (_averaged, "; call update_parameters.. outside the function"),
         (_lbfgs, "keep LBFGS outside the function"),
         (
@@ -358,6 +383,39 @@ def test_hints(make: Any, words: str) -> None:
     p.grad = torch.ones(2)
     with pytest.raises(GraphError, match=words):
         graph.capture(make(p))()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@torch.no_grad()
+def test_an_encoder_with_nested_tensors() -> None:
+    """The advice for the fast path of nn.TransformerEncoder makes the capture work."""
+    x, hidden = torch.randn(2, 5, 8), torch.arange(5).expand(2, 5) > 3
+
+    def encoder(**options: Any) -> Any:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        module = nn.TransformerEncoder(layer, 2, **options).eval()
+        return lambda x: module(x, src_key_padding_mask=hidden)
+
+    with pytest.raises(GraphError, match=r"; create nn.TransformerEncoder with enable_nested"):
+        graph.capture(encoder())(x)
+    eager = encoder(enable_nested_tensor=False)
+    captured = graph.capture(eager, outputs="copy")
+    for turn in range(3):
+        assert_bits_equal(captured(x + turn), eager(x + turn), f"turn {turn}")
+
+
+def test_names_of_the_program() -> None:
+    """Messages name the program's classes, not those of captured functions and outputs."""
+    captured = graph.capture(nn.Linear(2, 2))
+    assert_equal(graph.capture(captured).name, "Linear")
+    assert repr(Same(captured)).startswith("Linear at ")
+    args = (captured, 2)
+    call = arguments(args, {}, flatten(args, {}, set()), (), set())
+    assert_equal(call.described(), [repr(captured.fn), "2"])
+    for _ in range(2):
+        output = captured(torch.ones(1, 2))
+    assert_equal(type(output).__name__, "Tensor")
 
 
 def test_wrappers_that_a_function_uses() -> None:

@@ -23,6 +23,7 @@ from commlib.graph.methods import bound
 from commlib.graph.operators.unsupported import check_hidden, check_unreadable, check_wanting
 from commlib.graph.options import Options, check_function
 from commlib.graph.python.taking_code import check_consumed
+from commlib.graph.python.user_names import function_name
 from commlib.graph.recording.rank_agreement import same_key
 from commlib.graph.replaying.compare import load_kernels
 from commlib.graph.replaying.entries import Entries
@@ -190,7 +191,7 @@ class CapturedFunction(Generic[P, R]):
     @property
     def name(self) -> str:
         """The function's name."""
-        return str(getattr(self.fn, "__qualname__", type(self.fn).__qualname__))
+        return function_name(self.fn)
 
     def _first_call(self, call: Arguments) -> R:
         """Make the call eagerly, and capture a graph for the next calls of its kind."""

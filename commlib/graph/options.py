@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from commlib.errors import GraphError
+from commlib.graph.python.user_names import function_name
 
 First: TypeAlias = Literal["once", "warmup"]
 Memory: TypeAlias = Literal["borrow", "copy"]
@@ -81,8 +82,7 @@ def check_function(fn: Any) -> None:
     kind: Any = type(fn)
     for each in (fn, fn.forward if isinstance(fn, torch.nn.Module) else kind.__call__):
         if inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each):
-            name = getattr(fn, "__qualname__", type(fn).__qualname__)
             raise GraphError(
-                f"{name} is an async function, whose steps no graph can hold; capture the function "
-                f"that it awaits"
+                f"{function_name(fn)} is an async function, whose steps no graph can hold; capture "
+                f"the function that it awaits"
             )

@@ -11,6 +11,7 @@ from commlib.errors import GraphError
 from commlib.graph.calls.outputs import Outputs, flat, hides
 from commlib.graph.operators.schema import memory
 from commlib.graph.python.changes import Change, Place
+from commlib.graph.python.user_names import kind_name
 
 
 class Kept(NamedTuple):
@@ -62,7 +63,7 @@ def check_hidden(changes: Sequence[Change], own: Callable[[torch.Tensor], bool])
             plain = isinstance(leaf, (torch.Tensor, Iterator))
             if not plain and hides(leaf, own):
                 raise GraphError(
-                    f"the function binds {x.name} to a {type(leaf).__qualname__}, in which no "
+                    f"the function binds {x.name} to a {kind_name(leaf)}, in which no "
                     f"replay could put new tensors; bind the tensors themselves, or return them"
                 )
 

@@ -13,6 +13,7 @@ from commlib.errors import GraphError
 from commlib.graph.calls.flattening import Flat, flatten, unflatten
 from commlib.graph.calls.key_values import value
 from commlib.graph.calls.openable import can_open, held_in, is_hashable
+from commlib.graph.python.user_names import users_own
 
 _DEVICES = ("cuda", "cpu")
 _FLAGS_OF_GPUS: Sequence[Callable[[], object]] = ()
@@ -45,7 +46,7 @@ class Arguments:
         """Return each argument in words: its shape and dtype, or its value."""
         return [
             f"{tuple(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else repr(x)[:80]
-            for x in self.leaves
+            for x in map(users_own, self.leaves)
         ]
 
     def rebuilt(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:

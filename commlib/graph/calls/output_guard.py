@@ -46,6 +46,9 @@ class GuardedTensor(torch.Tensor):
             return found
 
 
+GuardedTensor.__name__ = GuardedTensor.__qualname__ = "Tensor"  # as messages name it
+
+
 # What makes something else of a tensor: a copy, a pickle, a text.
 _TEXT = {torch.Tensor.__repr__}  # which says whether the tensor requires grad
 _PLAINLY = {torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__, torch.Tensor.__format__, *_TEXT}

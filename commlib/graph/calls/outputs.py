@@ -14,6 +14,7 @@ from commlib.errors import GraphError
 from commlib.graph.calls.output_guard import OutputGuards
 from commlib.graph.operators.layout import copy_of, is_packed
 from commlib.graph.python.objects import unfold
+from commlib.graph.python.user_names import kind_name
 
 
 class Argument(NamedTuple):
@@ -218,7 +219,7 @@ def standing(leaf: Any, given: Sequence[torch.Tensor], own: Callable[[torch.Tens
     if not isinstance(leaf, torch.Tensor):
         if hides(leaf, own):
             raise GraphError(
-                f"an output is a {type(leaf).__qualname__}, in which no replay could put new "
+                f"an output is a {kind_name(leaf)}, in which no replay could put new "
                 f"tensors; return the tensors themselves, or register the type with "
                 f"torch.utils._pytree.register_pytree_node"
             )

@@ -1,5 +1,6 @@
 """Lines of the program that messages name: outside torch, commlib and Python's library."""
 
+import inspect
 import os
 import sys
 import sysconfig
@@ -41,11 +42,16 @@ _PLACES = {  # files of torch that read values, and what a program does: the fir
     os.path.join("torch", "optim", "swa_utils"): "call update_parameters() outside the function",
     os.path.join("torch", "optim", "lr_scheduler"): "call the scheduler outside the function",
     os.path.join("torch", "optim", "lbfgs"): "keep LBFGS outside the function",
-    os.path.join("torch", "optim", ""): "create the optimizer with fused=True, or on a GPU with "
-    "capturable=True",
     os.path.join("torch", "distributions", ""): "create the distribution with validate_args=False",
     os.path.join("torch", "amp", "grad_scaler"): "keep the GradScaler outside the function",
     os.path.join("torch", "nn", "utils", "clip_grad"): "pass error_if_nonfinite=False",
+}
+
+
+_OPTIMIZERS = os.path.join("torch", "optim", "")
+_OF_OPTIMIZERS = {  # arguments with which an optimizer reads no value, where its class has them
+    "fused": "create the optimizer with fused=True",
+    "capturable": "on a GPU create the optimizer with capturable=True",
 }
 
 
@@ -56,8 +62,22 @@ def remedy_here() -> str | None:
         for place, remedy in _PLACES.items():
             if place in frame.f_code.co_filename:
                 return remedy
+        if _OPTIMIZERS in frame.f_code.co_filename:
+            return _of_optimizer(frame)
         frame = frame.f_back
     return None
+
+
+def _of_optimizer(frame: Any) -> str:
+    """Return what to do about the optimizer whose step is under way."""
+    while frame is not None:
+        optimizer = frame.f_locals.get("self")
+        if isinstance(optimizer, torch.optim.Optimizer):
+            takes = inspect.signature(type(optimizer)).parameters
+            remedies = [text for name, text in _OF_OPTIMIZERS.items() if name in takes]
+            return ", or ".join([*remedies, "call its step() outside the function"])
+        frame = frame.f_back
+    return "call the optimizer outside the function"
 
 
 def line_of_frame(frame: FrameType) -> str:

@@ -21,6 +21,7 @@ _NEEDED = "the host needs a value that the replay has not computed yet"
 _REMEDY = {
     "item": "keep the value in a tensor (torch.where, clamp), or read it outside",
     "nonzero": "use a mask and torch.where, which keep the shape",
+    "_nested_tensor_from_mask": "create nn.TransformerEncoder with enable_nested_tensor=False",
 }
 
 
@@ -134,7 +135,8 @@ def check_layouts(call: OpCall, tensors: Iterable[torch.Tensor]) -> None:
             name = _name_of(call)
             kind = "jagged" if tensor.is_nested else "sparse"
             what = f"{name} of a {kind} tensor can't be captured: how much it holds may change"
-            raise _unsupported(what, name, "use a padded or dense one (sparse=False, to_dense())")
+            hint = "use a padded or dense one (sparse=False, to_dense())"
+            raise _unsupported(what, name, _REMEDY.get(name, hint))
 
 
 def check_reshaping(call: OpCall) -> None:

@@ -14,6 +14,7 @@ import torch
 from commlib.graph.python.changes import GONE, NO_PLACE, Change, Place
 from commlib.graph.python.global_names import Name
 from commlib.graph.python.reach import RANDOM, dict_of, in_slots, slots
+from commlib.graph.python.user_names import kind_name
 
 _DICTS = (dict, OrderedDict, defaultdict)
 CONTAINERS = {*_DICTS, list, set}
@@ -39,7 +40,7 @@ class _Items:
         for name in {**self._kept, **self._target}:
             now = self._target.get(name, GONE)
             if now is not self._kept.get(name, GONE):
-                kind = type(self._of).__name__
+                kind = kind_name(self._of)
                 text = f"{kind}.{name}" if self._dots else f"item {name!r:.40} of a {kind}"
                 before = self._kept.get(name, GONE)
                 read = partial(self._target.get, name)
@@ -144,7 +145,7 @@ class _Slots:
         for name, now in self._now(self._target).items():
             before = self._kept[name]
             if now is not before:
-                text = f"{type(self._target).__name__}.{name}"
+                text = f"{kind_name(self._target)}.{name}"
                 read = partial(getattr, self._target, name)
                 place = Place(read, partial(object.__setattr__, self._target, name))
                 yield Change(id(self._target), text, before, now, place)

@@ -23,6 +23,7 @@ import numpy as np
 from commlib.errors import GraphError
 from commlib.graph.python.global_names import Name
 from commlib.graph.python.reach import RANDOM, attributes, content, is_of_the_program
+from commlib.graph.python.user_names import kind_name
 
 _QUEUES = ("queue", "_queue", "multiprocessing.queues")
 _PLAIN = (bool, int, float, str, bytes, type(None))
@@ -154,7 +155,7 @@ def _name(x: Any, name: Any) -> str:
 
 
 def _kind(x: object) -> str:
-    return type(x).__qualname__
+    return kind_name(x)
 
 
 def _position(x: Any, depth: int = _DEEP) -> Any:

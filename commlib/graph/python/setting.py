@@ -10,6 +10,7 @@ import torch
 
 from commlib.graph.python.reach import attributes, is_of_the_program
 from commlib.graph.python.read_names import is_read
+from commlib.graph.python.user_names import kind_name
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 FIXED = (FunctionType, type, ModuleType)  # what a program does not exchange between calls
@@ -33,7 +34,7 @@ class Same(int):
         return self
 
     def __repr__(self) -> str:
-        return f"{type(self._object).__name__} at {id(self._object):#x}"
+        return f"{kind_name(self._object)} at {id(self._object):#x}"
 
 
 def is_open(kind: type) -> bool:
@@ -95,4 +96,4 @@ def setting(x: Any, depth: int = 0, names: frozenset[str] | None = None) -> Any:
 
 def label(key: Any) -> str:
     """Return a text for a key; no code of the program runs, and no tensor is read."""
-    return repr(key) if type(key) in PLAIN else f"{type(key).__name__} at {id(key):#x}"
+    return repr(key) if type(key) in PLAIN else f"{kind_name(key)} at {id(key):#x}"

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from commlib.graph.python.user_names import function_name
 from commlib.graph.replaying.compare import Noise, Tolerance
 from commlib.log import log
 
@@ -19,7 +20,7 @@ class VerificationLog:
     """
 
     def __init__(self, fn: Any, tolerance: Tolerance | None, noise: Noise) -> None:
-        self._name = getattr(fn, "__qualname__", type(fn).__qualname__)
+        self._name = function_name(fn)
         self.tolerance, self.noise = tolerance, noise
         self.verified, self.seconds = 0, 0.0
         self.eager_seconds: float | None = None

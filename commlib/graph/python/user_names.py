@@ -1,0 +1,21 @@
+"""Names in messages: those that the program has given, not those of wrappers."""
+
+from typing import Any
+
+
+def users_own(x: Any) -> Any:
+    """Return the function or module that a captured one wraps, else ``x`` itself."""
+    while hasattr(type(x), "__commlib_captures__"):  # no code of the program runs
+        x = x.__commlib_captures__
+    return x
+
+
+def function_name(fn: Any) -> str:
+    """Return the name of a function, or of the class of a module."""
+    fn = users_own(fn)
+    return str(getattr(fn, "__qualname__", type(fn).__qualname__))
+
+
+def kind_name(x: Any) -> str:
+    """Return the name of an object's class."""
+    return type(users_own(x)).__name__
