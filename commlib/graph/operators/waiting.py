@@ -2,8 +2,9 @@
 
 A program may begin several and wait for them later. Two ranks that send to each other, for example,
 both wait after their receive has begun. No operator shows such a wait, so a replay waits as late as
-is safe: before the first step that needs the memory, or at the end. That is never before the
-program has waited, and each wait has the timeout of its group or ring.
+is safe: before the first step that needs the memory, or at the end. The end of a segment counts,
+as nothing says which memory the eager part after it needs. Each wait has the timeout of its group
+or ring.
 """
 
 from collections.abc import Sequence
