@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -309,19 +310,77 @@ def test_a_step_that_returns_what_its_backward_has_used() -> None:
             step(torch.ones(3))
 
 
+@pytest.mark.parametrize("verify", [True, False])
 @runs_on("unified_ranks")
-def test_second_derivatives(comm: Any) -> None:
+def test_second_derivatives(comm: Any, verify: bool) -> None:
     """They raise a GraphError; first ones are right with create_graph=True."""
     module = layers(comm.device)
-    g = graph.capture(module)
+    weight, g = next(module.parameters()), graph.capture(module, verify=verify)
     for turn in range(3):
         x = batch(turn, comm.device).requires_grad_()
         (want,) = torch.autograd.grad(module(x).sum(), x)
         (grad,) = torch.autograd.grad(g(x).sum(), x, create_graph=True)
         assert_bits_equal(grad.detach(), want, f"turn {turn}")
-        if turn:  # the first call is eager
+        if not turn:  # the first call is eager
+            continue
+        with raises(GraphError, "no second derivatives"):
+            grad.square().sum().backward(retain_graph=True)
+        for by in (x, weight):  # of which torch would report None
             with raises(GraphError, "no second derivatives"):
-                grad.square().sum().backward()
+                torch.autograd.grad(grad.square().sum(), by, retain_graph=True, allow_unused=True)
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+@runs_on("unified_ranks")
+def test_products_with_second_derivatives(comm: Any, leaf: bool) -> None:
+    """Those of torch.autograd.functional raise instead of returning zeros."""
+    functional: Any = torch.autograd.functional
+    x, v = torch.arange(1.0, 3, device=comm.device), torch.ones(2, device=comm.device)
+    programs: dict[str, Callable[[Any], Any]] = {
+        "hvp": lambda f: functional.hvp(f, x, v)[1],
+        "vhp": lambda f: functional.vhp(f, x, v)[1],
+        "hessian": lambda f: functional.hessian(f, x),
+        "jvp": lambda f: functional.jvp(f, x, v)[1],
+    }
+
+    def found(name: str, call: Callable[..., torch.Tensor]) -> torch.Tensor:
+        product: torch.Tensor = programs[name](call if leaf else lambda x: call(x * 1))
+        return product
+
+    for name in programs:
+        g = graph.capture(lambda x: x.pow(3).sum())
+        want = found(name, lambda x: x.pow(3).sum())
+        assert_bits_equal(found(name, g), want, f"the first call, which is eager: {name}")
+        for _ in range(2):
+            with raises(GraphError, "no second derivatives"):
+                found(name, g)
+
+
+@runs_on("unified_ranks")
+def test_gradients_of_parameters_with_create_graph(comm: Any) -> None:
+    """They have their history in .grad, as in eager code; without it their slot is free again."""
+    module, same = layers(comm.device), layers(comm.device)
+    weights, g = [*module.parameters()][:4], graph.capture(module)
+
+    def go_back(call: Callable[..., Any], x: torch.Tensor) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of the cycle that .grad is part of
+            call(x).square().sum().backward(create_graph=True)
+
+    for turn in range(4):
+        module.zero_grad()
+        same.zero_grad()
+        go_back(g, batch(turn, comm.device))
+        go_back(same, batch(turn, comm.device))
+        for weight, other in zip(weights, same.parameters(), strict=False):
+            assert weight.grad is not None and other.grad is not None
+            assert_bits_equal(weight.grad.detach(), other.grad.detach(), f"turn {turn}")
+            if turn:  # the first call is eager
+                with raises(GraphError, "no second derivatives"):
+                    torch.autograd.grad(weight.grad.sum(), weights[0], allow_unused=True)
+    assert_equal(len(slots(g)), 1, "slots")
+    module.zero_grad()
+    assert slots(g)[0].free, "a cycle holds a node"
 
 
 @pytest.mark.parametrize("verify", [True, False])

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -124,13 +124,18 @@ def isolated() -> Iterator[None]:
     autograd saves (checkpoints, offloading) count and move it: no backward of theirs will need it.
     """
     torch.clear_autocast_cache()
-    hooked = _saved_hooks(True) is not None
-    hooks = torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
     try:
-        with hooks if hooked else nullcontext():
+        with without_saved_hooks():
             yield
     finally:
         torch.clear_autocast_cache()
+
+
+def without_saved_hooks() -> AbstractContextManager[Any]:
+    """Return a context in which autograd saves tensors without the caller's hooks."""
+    if _saved_hooks(True) is None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
 
 
 def _unchanged(x: Any) -> Any:

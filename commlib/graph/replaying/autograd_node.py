@@ -61,26 +61,32 @@ class Node(torch.autograd.Function):
     def forward(
         ctx: Any, slot: Slot, lease: Lease, borrowed: list[torch.Tensor], *_: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return the outputs, as results of the node."""
+        """Return the outputs, as results of the node, and one more that leads to it: ``tie``."""
         ctx.slot, ctx.lease = slot, lease
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*slot.not_differentiable(borrowed))
-        return tuple(borrowed)
+        tie = torch.empty(0, device="cpu")
+        ctx.save_for_backward(tie)  # of an output without a reference cycle
+        return *borrowed, tie
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         """Return the gradients of all that leads to some."""
+        *coming, _ = grads  # the tie has no gradient
         with torch.no_grad():
-            found = _gone_back(ctx, grads)
+            found = _gone_back(ctx, coming)
         if torch.is_grad_enabled():  # create_graph=True
-            found = _differentiable_once(found)
+            found = _differentiable_once(found, [*ctx.saved_tensors, *coming])
         return None, None, None, *found
 
 
-def _differentiable_once(grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Return gradients that raise where something is derived from them: no graph has that."""
-    there = [grad.requires_grad_() for grad in grads if grad is not None]
-    marked: Any = _NoSecondDerivative.apply(*there)  # type: ignore[no-untyped-call]
+def _differentiable_once(grads: Grads, sources: Grads) -> list[torch.Tensor | None]:
+    """Return gradients that raise where something is derived from them: no graph has that.
+
+    ``sources``: what they depend on. A backward calls only nodes on the way to what it derives by.
+    """
+    there = [grad for grad in grads if grad is not None]
+    marked: Any = _NoSecondDerivative.apply(there, *sources)  # type: ignore[no-untyped-call]
     each = iter(marked)
     return [None if grad is None else next(each) for grad in grads]
 
@@ -89,7 +95,9 @@ class _NoSecondDerivative(torch.autograd.Function):
     """The node of gradients that have none themselves."""
 
     @staticmethod
-    def forward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, grads: list[torch.Tensor], *_: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
         """Return the gradients, which the program may write to."""
         return tuple(grad.detach() for grad in grads)
 

@@ -18,6 +18,7 @@ from commlib.graph.calls.leaves import Tensors, gradients, plain_gradients
 from commlib.graph.calls.outputs import Join, Outputs
 from commlib.graph.operators.layout import expanded_dims, expanded_zeros
 from commlib.graph.operators.program_line import line_of_frame
+from commlib.graph.recording.capture_run import without_saved_hooks
 from commlib.graph.recording.record import record
 from commlib.graph.recording.recorded_call import Recipe, RecordedCall
 from commlib.graph.recording.segments import Segments
@@ -175,8 +176,9 @@ class Slot:
         self._lease = weakref.ref(lease)
 
         def join(borrowed: list[torch.Tensor]) -> Any:
-            with nullcontext() if lease.side is None else lease.side.current():
-                outs = Node.apply(self, lease, borrowed, *tensors, *self.parameters)  # type: ignore[no-untyped-call]
+            on_side = nullcontext() if lease.side is None else lease.side.current()
+            with on_side, without_saved_hooks():
+                *outs, _ = Node.apply(self, lease, borrowed, *tensors, *self.parameters)  # type: ignore[no-untyped-call]
             lease.reads = [*self._reads, *(tensors[i] for i in self._reads_inputs)]
             lease.versions = self._versions(lease)
             return outs
