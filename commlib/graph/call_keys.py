@@ -10,6 +10,7 @@ from commlib.graph.calls.flattening import Flat, flatten
 from commlib.graph.calls.grads import Grads
 from commlib.graph.calls.key_values import value
 from commlib.graph.calls.openable import changed, contents
+from commlib.graph.operators.unsupported import check_untransformed
 from commlib.graph.python.look_error import look_error
 from commlib.graph.surroundings import Surroundings
 
@@ -35,7 +36,12 @@ class CallKeys:
         self._empty_call = without_arguments(())  # the last call without arguments
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Return a call with its key."""
+        """Return a call with its key.
+
+        Raises ``GraphError`` inside a transform, where tensors have no address, and for an argument
+        that no key can hold.
+        """
+        check_untransformed()
         flat = _EMPTY
         if args or kwargs:
             flat = flatten(args, kwargs, self.closed)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from commlib.core import observers
 from commlib.core.tensors import fault, has_memory
@@ -16,6 +17,8 @@ from commlib.graph.operators.schema import OpCall
 from commlib.streams import stream_captures
 
 _aten = torch.ops.aten
+_transform = torch._C._functorch.peek_interpreter_stack  # the innermost one of torch.func
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 _CALLED = {"_local_scalar_dense": "item"}  # as programs write it
 _NEEDED = "the host needs a value that the replay has not computed yet"
 _REMEDY = {
@@ -50,14 +53,32 @@ def check_stray(call: OpCall, touched: Iterable[torch.Tensor]) -> None:
         raise _unsupported(what, name, hint)
 
 
+def check_untransformed() -> None:
+    """Raise ``GraphError`` for a call inside a transform of torch.func or forward-mode autograd."""
+    if _transform() is not None or forward_ad._current_level >= 0:
+        raise GraphError(
+            "a captured function is called inside a transform (vmap, grad, jvp, jacfwd, "
+            "functionalize, dual numbers, ...), which needs the function itself; capture the "
+            "transformed function instead: graph.capture(torch.func.vmap(fn))"
+        )
+
+
+def check_untransformed_backward(grads: Iterable[torch.Tensor | None]) -> None:
+    """Raise ``GraphError`` for the backward of a captured call inside a transform."""
+    if (
+        _transform() is not None
+        or forward_ad._current_level >= 0
+        or any(_is_batched(grad) for grad in grads if grad is not None)  # is_grads_batched=True
+    ):
+        raise GraphError(
+            "the backward of a captured call runs inside a transform (vmap, is_grads_batched=True, "
+            "jacobian(vectorize=True), dual numbers, ...), and a graph takes one plain gradient "
+            "per output; call it with one gradient after the other, or call the function itself"
+        )
+
+
 def check_unreadable(tensors: Iterable[torch.Tensor]) -> None:
     """Raise ``GraphError`` for an argument whose values no graph could find at its address."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise GraphError(
-            "a captured function is called inside a transform (vmap, grad, jacfwd, ...), which "
-            "needs the function itself; capture the transformed function instead: "
-            "graph.capture(torch.func.vmap(fn))"
-        )
     for i, tensor in enumerate(tensors):
         found = fault(tensor, "the argument")
         if found is None and not has_memory(tensor) and (tensor.numel() or tensor.is_meta):

@@ -8,6 +8,7 @@ import torch
 from commlib.errors import GraphError
 from commlib.graph.backends.side_stream import SideStream
 from commlib.graph.calls.leaves import Tensors
+from commlib.graph.operators.unsupported import check_untransformed_backward
 from commlib.graph.replaying.nodes import all_run, retains
 
 Grads = Sequence[torch.Tensor | None]
@@ -73,6 +74,7 @@ class Node(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         """Return the gradients of all that leads to some."""
         *coming, _ = grads  # the tie has no gradient
+        check_untransformed_backward(coming)
         with torch.no_grad():
             found = _gone_back(ctx, coming)
         if torch.is_grad_enabled():  # create_graph=True
