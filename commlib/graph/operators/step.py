@@ -51,7 +51,9 @@ class Step(NamedTuple):
     @property
     def begins(self) -> bool:
         """Return True for a collective, which may run on after its launch."""
-        return self.seen is not None or getattr(self.call, "namespace", "") in _COLLECTIVES
+        if getattr(self.call, "namespace", "") in _COLLECTIVES:
+            return True
+        return bool(self.args) and isinstance(self.args[0], Seen)
 
     def launch(self) -> Any:
         """Call the operator; returns its result, for ``end``."""

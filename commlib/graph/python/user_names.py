@@ -2,20 +2,23 @@
 
 from typing import Any
 
+from commlib.graph.python.reach import is_captured
+
 
 def users_own(x: Any) -> Any:
     """Return the function or module that a captured one wraps, else ``x`` itself."""
-    while hasattr(type(x), "__commlib_captures__"):  # no code of the program runs
+    while is_captured(type(x)):
         x = x.__commlib_captures__
     return x
 
 
 def function_name(fn: Any) -> str:
     """Return the name of a function, or of the class of a module."""
-    fn = users_own(fn)
+    fn = users_own(fn) if is_captured(type(fn)) else fn
     return str(getattr(fn, "__qualname__", type(fn).__qualname__))
 
 
 def kind_name(x: Any) -> str:
     """Return the name of an object's class."""
-    return type(users_own(x)).__name__
+    kind = type(x)
+    return type(users_own(x)).__name__ if is_captured(kind) else kind.__name__
