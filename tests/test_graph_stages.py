@@ -12,7 +12,7 @@ from commlib import graph
 
 PACKAGE = Path(commlib.__file__).parent
 MOST_CALLS = 582  # of functions; comprehensions, which Python 3.12 calls no more, don't count
-MOST_FILES = 69
+MOST_FILES = 71
 
 
 def functions_of(call: Callable[[], object]) -> list[str]:

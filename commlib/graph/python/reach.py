@@ -128,7 +128,6 @@ def _kind(kind: type) -> _Kind:
     return _Kind.FOLLOWED if own or is_of_the_program(kind) else _Kind.NOTHING
 
 
-@lru_cache(maxsize=10_000)
 def is_captured(kind: type) -> bool:
     """Return True for classes of captured functions; no code of a metaclass runs."""
     return any("__commlib_captures__" in vars(each) for each in kind.__mro__)
