@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -181,6 +182,44 @@ def test_a_part_that_is_trained_later(comm: Any) -> None:
     assert_equal(len(found), len(expected), "tensors")
     for at, (actual, exact) in enumerate(zip(found, expected, strict=True)):
         assert_bits_equal(actual, exact, f"tensor {at}")
+
+
+@runs_on("unified_ranks")
+def test_a_frozen_part_with_gradients(comm: Any) -> None:
+    """A step that drops all gradients drops those of frozen parameters too, as eager code does."""
+    results = []
+    for captured in (plain, graph.capture(verify=False)):
+        p, q = one(1.0, comm.device), one(2.0, comm.device)
+        optimizer = torch.optim.SGD([p, q], lr=0.1)
+
+        def step(p: nn.Parameter = p, optimizer: Optimizer = optimizer) -> None:
+            optimizer.zero_grad()
+            p.square().sum().backward()
+            optimizer.step()
+
+        step, found = captured(step), list[bool]()
+        q.requires_grad_(False)
+        for turn in range(8):
+            if turn in (4, 6):
+                q.grad = torch.ones_like(q)
+            step()
+            found.append(q.grad is None)
+        results.append((found, p.tolist(), q.tolist()))
+    assert_equal(results[1], results[0], "gradients that are dropped, and parameters")
+
+
+@runs_on("unified_ranks")
+def test_a_moment_that_is_released(comm: Any) -> None:
+    """A graph keeps no moment of a state alive: others learn of its release."""
+    p = one(1.0, comm.device)
+    optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+    p.grad = torch.ones_like(p)
+    step = graph.capture(optimizer.step)
+    for _ in range(4):
+        step()
+    moment = weakref.ref(optimizer.state[p]["momentum_buffer"])
+    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+    assert moment() is None, "something holds the old moment"
 
 
 @runs_on("unified_ranks")

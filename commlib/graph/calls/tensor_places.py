@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
-from operator import is_
 from typing import Any, TypeAlias
+from weakref import ref
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -57,49 +57,41 @@ class TensorPlaces:
 
 
 class _State:
-    """The tensors of an optimizer's state at one moment, compared at some 50 ns each."""
+    """The tensors of an optimizer's state at one moment. It keeps none of them alive."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, uses: Callable[[int], bool]) -> None:
         self._optimizer = optimizer
-        self._look()
         self._tensors = {
-            name: x for name, x in self._named().items() if _is_placed(x) and uses(memory(x))
+            name: ref(x) for name, x in self._named() if _is_placed(x) and uses(memory(x))
         }
+        self._known = self._ids()
         self.counts = bool(self._tensors)
 
-    def _look(self) -> None:
-        self._state = self._optimizer.state
-        self._held = [*self._state.values()]
-        self._inner = [x for x in self._held if isinstance(x, dict)]
-        self._values = [*chain.from_iterable(map(dict.values, self._inner))]
-
-    def _named(self) -> dict[Any, Any]:
-        """Return what the state holds, by the place of each."""
-        found: dict[Any, Any] = {}
+    def _named(self) -> Iterator[tuple[Any, Any]]:
+        """Yield what the state holds, with the place of each."""
         for key, held in self._optimizer.state.items():
             items = held.items() if isinstance(held, dict) else ((None, held),)
-            found |= {(id(key), name): x for name, x in items}
-        return found
+            yield from (((id(key), name), x) for name, x in items)
+
+    def _ids(self) -> list[int]:
+        """Return the numbers of all objects in the state; a released one is noticed elsewhere."""
+        held = self._optimizer.state.values()
+        inner = (x for x in held if isinstance(x, dict))
+        return [*map(id, held), *map(id, chain.from_iterable(map(dict.values, inner)))]
 
     @property
     def changed(self) -> bool:
         """Return True if the state holds another tensor in place of one that counts."""
-        if self._is_same():
+        ids = self._ids()
+        if ids == self._known:
             return False
-        now = self._named()
-        if any(now.get(name) is not x for name, x in self._tensors.items()):
-            return True
-        self._look()  # something else is new
+        now = dict(self._named())
+        for name, known in self._tensors.items():
+            tensor = known()
+            if tensor is None or now.get(name) is not tensor:
+                return True
+        self._known = ids  # something else is new
         return False
-
-    def _is_same(self) -> bool:
-        state = self._optimizer.state
-        if state is not self._state or len(state) != len(self._held):
-            return False
-        if not all(map(is_, state.values(), self._held)):
-            return False
-        values = [*chain.from_iterable(map(dict.values, self._inner))]
-        return len(values) == len(self._values) and all(map(is_, values, self._values))
 
 
 def addresses(variables: Iterable[Variable]) -> Iterator[Fact]:

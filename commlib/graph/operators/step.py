@@ -51,9 +51,8 @@ class Step(NamedTuple):
     @property
     def begins(self) -> bool:
         """Return True for a collective, which may run on after its launch."""
-        if getattr(self.call, "namespace", "") in _COLLECTIVES:
-            return True
-        return bool(self.args) and isinstance(self.args[0], Seen)
+        namespace = getattr(self.call, "namespace", "")  # that of an operator
+        return namespace in _COLLECTIVES or (not namespace and self.seen is not None)
 
     def launch(self) -> Any:
         """Call the operator; returns its result, for ``end``."""
@@ -66,7 +65,7 @@ class Step(NamedTuple):
         """Wait for a collective, and copy the result to the recorded memory."""
         if isinstance(result, Work):
             result.wait()
-        elif self.begins and self.seen is None:
+        elif getattr(self.call, "namespace", "") in _COLLECTIVES:
             _wait(result)
         if self.made:
             leaves = tensors_in(result)
