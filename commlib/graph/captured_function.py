@@ -253,7 +253,8 @@ class CapturedFunction(Generic[P, R]):
             call = self._keys.of(*call.given)
         entry = first.entry(call, functools.partial(self._drop_different, call.key))
         self.entries[call.key] = entry
-        entry.places = self._keys.around.places(entry.uses)
+        held = [*first.findings.held, *entry.externals.tensors()]
+        entry.places = self._keys.around.places(entry.uses, held, call.tensors)
         self._turns = 0
         self._kinds.note(self.entries, call, self._keys.around)
         self._used.note(self._module)

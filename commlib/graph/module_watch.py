@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from commlib.graph.calls.tensor_addresses import TensorAddresses, has_address
 from commlib.graph.hook_watch import HookLook
 from commlib.graph.python.contents import is_asked
 from commlib.graph.python.read_names import is_read, names_read
 from commlib.graph.python.setting import Same, setting
-from commlib.graph.recording.externals import at_addresses
 
 _Fact = tuple[str, Any]
 
@@ -26,7 +26,7 @@ _Fact = tuple[str, Any]
 _watched: dict[int, "tuple[weakref.ref[ModuleWatch], ...]"] = {}
 _lock = threading.Lock()
 _changes = count(1)
-_WITH_ADDRESS = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _PARTS = ("_parameters", "_buffers", "_modules")
 
 
@@ -65,10 +65,9 @@ class ModuleLook:
         tensors = watch.tensors()
         others = (reference() for reference in watch.others)
         self._hooks = HookLook([*watch.modules, *(x for x in others if x is not None), *tensors])
-        self._tensors = [x for x in tensors if type(x) in _WITH_ADDRESS]
-        self._pointers = [x.data_ptr() for x in self._tensors]
-        self._positions = list(range(len(self._tensors)))
-        self.facts: dict[tuple[int, str], Any] = {(0, "addresses"): tuple(self._pointers)}
+        self._tensors = [x for x in tensors if type(x) in _PLAIN and has_address(x)]
+        self._addresses = TensorAddresses(self._tensors)
+        self.facts: dict[tuple[int, str], Any] = {(0, "addresses"): self._addresses.facts}
         self.facts |= {name: fact for name, fact in self._hooks.facts if name not in watch.own}
         self.facts |= {
             (id(module), name): fact
@@ -80,9 +79,7 @@ class ModuleLook:
     @property
     def is_old(self) -> bool:
         """Return True if hooks or addresses are others since."""
-        return self._hooks.is_old or bool(
-            self._tensors and not at_addresses(self._tensors, self._pointers, self._positions)
-        )
+        return self._hooks.is_old or not self._addresses.are_of(self._tensors)
 
 
 class ModuleWatch:

@@ -11,6 +11,7 @@ from weakref import ref
 import torch
 from typing_extensions import Self
 
+from commlib.core.tensors import parts
 from commlib.graph.calls.tensor_places import NO_PLACES, TensorPlaces, addresses
 from commlib.graph.hook_watch import hooks_of_all
 from commlib.graph.module_watch import ModuleStates, ModuleWatch
@@ -206,12 +207,24 @@ class Surroundings:
             if is_read(x, name, self._names):
                 yield (id(x), name), setting(held, _DEEP, self._names)
 
-    def places(self, uses: Callable[[int], bool]) -> TensorPlaces:
-        """Return where tensors are now; ``uses``: returns True for memory that counts."""
-        places = self._watched.places
-        if not (places.variables or places.optimizers):
+    def places(
+        self,
+        uses: Callable[[int], bool],
+        tensors: Iterable[torch.Tensor],
+        given: Iterable[torch.Tensor],
+    ) -> TensorPlaces:
+        """Return where tensors are now.
+
+        Args:
+            uses: Returns True for memory that counts.
+            tensors: Tensors that the function can reach.
+            given: Its arguments, which may be anywhere.
+        """
+        places, known = self._watched.places, {*map(id, self._modules.tensors()), *map(id, given)}
+        held = {id(x): x for one in tensors if id(one) not in known for x in parts(one)}
+        if not (places.variables or places.optimizers or held):
             return NO_PLACES
-        return TensorPlaces(places.variables, places.optimizers, self._own, uses)
+        return TensorPlaces(places.variables, places.optimizers, held.values(), self._own, uses)
 
     def named(self) -> dict[str, str]:
         """Return the settings in words, by their names."""
@@ -240,7 +253,8 @@ class Surroundings:
         watched, modules = self._watched, self._modules
         found: dict[Any, Any] = dict(_facts(watched))
         found |= dict(watched.contents.all_facts())
-        found |= dict(_groups(watched.places))
+        if watched.places.optimizers:
+            found |= dict(_groups(watched.places))
         if watched.places.variables:
             found |= dict(addresses(watched.places.variables))
         for x in (x for x in leaves if is_open(type(x))):

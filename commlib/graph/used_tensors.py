@@ -37,7 +37,7 @@ class UsedTensors:
         now = _named(module)
         gone = [name for name, x in self._known.items() if now.get(name) is not x()]
         names = {id(x()): name for name, x in self._known.items()}
-        moved = [x for entry in entries for x in entry.moved()]
+        moved = [x for entry in entries for x in entry.externals.moved()]
         return gone + [names.get(id(x), f"a {tuple(x.shape)} tensor") for x in moved]
 
 

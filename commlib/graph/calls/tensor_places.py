@@ -1,4 +1,4 @@
-"""Places of tensors in lists, dicts and optimizers, to find which hold another tensor now."""
+"""Places of tensors, to find which hold another tensor now, and tensors with other memory now."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
@@ -6,8 +6,8 @@ from typing import Any, TypeAlias
 from weakref import ref
 
 import torch
-from torch.nn.parameter import is_lazy
 
+from commlib.graph.calls.tensor_addresses import HeldTensors, has_address
 from commlib.graph.operators.schema import memory
 from commlib.graph.python.contents import Fact
 from commlib.graph.python.setting import label
@@ -18,7 +18,7 @@ Variable: TypeAlias = tuple[int, str, Callable[[], Any]]  # whose it is, its nam
 
 
 class TensorPlaces:
-    """The tensors that places held at one moment.
+    """The tensors that places held at one moment, and the memory of tensors.
 
     One that is replaced by another may still be held elsewhere, so that its release does not tell.
     """
@@ -27,6 +27,7 @@ class TensorPlaces:
         self,
         variables: Iterable[Variable],
         optimizers: Iterable[torch.optim.Optimizer],
+        tensors: Iterable[torch.Tensor],
         own: Collection[Any],
         uses: Callable[[int], bool],
     ) -> None:
@@ -35,6 +36,7 @@ class TensorPlaces:
         Args:
             variables: Variables of the function.
             optimizers: Its optimizers.
+            tensors: Tensors that it can reach, whose memory the program may replace.
             own: Names of what the function itself replaces: their places tell nothing.
             uses: Returns True for the memory of a tensor that counts.
         """
@@ -44,16 +46,19 @@ class TensorPlaces:
         self._addresses = {name: at for name, at in found if name not in own and uses(at[0])}
         states = [_State(x, uses) for x in optimizers]
         self._states = [each for each in states if each.counts]
+        self._held = HeldTensors(x for x in tensors if has_address(x) and uses(memory(x)))
 
     @property
     def changed(self) -> bool:
-        """Return True if a place holds another tensor now."""
+        """Return True if a place holds another tensor now, or a tensor has other memory."""
         if self._addresses:
             now = dict(addresses(self._variables))
             for name, at in self._addresses.items():
                 if name in self._own or now.get(name) != at:
                     return True
-        return bool(self._states) and any(each.changed for each in self._states)
+        if self._states and any(each.changed for each in self._states):
+            return True
+        return bool(self._held) and self._held.moved
 
 
 class _State:
@@ -62,7 +67,7 @@ class _State:
     def __init__(self, optimizer: torch.optim.Optimizer, uses: Callable[[int], bool]) -> None:
         self._optimizer = optimizer
         self._tensors = {
-            name: ref(x) for name, x in self._named() if _is_placed(x) and uses(memory(x))
+            name: ref(x) for name, x in self._named() if has_address(x) and uses(memory(x))
         }
         self._known = self._ids()
         self.counts = bool(self._tensors)
@@ -101,14 +106,9 @@ def addresses(variables: Iterable[Variable]) -> Iterator[Fact]:
         if not _is_small(x):
             continue
         for key, held in list(x.items() if isinstance(x, dict) else enumerate(x)):
-            if _is_placed(held):
+            if has_address(held):
                 at = memory(held), held.storage_offset(), held.shape, held.stride(), held.dtype
                 yield (where, f"the place of {name}[{label(key)}]"), at
-
-
-def _is_placed(x: Any) -> bool:
-    """Return True for tensors with an address."""
-    return isinstance(x, torch.Tensor) and not is_lazy(x) and x.layout is torch.strided
 
 
 def _is_small(x: Any) -> bool:
@@ -116,4 +116,4 @@ def _is_small(x: Any) -> bool:
     return type(x) in (list, dict) and len(x) <= _FEW
 
 
-NO_PLACES = TensorPlaces((), (), (), bool)
+NO_PLACES = TensorPlaces((), (), (), (), bool)

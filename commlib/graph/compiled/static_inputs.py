@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from commlib.core.tensors import is_wrapper, parts
+from commlib.core.tensors import parts
 from commlib.errors import GraphError
+from commlib.graph.calls.tensor_addresses import layout_guards
 from commlib.graph.captured_function import CapturedFunction
 from commlib.graph.options import Options
 from commlib.graph.watching.runs import inside
@@ -127,7 +128,7 @@ class _WithStatic:
         self._fn, self._places, self._others = fn, places, others
         self._static = [weakref.ref(x, self._note) for x in static]
         self._addresses = [*map(_address, static)]
-        self._ids, self._guards = [*map(id, static)], _guards(static)
+        self._ids, self._guards = [*map(id, static)], layout_guards(static)
 
     def is_of(self, static: Sequence[torch.Tensor]) -> bool:
         """Return True if they are the same tensors, unchanged; False also where that takes long."""
@@ -167,19 +168,6 @@ def _kind(x: torch.Tensor) -> tuple[Any, ...]:
     """Return what tells one static input from another, or from itself as it was."""
     layout = x.stride() if x.layout is torch.strided else x.layout
     return _address(x), x.shape, layout, x.dtype, x.requires_grad
-
-
-def _guards(static: Sequence[torch.Tensor]) -> Any:
-    """Return what compares dtypes, sizes and strides with these in one call, as Dynamo does.
-
-    None where there are other than ordinary tensors, or torch does not have it.
-    """
-    kind: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
-    plain = all(x.layout is torch.strided and not is_wrapper(x) for x in static)
-    if kind is None or not plain:
-        return None
-    sizes, strides = [[*x.shape] for x in static], [[*x.stride()] for x in static]
-    return kind(*static, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
 
 def _address(x: torch.Tensor) -> int:

@@ -1,7 +1,7 @@
 """Tensors from outside that a graph reads: their memory is kept and their release is detected."""
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -47,19 +47,11 @@ class Externals:
         self._addresses = []
         self._more = []
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return those that the program holds."""
+        return [x for reference, _ in self._addresses if (x := reference()) is not None]
+
     def moved(self) -> list[torch.Tensor]:
         """Return the tensors whose memory has moved."""
         pairs = ((reference(), address) for reference, address in self._addresses)
         return [x for x, address in pairs if x is not None and x.data_ptr() != address]
-
-
-def _equal_one_by_one(
-    tensors: list[torch.Tensor], pointers: list[int], positions: list[int]
-) -> bool:
-    return all(tensors[i].data_ptr() == pointers[i] for i in positions)
-
-
-# Compares all addresses in one call, if torch has this function.
-at_addresses: Callable[[list[torch.Tensor], list[int], list[int]], bool] = getattr(
-    torch._C, "_tensors_data_ptrs_at_indices_equal", _equal_one_by_one
-)

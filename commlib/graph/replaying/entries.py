@@ -8,6 +8,7 @@ from commlib import flags
 from commlib.errors import GraphError
 from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.calls.tensor_places import TensorPlaces
+from commlib.graph.recording.externals import Externals
 from commlib.graph.recording.replay_times import FunctionTimes
 from commlib.graph.replaying.captured_call import CapturedCall
 
@@ -35,6 +36,10 @@ class Entry(Protocol):
     @property
     def parts(self) -> list[CapturedCall]:
         """Return the captured calls that it is made of."""
+
+    @property
+    def externals(self) -> Externals:
+        """Return the tensors that the graphs read in addition to arguments."""
 
     def uses(self, key: int) -> bool:
         """Return True if the graphs read or write the memory that ``key`` names, or bind it."""

@@ -1,0 +1,117 @@
+"""Tensors whose memory or layout the program replaces between the calls of a captured function."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from commlib import graph
+from commlib.graph.calls.tensor_addresses import HeldTensors
+from tests.support.checks import assert_bits_equal, assert_equal
+from tests.support.runs_on import runs_on
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+_weight = torch.empty(0)
+
+
+def _in_global(weight: torch.Tensor) -> Function:
+    global _weight
+    _weight = weight
+    return lambda x: x @ _weight
+
+
+def _in_long_list(weight: torch.Tensor) -> Function:
+    held = [torch.zeros_like(weight) for _ in range(99)] + [weight]
+    return lambda x: x @ held[99]
+
+
+def _in_object(weight: torch.Tensor) -> Function:
+    holder = SimpleNamespace(held={"weights": [weight]})
+    return lambda x: x @ holder.held["weights"][0]
+
+
+def _in_attribute_of_module(weight: torch.Tensor) -> Function:
+    module: Any = torch.nn.Module()
+    module.held = {"weight": weight}
+    return lambda x: x @ module.held["weight"]
+
+
+def _in_parameter(weight: torch.Tensor) -> Function:
+    linear = torch.nn.Linear(3, 3, bias=False)
+    linear.weight = weight
+    return linear
+
+
+PLACES: dict[str, Callable[[Any], Function]] = {
+    "closure": lambda weight: lambda x: x @ weight,
+    "closure, by its data": lambda weight: lambda x: x @ weight.data,
+    "global": _in_global,
+    "long list": _in_long_list,
+    "object": _in_object,
+    "attribute of a module": _in_attribute_of_module,
+    "parameter": _in_parameter,
+}
+
+
+def _replace(weight: torch.Tensor) -> None:
+    weight.data = weight.data * 2
+
+
+def _set(weight: torch.Tensor) -> None:
+    other = weight * 2
+    with torch.no_grad():
+        weight.set_(other.untyped_storage(), 0, other.shape, other.stride())
+
+
+def _transpose(weight: torch.Tensor) -> None:
+    weight.data = weight.data.t()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@runs_on("unified_ranks")
+def test_other_memory(comm: Any, place: str) -> None:
+    """A graph is captured again for another address or layout; no verified call finds it."""
+    for change in (_replace, _set, _transpose):
+        values = torch.arange(9.0, device=comm.device).view(3, 3)
+        weight = torch.nn.Parameter(values, requires_grad=False)
+        fn = PLACES[place](weight)
+        captured, x = graph.capture(fn, verify=False), torch.ones(2, 3, device=comm.device)
+        for turn in range(6):
+            if turn == 4:
+                change(weight)
+            assert_bits_equal(captured(x + turn), fn(x + turn), f"{change.__name__}, call {turn}")
+
+
+@runs_on("unified_ranks")
+def test_memory_that_stays(comm: Any) -> None:
+    """No graph is captured again in another mode of torch, or for other arguments."""
+    weight = torch.arange(9.0, device=comm.device).view(3, 3)
+    captured = graph.capture(lambda x: x @ weight)
+    for turn in range(8):
+        x = torch.full((2, 3), float(turn), device=comm.device)
+        assert_bits_equal(captured(x), x @ weight, f"call {turn}")
+        with torch.inference_mode():
+            captured(x)
+        if turn == 2:
+            known = [*captured.entries.values()]
+    now = [*captured.entries.values()]
+    assert_equal((len(now), len(known)), (2, 2), "graphs")
+    assert all(any(x is y for y in now) for x in known), "a graph was captured again"
+
+
+def test_tensors_that_are_released() -> None:
+    """A tensor that the program drops has not moved; those that it keeps are still compared."""
+    kept, dropped, parameter = torch.zeros(3, 3), torch.zeros(2), torch.nn.Parameter(torch.zeros(2))
+    held = HeldTensors([kept, dropped, parameter])
+    del dropped
+    assert not held.moved
+    with torch.inference_mode():
+        assert not held.moved, "another mode of torch"
+    kept.data = kept.data.t()
+    assert held.moved
+    kept.data = kept.data.t()
+    assert not held.moved
+    parameter.data = torch.zeros(2)
+    assert held.moved
