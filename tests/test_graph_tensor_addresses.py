@@ -1,6 +1,8 @@
-"""Tensors whose memory or layout the program replaces between the calls of a captured function."""
+"""Tensors that a program replaces between calls of a captured function, or their memory alone."""
 
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,6 +84,75 @@ def test_other_memory(comm: Any, place: str) -> None:
             if turn == 4:
                 change(weight)
             assert_bits_equal(captured(x + turn), fn(x + turn), f"{change.__name__}, call {turn}")
+
+
+Held = tuple[Function, Callable[[torch.Tensor], None]]
+
+
+def _item_of_list(weight: torch.Tensor) -> Held:
+    held = [torch.zeros_like(weight) for _ in range(149)] + [weight]
+    return lambda x: x @ held[149], partial(held.__setitem__, 149)
+
+
+def _item_of_deque(weight: torch.Tensor) -> Held:
+    held = deque([weight])
+    return lambda x: x @ held[0], partial(held.__setitem__, 0)
+
+
+def _item_deep_in_object(weight: torch.Tensor) -> Held:
+    holder = SimpleNamespace(held={"weights": [{"first": weight}]})
+    bind = partial(holder.held["weights"][0].__setitem__, "first")
+    return lambda x: x @ holder.held["weights"][0]["first"], bind
+
+
+def _item_of_module(weight: torch.Tensor) -> Held:
+    module: Any = torch.nn.Module()
+    module.held = [weight]
+    return lambda x: x @ module.held[0], partial(module.held.__setitem__, 0)
+
+
+def _attribute_of_module(weight: torch.Tensor) -> Held:
+    module: Any = torch.nn.Module()
+    module.held = weight
+    return lambda x: x @ module.held, partial(setattr, module, "held")
+
+
+class _Layer:
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.held = {"weight": weight}
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.held["weight"]
+
+
+def _item_of_own_object(weight: torch.Tensor) -> Held:
+    layer = _Layer(weight)
+    return layer.__call__, partial(layer.held.__setitem__, "weight")
+
+
+HOLDERS: dict[str, Callable[[torch.Tensor], Held]] = {
+    "list": _item_of_list,
+    "deque": _item_of_deque,
+    "deep in an object": _item_deep_in_object,
+    "list of a module": _item_of_module,
+    "attribute of a module": _attribute_of_module,
+    "object of a method": _item_of_own_object,
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@runs_on("unified_ranks")
+def test_another_tensor(comm: Any, holder: str) -> None:
+    """A tensor that the program replaces and keeps elsewhere is not read by the next call."""
+    weight = torch.arange(9.0, device=comm.device).view(3, 3)
+    fn, bind = HOLDERS[holder](weight)
+    captured, x = graph.capture(fn, verify=False), torch.ones(2, 3, device=comm.device)
+    for turn in range(9):
+        if turn == 4:
+            bind(weight * 2)
+        if turn == 7:
+            bind(weight)  # the first one again
+        assert_bits_equal(captured(x + turn), fn(x + turn), f"call {turn}")
 
 
 @runs_on("unified_ranks")

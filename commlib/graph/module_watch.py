@@ -120,6 +120,11 @@ class ModuleWatch:
         return {} if self._look is None else self._look.facts
 
     @property
+    def known_change(self) -> int:
+        """Return the last change that was reported before the look that was kept."""
+        return 0 if self._look is None else self._look.change
+
+    @property
     def is_needed(self) -> bool:
         """Return True if there is something to watch."""
         return bool(self.modules or self.others)
@@ -158,19 +163,32 @@ class ModuleWatch:
         held = (vars(each).get(name, {}) for each in self.modules for name in _PARTS[:2])
         return [x for parts in held for x in parts.values() if x is not None]
 
+    def tensor_attributes(self) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
+        """Yield the tensors that modules have as plain attributes."""
+        for module in self.modules:
+            for name, value in _attributes(module, self.names):
+                if isinstance(value, torch.Tensor):
+                    yield (id(module), name), value
+
+
+def _attributes(module: torch.nn.Module, names: frozenset[str] | None) -> Iterator[_Fact]:
+    """Yield the plain attributes in ``names`` of a module."""
+    read = names_read(module, names)
+    for name, value in list(vars(module).items()):
+        if name not in _PARTS and not name.endswith("_hooks") and (read is None or name in read):
+            yield name, value
+
 
 def _facts(module: torch.nn.Module, names: frozenset[str] | None) -> Iterable[_Fact]:
     """Yield each attribute in ``names`` by its setting.
 
     Containers that count by content, tensors and hooks are left out.
     """
-    read = names_read(module, names)
-    for name, value in list(vars(module).items()):
-        if name in _PARTS:
-            yield from ((f"{name}.{part}", Same(x)) for part, x in value.items())
-        elif name.endswith("_hooks") or not (read is None or name in read):
-            continue
-        elif not isinstance(value, torch.Tensor) and not is_asked(value):
+    for name in _PARTS:
+        held = vars(module).get(name, {})  # scripted modules have no such dict
+        yield from ((f"{name}.{part}", Same(x)) for part, x in held.items())
+    for name, value in _attributes(module, names):
+        if not isinstance(value, torch.Tensor) and not is_asked(value):
             yield name, setting(value)
     if isinstance(module, torch.jit.ScriptModule):
         yield from _facts_of_script(module)

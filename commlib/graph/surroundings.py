@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, count
 from operator import is_
 from typing import Any, NamedTuple
 from weakref import ref
@@ -12,7 +12,7 @@ import torch
 from typing_extensions import Self
 
 from commlib.core.tensors import parts
-from commlib.graph.calls.tensor_places import NO_PLACES, TensorPlaces, addresses
+from commlib.graph.calls.tensor_places import NO_PLACES, Around, Name, TensorPlaces, addresses
 from commlib.graph.hook_watch import hooks_of_all
 from commlib.graph.module_watch import ModuleStates, ModuleWatch
 from commlib.graph.python.contents import MOST_WRITTEN, Contents, Fact, is_asked
@@ -23,6 +23,7 @@ from commlib.graph.setting_places import SettingPlaces
 
 _DEEP = 4  # how far settings of optimizers and objects among arguments are followed
 _MANY = 16  # facts that are hashed faster one by one
+_numbers = count(1)
 
 
 class _Watched(NamedTuple):
@@ -65,6 +66,7 @@ class _Reading(NamedTuple):
     versions: list[int]
     versioned: list[Any]
     facts: tuple[Any, ...]  # what represents all of this in a key
+    number: int  # another one where anything is another
 
 
 class Surroundings:
@@ -86,9 +88,9 @@ class Surroundings:
         self._own: set[Any] = set()  # what calls of the function change
         self._kept: dict[Any, list[Any]] = {}  # the keys that count, of containers with other ones
         self._imported = 0  # modules of Python when the function was looked at
-        places = SettingPlaces(_nothing, self._names)
+        places = SettingPlaces(lambda: None, self._names)  # none
         self._watched = _Watched(places, Contents(), 0, False, False)
-        self._last = _Reading(self._watched, [], b"", [], [], ())
+        self._last = _Reading(self._watched, [], b"", [], [], (), 0)
         self.weights: list[torch.Tensor] = []
         self.stepped: list[torch.Tensor] = []  # those of them that optimizers have
 
@@ -156,7 +158,7 @@ class Surroundings:
                 return self._facts_of(self._watch_again())
         if places.has_versions:
             versions = places.versions()
-        last, known, was_whole, had_versions, _, facts = self._last
+        last, known, was_whole, had_versions, _, facts, _ = self._last
         steady = last is watched and whole == was_whole and len(held) == len(known)
         if steady and all(map(is_, held, known)) and versions == had_versions:
             return facts
@@ -193,7 +195,7 @@ class Surroundings:
             facts = tuple(what for name, what in _facts(watched) if name not in self._own)
             facts = _ManyFacts(facts) if len(facts) > _MANY else facts
             held = [] if self._has_changed(watched, held, versions) else held
-        self._last = _Reading(watched, held, whole, versions, versioned, facts)
+        self._last = _Reading(watched, held, whole, versions, versioned, facts, next(_numbers))
         return self._last
 
     def _has_changed(self, watched: _Watched, held: list[Any], versions: list[int]) -> bool:
@@ -222,9 +224,16 @@ class Surroundings:
         """
         places, known = self._watched.places, {*map(id, self._modules.tensors()), *map(id, given)}
         held = {id(x): x for one in tensors if id(one) not in known for x in parts(one)}
-        if not (places.variables or places.optimizers or held):
+        if not (self._watched.is_asked or self._watched.can_change or held):
             return NO_PLACES
-        return TensorPlaces(places.variables, places.optimizers, held.values(), self._own, uses)
+        around = Around(
+            lambda: (self._last.number, self._modules.known_change), self._tensors, self._own
+        )
+        return TensorPlaces(around, places.optimizers, held.values(), uses)
+
+    def _tensors(self) -> Iterator[tuple[Name, torch.Tensor]]:
+        """Yield the tensors in containers, and in attributes of modules, with their names."""
+        return chain(self._watched.contents.tensors(), self._modules.tensor_attributes())
 
     def named(self) -> dict[str, str]:
         """Return the settings in words, by their names."""
@@ -255,17 +264,13 @@ class Surroundings:
         found |= dict(watched.contents.all_facts())
         if watched.places.optimizers:
             found |= dict(_groups(watched.places))
-        if watched.places.variables:
-            found |= dict(addresses(watched.places.variables))
+        if watched.is_asked or watched.can_change:
+            found |= dict(addresses(self._tensors()))
         for x in (x for x in leaves if is_open(type(x))):
             found |= dict(self._of_object(x))
         if not modules.is_needed:
             return found
         return found | (modules.look().facts if look_again or modules.changed else modules.known)
-
-
-def _nothing() -> None:
-    """Read no setting."""
 
 
 def _have_new_containers(known: list[Any], held: list[Any]) -> bool:

@@ -35,10 +35,11 @@ class Model(nn.Module):
         self.scale: torch.Tensor
         self.register_buffer("scale", torch.ones(3))
         self.slope = 1.0
+        self.shift = torch.zeros(3, device=ring.device)  # neither a parameter nor a buffer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return one value for each row."""
-        y = torch.tanh(self.first(x)) * self.scale
+        y = torch.tanh(self.first(x) + self.shift) * self.scale
         if self.training:
             y = y * 0.75
         return self.second(ops.all_reduce(y, self.ring)).sum(1) * self.slope  # type: ignore[no-any-return]
@@ -279,6 +280,11 @@ def _other_buffer(trainer: Trainer) -> None:
     trainer.model.scale = trainer.model.scale * 0.5
 
 
+def _other_attribute(trainer: Trainer) -> None:
+    trainer.kept.append(trainer.model.shift)
+    trainer.model.shift = trainer.model.shift + 0.1
+
+
 def _set_gradient(trainer: Trainer) -> None:
     for parameter in trainer.model.parameters():
         parameter.grad = torch.full_like(parameter, 0.5)
@@ -317,6 +323,7 @@ CHANGES: dict[str, Callable[[Trainer], None]] = {
     "a hook of a gradient": _add_gradient_hook,
     "one hook less": _remove_hook,
     "another buffer": _other_buffer,
+    "another tensor of the model": _other_attribute,
     "a number": lambda trainer: setattr(trainer.model, "slope", trainer.model.slope * 0.5),
     "training or evaluation": _other_mode,
     "more rows": lambda trainer: setattr(trainer, "rows", 5 - trainer.rows),

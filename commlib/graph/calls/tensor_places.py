@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
 
 import torch
@@ -10,11 +10,22 @@ import torch
 from commlib.graph.calls.tensor_addresses import HeldTensors, has_address
 from commlib.graph.operators.schema import memory
 from commlib.graph.python.contents import Fact
-from commlib.graph.python.setting import label
 
-_FEW = 32  # items of a list or dict whose tensors' addresses are asked at every call
+Name: TypeAlias = tuple[int, str]  # whose a place is, and what it is called
 
-Variable: TypeAlias = tuple[int, str, Callable[[], Any]]  # whose it is, its name, how to read it
+
+class Around(NamedTuple):
+    """The questions about the places around a function.
+
+    Attributes:
+        version: Returns numbers that are others where a place may hold something else.
+        items: Yields the tensors in containers and in attributes of modules, with their names.
+        own: Names of what the function itself replaces: their places tell nothing.
+    """
+
+    version: Callable[[], tuple[int, ...]]
+    items: Callable[[], Iterable[tuple[Name, torch.Tensor]]]
+    own: Collection[Any]
 
 
 class TensorPlaces:
@@ -25,25 +36,22 @@ class TensorPlaces:
 
     def __init__(
         self,
-        variables: Iterable[Variable],
+        around: Around,
         optimizers: Iterable[torch.optim.Optimizer],
         tensors: Iterable[torch.Tensor],
-        own: Collection[Any],
         uses: Callable[[int], bool],
     ) -> None:
-        """Look at small lists and dicts in ``variables``, and at the states of ``optimizers``.
+        """Look at all places.
 
         Args:
-            variables: Variables of the function.
-            optimizers: Its optimizers.
-            tensors: Tensors that it can reach, whose memory the program may replace.
-            own: Names of what the function itself replaces: their places tell nothing.
+            around: Containers and modules.
+            optimizers: Optimizers, whose states hold tensors.
+            tensors: Tensors that the function can reach, whose memory the program may replace.
             uses: Returns True for the memory of a tensor that counts.
         """
-        self._own = own
-        self._variables = [each for each in variables if _is_small(each[2]())]
-        found = addresses(self._variables)
-        self._addresses = {name: at for name, at in found if name not in own and uses(at[0])}
+        self._around, self._version = around, around.version()
+        found = addresses(around.items())
+        self._addresses = {name: at for name, at in found if name not in around.own and uses(at[0])}
         states = [_State(x, uses) for x in optimizers]
         self._states = [each for each in states if each.counts]
         self._held = HeldTensors(x for x in tensors if has_address(x) and uses(memory(x)))
@@ -51,14 +59,23 @@ class TensorPlaces:
     @property
     def changed(self) -> bool:
         """Return True if a place holds another tensor now, or a tensor has other memory."""
-        if self._addresses:
-            now = dict(addresses(self._variables))
-            for name, at in self._addresses.items():
-                if name in self._own or now.get(name) != at:
-                    return True
+        if self._addresses and self._have_others:
+            return True
         if self._states and any(each.changed for each in self._states):
             return True
         return bool(self._held) and self._held.moved
+
+    @property
+    def _have_others(self) -> bool:
+        """Return True if a container or a module holds another tensor now."""
+        version = self._around.version()
+        if version == self._version:
+            return False
+        own, now = self._around.own, dict(addresses(self._around.items()))
+        if any(name in own or now.get(name) != at for name, at in self._addresses.items()):
+            return True
+        self._version = version  # something else is new
+        return False
 
 
 class _State:
@@ -99,21 +116,12 @@ class _State:
         return False
 
 
-def addresses(variables: Iterable[Variable]) -> Iterator[Fact]:
-    """Yield the addresses of the tensors among the items of small lists and dicts."""
-    for where, name, read in variables:
-        x = read()
-        if not _is_small(x):
-            continue
-        for key, held in list(x.items() if isinstance(x, dict) else enumerate(x)):
-            if has_address(held):
-                at = memory(held), held.storage_offset(), held.shape, held.stride(), held.dtype
-                yield (where, f"the place of {name}[{label(key)}]"), at
+def addresses(items: Iterable[tuple[Name, torch.Tensor]]) -> Iterator[Fact]:
+    """Yield the address and layout of each tensor, under the name of its place."""
+    for (where, name), x in items:
+        if has_address(x):
+            at = memory(x), x.storage_offset(), x.shape, x.stride(), x.dtype
+            yield (where, f"the place of {name}"), at
 
 
-def _is_small(x: Any) -> bool:
-    """Return True for a list or dict that is asked at every call."""
-    return type(x) in (list, dict) and len(x) <= _FEW
-
-
-NO_PLACES = TensorPlaces((), (), (), (), bool)
+NO_PLACES = TensorPlaces(Around(tuple, tuple, ()), (), (), bool)

@@ -131,6 +131,13 @@ class Contents:
         for place, keys in self._opened:
             yield from _facts(place, keys)
 
+    def tensors(self) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
+        """Yield the tensors among their items, with the names of these."""
+        for place, keys in self._opened:
+            for key, one in _items(place.held, keys):
+                if isinstance(one, torch.Tensor):
+                    yield (place.where, _item(place, key)), one
+
     def all_facts(self) -> Iterator[Fact]:
         """Yield what each of them holds, and each item."""
         yield from self.facts()
