@@ -611,3 +611,13 @@ def test_numbers_with_their_own_text() -> None:
         holder.scale = OddText(value)
         assert_bits_equal(g(x), x * value, f"{value}")
     assert_equal(len(g.entries), 2, "graphs")
+
+
+@runs_on("unified_ranks")
+def test_kinds_that_stay_eager(comm: Any) -> None:
+    """A function that can't be captured keeps no more keys than it may have graphs."""
+    captured = graph.capture(lambda x, n: x * x.sum().item() * n, max_graphs=3, on_fail="eager")
+    x = torch.ones(2, device=comm.device)
+    found = [captured(x, n).tolist() for n in range(9)]
+    assert_equal(found, [[2.0 * n] * 2 for n in range(9)], "results")
+    assert_equal((len(captured.entries), len(captured.eager)), (0, 3), "graphs and eager kinds")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from commlib import graph
-from commlib.graph.calls.tensor_addresses import HeldTensors
+from commlib.graph.calls.tensor_addresses import HeldTensors, layout_guards
 from tests.support.checks import assert_bits_equal, assert_equal
 from tests.support.runs_on import runs_on
 
@@ -172,17 +172,115 @@ def test_memory_that_stays(comm: Any) -> None:
     assert all(any(x is y for y in now) for x in known), "a graph was captured again"
 
 
+class Weight(torch.nn.Parameter):
+    """A class of a program: no wrapper."""
+
+
+@runs_on("unified_ranks")
+def test_a_parameter_of_another_class(comm: Any) -> None:
+    """The memory of parameters and buffers is compared whatever their class is."""
+    values = torch.arange(9.0, device=comm.device).view(3, 3)
+    linear = torch.nn.Linear(3, 3, bias=False, device=comm.device)
+    linear.weight = Weight(values, requires_grad=False)
+    captured, x = graph.capture(linear, verify=False), torch.ones(2, 3, device=comm.device)
+    for turn in range(6):
+        if turn == 4:
+            linear.weight.data = linear.weight.data * 2
+        assert_bits_equal(captured(x), linear(x), f"call {turn}")
+
+
+@runs_on("unified_ranks")
+def test_a_conjugate(comm: Any) -> None:
+    """Another view of the same memory is another tensor: its values are negated at reads."""
+    weight = torch.full((3, 3), 1j, device=comm.device)
+    held, x = [weight], torch.ones(2, 3, dtype=torch.complex64, device=comm.device)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x @ held[0]
+
+    captured = graph.capture(fn, verify=False)
+    for turn in range(6):
+        if turn == 4:
+            held[0] = weight.conj()
+        assert_bits_equal(captured(x), fn(x), f"call {turn}")
+
+
+class Stateful(torch.nn.Module):
+    """Two kinds of calls bind a tensor, a third one reads it."""
+
+    state: torch.Tensor
+
+    def forward(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        if kind != "read":
+            self.state = x * (2 if kind == "two" else 3)
+        return x + self.state
+
+
+@runs_on("unified_ranks")
+def test_a_tensor_that_other_calls_bind(comm: Any) -> None:
+    """A kind of call that reads what other kinds bind does not read an old tensor."""
+    results = []
+    for way in (lambda module: module, graph.capture(verify=False, on_fail="eager")):
+        module, kept, found = Stateful(), list[torch.Tensor](), list[torch.Tensor]()
+        call = way(module)
+        for turn in range(24):
+            kind = ("two", "read", "three", "read")[turn % 4]
+            found.append(call(torch.full((3,), float(turn), device=comm.device), kind).clone())
+            kept.append(module.state)
+        results.append(torch.stack(found))
+    assert_bits_equal(results[1], results[0], "24 calls")
+
+
+@runs_on("unified_ranks")
+def test_arguments_that_are_kept(comm: Any) -> None:
+    """Arguments that the program also keeps in an attribute: one graph replays all calls."""
+    module: Any = torch.nn.Linear(3, 3, device=comm.device)
+    module.batch = None
+    captured = graph.capture(lambda x: module(x) if module.batch is None else module(x) * 2)
+    with torch.no_grad():
+        for turn in range(12):
+            x = module.batch = torch.full((2, 3), float(turn), device=comm.device)
+            assert_bits_equal(captured(x), module(x) * 2, f"call {turn}")
+    assert_equal(captured.entries.replays >= 9, True, "replays")
+
+
+@runs_on("unified_ranks")
+def test_tensors_that_have_no_address(comm: Any) -> None:
+    """Nested tensors and uninitialised parameters around a function do not disturb a capture."""
+    module: Any = torch.nn.Linear(3, 3, device=comm.device)
+    parts = [torch.ones(2, device=comm.device), torch.ones(3, device=comm.device)]
+    module.register_buffer("nested", torch.nested.nested_tensor(parts))
+    module.held = [torch.nested.nested_tensor(parts), torch.nn.UninitializedParameter()]
+    captured = graph.capture(lambda x: module(x) * len(module.held))
+    with torch.no_grad():
+        for turn in range(4):
+            x = torch.full((2, 3), float(turn), device=comm.device)
+            assert_bits_equal(captured(x), module(x) * 2, f"call {turn}")
+
+
+def test_tied_tensors() -> None:
+    """Tied parameters are compared in one call of torch, as others are."""
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    module[1].weight = module[0].weight
+    captured = graph.capture(module, verify=False)
+    for _ in range(3):
+        captured(torch.ones(2, 3))
+    tensors = captured._keys.around._modules.compared()
+    assert_equal(len(tensors), 3, "different parameters")
+    assert layout_guards(tensors).check(*tensors)
+
+
 def test_tensors_that_are_released() -> None:
     """A tensor that the program drops has not moved; those that it keeps are still compared."""
     kept, dropped, parameter = torch.zeros(3, 3), torch.zeros(2), torch.nn.Parameter(torch.zeros(2))
     held = HeldTensors([kept, dropped, parameter])
     del dropped
-    assert not held.moved
+    assert not held.have_moved()
     with torch.inference_mode():
-        assert not held.moved, "another mode of torch"
+        assert not held.have_moved(), "another mode of torch"
     kept.data = kept.data.t()
-    assert held.moved
+    assert held.have_moved()
     kept.data = kept.data.t()
-    assert not held.moved
+    assert not held.have_moved()
     parameter.data = torch.zeros(2)
-    assert held.moved
+    assert held.have_moved()

@@ -26,7 +26,7 @@ from commlib.graph.python.taking_code import check_consumed
 from commlib.graph.python.user_names import function_name
 from commlib.graph.recording.rank_agreement import same_key
 from commlib.graph.replaying.compare import load_kernels
-from commlib.graph.replaying.entries import Entries
+from commlib.graph.replaying.entries import Entries, Entry
 from commlib.graph.replaying.outcome import Unequal
 from commlib.graph.replaying.schedule import Schedule
 from commlib.graph.used_tensors import UsedTensors
@@ -101,20 +101,18 @@ class CapturedFunction(Generic[P, R]):
             return self._without_key(why, args, kwargs)
         if self.options.agree is not None:
             self._agree_on(call.key, self.options.agree)
-        entry = self.entries.get(call.key)
-        if entry is not None and (entry.stale or entry.places.changed):
-            self._drop_stale(call.key)
-            entry = None
+        entry = self._current(call.key)
         if entry is None and self._is_eager(call):
             return self.fn(*args, **kwargs)
         try:
             if entry is not None:
-                # What a verified call undoes is not another thread's work. An eager part may wait
-                # for a thread that calls this function too.
+                # A verified call undoes no other thread's work. Eager parts may wait for others.
                 with nullcontext() if entry.has_eager_parts else self._lock:
-                    self._turns += 1
-                    replayed: R = entry.run(call, sys._getframe(1), self._turns)
-                    return replayed
+                    if self.entries.get(call.key) is entry:  # else another thread has dropped it
+                        self._turns += 1
+                        replayed: R = entry.run(call, sys._getframe(1), self._turns)
+                        return replayed
+                entry = None
             return self._first_call(call)
         except Unequal as error:
             self._drop_different(call.key, error)
@@ -130,16 +128,22 @@ class CapturedFunction(Generic[P, R]):
             self._stay_eager(call.key, error)
         return self.fn(*args, **kwargs)
 
-    def _drop_stale(self, key: Any) -> None:
-        """Release a graph that is of no use any more."""
-        error = self.entries.drop_stale(key, self.name)
+    def _current(self, key: Any) -> Entry | None:
+        """Return the entry of a key; one that is of no use any more is released."""
+        entry = self.entries.get(key)
+        if entry is None or not (entry.stale or entry.places.have_changed()):
+            return entry
+        with self._lock:  # no thread replays it
+            error = self.entries.drop_stale(key, entry, self.name)
         if error is not None:
             self._stay_eager(key, error)
+        return None
 
     def _is_eager(self, call: Arguments) -> bool:
         """Return True for a call without a graph that does not get one."""
-        if call.key in self.eager or len(self.entries) < self.options.max_graphs:
-            return call.key in self.eager
+        known = call.key in self.eager
+        if known or max(len(self.entries), len(self.eager)) < self.options.max_graphs:
+            return known
         self._kinds.note_full(self.entries, call, self._keys.around, self.options.max_graphs)
         return True
 
@@ -199,14 +203,13 @@ class CapturedFunction(Generic[P, R]):
         check_unreadable(call.tensors)
         check_consumed(self.fn, call.leaves, *call.given)
         self._keys.find(call.leaves)
-        modules = self._keys.around.modules
-        if makes_parameters(modules, call):
+        around = self._keys.around
+        if makes_parameters(around.modules, call):
             return self.fn(*call.given[0], **call.given[1])
         device = device_of(call, self._module)
         if device.type == "cpu":
-            check_hidden(modules)
-        around = self._keys.around
-        reach = Reach([*around.weights, *self._keys.grads.leaves], modules, around.stepped)
+            check_hidden(around.modules)
+        reach = Reach([*around.weights, *self._keys.grads.leaves], around.modules, around.stepped)
         first = FirstCall(self.fn, self.options, self._schedule, device, reach, self.entries.times)
         after_call = self._keys.before_call(call)
         wanted = [x.requires_grad for x in call.tensors]
@@ -235,8 +238,7 @@ class CapturedFunction(Generic[P, R]):
             log.warning_once(
                 "%s reads values on the host unless torch.cuda.is_current_stream_capturing() "
                 "is true. Its graphs use the captured variant, whose last digits may differ",
-                self.name,
-            )  # fmt: skip
+                self.name)  # fmt: skip
 
     def _add_entry(self, call: Arguments, first: FirstCall) -> None:
         # What the call has changed of its surroundings is not part of the key from now on.
@@ -244,17 +246,15 @@ class CapturedFunction(Generic[P, R]):
         if call.key in self.entries:
             return
         if first.counted.begins_grads and call.key not in self._seen:
-            # The first of many calls, as a rule: the later ones add to these gradients.
-            self._seen.add(call.key)
+            self._seen.add(call.key)  # of many calls, as a rule: later ones add to these gradients
             return
         first.rehearse(call)
         if self._keys.grads.add(first.findings.owners):
             self.entries.drop_all()
             call = self._keys.of(*call.given)
         entry = first.entry(call, functools.partial(self._drop_different, call.key))
+        entry.places = self._keys.around.places(call.tensors, entry.uses)
         self.entries[call.key] = entry
-        held = [*first.findings.held, *entry.externals.tensors()]
-        entry.places = self._keys.around.places(entry.uses, held, call.tensors)
         self._turns = 0
         self._kinds.note(self.entries, call, self._keys.around)
         self._used.note(self._module)

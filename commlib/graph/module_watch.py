@@ -7,13 +7,14 @@ and submodules, and ``nn.Module.__setattr__`` reports attributes.
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import cache, wraps
 from itertools import count
 from typing import Any
 
 import torch
 
+from commlib.core.tensors import is_wrapper
 from commlib.graph.calls.tensor_addresses import TensorAddresses, has_address
 from commlib.graph.hook_watch import HookLook
 from commlib.graph.python.contents import is_asked
@@ -26,7 +27,6 @@ _Fact = tuple[str, Any]
 _watched: dict[int, "tuple[weakref.ref[ModuleWatch], ...]"] = {}
 _lock = threading.Lock()
 _changes = count(1)
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _PARTS = ("_parameters", "_buffers", "_modules")
 
 
@@ -58,15 +58,16 @@ class ModuleLook:
     Attributes:
         change: The last change that was reported before it.
         facts: The state, but for what the function itself changes.
+        tensors: The parameters and buffers whose memory is compared.
     """
 
     def __init__(self, watch: "ModuleWatch", change: int) -> None:
         self.change = change
-        tensors = watch.tensors()
+        tensors = [*{id(x): x for x in watch.tensors()}.values()]
         others = (reference() for reference in watch.others)
         self._hooks = HookLook([*watch.modules, *(x for x in others if x is not None), *tensors])
-        self._tensors = [x for x in tensors if type(x) in _PLAIN and has_address(x)]
-        self._addresses = TensorAddresses(self._tensors)
+        self.tensors = [x for x in tensors if has_address(x) and not is_wrapper(x)]
+        self._addresses = TensorAddresses(self.tensors)
         self.facts: dict[tuple[int, str], Any] = {(0, "addresses"): self._addresses.facts}
         self.facts |= {name: fact for name, fact in self._hooks.facts if name not in watch.own}
         self.facts |= {
@@ -79,7 +80,7 @@ class ModuleLook:
     @property
     def is_old(self) -> bool:
         """Return True if hooks or addresses are others since."""
-        return self._hooks.is_old or not self._addresses.are_of(self._tensors)
+        return self._hooks.is_old or not self._addresses.are_of(self.tensors)
 
 
 class ModuleWatch:
@@ -124,6 +125,10 @@ class ModuleWatch:
         """Return the last change that was reported before the look that was kept."""
         return 0 if self._look is None else self._look.change
 
+    def compared(self) -> list[torch.Tensor]:
+        """Return the parameters and buffers whose memory the kept look compares."""
+        return [] if self._look is None else self._look.tensors
+
     @property
     def is_needed(self) -> bool:
         """Return True if there is something to watch."""
@@ -163,7 +168,7 @@ class ModuleWatch:
         held = (vars(each).get(name, {}) for each in self.modules for name in _PARTS[:2])
         return [x for parts in held for x in parts.values() if x is not None]
 
-    def tensor_attributes(self) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
+    def tensor_attributes(self) -> Iterator[tuple[tuple[Hashable, ...], torch.Tensor]]:
         """Yield the tensors that modules have as plain attributes."""
         for module in self.modules:
             for name, value in _attributes(module, self.names):

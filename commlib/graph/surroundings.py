@@ -11,8 +11,7 @@ from weakref import ref
 import torch
 from typing_extensions import Self
 
-from commlib.core.tensors import parts
-from commlib.graph.calls.tensor_places import NO_PLACES, Around, Name, TensorPlaces, addresses
+from commlib.graph.calls.tensor_places import NO_PLACES, Around, Name, TensorPlaces
 from commlib.graph.hook_watch import hooks_of_all
 from commlib.graph.module_watch import ModuleStates, ModuleWatch
 from commlib.graph.python.contents import MOST_WRITTEN, Contents, Fact, is_asked
@@ -209,27 +208,24 @@ class Surroundings:
             if is_read(x, name, self._names):
                 yield (id(x), name), setting(held, _DEEP, self._names)
 
-    def places(
-        self,
-        uses: Callable[[int], bool],
-        tensors: Iterable[torch.Tensor],
-        given: Iterable[torch.Tensor],
-    ) -> TensorPlaces:
+    def places(self, given: Iterable[torch.Tensor], uses: Callable[[int], bool]) -> TensorPlaces:
         """Return where tensors are now.
 
         Args:
-            uses: Returns True for memory that counts.
-            tensors: Tensors that the function can reach.
-            given: Its arguments, which may be anywhere.
+            given: The arguments of the call.
+            uses: Returns True for the memory of a tensor that counts.
         """
-        places, known = self._watched.places, {*map(id, self._modules.tensors()), *map(id, given)}
-        held = {id(x): x for one in tensors if id(one) not in known for x in parts(one)}
-        if not (self._watched.is_asked or self._watched.can_change or held):
+        if not (self._watched.is_asked or self._watched.can_change):
             return NO_PLACES
+        compared = {*map(id, self._modules.compared())}  # at each call already
+        last, tensors = self._last, (x for _, x in self._tensors())
+        held = chain(last.held, last.versioned, self.weights, self._modules.tensors(), tensors)
         around = Around(
-            lambda: (self._last.number, self._modules.known_change), self._tensors, self._own
+            lambda: (self._last.number, self._modules.known_change),
+            self._tensors,
+            self._watched.places.optimizers,
         )
-        return TensorPlaces(around, places.optimizers, held.values(), uses)
+        return TensorPlaces(around, (x for x in held if id(x) not in compared), given, uses)
 
     def _tensors(self) -> Iterator[tuple[Name, torch.Tensor]]:
         """Yield the tensors in containers, and in attributes of modules, with their names."""
@@ -264,8 +260,6 @@ class Surroundings:
         found |= dict(watched.contents.all_facts())
         if watched.places.optimizers:
             found |= dict(_groups(watched.places))
-        if watched.is_asked or watched.can_change:
-            found |= dict(addresses(self._tensors()))
         for x in (x for x in leaves if is_open(type(x))):
             found |= dict(self._of_object(x))
         if not modules.is_needed:

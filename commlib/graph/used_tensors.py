@@ -17,7 +17,8 @@ class UsedTensors:
 
     def note(self, module: torch.nn.Module | None) -> None:
         """Record what ``module`` has now."""
-        self._known = {name: weakref.ref(x) for name, x in _named(module).items()}
+        named = {} if module is None else _named(module)
+        self._known = {name: weakref.ref(x) for name, x in named.items()}
 
     def check(
         self, function: str, module: torch.nn.Module | None, entries: Sequence[CapturedCall]
@@ -37,7 +38,7 @@ class UsedTensors:
         now = _named(module)
         gone = [name for name, x in self._known.items() if now.get(name) is not x()]
         names = {id(x()): name for name, x in self._known.items()}
-        moved = [x for entry in entries for x in entry.externals.moved()]
+        moved = [x for entry in entries for x in entry.moved()]
         return gone + [names.get(id(x), f"a {tuple(x.shape)} tensor") for x in moved]
 
 

@@ -9,6 +9,8 @@ from torch.nn.parameter import is_lazy
 
 from commlib.core.tensors import is_wrapper
 
+_MODES = 4  # of torch, between which calls may change without looking at every tensor
+
 
 def _equal_one_by_one(
     tensors: list[torch.Tensor], pointers: list[int], positions: list[int]
@@ -23,7 +25,7 @@ at_addresses: Callable[[list[torch.Tensor], list[int], list[int]], bool] = getat
 
 
 class TensorAddresses:
-    """The addresses and layouts that tensors had at one moment. It keeps no tensor alive.
+    """The addresses and layouts that different tensors had at one moment. It keeps none alive.
 
     Attributes:
         facts: The address and the layout of each.
@@ -32,18 +34,18 @@ class TensorAddresses:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._pointers = [x.data_ptr() for x in tensors]
         self._positions = list(range(len(tensors)))
-        self.facts = tuple(zip(self._pointers, map(_layout, tensors), strict=True))
-        self._guards = layout_guards(tensors)
+        self.facts = tuple(zip(self._pointers, map(layout_of, tensors), strict=True))
+        self._guards = [layout_guards(tensors)]  # of the modes in which they were asked
 
     def are_of(self, tensors: list[torch.Tensor]) -> bool:
         """Return True if the same tensors are where they were, with the layouts that they had."""
         if not at_addresses(tensors, self._pointers, self._positions):
             return False
-        if self._guards is not None and self._guards.check(*tensors):
+        if any(each is not None and each.check(*tensors) for each in self._guards):
             return True
-        if [*map(_layout, tensors)] != [layout for _, layout in self.facts]:
+        if [*map(layout_of, tensors)] != [layout for _, layout in self.facts]:
             return False
-        self._guards = layout_guards(tensors)  # the modes are others, such as autocast
+        self._guards = [layout_guards(tensors), *self._guards[: _MODES - 1]]
         return True
 
 
@@ -54,11 +56,7 @@ class HeldTensors:
         held = [*tensors]
         self._known = [*map(weakref.ref, held)], TensorAddresses(held)
 
-    def __bool__(self) -> bool:
-        return bool(self._known[0])
-
-    @property
-    def moved(self) -> bool:
+    def have_moved(self) -> bool:
         """Return True if one has other memory or another layout now; released ones do not count."""
         references, addresses = self._known
         tensors = [x for each in references if (x := each()) is not None]
@@ -77,7 +75,7 @@ def layout_guards(tensors: Sequence[torch.Tensor]) -> Any:
     """Return what compares dtypes, sizes and strides with these in one call, as Dynamo does.
 
     None where there are other than ordinary tensors, or torch does not have it. It compares more:
-    in other modes of torch, such as autocast, the same tensors differ from themselves.
+    in inference mode or under autocast the same tensors differ from themselves.
     """
     kind: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
     plain = all(has_address(x) and not is_wrapper(x) for x in tensors)
@@ -89,8 +87,10 @@ def layout_guards(tensors: Sequence[torch.Tensor]) -> Any:
 
 def has_address(x: Any) -> bool:
     """Return True for tensors with memory of one address."""
-    return isinstance(x, torch.Tensor) and not is_lazy(x) and x.layout is torch.strided
+    strided = isinstance(x, torch.Tensor) and not is_lazy(x) and x.layout is torch.strided
+    return strided and not x.is_nested
 
 
-def _layout(x: torch.Tensor) -> tuple[Any, ...]:
+def layout_of(x: torch.Tensor) -> tuple[Any, ...]:
+    """Return how a tensor's values are in its memory."""
     return x.shape, x.stride(), x.dtype, x.device, x.is_conj(), x.is_neg()

@@ -1,17 +1,17 @@
 """Places of tensors, to find which hold another tensor now, and tensors with other memory now."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
 
 import torch
 
-from commlib.graph.calls.tensor_addresses import HeldTensors, has_address
+from commlib.core.tensors import parts
+from commlib.graph.calls.tensor_addresses import HeldTensors, at_addresses, has_address, layout_of
 from commlib.graph.operators.schema import memory
-from commlib.graph.python.contents import Fact
 
-Name: TypeAlias = tuple[int, str]  # whose a place is, and what it is called
+Name: TypeAlias = tuple[Hashable, ...]  # of a place
 
 
 class Around(NamedTuple):
@@ -19,60 +19,70 @@ class Around(NamedTuple):
 
     Attributes:
         version: Returns numbers that are others where a place may hold something else.
-        items: Yields the tensors in containers and in attributes of modules, with their names.
-        own: Names of what the function itself replaces: their places tell nothing.
+        items: Yields the tensors in containers and in attributes of modules, with their places.
+        optimizers: Optimizers, whose states hold tensors.
     """
 
     version: Callable[[], tuple[int, ...]]
     items: Callable[[], Iterable[tuple[Name, torch.Tensor]]]
-    own: Collection[Any]
+    optimizers: Iterable[torch.optim.Optimizer]
 
 
 class TensorPlaces:
     """The tensors that places held at one moment, and the memory of tensors.
 
     One that is replaced by another may still be held elsewhere, so that its release does not tell.
+    What each call binds itself does not count: its graph reads another tensor.
     """
 
     def __init__(
         self,
         around: Around,
-        optimizers: Iterable[torch.optim.Optimizer],
-        tensors: Iterable[torch.Tensor],
+        held: Iterable[Any],
+        given: Iterable[torch.Tensor],
         uses: Callable[[int], bool],
     ) -> None:
         """Look at all places.
 
         Args:
-            around: Containers and modules.
-            optimizers: Optimizers, whose states hold tensors.
-            tensors: Tensors that the function can reach, whose memory the program may replace.
+            around: What is asked.
+            held: Objects; the program may replace the memory of the tensors among them.
+            given: The arguments of the call: a place may hold another one at each call.
             uses: Returns True for the memory of a tensor that counts.
         """
         self._around, self._version = around, around.version()
-        found = addresses(around.items())
-        self._addresses = {name: at for name, at in found if name not in around.own and uses(at[0])}
-        states = [_State(x, uses) for x in optimizers]
+        passed = {memory(part) for x in given for part in parts(x)}
+        self._places = {}
+        for place, x in around.items():
+            if any(uses(key) and key not in passed for key in map(memory, _parts_of(x))):
+                self._places[place] = _address(x)
+        states = [_State(x, uses) for x in around.optimizers]
         self._states = [each for each in states if each.counts]
-        self._held = HeldTensors(x for x in tensors if has_address(x) and uses(memory(x)))
+        tensors = {id(x): x for one in held for x in _parts_of(one)}
+        used = [x for x in tensors.values() if uses(memory(x))]
+        self._held = HeldTensors(used) if used else None
 
-    @property
-    def changed(self) -> bool:
+    def have_changed(self) -> bool:
         """Return True if a place holds another tensor now, or a tensor has other memory."""
-        if self._addresses and self._have_others:
+        if self._places and self._hold_others():
             return True
-        if self._states and any(each.changed for each in self._states):
+        if self._states and any(each.has_changed() for each in self._states):
             return True
-        return bool(self._held) and self._held.moved
+        return self._held is not None and self._held.have_moved()
 
-    @property
-    def _have_others(self) -> bool:
+    def _hold_others(self) -> bool:
         """Return True if a container or a module holds another tensor now."""
         version = self._around.version()
         if version == self._version:
             return False
-        own, now = self._around.own, dict(addresses(self._around.items()))
-        if any(name in own or now.get(name) != at for name, at in self._addresses.items()):
+        found = 0
+        for place, x in self._around.items():
+            known = self._places.get(place)
+            if known is not None:
+                if _address(x) != known:
+                    return True
+                found += 1
+        if found < len(self._places):
             return True
         self._version = version  # something else is new
         return False
@@ -83,10 +93,11 @@ class _State:
 
     def __init__(self, optimizer: torch.optim.Optimizer, uses: Callable[[int], bool]) -> None:
         self._optimizer = optimizer
-        self._tensors = {
-            name: ref(x) for name, x in self._named() if has_address(x) and uses(memory(x))
+        counting = ((name, x) for name, x in self._named() if has_address(x) and uses(memory(x)))
+        self._tensors: dict[Any, tuple[ref[torch.Tensor], int]] = {
+            name: (ref(x), x.data_ptr()) for name, x in counting
         }
-        self._known = self._ids()
+        self._note(self._objects())
         self.counts = bool(self._tensors)
 
     def _named(self) -> Iterator[tuple[Any, Any]]:
@@ -95,33 +106,41 @@ class _State:
             items = held.items() if isinstance(held, dict) else ((None, held),)
             yield from (((id(key), name), x) for name, x in items)
 
-    def _ids(self) -> list[int]:
-        """Return the numbers of all objects in the state; a released one is noticed elsewhere."""
+    def _objects(self) -> list[Any]:
+        """Return all objects in the state."""
         held = self._optimizer.state.values()
         inner = (x for x in held if isinstance(x, dict))
-        return [*map(id, held), *map(id, chain.from_iterable(map(dict.values, inner)))]
+        return [*held, *chain.from_iterable(map(dict.values, inner))]
 
-    @property
-    def changed(self) -> bool:
-        """Return True if the state holds another tensor in place of one that counts."""
-        ids = self._ids()
-        if ids == self._known:
-            return False
+    def _note(self, objects: list[Any]) -> None:
+        """Compare with these from now on; the release of one is noticed elsewhere."""
+        pointers = {id(known()): pointer for known, pointer in self._tensors.values()}
+        positions = [i for i, x in enumerate(objects) if id(x) in pointers]
+        found = [pointers.get(id(x), 0) for x in objects]
+        self._known = [*map(id, objects)], found, positions
+
+    def has_changed(self) -> bool:
+        """Return True if the state holds another tensor, or other memory, where one counts."""
+        objects, (ids, pointers, positions) = self._objects(), self._known
+        if [*map(id, objects)] == ids:
+            return not at_addresses(objects, pointers, positions)
         now = dict(self._named())
-        for name, known in self._tensors.items():
+        for name, (known, pointer) in self._tensors.items():
             tensor = known()
-            if tensor is None or now.get(name) is not tensor:
+            if tensor is None or tensor.data_ptr() != pointer or now.get(name) is not tensor:
                 return True
-        self._known = ids  # something else is new
+        self._note(objects)  # something else is new
         return False
 
 
-def addresses(items: Iterable[tuple[Name, torch.Tensor]]) -> Iterator[Fact]:
-    """Yield the address and layout of each tensor, under the name of its place."""
-    for (where, name), x in items:
-        if has_address(x):
-            at = memory(x), x.storage_offset(), x.shape, x.stride(), x.dtype
-            yield (where, f"the place of {name}"), at
+def _parts_of(x: Any) -> list[torch.Tensor]:
+    """Return the tensors with an address that a tensor is made of; none for another object."""
+    return [*filter(has_address, parts(x))] if isinstance(x, torch.Tensor) else []
+
+
+def _address(x: torch.Tensor) -> tuple[Any, ...]:
+    """Return where the parts of a tensor are, and their layouts."""
+    return tuple((memory(y), y.storage_offset(), layout_of(y)) for y in _parts_of(x))
 
 
 NO_PLACES = TensorPlaces(Around(tuple, tuple, ()), (), (), bool)

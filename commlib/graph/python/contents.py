@@ -2,7 +2,7 @@
 
 import marshal
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,9 +45,9 @@ class Contents:
     ``whole`` takes 0.1 µs and 20 ns per value, for all containers of plain values together. NumPy
     arrays count by their bytes, dtype and shape. Other containers are opened: their items are
     compared by identity, at 20 ns each, and containers among them have places too. Of tensors among
-    items, only the presence counts. Left out are arrays and containers of more than 200 items which
-    don't fit into 2,000 bytes, what is beyond 20,000 bytes in all, and opened ones beyond 2,000
-    items.
+    items, only the presence counts in a key, and ``tensors`` yields them. Left out are arrays and
+    containers of more than 200 items which don't fit into 2,000 bytes, what is beyond 20,000 bytes
+    in all, and opened ones beyond 2,000 items.
 
     Attributes:
         has_plain: Whether there are containers of plain values other than arrays.
@@ -131,12 +131,12 @@ class Contents:
         for place, keys in self._opened:
             yield from _facts(place, keys)
 
-    def tensors(self) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
-        """Yield the tensors among their items, with the names of these."""
+    def tensors(self) -> Iterator[tuple[tuple[Hashable, ...], torch.Tensor]]:
+        """Yield the tensors among their items, with the places of these; no code of keys runs."""
         for place, keys in self._opened:
             for key, one in _items(place.held, keys):
                 if isinstance(one, torch.Tensor):
-                    yield (place.where, _item(place, key)), one
+                    yield (*place[:2], key if type(key) in PLAIN else id(key)), one
 
     def all_facts(self) -> Iterator[Fact]:
         """Yield what each of them holds, and each item."""

@@ -44,8 +44,10 @@ class _Items:
                 text = f"{kind}.{name}" if self._dots else f"item {name!r:.40} of a {kind}"
                 before = self._kept.get(name, GONE)
                 read = partial(self._target.get, name)
-                place = Place(read, partial(self._target.__setitem__, name))
-                yield Change(id(self._of), text, before, now, place)
+                bind = partial(self._target.__setitem__, name)
+                if isinstance(self._of, torch.nn.Module) and isinstance(now, torch.Tensor):
+                    bind = partial(setattr, self._of, name)  # watched modules report it
+                yield Change(id(self._of), text, before, now, Place(read, bind))
         if not self._dots and len(self._target) != len(self._kept):
             text, was = "the length of a dict", len(self._kept)
             yield Change(id(self._of), text, was, len(self._target), NO_PLACE)

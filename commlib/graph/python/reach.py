@@ -28,6 +28,7 @@ _MOST = 100_000  # objects that are looked at; those near the function come firs
 _LEAVES = (bool, int, float, complex, str, bytes, range, type(None), ModuleType)
 RANDOM = (random.Random, np.random.Generator, np.random.RandomState)  # that the program holds
 _WITHOUT_ATTRIBUTES = (FunctionType, Name)  # ``held_by`` yields all that they lead to
+_LAZY = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)  # may be asked nothing
 _NAMESPACES = (SimpleNamespace, Namespace)  # of the standard library, and what programs put there
 # Of torch, what is the program's wherever its class is, and other classes by their modules.
 _KINDS_OF_TORCH = (torch.nn.Module, torch.optim.Optimizer)
@@ -111,7 +112,7 @@ _WRAPS, _REFERS, _DICT, _ITEMS = _Kind.WRAPS, _Kind.REFERS, _Kind.DICT, _Kind.IT
 @lru_cache(maxsize=10_000)
 def _kind(kind: type) -> _Kind:
     if issubclass(kind, torch.Tensor):
-        return _Kind.TENSOR
+        return _Kind.NOTHING if issubclass(kind, _LAZY) else _Kind.TENSOR
     if is_captured(kind):
         return _Kind.WRAPS
     if issubclass(kind, weakref.ref):

@@ -47,10 +47,6 @@ class Externals:
         self._addresses = []
         self._more = []
 
-    def tensors(self) -> list[torch.Tensor]:
-        """Return those that the program holds."""
-        return [x for reference, _ in self._addresses if (x := reference()) is not None]
-
     def moved(self) -> list[torch.Tensor]:
         """Return the tensors whose memory has moved."""
         pairs = ((reference(), address) for reference, address in self._addresses)

@@ -97,11 +97,6 @@ class Findings:
         """Record the tensors that the function can reach, and hold none of them."""
         self.reachable = [weakref.ref(x) for x in tensors]
 
-    @property
-    def held(self) -> list[torch.Tensor]:
-        """Return those of ``reachable`` that are still there."""
-        return [x for known in self.reachable if (x := known()) is not None]
-
     def unseen_in(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | int]:
         """Return ``unseen``, with the position in ``tensors`` where a tensor has that memory."""
         positions = {x.untyped_storage()._cdata: i for i, x in enumerate(tensors)}
@@ -187,7 +182,8 @@ class Findings:
         after, self.outside = after.until(segments.own, others), OutsideReads()
         if not (before.reads or after.reads):
             return
-        lasting = keys_of(part for x in self.held for part in parts(x) if has_memory(part))
+        reachable = [x for known in self.reachable if (x := known()) is not None]
+        lasting = keys_of(part for x in reachable for part in parts(x) if has_memory(part))
         if self.broken:  # eager parts make other tensors each time, which replays copy
             before, after = before.among(lasting), after.among(lasting)
         other = first_other(before, after, made=self.made, lasting=lasting)

@@ -34,7 +34,6 @@ class CapturedCall:
         segments: Its graphs.
         backwards: The graphs of its backwards.
         inputs: Where it reads its arguments.
-        externals: The tensors that it reads in addition to its arguments.
         effects: What it changes outside itself.
         outputs: What it returns.
         log: What its verified calls have shown.
@@ -97,13 +96,12 @@ class CapturedCall:
         self.segments, given = recorded.segments, recorded.given
         self.has_eager_parts = self.segments.broken
         self._together = bool(self.segments.collectives)  # whether all ranks replay it together
+        read = {x.untyped_storage()._cdata for x in (*self.inputs.of(call), *call.tensors)}
+        self._externals = Externals(self.segments.recorders, read)
         recipe = self._recipe
-        known = (*self.inputs.of(call), *call.tensors, *recipe.rooms)
-        read = {x.untyped_storage()._cdata for x in known if x is not None}
-        self.externals = Externals(self.segments.recorders, read)
         self.outputs = Outputs(recorded.result, given, self._is_own, copy=recipe.copy)
         self._bindings = Bindings(recorded.bindings, recipe.findings.sets, given, self._is_own)
-        self.externals.watch(self._bindings.tensors())
+        self._externals.watch(self._bindings.tensors())
         self._grads = recorded.grads
         self.effects = CallEffects(self.inputs, recipe.rooms, [x for x, _ in self._grads])
         gives = self.inputs.touched.written or self._grads or self._bindings.names
@@ -250,12 +248,13 @@ class CapturedCall:
 
     def verification(self, what: str, segments: Segments, call: Arguments | None) -> Verification:
         """Return what verifies a call of one of the graphs; a backward has no ``call``."""
+        reachable = (reference() for reference in self._recipe.findings.reachable)
         return Verification(
             segments,
             self.effects.of(call, self.graphs),
             self.log,
             what,
-            self._recipe.findings.held,
+            [x for x in reachable if x is not None],
             [self._recipe.fn, *(() if call is None else call.given)],
             self._bindings.names if call is not None else set(),
             self.log.uncaptured,
@@ -275,10 +274,14 @@ class CapturedCall:
         """Return True if its graphs are lost."""
         return self.lost
 
+    def moved(self) -> list[torch.Tensor]:
+        """Return the tensors from outside that are no longer where the graph reads them."""
+        return self._externals.moved()
+
     @property
     def stale(self) -> bool:
         """Return True if the program has released a tensor that the graph reads."""
-        return self.externals.gone
+        return self._externals.gone
 
     def uses(self, key: int) -> bool:
         """Return True if the graphs read or write the memory that ``key`` names, or bind it."""
@@ -292,6 +295,6 @@ class CapturedCall:
         """
         self.outputs.expire("the release of the graph")
         self.segments.release()
-        self.externals.forget()
+        self._externals.forget()
         self.places = NO_PLACES
         self._recipe.findings.reachable.clear()

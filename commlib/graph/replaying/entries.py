@@ -8,7 +8,6 @@ from commlib import flags
 from commlib.errors import GraphError
 from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.calls.tensor_places import TensorPlaces
-from commlib.graph.recording.externals import Externals
 from commlib.graph.recording.replay_times import FunctionTimes
 from commlib.graph.replaying.captured_call import CapturedCall
 
@@ -36,10 +35,6 @@ class Entry(Protocol):
     @property
     def parts(self) -> list[CapturedCall]:
         """Return the captured calls that it is made of."""
-
-    @property
-    def externals(self) -> Externals:
-        """Return the tensors that the graphs read in addition to arguments."""
 
     def uses(self, key: int) -> bool:
         """Return True if the graphs read or write the memory that ``key`` names, or bind it."""
@@ -85,14 +80,16 @@ class Entries(dict[Any, Entry]):
         if entry is not None:
             entry.release()
 
-    def drop_stale(self, key: Any, name: str) -> GraphError | None:
-        """Release graphs whose tensors were replaced.
+    def drop_stale(self, key: Any, entry: Entry, name: str) -> GraphError | None:
+        """Release the graphs of an entry whose tensors were replaced, if it is still there.
 
         Returns:
             An error that names the function where that happens at nearly every call, so that
             capturing again gains nothing.
         """
-        used = sum(part.replays for part in self[key].parts)
+        if self.get(key) is not entry:  # another thread was first
+            return None
+        used = sum(part.replays for part in entry.parts)
         self.drop(key)
         self._replaced[key] = self._replaced[key] + 1 if used < _FEW else 1
         if self._replaced[key] <= _OFTEN:

@@ -7,7 +7,6 @@ from typing import Any
 from commlib.errors import GraphError
 from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.calls.tensor_places import NO_PLACES
-from commlib.graph.recording.externals import Externals
 from commlib.graph.replaying.captured_call import CapturedCall
 from commlib.graph.replaying.schedule import Schedule
 from commlib.graph.replaying.slot import Slot
@@ -140,11 +139,6 @@ class Slots:
     def stale(self) -> bool:
         """Return True if the program has released a tensor that a slot reads."""
         return any(slot.forward.stale for slot in self.slots)
-
-    @property
-    def externals(self) -> Externals:
-        """Return as an entry does."""
-        return self.slots[0].forward.externals
 
     def uses(self, key: int) -> bool:
         """Return as an entry does."""
