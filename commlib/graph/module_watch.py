@@ -1,7 +1,8 @@
 """Detection of changed modules: attributes, parameters, buffers, submodules and hooks.
 
 A replay only checks whether something has changed. torch reports registered parameters, buffers
-and submodules, and ``nn.Module.__setattr__`` reports attributes.
+and submodules, ``nn.Module.__setattr__`` reports attributes, and what the dicts of
+modules hold is compared.
 """
 
 import threading
@@ -9,7 +10,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import cache, wraps
-from itertools import count
+from itertools import chain, count
+from operator import is_
 from typing import Any
 
 import torch
@@ -68,6 +70,9 @@ class ModuleLook:
         self._hooks = HookLook([*watch.modules, *(x for x in others if x is not None), *tensors])
         self.tensors = [x for x in tensors if has_address(x) and not is_wrapper(x)]
         self._addresses = TensorAddresses(self.tensors)
+        dicts = (vars(module).get(name) for module in watch.modules for name in _PARTS)
+        self._dicts = [held for held in dicts if held]
+        self._parts = self._held()
         self.facts: dict[tuple[int, str], Any] = {(0, "addresses"): self._addresses.facts}
         self.facts |= {name: fact for name, fact in self._hooks.facts if name not in watch.own}
         self.facts |= {
@@ -77,9 +82,20 @@ class ModuleLook:
             if (id(module), name) not in watch.own
         }
 
+    def _held(self) -> list[Any]:
+        """Return the parameters, buffers and submodules of all modules."""
+        return [*chain.from_iterable(map(dict.values, self._dicts))]
+
     @property
     def is_old(self) -> bool:
-        """Return True if hooks or addresses are others since."""
+        """Return True if hooks, parts or addresses are others since.
+
+        Parts are asked too: what writes into a module's dicts, as ``module.double()`` does for
+        buffers, reports nothing.
+        """
+        now, known = self._held(), self._parts
+        if len(now) != len(known) or not all(map(is_, now, known)):
+            return True
         return self._hooks.is_old or not self._addresses.are_of(self.tensors)
 
 
