@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from commlib import graph
+from commlib.graph.module_watch import ModuleWatch
 from tests.support.checks import assert_bits_equal
 from tests.support.runs_on import runs_on
 
@@ -76,3 +77,21 @@ def test_parts_that_are_replaced(comm: Any, change: str, keep: bool) -> None:
         del kept
     for turn, (actual, exact) in enumerate(zip(found[1], found[0], strict=True)):
         assert_bits_equal(actual, exact, f"call {turn}")
+
+
+def test_parts_that_come_and_go() -> None:
+    """A part more or less in the dicts of a module is seen, the last one too."""
+    module, watch = Layer(), ModuleWatch()
+    watch.add([module], [])
+    look, table = watch.look(), module.table
+    assert not look.is_old
+    module._modules["more"] = nn.Tanh()
+    assert look.is_old
+    del module._modules["more"]
+    assert not look.is_old
+    del module._buffers["table"]
+    assert look.is_old
+    module._buffers["table"] = table
+    assert not look.is_old
+    del module._modules["act"]
+    assert look.is_old

@@ -30,6 +30,7 @@ _watched: dict[int, "tuple[weakref.ref[ModuleWatch], ...]"] = {}
 _lock = threading.Lock()
 _changes = count(1)
 _PARTS = ("_parameters", "_buffers", "_modules")
+_END = (object(),)  # of what is compared: no part is that
 
 
 class ModuleStates:
@@ -72,7 +73,7 @@ class ModuleLook:
         self._addresses = TensorAddresses(self.tensors)
         dicts = (vars(module).get(name) for module in watch.modules for name in _PARTS)
         self._dicts = [held for held in dicts if held]
-        self._parts = self._held()
+        self._parts = [*self._held()]
         self.facts: dict[tuple[int, str], Any] = {(0, "addresses"): self._addresses.facts}
         self.facts |= {name: fact for name, fact in self._hooks.facts if name not in watch.own}
         self.facts |= {
@@ -82,9 +83,9 @@ class ModuleLook:
             if (id(module), name) not in watch.own
         }
 
-    def _held(self) -> list[Any]:
-        """Return the parameters, buffers and submodules of all modules."""
-        return [*chain.from_iterable(map(dict.values, self._dicts))]
+    def _held(self) -> Iterator[Any]:
+        """Return the parameters, buffers and submodules of all modules, and an end."""
+        return chain(chain.from_iterable(map(dict.values, self._dicts)), _END)
 
     @property
     def is_old(self) -> bool:
@@ -93,10 +94,8 @@ class ModuleLook:
         Parts are asked too: what writes into a module's dicts, as ``module.double()`` does for
         buffers, reports nothing.
         """
-        now, known = self._held(), self._parts
-        if len(now) != len(known) or not all(map(is_, now, known)):
-            return True
-        return self._hooks.is_old or not self._addresses.are_of(self.tensors)
+        same = all(map(is_, self._held(), self._parts))
+        return not same or self._hooks.is_old or not self._addresses.are_of(self.tensors)
 
 
 class ModuleWatch:
