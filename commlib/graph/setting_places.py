@@ -1,5 +1,6 @@
 """The places where a function finds its settings, and what is there now."""
 
+from collections import ChainMap, UserDict, UserList
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from operator import attrgetter
@@ -11,13 +12,14 @@ import torch
 
 from commlib.graph.hook_watch import hooks_of_all
 from commlib.graph.python.contents import Fact, Place
-from commlib.graph.python.global_names import Name
+from commlib.graph.python.global_names import INSTALLED, Name
 from commlib.graph.python.reach import attributes, class_values, content, dict_of, reached
 from commlib.graph.python.read_names import is_read, names_read
 from commlib.graph.python.setting import FIXED, is_frozen, is_open, setting
 
 _MOST = 2000  # attributes of plain objects that are asked at every call
 _CONTAINERS = ("builtins", "collections")
+_WRAPS = (UserDict, UserList, ChainMap)  # containers that have what they hold in an attribute
 _DEFAULTS = ("__defaults__", "__kwdefaults__")  # of the function itself
 _OF_OPTIMIZERS = ("param_groups", "state", "defaults")  # that are known in other ways
 _OF_MODULES = frozenset(vars(torch.nn.Module()))  # likewise
@@ -95,11 +97,12 @@ class SettingPlaces:
     def _find_variables(self, objects: list[Any]) -> Iterator[Variable]:
         """Yield those of the function itself first."""
         inner = getattr(self._fn, "__func__", self._fn)
-        own = set(map(id, getattr(inner, "__closure__", None) or ()))
         for fn in (inner, *objects):
             if isinstance(fn, FunctionType):
-                for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-                    if id(cell) in own or not isinstance(content(cell), FIXED):
+                code = fn.__code__
+                fixed = FIXED if fn is not inner and code.co_filename.startswith(INSTALLED) else ()
+                for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
+                    if not (name == "__class__" or isinstance(content(cell), fixed)):
                         yield Variable(id(cell), name, partial(content, cell))
         for x in objects:
             if isinstance(x, Name) and not isinstance(x.names.get(x.name), FIXED):
@@ -183,7 +186,7 @@ class SettingPlaces:
 @lru_cache(maxsize=10_000)
 def _keeps_no_setting(kind: type) -> bool:
     """Return True for types whose objects have no attributes, or none that are asked here."""
-    if issubclass(kind, (FunctionType, type)):
+    if issubclass(kind, (FunctionType, type)) or kind in _WRAPS:
         return False
     return kind.__module__ in _CONTAINERS or issubclass(kind, (torch.nn.Module, CellType, Name))
 

@@ -1,8 +1,11 @@
 """Contents of containers: plain ones are compared as bytes, others item by item."""
 
 import marshal
+from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Container, Hashable, Iterable, Iterator
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,9 +21,9 @@ _NUMBERS = (bool, int, float, complex, type(None))
 _MOST_ITEMS = 200  # of one container with other objects than plain values
 _ALL_ITEMS = 2000  # of all such containers
 _DEEP = 6  # containers in each other
-_DICTS = (dict, OrderedDict, defaultdict)
+_DICTS = (dict, OrderedDict, defaultdict, MappingProxyType)
 _OPENED = (*_DICTS, list, tuple, set, deque)
-_KINDS = (*_OPENED, np.ndarray)
+_ARRAYS = (np.ndarray, array, bytearray)
 
 Fact = tuple[tuple[int, str], Any]  # whose it is, its name, and what it is
 
@@ -42,8 +45,8 @@ class Place(NamedTuple):
 class Contents:
     """Containers whose content is asked at every call.
 
-    ``whole`` takes 0.1 µs and 20 ns per value, for all containers of plain values together. NumPy
-    arrays count by their bytes, dtype and shape. Other containers are opened: their items are
+    ``whole`` takes 0.1 µs and 20 ns per value, for all containers of plain values together. Arrays
+    count by their bytes, dtype and shape. Other containers are opened: their items are
     compared by identity, at 20 ns each, and containers among them have places too. Of tensors among
     items, only the presence counts in a key, and ``tensors`` yields them. Left out are arrays and
     containers of more than 200 items which don't fit into 2,000 bytes, what is beyond 20,000 bytes
@@ -77,11 +80,11 @@ class Contents:
         for place in places:
             self._add(place, seen, _DEEP)
         plain = [place.held for place in self._plain]
-        self._arrays = [x for x in plain if type(x) is np.ndarray]
-        self._held = [x for x in plain if type(x) is not np.ndarray]
+        self._arrays = [x for x in plain if type(x) in _ARRAYS]
+        self._held = [x for x in plain if type(x) not in _ARRAYS]
         opened = [place.held for place, _ in self._opened]
-        self._dicts = [x for x in opened if isinstance(x, dict)]
-        self._lists = [x for x in opened if not isinstance(x, dict | tuple)]
+        self._dicts = [x for x in opened if type(x) in _DICTS]
+        self._lists = [x for x in opened if type(x) not in _DICTS and not isinstance(x, tuple)]
         self.has_plain = bool(self._held)
         self.is_empty = not (self._plain or self._opened)
 
@@ -153,8 +156,9 @@ def is_asked(x: Any) -> bool:
 
 def _may_change(x: Any) -> bool:
     """Return True for containers, but not for a tuple of plain values, which is a value itself."""
-    kind = type(x)
-    return kind in _KINDS and not (kind is tuple and all(isinstance(one, PLAIN) for one in x))
+    if not (_opens(type(x)) or type(x) in _ARRAYS):
+        return False
+    return not (isinstance(x, tuple) and all(isinstance(one, PLAIN) for one in x))
 
 
 def _facts(place: Place, keys: list[Any] | None = None) -> Iterator[Fact]:
@@ -169,7 +173,8 @@ def _shape(kind: type, items: list[tuple[Any, Any]]) -> Any:
     """Return what tells the items of containers of a kind apart, but for the items themselves."""
     if kind is set:
         return kind, frozenset(setting(key) for key, _ in items)
-    return kind, setting(len(items) if kind in (list, tuple, deque) else tuple(k for k, _ in items))
+    has_keys = kind in _DICTS
+    return kind, setting(tuple(key for key, _ in items) if has_keys else len(items))
 
 
 def _of_item(x: Any) -> Any:
@@ -179,7 +184,7 @@ def _of_item(x: Any) -> Any:
 
 def _items(x: Any, keys: list[Any] | None = None) -> list[tuple[Any, Any]]:
     """Return the items of a container with their keys; those of ``keys`` that are there."""
-    if isinstance(x, dict):
+    if type(x) in _DICTS:
         return list(x.items() if keys is None else ((key, x[key]) for key in keys if key in x))
     if isinstance(x, set):
         return [(one, one) for one in (list(x) if keys is None else keys) if one in x]
@@ -199,7 +204,13 @@ def _item(place: Place, key: Any) -> str:
 
 
 def _is_opened(x: Any) -> bool:
-    return type(x) in _OPENED and len(x) <= _MOST_ITEMS
+    return _opens(type(x)) and len(x) <= _MOST_ITEMS
+
+
+@lru_cache(maxsize=10_000)
+def _opens(kind: type) -> bool:
+    """Return True for classes of containers, and for those of named tuples."""
+    return kind in _OPENED or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
 
 
 def _plain_size(x: Any) -> int:
@@ -208,8 +219,9 @@ def _plain_size(x: Any) -> int:
     It is 0 beyond ``_MOST_BYTES`` too. No more than these are looked at, however much ``x`` holds.
     Only values of the built-in types themselves are plain: of others, ``marshal`` writes a part.
     """
-    if type(x) is np.ndarray:
-        size = len(_bytes_of_array(x)) if x.nbytes <= _MOST_BYTES else 0
+    if type(x) in _ARRAYS:
+        written = x.nbytes if type(x) is np.ndarray else len(x) * getattr(x, "itemsize", 1)
+        size = len(_bytes_of_array(x)) if written <= _MOST_BYTES else 0
         return size if size <= _MOST_BYTES else 0
     left, size = [x], 0
     while left:
@@ -231,14 +243,16 @@ def _plain_size(x: Any) -> int:
 
 
 def _bytes_of_array(x: Any) -> bytes:
-    return b"".join((repr((x.dtype, x.shape)).encode(), x.tobytes()))
+    if type(x) is np.ndarray:
+        return b"".join((repr((x.dtype, x.shape)).encode(), x.tobytes()))
+    return b"".join((repr((type(x), len(x), getattr(x, "typecode", None))).encode(), bytes(x)))
 
 
 def _fact_of(x: Any) -> Any:
     """Return what tells a plain container or an array from another; sets have no order."""
     if type(x) is set:
         return set, frozenset(map(setting, list(x)))  # a list: other threads may add to the set
-    return _bytes_of_array(x) if type(x) is np.ndarray else _bytes_of(x)
+    return _bytes_of_array(x) if type(x) in _ARRAYS else _bytes_of(x)
 
 
 def _bytes_of(x: Any) -> bytes:

@@ -160,6 +160,7 @@ def _leads_to(x: Any, names: Container[str] | None) -> Iterable[Any]:
         found += [
             one for name, one in held if names is None or name in names or name.startswith("__")
         ]
+        found += _own_classes(x)  # a class has the values of its bases
     elif not isinstance(x, _WITHOUT_ATTRIBUTES):
         held, own = attributes(x).items(), isinstance(x, _KINDS_OF_TORCH)
         found += [

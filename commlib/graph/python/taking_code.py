@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from commlib.graph.python.iterators import check_arguments, check_takes, is_iterator, is_queue
-from commlib.graph.python.reach import attributes, content
+from commlib.graph.python.reach import attributes, content, forward_of
 
 _SCOPES = {  # opcode -> which of the variables it loads
     "LOAD_FAST": "local",
@@ -52,7 +52,8 @@ def check_consumed(
 def _method(fn: Any) -> Any:
     """Return the function or method that a call of ``fn`` calls."""
     if isinstance(fn, torch.nn.Module):
-        return MethodType(type(fn).forward, fn)
+        forward = forward_of(type(fn))
+        return None if forward is None else MethodType(forward, fn)
     if isinstance(fn, FunctionType | MethodType):
         return fn
     call = type(fn).__call__

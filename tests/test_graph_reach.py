@@ -1,0 +1,214 @@
+"""Values that a function finds on further ways: other containers, bases of classes, inner code."""
+
+from array import array
+from collections import ChainMap, UserDict, UserList
+from collections.abc import Callable
+from functools import partial
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from commlib import graph
+from tests.support.checks import assert_bits_equal, assert_equal
+from tests.support.runs_on import runs_on
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+Change = Callable[[float], Any]  # to a value
+Way = Callable[[torch.device], tuple[Function, Change]]
+
+
+def _check(comm: Any, way: Way) -> None:
+    """Change a value between calls, and once back: each call is that of eager code."""
+    fn, change = way(comm.device)
+    change(1.0)
+    captured, x = graph.capture(fn, verify=False), -torch.ones(2, device=comm.device)
+    for turn, value in enumerate((1.0, 1.0, 1.0, 5.0, 5.0, 1.0)):
+        change(value)
+        assert_bits_equal(captured(x + turn), fn(x + turn), f"call {turn}")
+    assert len(captured.entries) <= 2, "a value was captured again and again"
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: float = 1.0
+
+
+def _item(held: Any, read: Callable[[], Any], key: Any = 0) -> tuple[Function, Change]:
+    return lambda x: x * read(), partial(held.__setitem__, key)
+
+
+def _named_tuple(device: torch.device) -> tuple[Function, Change]:
+    pair = Pair([1.0])
+    return _item(pair.first, lambda: pair.first[0])
+
+
+def _dict_in_named_tuple(device: torch.device) -> tuple[Function, Change]:
+    pair = Pair({"k": 1.0})
+    return _item(pair.first, lambda: pair.first["k"], "k")
+
+
+def _list_of_named_tuples(device: torch.device) -> tuple[Function, Change]:
+    pairs = [Pair([1.0])]
+    return _item(pairs[0].first, lambda: pairs[0].first[0])
+
+
+def _user_dict(device: torch.device) -> tuple[Function, Change]:
+    held = UserDict(k=1.0)
+    return _item(held, lambda: held["k"], "k")
+
+
+def _tensor_in_user_dict(device: torch.device) -> tuple[Function, Change]:
+    tensors = {value: torch.full((2,), value, device=device) for value in (1.0, 5.0)}
+    held = UserDict(k=tensors[1.0])
+    return lambda x: x * held["k"], lambda value: held.update(k=tensors[value])
+
+
+def _user_list(device: torch.device) -> tuple[Function, Change]:
+    held = UserList([1.0])
+    return _item(held, lambda: held[0])
+
+
+def _chain_map(device: torch.device) -> tuple[Function, Change]:
+    held = ChainMap({}, {"k": 1.0})
+    return _item(held.maps[1], lambda: held["k"], "k")
+
+
+def _mapping_proxy(device: torch.device) -> tuple[Function, Change]:
+    inner = {"k": 1.0}
+    held = MappingProxyType(inner)
+    return _item(inner, lambda: held["k"], "k")
+
+
+def _array(device: torch.device) -> tuple[Function, Change]:
+    held = [array("d", [1.0])]
+    return _item(held[0], lambda: held[0][0])
+
+
+def _bytearray(device: torch.device) -> tuple[Function, Change]:
+    held = bytearray(1)
+    return lambda x: x * held[0], lambda value: held.__setitem__(0, int(value))
+
+
+CONTAINERS: dict[str, Way] = {
+    "named tuple": _named_tuple,
+    "dict in a named tuple": _dict_in_named_tuple,
+    "list of named tuples": _list_of_named_tuples,
+    "user dict": _user_dict,
+    "tensor in a user dict": _tensor_in_user_dict,
+    "user list": _user_list,
+    "chain map": _chain_map,
+    "mapping proxy": _mapping_proxy,
+    "array": _array,
+    "bytearray": _bytearray,
+}
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+@runs_on("unified_ranks")
+def test_containers(comm: Any, container: str) -> None:
+    """Containers count by what they hold, whichever class of Python they have."""
+    _check(comm, CONTAINERS[container])
+
+
+class Base:
+    factor = 1.0
+    factors: ClassVar[dict[str, float]] = {}
+    weight = torch.empty(0)
+
+    @classmethod
+    def scale(cls, x: torch.Tensor) -> torch.Tensor:
+        """Scale by a value of the base."""
+        return x * cls.factor
+
+
+class Derived(Base):
+    pass
+
+
+def _tensor_of_base(device: torch.device) -> tuple[Function, Change]:
+    tensors = {value: torch.full((2,), value, device=device) for value in (1.0, 5.0)}
+    return lambda x: x * Derived.weight, lambda value: setattr(Base, "weight", tensors[value])
+
+
+BASES: dict[str, Way] = {
+    "value": lambda _: (lambda x: x * Derived.factor, partial(setattr, Base, "factor")),
+    "item": lambda _: _item(Base.factors, lambda: Derived.factors["k"], "k"),
+    "tensor": _tensor_of_base,
+    "class method": lambda _: (Derived.scale, partial(setattr, Base, "factor")),
+}
+
+
+@pytest.mark.parametrize("base", BASES)
+@runs_on("unified_ranks")
+def test_values_of_a_base(comm: Any, base: str) -> None:
+    """A class has the values of its bases too."""
+    _check(comm, BASES[base])
+
+
+def _inner_function(device: torch.device) -> tuple[Function, Change]:
+    act: Function = F.relu
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return act(x)
+
+    def change(value: float) -> None:
+        nonlocal act
+        act = F.relu if value == 1.0 else F.silu
+
+    return lambda x: inner(x), change
+
+
+def _inner_class(device: torch.device) -> tuple[Function, Change]:
+    kinds = {value: type("Kind", (), {"factor": value}) for value in (1.0, 5.0)}
+    kind: Any = kinds[1.0]
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x * kind.factor
+
+    def change(value: float) -> None:
+        nonlocal kind
+        kind = kinds[value]
+
+    return lambda x: inner(x), change
+
+
+@pytest.mark.parametrize("way", [_inner_function, _inner_class])
+@runs_on("unified_ranks")
+def test_a_function_or_class_in_inner_code(comm: Any, way: Way) -> None:
+    """A variable of a function that the captured one calls may hold another function."""
+    _check(comm, way)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scale."""
+        return x * self.weight
+
+
+def _scripted(device: torch.device) -> torch.nn.Module:
+    found: torch.nn.Module = torch.jit.script(Scale().to(device))
+    return found
+
+
+def _traced(device: torch.device) -> torch.nn.Module:
+    found: torch.nn.Module = torch.jit.trace(Scale().to(device), torch.ones(2, device=device))
+    return found
+
+
+@pytest.mark.parametrize("make", [_scripted, _traced])
+@runs_on("unified_ranks")
+def test_modules_of_torchscript(comm: Any, make: Callable[[torch.device], nn.Module]) -> None:
+    """They are captured as they are; their code is not Python's."""
+    module: Any = make(comm.device)
+    captured, x = graph.capture(module, verify=False), torch.ones(2, device=comm.device)
+    for turn in range(4):
+        assert_bits_equal(captured(x + turn), module(x + turn), f"call {turn}")
+    assert_equal(len(captured.entries), 1, "graphs")
