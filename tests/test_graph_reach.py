@@ -4,7 +4,7 @@ from array import array
 from collections import ChainMap, UserDict, UserList
 from collections.abc import Callable
 from functools import partial
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -166,7 +166,7 @@ def _inner_class(device: torch.device) -> tuple[Function, Change]:
     kinds = {value: type("Kind", (), {"factor": value}) for value in (1.0, 5.0)}
     kind: Any = kinds[1.0]
 
-    def inner(x: torch.Tensor) -> torch.Tensor:
+    def inner(x: torch.Tensor) -> Any:
         return x * kind.factor
 
     def change(value: float) -> None:
@@ -212,3 +212,72 @@ def test_modules_of_torchscript(comm: Any, make: Callable[[torch.device], nn.Mod
     for turn in range(4):
         assert_bits_equal(captured(x + turn), module(x + turn), f"call {turn}")
     assert_equal(len(captured.entries), 1, "graphs")
+
+
+def _weight(device: torch.device, **attributes: Any) -> Any:
+    weight = nn.Parameter(torch.ones(2, device=device), requires_grad=False)
+    vars(weight).update(attributes)
+    return weight
+
+
+def _of_tensor(device: torch.device) -> tuple[Function, Change]:
+    weight = _weight(device, factor=1.0)
+    return lambda x: x * weight.factor, partial(setattr, weight, "factor")
+
+
+def _of_parameter_in_module(device: torch.device) -> tuple[Function, Change]:
+    scale: Any = Scale().to(device)
+    scale.weight = _weight(device, factor=1.0)
+    return lambda x: scale(x) * scale.weight.factor, partial(setattr, scale.weight, "factor")
+
+
+def _new_on_one_of_many(device: torch.device) -> tuple[Function, Change]:
+    weights = [_weight(device) for _ in range(3)]
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        for weight in weights:
+            x = x * getattr(weight, "factor", 1.0)
+        return x
+
+    def change(value: float) -> None:
+        weights[0].seen = value  # that no code reads
+        vars(weights[1]).update({} if value == 1.0 else {"factor": value})
+        if value == 1.0:
+            vars(weights[1]).pop("factor", None)
+
+    return fn, change
+
+
+def _tensor_of_tensor(device: torch.device) -> tuple[Function, Change]:
+    tensors = {value: torch.full((2,), value, device=device) for value in (1.0, 5.0)}
+    weight = _weight(device, main_grad=tensors[1.0])
+    return lambda x: x * weight.main_grad, lambda value: setattr(
+        weight, "main_grad", tensors[value]
+    )
+
+
+def _dict_of_tensor(device: torch.device) -> tuple[Function, Change]:
+    weight = _weight(device, factors={"k": 1.0})
+    return _item(weight.factors, lambda: weight.factors["k"], "k")
+
+
+def _object_of_tensor(device: torch.device) -> tuple[Function, Change]:
+    weight = _weight(device, config=SimpleNamespace(factor=1.0))
+    return lambda x: x * weight.config.factor, partial(setattr, weight.config, "factor")
+
+
+TENSORS: dict[str, Way] = {
+    "tensor": _of_tensor,
+    "parameter of a module": _of_parameter_in_module,
+    "new one": _new_on_one_of_many,
+    "tensor of a tensor": _tensor_of_tensor,
+    "dict of a tensor": _dict_of_tensor,
+    "object of a tensor": _object_of_tensor,
+}
+
+
+@pytest.mark.parametrize("tensor", TENSORS)
+@runs_on("unified_ranks")
+def test_attributes_of_tensors(comm: Any, tensor: str) -> None:
+    """What a program gives to a tensor counts as an attribute of any object does."""
+    _check(comm, TENSORS[tensor])

@@ -13,8 +13,15 @@ import torch
 from commlib.graph.hook_watch import hooks_of_all
 from commlib.graph.python.contents import Fact, Place
 from commlib.graph.python.global_names import INSTALLED, Name
-from commlib.graph.python.reach import attributes, class_values, content, dict_of, reached
-from commlib.graph.python.read_names import is_read, names_read
+from commlib.graph.python.reach import (
+    attributes,
+    class_values,
+    content,
+    dict_of,
+    given_to,
+    reached,
+)
+from commlib.graph.python.read_names import ASKING, is_read, names_read
 from commlib.graph.python.setting import FIXED, is_frozen, is_open, setting
 
 _MOST = 2000  # attributes of plain objects that are asked at every call
@@ -84,6 +91,11 @@ class SettingPlaces:
         self._single: list[Callable[[], Any]] = [each.read for each in self.variables]
         self._groups: list[tuple[Callable[[Any], Any], Any]] = []
         self._dicts: list[tuple[dict[str, Any], list[str]]] = []
+        # Attributes of tensors: only code that asks whether there is one gets along without it.
+        asks = names is None or not ASKING.isdisjoint(names)
+        self._given = {id(x): given_to(x) for x in found.tensors if asks or x.__dict__}
+        of_tensors = self._of_tensors() if self._given else ()
+        self._single += [partial(self._given[where].get, name) for where, name, _ in of_tensors]
         room = _MOST
         for x in objects:
             read = self._attributes_of(x)[:room]
@@ -91,8 +103,8 @@ class SettingPlaces:
             if read:
                 self.objects.append((x, read))
                 self._ask(x, read)
-        self.has_versions = bool(self._dicts)
-        self.is_empty = not (self._single or self._groups or self._dicts)
+        self.has_versions = bool(self._dicts or self._given)
+        self.is_empty = not (self._single or self._groups or self.has_versions)
 
     def _find_variables(self, objects: list[Any]) -> Iterator[Variable]:
         """Yield those of the function itself first."""
@@ -107,6 +119,13 @@ class SettingPlaces:
         for x in objects:
             if isinstance(x, Name) and not isinstance(x.names.get(x.name), FIXED):
                 yield Variable(id(x.names), x.name, partial(x.names.get, x.name))
+
+    def _of_tensors(self) -> Iterator[Place]:
+        """Yield the attributes of tensors that the function may read."""
+        for where, held in self._given.items():
+            for name, x in [*held.items()]:
+                if self._names is None or name in self._names:
+                    yield Place(where, name, x)
 
     def _attributes_of(self, x: Any) -> list[str]:
         """Return the attributes of an object that the function may read; of a class, its values."""
@@ -148,6 +167,8 @@ class SettingPlaces:
         for x, _ in self.objects:
             for name, held in _values(x, self._attributes_of(x)):
                 yield (id(x), name), setting(held)
+        for where, name, held in self._of_tensors() if self._given else ():
+            yield (where, name), setting(held)
 
     def containers(self) -> Iterator[Place]:
         """Yield what may be a container: what variables, and attributes of objects, hold now."""
@@ -155,6 +176,7 @@ class SettingPlaces:
             yield Place(variable.where, variable.name, variable.read())
         for x, names in self.objects:
             yield from (Place(id(x), name, held) for name, held in _values(x, names))
+        yield from self._of_tensors() if self._given else ()
         for module in self.modules:
             read = names_read(module, self._names)
             for name, x in vars(module).items():
@@ -175,12 +197,18 @@ class SettingPlaces:
 
     def versions(self) -> list[int]:
         """Return numbers that are others where one of ``versioned`` may be another."""
-        return [_version(held) for held, _ in self._dicts] if _version is not None else []
+        found = [_version(held) for held, _ in self._dicts] if _version is not None else []
+        if self._given:
+            found.append(
+                sum(map(len, filter(None, self._given.values())))
+            )  # 10 ns for an empty one
+        return found
 
     def versioned(self) -> list[Any]:
         """Return attributes of objects with many of them."""
         found: list[Any] = [held.get(name) for held, names in self._dicts for name in names]
-        return found + [len(held) for held, _ in self._dicts]
+        found += [len(held) for held, _ in self._dicts]
+        return found + [len(held) for held in self._given.values()]
 
 
 @lru_cache(maxsize=10_000)

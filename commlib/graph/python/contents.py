@@ -156,7 +156,8 @@ def is_asked(x: Any) -> bool:
 
 def _may_change(x: Any) -> bool:
     """Return True for containers, but not for a tuple of plain values, which is a value itself."""
-    if not (_opens(type(x)) or type(x) in _ARRAYS):
+    kind: Any = type(x)
+    if not (_opens(kind) or kind in _ARRAYS):
         return False
     return not (isinstance(x, tuple) and all(isinstance(one, PLAIN) for one in x))
 
@@ -204,7 +205,8 @@ def _item(place: Place, key: Any) -> str:
 
 
 def _is_opened(x: Any) -> bool:
-    return _opens(type(x)) and len(x) <= _MOST_ITEMS
+    kind: Any = type(x)
+    return _opens(kind) and len(x) <= _MOST_ITEMS
 
 
 @lru_cache(maxsize=10_000)

@@ -78,7 +78,7 @@ def reached(
         seen.add(id(found))
         if kind is _TENSOR:
             tensors.append(found)
-            queue.extend(hooks_of_tensor(found))
+            queue.extend(held_by_tensor(found))
             continue
         objects.append(found)
         if kind is _DICT:
@@ -145,10 +145,18 @@ def is_of_the_program(kind: Any) -> bool:
     return module.startswith(_OF_TORCH) if root == "torch" else root not in FOREIGN
 
 
-def hooks_of_tensor(x: torch.Tensor) -> Iterator[Any]:
-    """Yield what autograd calls for a tensor."""
+def held_by_tensor(x: torch.Tensor) -> Iterator[Any]:
+    """Yield what autograd calls for a tensor, and the attributes that a program has given to it."""
     yield from (x._backward_hooks or {}).values()
     yield from (getattr(x, "_post_accumulate_grad_hooks", None) or {}).values()
+    if x.__dict__:
+        yield from given_to(x).values()
+
+
+def given_to(x: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes that a program has given to a tensor, as they are kept."""
+    kind: Any = type(x)
+    return {} if kind.__module__.startswith("commlib.") else x.__dict__
 
 
 def _leads_to(x: Any, names: Container[str] | None) -> Iterable[Any]:

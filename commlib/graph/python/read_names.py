@@ -28,7 +28,7 @@ from commlib.graph.python.reach import (
     attributes,
     content,
     held_by,
-    hooks_of_tensor,
+    held_by_tensor,
     is_captured,
     is_of_the_program,
 )
@@ -47,6 +47,7 @@ _LEAVES = (bool, int, float, complex, str, bytes, range, type(None), torch.Tenso
 _HOLDING = {"builtins", "functools", "collections", "types", "argparse"}
 _SHOWN = _HOLDING - {"functools"}  # what callables of these hold is followed
 _HIDING = {"builtins", "itertools"}  # iterators whose code can't be seen
+ASKING = frozenset(("getattr", "hasattr"))  # names among those that are read, where code has these
 _MAKES = {"__init__", "__new__"}  # that ``type`` calls where objects are made
 # Run where objects are copied or dropped: what these read is of no other use.
 _OUTSIDE = {
@@ -118,7 +119,7 @@ class _Reader:
         while self._left:
             x = self._left.popleft()
             if isinstance(x, torch.Tensor):
-                self._left.extend(hooks_of_tensor(x))
+                self._left.extend(held_by_tensor(x))
             if isinstance(x, _LEAVES) or id(x) in self._seen:
                 continue
             self._seen.add(id(x))
@@ -199,7 +200,7 @@ class _Reader:
         own = {"__getattribute__"} if x.__name__ == "__getattribute__" else set()
         if found.by_name - own:
             raise _UnknownError
-        self._name(found.read)
+        self._name(found.read | (ASKING & found.looked_up))
         if "__class__" in found.read or "type" in found.looked_up:
             self._name(_MAKES)
         for name in found.looked_up & x.__globals__.keys():

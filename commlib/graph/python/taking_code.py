@@ -52,7 +52,8 @@ def check_consumed(
 def _method(fn: Any) -> Any:
     """Return the function or method that a call of ``fn`` calls."""
     if isinstance(fn, torch.nn.Module):
-        forward = forward_of(type(fn))
+        kind: Any = type(fn)
+        forward = forward_of(kind)
         return None if forward is None else MethodType(forward, fn)
     if isinstance(fn, FunctionType | MethodType):
         return fn
