@@ -8,7 +8,8 @@ import torch
 
 from commlib.core.tensors import is_wrapper
 from commlib.errors import GraphError
-from commlib.graph.calls.outputs import Outputs, flat, hides
+from commlib.graph.calls.lasting import Lasting, hides
+from commlib.graph.calls.outputs import Outputs, flat
 from commlib.graph.operators.schema import memory
 from commlib.graph.python.changes import Change, Place
 from commlib.graph.python.user_names import kind_name
@@ -77,6 +78,7 @@ class Bindings:
         left: Sequence[Kept],
         inputs: Sequence[torch.Tensor],
         own: Callable[[torch.Tensor], bool],
+        lasting: Lasting,
     ) -> None:
         """Store what is bound.
 
@@ -85,6 +87,7 @@ class Bindings:
             left: What the first call has bound, and the runs after it have left.
             inputs: What stood for the arguments in the capture.
             own: Says whether a tensor's memory is the graph's.
+            lasting: The objects of the program.
         """
         known = {(x.where, x.name) for x in made}
         left = [x for x in left if (x.where, x.name) not in known]
@@ -96,7 +99,7 @@ class Bindings:
         self._places = [place for place, _ in bound]
         self.names = known | {(x.where, x.name) for x in left}
         # The program may keep what a name was bound to.
-        self._named = Outputs([now for _, now in bound], inputs, own, copy=True)
+        self._named = Outputs([now for _, now in bound], inputs, own, lasting, copy=True)
 
     def tensors(self) -> list[torch.Tensor | None]:
         """Return the program's tensors that are to be bound; None for one that it has released."""

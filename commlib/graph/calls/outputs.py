@@ -1,63 +1,29 @@
 """Outputs of a captured function: graph memory, borrowed until the next replay."""
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from io import IOBase
-from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from commlib.core.tensors import is_pending
 from commlib.errors import GraphError
+from commlib.graph.calls.lasting import Lasting, MadeObjects, hides
 from commlib.graph.calls.output_guard import OutputGuards
+from commlib.graph.calls.output_kinds import (
+    Again,
+    Alias,
+    Argument,
+    Borrowed,
+    Made,
+    Output,
+    Plain,
+    View,
+)
 from commlib.graph.operators.layout import copy_of, is_packed
 from commlib.graph.python.objects import unfold
 from commlib.graph.python.user_names import kind_name
 
-
-class Argument(NamedTuple):
-    """The caller's own tensor, handed back."""
-
-    position: int
-
-
-class View(NamedTuple):
-    """A view of one of the caller's tensors."""
-
-    position: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int  # from that tensor's first element on
-    detached: bool
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return it of the tensor that this call was given."""
-        source = tensor.detach() if self.detached else tensor
-        return source.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
-
-
-class Again(NamedTuple):
-    """The very tensor of an earlier place."""
-
-    place: int
-
-
-class Borrowed(NamedTuple):
-    """Memory of the graph, to be overwritten by its next replay."""
-
-    tensor: torch.Tensor
-    packed: bool  # a clone has the same strides
-
-
-class Plain(NamedTuple):
-    """Anything else: no tensor, or one that lives outside."""
-
-    value: Any
-
-
-Output = Argument | View | Again | Borrowed | Plain
 _PLAIN = (torch.Tensor, type(None))  # a result that is one leaf, as most are
 _ONE = tree_flatten(None)[1]
 Join = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
@@ -103,21 +69,36 @@ class Outputs:
         result: Any,
         given: Sequence[torch.Tensor],
         own: Callable[[torch.Tensor], bool],
+        lasting: Lasting,
         *,
         copy: bool,
     ) -> None:
-        """``own`` says whether a tensor's memory is the graph's."""
+        """Store what replays return.
+
+        Args:
+            result: What the function has returned in the capture.
+            given: The tensors of the call.
+            own: Says whether a tensor's memory is the graph's.
+            lasting: The objects of the program.
+            copy: Whether tensors are copies.
+        """
         leaves, self._spec = flat(result)
         self._copy, self._alone = copy, len(leaves) == 1 and leaves[0] is result
         self._kinds: list[Output] = []
         for i, leaf in enumerate(leaves):
             same = next((j for j in range(i) if leaf is leaves[j]), None)
-            if same is not None and isinstance(self._kinds[same], Borrowed):
+            if same is not None and isinstance(self._kinds[same], Borrowed | Alias):
                 self._kinds.append(Again(same))
             else:
-                self._kinds.append(_kind(leaf, given, own))
+                self._kinds.append(_kind(leaf, given, own, lasting))
         self._borrowed = [i for i, kind in enumerate(self._kinds) if isinstance(kind, Borrowed)]
         self._again = [(i, kind.place) for i, kind in enumerate(self._kinds) if type(kind) is Again]
+        self._leaves = [i for i in self._borrowed if cast(Borrowed, self._kinds[i]).leaf]
+        made = {i: kind.value for i, kind in enumerate(self._kinds) if isinstance(kind, Made)}
+        self._made, self._objects = (
+            [*made],
+            MadeObjects([*made.values()], lasting) if made else None,
+        )
         self._guards = OutputGuards("output")
         self.any_borrowed = bool(self._borrowed)
         kind = self._kinds[0] if self._alone else None
@@ -139,6 +120,11 @@ class Outputs:
             joined = join([leaves[i] for i in self._borrowed])
             for i, leaf in zip(self._borrowed, joined, strict=True):
                 leaves[i] = leaf
+        for i in self._leaves:
+            leaves[i].requires_grad_()
+        if self._objects is not None:
+            for i, x in zip(self._made, self._objects.again(), strict=True):
+                leaves[i] = x
         for i, place in self._again:
             leaves[i] = leaves[place]
         return leaves[0] if self._alone else tree_unflatten(leaves, self._spec)
@@ -160,7 +146,9 @@ class Outputs:
             return given[kind.position]
         if isinstance(kind, View):
             return kind.of(given[kind.position])
-        if isinstance(kind, Again):
+        if isinstance(kind, Alias):
+            return kind.again()
+        if isinstance(kind, Again | Made):
             return None  # known when all are
         if self._copy:
             return kind.tensor.clone() if kind.packed else copy_of(kind.tensor)
@@ -172,18 +160,31 @@ def leads_back(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.grad_fn is not None
 
 
-def _kind(leaf: Any, given: Sequence[torch.Tensor], own: Callable[[torch.Tensor], bool]) -> Output:
+def _kind(
+    leaf: Any,
+    given: Sequence[torch.Tensor],
+    own: Callable[[torch.Tensor], bool],
+    lasting: Lasting,
+) -> Output:
     if not isinstance(leaf, torch.Tensor):
-        return Plain(leaf)
-    position = _source(leaf, given)
+        return Made(leaf) if lasting.misses(leaf) else Plain(leaf)
+    position, is_leaf = _source(leaf, given), leaf.requires_grad and leaf.grad_fn is None
     if position is None:
-        return Borrowed(leaf.detach(), is_packed(leaf)) if own(leaf) else Plain(leaf)
+        if own(leaf):
+            return Borrowed(leaf.detach(), is_packed(leaf), is_leaf)
+        made = leaf not in lasting and (is_leaf or leaf.layout is torch.strided)
+        return Alias(_apart(leaf)) if made else Plain(leaf)
     tensor = given[position]
     if leaf is tensor:
         return Argument(position)
     offset = int(leaf.storage_offset() - tensor.storage_offset())
-    detached = tensor.requires_grad and not leaf.requires_grad
-    return View(position, leaf.size(), leaf.stride(), offset, detached)
+    detached = tensor.requires_grad and (is_leaf or not leaf.requires_grad)
+    return View(position, leaf.size(), leaf.stride(), offset, detached, is_leaf)
+
+
+def _apart(leaf: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that the program can't change in place of ``leaf``."""
+    return Alias(leaf).again()
 
 
 def _source(leaf: torch.Tensor, given: Sequence[torch.Tensor]) -> int | None:
@@ -209,7 +210,12 @@ _VIEWS = (
 )  # fmt: skip
 
 
-def standing(leaf: Any, given: Sequence[torch.Tensor], own: Callable[[torch.Tensor], bool]) -> Any:
+def standing(
+    leaf: Any,
+    given: Sequence[torch.Tensor],
+    own: Callable[[torch.Tensor], bool],
+    lasting: Lasting,
+) -> Any:
     """Return a leaf of a result in a form that each replay can hand out; in the capture.
 
     What is not a plain view of an argument becomes memory of the graph: other types over its bytes,
@@ -223,6 +229,8 @@ def standing(leaf: Any, given: Sequence[torch.Tensor], own: Callable[[torch.Tens
                 f"tensors; return the tensors themselves, or register the type with "
                 f"torch.utils._pytree.register_pytree_node"
             )
+        if lasting.misses(leaf):
+            MadeObjects([leaf], lasting)  # can it be copied?
         return leaf
     position = _source(leaf, given)
     if position is None:
@@ -235,7 +243,7 @@ def standing(leaf: Any, given: Sequence[torch.Tensor], own: Callable[[torch.Tens
 
 def alias_of(leaf: torch.Tensor, given: Sequence[torch.Tensor]) -> Argument | View | None:
     """Return which of ``given`` a leaf is, or is a plain view of, if any."""
-    kind = _kind(leaf, given, lambda _: False)
+    kind = _kind(leaf, given, lambda _: False, Lasting())
     if isinstance(kind, View) and not _plain_view(leaf, given[kind.position]):
         return None
     return kind if isinstance(kind, Argument | View) else None
@@ -250,26 +258,3 @@ def _plain_view(leaf: torch.Tensor, source: torch.Tensor) -> bool:
         same = name in _VIEWS and len(node.next_functions) == 1
         node = node.next_functions[0][0]
     return same
-
-
-_MOST = 1000  # objects that are looked through
-
-
-def hides(leaf: Any, own: Callable[[torch.Tensor], bool]) -> bool:
-    """Return True if a non-tensor object holds a tensor of the graph, or an unfinished run."""
-    if isinstance(leaf, Iterator) and not isinstance(leaf, IOBase):
-        return True
-    queue, seen = [leaf], set[int]()
-    while queue and len(seen) < _MOST:
-        found = queue.pop(0)
-        if id(found) in seen or isinstance(found, type | ModuleType):
-            continue
-        seen.add(id(found))
-        if isinstance(found, torch.Tensor):
-            if own(found):
-                return True
-        elif isinstance(found, FunctionType):
-            queue += [found.__closure__, found.__defaults__]
-        else:
-            queue += gc.get_referents(found)
-    return False

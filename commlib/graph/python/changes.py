@@ -1,12 +1,16 @@
 """A change of what an object of Python holds, and the place of what it holds."""
 
 from collections.abc import Callable
+from enum import Enum
+from numbers import Number
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-_PLAIN = (bool, int, float, complex, str, bytes)
-_VALUES = (*_PLAIN, type(None), torch.dtype, torch.device)
+_PLAIN = (bool, int, float, complex, str, bytes, Number, np.generic)
+_VALUES = (*_PLAIN, type(None), torch.dtype, torch.device, Enum, range)
+_TUPLES = (tuple, torch.Size, frozenset)
 GONE = object()  # where there is nothing under a name
 
 
@@ -50,7 +54,7 @@ class Change(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Return True for a plain value, or a tuple of such."""
-        return _is_plain(self.now)
+        return is_plain(self.now)
 
     def undo(self) -> None:
         """Bind the name to what it was bound to; one that was not there to None."""
@@ -75,8 +79,11 @@ class Change(NamedTuple):
         return self.name.startswith("the length")
 
 
-def _is_plain(x: Any) -> bool:
-    return isinstance(x, _VALUES) or (type(x) is tuple and all(map(_is_plain, x)))
+def is_plain(x: Any) -> bool:
+    """Return True for a value that never changes; also for tuples of such, and the like."""
+    if type(x) is slice:
+        return all(map(is_plain, (x.start, x.stop, x.step)))
+    return isinstance(x, _VALUES) or (type(x) in _TUPLES and all(map(is_plain, x)))
 
 
 def _can_be_compared(x: Any) -> bool:
@@ -84,7 +91,7 @@ def _can_be_compared(x: Any) -> bool:
         return all(map(_can_be_compared, x))
     if type(x) is dict:
         return all(map(_can_be_compared, x.values()))
-    return isinstance(x, (*_VALUES, torch.Tensor))
+    return is_plain(x) or isinstance(x, torch.Tensor)
 
 
 NO_PLACE = Place(lambda: None, lambda _: None)  # the items have no names

@@ -1,7 +1,7 @@
 """Objects in a result that pytree does not open: their tensors are outputs like all others.
 
 Each replay returns new objects around its tensors, as the function does. Objects on the path to
-such a tensor are copied. All others are the same objects as at the capture.
+such a tensor are copied. Objects without tensors are outputs themselves.
 """
 
 import copy
@@ -14,6 +14,7 @@ from torch.utils._pytree import register_pytree_node
 
 from commlib.core.tensors import is_pending, is_wrapper, parts, rebuilt
 from commlib.errors import GraphError
+from commlib.graph.python.changes import is_plain
 from commlib.graph.python.reach import attributes, is_of_the_program
 
 _MAX_DEPTH = 1000  # of objects in one result
@@ -22,17 +23,17 @@ _CLOSED = (torch.nn.Module, torch.optim.Optimizer, Iterator, type)
 
 
 class Unfolded:
-    """An object of a result with the tensors that it holds; a node of pytree."""
+    """An object of a result with the tensors and other objects in it; a node of pytree."""
 
-    def __init__(self, whole: Any, tensors: list[torch.Tensor]) -> None:
-        self.whole, self.tensors = whole, tensors
+    def __init__(self, whole: Any, leaves: list[Any]) -> None:
+        self.whole, self.leaves = whole, leaves
 
 
 class _Shape:
     """An object without its tensors: equal for objects that differ only in tensors."""
 
     def __init__(self, unfolded: Unfolded) -> None:
-        self.whole, self.tensors = unfolded.whole, unfolded.tensors
+        self.whole, self.leaves = unfolded.whole, unfolded.leaves
         self._facts = repr(_facts(unfolded.whole))
 
     def __eq__(self, other: object) -> bool:
@@ -42,7 +43,8 @@ class _Shape:
         return hash(self._facts)
 
     def __repr__(self) -> str:
-        return f"{type(self.whole).__qualname__} with {len(self.tensors)} tensors"
+        count = sum(isinstance(x, torch.Tensor) for x in self.leaves)
+        return f"{type(self.whole).__qualname__} with {count} tensors"
 
 
 def unfold(x: Any) -> Any:
@@ -54,8 +56,10 @@ def unfold(x: Any) -> Any:
         return _unwrapped(x)
     if not _is_open(x):
         return x
-    tensors = list(_tensors(x, ()))
-    return Unfolded(x, [*{id(one): one for one in tensors}.values()]) if tensors else x
+    leaves = _leaves(x, ())
+    if not any(isinstance(one, torch.Tensor) for one in leaves):
+        return x
+    return Unfolded(x, [*{id(one): one for one in leaves}.values()])
 
 
 def _unwrapped(x: torch.Tensor) -> Any:
@@ -94,17 +98,21 @@ def _held(x: Any) -> Mapping[Any, Any]:
     return attributes(x)
 
 
-def _tensors(x: Any, inside: tuple[int, ...]) -> Iterator[torch.Tensor]:
+def _leaves(x: Any, inside: tuple[int, ...]) -> list[Any]:
+    """Return the tensors in an object, and the largest objects without one; no plain values."""
     if isinstance(x, torch.Tensor):
-        yield from _parts(x)
-    elif _is_open(x):
-        if id(x) in inside or len(inside) > _MAX_DEPTH:
-            raise GraphError(
-                f"an output is a {type(x).__qualname__} that holds itself, so that a replay "
-                f"can't put new tensors in it; return the tensors themselves"
-            )
-        for one in _held(x).values():
-            yield from _tensors(one, (*inside, id(x)))
+        return _parts(x)
+    if not _is_open(x):
+        return [] if is_plain(x) else [x]
+    if id(x) in inside or len(inside) > _MAX_DEPTH:
+        raise GraphError(
+            f"an output is a {type(x).__qualname__} that holds itself, so that a replay "
+            f"can't put new tensors in it; return the tensors themselves"
+        )
+    found = [leaf for one in _held(x).values() for leaf in _leaves(one, (*inside, id(x)))]
+    if any(isinstance(leaf, torch.Tensor) for leaf in found):
+        return found
+    return [] if is_plain(x) else [x]
 
 
 def _facts(x: Any) -> Any:
@@ -117,17 +125,17 @@ def _facts(x: Any) -> Any:
     return x if isinstance(x, bool | int | float | complex | str | type(None)) else type(x)
 
 
-def _with_tensors(x: Any, tensors: Mapping[int, Any]) -> Any:
-    """Return ``x`` with other tensors; the same object if it holds none of them."""
+def _with_leaves(x: Any, leaves: Mapping[int, Any]) -> Any:
+    """Return ``x`` with other leaves; the same object if it holds none of them."""
+    if id(x) in leaves:
+        return leaves[id(x)]
     if isinstance(x, torch.Tensor):
-        new = tensors.get(id(x))
-        return rebuilt(x, lambda part: tensors.get(id(part), part)) if new is None else new
+        return rebuilt(x, lambda part: leaves.get(id(part), part))
     if not _is_open(x):
         return x
-    new = {name: _with_tensors(one, tensors) for name, one in _held(x).items()}
+    new = {name: _with_leaves(one, leaves) for name, one in _held(x).items()}
     if all(new[name] is one for name, one in _held(x).items()):
         return x
-    new = {name: copy.copy(one) if isinstance(one, _NESTS) else one for name, one in new.items()}
     if isinstance(x, tuple):
         return type(x)._make(new.values()) if hasattr(x, "_make") else type(x)(new.values())
     copied, named = copy.copy(x), attributes(x)
@@ -139,13 +147,13 @@ def _with_tensors(x: Any, tensors: Mapping[int, Any]) -> Any:
     return copied
 
 
-def _children(unfolded: Unfolded) -> tuple[list[torch.Tensor], _Shape]:
-    return unfolded.tensors, _Shape(unfolded)
+def _children(unfolded: Unfolded) -> tuple[list[Any], _Shape]:
+    return unfolded.leaves, _Shape(unfolded)
 
 
-def _folded(tensors: Any, shape: _Shape) -> Any:
-    pairs = zip(shape.tensors, tensors, strict=True)
-    return _with_tensors(shape.whole, {id(old): new for old, new in pairs})
+def _folded(leaves: Any, shape: _Shape) -> Any:
+    pairs = zip(shape.leaves, leaves, strict=True)
+    return _with_leaves(shape.whole, {id(old): new for old, new in pairs})
 
 
 register_pytree_node(Unfolded, _children, _folded)

@@ -163,6 +163,7 @@ class CountedCall:
         found.leaves = [leaf for leaf, _ in noted if id(leaf) not in given]
         found.binds_grads = any(leaf.grad is not grad for leaf, grad in noted)
         found.note_reachable(self._after.tensors)
+        found.lasting.before = result, self._after
 
     def _check(self) -> None:
         """Raise ``GraphError`` for what no graph could repeat."""
@@ -228,6 +229,8 @@ class CountedCall:
         """Release what only the first call needs."""
         self._real.undo = UndoLog()
         self._before = self._after = _NO_STATE
+        lasting = self.findings.lasting
+        lasting.before, lasting.there = None, set()
         self._begun, self._opened, self.roots = [], [], []
 
 

@@ -11,6 +11,7 @@ from commlib.core.ring import Ring
 from commlib.core.tensors import has_memory, parts
 from commlib.errors import GraphError
 from commlib.graph.calls.bindings import Kept
+from commlib.graph.calls.lasting import Lasting
 from commlib.graph.recording.segments import Segments
 from commlib.graph.watching.outside_reads import OutsideReads, first_other, keys_of
 from commlib.graph.watching.recorder import Recorder
@@ -53,6 +54,7 @@ class Findings:
         reads: Whether its graphs fit only certain values that the host reads.
         reports_capture: The answer when it asks whether it is captured.
         undo: Notes what eager parts change in the capture.
+        lasting: The objects of the program.
     """
 
     modules: Iterable[torch.nn.Module]
@@ -86,6 +88,7 @@ class Findings:
     reads: bool = False
     reports_capture: bool = False
     undo: UndoLog = field(default_factory=UndoLog)
+    lasting: Lasting = field(default_factory=Lasting)
     _texts: dict[str, list[str]] = field(default_factory=dict)  # by part: its collectives in words
 
     def report_capture(self) -> None:

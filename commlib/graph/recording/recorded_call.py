@@ -168,14 +168,15 @@ def _check_grads(call: Arguments, touched: Touched) -> None:
 
 def _kept(result: Any, given: Tensors, segments: Segments, recipe: Recipe) -> Any:
     """Copy results to memory that replays of other graphs do not write."""
-    leaves, spec = flat(result)
+    leaves, spec, lasting = *flat(result), recipe.findings.lasting
     kept: dict[int, Any] = {}  # what is returned twice is one tensor
     for i, each in enumerate(leaves):
         if id(each) not in kept:
-            kept[id(each)] = found = standing(each, given, segments.has_made)
+            kept[id(each)] = found = standing(each, given, segments.has_made, lasting)
             room = recipe.rooms[i] if i < len(recipe.rooms) and not recipe.copy else None
             if room is not None:  # copies are cloned after each replay
-                kept[id(each)] = room.copy_(found.detach())
+                room.requires_grad_(False).copy_(found.detach())
+                kept[id(each)] = room.requires_grad_(found.requires_grad)
     return tree_unflatten([kept[id(each)] for each in leaves], spec)
 
 

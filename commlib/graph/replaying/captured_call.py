@@ -98,9 +98,10 @@ class CapturedCall:
         self._together = bool(self.segments.collectives)  # whether all ranks replay it together
         read = {x.untyped_storage()._cdata for x in (*self.inputs.of(call), *call.tensors)}
         self._externals = Externals(self.segments.recorders, read)
-        recipe = self._recipe
-        self.outputs = Outputs(recorded.result, given, self._is_own, copy=recipe.copy)
-        self._bindings = Bindings(recorded.bindings, recipe.findings.sets, given, self._is_own)
+        recipe, own = self._recipe, self._is_own
+        found = recipe.findings
+        self.outputs = Outputs(recorded.result, given, own, found.lasting, copy=recipe.copy)
+        self._bindings = Bindings(recorded.bindings, found.sets, given, own, found.lasting)
         self._externals.watch(self._bindings.tensors())
         self._grads = recorded.grads
         self.effects = CallEffects(self.inputs, recipe.rooms, [x for x, _ in self._grads])

@@ -15,7 +15,7 @@ from commlib.errors import GraphError
 from commlib.graph.backends.side_stream import SideStream
 from commlib.graph.calls.cache_key import Arguments, any_autocast, modes
 from commlib.graph.calls.leaves import Tensors, gradients, plain_gradients
-from commlib.graph.calls.outputs import Join, Outputs
+from commlib.graph.calls.outputs import Join, Outputs, leads_back
 from commlib.graph.operators.layout import expanded_dims, expanded_zeros
 from commlib.graph.operators.program_line import line_of_frame
 from commlib.graph.recording.capture_run import without_saved_hooks
@@ -76,8 +76,8 @@ class Slot:
     def recorded(self, recorded: RecordedCall, outputs: Outputs, *, again: bool) -> None:
         """Capture the backward from all outputs of a forward that was just recorded."""
         made, inputs = outputs.made(recorded.result), recorded.given
-        self._leads = [tensor.requires_grad for tensor in made]
-        self._outs = [tensor for tensor in made if tensor.requires_grad]
+        self._leads = [leads_back(tensor) for tensor in made]
+        self._outs = [tensor for tensor in made if leads_back(tensor)]
         self._tensors = (*inputs, *self.parameters)
         self._wanted = [tensor for tensor in self._tensors if tensor.requires_grad]
         self._release_backwards()

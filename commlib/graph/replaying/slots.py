@@ -6,6 +6,7 @@ from typing import Any
 
 from commlib.errors import GraphError
 from commlib.graph.calls.cache_key import Arguments
+from commlib.graph.calls.outputs import leads_back
 from commlib.graph.calls.tensor_places import NO_PLACES
 from commlib.graph.replaying.captured_call import CapturedCall
 from commlib.graph.replaying.schedule import Schedule
@@ -111,7 +112,7 @@ class Slots:
             return verified.expected
         slot, expected = used[0], verified.expected
         wanted = [x for x in (*stand_ins.leaves, *slot.parameters) if x.requires_grad]
-        outs = [x for x in slot.forward.outputs.made(expected) if x.requires_grad]
+        outs = [x for x in slot.forward.outputs.made(expected) if leads_back(x)]
         slot.expect(outs, wanted, uncaptured=one.log.uncaptured)
         one.log.uncaptured = False
         return verified.found

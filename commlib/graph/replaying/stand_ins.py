@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_unflatten
 
 from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.calls.leaves import Tensors, gradients, leaf, with_grads, without_grads
-from commlib.graph.calls.outputs import Argument, alias_of, flat, leads_back
+from commlib.graph.calls.output_kinds import Argument
+from commlib.graph.calls.outputs import alias_of, flat, leads_back
 from commlib.graph.replaying.nodes import all_run, leaves_of, retains
 
 

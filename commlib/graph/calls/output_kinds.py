@@ -1,0 +1,70 @@
+"""The kinds of outputs of a captured function, with what a replay gives for each."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Argument(NamedTuple):
+    """The caller's own tensor, handed back."""
+
+    position: int
+
+
+class View(NamedTuple):
+    """A view of one of the caller's tensors."""
+
+    position: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # from that tensor's first element on
+    detached: bool
+    leaf: bool  # it requires grad itself
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return it of the tensor that this call was given."""
+        source = tensor.detach() if self.detached else tensor
+        offset = tensor.storage_offset() + self.offset
+        found = source.as_strided(self.size, self.stride, offset)
+        return found.requires_grad_() if self.leaf else found
+
+
+class Again(NamedTuple):
+    """The very tensor of an earlier place."""
+
+    place: int
+
+
+class Borrowed(NamedTuple):
+    """Memory of the graph, to be overwritten by its next replay."""
+
+    tensor: torch.Tensor
+    packed: bool  # a clone has the same strides
+    leaf: bool  # it requires grad, and comes from no operator
+
+
+class Alias(NamedTuple):
+    """Memory that lives outside, in a tensor that each call makes."""
+
+    tensor: torch.Tensor
+
+    def again(self) -> torch.Tensor:
+        """Return it for a replay."""
+        if self.tensor.grad_fn is not None:
+            return self.tensor.view_as(self.tensor)
+        return self.tensor.detach().requires_grad_(self.tensor.requires_grad)
+
+
+class Made(NamedTuple):
+    """An object that each call makes."""
+
+    value: Any
+
+
+class Plain(NamedTuple):
+    """Anything else: a plain value, an object or a tensor of the program."""
+
+    value: Any
+
+
+Output = Argument | View | Again | Borrowed | Alias | Made | Plain
