@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+import enum
 import functools
 import random
 import threading
@@ -103,7 +104,22 @@ VALUES: list[Callable[[torch.Tensor], Any]] = [
     lambda x: f"of {x.shape[0]} elements",
     lambda x: None if x.shape[0] == 2 else (x.shape[0], x.dtype),
     lambda x: (x * 2, [x + 1]),
+    lambda x: x.shape,
+    lambda x: np.int64(x.shape[0]),
+    lambda x: Size(x.shape[0]),
+    lambda x: (range(x.shape[0]), slice(x.shape[0])),
+    lambda x: frozenset(x.shape),
+    lambda x: [Counter, Clipped][x.shape[0] - 2],
+    lambda x: [x.shape[0], {"size": x.shape[0]}],
+    lambda x: set(x.shape),
+    lambda x: collections.Counter(x.shape),
 ]
+
+
+class Size(enum.Enum):
+    """Names of sizes."""
+
+    TWO, THREE = 2, 3
 
 
 @pytest.mark.parametrize("first", ["once", "warmup"])
@@ -112,7 +128,7 @@ VALUES: list[Callable[[torch.Tensor], Any]] = [
 def test_values_that_names_are_bound_to(
     value: Callable[[torch.Tensor], Any], verify: bool, first: First
 ) -> None:
-    """Made again at each call: numbers, texts, None, and tensors in tuples and lists."""
+    """Made again at each call: plain values, containers, and tensors in tuples and lists."""
     state = types.SimpleNamespace(held=0)
 
     def f(x: torch.Tensor) -> torch.Tensor:
@@ -128,6 +144,22 @@ def test_values_that_names_are_bound_to(
             assert_equal(
                 torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, True
             )
+
+
+def test_objects_that_names_are_bound_to() -> None:
+    """Each replay binds another one, and one that can't be copied is left alone."""
+    state, lock = types.SimpleNamespace(held=None, locks=None), threading.Lock
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        state.held, state.locks = types.SimpleNamespace(seen=[x.shape[0]]), [lock()]
+        return x * 2
+
+    g = graph.capture(f, outputs="copy", verify=False)
+    for turn in range(8):
+        g(torch.ones(2 + turn % 2))
+        assert_equal(state.held.seen, [2 + turn % 2], f"turn {turn}")
+        state.held.seen.append(turn)
+        state.held = None if turn % 3 else state.held
 
 
 def test_an_eager_part_that_binds_names() -> None:

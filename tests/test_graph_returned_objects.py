@@ -79,7 +79,7 @@ def test_views_that_the_caller_changes(comm: Any, change: str) -> None:
 class Stats:
     """An object without ``__eq__``, around plain values and an object of the program."""
 
-    def __init__(self, shared: object = None) -> None:
+    def __init__(self, shared: Any = None) -> None:
         self.count, self.shared = 0, shared
 
 

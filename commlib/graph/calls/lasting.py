@@ -89,6 +89,15 @@ class MadeObjects:
         return copy.deepcopy(self._kept, {**self._stay})
 
 
+def can_be_copied(x: object, lasting: Lasting) -> bool:
+    """Return True if replays can give copies of an object."""
+    try:
+        MadeObjects([x], lasting)
+    except GraphError:
+        return False
+    return True
+
+
 def inside(root: Any) -> Iterator[Any]:
     """Yield an object and all that it leads to, but for classes and modules of Python."""
     queue, seen = deque([root]), set[int]()

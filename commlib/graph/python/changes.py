@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from enum import Enum
 from numbers import Number
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 _PLAIN = (bool, int, float, complex, str, bytes, Number, np.generic)
-_VALUES = (*_PLAIN, type(None), torch.dtype, torch.device, Enum, range)
+_VALUES = (*_PLAIN, type(None), torch.dtype, torch.device, Enum, range, type)
 _TUPLES = (tuple, torch.Size, frozenset)
 GONE = object()  # where there is nothing under a name
 
@@ -52,6 +53,11 @@ class Change(NamedTuple):
         return self.place is not NO_PLACE
 
     @property
+    def is_bound(self) -> bool:
+        """Return True if something is there that can be bound again."""
+        return self.has_place and self.now is not GONE
+
+    @property
     def is_plain(self) -> bool:
         """Return True for a plain value, or a tuple of such."""
         return is_plain(self.now)
@@ -83,6 +89,8 @@ def is_plain(x: Any) -> bool:
     """Return True for a value that never changes; also for tuples of such, and the like."""
     if type(x) is slice:
         return all(map(is_plain, (x.start, x.stop, x.step)))
+    if type(x) is FunctionType:
+        return x.__closure__ is None and is_plain(x.__defaults__)
     return isinstance(x, _VALUES) or (type(x) in _TUPLES and all(map(is_plain, x)))
 
 

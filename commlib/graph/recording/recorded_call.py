@@ -13,6 +13,7 @@ from commlib.errors import GraphError
 from commlib.graph.backends.base import Backend, Pool
 from commlib.graph.calls.bindings import check_hidden, holds_tensor
 from commlib.graph.calls.cache_key import Arguments
+from commlib.graph.calls.lasting import Lasting, can_be_copied
 from commlib.graph.calls.leaves import Tensors, leaf, with_grads, without_grads
 from commlib.graph.calls.outputs import flat, standing
 from commlib.graph.python.changes import Change
@@ -148,10 +149,15 @@ def _saving(saved: set[int]) -> AbstractContextManager[object]:
 
 
 def _bound(objects: PythonState, found: Findings, segments: Segments) -> list[Change]:
-    """Return the tensors that the function has bound to names."""
+    """Return the tensors and new objects that the function has bound to names."""
     changes = [x for x in objects.changes() if (x.where, x.name) not in found.by_parts]
     check_hidden(changes, segments.has_made)
-    return [x for x in changes if holds_tensor(x.now)]
+    return [x for x in changes if holds_tensor(x.now) or _is_new(x, found.lasting)]
+
+
+def _is_new(change: Change, lasting: Lasting) -> bool:
+    """Return True for an object that each call makes, and that a replay can copy."""
+    return change.is_bound and lasting.misses(change.now) and can_be_copied(change.now, lasting)
 
 
 def _check_grads(call: Arguments, touched: Touched) -> None:
