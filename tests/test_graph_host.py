@@ -123,6 +123,13 @@ def test_values_that_are_read(how: str) -> None:
     assert_equal(total.item(), 2.0, "the graph fits again")
 
 
+@pytest.mark.parametrize("index", [False, True])
+def test_lists_of_tensors_are_refused(index: bool) -> None:
+    x, n = torch.ones(2, device=META), torch.tensor(1)
+    with pytest.raises(GraphError, match=r"a list of tensors .*test_graph_host\.py.*torch\.stack"):
+        Seen(lambda: x[:, [n, 0]] if index else torch.tensor([1, n], device=META))
+
+
 def test_values_that_the_function_changes_are_refused() -> None:
     count = torch.zeros(())
 

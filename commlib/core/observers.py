@@ -49,12 +49,28 @@ class Observer(Protocol):
 
 
 observers: list[Observer] = []  # of all threads: empty, there is nothing to ask at a call
-_inside = threading.local()
+
+
+class _Inside(threading.local):
+    """State of one thread, which it asks about itself.
+
+    Attributes:
+        observers: Those that look on where torch has taken them off.
+        recording: The one whose run this is, whatever torch does with its modes.
+        works: What this thread's calls begin, for the code that waits for all of them.
+    """
+
+    observers: tuple[Observer, ...] = ()
+    recording: Observer | None = None
+    works: list[Work] | None = None
+
+
+inside = _Inside()
 
 
 def looking_on() -> tuple[Observer, ...]:
     """Return the observers of what this thread does; a backward's threads have their caller's."""
-    here = (*_get_current_dispatch_mode_stack(), *getattr(_inside, "observers", ()))
+    here = (*_get_current_dispatch_mode_stack(), *inside.observers)
     return tuple(observer for observer in observers if any(observer is mode for mode in here))
 
 
@@ -72,11 +88,12 @@ class still_watched:  # a context like the functions here, entered at every oper
         self._observer = observer
 
     def __enter__(self) -> None:
-        self._before: tuple[Observer, ...] = getattr(_inside, "observers", ())
-        _inside.observers = (*self._before, self._observer)
+        self._before = inside.observers, inside.recording
+        inside.observers = (*inside.observers, self._observer)
+        inside.recording = None  # the operator runs again, and reads again
 
     def __exit__(self, *_: object) -> None:
-        _inside.observers = self._before
+        inside.observers, inside.recording = self._before
 
 
 @contextmanager
@@ -85,7 +102,7 @@ def unwatched() -> Iterator[None]:
 
     torch.compile leaves a function alone under such a mode, and would trace ours inside here.
     """
-    with _being(observers=()), untraced(_disable_current_modes()):
+    with _being(observers=(), recording=None), untraced(_disable_current_modes()):
         yield
 
 
@@ -104,11 +121,11 @@ def watched(calls: Iterable[Seen]) -> Iterator[None]:
 def unwaited() -> Iterator[list[Work]]:
     """Keep the works that this thread's calls begin, for the code that waits for all of them."""
     works: list[Work] = []
-    before, _inside.works = getattr(_inside, "works", None), works
+    before, inside.works = inside.works, works
     try:
         yield works
     finally:
-        _inside.works = before
+        inside.works = before
 
 
 def begun(work: Work) -> Work:
@@ -116,7 +133,7 @@ def begun(work: Work) -> Work:
 
     What waiting for it does is a part of its call, and nothing that an observer should see again.
     """
-    works = getattr(_inside, "works", None)
+    works = inside.works
     if works is not None:
         works.append(work)
     if observers and work._pending is not None:
@@ -143,10 +160,10 @@ class _Unwatched:
 @contextmanager
 def _being(**values: Any) -> Iterator[None]:
     """Change values of this thread inside a ``with`` block."""
-    before = dict(_inside.__dict__)
-    _inside.__dict__.update(values)
+    before = dict(inside.__dict__)
+    inside.__dict__.update(values)
     try:
         yield
     finally:
-        _inside.__dict__.clear()
-        _inside.__dict__.update(before)
+        inside.__dict__.clear()
+        inside.__dict__.update(before)

@@ -13,6 +13,9 @@ import torch
 
 from commlib.core import observers
 from commlib.graph.operators.exchange import Exchange
+from commlib.graph.operators.step import leaves_in
+from commlib.graph.operators.unsupported import check_value
+from commlib.graph.operators.value_reads import OF_A_LIST
 
 
 def _shown(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,6 +32,7 @@ def _shown(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _made(make: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
+    _check_list(data)
     device = torch.device(kwargs.pop("device", None) or torch.get_default_device())
     if device.type == "cpu" or isinstance(data, torch.Tensor):
         return make(data, *args, device=device, **kwargs)
@@ -44,10 +48,18 @@ def _like_another(make: Callable[..., Any], other: torch.Tensor, data: Any, **kw
 
 
 def _indexed(make: Callable[..., Any], x: torch.Tensor, index: Any, *value: Any) -> Any:
+    for part in index if isinstance(index, tuple | list) else ():
+        _check_list(part)
     if x.device.type != "cpu":
         each = map(_index, index) if isinstance(index, tuple) else [_index(index)]
         index = tuple(each) if isinstance(index, tuple) else next(iter(each))
     return make(x, index, *value)
+
+
+def _check_list(data: Any) -> None:
+    """Raise ``GraphError`` for tensors in lists, which torch would read one by one."""
+    if isinstance(data, tuple | list) and any(isinstance(x, torch.Tensor) for x in leaves_in(data)):
+        check_value(OF_A_LIST)
 
 
 def _index(index: Any) -> Any:

@@ -1,19 +1,16 @@
 """Checks that reject what can't be captured, before it runs, with the line of the program."""
 
-import functools
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from commlib.core import observers
 from commlib.core.tensors import fault, has_memory
 from commlib.errors import GraphError
-from commlib.graph.operators.exchange import Exchange
-from commlib.graph.operators.program_line import in_ours, remedy_here, user_line
+from commlib.graph.operators.program_line import remedy_here, user_line
 from commlib.graph.operators.schema import OpCall
+from commlib.graph.operators.value_reads import OF_A_LIST
 from commlib.streams import stream_captures
 
 _aten = torch.ops.aten
@@ -23,6 +20,7 @@ _CALLED = {"_local_scalar_dense": "item"}  # as programs write it
 _NEEDED = "the host needs a value that the replay has not computed yet"
 _REMEDY = {
     "item": "keep the value in a tensor (torch.where, clamp), or read it outside",
+    OF_A_LIST: "use torch.stack, which makes one tensor of them, also for an index",
     "nonzero": "use a mask and torch.where, which keep the shape",
     "_nested_tensor_from_mask": "create nn.TransformerEncoder with enable_nested_tensor=False",
 }
@@ -88,25 +86,6 @@ def check_unreadable(tensors: Iterable[torch.Tensor]) -> None:
             raise GraphError(
                 f"tensor {i} of the arguments {what}, and a graph can't read it; {remedy}"
             )
-
-
-def _checked(name: str, read: Any) -> Any:
-    """Return a method that reads values after asking the observers."""
-
-    @functools.wraps(read)
-    def checked(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if observers.observers and not in_ours(sys._getframe(1)):
-            for observer in observers.looking_on():
-                if observer.refuses:
-                    observer.before_read(self, name.strip("_"))
-        return read(self, *args, **kwargs)
-
-    return checked
-
-
-watching_reads = Exchange(
-    [(torch.Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__")], _checked
-)
 
 
 def check_value(name: str) -> None:

@@ -29,8 +29,8 @@ from commlib.graph.operators.unsupported import (
     check_sync,
     check_value,
     check_wrappers,
-    watching_reads,
 )
+from commlib.graph.operators.value_reads import OF_A_LIST, watching_reads
 from commlib.graph.watching.host import HostPart, is_on_host
 from commlib.graph.watching.recorded_collective import Collective
 from commlib.graph.watching.rng_watch import RngWatch
@@ -42,9 +42,7 @@ _again = methodcaller("again")
 
 
 class Recorder(TorchDispatchMode):
-    """Records a run; ``with Recorder(device) as seen: fn()``.
-
-    Raises ``GraphError`` with operator and line before an unsupported operator runs.
+    """Records a run; raises ``GraphError`` before an unsupported operator runs.
 
     Attributes:
         memory: What the run makes, reads and writes.
@@ -94,6 +92,7 @@ class Recorder(TorchDispatchMode):
     def __enter__(self) -> "Recorder":
         self.random.begin()
         observers.observers.append(self)
+        self._outer, observers.inside.recording = observers.inside.recording, self
         super().__enter__()  # type: ignore[no-untyped-call]
         self._reading.enter_context(watching_reads())
         if self.device.type != "cpu":
@@ -112,6 +111,7 @@ class Recorder(TorchDispatchMode):
         self._reading.close()
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         observers.observers.remove(self)
+        observers.inside.recording = self._outer
         if kind is None:
             self.random.end()
             self.memory.check_sizes(may_empty=self.host is None and self.device.type != "cpu")
@@ -216,9 +216,9 @@ class Recorder(TorchDispatchMode):
 
     def before_read(self, tensor: torch.Tensor, name: str) -> None:
         """Note a method that reads the values of a tensor, or raise."""
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" or (name == OF_A_LIST and not is_on_host(tensor)):
             check_value(name)
-        elif self.host is not None and is_on_host(tensor):
+        if self.host is not None and is_on_host(tensor):
             with observers.unwatched():
                 self.host.note_read(tensor)
 
