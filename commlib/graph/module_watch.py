@@ -72,7 +72,7 @@ class ModuleLook:
         self.tensors = [x for x in tensors if has_address(x) and not is_wrapper(x)]
         self._addresses = TensorAddresses(self.tensors)
         dicts = (vars(module).get(name) for module in watch.modules for name in _PARTS)
-        self._dicts = [held for held in dicts if held]
+        self._dicts = [held for held in dicts if held and isinstance(held, dict)]
         self._parts = [*self._held()]
         self.facts: dict[tuple[int, str], Any] = {(0, "addresses"): self._addresses.facts}
         self.facts |= {name: fact for name, fact in self._hooks.facts if name not in watch.own}
