@@ -1,5 +1,7 @@
 """Values that a function finds on further ways: other containers, bases of classes, inner code."""
 
+import gc
+import weakref
 from array import array
 from collections import ChainMap, UserDict, UserList
 from collections.abc import Callable
@@ -281,3 +283,89 @@ TENSORS: dict[str, Way] = {
 def test_attributes_of_tensors(comm: Any, tensor: str) -> None:
     """What a program gives to a tensor counts as an attribute of any object does."""
     _check(comm, TENSORS[tensor])
+
+
+class Loss:
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        """Scale by an attribute."""
+        return x * self.factor
+
+
+def _method(device: torch.device) -> tuple[Any, Change]:
+    loss = Loss()
+    return lambda: loss.scaled, partial(setattr, loss, "factor")
+
+
+def _closure(device: torch.device) -> tuple[Any, Change]:
+    held = [1.0]
+    fn, change = _item(held, lambda: held[0])
+    return lambda: fn, change
+
+
+def _partial(device: torch.device) -> tuple[Any, Change]:
+    loss = Loss()
+    fn = partial(loss.scaled)
+    return lambda: fn, partial(setattr, loss, "factor")
+
+
+def _weight_of_module(device: torch.device) -> tuple[Any, Change]:
+    scale = Scale()
+    weights = {value: nn.Parameter(torch.full((2,), value, device=device)) for value in (1.0, 5.0)}
+    return lambda: scale, lambda value: setattr(scale, "weight", weights[value])
+
+
+def _class(device: torch.device) -> tuple[Any, Change]:
+    return lambda: Derived.scale, partial(setattr, Base, "factor")
+
+
+GIVEN = {
+    "method": _method,
+    "closure": _closure,
+    "partial": _partial,
+    "module": _weight_of_module,
+    "class method": _class,
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@runs_on("unified_ranks")
+def test_functions_and_modules_as_arguments(comm: Any, given: str) -> None:
+    """What is around an argument counts in calls with it, and in no others."""
+    (first, change), (second, change_second) = (GIVEN[given](comm.device) for _ in range(2))
+    change_second(1.0)
+    captured = graph.capture(lambda x, fn: fn(x), verify=False)
+    x = torch.ones(2, device=comm.device)
+    for turn, value in enumerate((1.0, 1.0, 1.0, 5.0, 5.0, 1.0)):
+        change(value)
+        for fn in (first(), second()):
+            with torch.no_grad():
+                assert_bits_equal(captured(x + turn, fn), fn(x + turn), f"call {turn}")
+    assert len(captured.entries) <= 3, "a call was captured again and again"
+
+
+@runs_on("unified_ranks")
+def test_ever_new_functions_as_arguments(comm: Any) -> None:
+    """No more of them are known than some multiple of the graphs."""
+    captured = graph.capture(lambda x, fn: fn(x), verify=False, max_graphs=2)
+    x, weight = torch.ones(2, device=comm.device), torch.ones(2, device=comm.device)
+    alive = []
+    for turn in range(12):
+        fresh = Fresh(weight, turn)
+        fn = fresh.scaled
+        alive.append(weakref.ref(fresh))
+        assert_bits_equal(captured(x, fn), fn(x), f"call {turn}")
+    del fn, fresh
+    gc.collect()
+    assert sum(held() is not None for held in alive) <= 4, "functions of earlier calls are held"
+
+
+class Fresh:
+    def __init__(self, weight: torch.Tensor, number: int) -> None:
+        self.weight, self.number = weight, number
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        """Scale by an attribute."""
+        return x * self.weight * self.number

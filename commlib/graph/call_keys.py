@@ -1,7 +1,10 @@
 """The keys of a captured function's calls: arguments, torch's modes, and what is around it."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import chain
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,11 +13,28 @@ from commlib.graph.calls.flattening import Flat, flatten
 from commlib.graph.calls.grads import Grads
 from commlib.graph.calls.key_values import value
 from commlib.graph.calls.openable import changed, contents
+from commlib.graph.calls.tensor_places import AllPlaces, TensorPlaces
 from commlib.graph.operators.unsupported import check_untransformed
 from commlib.graph.python.look_error import look_error
 from commlib.graph.surroundings import Surroundings
 
 _EMPTY: Flat = flatten((), {}, frozenset())
+# Arguments that have surroundings of their own, as the function has.
+_SURROUNDED = (FunctionType, MethodType, partial, type, torch.nn.Module, torch.optim.Optimizer)
+
+
+class Reach(NamedTuple):
+    """Objects that a call can reach.
+
+    Attributes:
+        weights: Leaves.
+        modules: Modules.
+        stepped: Leaves of optimizers.
+    """
+
+    weights: Sequence[torch.Tensor]
+    modules: Sequence[torch.nn.Module]
+    stepped: Sequence[torch.Tensor]
 
 
 class CallKeys:
@@ -32,7 +52,8 @@ class CallKeys:
         """``key``: the program's own part of the key."""
         self.around, self.grads = Surroundings(fn, max_graphs), Grads()
         self.closed: frozenset[type] = frozenset()
-        self._key = key
+        self._fn, self._key, self._most = fn, key, max_graphs
+        self._given: dict[Any, Surroundings] = {}  # of arguments, the last found at the end
         self._empty_call = without_arguments(())  # the last call without arguments
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -45,11 +66,15 @@ class CallKeys:
         flat = _EMPTY
         if args or kwargs:
             flat = flatten(args, kwargs, self.closed)
+        leaves = () if flat.shape.__class__ is int else flat.visible
+        weights = self.around.weights
         try:
-            own = self.around.key(() if flat.shape.__class__ is int else flat.visible)
+            own = self.around.key(leaves)
+            if self._given and leaves:
+                for part in self._parts(leaves):
+                    own, weights = (*own, *part.key(())), [*weights, *part.weights]
         except Exception as error:
             raise look_error(error) from error
-        weights = self.around.weights
         if weights and torch.is_grad_enabled():
             own = (*own, *[x.requires_grad for x in weights])
         if self._key is not None:
@@ -62,12 +87,40 @@ class CallKeys:
                 call = self._empty_call = without_arguments(key)
         return self.grads.extend(call) if self.grads.leaves else call
 
-    def find(self, leaves: Sequence[Any]) -> None:
+    def _parts(self, leaves: Iterable[Any]) -> list[Surroundings]:
+        """Return what is around the functions and modules among the arguments of a call."""
+        found = (self._given.get(_identity(x)) for x in leaves if isinstance(x, _SURROUNDED))
+        return [each for each in found if each is not None]
+
+    def find(self, leaves: Sequence[Any]) -> Reach:
         """Look for what is around the function; ``leaves``: the arguments of a call."""
+        parts = [self.around]
         try:
             self.around.find(leaves)
+            parts += [self._find_given(x, leaves) for x in leaves if isinstance(x, _SURROUNDED)]
         except Exception as error:
             raise look_error(error) from error
+        weights = chain(*(each.weights for each in parts), self.grads.leaves)
+        modules = chain(*(each.modules for each in parts))
+        return Reach([*weights], [*modules], [*chain(*(each.stepped for each in parts))])
+
+    def _find_given(self, x: Any, leaves: Sequence[Any]) -> Surroundings:
+        """Look for what is around an argument; it counts in calls that get this argument."""
+        name = _identity(x)
+        part = self._given.get(name) or Surroundings(x, self._most)
+        part.find((self._fn, *leaves))
+        if part.is_needed:
+            self._given[name] = part
+        if len(self._given) > 2 * self._most:  # calls with the first one are captured again
+            self._given.pop(next(iter(self._given)))
+        return part
+
+    def places(self, call: Arguments, uses: Callable[[int], bool]) -> TensorPlaces:
+        """Return where tensors are now; ``uses``: returns True for memory that counts."""
+        found = self.around.places(call.tensors, uses)
+        if not self._given:
+            return found
+        return AllPlaces([found, *(x.places(call.tensors, uses) for x in self._parts(call.leaves))])
 
     def before_call(self, call: Arguments) -> Callable[[], None]:
         """Look at what is around a call, and what its objects hold.
@@ -77,16 +130,23 @@ class CallKeys:
         """
         opened = contents(*call.given)
         objects = [*call.leaves, *(x for x, _ in opened)]
+        looks = [(self.around, objects), *((x, ()) for x in self._parts(call.leaves))]
         try:
-            before = self.around.all_facts(objects, look_again=False)
+            before = [x.all_facts(given, look_again=False) for x, given in looks]
         except Exception as error:
             raise look_error(error) from error
 
         def after_call() -> None:
             try:
-                self.around.after_call(objects, before)
+                for (x, given), known in zip(looks, before, strict=True):
+                    x.after_call(given, known)
             except Exception as error:
                 raise look_error(error) from error
             self.closed |= set(changed(opened))
 
         return after_call
+
+
+def _identity(x: Any) -> Any:
+    """Return what tells an argument from another; Python makes a method at each access."""
+    return (id(x.__self__), id(x.__func__)) if isinstance(x, MethodType) else id(x)

@@ -17,7 +17,7 @@ from commlib.core.manager import CommContextManager
 from commlib.errors import GraphError
 from commlib.graph.call_keys import CallKeys
 from commlib.graph.calls.cache_key import Arguments
-from commlib.graph.first_call import FirstCall, Reach, device_of, makes_parameters
+from commlib.graph.first_call import FirstCall, device_of, makes_parameters
 from commlib.graph.kinds_watch import KindsWatch
 from commlib.graph.methods import bound
 from commlib.graph.operators.unsupported import check_hidden, check_unreadable, check_wanting
@@ -202,14 +202,12 @@ class CapturedFunction(Generic[P, R]):
         check_foreign()
         check_unreadable(call.tensors)
         check_consumed(self.fn, call.leaves, *call.given)
-        self._keys.find(call.leaves)
-        around = self._keys.around
-        if makes_parameters(around.modules, call):
+        reach = self._keys.find(call.leaves)
+        if makes_parameters(reach.modules, call):
             return self.fn(*call.given[0], **call.given[1])
         device = device_of(call, self._module)
         if device.type == "cpu":
-            check_hidden(around.modules)
-        reach = Reach([*around.weights, *self._keys.grads.leaves], around.modules, around.stepped)
+            check_hidden(reach.modules)
         first = FirstCall(self.fn, self.options, self._schedule, device, reach, self.entries.times)
         after_call = self._keys.before_call(call)
         wanted = [x.requires_grad for x in call.tensors]
@@ -253,7 +251,7 @@ class CapturedFunction(Generic[P, R]):
             self.entries.drop_all()
             call = self._keys.of(*call.given)
         entry = first.entry(call, functools.partial(self._drop_different, call.key))
-        entry.places = self._keys.around.places(call.tensors, entry.uses)
+        entry.places = self._keys.places(call, entry.uses)
         self.entries[call.key] = entry
         self._turns = 0
         self._kinds.note(self.entries, call, self._keys.around)

@@ -3,13 +3,14 @@
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from commlib.graph.backends import cuda as cuda_backend
 from commlib.graph.backends.base import Backend, CpuBackend
+from commlib.graph.call_keys import Reach
 from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.calls.output_guard import guards_memory
 from commlib.graph.options import Options
@@ -26,20 +27,6 @@ from commlib.graph.replaying.schedule import Schedule
 from commlib.graph.replaying.slot import Slot
 from commlib.graph.replaying.slots import Slots
 from commlib.graph.replaying.verification_log import VerificationLog
-
-
-class Reach(NamedTuple):
-    """Objects that a function can reach.
-
-    Attributes:
-        weights: Leaves.
-        modules: Modules.
-        stepped: Leaves of optimizers.
-    """
-
-    weights: Sequence[torch.Tensor]
-    modules: Sequence[torch.nn.Module]
-    stepped: Sequence[torch.Tensor]
 
 
 class FirstCall:

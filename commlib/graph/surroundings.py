@@ -128,6 +128,11 @@ class Surroundings:
         """Return the modules that the function can reach."""
         return self._modules.modules
 
+    @property
+    def is_needed(self) -> bool:
+        """Return True if anything is asked."""
+        return self._watched.is_asked or self._watched.can_change
+
     def key(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """Return the settings as they are now, of objects among the arguments too."""
         if self._watched.can_change and self._modules.changed:

@@ -88,6 +88,17 @@ class TensorPlaces:
         return False
 
 
+class AllPlaces(TensorPlaces):
+    """The places of several surroundings."""
+
+    def __init__(self, places: Iterable[TensorPlaces]) -> None:
+        self._all = [each for each in places if each is not NO_PLACES]
+
+    def have_changed(self) -> bool:
+        """Return True if one of them has changed."""
+        return any(each.have_changed() for each in self._all)
+
+
 class _State:
     """The tensors of an optimizer's state at one moment. It keeps none of them alive."""
 
