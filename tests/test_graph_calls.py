@@ -1,7 +1,7 @@
 """graph.capture: calls that fail count once or not at all; odd arguments are taken or refused."""
 
 import threading
-from array import array
+from ctypes import c_int
 from typing import Any, ClassVar
 
 import pytest
@@ -64,11 +64,11 @@ def test_failures_count_once(comm: Any) -> None:
 def test_a_slot_that_breaks(comm: Any) -> None:
     """A further slot that can't be captured is not an error: with on_fail="eager" it goes on."""
     weight = torch.ones(3, device=comm.device, requires_grad=True)
-    broken = array("i")  # no key sees it
+    broken = c_int(0)  # no key sees it
 
     def f(x: torch.Tensor) -> torch.Tensor:
-        if broken:
-            broken.pop()
+        if broken.value:
+            broken.value -= 1
             raise ValueError("broken")
         return x * weight
 
@@ -76,7 +76,7 @@ def test_a_slot_that_breaks(comm: Any) -> None:
     for how in ("eager", "raise"):
         g = graph.capture(f, on_fail=how, outputs="copy", verify=False)
         flights = [g(x), g(x)]
-        broken.append(1)
+        broken.value += 1
         if how == "raise":
             with raises(GraphError, "broken"):
                 g(x)

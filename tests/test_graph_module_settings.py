@@ -377,15 +377,14 @@ def test_verified_calls_find_the_others(make: Callable[[], Any]) -> None:
         _times.__defaults__ = (1.0,)
 
 
-def test_verified_calls_find_configs_of_arguments() -> None:
+def test_configs_of_arguments() -> None:
+    """What a module among the arguments holds counts as that of any module does."""
     config = Config()
     module, x = Held(config, _scale), torch.ones(2)
-    g = graph.capture(lambda module, x: module(x), outputs="copy", verify=1)
-    for _ in range(3):
-        assert_bits_equal(g(module, x), x)
-    config.scale = 3.0
-    with raises(GraphError, "differ"):
-        g(module, x)
+    g = graph.capture(lambda module, x: module(x), verify=False)
+    for scale in (1.0, 1.0, 1.0, 3.0, 3.0):
+        config.scale = scale
+        assert_bits_equal(g(module, x), x * scale)
 
 
 # -- threads --------------------------------------

@@ -1,8 +1,8 @@
 """graph.pipeline: layers captured in stretches, with any order and number of microbatches."""
 
 import copy
-from array import array
 from collections.abc import Callable, Sequence
+from ctypes import c_int
 from typing import Any
 
 import pytest
@@ -155,12 +155,12 @@ def test_where_layers_are_cut() -> None:
 class Odd(torch.nn.Module):
     """Reads a value on the host where the layer before it has run just before it."""
 
-    def __init__(self, runs: "array[int]") -> None:
+    def __init__(self, runs: c_int) -> None:
         super().__init__()
         self.inner, self._runs = Linear(WIDTH, WIDTH), runs
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        since, self._runs[0] = self._runs[0], 0
+        since, self._runs.value = self._runs.value, 0
         y: torch.Tensor = self.inner(x)
         return y + (y.sum().item() * 0 if since == 1 else 0)
 
@@ -168,10 +168,10 @@ class Odd(torch.nn.Module):
 @runs_on("unified_ranks")
 def test_layers_that_fail_together(comm: Any) -> None:
     """Layers that can be captured one by one, but not together, stay apart."""
-    runs = array("i", [0])  # no key sees it
+    runs = c_int(0)  # no key sees it
 
     def first(x: torch.Tensor) -> torch.Tensor:
-        runs[0] += 1
+        runs.value += 1
         return x * 2
 
     odd = Odd(runs).to(comm.device)
@@ -192,11 +192,11 @@ def test_layers_that_fail_together(comm: Any) -> None:
 @runs_on("unified_ranks")
 def test_a_slot_that_breaks(comm: Any) -> None:
     """A further slot that can't be captured leaves the others: that forward is eager, once."""
-    broken = array("i")  # no key sees it
+    broken = c_int(0)  # no key sees it
 
     def fragile(x: torch.Tensor) -> torch.Tensor:
-        if broken:
-            broken.pop()
+        if broken.value:
+            broken.value -= 1
             raise ValueError("broken")
         return torch.tanh(x)
 
@@ -207,9 +207,9 @@ def test_a_slot_that_breaks(comm: Any) -> None:
     inputs = [torch.full((2, WIDTH), i + 1.0, device=comm.device) for i in range(6)]
     found = []
     for i, x in enumerate(inputs):
-        broken.extend([1] * (i == 4))
+        broken.value += i == 4
         found.append(pipeline(x).sum())
-    assert_equal((len(broken), slots(pipeline)), (0, [4]), "one of six is eager, as is the first")
+    assert_equal((broken.value, slots(pipeline)), (0, [4]), "one of six is eager, as is the first")
     assert_equal(list(map(str, pipeline.stretches)), ["layers 0-2"], "stretches")
     expected = [plain(x).sum() for x in inputs]
     for losses in (found, expected):

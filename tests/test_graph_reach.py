@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from commlib import graph
-from tests.support.checks import assert_bits_equal, assert_equal
+from commlib.errors import GraphError
+from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.runs_on import runs_on
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -283,6 +284,38 @@ TENSORS: dict[str, Way] = {
 def test_attributes_of_tensors(comm: Any, tensor: str) -> None:
     """What a program gives to a tensor counts as an attribute of any object does."""
     _check(comm, TENSORS[tensor])
+
+
+class Kept:
+    """A descriptor that keeps the value itself."""
+
+    value = 1.0
+
+    def __get__(self, owner: Any, kind: Any = None) -> float:
+        return self.value
+
+    def __set__(self, owner: Any, value: float) -> None:
+        self.value = value
+
+
+class Keeping:
+    factor = Kept()
+
+
+@runs_on("unified_ranks")
+def test_a_descriptor_that_keeps_a_value(comm: Any) -> None:
+    """It is asked as an object, and its code does not run."""
+    held = Keeping()
+    _check(comm, lambda _: (lambda x: x * held.factor, partial(setattr, held, "factor")))
+
+
+@runs_on("unified_ranks")
+def test_an_attribute_of_an_argument(comm: Any) -> None:
+    """A graph has another tensor in place of an argument; the message says what to do."""
+    x: Any = torch.ones(2, device=comm.device)
+    x.factor = 2.0
+    with raises(GraphError, "pass the value itself as an argument"):
+        graph.capture(lambda x: x * x.factor, verify=False)(x)
 
 
 class Loss:

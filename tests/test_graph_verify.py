@@ -1,8 +1,8 @@
 """Verified replays: a graph that differs from its function is found, and the function counts."""
 
 import ctypes
-from array import array
 from collections.abc import Callable
+from ctypes import c_double
 from typing import Any
 
 import pytest
@@ -19,19 +19,19 @@ from tests.support.runs_on import runs_on
 
 
 class Hidden:
-    """A number where no key looks: an array of the standard library holds it."""
+    """A number where no key looks: a number of ctypes holds it."""
 
     def __init__(self) -> None:
-        self._numbers = array("d", [2.0])
+        self._number = c_double(2.0)
 
     @property
     def scale(self) -> float:
         """The number."""
-        return self._numbers[0]
+        return self._number.value
 
     @scale.setter
     def scale(self, number: float) -> None:
-        self._numbers[0] = number
+        self._number.value = number
 
 
 def scaled(comm: Any) -> tuple[Hidden, Callable[..., Any], torch.Tensor]:

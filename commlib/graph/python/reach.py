@@ -168,7 +168,7 @@ def _leads_to(x: Any, names: Container[str] | None) -> Iterable[Any]:
         found += [
             one for name, one in held if names is None or name in names or name.startswith("__")
         ]
-        found += _own_classes(x)  # a class has the values of its bases
+        found += _own_classes(x)
     elif not isinstance(x, _WITHOUT_ATTRIBUTES):
         held, own = attributes(x).items(), isinstance(x, _KINDS_OF_TORCH)
         found += [
@@ -202,22 +202,24 @@ def _has_state(kind: type) -> bool:
 
 
 def _functions_of(kind: type) -> dict[str, Any]:
-    """Return the functions of a class of the program, which lead to the globals that they name."""
+    """Return the functions of a class of the program, and descriptors, which may keep values."""
     if not _has_state(kind):
         return {}
-    held = vars(kind).items()
-    inner = {name: getattr(x, "__func__", getattr(x, "fget", x)) for name, x in held}
-    return {name: x for name, x in inner.items() if isinstance(x, FunctionType)}
+    inner = ((k, getattr(x, "__func__", getattr(x, "fget", x))) for k, x in vars(kind).items())
+    return {name: x for name, x in inner if type(x) is FunctionType or _keeps(type(x))}
+
+
+def _keeps(kind: type) -> bool:
+    return hasattr(kind, "__get__") and _has_state(kind)
 
 
 def class_values(kind: type) -> dict[str, Any]:
     """Return the attributes of a class of the program that are neither functions nor Python's."""
     if not _has_state(kind) or issubclass(kind, Enum):
         return {}
-    held = vars(kind).items()
     return {
         name: x
-        for name, x in held
+        for name, x in vars(kind).items()
         if not (name.startswith(("__", "_abc_")) or hasattr(type(x), "__get__"))
     }
 

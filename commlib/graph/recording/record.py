@@ -16,10 +16,14 @@ from commlib.graph.recording.segments import Segments
 from commlib.graph.watching.host import OtherValue
 from commlib.graph.watching.runs import DonePart
 
-_HINTS = {  # what the driver says, and what that means here
+_HINTS = {  # what the driver or torch says, and what that means here
     "legacy stream depend on a capturing": (
         "; an autograd node that an eager forward has made on the default stream is still held: "
         "delete that forward's outputs first, or run it on another stream"
+    ),
+    "'Tensor' object has no attribute": (
+        "; a graph has other tensors in place of the arguments, without what the program has set "
+        "on these: pass the value itself as an argument"
     ),
 }
 
