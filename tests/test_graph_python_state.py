@@ -1,9 +1,13 @@
 """Captured functions that read, count and bind state of Python."""
 
 import argparse
+import array
 import collections
+import decimal
 import enum
+import fractions
 import functools
+import queue
 import random
 import threading
 import types
@@ -426,6 +430,24 @@ class Counting:
 CALLS = {"calls": 0}
 
 
+def _counted_at(held: Any, zero: Any = 0) -> tuple[Any, Callable[[], Any]]:
+    held[0] = zero
+    return lambda: held.__setitem__(0, held[0] + 1), lambda: held[0]
+
+
+def _counted_in_a_tensor() -> tuple[Any, Callable[[], int]]:
+    weight: Any = torch.zeros(2)
+    return lambda: setattr(weight, "calls", getattr(weight, "calls", 0) + 1), lambda: getattr(
+        weight, "calls", 0
+    )
+
+
+def _counted_in_another_tensor() -> tuple[Any, Callable[[], int]]:
+    weight: Any = torch.zeros(2)
+    weight.calls = 0
+    return lambda: setattr(weight, "calls", weight.calls + 1), lambda: weight.calls
+
+
 def _counted_in_a_class() -> tuple[Any, Callable[[], int]]:
     Counting.calls = 0
     return Counting().note, lambda: Counting.calls
@@ -450,6 +472,16 @@ def _counted_in_a_global() -> tuple[Any, Callable[[], int]]:
         _counted_in_a_class,
         _counted_in_a_list_of_a_class,
         _counted_in_a_global,
+        _counted_in_a_tensor,
+        _counted_in_another_tensor,
+        lambda: _counted_at(np.zeros(2, np.int64)),
+        lambda: _counted_at(np.zeros((2, 2000), np.float32)[:, 999]),
+        lambda: _counted_at(np.zeros(1, object)),
+        lambda: _counted_at(bytearray(2)),
+        lambda: _counted_at(array.array("q", [0])),
+        lambda: _counted_at([0], np.int64(0)),
+        lambda: _counted_at([0], decimal.Decimal(0)),
+        lambda: _counted_at([0], fractions.Fraction(0)),
     ],
 )
 @pytest.mark.parametrize("on_fail", ["raise", "eager"])
@@ -459,17 +491,46 @@ def test_counters(made: Callable[[], Any], on_fail: OnFail) -> None:
 
     def f(x: torch.Tensor) -> torch.Tensor:
         note()
-        found: torch.Tensor = x + counted()
+        found: torch.Tensor = x + float(counted())
         return found
 
     g, x = graph.capture(f, on_fail=on_fail, outputs="copy"), torch.zeros(2)
     for turn in range(1, 6):
         if on_fail == "raise":
-            with raises(GraphError, "in each run (1, then 2)"):
+            with raises(GraphError, "in each run (", "1", "then", "2"):
                 g(x)
         else:
             assert_bits_equal(g(x), x + turn, f"turn {turn}")
         assert_equal(counted(), turn if on_fail == "eager" else 0, f"turn {turn}")
+
+
+@pytest.mark.parametrize("on_fail", ["raise", "eager"])
+def test_elements_that_a_queue_is_given(on_fail: OnFail) -> None:
+    """A replay would give it none."""
+    given = queue.Queue[int]()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        given.put(x.shape[0])
+        return x * 2
+
+    g, x = graph.capture(f, on_fail=on_fail), torch.zeros(2)
+    for turn in range(1, 4):
+        if on_fail == "raise":
+            with raises(GraphError, "puts elements into given (Queue)", "after the call"):
+                g(x)
+        else:
+            g(x)
+        assert_equal(given.qsize(), turn if on_fail == "eager" else 0, f"turn {turn}")
+
+
+def test_arrays_over_memory_of_tensors() -> None:
+    """Operators write it, and replays too."""
+    held = torch.zeros(2)
+    seen = held.numpy()
+    g = graph.capture(lambda x: (held.add_(x), x * len(seen))[1], verify=False)
+    for turn in range(1, 5):
+        g(torch.ones(2))
+        assert_equal(seen.tolist(), [turn, turn], f"turn {turn}")
 
 
 class Clipped(torch.autograd.Function):

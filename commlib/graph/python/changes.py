@@ -38,6 +38,7 @@ class Change(NamedTuple):
     before: Any
     now: Any
     place: Place
+    memory: range = range(0)  # where it is, of an array
 
     @property
     def sets(self) -> bool:
@@ -76,13 +77,14 @@ class Change(NamedTuple):
     def counts(self) -> bool:
         """Return True for a number or text that is another, and for items that have come or gone.
 
-        Other objects may be new at each call and mean the same.
+        It is also True for arrays with another content. Other objects may be new at each call and
+        mean the same.
         """
-        if isinstance(self.now, torch.Tensor):
-            return False
+        if self.name.startswith(("the length", "the content")):
+            return True
         if isinstance(self.now, _PLAIN) and isinstance(self.before, _PLAIN):
             return bool(self.now != self.before)
-        return self.name.startswith("the length")
+        return False
 
 
 def is_plain(x: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 
 from commlib.graph.python.changes import GONE, NO_PLACE, Change, Place
 from commlib.graph.python.global_names import Name
+from commlib.graph.python.held_values import OfTensor
 from commlib.graph.python.reach import RANDOM, dict_of, in_slots, slots
 from commlib.graph.python.user_names import kind_name
 
@@ -54,16 +55,19 @@ class _Items:
 
 
 class Empty:
-    """Dicts, lists and sets that hold nothing."""
+    """Dicts, lists and sets that hold nothing, and tensors without attributes."""
 
-    def __init__(self, targets: list[Any]) -> None:
-        self._targets = targets
+    def __init__(self, targets: list[Any], tensors: list[torch.Tensor]) -> None:
+        self._targets, self._tensors = targets, tensors
 
     def restore(self) -> None:
         """Empty them again."""
         for target in self._targets:
             if target:
                 target.clear()
+        for x in self._tensors:
+            if x.__dict__:
+                OfTensor(x, bare=True).restore()
 
     def changes(self) -> Iterator[Change]:
         """Yield what they hold now."""
@@ -72,6 +76,9 @@ class Empty:
                 is_dict = isinstance(target, dict)
                 held = _Items(target, {}, target, dots=False) if is_dict else _Sequence(target, [])
                 yield from held.changes()
+        for x in self._tensors:
+            if x.__dict__:
+                yield from OfTensor(x, bare=True).changes()
 
 
 class _Sequence:

@@ -87,6 +87,15 @@ def check_takes(name: str, x: object) -> None:
     raise _unsupported(f"the function takes elements from {name} ({_kind(x)})")
 
 
+def check_puts(name: str, x: object) -> None:
+    """Raise ``GraphError`` for a function whose code puts elements into ``x``."""
+    hint = "return the element, and put it there after the call"
+    raise GraphError(
+        f"the function puts elements into {name} ({_kind(x)}), but a replay would not; {hint}",
+        hint=hint,
+    )
+
+
 def _unsupported(what: str, hint: str = _HINT) -> GraphError:
     return GraphError(
         f"{what}, and each replay would repeat the element of the capture; {hint}", hint=hint

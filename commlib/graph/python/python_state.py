@@ -8,6 +8,7 @@ from typing import Any
 
 from commlib.graph.python.changes import Change
 from commlib.graph.python.held_objects import CONTAINERS, Empty, held
+from commlib.graph.python.held_values import BUFFERS, Buffers, OfTensor
 from commlib.graph.python.reach import reached
 
 
@@ -37,8 +38,12 @@ class PythonState:
         empty, others = list[Any](), list[Any]()  # most of a module's ten dicts for hooks are empty
         for x in found.objects:
             (others if type(x) not in CONTAINERS or x else empty).append(x)
+        buffers = [x for x in others if isinstance(x, BUFFERS)]
         self._held = [one for x in others for one in held(x)]
-        self._held.append(Empty(empty))
+        self._held += [OfTensor(x) for x in self.tensors if x.__dict__]
+        self._held.append(Empty(empty, [x for x in self.tensors if not x.__dict__]))
+        if buffers:
+            self._held.append(Buffers(buffers))
         self._undo = [partial(random.setstate, random.getstate())]
         numpy = sys.modules.get("numpy")
         if numpy is not None:

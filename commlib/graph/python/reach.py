@@ -4,6 +4,7 @@ import random
 import sys
 import weakref
 from argparse import Namespace
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from enum import Enum
@@ -81,6 +82,8 @@ def reached(
             queue.extend(held_by_tensor(found))
             continue
         objects.append(found)
+        if kind is _BUFFER:
+            continue
         if kind is _DICT:
             if found:
                 queue.extend(found.values())
@@ -102,11 +105,13 @@ class _Kind(Enum):
     DICT = 5
     ITEMS = 6
     FOLLOWED = 7
+    BUFFER = 8
 
 
 # Asked at every object: Python looks up a global name faster than a member of an enumeration.
 _NOTHING, _TENSOR, _DEFINED = _Kind.NOTHING, _Kind.TENSOR, _Kind.DEFINED
 _WRAPS, _REFERS, _DICT, _ITEMS = _Kind.WRAPS, _Kind.REFERS, _Kind.DICT, _Kind.ITEMS
+_BUFFER = _Kind.BUFFER
 
 
 @lru_cache(maxsize=10_000)
@@ -125,6 +130,8 @@ def _kind(kind: type) -> _Kind:
         return _Kind.DICT
     if kind in (list, tuple, set):
         return _Kind.ITEMS
+    if issubclass(kind, (np.ndarray, bytearray, array)):
+        return _Kind.BUFFER
     own = issubclass(kind, (MethodType, partial, Name, CellType, torch.Generator, *RANDOM))
     return _Kind.FOLLOWED if own or is_of_the_program(kind) else _Kind.NOTHING
 

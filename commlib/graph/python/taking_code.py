@@ -1,4 +1,4 @@
-"""Code that takes an element from an iterator or a queue at each call: found before it runs."""
+"""Code that takes an element from an iterator or uses a queue at each call: found beforehand."""
 
 import dis
 import sys
@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from commlib.graph.python.iterators import check_arguments, check_takes, is_iterator, is_queue
+from commlib.graph.python.iterators import (
+    check_arguments,
+    check_puts,
+    check_takes,
+    is_iterator,
+    is_queue,
+)
 from commlib.graph.python.reach import attributes, content, forward_of
 
 _SCOPES = {  # opcode -> which of the variables it loads
@@ -22,6 +28,7 @@ _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _RETURNS = ("RETURN_VALUE", "RETURN_CONST")
 _RAISES = ("RAISE_VARARGS", "RERAISE")
 _TAKES = ("get", "get_nowait")  # methods of queues
+_USES = (*_TAKES, "put", "put_nowait")
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
 
 
@@ -30,6 +37,7 @@ class _Loaded(NamedTuple):
 
     name: str
     value: Any
+    puts: bool = False  # code puts an element into it
 
 
 def check_consumed(
@@ -37,7 +45,8 @@ def check_consumed(
 ) -> None:
     """Raise ``GraphError`` for iterators and queues that a call is going to take elements from.
 
-    Only those count that its code names, and that each call takes from: not in a branch. Others are
+    Queues that it puts elements into count too. Only those count that its code names, and that each
+    call uses: not in a branch. Others are
     found by their positions after the call.
     """
     check_arguments(leaves)
@@ -45,8 +54,8 @@ def check_consumed(
     if isinstance(method, MethodType):
         args, method = (method.__self__, *args), method.__func__
     if isinstance(method, FunctionType):
-        for name, x in _taken(method.__code__, _variables(method, args, kwargs)):
-            check_takes(name, x)
+        for loaded in _taken(method.__code__, _variables(method, args, kwargs)):
+            (check_puts if loaded.puts else check_takes)(loaded.name, loaded.value)
 
 
 def _method(fn: Any) -> Any:
@@ -81,7 +90,7 @@ def _variables(
 
 
 def _taken(code: CodeType, variables: dict[str, dict[str, Any]]) -> Iterator[_Loaded]:
-    """Yield the iterators and queues that code takes elements from, with their names."""
+    """Yield the iterators that code takes elements from, and the queues that it uses."""
     loaded: _Loaded | None = None
     by_next = False  # whether ``next`` was loaded before
     for step in _always(code):
@@ -94,8 +103,8 @@ def _taken(code: CodeType, variables: dict[str, dict[str, Any]]) -> Iterator[_Lo
             continue
         elif step.opname in _ATTRIBUTES:
             name = str(step.argval)
-            if name in _TAKES and is_queue(loaded.value) and _is_called(step):
-                yield loaded
+            if name in _USES and is_queue(loaded.value) and _is_called(step):
+                yield loaded._replace(puts=name not in _TAKES)
             loaded = _Loaded(f"{loaded.name}.{name}", attributes(loaded.value).get(name))
         else:
             takes = by_next or step.opname == "GET_ITER"

@@ -26,6 +26,7 @@ from commlib.graph.recording.rank_agreement import raise_together
 from commlib.graph.watching.capture_query import reporting
 from commlib.graph.watching.recorder import Recorder
 from commlib.graph.watching.runs import WarmUpRun
+from commlib.graph.watching.touched_memory import TouchedMemory
 
 
 def rehearse(
@@ -82,7 +83,7 @@ class _Rehearsal:
                     recorder.undo.note_leaf(weight)
                 before = findings.names
                 self._watch(recorder)
-                self._note_changes(run, objects)
+                self._note_changes(run, objects, recorder.memory)
                 if as_before:
                     check_same("two runs of the function differ", before, findings.names)
             except CommError as error:
@@ -241,11 +242,12 @@ class _Rehearsal:
         findings.made.update(touched.made)
         findings.outside = touched.reads
 
-    def _note_changes(self, run: WarmUpRun, objects: PythonState) -> None:
+    def _note_changes(self, run: WarmUpRun, objects: PythonState, touched: TouchedMemory) -> None:
         """Raise for Python state that each run changes; tensors are bound at each replay."""
         findings = self._findings
         every = list(objects.changes())
-        changes = [x for x in every if (x.where, x.name) not in run.changed]
+        others = [x for x in every if (x.where, x.name) not in run.changed]
+        changes = [x for x in others if not touched.is_written(x.memory)]
         findings.by_parts |= run.changed.keys()
         other = {(x.where, x.name) for x in changes if not x.is_plain} | findings.by_parts
         findings.sets = [x for x in findings.sets if (x.where, x.name) not in other]

@@ -77,6 +77,13 @@ class TouchedMemory:
         storage = tensor.untyped_storage()
         self.written[storage._cdata] = storage
 
+    def is_written(self, addresses: range) -> bool:
+        """Return True if operators write to some of ``addresses``, as replays do."""
+        if not addresses:
+            return False
+        each = [range(x.data_ptr(), x.data_ptr() + x.nbytes()) for x in self.written.values()]
+        return any(addresses[0] in x or (x and x[0] in addresses) for x in each)
+
     def know(self, tensor: torch.Tensor) -> bool:
         """Return True for a tensor from outside, and keep its memory.
 
