@@ -19,7 +19,7 @@ from commlib.graph.python.look_error import look_error
 from commlib.graph.surroundings import Surroundings
 
 _EMPTY: Flat = flatten((), {}, frozenset())
-# Arguments that have surroundings of their own, as the function has.
+# Arguments that have separate surroundings, as the function has.
 _SURROUNDED = (FunctionType, MethodType, partial, type, torch.nn.Module, torch.optim.Optimizer)
 
 
