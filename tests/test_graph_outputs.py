@@ -192,3 +192,25 @@ def test_externals_stay_alive(comm: Any) -> None:
     del entry, junk
     gc.collect()
     assert_equal(alive(), None, "freed with it")
+
+
+@runs_on("unified_ranks")
+def test_outputs_that_repeat_elements(comm: Any) -> None:
+    """An expanded output is expanded at each replay too: it takes the memory of its elements."""
+    weight = torch.arange(4.0, device=comm.device, requires_grad=True)
+    functions: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+        lambda x: (x * weight).sum().expand(4),
+        lambda x: (x * weight)[:, None].expand(4, 3),
+        lambda x: (x * weight).broadcast_to(3, 4).t(),
+    )
+    for fn in functions:
+        for outputs in ("borrow", "copy"):
+            captured = graph.capture(fn, verify=False, outputs=outputs)
+            for turn in range(4):
+                x = torch.full((4,), float(turn), device=comm.device)
+                found, want = captured(x), fn(x)
+                assert_equal(found.stride(), want.stride(), f"strides in call {turn}")
+                assert_bits_equal(found, want, f"call {turn}")
+                (grad,) = torch.autograd.grad(found.square().sum(), weight)
+                (other,) = torch.autograd.grad(want.square().sum(), weight)
+                assert_bits_equal(grad, other, f"gradient of call {turn}")

@@ -54,6 +54,19 @@ def unexpanded(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     return tensor
 
 
+def empty_repeated(like: torch.Tensor, *, device: str) -> torch.Tensor:
+    """Return memory of the size of a tensor, with the elements repeated that it repeats."""
+    first = unexpanded(like, expanded_dims(like))
+    return torch.empty_like(first, device=device).expand(like.size())
+
+
+def fill(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to one that repeats the same elements; returns that one."""
+    dims = expanded_dims(target)
+    unexpanded(target, dims).copy_(unexpanded(source, dims))
+    return target
+
+
 def expanded_zeros(like: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     """Return zeros of the size of a tensor, repeated along some dimensions."""
     zeros = torch.zeros_like(unexpanded(like.detach(), dims))

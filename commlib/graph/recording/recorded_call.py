@@ -16,6 +16,7 @@ from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.calls.lasting import Lasting, can_be_copied
 from commlib.graph.calls.leaves import Tensors, leaf, with_grads, without_grads
 from commlib.graph.calls.outputs import flat, standing
+from commlib.graph.operators.layout import fill
 from commlib.graph.python.changes import Change
 from commlib.graph.python.python_state import PythonState
 from commlib.graph.recording.findings import Findings
@@ -181,7 +182,8 @@ def _kept(result: Any, given: Tensors, segments: Segments, recipe: Recipe) -> An
             kept[id(each)] = found = standing(each, given, segments.has_made, lasting)
             room = recipe.rooms[i] if i < len(recipe.rooms) and not recipe.copy else None
             if room is not None:  # copies are cloned after each replay
-                room.requires_grad_(False).copy_(found.detach())
+                copy = fill if 0 in room.stride() else torch.Tensor.copy_
+                copy(room.requires_grad_(False), found.detach())
                 kept[id(each)] = room.requires_grad_(found.requires_grad)
     return tree_unflatten([kept[id(each)] for each in leaves], spec)
 

@@ -15,6 +15,7 @@ from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.calls.leaves import leaf, parameters, plain_gradients, with_grads, without_grads
 from commlib.graph.calls.outputs import awaited, flat, leads_back
 from commlib.graph.operators.generators import advanced, default_generator
+from commlib.graph.operators.layout import empty_repeated
 from commlib.graph.operators.nested import unrolled
 from commlib.graph.operators.schema import memory
 from commlib.graph.operators.unsupported import check_python_random, check_tied
@@ -232,7 +233,7 @@ class _Rehearsal:
         """Record what the result is made of, and what the run has made and read of earlier runs."""
         findings, touched = self._findings, recorder.memory
         findings.outputs = [
-            torch.empty_like(x, device="meta")
+            (empty_repeated if 0 in x.stride() else torch.empty_like)(x, device="meta")
             if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata in touched.made
             else None
             for x in flat(result)[0]
