@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from commlib import graph
 from commlib.errors import GraphError
@@ -75,10 +76,13 @@ def test_lists_of_tensors_in_eager_parts(comm: Any) -> None:
         assert_equal(captured(x).tolist(), [4.0 * turn + 1, 2.0 * turn + 1], f"call {turn}")
 
 
-@torch.library.custom_op("commlib_tests::made_of_a_list", mutates_args=())
-def made_of_a_list(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of a list of tensors."""
-    return torch.tensor([x.sum(), x.max()])
+operators = torch.library.Library("commlib_value_reads", "DEF")
+operators.define("made_of_a_list(Tensor x) -> Tensor")
+operators.impl("made_of_a_list", lambda x: torch.tensor([x.sum(), x.max()]), "CPU")
+operators.define("as_many_as(Tensor n) -> Tensor")
+operators.impl("as_many_as", lambda n: torch.ones(int(n)), "CPU")
+made_of_a_list = torch.ops.commlib_value_reads.made_of_a_list
+as_many_as = torch.ops.commlib_value_reads.as_many_as
 
 
 def test_lists_of_tensors_in_operators() -> None:
@@ -87,3 +91,89 @@ def test_lists_of_tensors_in_operators() -> None:
     for turn in range(4):
         x = torch.full((2,), float(turn))
         assert_equal(captured(x).tolist(), [2.0 * turn + 1, turn + 1.0], f"call {turn}")
+
+
+def _packed(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    packed = pack_padded_sequence(x, lengths, batch_first=True)
+    padded, _ = pad_packed_sequence(packed, batch_first=True, total_length=x.shape[1])
+    return padded.sum((1, 2))
+
+
+def _padded(x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    return pad_packed_sequence(PackedSequence(x.view(-1, 2)[:8], sizes))[0].sum((0, 2))
+
+
+def _quantized(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    return torch.quantize_per_tensor(x.view(-1), n[0] * 0.3, n[1], torch.qint8).dequantize()
+
+
+Reading = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+LED: dict[str, tuple[Reading, str]] = {
+    "pack_padded_sequence": (_packed, "leave packed sequences outside"),
+    "pad_packed_sequence": (_padded, "leave packed sequences outside"),
+    "tensor_split": (lambda x, n: torch.tensor_split(x.view(-1), n)[0].sum(), "a list of integers"),
+    "tensor_split, a method": (lambda x, n: x.view(-1).tensor_split(n)[0].sum(), "integers"),
+    "quantize_per_tensor": (_quantized, "pass scale and zero_point as numbers"),
+}
+
+
+@pytest.mark.parametrize("name", LED)
+@runs_on("unified_ranks")
+def test_operators_led_by_values(comm: Any, name: str) -> None:
+    """What torch does by values on the host is refused on a CPU; on a GPU other values are seen."""
+    function, remedy = LED[name]
+    captured = graph.capture(function, verify=False)
+    x = torch.arange(24.0, device=comm.device).view(3, 4, 2)
+    for values in ([4, 2, 2], [4, 2, 2], [3, 3, 2], [4, 3, 1]):
+        given = torch.tensor(values)
+        if comm.device.type != "cpu":
+            assert_bits_equal(captured(x, given), function(x, given), f"{values}")
+            continue
+        with raises(GraphError, f"{name.partition(',')[0]} can't be captured", __file__, remedy):
+            captured(x, given)
+
+
+@runs_on("unified_ranks")
+def test_packed_sequences_in_a_network(comm: Any) -> None:
+    """A recurrent network over a packed sequence names the packing."""
+    if comm.device.type == "cpu":
+        lstm = torch.nn.LSTM(2, 3)
+        packed = pack_padded_sequence(torch.ones(4, 1, 2), torch.tensor([4]))
+        with raises(GraphError, "item can't be captured", "leave packed sequences outside"):
+            graph.capture(lambda: lstm(packed)[0].data.sum())()
+
+
+def test_results_of_another_shape() -> None:
+    """An operator that returns more at a replay raises, also where a copy would fit."""
+    for first, then in ((4, 1), (4, 2)):
+        captured = graph.capture(lambda n: as_many_as(n) + 1, verify=False)
+        captured(torch.tensor(first))
+        with raises(GraphError, f"shape ({then},) in a replay", f"shape ({first},) at the capture"):
+            captured(torch.tensor(then))
+
+
+def test_anomalies() -> None:
+    """The check of each gradient is named as what reads values."""
+    weight = torch.ones(2, requires_grad=True)
+    captured = graph.capture(lambda x: torch.autograd.grad((x * weight).sum(), weight)[0])
+    with (
+        torch.autograd.set_detect_anomaly(True, check_nan=True),
+        pytest.warns(UserWarning, match="Error detected in"),
+        raises(GraphError, "torch.autograd.set_detect_anomaly", "check_nan=False"),
+    ):
+        captured(torch.ones(2))
+
+
+RESHAPED: dict[str, Callable[[torch.Tensor], object]] = {
+    "use unsqueeze, which": lambda x: x.unsqueeze_(0),
+    "use t, which": lambda x: x.t_(),
+    "give it its size outside": lambda x: x.resize_(3),
+    "set it outside": lambda x: x.set_(torch.ones(3).untyped_storage()),
+}
+
+
+@pytest.mark.parametrize("remedy", RESHAPED)
+def test_arguments_that_get_another_shape(remedy: str) -> None:
+    """The remedy for an operator that reshapes an argument is one that there is."""
+    with raises(GraphError, "it changes the shape", remedy):
+        graph.capture(RESHAPED[remedy])(torch.ones(2))

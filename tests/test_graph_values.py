@@ -364,7 +364,23 @@ def own_grad(comm: Any) -> None:
         read(x)
 
 
+def attention(comm: Any) -> None:
+    """An operator that asks whether two of its tensors are one finds the same in a replay."""
+
+    def program(captured: Callable[..., Any]) -> list[Any]:
+        torch.manual_seed(1)
+        module = nn.MultiheadAttention(4, 2, batch_first=True).to(comm.device).eval()
+        step, found = captured(lambda x: module(x, x, x)), []
+        with torch.no_grad():
+            for _ in range(4):
+                found += [part.clone() for part in step(torch.randn(2, 3, 4).to(comm.device))]
+        return found
+
+    alike(program, "attention")
+
+
 CASES = (
+    attention,
     batch_norms,
     views,
     gradients_of_views,

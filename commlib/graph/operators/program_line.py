@@ -38,12 +38,17 @@ def user_line() -> str:
     return traceback.format_stack(limit=1)[0].strip()
 
 
+_ENGINE = os.path.join("torch", "autograd", "graph")  # the innermost file in a backward
+_ANOMALY = "leave torch.autograd.set_detect_anomaly off, or set its check_nan=False"
+_PACKED = "pass a padded tensor and a mask, and leave packed sequences outside"
 _PLACES = {  # files of torch that read values, and what a program does: the first one counts
     os.path.join("torch", "optim", "swa_utils"): "call update_parameters() outside the function",
     os.path.join("torch", "optim", "lr_scheduler"): "call the scheduler outside the function",
     os.path.join("torch", "optim", "lbfgs"): "keep LBFGS outside the function",
     os.path.join("torch", "distributions", ""): "create the distribution with validate_args=False",
     os.path.join("torch", "amp", "grad_scaler"): "keep the GradScaler outside the function",
+    os.path.join("torch", "nn", "modules", "rnn"): _PACKED,
+    os.path.join("torch", "nn", "utils", "rnn"): _PACKED,
     os.path.join("torch", "nn", "utils", "clip_grad"): "pass error_if_nonfinite=False",
 }
 
@@ -62,6 +67,8 @@ def remedy_here() -> str | None:
         for place, remedy in _PLACES.items():
             if place in frame.f_code.co_filename:
                 return remedy
+        if _ENGINE in frame.f_code.co_filename and torch.is_anomaly_check_nan_enabled():
+            return _ANOMALY
         if _OPTIMIZERS in frame.f_code.co_filename:
             return _of_optimizer(frame)
         frame = frame.f_back

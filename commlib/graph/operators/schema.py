@@ -17,6 +17,12 @@ _NO_KERNEL = {
 }
 _COPIES = {_aten._to_copy.default, _aten.copy_.default}
 _INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default}
+_BY_ARGUMENTS = {  # read the values of all tensors but the first one, though no tag says so
+    _aten._pack_padded_sequence.default,
+    _aten.quantize_per_tensor.tensor_qparams,
+    _aten.quantize_per_tensor.tensors,
+}
+_BY_VALUES = {*_BY_ARGUMENTS, _aten.quantize_per_tensor_dynamic.default}
 _OWN_RANDOM = "dropout_state"  # the random numbers of cuDNN's recurrent networks
 _UNSAID = ("running_mean", "running_var", _OWN_RANDOM)  # written, but mostly not by the schema
 _LEARNS = ("training", "train")  # arguments with which they are written
@@ -89,7 +95,8 @@ def facts(func: Any) -> Facts:
     )
     reads = [(i, x.name) for i, x in enumerate(arguments) if (i, x.name) not in writes]
     tags = set(func.tags)
-    syncs, copies, indexed = bool(tags & _SYNCS), func in _COPIES, func in _INDEXED
+    syncs = bool(tags & _SYNCS) or func in _BY_VALUES
+    copies, indexed = func in _COPIES, func in _INDEXED
     return Facts(
         text=str(func),
         only_views=not writes and any(x.alias_info for x in func._schema.returns),
@@ -141,6 +148,12 @@ class OpCall:
         ]
         if self.known.takes_memory:
             self.memory += [x._cdata for x in self._leaves if isinstance(x, torch.UntypedStorage)]
+
+    @property
+    def is_led_by_host(self) -> bool:
+        """Return True if all values that the host may need for it are on the host."""
+        read = tensors_in(self.args[1:]) if self.func in _BY_ARGUMENTS else self.tensors
+        return all(x.is_cpu for x in read)
 
     @property
     def generators(self) -> list[torch.Generator]:

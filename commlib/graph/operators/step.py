@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
 from commlib.core.observers import Seen
 from commlib.core.work import Work
+from commlib.errors import GraphError
 
 _NESTS = (tuple, list, dict)
 # ``mode_of(FAKE)`` is set where operators compute shapes and no values.
@@ -24,6 +25,7 @@ class Step(NamedTuple):
     kwargs: dict[str, Any]
     made: tuple[tuple[int, torch.Tensor], ...]  # outputs with their own memory, by position
     grad: bool = False  # whether autograd was on: some operators return more then
+    pends: bool = False  # a collective of torch.distributed, whose result is waited for
 
     @classmethod
     def of(
@@ -36,7 +38,8 @@ class Step(NamedTuple):
     ) -> "Step":
         """Return the step of a call that has ``made`` tensors; ``own``: memory of the graph."""
         kept = tuple((i, as_it_is(tensor, own)) for i, tensor in made)
-        return cls(call, args, kwargs, kept, torch.is_grad_enabled())
+        pends = getattr(call, "namespace", "") in _COLLECTIVES
+        return cls(call, args, kwargs, kept, torch.is_grad_enabled(), pends)
 
     def again(self) -> None:
         """Run it again, on the same tensors and into the same memory."""
@@ -51,8 +54,7 @@ class Step(NamedTuple):
     @property
     def begins(self) -> bool:
         """Return True for a collective, which may run on after its launch."""
-        namespace = getattr(self.call, "namespace", "")  # that of an operator
-        return namespace in _COLLECTIVES or (not namespace and self.seen is not None)
+        return self.pends or (not hasattr(self.call, "namespace") and self.seen is not None)
 
     def launch(self) -> Any:
         """Call the operator; returns its result, for ``end``."""
@@ -62,14 +64,19 @@ class Step(NamedTuple):
             return self.call(*self.args, **self.kwargs)
 
     def end(self, result: Any) -> None:
-        """Wait for a collective, and copy the result to the recorded memory."""
+        """Wait for a collective, and copy the result to the recorded memory.
+
+        Raises ``GraphError`` for a result of another shape than at the capture.
+        """
         if isinstance(result, Work):
             result.wait()
-        elif getattr(self.call, "namespace", "") in _COLLECTIVES:
+        elif self.pends:
             _wait(result)
         if self.made:
             leaves = tensors_in(result)
             for position, tensor in self.made:
+                if leaves[position].shape != tensor.shape:
+                    raise _other_shape(self.call, leaves[position], tensor)
                 tensor.copy_(leaves[position])
 
 
@@ -124,8 +131,19 @@ def as_it_is(x: torch.Tensor, made: Container[int]) -> torch.Tensor:
 
 
 def as_they_are(tree: Any, made: Container[int]) -> Any:
-    """Return what an operator takes with each tensor ``as_it_is``."""
-    return map_tensors(partial(as_it_is, made=made), tree) if tree else tree
+    """Return what an operator takes with each tensor ``as_it_is``.
+
+    One that comes twice comes twice again: attention is another kernel where key and value are one.
+    """
+    return map_tensors(cache(partial(as_it_is, made=made)), tree) if tree else tree
+
+
+def _other_shape(call: Callable[..., Any], now: torch.Tensor, was: torch.Tensor) -> GraphError:
+    return GraphError(
+        f"{call} has returned a tensor of shape {tuple(now.shape)} in a replay, and one of shape "
+        f"{tuple(was.shape)} at the capture; how much it returns may not depend on values: pad "
+        f"it, or mark the part with commlib.graph.eager"
+    )
 
 
 def _wait(result: Any) -> None:

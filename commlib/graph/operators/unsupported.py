@@ -16,13 +16,24 @@ from commlib.streams import stream_captures
 _aten = torch.ops.aten
 _transform = torch._C._functorch.peek_interpreter_stack  # the innermost one of torch.func
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
-_CALLED = {"_local_scalar_dense": "item"}  # as programs write it
+_CALLED = {  # as programs write them
+    "_local_scalar_dense": "item",
+    "_pack_padded_sequence": "pack_padded_sequence",
+}
 _NEEDED = "the host needs a value that the replay has not computed yet"
 _REMEDY = {
     "item": "keep the value in a tensor (torch.where, clamp), or read it outside",
     OF_A_LIST: "use torch.stack, which makes one tensor of them, also for an index",
     "nonzero": "use a mask and torch.where, which keep the shape",
+    "quantize_per_tensor": "pass scale and zero_point as numbers",
+    "quantize_per_tensor_dynamic": "use quantize_per_tensor, with numbers",
+    "tensor_split": "pass a list of integers",
     "_nested_tensor_from_mask": "create nn.TransformerEncoder with enable_nested_tensor=False",
+}
+_RESHAPED = {
+    "resize_": "give it its size outside, or allocate another tensor",
+    "resize_as_": "give it its size outside, or allocate another tensor",
+    "set_": "set it outside, or use the other tensor",
 }
 
 
@@ -90,7 +101,7 @@ def check_unreadable(tensors: Iterable[torch.Tensor]) -> None:
 
 def check_value(name: str) -> None:
     """Raise ``GraphError`` for a method that reads the values of a tensor."""
-    hint = _REMEDY.get(name, _REMEDY["item"])
+    hint = remedy_here() or _REMEDY.get(name, _REMEDY["item"])
     raise _unsupported(f"{name} can't be captured: {_NEEDED}", name, hint, reads=True)
 
 
@@ -143,7 +154,8 @@ def check_reshaping(call: OpCall) -> None:
     """Raise ``GraphError`` for an operator that gives a tensor from outside another shape."""
     name = _name_of(call)
     what = f"{name} can't be captured: it changes the shape of a tensor from outside"
-    raise _unsupported(what, name, f"use {name.rstrip('_')}, which returns another tensor")
+    hint = _RESHAPED.get(name, f"use {name.rstrip('_')}, which returns another tensor")
+    raise _unsupported(what, name, hint)
 
 
 def check_resized(nbytes: int, now: int) -> None:
@@ -241,7 +253,7 @@ def sync_reason(call: OpCall, device: torch.device) -> str | None:
     """Return why an operator waits for the GPU, or would if there were one; None if it does not."""
     if not call.known.waits:
         return None
-    if device.type != "cpu" and all(x.device.type == "cpu" for x in call.tensors):
+    if device.type != "cpu" and call.is_led_by_host:
         return None  # the host's part of the call
     if call.known.copies:
         return _copy(call, device)
