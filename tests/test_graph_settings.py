@@ -3,7 +3,7 @@
 import operator
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from commlib import graph
 from commlib.graph.python.read_names import read_names
@@ -136,9 +137,51 @@ def _deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@contextmanager
+def _slow_attention() -> Iterator[None]:
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(True)
+
+
+@contextmanager
+def _default_device() -> Iterator[None]:
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+class Scaling(TorchFunctionMode):
+    """A mode of a program, with a setting."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Scale products."""
+        found = func(*args, **(kwargs or {}))
+        return found * self.scale if func is torch.Tensor.mul else found
+
+
+def test_modes_for_functions_are_in_the_key() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x.mul(2) if torch.zeros(1).is_cpu else x.mul(3)
+
+    captured, x = graph.capture(fn, verify=False), torch.ones(2)
+    modes = (nullcontext, lambda: Scaling(3.0), lambda: Scaling(5.0), lambda: torch.device("meta"))
+    for turn in range(12):
+        with modes[turn % 4]():
+            found, want = captured(x), fn(x)
+        assert_bits_equal(found, want, f"call {turn}")
+    assert_equal((len(captured.entries), captured.entries.replays), (4, 8), "graphs and replays")
+
+
 @pytest.mark.parametrize(
     "flag",
     [
+        _slow_attention,
+        _default_device,
         _precision,
         _deterministic,
         lambda: nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH),

@@ -7,12 +7,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import _C
+from torch.backends import mha
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from commlib.errors import GraphError
 from commlib.graph.calls.flattening import Flat, flatten, unflatten
 from commlib.graph.calls.key_values import value
 from commlib.graph.calls.openable import can_open, held_in, is_hashable
+from commlib.graph.python.setting import setting
 from commlib.graph.python.user_names import users_own
 
 _DEVICES = ("cuda", "cpu")
@@ -150,13 +154,23 @@ def modes() -> tuple[Any, ...]:
         _C._get_deterministic_algorithms(),
         _C._get_flash_sdp_enabled(),
         _C._get_math_sdp_enabled(),
+        mha._is_fastpath_enabled,
     )
     if _FLAGS_OF_GPUS:
         now = (*now, *[ask() for ask in _FLAGS_OF_GPUS])
+    if _C._len_torch_function_stack():
+        now = (*now, *map(_of_mode, _get_current_function_mode_stack()))
     if not any_autocast():
         return now
     on = (device for device in _DEVICES if torch.is_autocast_enabled(device))
     return (*now, *((device, torch.get_autocast_dtype(device)) for device in on))
+
+
+def _of_mode(mode: TorchFunctionMode) -> object:
+    """Return what tells a mode for functions from another, such as the default device."""
+    if type(mode) is DeviceContext:
+        return mode.device
+    return type(mode), setting(vars(mode), 2)
 
 
 def of_tensor(x: torch.Tensor) -> tuple[Any, ...]:
