@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Container, Iterable, Iterator
+from functools import lru_cache
 from importlib.util import resolve_name
 from sysconfig import get_path
 from types import CellType, FunctionType, ModuleType
@@ -86,3 +87,10 @@ def modules_through(
 def root_of(module: object) -> str:
     """Return the first part of a module's name."""
     return str(module).partition(".")[0]
+
+
+@lru_cache(maxsize=10_000)
+def has_state(kind: type) -> bool:
+    """Return True for a class of the program: those of installed packages keep no state."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return bool(file) and not file.startswith(INSTALLED)

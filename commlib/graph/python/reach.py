@@ -1,7 +1,6 @@
 """Python objects that a function can reach: its closure, its own object, globals it names."""
 
 import random
-import sys
 import weakref
 from argparse import Namespace
 from array import array
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from commlib.graph.python.global_names import FOREIGN, INSTALLED, Name, names_in, root_of
+from commlib.graph.python.global_names import FOREIGN, Name, has_state, names_in, root_of
 
 _MOST = 100_000  # objects that are looked at; those near the function come first
 # Of what is left out here, generators alone have a state that a program may set.
@@ -199,30 +198,24 @@ def forward_of(kind: Any) -> Any:
 @lru_cache(maxsize=10_000)
 def _own_classes(kind: type) -> list[type]:
     """Return a class and its bases but for those of installed packages, which keep no state."""
-    return [each for each in kind.__mro__ if _has_state(each)]
-
-
-@lru_cache(maxsize=10_000)
-def _has_state(kind: type) -> bool:
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return bool(file) and not file.startswith(INSTALLED)
+    return [each for each in kind.__mro__ if has_state(each)]
 
 
 def _functions_of(kind: type) -> dict[str, Any]:
     """Return the functions of a class of the program, and descriptors, which may keep values."""
-    if not _has_state(kind):
+    if not has_state(kind):
         return {}
     inner = ((k, getattr(x, "__func__", getattr(x, "fget", x))) for k, x in vars(kind).items())
     return {name: x for name, x in inner if type(x) is FunctionType or _keeps(type(x))}
 
 
 def _keeps(kind: type) -> bool:
-    return hasattr(kind, "__get__") and _has_state(kind)
+    return hasattr(kind, "__get__") and has_state(kind)
 
 
 def class_values(kind: type) -> dict[str, Any]:
     """Return the attributes of a class of the program that are neither functions nor Python's."""
-    if not _has_state(kind) or issubclass(kind, Enum):
+    if not has_state(kind) or issubclass(kind, Enum):
         return {}
     return {
         name: x

@@ -98,8 +98,7 @@ class CapturedCall:
         self._together = bool(self.segments.collectives)  # whether all ranks replay it together
         read = {x.untyped_storage()._cdata for x in (*self.inputs.of(call), *call.tensors)}
         self._externals = Externals(self.segments.recorders, read)
-        recipe, own = self._recipe, self._is_own
-        found = recipe.findings
+        recipe, own, found = self._recipe, self._is_own, self._recipe.findings
         self.outputs = Outputs(recorded.result, given, own, found.lasting, copy=recipe.copy)
         self._bindings = Bindings(recorded.bindings, found.sets, given, own, found.lasting)
         self._externals.watch(self._bindings.tensors())
