@@ -9,6 +9,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from commlib import graph
 from commlib.errors import GraphError
+from commlib.graph.operators.literals import made_on_host
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.runs_on import runs_on
 
@@ -113,7 +114,6 @@ LED: dict[str, tuple[Reading, str]] = {
     "pad_packed_sequence": (_padded, "leave packed sequences outside"),
     "tensor_split": (lambda x, n: torch.tensor_split(x.view(-1), n)[0].sum(), "a list of integers"),
     "tensor_split, a method": (lambda x, n: x.view(-1).tensor_split(n)[0].sum(), "integers"),
-    "quantize_per_tensor": (_quantized, "pass scale and zero_point as numbers"),
 }
 
 
@@ -131,6 +131,29 @@ def test_operators_led_by_values(comm: Any, name: str) -> None:
             continue
         with raises(GraphError, f"{name.partition(',')[0]} can't be captured", __file__, remedy):
             captured(x, given)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_quantization_by_tensors() -> None:
+    """A scale in a tensor is refused: the quantized tensor would keep that of the capture."""
+    captured = graph.capture(_quantized, verify=False)
+    with raises(GraphError, "quantize_per_tensor can't be captured", "as numbers"):
+        captured(torch.arange(4.0), torch.tensor([4, 2]))
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter])
+def test_tensors_stay_numbers_in_lists(kind: Any) -> None:
+    """Torch takes tensors in lists for numbers, also while a function that indexes is exchanged.
+
+    Python fills a slot of a class that gets a ``__getitem__`` and never empties it, by which torch
+    would take them for sequences.
+    """
+    one = kind(torch.ones(1)).detach()
+    for _ in range(2):
+        with made_on_host():
+            assert_equal(torch.tensor([one]).shape, torch.Size([1]), "while it is exchanged")
+            assert_equal(torch.arange(4)[[1, 0]].tolist(), [1, 0], "an index")
+        assert_equal(torch.tensor([one, one.sum()]).tolist(), [1.0, 1.0], "after that")
 
 
 @runs_on("unified_ranks")

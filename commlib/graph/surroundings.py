@@ -17,7 +17,7 @@ from commlib.graph.module_watch import ModuleStates, ModuleWatch
 from commlib.graph.python.contents import MOST_WRITTEN, Contents, Fact, is_asked
 from commlib.graph.python.reach import attributes
 from commlib.graph.python.read_names import is_read, read_names
-from commlib.graph.python.setting import is_open, setting
+from commlib.graph.python.setting import has_settings, setting
 from commlib.graph.setting_places import SettingPlaces
 
 _DEEP = 4  # how far settings of optimizers and objects among arguments are followed
@@ -144,7 +144,7 @@ class Surroundings:
         if watched.places.optimizers:
             groups = _groups(watched.places)
             found = (*found, *(what for name, what in groups if name not in own))
-        objects = [x for x in leaves if is_open(type(x))] if leaves else ()
+        objects = [*filter(has_settings, leaves)] if leaves else ()
         if not objects:
             return found
         asked = chain(*map(self._of_object, objects))
@@ -265,7 +265,7 @@ class Surroundings:
         found |= dict(watched.contents.all_facts())
         if watched.places.optimizers:
             found |= dict(_groups(watched.places))
-        for x in (x for x in leaves if is_open(type(x))):
+        for x in filter(has_settings, leaves):
             found |= dict(self._of_object(x))
         if not modules.is_needed:
             return found

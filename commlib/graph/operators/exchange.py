@@ -6,8 +6,10 @@ and who is not looked on at runs the old ones.
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+
+from commlib.graph.operators.sequence_slots import kept_slots
 
 Place = tuple[Any, str]  # a class or module, and a name in it
 _lock = threading.Lock()
@@ -22,6 +24,7 @@ class Exchange:
         """``watched``: returns what takes the place of a function, by its name."""
         self._places, self._watched = places, watched
         self._inherited = [place for place in places if place[1] not in vars(place[0])]
+        self._indexed = [where for where, name in places if name == "__getitem__"]
         self._before: list[Any] = []
         # What takes over, by place, with the function that it takes over from.
         self._made: dict[Place, tuple[Any, Any]] = {}
@@ -34,19 +37,21 @@ class Exchange:
             self._asking += 1
             if self._asking == 1:
                 self._before = [getattr(where, name) for where, name in self._places]
-                for place, function in zip(self._places, self._before, strict=True):
-                    made = self._made.get(place)
-                    if made is None or made[0] is not function:  # a program may have exchanged it
-                        made = self._made[place] = function, self._watched(place[1], function)
-                    setattr(*place, made[1])
+                with kept_slots(self._indexed) if self._indexed else nullcontext():
+                    for place, function in zip(self._places, self._before, strict=True):
+                        made = self._made.get(place)
+                        if made is None or made[0] is not function:  # the program's own exchange
+                            made = self._made[place] = function, self._watched(place[1], function)
+                        setattr(*place, made[1])
         try:
             yield
         finally:
             with _lock:
                 self._asking -= 1
                 over = () if self._asking else zip(self._places, self._before, strict=True)
-                for place, function in over:
-                    if place in self._inherited:
-                        delattr(*place)
-                    else:
-                        setattr(*place, function)
+                with kept_slots(self._indexed) if self._indexed else nullcontext():
+                    for place, function in over:
+                        if place in self._inherited:
+                            delattr(*place)
+                        else:
+                            setattr(*place, function)

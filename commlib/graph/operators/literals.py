@@ -13,6 +13,7 @@ import torch
 
 from commlib.core import observers
 from commlib.graph.operators.exchange import Exchange
+from commlib.graph.operators.sequence_slots import KNOWN
 from commlib.graph.operators.step import leaves_in
 from commlib.graph.operators.unsupported import check_value
 from commlib.graph.operators.value_reads import OF_A_LIST
@@ -78,7 +79,8 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
 made_on_host = Exchange(  # torch's functions that create tensors from values
     [
         *[(torch, name) for name in ("tensor", "as_tensor", "asarray")],
-        *[(torch.Tensor, name) for name in ("new_tensor", "__getitem__", "__setitem__")],
+        (torch.Tensor, "new_tensor"),
+        *[(torch.Tensor, name) for name in ("__getitem__", "__setitem__") if KNOWN],
     ],
     _shown,
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from commlib.graph.python.reach import attributes, is_of_the_program
+from commlib.graph.python.reach import attributes, given_to, is_of_the_program
 from commlib.graph.python.read_names import is_read
 from commlib.graph.python.user_names import kind_name
 
@@ -44,6 +44,12 @@ def is_open(kind: type) -> bool:
         closed = issubclass(kind, (*OWN_WAYS, *PLAIN, *FIXED, torch.Tensor, Enum))
         found = _known_open[kind] = not closed and is_of_the_program(kind)
     return found
+
+
+def has_settings(x: Any) -> bool:
+    """Return True for an argument whose attributes may tell it from another."""
+    is_tensor = isinstance(x, torch.Tensor)
+    return bool(x.__dict__ and given_to(x)) if is_tensor else is_open(type(x))
 
 
 def _looks_frozen(kind: Any) -> bool:
