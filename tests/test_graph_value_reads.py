@@ -14,6 +14,12 @@ from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.runs_on import runs_on
 
 Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _index(x: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([x.long().max()], device=x.device)
+
+
 LISTS: dict[str, Function] = {
     "tensor": lambda x: torch.tensor([x.sum(), x.max()]),
     "tensor of a tuple": lambda x: torch.tensor(((x.sum(), 1), (2.0, x[:1]))),
@@ -29,7 +35,7 @@ LISTS: dict[str, Function] = {
     "complex": lambda x: torch.tensor([x.sum() * 1j]),
     "index": lambda x: x[:, None][[x.long().max(), 0], [0, 0]],
     "index of a dimension": lambda x: x[None][:, [x.long().max(), 0]],
-    "index of a write": lambda x: x.clone().index_fill_(0, torch.tensor([x.long().max()]), 5),
+    "index of a write": lambda x: x.clone().index_fill_(0, _index(x), 5),
 }
 
 

@@ -66,7 +66,9 @@ class CallKeys:
         flat = _EMPTY
         if args or kwargs:
             flat = flatten(args, kwargs, self.closed)
-        leaves = () if flat.shape.__class__ is int else flat.visible
+        leaves: Sequence[Any] = ()
+        if flat.shape.__class__ is not int or any(getattr(x, "__dict__", 0) for x in flat.leaves):
+            leaves = flat.visible
         weights = self.around.weights
         try:
             own = self.around.key(leaves)

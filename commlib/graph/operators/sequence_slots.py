@@ -1,7 +1,7 @@
 """The slot of a class by which C code takes its objects for sequences.
 
-Python fills it for a class that gets a ``__getitem__``, and never empties it. Torch takes tensors in
-lists for numbers only as long as a tensor is not a sequence: ``torch.tensor([x.sum()])``.
+Python fills it for a class that gets a ``__getitem__``, and never empties it. Torch takes tensors
+in lists for numbers only as long as a tensor is not a sequence: ``torch.tensor([x.sum()])``.
 """
 
 import ctypes
