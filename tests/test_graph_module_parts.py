@@ -35,7 +35,8 @@ class Layer(Table):
         self.act: nn.Module = nn.Tanh()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.act(super().forward(x) + self.weight)  # type: ignore[no-any-return]
+        found: torch.Tensor = self.act(super().forward(x) + self.weight)
+        return found
 
 
 def _write(name: str, key: str, value: Callable[[Any], Any]) -> Callable[[nn.Module], None]:

@@ -13,7 +13,7 @@ from commlib.graph.calls.flattening import Flat, flatten
 from commlib.graph.calls.grads import Grads
 from commlib.graph.calls.key_values import value
 from commlib.graph.calls.openable import changed, contents
-from commlib.graph.calls.tensor_places import AllPlaces, TensorPlaces
+from commlib.graph.calls.tensor_places import AllPlaces, Places
 from commlib.graph.operators.unsupported import check_untransformed
 from commlib.graph.python.look_error import look_error
 from commlib.graph.surroundings import Surroundings
@@ -117,7 +117,7 @@ class CallKeys:
             self._given.pop(next(iter(self._given)))
         return part
 
-    def places(self, call: Arguments, uses: Callable[[int], bool]) -> TensorPlaces:
+    def places(self, call: Arguments, uses: Callable[[int], bool]) -> Places:
         """Return where tensors are now; ``uses``: returns True for memory that counts."""
         found = self.around.places(call.tensors, uses)
         if not self._given:

@@ -11,7 +11,7 @@ from weakref import ref
 import torch
 from typing_extensions import Self
 
-from commlib.graph.calls.tensor_places import NO_PLACES, Around, Name, TensorPlaces
+from commlib.graph.calls.tensor_places import NO_PLACES, Around, Name, Places, TensorPlaces
 from commlib.graph.hook_watch import hooks_of_all
 from commlib.graph.module_watch import ModuleStates, ModuleWatch
 from commlib.graph.python.contents import MOST_WRITTEN, Contents, Fact, is_asked
@@ -213,7 +213,7 @@ class Surroundings:
             if is_read(x, name, self._names):
                 yield (id(x), name), setting(held, _DEEP, self._names)
 
-    def places(self, given: Iterable[torch.Tensor], uses: Callable[[int], bool]) -> TensorPlaces:
+    def places(self, given: Iterable[torch.Tensor], uses: Callable[[int], bool]) -> Places:
         """Return where tensors are now.
 
         Args:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 from weakref import ref
 
 import torch
@@ -26,6 +26,13 @@ class Around(NamedTuple):
     version: Callable[[], tuple[int, ...]]
     items: Callable[[], Iterable[tuple[Name, torch.Tensor]]]
     optimizers: Iterable[torch.optim.Optimizer]
+
+
+class Places(Protocol):
+    """Places of tensors that are asked at each call."""
+
+    def have_changed(self) -> bool:
+        """Return True if a place holds another tensor now, or a tensor has other memory."""
 
 
 class TensorPlaces:
@@ -88,11 +95,11 @@ class TensorPlaces:
         return False
 
 
-class AllPlaces(TensorPlaces):
+class AllPlaces:
     """The places of several surroundings."""
 
-    def __init__(self, places: Iterable[TensorPlaces]) -> None:
-        self._all = [each for each in places if each is not NO_PLACES]
+    def __init__(self, places: Iterable[Places]) -> None:
+        self._all = [*places]
 
     def have_changed(self) -> bool:
         """Return True if one of them has changed."""
@@ -154,4 +161,4 @@ def _address(x: torch.Tensor) -> tuple[Any, ...]:
     return tuple((memory(y), y.storage_offset(), layout_of(y)) for y in _parts_of(x))
 
 
-NO_PLACES = TensorPlaces(Around(tuple, tuple, ()), (), (), bool)
+NO_PLACES: Places = AllPlaces(())

@@ -34,16 +34,21 @@ def _derived(kind: type) -> Iterator[type]:
         yield from _derived(each)
 
 
+def _table(kind: type) -> int:
+    return ctypes.c_void_p.from_address(id(kind) + _SEQUENCE).value or 0
+
+
 def _slot(kind: type) -> ctypes.c_void_p:
-    table = ctypes.c_void_p.from_address(id(kind) + _SEQUENCE).value
-    return ctypes.c_void_p.from_address((table or 0) + _ITEM)
+    return ctypes.c_void_p.from_address(_table(kind) + _ITEM)
 
 
 def _are_known() -> bool:
-    """Return True if slots are where this file expects them."""
+    """Return True if slots are where this file expects them; reads nothing outside of a class."""
     if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return False
     plain, indexed = type("Plain", (), {}), type("Indexed", (), {"__getitem__": len})
+    if not all(0 < _table(each) - id(each) < sys.getsizeof(each) for each in (plain, indexed)):
+        return False
     return _slot(plain).value is None and _slot(indexed).value is not None
 
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from commlib import flags
 from commlib.errors import GraphError
 from commlib.graph.calls.cache_key import Arguments
-from commlib.graph.calls.tensor_places import TensorPlaces
+from commlib.graph.calls.tensor_places import Places
 from commlib.graph.recording.replay_times import FunctionTimes
 from commlib.graph.replaying.captured_call import CapturedCall
 
@@ -16,10 +16,10 @@ class Entry(Protocol):
     """A captured call, or the slots of calls that gradients flow back through.
 
     Attributes:
-        places: Where lists, dicts and optimizers held tensors that it uses at the capture.
+        places: Where the program held tensors that it uses, and their memory, at the capture.
     """
 
-    places: TensorPlaces
+    places: Places
 
     def run(self, call: Arguments, caller: FrameType, turn: int) -> Any:
         """Replay on the tensors of ``call`` and return the outputs."""
