@@ -23,7 +23,7 @@ def values(comm: Any) -> None:
             case = Case(comm, dtype)
             given = case.tensors()
             start = calls(comm)
-            y = attention(**given, pre_layer_norm=before, num_heads=HEADS)
+            y = attention(**given, pre_layer_norm=before, num_heads=case.heads)
             assert_equal(calls(comm) - start, 1, "collectives of the forward")
             y.backward(case.on_device(case.grad))
             assert_equal(calls(comm) - start, 2, "collectives with the backward")

@@ -16,15 +16,10 @@ from tests.support.transformer import FeedForward, block, draw
 # Any: the tests also pass arguments that a type checker rejects.
 feedforward: Any = ops.fused_feedforward
 
-BATCH, TOKENS, WIDTH, UNITS = 2, 3, 8, 12  # units divide by one, two and three ranks
-SHAPES = {
-    "linear1_weight": (WIDTH, UNITS),
-    "linear1_bias": (UNITS,),
-    "linear2_weight": (UNITS, WIDTH),
-    "linear2_bias": (WIDTH,),
-    "ln_weight": (WIDTH,),
-    "ln_bias": (WIDTH,),
-}
+BATCH, TOKENS, WIDTH, UNITS = 2, 3, 8, 12  # units of one, two and three ranks
+NAMES = (
+    "linear1_weight", "linear1_bias", "linear2_weight", "linear2_bias", "ln_weight", "ln_bias",
+)  # fmt: skip
 SHARDED = {"linear1_weight": 1, "linear1_bias": 0, "linear2_weight": 0}  # along this dim
 # operators.md, section 6; wider dtypes leave what their own rounding does.
 NEAR = {
@@ -36,6 +31,14 @@ NEAR = {
 Torches = dict[str, torch.Tensor]
 
 
+def shapes(units: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a block with that many units, of its input and of its gradient."""
+    inner = {"linear1_weight": (WIDTH, units), "linear1_bias": (units,)}
+    rows = dict.fromkeys(("linear2_bias", "ln_weight", "ln_bias"), (WIDTH,))
+    hidden = (BATCH, TOKENS, WIDTH)
+    return inner | {"linear2_weight": (units, WIDTH)} | rows | {"x": hidden, "grad": hidden}
+
+
 def shard(name: str, weight: Array, rank: int, size: int) -> Array:
     """Return the part of a rank: its hidden units, and all of what every rank has."""
     return np.split(weight, size, SHARDED[name])[rank] if name in SHARDED else weight
@@ -45,11 +48,11 @@ class Case:
     """One block: all weights in NumPy, and this rank's tensors."""
 
     def __init__(
-        self, comm: Any, dtype: torch.dtype = torch.float64, names: Any = SHAPES, size: int = 0
+        self, comm: Any, dtype: torch.dtype = torch.float64, names: Any = NAMES, size: int = 0
     ) -> None:
         self.comm, self.dtype, self.size = comm, dtype, size or comm.size
         self.rank = comm.rank if self.size > 1 else 0
-        drawn = draw(1, SHAPES | {"x": (BATCH, TOKENS, WIDTH), "grad": (BATCH, TOKENS, WIDTH)})
+        drawn = draw(1, shapes(-(-UNITS // comm.size) * comm.size))  # as many units on every rank
         drawn = {name: torch.from_numpy(a).to(dtype).double().numpy() for name, a in drawn.items()}
         self.x, self.grad = drawn.pop("x"), drawn.pop("grad")
         self.weights = {name: drawn[name] for name in names}

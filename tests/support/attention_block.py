@@ -13,16 +13,9 @@ from tests.support.transformer import Attention, block, draw
 # Any: the tests also pass arguments that a type checker rejects.
 attention: Any = ops.fused_attention
 
-BATCH, TOKENS, HEADS, DIM = 2, 5, 6, 4  # heads divide by one, two and three ranks
+BATCH, TOKENS, HEADS, DIM = 2, 5, 6, 4  # heads of one, two and three ranks
 WIDTH = HEADS * DIM
-SHAPES = {
-    "qkv_weight": (3, HEADS, DIM, WIDTH),
-    "qkv_bias": (3, HEADS, DIM),
-    "linear_weight": (WIDTH, WIDTH),
-    "linear_bias": (WIDTH,),
-    "ln_weight": (WIDTH,),
-    "ln_bias": (WIDTH,),
-}
+NAMES = ("qkv_weight", "qkv_bias", "linear_weight", "linear_bias", "ln_weight", "ln_bias")
 # operators.md, section 6; wider dtypes leave what their own rounding does.
 NEAR = {
     torch.float64: (1e-9, 1e-10),
@@ -33,24 +26,31 @@ NEAR = {
 Torches = dict[str, torch.Tensor]
 
 
+def shapes(heads: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a block with that many heads, of its input and of its gradient."""
+    width = heads * DIM
+    rows = dict.fromkeys(("linear_bias", "ln_weight", "ln_bias"), (width,))
+    qkv = {"qkv_weight": (3, heads, DIM, width), "qkv_bias": (3, heads, DIM)}
+    hidden = (BATCH, TOKENS, width)
+    return qkv | {"linear_weight": (width, width)} | rows | {"x": hidden, "grad": hidden}
+
+
 def shard(name: str, weight: Array, rank: int, size: int) -> Array:
     """Return the part of a rank: its heads, and all of what every rank has."""
-    heads = slice(rank * HEADS // size, (rank + 1) * HEADS // size)
     if name.startswith("qkv"):
-        return weight[:, heads]
-    if name == "linear_weight":
-        return weight.reshape(HEADS, DIM, WIDTH)[heads].reshape(-1, WIDTH)
-    return weight
+        return np.split(weight, size, 1)[rank]
+    return np.split(weight, size)[rank] if name == "linear_weight" else weight
 
 
 class Case:
     """One block: all weights in NumPy, and this rank's tensors."""
 
     def __init__(
-        self, comm: Any, dtype: torch.dtype = torch.float64, names: Any = SHAPES, seed: int = 0
+        self, comm: Any, dtype: torch.dtype = torch.float64, names: Any = NAMES, seed: int = 0
     ) -> None:
         self.comm, self.dtype = comm, dtype
-        drawn = draw(seed, SHAPES | {"x": (BATCH, TOKENS, WIDTH), "grad": (BATCH, TOKENS, WIDTH)})
+        self.heads = comm.size if HEADS % comm.size else HEADS  # as many on every rank
+        drawn = draw(seed, shapes(self.heads))
         drawn = {name: self._rounded(a).double().numpy() for name, a in drawn.items()}
         self.x, self.grad = drawn.pop("x"), drawn.pop("grad")
         self.weights = {name: drawn[name] for name in names}
