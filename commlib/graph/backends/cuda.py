@@ -17,7 +17,6 @@ from commlib.graph.backends.base import Pool
 from commlib.graph.backends.blas_workspace import BlasWorkspace
 from commlib.graph.backends.cuda_driver import (
     clear_error,
-    no_collection,
     no_stale_streams,
     nodes,
     unsafe_calls,
@@ -31,6 +30,7 @@ from commlib.graph.backends.graph_memory import (
 )
 from commlib.graph.backends.side_stream import SideStream
 from commlib.graph.operators.generators import put_state
+from commlib.graph.watching.garbage import no_collection
 from commlib.graph.watching.host import HostPart
 from commlib.graph.watching.recorder import Recorder
 from commlib.p2p.stream_order import StreamOrder
@@ -100,7 +100,7 @@ class CudaBackend:
         What the function keeps from here, such as an optimizer's state, must not be in the pool.
         """
         here = torch.cuda.current_stream(self.device)
-        with _capturing:
+        with _capturing, no_collection():
             self._warm.wait_stream(here)
             with torch.cuda.stream(self._warm):
                 yield

@@ -1,7 +1,6 @@
-"""Calls of the CUDA driver, torch's allocator and Python's collector that a capture needs."""
+"""Calls of the CUDA driver and of torch's allocator that a capture needs."""
 
 import ctypes
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,18 +8,6 @@ from pathlib import Path
 import torch
 
 from commlib.errors import GraphError
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Hold garbage collection off: it could destroy a graph, which no capture survives."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager

@@ -8,19 +8,18 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commlib.core import observers
 from commlib.core.ring import Ring
 from commlib.core.tensors import fault, is_wrapper, parts
 from commlib.graph.operators.generators import default_generator
-from commlib.graph.operators.higher_order import check_higher_order
+from commlib.graph.operators.handler import handler
 from commlib.graph.operators.literals import made_on_host
 from commlib.graph.operators.nested import watching_replays
 from commlib.graph.operators.one_hot import checking_each
 from commlib.graph.operators.schema import OpCall
-from commlib.graph.operators.step import FAKE, Step, as_they_are, mode_of, tensors_in
+from commlib.graph.operators.step import Step, as_they_are, tensors_in
 from commlib.graph.operators.unsupported import (
     check_borrowed,
     check_layouts,
@@ -116,16 +115,14 @@ class Recorder(TorchDispatchMode):
             self.random.end()
             self.memory.check_sizes(may_empty=self.host is None and self.device.type != "cpu")
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if mode_of(FAKE) is not None:
-            return func(*args, **(kwargs or {}))
-        if isinstance(func, HigherOrderOperator):
-            check_higher_order(func)
-        call = OpCall(func, args, kwargs or {})
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # ``handler`` does it
+
+    @handler
+    def __torch_dispatch__(self, call: OpCall, types: Any) -> Any:
         if call.known.lifts:
-            call = OpCall(self._literal(args[0]), args, kwargs or {})
+            call = OpCall(self._literal(call.args[0]), call.args, call.kwargs)
         if types and self._are_wrapped(call):
             return NotImplemented  # the wrapper's own operators on what it holds follow
         written, known = self._note_taken(call), call.known
@@ -134,7 +131,7 @@ class Recorder(TorchDispatchMode):
         keep = (self.keep or on_host) and not known.reshapes
         if keep:  # as they are now: they may get another shape later
             args = as_they_are(call.args, self.memory.made)
-            kwargs = as_they_are(call.kwargs, self.memory.made) if kwargs else {}
+            kwargs = as_they_are(call.kwargs, self.memory.made)
         name = str(call)
         result = self._called(call, written)
         results = tensors_in(result)

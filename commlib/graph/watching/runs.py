@@ -18,6 +18,7 @@ from commlib.errors import GraphError
 from commlib.graph.python.iterators import Positions
 from commlib.graph.python.python_state import PythonState
 from commlib.graph.watching.effects import Effects
+from commlib.graph.watching.garbage import collection
 from commlib.graph.watching.real_call import RealCall
 from commlib.graph.watching.undo import UndoLog
 from commlib.streams import capturing
@@ -72,7 +73,7 @@ def check_foreign() -> None:
 
 def call_apart(part: EagerPart, undo: UndoLog) -> Any:
     """Return ``part()``, called without observers; ``undo`` notes what it changes."""
-    with under_way(None), observers.unwatched():
+    with under_way(None), observers.unwatched(), collection():
         return RealCall(torch.device("cpu"), (), undo=undo).run(part)
 
 
