@@ -2,10 +2,10 @@
 
 import weakref
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -13,9 +13,10 @@ from commlib.core import observers
 from commlib.core.ring import Ring
 from commlib.core.tensors import fault
 from commlib.graph.operators.generators import default_generator, generators_of
-from commlib.graph.operators.handler import handler
+from commlib.graph.operators.higher_order import check_higher_order
 from commlib.graph.operators.schema import OpCall, memory
-from commlib.graph.operators.step import tensors_in
+from commlib.graph.operators.step import FAKE, mode_of, tensors_in
+from commlib.graph.operators.untraced import untraced
 from commlib.graph.watching.outside_reads import OutsideReads
 from commlib.graph.watching.undo import UndoLog
 
@@ -82,26 +83,29 @@ class RealCall(TorchDispatchMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
         observers.observers.remove(self)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # ``handler`` does it
+        return False  # the handler is ``untraced``
 
-    @handler
-    def __torch_dispatch__(self, call: OpCall, types: Any) -> Any:
+    @untraced
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if mode_of(FAKE) is not None:
+            return func(*args, **kwargs)
+        if not isinstance(func, OpOverload) and isinstance(func, HigherOrderOperator):
+            check_higher_order(func)
+        call = OpCall(func, args, kwargs)
         tensors = call.tensors
         if types and any(fault(x, "it") for x in tensors):
             return NotImplemented  # a wrapper's own operators on what it holds follow
         if call.known.lifts and self._fresh(tensors[0]):
-            call = OpCall(_clone, call.args, call.kwargs)
+            call = OpCall(_clone, args, kwargs)
         if call.known.reshapes and not self._has_given(tensors[0]):
             self.undo.note_shape(tensors[0])
         for tensor in tensors:

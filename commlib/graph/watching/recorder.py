@@ -4,22 +4,22 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from operator import methodcaller
-from types import TracebackType
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commlib.core import observers
 from commlib.core.ring import Ring
 from commlib.core.tensors import fault, is_wrapper, parts
 from commlib.graph.operators.generators import default_generator
-from commlib.graph.operators.handler import handler
+from commlib.graph.operators.higher_order import check_higher_order
 from commlib.graph.operators.literals import made_on_host
 from commlib.graph.operators.nested import watching_replays
 from commlib.graph.operators.one_hot import checking_each
 from commlib.graph.operators.schema import OpCall
-from commlib.graph.operators.step import Step, as_they_are, tensors_in
+from commlib.graph.operators.step import FAKE, Step, as_they_are, mode_of, tensors_in
 from commlib.graph.operators.unsupported import (
     check_borrowed,
     check_layouts,
@@ -29,6 +29,7 @@ from commlib.graph.operators.unsupported import (
     check_value,
     check_wrappers,
 )
+from commlib.graph.operators.untraced import untraced
 from commlib.graph.operators.value_reads import OF_A_LIST, watching_reads
 from commlib.graph.watching.host import HostPart, is_on_host
 from commlib.graph.watching.recorded_collective import Collective
@@ -101,14 +102,9 @@ class Recorder(TorchDispatchMode):
             self._reading.enter_context(checking_each())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         self._reading.close()
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
         observers.observers.remove(self)
         observers.inside.recording = self._outer
         if kind is None:
@@ -117,12 +113,19 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # ``handler`` does it
+        return False  # the handler is ``untraced``
 
-    @handler
-    def __torch_dispatch__(self, call: OpCall, types: Any) -> Any:
+    @untraced
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if mode_of(FAKE) is not None:
+            return func(*args, **(kwargs or {}))
+        if not isinstance(func, OpOverload) and isinstance(func, HigherOrderOperator):
+            check_higher_order(func)
+        call = OpCall(func, args, kwargs or {})
         if call.known.lifts:
-            call = OpCall(self._literal(call.args[0]), call.args, call.kwargs)
+            call = OpCall(self._literal(args[0]), args, kwargs or {})
         if types and self._are_wrapped(call):
             return NotImplemented  # the wrapper's own operators on what it holds follow
         written, known = self._note_taken(call), call.known
@@ -131,7 +134,7 @@ class Recorder(TorchDispatchMode):
         keep = (self.keep or on_host) and not known.reshapes
         if keep:  # as they are now: they may get another shape later
             args = as_they_are(call.args, self.memory.made)
-            kwargs = as_they_are(call.kwargs, self.memory.made)
+            kwargs = as_they_are(call.kwargs, self.memory.made) if kwargs else {}
         name = str(call)
         result = self._called(call, written)
         results = tensors_in(result)

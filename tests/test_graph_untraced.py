@@ -1,4 +1,4 @@
-"""The handler of operators in the runs of a captured function, and Dynamo."""
+"""Dynamo and the handlers of the modes that watch the runs of a captured function."""
 
 import sys
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def test_no_wrapper_of_torch(called: list[str]) -> None:
     captured = graph.capture(lambda y: y * 3, verify=False)
     captured(torch.ones(2))
     sys.setprofile(None)
-    assert any(name.endswith("operators/handler.py") for name in called)
+    assert any(name.endswith("watching/recorder.py") for name in called)
     assert not [name for name in called if name.endswith("torch/_compile.py")]
 
 
