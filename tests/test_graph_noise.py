@@ -13,8 +13,10 @@ import torch
 
 from commlib import graph
 from commlib.errors import GraphError
+from commlib.tools.bench.pipeline import Block, Size
 from tests.support.checks import assert_bits_equal, assert_equal
 from tests.support.hidden import HiddenCount
+from tests.support.runs_on import runs_on
 from tests.test_graph_verify import Hidden
 
 X = torch.ones(3)
@@ -41,6 +43,39 @@ def test_one_noisy_output_hides_no_other() -> None:
     hidden.scale = 5.0
     with pytest.raises(GraphError, match=r"output 0 differs at element 0: 5\.0, and replayed 2\.0"):
         g(X)
+
+
+@pytest.mark.parametrize(("often", "period"), [(True, 11), (False, 5)])
+def test_noise_that_is_seldom(often: bool, period: int) -> None:
+    """A number differs in one of some runs; noise may reach it from one that always differs."""
+    numbers = HiddenCount()
+
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        number, one, other = next(numbers), x * 2, x * 3
+        one = shaken(one, number) if often else one
+        return one, other if number % period else shaken(other, 1)
+
+    g = graph.capture(f, outputs="copy", verify=True)
+    for turn in range(20):
+        one, other = g(X)
+        assert_bits_equal(one, X * 2, f"turn {turn}", atol=1e-3)
+        assert_bits_equal(other, X * 3, f"turn {turn}", atol=1e-3)
+    assert_equal(graph.report(g)[0]["repeats"], False)
+
+
+@runs_on("gpu_ranks")
+def test_attention_over_many_tokens(comm: Any) -> None:
+    """Its backward adds up in any order: a few gradients differ in most runs, most in a few."""
+    torch.manual_seed(0)
+    size = Size()
+    blocks = torch.nn.Sequential(*(Block(size) for _ in range(3))).to(comm.device, torch.bfloat16)
+    x = torch.randn(1, size.length, size.width, device=comm.device, dtype=torch.bfloat16)
+    coming = torch.randn_like(x) / 1000
+    g = graph.capture(blocks, outputs="copy", verify=True)
+    for _ in range(9):
+        g(x).backward(coming)
+        blocks.zero_grad()
+    assert_equal(graph.report(g)[0]["verified"], 16, "verified forwards and backwards")
 
 
 def test_a_noisy_output_that_is_another_number() -> None:

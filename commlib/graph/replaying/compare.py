@@ -53,21 +53,24 @@ class Difference(NamedTuple):
 
 
 class Noise:
-    """The items that are known to differ in bits between runs of a function.
+    """Results that are known to differ in bits between runs of a function.
+
+    Noise spreads: what is computed from noisy numbers has the same bits in most runs, and other
+    bits in some. So it is known by kind (outputs, gradients, memory, one name).
 
     Attributes:
-        items: Numbers that agree to half of their digits from run to run.
-        wild: Other items, which can't be compared: numbers that differ more, and non-numbers. By
-            item, their names.
+        kinds: Kinds with numbers that differ, and agree to half of their digits.
+        wild: Items that can't be compared: numbers that differ more, and non-numbers. By item,
+            their names.
     """
 
     def __init__(self, known: "Noise | None" = None) -> None:
         """``known``: what is copied."""
-        self.items: set[Item] = set() if known is None else {*known.items}
+        self.kinds: set[Any] = set() if known is None else {*known.kinds}
         self.wild: dict[Item, str] = {} if known is None else {**known.wild}
 
     def __bool__(self) -> bool:
-        return bool(self.items or self.wild)
+        return bool(self.kinds or self.wild)
 
 
 class Comparison:
@@ -147,7 +150,7 @@ class Comparison:
 
     def _elements(self, pair: Pair) -> torch.Tensor:
         """Return a mask of the elements that differ; without a tolerance, of the bytes."""
-        half = self._half or pair.item in self._noise.items
+        half = self._half or pair.item[0] in self._noise.kinds
         within = self._tolerance or (_half_of_digits(pair.one) if half else None)
         if within is None or not pair.one.is_floating_point():
             return _bytes(pair.one) != _bytes(pair.other)

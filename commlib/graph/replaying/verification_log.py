@@ -29,7 +29,7 @@ class VerificationLog:
     def note_noise(self, noise: Noise) -> None:
         """Know further noise, and warn of results that are not compared any more, by name."""
         names = [name for item, name in noise.wild.items() if item not in self.noise.wild]
-        self.noise.items.update(noise.items)
+        self.noise.kinds.update(noise.kinds)
         self.noise.wild.update(noise.wild)
         if names:
             log.warning(

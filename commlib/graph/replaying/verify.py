@@ -8,7 +8,7 @@ compared bit for bit. Where they differ, the eager effects are kept.
 import time
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, suppress
-from itertools import pairwise
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from commlib.graph.python.changes import Change
 from commlib.graph.python.python_state import PythonState
 from commlib.graph.recording.segments import Segments
 from commlib.graph.replaying.compare import Comparison, Difference, Left, Noise
+from commlib.graph.replaying.further_runs import FurtherRuns
 from commlib.graph.replaying.outcome import (
     DIFFERS,
     EQUAL,
@@ -36,12 +37,12 @@ from commlib.graph.replaying.write_counts import WriteCounts
 from commlib.graph.watching.capture_query import reporting
 from commlib.graph.watching.effects import Effects, Held
 from commlib.graph.watching.host import OtherValue
-from commlib.graph.watching.outside_reads import OtherRead, OutsideReads, first_other, keys_of
+from commlib.graph.watching.outside_reads import OutsideReads, keys_of
 from commlib.graph.watching.real_call import RealCall
 from commlib.graph.watching.runs import DonePart, VerifiedRun, under_way
 from commlib.log import log
 
-_RUNS = 3  # of a function whose graph differs, to see whether its own runs do
+_LEAST_RUNS, _MOST_RUNS = 2, 8  # of a function whose graph differs, to see whether its own runs do
 
 
 class Verification(NamedTuple):
@@ -103,7 +104,7 @@ class Verification(NamedTuple):
         if replayed is None or outcome != EQUAL:
             expected = self._let_stand(run, real)
         if outcome == DIFFERS:
-            cause = self._again(fn, real.bound)
+            cause = self._again(fn, real, None if missed else replayed)
             if replayed is not None and not missed:  # what is noise does not count
                 problem = next(self._compare().differences(real, replayed), None)
             if worst(self.rings, DIFFERS if problem else EQUAL) == DIFFERS:
@@ -206,55 +207,71 @@ class Verification(NamedTuple):
             change.place.bind(now)
         return tied
 
-    def _again(self, fn: Callable[[], Any], bound: Sequence[Change]) -> str:
-        """Run ``fn`` some more times, observed and then undone.
+    def _again(self, fn: Callable[[], Any], real: Left, replayed: Left | None) -> str:
+        """Run ``fn`` some more times.
 
         What it gives other bits of is noise from now on, unless it reads other memory each time.
+        Most runs may have the same bits, so it runs until noise explains all differences.
 
         Returns:
             What it does otherwise than at the capture.
         """
-        first: Left | None = None
-        names, reads = list[str](), list[OutsideReads]()
-        noise = Noise(self.log.noise)
-        for _ in range(_RUNS if self.log.tolerance is None else 1):
-            real, objects = RealCall(self.segments.device, (), named=True), PythonState(self.roots)
-            real.note_leaves(x for x in self.reachable if x.is_leaf and x.requires_grad)
-            try:
-                with under_way(VerifiedRun()), self._reporting():
-                    result = real.run(fn)
-                self.segments.join(self.rings)
-                left = self._left(result, bound)._replace(held=self.effects.now())
-                reads.append(real.reads)
-                if first is not None:
-                    self._note_noise(first, left, noise)
-                first = first or left
-            except Exception as error:  # one too many: it has filled its cache to the end
-                log.once("a function whose graph differs can't be run once more: %s", error)
-                break
-            finally:
-                names = real.names
-                real.undo.restore()
-                objects.restore()
-        other = self._other_read(reads)
-        if other is not None:
-            return str(other)
-        self.log.note_noise(noise)
-        if self.uncaptured:
-            return "the function asks whether it is captured and behaves differently when it is"
-        return _first_other(self.segments.own_names, names)
-
-    def _other_read(self, runs: Sequence[OutsideReads]) -> OtherRead | None:
-        """Return the first operator that reads other memory from outside in one of ``runs``."""
+        runs = FurtherRuns(Noise(self.log.noise))
         lasting = keys_of(part for x in self.reachable for part in parts(x) if has_memory(part))
-        found = (first_other(a, b, made=(), lasting=lasting) for a, b in pairwise(runs))
-        return next((x for x in found if x is not None), None)
+        for number in range(_MOST_RUNS if self.log.tolerance is None else 1):
+            if number >= _LEAST_RUNS and not self._goes_on(runs, real, replayed):
+                break
+            reads = None if runs.failed else self._run_again(runs, fn, real.bound)
+            if reads is not None:
+                runs.note_reads(reads, lasting)
+        if runs.other is None:
+            self.log.note_noise(runs.noise)
+            if self.uncaptured:
+                return "the function asks whether it is captured and behaves differently when it is"
+        return runs.cause(self.segments.own_names)
+
+    def _run_again(
+        self, runs: FurtherRuns, fn: Callable[[], Any], bound: Sequence[Change]
+    ) -> OutsideReads | None:
+        """Run ``fn`` once more, observed and then undone; returns what it has read.
+
+        None if it raises.
+        """
+        watched, objects = RealCall(self.segments.device, (), named=True), PythonState(self.roots)
+        watched.note_leaves(x for x in self.reachable if x.is_leaf and x.requires_grad)
+        try:
+            with under_way(VerifiedRun()), self._reporting():
+                result = watched.run(fn)
+            self.segments.join(self.rings)
+            left = self._left(result, bound)._replace(held=self.effects.now())
+            if runs.first is None:
+                runs.first = left
+            else:
+                self._note_noise(runs.first, left, runs.noise)
+        except Exception as error:  # one too many: it has filled its cache to the end
+            log.once("a function whose graph differs can't be run once more: %s", error)
+            runs.failed = True
+        finally:
+            runs.names = watched.names
+            watched.undo.restore()
+            objects.restore()
+        return None if runs.failed else watched.reads
+
+    def _goes_on(self, runs: FurtherRuns, real: Left, replayed: Left | None) -> bool:
+        """Return True if all members make one more run: noise does not explain all differences."""
+        said = EQUAL
+        if replayed is not None and runs.other is None:
+            compare = Comparison(self.effects, None, runs.noise, half=self.uncaptured)
+            said = DIFFERS if any(True for _ in compare.differences(real, replayed)) else EQUAL
+        return worst(self.rings, RAISED if runs.failed else said) == DIFFERS
 
     def _note_noise(self, one: Left, other: Left, noise: Noise) -> None:
         """Add to ``noise`` what differs between two runs of the function."""
-        numbers = Comparison(self.effects, self.log.tolerance, noise, half=self.uncaptured)
-        noise.items.update(x.item for x in numbers.differences(one, other))
-        noise.wild.update((x.item, x.what) for x in numbers.differences(one, other))
+        compare = partial(Comparison, self.effects, self.log.tolerance, noise)
+        found = {x.item for x in compare(half=self.uncaptured).differences(one, other)}
+        wild = {x.item: x.what for x in compare(half=True).differences(one, other)}
+        noise.kinds.update(kind for kind, number in found if (kind, number) not in wild)
+        noise.wild.update(wild)
 
 
 def _with_works(fn: Callable[[], Any]) -> Any:
@@ -264,17 +281,3 @@ def _with_works(fn: Callable[[], Any]) -> Any:
     for work in works:
         work.wait()
     return result
-
-
-def _first_other(captured: Sequence[str], now: Sequence[str]) -> str:
-    """Name the first operator, number or read that differs from the capture."""
-    for number, (before, after) in enumerate(zip(captured, now, strict=False)):
-        if before != after:
-            return f"operator {number} was {before} at the capture, and is {after} now"
-    if len(captured) != len(now):
-        return f"{len(captured)} operators ran at the capture, and {len(now)} now"
-    return (
-        "the same operators ran with the same numbers. Possible causes: a replaced tensor, a "
-        "generator that torch does not know, or a kernel that writes memory outside torch's "
-        "operators"
-    )
