@@ -15,7 +15,7 @@ from commlib.graph.operators.step import Step, as_recorded
 from commlib.graph.operators.waiting import with_waits
 from commlib.graph.watching.recorder import Recorder
 
-Pool: TypeAlias = Any  # torch's handle of a private pool
+Pool: TypeAlias = Any  # memory of graphs, as ``own_pool`` gives it
 
 
 class Recording(Protocol):
@@ -52,6 +52,12 @@ class Backend(Protocol):
 
     def calling(self) -> Any:
         """Return the context of the call that is followed by such runs."""
+
+    def trimmed(self) -> AbstractContextManager[object]:
+        """Return the context of a verified call, which also runs the function itself.
+
+        Memory that torch takes for it goes back to the GPU at its end.
+        """
 
     def begin(
         self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None
@@ -121,7 +127,7 @@ class CpuBackend:
         """Run where the caller is."""
         return nullcontext()
 
-    calling = warming
+    calling = trimmed = warming
 
     def begin(
         self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None

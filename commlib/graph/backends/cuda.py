@@ -15,19 +15,10 @@ from commlib.core.work import Work
 from commlib.errors import GraphError
 from commlib.graph.backends.base import Pool
 from commlib.graph.backends.blas_workspace import BlasWorkspace
-from commlib.graph.backends.cuda_driver import (
-    clear_error,
-    no_stale_streams,
-    nodes,
-    unsafe_calls,
-)
+from commlib.graph.backends.cuda_driver import clear_error, no_stale_streams, nodes, unsafe_calls
 from commlib.graph.backends.cuda_graph import CudaRecording, end_late, under_way
-from commlib.graph.backends.graph_memory import (
-    Failures,
-    allocated_bytes,
-    join_frees,
-    memory_of,
-)
+from commlib.graph.backends.graph_memory import Failures, allocated_bytes, join_frees, memory_of
+from commlib.graph.backends.private_pool import PrivatePool
 from commlib.graph.backends.side_stream import SideStream
 from commlib.graph.operators.generators import put_state
 from commlib.graph.watching.garbage import no_collection
@@ -79,17 +70,8 @@ class CudaBackend:
             self._warm, self._rooms = torch.cuda.Stream(device), torch.cuda.Stream(device)
             self.stream = new_stream(device)  # of captures: nothing runs eagerly on it
             self._workspace = BlasWorkspace(device, self.stream)
-            self._renew()
+            self._pool = PrivatePool(self.stream)  # of all graphs without a separate one
             self._take_turn()
-
-    def _renew(self) -> None:
-        """Take a new pool, and an empty graph that keeps it alive."""
-        self.pool = torch.cuda.graph_pool_handle()
-        self._keeper = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self.stream):
-            self._keeper.capture_begin(self.pool, capture_error_mode="thread_local")
-            torch.empty(1, device=self.device).zero_()
-            self._keeper.capture_end()
 
     # -- before a capture --------------------------------------------------------------------------
 
@@ -112,6 +94,17 @@ class CudaBackend:
         with _capturing, self.side().run():
             yield
 
+    @contextmanager
+    def trimmed(self) -> Iterator[None]:
+        """Give back what torch has taken inside: no graph, and often no stream, could use it."""
+        before = torch.cuda.memory_reserved(self.device)
+        try:
+            yield
+        finally:
+            if torch.cuda.memory_reserved(self.device) > before:
+                with _capturing:
+                    torch.cuda.empty_cache()
+
     # -- a capture ---------------------------------------------------------------------------------
 
     def own_pool(self) -> Pool:
@@ -120,7 +113,11 @@ class CudaBackend:
         In the shared one a graph's memory may be another's that was captured before it: what it
         leaves there is gone when that one is replayed.
         """
-        return torch.cuda.graph_pool_handle()
+        with _capturing, no_collection():
+            torch.cuda.synchronize(self.device)  # a capture writes where replays read
+            pool = PrivatePool(self.stream)
+            self._take_turn()
+        return pool
 
     def turn(self) -> None:
         """Order the current stream after the last replay: graphs share their memory."""
@@ -172,9 +169,11 @@ class CudaBackend:
             scope.enter_context(no_collection())
             scope.enter_context(torch.cuda.stream(self.stream))
             torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()  # of what the runs before had on their stream
             self._workspace.take()
             end_late()
-            graph, own = torch.cuda.CUDAGraph(keep_graph=True), self.pool if pool is None else pool
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
+            own = (pool or self._pool).handle
             for generator in generators:
                 graph.register_generator_state(generator)
             random = torch.cuda.default_generators[self.device.index].get_state()
@@ -296,5 +295,5 @@ class CudaBackend:
             with suppress(RuntimeError):  # newer torch has done it
                 getattr(torch._C, step)(index, now.pool)
         clear_error()
-        self._renew()  # a capture that ends well frees the generators
+        self._pool = PrivatePool(self.stream)  # a capture that ends well frees the generators
         put_state(torch.cuda.default_generators[index], now.random)

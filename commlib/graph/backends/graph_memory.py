@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from commlib import torch_allocator
 from commlib.errors import GraphError
+from commlib.graph.operators.layout import unowned
 
 
 @cache
@@ -49,6 +50,15 @@ def memory_of(
 ) -> GraphMemory | None:
     """Return what a capture has allocated, if the graph allocates it itself."""
     return GraphMemory(graph, device, made) if driver_allocates() else None
+
+
+def shared(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over memory that a graph has made, which no longer keeps it from the pool.
+
+    Graphs that are captured later may use it too. A CPU has no pool.
+    """
+    keeps = tensor.device.type == "cpu" or driver_allocates()
+    return tensor if keeps else unowned(tensor)
 
 
 def join_frees(index: int, pool: Any) -> None:

@@ -7,16 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the same memory whose storage is its own and owns nothing."""
-    source = tensor.untyped_storage()
-    storage = torch._C._construct_storage_from_data_pointer(
-        source.data_ptr(), source.device, source.nbytes()
-    )
-    place = tensor.storage_offset(), tensor.size(), tensor.stride()
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *place)
-
+from commlib.graph.operators.layout import unowned
 
 # Makes a read of a piece of memory raise; builds of torch without CUDA lack it.
 _SPOIL = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
@@ -85,7 +76,7 @@ class OutputGuard:
 
     def __init__(self, tensor: torch.Tensor, what: str) -> None:
         """``what``: "output" or "gradient", for the message."""
-        self._alias, self._what = _alias(tensor), what
+        self._alias, self._what = unowned(tensor), what
         self._storage = self._alias.untyped_storage()
         self._place = self._storage.data_ptr()
         self._at_rest = self._holders()

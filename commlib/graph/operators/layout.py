@@ -1,4 +1,4 @@
-"""Copies of tensors with the same strides."""
+"""Other tensors with the strides of one: copies of it, or tensors over its memory."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -39,6 +39,16 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
         copy = _span(copy).clone().as_strided(copy.size(), copy.stride(), 0)
         copy = copy.detach()  # no view to autograd: the node of a captured call may return it
     return copy.requires_grad_(tensor.requires_grad)
+
+
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the same memory whose storage is its own and owns nothing."""
+    source = tensor.untyped_storage()
+    storage = torch._C._construct_storage_from_data_pointer(
+        source.data_ptr(), source.device, source.nbytes()
+    )
+    place = tensor.storage_offset(), tensor.size(), tensor.stride()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *place)
 
 
 def expanded_dims(tensor: torch.Tensor) -> tuple[int, ...]:

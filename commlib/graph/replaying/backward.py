@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import torch
 
 from commlib.core.tensors import is_wrapper, parts, rebuilt
+from commlib.graph.backends.graph_memory import shared
 from commlib.graph.backends.side_stream import SideStream
 from commlib.graph.calls.output_guard import OutputGuards
 from commlib.graph.operators.layout import expanded_dims, maker, unexpanded
@@ -41,10 +42,12 @@ class Backward:
         self._at_once = bool(given) and not any(map(is_wrapper, given))
         self._borrowed = _alone(grads, segments) if borrow else {}
         self._guards = OutputGuards("gradient")
-        self._grads = {i: grad for i, grad in grads.items() if i not in self._borrowed}
-        self._parts = [part for grad in self._grads.values() for part in parts(grad)]
-        self._wrapped = any(map(is_wrapper, self._grads.values()))
-        self._make = {} if self._wrapped else {i: maker(grad) for i, grad in self._grads.items()}
+        copied = {i: grad for i, grad in grads.items() if i not in self._borrowed}
+        self._wrapped = copied if any(map(is_wrapper, copied.values())) else {}
+        self._make = {} if self._wrapped else {i: maker(grad) for i, grad in copied.items()}
+        # Each replay's gradients are copied at once, so that their memory is the pool's again.
+        every = [part for grad in copied.values() for part in parts(grad)]
+        self._parts = [shared(x) if _is_made(x, segments) else x for x in every]
 
     def run(
         self, coming: Sequence[torch.Tensor], side: SideStream | None
@@ -81,8 +84,14 @@ class Backward:
         if not self._wrapped:
             plain = {i: make() for i, make in self._make.items()}
             return plain, [*plain.values()]
-        fresh = {i: rebuilt(grad, torch.empty_like) for i, grad in self._grads.items()}
+        fresh = {i: rebuilt(grad, torch.empty_like) for i, grad in self._wrapped.items()}
         return fresh, [part for grad in fresh.values() for part in parts(grad)]
+
+
+def _is_made(x: torch.Tensor, segments: Segments) -> bool:
+    """Return True for plain values in memory that a graph has made."""
+    is_plain = x.layout is torch.strided and not (x.is_conj() or x.is_neg())
+    return is_plain and segments.has_made(x)
 
 
 def _alone(grads: dict[int, torch.Tensor], segments: Segments) -> dict[int, torch.Tensor]:

@@ -46,7 +46,7 @@ class Slot:
         self, recipe: Recipe, log: VerificationLog, differs: Callable[[Unequal], None]
     ) -> None:
         """``differs`` gets a backward that differs from the function's; it may raise."""
-        # What is between forward and backward is in their own pool.
+        # What is between forward and backward is in its own pool. A backward leaves nothing.
         self._recipe = recipe._replace(pool=recipe.backend.own_pool())
         self.forward = CapturedCall(self._recipe, log, Schedule(False))
         self.parameters = recipe.findings.parameters
@@ -116,7 +116,7 @@ class Slot:
             lambda _: go_back(outs, self._wanted, given, quiet=self.parameters),
             part=f"backward from {comes}",
             again=again,
-            pool=self._recipe.pool,
+            pool=self._recipe.pool if self._recipe.borrowed_gradients else None,
             before=forward,
             times=times.of("backward", self._recipe.backend.device) if times else None,
         )
@@ -228,6 +228,10 @@ class Slot:
 
     def verified_backward(self, lease: Lease, grads: Grads) -> list[torch.Tensor | None]:
         """Run the backward of the function's own outputs, then replay the captured one."""
+        with self._recipe.backend.trimmed():
+            return self._verified_backward(lease, grads)
+
+    def _verified_backward(self, lease: Lease, grads: Grads) -> list[torch.Tensor | None]:
         assert lease.expected is not None
         outs, wanted = lease.expected
         given = self._of_leading(grads)

@@ -1,0 +1,55 @@
+"""The GPU memory of slots: what they share, and what the runs before a capture leave."""
+
+from typing import Any
+
+import torch
+
+from commlib import graph
+from commlib.graph.backends.graph_memory import usage
+from tests.support.checks import assert_bits_equal
+from tests.support.runs_on import runs_on
+
+SIDE = 2048
+NBYTES = 4 * SIDE**2  # of a weight, and of its gradient
+
+
+@runs_on("gpu_ranks")
+def test_slots_share_the_memory_of_their_backwards(comm: Any) -> None:
+    """Each backward copies its gradients at once, so that another one may write there."""
+    torch.manual_seed(3)
+    weight = torch.randn(SIDE, SIDE, device=comm.device, requires_grad=True)
+    inputs = [torch.randn(8, SIDE, device=comm.device) for _ in range(8)]
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return (x @ weight).sin()
+
+    g = graph.capture(fn, inputs="copy", outputs="copy", verify=False)
+
+    def gradients(call: Any, count: int) -> torch.Tensor:
+        outs = [call(x) for x in inputs[:count]]
+        found = [torch.autograd.grad(out.sum(), weight)[0] for out in (*outs[1::2], *outs[::2])]
+        return torch.stack(found)
+
+    gradients(g, 2)
+    before = usage(comm.device, 0)["graph_bytes"]
+    found = gradients(g, 8)
+    grown = usage(comm.device, 0)["graph_bytes"] - before
+    assert_bits_equal(found, gradients(fn, 8), "gradients of eight slots")
+    assert grown < 6 * NBYTES / 2, f"six more slots took {grown / 2**20:.0f} MiB"
+
+
+@runs_on("gpu_ranks")
+def test_what_the_runs_before_a_capture_have_taken(comm: Any) -> None:
+    """They run on a separate stream: nothing else could use the memory that torch keeps."""
+    weight = torch.ones(SIDE, SIDE, device=comm.device)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        parts = [weight * i for i in range(12)]
+        return x + torch.stack(parts).sum()
+
+    before = torch.cuda.memory_reserved(comm.device)
+    g = graph.capture(fn, inputs="copy", outputs="copy", verify=False)
+    g(torch.ones(3, device=comm.device))
+    graphs = usage(comm.device, 0)["graph_bytes"]
+    grown = torch.cuda.memory_reserved(comm.device) - before - graphs
+    assert grown < 12 * NBYTES, f"{grown / 2**20:.0f} MiB more are taken outside of graphs"
