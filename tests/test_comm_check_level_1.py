@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -223,7 +224,8 @@ def test_flag() -> None:
 
 def counting(fences: object) -> Any:
     """Return what of a ring is used to count its calls; ``fences`` is None on a CPU."""
-    return SimpleNamespace(_calls=0, _last=None, _call_log=CallLog(), _fences=fences)
+    log = CallLog()
+    return SimpleNamespace(_calls=0, _last=None, _call_log=log, _fences=fences, _device_number=0)
 
 
 def made(elements: int) -> Call[None]:
@@ -233,11 +235,13 @@ def made(elements: int) -> Call[None]:
 
 def test_calls_of_a_capture_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     ring = counting(fences=object())
-    for capturing in (False, True):
-        monkeypatch.setattr(dispatch, "stream_captures", lambda value=capturing: value)
+    captures = {7: False, 8: True}
+    for stream in (0, *captures):  # the driver is not asked about 0, the default stream
+        monkeypatch.setattr(dispatch, "current_raw", lambda _, value=stream: value)
+        monkeypatch.setattr(dispatch, "stream_captures", partial(captures.__getitem__, stream))
         dispatch.count(ring, made(1))
     shot = ring._call_log.snapshot()
-    assert_equal((ring._calls, shot.number, shot.captured), (2, 1, True), "the log")
+    assert_equal((ring._calls, shot.number, shot.captured), (3, 2, True), "the log")
 
 
 def test_a_log_of_many_calls_stays_small() -> None:

@@ -22,7 +22,7 @@ from commlib.core.tensors import NO_DISPATCH
 from commlib.core.work import Work
 from commlib.engines.base import Unconnected
 from commlib.errors import ArgumentError
-from commlib.streams import stream_captures
+from commlib.streams import current_raw, stream_captures
 
 Tensor = torch.Tensor
 Outcome = TypeVar("Outcome")
@@ -142,7 +142,8 @@ def count(ring: Ring, call: Call[Any]) -> None:
         log = call.order.log
     if log is None:
         return
-    if ring._fences is not None and stream_captures():
+    # The default stream, 0, is never captured; its handle is a shorter question.
+    if ring._fences is not None and current_raw(ring._device_number) and stream_captures():
         log.captured = True  # the replays of a graph are not seen here
     elif call.entry is not None:
         log.window.append(call.entry)
