@@ -32,7 +32,8 @@ Invariants:
 4. All members of a ring capture the same collectives in the same order, or all of them raise.
 5. Outputs are memory of the graph, borrowed until its next replay: reading one after that raises.
 6. A replay runs no Python of the program but eager parts, and never blocks the host without them.
-7. All graphs of a device share one pool and one capture stream, and replay one after the other.
+7. All graphs of a device share one capture stream, and replay one after the other. They share one
+   pool, too, but for what lasts from one replay to the next: between a forward and its backward.
 
 A run asks for nothing by a global: only a function marked ``eager`` asks for the run of its thread,
 because it is called by the program's code (``runs.py``).
