@@ -53,3 +53,33 @@ def test_what_the_runs_before_a_capture_have_taken(comm: Any) -> None:
     graphs = usage(comm.device, 0)["graph_bytes"]
     grown = torch.cuda.memory_reserved(comm.device) - before - graphs
     assert grown < 12 * NBYTES, f"{grown / 2**20:.0f} MiB more are taken outside of graphs"
+
+
+@runs_on("gpu_ranks")
+def test_what_a_verified_call_has_taken(comm: Any) -> None:
+    """It runs the function itself, and nothing may be kept of the memory that this takes."""
+    weight = torch.ones(SIDE, SIDE, device=comm.device, requires_grad=True)
+    x = torch.ones(3, device=comm.device)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        parts = [weight * i for i in range(12)]
+        return x + torch.stack(parts).sum()
+
+    g = graph.capture(fn, inputs="copy", outputs="copy", verify=2)
+
+    def train() -> None:
+        torch.autograd.grad(g(x).sum(), weight)
+
+    def infer() -> None:
+        with torch.no_grad():
+            g(x)
+
+    for call in (train, infer):
+        call()
+        for _ in range(3):
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_reserved(comm.device)
+            call()
+            grown = torch.cuda.memory_reserved(comm.device) - before
+            assert grown < 4 * NBYTES, f"{call.__name__}: {grown / 2**20:.0f} MiB are kept"
+    assert all(row["verify_seconds"] > 0 for row in graph.report(g)), "verified replays"

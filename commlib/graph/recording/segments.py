@@ -32,7 +32,7 @@ class Segments:
     def __init__(self, backend: Backend, *, reports_capture: bool) -> None:
         self._backend = backend
         self.device, self.lock = backend.device, backend.lock
-        self.turn, self.join = backend.turn, backend.join
+        self.turn, self.join, self.trimmed = backend.turn, backend.join, backend.trimmed
         self.parts: list[Recording | EagerSegment] = []
         self.recorders: list[Recorder] = []
         self.own = 0

@@ -227,11 +227,10 @@ class CapturedCall:
         """Run the function for real and its graph after that; both must give the same."""
         self.begin_verified(call)
         args, kwargs = call.given
-        with self._recipe.backend.trimmed():
-            verified = self.verification("output", self.segments, call).run(
-                lambda: self._recipe.fn(*args, **kwargs),
-                lambda done: self.replay(call, caller, done=done),
-            )
+        verified = self.verification("output", self.segments, call).run(
+            lambda: self._recipe.fn(*args, **kwargs),
+            lambda done: self.replay(call, caller, done=done),
+        )
         self.log.uncaptured = False
         self.log.note(verified.seconds, verified.eager_seconds)
         return verified.found

@@ -228,10 +228,6 @@ class Slot:
 
     def verified_backward(self, lease: Lease, grads: Grads) -> list[torch.Tensor | None]:
         """Run the backward of the function's own outputs, then replay the captured one."""
-        with self._recipe.backend.trimmed():
-            return self._verified_backward(lease, grads)
-
-    def _verified_backward(self, lease: Lease, grads: Grads) -> list[torch.Tensor | None]:
         assert lease.expected is not None
         outs, wanted = lease.expected
         given = self._of_leading(grads)

@@ -82,6 +82,10 @@ class Verification(NamedTuple):
         Raises:
             Unequal: They differ, here or on another member. The effects of ``fn`` are kept.
         """
+        with self.segments.trimmed():
+            return self._run(fn, replay)
+
+    def _run(self, fn: Callable[[], Any], replay: Callable[[Sequence[DonePart]], Any]) -> Verified:
         effects, run, watch = self.effects, VerifiedRun(self.roots), Stopwatch(self.segments.device)
         before, counts = effects.now(), WriteCounts(self.reachable)
         objects = PythonState(self.roots)
