@@ -27,7 +27,7 @@ from typing import Any
 
 CLONE_NEWNET = 0x40000000  # of linux/sched.h
 # Most programs compile something; an exit with these modules loaded takes 0.1 s longer.
-LOADED = ("torch", "torch.distributed", "numpy", "tests.support.compiler")
+LOADED = ("torch", "torch.distributed", "numpy", "tests.support.compiler", "tests.support.torchrun")
 
 
 class Server:
@@ -182,5 +182,6 @@ if __name__ == "__main__":
     for module in LOADED:
         importlib.import_module(module)
     sys.modules["tests.support.compiler"].load_compiler()
+    sys.modules["tests.support.torchrun"].load_launcher()
     gc.freeze()  # a child's last collection would copy the pages of all this
     become(Server(sys.argv[1]).run())

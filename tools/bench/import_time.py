@@ -44,13 +44,12 @@ def refusal(nproc: int) -> str | None:
 
 
 def run(nproc: int, rounds: int) -> Report:
-    """Start ``2 * rounds`` interpreters, one after the other; ``nproc`` does not matter."""
+    """Start ``2 * rounds + 1`` interpreters, one after the other; ``nproc`` does not matter."""
     runs: dict[str, list[Run]] = {TORCH: [], BOTH: []}
-    for number in range(-1, rounds):  # the first round fills the caches
+    _interpreter(BOTH)  # fills the caches
+    for number in range(rounds):
         for statement in turns(list(runs), number):
-            one = _interpreter(statement)
-            if number >= 0:
-                runs[statement].append(one)
+            runs[statement].append(_interpreter(statement))
     return report(runs, {"rounds": rounds})
 
 
