@@ -12,13 +12,14 @@ from commlib.graph.calls.cache_key import Arguments, arguments, modes, without_a
 from commlib.graph.calls.flattening import Flat, flatten
 from commlib.graph.calls.grads import Grads
 from commlib.graph.calls.key_values import value
-from commlib.graph.calls.openable import changed, contents
+from commlib.graph.calls.openable import Contents, changed
 from commlib.graph.calls.tensor_places import AllPlaces, Places
 from commlib.graph.operators.unsupported import check_untransformed
 from commlib.graph.python.look_error import look_error
 from commlib.graph.surroundings import Surroundings
 
 _EMPTY: Flat = flatten((), {}, frozenset())
+_NO_CALL = without_arguments(())
 # Arguments that have separate surroundings, as the function has.
 _SURROUNDED = (FunctionType, MethodType, partial, type, torch.nn.Module, torch.optim.Optimizer)
 
@@ -54,7 +55,7 @@ class CallKeys:
         self.closed: frozenset[type] = frozenset()
         self._fn, self._key, self._most = fn, key, max_graphs
         self._given: dict[Any, Surroundings] = {}  # of arguments, the last found at the end
-        self._empty_call = without_arguments(())  # the last call without arguments
+        self._empty_call = _NO_CALL  # the last call without arguments
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Return a call with its key.
@@ -124,13 +125,16 @@ class CallKeys:
             return found
         return AllPlaces([found, *(x.places(call.tensors, uses) for x in self._parts(call.leaves))])
 
-    def before_call(self, call: Arguments) -> Callable[[], None]:
-        """Look at what is around a call, and what its objects hold.
+    def before_call(self, call: Arguments, opened: Contents) -> Callable[[], None]:
+        """Look at what is around a call.
+
+        Args:
+            call: The call.
+            opened: Its objects that can be opened, with what they hold now.
 
         Returns:
             What to call after it: it leaves out of keys what the call has changed.
         """
-        opened = contents(*call.given)
         objects = [*call.leaves, *(x for x, _ in opened)]
         looks = [(self.around, objects), *((x, ()) for x in self._parts(call.leaves))]
         try:

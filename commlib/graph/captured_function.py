@@ -17,6 +17,7 @@ from commlib.core.manager import CommContextManager
 from commlib.errors import GraphError
 from commlib.graph.call_keys import CallKeys
 from commlib.graph.calls.cache_key import Arguments
+from commlib.graph.calls.openable import contents
 from commlib.graph.first_call import FirstCall, device_of, makes_parameters
 from commlib.graph.kinds_watch import KindsWatch
 from commlib.graph.methods import bound
@@ -209,9 +210,10 @@ class CapturedFunction(Generic[P, R]):
         if device.type == "cpu":
             check_hidden(reach.modules)
         first = FirstCall(self.fn, self.options, self._schedule, device, reach, self.entries.times)
-        after_call = self._keys.before_call(call)
+        opened = contents(*call.given)
+        after_call = self._keys.before_call(call, opened)
         wanted = [x.requires_grad for x in call.tensors]
-        result: R = first.counted.make(call, after_call)
+        result: R = first.counted.make(call, opened, after_call)
         try:
             first.counted.check()
             check_wanting(call.tensors, wanted)

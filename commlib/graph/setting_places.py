@@ -1,7 +1,7 @@
 """The places where a function finds its settings, and what is there now."""
 
 from collections import ChainMap, UserDict, UserList
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from operator import attrgetter
 from types import CellType, FunctionType
@@ -10,7 +10,6 @@ from weakref import ref
 
 import torch
 
-from commlib.graph.hook_watch import hooks_of_all
 from commlib.graph.python.contents import Fact, Place
 from commlib.graph.python.global_names import INSTALLED, Name
 from commlib.graph.python.reach import (
@@ -77,11 +76,19 @@ class SettingPlaces:
         is_empty: Whether nothing is asked.
     """
 
-    def __init__(self, fn: Callable[..., Any], names: frozenset[str] | None) -> None:
-        """``names``: those of attributes that the function may read; None for any."""
+    def __init__(
+        self, fn: Callable[..., Any], names: frozenset[str] | None, hooks: Iterable[Any] = ()
+    ) -> None:
+        """Look for places.
+
+        Args:
+            fn: The function.
+            names: Attributes that it may read; None for any.
+            hooks: Those of all modules and optimizers, which its run may call.
+        """
         self._names, self._fn = names, fn
         followed = None if names is None else partial(names_read, names=names)
-        found = reached([fn, *hooks_of_all()], followed=followed)
+        found = reached([fn, *hooks], followed=followed)
         objects = found.objects
         self.tensors = [*map(ref, found.tensors)]
         self.modules = [x for x in objects if isinstance(x, torch.nn.Module)]

@@ -35,6 +35,9 @@ class _Watched(NamedTuple):
     is_asked: bool  # whether there is anything else
 
 
+_NOTHING = _Watched(SettingPlaces(lambda: None, frozenset()), Contents(), 0, False, False)
+
+
 class _ManyFacts(tuple[Any, ...]):
     """Facts whose hash is computed once: a key is hashed at every call."""
 
@@ -82,14 +85,14 @@ class Surroundings:
         self._fn = fn
         self._lock = threading.RLock()  # of what replaces ``_watched``
         self._modules = ModuleWatch()
+        self.modules = self._modules.modules  # that the function can reach
         self._names: frozenset[str] | None = frozenset()  # that the function may read; None for any
         self._states = ModuleStates(2 * max_graphs)  # those of graphs, and those that calls change
         self._own: set[Any] = set()  # what calls of the function change
         self._kept: dict[Any, list[Any]] = {}  # the keys that count, of containers with other ones
         self._imported = 0  # modules of Python when the function was looked at
-        places = SettingPlaces(lambda: None, self._names)  # none
-        self._watched = _Watched(places, Contents(), 0, False, False)
-        self._last = _Reading(self._watched, [], b"", [], [], (), 0)
+        self._watched = _NOTHING
+        self._last = _Reading(_NOTHING, [], b"", [], [], (), 0)
         self.weights: list[torch.Tensor] = []
         self.stepped: list[torch.Tensor] = []  # those of them that optimizers have
 
@@ -100,9 +103,10 @@ class Surroundings:
         """
         with self._lock:
             self._imported = len(sys.modules)
-            found = read_names([self._fn, *leaves, *hooks_of_all()])
+            hooks = hooks_of_all()
+            found = read_names([self._fn, *leaves, *hooks])
             self._names = None if found is None or self._names is None else self._names | found
-            places = SettingPlaces(self._fn, self._names)
+            places = SettingPlaces(self._fn, self._names, hooks)
             self._modules.names = self._names
             self._modules.add(places.modules, [*map(ref, places.optimizers), *places.tensors])
             groups = [group for each in places.optimizers for group in each.param_groups]
@@ -114,6 +118,9 @@ class Surroundings:
     def _watch(self, places: SettingPlaces) -> None:
         """Ask these places from now on, and what modules hold now."""
         can_change, number = self._modules.is_needed, 0
+        if not (can_change or places.variables or places.objects):
+            self._watched = _NOTHING
+            return
         if can_change:
             look = self._modules.look()
             number = self._states.number(tuple(look.facts.items()))
@@ -122,11 +129,6 @@ class Surroundings:
         self._watched = _Watched(places, contents, number, can_change, needed)
         if can_change:  # last: until then other threads find that modules have changed
             self._modules.keep(look)
-
-    @property
-    def modules(self) -> list[torch.nn.Module]:
-        """Return the modules that the function can reach."""
-        return self._modules.modules
 
     @property
     def is_needed(self) -> bool:
@@ -214,12 +216,7 @@ class Surroundings:
                 yield (id(x), name), setting(held, _DEEP, self._names)
 
     def places(self, given: Iterable[torch.Tensor], uses: Callable[[int], bool]) -> Places:
-        """Return where tensors are now.
-
-        Args:
-            given: The arguments of the call.
-            uses: Returns True for the memory of a tensor that counts.
-        """
+        """Return where tensors are now; ``given`` and ``uses`` as of ``TensorPlaces``."""
         if not (self._watched.is_asked or self._watched.can_change):
             return NO_PLACES
         compared = {*map(id, self._modules.compared())}  # at each call already
@@ -238,6 +235,8 @@ class Surroundings:
 
     def named(self) -> dict[str, str]:
         """Return the settings in words, by their names."""
+        if self._watched is _NOTHING:
+            return {}
         facts = (*_facts(self._watched), *_groups(self._watched.places))
         known = {name: repr(what) for (_, name), what in facts}
         modules = self._modules.known.items()
@@ -261,13 +260,13 @@ class Surroundings:
         ``look_again``: ask modules again though they report no change: code may hide one.
         """
         watched, modules = self._watched, self._modules
-        found: dict[Any, Any] = dict(_facts(watched))
-        found |= dict(watched.contents.all_facts())
-        if watched.places.optimizers:
-            found |= dict(_groups(watched.places))
+        found: dict[Any, Any] = {}
+        if watched is not _NOTHING:
+            groups = _groups(watched.places)
+            found |= chain(_facts(watched), watched.contents.all_facts(), groups)
         for x in filter(has_settings, leaves):
             found |= dict(self._of_object(x))
-        if not modules.is_needed:
+        if watched is _NOTHING or not modules.is_needed:
             return found
         return found | (modules.look().facts if look_again or modules.changed else modules.known)
 

@@ -99,7 +99,8 @@ class Bindings:
         self._places = [place for place, _ in bound]
         self.names = known | {(x.where, x.name) for x in left}
         # The program may keep what a name was bound to.
-        self._named = Outputs([now for _, now in bound], inputs, own, lasting, copy=True)
+        named = [now for _, now in bound]
+        self._named = Outputs(named, inputs, own, lasting, copy=True) if named else None
 
     def tensors(self) -> list[torch.Tensor | None]:
         """Return the program's tensors that are to be bound; None for one that it has released."""
@@ -127,7 +128,7 @@ class Bindings:
 
     def bind(self, tensors: Sequence[torch.Tensor]) -> None:
         """Bind all of it, as a call with ``tensors`` does."""
-        if self._places:
+        if self._named is not None:
             for place, tensor in zip(self._places, self._named.give(tensors, ""), strict=True):
                 place.bind(tensor)
         for x in self._others:

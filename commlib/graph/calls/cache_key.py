@@ -100,7 +100,8 @@ def arguments(
             parts.append(of_tensor(leaf))
         else:
             parts.append(contents[i] if i in contents else value(leaf))
-    key = (shape, *parts, _shared(tensors), *modes(), *own)
+    shared = _shared(tensors) if len(tensors) > 1 else ()
+    key = (shape, *parts, shared, *modes(), *own)
     try:
         hash(key)
     except TypeError as error:
@@ -182,8 +183,6 @@ def of_tensor(x: torch.Tensor) -> tuple[Any, ...]:
 
 def _shared(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Return which tensors share an address: the graph has these as one; () if none do."""
-    if len(tensors) < 2:
-        return ()
     first: dict[int, int] = {}
     places = [first.setdefault(x.data_ptr(), i) for i, x in enumerate(tensors)]
     return () if len(first) == len(tensors) else tuple(places)

@@ -26,6 +26,8 @@ _CLOSED = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor, Enum, type)
 _ENDS = (*_CLOSED, FunctionType, ModuleType)  # what nothing is looked for in
 _OF_PYTHON = 1 << 9  # the flag of classes that a class statement has made
 
+Contents = Sequence[tuple[Any, dict[str, Any]]]  # objects, and what each of them holds
+
 
 def held_in(*roots: Any) -> Iterator[Any]:
     """Yield the leaves of pytree in ``roots``, and in the objects among them; each object once."""
@@ -38,13 +40,13 @@ def held_in(*roots: Any) -> Iterator[Any]:
             left += tree_leaves([*attributes(x).values()])
 
 
-def contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
+def contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Contents:
     """Return the objects of a call that can be opened, each with what it holds now."""
     objects = {id(x): x for x in held_in(args, kwargs) if can_open(type(x))}
     return [(x, attributes(x)) for x in objects.values()]
 
 
-def changed(before: Sequence[tuple[Any, dict[str, Any]]]) -> Iterator[type]:
+def changed(before: Contents) -> Iterator[type]:
     """Yield the types of objects that hold something else than ``before``.
 
     A cached property that was computed since is not a change.

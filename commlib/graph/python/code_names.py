@@ -71,7 +71,7 @@ def names_of(code: CodeType) -> CodeNames:
             looked_up |= inner.looked_up
             imported |= inner.imported
             by_name |= inner.by_name
-        else:
+        elif isinstance(constant, str | tuple | frozenset):
             read.update(_texts(constant))
     return CodeNames(frozenset(read), frozenset(looked_up), frozenset(imported), frozenset(by_name))
 

@@ -38,7 +38,7 @@ def names_in(fn: FunctionType) -> list[Name]:
     named += [cell.cell_contents for cell in fn.__closure__ or () if not _is_empty(cell)]
     if found.imported:
         named += imported_by(fn)
-    for module in modules_through(named, found.read, _ENDS):
+    for module in modules_through(named, found.read, _ENDS) if named else ():
         names += [Name(vars(module), name) for name in found.read & vars(module).keys()]
     return names
 

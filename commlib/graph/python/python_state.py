@@ -9,7 +9,7 @@ from typing import Any
 from commlib.graph.python.changes import Change
 from commlib.graph.python.held_objects import CONTAINERS, Empty, held
 from commlib.graph.python.held_values import BUFFERS, Buffers, OfTensor
-from commlib.graph.python.reach import reached
+from commlib.graph.python.reach import Reached, reached
 
 
 def random_state() -> tuple[Any, ...]:
@@ -26,18 +26,22 @@ class PythonState:
 
     The objects stay, and hold the same items and attributes again. Iterators, files, and what a
     library counts inside itself go on from where they are.
+
+    Attributes:
+        objects: These objects.
+        tensors: Tensors that they hold.
     """
 
     def __init__(self, roots: Sequence[object]) -> None:
         self._held: list[Any] = []
         self._undo: list[Callable[[], None]] = []
-        found = reached(roots)
-        self.objects, self.tensors = found.objects, found.tensors  # which the objects hold
+        self.objects, self.tensors = reached(roots) if roots else Reached([], [])
         if not roots:
             return
         empty, others = list[Any](), list[Any]()  # most of a module's ten dicts for hooks are empty
-        for x in found.objects:
-            (others if type(x) not in CONTAINERS or x else empty).append(x)
+        for x in self.objects:
+            if type(x) is not tuple:  # it holds the same for ever
+                (others if type(x) not in CONTAINERS or x else empty).append(x)
         buffers = [x for x in others if isinstance(x, BUFFERS)]
         self._held = [one for x in others for one in held(x)]
         self._held += [OfTensor(x) for x in self.tensors if x.__dict__]

@@ -205,7 +205,7 @@ class _Reader:
             self._name(_MAKES)
         for name in found.looked_up & x.__globals__.keys():
             self._add_global(x.__globals__[name], found.read)
-        for module in imported_by(x):
+        for module in imported_by(x) if found.imported else ():
             if module is None:
                 raise _UnknownError
             self._add_global(module, found.read)

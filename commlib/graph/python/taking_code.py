@@ -119,15 +119,16 @@ def _is_called(step: dis.Instruction) -> bool:
     return step.opname == "LOAD_METHOD" or flag
 
 
-def _always(code: CodeType) -> Iterator[dis.Instruction]:
-    """Yield the steps of code that each call makes: up to the first return, and not in a branch."""
-    end = 0  # of the branch
+def _always(code: CodeType) -> list[dis.Instruction]:
+    """Return the steps that each call makes: up to the first return, and not in a branch."""
+    found, end = list[dis.Instruction](), 0  # of the branch
     for step in dis.get_instructions(code):
         if step.opcode in _JUMPS and isinstance(step.argval, int):
             end = max(end, step.argval)
         if step.opname in _RETURNS or (step.opname in _RAISES and step.offset >= end):
-            return
+            break
         if step.offset < end and step.opcode not in _JUMPS:
             continue
         if step.opname not in ("PUSH_NULL", "PRECALL", "CACHE", "EXTENDED_ARG", "NOP"):
-            yield step
+            found.append(step)
+    return found

@@ -12,7 +12,7 @@ from commlib.graph.backends.base import Backend
 from commlib.graph.calls.bindings import kept
 from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.calls.leaves import noting_histories
-from commlib.graph.calls.openable import changed, contents, exchanged, first_of
+from commlib.graph.calls.openable import Contents, changed, exchanged, first_of
 from commlib.graph.operators.schema import memory
 from commlib.graph.operators.unsupported import check_python_random, check_tied, check_unseen
 from commlib.graph.python.changes import Change
@@ -38,6 +38,8 @@ class CountedCall:
         counted: Whether the call counts even where no capture follows, so that nothing is copied.
         roots: What leads to the Python objects that the function can reach.
         drawn: The generators that it draws from.
+        begins_grads: Whether it has given a gradient to a leaf that had none.
+        after: The Python state that it has left.
         histories: Positions of tensors of the call: a backward inside it went through what these
             were computed from.
     """
@@ -59,15 +61,18 @@ class CountedCall:
         self.weights = weights
         self._fn, self._backend = fn, backend
         self._real = RealCall(backend.device, (), copies=not counted)
-        self._before = self._after = _NO_STATE
-        self._begun: list[torch.Tensor] = []
-        self._opened: list[Any] = []
+        self._before = self.after = _NO_STATE
+        self.begins_grads = False
+        self._opened: Contents = []
         self._problem: GraphError | None = None  # what a look at the call's effects has found
 
-    def make(self, call: Arguments, after_call: Callable[[], None]) -> Any:
+    def make(self, call: Arguments, opened: Contents, after_call: Callable[[], None]) -> Any:
         """Make the call. Either all members of its rings succeed, or all raise.
 
-        ``after_call``: looks at what is around the function, once the call has been made.
+        Args:
+            call: The call.
+            opened: Its objects that can be opened, with what they hold before it.
+            after_call: Looks at what is around the function, once the call has been made.
         """
         args, kwargs = call.given
         self.roots = [self._fn, args, kwargs]
@@ -75,7 +80,7 @@ class CountedCall:
         self._before = PythonState(self.roots)
         run.positions = positions = Positions(self._before.objects)
         self._real.note_leaves(self.weights)
-        self._opened = contents(args, kwargs)
+        self._opened = opened
         held = _memory_of(self._before.tensors or reached(self.roots).tensors)
         bits = digests(held)
         has_history = any(x.grad_fn is not None for x in call.tensors)
@@ -90,7 +95,7 @@ class CountedCall:
             rings = [ring for _, ring in sorted(self._real.rings.items())]
             self._backend.join(rings)
         self.drawn = [generator for generator, _ in self._real.undo.generators]
-        self._begun = self._real.begun_grads()
+        self.begins_grads = self._real.begins_grads()
         try:
             raise_together(rings, (), problem, counted=self.counted)
         except CommError:
@@ -130,7 +135,7 @@ class CountedCall:
             positions.note()
             self.findings.taken, self.findings.draws = positions.taken, positions.draws
             after_call()
-            self._after = PythonState(self.roots)
+            self.after = PythonState(self.roots)
             self._find(call, result)
             self._check()
         except GraphError as error:
@@ -162,8 +167,8 @@ class CountedCall:
         given, noted = {id(x) for x in call.tensors}, [*self._real.undo.grads]
         found.leaves = [leaf for leaf, _ in noted if id(leaf) not in given]
         found.binds_grads = any(leaf.grad is not grad for leaf, grad in noted)
-        found.note_reachable(self._after.tensors)
-        found.lasting.before = result, self._after
+        found.note_reachable(self.after.tensors)
+        found.lasting.before = result, self.after
 
     def _check(self) -> None:
         """Raise ``GraphError`` for what no graph could repeat."""
@@ -189,16 +194,6 @@ class CountedCall:
         """Return True if the call has made the memory that ``key`` names."""
         return key in self._real.made
 
-    @property
-    def begins_grads(self) -> bool:
-        """Return True if the call has given a gradient to a leaf that had none."""
-        return bool(self._begun)
-
-    @property
-    def after(self) -> PythonState:
-        """Return the Python state that the call has left."""
-        return self._after
-
     def undo(self) -> None:
         """Undo the effects of the call, unless it counts."""
         if not self.counted:
@@ -223,20 +218,18 @@ class CountedCall:
             self._real.undo.swap()
             for owner, grad in grads:
                 owner.grad = grad
-            self._after.restore()
+            self.after.restore()
 
     def forget(self) -> None:
         """Release what only the first call needs."""
         self._real.undo = UndoLog()
-        self._before = self._after = _NO_STATE
+        self._before = self.after = _NO_STATE
         lasting = self.findings.lasting
         lasting.before, lasting.there = None, set()
-        self._begun, self._opened, self.roots = [], [], []
+        self._opened, self.roots = [], []
 
 
-def _handed_back(
-    call: Arguments, opened: Sequence[Any], result: Any, changes: Sequence[Change]
-) -> str:
+def _handed_back(call: Arguments, opened: Contents, result: Any, changes: Sequence[Change]) -> str:
     """Return how a call hands out an object that a replay has another one of; "" if it does not."""
     if not opened:
         return ""

@@ -127,7 +127,7 @@ class Findings:
         """
         for recorder in segments.recorders:
             self.check_state(recorder)
-        if part == "forward" and not again:
+        if self.carried and part == "forward" and not again:
             self._check_carried(segments.recorders)
         self._check_same(part, segments)
         if part == "forward" and self.compared and not again:

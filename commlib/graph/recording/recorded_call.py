@@ -65,6 +65,7 @@ class RecordedCall(NamedTuple):
         segments: Its graphs.
         result: What it returns, in memory that no other graph's replay writes.
         given: The tensors that it was recorded with.
+        arguments: Memory of the call's tensors, and of the graphs' copies of them.
         grads: The gradients that it gives to leaves.
         bindings: What it binds to names.
         saved: The memory that autograd has saved for a backward.
@@ -73,6 +74,7 @@ class RecordedCall(NamedTuple):
     segments: Segments
     result: Any
     given: Tensors
+    arguments: set[int]
     grads: Bound
     bindings: list[Change]
     saved: set[int]
@@ -101,19 +103,20 @@ def record_call(
     found = recipe.findings
     read = inputs.of(call)
     given = with_grads(list(map(leaf, read)) if found.differentiable else read, call.tensors)
-    found.arguments |= keys_of((*call.tensors, *read))
+    arguments = keys_of((*call.tensors, *read))
+    found.arguments |= arguments
     args, kwargs = call.rebuilt(given)
     saved = set[int]()
 
     def function(segments: Segments) -> tuple[Any, Bound, list[Change]]:
         objects = PythonState(found.roots)
-        segments.recorders[-1].note_unseen(
-            read[x].detach() if isinstance(x, int) else x for x in recipe.unseen
-        )
+        if recipe.unseen:
+            unseen = (read[x].detach() if isinstance(x, int) else x for x in recipe.unseen)
+            segments.recorders[-1].note_unseen(unseen)
         with _saving(saved) if found.differentiable else nullcontext():
             result = recipe.fn(*args, **kwargs)
             grads = [(x, x.grad) for x, grad in before if x.grad is not grad]
-            bindings = _bound(objects, found, segments)
+            bindings = _bound(objects, found, segments) if found.roots else []
         segments.own = len(segments.names)  # what follows is not work of the function
         inputs.touched = Touched.by(segments, read)
         _check_grads(call, inputs.touched)
@@ -133,7 +136,7 @@ def record_call(
         )
     without_grads(given, call.tensors)
     inputs.fix(read)
-    return RecordedCall(segments, result, given, grads, bindings, saved)
+    return RecordedCall(segments, result, given, arguments, grads, bindings, saved)
 
 
 def _saving(saved: set[int]) -> AbstractContextManager[object]:
@@ -183,7 +186,8 @@ def _kept(result: Any, given: Tensors, segments: Segments, recipe: Recipe) -> An
             room = recipe.rooms[i] if i < len(recipe.rooms) and not recipe.copy else None
             if room is not None:  # copies are cloned after each replay
                 copy = fill if 0 in room.stride() else torch.Tensor.copy_
-                copy(room.requires_grad_(False), found.detach())
+                source = found.detach() if found.requires_grad else found  # a detach is a step
+                copy(room.requires_grad_(False), source)
                 kept[id(each)] = room.requires_grad_(found.requires_grad)
     return tree_unflatten([kept[id(each)] for each in leaves], spec)
 

@@ -140,7 +140,8 @@ class _Rehearsal:
         findings, call, grad = self._findings, self._call, torch.is_grad_enabled()
         inputs = with_grads([leaf(x) if grad else x for x in call.tensors], call.tensors)
         args, kwargs = call.rebuilt(inputs)
-        recorder.note_unseen(findings.unseen)
+        if findings.unseen:
+            recorder.note_unseen(findings.unseen)
         with recorder, isolated():
             drawn = random_state()
             result = self._fn(*args, **kwargs)
@@ -157,18 +158,20 @@ class _Rehearsal:
             )
             if any(x.requires_grad for x in inputs):
                 _check_backwards(inputs, call.tensors, self._first.histories)
-            result = awaited(result)
-            self._go_back(result, inputs, recorder)
+            leaves = flat(awaited(result))[0]
+            self._go_back(leaves, inputs, recorder)
         without_grads(inputs, call.tensors)
         self._note_emptied(recorder)
         check_tied(recorder.undo.tied)
         self._note_grads((*call.tensors, *inputs), recorder)
         findings.check_state(recorder)
-        self._note_memory(result, recorder)
+        self._note_memory(leaves, recorder)
 
-    def _go_back(self, result: Any, inputs: Sequence[torch.Tensor], recorder: Recorder) -> None:
-        """Run the backward too, where there is one."""
-        outs = [x for x in flat(result)[0] if leads_back(x)]
+    def _go_back(
+        self, leaves: Sequence[Any], inputs: Sequence[torch.Tensor], recorder: Recorder
+    ) -> None:
+        """Run the backward too, where there is one; ``leaves``: those of the result."""
+        outs = [x for x in leaves if leads_back(x)]
         findings = self._findings
         findings.differentiable = bool(outs)
         if not outs:
@@ -229,14 +232,14 @@ class _Rehearsal:
         used |= {id(leaf) for leaf, grad in asked if grad is None and leaf.grad is None}
         findings.owners = [leaf for leaf in findings.leaves if id(leaf) in used]
 
-    def _note_memory(self, result: Any, recorder: Recorder) -> None:
-        """Record what the result is made of, and what the run has made and read of earlier runs."""
+    def _note_memory(self, leaves: Sequence[Any], recorder: Recorder) -> None:
+        """Record the leaves of the result, and what the run has made and read of earlier runs."""
         findings, touched = self._findings, recorder.memory
         findings.outputs = [
             (empty_repeated if 0 in x.stride() else torch.empty_like)(x, device="meta")
             if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata in touched.made
             else None
-            for x in flat(result)[0]
+            for x in leaves
         ]
         earlier = {k for k in touched.externals if findings.lives(k) or self._first.has_made(k)}
         findings.carried = earlier - findings.empty

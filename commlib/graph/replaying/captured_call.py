@@ -96,8 +96,7 @@ class CapturedCall:
         self.segments, given = recorded.segments, recorded.given
         self.has_eager_parts = self.segments.broken
         self._together = bool(self.segments.collectives)  # whether all ranks replay it together
-        read = {x.untyped_storage()._cdata for x in (*self.inputs.of(call), *call.tensors)}
-        self._externals = Externals(self.segments.recorders, read)
+        self._externals = Externals(self.segments.recorders, recorded.arguments)
         recipe, own, found = self._recipe, self._is_own, self._recipe.findings
         self.outputs = Outputs(recorded.result, given, own, found.lasting, copy=recipe.copy)
         self._bindings = Bindings(recorded.bindings, found.sets, given, own, found.lasting)

@@ -1,6 +1,7 @@
 """Memory from outside that each operator of a run reads, to be compared with another run."""
 
 from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,7 @@ class OtherRead(NamedTuple):
         )
 
 
+@dataclass(eq=False)
 class OutsideReads:
     """Reads of outside memory by a run's operators; it is kept, so addresses are unique.
 
@@ -54,9 +56,8 @@ class OutsideReads:
         storages: Their memory by its key.
     """
 
-    def __init__(self) -> None:
-        self.reads: dict[_Place, Read] = {}
-        self.storages: dict[int, torch.UntypedStorage] = {}
+    reads: dict[_Place, Read] = field(default_factory=dict)
+    storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
     def note(self, number: int, name: str, tensor: torch.Tensor) -> None:
         """Record that operator ``number`` takes ``tensor``."""
@@ -77,10 +78,8 @@ class OutsideReads:
         return self._those([place for place, read in self.reads.items() if read.key in keys])
 
     def _those(self, places: Iterable[_Place]) -> "OutsideReads":
-        found = OutsideReads()
-        found.reads = {place: self.reads[place] for place in places}
-        found.storages = {x.key: self.storages[x.key] for x in found.reads.values()}
-        return found
+        reads = {place: self.reads[place] for place in places}
+        return OutsideReads(reads, {x.key: self.storages[x.key] for x in reads.values()})
 
     def join(self, other: "OutsideReads", begin: int) -> None:
         """Add the reads of a run that goes on after ``begin`` operators."""

@@ -120,7 +120,7 @@ class RealCall(TorchDispatchMode):
         if self._named and not call.known.detaches:
             self._note_reads(call)
             self.names.append(str(call))
-        result = self._called(call)
+        result = call.func(*args, **kwargs) if call.known.own else self._called(call)
         for tensor in tensors_in(result):
             self._given[id(tensor)] = weakref.ref(tensor)
             key = memory(tensor)
@@ -135,9 +135,7 @@ class RealCall(TorchDispatchMode):
                 self.reads.note(len(self.names), call.known.text, tensor)
 
     def _called(self, call: OpCall) -> Any:
-        """Run an operator; a collective inside it is a part of it."""
-        if call.known.own:
-            return call.func(*call.args, **call.kwargs)
+        """Run an operator that is not torch's; a collective inside it is a part of it."""
         before, self._nested = self._nested, True
         try:
             with observers.still_watched(self):
@@ -160,9 +158,9 @@ class RealCall(TorchDispatchMode):
     def before_read(self, tensor: torch.Tensor, name: str) -> None:
         """Do nothing: the run may read what it likes."""
 
-    def begun_grads(self) -> list[torch.Tensor]:
-        """Return the leaves whose ``grad`` was None before the run and is not now."""
-        return [x for x, grad in self.undo.grads if grad is None and x.grad is not None]
+    def begins_grads(self) -> bool:
+        """Return True if a leaf whose ``grad`` was None before the run has one now."""
+        return any(grad is None and x.grad is not None for x, grad in self.undo.grads)
 
     def has_made(self, storage: torch.UntypedStorage) -> bool:
         """Return True if the run has made ``storage``, and it is still there."""

@@ -41,9 +41,9 @@ class RngWatch:
         """Record where the generators are before the run."""
         if self._captured:
             return
-        begun = [default_generator(self._device), *(self._drawn or ())]
-        for generator in {id(generator): generator for generator in begun}.values():
-            self.record_state(generator)
+        for generator in (default_generator(self._device), *(self._drawn or ())):
+            if id(generator) not in self._trackers:
+                self._trackers[id(generator)] = RngTracker(generator)
 
     def end(self) -> None:
         """Raise ``GraphError`` for a run that has set a generator after it drew from it."""

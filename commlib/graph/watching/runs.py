@@ -33,20 +33,23 @@ class Run(Protocol):
         """Return ``part()``, which the run has met."""
 
 
-_thread = threading.local()
+class _Thread(threading.local):
+    run: Run | None = None
+
+
+_thread = _Thread()
 _watched: "list[WarmUpRun]" = []  # under way in any thread
 
 
 def current() -> Run | None:
     """Return the run that this thread makes, if any."""
-    found: Run | None = getattr(_thread, "run", None)
-    return found
+    return _thread.run
 
 
 @contextmanager
 def under_way(run: Run | None) -> Iterator[None]:
     """Make ``run`` the current one of this thread inside a ``with`` block."""
-    before, _thread.run = current(), run
+    before, _thread.run = _thread.run, run
     try:
         yield
     finally:
@@ -58,9 +61,7 @@ def inside() -> bool:
 
     When no mode is active, autograd threads are recognised as non-Python threads.
     """
-    if getattr(_thread, "run", None) is not None or (
-        observers.observers and observers.looking_on()
-    ):
+    if _thread.run is not None or (observers.observers and observers.looking_on()):
         return True
     return bool(_watched) and isinstance(threading.current_thread(), threading._DummyThread)
 
@@ -91,7 +92,7 @@ class WarmUpRun:
     def under_way(self) -> Iterator[None]:
         """Mark this thread as making the run, inside a ``with`` block."""
         _watched.append(self)
-        before, _thread.run = current(), self
+        before, _thread.run = _thread.run, self
         try:
             yield
         finally:

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Set
+from dataclasses import dataclass, field
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -11,6 +12,7 @@ from commlib.graph.operators.unsupported import check_resized
 from commlib.graph.watching.outside_reads import OutsideReads
 
 
+@dataclass(eq=False)
 class TouchedMemory:
     """Memory by its key, and whether it is the run's own or from outside.
 
@@ -28,20 +30,20 @@ class TouchedMemory:
         reads: What each operator reads from outside.
     """
 
-    def __init__(self) -> None:
-        self.made: dict[int, StorageWeakRef] = {}
-        self.externals: dict[int, torch.Tensor] = {}
-        self.written: dict[int, torch.UntypedStorage] = {}
-        self.read: dict[int, Span] = {}
-        self.wrote: dict[int, Span] = {}
-        self.empty: Set[int] = frozenset()
-        self.emptied: set[int] = set()
-        self.constants: dict[int, StorageWeakRef] = {}
-        self.literals: set[int] = set()
-        self.borrowed: set[int] = set()
-        self.reads = OutsideReads()
-        self._given: dict[int, weakref.ref[torch.Tensor]] = {}  # by an operator of this run, by id
-        self._sizes: dict[int, tuple[torch.UntypedStorage, int]] = {}  # of memory from outside
+    made: dict[int, StorageWeakRef] = field(default_factory=dict)
+    externals: dict[int, torch.Tensor] = field(default_factory=dict)
+    written: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    read: dict[int, Span] = field(default_factory=dict)
+    wrote: dict[int, Span] = field(default_factory=dict)
+    empty: Set[int] = frozenset()
+    emptied: set[int] = field(default_factory=set)
+    constants: dict[int, StorageWeakRef] = field(default_factory=dict)
+    literals: set[int] = field(default_factory=set)
+    borrowed: set[int] = field(default_factory=set)
+    reads: OutsideReads = field(default_factory=OutsideReads)
+    # By an operator of this run, by id; the sizes are those of memory from outside.
+    _given: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    _sizes: dict[int, tuple[torch.UntypedStorage, int]] = field(default_factory=dict)
 
     def note_made(
         self, results: Iterable[torch.Tensor], taken: Iterable[int]

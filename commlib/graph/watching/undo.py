@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 
@@ -9,6 +10,9 @@ from commlib.graph.operators.generators import put_state
 from commlib.graph.watching.effects import Effects, set_versions
 
 Shape = tuple[torch.Size, tuple[int, ...], int]
+_Memory = dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]
+_Generators = dict[int, tuple[torch.Generator, torch.Tensor]]
+_Grads = dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor | None]]
 
 
 def shape_of(tensor: torch.Tensor) -> Shape:
@@ -22,6 +26,7 @@ def _reshape(tensor: torch.Tensor, shape: Shape) -> None:
             tensor.as_strided_(*shape)
 
 
+@dataclass(eq=False)
 class UndoLog:
     """Memory, generators and gradients as they were before a run; ``restore()`` gives them back.
 
@@ -29,13 +34,12 @@ class UndoLog:
     writes.
     """
 
-    def __init__(self) -> None:
-        self._memory: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
-        self._grads: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = {}
-        self._versions: dict[int, tuple[torch.Tensor, int]] = {}
-        self._shapes: dict[int, tuple[torch.Tensor, Shape]] = {}
-        self._plain: dict[int, torch.Tensor] = {}  # that no operator of autograd had made
+    _memory: _Memory = field(default_factory=dict)
+    _generators: _Generators = field(default_factory=dict)
+    _grads: _Grads = field(default_factory=dict)
+    _versions: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    _shapes: dict[int, tuple[torch.Tensor, Shape]] = field(default_factory=dict)
+    _plain: dict[int, torch.Tensor] = field(default_factory=dict)  # that no operator had made
 
     def note_write(self, tensor: torch.Tensor) -> None:
         """Copy the memory of ``tensor``, and keep how often it was written to, unless known."""
