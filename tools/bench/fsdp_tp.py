@@ -51,8 +51,10 @@ ON_GPUS: dict[str, dict[str, int]] = {
         **{"vocabulary": 32000, "rows": 2, "tokens": 2048},
     },
 }
-# CPUs are not measured: a turn is one step, and the second size has the code of the first.
-ON_CPUS: dict[str, dict[str, int]] = {size: {"layers": 1, "tokens": 8} for size in ON_GPUS}
+ON_CPUS: dict[str, dict[str, int]] = {
+    LAUNCH: {"layers": 1, "tokens": 8},
+    COMPUTE: {"layers": 1, "tokens": 16},
+}
 QUICK = "fallback_by_default"  # of Inductor, where it knows it: no C++ is compiled
 PROGRAM = Path(commlib.__file__).resolve().parent.parent / "examples" / "fsdp_tp.py"
 CAPTION = (
@@ -188,7 +190,7 @@ def _steps(ring: CommContext, size: str, rounds: int) -> Samples:
         way: [float(training.step()) for _ in range(CHECKED)] for way, training in trainings.items()
     }
     check(size, losses)
-    calls = CALLS[size] if ring.device.type == "cuda" else 1
+    calls = CALLS[size] if ring.device.type == "cuda" else 1  # CPUs are not measured
     meters = {
         way: partial(slowest_seconds, ring, training.step, calls)
         for way, training in trainings.items()
