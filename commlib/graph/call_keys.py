@@ -18,7 +18,6 @@ from commlib.graph.operators.unsupported import check_untransformed
 from commlib.graph.python.look_error import look_error
 from commlib.graph.surroundings import Surroundings
 
-_EMPTY: Flat = flatten((), {}, frozenset())
 _NO_CALL = without_arguments(())
 # Arguments that have separate surroundings, as the function has.
 _SURROUNDED = (FunctionType, MethodType, partial, type, torch.nn.Module, torch.optim.Optimizer)
@@ -64,12 +63,13 @@ class CallKeys:
         that no key can hold.
         """
         check_untransformed()
-        flat = _EMPTY
+        flat: Flat | None = None
+        leaves: Sequence[Any] = ()
         if args or kwargs:
             flat = flatten(args, kwargs, self.closed)
-        leaves: Sequence[Any] = ()
-        if flat.shape.__class__ is not int or any(getattr(x, "__dict__", 0) for x in flat.leaves):
-            leaves = flat.visible
+            is_plain = flat.shape.__class__ is int
+            if not is_plain or any(getattr(x, "__dict__", 0) for x in flat.leaves):
+                leaves = flat.visible
         weights = self.around.weights
         try:
             own = self.around.key(leaves)
@@ -82,7 +82,7 @@ class CallKeys:
             own = (*own, *[x.requires_grad for x in weights])
         if self._key is not None:
             own = (*own, value(self._key(*args, **kwargs)))
-        if args or kwargs:
+        if flat is not None:
             call = arguments(args, kwargs, flat, own, self.closed)
         else:
             key, call = modes() + own, self._empty_call

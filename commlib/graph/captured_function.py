@@ -102,7 +102,10 @@ class CapturedFunction(Generic[P, R]):
             return self._without_key(why, args, kwargs)
         if self.options.agree is not None:
             self._agree_on(call.key, self.options.agree)
-        entry = self._current(call.key)
+        entry = self.entries.get(call.key)
+        if entry is not None and (entry.stale or entry.places.have_changed()):
+            self._drop_stale(call.key, entry)
+            entry = None
         if entry is None and self._is_eager(call):
             return self.fn(*args, **kwargs)
         try:
@@ -129,16 +132,12 @@ class CapturedFunction(Generic[P, R]):
             self._stay_eager(call.key, error)
         return self.fn(*args, **kwargs)
 
-    def _current(self, key: Any) -> Entry | None:
-        """Return the entry of a key; one that is of no use any more is released."""
-        entry = self.entries.get(key)
-        if entry is None or not (entry.stale or entry.places.have_changed()):
-            return entry
+    def _drop_stale(self, key: Any, entry: Entry) -> None:
+        """Release an entry whose tensors were replaced; the next call is captured again."""
         with self._lock:  # no thread replays it
             error = self.entries.drop_stale(key, entry, self.name)
         if error is not None:
             self._stay_eager(key, error)
-        return None
 
     def _is_eager(self, call: Arguments) -> bool:
         """Return True for a call without a graph that does not get one."""

@@ -94,8 +94,9 @@ class ModuleLook:
         Parts are asked too: what writes into a module's dicts, as ``module.double()`` does for
         buffers, reports nothing.
         """
-        same = all(map(is_, self._held(), self._parts))
-        return not same or self._hooks.is_old or not self._addresses.are_of(self.tensors)
+        if self._dicts and not all(map(is_, self._held(), self._parts)):
+            return True
+        return self._hooks.is_old or not self._addresses.are_of(self.tensors)
 
 
 class ModuleWatch:

@@ -154,7 +154,7 @@ class Surroundings:
 
     def _facts_of(self, watched: _Watched) -> tuple[Any, ...]:
         """Return what represents the settings in places and containers."""
-        places, contents, *_ = watched
+        places, contents = watched.places, watched.contents
         held, whole, versions = places.read(), b"", []
         if not contents.is_empty:
             held += contents.items()

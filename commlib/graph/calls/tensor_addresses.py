@@ -15,7 +15,7 @@ _MODES = 4  # of torch, between which calls may change without looking at every 
 def _equal_one_by_one(
     tensors: list[torch.Tensor], pointers: list[int], positions: list[int]
 ) -> bool:
-    return all(tensors[i].data_ptr() == pointers[i] for i in positions)
+    return [tensors[i].data_ptr() for i in positions] == [pointers[i] for i in positions]
 
 
 # Compares all addresses in one call, if torch has this function.
@@ -35,17 +35,26 @@ class TensorAddresses:
         self._pointers = [x.data_ptr() for x in tensors]
         self._positions = list(range(len(tensors)))
         self.facts = tuple(zip(self._pointers, map(layout_of, tensors), strict=True))
-        self._guards = [layout_guards(tensors)]  # of the modes in which they were asked
+        self._guards: list[Any] = []  # of the modes in which they were asked
+        self._note_guards(tensors)
+
+    def _note_guards(self, tensors: Sequence[torch.Tensor]) -> None:
+        guards = layout_guards(tensors)
+        if guards is not None:
+            self._guards = [guards, *self._guards[: _MODES - 1]]
 
     def are_of(self, tensors: list[torch.Tensor]) -> bool:
         """Return True if the same tensors are where they were, with the layouts that they had."""
+        if not tensors:
+            return True
         if not at_addresses(tensors, self._pointers, self._positions):
             return False
-        if any(each is not None and each.check(*tensors) for each in self._guards):
-            return True
+        for guards in self._guards:
+            if guards.check(*tensors):
+                return True
         if [*map(layout_of, tensors)] != [layout for _, layout in self.facts]:
             return False
-        self._guards = [layout_guards(tensors), *self._guards[: _MODES - 1]]
+        self._note_guards(tensors)
         return True
 
 

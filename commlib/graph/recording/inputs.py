@@ -114,6 +114,8 @@ class Inputs:
         ``pointers``: addresses of a call's arguments. Moved ones get memory of the graph.
         """
         touched = self.touched
+        if not (touched.written or touched.outside_written):
+            return
         own: dict[int, object] = {i: id(copy) for i, copy in self.copies.items()}
         for i, at in enumerate(pointers):
             if at != self.pointers[i]:

@@ -143,8 +143,10 @@ class CapturedCall:
                 if fresh:
                     self._capture_again(call, fresh, caller, gradients, done)
                     return self.first(call, caller, gradients)
+            where = ""
             if self.outputs.any_borrowed:
-                self.outputs.expire(f"the call at {line_of_frame(caller)}")
+                where = line_of_frame(caller)
+                self.outputs.expire(f"the call at {where}")
             self.replays += 1
             timed = not self.replays & (self.replays - 1)  # now and then: the clock takes its time
             began = time.perf_counter() if timed else 0.0
@@ -156,7 +158,7 @@ class CapturedCall:
                 self.launch_seconds = time.perf_counter() - began
             if self._only_launches:
                 return self.outputs.give(tensors, "")
-            return self._outcome(tensors, caller, gradients)
+            return self._outcome(tensors, where, gradients)
 
     def first(self, call: Arguments, caller: FrameType, gradients: Gradients = NO_GRADIENTS) -> Any:
         """Run what the capture has not run, and return the outputs."""
@@ -164,7 +166,7 @@ class CapturedCall:
             self.replays += 1
             self.segments.turn()
             self.segments.replay_rest()
-            return self._outcome(call.tensors, caller, gradients)
+            return self._outcome(call.tensors, line_of_frame(caller), gradients)
 
     def _replay_parts(self, call: Arguments, done: Done) -> None:
         """Replay graphs and eager parts; these find the gradients that the graphs have."""
@@ -174,17 +176,14 @@ class CapturedCall:
             self.segments.replay(done)
         self._bindings.check(before)
 
-    def _outcome(
-        self, tensors: Sequence[torch.Tensor], caller: FrameType, gradients: Gradients
-    ) -> Any:
-        """Give the program what a replay has computed, and return the outputs."""
+    def _outcome(self, tensors: Sequence[torch.Tensor], where: str, gradients: Gradients) -> Any:
+        """Give the program what a replay has computed; return outputs borrowed at ``where``."""
         self.inputs.give_back(tensors)
         copy = self._recipe.copy
         for owner, grad in self._grads:
             if owner.grad is not grad or copy:
                 owner.grad = grad.clone() if copy and grad is not None else grad
         self._bindings.bind(tensors)
-        where = line_of_frame(caller) if self.outputs.any_borrowed else ""
         return self.outputs.give(tensors, where, gradients.join(list(tensors)))
 
     def _place(self, call: Arguments, pointers: Sequence[int]) -> list[int]:

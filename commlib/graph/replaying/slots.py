@@ -71,7 +71,7 @@ class Slots:
         if self._is_full:
             return self._fn(*call.given[0], **call.given[1])
         one = self.slots[0].forward
-        together = any(segments.collectives for segments in one.graphs)
+        together = any(x.collectives for segments in one.graphs for x in segments.recorders)
         if self._schedule.due(turn if together else self.replays) and one.fits_all:
             return self._verified(call, caller)
         return self._replayed(call, caller)[1]
