@@ -1,5 +1,6 @@
 """graph.capture on GPUs: what a function does on the host, before each launch."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,47 @@ class Seen:
         """Run the host's part, and return what it has brought."""
         self.host.run()
         return [room.tolist() for room in self.rooms]
+
+
+def test_rooms_last_as_long_as_the_graph() -> None:
+    """The graph reads them at each replay, also what was brought once."""
+    rooms: list[weakref.ref[torch.Tensor]] = []
+
+    def room(source: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_like(source)
+        rooms.append(weakref.ref(made))
+        return made
+
+    host, inside = HostPart(room), torch.zeros(2)
+    recorder = Recorder(META, host=host)
+    with recorder:
+        torch.tensor([1.0, 2.0], device=META)
+        inside.to(META)
+    recorder.end_host()
+    recorder.restore()
+    del recorder
+    for _ in range(2):
+        host.run()
+        assert_equal([each() is None for each in rooms], [False, False], "released rooms")
+
+
+@runs_on("gpu_ranks")
+def test_constants_of_two_functions(comm: Any) -> None:
+    """What the host has brought for one graph is no memory for another one."""
+
+    def scaled(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: x + (torch.arange(4096) * factor).to(comm.device)
+
+    x = torch.ones(4096, device=comm.device)
+    functions = [scaled(factor) for factor in (2.0, 3.0, 5.0)]
+    captured = [graph.capture(fn, verify=False, inputs="copy", outputs="copy") for fn in functions]
+    for g in captured:
+        for _ in range(3):
+            g(x)
+        torch.cuda.empty_cache()
+    for g, fn in zip(captured, functions, strict=True):
+        assert_equal(len(g.eager), 0, "calls that stay eager")
+        assert_bits_equal(g(x), fn(x), "a replay after the other captures")
 
 
 def test_typed_values_are_brought_once() -> None:

@@ -96,6 +96,7 @@ class HostPart:
         self._recorded: list[_Recorded] = []
         self._items: list[Item] = []  # before each launch
         self._once: list[Item] = []  # before the first
+        self._rooms: list[torch.Tensor] = []  # that the graph reads, as long as it is replayed
         self._seeds: dict[int, Seed] = {}  # by generator
         self._effects: Effects | None = None
         self.reads: str | None = None
@@ -130,6 +131,7 @@ class HostPart:
         """Return GPU memory that the host fills with ``source`` before each launch."""
         source = source.detach()
         target = self._allocate(source)
+        self._rooms.append(target)
         # A constant is copied with its current values: later steps may write to it.
         self._once.append(Upload(target, source.clone()))
         self._note(Upload(target, source), [source], ())
