@@ -65,7 +65,7 @@ def test_rooms_last_as_long_as_the_graph() -> None:
 
 @runs_on("gpu_ranks")
 def test_constants_of_two_functions(comm: Any) -> None:
-    """What the host has brought for one graph is no memory for another one."""
+    """What the host has brought for one graph is never given to another one."""
 
     def scaled(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda x: x + (torch.arange(4096) * factor).to(comm.device)

@@ -1,8 +1,9 @@
-"""Load torchrun once, in a process from which launchers are forked."""
+"""Load what torchrun needs once, in a process from which launchers are forked."""
 
 import sys
 
-import torch.distributed.run  # noqa: F401  # what a launcher imports
+# What torchrun imports, but not torchrun itself: Python warns where ``-m`` runs a loaded module.
+import torch.distributed.launcher.api  # noqa: F401
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 
