@@ -87,6 +87,8 @@ class PeerError(ArgumentError):
 class MismatchError(ArgumentError):
     """The ranks of a ring make different calls; the text names both.
 
+    Every level of FLAGS_comm_check raises it for what that level compares.
+
     At FLAGS_comm_check=2 all ranks raise it before a launch, and the ring stays usable. At level 1
     on the CPUs of one host the late rank launches nothing, and the ring must be made again.
     """

@@ -46,13 +46,13 @@ def ring_number(collective: str, ring: Any) -> int:
 
     Raises:
         ArgumentError: ``ring`` is a tensor: the call has the order of torch.distributed.
-        RingError: The ring is closed, or a bool.
+        RingError: The ring is closed, a bool or a reduction.
     """
     if type(ring) is int:
         return ring
     if isinstance(ring, bool):
         raise RingError(
-            f"{collective}: ring_id={ring}; expected the number of a ring; pass ring_id={int(ring)}"
+            f"{collective}: ring_id={ring}; expected a ring, its id or its name; a bool is none"
         )
     if isinstance(ring, CommContext):
         if _rings.get(ring.ring_id) is not ring:
@@ -61,8 +61,13 @@ def ring_number(collective: str, ring: Any) -> int:
                 f"ring"
             )
         return ring.ring_id
-    if isinstance(ring, str) and ring not in _NAMES:
+    if isinstance(ring, str) and ring.lower() not in _NAMES:
         return comm(ring).ring_id
+    if isinstance(ring, (dist.ReduceOp, dist.ReduceOp.RedOpType)):  # it equals a ring's number
+        raise RingError(
+            f"{collective}: ring_id={ring}; expected a ring, its id or its name; pass the "
+            f"reduction as op="
+        )
     if isinstance(ring, torch.Tensor) and collective in _WITH_OUT:
         raise ArgumentError(
             f"{collective}: ring_id is a tensor of shape {tuple(ring.shape)}; ops.{collective} "

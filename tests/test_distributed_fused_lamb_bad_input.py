@@ -57,7 +57,7 @@ def settings(comm: Any) -> None:
     one.grad = torch.ones(2, 2).to_sparse().to(comm.device)
     with raises(ArgumentError, "gradient of parameter 0 has torch.sparse_coo", "sparse=False"):
         Lamb([one], comm)
-    with raises(RingError, "ring_id=True", "pass ring_id=1"):
+    with raises(RingError, "ring_id=True", "a bool is none"):
         Lamb([ones(comm, 2)], True)
 
 

@@ -62,7 +62,7 @@ def kinds(ring: Any) -> None:
     cache = ones(ring, 2, 1, 2, 5, DIM, grad=False).expand(2, 2, 2, 5, DIM)
     with torch.no_grad(), raises(ArgumentError, "cache_kv of shape", "overlaps itself"):
         Attention(x, *weights, ring, cache_kv=cache)
-    with raises(RingError, "ring_id=True; expected the number of a ring; pass ring_id=1"):
+    with raises(RingError, "ring_id=True; expected a ring, its id or its name; a bool is none"):
         Attention(x, *weights, True)
     units = ones(ring, WIDTH, 4), ones(ring, 4, WIDTH)
     for activation in (["relu"], None, "swish"):

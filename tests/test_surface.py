@@ -65,6 +65,44 @@ def test_a_closed_ring_is_an_error_even_if_its_id_is_used_again(ring: Any) -> No
 
 
 @runs_on("ranks")
+def test_a_reduction_is_no_ring(ring: Any) -> None:
+    """Torch's reductions equal numbers, which may be those of rings."""
+    commlib.new_ring(1, [0, 1])  # AVG equals 1
+    x = sample_of(ring)
+    calls: Any = (ops.all_reduce, ops.all_gather, ops.broadcast, ops.all_reduce_)
+    for op in (dist.ReduceOp.AVG, dist.ReduceOp(dist.ReduceOp.AVG), dist.ReduceOp.SUM):
+        for call in calls:
+            with raises(RingError, "ring_id=", "pass the reduction as op="):
+                call(x, op)
+    for name in ("SUM", "avg"):
+        with raises(RingError, f"pass op={name!r} for a reduction"):
+            ops.all_reduce(x, name)
+    commlib.close_ring(1)
+
+
+@runs_on("ranks")
+def test_rings_are_closed_by_name_and_by_themselves(ring: Any) -> None:
+    manager = commlib.CommContextManager.instance()
+    commlib.new_ring(62, [0, 1], name="tp")
+    with raises(RingError, "ring_id='pp'", "names: ['tp']"):
+        ops.barrier("pp")
+    with raises(RingError, "pass a name as name='tp'"):
+        commlib.new_ring("tp", [0, 1])
+    assert manager.has("tp") and not manager.has("pp")
+    commlib.close_ring("tp")
+    assert not manager.has("tp") and not manager.has(62)
+    old = commlib.new_ring(62, [0, 1])
+    commlib.close_ring(old)
+    new = commlib.new_ring(62, [0, 1])
+    commlib.close_ring(old)  # its id belongs to another ring now
+    assert manager.has(new) and not manager.has(old)
+    with raises(RingError, "ring_id='pp'"):
+        commlib.close_ring("pp")
+    commlib.close_ring(62)
+    assert_equal(manager.rings(), [0], "rings")
+
+
+@runs_on("ranks")
 def test_reductions_have_several_names(ring: Any) -> None:
     x = sample_of(ring)
     wide: Any = torch.cat([x, x])

@@ -179,13 +179,14 @@ class CommContextManager:
         """
         return self._table.get(ring)
 
-    def has(self, ring_id: int) -> bool:
+    def has(self, ring_id: int | str | CommContext) -> bool:
         """Return True if a ring exists on this rank.
 
         Args:
-            ring_id: Its id.
+            ring_id: Its id, its name or the ring.
         """
-        return ring_id in self._table.open
+        table = self._table
+        return table.number(ring_id) in table.open and not table.is_replaced(ring_id)
 
     def rings(self) -> list[int]:
         """Return the ids of the rings on this rank, in the order of their creation."""
@@ -195,20 +196,21 @@ class CommContextManager:
         """Return ``CommContext.report()`` of every ring on this rank."""
         return [ring.report() for ring in list(self._table.open.values())]
 
-    def close(self, ring_id: int | None = None, abort: bool = False) -> None:
+    def close(self, ring_id: int | str | CommContext | None = None, abort: bool = False) -> None:
         """Close one ring, or all in reverse order of creation; a closed ring is not an error.
 
         Waits for the calls that are under way, then aborts. A creation of the ring in another
         thread is given up.
 
         Args:
-            ring_id: None for all rings.
+            ring_id: Its id, its name or the ring; None for all rings.
             abort: Wait for no call. Returns within 5 s, whatever other threads do.
 
         Raises:
             RingError: The ring never existed.
         """
-        self._close(ring_id, abort, _ABORT_ALL_S)
+        if not self._table.is_replaced(ring_id):
+            self._close(self._table.number(ring_id), abort, _ABORT_ALL_S)
 
     def _close(self, ring_id: int | None, abort: bool, seconds: float) -> None:
         deadline, name = Deadline(seconds), "shutdown()" if ring_id is None else f"close({ring_id})"

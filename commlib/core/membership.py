@@ -19,7 +19,8 @@ Seconds = float | timedelta
 def checked_members(ring_id: int, ranks: Iterable[int], world: World) -> tuple[int, ...]:
     """Return the global ranks of a ring; raises ``RingError`` for a wrong id or ranks."""
     if isinstance(ring_id, bool) or not isinstance(ring_id, int) or ring_id < 0:
-        raise RingError(f"ring_id={ring_id!r}: expected a whole number >= 0")
+        hint = f"; pass a name as name={ring_id!r}" if isinstance(ring_id, str) else ""
+        raise RingError(f"ring_id={ring_id!r}: expected a whole number >= 0{hint}")
     members = _whole_numbers(ring_id, ranks, world)
     wrong = [rank for rank in members if not 0 <= rank < world.size]
     if not members or wrong or len(set(members)) != len(members):

@@ -133,7 +133,7 @@ def check_peer(ring: Ring, collective: str, peer: int) -> None:
     if peer == ring.rank:
         raise PeerError(
             f"{ring._describe(collective)}: peer={peer} is this rank itself; expected another "
-            f"position; call out.copy_(x) for a local copy"
+            f"position; a rank sends nothing to itself"
         )
 
 

@@ -133,7 +133,7 @@ class CapturedFunction(Generic[P, R]):
         return self.fn(*args, **kwargs)
 
     def _drop_stale(self, key: Any, entry: Entry) -> None:
-        """Release an entry whose tensors were replaced; the next call is captured again."""
+        """Release an entry whose tensors were replaced; this call is captured again."""
         with self._lock:  # no thread replays it
             error = self.entries.drop_stale(key, entry, self.name)
         if error is not None:

@@ -1,6 +1,6 @@
 """all_reduce, also in two halves and together with a norm."""
 
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, Unpack, overload
 
 import torch
 
@@ -14,9 +14,6 @@ from commlib.core.within import Seconds, dispatch_within
 from commlib.core.work import Work
 from commlib.errors import ArgumentError
 from commlib.p2p.fused_norm import Norm
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 Tensor = torch.Tensor
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar, Unpack, overload
 
 import torch
 
@@ -24,9 +24,6 @@ from commlib.core.within import Seconds, dispatch_within
 from commlib.core.work import Work
 from commlib.deadlines import Deadline
 from commlib.errors import CommTimeout
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 Tensor = torch.Tensor
 Given = Tensor | Sequence[Tensor] | None

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar, Unpack, overload
 
 import torch
 
@@ -23,9 +23,6 @@ from commlib.core.within import Seconds, dispatch_within
 from commlib.core.work import Work
 from commlib.errors import ArgumentError, ShapeError
 from commlib.p2p.routes import Routes
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 Tensor = torch.Tensor
 Splits = Iterable[int] | None

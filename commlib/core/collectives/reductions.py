@@ -1,7 +1,7 @@
 """Collectives that reduce: reduce_scatter and reduce, after all_reduce."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import torch
 
@@ -21,9 +21,6 @@ from commlib.core.stream_mode import MODES, Either, StreamMode, Unwaited, Waited
 from commlib.core.validation import at_root, check_pair, new_like, shape_mismatch
 from commlib.core.within import Seconds, dispatch_within
 from commlib.core.work import Work
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 Tensor = torch.Tensor
 Given = Tensor | Sequence[Tensor] | None

@@ -83,11 +83,11 @@ def new_ring(
     return manager.create(ring_id, members, timeout=timeout, name=name)
 
 
-def close_ring(ring_id: int, *, abort: bool = False) -> None:
+def close_ring(ring_id: int | str | CommContext, *, abort: bool = False) -> None:
     """Close one ring on this rank; a ring that is closed already is not an error.
 
     Args:
-        ring_id: The ring.
+        ring_id: Its id, its name or the ring.
         abort: Wait for no call. Returns within 5 s, whatever other threads do.
 
     Raises:

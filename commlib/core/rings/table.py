@@ -73,13 +73,22 @@ class RingTable:
             if ring._health.ended:
                 raise ring._health.unusable("a call")
             return ring
-        for known in list(self.open.values()):
-            if isinstance(ring, str) and ring and known.name == ring:
-                return known
         try:
-            return self.open[ring]  # type: ignore[index]  # a str is an unknown id
+            return self.open[self.number(ring)]
         except (KeyError, TypeError):
             raise self.unknown(ring) from None
+
+    def number(self, ring: Any) -> Any:
+        """Return the id of a ring by its id, its name or itself; an unknown name is returned."""
+        if isinstance(ring, CommContext):
+            return ring.ring_id
+        named = isinstance(ring, str) and ring
+        known = [one.ring_id for one in list(self.open.values()) if named and one.name == ring]
+        return known[0] if known else ring
+
+    def is_replaced(self, ring: Any) -> bool:
+        """Return True for a ring object that is not in the table, whatever ring has its id."""
+        return isinstance(ring, CommContext) and self.open.get(ring.ring_id) is not ring
 
     def unknown(self, ring_id: Any) -> RingError:
         """Return the error of an id that is not the id of a ring here."""
@@ -89,10 +98,9 @@ class RingTable:
                 f"rings here: {self.ids()}; pass the output as out=, or ring_id=ring.ring_id"
             )
         if not hasattr(ring_id, "__index__") or ring_id < 0:
-            names = isinstance(ring_id, str) and ring_id in OPS
-            hint = f"; pass op={ring_id!r} for a reduction" if names else ""
             return RingError(
-                f"ring_id={ring_id!r}: expected a whole number >= 0; rings here: {self.ids()}{hint}"
+                f"ring_id={ring_id!r}: expected a whole number >= 0 or the name of a ring; rings "
+                f"here: {self.ids()}; names: {self.names()}{_hint(ring_id)}"
             )
         if ring_id in self.elsewhere:
             members = list(self.elsewhere[ring_id])
@@ -112,6 +120,11 @@ class RingTable:
     def ids(self) -> list[int]:
         """Return the ids of the rings on this rank, in the order of their creation."""
         return [ring_id for ring_id, ring in self.open.items() if not ring._health.ended]
+
+    def names(self) -> list[str]:
+        """Return the names of the rings on this rank that have one."""
+        rings = list(self.open.values())
+        return [ring.name for ring in rings if ring.name and not ring._health.ended]
 
     def usable(self, ring_id: int) -> CommContext | None:
         """Return the ring if it exists; drop all that were aborted or closed by their own method.
@@ -136,3 +149,9 @@ class RingTable:
                     f"ring {ring_id}: the name {name!r} belongs to ring {other.ring_id}; choose "
                     f"another, or call commlib.close_ring({other.ring_id}) first"
                 )
+
+
+def _hint(ring_id: Any) -> str:
+    """Return what to pass in place of a ``ring_id`` that is the name of a reduction."""
+    is_reduction = isinstance(ring_id, str) and ring_id.lower() in OPS
+    return f"; pass op={ring_id!r} for a reduction" if is_reduction else ""
