@@ -12,9 +12,9 @@ import commlib
 from commlib import graph
 
 PACKAGE = Path(commlib.__file__).parent
-MOST_CALLS = 466  # of functions; comprehensions, which Python 3.12 calls no more, don't count
+MOST_CALLS = 468  # of functions; comprehensions, which Python 3.12 calls no more, don't count
 MOST_FILES = 70
-MOST_CHANGES = 345  # of file, from one call to the next
+MOST_CHANGES = 350  # of file, from one call to the next
 
 
 def functions_of(call: Callable[[], object]) -> list[str]:
