@@ -1,31 +1,17 @@
-"""Arguments of several forms: a ring, its id or its name; a reduction by name or torch's enum."""
+"""A ring as an argument: the ring, its id or its name."""
 
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, TypeAlias, cast
 
 import torch
-import torch.distributed as dist
 
 from commlib.core.context import CommContext
 from commlib.core.manager import _rings, comm
+from commlib.engines.reduction_names import NAMES, is_torch_reduction
 from commlib.errors import ArgumentError, RingError
 from commlib.ops.registered.library import registered
 
-ReductionName: TypeAlias = Literal["sum", "prod", "min", "max", "avg"]
-UpperName: TypeAlias = Literal["SUM", "PROD", "MIN", "MAX", "AVG"]
-Reduction: TypeAlias = ReductionName | UpperName | dist.ReduceOp.RedOpType
 Ring: TypeAlias = int | str | CommContext
 
-# Names as the engines know them; other forms are looked up by ``reduction_name``.
-REDUCTIONS: dict[Any, ReductionName] = {op: op for op in get_args(ReductionName)}
-_NAMES: dict[str, Any] = {op: op for op in ("sum", "prod", "min", "max", "avg", "premul_sum")}
-# Compared with ==, which also holds between a ReduceOp and its RedOpType.
-_TORCH_REDUCTIONS = (
-    (dist.ReduceOp.SUM, "sum"),
-    (dist.ReduceOp.PRODUCT, "prod"),
-    (dist.ReduceOp.MIN, "min"),
-    (dist.ReduceOp.MAX, "max"),
-    (dist.ReduceOp.AVG, "avg"),
-)
 _WITH_OUT = frozenset(
     {
         "all_gather",
@@ -61,9 +47,9 @@ def ring_number(collective: str, ring: Any) -> int:
                 f"ring"
             )
         return ring.ring_id
-    if isinstance(ring, str) and ring.lower() not in _NAMES:
+    if isinstance(ring, str) and ring.lower() not in NAMES:
         return comm(ring).ring_id
-    if isinstance(ring, (dist.ReduceOp, dist.ReduceOp.RedOpType)):  # it equals a ring's number
+    if is_torch_reduction(ring):  # it equals a ring's number
         raise RingError(
             f"{collective}: ring_id={ring}; expected a ring, its id or its name; pass the "
             f"reduction as op="
@@ -101,15 +87,3 @@ def eager_ring(
     if registered(collective, x, number, out, use_calc_stream, sync_op):
         return None
     return comm(number)
-
-
-def reduction_name(op: Any) -> ReductionName:
-    """Return the lower-case name of ``op``; an unknown reduction is left to the engine."""
-    if isinstance(op, str):
-        name: ReductionName = _NAMES.get(op) or _NAMES.get(op.lower(), op)
-        return name
-    if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):  # an int equals them too
-        for reduction, torch_name in _TORCH_REDUCTIONS:
-            if op == reduction:
-                return cast(ReductionName, torch_name)
-    return cast(ReductionName, op)

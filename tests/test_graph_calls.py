@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import commlib
 from commlib import flags, graph
+from commlib.engines.reduction_names import RingReduction
 from commlib.errors import CommError
 from commlib.graph import GraphError
 from commlib.graph.watching.recorder import Recorder
@@ -172,7 +173,7 @@ def test_runs_that_count_are_not_repeated(comm: Any) -> None:
 
     def f(x: torch.Tensor) -> torch.Tensor:
         runs.append(1)
-        op = "max" if comm.rank and len(runs) == 2 else "sum"
+        op: RingReduction = "max" if comm.rank and len(runs) == 2 else "sum"
         return ring.all_reduce(torch.zeros_like(x), x, op=op)
 
     x = torch.ones(3, device=comm.device)

@@ -4,7 +4,7 @@ NCCL multiplies and adds in one step on GPUs, without the rounding between them.
 one rounding of the product away.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -110,7 +110,7 @@ def test_bad_input(ring: Any) -> None:
     for factor in ("2", [1], 1j, torch.ones(2), 10**400):
         for one in (ring, alone):
             with raises(ArgumentError, f"all_reduce on ring {one.ring_id}", "expected a number"):
-                one.all_reduce(x, op="premul_sum", factor=factor)
+                one.all_reduce(x, op="premul_sum", factor=cast(Any, factor))
     alone.barrier()
     commlib.close_ring(311)
     with raises(DtypeError, "floating-point", "op='sum'"):

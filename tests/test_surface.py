@@ -13,7 +13,7 @@ import commlib
 from commlib import ops
 from commlib.core import collectives
 from commlib.errors import ArgumentError, PeerError, RingError
-from tests.support.checks import assert_equal, raises
+from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.runs_on import runs_on
 
 REDUCTIONS = {
@@ -115,9 +115,77 @@ def test_reductions_have_several_names(ring: Any) -> None:
             assert_equal(
                 call(given, op=form).tolist(), expected.tolist(), f"{call.__name__} {form}"
             )
-    for form in ("mean", "MEAN", dist.ReduceOp.BAND, 3):
-        with raises(ArgumentError, "expected one of", "sum"):
-            ops.all_reduce(x, op=form)
+    for form in ("mean", "MEAN", dist.ReduceOp.PREMUL_SUM, 3):
+        anyhow: Any = (ops.all_reduce, ring.all_reduce, ring.reduce_scatter)
+        for call in anyhow:
+            with raises(ArgumentError, "expected one of", "sum"):
+                call(x, op=form)
+
+
+@runs_on("ranks")
+def test_rings_take_the_same_reductions(ring: Any) -> None:
+    x = sample_of(ring)
+    for name, op in REDUCTIONS.items():
+        expected = ops.all_reduce(x, op=name)
+        for form in (name, name.upper(), op, dist.ReduceOp(op)):
+            assert_bits_equal(ring.all_reduce(x, op=form), expected, f"all_reduce {form}")
+            assert_bits_equal(
+                ring.reduce_scatter(x, op=form), expected.chunk(2)[ring.rank], f"parts {form}"
+            )
+            reduced = ring.reduce(torch.zeros_like(x), x, root=1, op=form)
+            assert_bits_equal(reduced, expected if ring.rank == 1 else x * 0, f"reduce {form}")
+            assert_equal(ring.explain(64, x.dtype, form), ring.explain(64, x.dtype, name), f"{op}")
+
+
+@runs_on("cpu_ranks")
+def test_bitwise_reductions_have_several_names(ring: Any) -> None:
+    x = torch.tensor([12, 10], dtype=torch.int64) >> ring.rank
+    forms: Any = (("bor", "BOR"), ("band", dist.ReduceOp.BAND), ("bxor", dist.ReduceOp.BXOR))
+    for name, form in forms:
+        expected = ring.all_reduce(x, op=name)
+        assert_equal(ring.all_reduce(x, op=form).tolist(), expected.tolist(), str(form))
+        assert_equal(ops.all_reduce(x, op=form).tolist(), expected.tolist(), f"ops {form}")
+
+
+@runs_on("ranks")
+def test_the_only_tensor_of_a_ring_is_its_input(ring: Any) -> None:
+    """A ring's method with one tensor returns what the operator returns."""
+    x = torch.arange(12.0, device=ring.device).view(4, 3).t().add(float(ring.rank))  # not dense
+    even = x.t()
+    before, rows = x.clone(), [1, 3] if ring.rank else [3, 1]
+    calls: list[tuple[str, torch.Tensor, dict[str, Any]]] = [
+        ("all_reduce", x, {}),
+        ("all_gather", x, {}),
+        ("reduce_scatter", even, {}),
+        ("all_to_all", even, {}),
+        ("all_to_all", even, {"in_splits": rows, "out_splits": rows}),
+    ]
+    for root in (0, 1):
+        calls += [(name, x, {"root": root}) for name in ("broadcast", "reduce", "gather")]
+        calls.append(("scatter", even, {"root": root}))
+    for name, given, how in calls:
+        expected = getattr(ops, name)(given, **how)
+        result = getattr(ring, name)(given, **how)
+        assert_equal(result.shape, expected.shape, f"{name} {how}: shape")
+        assert_bits_equal(result, expected, f"{name} {how}")
+        work = getattr(ring, name)(given, **how, use_calc_stream=False, sync_op=False)
+        work.wait()
+        assert_bits_equal(work.result, expected, f"{name} {how}: result of the Work")
+    assert_bits_equal(x, before, "the input afterwards")
+
+
+@runs_on("ranks")
+def test_none_is_no_input(ring: Any) -> None:
+    x: Any = sample_of(ring)
+    for name in ("all_to_all", "reduce", "gather"):
+        how = {} if name == "all_to_all" else {"root": 0}
+        with raises(ArgumentError, f"{name} on ring 0", "x is NoneType", "torch.Tensor"):
+            getattr(ring, name)(x, None, **how)
+    for name in ("broadcast", "reduce", "gather", "scatter"):
+        with raises(PeerError, f"{name} on ring 0", "root=2"):
+            getattr(ring, name)(x, root=2)
+        with raises(ArgumentError, f"{name} on ring 0", "x is list", "torch.Tensor"):
+            getattr(ring, name)([x, x], root=ring.rank)
 
 
 @runs_on("ranks")

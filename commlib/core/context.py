@@ -24,6 +24,7 @@ from commlib.deadlines import Deadline
 from commlib.deferred import UnfencedCalls
 from commlib.engines.base import ABORT_S, Engine
 from commlib.engines.c10d.engine import C10dEngine
+from commlib.engines.reduction_names import RingReduction
 from commlib.engines.single_rank import SingleRankEngine
 from commlib.rendezvous.call_board import CallBoard
 from commlib.rendezvous.hosts import HostExchange
@@ -278,13 +279,13 @@ class CommContext(Collectives, Split, Bridge):
             leave_to_eager(group.UNTRACED)
         return untraced(group.group(self, use_calc_stream, sync_op, timeout))
 
-    def explain(self, nbytes: int, dtype: torch.dtype, op: str = "sum") -> str:
+    def explain(self, nbytes: int, dtype: torch.dtype, op: RingReduction = "sum") -> str:
         """Return what carries an ``all_reduce`` here, and why, as text.
 
         Args:
             nbytes: Bytes of ``x``.
             dtype: Its dtype.
-            op: The reduction.
+            op: As in ``all_reduce``.
 
         Raises:
             DtypeError: The engine does not reduce the dtype.

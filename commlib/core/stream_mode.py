@@ -1,7 +1,6 @@
 """The stream mode of a call: which stream it runs on, and which streams wait."""
 
-from datetime import timedelta
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 
 class StreamMode(NamedTuple):
@@ -32,29 +31,3 @@ class _Modes(dict[tuple[bool, bool, bool], StreamMode]):
 _BOOLS = False, True
 # By use_calc_stream, sync_op and fenced; one object per mode without a limit of blocks.
 MODES = _Modes({(a, b, c): StreamMode(a, b, c) for a in _BOOLS for b in _BOOLS for c in _BOOLS})
-
-
-class Options(TypedDict, total=False):
-    """Options of every collective, for its overloads."""
-
-    use_calc_stream: bool
-    fenced: bool
-    timeout: float | timedelta | None
-
-
-class Waited(Options, total=False):
-    """Options of a call that returns its result."""
-
-    sync_op: Literal[True]
-
-
-class Unwaited(Options):
-    """Options of a call that returns a ``Work``."""
-
-    sync_op: Literal[False]
-
-
-class Either(Options):
-    """Options of a call whose ``sync_op`` is a variable."""
-
-    sync_op: bool

@@ -1,6 +1,7 @@
 """Validation of a call on its own rank, before anything is launched."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from commlib.errors import ArgumentError, DeviceError, DtypeError, PeerError, Sh
 from commlib.rendezvous.host_exchange import USER_TAGS
 
 Tensor = torch.Tensor
+NOT_GIVEN: Any = object()  # the default of an argument for which None has a meaning
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
@@ -234,3 +236,14 @@ def new_like(ring: Ring, collective: str, x: Tensor, times: int = 1, parts: int 
             f"the ring's size {parts}; pad it to {-(-rows // parts) * parts} rows"
         )
     return x.new_empty((rows * times // parts, *rest))
+
+
+def new_at_root(ring: Ring, collective: str, root: int, x: Tensor, times: int = 1) -> Tensor:
+    """Return a new output: on the root as ``new_like``; elsewhere a copy of ``x``, or no rows."""
+    check_position(ring, collective, "root", root)
+    if ring.rank == root:
+        return new_like(ring, collective, x, times)
+    check_tensor(ring, collective, "x", x)
+    if times == 1:
+        return x.detach().clone(memory_format=torch.contiguous_format)
+    return x.new_empty((0, *x.shape[1:]))

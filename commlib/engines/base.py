@@ -73,7 +73,7 @@ class Engine(ABC):
     def __init__(self, identity: RingIdentity, hosts: HostExchange, health: Health) -> None:
         self.identity, self.hosts, self.health = identity, hosts, health
         self.rank, self.size, self.device = identity.rank, identity.size, identity.device
-        self.reductions: dict[tuple[torch.dtype, str], Any] = {}
+        self.reductions: dict[tuple[torch.dtype, Any], Any] = {}
 
     def reduction(self, dtype: torch.dtype, op: str, factor: float | None = None) -> Any:
         """Return the reduction in the engine's own terms, resolved once per dtype and op.

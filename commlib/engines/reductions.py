@@ -5,10 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from commlib.engines.reduction_names import BITWISE, NAMES, OPS
 from commlib.errors import ArgumentError, DtypeError
-
-OPS = ("sum", "max", "min", "prod", "avg", "premul_sum")
-BITWISE = ("band", "bor", "bxor")  # where the engine has them: gloo
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
@@ -79,7 +77,7 @@ def resolve_reduction(
     Raises ``ArgumentError`` for an unknown ``op`` or a factor that is not a number, and
     ``DtypeError`` with the reason of a refusal.
     """
-    if op not in OPS and op not in BITWISE:
+    if op not in NAMES:
         known = ", ".join(OPS + BITWISE)
         raise ArgumentError(f"op={op!r} is not a reduction; expected one of {known}")
     if (op == "premul_sum") != (factor is not None):

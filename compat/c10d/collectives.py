@@ -55,9 +55,9 @@ class Collectives:
     ) -> dist.Work:
         """Reduce each tensor over all ranks, in place."""
         if type(opts) is AllreduceOptions and not opts.asyncOp:
-            op = BY_HASH.get(hash(opts.reduceOp), "")
-            ring = self._plain_ring(tensors, opts) if op else None
-            if ring is not None:  # the most frequent call, in few steps
+            op = BY_HASH.get(hash(opts.reduceOp))
+            ring = None if op is None else self._plain_ring(tensors, opts)
+            if op is not None and ring is not None:  # the most frequent call, in few steps
                 x = tensors[0]
                 order = self._main_order
                 if order is None:

@@ -11,6 +11,7 @@ from commlib.core.stream_mode import MODES
 from commlib.core.tensors import is_symbolic
 from commlib.core.validation import check_pair
 from commlib.core.work import Work
+from commlib.engines.reduction_names import RingReduction
 
 Tensor = torch.Tensor
 
@@ -55,7 +56,7 @@ def reduce_scatter_each(
     out: Tensor,
     parts: list[Tensor],
     *,
-    op: str,
+    op: RingReduction,
     factor: float | None = None,
     use_calc_stream: bool = True,
     sync_op: bool = True,

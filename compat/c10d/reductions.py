@@ -5,18 +5,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_NAMES = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "avg",
-    dist.ReduceOp.PRODUCT: "prod",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.BAND: "band",
-    dist.ReduceOp.BOR: "bor",
-    dist.ReduceOp.BXOR: "bxor",
-}
+from commlib.engines.reduction_names import TORCH_NAMES
+
 # By hash, which is the number of an operation: of all ways to read one it takes the fewest calls.
-BY_HASH = {hash(kind): name for kind, name in _NAMES.items()}
+BY_HASH = {hash(kind): name for kind, name in TORCH_NAMES.items()}
 
 
 def arguments_of(op: Any) -> dict[str, Any]:
@@ -29,7 +21,7 @@ def arguments_of(op: Any) -> dict[str, Any]:
         NotImplementedError: No ring has this reduction; the text says what to call instead.
     """
     kind = getattr(op, "op", op)
-    name = _NAMES.get(kind)
+    name = TORCH_NAMES.get(kind)
     if name is not None:
         return {"op": name}
     if kind == dist.ReduceOp.PREMUL_SUM:

@@ -14,8 +14,8 @@ from commlib.compat.paddle.moves import alltoall, c_allgather, c_broadcast
 from commlib.compat.paddle.point_to_point import recv_v2, send_v2
 from commlib.compat.paddle.reductions import all_reduced, c_reducescatter
 from commlib.compat.paddle.root_reductions import reduced
+from commlib.engines.reduction_names import ReductionName
 from commlib.errors import ArgumentError
-from commlib.ops.arguments import ReductionName
 
 Tensor = torch.Tensor
 

@@ -4,7 +4,7 @@ import torch
 
 from commlib import ops
 from commlib.compat.paddle.checks import detached, ring_of, ring_of_size
-from commlib.ops.arguments import ReductionName
+from commlib.engines.reduction_names import ReductionName
 
 
 def all_reduced(

@@ -4,7 +4,7 @@ import torch
 
 from commlib import ops
 from commlib.compat.paddle.checks import detached, position, ring_of
-from commlib.ops.arguments import ReductionName
+from commlib.engines.reduction_names import ReductionName
 
 
 def reduced(

@@ -9,15 +9,9 @@ from commlib.core.dispatch import is_plain
 from commlib.core.manager import _rings, comm
 from commlib.core.stream_mode import MODES
 from commlib.core.work import Work
+from commlib.engines.reduction_names import Reduction, ReductionName, reduction_name
 from commlib.errors import ArgumentError
-from commlib.ops.arguments import (
-    REDUCTIONS,
-    Reduction,
-    Ring,
-    eager_ring,
-    reduction_name,
-    ring_number,
-)
+from commlib.ops.arguments import Ring, eager_ring, ring_number
 from commlib.ops.registered.library import deliver, like, raw_output, register, save
 
 
@@ -119,9 +113,7 @@ def all_reduce(
         out = torch.empty_like(x, memory_format=torch.contiguous_format)  # as ``like``
     elif out is None:
         out = raw_output(ring, like, x)
-    name = REDUCTIONS.get(op) or reduction_name(op)
-    mode = MODES[use_calc_stream, sync_op, fenced]
-    return ring._all_reduce(out, x, name, factor, mode, plain)
+    return ring._all_reduce(out, x, op, factor, MODES[use_calc_stream, sync_op, fenced], plain)
 
 
 def all_reduce_(
@@ -153,7 +145,7 @@ def _check_backward(backward: str) -> None:
 def _run(
     x: torch.Tensor,
     ring_id: int,
-    op: str,
+    op: ReductionName,
     factor: float | None,
     backward: str,
     use_calc_stream: bool,

@@ -6,7 +6,8 @@ import torch
 
 from commlib.core.manager import comm
 from commlib.core.work import Work
-from commlib.ops.arguments import Reduction, Ring, reduction_name, ring_number
+from commlib.engines.reduction_names import Reduction, ReductionName, reduction_name
+from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.registered.library import deliver, like, raw_output, register, traced
 from commlib.ops.registered.traced_ring import rank_of
 
@@ -86,9 +87,9 @@ def reduce(
         PeerError: ``root`` is not a position of the ring.
     """
     ring_id = ring_number("reduce", ring_id)
-    op = reduction_name(op)
     if traced("reduce", use_calc_stream, sync_op, ring_id, x=x, out=out):
-        result = _registered_op(x.detach(), ring_id, root, op, use_calc_stream)
+        name = reduction_name(op)
+        result = _registered_op(x.detach(), ring_id, root, name, use_calc_stream)
         if out is not None and rank_of(ring_id) != root:
             result, out = out, None
         return deliver(result, out, sync_op)
@@ -141,7 +142,7 @@ def _new(x: torch.Tensor, at_root: bool) -> torch.Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _run(x: torch.Tensor, ring_id: int, root: int, op: str, use_calc_stream: bool) -> Any:
+def _run(x: torch.Tensor, ring_id: int, root: int, op: ReductionName, use_calc_stream: bool) -> Any:
     ring = comm(ring_id)
     out = _new(x, ring.rank == root)
     return ring.reduce(out, x, root=root, op=op, use_calc_stream=use_calc_stream)

@@ -10,15 +10,9 @@ from commlib.core.dispatch import is_plain
 from commlib.core.manager import _rings
 from commlib.core.stream_mode import MODES
 from commlib.core.work import Work
+from commlib.engines.reduction_names import Reduction, ReductionName, reduction_name
 from commlib.errors import ArgumentError
-from commlib.ops.arguments import (
-    REDUCTIONS,
-    Reduction,
-    Ring,
-    eager_ring,
-    reduction_name,
-    ring_number,
-)
+from commlib.ops.arguments import Ring, eager_ring, ring_number
 from commlib.ops.registered.library import deliver, raw_output, register, rows_of, save
 from commlib.ops.registered.traced_ring import size_of, sized
 
@@ -104,15 +98,14 @@ def reduce_scatter(
         return deliver(result, out, sync_op)
     if out is None:
         out = _new(ring, x) if fenced or use_calc_stream else raw_output(ring, _new, ring, x)
-    name = REDUCTIONS.get(op) or reduction_name(op)
-    return ring._reduce_scatter(out, x, name, None, MODES[use_calc_stream, sync_op, fenced], plain)
+    return ring._reduce_scatter(out, x, op, None, MODES[use_calc_stream, sync_op, fenced], plain)
 
 
 def _new(ring: CommContext, x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(rows_of(ring._describe("reduce_scatter"), x, ring.size))
 
 
-def _run(x: torch.Tensor, ring_id: int, size: int, op: str, use_calc_stream: bool) -> Any:
+def _run(x: torch.Tensor, ring_id: int, size: int, op: ReductionName, use_calc_stream: bool) -> Any:
     ring = sized("reduce_scatter", ring_id, size)
     return ring.reduce_scatter(_new(ring, x), x, op=op, use_calc_stream=use_calc_stream)
 

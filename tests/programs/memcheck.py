@@ -4,6 +4,7 @@ import torch
 
 import commlib
 from commlib import ops
+from commlib.engines.reduction_names import RingReduction
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = (1, 7, 64, 1001, 70_001)  # the last ones in several blocks, and in two hops where used
@@ -30,7 +31,8 @@ def main() -> None:
 
 
 def reductions(comm: commlib.CommContext, items: int, dtype: torch.dtype) -> None:
-    for op, want in (("sum", comm.size), ("avg", 1), ("max", 1), ("min", 1)):
+    ops: dict[RingReduction, int] = {"sum": comm.size, "avg": 1, "max": 1, "min": 1}
+    for op, want in ops.items():
         for shift in (0, 1):
             x = torch.ones(items + shift, dtype=dtype, device=comm.device)[shift:]
             all_are(comm.all_reduce(torch.empty_like(x), x, op=op), want)

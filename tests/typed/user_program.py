@@ -84,6 +84,12 @@ def methods(x: Tensor, ring: commlib.CommContext, sync_op: bool) -> None:
     assert_type(work.wait(timeout=datetime.timedelta(seconds=5)), list[Tensor])
     assert_type(ring.all_to_all(parts, parts), list[Tensor])
     assert_type(ring.reduce_scatter(x, parts, op="premul_sum", factor=0.5), Tensor)
+    assert_type(ring.reduce_scatter(x, op=torch.distributed.ReduceOp.AVG), Tensor)
+    assert_type(ring.broadcast(x, root=0), Tensor)
+    assert_type(ring.reduce(x, root=0, op="BOR"), Tensor)
+    assert_type(ring.gather(x, root=0), Tensor)
+    assert_type(ring.scatter(x, root=0, use_calc_stream=False, sync_op=False), commlib.Work[Tensor])
+    assert_type(ring.all_to_all(x), Tensor)
     assert_type(ring.scatter(x, parts if sync_op else None, root=0), Tensor)
     assert_type(ring.gather(None, x, root=1), None)
     assert_type(ring.all_gather_object(3), list[int])
@@ -157,6 +163,7 @@ def wrong_calls(x: Tensor, ring: commlib.CommContext) -> None:
     ops.all_reduce([1.0, 2.0])  # refused: not a tensor
     ops.all_reduce(x, x)  # refused: the order of torch.distributed
     ops.all_reduce(x, op="median")  # refused: not a reduction
+    ring.all_reduce(x, op="median")  # refused: not a reduction
     ops.all_reduce(x, ring, "sum")  # refused: options are keywords
     ops.all_reduce(x, sync_op=False).sum()  # refused: a Work is not a tensor
     ops.all_reduce(x).wait()  # refused: a tensor is not a Work

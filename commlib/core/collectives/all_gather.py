@@ -8,6 +8,7 @@ import torch
 
 from commlib.core.calls.call import Call, nothing
 from commlib.core.collectives.copies import Copies
+from commlib.core.collectives.options import Either, Unwaited, Waited
 from commlib.core.collectives.parts import (
     check_parts,
     check_size,
@@ -18,7 +19,7 @@ from commlib.core.collectives.parts import (
 )
 from commlib.core.dispatch import dispatch, is_plain
 from commlib.core.group import group
-from commlib.core.stream_mode import MODES, Either, StreamMode, Unwaited, Waited
+from commlib.core.stream_mode import MODES, StreamMode
 from commlib.core.validation import check_pair, new_like, shape_mismatch
 from commlib.core.within import Seconds, dispatch_within
 from commlib.core.work import Work

@@ -6,12 +6,14 @@ import torch
 
 from commlib import flags
 from commlib.core.calls.call import Call, nothing
+from commlib.core.collectives.options import ReducingEither, ReducingUnwaited, ReducingWaited
 from commlib.core.dispatch import begin, dispatch, is_plain
 from commlib.core.ring import Ring
-from commlib.core.stream_mode import MODES, Either, StreamMode, Unwaited, Waited
+from commlib.core.stream_mode import MODES, StreamMode
 from commlib.core.validation import check_blocks, check_pair, new_like, shape_mismatch
 from commlib.core.within import Seconds, dispatch_within
 from commlib.core.work import Work
+from commlib.engines.reduction_names import RingReduction, reduction_name
 from commlib.errors import ArgumentError
 from commlib.p2p.fused_norm import Norm
 
@@ -21,10 +23,12 @@ Tensor = torch.Tensor
 class AllReduce(Ring):
     """The collective of a ring that reduces over all ranks, on every rank."""
 
-    def _reduction(self, collective: str, x: Tensor, op: str, factor: float | None = None) -> Any:
+    def _reduction(
+        self, collective: str, x: Tensor, op: RingReduction, factor: float | None = None
+    ) -> Any:
         """Return the reduction in the engine's own terms."""
         try:
-            return self._engine.reduction(x.dtype, op, factor)
+            return self._engine.reduction(x.dtype, reduction_name(op), factor)
         except ArgumentError as error:
             raise type(error)(f"{self._describe(collective)}: {error}") from None
 
@@ -34,10 +38,8 @@ class AllReduce(Ring):
         out: Tensor,
         x: Tensor | None = None,
         *,
-        op: str = ...,
-        factor: float | None = ...,
         max_blocks: int | None = ...,
-        **options: "Unpack[Waited]",
+        **options: "Unpack[ReducingWaited]",
     ) -> Tensor: ...
     @overload
     def all_reduce(
@@ -45,10 +47,8 @@ class AllReduce(Ring):
         out: Tensor,
         x: Tensor | None = None,
         *,
-        op: str = ...,
-        factor: float | None = ...,
         max_blocks: int | None = ...,
-        **options: "Unpack[Unwaited]",
+        **options: "Unpack[ReducingUnwaited]",
     ) -> Work[Tensor]: ...
     @overload
     def all_reduce(
@@ -56,10 +56,8 @@ class AllReduce(Ring):
         out: Tensor,
         x: Tensor | None = None,
         *,
-        op: str = ...,
-        factor: float | None = ...,
         max_blocks: int | None = ...,
-        **options: "Unpack[Either]",
+        **options: "Unpack[ReducingEither]",
     ) -> Tensor | Work[Tensor]: ...
 
     def all_reduce(
@@ -67,7 +65,7 @@ class AllReduce(Ring):
         out: Tensor,
         x: Tensor | None = None,
         *,
-        op: str = "sum",
+        op: RingReduction = "sum",
         factor: float | None = None,
         max_blocks: int | None = None,
         use_calc_stream: bool = True,
@@ -80,8 +78,8 @@ class AllReduce(Ring):
         Args:
             out: As many elements as ``x``; may be ``x``. As the only tensor it is the input.
             x: Any shape. Default: the only tensor is the input, and the output is a new one.
-            op: "sum", "prod", "min", "max", "avg" or "premul_sum"; on a CPU also "band", "bor"
-                and "bxor" of integers.
+            op: "sum", "prod", "min", "max", "avg" or "premul_sum" in any case, or a
+                ``torch.distributed.ReduceOp``; on a CPU also "band", "bor" and "bxor" of integers.
             factor: The factor of "premul_sum".
             max_blocks: Most blocks of a push kernel, which wait on the GPU for the peers. By
                 default an asynchronous call takes at most FLAGS_comm_async_blocks, so that the
@@ -108,7 +106,7 @@ class AllReduce(Ring):
         self,
         out: Tensor,
         x: Tensor,
-        op: str,
+        op: RingReduction,
         factor: float | None,
         mode: StreamMode,
         plain: bool,
@@ -130,7 +128,7 @@ class AllReduce(Ring):
         return dispatch(self, call, mode)
 
     def all_reduce_begin(
-        self, out: Tensor, x: Tensor, *, op: str = "sum", max_blocks: int | None = None
+        self, out: Tensor, x: Tensor, *, op: RingReduction = "sum", max_blocks: int | None = None
     ) -> Work[Tensor]:
         """Begin an ``all_reduce`` on the caller's current stream; ``wait()`` of the Work ends it.
 

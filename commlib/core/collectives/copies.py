@@ -7,6 +7,7 @@ from typing import Any, TypeVar, Unpack, overload
 import torch
 
 from commlib.core.calls.call import Call, nothing
+from commlib.core.collectives.options import Either, Unwaited, Waited
 from commlib.core.collectives.parts import (
     check_even,
     check_mode,
@@ -18,8 +19,16 @@ from commlib.core.collectives.parts import (
 from commlib.core.dispatch import dispatch
 from commlib.core.failures import named
 from commlib.core.ring import Ring
-from commlib.core.stream_mode import MODES, Either, StreamMode, Unwaited, Waited
-from commlib.core.validation import at_root, check_position, from_root, shape_mismatch
+from commlib.core.stream_mode import MODES, StreamMode
+from commlib.core.validation import (
+    NOT_GIVEN,
+    at_root,
+    check_position,
+    from_root,
+    new_at_root,
+    new_like,
+    shape_mismatch,
+)
 from commlib.core.within import Seconds, dispatch_within
 from commlib.core.work import Work
 from commlib.deadlines import Deadline
@@ -35,21 +44,21 @@ class Copies(Ring):
 
     @overload
     def broadcast(
-        self, out: Tensor, x: Tensor | None, *, root: int, **options: "Unpack[Waited]"
+        self, out: Tensor, x: Tensor | None = ..., *, root: int, **options: "Unpack[Waited]"
     ) -> Tensor: ...
     @overload
     def broadcast(
-        self, out: Tensor, x: Tensor | None, *, root: int, **options: "Unpack[Unwaited]"
+        self, out: Tensor, x: Tensor | None = ..., *, root: int, **options: "Unpack[Unwaited]"
     ) -> Work[Tensor]: ...
     @overload
     def broadcast(
-        self, out: Tensor, x: Tensor | None, *, root: int, **options: "Unpack[Either]"
+        self, out: Tensor, x: Tensor | None = ..., *, root: int, **options: "Unpack[Either]"
     ) -> Tensor | Work[Tensor]: ...
 
     def broadcast(
         self,
         out: Tensor,
-        x: Tensor | None,
+        x: Tensor | None = NOT_GIVEN,
         *,
         root: int,
         use_calc_stream: bool = True,
@@ -60,8 +69,9 @@ class Copies(Ring):
         """Fill ``out`` on every rank with ``x`` of ``root``.
 
         Args:
-            out: Any shape, with as many elements on every rank.
+            out: Any shape, with as many elements on every rank. As the only tensor it is the input.
             x: As many elements; may be ``out``, and None on other ranks, where it is not read.
+                Default: the only tensor is the input, and the output is a new one.
             root: Position of the rank that sends.
             use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
 
@@ -72,6 +82,8 @@ class Copies(Ring):
             PeerError: ``root`` is not a position in the ring.
             Otherwise as ``all_gather``.
         """
+        if x is NOT_GIVEN:
+            x, out = out, new_like(self, "broadcast", out)
         source, plain = from_root(self, "broadcast", root, out, x, 1)
         count = out.numel()
         launch = self._engine.broadcast if count else nothing
@@ -84,21 +96,21 @@ class Copies(Ring):
 
     @overload
     def gather(
-        self, out: AtRoot, x: Tensor, *, root: int, **options: "Unpack[Waited]"
+        self, out: AtRoot, x: Tensor = ..., *, root: int, **options: "Unpack[Waited]"
     ) -> AtRoot: ...
     @overload
     def gather(
-        self, out: AtRoot, x: Tensor, *, root: int, **options: "Unpack[Unwaited]"
+        self, out: AtRoot, x: Tensor = ..., *, root: int, **options: "Unpack[Unwaited]"
     ) -> Work[AtRoot]: ...
     @overload
     def gather(
-        self, out: AtRoot, x: Tensor, *, root: int, **options: "Unpack[Either]"
+        self, out: AtRoot, x: Tensor = ..., *, root: int, **options: "Unpack[Either]"
     ) -> AtRoot | Work[AtRoot]: ...
 
     def gather(
         self,
         out: Any,
-        x: Tensor,
+        x: Tensor = NOT_GIVEN,
         *,
         root: int,
         use_calc_stream: bool = True,
@@ -110,8 +122,9 @@ class Copies(Ring):
 
         Args:
             out: ``size`` times the elements of ``x``, or a list with a tensor per rank; may be None
-                on other ranks.
-            x: Any shape, the same on every rank.
+                on other ranks. As the only tensor it is the input.
+            x: Any shape, the same on every rank. Default: the only tensor is the input, and the
+                output is a new one: ``size`` times its rows on the root, no rows elsewhere.
             root: Position of the rank that receives.
             use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
 
@@ -122,6 +135,8 @@ class Copies(Ring):
             PeerError: ``root`` is not a position in the ring.
             Otherwise as ``all_gather``.
         """
+        if x is NOT_GIVEN:
+            x, out = out, new_at_root(self, "gather", root, out, self.size)
         mode = MODES[use_calc_stream, sync_op, fenced]
         if is_list(out):
             return self._gather_parts(out, x, root, mode, timeout)
@@ -157,21 +172,21 @@ class Copies(Ring):
 
     @overload
     def scatter(
-        self, out: Tensor, x: Given, *, root: int, **options: "Unpack[Waited]"
+        self, out: Tensor, x: Given = ..., *, root: int, **options: "Unpack[Waited]"
     ) -> Tensor: ...
     @overload
     def scatter(
-        self, out: Tensor, x: Given, *, root: int, **options: "Unpack[Unwaited]"
+        self, out: Tensor, x: Given = ..., *, root: int, **options: "Unpack[Unwaited]"
     ) -> Work[Tensor]: ...
     @overload
     def scatter(
-        self, out: Tensor, x: Given, *, root: int, **options: "Unpack[Either]"
+        self, out: Tensor, x: Given = ..., *, root: int, **options: "Unpack[Either]"
     ) -> Tensor | Work[Tensor]: ...
 
     def scatter(
         self,
         out: Tensor,
-        x: Any,
+        x: Any = NOT_GIVEN,
         *,
         root: int,
         use_calc_stream: bool = True,
@@ -182,9 +197,10 @@ class Copies(Ring):
         """Fill ``out`` of rank r with part r of ``x`` of ``root``.
 
         Args:
-            out: Any shape, with as many elements on every rank.
+            out: Any shape, with as many elements on every rank. As the only tensor it is the input.
             x: ``size`` times the elements, or a list with a tensor per rank; may be None on other
-                ranks, where it is not read.
+                ranks, where it is not read. Default: the only tensor is the input, of one shape on
+                every rank, and the output is a new one with this rank's rows along dim 0.
             root: Position of the rank that sends.
             use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
 
@@ -195,6 +211,8 @@ class Copies(Ring):
             PeerError: ``root`` is not a position in the ring.
             Otherwise as ``all_gather``.
         """
+        if x is NOT_GIVEN:
+            x, out = out, new_like(self, "scatter", out, 1, self.size)
         mode = MODES[use_calc_stream, sync_op, fenced]
         if is_list(x):
             check_position(self, "scatter", "root", root)

@@ -7,17 +7,20 @@ from typing import Any, TypeVar, Unpack, overload
 import torch
 
 from commlib.core.calls.call import Call, Launch, nothing
+from commlib.core.collectives.options import Either, Unwaited, Waited
 from commlib.core.collectives.parts import check_parts, fill, is_list, joined
 from commlib.core.dispatch import dispatch, is_plain
 from commlib.core.ring import Ring
-from commlib.core.stream_mode import MODES, Either, StreamMode, Unwaited, Waited
+from commlib.core.stream_mode import MODES, StreamMode
 from commlib.core.validation import (
+    NOT_GIVEN,
     check_out,
     check_pair,
     check_peer,
     check_tensor,
     counts,
     engine_tag,
+    new_like,
 )
 from commlib.core.within import Seconds, dispatch_within
 from commlib.core.work import Work
@@ -36,7 +39,7 @@ class Exchanges(Ring):
     def all_to_all(
         self,
         out: Outs,
-        x: Outs,
+        x: Outs = ...,
         *,
         out_splits: Splits = None,
         in_splits: Splits = None,
@@ -46,7 +49,7 @@ class Exchanges(Ring):
     def all_to_all(
         self,
         out: Outs,
-        x: Outs,
+        x: Outs = ...,
         *,
         out_splits: Splits = None,
         in_splits: Splits = None,
@@ -56,7 +59,7 @@ class Exchanges(Ring):
     def all_to_all(
         self,
         out: Outs,
-        x: Outs,
+        x: Outs = ...,
         *,
         out_splits: Splits = None,
         in_splits: Splits = None,
@@ -66,7 +69,7 @@ class Exchanges(Ring):
     def all_to_all(
         self,
         out: Any,
-        x: Any,
+        x: Any = NOT_GIVEN,
         *,
         out_splits: Splits = None,
         in_splits: Splits = None,
@@ -78,9 +81,11 @@ class Exchanges(Ring):
         """Send part j of ``x`` to rank j; fill ``out`` with the received parts in rank order.
 
         Args:
-            out: The received parts, rows along dim 0; or a list with a tensor per rank.
+            out: The received parts, rows along dim 0; or a list with a tensor per rank. As the only
+                tensor it is the input.
             x: The parts to send, rows along dim 0; or a list with a tensor per rank. All members
-                pass lists or splits, or none does.
+                pass lists or splits, or none does. Default: the only tensor is the input, and the
+                output is a new one with the rows of ``out_splits``.
             out_splits: Rows from each rank. Default: equal parts. Lists have their own sizes.
             in_splits: Rows to each rank.
             use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
@@ -93,6 +98,9 @@ class Exchanges(Ring):
             RingError: The ring has failed or is closed.
             CommTimeout, EngineError: The call failed; the ring can't be used any more.
         """
+        if x is NOT_GIVEN:
+            out_splits = None if out_splits is None else list(out_splits)
+            x, out = out, self._received(out, out_splits)
         plain = is_plain(self, x, out)  # not for a list
         if not plain and (is_list(out) or is_list(x)):
             mode = MODES[use_calc_stream, sync_op, fenced]
@@ -119,6 +127,11 @@ class Exchanges(Ring):
         if timeout is not None:
             return dispatch_within(self, call, mode, timeout)
         return dispatch(self, call, mode)
+
+    def _received(self, x: Tensor, out_splits: list[int] | None) -> Tensor:
+        """Return a new output of an all_to_all."""
+        out = new_like(self, "all_to_all", x)
+        return out if out_splits is None else out.new_empty((sum(out_splits), *x.shape[1:]))
 
     def _all_to_all_parts(
         self, outs: Any, xs: Any, splits: Any, mode: StreamMode, timeout: Seconds | None

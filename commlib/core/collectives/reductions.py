@@ -7,6 +7,7 @@ import torch
 
 from commlib.core.calls.call import Call, nothing
 from commlib.core.collectives.all_reduce import AllReduce
+from commlib.core.collectives.options import ReducingEither, ReducingUnwaited, ReducingWaited
 from commlib.core.collectives.parts import (
     check_parts,
     check_size,
@@ -17,10 +18,18 @@ from commlib.core.collectives.parts import (
 )
 from commlib.core.dispatch import dispatch, is_plain
 from commlib.core.group import group
-from commlib.core.stream_mode import MODES, Either, StreamMode, Unwaited, Waited
-from commlib.core.validation import at_root, check_pair, new_like, shape_mismatch
+from commlib.core.stream_mode import MODES, StreamMode
+from commlib.core.validation import (
+    NOT_GIVEN,
+    at_root,
+    check_pair,
+    new_at_root,
+    new_like,
+    shape_mismatch,
+)
 from commlib.core.within import Seconds, dispatch_within
 from commlib.core.work import Work
+from commlib.engines.reduction_names import RingReduction
 
 Tensor = torch.Tensor
 Given = Tensor | Sequence[Tensor] | None
@@ -35,30 +44,21 @@ class Reductions(AllReduce):
         self,
         out: Tensor,
         x: Given = None,
-        *,
-        op: str = ...,
-        factor: float | None = ...,
-        **options: "Unpack[Waited]",
+        **options: "Unpack[ReducingWaited]",
     ) -> Tensor: ...
     @overload
     def reduce_scatter(
         self,
         out: Tensor,
         x: Given = None,
-        *,
-        op: str = ...,
-        factor: float | None = ...,
-        **options: "Unpack[Unwaited]",
+        **options: "Unpack[ReducingUnwaited]",
     ) -> Work[Tensor]: ...
     @overload
     def reduce_scatter(
         self,
         out: Tensor,
         x: Given = None,
-        *,
-        op: str = ...,
-        factor: float | None = ...,
-        **options: "Unpack[Either]",
+        **options: "Unpack[ReducingEither]",
     ) -> Tensor | Work[Tensor]: ...
 
     def reduce_scatter(
@@ -66,7 +66,7 @@ class Reductions(AllReduce):
         out: Tensor,
         x: Any = None,
         *,
-        op: str = "sum",
+        op: RingReduction = "sum",
         factor: float | None = None,
         use_calc_stream: bool = True,
         sync_op: bool = True,
@@ -102,7 +102,7 @@ class Reductions(AllReduce):
         self,
         out: Tensor,
         x: Tensor,
-        op: str,
+        op: RingReduction,
         factor: float | None,
         mode: StreamMode,
         plain: bool,
@@ -128,43 +128,37 @@ class Reductions(AllReduce):
     def reduce(
         self,
         out: AtRoot,
-        x: Tensor,
+        x: Tensor = ...,
         *,
         root: int,
-        op: str = ...,
-        factor: float | None = ...,
-        **options: "Unpack[Waited]",
+        **options: "Unpack[ReducingWaited]",
     ) -> AtRoot: ...
     @overload
     def reduce(
         self,
-        out: Tensor | None,
-        x: Tensor,
+        out: AtRoot,
+        x: Tensor = ...,
         *,
         root: int,
-        op: str = ...,
-        factor: float | None = ...,
-        **options: "Unpack[Unwaited]",
+        **options: "Unpack[ReducingUnwaited]",
     ) -> Work[AtRoot]: ...
     @overload
     def reduce(
         self,
         out: AtRoot,
-        x: Tensor,
+        x: Tensor = ...,
         *,
         root: int,
-        op: str = ...,
-        factor: float | None = ...,
-        **options: "Unpack[Either]",
+        **options: "Unpack[ReducingEither]",
     ) -> AtRoot | Work[AtRoot]: ...
 
     def reduce(
         self,
-        out: Tensor | None,
-        x: Tensor,
+        out: Any,
+        x: Tensor = NOT_GIVEN,
         *,
         root: int,
-        op: str = "sum",
+        op: RingReduction = "sum",
         factor: float | None = None,
         use_calc_stream: bool = True,
         sync_op: bool = True,
@@ -174,8 +168,10 @@ class Reductions(AllReduce):
         """Fill ``out`` of ``root`` with the reduction of ``x``; elsewhere it is not touched.
 
         Args:
-            out: As many elements as ``x``; may be None on other ranks.
-            x: Any shape.
+            out: As many elements as ``x``; may be None on other ranks. As the only tensor it is the
+                input.
+            x: Any shape. Default: the only tensor is the input, and the output is a new one: the
+                reduction on the root, a copy of the input elsewhere.
             root: Position of the rank that gets the result.
             op, factor: As in ``all_reduce``.
             use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
@@ -187,6 +183,8 @@ class Reductions(AllReduce):
             PeerError: ``root`` is not a position in the ring.
             Otherwise as ``all_reduce``.
         """
+        if x is NOT_GIVEN:
+            x, out = out, new_at_root(self, "reduce", root, out)
         target, plain = at_root(self, "reduce", root, out, x)
         count = x.numel()
         if target is not None and target.numel() != count:
@@ -206,7 +204,7 @@ class Reductions(AllReduce):
         out: Tensor,
         xs: Sequence[Tensor],
         *,
-        op: str = ...,
+        op: RingReduction = ...,
         factor: float | None = ...,
         use_calc_stream: bool = ...,
         sync_op: Literal[True] = ...,
@@ -218,7 +216,7 @@ class Reductions(AllReduce):
         out: Tensor,
         xs: Sequence[Tensor],
         *,
-        op: str = ...,
+        op: RingReduction = ...,
         factor: float | None = ...,
         use_calc_stream: bool = ...,
         sync_op: Literal[False],
@@ -230,7 +228,7 @@ class Reductions(AllReduce):
         out: Tensor,
         xs: Sequence[Tensor],
         *,
-        op: str = ...,
+        op: RingReduction = ...,
         factor: float | None = ...,
         use_calc_stream: bool = ...,
         sync_op: bool,
@@ -242,7 +240,7 @@ class Reductions(AllReduce):
         out: Tensor,
         xs: Sequence[Tensor],
         *,
-        op: str = "sum",
+        op: RingReduction = "sum",
         factor: float | None = None,
         use_calc_stream: bool = True,
         sync_op: bool = True,
@@ -270,7 +268,7 @@ class Reductions(AllReduce):
         collective: str,
         out: Tensor,
         xs: Any,
-        op: str,
+        op: RingReduction,
         factor: float | None,
         mode: StreamMode,
         timeout: Seconds | None,

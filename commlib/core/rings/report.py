@@ -6,6 +6,7 @@ import torch
 
 from commlib.core.ring import Ring
 from commlib.core.validation import check_dtype
+from commlib.engines.reduction_names import RingReduction, reduction_name
 from commlib.engines.reductions import resolve_reduction
 from commlib.errors import ArgumentError
 
@@ -72,7 +73,7 @@ def nccl_comm(ring: Ring) -> int:
     return address
 
 
-def explain(ring: Ring, nbytes: int, dtype: torch.dtype, op: str) -> str:
+def explain(ring: Ring, nbytes: int, dtype: torch.dtype, op: RingReduction) -> str:
     """Return what carries an all_reduce, and why; see ``CommContext.explain``."""
     where = ring._describe("explain")
     check_dtype(ring, "explain", dtype)
@@ -80,6 +81,7 @@ def explain(ring: Ring, nbytes: int, dtype: torch.dtype, op: str) -> str:
         raise ArgumentError(
             f"{where}: nbytes={nbytes!r}; expected a number of bytes; pass x.nbytes"
         )
+    op = reduction_name(op)
     factor = 1.0 if op == "premul_sum" else None
     reduction = resolve_reduction(dtype, op, ring._engine.reducer, factor)
     if nbytes < 0 or nbytes % dtype.itemsize:

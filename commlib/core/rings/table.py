@@ -8,7 +8,7 @@ import torch
 
 from commlib.core.context import CommContext
 from commlib.core.membership import belongs
-from commlib.engines.reductions import OPS
+from commlib.engines.reduction_names import NAMES
 from commlib.errors import ArgumentError, RingError
 
 
@@ -153,5 +153,5 @@ class RingTable:
 
 def _hint(ring_id: Any) -> str:
     """Return what to pass in place of a ``ring_id`` that is the name of a reduction."""
-    is_reduction = isinstance(ring_id, str) and ring_id.lower() in OPS
+    is_reduction = isinstance(ring_id, str) and ring_id.lower() in NAMES
     return f"; pass op={ring_id!r} for a reduction" if is_reduction else ""

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from commlib.deadlines import Deadline
-from commlib.engines.reductions import BITWISE, UNSIGNED, ReductionSpec, factor_of
+from commlib.engines.reduction_names import BITWISE
+from commlib.engines.reductions import UNSIGNED, ReductionSpec, factor_of
 from commlib.errors import DtypeError
 
 _OPS = {

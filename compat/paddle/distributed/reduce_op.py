@@ -1,7 +1,9 @@
 """Legacy reductions by their numbers."""
 
 from enum import IntEnum
+from typing import cast
 
+from commlib.engines.reduction_names import ReductionName
 from commlib.errors import ArgumentError
 
 
@@ -15,14 +17,14 @@ class ReduceOp(IntEnum):
     AVG = 4
 
 
-def reduction(name: str, op: ReduceOp | int) -> str:
+def reduction(name: str, op: ReduceOp | int) -> ReductionName:
     """Return a reduction as rings know it.
 
     Raises:
         ArgumentError: ``op`` is not a ``ReduceOp``.
     """
     try:
-        return ReduceOp(op).name.lower()
+        return cast(ReductionName, ReduceOp(op).name.lower())
     except ValueError:
         names = ", ".join(f"ReduceOp.{one.name}" for one in ReduceOp)
         raise ArgumentError(f"{name}: op={op!r}; expected one of {names}") from None

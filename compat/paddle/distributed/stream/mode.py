@@ -1,7 +1,7 @@
 """The stream options of a legacy call."""
 
+from commlib.core.collectives.options import Either
 from commlib.core.context import CommContext
-from commlib.core.stream_mode import Either
 from commlib.errors import ArgumentError
 
 
