@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from commlib import errors, flags, ops
+from commlib.core import bridge
 from commlib.core.context import CommContext
 from commlib.core.manager import CommContextManager, comm
 from commlib.core.rings.opening import close_ring, init, new_ring, shutdown
@@ -31,6 +32,14 @@ __all__ = [
     "ring_from_group",
     "shutdown",
 ]
+
+
+def _process_group_of(ring: Any) -> Any:
+    """Return the process group of a ring; the first call imports the backend "commlib"."""
+    return import_module("commlib.compat.c10d").process_group_of(ring)
+
+
+bridge.use(_process_group_of)
 
 
 def __dir__() -> list[str]:

@@ -55,7 +55,7 @@ def layer(module: str) -> tuple[int, int]:
 
 
 def imports(path: Path) -> set[str]:
-    """Return the modules of commlib that ``path`` imports from, also for types alone."""
+    """Return the modules of commlib that ``path`` imports from, also for types or by name."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -65,6 +65,9 @@ def imports(path: Path) -> set[str]:
             base = node.module or ""
             deep = {f"{base}.{alias.name}" for alias in node.names}
             found |= {name if name in FILES else base for name in deep}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            name = node.args[0]
+            found |= {name.value} if isinstance(name, ast.Constant) else set()
     return {name for name in found if name.split(".")[0] == "commlib"}
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from commlib.core.context import CommContext
+from commlib.core.manager import CommContextManager
 from commlib.engines.c10d.gloo import GlooEngine
 from commlib.errors import ArgumentError, BootstrapError, EngineError, PeerTimeout, RingError
 from commlib.p2p import (
@@ -394,7 +395,8 @@ class Unresettable:
 
 def test_a_reset_that_fails_leaves_no_ring_that_looks_whole() -> None:
     identity = RingIdentity(7, 0, (0,), torch.device("cpu"), 1.0, "gloo")
-    ring = CommContext(identity, GlooEngine, None)
+    manager = CommContextManager.instance()
+    ring = CommContext(manager, identity, GlooEngine, None)
     channels: Any = [Unresettable()]
     ring._engine.channels = lambda: channels  # type: ignore[method-assign]
     ring._health.failed("all_reduce", PeerTimeout("rank 1 did not come"))

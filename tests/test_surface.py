@@ -126,7 +126,7 @@ def test_reductions_have_several_names(ring: Any) -> None:
 def test_rings_take_the_same_reductions(ring: Any) -> None:
     x = sample_of(ring)
     for name, op in REDUCTIONS.items():
-        expected = ops.all_reduce(x, op=name)
+        expected = ops.all_reduce(x, op=op)
         for form in (name, name.upper(), op, dist.ReduceOp(op)):
             assert_bits_equal(ring.all_reduce(x, op=form), expected, f"all_reduce {form}")
             assert_bits_equal(

@@ -1,10 +1,18 @@
 """From a ring to the process group of ``torch.distributed`` over it."""
 
-from importlib import import_module
+from collections.abc import Callable
 
 import torch.distributed as dist
 
 from commlib.core.ring import Ring
+
+Maker = Callable[[Ring], dist.ProcessGroup]
+_makers: list[Maker] = []
+
+
+def use(maker: Maker) -> None:
+    """Make the process groups of rings with ``maker``, which is in a room above this one."""
+    _makers[:] = [maker]
 
 
 class Bridge(Ring):
@@ -22,6 +30,4 @@ class Bridge(Ring):
         Raises:
             ArgumentError: ``torch.distributed`` is not initialised; it keeps the list of groups.
         """
-        # The dialect is a room above this one, and is loaded by the programs that use it.
-        group: dist.ProcessGroup = import_module("commlib.compat.c10d").process_group_of(self)
-        return group
+        return _makers[0](self)

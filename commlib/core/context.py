@@ -16,6 +16,7 @@ from commlib.core.compiler import leave_to_eager, untraced
 from commlib.core.device_reports import DeviceReports
 from commlib.core.health import RingHealth
 from commlib.core.lifecycle import RingLifecycle
+from commlib.core.ring import RingSource
 from commlib.core.rings import report as ring_report
 from commlib.core.split import Split
 from commlib.core.within import Seconds
@@ -47,12 +48,17 @@ class CommContext(Collectives, Split, Bridge):
     """
 
     def __init__(
-        self, identity: RingIdentity, engine: type[Engine], meeting: Meeting | None
+        self,
+        source: RingSource,
+        identity: RingIdentity,
+        engine: type[Engine],
+        meeting: Meeting | None,
     ) -> None:
         """Put the parts of a ring together; ``open`` connects them.
 
         ``meeting`` is None for a ring of one rank, which needs no communicator.
         """
+        self._source = source
         self._identity = identity
         self.ring_id, self.rank, self.ranks = identity.ring_id, identity.rank, identity.ranks
         self.size, self.device, self.timeout = identity.size, identity.device, identity.timeout

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from commlib import flags
 from commlib.core.calls.log import level
 from commlib.core.context import CommContext
+from commlib.core.ring import RingSource
 from commlib.deadlines import Deadline
 from commlib.engines.base import Engine
 from commlib.engines.c10d.gloo import GlooEngine
@@ -128,6 +129,7 @@ class Creation:
 
     def __init__(
         self,
+        source: RingSource,
         ring_id: int,
         members: tuple[int, ...],
         world: World,
@@ -137,6 +139,7 @@ class Creation:
         name: str = "",
         again: str = "",
     ) -> None:
+        self.source = source
         self.name, self.ring_id, self.again = name, ring_id, again
         self.members, self.world, self.store = members, world, store
         self.device, self.deadline = device, deadline
@@ -184,12 +187,13 @@ class Creation:
             self.again,
         )
         if len(self.members) == 1:
-            return CommContext(identity, engine, None)
+            return CommContext(self.source, identity, engine, None)
         kind = f"{engine.name} ({self.device.type}), {flags.CHECK}={level()}"
         kept = self.store is None
         with calls.borrowed(self._key, self._home, self.world.rank, kept=kept) as call:
             meeting = call.meet(self.ring_id, self.members, self.deadline, kind, self.again)
-            return self._set_up(partial(CommContext, identity, engine, meeting), meeting)
+            build = partial(CommContext, self.source, identity, engine, meeting)
+            return self._set_up(build, meeting)
 
     @property
     def _key(self) -> Hashable:

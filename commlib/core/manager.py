@@ -117,7 +117,7 @@ class CommContextManager:
                 if shared is None:
                     chosen = self._place(world, device)
                     creation = Creation(
-                        ring_id, members, world, store, chosen, deadline, name, again
+                        self, ring_id, members, world, store, chosen, deadline, name, again
                     )
                     flags.freeze()
                     self._creating[ring_id] = creation

@@ -1,5 +1,6 @@
 """A ring as the modules below ``CommContext`` see it: its public identity and its parts."""
 
+from collections.abc import Iterable, Mapping
 from threading import RLock
 from typing import Any, Protocol
 
@@ -12,8 +13,42 @@ from commlib.core.lifecycle import RingLifecycle
 from commlib.deferred import UnfencedCalls
 from commlib.engines.base import Engine
 from commlib.rendezvous.call_board import CallBoard
+from commlib.rendezvous.environment import World
 from commlib.rendezvous.hosts import HostExchange
 from commlib.streams import Fences
+
+
+class Elsewhere(Protocol):
+    """The rings that this rank is not a member of."""
+
+    elsewhere: dict[int, tuple[int, ...]]
+
+
+class RingSource(Protocol):
+    """The manager as its rings see it, which make further rings."""
+
+    @property
+    def _creating(self) -> Mapping[int, Any]: ...
+
+    @property
+    def _table(self) -> Elsewhere: ...
+
+    def _world(self) -> World: ...
+
+    def create(
+        self,
+        ring_id: int,
+        ranks: Iterable[int],
+        *,
+        device: torch.device | None,
+        timeout: float | None,
+        name: str,
+        again: str,
+    ) -> Any:
+        """Return a new ring."""
+
+    def has(self, ring_id: int) -> bool:
+        """Return True if a ring exists on this rank."""
 
 
 class Ring(Protocol):
@@ -28,6 +63,7 @@ class Ring(Protocol):
     engine: str
     name: str
 
+    _source: RingSource
     _engine: Engine
     _health: RingHealth
     _hosts: HostExchange

@@ -1,7 +1,6 @@
 """Rings that are made of the members of a ring."""
 
 from datetime import timedelta
-from importlib import import_module
 from operator import index
 from typing import Any, Self
 
@@ -70,31 +69,31 @@ class Split(Ring):
             seconds: The timeout of the new ring.
             name: Its name.
         """
-        # It makes the object that has this method, so it can't be imported above.
-        manager: Any = import_module("commlib.core.manager").CommContextManager.instance()
         firsts = [min(position for _, position in group) for group in groups]
         ring, again = None, f"commlib.comm({self.ring_id}).split(...) on all of its members"
-        ids = self._free_ids(manager, firsts, drawn) if groups else []
+        ids = self._free_ids(firsts, drawn) if groups else []
         for new_id, group in zip(ids, groups, strict=True):
             positions = [position for _, position in sorted(group)]
             members = tuple(self.ranks[position] for position in positions)
             if self.rank in positions:
-                place = {"device": self.device, "timeout": seconds, "again": again}
-                ring = manager.create(new_id, members, name=name, **place)
+                ring = self._source.create(
+                    new_id, members, device=self.device, timeout=seconds, name=name, again=again
+                )
             else:
-                manager._table.elsewhere[new_id] = members
+                self._source._table.elsewhere[new_id] = members
         return ring
 
-    def _free_ids(self, manager: Any, firsts: list[int], drawn: list[int]) -> list[int]:
+    def _free_ids(self, firsts: list[int], drawn: list[int]) -> list[int]:
         """Return an id for each new ring, from the number that its first member has drawn.
 
         No other new ring has the same, also in other threads. Only a ring that the program has
         numbered so itself may have it, on some members: then all members draw once more.
         """
-        size = manager._world().size
+        source = self._source
+        size = source._world().size
         while True:
             ids = [ring_id(drawn[at], self.ranks[at], size) for at in firsts]
-            free = not any(manager.has(one) or one in manager._creating for one in ids)
+            free = not any(source.has(one) or one in source._creating for one in ids)
             rows = self._hosts.exchange([free, numbers.draw()], "split", "ids")
             if all(there for there, _ in rows):
                 return ids
