@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from commlib import flag_values, ops
+from commlib import ops
 from commlib.errors import FlagError, ShapeError
+from commlib.flags import values
 from commlib.graph.report import Report
 from commlib.ops.registered.library import deliver, save
 from tests.support.checks import assert_equal
@@ -15,9 +16,9 @@ from tests.support.ranks import Ranks
 
 
 def test_the_largest_size_of_a_flag() -> None:
-    assert flag_values.mebibytes("FLAGS_comm_channel_mib", "2048") == 2048
+    assert values.mebibytes("FLAGS_comm_channel_mib", "2048") == 2048
     with pytest.raises(FlagError, match="up to 2048"):
-        flag_values.mebibytes("FLAGS_comm_channel_mib", "2049")
+        values.mebibytes("FLAGS_comm_channel_mib", "2049")
 
 
 @pytest.mark.parametrize("tokens", [32, 1000, 100_000])

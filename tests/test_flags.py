@@ -8,7 +8,7 @@ import pytest
 import commlib
 from commlib import flags
 from commlib.errors import FlagError
-from commlib.flag_table import FLAGS
+from commlib.flags.registry import FLAGS
 from tests.support.processes import run
 
 NAME = "FLAGS_dynamic_static_unified_comm"
@@ -151,11 +151,15 @@ def test_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLAGS_comm_timeout_s", "7")
     with flags.override(NAME, 1):
         text = flags.table()
-    lines = {line.split()[0]: line.split()[1:] for line in text.splitlines()}
+    rows = [line.split() for line in text.splitlines() if not line.startswith(" ")]
+    lines = {name: rest for name, *rest in rows}
     assert lines["name"] == ["type", "default", "value", "source"]
     assert lines[NAME] == ["bool", "False", "True", "set"]
     assert lines["FLAGS_comm_timeout_s"] == ["seconds", "600.0", "7.0", "environment"]
     assert lines["FLAGS_comm_close_timeout_s"] == ["seconds", "10.0", "10.0", "default"]
+    for flag in FLAGS.values():
+        assert flag.description in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_one_log_line_names_the_engine() -> None:

@@ -13,8 +13,8 @@ from torch.optim import optimizer as torch_optimizers
 from torch.utils.hooks import RemovableHandle
 
 from commlib import graph
-from commlib.graph import hook_watch
-from commlib.graph.module_watch import ModuleWatch
+from commlib.graph.surroundings import hooks
+from commlib.graph.surroundings.modules import ModuleWatch
 from tests.support.checks import assert_bits_equal, assert_equal
 
 VALUES = (1.0, 1.0, 1.0, 3.0, 3.0, 1.0)
@@ -271,7 +271,7 @@ def test_a_second_kind_of_hook(first: str) -> None:
 def test_a_call_while_another_thread_adds_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes between the number of the hook and the hook, as torch stores them."""
     now = [100.0]
-    monkeypatch.setattr(hook_watch, "monotonic", lambda: now[0])
+    monkeypatch.setattr(hooks, "monotonic", lambda: now[0])
     module: Any = nn.Identity()
     g = graph.capture(lambda x: module(x) + 0, outputs="copy", verify=False)
     for _ in range(4):

@@ -14,8 +14,8 @@ from torch import nn
 
 from commlib import graph
 from commlib.errors import GraphError
-from commlib.graph import setting_places
-from commlib.graph.module_watch import ModuleWatch
+from commlib.graph.surroundings import setting_places
+from commlib.graph.surroundings.modules import ModuleWatch
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 
 VALUES = (1.0, 1.0, 1.0, 3.0, 3.0, 1.0)

@@ -59,7 +59,7 @@ def test_drift(comm: Any) -> None:
     assert_equal(row["worst_late_us"] >= row["late_us"] > 0, True, f"{row}")
     said = comm._hosts.exchange_bytes(repr(row).encode())
     assert_equal(set(said), {repr(row).encode()}, "the same row on every rank")
-    for text in (str(report), report.page()):
+    for text in (str(report), report.page(), report._repr_html_()):
         assert_equal("latest rank" in text, True, "the table of drift")
     assert_equal(graph.report(alone, drift=0).drift, [], "functions without collectives")
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from commlib import graph
-from commlib.graph.module_watch import ModuleWatch
+from commlib.graph.surroundings.modules import ModuleWatch
 from tests.support.checks import assert_bits_equal, assert_equal
 
 ONE = torch.ones(2)

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = ("ops", "compat", "tools")
 LAYERS = (  # lowest first, one line per folder; a module imports from its line and those above
-    "ground",  # the files of commlib/ itself, but for its two entrances
+    "ground",  # flags/ and the files of commlib/ itself, but for its two entrances
     "rendezvous",
     "p2p",
     "engines",
@@ -23,7 +23,17 @@ LAYERS = (  # lowest first, one line per folder; a module imports from its line 
     "__main__",
 )
 # The same for the folders of graph/; its files and other folders are above them.
-GRAPH = ("python", "operators", "watching", "backends", "calls", "recording", "replaying", "")
+GRAPH = (
+    "python",
+    "operators",
+    "watching",
+    "backends",
+    "calls",
+    "surroundings",
+    "recording",
+    "replaying",
+    "",
+)
 READS_ENVIRONMENT = {"commlib.flags", "commlib.rendezvous.environment"}
 
 
@@ -47,7 +57,7 @@ def layer(module: str) -> tuple[int, int]:
     room, inner = [*module.split(".")[1:], "", ""][:2]
     if not room or room == "__main__":
         return LAYERS.index(room or "commlib"), 0
-    if FILES.get(f"commlib.{room}", ROOT).parent == ROOT / "commlib":
+    if room == "flags" or FILES.get(f"commlib.{room}", ROOT).parent == ROOT / "commlib":
         room = "ground"
     assert room in LAYERS, f"{module} is in a folder without a line in LAYERS"
     inside = room == "graph"

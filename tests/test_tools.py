@@ -1,6 +1,7 @@
 """The command `commlib`, its doctor, and the choice of packages that `make` makes."""
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -51,6 +52,8 @@ def test_doctor_as_json() -> None:
     assert found["complaints"] == []
     assert {row["name"] for row in found["flags"]} == {row["name"] for row in flags.rows()}
     assert {"name": "commlib", "version": commlib.__version__} in found["versions"]
+    assert {"name": "cores", "value": str(os.cpu_count())} in found["machine"]
+    assert [row["name"] for row in found["machine"]] == ["system", "CPU", "cores"]
 
 
 def test_help_of_bench_names_every_benchmark() -> None:

@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import os
 import platform
 from collections.abc import Iterable, Iterator
 from importlib import metadata, util
@@ -62,6 +63,7 @@ def run_doctor(*, as_json: bool = False) -> int:
 
 def _subjects() -> Iterator[tuple[str, Row, Iterable[Row]]]:
     """Yield title, columns and rows of each subject."""
+    yield "machine", ("name", "value"), machine()
     yield "versions", ("name", "version"), versions()
     yield "GPUs", ("index", "name", "memory GiB", "capability"), gpus()
     yield "peer access", ("from", "reaches"), _peers()
@@ -110,6 +112,22 @@ def _complaints() -> Iterator[str]:
     for name, flag in flags.unknown():
         if flag is not None:
             yield f"flags: {flags.unknown_text(name, flag)}"
+
+
+def machine() -> Iterator[Row]:
+    """Yield the operating system and the processor."""
+    libc = " ".join(platform.libc_ver()).strip()
+    yield "system", f"{platform.system()} {platform.machine()}{libc and f', {libc}'}"
+    yield "CPU", _cpu()
+    yield "cores", str(os.cpu_count())
+
+
+def _cpu() -> str:
+    """Return the processor's model, which ``platform.processor`` knows on few systems only."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, "") or platform.processor() or platform.machine()
 
 
 def versions() -> Iterator[Row]:

@@ -16,7 +16,7 @@ from commlib.graph.calls.openable import Contents, changed
 from commlib.graph.calls.tensor_places import AllPlaces, Places
 from commlib.graph.operators.unsupported import check_untransformed
 from commlib.graph.python.look_error import look_error
-from commlib.graph.surroundings import Surroundings
+from commlib.graph.surroundings.surroundings import Surroundings
 
 _NO_CALL = without_arguments(())
 # Arguments that have separate surroundings, as the function has.

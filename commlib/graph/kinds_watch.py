@@ -5,7 +5,7 @@ import torch
 from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.calls.openable import PLAIN
 from commlib.graph.replaying.entries import Entries
-from commlib.graph.surroundings import Surroundings
+from commlib.graph.surroundings.surroundings import Surroundings
 from commlib.log import log
 
 _MANY = 8  # kinds of calls, where most are replayed

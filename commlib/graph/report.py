@@ -51,7 +51,7 @@ _NO_TIMES = "no replay was timed: set FLAGS_graph_drift=100 before functions are
 
 
 class Report(list[Row]):
-    """Rows, one per captured call; ``print`` shows tables.
+    """Rows, one per captured call; ``print`` and notebooks show tables.
 
     Attributes:
         memory: One row per device with graphs.
@@ -70,15 +70,19 @@ class Report(list[Row]):
             tables.append(text_table(_DRIFT, self.drift) if self.drift else _NO_TIMES)
         return "\n\n".join(tables)
 
-    def page(self) -> str:
-        """Return an HTML page with the tables, and the key and collectives of each call."""
+    def _repr_html_(self) -> str:
+        """Return the tables as a notebook shows them."""
         tables = html_table(_COLUMNS, self, _details) + html_table(_MEMORY, self.memory)
         if self.drift is not None:
             tables += html_table(_DRIFT, self.drift) if self.drift else f"<p>{_NO_TIMES}</p>"
+        return tables
+
+    def page(self) -> str:
+        """Return an HTML page with the tables, and the key and collectives of each call."""
         style = "body{font:14px sans-serif}td,th{padding:2px 10px;text-align:left}"
         return (
             f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>Graphs</title>'
-            f"<style>{style}</style></head><body><h1>Graphs</h1>{tables}</body></html>\n"
+            f"<style>{style}</style></head><body><h1>Graphs</h1>{self._repr_html_()}</body></html>\n"
         )
 
 
@@ -114,8 +118,9 @@ def report(
           ``cudaMallocAsync`` the most bytes that the allocations of a graph hold at once.
         * ``capture_seconds``, ``verify_seconds``: the cost of the capture and of all comparisons.
         * ``verified``: the calls and backwards that were compared with the function.
-        * ``repeats``: False if runs of the function differ in bits. The differing items are
-          compared by half of their digits, or by ``tolerance=``.
+        * ``repeats``: False if runs of the function differ in bits. All items of a kind that
+          differs (outputs, gradients, memory, one name) are compared by half of their digits, or
+          by ``tolerance=``.
         * ``captured_variant``: True if the function queries whether it is captured and reads
           values if not. The query then returns True, and the last digits may differ.
         * ``launch_us``: the host time of one replay.

@@ -1,16 +1,14 @@
 """Facts about the machine of a benchmark, which a reader needs to judge and repeat its figures."""
 
 import os
-import platform
 import time
 from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
-from commlib.tools.doctor import gpus, versions
+from commlib.tools.doctor import gpus, machine, versions
 
 Fact = tuple[str, str]
 
@@ -22,21 +20,11 @@ def facts() -> tuple[Fact, ...]:
 
 def _facts() -> Iterator[Fact]:
     yield "date", time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    yield "CPU", _cpu()
-    yield "cores", str(os.cpu_count())
+    yield from ((name, value) for name, value in machine())
     yield "load at the start", f"{os.getloadavg()[0]:.1f} over the last minute"
     names = Counter(name for _, name, *_ in gpus())
     yield "GPUs", ", ".join(f"{count} x {name}" for name, count in names.items()) or "none"
-    yield "system", f"{platform.system()} {platform.machine()}"
     yield from ((name, version) for name, version in versions() if version != "no driver")
-
-
-def _cpu() -> str:
-    """Return the processor's model, which ``platform.processor`` knows on few systems only."""
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.exists() else []
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(models, "") or platform.processor() or platform.machine()
 
 
 def gpu_refusal(nproc: int, least: int = 2, *, shares: bool = False) -> str | None:

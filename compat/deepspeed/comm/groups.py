@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from commlib.compat import torch_distributed as dist
 from commlib.compat.c10d.bridges import calls_of
 from commlib.compat.deepspeed.comm.counters import configure
@@ -94,7 +96,7 @@ def destroy_process_group(group: Group = None) -> None:
     dist.destroy_process_group(group)
 
 
-def new_group(ranks: Sequence[int]) -> Any:
+def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | int:
     """Return a group of some ranks; every rank calls it.
 
     Args:
@@ -103,12 +105,21 @@ def new_group(ranks: Sequence[int]) -> Any:
     Returns:
         The group; on a rank that is not in it ``GroupMember.NON_GROUP_MEMBER`` of torch.
     """
-    return dist.new_group(list(ranks))
+    group: dist.ProcessGroup | int = dist.new_group(list(ranks))
+    return group
 
 
-def get_world_group() -> Any:
+def get_world_group() -> Group:
     """Return the group of all ranks; None before ``init_distributed``."""
     return dist.group.WORLD
+
+
+def _given(group: Group) -> dist.ProcessGroup:
+    """Return ``group``; for None that of all ranks."""
+    found = group or get_world_group()
+    if found is None:
+        raise ArgumentError("no group exists; call deepspeed.comm.init_distributed() first")
+    return found
 
 
 def get_world_size(group: Group = None) -> int:
@@ -142,7 +153,7 @@ def get_global_rank(group: Group = None, group_rank: int = 0) -> int:
         group: A process group; None is that of all ranks.
         group_rank: A position in the group.
     """
-    return int(dist.get_global_rank(group or get_world_group(), group_rank))
+    return int(dist.get_global_rank(_given(group), group_rank))
 
 
 def get_all_ranks_from_group(group: Group = None) -> list[int]:
@@ -151,17 +162,19 @@ def get_all_ranks_from_group(group: Group = None) -> list[int]:
     Args:
         group: A process group; None is that of all ranks.
     """
-    return list(dist.get_process_group_ranks(group or get_world_group()))
+    return list(dist.get_process_group_ranks(_given(group)))
 
 
-def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:
+def initialize_mesh_device(
+    mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]
+) -> DeviceMesh:
     """Return a ``DeviceMesh`` over the devices of all ranks.
 
     Args:
         mesh_shape: Sizes of the dimensions.
         mesh_dim_names: Names of the dimensions.
     """
-    calls = calls_of(get_world_group())
+    calls = calls_of(_given(None))
     kind = "cuda" if calls is not None and "cuda" in calls.rings else "cpu"
     return dist.init_device_mesh(kind, mesh_shape, mesh_dim_names=mesh_dim_names)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from commlib import flag_values
+from commlib.flags import values
 
 UNIFIED: Final = "FLAGS_dynamic_static_unified_comm"
 TIMEOUT: Final = "FLAGS_comm_timeout_s"
@@ -55,7 +55,7 @@ FLAGS = {
         Flag(
             UNIFIED,
             "bool",
-            flag_values.boolean,
+            values.boolean,
             False,
             "one CommContextManager owns the communicators (1) or torch.distributed groups do (0)",
             freezes=True,
@@ -63,42 +63,42 @@ FLAGS = {
         Flag(
             TIMEOUT,
             "seconds",
-            flag_values.seconds,
+            values.seconds,
             600.0,
             "deadline of creating a ring and of a CPU wait",
         ),
         Flag(
             CLOSE_TIMEOUT,
             "seconds",
-            flag_values.seconds,
+            values.seconds,
             10.0,
             "deadline of closing one communicator",
         ),
         Flag(
             CHANNEL,
             "MiB",
-            flag_values.mebibytes,
+            values.mebibytes,
             128,
             "GPU memory through which the ranks of one host exchange rows; 0: NCCL moves them",
         ),
         Flag(
             CUSTOM_ALLREDUCE,
             "bool",
-            flag_values.boolean,
+            values.boolean,
             True,
             "push kernels run the collectives that they run faster (1), or none (0)",
         ),
         Flag(
             ASYNC_BLOCKS,
             "blocks",
-            flag_values.blocks,
+            values.blocks,
             32,
             "most blocks of a push kernel that runs at the same time as compute (sync_op=False)",
         ),
         Flag(
             CHECK,
             "level",
-            flag_values.level,
+            values.level,
             1,
             "compare the ranks' calls: before every launch (2), at deadlines, close and every "
             "1000 calls (1), never (0)",
@@ -106,14 +106,14 @@ FLAGS = {
         Flag(
             RUN_TOKEN,
             "text",
-            flag_values.token,
+            values.token,
             "",
             "name of the run, the same on all its ranks: ranks of two runs reject each other",
         ),
         Flag(
             TORCH_BACKEND,
             "bool",
-            flag_values.boolean,
+            values.boolean,
             False,
             "torch.distributed makes rings for nccl, gloo and the default backend (1); read by "
             "`import torch`",
@@ -121,7 +121,7 @@ FLAGS = {
         Flag(
             GRAPH_VERIFY,
             "schedule",
-            flag_values.schedule,
+            values.schedule,
             "auto",
             "replays that are compared with the function: the first two and then fewer and fewer "
             "(auto), every N-th (N), none (0)",
@@ -129,14 +129,14 @@ FLAGS = {
         Flag(
             GRAPH_DRIFT,
             "replays",
-            flag_values.replays,
+            values.replays,
             0,
             "last replays of a function with collectives whose times report(drift=...) compares",
         ),
         Flag(
             MALLOC_ASYNC,
             "bool",
-            flag_values.boolean,
+            values.boolean,
             False,
             "torch takes GPU memory from cudaMallocAsync (1), or as PYTORCH_CUDA_ALLOC_CONF says",
         ),

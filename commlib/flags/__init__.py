@@ -6,16 +6,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from textwrap import fill
 from typing import Any, TypedDict, overload
 
 from commlib import torch_allocator
 from commlib.errors import FlagError
-from commlib.flag_table import ASYNC_BLOCKS as ASYNC_BLOCKS
-from commlib.flag_table import CHANNEL as CHANNEL
-from commlib.flag_table import CHECK as CHECK
-from commlib.flag_table import CLOSE_TIMEOUT as CLOSE_TIMEOUT
-from commlib.flag_table import CUSTOM_ALLREDUCE as CUSTOM_ALLREDUCE
-from commlib.flag_table import (
+from commlib.flags.registry import ASYNC_BLOCKS as ASYNC_BLOCKS
+from commlib.flags.registry import CHANNEL as CHANNEL
+from commlib.flags.registry import CHECK as CHECK
+from commlib.flags.registry import CLOSE_TIMEOUT as CLOSE_TIMEOUT
+from commlib.flags.registry import CUSTOM_ALLREDUCE as CUSTOM_ALLREDUCE
+from commlib.flags.registry import (
     FLAGS,
     PREFIXES,
     Flag,
@@ -26,13 +27,13 @@ from commlib.flag_table import (
     Text,
     Value,
 )
-from commlib.flag_table import GRAPH_DRIFT as GRAPH_DRIFT
-from commlib.flag_table import GRAPH_VERIFY as GRAPH_VERIFY
-from commlib.flag_table import MALLOC_ASYNC as MALLOC_ASYNC
-from commlib.flag_table import RUN_TOKEN as RUN_TOKEN
-from commlib.flag_table import TIMEOUT as TIMEOUT
-from commlib.flag_table import TORCH_BACKEND as TORCH_BACKEND
-from commlib.flag_table import UNIFIED as UNIFIED
+from commlib.flags.registry import GRAPH_DRIFT as GRAPH_DRIFT
+from commlib.flags.registry import GRAPH_VERIFY as GRAPH_VERIFY
+from commlib.flags.registry import MALLOC_ASYNC as MALLOC_ASYNC
+from commlib.flags.registry import RUN_TOKEN as RUN_TOKEN
+from commlib.flags.registry import TIMEOUT as TIMEOUT
+from commlib.flags.registry import TORCH_BACKEND as TORCH_BACKEND
+from commlib.flags.registry import UNIFIED as UNIFIED
 from commlib.log import log
 
 __all__ = ["Flag", "get", "override", "rows", "set", "table"]
@@ -42,6 +43,8 @@ def __dir__() -> list[str]:
     """List the public names."""
     return [*__all__]
 
+
+_INDENT: Any = {"initial_indent": "    ", "subsequent_indent": "    "}  # of meanings in a table
 
 _set_values: dict[str, Value] = {}
 _frozen: dict[str, Value] = {}
@@ -206,7 +209,8 @@ def table() -> str:
     """Return a text table of all flags; the command `commlib flags` prints it.
 
     Returns:
-        One line per flag with its name, type, default, value and source, below a header line.
+        One line per flag with its name, type, default, value and source, below a header line; each
+        is followed by a line with the flag's meaning.
 
     Raises:
         FlagError: A text in the environment can't be parsed.
@@ -215,10 +219,12 @@ def table() -> str:
     lines: list[dict[str, Any]] = [{**row} for row in rows()]
     cells = [columns, *(tuple(str(line[c]) for c in columns) for line in lines)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    return "\n".join(
+    heading, *texts = (
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in cells
     )
+    meanings = (fill(line["description"], 80, **_INDENT) for line in lines)
+    return "\n".join([heading, *(f"{a}\n{b}" for a, b in zip(texts, meanings, strict=True))])
 
 
 def unknown() -> list[tuple[str, str | None]]:
@@ -261,7 +267,7 @@ def _is_command() -> bool:
     """Return True in the command `commlib`, which reports unreadable flags in one line."""
     words, program = sys.orig_argv, (sys.argv or [""])[0]
     module = words[words.index("-m") + 1 :][:1] if "-m" in words else []
-    main = str(Path(__file__).parent / "__main__.py")
+    main = str(Path(__file__).parent.parent / "__main__.py")
     as_module = module == ["commlib"] and program in ("-m", main)  # "-m" until Python finds it
     return as_module or Path(program).name == "commlib"
 

@@ -18,10 +18,10 @@ import torch
 
 from commlib.core.tensors import is_wrapper
 from commlib.graph.calls.tensor_addresses import TensorAddresses, has_address
-from commlib.graph.hook_watch import HookLook
 from commlib.graph.python.contents import is_asked
 from commlib.graph.python.read_names import is_read, names_read
 from commlib.graph.python.setting import Same, setting
+from commlib.graph.surroundings.hooks import HookLook
 
 _Fact = tuple[str, Any]
 

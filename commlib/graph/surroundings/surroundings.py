@@ -12,13 +12,13 @@ import torch
 from typing_extensions import Self
 
 from commlib.graph.calls.tensor_places import NO_PLACES, Around, Name, Places, TensorPlaces
-from commlib.graph.hook_watch import hooks_of_all
-from commlib.graph.module_watch import ModuleStates, ModuleWatch
 from commlib.graph.python.contents import MOST_WRITTEN, Contents, Fact, is_asked
 from commlib.graph.python.reach import attributes
 from commlib.graph.python.read_names import is_read, read_names
 from commlib.graph.python.setting import has_settings, setting
-from commlib.graph.setting_places import SettingPlaces
+from commlib.graph.surroundings.hooks import hooks_of_all
+from commlib.graph.surroundings.modules import ModuleStates, ModuleWatch
+from commlib.graph.surroundings.setting_places import SettingPlaces
 
 _DEEP = 4  # how far settings of optimizers and objects among arguments are followed
 _MANY = 16  # facts that are hashed faster one by one
