@@ -328,7 +328,7 @@ def test_a_group_that_connects_is_launched_once(comm: Any) -> None:
 @runs_on("gpu_ranks")
 def test_closing_next_to_a_graph_of_the_program(comm: Any) -> None:
     """close() does not wait for graphs of the program; the communicator goes after them."""
-    from commlib.engines.nccl import connection
+    from commlib.engines.nccl import released
 
     ring = new_ring(40)
     x = torch.ones(MIB, dtype=torch.int64, device=comm.device)
@@ -341,14 +341,14 @@ def test_closing_next_to_a_graph_of_the_program(comm: Any) -> None:
     took = time.monotonic() - began
     assert_equal(took < flags.get(flags.CLOSE_TIMEOUT) / 2, True, f"close() took {took:.1f} s")
     assert_equal("still hold" in ring._errors()[-1], True, ring._errors())
-    assert_equal(len(connection._released), 1, "communicators that wait for graphs")
+    assert_equal(len(released._released), 1, "communicators that wait for graphs")
     graph.reset()
     torch.cuda.synchronize()
     end = time.monotonic() + 10
-    while connection._released and time.monotonic() < end:
-        connection._destroy_released()
+    while released._released and time.monotonic() < end:
+        released.destroy_released()
         time.sleep(0.05)
-    assert_equal(len(connection._released), 0, "communicators after the graph")
+    assert_equal(len(released._released), 0, "communicators after the graph")
 
 
 @runs_on("gpu_ranks")

@@ -1,6 +1,5 @@
 """The NCCL communicators of one ring: made when a call needs one, measured, and released."""
 
-import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from commlib.deadlines import Deadline
 from commlib.engines.base import ABORT_S, Unconnected
 from commlib.engines.graph_holds import GraphHolds
 from commlib.engines.libnccl import library
+from commlib.engines.nccl.released import destroy_released, release
 from commlib.errors import ArgumentError, CommTimeout
 from commlib.log import log
 from commlib.rendezvous.hosts import HostExchange
@@ -44,7 +44,7 @@ class Connection:
         self._making = threading.RLock()
         self._unpublished: Any = None  # the communicator while it connects peers
         self._holds = GraphHolds()
-        _destroy_released()
+        destroy_released()
 
     @property
     def connected(self) -> bool:
@@ -107,9 +107,7 @@ class Connection:
                     self._comm = self._initialise(unique_id, ring.size, ring.rank)
                 self._refuse_ended()
             if exchanges and not self._exchanges:
-                self._hosts.exchange(
-                    []
-                )  # all members are here, so that NCCL waits for none of them
+                self._hosts.exchange([])  # all members are here: NCCL waits for none of them
                 with self._measured(), self._withdrawn() as comm:
                     self._run(partial(self._touch_peers, comm, current_raw(ring.device.index)))
                 self._refuse_ended()
@@ -253,7 +251,7 @@ class Connection:
         )
         self._health.note(text)
         log.warning(text)
-        _released.append(_Released(self._forget(), self._holds))
+        release(self._forget(), self._holds)
         self._holds = GraphHolds()
 
     def suspend(self) -> None:
@@ -281,24 +279,3 @@ class Connection:
         comms, self._comm, self._unpublished, self._exchanges = self._all(), None, None, False
         self._pairs, self.nbytes = {}, 0
         return comms
-
-
-class _Released:
-    """Communicators of a closed ring that CUDA graphs still hold."""
-
-    def __init__(self, comms: list[Any], holds: GraphHolds) -> None:
-        self.comms, self.holds = comms, holds
-        for comm in comms:  # its destructor would wait for the graphs at the end of the process
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(comm))
-
-
-_released: list[_Released] = []
-
-
-def _destroy_released() -> None:
-    """Destroy communicators of closed rings that no graph holds any more."""
-    for each in [each for each in _released if each.holds.count == 0]:
-        _released.remove(each)
-        for comm in each.comms:
-            comm.destroy()
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(comm))
