@@ -13,6 +13,7 @@ from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.decoder import SEQUENCES
 from tests.support.legacy_decoder import WIDTH, Layers, Legacy
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 # Of Paddle 2.6.2, in order.
 ARGUMENTS = """
@@ -210,11 +211,10 @@ def test_rotation(ranks: Ranks) -> None:
     ranks(rotated)
 
 
-def wrong(ring: Any) -> None:
-    layers = Layers(ring)
-    x, weights = layers.x, layers.weights
-    embs = angles(x.shape[1], 1, ring.device).expand(-1, SEQUENCES, -1, -1, -1)
-    errors: list[tuple[type[CommError], dict[str, Any], str]] = [
+def wrong_options(layers: Layers) -> list[tuple[type[CommError], dict[str, Any], str]]:
+    """Return options that are refused, with the error and what its text must say."""
+    embs = angles(layers.x.shape[1], 1, layers.x.device).expand(-1, SEQUENCES, -1, -1, -1)
+    return [
         (ArgumentError, {"dropout_rate": 0.5, "training": True}, "dropout_rate=0.5 with training"),
         (ArgumentError, {"dropout_rate": 0.5, "mode": "downscale_in_infer"}, "mode='downscale_in"),
         (ArgumentError, {"dropout_rate": 2}, "dropout_rate=2; expected a number from 0 to 1"),
@@ -239,9 +239,22 @@ def wrong(ring: Any) -> None:
             "time_step='4'; expected an integer or a tensor of one",
         ),
     ]
-    for error, how, text in errors:
+
+
+@runs_on("ranks")
+def test_bad_input(ring: Any) -> None:
+    layers = Layers(ring)
+    for error, how, text in wrong_options(layers):
         with raises(error, "fused_multi_transformer on ring 0", text):
-            layers(x, **how)
+            layers(layers.x, **how)
+    assert_equal(tuple(layers(layers.x[:0]).shape), (0, *layers.x.shape[1:]), "an empty batch")
+    assert_bits_equal(layers(layers.x, dropout_rate=0.5), layers(layers.x), "a rate in inference")
+
+
+@runs_on("ranks")
+def test_bad_weights(ring: Any) -> None:
+    layers = Layers(ring)
+    x, weights = layers.x, layers.weights
     with raises(ArgumentError, "weights of {", "expected the same number each, 1 or more"):
         Legacy(x, *[[] for _ in weights], ring_id=0)
     with raises(ArgumentError, "qkv_weights is NoneType; expected a list"):
@@ -254,8 +267,11 @@ def wrong(ring: Any) -> None:
         layers([1.0])
     with raises(RingError, "ring_id=True"):
         Legacy(x, *weights, ring_id=True)
-    assert_equal(tuple(layers(x[:0]).shape), (0, *x.shape[1:]), "an empty batch")
-    assert_bits_equal(layers(x, dropout_rate=0.5), layers(x), "a rate in inference")
+    assert_equal(tuple(layers(x).shape), tuple(x.shape), "afterwards")
+
+
+@runs_on("ranks")
+def test_bad_attention(ring: Any) -> None:
     attention: Any = paddle.fused_multi_head_attention
     block = torch.ones(3, 2, 4, 8, device=ring.device), torch.ones(8, 8, device=ring.device)
     row = torch.ones(1, 2, 8, device=ring.device)
@@ -267,7 +283,3 @@ def wrong(ring: Any) -> None:
     ):
         with raises(ArgumentError, text):
             attention(row, *block, **how)
-
-
-def test_bad_input(ranks: Ranks) -> None:
-    ranks(wrong)

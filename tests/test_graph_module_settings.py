@@ -339,35 +339,41 @@ def test_a_look_of_another_thread_before_the_question(monkeypatch: pytest.Monkey
     assert_equal(g(x).item(), 7.0)
 
 
+class Parts(nn.Module):
+    """A module with a part of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attribute = 1.0
+        self.register_buffer("buffer", torch.ones(1))
+        self.register_parameter("parameter", nn.Parameter(torch.ones(1)))
+        self.add_module("module", Held(1.0, lambda held: held))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Return a multiple."""
+        made = self.get_submodule("module")(x) * self.attribute
+        return made * self.get_buffer("buffer") * self.get_parameter("parameter")
+
+    def replace(self, part: str) -> None:
+        """Put a part that multiplies by 7 in the place of one."""
+        seven = torch.full((1,), 7.0)
+        changes: dict[str, Callable[[], object]] = {
+            "attribute": lambda: setattr(self, "attribute", 7.0),
+            "buffer": lambda: self.register_buffer("buffer", seven),
+            "parameter": lambda: self.register_parameter("parameter", nn.Parameter(seven)),
+            "module": lambda: self.add_module("module", Held(7.0, lambda held: held)),
+        }
+        changes[part]()
+
+
 @pytest.mark.parametrize("part", ["attribute", "buffer", "parameter", "module"])
 def test_a_call_while_another_thread_changes_a_module(
     monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     """A change is reported when it is there: a look before that would keep the old state."""
-
-    class Parts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attribute = 1.0
-            self.register_buffer("buffer", torch.ones(1))
-            self.register_parameter("parameter", nn.Parameter(torch.ones(1)))
-            self.add_module("module", Held(1.0, lambda held: held))
-
-        def forward(self, x: torch.Tensor) -> Any:
-            made = self.get_submodule("module")(x) * self.attribute
-            return made * self.get_buffer("buffer") * self.get_parameter("parameter")
-
-    module: Any = Parts()
+    module = Parts()
     found = list[float]()
     old = [*module.parameters(), *module.buffers(), *module.children()]  # they stay alive
-    changes: dict[str, Callable[[], object]] = {
-        "attribute": lambda: setattr(module, "attribute", 7.0),
-        "buffer": lambda: module.register_buffer("buffer", torch.full((1,), 7.0)),
-        "parameter": lambda: module.register_parameter(
-            "parameter", nn.Parameter(torch.full((1,), 7.0))
-        ),
-        "module": lambda: module.add_module("module", Held(7.0, lambda held: held)),
-    }
     g, x = graph.capture(module, outputs="copy", verify=False), torch.ones(1)
     plain = ModuleWatch.note
 
@@ -382,7 +388,7 @@ def test_a_call_while_another_thread_changes_a_module(
 
     assert_equal([call(), call()], [1.0, 1.0])
     monkeypatch.setattr(ModuleWatch, "note", note)
-    changes[part]()
+    module.replace(part)
     assert_equal([*found, call()], [7.0, 7.0])
     assert_equal(len(old), 3, "old parts")
 
