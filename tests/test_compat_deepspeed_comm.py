@@ -19,7 +19,6 @@ from commlib.errors import ArgumentError, CommTimeout
 from tests.support.checks import assert_bits_equal, assert_equal, raises, sample
 from tests.support.ports import free_port
 from tests.support.processes import run, start
-from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
 from tests.support.torch_groups import OURS, end_earlier_group, initialised
 
@@ -257,9 +256,11 @@ def test_groups(comm: Any) -> None:
         dist.barrier()
 
 
-def start_and_end(comm: Any, file: str) -> None:
+@runs_on("ranks")
+def test_start_and_end(comm: Any, tmp_path: Path) -> None:
+    """`init_distributed("nccl")` makes groups of rings; the world is ring 0."""
     end_earlier_group()
-    place = {"init_method": f"file://{file}", "rank": comm.rank, "world_size": comm.size}
+    place = {"init_method": f"file://{tmp_path}/store", "rank": comm.rank, "world_size": comm.size}
     with raises(ArgumentError, "dist_init_required=False", "not initialised"):
         dist.init_distributed(dist_init_required=False)
     backend = "nccl" if comm.device.type == "cuda" else "gloo"
@@ -273,11 +274,6 @@ def start_and_end(comm: Any, file: str) -> None:
     dist.init_distributed(dist_init_required=False)
     dist.destroy_process_group()
     assert not dist.is_initialized()
-
-
-def test_start_and_end(ranks: Ranks, tmp_path: Path) -> None:
-    """`init_distributed("nccl")` makes groups of rings; the world is ring 0."""
-    ranks(start_and_end, str(tmp_path / "store"))
 
 
 _PROGRAM = """

@@ -13,7 +13,6 @@ from commlib.errors import ArgumentError, RingError, ShapeError
 from tests.support.attention_block import DIM, HEADS, TOKENS, WIDTH, Case, attention
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.operator import ABSENT_RING, calls
-from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
 from tests.test_fused_feedforward import Case as Units
 from tests.test_fused_feedforward import feedforward
@@ -140,7 +139,8 @@ def test_attention_with_a_transposed_weight(comm: Any) -> None:
     )
 
 
-def one_rank(comm: Any) -> None:
+@runs_on("ranks")
+def test_one_rank(comm: Any) -> None:
     """Without a ring nothing is reduced; a cache comes back longer."""
     w = {name: t.detach() for name, t in Case(comm).tensors(0, 1).items()}
     x, raw = w["x"], (w["qkv_weight"], w["linear_weight"])
@@ -162,11 +162,8 @@ def one_rank(comm: Any) -> None:
     assert_equal(calls(comm), before, "collectives")
 
 
-def test_one_rank(ranks: Ranks) -> None:
-    ranks(one_rank)
-
-
-def feed_forwards(comm: Any) -> None:
+@runs_on("ranks")
+def test_feed_forward(comm: Any) -> None:
     """Each argument reaches the operator."""
     w = Units(comm).tensors()
     x, raw = w["x"], (w["linear1_weight"], w["linear2_weight"])
@@ -191,10 +188,6 @@ def feed_forwards(comm: Any) -> None:
         lambda: feedforward(x, *raw, **norm, **half),
         "after",
     )
-
-
-def test_feed_forward(ranks: Ranks) -> None:
-    ranks(feed_forwards)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from commlib.ops.inference import TokenRotary
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.decoder import SEQUENCES
 from tests.support.legacy_decoder import WIDTH, Layers, Legacy
-from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
 
 # Of Paddle 2.6.2, in order.
@@ -38,7 +37,8 @@ def additive(seen: torch.Tensor) -> torch.Tensor:
     return (seen.float() - 1) * 1e4
 
 
-def padded(ring: Any) -> None:
+@runs_on("ranks")
+def test_padding(ring: Any) -> None:
     """Padding on either side changes nothing of the other tokens."""
     layers = Layers(ring)
     x, length = layers.x, layers.x.shape[1]
@@ -72,11 +72,8 @@ def padded(ring: Any) -> None:
             near(y[n : n + 1, length - count :], alone[n], f"sequence {n}, on the left")
 
 
-def test_padding(ranks: Ranks) -> None:
-    ranks(padded)
-
-
-def decoded(ring: Any) -> None:
+@runs_on("ranks")
+def test_decoding(ring: Any) -> None:
     """Sequences of several lengths go on, each at its own position; masks hide tokens for good."""
     layers = Layers(ring)
     x, device = layers.x, ring.device
@@ -106,11 +103,8 @@ def decoded(ring: Any) -> None:
     near(layers(x[:, 1:])[:, -1], y[:, -1], "the hidden token does not matter")
 
 
-def test_decoding(ranks: Ranks) -> None:
-    ranks(decoded)
-
-
-def bidirectional(ring: Any) -> None:
+@runs_on("ranks")
+def test_masks_of_zeros(ring: Any) -> None:
     """A mask of zeros hides nothing: a permutation of the tokens permutes the rows."""
     layers = Layers(ring)
     x, length = layers.x, layers.x.shape[1]
@@ -120,11 +114,8 @@ def bidirectional(ring: Any) -> None:
     assert_equal(bool(torch.allclose(y, layers(x), atol=1e-3)), False, "not causal")
 
 
-def test_masks_of_zeros(ranks: Ranks) -> None:
-    ranks(bidirectional)
-
-
-def prefixed(ring: Any) -> None:
+@runs_on("ranks")
+def test_prefixes(ring: Any) -> None:
     """A prefix from another call gives the rows of the whole sequence, and is in the cache."""
     layers = Layers(ring)
     x = layers.x
@@ -146,10 +137,6 @@ def prefixed(ring: Any) -> None:
         layers(x[:, 3:], pre_caches=[cache[:, :1] for cache in prefixes])
     with raises(ArgumentError, "pre_caches with time_step", "pass pre_caches=None"):
         layers(x[:, 6:], pre_caches=prefixes, cache_kvs=caches, time_step=6)
-
-
-def test_prefixes(ranks: Ranks) -> None:
-    ranks(prefixed)
 
 
 def angles(length: int, dims: int, device: Any) -> torch.Tensor:
@@ -183,7 +170,8 @@ def test_formula(dims: int) -> None:
     )
 
 
-def rotated(ring: Any) -> None:
+@runs_on("ranks")
+def test_rotation(ring: Any) -> None:
     """Tokens are rotated by their own angles, in a prefill and in later steps."""
     layers = Layers(ring)
     x, length = layers.x, layers.x.shape[1]
@@ -205,10 +193,6 @@ def rotated(ring: Any) -> None:
                 **how,
             )
             near(found, y[:, step : step + 1], f"step {step}")
-
-
-def test_rotation(ranks: Ranks) -> None:
-    ranks(rotated)
 
 
 def wrong_options(layers: Layers) -> list[tuple[type[CommError], dict[str, Any], str]]:

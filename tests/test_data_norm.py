@@ -146,16 +146,13 @@ def agrees(comm: Any, x: torch.Tensor, columns: Tensors, kind: Any, decay: float
     assert_equal(calls(comm) - before, 0, f"collectives of {what}")
 
 
-def values(comm: Any) -> None:
+@runs_on("ranks")
+def test_values(comm: Any) -> None:
     """Every kernel, with few rows, one row and none, and without columns."""
     for dtype in DTYPES:
         for shape in ((7, 6), (1, 6), (0, 6), (3, 0)):
             for kind in KINDS:
                 agrees(comm, rows(comm.rank, shape, dtype), summaries(shape[1], dtype), kind)
-
-
-def test_values(ranks: Ranks) -> None:
-    ranks(values)
 
 
 @runs_on("ranks")

@@ -13,7 +13,6 @@ from commlib.errors import ArgumentError, CommError, DeviceError, DtypeError, Ri
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.lamb import Case, bits_of, optimizer, parameters, small, train
 from tests.support.operator import ABSENT_RING
-from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
 
 Lamb: Any = ops.DistributedFusedLamb
@@ -71,7 +70,8 @@ def test_arguments(comm: Any, wrong: Callable[[list[torch.Tensor]], list[Wrong]]
     Lamb(known, comm).step()
 
 
-def differing(comm: Any) -> None:
+@runs_on("ranks")
+def test_ranks_that_differ(comm: Any) -> None:
     """What one rank alone gets wrong is an error on every rank."""
     own = comm.rank
     for how in ({"max_grad_norm": 1.0 + own}, {"betas": (0.5, 0.5 + own / 8)}):
@@ -91,11 +91,8 @@ def differing(comm: Any) -> None:
     Lamb(weights(torch.float32, device=comm.device), comm).step()
 
 
-def test_ranks_that_differ(ranks: Ranks) -> None:
-    ranks(differing)
-
-
-def rings(comm: Any) -> None:
+@runs_on("three_ranks")
+def test_rings(comm: Any) -> None:
     """Rings that do not divide the ranks."""
     mine = weights(torch.float32, device=comm.device)
     own = commlib.new_ring(11 + comm.rank, [comm.rank])
@@ -112,11 +109,8 @@ def rings(comm: Any) -> None:
     Lamb(mine, comm, shard_ring=own, cross_ring=comm).step()
 
 
-def test_rings(three_ranks: Ranks) -> None:
-    three_ranks(rings)
-
-
-def calls_at_wrong_times(comm: Any) -> None:
+@runs_on("ranks")
+def test_wrong_times(comm: Any) -> None:
     """Steps, parameters and states that do not fit: the weights stay."""
     case = small(Case(HALF, gradient_accumulation_steps=2))
     params = parameters(case, comm.device)
@@ -147,10 +141,6 @@ def calls_at_wrong_times(comm: Any) -> None:
     plain.param_groups.append({**plain.param_groups[0], "betas": (0.5, 0.9)})
     with raises(ArgumentError, "group 1 has betas=(0.5, 0.9)"):
         plain.step()
-
-
-def test_wrong_times(ranks: Ranks) -> None:
-    ranks(calls_at_wrong_times)
 
 
 def without_master(state: Any) -> Any:
@@ -187,11 +177,8 @@ def of_something_else(state: Any) -> Any:
         (of_something_else, ("[0, 1, 2, 3, 4]; expected keys state and param_groups",)),
     ],
 )
-def test_states(cpu_ranks: Ranks, change: Callable[[Any], Any], words: tuple[str, ...]) -> None:
-    cpu_ranks(states, change, words)
-
-
-def states(comm: Any, change: Callable[[Any], Any], words: tuple[str, ...]) -> None:
+@runs_on("cpu_ranks")
+def test_states(comm: Any, change: Callable[[Any], Any], words: tuple[str, ...]) -> None:
     """A state of other parameters is an error and changes nothing."""
     case = small(Case(HALF))
     params = parameters(case, comm.device)
@@ -210,7 +197,8 @@ def states(comm: Any, change: Callable[[Any], Any], words: tuple[str, ...]) -> N
         assert_equal(torch.equal(param, old), False, "the step moves the weights")
 
 
-def closed(comm: Any) -> None:
+@runs_on("ranks")
+def test_closed_ring(comm: Any) -> None:
     """A step after the ring was closed is an error and leaves the weights."""
     pair = commlib.new_ring(11, range(comm.size))
     case = small(Case())
@@ -222,7 +210,3 @@ def closed(comm: Any) -> None:
         made.step()
     for param, weight in zip(params, before, strict=True):
         assert_bits_equal(param, weight, "weights")
-
-
-def test_closed_ring(ranks: Ranks) -> None:
-    ranks(closed)

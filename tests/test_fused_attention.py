@@ -43,7 +43,8 @@ def test_values_of_more_ranks(many_ranks: Ranks) -> None:
     many_ranks(values)
 
 
-def without_options(comm: Any) -> None:
+@runs_on("ranks")
+def test_options(comm: Any) -> None:
     """Biases and the norm's parameters are optional, and so is the residual."""
     for before, names in ((True, FEW), (False, (*FEW, "ln_weight")), (True, (*FEW, "qkv_bias"))):
         case = Case(comm, names=names)
@@ -52,11 +53,8 @@ def without_options(comm: Any) -> None:
         case.check(*found, f"{names}, no residual", before=before, add_residual=False)
 
 
-def test_options(ranks: Ranks) -> None:
-    ranks(without_options)
-
-
-def masked(comm: Any) -> None:
+@runs_on("ranks")
+def test_masks(comm: Any) -> None:
     """Masks of either kind, and causal, alone and together."""
     random = np.random.default_rng(5)
     bools = random.integers(0, 2, (BATCH, 1, TOKENS, TOKENS)).astype(bool) | np.eye(
@@ -78,10 +76,6 @@ def masked(comm: Any) -> None:
         case.check(*case.run(case.tensors(), **how), what, before=False, allowed=allowed)
         explicit = case.run(case.tensors(), **how, attn_dropout_rate=1e-12)  # no kernel of torch
         case.check(*explicit, f"{what}, explicit", before=False, allowed=allowed)
-
-
-def test_masks(ranks: Ranks) -> None:
-    ranks(masked)
 
 
 def sizes_agree(comm: Any) -> None:
@@ -145,7 +139,8 @@ def seen_masks(comm: Any, rate: float, tokens: int, **how: Any) -> tuple[Array, 
     return tuple(np.round(mask.cpu().numpy(), 9) for mask in found)
 
 
-def dropped(comm: Any) -> None:
+@runs_on("ranks")
+def test_dropout_masks(comm: Any) -> None:
     """Equal masks after the reduction, other masks on other ranks inside, the right statistics."""
     tokens, rate = 16, 0.25
     torch.manual_seed(3)
@@ -172,11 +167,8 @@ def dropped(comm: Any) -> None:
         assert_equal(len({row[0] for row in digest}), 1, "generators afterwards")
 
 
-def test_dropout_masks(ranks: Ranks) -> None:
-    ranks(dropped)
-
-
-def generators_compared(comm: Any) -> None:
+@runs_on("ranks")
+def test_generators_compared(comm: Any) -> None:
     """FLAGS_comm_check=2 finds generators that differ, on every rank, before any launch."""
     case, how = Case(comm), {"dropout_rate": 0.5}
     with commlib.flags.override("FLAGS_comm_check", 2):
@@ -193,11 +185,8 @@ def generators_compared(comm: Any) -> None:
     ring.close()
 
 
-def test_generators_compared(ranks: Ranks) -> None:
-    ranks(generators_compared)
-
-
-def downscaled(comm: Any) -> None:
+@runs_on("ranks")
+def test_dropout_conventions(comm: Any) -> None:
     """The other convention: unscaled in training, scaled in inference; rates 0 and 1."""
     how = {"upscale_in_train": False}
     torch.manual_seed(3)
@@ -211,11 +200,8 @@ def downscaled(comm: Any) -> None:
         assert_equal(sorted(set(mask.ravel())), [0.0], "everything dropped")
 
 
-def test_dropout_conventions(ranks: Ranks) -> None:
-    ranks(downscaled)
-
-
-def dropped_gradients(comm: Any) -> None:
+@runs_on("ranks")
+def test_dropout_gradients(comm: Any) -> None:
     """Gradients see the masks of the forward: those that the same seed gives."""
     case, rate = Case(comm), 0.3
     how = {"dropout_rate": rate, "attn_dropout_rate": rate}
@@ -228,10 +214,6 @@ def dropped_gradients(comm: Any) -> None:
         torch.manual_seed(11)
         found = case.run(case.tensors(), pre_layer_norm=before, **how)
         case.check(*found, f"before={before}", before=before, keep=keep, keep_attn=keep_attn)
-
-
-def test_dropout_gradients(ranks: Ranks) -> None:
-    ranks(dropped_gradients)
 
 
 @contextlib.contextmanager
@@ -331,14 +313,11 @@ def test_refused_masks_and_rates(comm: Any) -> None:
             call(dropout_rate=1.5)
 
 
-def one_wrong(comm: Any) -> None:
+@runs_on("ranks")
+def test_error_on_one_rank(comm: Any) -> None:
     """An error on one rank leaves the ring usable: it has launched nothing there."""
     case = Case(comm)
     if comm.rank == 0:
         with raises(ShapeError, "linear_bias", "rank 0"):
             attention(**(case.tensors() | {"linear_bias": case.on_device(np.zeros(1))}))
     case.check(*case.run(case.tensors()), "afterwards", before=False)
-
-
-def test_error_on_one_rank(ranks: Ranks) -> None:
-    ranks(one_wrong)

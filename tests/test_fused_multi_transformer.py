@@ -74,7 +74,9 @@ def test_values_of_short_floats(kind: str, dtype: torch.dtype, unified_ranks: Ra
     unified_ranks(values, kind, dtype)
 
 
-def alone(ring: Any, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["llama", "gpt", "post norm"])
+@runs_on("ranks")
+def test_one_rank(ring: Any, kind: str) -> None:
     """On a ring of one rank, and without a ring."""
     one = commlib.new_ring(40 + ring.rank, [ring.rank])
     assert one is not None
@@ -84,12 +86,8 @@ def alone(ring: Any, kind: str) -> None:
         case.near(result, case.expected(), "alone")
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt", "post norm"])
-def test_one_rank(kind: str, ranks: Ranks) -> None:
-    ranks(alone, kind)
-
-
-def starts_of_their_own(ring: Any) -> None:
+@runs_on("ranks")
+def test_each_sequence_has_its_position(ring: Any) -> None:
     """Sequences at several positions in one call; a smaller batch than the cache has."""
     case = Case(ring)
     cache, whole = case.cache(paged), wide(case.call(case.cache(), 0, TOKENS)).astype("f8")
@@ -108,11 +106,9 @@ def starts_of_their_own(ring: Any) -> None:
     case.near(case.call(cache, 0, 2, start=starts[:2]), expected[:2], "two sequences")
 
 
-def test_each_sequence_has_its_position(ranks: Ranks) -> None:
-    ranks(starts_of_their_own)
-
-
-def captured(ring: Any, make: Any) -> None:
+@pytest.mark.parametrize("make", [contiguous, paged], ids=lambda make: make.__name__)
+@runs_on("ranks", deadline=120)
+def test_captured(ring: Any, make: Any) -> None:
     """Captured decode gives the bits of eager calls, per batch size, and leaves the same cache."""
     case = Case(ring)
     device = ring.device
@@ -148,21 +144,13 @@ def captured(ring: Any, make: Any) -> None:
     decode.reset()
 
 
-@pytest.mark.parametrize("make", [contiguous, paged], ids=lambda make: make.__name__)
-def test_captured(make: Any, ranks: Ranks) -> None:
-    ranks(captured, make, deadline=120)
-
-
-def compiled(ring: Any) -> None:
+@runs_on("unified_ranks", deadline=120)
+def test_compiled(ring: Any) -> None:
     case = Case(ring)
     cache, other = case.cache(), case.cache()
     fast = torch.compile(case.call, backend="aot_eager", fullgraph=True)
     for span in ((0, 3), (3, 4)):
         assert_bits_equal(fast(cache, *span), case.call(other, *span), f"compiled {span}")
-
-
-def test_compiled(unified_ranks: Ranks) -> None:
-    unified_ranks(compiled, deadline=120)
 
 
 # -- caches and weights ---------------------------------------------------------------------------
@@ -388,11 +376,8 @@ def test_shards_refuse() -> None:
     assert all(isinstance(getattr(quantized, name), QuantizedWeight) for name in LINEARS)
 
 
-def empty(ring: Any) -> None:
+@runs_on("ranks")
+def test_no_tokens(ring: Any) -> None:
     case, before = Case(ring), calls(ring)
     assert_equal(case.call(case.cache(), 3, 3).shape, (SEQUENCES, 0, 40), "no tokens")
     assert_equal(calls(ring), before, "collectives without tokens")
-
-
-def test_no_tokens(ranks: Ranks) -> None:
-    ranks(empty)
