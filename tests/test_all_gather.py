@@ -2,23 +2,19 @@
 
 from typing import Any
 
-import pytest
 import torch
 
 from commlib import ops
 from tests.support.checks import MOVABLE, assert_bits_equal, bits, from_bits, sample
 from tests.support.formulas import joined, own_part_of_total
 from tests.support.operator import MODES, Operator
-from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
-from tests.support.suites import cases
+from tests.support.suites import suite_of
 
 GATHER = Operator(ops.all_gather, joined, adjoint=own_part_of_total)
 
 
-@pytest.mark.parametrize(("suite", "op"), cases(GATHER))
-def test_suite(ranks: Ranks, suite: Any, op: Operator) -> None:
-    ranks(suite, op)
+test_suite = suite_of(GATHER)
 
 
 @runs_on("ranks")

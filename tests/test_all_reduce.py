@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 import commlib
@@ -24,9 +23,8 @@ from tests.support.checks import (
 )
 from tests.support.formulas import AVERAGED, REAL, SUMMED, largest, mean, product, smallest, total
 from tests.support.operator import MODES, Operator, calls, compile_whole
-from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
-from tests.support.suites import cases
+from tests.support.suites import suite_of
 
 # Any: the tests also pass arguments that a type checker rejects.
 all_reduce: Any = ops.all_reduce
@@ -49,9 +47,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("suite", "op"), cases(SUM, **OTHERS))
-def test_suite(ranks: Ranks, suite: Any, op: Operator) -> None:
-    ranks(suite, op)
+test_suite = suite_of(SUM, **OTHERS)
 
 
 @runs_on("ranks")

@@ -4,8 +4,10 @@ On GPUs the same programs run the fused kernels and, for rows that these do not 
 composition; what only hardware shows returns at once elsewhere.
 """
 
+import contextlib
 import itertools
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -313,68 +315,87 @@ def test_registered(comm: Any) -> None:
 # -- bad input -------------------------------------------------------------------------------------
 
 
-@runs_on("ranks")
-def test_refusals(comm: Any) -> None:
-    """A wrong call is one of our errors with the numbers in it; nothing is launched by it."""
+@contextlib.contextmanager
+def refused(comm: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Give an input and a row to wrong calls; nothing is launched by them.
+
+    A wrong call is one of our errors with the numbers in it.
+    """
     x, row = torch.ones(4, 24, device=comm.device), torch.ones(24, device=comm.device)
-    scale = row[:1]
     before = calls(comm)
-    with raises(RingError, ABSENT_RING):
-        norm_of(x, x, row, ABSENT_RING)
-    with raises(ArgumentError, "x is list"):
-        norm_of([1.0], x, row)
-    for name, tensors in (("residual", (x, None, row)), ("weight", (x, x, None))):
-        with raises(ArgumentError, f"{name} is NoneType", "ring 0", f"rank {comm.rank}"):
-            norm_of(*tensors)
-    for kind in (torch.float64, torch.int64, FLOAT8):
-        with raises(DtypeError, f"x is {kind}", "bfloat16"):
-            norm_of(x.to(kind), x.to(kind), row.to(kind))
-    with raises(ShapeError, "0-D"):
-        norm_of(x[0, 0], x[0, 0], row)
-    for wrong in (x[:3], x[0], x.view(2, 2, 24)):
-        with raises(ShapeError, "residual", tuple(wrong.shape), "(4, 24)"):
-            norm_of(x, wrong, row)
-    for name in ("weight", "bias", "linear_bias"):
-        given: dict[str, Any] = {"weight": row, "norm": "layer"}
-        for wrong in (row[:23], x):
-            with raises(ShapeError, name, tuple(wrong.shape), "(24,)"):
-                norm_of(x, x, **(given | {name: wrong}))
-        with raises(DtypeError, f"{name} is torch.float16", "torch.float32", f"{name}.to("):
-            norm_of(x, x, **(given | {name: row.half()}))
-        with raises(DeviceError, f"{name} is on meta", comm.device):
-            norm_of(x, x, **(given | {name: row.to("meta")}))
-    with raises(DtypeError, "residual is torch.bfloat16"):
-        norm_of(x, x.bfloat16(), row)
-    with raises(DeviceError, "sparse"):
-        norm_of(x.to_sparse(), x, row)
-    with raises(ArgumentError, "norm='batch'", "'rms' or 'layer'"):
-        norm_of(x, x, row, norm="batch")
-    with raises(ArgumentError, "bias with norm='rms'", "linear_bias"):
-        norm_of(x, x, row, bias=row)
-    for eps in (-1e-6, float("nan"), float("inf"), None, "0", True):
-        with raises(ArgumentError, f"eps={eps!r}", "eps=1e-6"):
-            norm_of(x, x, row, eps=eps)
-    with raises(DtypeError, "out_dtype=torch.bfloat16", "torch.float8_e4m3fn", "torch.float32"):
-        norm_of(x, x, row, out_dtype=torch.bfloat16)
-    with raises(ArgumentError, "without scale=", "scale="):
-        norm_of(x, x, row, out_dtype=FLOAT8)
-    with raises(ArgumentError, "with scale=", "out_dtype=None"):
-        norm_of(x, x, row, scale=scale)
-    for number, error in (
-        (scale.double(), DtypeError),
-        (row[:2], ShapeError),
-        (1.0, ArgumentError),
-        (scale.to("meta"), DeviceError),
-    ):
-        with raises(error, "scale"):
-            norm_of(x, x, row, scale=number, out_dtype=FLOAT8)
-    with comm.group(), raises(ArgumentError, "ring.group()", "all_reduce_residual_norm"):
-        norm_of(x, x, row)
+    yield x, row
     assert_equal(calls(comm), before, "calls launched by refused ones")
     y, total = norm_of(x, x, row, out_dtype=x.dtype)
     assert_equal(
         (set(total.view(-1).tolist()), y.dtype), ({comm.size + 1.0}, x.dtype), "after refusals"
     )
+
+
+@runs_on("ranks")
+def test_refused_inputs(comm: Any) -> None:
+    with refused(comm) as (x, row):
+        with raises(RingError, ABSENT_RING):
+            norm_of(x, x, row, ABSENT_RING)
+        with raises(ArgumentError, "x is list"):
+            norm_of([1.0], x, row)
+        for name, tensors in (("residual", (x, None, row)), ("weight", (x, x, None))):
+            with raises(ArgumentError, f"{name} is NoneType", "ring 0", f"rank {comm.rank}"):
+                norm_of(*tensors)
+        for kind in (torch.float64, torch.int64, FLOAT8):
+            with raises(DtypeError, f"x is {kind}", "bfloat16"):
+                norm_of(x.to(kind), x.to(kind), row.to(kind))
+        with raises(ShapeError, "0-D"):
+            norm_of(x[0, 0], x[0, 0], row)
+        for wrong in (x[:3], x[0], x.view(2, 2, 24)):
+            with raises(ShapeError, "residual", tuple(wrong.shape), "(4, 24)"):
+                norm_of(x, wrong, row)
+        with raises(DtypeError, "residual is torch.bfloat16"):
+            norm_of(x, x.bfloat16(), row)
+        with raises(DeviceError, "sparse"):
+            norm_of(x.to_sparse(), x, row)
+        with comm.group(), raises(ArgumentError, "ring.group()", "all_reduce_residual_norm"):
+            norm_of(x, x, row)
+
+
+@runs_on("ranks")
+def test_refused_weights_and_biases(comm: Any) -> None:
+    with refused(comm) as (x, row):
+        for name in ("weight", "bias", "linear_bias"):
+            given: dict[str, Any] = {"weight": row, "norm": "layer"}
+            for wrong in (row[:23], x):
+                with raises(ShapeError, name, tuple(wrong.shape), "(24,)"):
+                    norm_of(x, x, **(given | {name: wrong}))
+            with raises(DtypeError, f"{name} is torch.float16", "torch.float32", f"{name}.to("):
+                norm_of(x, x, **(given | {name: row.half()}))
+            with raises(DeviceError, f"{name} is on meta", comm.device):
+                norm_of(x, x, **(given | {name: row.to("meta")}))
+        with raises(ArgumentError, "norm='batch'", "'rms' or 'layer'"):
+            norm_of(x, x, row, norm="batch")
+        with raises(ArgumentError, "bias with norm='rms'", "linear_bias"):
+            norm_of(x, x, row, bias=row)
+        for eps in (-1e-6, float("nan"), float("inf"), None, "0", True):
+            with raises(ArgumentError, f"eps={eps!r}", "eps=1e-6"):
+                norm_of(x, x, row, eps=eps)
+
+
+@runs_on("ranks")
+def test_refused_scales(comm: Any) -> None:
+    with refused(comm) as (x, row):
+        scale = row[:1]
+        with raises(DtypeError, "out_dtype=torch.bfloat16", "torch.float8_e4m3fn", "torch.float32"):
+            norm_of(x, x, row, out_dtype=torch.bfloat16)
+        with raises(ArgumentError, "without scale=", "scale="):
+            norm_of(x, x, row, out_dtype=FLOAT8)
+        with raises(ArgumentError, "with scale=", "out_dtype=None"):
+            norm_of(x, x, row, scale=scale)
+        for number, error in (
+            (scale.double(), DtypeError),
+            (row[:2], ShapeError),
+            (1.0, ArgumentError),
+            (scale.to("meta"), DeviceError),
+        ):
+            with raises(error, "scale"):
+                norm_of(x, x, row, scale=number, out_dtype=FLOAT8)
 
 
 @runs_on("ranks")

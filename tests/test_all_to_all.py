@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +24,7 @@ from tests.support.formulas import parts_for_rank
 from tests.support.operator import MODES, Operator, calls, compile_whole
 from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
-from tests.support.suites import cases
+from tests.support.suites import suite_of
 
 # Any: the tests also pass arguments that a type checker rejects.
 all_to_all: Any = ops.all_to_all
@@ -34,9 +33,7 @@ EXCHANGE = Operator(ops.all_to_all, parts_for_rank, adjoint=parts_for_rank, divi
 Counts = list[list[int]]  # counts[i][j] rows go from rank i to rank j
 
 
-@pytest.mark.parametrize(("suite", "op"), cases(EXCHANGE))
-def test_suite(ranks: Ranks, suite: Any, op: Operator) -> None:
-    ranks(suite, op)
+test_suite = suite_of(EXCHANGE)
 
 
 def column(counts: Counts, rank: int) -> list[int]:

@@ -12,7 +12,7 @@ from commlib.flags import values
 from commlib.graph.report import Report
 from commlib.ops.registered.library import deliver, save
 from tests.support.checks import assert_equal
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 
 def test_the_largest_size_of_a_flag() -> None:
@@ -52,15 +52,12 @@ def test_an_output_of_another_size_is_a_shape_error(shape: tuple[int, ...]) -> N
         deliver(torch.zeros(2, 3), torch.zeros(shape), True)
 
 
-def texts(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_bytes_of_any_length(comm: Any) -> None:
     """Bytes of any length arrive without the zeros that fill their last integer."""
     for length in (0, 1, 7, 8, 9, 4096):
         every = [bytes([rank + 1]) * (length + rank) for rank in range(comm.size)]
         assert_equal(comm._hosts.exchange_bytes(every[comm.rank]), every, f"about {length} bytes")
-
-
-def test_bytes_of_any_length(cpu_ranks: Ranks) -> None:
-    cpu_ranks(texts)
 
 
 def test_a_tensor_is_not_saved_as_a_plain_argument() -> None:

@@ -2,25 +2,21 @@
 
 from typing import Any
 
-import pytest
 import torch
 
 from commlib import ops
 from tests.support.checks import assert_bits_equal
 from tests.support.formulas import ROOT, from_root, total_or_zeros
 from tests.support.operator import Operator
-from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
-from tests.support.suites import cases, wrong_roots
+from tests.support.suites import suite_of, wrong_roots
 
 BROADCAST = Operator(
     ops.broadcast, from_root, adjoint=total_or_zeros, keywords={"root": ROOT}, in_place=True
 )
 
 
-@pytest.mark.parametrize(("suite", "op"), cases(BROADCAST, wrong_roots))
-def test_suite(ranks: Ranks, suite: Any, op: Operator) -> None:
-    ranks(suite, op)
+test_suite = suite_of(BROADCAST, wrong_roots)
 
 
 @runs_on("ranks")

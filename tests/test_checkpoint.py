@@ -16,6 +16,7 @@ from commlib import ops
 from tests.support.checks import assert_bits_equal, assert_equal, sample
 from tests.support.operator import calls, compile_whole, generating
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 Tensor = torch.Tensor
 REGISTERED = torch.ops.commlib
@@ -132,19 +133,16 @@ def uneven(x: Tensor, weight: Tensor) -> Tensor:
     return torch.relu(ops.all_reduce(x)[:4])
 
 
-def mixed(comm: Any, backend: str) -> None:
+@runs_on("ranks", deadline=120)
+def test_order_of_saved_collectives(comm: Any) -> None:
     """One rank runs compiled code, the other eager code: all calls are in the same order.
 
     The eager rank saves its collectives, as compiled code always does.
     """
     eager = partial(checkpointed, uneven, "saved")
-    compiled = compile_whole(eager, backend=backend)
+    compiled = compile_whole(eager, backend="aot_eager")
     want = outcome(comm, partial(two_layers, uneven))
     for ways in ((compiled, eager), (eager, compiled)):
         got = outcome(comm, ways[comm.rank])
         for one, other in zip(got[:3], want, strict=False):
-            assert_bits_equal(one, other, f"{backend}")
-
-
-def test_order_of_saved_collectives(ranks: Ranks) -> None:
-    ranks(mixed, "aot_eager", deadline=120)
+            assert_bits_equal(one, other, "aot_eager")

@@ -11,7 +11,7 @@ from commlib.core.context import CommContext
 from commlib.deadlines import Deadline
 from commlib.errors import EngineError
 from tests.support.checks import assert_equal, raises
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 
 @pytest.fixture
@@ -61,7 +61,8 @@ def test_an_error_of_one_ring_closes_the_others_and_is_raised(
     assert all(ring._health.ended for ring in rings)
 
 
-def one_member_fails(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_a_ring_that_another_member_could_not_set_up_is_aborted(comm: Any) -> None:
     """Rank 1 fails after it has connected; rank 0 has a whole ring by then, and must free it."""
     rings: list[CommContext] = []
     connect = CommContext._open
@@ -77,7 +78,3 @@ def one_member_fails(comm: Any) -> None:
         commlib.new_ring(72, [0, 1], timeout=20)
 
     assert_equal([ring._health.ended for ring in rings], [True], "the ring is aborted")
-
-
-def test_a_ring_that_another_member_could_not_set_up_is_aborted(cpu_ranks: Ranks) -> None:
-    cpu_ranks(one_member_fails)

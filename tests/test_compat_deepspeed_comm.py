@@ -19,7 +19,6 @@ from commlib.errors import ArgumentError, CommTimeout
 from tests.support.checks import assert_bits_equal, assert_equal, raises, sample
 from tests.support.ports import free_port
 from tests.support.processes import run, start
-from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
 from tests.support.torch_groups import OURS, end_earlier_group, initialised
 
@@ -68,114 +67,147 @@ def everyone(comm: Any) -> list[Tensor]:
     return [inputs(rank) for rank in range(comm.size)]
 
 
-def calls_of(comm: Any) -> dict[str, Callable[[], tuple[Any, Any]]]:
-    """Return for each name a call on this rank, and what it gives by the formula."""
-    x, rank, size = inputs(comm.rank).to(comm.device), comm.rank, comm.size
-    both, summed = everyone(comm), inputs(0) + inputs(1)
-    other, parts = both[1 - rank], range(size)
+Calls = dict[str, Callable[[], tuple[Any, Any]]]
 
-    def filled(call: Callable[..., Any], *shape: int) -> Tensor:
-        out = x.new_empty(shape)
-        call(out)
-        return out
 
-    def listed(call: Callable[..., Any]) -> list[Tensor]:
-        outs = [torch.empty_like(x) for _ in parts]
-        call(outs)
-        return outs
+def filled(call: Callable[..., Any], x: Tensor, *shape: int) -> Tensor:
+    out = x.new_empty(shape)
+    call(out)
+    return out
 
-    def in_place(call: Callable[..., Any]) -> Tensor:
-        copy = x.clone()
-        call(copy)
-        return copy
 
-    def coalesced() -> list[Tensor]:
-        copies = [x.clone(), x.clone() * 2]
-        dist.all_reduce_coalesced(copies)
-        return copies
+def listed(call: Callable[..., Any], x: Tensor, size: int) -> list[Tensor]:
+    outs = [torch.empty_like(x) for _ in range(size)]
+    call(outs)
+    return outs
 
-    def gathered_as_one() -> list[Tensor]:
-        outs = [x.new_empty((8, 3)), x.new_empty((8, 3))]
-        dist.all_gather_coalesced(outs, [x, x * 2])
-        return outs
 
-    def paired() -> Tensor:
-        out = torch.empty_like(x)
-        works = [dist.isend(x, 1 - rank), dist.irecv(out, 1 - rank)]
-        for work in works:
-            assert work is not None
-            work.wait()
-        if rank:
-            dist.send(x, 0)
-        else:
-            assert_equal(dist.recv(out, 1), 1)
-        return out
+def in_place(call: Callable[..., Any], x: Tensor) -> Tensor:
+    copy = x.clone()
+    call(copy)
+    return copy
 
-    def objects() -> list[Any]:
-        given, found = [{"rank": rank}, rank], [None, None]
-        dist.broadcast_object_list(given, 1)
-        dist.all_gather_object(found, rank)
-        return [*given, *found]
 
-    def asynchronous() -> Tensor:
-        copy = x.clone()
-        work = dist.all_reduce(copy, async_op=True)
+def coalesced(x: Tensor) -> list[Tensor]:
+    copies = [x.clone(), x.clone() * 2]
+    dist.all_reduce_coalesced(copies)
+    return copies
+
+
+def gathered_as_one(x: Tensor) -> list[Tensor]:
+    outs = [x.new_empty((8, 3)), x.new_empty((8, 3))]
+    dist.all_gather_coalesced(outs, [x, x * 2])
+    return outs
+
+
+def paired(x: Tensor, rank: int) -> Tensor:
+    out = torch.empty_like(x)
+    works = [dist.isend(x, 1 - rank), dist.irecv(out, 1 - rank)]
+    for work in works:
         assert work is not None
         work.wait()
-        return copy
+    if rank:
+        dist.send(x, 0)
+    else:
+        assert_equal(dist.recv(out, 1), 1)
+    return out
 
-    whole, half = torch.cat(both), slice(2 * rank, 2 * rank + 2)
+
+def objects(rank: int) -> list[Any]:
+    given, found = [{"rank": rank}, rank], [None, None]
+    dist.broadcast_object_list(given, 1)
+    dist.all_gather_object(found, rank)
+    return [*given, *found]
+
+
+def asynchronous(x: Tensor) -> Tensor:
+    copy = x.clone()
+    work = dist.all_reduce(copy, async_op=True)
+    assert work is not None
+    work.wait()
+    return copy
+
+
+def sums(comm: Any, x: Tensor) -> Calls:
+    both, summed = everyone(comm), inputs(0) + inputs(1)
     return {
-        "all_reduce": lambda: (in_place(dist.all_reduce), summed),
+        "all_reduce": lambda: (in_place(dist.all_reduce, x), summed),
         "max": lambda: (
-            in_place(lambda t: dist.all_reduce(t, op=dist.ReduceOp.MAX)),
+            in_place(lambda t: dist.all_reduce(t, op=dist.ReduceOp.MAX), x),
             both[0].maximum(both[1]),
         ),
-        "async": lambda: (asynchronous(), summed),
-        "inference_all_reduce": lambda: (in_place(dist.inference_all_reduce), summed),
-        "all_reduce_coalesced": lambda: (coalesced(), [summed, inputs(0) * 2 + inputs(1) * 2]),
-        "broadcast": lambda: (in_place(lambda t: dist.broadcast(t, 1)), both[1]),
-        "reduce": lambda: (in_place(lambda t: dist.reduce(t, 0)), x if rank else summed),
-        "all_gather": lambda: (listed(lambda outs: dist.all_gather(outs, x)), both),
+        "async": lambda: (asynchronous(x), summed),
+        "inference_all_reduce": lambda: (in_place(dist.inference_all_reduce, x), summed),
+        "all_reduce_coalesced": lambda: (coalesced(x), [summed, inputs(0) * 2 + inputs(1) * 2]),
+        "broadcast": lambda: (in_place(lambda t: dist.broadcast(t, 1), x), both[1]),
+        "reduce": lambda: (in_place(lambda t: dist.reduce(t, 0), x), x if comm.rank else summed),
+    }
+
+
+def gathered(comm: Any, x: Tensor) -> Calls:
+    both = everyone(comm)
+    whole = torch.cat(both)
+    return {
+        "all_gather": lambda: (listed(lambda outs: dist.all_gather(outs, x), x, comm.size), both),
         "all_gather_into_tensor": lambda: (
-            filled(lambda out: dist.all_gather_into_tensor(out, x), 8, 3),
+            filled(lambda out: dist.all_gather_into_tensor(out, x), x, 8, 3),
             whole,
         ),
-        "allgather_fn": lambda: (filled(lambda out: dist.allgather_fn(out, x), 8, 3), whole),
-        "all_gather_coalesced": lambda: (gathered_as_one(), [whole, whole * 2]),
+        "allgather_fn": lambda: (filled(lambda out: dist.allgather_fn(out, x), x, 8, 3), whole),
+        "all_gather_coalesced": lambda: (gathered_as_one(x), [whole, whole * 2]),
+    }
+
+
+def scattered(comm: Any, x: Tensor) -> Calls:
+    both, half = everyone(comm), slice(2 * comm.rank, 2 * comm.rank + 2)
+    part = (inputs(0) + inputs(1))[half]
+    return {
         "reduce_scatter": lambda: (
-            filled(lambda out: dist.reduce_scatter(out, [x[:2], x[2:]]), 2, 3),
-            summed[half],
+            filled(lambda out: dist.reduce_scatter(out, [x[:2], x[2:]]), x, 2, 3),
+            part,
         ),
         "reduce_scatter_tensor": lambda: (
-            filled(lambda out: dist.reduce_scatter_tensor(out, x), 2, 3),
-            summed[half],
+            filled(lambda out: dist.reduce_scatter_tensor(out, x), x, 2, 3),
+            part,
         ),
         "reduce_scatter_fn": lambda: (
-            filled(lambda out: dist.reduce_scatter_fn(out, x), 2, 3),
-            summed[half],
+            filled(lambda out: dist.reduce_scatter_fn(out, x), x, 2, 3),
+            part,
         ),
         "all_to_all_single": lambda: (
-            filled(lambda out: dist.all_to_all_single(out, x), 4, 3),
+            filled(lambda out: dist.all_to_all_single(out, x), x, 4, 3),
             torch.cat([both[0][half], both[1][half]]),
         ),
         "all_to_all": lambda: (
-            listed(lambda outs: dist.all_to_all(outs, [x, x + 1])),
-            [one + rank for one in both],
+            listed(lambda outs: dist.all_to_all(outs, [x, x + 1]), x, comm.size),
+            [one + comm.rank for one in both],
         ),
+    }
+
+
+def between_two(comm: Any, x: Tensor) -> Calls:
+    both, rank = everyone(comm), comm.rank
+    return {
         "gather": lambda: (
-            listed(lambda outs: dist.gather(x, None if rank else outs))
+            listed(lambda outs: dist.gather(x, None if rank else outs), x, comm.size)
             if not rank
             else dist.gather(x, None),
             None if rank else both,
         ),
         "scatter": lambda: (
-            filled(lambda out: dist.scatter(out, None if rank else [x, x + 1]), *SHAPE),
+            filled(lambda out: dist.scatter(out, None if rank else [x, x + 1]), x, *SHAPE),
             both[0] + rank,
         ),
-        "pairs": lambda: (paired(), other),
-        "objects": lambda: (objects(), [{"rank": 1}, 1, 0, 1]),
+        "pairs": lambda: (paired(x, rank), both[1 - rank]),
+        "objects": lambda: (objects(rank), [{"rank": 1}, 1, 0, 1]),
     }
+
+
+def calls_of(comm: Any) -> Calls:
+    """Return for each name a call on this rank, and what it gives by the formula."""
+    x = inputs(comm.rank).to(comm.device)
+    families = (sums, gathered, scattered, between_two)
+    return {name: call for family in families for name, call in family(comm, x).items()}
 
 
 NAMES = ["all_reduce", "max", "async", "inference_all_reduce", "all_reduce_coalesced"]
@@ -224,9 +256,11 @@ def test_groups(comm: Any) -> None:
         dist.barrier()
 
 
-def start_and_end(comm: Any, file: str) -> None:
+@runs_on("ranks")
+def test_start_and_end(comm: Any, tmp_path: Path) -> None:
+    """`init_distributed("nccl")` makes groups of rings; the world is ring 0."""
     end_earlier_group()
-    place = {"init_method": f"file://{file}", "rank": comm.rank, "world_size": comm.size}
+    place = {"init_method": f"file://{tmp_path}/store", "rank": comm.rank, "world_size": comm.size}
     with raises(ArgumentError, "dist_init_required=False", "not initialised"):
         dist.init_distributed(dist_init_required=False)
     backend = "nccl" if comm.device.type == "cuda" else "gloo"
@@ -240,11 +274,6 @@ def start_and_end(comm: Any, file: str) -> None:
     dist.init_distributed(dist_init_required=False)
     dist.destroy_process_group()
     assert not dist.is_initialized()
-
-
-def test_start_and_end(ranks: Ranks, tmp_path: Path) -> None:
-    """`init_distributed("nccl")` makes groups of rings; the world is ring 0."""
-    ranks(start_and_end, str(tmp_path / "store"))
 
 
 _PROGRAM = """

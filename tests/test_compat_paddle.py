@@ -332,13 +332,17 @@ def test_documented(name: str) -> None:
 FLOAT = torch.zeros(2, 4)
 
 
-def wrong_calls(comm: Any) -> list[tuple[Callable[[], Any], type[Exception], tuple[Any, ...]]]:
-    """Return calls that a legacy check refuses, with the error and what its text must say."""
-    x, other, me = FLOAT.to(comm.device), 1 - comm.rank, comm.rank
-    here = ("ring 0", f"rank {me} of 2")
+WrongCalls = list[tuple[Callable[[], Any], type[Exception], tuple[Any, ...]]]
+
+
+def place(comm: Any) -> tuple[str, str]:
+    """Return what an error says of where it is raised."""
+    return "ring 0", f"rank {comm.rank} of 2"
+
+
+def wrong_sizes(comm: Any, x: torch.Tensor) -> WrongCalls:
+    here, other, me = place(comm), 1 - comm.rank, comm.rank
     said = ("nranks=3", "pass nranks=2", *here)
-    odd, scalar = x.new_zeros(3, 5), x.new_zeros(())
-    listed: Any = [1.0]
     return [
         (lambda: paddle.c_allgather(x), ArgumentError, ("nranks is missing", "pass nranks=2")),
         (lambda: paddle.c_allgather(x, nranks=3), ArgumentError, said),
@@ -355,6 +359,12 @@ def wrong_calls(comm: Any) -> list[tuple[Callable[[], Any], type[Exception], tup
         (lambda: paddle.c_split(x, me, 3), ArgumentError, said),
         (lambda: paddle.c_split(x, other, 2), ArgumentError, (f"rank={other}", f"rank={me}")),
         (lambda: paddle.c_split(x, -1, 2), ArgumentError, ("rank=-1",)),
+    ]
+
+
+def wrong_peers(comm: Any, x: torch.Tensor) -> WrongCalls:
+    here, me = place(comm), comm.rank
+    return [
         (lambda: paddle.c_broadcast(x, root=-1), PeerError, ("root=-1", "0 to 1", *here)),
         (lambda: paddle.c_broadcast(x, root=2), PeerError, ("root=2", *here)),
         (lambda: paddle.c_broadcast(x, root=None), PeerError, ("root=None",)),
@@ -369,6 +379,14 @@ def wrong_calls(comm: Any) -> list[tuple[Callable[[], Any], type[Exception], tup
         (lambda: paddle.recv_v2([2], peer=-1), PeerError, ("peer=-1", "recv_v2", *here)),
         (lambda: paddle.recv_v2([2], peer=2), PeerError, ("peer=2", *here)),
         (lambda: paddle.recv_v2([2], peer=me), PeerError, (f"peer={me}",)),
+    ]
+
+
+def wrong_tensors(comm: Any, x: torch.Tensor) -> WrongCalls:
+    here, other, me = place(comm), 1 - comm.rank, comm.rank
+    odd, scalar = x.new_zeros(3, 5), x.new_zeros(())
+    listed: Any = [1.0]
+    return [
         (lambda: paddle.recv_v2(peer=other), ShapeError, ("out_shape=()", *here)),
         (lambda: paddle.recv_v2([2, 0], peer=other), ShapeError, ("(2, 0)", "1 or above")),
         (lambda: paddle.recv_v2([-1], peer=other), ShapeError, ("(-1,)",)),
@@ -389,6 +407,12 @@ def wrong_calls(comm: Any) -> list[tuple[Callable[[], Any], type[Exception], tup
         (lambda: paddle.send_v2(listed, 0, other), ArgumentError, ("list",)),
         (lambda: paddle.send_v2(listed, 0, other, True, True), ArgumentError, ("list",)),
         (lambda: paddle.c_allreduce_sum(x.short()), DtypeError, ("int16",)),
+    ]
+
+
+def wrong_groups(comm: Any, _: torch.Tensor) -> WrongCalls:
+    other, me = 1 - comm.rank, comm.rank
+    return [
         (lambda: paddle.c_gen_nccl_id(-1), PeerError, ("rank=-1",)),
         (lambda: paddle.c_gen_nccl_id(0, "here"), ArgumentError, ("'here'", "host:port")),
         (lambda: paddle.c_gen_nccl_id(0, "h:1", ["h"]), ArgumentError, ("'h'", "host:port")),
@@ -398,6 +422,12 @@ def wrong_calls(comm: Any) -> list[tuple[Callable[[], Any], type[Exception], tup
         (lambda: paddle.c_comm_init(2, other, ring_id=9), ArgumentError, (f"rank={other}",)),
         (lambda: paddle.c_comm_init(2, me, endpoints="h:1"), ArgumentError, ("nranks=2", "h:1")),
     ]
+
+
+def wrong_calls(comm: Any) -> WrongCalls:
+    """Return calls that a legacy check refuses, with the error and what its text must say."""
+    families = (wrong_sizes, wrong_peers, wrong_tensors, wrong_groups)
+    return [row for family in families for row in family(comm, FLOAT.to(comm.device))]
 
 
 @runs_on("ranks")

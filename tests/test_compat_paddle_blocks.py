@@ -1,6 +1,8 @@
 """compat.paddle.fused_attention and fused_feedforward: legacy arguments over the operators."""
 
+import contextlib
 import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from commlib.errors import ArgumentError, RingError, ShapeError
 from tests.support.attention_block import DIM, HEADS, TOKENS, WIDTH, Case, attention
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.operator import ABSENT_RING, calls
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 from tests.test_fused_feedforward import Case as Units
 from tests.test_fused_feedforward import feedforward
 
@@ -80,17 +82,19 @@ def alike(legacy: Any, operator: Any, what: str, *, atol: float = 0) -> None:
     assert_bits_equal(found[0].detach(), found[1].detach(), what, atol=atol)
 
 
-def attentions(comm: Any) -> None:
-    """Each argument reaches the operator: both norms, modes, biases, masks, the ring."""
-    case = Case(comm)
-    w = case.tensors()
+HALF = {"dropout_rate": 0.5, "attn_dropout_rate": 0.5}
+
+
+@runs_on("ranks")
+def test_attention(comm: Any) -> None:
+    """Each argument reaches the operator: both norms, modes, biases, the ring."""
+    w = Case(comm).tensors()
     x, raw = w["x"], (w["qkv_weight"], w["linear_weight"])
     scale, shift = w["ln_weight"], w["ln_bias"]
     biases = {name: w[name] for name in ("qkv_bias", "linear_bias")}
-    half = {"dropout_rate": 0.5, "attn_dropout_rate": 0.5}
     norm = {"ln_weight": scale, "ln_bias": shift, "ln_eps": 1e-4}
     name = paddle.fused_attention
-    alike(lambda: name(x, *raw, ring_id=0), lambda: attention(x, *raw, **half), "defaults")
+    alike(lambda: name(x, *raw, ring_id=0), lambda: attention(x, *raw, **HALF), "defaults")
     pre = (True, scale, shift, None, None, 1e-4, *biases.values(), None, None, 0.1, 0.2)
     for infers, mode in ((False, "upscale_in_train"), (True, "downscale_in_infer")):
         how = {"training": not infers, "upscale_in_train": mode.startswith("up")} | biases
@@ -102,33 +106,41 @@ def attentions(comm: Any) -> None:
             ),
             f"before, {mode}",
         )
+
+
+@runs_on("ranks")
+def test_attention_with_masks(comm: Any) -> None:
+    w = Case(comm).tensors()
+    x, raw = w["x"], (w["qkv_weight"], w["linear_weight"])
+    scale, shift = w["ln_weight"], w["ln_bias"]
+    norm = {"ln_weight": scale, "ln_bias": shift, "ln_eps": 1e-4}
+    legacy = {"ln_scale": scale, "ln_bias": shift, "ln_epsilon": 1e-4, "ring_id": 0}
     allowed = torch.ones(TOKENS, TOKENS, dtype=torch.int64, device=x.device).tril()
     for mask in (allowed, allowed.bool(), (1.0 - allowed.double()) * -1e30):
         alike(
-            lambda mask=mask: name(
-                x, *raw, ln_scale=scale, ln_bias=shift, ln_epsilon=1e-4, attn_mask=mask, ring_id=0
-            ),
-            lambda: attention(x, *raw, is_causal=True, **norm, **half),
+            lambda mask=mask: paddle.fused_attention(x, *raw, attn_mask=mask, **legacy),
+            lambda: attention(x, *raw, is_causal=True, **norm, **HALF),
             f"after, {mask.dtype}",
         )
-    heads = HEADS // comm.size
-    turned = raw[0].flatten(0, 2).t().contiguous(), biases["qkv_bias"].flatten()
+
+
+@runs_on("ranks")
+def test_attention_with_a_transposed_weight(comm: Any) -> None:
+    w = Case(comm).tensors()
+    x, weight, linear, bias = w["x"], w["qkv_weight"], w["linear_weight"], w["qkv_bias"]
+    turned = {"qkv_bias": bias.flatten(), "num_heads": HEADS // comm.size, "ring_id": 0}
+    turned["transpose_qkv_wb"] = True
+    flat = weight.flatten(0, 2).t().contiguous()
     alike(
-        lambda: name(
-            x, turned[0], raw[1], qkv_bias=turned[1], num_heads=heads, transpose_qkv_wb=True,
-            ring_id=0,
-        ),
-        lambda: attention(x, *raw, qkv_bias=biases["qkv_bias"], **half),
+        lambda: paddle.fused_attention(x, flat, linear, **turned),
+        lambda: attention(x, weight, linear, qkv_bias=bias, **HALF),
         "transposed",
         atol=1e-12,  # a product with the transposed weight adds in another order on GPUs
-    )  # fmt: skip
+    )
 
 
-def test_attention(ranks: Ranks) -> None:
-    ranks(attentions)
-
-
-def one_rank(comm: Any) -> None:
+@runs_on("ranks")
+def test_one_rank(comm: Any) -> None:
     """Without a ring nothing is reduced; a cache comes back longer."""
     w = {name: t.detach() for name, t in Case(comm).tensors(0, 1).items()}
     x, raw = w["x"], (w["qkv_weight"], w["linear_weight"])
@@ -150,11 +162,8 @@ def one_rank(comm: Any) -> None:
     assert_equal(calls(comm), before, "collectives")
 
 
-def test_one_rank(ranks: Ranks) -> None:
-    ranks(one_rank)
-
-
-def feed_forwards(comm: Any) -> None:
+@runs_on("ranks")
+def test_feed_forward(comm: Any) -> None:
     """Each argument reaches the operator."""
     w = Units(comm).tensors()
     x, raw = w["x"], (w["linear1_weight"], w["linear2_weight"])
@@ -181,12 +190,9 @@ def feed_forwards(comm: Any) -> None:
     )
 
 
-def test_feed_forward(ranks: Ranks) -> None:
-    ranks(feed_forwards)
-
-
-def refusals(comm: Any) -> None:
-    """The legacy errors, before any launch."""
+@contextlib.contextmanager
+def wrong_calls(comm: Any) -> Iterator[tuple[Callable[..., None], Callable[..., None]]]:
+    """Give both blocks as functions of changed arguments; the calls are refused before a launch."""
     w = {name: t.detach() for name, t in Case(comm).tensors().items()}
     units = {name: t.detach() for name, t in Units(comm).tensors().items()}
     first = {"x": w["x"], "qkv_weight": w["qkv_weight"], "linear_weight": w["linear_weight"]}
@@ -199,38 +205,49 @@ def refusals(comm: Any) -> None:
         paddle.fused_feedforward(**(second | {"ring_id": 0} | how))
 
     before = calls(comm)
-    for call, epsilons in (
-        (attend, ("pre_ln_epsilon", "ln_epsilon")),
-        (feed, ("ln1_epsilon", "ln2_epsilon")),
-    ):
-        with raises(ArgumentError, "mode='none'", "'upscale_in_train' or 'downscale_in_infer'"):
-            call(mode="none")
-        with raises(RingError, ABSENT_RING):
-            call(ring_id=ABSENT_RING)
-        with raises(RingError, "ring_id=-2"):
-            call(ring_id=-2)
-        with raises(ArgumentError, "add_residual=False", "pre_layer_norm=True"):
-            call(add_residual=False)
-        for name in epsilons:
-            with raises(ArgumentError, "epsilon=0.01; expected 0 to 0.001", f"rank {comm.rank}"):
-                call(**{name: 0.01})
-        with raises(ShapeError, "x has shape"):
-            call(x=first["x"][0])
-    with raises(ShapeError, f"heads * head_dim to be the width {WIDTH}", "ring_id=-1"):
-        attend(ring_id=-1)
-    with raises(ArgumentError, "num_heads=-1", "transpose_qkv_wb=True"):
-        attend(transpose_qkv_wb=True)
-    with raises(ShapeError, "expected [width, 3 * heads * head_dim]"):
-        attend(transpose_qkv_wb=True, num_heads=2)
-    flat = w["qkv_weight"].flatten(0, 2).t()
-    with raises(ShapeError, "qkv_bias is (1,)", f"({flat.shape[1]},)"):
-        heads = HEADS // comm.size
-        bias = flat.new_zeros(1)
-        attend(qkv_weight=flat, qkv_bias=bias, num_heads=heads, transpose_qkv_wb=True)
-    with raises(ShapeError, "cache_kv has shape"):
-        attend(cache_kv=w["x"])
+    yield attend, feed
     assert_equal(calls(comm), before, "collectives of wrong calls")
 
 
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refusals)
+@runs_on("ranks")
+def test_refusals(comm: Any) -> None:
+    """The legacy errors of both, before any launch."""
+    x = Case(comm).tensors()["x"].detach()
+    with wrong_calls(comm) as (attend, feed):
+        for call, epsilons in (
+            (attend, ("pre_ln_epsilon", "ln_epsilon")),
+            (feed, ("ln1_epsilon", "ln2_epsilon")),
+        ):
+            with raises(ArgumentError, "mode='none'", "'upscale_in_train' or 'downscale_in_infer'"):
+                call(mode="none")
+            with raises(RingError, ABSENT_RING):
+                call(ring_id=ABSENT_RING)
+            with raises(RingError, "ring_id=-2"):
+                call(ring_id=-2)
+            with raises(ArgumentError, "add_residual=False", "pre_layer_norm=True"):
+                call(add_residual=False)
+            words = "epsilon=0.01; expected 0 to 0.001", f"rank {comm.rank}"
+            for name in epsilons:
+                with raises(ArgumentError, *words):
+                    call(**{name: 0.01})
+            with raises(ShapeError, "x has shape"):
+                call(x=x[0])
+
+
+@runs_on("ranks")
+def test_refused_attention(comm: Any) -> None:
+    w = {name: t.detach() for name, t in Case(comm).tensors().items()}
+    with wrong_calls(comm) as (attend, _):
+        with raises(ShapeError, f"heads * head_dim to be the width {WIDTH}", "ring_id=-1"):
+            attend(ring_id=-1)
+        with raises(ArgumentError, "num_heads=-1", "transpose_qkv_wb=True"):
+            attend(transpose_qkv_wb=True)
+        with raises(ShapeError, "expected [width, 3 * heads * head_dim]"):
+            attend(transpose_qkv_wb=True, num_heads=2)
+        flat = w["qkv_weight"].flatten(0, 2).t()
+        with raises(ShapeError, "qkv_bias is (1,)", f"({flat.shape[1]},)"):
+            heads = HEADS // comm.size
+            bias = flat.new_zeros(1)
+            attend(qkv_weight=flat, qkv_bias=bias, num_heads=heads, transpose_qkv_wb=True)
+        with raises(ShapeError, "cache_kv has shape"):
+            attend(cache_kv=w["x"])

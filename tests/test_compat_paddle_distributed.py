@@ -270,6 +270,38 @@ def test_a_group_for_gpus_without_any(ring: Any) -> None:
         dist.new_group([0], backend="nccl")
 
 
+def calls_on(group: Any, x: torch.Tensor) -> list[Callable[[], Any]]:
+    """Return a call of each kind on a group."""
+    return [
+        lambda: dist.all_reduce(x, group=group),
+        lambda: dist.broadcast(x, 0, group),
+        lambda: dist.reduce(x, 0, group=group),
+        lambda: dist.reduce_scatter(x, [x, x], group=group),
+        lambda: dist.scatter(x, [x, x], group=group),
+        lambda: dist.gather(x, [], group=group),
+        lambda: dist.alltoall([x, x], [], group),
+        lambda: dist.alltoall_single(x, x, group=group),
+        lambda: dist.send(x, 1, group),
+        lambda: dist.recv(x, 1, group),
+        lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 1, group)]),
+        lambda: dist.barrier(group),
+        lambda: dist.wait(x, group),
+        lambda: dist.all_gather_object([], 1, group),
+        lambda: dist.broadcast_object_list([1], 0, group),
+        lambda: dist.scatter_object_list([], [1, 2], 0, group),
+        lambda: dist.global_scatter(x, x, x, group),
+        lambda: dist.global_gather(x, x, x, group),
+        lambda: mp_ops._c_identity(x, group),
+        lambda: mp_ops._c_concat(x, group),
+        lambda: mp_ops._c_split(x, group),
+        lambda: mp_ops._mp_allreduce(x, group=group),
+        lambda: mp_ops._c_softmax_with_cross_entropy(x, x, group),
+        lambda: pp_utils.send_partial(x, 1, group=group),
+        lambda: pp_utils.recv_partial(x, 1, group=group),
+        lambda: pp_utils.allgather_partial(x, 2, 0, group),
+    ]
+
+
 @runs_on("three_ranks")
 def test_calls_of_other_processes_do_nothing(ring: Any) -> None:
     """Upstream warns and returns None; for all_gather it raises."""
@@ -277,35 +309,7 @@ def test_calls_of_other_processes_do_nothing(ring: Any) -> None:
         group, x = dist.new_group([0, 1]), torch.ones(2)
         if ring.rank != 2:
             return
-        calls: list[Callable[[], Any]] = [
-            lambda: dist.all_reduce(x, group=group),
-            lambda: dist.broadcast(x, 0, group),
-            lambda: dist.reduce(x, 0, group=group),
-            lambda: dist.reduce_scatter(x, [x, x], group=group),
-            lambda: dist.scatter(x, [x, x], group=group),
-            lambda: dist.gather(x, [], group=group),
-            lambda: dist.alltoall([x, x], [], group),
-            lambda: dist.alltoall_single(x, x, group=group),
-            lambda: dist.send(x, 1, group),
-            lambda: dist.recv(x, 1, group),
-            lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 1, group)]),
-            lambda: dist.barrier(group),
-            lambda: dist.wait(x, group),
-            lambda: dist.all_gather_object([], 1, group),
-            lambda: dist.broadcast_object_list([1], 0, group),
-            lambda: dist.scatter_object_list([], [1, 2], 0, group),
-            lambda: dist.global_scatter(x, x, x, group),
-            lambda: dist.global_gather(x, x, x, group),
-            lambda: mp_ops._c_identity(x, group),
-            lambda: mp_ops._c_concat(x, group),
-            lambda: mp_ops._c_split(x, group),
-            lambda: mp_ops._mp_allreduce(x, group=group),
-            lambda: mp_ops._c_softmax_with_cross_entropy(x, x, group),
-            lambda: pp_utils.send_partial(x, 1, group=group),
-            lambda: pp_utils.recv_partial(x, 1, group=group),
-            lambda: pp_utils.allgather_partial(x, 2, 0, group),
-        ]
-        for number, call in enumerate(calls):
+        for number, call in enumerate(calls_on(group, x)):
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 assert_equal(call(), None, f"call {number}")

@@ -10,10 +10,13 @@ from commlib import compat
 from commlib.errors import ArgumentError, RingError
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.decoder import CAPACITY, SEQUENCES, Case, cast
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 
-def legacy(ring: Any, pre_norm: bool, ring_id: int) -> None:
+@pytest.mark.parametrize("ring_id", [0, -1])
+@pytest.mark.parametrize("pre_norm", [True, False])
+@runs_on("ranks")
+def test_legacy(ring: Any, pre_norm: bool, ring_id: int) -> None:
     """The legacy operator with its layouts of weights and caches, with a ring and without."""
     case = Case(ring, "legacy")
     case.config = replace(case.config, pre_norm=pre_norm)
@@ -53,9 +56,3 @@ def legacy(ring: Any, pre_norm: bool, ring_id: int) -> None:
         call(x[:, :4], **weights | {"ffn2_weights": weights["ffn2_weights"][:1]}, **how)
     with raises(RingError, "ring_id=-2"):
         call(x[:, :4], **weights, **how | {"ring_id": -2})
-
-
-@pytest.mark.parametrize("ring_id", [0, -1])
-@pytest.mark.parametrize("pre_norm", [True, False])
-def test_legacy(pre_norm: bool, ring_id: int, ranks: Ranks) -> None:
-    ranks(legacy, pre_norm, ring_id)

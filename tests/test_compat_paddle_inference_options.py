@@ -12,7 +12,7 @@ from commlib.ops.inference import TokenRotary
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.decoder import SEQUENCES
 from tests.support.legacy_decoder import WIDTH, Layers, Legacy
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 # Of Paddle 2.6.2, in order.
 ARGUMENTS = """
@@ -37,7 +37,8 @@ def additive(seen: torch.Tensor) -> torch.Tensor:
     return (seen.float() - 1) * 1e4
 
 
-def padded(ring: Any) -> None:
+@runs_on("ranks")
+def test_padding(ring: Any) -> None:
     """Padding on either side changes nothing of the other tokens."""
     layers = Layers(ring)
     x, length = layers.x, layers.x.shape[1]
@@ -71,11 +72,8 @@ def padded(ring: Any) -> None:
             near(y[n : n + 1, length - count :], alone[n], f"sequence {n}, on the left")
 
 
-def test_padding(ranks: Ranks) -> None:
-    ranks(padded)
-
-
-def decoded(ring: Any) -> None:
+@runs_on("ranks")
+def test_decoding(ring: Any) -> None:
     """Sequences of several lengths go on, each at its own position; masks hide tokens for good."""
     layers = Layers(ring)
     x, device = layers.x, ring.device
@@ -105,11 +103,8 @@ def decoded(ring: Any) -> None:
     near(layers(x[:, 1:])[:, -1], y[:, -1], "the hidden token does not matter")
 
 
-def test_decoding(ranks: Ranks) -> None:
-    ranks(decoded)
-
-
-def bidirectional(ring: Any) -> None:
+@runs_on("ranks")
+def test_masks_of_zeros(ring: Any) -> None:
     """A mask of zeros hides nothing: a permutation of the tokens permutes the rows."""
     layers = Layers(ring)
     x, length = layers.x, layers.x.shape[1]
@@ -119,11 +114,8 @@ def bidirectional(ring: Any) -> None:
     assert_equal(bool(torch.allclose(y, layers(x), atol=1e-3)), False, "not causal")
 
 
-def test_masks_of_zeros(ranks: Ranks) -> None:
-    ranks(bidirectional)
-
-
-def prefixed(ring: Any) -> None:
+@runs_on("ranks")
+def test_prefixes(ring: Any) -> None:
     """A prefix from another call gives the rows of the whole sequence, and is in the cache."""
     layers = Layers(ring)
     x = layers.x
@@ -145,10 +137,6 @@ def prefixed(ring: Any) -> None:
         layers(x[:, 3:], pre_caches=[cache[:, :1] for cache in prefixes])
     with raises(ArgumentError, "pre_caches with time_step", "pass pre_caches=None"):
         layers(x[:, 6:], pre_caches=prefixes, cache_kvs=caches, time_step=6)
-
-
-def test_prefixes(ranks: Ranks) -> None:
-    ranks(prefixed)
 
 
 def angles(length: int, dims: int, device: Any) -> torch.Tensor:
@@ -182,7 +170,8 @@ def test_formula(dims: int) -> None:
     )
 
 
-def rotated(ring: Any) -> None:
+@runs_on("ranks")
+def test_rotation(ring: Any) -> None:
     """Tokens are rotated by their own angles, in a prefill and in later steps."""
     layers = Layers(ring)
     x, length = layers.x, layers.x.shape[1]
@@ -206,15 +195,10 @@ def rotated(ring: Any) -> None:
             near(found, y[:, step : step + 1], f"step {step}")
 
 
-def test_rotation(ranks: Ranks) -> None:
-    ranks(rotated)
-
-
-def wrong(ring: Any) -> None:
-    layers = Layers(ring)
-    x, weights = layers.x, layers.weights
-    embs = angles(x.shape[1], 1, ring.device).expand(-1, SEQUENCES, -1, -1, -1)
-    errors: list[tuple[type[CommError], dict[str, Any], str]] = [
+def wrong_options(layers: Layers) -> list[tuple[type[CommError], dict[str, Any], str]]:
+    """Return options that are refused, with the error and what its text must say."""
+    embs = angles(layers.x.shape[1], 1, layers.x.device).expand(-1, SEQUENCES, -1, -1, -1)
+    return [
         (ArgumentError, {"dropout_rate": 0.5, "training": True}, "dropout_rate=0.5 with training"),
         (ArgumentError, {"dropout_rate": 0.5, "mode": "downscale_in_infer"}, "mode='downscale_in"),
         (ArgumentError, {"dropout_rate": 2}, "dropout_rate=2; expected a number from 0 to 1"),
@@ -239,9 +223,22 @@ def wrong(ring: Any) -> None:
             "time_step='4'; expected an integer or a tensor of one",
         ),
     ]
-    for error, how, text in errors:
+
+
+@runs_on("ranks")
+def test_bad_input(ring: Any) -> None:
+    layers = Layers(ring)
+    for error, how, text in wrong_options(layers):
         with raises(error, "fused_multi_transformer on ring 0", text):
-            layers(x, **how)
+            layers(layers.x, **how)
+    assert_equal(tuple(layers(layers.x[:0]).shape), (0, *layers.x.shape[1:]), "an empty batch")
+    assert_bits_equal(layers(layers.x, dropout_rate=0.5), layers(layers.x), "a rate in inference")
+
+
+@runs_on("ranks")
+def test_bad_weights(ring: Any) -> None:
+    layers = Layers(ring)
+    x, weights = layers.x, layers.weights
     with raises(ArgumentError, "weights of {", "expected the same number each, 1 or more"):
         Legacy(x, *[[] for _ in weights], ring_id=0)
     with raises(ArgumentError, "qkv_weights is NoneType; expected a list"):
@@ -254,8 +251,11 @@ def wrong(ring: Any) -> None:
         layers([1.0])
     with raises(RingError, "ring_id=True"):
         Legacy(x, *weights, ring_id=True)
-    assert_equal(tuple(layers(x[:0]).shape), (0, *x.shape[1:]), "an empty batch")
-    assert_bits_equal(layers(x, dropout_rate=0.5), layers(x), "a rate in inference")
+    assert_equal(tuple(layers(x).shape), tuple(x.shape), "afterwards")
+
+
+@runs_on("ranks")
+def test_bad_attention(ring: Any) -> None:
     attention: Any = paddle.fused_multi_head_attention
     block = torch.ones(3, 2, 4, 8, device=ring.device), torch.ones(8, 8, device=ring.device)
     row = torch.ones(1, 2, 8, device=ring.device)
@@ -267,7 +267,3 @@ def wrong(ring: Any) -> None:
     ):
         with raises(ArgumentError, text):
             attention(row, *block, **how)
-
-
-def test_bad_input(ranks: Ranks) -> None:
-    ranks(wrong)

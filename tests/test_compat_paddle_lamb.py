@@ -10,7 +10,7 @@ from commlib.compat import paddle
 from commlib.errors import ArgumentError
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.lamb import Case, close_rings, optimizer, parameters, small, train
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 Legacy: Any = paddle.distributed_fused_lamb
 CASES = [
@@ -23,7 +23,8 @@ CASES = [
 ]
 
 
-def steps(comm: Any) -> None:
+@runs_on("ranks")
+def test_legacy_arguments(comm: Any) -> None:
     for case in CASES:
         params, legacy = parameters(case, comm.device), parameters(case, comm.device)
         made = optimizer(comm, case, params)
@@ -55,11 +56,8 @@ def steps(comm: Any) -> None:
         close_rings()
 
 
-def test_legacy_arguments(ranks: Ranks) -> None:
-    ranks(steps)
-
-
-def wrong(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_wrong_rings(comm: Any) -> None:
     params = parameters(CASES[0], comm.device)
     with raises(ArgumentError, "ring_ids=[0, 1]", "pass ring_ids=[0, 1, 2]"):
         Legacy(params, ring_ids=[0, 1], use_hierarchical_allreduce=True)
@@ -67,10 +65,6 @@ def wrong(comm: Any) -> None:
         Legacy(params, ring_ids=[])
     with raises(ArgumentError, "nranks=5", f"pass nranks={comm.size}"):
         Legacy(params, nranks=5)
-
-
-def test_wrong_rings(cpu_ranks: Ranks) -> None:
-    cpu_ranks(wrong)
 
 
 # Of Paddle 2.6.2, in order.
@@ -93,7 +87,8 @@ class ClipGradByGlobalNorm:
         self.clip_norm = clip_norm
 
 
-def built(comm: Any) -> None:
+@runs_on("ranks")
+def test_class(comm: Any) -> None:
     """The class gives the steps of the operator; each node of one rank has its own ring."""
     for case in (CASES[0], CASES[4], CASES[5]):
         params, legacy = parameters(case, comm.device), parameters(case, comm.device)
@@ -122,11 +117,8 @@ def built(comm: Any) -> None:
         commlib.close_ring(ring)
 
 
-def test_class(ranks: Ranks) -> None:
-    ranks(built)
-
-
-def badly_built(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_bad_constructors(comm: Any) -> None:
     make: Any = paddle.DistributedFusedLamb
     params = parameters(CASES[0], comm.device)
     with raises(ArgumentError, "parameters is None", "pass parameters=model.parameters()"):
@@ -137,7 +129,3 @@ def badly_built(comm: Any) -> None:
         with raises(ArgumentError, f"nproc_per_node={each!r}; expected a divisor of 2"):
             make(parameters=params, nproc_per_node=each)
     make(parameters=params, lamb_weight_decay=None).step()
-
-
-def test_bad_constructors(cpu_ranks: Ranks) -> None:
-    cpu_ranks(badly_built)

@@ -95,6 +95,35 @@ def parameters(device: torch.device) -> list[Tensor]:
     return [sample(9, (3,), torch.float32, seed).abs().to(device) for seed in range(4)]
 
 
+def channels_second(tensor: Tensor, layout: str) -> Tensor:
+    return tensor.movedim(-1, 1) if layout == "NHWC" else tensor
+
+
+def weight_of(rank: int, layout: str) -> Tensor:
+    """Return the gradient of a rank's result."""
+    return sample(rank, tuple(batch(rank, layout).shape), torch.float32, seed=7)
+
+
+def batch_norm_of(size: int, layout: str) -> tuple[Array, Array, Array, Array]:
+    """Return mean, variance, result and gradient of all ranks' images, channels second."""
+    ranks = range(size)
+    whole = torch.cat([batch(rank, layout) for rank in ranks]).double()
+    weights = torch.cat([weight_of(rank, layout) for rank in ranks]).double()
+    values = wide(channels_second(whole, layout))
+    means, variances = values.mean((0, 2, 3)), values.var((0, 2, 3))
+    scale, bias = (
+        wide(one).astype(np.float64).reshape(1, 3, 1, 1)
+        for one in parameters(torch.device("cpu"))[2:]
+    )
+    deviation = np.sqrt(variances.reshape(1, 3, 1, 1) + 1e-5)
+    normal = (values - means.reshape(1, 3, 1, 1)) / deviation
+    slope = wide(channels_second(weights, layout)) * scale
+    count = values.size / 3
+    gradient = slope - slope.sum((0, 2, 3), keepdims=True) / count
+    gradient -= normal * (slope * normal).sum((0, 2, 3), keepdims=True) / count
+    return means, variances, normal * scale + bias, gradient / deviation
+
+
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 @runs_on("ranks")
 def test_batch_norm(comm: Any, layout: str) -> None:
@@ -102,41 +131,19 @@ def test_batch_norm(comm: Any, layout: str) -> None:
     mean, variance, scale, bias = parameters(comm.device)
     x = batch(comm.rank, layout).to(comm.device).requires_grad_()
     scale.requires_grad_()
-    weight = sample(comm.rank, tuple(x.shape), torch.float32, seed=7).to(comm.device)
     y, mean_out, variance_out, center, inverse = paddle.sync_batch_norm(
         x, mean, variance, scale, bias, data_layout=layout
     )
-    (y * weight).sum().backward()
+    (y * weight_of(comm.rank, layout).to(comm.device)).sum().backward()
 
-    whole = torch.cat([batch(rank, layout) for rank in range(comm.size)]).double()
-    whole = (whole.movedim(-1, 1) if layout == "NHWC" else whole).requires_grad_()
-    weights = torch.cat(
-        [
-            sample(rank, tuple(batch(rank, layout).shape), torch.float32, seed=7)
-            for rank in range(comm.size)
-        ]
-    ).double()
-    weights = weights.movedim(-1, 1) if layout == "NHWC" else weights
-    values = wide(whole)
-    means, variances = values.mean((0, 2, 3)), values.var((0, 2, 3))
+    means, variances, wanted, gradient = batch_norm_of(comm.size, layout)
     old = [wide(one).astype(np.float64) for one in parameters(torch.device("cpu"))]
-    factor = old[2].reshape(1, 3, 1, 1)
-    normal = (values - means.reshape(1, 3, 1, 1)) / np.sqrt(variances.reshape(1, 3, 1, 1) + 1e-5)
-    slope = wide(weights) * factor
-    count = values.size / 3
-    gradient = slope - slope.sum((0, 2, 3), keepdims=True) / count
-    gradient -= normal * (slope * normal).sum((0, 2, 3), keepdims=True) / count
-    gradient /= np.sqrt(variances.reshape(1, 3, 1, 1) + 1e-5)
     first = sum(2 + rank for rank in range(comm.rank))
     own = slice(first, first + 2 + comm.rank)
-    wanted = normal * factor + old[3].reshape(1, 3, 1, 1)
-
-    def channels_second(tensor: Tensor) -> Array:
-        return wide(tensor.movedim(-1, 1) if layout == "NHWC" else tensor)
-
     assert x.grad is not None and mean_out is mean and variance_out is variance
-    np.testing.assert_allclose(channels_second(y), wanted[own], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(channels_second(x.grad), gradient[own], rtol=1e-4, atol=1e-5)
+    near: Any = {"rtol": 1e-4, "atol": 1e-5}
+    np.testing.assert_allclose(wide(channels_second(y, layout)), wanted[own], **near)
+    np.testing.assert_allclose(wide(channels_second(x.grad, layout)), gradient[own], **near)
     np.testing.assert_allclose(wide(mean), 0.9 * old[0] + 0.1 * means, **CLOSE)
     np.testing.assert_allclose(wide(variance), 0.9 * old[1] + 0.1 * variances, **CLOSE)
     np.testing.assert_allclose(wide(center), means, **CLOSE)

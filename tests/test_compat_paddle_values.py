@@ -39,7 +39,6 @@ from tests.support.formulas import (
     smallest,
     total,
 )
-from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
 from tests.test_compat_paddle import ELSEWHERE, SIGNATURES, Tensor, X, ordered
 
@@ -243,7 +242,8 @@ def gradient(call: Callable[..., Tensor], x: Tensor, weights: Tensor, *arguments
     return leaf.grad
 
 
-def gradients(comm: Any) -> None:
+@runs_on("ranks")
+def test_gradients(comm: Any) -> None:
     """mp_allreduce_sum: identity; c_identity: sum; c_concat: own part; c_split: concat."""
     r, n = comm.rank, comm.size
     for shape in ((4, 6), (6,), (2, 3, 4)):
@@ -271,10 +271,6 @@ def gradients(comm: Any) -> None:
             assert_bits_equal(upstream(x), np.split(x.cpu().numpy(), n, -1)[r], "forward")
             want = np.concatenate(halves, 0).reshape(shape)
             assert_bits_equal(gradient(upstream, x, half), want, f"c_split upstream {shape} {calc}")
-
-
-def test_gradients(ranks: Ranks) -> None:
-    ranks(gradients)
 
 
 @runs_on("ranks")

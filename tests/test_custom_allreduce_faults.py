@@ -40,35 +40,38 @@ def test_a_rank_that_cannot_compile(comm: Any) -> None:
             assert_equal(set(ring.all_reduce(x, x).tolist()), {float(comm.size)}, "sum")
 
 
+def call_without_the_last_rank(ring: Any, how: str, graph: Any, out: Any, x: Any) -> None:
+    """Call what the last rank does not: the results are NaN, and what follows moves nothing."""
+    for _ in range(3):  # what follows the fault leaves at once
+        if how == "eager":
+            with contextlib.suppress(PeerTimeout, RingError):
+                ring.all_reduce(out, x)
+        else:
+            graph.replay()
+    torch.cuda.synchronize()
+    assert_equal(bool(out.isnan().all()), True, "results are NaN")
+    if how == "graph":
+        gathered = torch.zeros(ring.size * 5, dtype=torch.int64, device=ring.device)
+        kept, ring._engine._push._word.value = ring._engine._push._word.value, 0
+        ring.all_gather(gathered, gathered[:5])  # launched all the same
+        torch.cuda.synchronize()
+        assert_equal(gathered.unique().tolist(), [-1], "what moved")
+        assert_equal(ring._engine._push._word.value, kept, "the same fault")
+
+
 def late(comm: Any, how: str) -> None:
     """A peer that does not come is named on every rank; reset() repairs, graphs stay valid."""
+    last = comm.rank == comm.size - 1
     with another(comm, 83, timeout=LATE_S) as ring:
         graph, x, out = captured(ring, 300_000 if how == "large graph" else 1000)
         torch.cuda.synchronize()
         ring.exchange([])
-        if comm.rank != comm.size - 1:
-            for _ in range(3):  # what follows the fault leaves at once
-                if how == "eager":
-                    with contextlib.suppress(PeerTimeout, RingError):
-                        ring.all_reduce(out, x)
-                else:
-                    graph.replay()
-            torch.cuda.synchronize()
-            assert_equal(bool(out.isnan().all()), True, "results are NaN")
-        gathered = torch.zeros(comm.size * 5, dtype=torch.int64, device=comm.device)
-        if comm.rank != comm.size - 1 and how == "graph":
-            ring._engine._push._word.value, kept = (
-                0,
-                ring._engine._push._word.value,
-            )  # launched all the same
-            ring.all_gather(gathered, gathered[:5])
-            torch.cuda.synchronize()
-            assert_equal(gathered.unique().tolist(), [-1], "what moved")
-            assert_equal(ring._engine._push._word.value, kept, "the same fault")
+        if not last:
+            call_without_the_last_rank(ring, how, graph, out, x)
         comm.exchange([])
-        if comm.rank == comm.size - 1 and how != "eager":
+        if last and how != "eager":
             graph.replay()  # too late
-        if comm.rank == comm.size - 1 and how == "eager":
+        if last and how == "eager":
             with contextlib.suppress(PeerTimeout):
                 ring.all_reduce(out, x)
         torch.cuda.synchronize()

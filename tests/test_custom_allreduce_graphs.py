@@ -199,13 +199,13 @@ def test_split(comm: Any) -> None:
 
 
 @runs_on("gpu_ranks")
-def test_split_wrongly_and_captured(comm: Any) -> None:
+def test_split_wrongly(comm: Any) -> None:
+    """A call between the halves is refused, and so is a wait in a graph for an eager begin."""
     x = torch.ones(100, device=comm.device)
     work = comm.all_reduce_begin(torch.zeros_like(x), x)
     with raises(ArgumentError, "split all_reduce", "wait()"):
         comm.all_reduce(x, x)
     assert_equal(set(work.wait().tolist()), {float(comm.size)}, "the split one")
-    graph, out = torch.cuda.CUDAGraph(), torch.zeros_like(x)
     work, stray = comm.all_reduce_begin(torch.zeros_like(x), x), torch.cuda.CUDAGraph()
     with (
         torch.cuda.graph(stray, capture_error_mode="thread_local"),
@@ -214,6 +214,13 @@ def test_split_wrongly_and_captured(comm: Any) -> None:
         x.add_(0)
         work.wait()
     assert_equal(set(work.wait().tolist()), {float(comm.size)}, "where it began")
+
+
+@runs_on("gpu_ranks")
+def test_split_in_a_capture(comm: Any) -> None:
+    """A half without its other one ends with the capture; between both, other work is captured."""
+    x = torch.ones(100, device=comm.device)
+    graph, out = torch.cuda.CUDAGraph(), torch.zeros_like(x)
 
     def fails() -> None:
         comm.all_reduce_begin(out, x)

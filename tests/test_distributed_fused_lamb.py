@@ -19,6 +19,7 @@ from tests.support.checks import assert_bits_equal, assert_equal, raises, sample
 from tests.support.examples import examples
 from tests.support.lamb import Case, agrees
 from tests.support.ranks import NewRanks, Ranks
+from tests.support.runs_on import runs_on
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 CASES = [
@@ -82,7 +83,8 @@ def test_four_ranks_and_nodes(new_ranks: NewRanks) -> None:
         ranks(nodes, deadline=120)
 
 
-def kernels(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_kernels(comm: Any) -> None:
     """The kernels of GPUs do what the torch operators do, with the same bits at each call."""
     for low, shards, skip in itertools.product((torch.float32, HALF, BRAIN), (1, 3), (False, True)):
         for rank, master in itertools.product(range(shards), (True, False)):
@@ -123,10 +125,6 @@ def stepped(
             update.update_moments(part, gradient, rule, norms)
             update.update_weights(part, rule, update.trust_ratios(norms, rates))
     return part
-
-
-def test_kernels(gpu_ranks: Ranks) -> None:
-    gpu_ranks(kernels)
 
 
 SHAPE = st.lists(st.integers(0, 9), max_size=3).map(tuple)

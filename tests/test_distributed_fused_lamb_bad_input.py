@@ -13,6 +13,7 @@ from commlib.errors import ArgumentError, RingError
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.lamb import Case, bits_of, give, optimizer, parameters, small, train
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 Lamb: Any = ops.DistributedFusedLamb
 SETTINGS: list[tuple[dict[str, Any], str]] = [
@@ -38,7 +39,8 @@ def ones(comm: Any, *shape: int) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.ones(shape, device=comm.device))
 
 
-def settings(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_settings(comm: Any) -> None:
     for how, text in SETTINGS:
         with raises(ArgumentError, f"DistributedFusedLamb on ring 0 (rank {comm.rank}", text, ";"):
             Lamb([ones(comm, 2, 2)], comm, **how)
@@ -61,11 +63,8 @@ def settings(comm: Any) -> None:
         Lamb([ones(comm, 2)], True)
 
 
-def test_settings(cpu_ranks: Ranks) -> None:
-    cpu_ranks(settings)
-
-
-def differing(comm: Any) -> None:
+@runs_on("ranks")
+def test_ranks_that_differ(comm: Any) -> None:
     """Rates, decays, groups and exclusions are compared over the ranks, as other settings are."""
     own = comm.rank
     one, other = ones(comm, 2), ones(comm, 3)
@@ -96,10 +95,6 @@ def differing(comm: Any) -> None:
 
 def failing(param: torch.Tensor) -> bool:
     raise ValueError("no such name")
-
-
-def test_ranks_that_differ(ranks: Ranks) -> None:
-    ranks(differing)
 
 
 def alone(comm: Any, case: Case) -> None:
@@ -170,7 +165,8 @@ def test_one_rank_alone_with_own_state(ranks: Ranks) -> None:
     ranks(alone, small(Case(shards=1)))
 
 
-def scales(comm: Any) -> None:
+@runs_on("ranks")
+def test_scales_and_rates(comm: Any) -> None:
     """Scales and rates in tensors that are not positive numbers skip the step on every rank."""
     for shards in (0, 1):
         case = small(Case(shards=shards))
@@ -207,7 +203,3 @@ def scales(comm: Any) -> None:
         made.grad_scale = "x"
         with raises(ArgumentError, "grad_scale is 'x'"):
             made.step()
-
-
-def test_scales_and_rates(ranks: Ranks) -> None:
-    ranks(scales)

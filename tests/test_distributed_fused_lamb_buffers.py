@@ -8,12 +8,13 @@ from commlib import graph, ops
 from commlib.errors import ArgumentError, DtypeError, ShapeError
 from tests.support.checks import assert_bits_equal, assert_equal, raises, sample
 from tests.support.lamb import Case, bits_of, give, optimizer, parameters, small, train
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 HALF = torch.float16
 
 
-def there_and_back(comm: Any) -> None:
+@runs_on("ranks")
+def test_converted_there_and_back(comm: Any) -> None:
     """Parameters that were converted and converted back are updated as if nothing had happened."""
     for low in (torch.float32, HALF):
         case, weights = small(Case(low)), []
@@ -38,11 +39,8 @@ def there_and_back(comm: Any) -> None:
             assert_bits_equal(other, one, f"parameter {n}, {low}")
 
 
-def test_converted_there_and_back(ranks: Ranks) -> None:
-    ranks(there_and_back)
-
-
-def replaced(comm: Any) -> None:
+@runs_on("ranks")
+def test_replaced_data(comm: Any) -> None:
     """New values in other memory are kept, also as master weights."""
     case = small(Case(HALF))
     weights = []
@@ -63,11 +61,8 @@ def replaced(comm: Any) -> None:
         assert_bits_equal(other, one, f"parameter {n}")
 
 
-def test_replaced_data(ranks: Ranks) -> None:
-    ranks(replaced)
-
-
-def misfits(comm: Any) -> None:
+@runs_on("ranks")
+def test_parameters_that_do_not_fit(comm: Any) -> None:
     """A parameter of another dtype or shape on one rank: that rank's error, and nobody waits."""
     case = small(Case())
     params = parameters(case, comm.device)
@@ -97,11 +92,8 @@ def misfits(comm: Any) -> None:
     assert_equal(made.skipped.item(), False, "the next step")
 
 
-def test_parameters_that_do_not_fit(ranks: Ranks) -> None:
-    ranks(misfits)
-
-
-def captured(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_captured(comm: Any) -> None:
     """A capture would copy the values in each replay: an error, whose remedy works."""
     case = small(Case(HALF))
     params = parameters(case, comm.device)
@@ -119,11 +111,8 @@ def captured(comm: Any) -> None:
     step.reset()
 
 
-def test_captured(unified_ranks: Ranks) -> None:
-    unified_ranks(captured)
-
-
-def given_first(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_gradients_at_construction(comm: Any) -> None:
     """Gradients that exist at construction are those of the first step."""
     case, weights = small(Case(HALF)), []
     for early in (False, True):
@@ -139,11 +128,8 @@ def given_first(comm: Any) -> None:
         assert_bits_equal(other, one, f"parameter {n}")
 
 
-def test_gradients_at_construction(cpu_ranks: Ranks) -> None:
-    cpu_ranks(given_first)
-
-
-def layouts(comm: Any) -> None:
+@runs_on("ranks")
+def test_channels_last(comm: Any) -> None:
     """Parameters in channels_last keep their strides, and have the values of contiguous ones."""
     shapes, found = ((8, 3, 3, 3), (5, 7)), []
     for last in (False, True):
@@ -167,7 +153,3 @@ def layouts(comm: Any) -> None:
         assert_bits_equal(other[n], one[n].detach(), f"parameter {n}", atol=1e-7)
         mean = state["state"][n]["exp_avg"]
         assert_bits_equal(moved["state"][n]["exp_avg"], mean, f"moments of {n}", atol=1e-7)
-
-
-def test_channels_last(ranks: Ranks) -> None:
-    ranks(layouts)

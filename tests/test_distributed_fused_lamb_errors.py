@@ -13,7 +13,7 @@ from commlib.errors import ArgumentError, CommError, DeviceError, DtypeError, Ri
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.lamb import Case, bits_of, optimizer, parameters, small, train
 from tests.support.operator import ABSENT_RING
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 Lamb: Any = ops.DistributedFusedLamb
 HALF, BRAIN = torch.float16, torch.bfloat16
@@ -23,47 +23,45 @@ def weights(*dtypes: torch.dtype, device: Any = "cpu", grad: bool = True) -> lis
     return [torch.ones(4, dtype=d, device=device, requires_grad=grad) for d in dtypes]
 
 
-def everywhere(comm: Any) -> None:
-    """Arguments that every rank gets wrong; the ring stays usable."""
-    known = weights(torch.float32, device=comm.device)
-    place = f"DistributedFusedLamb on ring 0 (rank {comm.rank} of {comm.size}"
-    wrong: list[tuple[type[CommError], Any, dict[str, Any], str]] = [
+Wrong = tuple[type[CommError], Any, dict[str, Any], str]
+
+
+def wrong_parameters(known: list[torch.Tensor]) -> list[Wrong]:
+    device = known[0].device
+    double = weights(torch.float64, device=device)
+    frozen = weights(torch.float32, device=device, grad=False)
+    groups = [{"params": known}, {"params": weights(HALF, device=device), "eps": 1e-3}]
+    return [
         (ArgumentError, [], {}, "empty parameter list"),
         (ArgumentError, [known[0], known[0] * 2], {}, "can't optimize a non-leaf Tensor"),
-        (
-            DtypeError,
-            weights(torch.float64, device=comm.device),
-            {},
-            "parameter 0 is torch.float64",
-        ),
-        (DtypeError, weights(HALF, BRAIN, device=comm.device), {}, "expected one 16-bit dtype"),
+        (DtypeError, double, {}, "parameter 0 is torch.float64"),
+        (DtypeError, weights(HALF, BRAIN, device=device), {}, "expected one 16-bit dtype"),
         (DeviceError, weights(torch.float32, device="meta"), {}, "parameter 0 is on meta"),
-        (
-            ArgumentError,
-            weights(torch.float32, device=comm.device, grad=False),
-            {},
-            "parameter 0 does not require grad",
-        ),
+        (ArgumentError, frozen, {}, "parameter 0 does not require grad"),
+        (ArgumentError, groups, {}, "group 1 has betas=(0.9, 0.999), eps=0.001; expected"),
+    ]
+
+
+def wrong_settings(known: list[torch.Tensor]) -> list[Wrong]:
+    steps = "gradient_accumulation_steps"
+    return [
         (ArgumentError, known, {"eps": 0.0}, "eps of group 0 is 0.0; expected a number > 0"),
         (ArgumentError, known, {"betas": (0.9, 1.0)}, "expected two numbers in [0, 1)"),
         (ArgumentError, known, {"lr": -1.0}, "lr of group 0 is -1.0"),
         (ArgumentError, known, {"lr": torch.ones(2)}, "expected a tensor of one element"),
         (ArgumentError, known, {"weight_decay": -0.1}, "weight_decay of group 0 is -0.1"),
         (ArgumentError, known, {"max_grad_norm": -2.0}, "max_grad_norm is -2.0"),
-        (
-            ArgumentError,
-            known,
-            {"gradient_accumulation_steps": 0},
-            "gradient_accumulation_steps is 0; expected a whole number >= 1",
-        ),
-        (
-            ArgumentError,
-            [{"params": known}, {"params": weights(HALF, device=comm.device), "eps": 1e-3}],
-            {},
-            "group 1 has betas=(0.9, 0.999), eps=0.001; expected",
-        ),
+        (ArgumentError, known, {steps: 0}, f"{steps} is 0; expected a whole number >= 1"),
     ]
-    for error, params, how, text in wrong:
+
+
+@pytest.mark.parametrize("wrong", [wrong_parameters, wrong_settings])
+@runs_on("ranks")
+def test_arguments(comm: Any, wrong: Callable[[list[torch.Tensor]], list[Wrong]]) -> None:
+    """Arguments that every rank gets wrong; the ring stays usable."""
+    known = weights(torch.float32, device=comm.device)
+    place = f"DistributedFusedLamb on ring 0 (rank {comm.rank} of {comm.size}"
+    for error, params, how, text in wrong(known):
         with raises(error, place, text, ";"):
             Lamb(params, comm, **how)
     with raises(RingError, str(ABSENT_RING)):
@@ -72,11 +70,8 @@ def everywhere(comm: Any) -> None:
     Lamb(known, comm).step()
 
 
-def test_arguments(ranks: Ranks) -> None:
-    ranks(everywhere)
-
-
-def differing(comm: Any) -> None:
+@runs_on("ranks")
+def test_ranks_that_differ(comm: Any) -> None:
     """What one rank alone gets wrong is an error on every rank."""
     own = comm.rank
     for how in ({"max_grad_norm": 1.0 + own}, {"betas": (0.5, 0.5 + own / 8)}):
@@ -96,11 +91,8 @@ def differing(comm: Any) -> None:
     Lamb(weights(torch.float32, device=comm.device), comm).step()
 
 
-def test_ranks_that_differ(ranks: Ranks) -> None:
-    ranks(differing)
-
-
-def rings(comm: Any) -> None:
+@runs_on("three_ranks")
+def test_rings(comm: Any) -> None:
     """Rings that do not divide the ranks."""
     mine = weights(torch.float32, device=comm.device)
     own = commlib.new_ring(11 + comm.rank, [comm.rank])
@@ -117,11 +109,8 @@ def rings(comm: Any) -> None:
     Lamb(mine, comm, shard_ring=own, cross_ring=comm).step()
 
 
-def test_rings(three_ranks: Ranks) -> None:
-    three_ranks(rings)
-
-
-def calls_at_wrong_times(comm: Any) -> None:
+@runs_on("ranks")
+def test_wrong_times(comm: Any) -> None:
     """Steps, parameters and states that do not fit: the weights stay."""
     case = small(Case(HALF, gradient_accumulation_steps=2))
     params = parameters(case, comm.device)
@@ -152,10 +141,6 @@ def calls_at_wrong_times(comm: Any) -> None:
     plain.param_groups.append({**plain.param_groups[0], "betas": (0.5, 0.9)})
     with raises(ArgumentError, "group 1 has betas=(0.5, 0.9)"):
         plain.step()
-
-
-def test_wrong_times(ranks: Ranks) -> None:
-    ranks(calls_at_wrong_times)
 
 
 def without_master(state: Any) -> Any:
@@ -192,11 +177,8 @@ def of_something_else(state: Any) -> Any:
         (of_something_else, ("[0, 1, 2, 3, 4]; expected keys state and param_groups",)),
     ],
 )
-def test_states(cpu_ranks: Ranks, change: Callable[[Any], Any], words: tuple[str, ...]) -> None:
-    cpu_ranks(states, change, words)
-
-
-def states(comm: Any, change: Callable[[Any], Any], words: tuple[str, ...]) -> None:
+@runs_on("cpu_ranks")
+def test_states(comm: Any, change: Callable[[Any], Any], words: tuple[str, ...]) -> None:
     """A state of other parameters is an error and changes nothing."""
     case = small(Case(HALF))
     params = parameters(case, comm.device)
@@ -215,7 +197,8 @@ def states(comm: Any, change: Callable[[Any], Any], words: tuple[str, ...]) -> N
         assert_equal(torch.equal(param, old), False, "the step moves the weights")
 
 
-def closed(comm: Any) -> None:
+@runs_on("ranks")
+def test_closed_ring(comm: Any) -> None:
     """A step after the ring was closed is an error and leaves the weights."""
     pair = commlib.new_ring(11, range(comm.size))
     case = small(Case())
@@ -227,7 +210,3 @@ def closed(comm: Any) -> None:
         made.step()
     for param, weight in zip(params, before, strict=True):
         assert_bits_equal(param, weight, "weights")
-
-
-def test_closed_ring(ranks: Ranks) -> None:
-    ranks(closed)

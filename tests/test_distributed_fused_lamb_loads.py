@@ -9,7 +9,7 @@ import torch
 from commlib.errors import ArgumentError
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.lamb import Case, bits_of, give, optimizer, parameters, small, train
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 
 def state_of_adam(state: Any) -> Any:
@@ -66,7 +66,8 @@ CHANGES: list[tuple[Callable[[Any], Any], str]] = [
 ]
 
 
-def loads(comm: Any) -> None:
+@runs_on("ranks")
+def test_loads(comm: Any) -> None:
     """A wrong state, on all ranks and on one, is an error on every rank and changes nothing."""
     case = small(Case())
     params = parameters(case, comm.device)
@@ -99,11 +100,8 @@ def unchanged(made: Any, kept: Any) -> None:
             assert_bits_equal(state["state"][number][name], value, f"{name} of {number}")
 
 
-def test_loads(ranks: Ranks) -> None:
-    ranks(loads)
-
-
-def rates(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_rates_in_tensors(comm: Any) -> None:
     """A rate in a tensor keeps its memory, and a sum of microbatches does not survive a load."""
     case, weights = small(Case(gradient_accumulation_steps=2)), []
     for half_done in (False, True):
@@ -123,7 +121,3 @@ def rates(comm: Any) -> None:
         weights.append(bits_of(params))
     for n, (one, other) in enumerate(zip(*weights, strict=True)):
         assert_bits_equal(other, one, f"parameter {n}")
-
-
-def test_rates_in_tensors(cpu_ranks: Ranks) -> None:
-    cpu_ranks(rates)

@@ -26,7 +26,8 @@ from tests.support.lamb import (
     summed,
     train,
 )
-from tests.support.ranks import NewRanks, Ranks
+from tests.support.ranks import NewRanks
+from tests.support.runs_on import runs_on
 
 HALF = torch.float16
 STATES = [small(Case(HALF, max_grad_norm=0.3)), small(Case(shards=1)), small(Case(torch.bfloat16))]
@@ -41,7 +42,8 @@ def copied(state: dict[str, Any]) -> Any:
     return torch.load(file)
 
 
-def resumed(comm: Any) -> None:
+@runs_on("ranks")
+def test_resumed(comm: Any) -> None:
     """A run that is saved and loaded in the middle has the bits of an uninterrupted one."""
     for case in STATES:
         params = parameters(case, comm.device)
@@ -69,10 +71,6 @@ def compared(state: dict[str, Any], other: dict[str, Any]) -> None:
         assert_equal([*values], [*other["state"][number]], "names")
         for name, value in values.items():
             assert_bits_equal(value, other["state"][number][name], f"{name} of parameter {number}")
-
-
-def test_resumed(ranks: Ranks) -> None:
-    ranks(resumed)
 
 
 def moved(comm: Any) -> None:
@@ -128,7 +126,8 @@ def test_another_number_of_ranks(new_ranks: NewRanks) -> None:
         ranks(moved)
 
 
-def refreshed(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_refresh_master(comm: Any) -> None:
     """Weights that the program sets itself are lost without refresh_master, and kept with it."""
     case = small(Case(HALF))
     params = parameters(case, comm.device)
@@ -141,10 +140,6 @@ def refreshed(comm: Any) -> None:
         train(case, made, params, comm.rank, 0, 1)
         (low,) = (p for p in params if p.shape == (70,))
         assert_equal(bool((low > 2.5).all()), refreshes, f"refreshed: {refreshes}")
-
-
-def test_refresh_master(cpu_ranks: Ranks) -> None:
-    cpu_ranks(refreshed)
 
 
 # -- captured --------------------------------------------------------------------------------------
@@ -187,7 +182,9 @@ def plain(function: Any) -> Any:
     return function
 
 
-def captures(comm: Any) -> None:
+@runs_on("unified_ranks", deadline=120)
+def test_captured(comm: Any) -> None:
+    """Every replay is verified: the graph gives the bits of an eager step."""
     for case in (
         small(Case(HALF, max_grad_norm=0.3)),
         small(Case(HALF, max_grad_norm=0.3, clip_after_allreduce=False)),
@@ -200,12 +197,8 @@ def captures(comm: Any) -> None:
             assert_bits_equal(one, other, f"parameter {n} of {case}")
 
 
-def test_captured(unified_ranks: Ranks) -> None:
-    """Every replay is verified: the graph gives the bits of an eager step."""
-    unified_ranks(captures, deadline=120)
-
-
-def compiles(comm: Any) -> None:
+@runs_on("cpu_ranks", deadline=120)
+def test_compiled(comm: Any) -> None:
     """torch.compile leaves a step to eager code, also inside a compiled function."""
     case = small(Case(HALF, gradient_accumulation_steps=2))
     weights = []
@@ -221,14 +214,11 @@ def compiles(comm: Any) -> None:
         assert_bits_equal(one, other, f"parameter {n}")
 
 
-def test_compiled(cpu_ranks: Ranks) -> None:
-    cpu_ranks(compiles, deadline=120)
-
-
 # -- steps that are skipped ------------------------------------------------------------------------
 
 
-def skips(comm: Any) -> None:
+@runs_on("ranks")
+def test_gradients_that_are_not_finite(comm: Any) -> None:
     """A gradient that is not finite on one rank changes nothing on any rank."""
     for case in (small(Case(HALF)), small(Case(HALF, max_grad_norm=0.3, shards=1))):
         for clip_after in (True, False):
@@ -253,11 +243,8 @@ def skips(comm: Any) -> None:
             close_rings()
 
 
-def test_gradients_that_are_not_finite(ranks: Ranks) -> None:
-    ranks(skips)
-
-
-def scaled(comm: Any) -> None:
+@runs_on("ranks")
+def test_grad_scaler(comm: Any) -> None:
     """GradScalers skip together, and may have other scales afterwards."""
     case = small(Case(max_grad_norm=0.3))
     for clip_after in (True, False):
@@ -289,11 +276,8 @@ def scaled(comm: Any) -> None:
             assert_bits_equal(param, wanted, f"parameter {n}", atol=ATOL[torch.float32])
 
 
-def test_grad_scaler(ranks: Ranks) -> None:
-    ranks(scaled)
-
-
-def large_sums(comm: Any) -> None:
+@runs_on("ranks")
+def test_scaled_sums_do_not_overflow(comm: Any) -> None:
     """A sum does not overflow where no summand does: no GradScaler would notice it."""
     case = Case(HALF, shapes=((3,), (5, 4)))
     params = parameters(case, comm.device)
@@ -310,11 +294,8 @@ def large_sums(comm: Any) -> None:
         assert_bits_equal(param, wanted, f"parameter {n}", atol=ATOL[case.dtype(n)])
 
 
-def test_scaled_sums_do_not_overflow(ranks: Ranks) -> None:
-    ranks(large_sums)
-
-
-def closures(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_closure(comm: Any) -> None:
     """step() returns the loss of its closure, which has gradients."""
     case = small(Case())
     params = parameters(case, comm.device)
@@ -330,11 +311,8 @@ def closures(comm: Any) -> None:
     assert_equal([made.step(loss) < first for _ in range(3)], [True] * 3, "the loss falls")
 
 
-def test_closure(cpu_ranks: Ranks) -> None:
-    cpu_ranks(closures)
-
-
-def scheduled(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_groups_and_schedulers(comm: Any) -> None:
     """Rates of schedulers and of groups are those of each parameter."""
     params = [torch.nn.Parameter(torch.full((4,), 2.0, device=comm.device)) for _ in range(3)]
     groups = [{"params": params[:1], "lr": 0.0}, {"params": params[1:2], "weight_decay": 0.5}]
@@ -349,11 +327,8 @@ def scheduled(comm: Any) -> None:
     assert_equal([p[0].item() for p in params], [2.0, 1.5 * 0.875, 2.0], "after half the rate")
 
 
-def test_groups_and_schedulers(cpu_ranks: Ranks) -> None:
-    cpu_ranks(scheduled)
-
-
-def missing(comm: Any) -> None:
+@runs_on("ranks")
+def test_missing_gradients(comm: Any) -> None:
     """A gradient that is missing on a rank counts as zero there."""
     case = small(Case(HALF))
     weights = []
@@ -374,16 +349,9 @@ def missing(comm: Any) -> None:
         assert_bits_equal(one, other, f"parameter {n}")
 
 
-def test_missing_gradients(ranks: Ranks) -> None:
-    ranks(missing)
-
-
 @pytest.mark.parametrize("micro", [1, 2])
-def test_gradients_in_place(cpu_ranks: Ranks, micro: int) -> None:
-    cpu_ranks(in_place, micro)
-
-
-def in_place(comm: Any, micro: int) -> None:
+@runs_on("cpu_ranks")
+def test_gradients_in_place(comm: Any, micro: int) -> None:
     """A backward writes to the flat buffer, and a step leaves the gradients as they are."""
     case = dataclasses.replace(small(Case()), gradient_accumulation_steps=micro)
     params = parameters(case, comm.device)

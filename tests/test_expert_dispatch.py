@@ -246,20 +246,14 @@ def masked(comm: Any, active: list[bool]) -> None:
     checked(comm, routing)
 
 
-def test_ranks_that_are_left_out(many_ranks: Ranks) -> None:
-    many_ranks(_all_masks)
-
-
-def _all_masks(comm: Any) -> None:
+@runs_on("many_ranks")
+def test_ranks_that_are_left_out(comm: Any) -> None:
     for number in range(1, 2**3):
         active = [bool(number >> rank & 1) for rank in range(3)] + [True] * (comm.size - 3)
         masked(comm, active)
 
 
-def _without_a_call(comm: Any) -> None:
+@runs_on("three_ranks")
+def test_a_rank_that_is_left_out_makes_no_call(comm: Any) -> None:
     if comm.rank != 1:
         masked(comm, [True, False, True])
-
-
-def test_a_rank_that_is_left_out_makes_no_call(three_ranks: Ranks) -> None:
-    three_ranks(_without_a_call)

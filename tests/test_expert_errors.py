@@ -18,7 +18,6 @@ from commlib.errors import (
 from commlib.p2p.experts.tables import ExpertSpec
 from tests.support.checks import assert_equal, on_gpu, raises, sample, settle
 from tests.support.operator import ABSENT_RING, calls, compile_whole
-from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
 from tests.test_custom_allreduce import another
 
@@ -229,7 +228,8 @@ def test_compared_calls_of_kernels(comm: Any) -> None:
         assert_equal(len(launched), 1, "launched once the numbers are equal")
 
 
-def _masked(comm: Any) -> None:
+@runs_on("three_ranks")
+def test_masked_ranks_with_other_numbers(comm: Any) -> None:
     if comm.rank == 1:  # it makes no call, so no rank may wait for it
         return
     active = torch.tensor([True, False, True])
@@ -240,11 +240,9 @@ def _masked(comm: Any) -> None:
     dispatched(comm, 0, active=active)
 
 
-def test_masked_ranks_with_other_numbers(three_ranks: Ranks) -> None:
-    three_ranks(_masked)
-
-
-def _other_masks(comm: Any) -> None:
+@runs_on("three_ranks")
+def test_masks_that_differ(comm: Any) -> None:
+    """Ranks that take part compare their masks; a rank that another leaves out has a deadline."""
     active = torch.tensor([True, True, comm.rank != 1])
     last = (
         "left out" if comm.rank == 1 else True
@@ -262,19 +260,11 @@ def _other_masks(comm: Any) -> None:
         comm.barrier()
 
 
-def test_masks_that_differ(three_ranks: Ranks) -> None:
-    """Ranks that take part compare their masks; a rank that another leaves out has a deadline."""
-    three_ranks(_other_masks)
-
-
-def _compared_without_a_rank(comm: Any) -> None:
+@runs_on("three_ranks")
+def test_masked_ranks_are_not_compared(comm: Any) -> None:
+    """A rank that is left out makes no call, at any level of the check of calls."""
     with flags.override(flags.CHECK, 2), another(comm, 106) as ring:
         active = torch.tensor([True, False, True])
         if comm.rank != 1:
             dispatched(comm, 106, active=active)
         ring.barrier()
-
-
-def test_masked_ranks_are_not_compared(three_ranks: Ranks) -> None:
-    """A rank that is left out makes no call, at any level of the check of calls."""
-    three_ranks(_compared_without_a_rank)

@@ -24,7 +24,8 @@ from tests.support.checks import assert_bits_equal, assert_equal, raises, sample
 from tests.support.launchers import on_gpus
 from tests.support.operator import calls
 from tests.support.processes import ROOT, run
-from tests.support.ranks import NewRanks, Ranks
+from tests.support.ranks import NewRanks
+from tests.support.runs_on import runs_on
 
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
 CALLS = 20  # of EveryReduction on each of its two rings, half of them with unused results
@@ -173,23 +174,22 @@ if torch.cuda.device_count() and loads_packages():
             ranks(call, package, gpu_files, deadline=300)
 
 
-def writing(ring: Any, path: Path) -> None:
+@runs_on("cpu_ranks")
+def test_programs_that_write(ring: Any, tmp_path: Path) -> None:
     """AOTInductor would drop the writes; a saved program keeps them."""
+    path = tmp_path / f"{ring.rank}.pt2"
     program = exported(Writing(), ring.device)
     with raises(ArgumentError, "['calls', 'x']", "commlib.export.save"):
-        export.aoti_compile_and_package(program, package_path=path / f"{ring.rank}.pt2")
-    export.save(program, path / f"{ring.rank}.pt2")
-    model, x = export.load(path / f"{ring.rank}.pt2").module(), inputs(ring, 6)
+        export.aoti_compile_and_package(program, package_path=path)
+    export.save(program, path)
+    model, x = export.load(path).module(), inputs(ring, 6)
     want = Writing().to(ring.device)(x.clone())
     assert_bits_equal(model(x.clone()), want, "first call")
     assert_bits_equal(model(x.clone()), want + 1, "second call")
 
 
-def test_programs_that_write(cpu_ranks: Ranks, tmp_path: Path) -> None:
-    cpu_ranks(writing, tmp_path)
-
-
-def modes(ring: Any, files: Path) -> None:
+@runs_on("cpu_ranks")
+def test_other_modes(ring: Any, files: Path) -> None:
     """Other modes and transforms of torch can't look into a package."""
     commlib.new_ring(REVERSED, [1, 0])
     model = package(files / "every.pt2")
@@ -199,10 +199,6 @@ def modes(ring: Any, files: Path) -> None:
     with raises(ArgumentError, "run_package under torch.vmap"):
         torch.vmap(model)(torch.stack([inputs(ring, 6)] * 2))
     assert_equal(calls(ring), before, "collectives after refused calls")
-
-
-def test_other_modes(cpu_ranks: Ranks, files: Path) -> None:
-    cpu_ranks(modes, files)
 
 
 def elsewhere(ring: Any, load: Callable[[Path], Model], files: Path) -> None:
@@ -293,7 +289,8 @@ def test_a_process_without_commlib(files: Path, load: str, file: str, said: str)
     assert said in (ROOT / "docs" / "export.md").read_text()
 
 
-def without_nccl(ring: Any) -> None:
+@runs_on("cpu_ranks")
+def test_no_nccl_communicator(ring: Any) -> None:
     """A ring without NCCL says so, also when it is closed."""
     with raises(ArgumentError, "ring 0", "no NCCL communicator", "engine"):
         ring.nccl_comm  # noqa: B018
@@ -304,11 +301,8 @@ def without_nccl(ring: Any) -> None:
         other.nccl_comm  # noqa: B018
 
 
-def test_no_nccl_communicator(cpu_ranks: Ranks) -> None:
-    cpu_ranks(without_nccl)
-
-
-def with_nccl(ring: Any) -> None:
+@runs_on("gpu_ranks")
+def test_the_nccl_communicator(ring: Any) -> None:
     """The address is one that NCCL knows."""
     import ctypes
 
@@ -323,10 +317,6 @@ def with_nccl(ring: Any) -> None:
         raw().ncclCommUserRank(ctypes.c_void_p(ring.nccl_comm), ctypes.byref(rank)), 0, "status"
     )
     assert_equal(rank.value, ring.rank, "rank of the communicator")
-
-
-def test_the_nccl_communicator(gpu_ranks: Ranks) -> None:
-    gpu_ranks(with_nccl)
 
 
 def test_the_example(tmp_path: Path) -> None:

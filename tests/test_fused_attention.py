@@ -1,9 +1,12 @@
 """ops.fused_attention: a tensor-parallel attention block, against NumPy."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import commlib
 from commlib.errors import ArgumentError, DtypeError, RingError, ShapeError
@@ -11,6 +14,7 @@ from tests.support.attention_block import BATCH, DIM, HEADS, NEAR, TOKENS, WIDTH
 from tests.support.checks import Array, assert_bits_equal, assert_equal, raises
 from tests.support.operator import ABSENT_RING, calls
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 CAUSAL = np.where(np.tri(TOKENS, dtype=bool), 0.0, -np.inf)
 FEW = ("qkv_weight", "linear_weight")
@@ -39,7 +43,8 @@ def test_values_of_more_ranks(many_ranks: Ranks) -> None:
     many_ranks(values)
 
 
-def without_options(comm: Any) -> None:
+@runs_on("ranks")
+def test_options(comm: Any) -> None:
     """Biases and the norm's parameters are optional, and so is the residual."""
     for before, names in ((True, FEW), (False, (*FEW, "ln_weight")), (True, (*FEW, "qkv_bias"))):
         case = Case(comm, names=names)
@@ -48,11 +53,8 @@ def without_options(comm: Any) -> None:
         case.check(*found, f"{names}, no residual", before=before, add_residual=False)
 
 
-def test_options(ranks: Ranks) -> None:
-    ranks(without_options)
-
-
-def masked(comm: Any) -> None:
+@runs_on("ranks")
+def test_masks(comm: Any) -> None:
     """Masks of either kind, and causal, alone and together."""
     random = np.random.default_rng(5)
     bools = random.integers(0, 2, (BATCH, 1, TOKENS, TOKENS)).astype(bool) | np.eye(
@@ -74,10 +76,6 @@ def masked(comm: Any) -> None:
         case.check(*case.run(case.tensors(), **how), what, before=False, allowed=allowed)
         explicit = case.run(case.tensors(), **how, attn_dropout_rate=1e-12)  # no kernel of torch
         case.check(*explicit, f"{what}, explicit", before=False, allowed=allowed)
-
-
-def test_masks(ranks: Ranks) -> None:
-    ranks(masked)
 
 
 def sizes_agree(comm: Any) -> None:
@@ -141,7 +139,8 @@ def seen_masks(comm: Any, rate: float, tokens: int, **how: Any) -> tuple[Array, 
     return tuple(np.round(mask.cpu().numpy(), 9) for mask in found)
 
 
-def dropped(comm: Any) -> None:
+@runs_on("ranks")
+def test_dropout_masks(comm: Any) -> None:
     """Equal masks after the reduction, other masks on other ranks inside, the right statistics."""
     tokens, rate = 16, 0.25
     torch.manual_seed(3)
@@ -168,11 +167,8 @@ def dropped(comm: Any) -> None:
         assert_equal(len({row[0] for row in digest}), 1, "generators afterwards")
 
 
-def test_dropout_masks(ranks: Ranks) -> None:
-    ranks(dropped)
-
-
-def generators_compared(comm: Any) -> None:
+@runs_on("ranks")
+def test_generators_compared(comm: Any) -> None:
     """FLAGS_comm_check=2 finds generators that differ, on every rank, before any launch."""
     case, how = Case(comm), {"dropout_rate": 0.5}
     with commlib.flags.override("FLAGS_comm_check", 2):
@@ -189,11 +185,8 @@ def generators_compared(comm: Any) -> None:
     ring.close()
 
 
-def test_generators_compared(ranks: Ranks) -> None:
-    ranks(generators_compared)
-
-
-def downscaled(comm: Any) -> None:
+@runs_on("ranks")
+def test_dropout_conventions(comm: Any) -> None:
     """The other convention: unscaled in training, scaled in inference; rates 0 and 1."""
     how = {"upscale_in_train": False}
     torch.manual_seed(3)
@@ -207,11 +200,8 @@ def downscaled(comm: Any) -> None:
         assert_equal(sorted(set(mask.ravel())), [0.0], "everything dropped")
 
 
-def test_dropout_conventions(ranks: Ranks) -> None:
-    ranks(downscaled)
-
-
-def dropped_gradients(comm: Any) -> None:
+@runs_on("ranks")
+def test_dropout_gradients(comm: Any) -> None:
     """Gradients see the masks of the forward: those that the same seed gives."""
     case, rate = Case(comm), 0.3
     how = {"dropout_rate": rate, "attn_dropout_rate": rate}
@@ -226,96 +216,108 @@ def dropped_gradients(comm: Any) -> None:
         case.check(*found, f"before={before}", before=before, keep=keep, keep_attn=keep_attn)
 
 
-def test_dropout_gradients(ranks: Ranks) -> None:
-    ranks(dropped_gradients)
-
-
-def refusals(comm: Any) -> None:
-    """Wrong arguments are errors before any launch, which say what to pass instead."""
-    case = Case(comm)
-    plain = {name: t.detach() for name, t in case.tensors().items()}
-    x, heads = plain["x"], HEADS // comm.size
-    cache = x.new_zeros(2, BATCH, heads, TOKENS, DIM)
-
-    def call(**changes: Any) -> None:
-        attention(**(plain | changes))
-
+@contextlib.contextmanager
+def wrong_calls(comm: Any) -> Iterator[tuple[dict[str, Tensor], Callable[..., None]]]:
+    """Give right arguments, and a function that calls with changed ones; nothing is launched."""
+    plain = {name: t.detach() for name, t in Case(comm).tensors().items()}
     before = calls(comm)
-    rank = f"rank {comm.rank}"
-    with raises(RingError, ABSENT_RING):
-        call(ring_id=ABSENT_RING)
-    with raises(ShapeError, rank, f"num_heads={HEADS + 1}", f"the ring's size {comm.size}"):
-        call(num_heads=HEADS + 1)
-    with raises(ShapeError, f"qkv_weight has {heads} heads; expected {2 * heads}", "num_heads"):
-        call(num_heads=2 * HEADS)
-    shapes = {
-        "qkv_weight": (plain["qkv_weight"][..., :-1], f"(3, {heads}, {DIM}, {WIDTH})"),
-        "qkv_bias": (plain["qkv_bias"][:, :-1], f"(3, {heads}, {DIM})"),
-        "linear_weight": (x.new_zeros(WIDTH, WIDTH), f"({heads * DIM}, {WIDTH})"),
-        "linear_bias": (x.new_zeros(1), f"({WIDTH},)"),
-        "ln_weight": (x.new_zeros(WIDTH, 1), f"({WIDTH},)"),
-        "ln_bias": (x.new_zeros(0), f"({WIDTH},)"),
-    }
-    for name, (wrong, expected) in shapes.items():
-        given = f"{name} has shape {tuple(wrong.shape)}; expected {expected}"
-        with raises(ShapeError, rank, "ring 0", given):
-            call(**{name: wrong})
-        with raises(DtypeError, rank, f"{name} is torch.float16", f"pass {name}.to("):
-            call(**{name: plain[name].half()})
-        with raises(ArgumentError, f"{name} is list; expected a torch.Tensor"):
-            call(**{name: [1.0]})
-    with raises(ShapeError, "x has shape", "[batch, tokens, width]"):
-        call(x=x[0])
-    with raises(DtypeError, "x is torch.int64", "pass x.float()"):
-        call(x=x.long())
-    with raises(ShapeError, "qkv_weight has shape", "[3, heads, head_dim, width]"):
-        call(qkv_weight=plain["qkv_weight"].flatten(0, 1))
-    with raises(ShapeError, f"cache_kv has {TOKENS} positions; expected {TOKENS + 1} or more"):
-        call(cache_kv=cache, position=1)
-    for position in (-1, 1.5, True):
-        with raises(ArgumentError, f"position={position!r}", "pass position=0"):
-            call(cache_kv=cache, position=position)
-    with raises(ArgumentError, f"position={TOKENS + 1}; expected 0 to {TOKENS}"):
-        call(cache_kv=cache, position=TOKENS + 1)
-    with raises(ArgumentError, "position=1 without a cache", "pass cache_kv="):
-        call(position=1)
-    with raises(ShapeError, "cache_kv has shape", f"(2, {BATCH}, {heads}, {TOKENS}, {DIM})"):
-        call(cache_kv=cache[:, :1])
-    with raises(DtypeError, "cache_kv is torch.float16"):
-        call(cache_kv=cache.half())
-    with raises(ArgumentError, "cache_kv with tensors that require grad", "torch.no_grad()"):
-        call(cache_kv=cache, x=x.clone().requires_grad_())
-    with raises(ShapeError, "attn_mask has shape (2, 2)", "heads of this rank"):
-        call(attn_mask=x.new_zeros(2, 2))
-    with raises(DtypeError, "attn_mask is torch.int64", "pass attn_mask.bool()"):
-        call(attn_mask=torch.ones(TOKENS, TOKENS, dtype=torch.int64, device=comm.device))
-    with raises(ArgumentError, "attn_mask requires grad", "attn_mask.detach()"):
-        call(attn_mask=x.new_zeros(TOKENS, TOKENS).requires_grad_())
-    for name in ("dropout_rate", "attn_dropout_rate", "ln_eps"):
-        for number in (-0.1, "0.5", True, float("nan"), float("inf")):
-            with raises(ArgumentError, f"{name}={number!r}; expected a number from 0"):
-                call(**{name: number})
-    with raises(ArgumentError, "dropout_rate=1.5; expected a number from 0 to 1"):
-        call(dropout_rate=1.5)
-    with raises(ArgumentError, "inside `with ring.group():`"), comm.group():
-        call()
-    with raises(ShapeError, "on one rank (ring_id=-1)", "linear_bias"):
-        call(ring_id=-1, linear_bias=x.new_zeros(1))
+    yield plain, lambda **changes: attention(**(plain | changes))
     assert_equal(calls(comm), before, "collectives of wrong calls")
 
 
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refusals)
+@runs_on("ranks")
+def test_refused_rings_and_heads(comm: Any) -> None:
+    """Wrong arguments are errors before any launch, which say what to pass instead."""
+    heads = HEADS // comm.size
+    with wrong_calls(comm) as (plain, call):
+        with raises(RingError, ABSENT_RING):
+            call(ring_id=ABSENT_RING)
+        given = f"num_heads={HEADS + 1}"
+        with raises(ShapeError, f"rank {comm.rank}", given, f"the ring's size {comm.size}"):
+            call(num_heads=HEADS + 1)
+        with raises(ShapeError, f"qkv_weight has {heads} heads; expected {2 * heads}", "num_heads"):
+            call(num_heads=2 * HEADS)
+        with raises(ArgumentError, "inside `with ring.group():`"), comm.group():
+            call()
+        with raises(ShapeError, "on one rank (ring_id=-1)", "linear_bias"):
+            call(ring_id=-1, linear_bias=plain["x"].new_zeros(1))
 
 
-def one_wrong(comm: Any) -> None:
+@runs_on("ranks")
+def test_refused_tensors(comm: Any) -> None:
+    rank, heads = f"rank {comm.rank}", HEADS // comm.size
+    with wrong_calls(comm) as (plain, call):
+        x = plain["x"]
+        shapes = {
+            "qkv_weight": (plain["qkv_weight"][..., :-1], f"(3, {heads}, {DIM}, {WIDTH})"),
+            "qkv_bias": (plain["qkv_bias"][:, :-1], f"(3, {heads}, {DIM})"),
+            "linear_weight": (x.new_zeros(WIDTH, WIDTH), f"({heads * DIM}, {WIDTH})"),
+            "linear_bias": (x.new_zeros(1), f"({WIDTH},)"),
+            "ln_weight": (x.new_zeros(WIDTH, 1), f"({WIDTH},)"),
+            "ln_bias": (x.new_zeros(0), f"({WIDTH},)"),
+        }
+        for name, (wrong, expected) in shapes.items():
+            given = f"{name} has shape {tuple(wrong.shape)}; expected {expected}"
+            with raises(ShapeError, rank, "ring 0", given):
+                call(**{name: wrong})
+            with raises(DtypeError, rank, f"{name} is torch.float16", f"pass {name}.to("):
+                call(**{name: plain[name].half()})
+            with raises(ArgumentError, f"{name} is list; expected a torch.Tensor"):
+                call(**{name: [1.0]})
+        with raises(ShapeError, "x has shape", "[batch, tokens, width]"):
+            call(x=x[0])
+        with raises(DtypeError, "x is torch.int64", "pass x.float()"):
+            call(x=x.long())
+        with raises(ShapeError, "qkv_weight has shape", "[3, heads, head_dim, width]"):
+            call(qkv_weight=plain["qkv_weight"].flatten(0, 1))
+
+
+@runs_on("ranks")
+def test_refused_caches(comm: Any) -> None:
+    heads = HEADS // comm.size
+    with wrong_calls(comm) as (plain, call):
+        x = plain["x"]
+        cache = x.new_zeros(2, BATCH, heads, TOKENS, DIM)
+        with raises(ShapeError, f"cache_kv has {TOKENS} positions; expected {TOKENS + 1} or more"):
+            call(cache_kv=cache, position=1)
+        for position in (-1, 1.5, True):
+            with raises(ArgumentError, f"position={position!r}", "pass position=0"):
+                call(cache_kv=cache, position=position)
+        with raises(ArgumentError, f"position={TOKENS + 1}; expected 0 to {TOKENS}"):
+            call(cache_kv=cache, position=TOKENS + 1)
+        with raises(ArgumentError, "position=1 without a cache", "pass cache_kv="):
+            call(position=1)
+        with raises(ShapeError, "cache_kv has shape", f"(2, {BATCH}, {heads}, {TOKENS}, {DIM})"):
+            call(cache_kv=cache[:, :1])
+        with raises(DtypeError, "cache_kv is torch.float16"):
+            call(cache_kv=cache.half())
+        with raises(ArgumentError, "cache_kv with tensors that require grad", "torch.no_grad()"):
+            call(cache_kv=cache, x=x.clone().requires_grad_())
+
+
+@runs_on("ranks")
+def test_refused_masks_and_rates(comm: Any) -> None:
+    with wrong_calls(comm) as (plain, call):
+        x = plain["x"]
+        with raises(ShapeError, "attn_mask has shape (2, 2)", "heads of this rank"):
+            call(attn_mask=x.new_zeros(2, 2))
+        with raises(DtypeError, "attn_mask is torch.int64", "pass attn_mask.bool()"):
+            call(attn_mask=torch.ones(TOKENS, TOKENS, dtype=torch.int64, device=comm.device))
+        with raises(ArgumentError, "attn_mask requires grad", "attn_mask.detach()"):
+            call(attn_mask=x.new_zeros(TOKENS, TOKENS).requires_grad_())
+        for name in ("dropout_rate", "attn_dropout_rate", "ln_eps"):
+            for number in (-0.1, "0.5", True, float("nan"), float("inf")):
+                with raises(ArgumentError, f"{name}={number!r}; expected a number from 0"):
+                    call(**{name: number})
+        with raises(ArgumentError, "dropout_rate=1.5; expected a number from 0 to 1"):
+            call(dropout_rate=1.5)
+
+
+@runs_on("ranks")
+def test_error_on_one_rank(comm: Any) -> None:
     """An error on one rank leaves the ring usable: it has launched nothing there."""
     case = Case(comm)
     if comm.rank == 0:
         with raises(ShapeError, "linear_bias", "rank 0"):
             attention(**(case.tensors() | {"linear_bias": case.on_device(np.zeros(1))}))
     case.check(*case.run(case.tensors()), "afterwards", before=False)
-
-
-def test_error_on_one_rank(ranks: Ranks) -> None:
-    ranks(one_wrong)

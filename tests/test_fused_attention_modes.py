@@ -11,6 +11,7 @@ from tests.support.attention_block import BATCH, DIM, HEADS, TOKENS, Case, Torch
 from tests.support.checks import assert_bits_equal, assert_equal, on_gpu
 from tests.support.operator import calls, compile_whole, generating
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 
 def small(comm: Any, **how: Any) -> tuple[Any, Torches, torch.Tensor]:
@@ -31,7 +32,8 @@ def both_ways(call: Any, given: Torches, grad: torch.Tensor) -> list[torch.Tenso
     return [y.detach().clone(), *torch.autograd.grad(y, list(given.values()), grad)]
 
 
-def compiled(comm: Any) -> None:
+@runs_on("ranks", deadline=240)
+def test_compiled(comm: Any) -> None:
     """Compiled code gives eager's values and gradients with as many collectives; one graph."""
     for how in ({"is_causal": True}, {"pre_layer_norm": True}):
         body, given, grad = small(comm, **how)
@@ -42,10 +44,6 @@ def compiled(comm: Any) -> None:
         assert_equal(calls(comm) - before, 2, "collectives")
         for one, other in zip(found, both_ways(body, given, grad), strict=True):
             assert_bits_equal(one, other, f"{how}", atol=2e-5)
-
-
-def test_compiled(ranks: Ranks) -> None:
-    ranks(compiled, deadline=240)
 
 
 def generated(comm: Any) -> None:
@@ -70,7 +68,8 @@ def test_generated_code(unified_ranks: Ranks) -> None:
     generating(unified_ranks)(generated, deadline=300)
 
 
-def captured(comm: Any) -> None:
+@runs_on("ranks", deadline=120)
+def test_captured(comm: Any) -> None:
     """A captured forward and backward: eager's bits, fresh masks at each replay."""
     body, given, grad = small(comm, pre_layer_norm=True)
     fast = graph.capture(body, verify=False)
@@ -93,11 +92,8 @@ def captured(comm: Any) -> None:
             assert_bits_equal(one, other, f"captured with dropout, call {number}")
 
 
-def test_captured(ranks: Ranks) -> None:
-    ranks(captured, deadline=120)
-
-
-def decoded(comm: Any) -> None:
+@runs_on("ranks")
+def test_cache(comm: Any) -> None:
     """Tokens one by one and in parts over a cache give what all tokens give at once."""
     case = Case(comm)
     given = case.tensors()
@@ -116,11 +112,8 @@ def decoded(comm: Any) -> None:
     assert_equal(bool(cache[:, :, :, TOKENS:].isnan().all()), True, "positions that are free")
 
 
-def test_cache(ranks: Ranks) -> None:
-    ranks(decoded)
-
-
-def fused_inference(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_inference(comm: Any) -> None:
     """The operator with a norm after the sum does the last step of inference in one call."""
     case = Case(comm, torch.float32)
     given = case.tensors()
@@ -132,11 +125,8 @@ def fused_inference(comm: Any) -> None:
     assert_bits_equal(found, trained.detach(), "inference", atol=1e-5)
 
 
-def test_inference(cpu_ranks: Ranks) -> None:
-    cpu_ranks(fused_inference)
-
-
-def mixed(comm: Any) -> None:
+@runs_on("ranks")
+def test_mixed_precision(comm: Any) -> None:
     """Under autocast matmuls and the sum have 16 bits, parameters and the residual 32."""
     case = Case(comm, torch.float32)
     given = case.tensors()
@@ -154,11 +144,8 @@ def mixed(comm: Any) -> None:
     assert_equal(found.dtype, torch.bfloat16, "dtype with a wide norm")
 
 
-def test_mixed_precision(ranks: Ranks) -> None:
-    ranks(mixed)
-
-
-def streams(comm: Any) -> None:
+@runs_on("ranks")
+def test_streams(comm: Any) -> None:
     """Reducing on the ring's stream gives the same bits."""
     case = Case(comm)
     here = case.run(case.tensors())
@@ -168,16 +155,9 @@ def streams(comm: Any) -> None:
         assert_bits_equal(there[1][name], grad, name)
 
 
-def test_streams(ranks: Ranks) -> None:
-    ranks(streams)
-
-
 @pytest.mark.parametrize("rate", [0.0, 0.5])
-def test_checkpoint(ranks: Ranks, rate: float) -> None:
-    ranks(recomputed, rate)
-
-
-def recomputed(comm: Any, rate: float) -> None:
+@runs_on("ranks")
+def test_checkpoint(comm: Any, rate: float) -> None:
     """A checkpoint recomputes the forward with its masks: the gradients are the same."""
     body, given, grad = small(comm, dropout_rate=rate, attn_dropout_rate=rate)
 

@@ -11,7 +11,7 @@ from commlib.errors import ArgumentError, RingError
 from commlib.ops.inference import DecoderConfig, PagedCache, PagePool, rotary_tables
 from tests.support.checks import assert_equal, raises
 from tests.support.decoder import Case, paged
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 DIM, WIDTH = 4, 8
 Attention: Any = ops.fused_attention
@@ -23,7 +23,8 @@ def ones(ring: Any, *shape: int, grad: bool = True) -> torch.Tensor:
     return torch.ones(shape, device=ring.device, requires_grad=grad)
 
 
-def empties(ring: Any) -> None:
+@runs_on("ranks")
+def test_empty_batches(ring: Any) -> None:
     """No sequences, no tokens, no heads and no units give the result of an empty product."""
     for before in (False, True):
         for drops in (0.0, 0.5):
@@ -49,11 +50,8 @@ def empties(ring: Any) -> None:
         assert_equal(tuple(y.shape), (0, 1, WIDTH), "shape with a cache")
 
 
-def test_empty_batches(ranks: Ranks) -> None:
-    ranks(empties)
-
-
-def kinds(ring: Any) -> None:
+@runs_on("cpu_ranks")
+def test_kinds_of_arguments(ring: Any) -> None:
     x = ones(ring, 2, 3, WIDTH)
     weights = ones(ring, 3, 2, DIM, WIDTH), ones(ring, 2 * DIM, WIDTH)
     for heads in ("4", 4.0, True):
@@ -70,11 +68,8 @@ def kinds(ring: Any) -> None:
             FeedForward(x, *units, ring, activation=activation)
 
 
-def test_kinds_of_arguments(cpu_ranks: Ranks) -> None:
-    cpu_ranks(kinds)
-
-
-def layers(ring: Any) -> None:
+@runs_on("cpu_ranks")
+def test_layers_and_caches(ring: Any) -> None:
     case = Case(ring)
     cache = case.cache()
     x = case.x[:, :2].to(ring.device)
@@ -100,10 +95,6 @@ def layers(ring: Any) -> None:
     shared.table[1, 0] = shared.table[0, 0]
     wrong("sequences [0, 1] write new tokens to page", memory=shared)
     case.call(shared, 4, 6)  # a page that both only read
-
-
-def test_layers_and_caches(cpu_ranks: Ranks) -> None:
-    cpu_ranks(layers)
 
 
 CONFIG = DecoderConfig(8, heads=2, kv_heads=2, head_dim=4, inner=8)

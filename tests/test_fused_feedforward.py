@@ -11,6 +11,7 @@ from tests.support.checks import Array, assert_bits_equal, assert_equal, on_gpu,
 from tests.support.class_shards import near
 from tests.support.operator import ABSENT_RING, calls, compile_whole
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 from tests.support.transformer import FeedForward, block, draw
 
 # Any: the tests also pass arguments that a type checker rejects.
@@ -112,7 +113,8 @@ def test_values_of_more_ranks(many_ranks: Ranks) -> None:
     many_ranks(values)
 
 
-def without_options(comm: Any) -> None:
+@runs_on("ranks")
+def test_options(comm: Any) -> None:
     """Biases, the norm's parameters and the residual are optional; -1 is one rank."""
     few = ("linear1_weight", "linear2_weight")
     for before in (False, True):
@@ -125,11 +127,8 @@ def without_options(comm: Any) -> None:
         assert_equal(calls(comm), start, "collectives of one rank")
 
 
-def test_options(ranks: Ranks) -> None:
-    ranks(without_options)
-
-
-def dropped(comm: Any) -> None:
+@runs_on("ranks")
+def test_dropout(comm: Any) -> None:
     """Masks of the whole for any number of ranks: inside each has its part, then all the same."""
     rates = {"dropout1_rate": 0.25, "dropout2_rate": 0.4}
     torch.manual_seed(4)
@@ -151,11 +150,8 @@ def dropped(comm: Any) -> None:
         case.check(scaled, f"ring {ring}, scaled", before=False, keep=0.6, keep_units=0.75)
 
 
-def test_dropout(ranks: Ranks) -> None:
-    ranks(dropped)
-
-
-def every_form(comm: Any) -> None:
+@runs_on("ranks", deadline=240)
+def test_every_form(comm: Any) -> None:
     """Compiled and captured code gives eager's values and gradients; so does autocast nearly."""
     case = Case(comm, torch.float32)
     given, grad = case.tensors(), case.on_device(case.grad)
@@ -189,11 +185,8 @@ def every_form(comm: Any) -> None:
     case.check((y.bfloat16(), found_grads), "autocast", "gelu", before=True)
 
 
-def test_every_form(ranks: Ranks) -> None:
-    ranks(every_form, deadline=240)
-
-
-def refusals(comm: Any) -> None:
+@runs_on("ranks")
+def test_refusals(comm: Any) -> None:
     """Wrong arguments are errors before any launch, which say what to pass instead."""
     case = Case(comm)
     plain = {name: t.detach() for name, t in case.tensors().items()}
@@ -225,7 +218,3 @@ def refusals(comm: Any) -> None:
     with raises(RingError, ABSENT_RING):
         call(ring_id=ABSENT_RING)
     assert_equal(calls(comm), before, "collectives of wrong calls")
-
-
-def test_refusals(ranks: Ranks) -> None:
-    ranks(refusals)

@@ -1,5 +1,7 @@
 """ops.fused_multi_transformer: the layers of a decoder against NumPy, caches, capture, errors."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +38,7 @@ from tests.support.decoder import (
 )
 from tests.support.operator import calls
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 
 def values(ring: Any, kind: str, dtype: torch.dtype) -> None:
@@ -71,7 +74,9 @@ def test_values_of_short_floats(kind: str, dtype: torch.dtype, unified_ranks: Ra
     unified_ranks(values, kind, dtype)
 
 
-def alone(ring: Any, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["llama", "gpt", "post norm"])
+@runs_on("ranks")
+def test_one_rank(ring: Any, kind: str) -> None:
     """On a ring of one rank, and without a ring."""
     one = commlib.new_ring(40 + ring.rank, [ring.rank])
     assert one is not None
@@ -81,12 +86,8 @@ def alone(ring: Any, kind: str) -> None:
         case.near(result, case.expected(), "alone")
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt", "post norm"])
-def test_one_rank(kind: str, ranks: Ranks) -> None:
-    ranks(alone, kind)
-
-
-def starts_of_their_own(ring: Any) -> None:
+@runs_on("ranks")
+def test_each_sequence_has_its_position(ring: Any) -> None:
     """Sequences at several positions in one call; a smaller batch than the cache has."""
     case = Case(ring)
     cache, whole = case.cache(paged), wide(case.call(case.cache(), 0, TOKENS)).astype("f8")
@@ -105,11 +106,9 @@ def starts_of_their_own(ring: Any) -> None:
     case.near(case.call(cache, 0, 2, start=starts[:2]), expected[:2], "two sequences")
 
 
-def test_each_sequence_has_its_position(ranks: Ranks) -> None:
-    ranks(starts_of_their_own)
-
-
-def captured(ring: Any, make: Any) -> None:
+@pytest.mark.parametrize("make", [contiguous, paged], ids=lambda make: make.__name__)
+@runs_on("ranks", deadline=120)
+def test_captured(ring: Any, make: Any) -> None:
     """Captured decode gives the bits of eager calls, per batch size, and leaves the same cache."""
     case = Case(ring)
     device = ring.device
@@ -145,21 +144,13 @@ def captured(ring: Any, make: Any) -> None:
     decode.reset()
 
 
-@pytest.mark.parametrize("make", [contiguous, paged], ids=lambda make: make.__name__)
-def test_captured(make: Any, ranks: Ranks) -> None:
-    ranks(captured, make, deadline=120)
-
-
-def compiled(ring: Any) -> None:
+@runs_on("unified_ranks", deadline=120)
+def test_compiled(ring: Any) -> None:
     case = Case(ring)
     cache, other = case.cache(), case.cache()
     fast = torch.compile(case.call, backend="aot_eager", fullgraph=True)
     for span in ((0, 3), (3, 4)):
         assert_bits_equal(fast(cache, *span), case.call(other, *span), f"compiled {span}")
-
-
-def test_compiled(unified_ranks: Ranks) -> None:
-    unified_ranks(compiled, deadline=120)
 
 
 # -- caches and weights ---------------------------------------------------------------------------
@@ -255,14 +246,14 @@ def test_config_refuses(fields: dict[str, Any], words: str) -> None:
         replace(CONFIG, **fields)
 
 
-def errors(ring: Any) -> None:
-    """Each rank makes the wrong call by itself: nothing is launched, so nobody waits."""
+@contextlib.contextmanager
+def wrong_calls(ring: Any) -> Iterator[tuple[Case, Callable[..., None]]]:
+    """Give a case, and a function that changes arguments of its call and expects an error.
+
+    Each rank makes the wrong call by itself: nothing is launched, so nobody waits.
+    """
     case, before = Case(ring), calls(ring)
     cache = case.cache()
-    rank = f"rank {ring.rank}"
-
-    def layer(**changed: Any) -> dict[str, Any]:
-        return {"layers": [case.layers[0], replace(case.layers[1], **changed)]}
 
     def call(error: Any, *words: Any, config: Any = case.config, **more: Any) -> None:
         start = more.pop("start", 0)
@@ -271,102 +262,106 @@ def errors(ring: Any) -> None:
         with raises(error, *words):
             ops.fused_multi_transformer(x, layers, memory, config=config, start=start, **more)
 
-    weights: Any = case.layers[1]
-    qkv, out, down = weights.qkv, weights.out, weights.down
-    call(ArgumentError, rank, "heads=5 on 2 ranks", config=replace(CONFIG, heads=5, kv_heads=5))
-    call(ArgumentError, "kv_heads=3 on 2 ranks", config=replace(CONFIG, heads=6, kv_heads=3))
-    call(ArgumentError, "inner=25 on 2 ranks", "zeros to 26", config=replace(CONFIG, inner=25))
-    text = f"layers[1].qkv has shape {tuple(qkv.shape[::-1])}; expected {tuple(qkv.shape)}"
-    call(ShapeError, rank, text, "DecoderLayer.shard", **layer(qkv=qkv.T))
-    call(
-        DtypeError,
-        "layers[1].out is torch.float64; expected torch.float32",
-        **layer(out=out.double()),
-    )
-    call(DtypeError, "x is torch.float64", x=case.x.double().to(ring.device))
-    call(
-        DtypeError,
-        "layers[0].attention_norm is torch.float32; expected torch.bfloat16",
-        x=case.x.bfloat16().to(ring.device),
-    )
-    call(ArgumentError, "layers[1].up is NoneType", **layer(up=None))
-    call(ArgumentError, "ffn_norm_bias with norm='rms'", **layer(ffn_norm_bias=out[:, 0].clone()))
-    call(ArgumentError, "layers contain nothing", layers=[])
-    call(ArgumentError, "layers contain ['int']", layers=[3])
-    e5m2 = QuantizedWeight(out.to(torch.float8_e5m2), out[:, 0].clone())
-    call(DtypeError, "layers[1].out.values are torch.float8_e5m2", **layer(out=e5m2))
-    doubled = QuantizedWeight(out.to(torch.int8), out[:, 0].double())
-    call(
-        DtypeError,
-        "layers[1].out.scales is torch.float64; expected torch.float32",
-        **layer(out=doubled),
-    )
-    call(
-        ArgumentError,
-        "layers[1].down requires grad",
-        **layer(down=down.clone().requires_grad_()),
-    )
-    call(ShapeError, "x has shape (3, 7, 16)", x=case.x[..., :16].to(ring.device))
-    call(
-        ShapeError,
-        "the cache has keys of 2 and values of 2 layers; expected 1",
-        layers=case.layers[:1],
-    )
-    small = case.cache(sequences=2)
-    call(ShapeError, "cache is too small: x has 3 sequences; expected at most 2", cache=small)
-    long = case.x.repeat(1, 2, 1).to(ring.device)
-    call(
-        ShapeError, "cache is too small: x has 14 tokens per sequence; expected at most 12", x=long
-    )
-    mixed = ContiguousCache(cache.keys, tuple(v.double() for v in cache.values))
-    call(DtypeError, "cache.values[0] is torch.float64; expected torch.float32", cache=mixed)
-    heads = replace(CONFIG, kv_heads=4)
-    other = ContiguousCache.zeros(
-        heads, layers=2, sequences=3, capacity=12, ranks=2, dtype=torch.float32, device=ring.device
-    )
-    call(ShapeError, "cache.keys[0] has shape (3, 12, 2, 8); expected (3, 12, 1, 8)", cache=other)
-    call(
-        ArgumentError,
-        rank,
-        "position out of range: sequence 0 has 7 tokens from position 6 on",
-        "pass start from 0 to 5",
-        start=6,
-    )
-    call(ArgumentError, "from position -1 on", start=-1)
-    starts = torch.tensor([0, 5, 6], device=ring.device)
-    call(ArgumentError, "position out of range: sequence 2 has 7 tokens", start=starts)
-    call(ShapeError, "start has shape (2,); expected (3,)", start=starts[:2])
-    call(DtypeError, "start is torch.float32", start=starts.float())
-    call(ArgumentError, "start='0'", start="0")
-    pages = case.cache(paged)
-    halves = replace(pages, table=pages.table.float())
-    call(DtypeError, "cache.table is torch.float32; expected torch.int64", cache=halves)
-    call(ArgumentError, "x is list; expected a torch.Tensor", x=[1.0])
-    call(ArgumentError, "x is list; expected a torch.Tensor", x=[1.0], ring_id=None)
-    pages.table[1, 1] = pages.pages
-    call(
-        ArgumentError,
-        "1 of the 2 pages that sequence 1 needs for 7 tokens are not assigned",
-        "PagePool.reserve(1, 7)",
-        cache=pages,
-    )
-    short = rotary_tables(CONFIG.head_dim, 5, device=ring.device)
-    call(ShapeError, "rotary.cos has shape (5, 4); expected at least 12 rows", rotary=short)
-    call(ShapeError, "final_norm has shape (3,); expected (40,)", final_norm=out[:3, 0].clone())
-    call(
-        ArgumentError,
-        "final_norm_bias with norm='rms'",
-        final_norm=out[:, 0].clone(),
-        final_norm_bias=out[:, 0].clone(),
-    )
-    post = replace(CONFIG, pre_norm=False)
-    call(ArgumentError, "final_norm with pre_norm=False", config=post, final_norm=out[:, 0].clone())
-    call(RingError, "77", ring_id=77)
+    yield case, call
     assert_equal(calls(ring), before, "collectives of refused calls")
 
 
-def test_errors(ranks: Ranks) -> None:
-    ranks(errors)
+@runs_on("ranks")
+def test_refused_configs_and_inputs(ring: Any) -> None:
+    rank = f"rank {ring.rank}"
+    with wrong_calls(ring) as (case, call):
+        call(ArgumentError, rank, "heads=5 on 2 ranks", config=replace(CONFIG, heads=5, kv_heads=5))
+        call(ArgumentError, "kv_heads=3 on 2 ranks", config=replace(CONFIG, heads=6, kv_heads=3))
+        call(ArgumentError, "inner=25 on 2 ranks", "zeros to 26", config=replace(CONFIG, inner=25))
+        call(DtypeError, "x is torch.float64", x=case.x.double().to(ring.device))
+        text = "layers[0].attention_norm is torch.float32; expected torch.bfloat16"
+        call(DtypeError, text, x=case.x.bfloat16().to(ring.device))
+        call(ShapeError, "x has shape (3, 7, 16)", x=case.x[..., :16].to(ring.device))
+        call(ArgumentError, "x is list; expected a torch.Tensor", x=[1.0])
+        call(ArgumentError, "x is list; expected a torch.Tensor", x=[1.0], ring_id=None)
+        call(RingError, "77", ring_id=77)
+
+
+@runs_on("ranks")
+def test_refused_layers(ring: Any) -> None:
+    with wrong_calls(ring) as (case, call):
+        weights: Any = case.layers[1]
+        qkv, out, down = weights.qkv, weights.out, weights.down
+
+        def second(**changed: Any) -> list[Any]:
+            return [case.layers[0], replace(weights, **changed)]
+
+        text = f"layers[1].qkv has shape {tuple(qkv.shape[::-1])}; expected {tuple(qkv.shape)}"
+        rank = f"rank {ring.rank}"
+        call(ShapeError, rank, text, "DecoderLayer.shard", layers=second(qkv=qkv.T))
+        text = "layers[1].out is torch.float64; expected torch.float32"
+        call(DtypeError, text, layers=second(out=out.double()))
+        call(ArgumentError, "layers[1].up is NoneType", layers=second(up=None))
+        bias = second(ffn_norm_bias=out[:, 0].clone())
+        call(ArgumentError, "ffn_norm_bias with norm='rms'", layers=bias)
+        call(ArgumentError, "layers contain nothing", layers=[])
+        call(ArgumentError, "layers contain ['int']", layers=[3])
+        e5m2 = QuantizedWeight(out.to(torch.float8_e5m2), out[:, 0].clone())
+        call(DtypeError, "layers[1].out.values are torch.float8_e5m2", layers=second(out=e5m2))
+        doubled = QuantizedWeight(out.to(torch.int8), out[:, 0].double())
+        text = "layers[1].out.scales is torch.float64; expected torch.float32"
+        call(DtypeError, text, layers=second(out=doubled))
+        wanting = second(down=down.clone().requires_grad_())
+        call(ArgumentError, "layers[1].down requires grad", layers=wanting)
+        text = "the cache has keys of 2 and values of 2 layers; expected 1"
+        call(ShapeError, text, layers=case.layers[:1])
+
+
+@runs_on("ranks")
+def test_refused_caches(ring: Any) -> None:
+    with wrong_calls(ring) as (case, call):
+        cache = case.cache()
+        small = case.cache(sequences=2)
+        call(ShapeError, "cache is too small: x has 3 sequences; expected at most 2", cache=small)
+        long = case.x.repeat(1, 2, 1).to(ring.device)
+        text = "cache is too small: x has 14 tokens per sequence; expected at most 12"
+        call(ShapeError, text, x=long)
+        mixed = ContiguousCache(cache.keys, tuple(v.double() for v in cache.values))
+        call(DtypeError, "cache.values[0] is torch.float64; expected torch.float32", cache=mixed)
+        how: dict[str, Any] = {"layers": 2, "sequences": 3, "capacity": 12, "ranks": 2}
+        other = ContiguousCache.zeros(
+            replace(CONFIG, kv_heads=4), **how, dtype=torch.float32, device=ring.device
+        )
+        text = "cache.keys[0] has shape (3, 12, 2, 8); expected (3, 12, 1, 8)"
+        call(ShapeError, text, cache=other)
+        pages = case.cache(paged)
+        halves = replace(pages, table=pages.table.float())
+        call(DtypeError, "cache.table is torch.float32; expected torch.int64", cache=halves)
+        pages.table[1, 1] = pages.pages
+        text = "1 of the 2 pages that sequence 1 needs for 7 tokens are not assigned"
+        call(ArgumentError, text, "PagePool.reserve(1, 7)", cache=pages)
+
+
+@runs_on("ranks")
+def test_refused_positions(ring: Any) -> None:
+    with wrong_calls(ring) as (_, call):
+        text = "position out of range: sequence 0 has 7 tokens from position 6 on"
+        call(ArgumentError, f"rank {ring.rank}", text, "pass start from 0 to 5", start=6)
+        call(ArgumentError, "from position -1 on", start=-1)
+        starts = torch.tensor([0, 5, 6], device=ring.device)
+        call(ArgumentError, "position out of range: sequence 2 has 7 tokens", start=starts)
+        call(ShapeError, "start has shape (2,); expected (3,)", start=starts[:2])
+        call(DtypeError, "start is torch.float32", start=starts.float())
+        call(ArgumentError, "start='0'", start="0")
+
+
+@runs_on("ranks")
+def test_refused_rotations_and_norms(ring: Any) -> None:
+    with wrong_calls(ring) as (case, call):
+        out: Any = case.layers[1].out
+        row = out[:, 0].clone()
+        short = rotary_tables(CONFIG.head_dim, 5, device=ring.device)
+        call(ShapeError, "rotary.cos has shape (5, 4); expected at least 12 rows", rotary=short)
+        call(ShapeError, "final_norm has shape (3,); expected (40,)", final_norm=row[:3].clone())
+        text = "final_norm_bias with norm='rms'"
+        call(ArgumentError, text, final_norm=row, final_norm_bias=row.clone())
+        post = replace(CONFIG, pre_norm=False)
+        call(ArgumentError, "final_norm with pre_norm=False", config=post, final_norm=row)
 
 
 def test_shards_refuse() -> None:
@@ -381,11 +376,8 @@ def test_shards_refuse() -> None:
     assert all(isinstance(getattr(quantized, name), QuantizedWeight) for name in LINEARS)
 
 
-def empty(ring: Any) -> None:
+@runs_on("ranks")
+def test_no_tokens(ring: Any) -> None:
     case, before = Case(ring), calls(ring)
     assert_equal(case.call(case.cache(), 3, 3).shape, (SEQUENCES, 0, 40), "no tokens")
     assert_equal(calls(ring), before, "collectives without tokens")
-
-
-def test_no_tokens(ranks: Ranks) -> None:
-    ranks(empty)

@@ -21,7 +21,6 @@ from tests.support.checks import assert_bits_equal, assert_equal, on_gpu, raises
 from tests.support.hidden import HiddenCount
 from tests.support.launchers import on_gpus
 from tests.support.processes import WHOLE_EXIT, run
-from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
 
 
@@ -271,7 +270,8 @@ def test_pieces(comm: Any) -> None:
     )
 
 
-def reported(comm: Any, folder: str) -> None:
+@runs_on("unified_ranks")
+def test_report(comm: Any, tmp_path: Path) -> None:
     """The table and the page name every call, its collectives, and why one stayed eager."""
     one = graph.capture(lambda x: ops.all_reduce(x), outputs="copy")
     two = graph.capture(lambda x: x.sum().item(), on_fail="eager")
@@ -284,17 +284,13 @@ def reported(comm: Any, folder: str) -> None:
     with_gradients = graph.capture(lambda x: (x * x).sum())  # which have their own memory
     with_gradients(x.detach().requires_grad_())
     assert_equal(graph.report(with_gradients)[0]["pool_bytes"] > 0, True, "bytes")
-    file = Path(folder) / f"graphs-{comm.rank}.html"
+    file = tmp_path / f"graphs-{comm.rank}.html"
     text = str(graph.report(html=file))
     for word in ("function", "nodes", "item can't be captured"):
         assert_equal(word in text, True, f"{word} in the table")
     page = file.read_text()
     for word in ("<table>", "all_reduce of 3 x float32", "item can&#x27;t be captured"):
         assert_equal(word in page, True, f"{word} in the page")
-
-
-def test_report(unified_ranks: Ranks, tmp_path: Path) -> None:
-    unified_ranks(reported, str(tmp_path))
 
 
 @runs_on("unified_ranks")

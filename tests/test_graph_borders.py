@@ -13,7 +13,7 @@ from commlib.graph.backends.base import CpuBackend
 from commlib.graph.recording.rank_agreement import check_ranks_agree, same_key
 from commlib.graph.watching.recorded_collective import Collective
 from tests.support.checks import assert_equal, raises
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 TURNS = 4  # the call itself, the capture's first replay, and verified and plain ones after that
 
@@ -80,7 +80,8 @@ def test_a_collective_that_writes_memory_of_an_argument(ring: commlib.CommContex
         graph.capture(step)(table[2:])
 
 
-def other_reduction(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_other_collectives_on_another_rank(comm: Any) -> None:
     """As many collectives on both ranks, of the same sizes, but not the same ones."""
     ops = [("sum", "max"), ("sum", "sum")]
     seen = [
@@ -92,22 +93,15 @@ def other_reduction(comm: Any) -> None:
         check_ranks_agree([comm], seen, None, counted=False)
 
 
-def test_other_collectives_on_another_rank(cpu_ranks: Ranks) -> None:
-    cpu_ranks(other_reduction)
-
-
 class Option:
     """A plain argument whose text has an address."""
 
 
-def keys_of_ranks(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_keys_of_ranks(comm: Any) -> None:
     """The number of a device and an address differ between ranks that make the same call."""
     held = [Option() for _ in range(1 + comm.rank)]
     key = torch.device("cuda", comm.rank), held[-1], frozenset({"a", "b"})
     assert_equal(same_key(comm, key, True), True, "equal keys")
     with raises(GraphError, "call with different keys", "rank 1"):
         same_key(comm, (*key, comm.rank), True)
-
-
-def test_keys_of_ranks(cpu_ranks: Ranks) -> None:
-    cpu_ranks(keys_of_ranks)

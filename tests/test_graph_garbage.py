@@ -10,7 +10,7 @@ import torch
 from commlib import graph
 from commlib.graph.watching.garbage import collection, no_collection
 from tests.support.checks import assert_equal
-from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 
 def test_it_waits() -> None:
@@ -54,7 +54,8 @@ def test_another_thread() -> None:
     assert found == [False]
 
 
-def collections(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_runs_before_a_capture(comm: Any) -> None:
     """It is on in the call itself and in eager parts, and off in the runs before the capture."""
     (runs, to_runs), (parts, to_parts) = os.pipe(), os.pipe()  # lists and queues are refused
 
@@ -76,7 +77,3 @@ def collections(comm: Any) -> None:
     for end in (runs, parts):
         os.close(end)
     assert gc.isenabled()
-
-
-def test_runs_before_a_capture(gpu_ranks: Ranks) -> None:
-    gpu_ranks(collections)

@@ -88,14 +88,12 @@ def test_backwards_that_may_come_again(comm: Any) -> None:
             weight.grad.add_(grad, alpha=2)
         assert_equal([slot.free for slot in slots(g)], [False], "free")
 
-    ways: list[Callable[[], None]] = [retained, output_by_output, leaf_by_leaf, handed_over]
-    for number, way in enumerate(ways):
+    for number, way in enumerate((retained, output_by_output, leaf_by_leaf, handed_over)):
         for turn in range(2):
             way()
             for weight in (one, two):
-                assert_bits_equal(
-                    weight.grad, x * (4 * number + 2 * turn + 2), f"{way.__name__}, {turn}"
-                )
+                want = x * (4 * number + 2 * turn + 2)
+                assert_bits_equal(weight.grad, want, f"{way.__name__}, {turn}")
             assert_equal(len(slots(g)), 1, "slots")
 
 

@@ -1,7 +1,6 @@
-"""Settings in objects and containers that modules hold, and threads that change modules."""
+"""Settings in objects that modules hold, and threads that change modules."""
 
 import threading
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -17,8 +16,7 @@ from commlib.errors import GraphError
 from commlib.graph.surroundings import setting_places
 from commlib.graph.surroundings.modules import ModuleWatch
 from tests.support.checks import assert_bits_equal, assert_equal, raises
-
-VALUES = (1.0, 1.0, 1.0, 3.0, 3.0, 1.0)
+from tests.support.held_settings import Held, each_value_counts
 
 
 class Config:
@@ -69,29 +67,8 @@ class Frozen:
     name: str = "x"
 
 
-class Held(nn.Module):
-    """A module that reads what it holds."""
-
-    def __init__(self, held: Any, read: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self._held, self.read = held, read
-
-    def forward(self, x: torch.Tensor) -> Any:
-        """Return a multiple."""
-        return x * self.read(self._held)
-
-
 def _scale(held: Any) -> Any:
     return held.scale
-
-
-def _check(fn: Any, change: Callable[[float], object]) -> None:
-    """Compare calls with the values of a setting; each value has its graph."""
-    g = graph.capture(fn, outputs="copy", verify=False)
-    for turn, value in enumerate(VALUES):
-        change(value)
-        assert_bits_equal(g(torch.ones(2)), torch.full((2,), value), f"turn {turn}")
-    assert_equal((len(g.entries), g.entries.replays >= 3), (2, True), f"graphs: {g}")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +82,7 @@ def test_objects_in_modules(make: Callable[[], Any], deep: bool) -> None:
         module: Any = nn.Sequential(nn.Identity(), Held(outer, lambda x: x.inner[0].scale))
     else:
         module = Held(held, _scale)
-    _check(module, lambda value: setattr(held, "scale", value))
+    each_value_counts(module, lambda value: setattr(held, "scale", value))
 
 
 @pytest.mark.parametrize("make", [Config, ManySettings])
@@ -119,7 +96,7 @@ def test_methods_of_objects_in_modules(make: Callable[[], Any]) -> None:
             return self.config.times(x)
 
     module = Calling()
-    _check(module, lambda value: setattr(module.config, "scale", value))
+    each_value_counts(module, lambda value: setattr(module.config, "scale", value))
 
 
 def test_many_settings_without_versions_of_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,13 +104,13 @@ def test_many_settings_without_versions_of_dicts(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(setting_places, "_version", None)
     held = ManySettings()
     module = Held(held, lambda x: getattr(x, "sca" + "le"))
-    _check(module, lambda value: setattr(held, "scale", value))
+    each_value_counts(module, lambda value: setattr(held, "scale", value))
 
 
 def test_replaced_configs() -> None:
     """Frozen ones count by content: an equal one is the same setting."""
     module: Any = Held(Frozen(), _scale)
-    _check(module, lambda value: setattr(module, "_held", Frozen(value)))
+    each_value_counts(module, lambda value: setattr(module, "_held", Frozen(value)))
     one, three = Config(1.0), Config(3.0)
     module = Held(one, _scale)
     g = graph.capture(module, outputs="copy", verify=False)
@@ -147,7 +124,7 @@ def test_values_of_other_types() -> None:
         ONE, THREE = 1.0, 3.0
 
     module: Any = Held(Mode.ONE, lambda mode: mode.value)
-    _check(module, lambda value: setattr(module, "_held", Mode(value)))
+    each_value_counts(module, lambda value: setattr(module, "_held", Mode(value)))
     other: Any = Held(1.0, lambda held: held)
     g = graph.capture(other, outputs="copy", verify=False)
     for value in (0.0, 0.0, -0.0, -0.0):
@@ -190,10 +167,10 @@ def test_defaults_in_classes(number: int, where: str) -> None:
 
     try:
         changed = held if where == "instance" else Base
-        _check(Held(held, read), lambda value: setattr(changed, "scale", value))
+        each_value_counts(Held(held, read), lambda value: setattr(changed, "scale", value))
         module = ModuleWithDefault()
         changed = module if where == "instance" else Base
-        _check(module, lambda value: setattr(changed, "scale", value))
+        each_value_counts(module, lambda value: setattr(changed, "scale", value))
     finally:
         Base.scale = 1.0
 
@@ -221,7 +198,7 @@ def test_deleted_attributes() -> None:
         elif hasattr(module, "scale"):
             del module.scale
 
-    _check(module, change)
+    each_value_counts(module, change)
 
 
 def test_counters_of_the_loop_in_objects_of_modules() -> None:
@@ -233,83 +210,6 @@ def test_counters_of_the_loop_in_objects_of_modules() -> None:
         g(torch.ones(2))
         config.global_step += 1
     assert_equal((len(g.entries), g.entries.replays), (1, 5), "graphs and replays")
-
-
-# -- containers with other objects than plain values --------------------------------------
-
-
-def _mapping(kind: Any) -> Any:
-    made = kind()
-    made.update(scale=1.0, obj=object(), weight=torch.ones(1))
-    return made
-
-
-CONTAINERS: dict[str, tuple[Callable[[], Any], Any, Any]] = {
-    "dict": (lambda: _mapping(dict), lambda d: d["scale"], "scale"),
-    "ordered": (lambda: _mapping(OrderedDict), lambda d: d["scale"], "scale"),
-    "default": (lambda: _mapping(lambda: defaultdict(int)), lambda d: d["scale"], "scale"),
-    "list": (lambda: [1.0, object(), torch.ones(1), len], lambda d: d[0], 0),
-    "deque": (lambda: deque([1.0, object()]), lambda d: d[0], 0),
-}
-
-
-@pytest.mark.parametrize("name", CONTAINERS)
-@pytest.mark.parametrize("nest", ["no", "dict", "list", "tuple"])
-@pytest.mark.parametrize("where", ["variable", "object", "module"])
-def test_one_value_that_is_not_plain(name: str, nest: str, where: str) -> None:
-    """The others count."""
-    make, read, key = CONTAINERS[name]
-    inner = make()
-    whole = {"no": inner, "dict": {"a": inner}, "list": [inner, object()], "tuple": (inner, len)}
-    held = whole[nest]
-    keys: dict[str, list[Any]] = {"no": [], "dict": ["a"], "list": [0], "tuple": [0]}
-
-    def into(x: Any) -> Any:
-        return x[keys[nest][0]] if keys[nest] else x
-
-    config = SimpleNamespace(held=held)
-    fn: Any = Held(held, lambda x: read(into(x)))
-    if where == "variable":
-        fn = lambda x: x * read(into(held))  # noqa: E731 - a function with a closure
-    elif where == "object":
-        fn = lambda x: x * read(into(config.held))  # noqa: E731
-    _check(fn, lambda value: inner.__setitem__(key, value))
-
-
-def test_a_container_that_stops_being_plain() -> None:
-    """Neither it nor the other ones are hidden then."""
-    one, other = {"scale": 1.0, "more": 0}, {"scale": 1.0, "more": 0}
-    g = graph.capture(lambda x: x * one["scale"] * other["scale"], outputs="copy", verify=False)
-    changes: tuple[tuple[dict[str, Any], str, Any], ...] = (
-        (one, "more", object()),
-        (one, "scale", 3.0),
-        (other, "scale", 5.0),
-        (other, "more", torch.ones(1)),
-        (other, "scale", 7.0),
-    )
-    for held, name, value in changes:
-        held[name] = value
-        for turn in range(2):
-            want = torch.full((2,), one["scale"] * other["scale"])
-            assert_bits_equal(g(torch.ones(2)), want, f"{name}, turn {turn}")
-
-
-def test_an_item_that_the_function_changes() -> None:
-    """It is left out, and the other items of its container still count."""
-    state: dict[str, Any] = {"scale": 1.0, "calls": 0}
-    log: list[int] = []
-
-    @graph.eager
-    def count() -> None:
-        state["calls"] += 1
-        log.append(state["calls"])
-
-    def f(x: torch.Tensor) -> Any:
-        count()
-        return x * state["scale"]
-
-    _check(f, lambda value: state.__setitem__("scale", value))
-    assert_equal((state["calls"], log), (6, [1, 2, 3, 4, 5, 6]), "calls")
 
 
 # -- what is in no key ---------------------------------------------------------------------------
@@ -439,35 +339,41 @@ def test_a_look_of_another_thread_before_the_question(monkeypatch: pytest.Monkey
     assert_equal(g(x).item(), 7.0)
 
 
+class Parts(nn.Module):
+    """A module with a part of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attribute = 1.0
+        self.register_buffer("buffer", torch.ones(1))
+        self.register_parameter("parameter", nn.Parameter(torch.ones(1)))
+        self.add_module("module", Held(1.0, lambda held: held))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Return a multiple."""
+        made = self.get_submodule("module")(x) * self.attribute
+        return made * self.get_buffer("buffer") * self.get_parameter("parameter")
+
+    def replace(self, part: str) -> None:
+        """Put a part that multiplies by 7 in the place of one."""
+        seven = torch.full((1,), 7.0)
+        changes: dict[str, Callable[[], object]] = {
+            "attribute": lambda: setattr(self, "attribute", 7.0),
+            "buffer": lambda: self.register_buffer("buffer", seven),
+            "parameter": lambda: self.register_parameter("parameter", nn.Parameter(seven)),
+            "module": lambda: self.add_module("module", Held(7.0, lambda held: held)),
+        }
+        changes[part]()
+
+
 @pytest.mark.parametrize("part", ["attribute", "buffer", "parameter", "module"])
 def test_a_call_while_another_thread_changes_a_module(
     monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     """A change is reported when it is there: a look before that would keep the old state."""
-
-    class Parts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attribute = 1.0
-            self.register_buffer("buffer", torch.ones(1))
-            self.register_parameter("parameter", nn.Parameter(torch.ones(1)))
-            self.add_module("module", Held(1.0, lambda held: held))
-
-        def forward(self, x: torch.Tensor) -> Any:
-            made = self.get_submodule("module")(x) * self.attribute
-            return made * self.get_buffer("buffer") * self.get_parameter("parameter")
-
-    module: Any = Parts()
+    module = Parts()
     found = list[float]()
     old = [*module.parameters(), *module.buffers(), *module.children()]  # they stay alive
-    changes: dict[str, Callable[[], object]] = {
-        "attribute": lambda: setattr(module, "attribute", 7.0),
-        "buffer": lambda: module.register_buffer("buffer", torch.full((1,), 7.0)),
-        "parameter": lambda: module.register_parameter(
-            "parameter", nn.Parameter(torch.full((1,), 7.0))
-        ),
-        "module": lambda: module.add_module("module", Held(7.0, lambda held: held)),
-    }
     g, x = graph.capture(module, outputs="copy", verify=False), torch.ones(1)
     plain = ModuleWatch.note
 
@@ -482,7 +388,7 @@ def test_a_call_while_another_thread_changes_a_module(
 
     assert_equal([call(), call()], [1.0, 1.0])
     monkeypatch.setattr(ModuleWatch, "note", note)
-    changes[part]()
+    module.replace(part)
     assert_equal([*found, call()], [7.0, 7.0])
     assert_equal(len(old), 3, "old parts")
 

@@ -13,7 +13,6 @@ from torch.nn import Dropout, Linear
 from commlib import graph
 from commlib.graph import GraphError
 from tests.support.checks import assert_bits_equal, assert_equal, raises
-from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
 
 WIDTH = 6
@@ -269,11 +268,8 @@ def test_backwards_that_do_not_fit(comm: Any) -> None:
     assert_bits_equal(weight.grad, torch.full((WIDTH, WIDTH), 4.0), "two backwards of two rows")
 
 
-def test_room_for_inputs(gpu_ranks: Ranks) -> None:
-    gpu_ranks(_room_for_inputs)
-
-
-def _room_for_inputs(comm: Any) -> None:
+@runs_on("gpu_ranks")
+def test_room_for_inputs(comm: Any) -> None:
     """The first capture of a slot reads its input from the graph's memory already."""
     pipeline = graph.pipeline([Linear(WIDTH, WIDTH)]).to(comm.device)
     pipeline(torch.ones(2, WIDTH, device=comm.device))

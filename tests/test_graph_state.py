@@ -42,11 +42,17 @@ def seeds(comm: Any) -> None:
         with forked():
             return x + torch.rand_like(x)
 
-    own = torch.Generator(comm.device)
-
     def again(x: torch.Tensor) -> torch.Tensor:  # as the program has just done
         torch.manual_seed(8)
         return x + torch.rand_like(x)
+
+    for fn in (first, last, inside, again):
+        refuses_a_seed(fn, comm.device)
+
+
+def seeds_of_generators(comm: Any) -> None:
+    """So is a function that sets the seed of a generator that it is given or makes."""
+    own = torch.Generator(comm.device)
 
     def of_its_own(x: torch.Tensor) -> torch.Tensor:
         own.manual_seed(8)
@@ -56,20 +62,29 @@ def seeds(comm: Any) -> None:
         generator = torch.Generator(x.device).manual_seed(8)
         return x + torch.rand(3, generator=generator, device=x.device)
 
-    x = torch.zeros(3, device=comm.device)
-    for fn in (first, last, inside, again, of_its_own, made):
-        torch.manual_seed(8)
-        want = torch.rand_like(x)
-        torch.manual_seed(8)
-        with raises(GraphError, "sets a generator"):
-            graph.capture(fn)(x)
-        assert_bits_equal(torch.rand_like(x), want, "drawn after")
+    for fn in (of_its_own, made):
+        refuses_a_seed(fn, comm.device)
+
+
+def refuses_a_seed(fn: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
+    x = torch.zeros(3, device=device)
+    torch.manual_seed(8)
+    want = torch.rand_like(x)
+    torch.manual_seed(8)
+    with raises(GraphError, "sets a generator"):
+        graph.capture(fn)(x)
+    assert_bits_equal(torch.rand_like(x), want, "drawn after")
+
+
+def eager_draws(comm: Any) -> None:
+    """An eager part may draw where no operator of the graph shows it."""
     draw: Any = graph.eager(lambda x: x + torch.rand_like(x))
 
     def between(x: torch.Tensor) -> torch.Tensor:
         return torch.dropout(draw(torch.dropout(x + 1, 0.5, True)), 0.5, True)
 
     drawing = graph.capture(between, outputs="copy")
+    x = torch.zeros(3, device=comm.device)
     assert_equal(tuple(drawing(x).shape), (3,), "drawn where no operator shows it")
 
 
@@ -461,6 +476,8 @@ def test_arguments_that_are_made_to_want_a_gradient(comm: Any) -> None:
 
 CASES = (
     seeds,
+    seeds_of_generators,
+    eager_draws,
     rebound,
     shared,
     containers,

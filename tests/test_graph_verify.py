@@ -14,7 +14,6 @@ from commlib.errors import GraphError
 from commlib.graph.replaying.nodes import used_up
 from commlib.graph.watching import digest, effects
 from tests.support.checks import assert_bits_equal, assert_equal, raises
-from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
 
 
@@ -45,7 +44,8 @@ def scaled(comm: Any) -> tuple[Hidden, Callable[..., Any], torch.Tensor]:
     return hidden, f, total
 
 
-def found(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_a_number_that_changes(comm: Any) -> None:
     """A number that has changed is named, with the operator that reads it; the call counts once."""
     hidden, f, total = scaled(comm)
     x = torch.ones(3, device=comm.device)
@@ -58,10 +58,6 @@ def found(comm: Any) -> None:
     assert_bits_equal(total, x * 2, "the eager effects are kept")
     assert_bits_equal(g(x), x * 5, "captured again")
     assert_bits_equal(total, x * 3, "and counts once")
-
-
-def test_a_number_that_changes(unified_ranks: Ranks) -> None:
-    unified_ranks(found)
 
 
 @runs_on("unified_ranks")
@@ -164,7 +160,8 @@ def test_backwards(comm: Any) -> None:
             assert_equal(len(g.eager), 1, "calls that stay eager")
 
 
-def together(comm: Any) -> None:
+@runs_on("unified_ranks")
+def test_members_of_a_ring(comm: Any) -> None:
     """What differs on one rank is an error on all members of the rings, and these go on."""
     hidden = Hidden()
     g = graph.capture(
@@ -180,10 +177,6 @@ def together(comm: Any) -> None:
     hidden.scale = 2.0
     for turn in range(4):
         assert_bits_equal(g(x), x * 2 * comm.size, f"turn {turn}")
-
-
-def test_members_of_a_ring(unified_ranks: Ranks) -> None:
-    unified_ranks(together)
 
 
 def verified_calls(g: Any, calls: int) -> int:

@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import pytest
 import torch
 
 from commlib import ops
@@ -11,16 +10,13 @@ from commlib.errors import RingError
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.formulas import own, total
 from tests.support.operator import ABSENT_RING, Operator, calls
-from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
-from tests.support.suites import compiled, gradients, lazy_bits, values
+from tests.support.suites import compiled, gradients, lazy_bits, suite_of, values
 
 IDENTITY = Operator(ops.identity, own, adjoint=total, modes=("calc", "comm"))
 
 
-@pytest.mark.parametrize("suite", [values, lazy_bits, compiled, gradients])
-def test_suite(ranks: Ranks, suite: Any) -> None:
-    ranks(suite, IDENTITY)
+test_suite = suite_of(IDENTITY, only=(values, lazy_bits, compiled, gradients))
 
 
 @runs_on("ranks")

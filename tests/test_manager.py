@@ -18,7 +18,7 @@ from commlib.errors import (
     RingError,
 )
 from tests.support.checks import assert_bits_equal, assert_equal, raises, until
-from tests.support.ranks import NewRanks, Ranks
+from tests.support.ranks import NewRanks
 from tests.support.runs_on import runs_on
 
 manager = commlib.CommContextManager.instance()
@@ -221,7 +221,8 @@ def test_abort(comm: Any) -> None:
     assert_equal(manager.has(9), False, "the end of ring 9")
 
 
-def stuck(comm: Any) -> None:
+@runs_on("cpu_ranks")
+def test_close_with_a_call_that_never_ends(comm: Any) -> None:
     """A call that never ends holds close() until its deadline, and abort() not at all."""
     for ring_id, abort in ((50, False), (51, True)):
         ring = commlib.new_ring(ring_id, [0, 1], timeout=30)
@@ -238,10 +239,6 @@ def stuck(comm: Any) -> None:
             del work
         comm.barrier()
         manager.close(ring_id)
-
-
-def test_close_with_a_call_that_never_ends(cpu_ranks: Ranks) -> None:
-    cpu_ranks(stuck)
 
 
 @runs_on("ranks")

@@ -8,6 +8,7 @@ from examples import moe_layer
 from tests.support.checks import assert_equal
 from tests.support.processes import start
 from tests.support.ranks import NewRanks, Ranks
+from tests.support.runs_on import runs_on
 
 
 def trained(comm: Any) -> None:
@@ -22,7 +23,8 @@ def trained(comm: Any) -> None:
     assert_equal(found[-1].captured < found[0].captured, True, f"the loss falls: {found}")
 
 
-def fixed_shapes_alone(comm: Any) -> None:
+@runs_on("ranks")
+def test_fixed_shapes_as_one_process(comm: Any) -> None:
     """One process trains the layer with fixed shapes as all ranks do."""
     alone = commlib.new_ring(1 + comm.rank, [comm.rank])
     assert alone is not None
@@ -44,10 +46,6 @@ def test_the_capacity_drops_tokens() -> None:
 
 def test_trains_as_one_process(ranks: Ranks) -> None:
     ranks(trained)
-
-
-def test_fixed_shapes_as_one_process(ranks: Ranks) -> None:
-    ranks(fixed_shapes_alone)
 
 
 def test_trains_on_four_ranks(new_ranks: NewRanks) -> None:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +27,16 @@ from tests.support.examples import examples
 from tests.support.operator import ABSENT_RING, MODES, Operator, calls, compile_whole
 from tests.support.ranks import NewRanks, Ranks
 from tests.support.runs_on import runs_on
-from tests.support.suites import compiled, compiled_out, layouts, lazy_bits, raw, values, waiting
+from tests.support.suites import (
+    compiled,
+    compiled_out,
+    layouts,
+    lazy_bits,
+    raw,
+    suite_of,
+    values,
+    waiting,
+)
 
 lengths = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
@@ -71,11 +79,9 @@ def own_slices(inputs: list[Array], rank: int) -> Array:
 GATHER = Operator(ops.partial_all_gather, own_slices, divides=True, in_place=True)
 
 
-@pytest.mark.parametrize(
-    "suite", [values, layouts, lazy_bits, waiting, raw, compiled, compiled_out]
+test_gather = suite_of(
+    GATHER, only=(values, layouts, lazy_bits, waiting, raw, compiled, compiled_out)
 )
-def test_gather(ranks: Ranks, suite: Any) -> None:
-    ranks(suite, GATHER)
 
 
 def in_place(comm: Any) -> None:

@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import pytest
 import torch
 
 from commlib import ops
@@ -21,9 +20,8 @@ from tests.support.formulas import (
     total,
 )
 from tests.support.operator import Operator
-from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
-from tests.support.suites import cases, wrong_roots
+from tests.support.suites import suite_of, wrong_roots
 
 
 def at_root(formula: Any, inputs: list[Array], rank: int) -> Array:
@@ -51,9 +49,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(("suite", "op"), cases(SUM, wrong_roots, **OTHERS))
-def test_suite(ranks: Ranks, suite: Any, op: Operator) -> None:
-    ranks(suite, op)
+test_suite = suite_of(SUM, wrong_roots, **OTHERS)
 
 
 @runs_on("ranks")

@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import pytest
 import torch
 
 from commlib import ops
@@ -22,9 +21,8 @@ from tests.support.formulas import (
     smallest,
 )
 from tests.support.operator import MODES, Operator
-from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
-from tests.support.suites import cases
+from tests.support.suites import suite_of
 
 # Any: the tests also pass arguments that a type checker rejects.
 reduce_scatter: Any = ops.reduce_scatter
@@ -51,9 +49,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(("suite", "op"), cases(SUM, **OTHERS))
-def test_suite(ranks: Ranks, suite: Any, op: Operator) -> None:
-    ranks(suite, op)
+test_suite = suite_of(SUM, **OTHERS)
 
 
 @runs_on("ranks")

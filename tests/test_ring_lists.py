@@ -178,11 +178,16 @@ def test_captured(ring: Any) -> None:
         assert_bits_equal(captured(x).cpu(), expected, f"value {value}")
 
 
-@runs_on("ranks")
-def test_bad_input(ring: Any) -> None:
-    x = torch.ones(3, device=ring.device)
+def good_and_short(ring: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return a tensor per rank, and a shorter one per rank."""
     good = [torch.ones(3, device=ring.device) for _ in range(ring.size)]
-    short = [x[:2].clone() for _ in range(ring.size)]
+    return good, [torch.ones(2, device=ring.device) for _ in range(ring.size)]
+
+
+@runs_on("ranks")
+def test_bad_lists(ring: Any) -> None:
+    x = torch.ones(3, device=ring.device)
+    good, short = good_and_short(ring)
     calls: list[Any] = [
         (lambda parts: ring.all_gather(parts, x), "outs"),
         (lambda parts: ring.gather(parts, x, root=ring.rank), "outs"),
@@ -201,6 +206,13 @@ def test_bad_input(ring: Any) -> None:
     for call, role in calls[:4]:
         with raises(ShapeError, f"{role}[", "has 2 elements; expected 3"):
             call(short)
+    ring.barrier()
+
+
+@runs_on("ranks")
+def test_bad_input(ring: Any) -> None:
+    x = torch.ones(3, device=ring.device)
+    good, short = good_and_short(ring)
     with raises(ShapeError, "this rank sends itself 2"):
         ring.all_to_all(good, short)
     with raises(ArgumentError, "out_splits or in_splits with lists"):

@@ -119,7 +119,8 @@ def test_forms_that_are_late(cpu_ranks: Ranks, name: str, form: str) -> None:
     cpu_ranks(late, name, form)
 
 
-def longer(ring: Any) -> None:
+@runs_on("cpu_ranks")
+def test_longer_than_the_ring(ring: Any) -> None:
     """The ring's timeout passes while a member is late, that of the call does not."""
     short = commlib.new_ring(321, ring.ranks, timeout=SOON_S)
     assert short is not None
@@ -134,11 +135,8 @@ def longer(ring: Any) -> None:
     commlib.close_ring(321)
 
 
-def test_longer_than_the_ring(cpu_ranks: Ranks) -> None:
-    cpu_ranks(longer)
-
-
-def second_waiter(ring: Any) -> None:
+@runs_on("cpu_ranks")
+def test_a_second_waiter_is_late(ring: Any) -> None:
     """Another thread waits for the same Work, without a deadline."""
     own: Any = commlib.new_ring(322, ring.ranks, timeout=AGES_S)
     own.barrier()
@@ -159,10 +157,6 @@ def second_waiter(ring: Any) -> None:
         own.all_reduce(torch.ones(2))
     ring.barrier()
     commlib.close_ring(322, abort=True)
-
-
-def test_a_second_waiter_is_late(cpu_ranks: Ranks) -> None:
-    cpu_ranks(second_waiter)
 
 
 @runs_on("ranks")

@@ -3,7 +3,6 @@
 from contextlib import nullcontext
 from typing import Any
 
-import pytest
 import torch
 
 import commlib
@@ -20,9 +19,17 @@ from tests.support.checks import (
 )
 from tests.support.formulas import of_the_other
 from tests.support.operator import ABSENT_RING, MODES, Operator, calls, compile_whole
-from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
-from tests.support.suites import compiled, compiled_out, layouts, lazy_bits, raw, values, waiting
+from tests.support.suites import (
+    compiled,
+    compiled_out,
+    layouts,
+    lazy_bits,
+    raw,
+    suite_of,
+    values,
+    waiting,
+)
 
 
 def exchange(x: torch.Tensor, ring_id: int = 0, *, out: Any = None, **mode: Any) -> Any:
@@ -44,11 +51,9 @@ def exchange(x: torch.Tensor, ring_id: int = 0, *, out: Any = None, **mode: Any)
 EXCHANGE = Operator(exchange, of_the_other)
 
 
-@pytest.mark.parametrize(
-    "suite", [values, layouts, lazy_bits, waiting, raw, compiled, compiled_out]
+test_exchange = suite_of(
+    EXCHANGE, only=(values, layouts, lazy_bits, waiting, raw, compiled, compiled_out)
 )
-def test_exchange(ranks: Ranks, suite: Any) -> None:
-    ranks(suite, EXCHANGE)
 
 
 @runs_on("ranks")

@@ -10,6 +10,7 @@ _FAMILIES = (
     "tests.models.multimodal",
     "tests.models.generation",
     "tests.models.optimizers",
+    "tests.models.mixed_precision",
     "tests.models.training",
     "tests.models.nano_gpt",
     "tests.models.third_party",

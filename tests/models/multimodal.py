@@ -128,17 +128,21 @@ def _contrastive(name: str) -> Any:
     return Contrastive(_towers(name))
 
 
+_WHISPER: dict[str, Any] = {
+    **{"vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2},
+    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_mel_bins": 16},
+    **{"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_source_positions": 16},
+    **{"max_target_positions": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    **{"decoder_start_token_id": 1},
+}
+_FILM: dict[str, Any] = {
+    **_TOWER,
+    **{"image_size": 16, "patch_size": 8, "num_frames": 4, "num_labels": LABELS},
+}
+_PAST = {"context_length": 32, "prediction_length": 8, "num_input_channels": 2, "d_model": 16}
+
+
 def _others() -> Iterator[tuple[str, Make, Batches]]:
-    small = {"vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2}
-    whisper = {
-        **small,
-        **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_mel_bins": 16},
-        **{"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_source_positions": 16},
-        **{"max_target_positions": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
-        **{"decoder_start_token_id": 1},
-    }
-    film = {**_TOWER, "image_size": 16, "patch_size": 8, "num_frames": 4, "num_labels": LABELS}
-    past = {"context_length": 32, "prediction_length": 8, "num_input_channels": 2, "d_model": 16}
     of = functools.partial
     yield "CLIPModel", of(_contrastive, "CLIPModel"), pairs
     yield "SiglipModel", of(_contrastive, "SiglipModel"), pairs
@@ -147,7 +151,7 @@ def _others() -> Iterator[tuple[str, Make, Batches]]:
     yield "WavLMForCTC", of(_of, "WavLMForCTC", **_SPEECH), speech
     yield (
         "WhisperForConditionalGeneration",
-        of(_of, "WhisperForConditionalGeneration", **whisper),
+        of(_of, "WhisperForConditionalGeneration", **_WHISPER),
         spectrograms,
     )
     yield (
@@ -163,17 +167,18 @@ def _others() -> Iterator[tuple[str, Make, Batches]]:
     )
     for name in ("TimesformerForVideoClassification", "VivitForVideoClassification"):
         more: dict[str, Any] = {"tubelet_size": [2, 8, 8]} if name.startswith("Vivit") else {}
-        yield name, of(_of, name, **film, **more), clips
-    yield "VideoMAEForVideoClassification", of(_of, "VideoMAEForVideoClassification", **film), clips
+        yield name, of(_of, name, **_FILM, **more), clips
+    video = "VideoMAEForVideoClassification"
+    yield video, of(_of, video, **_FILM), clips
     yield (
         "PatchTSTForPrediction",
         of(
             _of, "PatchTSTForPrediction",
-            **past, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32,
+            **_PAST, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32,
         ),
         series,
     )  # fmt: skip
-    yield "PatchTSMixerForPrediction", of(_of, "PatchTSMixerForPrediction", **past), series
+    yield "PatchTSMixerForPrediction", of(_of, "PatchTSMixerForPrediction", **_PAST), series
     yield "LlavaForConditionalGeneration", _llava, illustrated
 
 

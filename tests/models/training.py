@@ -1,4 +1,4 @@
-"""Training loops of plain torch: mixed precision, penalties, states that change between calls."""
+"""Training loops of plain torch: penalties, recurrent states, states that change between calls."""
 
 import copy
 import functools
@@ -12,9 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from commlib.errors import GraphError
-from commlib.graph import capture
-from commlib.graph.options import OnFail
 from tests.models.program import Program, Session, Start, floats, trained
 from tests.models.small_models import (
     CLASSES,
@@ -26,64 +23,6 @@ from tests.models.small_models import (
     rows,
     turn_of,
 )
-
-# -- mixed precision -------------------------------------------------------------------------------
-
-
-def autocast_step(dtype: torch.dtype, device: torch.device, *, scaled: bool = False) -> Session:
-    """Train under autocast, with a scaler of gradients where it is asked for."""
-    model = convolutions(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, enabled=scaled)
-
-    def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        with torch.autocast(device.type, dtype):
-            loss = F.cross_entropy(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        return loss.detach()
-
-    return Session(train_step, turn_of(images, device), trained(model, optimizer))
-
-
-def refused_scaler(on_fail: OnFail, device: torch.device) -> Session:
-    """Go on training with the scaler after a step that may be refused."""
-    whole = autocast_step(torch.float16, device, scaled=True)
-
-    def turn(step: Any, number: int) -> Any:
-        if step is not whole.step and on_fail == "eager":
-            step = eagerly
-        try:
-            return step(*images(number, device))
-        except GraphError:
-            return whole.step(*images(number, device))
-
-    eagerly = capture(whole.step, on_fail="eager")
-    return Session(whole.step, turn, whole.state)
-
-
-def autocast_forward(device: torch.device) -> Session:
-    """Capture the model alone and call it under autocast; the scaler works outside."""
-    model = convolutions(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
-
-    def turn(step: Any, number: int) -> Any:
-        x, y = images(number, device)
-        optimizer.zero_grad()
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = F.cross_entropy(step(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return loss.detach()
-
-    return Session(model, turn, trained(model, optimizer))
-
 
 # -- penalties and games ---------------------------------------------------------------------------
 
@@ -462,17 +401,6 @@ def per_sample(device: torch.device) -> Session:
 
 def _programs() -> Iterator[Program]:
     loops: dict[str, Start] = {
-        "mixed precision/bfloat16": functools.partial(autocast_step, torch.bfloat16),
-        "mixed precision/float16 GradScaler": functools.partial(
-            autocast_step, torch.float16, scaled=True
-        ),
-        "mixed precision/GradScaler, the error is caught": functools.partial(
-            refused_scaler, "raise"
-        ),
-        "mixed precision/GradScaler, eager where it fails": functools.partial(
-            refused_scaler, "eager"
-        ),
-        "mixed precision/model alone": autocast_forward,
         "penalties/whole step": functools.partial(penalized, critic_alone=False),
         "penalties/captured critic": functools.partial(penalized, critic_alone=True),
         "penalties/generator and critic": adversarial,

@@ -29,6 +29,9 @@ from tests.support.checks import (
     wide,
 )
 from tests.support.operator import ABSENT_RING, MODES, Operator, calls, compile_whole
+from tests.support.ranks import Ranks
+
+Suite = Callable[[Any, Operator], None]
 
 
 def values(comm: Any, op: Operator) -> None:
@@ -280,13 +283,29 @@ SUITES = (
 )
 
 
-def cases(op: Operator, *more: Callable[..., None], **others: Operator) -> list[Any]:
-    """Return (suite, operator) for pytest: every suite on ``op``, the values of its variants.
+def suite_of(op: Operator, *more: Suite, only: tuple[Suite, ...] = (), **others: Operator) -> Any:
+    """Return the test of an operator: a file has it under a name that begins with ``test``.
 
-    Variants with a gradient are also compiled and differentiated.
+    Args:
+        op: The operator that every suite runs on.
+        more: Suites in addition.
+        only: The suites that run on ``op``, in place of all.
+        others: Its variants by name. Their values are checked, and those with a gradient are also
+            compiled and differentiated.
+
+    Returns:
+        A test on live ranks, which has a case for each suite and variant.
     """
-    pairs = [("", suite, op) for suite in (*SUITES, *more)]
+    cases = [("", suite, op) for suite in (*(only or SUITES), *more)]
     for name, other in others.items():
         suites = (values, compiled, gradients) if other.adjoint else (values,)
-        pairs += [(f"{name}-", suite, other) for suite in suites]
-    return [pytest.param(suite, op, id=name + suite.__name__) for name, suite, op in pairs]
+        cases += [(f"{name}-", suite, other) for suite in suites]
+
+    @pytest.mark.parametrize(
+        ("suite", "op"),
+        [pytest.param(suite, op, id=name + suite.__name__) for name, suite, op in cases],
+    )
+    def test_suite(ranks: Ranks, suite: Suite, op: Operator) -> None:
+        ranks(suite, op)
+
+    return test_suite
