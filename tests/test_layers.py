@@ -1,4 +1,4 @@
-"""The build of the house: imports point down, two rooms read the environment, links are links."""
+"""The build of the house: imports point down, files are short, links are links."""
 
 import ast
 from graphlib import TopologicalSorter
@@ -50,6 +50,7 @@ def _files() -> dict[str, Path]:
 
 
 FILES = _files()
+SHORT = [str(path.relative_to(ROOT)) for path in (*FILES.values(), *(ROOT / "tests").rglob("*.py"))]
 
 
 def layer(module: str) -> tuple[int, int]:
@@ -98,6 +99,20 @@ def test_only_two_rooms_read_the_environment(module: str) -> None:
     text = FILES[module].read_text()
     reads = "os.environ" in text or "getenv" in text or "from os import" in text
     assert module in READS_ENVIRONMENT or not reads
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_files_and_functions_are_short(name: str) -> None:
+    """A docstring and a signature do not count: those of an operator list every option."""
+    text = (ROOT / name).read_text()
+    assert text.count("\n") <= (500 if name.startswith("tests/") else 300)
+    for function in ast.walk(ast.parse(text)):
+        if isinstance(function, ast.FunctionDef):
+            first = function.body[min(1, len(function.body) - 1)]
+            if ast.get_docstring(function) is None:
+                first = function.body[0]
+            lines = (function.end_lineno or 0) - first.lineno + 1
+            assert lines <= 40, f"{function.name} has {lines} lines"
 
 
 def test_every_room_is_on_the_map() -> None:
