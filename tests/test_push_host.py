@@ -304,14 +304,30 @@ def test_a_half_of_a_capture_that_failed(halves: Halves) -> None:
     halves.channel.ready()
 
 
+class Noted:
+    """A launch that notes its streams."""
+
+    def __init__(self) -> None:
+        self.stream: int | None = None
+        self.streams: list[int | None] = []
+
+    def move(self, stream: int) -> None:
+        """Let ``run`` launch on a stream."""
+        self.stream = stream
+
+    def run(self) -> tuple[int]:
+        """Note the stream."""
+        self.streams.append(self.stream)
+        return (0,)
+
+
 @pytest.mark.parametrize("foreign", [False, True])
 def test_a_call_is_one_tag_on_one_stream(halves: Halves, foreign: bool) -> None:
     """The end of a call on a foreign stream is recorded while that stream certainly exists."""
     ended: list[int] = []
     order: Any = SimpleNamespace(last=A, foreign=foreign, tag=3, ended=ended.append)
     halves.channel._order = order
-    streams: list[int] = []
-    launch: Any = streams.append
+    launch: Any = Noted()
     steps = [push_channel.Step(push_channel.Call(), launch, offset) for offset in (0, 16)]
     x, out = torch.zeros(8), torch.zeros(8)
     for number in (1, 2):
@@ -319,7 +335,7 @@ def test_a_call_is_one_tag_on_one_stream(halves: Halves, foreign: bool) -> None:
         assert {call.tag for call, _, _ in steps} == {3 << 17 | number}
     assert [call.x - x.data_ptr() for call, _, _ in steps] == [0, 16]
     assert [call.out - out.data_ptr() for call, _, _ in steps] == [0, 16]
-    assert streams == 4 * [A]
+    assert launch.streams == 4 * [A]
     assert ended == (2 * [A] if foreign else [])
 
 

@@ -8,8 +8,15 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch.autograd import forward_ad
 
-from commlib.core.calls.call import Call, Result, as_they_are, increment_version, written
-from commlib.core.calls.log import EVERY
+from commlib.core.calls.call import (
+    Call,
+    Launch,
+    Result,
+    as_they_are,
+    increment_version,
+    written,
+)
+from commlib.core.calls.log import EVERY, Entry
 from commlib.core.compiler import switch
 from commlib.core.launches import launch
 from commlib.core.mismatch import compare
@@ -17,7 +24,7 @@ from commlib.core.modes import check_untraced, depth, is_tracing
 from commlib.core.observers import Seen, begun, looking_on, observers, watched
 from commlib.core.posting import differs, post_all
 from commlib.core.ring import Ring
-from commlib.core.stream_mode import StreamMode
+from commlib.core.stream_mode import MODES, StreamMode
 from commlib.core.tensors import NO_DISPATCH
 from commlib.core.work import Work
 from commlib.engines.base import Unconnected
@@ -26,6 +33,7 @@ from commlib.streams import current_raw, stream_captures
 
 Tensor = torch.Tensor
 Outcome = TypeVar("Outcome")
+ON_STREAM, ON_COMM_STREAM = MODES[True, True, True], MODES[False, True, True]
 
 
 def is_plain(ring: Ring, x: Tensor, out: Tensor) -> bool:
@@ -68,37 +76,60 @@ def dispatch(ring: Ring, call: Call[Result], mode: StreamMode) -> Result | Work:
     try:
         if (observers or ring._orders or not call.plain) and _prepare(ring, call):
             return _observed(ring, call, partial(dispatch, ring, call, mode))
-        out, x = call.out, call.x
-        at_once = mode.sync_op and (mode.use_calc_stream or ring._fences is None)
-        at_once = at_once and not (mode.blocks or ring._compares)
-        at_once = at_once and not (ring._groups and ring._open_group is not None)
-        dense = call.plain and (out is not x or call.place == 0)
-        if not (at_once and (dense or as_they_are(out, x, call.place))):
-            return _tracked(ring, call, mode)
+        out, x, place, order = call.out, call.x, call.place, call.order
+        dense = call.plain and (out is not x or place == 0)
+        if (dense or as_they_are(out, x, place)) and launched(
+            ring, mode, call.collective, call.launch, call.args, out, x, call.entry, order
+        ):
+            return call.result
+        return _tracked(ring, call, mode)
+    finally:
+        switch(before)
+
+
+def launched(
+    ring: Ring,
+    mode: StreamMode,
+    collective: str,
+    launch: Launch,
+    args: tuple[Any, ...],
+    out: Tensor | None,
+    x: Tensor | None,
+    entry: Entry | None,
+    order: Any = None,
+) -> bool:
+    """Launch a call of dense tensors that nothing delays, in few steps; on a CPU wait for it.
+
+    Returns:
+        False, and nothing is done: ``dispatch`` is to make the call.
+    """
+    if ring._groups or ring._compares or (order is None and (observers or ring._orders)):
+        return False
+    if mode is not ON_STREAM and (ring._fences is not None or mode is not ON_COMM_STREAM):
+        return False
+    before = switch(None)  # as in ``dispatch``
+    try:
         with ring._lock:
             if ring._health.fault is not None:
-                raise ring._health.unusable(call.collective)
+                raise ring._health.unusable(collective)
             try:
-                board = ring._board if call.order is None else call.order.board
-                if board and call.entry and (other := board.post(call.entry)) is not None:
-                    raise differs(ring, call, other)  # as ``post_all``
-                handle = call.launch(out, x, *call.args)
+                board = ring._board if order is None else order.board
+                if board and entry and (other := board.post(entry)) is not None:
+                    raise differs(ring, collective, entry, order, other)  # as ``post_all``
+                handle = launch(out, x, *args)
             except Unconnected:
-                handle = Unconnected
+                return False
             except BaseException as error:
-                _fail(ring, call, error)
-            else:
-                count(ring, call)
-        if handle is Unconnected:
-            return _tracked(ring, call, mode)
+                _fail(ring, collective, args, error)
+            count(ring, collective, entry, order)
         if handle is not None:  # a CPU: the host waits, outside the lock, so that other calls go on
             try:
                 ring._engine.wait(handle)
             except BaseException as error:
-                _fail(ring, call, error)
+                _fail(ring, collective, args, error)
         if out is not None and not out.is_inference():
             increment_version((out,))
-        return call.result
+        return True
     finally:
         switch(before)
 
@@ -114,14 +145,14 @@ def _prepare(ring: Ring, call: Call[Any]) -> bool:
     return bool(observers and ring._open_group is None and looking_on())
 
 
-def _fail(ring: Ring, call: Call[Any], error: BaseException) -> NoReturn:
+def _fail(ring: Ring, collective: str, args: tuple[Any, ...], error: BaseException) -> NoReturn:
     """Raise the error of a launch or a wait that failed; the ring has failed then."""
     try:
         if isinstance(error, ArgumentError):  # nothing was launched, or it is that of ``differs``
             raise error
         if isinstance(error, Exception):
-            raise ring._health.failed(call.collective, error, call.args) from error
-        ring._health.interrupted(call.collective)
+            raise ring._health.failed(collective, error, args) from error
+        ring._health.interrupted(collective)
         raise error
     finally:
         del error  # its traceback has this frame: the two would keep the tensors of the call
@@ -133,20 +164,20 @@ def _observed(ring: Ring, call: Call[Any], again: Callable[[], Outcome]) -> Outc
         return again()
 
 
-def count(ring: Ring, call: Call[Any]) -> None:
+def count(ring: Ring, collective: str, entry: Entry | None, order: Any) -> None:
     """Count a launched call, and add it to the ring's call log; the ring's lock is held."""
     ring._calls += 1
-    ring._last = call.collective
+    ring._last = collective
     log = ring._call_log
-    if call.order is not None and call.order.log is not None:
-        log = call.order.log
+    if order is not None and order.log is not None:
+        log = order.log
     if log is None:
         return
     # The default stream, 0, is never captured; its handle is a shorter question.
     if ring._fences is not None and current_raw(ring._device_number) and stream_captures():
         log.captured = True  # the replays of a graph are not seen here
-    elif call.entry is not None:
-        log.window.append(call.entry)
+    elif entry is not None:
+        log.window.append(entry)
         if len(log.window) == EVERY:
             log.fold()
 
@@ -183,7 +214,7 @@ def issue(
                 missing = caught
             else:
                 for call in calls:
-                    count(ring, call)
+                    count(ring, call.collective, call.entry, call.order)
                 return done
         try:
             missing.connect()
@@ -239,7 +270,7 @@ def begin(ring: Ring, call: Call[Any], blocks: int) -> Work | None:
             with ring._engine.bounded(blocks):
                 pending = call.launch(out, x.detach(), *call.args)
         except BaseException as error:
-            _fail(ring, call, error)
-        count(ring, call)
+            _fail(ring, call.collective, call.args, error)
+        count(ring, call.collective, call.entry, call.order)
     written(out)
     return begun(Work(out, pending))

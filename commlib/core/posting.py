@@ -59,16 +59,16 @@ def _post(ring: Ring, call: Call[Any]) -> None:
     if board is not None and call.entry is not None:
         other = board.post(call.entry)
         if other is not None:
-            raise differs(ring, call, other)
+            raise differs(ring, call.collective, call.entry, call.order, other)
 
 
-def differs(ring: Ring, call: Call[Any], other: int) -> CommError:
+def differs(ring: Ring, collective: str, entry: Entry, order: Any, other: int) -> CommError:
     """Return the error of a call that differs from that of member ``other``."""
-    ring._health.begin_mismatch(call.collective)  # first: a signal may end what follows
-    log = ring._call_log if call.order is None else call.order.log
-    if log is not None and call.entry is not None:
-        log.window.append(call.entry)  # for the text
-    return _mismatch(ring, call.collective, other)
+    ring._health.begin_mismatch(collective)  # first: a signal may end what follows
+    log = ring._call_log if order is None else order.log
+    if log is not None:
+        log.window.append(entry)  # for the text
+    return _mismatch(ring, collective, other)
 
 
 def _mismatch(ring: Ring, collective: str, other: int) -> CommError:

@@ -7,7 +7,7 @@ import secrets
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -217,31 +217,40 @@ class Grid(NamedTuple):
 
 
 class Launch:
-    """One kernel, its grid and its one argument, which it is given by value; ready to go."""
+    """One kernel, its grid and its one argument, which it is given by value; ready to go.
 
-    __slots__ = ("_config", "_device", "_function", "_keep", "_launch", "_parameters", "_stream")
+    Attributes:
+        stream: Where ``run`` launches.
+        run: Launches with what the argument holds now, and returns the driver's status in a tuple.
+    """
+
+    __slots__ = ("_config", "_device", "_keep", "run", "stream")
 
     def __init__(self, function: Any, device: int, grid: Grid, argument: ctypes.Structure) -> None:
         driver, self._device = _driver(), device
         place = ctypes.c_void_p(ctypes.addressof(argument))
-        self._function, self._launch = function, driver.cuLaunchKernelEx
         self._config, self._keep = _config(driver, grid), (argument, place)
-        self._parameters = ctypes.addressof(place)
-        self._stream: int | None = None
+        parameters = ctypes.addressof(place)
+        self.run = partial(driver.cuLaunchKernelEx, self._config, function, parameters, 0)
+        self.stream: int | None = None
 
     def __call__(self, stream: int) -> None:
         """Launch on a stream with what the argument holds now; never blocks."""
-        if stream != self._stream:
-            self._config.hStream = self._stream = stream
-        (status,) = self._launch(self._config, self._function, self._parameters, 0)
+        if stream != self.stream:
+            self.move(stream)
+        (status,) = self.run()
         if status:
-            self._retry(status)
+            self.retry(status)
 
-    def _retry(self, status: Any) -> None:
+    def move(self, stream: int) -> None:
+        """Let ``run`` launch on a stream."""
+        self._config.hStream = self.stream = stream
+
+    def retry(self, status: Any) -> None:
         """Launch once more where a thread is new, or works on another device."""
         if int(status) in _ELSEWHERE:
             with _current(self._device):
-                (status,) = self._launch(self._config, self._function, self._parameters, 0)
+                (status,) = self.run()
         _succeed("cuLaunchKernelEx", status)
 
 

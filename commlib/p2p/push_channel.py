@@ -122,7 +122,7 @@ class PushChannel:
         order = self._order
         if self._word.value or self._open:
             self._refuse()
-        stream = current_raw(self._device)  # not order.turn(): every call passes here
+        stream = current_raw(self._device)
         if stream != order.last:
             order.switch_stream(stream)
         self._launched = launch = self._launched + 1 & _LAUNCH_MASK
@@ -137,14 +137,29 @@ class PushChannel:
         )
 
     def launch(self, steps: Sequence[Step], out: torch.Tensor, x: torch.Tensor) -> None:
-        """Launch ``steps`` on the current stream, after the last call; never blocks."""
-        stream, tag = self.turn()
-        source, target = x.data_ptr(), out.data_ptr()
+        """Launch ``steps`` on the current stream, after the last call; never blocks.
+
+        ``turn`` and ``Launch.__call__`` are written out: nearly every call of a ring passes here.
+        """
+        order = self._order
+        if self._word.value or self._open:
+            self._refuse()
+        stream = current_raw(self._device)
+        if stream != order.last:
+            order.switch_stream(stream)
+        self._launched = number = self._launched + 1 & _LAUNCH_MASK
+        tag = order.tag % _STREAMS << _LAUNCH_BITS | number
+        source = x.data_ptr()
+        target = source if out is x else out.data_ptr()
         for call, launch, offset in steps:
             call.x, call.out, call.tag = source + offset, target + offset, tag
-            launch(stream)
-        if self._order.foreign:
-            self._order.ended(stream)
+            if stream != launch.stream:
+                launch.move(stream)
+            (status,) = launch.run()
+            if status:
+                launch.retry(status)
+        if order.foreign:
+            order.ended(stream)
 
     def launched(self, stream: int) -> None:
         """Complete a call: record its end where the stream may be gone at the next call."""

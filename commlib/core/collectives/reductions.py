@@ -16,7 +16,7 @@ from commlib.core.collectives.parts import (
     joined,
     unshared,
 )
-from commlib.core.dispatch import dispatch, is_plain
+from commlib.core.dispatch import dispatch, is_plain, launched
 from commlib.core.group import group
 from commlib.core.stream_mode import MODES, StreamMode
 from commlib.core.validation import (
@@ -119,7 +119,10 @@ class Reductions(AllReduce):
         offset = -self.rank * count if self._engine.parts_in_place else None
         launch = self._engine.reduce_scatter if count else nothing
         entry = ("reduce_scatter", total, x.dtype, reduction, None)
-        call = Call("reduce_scatter", launch, (reduction,), out, x, offset, plain, entry, out)
+        args, quick = (reduction,), timeout is None and plain and out is not x
+        if quick and launched(self, mode, "reduce_scatter", launch, args, out, x, entry):
+            return out
+        call = Call("reduce_scatter", launch, args, out, x, offset, plain, entry, out)
         if timeout is not None:
             return dispatch_within(self, call, mode, timeout)
         return dispatch(self, call, mode)

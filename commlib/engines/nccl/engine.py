@@ -171,7 +171,7 @@ class NCCLEngine(NCCLExchanges):
     def resolve(self, dtype: torch.dtype, reduction: ReductionSpec) -> Any:
         """Return NCCL's numbers of a reduction, and the push kernels that carry it."""
         if reduction.op == "premul_sum":
-            return reduction
+            return Reduction(reduction.op, 1, TYPES[reduction.dtype], 0, premul=reduction)
         parts = dtype.itemsize // reduction.dtype.itemsize
         found = Reduction(reduction.op, parts, TYPES[reduction.dtype], OPS[reduction.op])
         if isinstance(self._push, str):
@@ -181,13 +181,13 @@ class NCCLEngine(NCCLExchanges):
         part = PushCollective.reducing(self._push, "reduce_scatter", *kind)
         return replace(found, all_reduce=whole, reduce_scatter=part)
 
-    def all_reduce(self, out: Tensor, x: Tensor, reduction: Reduction | ReductionSpec) -> None:
+    def all_reduce(self, out: Tensor, x: Tensor, reduction: Reduction) -> None:
         """Launch a push kernel or ncclAllReduce."""
-        if isinstance(reduction, ReductionSpec):
-            self._with_factor(self.all_reduce, reduction, out, x)
-            return
         pushed = reduction.all_reduce
         if pushed is not None and pushed(out, x, x.nbytes):
+            return
+        if reduction.premul is not None:
+            self._with_factor(self.all_reduce, reduction.premul, out, x)
             return
         count, stream = x.numel() * reduction.parts, current_raw(self._index)
         self._ready().collective().allReduce(
@@ -221,13 +221,13 @@ class NCCLEngine(NCCLExchanges):
             x.data_ptr(), out.data_ptr(), x.nbytes, BYTES, current_raw(self._index)
         )
 
-    def reduce_scatter(self, out: Tensor, x: Tensor, reduction: Reduction | ReductionSpec) -> None:
+    def reduce_scatter(self, out: Tensor, x: Tensor, reduction: Reduction) -> None:
         """Launch a push kernel or ncclReduceScatter."""
-        if isinstance(reduction, ReductionSpec):
-            self._with_factor(self.reduce_scatter, reduction, out, x)
-            return
         pushed = reduction.reduce_scatter
         if pushed is not None and pushed(out, x, out.nbytes):
+            return
+        if reduction.premul is not None:
+            self._with_factor(self.reduce_scatter, reduction.premul, out, x)
             return
         count, stream = out.numel() * reduction.parts, current_raw(self._index)
         self._ready().collective().reduceScatter(
@@ -241,12 +241,10 @@ class NCCLEngine(NCCLExchanges):
             source.data_ptr(), out.data_ptr(), out.nbytes, BYTES, root, stream
         )
 
-    def reduce(
-        self, out: Tensor | None, x: Tensor, root: int, reduction: Reduction | ReductionSpec
-    ) -> None:
+    def reduce(self, out: Tensor | None, x: Tensor, root: int, reduction: Reduction) -> None:
         """Launch ncclReduce."""
-        if isinstance(reduction, ReductionSpec):
-            self._with_factor(self.reduce, reduction, out, x, root)
+        if reduction.premul is not None:
+            self._with_factor(self.reduce, reduction.premul, out, x, root)
             return
         target, stream = 0 if out is None else out.data_ptr(), current_raw(self._index)
         count = x.numel() * reduction.parts

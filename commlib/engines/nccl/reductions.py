@@ -41,6 +41,7 @@ class Reduction:
     op: int
     all_reduce: PushCollective | None = None
     reduce_scatter: PushCollective | None = None
+    premul: ReductionSpec | None = None  # a premul_sum, whose operation NCCL makes for each call
 
 
 @contextmanager
