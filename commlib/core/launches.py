@@ -17,7 +17,9 @@ from commlib.deadlines import Deadline
 from commlib.deferred import release_deferred
 from commlib.engines.base import Unconnected
 from commlib.errors import CommError, PeerTimeout, StreamError
-from commlib.streams import capture_of, stream_captures
+from commlib.streams import capture_of, on_stream, stream_captures
+
+_NO_LIMIT = nullcontext()
 
 
 def launch(
@@ -33,7 +35,7 @@ def launch(
         wait = partial(_wait, ring, calls, handles, seconds)
         return begun(Work(result, OnHost(handles, wait, calls, late)))
     if use_calc_stream:
-        with ring._engine.bounded(blocks):
+        with ring._engine.bounded(blocks) if blocks else _NO_LIMIT:
             _on_stream(ring, calls, grouped)
         return result
     calc = torch.cuda.current_stream(ring.device)
@@ -46,7 +48,8 @@ def launch(
         fences.comm_waits(calc)
     if not (sync_op and fenced):  # the program's own kernels run at the same time
         blocks = blocks or flags.get(flags.ASYNC_BLOCKS)
-    with torch.cuda.stream(fences.comm), ring._engine.bounded(blocks):
+    limit = ring._engine.bounded(blocks) if blocks else _NO_LIMIT
+    with on_stream(fences.comm), limit:
         _on_stream(ring, calls, grouped)
     if fenced and sync_op:
         fences.calc_waits(calc)

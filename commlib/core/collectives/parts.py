@@ -15,7 +15,7 @@ from commlib.core.within import Seconds, call_deadline
 from commlib.core.work import OnStream, Then, Work
 from commlib.deferred import release_deferred
 from commlib.errors import ArgumentError, DtypeError, ShapeError
-from commlib.streams import capture_of
+from commlib.streams import capture_of, on_stream
 
 Tensor = torch.Tensor
 Parts = list[Tensor] | tuple[Tensor, ...]
@@ -191,7 +191,7 @@ def fill(
     if not capture:
         release_deferred()
     ring._fences.comm_waits(calc)
-    with torch.cuda.stream(comm):
+    with on_stream(comm):
         call()
         copy()
     event = torch.cuda.Event()
