@@ -12,7 +12,6 @@ import torch
 
 import commlib
 from commlib.core import dispatch
-from commlib.core.calls.call import Call, nothing
 from commlib.core.calls.log import EVERY, CallLog
 from commlib.deadlines import Deadline
 from commlib.errors import (
@@ -228,9 +227,10 @@ def counting(fences: object) -> Any:
     return SimpleNamespace(_calls=0, _last=None, _call_log=log, _fences=fences, _device_number=0)
 
 
-def made(elements: int) -> Call[None]:
+def count(ring: Any, elements: int) -> None:
+    """Count a call."""
     entry = ("all_gather", elements, torch.float32, None, None)
-    return Call("all_gather", nothing, (), None, None, None, True, entry, None)
+    dispatch.count(ring, "all_gather", entry, None)
 
 
 def test_calls_of_a_capture_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,15 +239,15 @@ def test_calls_of_a_capture_are_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
     for stream in (0, *captures):  # the driver is not asked about 0, the default stream
         monkeypatch.setattr(dispatch, "current_raw", lambda _, value=stream: value)
         monkeypatch.setattr(dispatch, "stream_captures", partial(captures.__getitem__, stream))
-        dispatch.count(ring, made(1))
+        count(ring, 1)
     shot = ring._call_log.snapshot()
     assert_equal((ring._calls, shot.number, shot.captured), (3, 2, True), "the log")
 
 
 def test_a_log_of_many_calls_stays_small() -> None:
     ring = counting(fences=None)
-    for count in range(3 * EVERY + 1):
-        dispatch.count(ring, made(count))
+    for elements in range(3 * EVERY + 1):
+        count(ring, elements)
     shot = ring._call_log.snapshot()
     assert_equal((shot.number, len(shot.recent)), (3 * EVERY + 1, 32), "the log")
     last = (3 * EVERY + 1, f"all_gather float32 [{3 * EVERY}]")
