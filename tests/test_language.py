@@ -7,8 +7,6 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("commlib", "ops", "compat", "tools", "tests", "examples")
 DOCUMENTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**/*.md", "benchmarks/*.md")
@@ -29,6 +27,9 @@ SUGGESTIONS = {
     r"of (its|their|our) own": "its own X, separate",
     r"(?<=; )type": "call, pass, set, use",
 }
+PATTERNS = [
+    (re.compile(rf"\b({words})\b", re.IGNORECASE), plain) for words, plain in SUGGESTIONS.items()
+]
 WORDS_OF_NAMES = {"anew", "behind", "beside", "hears", "lie", "lies", "stands", "told", "whoever"}
 HEADLINES = r"(How|What|When|Where|Whether|Which|Who|Why)\b"
 
@@ -61,34 +62,35 @@ def texts(name: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
-def checked(*more: str) -> list[str]:
-    """Return the programs that all rules cover, but for those that begin with ``more``."""
-    return [n for n in files() if n.endswith(".py") and not n.startswith(more)]
+def programs(*less: str) -> list[str]:
+    """Return the programs, but for those that begin with ``less``."""
+    return [name for name in files() if name.endswith(".py") and not name.startswith(less)]
 
 
-@pytest.mark.parametrize("name", files())
-def test_plain_words(name: str) -> None:
+def test_plain_words() -> None:
     wrong = [
         f"{name}:{line + text.count(chr(10), 0, match.start())}: {match[0]!r}; write: {suggestion}"
+        for name in files()
         for line, text in texts(name)
-        for words, suggestion in SUGGESTIONS.items()
-        for match in re.finditer(rf"\b({words})\b", text, re.IGNORECASE)
+        for words, suggestion in PATTERNS
+        for match in words.finditer(text)
     ]
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", checked())
-def test_plain_names(name: str) -> None:
-    tokens = tokenize.generate_tokens(io.StringIO((ROOT / name).read_text()).readline)
-    names = {token.string for token in tokens if token.type == tokenize.NAME}
-    plain = {word for word in names if WORDS_OF_NAMES & set(word.lower().split("_"))}
-    assert not plain
+def test_plain_names() -> None:
+    for name in programs():
+        tokens = tokenize.generate_tokens(io.StringIO((ROOT / name).read_text()).readline)
+        names = {token.string for token in tokens if token.type == tokenize.NAME}
+        plain = {word for word in names if WORDS_OF_NAMES & set(word.lower().split("_"))}
+        assert not plain, name
 
 
-@pytest.mark.parametrize("name", checked("tests/test_"))
-def test_headlines_are_imperatives_or_noun_phrases(name: str) -> None:
+def test_headlines_are_imperatives_or_noun_phrases() -> None:
     """Of modules, classes and functions; a test may have a whole sentence."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)
-    tree = ast.walk(ast.parse((ROOT / name).read_text()))
-    texts_of = [ast.get_docstring(node) or "" for node in tree if isinstance(node, kinds)]
-    assert not [text.splitlines()[0] for text in texts_of if re.match(HEADLINES, text)]
+    for name in programs("tests/test_"):
+        tree = ast.walk(ast.parse((ROOT / name).read_text()))
+        texts_of = [ast.get_docstring(node) or "" for node in tree if isinstance(node, kinds)]
+        wrong = [text.splitlines()[0] for text in texts_of if re.match(HEADLINES, text)]
+        assert not wrong, name
