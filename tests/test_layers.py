@@ -50,7 +50,6 @@ def _files() -> dict[str, Path]:
 
 
 FILES = _files()
-SHORT = [str(path.relative_to(ROOT)) for path in (*FILES.values(), *(ROOT / "tests").rglob("*.py"))]
 
 
 def layer(module: str) -> tuple[int, int]:
