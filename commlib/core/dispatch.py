@@ -18,7 +18,7 @@ from commlib.core.calls.call import (
 )
 from commlib.core.calls.log import EVERY, Entry
 from commlib.core.compiler import switch
-from commlib.core.launches import launch
+from commlib.core.launches import launch, on_comm_stream
 from commlib.core.mismatch import compare
 from commlib.core.modes import check_untraced, depth, is_tracing
 from commlib.core.observers import Seen, begun, looking_on, observers, watched
@@ -105,9 +105,12 @@ def launched(
     """
     if ring._groups or ring._compares or (order is None and (observers or ring._orders)):
         return False
-    if mode is not ON_STREAM and (ring._fences is not None or mode is not ON_COMM_STREAM):
-        return False
-    before = switch(None)  # as in ``dispatch``
+    fences = None
+    if mode is not ON_STREAM:
+        if mode is not ON_COMM_STREAM:
+            return False
+        fences = ring._fences
+    before, handle = switch(None), None  # as in ``dispatch``
     try:
         with ring._lock:
             if ring._health.fault is not None:
@@ -116,7 +119,10 @@ def launched(
                 board = ring._board if order is None else order.board
                 if board and entry and (other := board.post(entry)) is not None:
                     raise differs(ring, collective, entry, order, other)  # as ``post_all``
-                handle = launch(out, x, *args)
+                if fences is None:
+                    handle = launch(out, x, *args)
+                else:
+                    on_comm_stream(fences, launch, out, x, args)
             except Unconnected:
                 return False
             except BaseException as error:

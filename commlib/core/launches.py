@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from commlib import flags
-from commlib.core.calls.call import Call, Result
+from commlib.core.calls.call import Call, Launch, Result
 from commlib.core.observers import begun
 from commlib.core.ring import Ring
 from commlib.core.stream_mode import StreamMode
@@ -17,7 +17,9 @@ from commlib.deadlines import Deadline
 from commlib.deferred import release_deferred
 from commlib.engines.base import Unconnected
 from commlib.errors import CommError, PeerTimeout, StreamError
-from commlib.streams import capture_of, on_stream, stream_captures
+from commlib.streams import Fences, capture_of, on_stream, stream_captures
+
+Tensor = torch.Tensor
 
 _NO_LIMIT = nullcontext()
 
@@ -38,7 +40,7 @@ def launch(
         with ring._engine.bounded(blocks) if blocks else _NO_LIMIT:
             _on_stream(ring, calls, grouped)
         return result
-    calc = torch.cuda.current_stream(ring.device)
+    calc = fences.calc()
     capturing = stream_captures()
     if not capturing:
         release_deferred()
@@ -62,6 +64,19 @@ def launch(
         ring._unfenced.keep(event, calls)
         return result
     return work
+
+
+def on_comm_stream(
+    fences: Fences, launch: Launch, out: Tensor | None, x: Tensor | None, args: tuple[Any, ...]
+) -> None:
+    """Launch a dense call on the comm stream, after and before the caller's current stream."""
+    calc = fences.calc()
+    if not stream_captures():
+        release_deferred()
+    fences.comm_waits(calc)
+    with on_stream(fences.comm):
+        launch(out, x, *args)
+    fences.calc_waits(calc)
 
 
 def _on_stream(ring: Ring, calls: list[Call[Any]], grouped: bool) -> None:
