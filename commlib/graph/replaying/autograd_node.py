@@ -39,6 +39,8 @@ class Lease:
 class Slot(Protocol):
     """Interface between an autograd node and the graphs that it replays."""
 
+    is_last: bool  # no other backward can follow the one that ran last
+
     def not_differentiable(self, borrowed: Sequence[torch.Tensor]) -> Tensors:
         """Return the outputs that no gradient comes back through."""
 
@@ -50,9 +52,6 @@ class Slot(Protocol):
 
     def verified_backward(self, lease: Lease, grads: Grads) -> list[torch.Tensor | None]:
         """Run the backward of the function's own outputs, then replay the captured one."""
-
-    def is_last(self, grads: Grads) -> bool:
-        """Return True if no other backward can follow the one with these gradients."""
 
 
 class Node(torch.autograd.Function):
@@ -125,6 +124,6 @@ def _gone_back(ctx: Any, grads: Grads) -> list[torch.Tensor | None]:
         found = slot.backward(grads, lease.side)
     else:
         found = slot.verified_backward(lease, grads)
-    if not retains() and all_run(ctx.next_functions) and slot.is_last(grads):
+    if not retains() and all_run(ctx.next_functions) and slot.is_last:
         ctx.slot = ctx.lease = None
     return found

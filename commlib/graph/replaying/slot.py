@@ -40,6 +40,7 @@ class Slot:
     Attributes:
         forward: The captured call. This slot is how gradients flow back through it.
         parameters: The leaves that gradients flow to, but for arguments.
+        is_last: No other backward can follow the one that ran last.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Slot:
         self.forward = CapturedCall(self._recipe, log, Schedule(False))
         self.parameters = recipe.findings.parameters
         self._differs, self._side = differs, recipe.backend.side()
+        self.is_last = False
         self._lease: weakref.ref[Lease] | None = None
         # By how the gradients of outputs come, and the autocast that the backward is called under.
         self._backwards: dict[Any, Backward] = {}
@@ -205,10 +207,6 @@ class Slot:
                 "run the backward before modifying the tensor, or clone the tensor"
             )
 
-    def is_last(self, grads: Grads) -> bool:
-        """Return True if no other backward can follow the one with these gradients."""
-        return self._backward_of(self._of_leading(grads)).last
-
     def backward(self, grads: Grads, side: SideStream | None) -> list[torch.Tensor | None]:
         """Replay the backward with the gradients of the outputs; returns fresh tensors.
 
@@ -216,6 +214,7 @@ class Slot:
         """
         wanted = self._of_leading(grads)
         backward = self._backward_of(wanted)
+        self.is_last = backward.last
         self._expire("the next backward")  # all of them share one memory
         fresh = backward.run([grad for grad in wanted if grad is not None], side)
         return [fresh.get(i) for i in range(len(self._tensors))]
