@@ -79,7 +79,16 @@ def dispatch(ring: Ring, call: Call[Result], mode: StreamMode) -> Result | Work:
         out, x, place, order = call.out, call.x, call.place, call.order
         dense = call.plain and (out is not x or place == 0)
         if (dense or as_they_are(out, x, place)) and launched(
-            ring, mode, call.collective, call.launch, call.args, out, x, call.entry, order
+            ring,
+            mode,
+            call.collective,
+            call.launch,
+            call.args,
+            out,
+            x,
+            call.entry,
+            order,
+            asked=True,
         ):
             return call.result
         return _tracked(ring, call, mode)
@@ -97,19 +106,27 @@ def launched(
     x: Tensor | None,
     entry: Entry | None,
     order: Any = None,
+    *,
+    asked: bool = False,
 ) -> bool:
     """Launch a call of dense tensors that nothing delays, in few steps; on a CPU wait for it.
+
+    ``asked``: ``dispatch`` makes the call, and has asked observers and orders.
 
     Returns:
         False, and nothing is done: ``dispatch`` is to make the call.
     """
-    if ring._groups or ring._compares or (order is None and (observers or ring._orders)):
+    if ring._compares or (not asked and (observers or ring._orders)):
+        return False
+    if ring._groups and ring._open_group is not None:
         return False
     fences = None
     if mode is not ON_STREAM:
         if mode is not ON_COMM_STREAM:
             return False
         fences = ring._fences
+        if asked and fences is not None:
+            return False
     before, handle = switch(None), None  # as in ``dispatch``
     try:
         with ring._lock:

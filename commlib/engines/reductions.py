@@ -77,7 +77,7 @@ def resolve_reduction(
     Raises ``ArgumentError`` for an unknown ``op`` or a factor that is not a number, and
     ``DtypeError`` with the reason of a refusal.
     """
-    if op not in NAMES:
+    if not isinstance(op, str) or op not in NAMES:
         known = ", ".join(OPS + BITWISE)
         raise ArgumentError(f"op={op!r} is not a reduction; expected one of {known}")
     if (op == "premul_sum") != (factor is not None):
