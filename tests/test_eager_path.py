@@ -12,10 +12,13 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import commlib
-from commlib import ops
+from commlib import graph, ops
 from commlib.core.dispatch import is_plain
+from commlib.core.observers import unwaited
+from commlib.core.work import Work
 from tests.support.checks import assert_equal
 from tests.support.ranks import Ranks
+from tests.support.runs_on import runs_on
 
 PACKAGE = Path(commlib.__file__).parent
 # Functions, and files that they are in. On CPUs the call is posted for the neighbours first, which
@@ -124,3 +127,21 @@ def test_no_call_is_plain_where_operators_are_watched(ring: commlib.CommContext)
         add(x)
     torch.jit.trace(add, x, check_trace=False)
     assert seen == 3 * [False]
+
+
+@runs_on("cpu_ranks")
+def test_a_captured_call_begins_no_work(comm: Any) -> None:
+    """Its tensors would be kept to the end of the run, and Ctrl-C would wait for the peers."""
+    begun: list[Work[Any]] = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        with unwaited() as works:
+            comm.all_reduce(y, y)
+            begun.extend(works)
+        return y
+
+    captured = graph.capture(f)
+    for _ in range(3):
+        captured(torch.ones(4))
+    assert_equal(begun, [], "Works of synchronous calls")
