@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlib import ops
-from commlib.errors import ShapeError
+from commlib.errors import ArgumentError, ShapeError
 from tests.support.checks import (
     Array,
     assert_bits_equal,
@@ -104,8 +104,16 @@ def test_wrong_splits(comm: Any) -> None:
         all_to_all(x, in_splits=[1, 2], out_splits=even)
     with raises(ShapeError, "in_splits=[5, -1]"):
         all_to_all(x, in_splits=[5, -1], out_splits=even)
-    with raises(ShapeError, "in_splits=[4]", "expected 2 counts"):
-        all_to_all(x, in_splits=[4], out_splits=even)
+    wrong: Any
+    for wrong in ([4], [1.5, 2.5], [2, 2**70], 4, ["2", "2"]):
+        with raises(ShapeError, f"in_splits={wrong}", "a list of 2 whole numbers"):
+            all_to_all(x, in_splits=wrong, out_splits=even)
+        with raises(ShapeError, "all_to_all on ring 0", f"out_splits={wrong}"):
+            ops.all_to_all(x, in_splits=even, out_splits=wrong)
+        with raises(ShapeError, "all_to_all on ring 0", f"out_splits={wrong}"):
+            comm.all_to_all(x, in_splits=even, out_splits=wrong)
+    with raises(ArgumentError, "all_to_all on ring 0", "in_splits=[2, 2]", "pass out_splits="):
+        comm.all_to_all(x, in_splits=even)
     with raises(ShapeError, "out_splits=[2, 2]", "5 rows"):
         all_to_all(x, in_splits=even, out_splits=even, out=x.new_empty(5, 3))
     itself = [3, 1] if comm.rank == 0 else [1, 3]

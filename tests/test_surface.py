@@ -115,7 +115,15 @@ def test_reductions_have_several_names(ring: Any) -> None:
             assert_equal(
                 call(given, op=form).tolist(), expected.tolist(), f"{call.__name__} {form}"
             )
-    for form in ("mean", "MEAN", dist.ReduceOp.PREMUL_SUM, 3):
+    scaled = ops.all_reduce(x, op="premul_sum", factor=0.5)
+    for form in ("PREMUL_SUM", dist.ReduceOp.PREMUL_SUM):
+        for call in (ops.all_reduce, ring.all_reduce):
+            assert_bits_equal(call(x, op=form, factor=0.5), scaled, f"{form}")
+            with raises(ArgumentError, "on ring 0", "premul_sum", "pass factor="):
+                call(x, op=form)
+    for form in ("mean", "MEAN", 3, ["sum"]):
+        with raises(ArgumentError, "explain on ring 0", "expected one of", "sum"):
+            ring.explain(64, x.dtype, form)
         anyhow: Any = (ops.all_reduce, ring.all_reduce, ring.reduce_scatter)
         for call in anyhow:
             with raises(ArgumentError, "expected one of", "sum"):
@@ -184,8 +192,11 @@ def test_none_is_no_input(ring: Any) -> None:
     for name in ("broadcast", "reduce", "gather", "scatter"):
         with raises(PeerError, f"{name} on ring 0", "root=2"):
             getattr(ring, name)(x, root=2)
-        with raises(ArgumentError, f"{name} on ring 0", "x is list", "torch.Tensor"):
+        with raises(ArgumentError, f"{name} on ring 0", "only argument is list", "torch.Tensor"):
             getattr(ring, name)([x, x], root=ring.rank)
+    for name in ("all_gather", "all_to_all"):
+        with raises(ArgumentError, f"{name} on ring 0", "the only argument is list"):
+            getattr(ring, name)([x, x])
 
 
 @runs_on("ranks")
@@ -292,7 +303,9 @@ def returns_of_overloads(name: str) -> list[str]:
 
 @pytest.mark.parametrize("method", [one for one in WAITED if one.__name__ != "group"])
 def test_a_ring_returns_a_work_only_without_sync_op(method: Any) -> None:
-    waited, unwaited, either = returns_of_overloads(method.__name__)
-    assert waited in ("Tensor", "AtRoot", "Outs", "None", "list[Tensor]")
-    assert unwaited == f"Work[{waited}]"
-    assert set(either.split(" | ")) == {waited, unwaited}
+    returns = returns_of_overloads(method.__name__)
+    assert returns
+    for waited, unwaited, either in (returns[at : at + 3] for at in range(0, len(returns), 3)):
+        assert waited in ("Tensor", "AtRoot", "None", "list[Tensor]")
+        assert unwaited == f"Work[{waited}]"
+        assert set(either.split(" | ")) == {waited, unwaited}

@@ -1,6 +1,8 @@
 """Validation of a call on its own rank, before anything is launched."""
 
+import sys
 from collections.abc import Iterable
+from operator import index
 from typing import Any
 
 import torch
@@ -154,8 +156,28 @@ def engine_tag(ring: Ring, collective: str, tag: int) -> int:
     return USER_TAGS + tag
 
 
+def split_rows(
+    ring: Ring, collective: str, role: str, splits: Iterable[int] | None
+) -> list[int] | None:
+    """Return the rows for each peer; refuse anything but a whole number >= 0 per rank."""
+    if splits is None:
+        return None
+    given = None
+    try:
+        splits = list(splits)
+        given = [index(count) for count in splits]
+    except TypeError:  # not a sequence, or not of whole numbers
+        pass
+    if given is None or len(given) != ring.size or min(given) < 0 or sum(given) > sys.maxsize:
+        raise ShapeError(
+            f"{ring._describe(collective)}: {role}={splits!r:.80}; expected a list of {ring.size} "
+            f"whole numbers >= 0, the rows for each rank; pass ints"
+        )
+    return given
+
+
 def counts(
-    ring: Ring, collective: str, role: str, tensor: Tensor, splits: Iterable[int] | None
+    ring: Ring, collective: str, role: str, tensor: Tensor, splits: list[int] | None
 ) -> list[int]:
     """Return the elements for each peer, from the rows for each peer along dim 0."""
     rows = tensor.shape[0] if tensor.dim() else 1
@@ -166,14 +188,13 @@ def counts(
                 f"divide by the ring's size {ring.size}; pad it or give {role}="
             )
         return [tensor.numel() // ring.size] * ring.size
-    given = [int(count) for count in splits]
-    if len(given) != ring.size or min(given) < 0 or sum(given) != rows:
+    if sum(splits) != rows:
         raise ShapeError(
-            f"{ring._describe(collective)}: {role}={given}; expected {ring.size} counts >= 0 that "
-            f"add up to the {rows} rows of shape {tuple(tensor.shape)}, they add up to {sum(given)}"
+            f"{ring._describe(collective)}: {role}={splits}; expected counts that add up to the "
+            f"{rows} rows of shape {tuple(tensor.shape)}; they add up to {sum(splits)}"
         )
     row = tensor.numel() // rows if rows else 0
-    return [count * row for count in given]
+    return [count * row for count in splits]
 
 
 def check_blocks(ring: Ring, max_blocks: int) -> int:
@@ -224,9 +245,19 @@ def from_root(
     return x if ring.rank == root else None, plain
 
 
+def check_only(ring: Ring, collective: str, x: Tensor) -> None:
+    """Refuse the only tensor of a call, its input, if an output can't be made from it."""
+    if not isinstance(x, torch.Tensor):
+        raise ArgumentError(
+            f"{ring._describe(collective)}: the only argument is {type(x).__name__}; expected a "
+            f"torch.Tensor, the input; or pass an output and an input"
+        )
+    check_tensor(ring, collective, "x", x)
+
+
 def new_like(ring: Ring, collective: str, x: Tensor, times: int = 1, parts: int = 1) -> Tensor:
     """Return a new dense tensor with ``times / parts`` of the rows of ``x`` along dim 0."""
-    check_tensor(ring, collective, "x", x)
+    check_only(ring, collective, x)
     if times == parts == 1:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     rows, rest = (x.shape[0], x.shape[1:]) if x.dim() else (1, ())
@@ -243,7 +274,7 @@ def new_at_root(ring: Ring, collective: str, root: int, x: Tensor, times: int = 
     check_position(ring, collective, "root", root)
     if ring.rank == root:
         return new_like(ring, collective, x, times)
-    check_tensor(ring, collective, "x", x)
+    check_only(ring, collective, x)
     if times == 1:
         return x.detach().clone(memory_format=torch.contiguous_format)
     return x.new_empty((0, *x.shape[1:]))

@@ -82,9 +82,9 @@ class Engine(ABC):
             ArgumentError: The engine has no such reduction.
             DtypeError: The engine does not reduce the dtype.
         """
-        known = None if factor is not None else self.reductions.get((dtype, op))
-        if known is not None:
-            return known
+        named = factor is None and isinstance(op, str)
+        if named and (dtype, op) in self.reductions:
+            return self.reductions[dtype, op]
         resolved = self.resolve(dtype, resolve_reduction(dtype, op, self.reducer, factor))
         if factor is None:  # any number of factors exists, so they are not kept
             self.reductions[dtype, op] = resolved

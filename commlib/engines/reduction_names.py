@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 ReductionName: TypeAlias = Literal["sum", "prod", "min", "max", "avg"]
 UpperName: TypeAlias = Literal["SUM", "PROD", "MIN", "MAX", "AVG"]
-Reduction: TypeAlias = ReductionName | UpperName | dist.ReduceOp.RedOpType
+Reduction: TypeAlias = ReductionName | UpperName | dist.ReduceOp.RedOpType | dist.ReduceOp
 # What a ring takes: some engines have more than what every operator takes.
 LowerName: TypeAlias = ReductionName | Literal["premul_sum", "band", "bor", "bxor"]
 RingReduction: TypeAlias = Reduction | LowerName | Literal["PREMUL_SUM", "BAND", "BOR", "BXOR"]
@@ -20,6 +20,7 @@ TORCH_NAMES: dict[Any, LowerName] = {
     dist.ReduceOp.PRODUCT: "prod",
     dist.ReduceOp.MIN: "min",
     dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.PREMUL_SUM: "premul_sum",
     dist.ReduceOp.BAND: "band",
     dist.ReduceOp.BOR: "bor",
     dist.ReduceOp.BXOR: "bxor",

@@ -81,7 +81,12 @@ def resolve_reduction(
         known = ", ".join(OPS + BITWISE)
         raise ArgumentError(f"op={op!r} is not a reduction; expected one of {known}")
     if (op == "premul_sum") != (factor is not None):
-        raise ArgumentError(f"op={op!r} with factor={factor!r}: factor= belongs to op='premul_sum'")
+        if factor is None:
+            raise ArgumentError(f"op={op!r} without a factor; expected a number; pass factor=")
+        raise ArgumentError(
+            f"op={op!r} with factor={factor!r:.80}: no other reduction has a factor; pass "
+            f"op='premul_sum', or leave factor= away"
+        )
     reason = _refusal(dtype, op, reducer)
     if reason:
         raise DtypeError(f"{op} of {dtype} is refused: {reason}")

@@ -3,12 +3,12 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from commlib.engines.reduction_names import TORCH_NAMES
 
 # By hash, which is the number of an operation: of all ways to read one it takes the fewest calls.
-BY_HASH = {hash(kind): name for kind, name in TORCH_NAMES.items()}
+# A premul_sum also has a factor.
+BY_HASH = {hash(kind): name for kind, name in TORCH_NAMES.items() if name != "premul_sum"}
 
 
 def arguments_of(op: Any) -> dict[str, Any]:
@@ -22,14 +22,18 @@ def arguments_of(op: Any) -> dict[str, Any]:
     """
     kind = getattr(op, "op", op)
     name = TORCH_NAMES.get(kind)
-    if name is not None:
-        return {"op": name}
-    if kind == dist.ReduceOp.PREMUL_SUM:
-        factor = op.__getstate__()[1]
-        if not isinstance(factor, torch.Tensor):
-            return {"op": "premul_sum", "factor": float(factor)}
+    if name is None:
+        raise NotImplementedError(
+            f"{kind}: rings have no such reduction; call all_gather, and torch"
+        )
+    return {"op": name, "factor": _factor(op)} if name == "premul_sum" else {"op": name}
+
+
+def _factor(op: Any) -> float:
+    factor = op.__getstate__()[1]
+    if isinstance(factor, torch.Tensor):
         raise NotImplementedError(
             "PREMUL_SUM with a tensor as its factor: rings take a number; pass factor.item(), or "
             "multiply before a SUM"
         )
-    raise NotImplementedError(f"{kind}: rings have no such reduction; call all_gather, and torch")
+    return float(factor)

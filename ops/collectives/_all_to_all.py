@@ -8,6 +8,7 @@ from torch.compiler import is_compiling
 
 from commlib.core.dispatch import is_plain
 from commlib.core.manager import _rings
+from commlib.core.validation import split_rows
 from commlib.core.work import Work
 from commlib.ops.arguments import Ring, eager_ring, ring_number
 from commlib.ops.registered.library import deliver, raw_output, register, rows
@@ -98,11 +99,8 @@ def all_to_all(
         result = _registered_op(x, number, size_of(number), *splits, use_calc_stream)
         return deliver(result, out, sync_op)
     if out is None:
-        out = (
-            _new(x, out_splits)
-            if fenced or use_calc_stream
-            else raw_output(ring, _new, x, out_splits)
-        )
+        takes = split_rows(ring, "all_to_all", "out_splits", out_splits)
+        out = _new(x, takes) if fenced or use_calc_stream else raw_output(ring, _new, x, takes)
     return ring.all_to_all(
         out,
         x,

@@ -87,9 +87,19 @@ def methods(x: Tensor, ring: commlib.CommContext, sync_op: bool) -> None:
     assert_type(ring.reduce_scatter(x, op=torch.distributed.ReduceOp.AVG), Tensor)
     assert_type(ring.broadcast(x, root=0), Tensor)
     assert_type(ring.reduce(x, root=0, op="BOR"), Tensor)
+    largest = torch.distributed.ReduceOp(torch.distributed.ReduceOp.MAX)
+    assert_type(ring.all_reduce(x, op=largest), Tensor)
     assert_type(ring.gather(x, root=0), Tensor)
     assert_type(ring.scatter(x, root=0, use_calc_stream=False, sync_op=False), commlib.Work[Tensor])
     assert_type(ring.all_to_all(x), Tensor)
+    assert_type(
+        ring.all_to_all(x, x, use_calc_stream=False, sync_op=sync_op), Tensor | commlib.Work[Tensor]
+    )
+    ring.all_to_all(parts)  # refused: lists come in pairs
+    ring.all_gather(parts)  # refused: a list and no input
+    ring.gather(parts, root=0)  # refused: a list and no input
+    ring.gather(None, root=0)  # refused: no input
+    ring.reduce(None, root=0)  # refused: no input
     assert_type(ring.scatter(x, parts if sync_op else None, root=0), Tensor)
     assert_type(ring.gather(None, x, root=1), None)
     assert_type(ring.all_gather_object(3), list[int])

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 
 from commlib.core.calls.call import Call, nothing
-from commlib.core.collectives.copies import Copies
+from commlib.core.collectives.broadcast import Broadcast
 from commlib.core.collectives.options import Either, Unwaited, Waited
 from commlib.core.collectives.parts import (
     check_parts,
@@ -25,24 +25,35 @@ from commlib.core.within import Seconds, dispatch_within
 from commlib.core.work import Work
 
 Tensor = torch.Tensor
-Outs = TypeVar("Outs", Tensor, list[Tensor])
 
 
-class AllGather(Copies):
+class AllGather(Broadcast):
     """The collectives of a ring that copy every rank's tensor to all ranks."""
 
     @overload
     def all_gather(
-        self, out: Outs, x: Tensor | None = None, **options: "Unpack[Waited]"
-    ) -> Outs: ...
+        self, out: Tensor, x: Tensor | None = None, **options: "Unpack[Waited]"
+    ) -> Tensor: ...
     @overload
     def all_gather(
-        self, out: Outs, x: Tensor | None = None, **options: "Unpack[Unwaited]"
-    ) -> Work[Outs]: ...
+        self, out: Tensor, x: Tensor | None = None, **options: "Unpack[Unwaited]"
+    ) -> Work[Tensor]: ...
     @overload
     def all_gather(
-        self, out: Outs, x: Tensor | None = None, **options: "Unpack[Either]"
-    ) -> Outs | Work[Outs]: ...
+        self, out: Tensor, x: Tensor | None = None, **options: "Unpack[Either]"
+    ) -> Tensor | Work[Tensor]: ...
+    @overload
+    def all_gather(
+        self, out: list[Tensor], x: Tensor, **options: "Unpack[Waited]"
+    ) -> list[Tensor]: ...
+    @overload
+    def all_gather(
+        self, out: list[Tensor], x: Tensor, **options: "Unpack[Unwaited]"
+    ) -> Work[list[Tensor]]: ...
+    @overload
+    def all_gather(
+        self, out: list[Tensor], x: Tensor, **options: "Unpack[Either]"
+    ) -> list[Tensor] | Work[list[Tensor]]: ...
 
     def all_gather(
         self,

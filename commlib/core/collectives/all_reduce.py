@@ -1,20 +1,20 @@
 """all_reduce, also in two halves and together with a norm."""
 
-from typing import Any, Unpack, overload
+from typing import Unpack, overload
 
 import torch
 
 from commlib import flags
 from commlib.core.calls.call import Call, nothing
 from commlib.core.collectives.options import ReducingEither, ReducingUnwaited, ReducingWaited
+from commlib.core.collectives.reduction import reduction_of
 from commlib.core.dispatch import begin, dispatch, is_plain, launched
 from commlib.core.ring import Ring
 from commlib.core.stream_mode import MODES, StreamMode
 from commlib.core.validation import check_blocks, check_pair, new_like, shape_mismatch
 from commlib.core.within import Seconds, dispatch_within
 from commlib.core.work import Work
-from commlib.engines.reduction_names import RingReduction, reduction_name
-from commlib.errors import ArgumentError
+from commlib.engines.reduction_names import RingReduction
 from commlib.p2p.fused_norm import Norm
 
 Tensor = torch.Tensor
@@ -22,15 +22,6 @@ Tensor = torch.Tensor
 
 class AllReduce(Ring):
     """The collective of a ring that reduces over all ranks, on every rank."""
-
-    def _reduction(
-        self, collective: str, x: Tensor, op: RingReduction, factor: float | None = None
-    ) -> Any:
-        """Return the reduction in the engine's own terms."""
-        try:
-            return self._engine.reduction(x.dtype, reduction_name(op), factor)
-        except ArgumentError as error:
-            raise type(error)(f"{self._describe(collective)}: {error}") from None
 
     @overload
     def all_reduce(
@@ -78,7 +69,8 @@ class AllReduce(Ring):
         Args:
             out: As many elements as ``x``; may be ``x``. As the only tensor it is the input.
             x: Any shape. Default: the only tensor is the input, and the output is a new one.
-            op: "sum", "prod", "min", "max", "avg" or "premul_sum" in any case, or a
+            op: "sum", "prod", "min", "max", "avg" or "premul_sum" in lower or upper
+                case, or a
                 ``torch.distributed.ReduceOp``; on a CPU also "band", "bor" and "bxor" of integers.
             factor: The factor of "premul_sum".
             max_blocks: Most blocks of a push kernel, which wait on the GPU for the peers. By
@@ -118,8 +110,9 @@ class AllReduce(Ring):
         count = x.numel()
         if out is not x and out.numel() != count:
             raise shape_mismatch(self, "all_reduce", out, count, "as many elements as x")
-        resolved = self._engine.reductions.get((x.dtype, op)) if factor is None else None
-        reduction = resolved or self._reduction("all_reduce", x, op, factor)
+        named = factor is None and type(op) is str
+        known = self._engine.reductions.get((x.dtype, op)) if named else None
+        reduction = known or reduction_of(self, "all_reduce", x, op, factor)
         launch = self._engine.all_reduce if count else nothing
         entry = ("all_reduce", count, x.dtype, reduction, None)
         args, quick = (reduction,), timeout is None and plain
@@ -158,7 +151,7 @@ class AllReduce(Ring):
         check_pair(self, "all_reduce", out, x)
         if out.numel() != x.numel():
             raise shape_mismatch(self, "all_reduce", out, x.numel(), "as many elements as x")
-        reduction = self._reduction("all_reduce", x, op)
+        reduction = reduction_of(self, "all_reduce", x, op)
         if self.size > 1 and x.numel() and self._open_group is None:
             launch = self._engine.begin_all_reduce
             entry = ("all_reduce", x.numel(), x.dtype, reduction, None)

@@ -83,7 +83,10 @@ def explain(ring: Ring, nbytes: int, dtype: torch.dtype, op: RingReduction) -> s
         )
     op = reduction_name(op)
     factor = 1.0 if op == "premul_sum" else None
-    reduction = resolve_reduction(dtype, op, ring._engine.reducer, factor)
+    try:
+        reduction = resolve_reduction(dtype, op, ring._engine.reducer, factor)
+    except ArgumentError as error:
+        raise type(error)(f"{where}: {error}") from None
     if nbytes < 0 or nbytes % dtype.itemsize:
         raise ArgumentError(
             f"{where}: nbytes={nbytes}: expected a multiple of {dtype.itemsize}, the bytes of one "

@@ -11,7 +11,7 @@ import torch
 from commlib.deadlines import Deadline
 from commlib.engines.base import EngineMemory, Launch
 from commlib.engines.nccl.exchanges import NCCLExchanges
-from commlib.engines.nccl.reductions import BYTES, OPS, TYPES, Reduction, explain
+from commlib.engines.nccl.reductions import BYTES, OPS, TYPES, Reduction, explain, scaled
 from commlib.engines.reductions import Reducer, ReductionSpec
 from commlib.log import log
 from commlib.p2p import residency
@@ -171,7 +171,7 @@ class NCCLEngine(NCCLExchanges):
     def resolve(self, dtype: torch.dtype, reduction: ReductionSpec) -> Any:
         """Return NCCL's numbers of a reduction, and the push kernels that carry it."""
         if reduction.op == "premul_sum":
-            return Reduction(reduction.op, 1, TYPES[reduction.dtype], 0, premul=reduction)
+            return scaled(reduction)
         parts = dtype.itemsize // reduction.dtype.itemsize
         found = Reduction(reduction.op, parts, TYPES[reduction.dtype], OPS[reduction.op])
         if isinstance(self._push, str):

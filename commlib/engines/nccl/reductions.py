@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ TYPES = {
     torch.bfloat16: 9,
 }
 OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
+_KNOWN_FACTORS = 64
 
 
 @dataclass(frozen=True, eq=False)  # equal by identity: a key at every call
@@ -42,6 +44,12 @@ class Reduction:
     all_reduce: PushCollective | None = None
     reduce_scatter: PushCollective | None = None
     premul: ReductionSpec | None = None  # a premul_sum, whose operation NCCL makes for each call
+
+
+@lru_cache(_KNOWN_FACTORS)
+def scaled(spec: ReductionSpec) -> Reduction:
+    """Return a premul_sum: the same object for the same factor, as calls are counted by it."""
+    return Reduction(spec.op, 1, TYPES[spec.dtype], 0, premul=spec)
 
 
 @contextmanager

@@ -114,11 +114,14 @@ def get_world_group() -> Group:
     return dist.group.WORLD
 
 
-def _given(group: Group) -> dist.ProcessGroup:
-    """Return ``group``; for None that of all ranks."""
+def _given(name: str, group: Group) -> dist.ProcessGroup:
+    """Return the ``group`` of a call of ``name``; for None that of all ranks."""
     found = group or get_world_group()
     if found is None:
-        raise ArgumentError("no group exists; call deepspeed.comm.init_distributed() first")
+        raise ArgumentError(
+            f"deepspeed.comm.{name}: no group exists; expected the group of all ranks; call "
+            f"deepspeed.comm.init_distributed() first"
+        )
     return found
 
 
@@ -153,7 +156,7 @@ def get_global_rank(group: Group = None, group_rank: int = 0) -> int:
         group: A process group; None is that of all ranks.
         group_rank: A position in the group.
     """
-    return int(dist.get_global_rank(_given(group), group_rank))
+    return int(dist.get_global_rank(_given("get_global_rank", group), group_rank))
 
 
 def get_all_ranks_from_group(group: Group = None) -> list[int]:
@@ -162,7 +165,7 @@ def get_all_ranks_from_group(group: Group = None) -> list[int]:
     Args:
         group: A process group; None is that of all ranks.
     """
-    return list(dist.get_process_group_ranks(_given(group)))
+    return list(dist.get_process_group_ranks(_given("get_all_ranks_from_group", group)))
 
 
 def initialize_mesh_device(
@@ -174,7 +177,7 @@ def initialize_mesh_device(
         mesh_shape: Sizes of the dimensions.
         mesh_dim_names: Names of the dimensions.
     """
-    calls = calls_of(_given(None))
+    calls = calls_of(_given("initialize_mesh_device", None))
     kind = "cuda" if calls is not None and "cuda" in calls.rings else "cpu"
     return dist.init_device_mesh(kind, mesh_shape, mesh_dim_names=mesh_dim_names)
 

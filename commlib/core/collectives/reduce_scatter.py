@@ -1,12 +1,11 @@
-"""Collectives that reduce: reduce_scatter and reduce, after all_reduce."""
+"""reduce_scatter, of one tensor and of a tensor per rank, whose sizes may differ."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 
 from commlib.core.calls.call import Call, nothing
-from commlib.core.collectives.all_reduce import AllReduce
 from commlib.core.collectives.options import ReducingEither, ReducingUnwaited, ReducingWaited
 from commlib.core.collectives.parts import (
     check_parts,
@@ -16,28 +15,22 @@ from commlib.core.collectives.parts import (
     joined,
     unshared,
 )
+from commlib.core.collectives.reduce import Reduce
+from commlib.core.collectives.reduction import reduction_of
 from commlib.core.dispatch import dispatch, is_plain, launched
 from commlib.core.group import group
 from commlib.core.stream_mode import MODES, StreamMode
-from commlib.core.validation import (
-    NOT_GIVEN,
-    at_root,
-    check_pair,
-    new_at_root,
-    new_like,
-    shape_mismatch,
-)
+from commlib.core.validation import check_pair, new_like, shape_mismatch
 from commlib.core.within import Seconds, dispatch_within
 from commlib.core.work import Work
 from commlib.engines.reduction_names import RingReduction
 
 Tensor = torch.Tensor
 Given = Tensor | Sequence[Tensor] | None
-AtRoot = TypeVar("AtRoot", bound=Tensor | None)
 
 
-class Reductions(AllReduce):
-    """The collectives of a ring that reduce."""
+class ReduceScatter(Reduce):
+    """The collective of a ring that reduces, a part on each rank."""
 
     @overload
     def reduce_scatter(
@@ -114,8 +107,9 @@ class Reductions(AllReduce):
         count, total = out.numel(), x.numel()
         if count * self.size != total:
             raise shape_mismatch(self, "reduce_scatter", out, total / self.size, "x.numel() / size")
-        resolved = self._engine.reductions.get((x.dtype, op)) if factor is None else None
-        reduction = resolved or self._reduction("reduce_scatter", x, op, factor)
+        named = factor is None and type(op) is str
+        known = self._engine.reductions.get((x.dtype, op)) if named else None
+        reduction = known or reduction_of(self, "reduce_scatter", x, op, factor)
         offset = -self.rank * count if self._engine.parts_in_place else None
         launch = self._engine.reduce_scatter if count else nothing
         entry = ("reduce_scatter", total, x.dtype, reduction, None)
@@ -123,80 +117,6 @@ class Reductions(AllReduce):
         if quick and launched(self, mode, "reduce_scatter", launch, args, out, x, entry):
             return out
         call = Call("reduce_scatter", launch, args, out, x, offset, plain, entry, out)
-        if timeout is not None:
-            return dispatch_within(self, call, mode, timeout)
-        return dispatch(self, call, mode)
-
-    @overload
-    def reduce(
-        self,
-        out: AtRoot,
-        x: Tensor = ...,
-        *,
-        root: int,
-        **options: "Unpack[ReducingWaited]",
-    ) -> AtRoot: ...
-    @overload
-    def reduce(
-        self,
-        out: AtRoot,
-        x: Tensor = ...,
-        *,
-        root: int,
-        **options: "Unpack[ReducingUnwaited]",
-    ) -> Work[AtRoot]: ...
-    @overload
-    def reduce(
-        self,
-        out: AtRoot,
-        x: Tensor = ...,
-        *,
-        root: int,
-        **options: "Unpack[ReducingEither]",
-    ) -> AtRoot | Work[AtRoot]: ...
-
-    def reduce(
-        self,
-        out: Any,
-        x: Tensor = NOT_GIVEN,
-        *,
-        root: int,
-        op: RingReduction = "sum",
-        factor: float | None = None,
-        use_calc_stream: bool = True,
-        sync_op: bool = True,
-        fenced: bool = True,
-        timeout: Seconds | None = None,
-    ) -> Tensor | Work | None:
-        """Fill ``out`` of ``root`` with the reduction of ``x``; elsewhere it is not touched.
-
-        Args:
-            out: As many elements as ``x``; may be None on other ranks. As the only tensor it is the
-                input.
-            x: Any shape. Default: the only tensor is the input, and the output is a new one: the
-                reduction on the root, a copy of the input elsewhere.
-            root: Position of the rank that gets the result.
-            op, factor: As in ``all_reduce``.
-            use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
-
-        Returns:
-            ``out``, or a ``Work`` with ``sync_op=False``.
-
-        Raises:
-            PeerError: ``root`` is not a position in the ring.
-            Otherwise as ``all_reduce``.
-        """
-        if x is NOT_GIVEN:
-            x, out = out, new_at_root(self, "reduce", root, out)
-        target, plain = at_root(self, "reduce", root, out, x)
-        count = x.numel()
-        if target is not None and target.numel() != count:
-            raise shape_mismatch(self, "reduce", target, count, "as many elements as x")
-        reduction = self._reduction("reduce", x, op, factor)
-        launch = self._engine.reduce if count else nothing
-        entry = ("reduce", count, x.dtype, reduction, root)
-        call = Call("reduce", launch, (root, reduction), target, x, 0, plain, entry, out)
-        mode = MODES[use_calc_stream, sync_op, fenced]
         if timeout is not None:
             return dispatch_within(self, call, mode, timeout)
         return dispatch(self, call, mode)
