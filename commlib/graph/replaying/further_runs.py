@@ -13,6 +13,7 @@ class FurtherRuns:
 
     Attributes:
         noise: What differs between them.
+        real: What the verified run left, if they begin from the same state as that one.
         first: What the first of them left.
         names: The operators of the last one, with their plain arguments.
         reads: What the last one has read from outside.
@@ -21,6 +22,7 @@ class FurtherRuns:
     """
 
     noise: Noise
+    real: Left | None = None
     first: Left | None = None
     names: Sequence[str] = ()
     reads: OutsideReads | None = None

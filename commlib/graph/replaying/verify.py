@@ -42,7 +42,7 @@ from commlib.graph.watching.real_call import RealCall
 from commlib.graph.watching.runs import DonePart, VerifiedRun, under_way
 from commlib.log import log
 
-_LEAST_RUNS, _MOST_RUNS = 2, 8  # of a function whose graph differs, to see whether its own runs do
+_LEAST_RUNS, _MOST_RUNS = 2, 24  # of a function whose graph differs, to see whether its own runs do
 
 
 class Verification(NamedTuple):
@@ -220,7 +220,7 @@ class Verification(NamedTuple):
         Returns:
             What it does otherwise than at the capture.
         """
-        runs = FurtherRuns(Noise(self.log.noise))
+        runs = FurtherRuns(Noise(self.log.noise), real if self._repeats(real) else None)
         lasting = keys_of(part for x in self.reachable for part in parts(x) if has_memory(part))
         for number in range(_MOST_RUNS if self.log.tolerance is None else 1):
             if number >= _LEAST_RUNS and not self._goes_on(runs, real, replayed):
@@ -233,6 +233,12 @@ class Verification(NamedTuple):
             if self.uncaptured:
                 return "the function asks whether it is captured and behaves differently when it is"
         return runs.cause(self.segments.own_names)
+
+    def _repeats(self, real: Left) -> bool:
+        """Return True if the function leaves the state from which it began, as far as is known."""
+        effects = self.effects
+        changes = effects.tensors or effects.generators or effects.leaves or real.bound
+        return not (changes or self.uncaptured)
 
     def _run_again(
         self, runs: FurtherRuns, fn: Callable[[], Any], bound: Sequence[Change]
@@ -252,6 +258,8 @@ class Verification(NamedTuple):
                 runs.first = left
             else:
                 self._note_noise(runs.first, left, runs.noise)
+            if runs.real is not None:
+                self._note_noise(runs.real, left, runs.noise, small=True)
         except Exception as error:  # one too many: it has filled its cache to the end
             log.once("a function whose graph differs can't be run once more: %s", error)
             runs.failed = True
@@ -269,13 +277,17 @@ class Verification(NamedTuple):
             said = DIFFERS if any(True for _ in compare.differences(real, replayed)) else EQUAL
         return worst(self.rings, RAISED if runs.failed else said) == DIFFERS
 
-    def _note_noise(self, one: Left, other: Left, noise: Noise) -> None:
-        """Add to ``noise`` what differs between two runs of the function."""
+    def _note_noise(self, one: Left, other: Left, noise: Noise, *, small: bool = False) -> None:
+        """Add to ``noise`` what differs between two runs of the function.
+
+        ``small``: differences of more than half of the digits do not count.
+        """
         compare = partial(Comparison, self.effects, self.log.tolerance, noise)
         found = {x.item for x in compare(half=self.uncaptured).differences(one, other)}
         wild = {x.item: x.what for x in compare(half=True).differences(one, other)}
         noise.kinds.update(kind for kind, number in found if (kind, number) not in wild)
-        noise.wild.update(wild)
+        if not small:
+            noise.wild.update(wild)
 
 
 def _with_works(fn: Callable[[], Any]) -> Any:
