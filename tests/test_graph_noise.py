@@ -79,7 +79,7 @@ def test_noise_of_the_verified_run_alone() -> None:
         assert_bits_equal(g(X), X * 2, f"scale {scale}", atol=1e-3)
     assert_equal(graph.report(g)[0]["repeats"], False)
     hidden.scale = 3.0
-    with pytest.raises(GraphError, match="output 0 differs at element 0: 6.0, and replayed 2.0"):
+    with pytest.raises(GraphError, match=r"output 0 differs at element 0: 6\.0, and"):
         g(X)
 
 
